@@ -1,0 +1,143 @@
+"""Counter-based noise: every random number of a generation is a pure function of where it is used.
+
+    u = uniform(seed, row, position, component, stream, draw),    0 < u < 1
+
+so chunk size, batch split, resume points and device never change which sample a seed gives. The function is
+Philox4x32-10: ten rounds on a counter of four 32-bit words c under a key of two 32-bit words k,
+
+    (hi0, lo0) = M0 c0,  (hi1, lo1) = M1 c2
+    c <- (hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0),  k <- (k0 + W0, k1 + W1)
+
+with c = (position, component // 4, row, stream 2^24 + draw) and k = (low, high) half of the seed; component i
+uses output word i % 4. The arithmetic is on integers only, so CPU and GPU give the same bits.
+
+References:
+    Parallel random numbers: as easy as 1, 2, 3 (Salmon et al., 2011)
+    https://doi.org/10.1145/2063384.2063405
+
+| symbol | code | shape |
+| --- | --- | --- |
+| c | `counter` | (4, ...) int64, each in [0, 2^32) |
+| k | `key` | (2, ...) int64, each in [0, 2^32), broadcast against a word of the counter |
+| u | result of `uniform` | (B, T, components) float32 |
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["LATENT", "OBSERVATION", "philox", "uniform"]
+
+LATENT = 0
+"""Stream of the latents z."""
+OBSERVATION = 1
+"""Stream of the observations x given z."""
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_WORD = 2**32
+_MASK = _WORD - 1
+
+
+def philox(counter: Tensor, key: Tensor) -> Tensor:
+    """Returns the Philox4x32-10 hash of a counter under a key.
+
+    Arguments:
+        counter: Four words, (4, ...) int64 in [0, 2^32).
+        key: Two words, (2, ...) int64 in [0, 2^32), broadcast against a word of the counter.
+
+    Returns:
+        Four words, (4, ...) int64 in [0, 2^32).
+
+    Example:
+        >>> [hex(word) for word in philox(torch.zeros(4, 1).long(), torch.zeros(2, 1).long())[:, 0]]
+        ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+    """
+    ones = [1] * (key.dim() - 1)
+    # Constants made by arithmetic: a tensor from a Python list would be a blocking copy on a GPU.
+    half = torch.arange(2, device=key.device).view(2, *ones)
+    M, W = _M0 + half * (_M1 - _M0), _W0 + half * (_W1 - _W0)
+    keys = key + torch.arange(10, device=key.device).view(10, 1, *ones) * W
+    shift, mask = torch.tensor(32), torch.tensor(_MASK)  # as tensors they dispatch faster than as numbers
+    # (p0, p1, p0) in three rows holds the products in order and swapped, the latter without a slow `flip`.
+    # Two such buffers take turns, because the odd words of one round are read in the next.
+    buffers = [counter.new_empty(3, *counter.shape[1:]) for _ in range(2)]
+    views = [(buffer[:2], buffer[0], buffer[2], buffer[1:]) for buffer in buffers]
+    even, odd = counter[0::2], counter[1::2]
+    for i, k in enumerate(keys.unbind()):
+        product, first, copy, swapped = views[i % 2]
+        # The 64-bit product may wrap to a negative number: its bits are right all the same. Only the even
+        # words enter a product, so only they need the mask; the odd words keep their high half until the end.
+        torch.mul(even, M, out=product)
+        copy.copy_(first)
+        even = torch.bitwise_right_shift(swapped, shift).bitwise_xor_(odd).bitwise_xor_(k).bitwise_and_(mask)
+        odd = swapped
+    return torch.stack((even, odd & _MASK), dim=1).flatten(0, 1)
+
+
+def uniform(
+    seed: Tensor,
+    row: Tensor,
+    position: int,
+    length: int,
+    components: int,
+    stream: int = LATENT,
+    draw: int = 0,
+) -> Tensor:
+    """Returns uniform noise for `length` consecutive positions of each sequence.
+
+    Arguments:
+        seed: Seed of each sequence, (B,) int64, any value.
+        row: Number of each sequence under its seed, (B,) int64 in [0, 2^32); on a GPU the range is not
+            checked (that would wait for the device) and higher bits are ignored.
+        position: Absolute position of the first step; position + length may not pass 2^32.
+        length: Number of steps T.
+        components: Numbers per step; the first n of them do not depend on how many are asked for.
+        stream: What the noise is for, `LATENT` or `OBSERVATION` (any integer in [0, 256)).
+        draw: Number of a repeated draw, such as an importance sample, in [0, 2^24).
+
+    Returns:
+        Numbers strictly inside (0, 1), (B, T, components) float32 on the device of `seed`.
+
+    Example:
+        >>> seed, row = torch.tensor([7, 7]), torch.tensor([0, 1])
+        >>> u = uniform(seed, row, position=0, length=5, components=3)
+        >>> torch.equal(u[1:, 2:], uniform(seed[1:], row[1:], position=2, length=3, components=3))
+        True
+    """
+    _check(seed, row, position, length, components, stream, draw)
+    counter = seed.new_empty(4, len(seed), length, -(-components // 4))
+    counter[0] = torch.arange(position, position + length, device=seed.device)[:, None]
+    counter[1] = torch.arange(counter.shape[3], device=seed.device)
+    counter[2] = (row & _MASK)[:, None, None]
+    counter[3] = stream << 24 | draw
+    key = torch.stack((seed & _MASK, seed >> 32 & _MASK))[..., None, None]
+    # 23 bits and a half: exact in float32, whereas 24 bits and a half would round up to 1.
+    u = (philox(counter, key) >> 9).float().add_(0.5).mul_(2.0**-23)
+    return u.movedim(0, -1).flatten(-2)[..., :components]
+
+
+def _check(
+    seed: Tensor, row: Tensor, position: int, length: int, components: int, stream: int, draw: int
+) -> None:
+    for name, value in (("seed", seed), ("row", row)):
+        if value.dtype != torch.int64 or value.dim() != 1:
+            given = f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+            raise ValueError(f"{name} is {given}; allowed: int64 of shape (batch,)")
+    if row.shape != seed.shape or row.device != seed.device:
+        given = f"{len(row)} numbers on {row.device}"
+        raise ValueError(f"row has {given}; allowed: as many as seed, {len(seed)} on {seed.device}")
+    if row.device.type == "cpu" and len(row):
+        low, high = (int(bound) for bound in row.aminmax())
+        if low < 0 or high >= _WORD:
+            raise ValueError(f"row has a value of {low if low < 0 else high}; allowed: 0 to 2^32 - 1")
+    for name, value, most in (
+        ("position", position, _WORD),
+        ("length", length, _WORD),
+        ("components", components, _WORD),
+        ("stream", stream, 2**8 - 1),
+        ("draw", draw, 2**24 - 1),
+    ):
+        if not 0 <= value <= most:
+            raise ValueError(f"{name} is {value}; allowed: 0 to {most}")
+    if position + length > _WORD:
+        raise ValueError(f"position + length is {position + length}; allowed: up to 2^32")
