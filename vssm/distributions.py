@@ -1,0 +1,423 @@
+"""Distributions of observations and latents: parameters in, probabilities (in nats) and samples out.
+
+An observation head turns the outputs w_t of a network into p(x_t | w_t), independent over features unless
+x_t is a token:
+
+    gaussian          x ~ N(w, sigma^2)
+    gaussian-learned  x ~ N(w_1, s^2),  log s = bounded(w_2)
+    bernoulli         P(x = 1) = sigmoid(w)
+    categorical       P(x = v) = softmax(w)_v
+    logistic-mixture  P(x = k / (bins - 1)) = sum_m pi_m (F((b_{k+1} - mu_m) / s_m) - F((b_k - mu_m) / s_m)),
+                      F = sigmoid, b_k = (k - 1/2) / (bins - 1), b_0 = -inf, b_bins = inf
+
+Latents are q(z_t) = prod_i softmax(logits_{t,i})_{z_{t,i}}: Z independent categoricals of N classes.
+Samples are functions of uniform noise u in (0, 1), never of a global generator (see `vssm.noise`).
+
+| symbol | code | shape |
+| --- | --- | --- |
+| x | `x` | (B, T, D) float, or (B, T) integers for the categorical head |
+| w | `w` | (B, T, size) |
+| u | `noise` | (B, T, noise_size) for a head; (..., Z) or (..., Z, N) for latents |
+| z | `z` | (..., Z) integers |
+| mu, s, log pi | `loc`, `scale`, `logits` | (B, T, D), or (B, T, D, mixtures) in a mixture |
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["HEADS", "Head", "Latents", "Observation", "gumbel_uniform", "make_head"]
+
+HEADS = ("gaussian", "gaussian-learned", "bernoulli", "categorical", "logistic-mixture")
+_MIN_SCALE, _MAX_SCALE = 1e-3, 20.0
+
+
+class Observation(Protocol):
+    """The distribution p(x_t | w_t) of every step of a batch of sequences."""
+
+    @property
+    def mean(self) -> Tensor:
+        """Expectation (B, T, D); for tokens the mode, (B, T)."""
+        ...
+
+    @property
+    def mode(self) -> Tensor:
+        """Most likely x, of the shape of x."""
+        ...
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """Returns log p(x_t | w_t) in nats, summed over features, (B, T)."""
+        ...
+
+    def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
+        """Returns the x that uniform noise (B, T, noise_size) selects.
+
+        The temperature divides logits and multiplies scales.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Head:
+    """An observation head: what x looks like, and how network outputs become its distribution."""
+
+    name: str
+    features: int
+    """Features D of x, or the size of the vocabulary."""
+    size: int
+    """Network outputs per step."""
+    noise_size: int
+    """Uniform numbers per step that a sample needs."""
+    distribution: Callable[[Tensor], Observation]
+    tokens: bool = False
+    """Whether x is (B, T) integers rather than (B, T, D) floats."""
+
+    def __call__(self, w: Tensor) -> Observation:
+        """Returns p(x | w), computed in float32 (float64 when w is).
+
+        Arguments:
+            w: Outputs of a network, (B, T, size).
+        """
+        assert w.shape[-1] == self.size, f"w has {w.shape[-1]} outputs, head {self.name} needs {self.size}"
+        return self.distribution(_at_least_float32(w))
+
+    def validate(self, x: Tensor, name: str = "x") -> None:
+        """Raises a ValueError unless x has the shape, dtype and range of this head.
+
+        Arguments:
+            x: Sequences, (B, T, D) finite floats, or (B, T) integers in [0, D) for tokens.
+            name: What the message calls x.
+        """
+        last = () if self.tokens else (self.features,)
+        if x.dim() != 2 + len(last) or tuple(x.shape[2:]) != last:
+            allowed = ", ".join(("batch", "length", *map(str, last)))
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: ({allowed})")
+        floating = x.dtype.is_floating_point
+        integer = not (floating or x.dtype.is_complex or x.dtype == torch.bool)
+        if not (integer if self.tokens else floating):
+            given = str(x.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"{name} has dtype {given}; allowed: {'an integer' if self.tokens else 'a float'}"
+            )
+        if self.tokens:
+            bad = (x < 0) | (x >= self.features)
+            if bad.any():
+                row, step = bad.nonzero()[0].tolist()
+                given = f"{name} is {int(x[row, step])} at row {row}, step {step}"
+                raise ValueError(f"{given}; allowed: 0 to {self.features - 1}")
+        elif not torch.isfinite(x).all():
+            row, step, _ = (~torch.isfinite(x)).nonzero()[0].tolist()
+            given = f"{name} contains NaN or infinite values at row {row}, step {step}"
+            raise ValueError(f"{given}; allowed: finite numbers")
+
+
+def make_head(name: str, features: int, sigma: float = 0.1, mixtures: int = 5, bins: int = 256) -> Head:
+    """Creates an observation head.
+
+    Arguments:
+        name: One of `HEADS`.
+        features: Features D of x, or the size of the vocabulary for `categorical`.
+        sigma: Standard deviation of `gaussian`.
+        mixtures: Components per feature of `logistic-mixture`.
+        bins: Levels of `logistic-mixture`; x lies on the grid k / (bins - 1).
+
+    Example:
+        >>> head = make_head("gaussian", features=28)
+        >>> p_x = head(torch.zeros(2, 5, head.size))
+        >>> p_x.log_prob(torch.zeros(2, 5, 28)).shape
+        torch.Size([2, 5])
+    """
+    if name not in HEADS:
+        raise ValueError(f"head is {name!r}; allowed: {', '.join(HEADS)}")
+    for label, value, least in (("features", features, 1), ("mixtures", mixtures, 1), ("bins", bins, 2)):
+        if value < least:
+            raise ValueError(f"{label} is {value}; allowed: {least} or more")
+    if not 0 < sigma < math.inf:
+        raise ValueError(f"sigma is {sigma}; allowed: positive numbers")
+    D, M = features, mixtures
+    size, noise_size, distribution = {
+        "gaussian": (D, D, partial(Gaussian, scale=sigma)),
+        "gaussian-learned": (2 * D, D, partial(Gaussian, scale=None)),
+        "bernoulli": (D, D, Bernoulli),
+        "categorical": (D, 1, Categorical),
+        "logistic-mixture": (D * M * 3, 2 * D, partial(LogisticMixture, mixtures=M, bins=bins)),
+    }[name]
+    return Head(name, D, size, noise_size, distribution, tokens=name == "categorical")
+
+
+class Gaussian:
+    """Normal distribution; with `scale=None`, w holds (loc, raw scale) and the scale is learned.
+
+    A learned scale lies in (1e-3, 20) and is 0.14, the geometric middle, where its output is 0.
+    """
+
+    def __init__(self, w: Tensor, scale: float | None) -> None:
+        if scale is None:
+            self.loc, raw = w.chunk(2, dim=-1)
+            self.scale = _bounded_scale(raw, _MIN_SCALE)
+        else:
+            self.loc, self.scale = w, w.new_full((), scale)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.loc
+
+    @property
+    def mode(self) -> Tensor:
+        return self.loc
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        error = (x - self.loc) / self.scale
+        return -(error.square() / 2 + self.scale.log() + math.log(2 * math.pi) / 2).sum(-1)
+
+    def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
+        normal = math.sqrt(2) * torch.erfinv(2 * noise.to(self.loc.dtype) - 1)
+        return self.loc + self.scale * _positive(temperature) * normal
+
+
+class Bernoulli:
+    """Independent coin flips; the probability of x in [0, 1] is the cross-entropy form."""
+
+    def __init__(self, w: Tensor) -> None:
+        self.logits = w
+
+    @property
+    def mean(self) -> Tensor:
+        return self.logits.sigmoid()
+
+    @property
+    def mode(self) -> Tensor:
+        return (self.logits > 0).to(self.logits.dtype)
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        x = x.to(self.logits.dtype)
+        return (x * F.logsigmoid(self.logits) + (1 - x) * F.logsigmoid(-self.logits)).sum(-1)
+
+    def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
+        tails = torch.sigmoid(-self.logits / _positive(temperature))
+        return (noise > tails).to(self.logits.dtype)
+
+
+class Categorical:
+    """One token of a vocabulary per step."""
+
+    def __init__(self, w: Tensor) -> None:
+        self.logits = w
+
+    @property
+    def mean(self) -> Tensor:
+        return self.mode
+
+    @property
+    def mode(self) -> Tensor:
+        return self.logits.argmax(-1)
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        return self.logits.log_softmax(-1).gather(-1, x.long().unsqueeze(-1)).squeeze(-1)
+
+    def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
+        return _inverse_cdf(self.logits / _positive(temperature), noise.squeeze(-1))
+
+
+class LogisticMixture:
+    """Mixture of logistics per feature, discretised to the grid k / (bins - 1) with open-ended edge bins.
+
+    Where w is 0, the components are spread evenly over [0, 1]. Scales lie between a tenth of a bin and 20.
+
+    References:
+        PixelCNN++: improving the PixelCNN with discretized logistic mixture likelihood (Salimans et al. 2017)
+        https://arxiv.org/abs/1701.05517
+    """
+
+    def __init__(self, w: Tensor, mixtures: int, bins: int) -> None:
+        self.width = 1 / (bins - 1)
+        self.logits, raw_loc, raw_scale = w.unflatten(-1, (-1, 3, mixtures)).unbind(-2)  # (B, T, D, M)
+        self.loc = raw_loc + (torch.arange(mixtures, dtype=w.dtype, device=w.device) + 0.5) / mixtures
+        self.scale = _bounded_scale(raw_scale, self.width / 10)
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of the mixture of logistics clipped to [0, 1], in closed form.
+
+        The mean over the bins is the midpoint rule for the same integral: they differ by at most half a bin.
+        """
+        # E[clip(X)] = int_0^1 F((mu - t) / s) dt = s (softplus(mu / s) - softplus((mu - 1) / s)); the linear
+        # part of each softplus is taken out as a clamp, else they would cancel at small scales.
+        bends = (torch.exp(-(self.loc - edge).abs() / self.scale).log1p() for edge in (0, 1))
+        bend = next(bends) - next(bends)
+        return (self.logits.softmax(-1) * (self.loc.clamp(0, 1) + self.scale * bend)).sum(-1)
+
+    @property
+    def mode(self) -> Tensor:
+        """The most likely of the levels nearest to the components' centres and of the two edge levels."""
+        edges = self.loc.new_tensor([0.0, 1.0]).expand(*self.loc.shape[:-1], 2)
+        candidates = torch.cat((self._to_grid(self.loc), edges), dim=-1)
+        best = self._log_mass(candidates).argmax(-1, keepdim=True)
+        return candidates.gather(-1, best).squeeze(-1)
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        return self._log_mass(x.to(self.loc.dtype).unsqueeze(-1)).sum((-2, -1))
+
+    def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
+        choice, u = noise.to(self.loc.dtype).chunk(2, dim=-1)
+        component = _inverse_cdf(self.logits / _positive(temperature), choice).unsqueeze(-1)
+        loc, scale = (torch.take_along_dim(v, component, -1).squeeze(-1) for v in (self.loc, self.scale))
+        return self._to_grid(loc + scale * temperature * torch.logit(u))
+
+    def _to_grid(self, x: Tensor) -> Tensor:
+        levels = round(1 / self.width)
+        return (x * levels).round().clamp(0, levels) / levels
+
+    def _log_mass(self, x: Tensor) -> Tensor:
+        """Log-probability of candidate values per feature, (B, T, D, candidates) -> the same."""
+        x = x.unsqueeze(-1)
+        logits, loc, scale = (values.unsqueeze(-2) for values in (self.logits, self.loc, self.scale))
+        upper, lower = (x - loc + self.width / 2) / scale, (x - loc - self.width / 2) / scale
+        # F(a) - F(b) = F(a) F(-b) (1 - exp(b - a)), exact in the tails where the difference itself would be 0
+        below, above = F.logsigmoid(upper), F.logsigmoid(-lower)
+        inside = below + above + torch.log(-torch.expm1(-self.width / scale))
+        mass = torch.where(x < self.width / 2, below, torch.where(x > 1 - self.width / 2, above, inside))
+        return torch.logsumexp(logits.log_softmax(-1) + mass, dim=-1)
+
+
+class Latents:
+    """Distribution of z: Z independent categoricals of N classes, in float32 (float64 if the logits are).
+
+    Arguments:
+        logits: Finite, unnormalised log-probabilities, (..., Z, N).
+
+    Example:
+        >>> q_z = Latents(torch.zeros(2, 5, 4, 8))
+        >>> q_z.sample(torch.full((2, 5, 4), 0.3))[0, 0]
+        tensor([2, 2, 2, 2])
+        >>> q_z.kl_to_uniform().shape
+        torch.Size([2, 5])
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = _at_least_float32(logits)
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        """Normalised log-probabilities, (..., Z, N)."""
+        return self.logits.log_softmax(-1)
+
+    @property
+    def probs(self) -> Tensor:
+        """Probabilities, (..., Z, N)."""
+        return self.log_probs.exp()
+
+    @property
+    def mode(self) -> Tensor:
+        """Most likely z, (..., Z)."""
+        return self.logits.argmax(-1)
+
+    def detach(self) -> "Latents":
+        """Returns the same distribution without a gradient."""
+        return Latents(self.logits.detach())
+
+    def entropy(self) -> Tensor:
+        """Returns the entropy, summed over components, (...)."""
+        return -self.expected_log_prob(self)
+
+    def kl_to_uniform(self) -> Tensor:
+        """Returns KL(self || uniform) = Z log N - entropy, (...)."""
+        # log N inside the sum: near the uniform distribution the difference of the two sums would cancel
+        return (self.probs * (self.log_probs + math.log(self.logits.shape[-1]))).sum((-2, -1))
+
+    def kl(self, other: "Latents") -> Tensor:
+        """Returns KL(self || other), (...)."""
+        return (self.probs * (self.log_probs - other.log_probs)).sum((-2, -1))
+
+    def expected_log_prob(self, q: "Latents") -> Tensor:
+        """Returns E[log self(z)] for z ~ q, exactly, (...); gradients flow to both."""
+        return (q.probs * self.log_probs).sum((-2, -1))
+
+    def log_prob(self, z: Tensor) -> Tensor:
+        """Returns log-probabilities of z (..., Z) integers, (...); batches are broadcast."""
+        shape = torch.broadcast_shapes(z.shape, self.logits.shape[:-1])
+        log_probs = self.log_probs.expand(*shape, -1)
+        return log_probs.gather(-1, z.long().expand(shape).unsqueeze(-1)).squeeze(-1).sum(-1)
+
+    def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
+        """Returns the z that the noise selects, by inverse CDF.
+
+        Arguments:
+            noise: Uniform numbers in (0, 1), (..., Z). Logits of batch 1, or with fewer leading dimensions,
+                serve a whole batch of noise without being copied.
+            temperature: Divides the logits.
+
+        Returns:
+            Class indices, (..., Z) int64.
+        """
+        return _inverse_cdf(self.logits / _positive(temperature), noise)
+
+    def rsample(self, noise: Tensor) -> Tensor:
+        """Returns one-hot z by the Gumbel trick, with the gradient of the softmax at temperature 1.
+
+        Arguments:
+            noise: Uniform numbers strictly inside (0, 1), (..., Z, N), for example from `gumbel_uniform`.
+
+        Returns:
+            One-hot vectors, (..., Z, N).
+        """
+        perturbed = self.logits - torch.log(-torch.log(noise.to(self.logits.dtype)))
+        soft = perturbed.softmax(-1)
+        hard = torch.zeros_like(soft).scatter_(-1, perturbed.argmax(-1, keepdim=True), 1.0)
+        return hard + (soft - soft.detach())  # the bracket is exactly 0: the value stays exactly one-hot
+
+
+def gumbel_uniform(
+    shape: tuple[int, ...], device: torch.device | str | None = None, generator: torch.Generator | None = None
+) -> Tensor:
+    """Returns uniform float32 numbers strictly inside (0, 1), so that log(u) and log(-log(u)) are finite.
+
+    Arguments:
+        shape: Shape of the result.
+        device: Device of the result.
+        generator: Source of randomness on that device; the default generator when None.
+    """
+    # torch.rand can return 0: one source of the NaNs of F.gumbel_softmax (pytorch #22442, #41663, #101620).
+    return torch.rand(shape, device=device, generator=generator).clamp_(min=2.0**-25)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _positive(temperature: float) -> float:
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}; allowed: positive numbers")
+    return temperature
+
+
+def _bounded_scale(raw: Tensor, least: float) -> Tensor:
+    """Maps outputs to (least, 20): log scale has slope 1 at 0 and tails that never get flat."""
+    middle, reach = math.log(least * _MAX_SCALE) / 2, math.log(_MAX_SCALE / least) / 2
+    # softsign, since the gradient of tanh or sigmoid is exactly 0 in float32 once they saturate
+    return torch.exp(middle + reach * F.softsign(raw / reach))
+
+
+def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
+    """Returns the first class whose cumulative probability exceeds u: (..., N) and (...) -> (...) int64."""
+    # Integer sums are exact in any order: on every device a class of probability 0 has an empty interval.
+    # 2^30 is finer than the noise and leaves the total inside int32.
+    table = (logits.softmax(-1) * 2**30).int().cumsum(-1, dtype=torch.int32)
+    total = table[..., -1]
+    target = torch.minimum((u * total).int(), total - 1)
+    shape = target.shape
+    while table.dim() > 1 and table.shape[0] == 1:
+        table = table[0]
+    if table.shape[:-1] != shape[len(shape) - table.dim() + 1 :]:
+        table = table.expand(*shape, -1)
+    # One row of the table serves all leading dimensions of the noise, moved last for `searchsorted`.
+    leading, trailing = shape[: len(shape) - table.dim() + 1], table.shape[:-1]
+    values = target.reshape(math.prod(leading), *trailing).movedim(0, -1).contiguous()
+    index = torch.searchsorted(table.contiguous(), values, right=True)
+    return index.movedim(-1, 0).reshape(shape)
