@@ -1,0 +1,237 @@
+"""The selective scan: one function, three backends with one signature.
+
+    h_t = exp(dt_t A) h_{t-1} + dt_t B_t u_t          y_t = C_t h_t + D u_t
+
+optionally with dt_t <- softplus(dt_t + dt_bias) before and y_t <- y_t silu(z_t) after.
+
+| backend     | where        | how                                                        |
+| ----------- | ------------ | ---------------------------------------------------------- |
+| `reference` | anywhere     | a PyTorch loop, differentiated by autograd                 |
+| `numba`     | CPU, float32 | compiled at first use, states in registers, no stored states |
+| `triton`    | CUDA         | the same idea on a GPU                                     |
+
+Shapes: u, dt, z, y (B, T, D); A (D, N); B, C (B, T, N); D, dt_bias (D,); h0, h (B, D, N).
+
+The two kernel backends each offer `forward` and `backward`; here they become one operator of
+`torch.library`, so that autograd, `torch.compile` and `opcheck` know it.
+"""
+
+import importlib
+import importlib.util
+import os
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from vssm.ops.scan_reference import selective_scan_reference
+
+__all__ = ["BACKENDS", "choose_backend", "selective_scan"]
+
+BACKENDS = ("reference", "numba", "triton")
+_KERNELS = {"numba": "vssm.ops.scan_numba", "triton": "vssm.ops.scan_triton"}
+
+
+def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Returns the backend that will run; raises `ValueError` when the one asked for can not.
+
+    "auto" takes `triton` on CUDA, `numba` for float32 on a CPU and `reference` otherwise.
+
+    >>> choose_backend("auto", torch.device("cpu"), torch.float64)
+    'reference'
+    """
+    if backend == "auto":
+        if device.type == "cuda" and _triton_refusal(device, dtype) is None:
+            return "triton"
+        return "numba" if device.type == "cpu" and dtype == torch.float32 else "reference"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; allowed: 'auto', {', '.join(map(repr, BACKENDS))}")
+    refusal = None
+    if backend == "numba" and (device.type != "cpu" or dtype != torch.float32):
+        refusal = f"it runs float32 on a CPU, not {dtype} on {device.type}"
+    if backend == "triton":
+        refusal = _triton_refusal(device, dtype)
+    if refusal:
+        raise ValueError(f"backend={backend!r} can not run here: {refusal}; allowed: 'auto', 'reference'")
+    return backend
+
+
+def _triton_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Says why the Triton kernels can not run, or None when they can."""
+    if importlib.util.find_spec("vssm.ops.scan_triton") is None or importlib.util.find_spec("triton") is None:
+        return "the package 'triton' is not installed (pip install 'vssm[gpu]')"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"it needs a CUDA device, not {device.type} (or TRITON_INTERPRET=1 for a slow test run)"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it runs float32, bfloat16 and float16, not {dtype}"
+    return None
+
+
+def selective_scan(
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    softplus: bool = False,
+    h0: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Runs the selective state space recurrence over a sequence.
+
+    Arguments:
+        u: The input, (B, T, D).
+        dt: The step sizes, (B, T, D), before bias and softplus.
+        A: The continuous-time decay, (D, N), negative.
+        B: The input matrix of every step, (B, T, N).
+        C: The output matrix of every step, (B, T, N).
+        D: The skip connection, (D,).
+        z: The gate, (B, T, D): y is multiplied by silu(z).
+        dt_bias: Added to dt, (D,).
+        softplus: Whether dt passes through softplus.
+        h0: The state to start from, (B, D, N); zero if not given.
+        backend: "auto", "reference", "numba" or "triton".
+
+    Returns:
+        y (B, T, D) in the dtype of u, and the state after the last step (B, D, N) in float32.
+        Gradients flow from both outputs to every tensor argument.
+
+    Example:
+        >>> u, dt = torch.ones(1, 3, 2), torch.ones(1, 3, 2)
+        >>> A, B, C = -torch.ones(2, 1), torch.ones(1, 3, 1), torch.ones(1, 3, 1)
+        >>> y, h = selective_scan(u, dt, A, B, C)
+        >>> y[0, :, 0]
+        tensor([1.0000, 1.3679, 1.5032])
+        >>> y_tail, _ = selective_scan(u[:, 1:], dt[:, 1:], A, B[:, 1:], C[:, 1:], h0=selective_scan(
+        ...     u[:, :1], dt[:, :1], A, B[:, :1], C[:, :1])[1])
+        >>> torch.equal(y_tail, y[:, 1:])
+        True
+    """
+    _check_arguments(u, dt, A, B, C, D, z, dt_bias, h0)
+    backend = choose_backend(backend, u.device, u.dtype)
+    if backend == "reference":
+        return selective_scan_reference(u, dt, A, B, C, D, z, dt_bias, softplus, h0)
+    tensors = (u, dt, A, B, C, D, z, dt_bias, h0)
+    if torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    ):
+        return _scan(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend)
+    # The dispatcher costs tens of microseconds a call, which a step-by-step loop would feel.
+    return _kernels(backend).forward(u, dt, A, B, C, D, z, dt_bias, softplus, h0)
+
+
+def _check_arguments(
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    h0: Tensor | None,
+) -> None:
+    if u.ndim != 3:
+        raise ValueError(f"u has shape {tuple(u.shape)}; allowed: (batch, length, channels)")
+    batch, length, channels = u.shape
+    if A.ndim != 2 or A.shape[0] != channels or A.shape[1] < 1:
+        raise ValueError(f"A has shape {tuple(A.shape)}; allowed: ({channels}, states) with states >= 1")
+    states = A.shape[1]
+    expected = (
+        ("dt", dt, (batch, length, channels)),
+        ("B", B, (batch, length, states)),
+        ("C", C, (batch, length, states)),
+        ("D", D, (channels,)),
+        ("z", z, (batch, length, channels)),
+        ("dt_bias", dt_bias, (channels,)),
+        ("h0", h0, (batch, channels, states)),
+    )
+    for name, tensor, shape in expected:
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; allowed: {shape}, to match u and A")
+        if tensor is not None and tensor.device != u.device:
+            raise ValueError(f"{name} is on {tensor.device}; allowed: {u.device}, the device of u")
+    if A.device != u.device:
+        raise ValueError(f"A is on {A.device}; allowed: {u.device}, the device of u")
+    if not u.is_floating_point():
+        raise ValueError(f"u has dtype {u.dtype}; allowed: a floating-point dtype")
+
+
+def _kernels(backend: str) -> ModuleType:
+    # Imported at first use: numba and triton take a second to load and not everybody needs them.
+    return importlib.import_module(_KERNELS[backend])
+
+
+@torch.library.custom_op("vssm::selective_scan", mutates_args=())
+def _scan(
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    softplus: bool,
+    h0: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    return _kernels(backend).forward(u, dt, A, B, C, D, z, dt_bias, softplus, h0)
+
+
+@_scan.register_fake
+def _(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend):  # noqa: ANN001, ANN202
+    batch, _, channels = u.shape
+    return torch.empty_like(u, memory_format=torch.contiguous_format), u.new_empty(
+        batch, channels, A.shape[1], dtype=torch.float32
+    )
+
+
+@torch.library.custom_op("vssm::selective_scan_backward", mutates_args=())
+def _scan_backward(
+    dy: Tensor,
+    dh: Tensor,
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    softplus: bool,
+    h0: Tensor | None,
+    backend: str,
+) -> list[Tensor]:
+    """Returns the gradients of u, dt, A, B, C, D, z, dt_bias, h0; empty for an argument not given."""
+    return list(_kernels(backend).backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0))
+
+
+@_scan_backward.register_fake
+def _(dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend):  # noqa: ANN001, ANN202
+    return [
+        torch.empty_like(t, memory_format=torch.contiguous_format) if t is not None else u.new_empty(0)
+        for t in (u, dt, A, B, C, D, z, dt_bias, h0)
+    ]
+
+
+def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
+    *tensors, softplus, h0, backend = inputs
+    ctx.save_for_backward(*tensors, h0)
+    ctx.softplus, ctx.backend = softplus, backend
+
+
+def _backward(ctx, dy: Tensor, dh: Tensor) -> tuple:  # noqa: ANN001
+    u, dt, A, B, C, D, z, dt_bias, h0 = ctx.saved_tensors
+    grads = _scan_backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, ctx.softplus, h0, ctx.backend)
+    given = [
+        grad if tensor is not None else None
+        for grad, tensor in zip(grads, (u, dt, A, B, C, D, z, dt_bias, h0), strict=True)
+    ]
+    return *given[:8], None, given[8], None
+
+
+_scan.register_autograd(_backward, setup_context=_setup_context)
