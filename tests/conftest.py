@@ -1,0 +1,81 @@
+import os
+
+import pytest
+import torch
+
+# Property tests draw the same examples on every machine, and slow machines do not fail them.
+from hypothesis import settings
+
+from vssm import ModelConfig, build
+
+settings.register_profile("vssm", deadline=None, derandomize=True, max_examples=25)
+settings.load_profile("vssm")
+
+KINDS = ("transformer", "ssm", "rnn", "tvae", "vrnn", "vssm")
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def data_dir():
+    """The folder of real data sets; tests that need it are skipped where there is none."""
+    folder = os.environ.get("VSSM_DATA")
+    if not folder or not os.path.isdir(folder):  # noqa: PTH112
+        pytest.skip("VSSM_DATA names no folder")
+    return folder
+
+
+def small_config(kind, head="gaussian", **options):
+    values = {
+        "kind": kind,
+        "head": head,
+        "features": 5 if head == "categorical" else 3,
+        "width": 16,
+        "layers": 2,
+        "state_size": 4,
+        "heads": 2,
+        "latents": 3,
+        "classes": 4,
+        "mixtures": 2,
+    }
+    return ModelConfig(**{**values, **options})
+
+
+def small_model(kind, head="gaussian", **options):
+    """A small model whose weights are large enough that every input matters in the output."""
+    torch.manual_seed(1)
+    model = build(small_config(kind, head, **options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(2)
+    return model
+
+
+def sequences(model, batch, length):
+    """Random data that suits the head of a model."""
+    config = model.config
+    if config.head == "categorical":
+        return torch.randint(0, config.features, (batch, length))
+    if config.head == "bernoulli":
+        return torch.randint(0, 2, (batch, length, config.features)).float()
+    if config.head == "logistic-mixture":
+        return torch.randint(0, config.bins, (batch, length, config.features)) / (config.bins - 1)
+    return torch.rand(batch, length, config.features)
+
+
+def relative_error(given, expected):
+    """‖given - expected‖ / ‖expected‖ in float64."""
+    given, expected = given.detach().double(), expected.detach().double()
+    return float((given - expected).norm() / expected.norm().clamp_min(1e-30))

@@ -1,0 +1,156 @@
+"""Blocks and the stack: cut anywhere, causal, differentiable through the state; and the State itself."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import relative_error, small_config
+from vssm.nn import BLOCKS, LatentEmbedding, Stack, State, reserve, trim
+from vssm.ops import causal_conv
+
+KIND_OF_BLOCK = {"mamba": "ssm", "attention": "transformer", "gru": "rnn"}
+
+
+def make_block(name):
+    torch.manual_seed(2)
+    return BLOCKS[name](small_config(KIND_OF_BLOCK[name]))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@given(data=st.data())
+def test_block_cut_anywhere_equals_one_call(name, data):
+    block = make_block(name)
+    batch, length = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 12))
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, length - 1)), max_size=4)) | {length})
+    x = torch.randn(batch, length, 16, requires_grad=True)
+    whole, last = block(x)
+    loss = torch.randn_like(whole)
+    (grad,) = torch.autograd.grad(
+        (whole * loss).sum() + sum(leaf.square().sum() for leaf in last.leaves()), x, retain_graph=True
+    )
+    parts, state, start = [], None, 0
+    for cut in (c for c in cuts if c <= length):
+        if cut > start:
+            y, state = block(x[:, start:cut], state)
+            parts.append(y)
+            start = cut
+    joined = torch.cat(parts, 1)
+    assert relative_error(joined, whole) < 1e-5
+    assert state.position == last.position == length
+    for a, b in zip(state.leaves(), last.leaves(), strict=True):
+        assert relative_error(a, b) < 1e-5
+    (grad_cut,) = torch.autograd.grad(
+        (joined * loss).sum() + sum(leaf.square().sum() for leaf in state.leaves()), x
+    )
+    assert relative_error(grad_cut, grad) < 1e-4
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_is_causal(name):
+    block = make_block(name)
+    x = torch.randn(1, 6, 16)
+    jacobian = torch.autograd.functional.jacobian(lambda x: block(x)[0].sum(2)[0], x)[:, 0].abs().sum(2)
+    assert torch.equal(jacobian.triu(1), torch.zeros(6, 6))
+    assert (jacobian.tril() > 0)[torch.ones(6, 6).tril().bool()].all()  # and sees all of the past
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_row_alone_equals_row_in_batch(name):
+    block = make_block(name)
+    x = torch.randn(3, 5, 16)
+    assert relative_error(block(x[1:2])[0], block(x)[0][1:2]) < 1e-6
+
+
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 5), st.integers(1, 5), st.data())
+def test_conv_equals_torch_and_any_cut(batch, length, channels, taps, data):
+    x, weight, bias = torch.randn(batch, length, channels), torch.randn(channels, taps), torch.randn(channels)
+    expected = torch.nn.functional.conv1d(
+        torch.nn.functional.pad(x.mT, (taps - 1, 0)), weight[:, None], bias, groups=channels
+    ).mT
+    y, last = causal_conv(x, weight, bias)
+    assert relative_error(y, expected) < 1e-5
+    cut = data.draw(st.integers(1, length))
+    head, state = causal_conv(x[:, :cut], weight, bias)
+    tail, state = causal_conv(x[:, cut:], weight, bias, state)
+    assert relative_error(torch.cat([head, tail], 1), expected) < 1e-5
+    assert torch.equal(state, last)
+
+
+def test_reserved_cache_is_the_same_and_keeps_old_states_usable():
+    stack = Stack(small_config("transformer"), torch.nn.Linear(3, 16), 3)
+    x = torch.randn(2, 9, 3)
+    with torch.no_grad():
+        whole, _ = stack(x)
+        _, old = stack(x[:, :4])
+        state = reserve(old, 5)
+        steps = []
+        for t in range(4, 9):
+            y, state = stack(x[:, t : t + 1], state)
+            steps.append(y)
+        assert relative_error(torch.cat(steps, 1), whole[:, 4:]) < 1e-5
+        assert trim(state).child("0")["k"].shape[2] == 9
+        again, _ = stack(x[:, 4:], old)
+        assert relative_error(again, whole[:, 4:]) < 1e-5
+
+
+def test_latent_embedding_of_classes_equals_one_hot():
+    embed = LatentEmbedding(3, 4, 16)
+    z = torch.randint(0, 4, (2, 5, 3))
+    one_hot = torch.nn.functional.one_hot(z, 4).float()
+    assert relative_error(embed(z), embed(one_hot)) < 1e-6
+
+
+def make_state():
+    inner = State({"h": torch.randn(3, 4), "k": torch.randn(3, 2, 5)}, 5)
+    return State({"stack": State({"0": inner}, 5), "row": torch.arange(3)}, 5, "kind=vssm")
+
+
+def test_state_select_and_repeat_rebatch_every_leaf():
+    state = make_state()
+    picked = state.select([2, 0])
+    assert picked.batch == 2
+    assert torch.equal(picked.child("stack").child("0")["h"], state.child("stack").child("0")["h"][[2, 0]])
+    twice = state.repeat(2)
+    assert twice.batch == 6
+    assert twice["row"].unique().numel() == 6, "copies must not share their noise"
+    assert torch.equal(twice.child("stack").child("0")["k"][::2], state.child("stack").child("0")["k"])
+    with pytest.raises(ValueError, match=r"index=\[3\] does not fit; allowed: row numbers below 3"):
+        state.select([3])
+    with pytest.raises(ValueError, match="times=0"):
+        state.repeat(0)
+
+
+def test_state_detach_cuts_the_graph():
+    state = State({"h": torch.ones(1, 2, requires_grad=True) * 2}, 1)
+    assert state["h"].requires_grad
+    assert not state.detach()["h"].requires_grad
+
+
+def test_state_file_round_trip(tmp_path):
+    state = make_state()
+    state.save(tmp_path / "state.safetensors")
+    copy = State.load(tmp_path / "state.safetensors")
+    assert (copy.position, copy.owner) == (5, "kind=vssm")
+    assert copy.child("stack").child("0").position == 5
+    for a, b in zip(state.leaves(), copy.leaves(), strict=True):
+        assert a.dtype == b.dtype
+    assert torch.equal(state.child("stack").child("0")["k"], copy.child("stack").child("0")["k"])
+    assert list(tmp_path.iterdir()) == [tmp_path / "state.safetensors"], "no temporary file stays"
+
+
+def test_state_file_damaged_or_foreign_is_named(tmp_path):
+    path = tmp_path / "state.safetensors"
+    make_state().save(path)
+    whole = path.read_bytes()
+    for damage in (whole[:-7], b"", b"\x80\x04pickle", whole[:20] + b"\xff" + whole[21:]):
+        path.write_bytes(damage)
+        with pytest.raises(ValueError, match=r"state\.safetensors"):
+            State.load(path)
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(1)}, path)
+    with pytest.raises(ValueError, match="allowed: 'vssm-state-1'"):
+        State.load(path)
+    with pytest.raises(ValueError, match="does not exist"):
+        State.load(tmp_path / "none")

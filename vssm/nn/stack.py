@@ -1,0 +1,93 @@
+"""The stack: input projection, residual pre-norm blocks, final norm, output projection.
+
+    y_{1:T}, h_T = stack(x_{1:T}, h_0)
+
+Three kinds of input are embedded: real vectors (B, T, D), tokens (B, T), and latents, given as
+classes (B, T, Z) or as one-hot vectors (B, T, Z, N) through which gradients flow. A stack may also
+own one `blank`, a learned input: the start of a sequence or the paper's empty token ∅.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vssm.config import ModelConfig
+from vssm.nn.attention import AttentionBlock
+from vssm.nn.gru import GRUBlock
+from vssm.nn.mamba import MambaBlock
+from vssm.nn.state import State
+
+__all__ = ["BLOCKS", "LatentEmbedding", "Stack"]
+
+BLOCKS = {"mamba": MambaBlock, "attention": AttentionBlock, "gru": GRUBlock}
+
+
+class LatentEmbedding(nn.Module):
+    """Creates the linear map of Z one-hot vectors of N classes to the width.
+
+    Classes are looked up and summed; one-hot vectors are multiplied, so that they get a gradient.
+    """
+
+    def __init__(self, latents: int, classes: int, width: int) -> None:
+        super().__init__()
+        # Z rows are summed: this scale makes the sum of unit variance.
+        self.weight = nn.Parameter(torch.randn(latents * classes, width) / math.sqrt(latents))
+        self.latents, self.classes = latents, classes
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Maps z, (B, T, Z) classes or (B, T, Z, N) one-hot, to (B, T, width)."""
+        if z.is_floating_point():
+            return z.flatten(-2) @ self.weight
+        offsets = torch.arange(self.latents, device=z.device) * self.classes
+        rows = (z + offsets).reshape(-1, self.latents)
+        return F.embedding_bag(rows, self.weight, mode="sum").view(*z.shape[:-1], -1)
+
+
+class Stack(nn.Module):
+    """Creates a stack of `config.layers` blocks.
+
+    Arguments:
+        config: The model.
+        embed: The input projection, a module that maps the input to (B, T, width).
+        outputs: The number of outputs of every step.
+        blank: Whether the stack owns a learned blank input.
+    """
+
+    def __init__(self, config: ModelConfig, embed: nn.Module, outputs: int, blank: bool = False) -> None:
+        super().__init__()
+        attention = config.block == "attention"
+        self.embed = embed
+        self.blank = nn.Parameter(torch.randn(config.width) * 0.02) if blank else None
+        self.blocks = nn.ModuleList(BLOCKS[config.block](config) for _ in range(config.layers))
+        self.norm = (nn.LayerNorm if attention else nn.RMSNorm)(config.width, eps=1e-5)
+        self.out = nn.Linear(config.width, outputs)
+        self.positional = attention  # a recurrence knows where it is, attention does not
+
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Maps the input of T steps to (B, T, outputs) and returns the state after the last step."""
+        return self.run(self.embed(x), state)
+
+    def run(self, e: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Runs the blocks on inputs that are already embedded, e (B, T, width)."""
+        position = 0 if state is None else state.position
+        length = e.shape[1]
+        if self.positional:
+            e = e + sinusoids(position, length, e.shape[2], e.device, e.dtype)
+        children: dict[str, Tensor | State] = {}
+        for i, block in enumerate(self.blocks):
+            e, children[str(i)] = block(e, None if state is None else state.child(str(i)))
+        return self.out(self.norm(e)), State(children, position + length)
+
+    def blanks(self, batch: int, length: int) -> Tensor:
+        """Returns the learned blank input, embedded, (B, length, width)."""
+        assert self.blank is not None
+        return self.blank.expand(batch, length, -1)
+
+
+def sinusoids(position: int, length: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Returns the position code of Vaswani et al. (2017), (length, width): any length, no parameters."""
+    rates = torch.exp(torch.arange(0, width, 2, device=device) * (-math.log(10000.0) / width))
+    angles = torch.arange(position, position + length, device=device)[:, None] * rates
+    return torch.cat([angles.sin(), angles.cos()], -1)[:, :width].to(dtype)

@@ -1,0 +1,176 @@
+"""The state of a sequence model: what it must remember to go on, and nothing else.
+
+A `State` is a tree of tensors whose first dimension is the batch, plus the position, the number of
+steps that were read. Blocks, stacks and models all return one, nested: a Mamba block keeps `conv`
+(B, d_conv - 1, D) and `ssm` (B, D, N); an attention block `k` and `v` (B, heads, steps, size); a
+GRU block `h` (B, width). Functions return new states and leave the old ones usable, so a state can
+be continued many times.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["State"]
+
+_FORMAT = "vssm-state-1"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Creates a state from named tensors (batch first) and nested states.
+
+    Example:
+        >>> state = State({"h": torch.arange(3.0)[:, None]}, position=7)
+        >>> state.batch, state.select([2, 0])["h"].flatten()
+        (3, tensor([2., 0.]))
+        >>> state.repeat(2)["h"].flatten()
+        tensor([0., 0., 1., 1., 2., 2.])
+    """
+
+    children: dict[str, "Tensor | State"]
+    """Tensors and nested states by name."""
+    position: int = 0
+    """The number of steps read so far."""
+    owner: str = ""
+    """The model that this state belongs to, in words; empty below the model."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        child = self.children[name]
+        assert isinstance(child, Tensor)
+        return child
+
+    def child(self, name: str) -> "State":
+        """Returns the nested state of that name."""
+        child = self.children[name]
+        assert isinstance(child, State)
+        return child
+
+    def leaves(self) -> Iterator[Tensor]:
+        """Yields every tensor of the tree."""
+        for child in self.children.values():
+            if isinstance(child, State):
+                yield from child.leaves()
+            else:
+                yield child
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return next(self.leaves()).shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return next(self.leaves()).device
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "State":
+        """Returns a state with the function applied to every tensor."""
+        children = {
+            name: child.map(function) if isinstance(child, State) else function(child)
+            for name, child in self.children.items()
+        }
+        return State(children, self.position, self.owner)
+
+    def detach(self) -> "State":
+        """Cuts the graph: gradients stop here."""
+        return self.map(Tensor.detach)
+
+    def to(self, device: torch.device | str) -> "State":
+        """Moves all tensors to a device."""
+        return self.map(lambda tensor: tensor.to(device))
+
+    def select(self, index: "Tensor | list[int]") -> "State":
+        """Picks, reorders or repeats batch rows; each row keeps its own noise."""
+        rows = torch.as_tensor(index, dtype=torch.int64, device=self.device)
+        if rows.ndim != 1 or (rows.numel() and not (-self.batch <= rows.min() and rows.max() < self.batch)):
+            raise ValueError(f"index={rows.tolist()} does not fit; allowed: row numbers below {self.batch}")
+        return self.map(lambda tensor: tensor[rows])
+
+    def repeat(self, times: int) -> "State":
+        """Repeats every row `times` times, next to each other; the copies get noise of their own.
+
+        Row r becomes the rows r * times ... r * times + times - 1 of the noise, so that the copies
+        continue differently.
+        """
+        if times < 1:
+            raise ValueError(f"times={times} is not allowed; allowed: a whole number >= 1")
+        state = self.map(lambda tensor: tensor.repeat_interleave(times, 0))
+        if "row" in state.children:
+            state.children["row"] = state["row"] * times + torch.arange(times, device=self.device).repeat(
+                self.batch
+            )
+        return state
+
+    def expand(self, num: int) -> "State":
+        """Views a state of one row as one of `num` equal rows, without copying."""
+        return self.map(lambda tensor: tensor.expand(num, *tensor.shape[1:]))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the state to a safetensors file, atomically."""
+        from safetensors.torch import save_file
+
+        tensors: dict[str, Tensor] = {}
+        positions: dict[str, int] = {}
+        self._flatten("", tensors, positions)
+        metadata = {"format": _FORMAT, "owner": self.owner, "positions": json.dumps(positions)}
+        path = Path(path)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        os.close(handle)
+        try:
+            save_file(
+                {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata
+            )
+            Path(temporary).replace(path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "State":
+        """Reads a state that `save` wrote; a damaged or foreign file is named."""
+        from safetensors import SafetensorError, safe_open
+
+        if not Path(path).is_file():
+            raise ValueError(f"state file {str(path)!r} does not exist")
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"state file {str(path)!r} is damaged: {error}") from None
+        if metadata.get("format") != _FORMAT:
+            raise ValueError(
+                f"file {str(path)!r} has format {metadata.get('format')!r}; "
+                f"allowed: {_FORMAT!r}, a saved state"
+            )
+        try:
+            positions = json.loads(metadata["positions"])
+            assert all(isinstance(position, int) for position in positions.values())
+            root = cls({}, positions[""], metadata["owner"])
+            nodes = {"": root}
+            for name in sorted(positions, key=lambda name: name.count("/")):
+                if name:
+                    parent, _, leaf = name.rpartition("/")
+                    nodes[name] = cls({}, positions[name])
+                    nodes[parent].children[leaf] = nodes[name]
+            for name, tensor in tensors.items():
+                parent, _, leaf = name.rpartition("/")
+                nodes[parent].children[leaf] = tensor
+        except (AssertionError, AttributeError, KeyError, ValueError) as error:
+            raise ValueError(f"state file {str(path)!r} is damaged: {error!r} in its positions") from None
+        return root
+
+    def _flatten(self, prefix: str, tensors: dict[str, Tensor], positions: dict[str, int]) -> None:
+        positions[prefix] = self.position
+        for name, child in self.children.items():
+            path = f"{prefix}/{name}" if prefix else name
+            if isinstance(child, State):
+                child._flatten(path, tensors, positions)
+            else:
+                tensors[path] = child
