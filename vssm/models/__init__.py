@@ -1,0 +1,35 @@
+"""The six models: three classes, one stack."""
+
+from torch import nn
+
+from vssm.config import ModelConfig
+from vssm.models.autoregressive import Autoregressive as Autoregressive
+from vssm.models.variational import Variational as Variational
+from vssm.models.vrnn import VRNN as VRNN
+from vssm.models.vrnn import Trajectory as Trajectory
+
+__all__ = ["MODELS", "VRNN", "Autoregressive", "Model", "Trajectory", "Variational", "build"]
+
+Model = Autoregressive | Variational | VRNN
+
+MODELS: dict[str, type[nn.Module]] = {
+    "transformer": Autoregressive,
+    "ssm": Autoregressive,
+    "rnn": Autoregressive,
+    "tvae": Variational,
+    "vrnn": VRNN,
+    "vssm": Variational,
+}
+
+
+def build(config: ModelConfig) -> Model:
+    """Creates the model that a config describes, with fresh weights from torch's random state.
+
+    Example:
+        >>> model = build(ModelConfig(kind="ssm", features=3, width=8, layers=1))
+        >>> sum(p.numel() for p in model.parameters())
+        1091
+    """
+    model = MODELS[config.kind](config)
+    assert isinstance(model, Autoregressive | Variational | VRNN)
+    return model

@@ -1,0 +1,68 @@
+"""Autoregressive models: transformer, ssm and rnn. One class; the kind chooses the block.
+
+    p(x_{1:T}) = prod_t P(x_t | w_t)          w_{1:T}, h_T = f((start, x_{1:T-1}), h_0)
+
+The stack reads the sequence shifted by one step, after a learned start input. Its state is `stack`,
+which has read everything but the last x, and `last`, that x.
+
+Legend: x (B, T, D), or (B, T) tokens; w (B, T, size of the head).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from vssm.config import ModelConfig
+from vssm.distributions import Observation, make_head
+from vssm.nn import Stack, State
+
+__all__ = ["Autoregressive", "embedding"]
+
+
+def embedding(config: ModelConfig) -> nn.Module:
+    """Returns the input projection for x: a linear map, or a table for tokens."""
+    if config.head == "categorical":
+        return nn.Embedding(config.features, config.width)
+    return nn.Linear(config.features, config.width)
+
+
+class Autoregressive(nn.Module):
+    """Creates a transformer, ssm or rnn that predicts every step from the steps before it.
+
+    Example:
+        >>> model = Autoregressive(ModelConfig(kind="ssm", features=3, width=8, layers=1))
+        >>> p_x, state = model(torch.zeros(2, 5, 3))
+        >>> p_x.log_prob(torch.zeros(2, 5, 3)).shape, state.position
+        (torch.Size([2, 5]), 5)
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.head = make_head(config.head, config.features, config.sigma, config.mixtures, config.bins)
+        self.stack = Stack(config, embedding(config), self.head.size, blank=True)
+
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Observation, State]:
+        """Returns the distributions P(x_t | w_t) of all steps of x, and the state after them."""
+        e = torch.cat([self._pending(len(x), state), self.stack.embed(x[:, :-1])], 1)
+        w, stack = self.stack.run(e, None if state is None else state.child("stack"))
+        position = x.shape[1] + (0 if state is None else state.position)
+        return self.head(w), State({"stack": stack, "last": x[:, -1:]}, position)
+
+    def next(self, batch: int, state: State | None) -> tuple[Observation, State]:
+        """Returns the distribution of the next step, (B, 1, ...), and the state of the stack after it."""
+        w, stack = self.stack.run(
+            self._pending(batch, state), None if state is None else state.child("stack")
+        )
+        return self.head(w), stack
+
+    def recompute(self, batch: int, x: Tensor | None) -> tuple[Observation, State]:
+        """Does the same as `next` from x alone, (B, t - 1, D), reading all of it again."""
+        e = self._pending(batch, None)
+        if x is not None:
+            e = torch.cat([e, self.stack.embed(x)], 1)
+        w, stack = self.stack.run(e)
+        return self.head(w[:, -1:]), stack
+
+    def _pending(self, batch: int, state: State | None) -> Tensor:
+        """Embeds the input that the stack has not read yet: the last x, or the start."""
+        return self.stack.blanks(batch, 1) if state is None else self.stack.embed(state["last"])
