@@ -1,0 +1,161 @@
+"""Objectives and likelihoods against enumeration: T = 3, Z = 1, N = 2 has eight latent sequences."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from tests.conftest import KINDS, relative_error, sequences, small_model
+from vssm import log_likelihood, objective
+from vssm.distributions import Latents
+
+TINY = {"latents": 1, "classes": 2, "sigma": 1.0}
+
+
+def all_latents():
+    """Every z_{1:3} of one binary component, (8, 3, 1)."""
+    return torch.tensor(list(itertools.product((0, 1), repeat=3)))[..., None]
+
+
+def joint_by_enumeration(model, x, prior, first=0):
+    """log sum_z p(x_{first+1:T}|z) prior(z) for one sequence x (1, 3, D)."""
+    z = all_latents()
+    p_x, _ = model.likelihood(z)
+    log_p = p_x.log_prob(x.expand(8, -1, -1))[:, first:].sum(1)
+    return torch.logsumexp(log_p + prior.log_prob(z).sum(1), 0)
+
+
+def expected_elbo(model, x):
+    """The ELBO with the expectation over z taken by enumeration."""
+    z = all_latents()
+    q_z, _ = model.posterior(x)
+    log_q = q_z.log_prob(z).sum(1)
+    log_p = model.likelihood(z)[0].log_prob(x.expand(8, -1, -1)).sum(1) - 3 * math.log(2)
+    return (log_q.exp() * (log_p - log_q)).sum()
+
+
+@pytest.mark.parametrize("kind", ["tvae", "vssm"])
+@torch.no_grad()
+def test_likelihood_converges_to_enumeration(kind):
+    model = small_model(kind, **TINY)
+    x = torch.randn(1, 3, 3)
+    uniform = Latents(torch.zeros(1, 3, 1, 2))
+    exact = joint_by_enumeration(model, x, uniform)
+    assert expected_elbo(model, x) <= exact + 1e-6
+    assert abs(log_likelihood(model, x, num_samples=20000) - exact) < 0.05
+
+    empty, _ = model.partial_posterior(empty=3)
+    exact = joint_by_enumeration(model, x, empty)
+    assert abs(log_likelihood(model, x, num_samples=20000, prior="partial") - exact) < 0.05
+
+    q_partial, _ = model.partial_posterior(x[:, :2], empty=1)
+    exact = joint_by_enumeration(model, x, q_partial, first=2)
+    assert abs(log_likelihood(model, x, num_samples=20000, prompt_length=2) - exact) < 0.05
+
+
+@torch.no_grad()
+def test_vrnn_likelihood_converges_to_enumeration():
+    model = small_model("vrnn", **TINY)
+    x = torch.randn(1, 3, 3)
+
+    def exact(length):
+        z = all_latents()[: 2**length, 3 - length :]
+        path = model(x[:, :length].expand(len(z), -1, -1), draw=lambda t, q_z: z[:, t, None])
+        log_p = path.p_x.log_prob(x[:, :length].expand(len(z), -1, -1)) + path.p_z.log_prob(z)
+        return torch.logsumexp(log_p.sum(1), 0)
+
+    assert abs(log_likelihood(model, x, num_samples=20000) - exact(3)) < 0.05
+    partial = log_likelihood(model, x, num_samples=20000, prompt_length=2)
+    assert abs(partial - (exact(3) - exact(2))) < 0.05
+
+
+@pytest.mark.parametrize("kind", ["tvae", "vrnn", "vssm"])
+@torch.no_grad()
+def test_elbo_estimates_lie_below_the_likelihood(kind):
+    """On average, the ELBO <= the estimate with K = 10 <= the estimate with K = 1000."""
+    model = small_model(kind, latents=2, classes=3, sigma=1.0)
+    x = torch.randn(64, 4, 3)
+    terms = [objective(model, x) for _ in range(50)]
+    elbo = torch.stack([t.reconstruction - t.kl for t in terms]).mean()
+    few, many = (log_likelihood(model, x, num_samples=k).mean() for k in (10, 1000))
+    assert elbo < few < many + 1e-3
+
+
+@torch.no_grad()
+def test_single_draw_objective_is_unbiased_for_the_elbo():
+    model = small_model("vssm", **TINY)
+    x = torch.randn(1, 3, 3)
+    terms = objective(model, x.expand(20000, -1, -1))
+    assert abs((terms.reconstruction - terms.kl).mean() - expected_elbo(model, x)) < 0.05
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_terms_add_up_and_do_not_alias(kind):
+    model = small_model(kind)
+    terms = objective(model, sequences(model, 4, 5))
+    assert relative_error(terms.loss, -(terms.reconstruction - terms.kl + terms.partial)) < 1e-6
+    pointers = {term.data_ptr() for term in terms}
+    assert len(pointers) == 4
+    assert (terms.kl >= 0).all()
+    assert (terms.partial <= 0).all()
+
+
+def test_partial_term_teaches_the_partial_posterior_alone():
+    model = small_model("vssm")
+    objective(model, sequences(model, 4, 5)).partial.sum().backward()
+    trained = {name.split(".")[0] for name, p in model.named_parameters() if p.grad is not None}
+    assert trained == {"partial"}
+
+
+def test_objective_follows_its_generator():
+    model = small_model("vssm")
+    x = sequences(model, 4, 5)
+    first, second = (objective(model, x, torch.Generator().manual_seed(7)).loss for _ in range(2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, objective(model, x, torch.Generator().manual_seed(8)).loss)
+
+
+@pytest.mark.parametrize("kind", ["transformer", "ssm", "rnn"])
+def test_autoregressive_likelihood_is_exact_and_splits(kind):
+    model = small_model(kind)
+    x = torch.rand(3, 6, 3)
+    full = log_likelihood(model, x)
+    assert torch.allclose(full, objective(model, x).reconstruction, rtol=1e-5)
+    first = log_likelihood(model, x[:, :2])
+    assert torch.allclose(full, first + log_likelihood(model, x, prompt_length=2), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["vrnn", "vssm"])
+def test_likelihood_does_not_depend_on_the_batch_split(kind, monkeypatch):
+    """Streaming over K in other portions gives the same estimate."""
+    model = small_model(kind)
+    x = torch.rand(3, 4, 3)
+    whole = log_likelihood(model, x, num_samples=10, prompt_length=2)
+    monkeypatch.setattr("vssm.evaluate._ROWS_PER_PASS", 3)
+    assert torch.allclose(whole, log_likelihood(model, x, num_samples=10, prompt_length=2), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m, x: log_likelihood(m, x, num_samples=0), "num_samples=0 is not allowed"),
+        (
+            lambda m, x: log_likelihood(m, x, prompt_length=7),
+            "prompt_length=7 is not allowed; allowed: 0 to 6",
+        ),
+        (lambda m, x: log_likelihood(m, x, prior="normal"), "prior='normal' is unknown"),
+        (lambda m, x: log_likelihood(m, x[0]), r"x has shape \(6, 3\); allowed: \(batch, length, 3\)"),
+        (lambda m, x: objective(m, x[..., :2]), r"x has shape \(2, 6, 2\); allowed: \(batch, length, 3\)"),
+        (lambda m, x: objective(m, x.int()), "x has dtype int32"),
+        (lambda m, x: objective(m, x * math.nan), "x contains NaN or infinite values at row 0, step 0"),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(small_model("vssm"), torch.rand(2, 6, 3))
+
+
+def test_tokens_outside_the_vocabulary_are_named():
+    with pytest.raises(ValueError, match="x is 5 at row 0, step 1; allowed: 0 to 4"):
+        objective(small_model("ssm", "categorical"), torch.tensor([[0, 5]]))

@@ -1,0 +1,86 @@
+"""What training maximises, as pure functions of a model and a batch.
+
+    Autoregressive     log p(x_{1:T})
+    Variational        ELBO  = E_{q_psi(z|x)} log p_phi(x|z) - KL(q_psi(z|x) || uniform)
+                     + partial = sum_t sum_z q_psi(z_t|x_{1:t}) log q_omega(z_t|x_{1:min(C,t)})
+    VRNN               ELBO, with KL(q(z_t|h_{t-1}, x_t) || p(z_t|h_{t-1})) summed over the steps
+
+Expectations over z_t that can be taken exactly are: the KL, and the partial term. The other is one
+draw with the straight-through Gumbel trick at temperature 1. In the partial term q_psi is a constant,
+so that ω learns from the encoder and never the other way round. The cut C is uniform in {0, ..., T},
+one for each sequence.
+
+All terms are per sequence, (B,), in nats: `loss = -(reconstruction - kl + partial)`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vssm.distributions import gumbel_uniform
+from vssm.models import VRNN, Autoregressive, Model
+
+__all__ = ["Terms", "objective"]
+
+
+class Terms(NamedTuple):
+    """The parts of an objective, each (B,), in nats."""
+
+    loss: Tensor
+    """What to minimise."""
+    reconstruction: Tensor
+    """log p(x|z) for one draw of z; log p(x) for an autoregressive model."""
+    kl: Tensor
+    """KL from the prior to the posterior, exact given the draw; zero without latents."""
+    partial: Tensor
+    """Expected log-probability of the latents under the partial posterior; zero without one."""
+
+
+def objective(model: Model, x: Tensor, generator: torch.Generator | None = None) -> Terms:
+    """Scores a batch of sequences for training.
+
+    Arguments:
+        model: Any of the six models.
+        x: The sequences, (B, T, D), or (B, T) tokens.
+        generator: The source of the random draws; torch's own if not given.
+
+    Returns:
+        The named terms, each (B,), differentiable; `terms.loss.mean()` is what a trainer minimises.
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> model = build(ModelConfig(kind="vssm", features=3, width=8, layers=1, latents=2, classes=4))
+        >>> terms = objective(model, torch.zeros(5, 7, 3))
+        >>> terms.loss.shape, bool((terms.kl >= 0).all())
+        (torch.Size([5]), True)
+    """
+    model.head.validate(x)
+    batch, length = x.shape[:2]
+    config = model.config
+    if isinstance(model, Autoregressive):
+        p_x, _ = model(x)
+        log_likelihood = p_x.log_prob(x).sum(1)
+        return _terms(log_likelihood, torch.zeros_like(log_likelihood), torch.zeros_like(log_likelihood))
+
+    def noise(steps: int) -> Tensor:
+        return gumbel_uniform((batch, steps, config.latents, config.classes), x.device, generator)
+
+    if isinstance(model, VRNN):
+        path = model(x, draw=lambda t, q_z: q_z.rsample(noise(1)))
+        reconstruction = path.p_x.log_prob(x).sum(1)
+        return _terms(reconstruction, path.q_z.kl(path.p_z).sum(1), torch.zeros_like(reconstruction))
+
+    q_z, _ = model.posterior(x)
+    p_x, _ = model.likelihood(q_z.rsample(noise(length)))
+    cut = torch.randint(0, length + 1, (batch,), device=x.device, generator=generator)
+    q_partial, _ = model.partial_posterior(x, cut=cut)
+    return _terms(
+        p_x.log_prob(x).sum(1),
+        q_z.kl_to_uniform().sum(1),
+        q_partial.expected_log_prob(q_z.detach()).sum(1),
+    )
+
+
+def _terms(reconstruction: Tensor, kl: Tensor, partial: Tensor) -> Terms:
+    return Terms(-(reconstruction - kl + partial), reconstruction, kl, partial)
