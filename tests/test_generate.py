@@ -1,0 +1,254 @@
+"""One seed gives one sample, however it is made."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import KINDS, relative_error, sequences, small_model
+from vssm import State, generate, observe
+
+PARALLEL = ("tvae", "vssm")
+AUTOREGRESSIVE = ("transformer", "ssm", "rnn")
+TOLERANCE = 1e-4
+
+
+def same(a, b):
+    assert a.shape == b.shape
+    assert relative_error(a, b) < TOLERANCE
+
+
+@pytest.mark.parametrize("sample", ["mean", "sample"])
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_resumed_anywhere_equals_one_go(kind, sample, data):
+    model = small_model(kind)
+    length, prompted = 9, data.draw(st.booleans())
+    cut, seed = data.draw(st.integers(0, length)), data.draw(st.integers(-5, 2**40))
+    prompt = sequences(model, 2, 3) if prompted else None
+    whole = generate(model, num=2, length=length, prompt=prompt, observe=sample, seed=seed)
+    first = generate(model, num=2, length=cut, prompt=prompt, observe=sample, seed=seed)
+    rest = generate(model, length=length - cut, state=first.state, observe=sample)
+    same(torch.cat([first.x, rest.x], 1), whole.x)
+    assert rest.state.position == whole.state.position == length + (3 if prompted else 0)
+    if whole.z is not None:
+        assert torch.equal(torch.cat([first.z, rest.z], 1), whole.z)
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+@given(chunk=st.integers(1, 12), prompted=st.booleans(), seed=st.integers(0, 99))
+def test_any_chunk_equals_one_shot(kind, chunk, prompted, seed):
+    model = small_model(kind)
+    prompt = sequences(model, 2, 4) if prompted else None
+    whole = generate(model, num=2, length=9, prompt=prompt, seed=seed)
+    chunked = generate(model, num=2, length=9, prompt=prompt, seed=seed, chunk=chunk)
+    same(chunked.x, whole.x)
+    assert torch.equal(chunked.z, whole.z)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_split_equals_whole_batch(kind):
+    model = small_model(kind)
+    prompt = sequences(model, 6, 3)
+    whole = generate(model, length=7, prompt=prompt, seed=3, observe="sample").x
+    halves = [
+        generate(model, length=7, prompt=prompt[rows], seed=3, rows=list(rows), observe="sample").x
+        for rows in (range(4), range(4, 6))
+    ]
+    same(torch.cat(halves), whole)
+    seeds = torch.tensor([3, 8, 3, 8, 3, 8])
+    mixed = generate(model, length=7, prompt=prompt, seed=seeds, observe="sample").x
+    same(mixed[::2], whole[::2])
+    assert relative_error(mixed[1::2], whole[1::2]) > 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompt_equals_observe_then_generate(kind):
+    model = small_model(kind)
+    x = sequences(model, 2, 6)
+    state = observe(model, x[:, 2:], observe(model, x[:, :2], seed=4))
+    for temperature in (1.0, 0.5):
+        prompted = generate(model, length=5, prompt=x, seed=4, temperature=temperature)
+        same(generate(model, length=5, state=state, temperature=temperature).x, prompted.x)
+    same(
+        generate(model, length=5, prompt=x[:, 2:], state=observe(model, x[:, :2], seed=4)).x,
+        generate(model, length=5, prompt=x, seed=4).x,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_prompt_serves_many_rows(kind):
+    model = small_model(kind)
+    prompt = sequences(model, 1, 4)
+    many = generate(model, num=3, length=5, prompt=prompt, observe="sample")
+    expanded = generate(model, length=5, prompt=prompt.expand(3, -1, -1), observe="sample")
+    same(many.x, expanded.x)
+    assert relative_error(many.x[0], many.x[1]) > 1e-3, "the continuations differ"
+    same(generate(model, length=4, state=many.state).x, generate(model, length=4, state=expanded.state).x)
+    state = observe(model, prompt)
+    forked = generate(model, num=3, length=5, state=state, observe="sample")
+    assert relative_error(forked.x[0], forked.x[1]) > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_can_be_rebatched_saved_and_continued_twice(kind, tmp_path):
+    model = small_model(kind)
+    out = generate(model, num=4, length=5, seed=2)
+    more = generate(model, length=3, state=out.state).x
+    picked = generate(model, length=3, state=out.state.select([3, 1])).x
+    same(picked, more[[3, 1]])
+    out.state.save(tmp_path / "state")
+    same(generate(model, length=3, state=State.load(tmp_path / "state")).x, more)
+    other = generate(model, length=3, state=out.state, seed=9, observe="sample").x
+    assert relative_error(other, more) > 1e-3, "another seed, another continuation"
+    same(generate(model, length=3, state=out.state).x, more)
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_unconditional_generation_runs_the_partial_posterior_on_one_row(kind, monkeypatch):
+    model = small_model(kind)
+    run, batches = model.partial.run, []
+
+    def spy(e, state=None):
+        batches.append(e.shape)
+        return run(e, state)
+
+    monkeypatch.setattr(model.partial, "run", spy)
+    first = generate(model, num=5, length=7, seed=1).x
+    generate(model, num=9, length=7, seed=2)
+    assert batches == [(1, 7, 16)], "one row, once per length"
+    with torch.no_grad():
+        model.partial.blank.add_(torch.randn(16))  # training changes the weights in place
+    changed = generate(model, num=5, length=7, seed=1).x
+    assert len(batches) == 2, "new weights, new pass"
+    assert relative_error(changed, first) > 1e-3
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_reconditioned_chunks_read_what_was_generated(kind):
+    model = small_model(kind)
+    prompt = sequences(model, 2, 3)
+    whole = generate(model, length=8, prompt=prompt, seed=1)
+    same(generate(model, length=8, prompt=prompt, seed=1, recondition=True).x, whole.x)
+    dial = generate(model, length=8, prompt=prompt, seed=1, chunk=4, recondition=True)
+    same(dial.x[:, :4], whole.x[:, :4])
+    # By hand: the second chunk is a prompted generation after prompt and first chunk.
+    q_z, _ = model.partial_posterior(torch.cat([prompt, dial.x[:, :4]], 1), empty=4)
+    blind, _ = model.partial_posterior(prompt, empty=8)
+    assert relative_error(q_z.logits[:, 7:], blind.logits[:, 7:]) > 1e-3
+    from vssm import noise
+
+    u = noise.uniform(torch.tensor([1, 1]), torch.arange(2), 7, 4, 3)
+    assert torch.equal(dial.z[:, 4:], q_z.sample(torch.cat([torch.rand(2, 7, 3), u], 1))[:, 7:])
+    # The state has read data only: it can be resumed and observed.
+    first = generate(model, length=4, prompt=prompt, seed=1, chunk=4, recondition=True)
+    same(generate(model, length=4, state=first.state, recondition=True).x, dial.x[:, 4:])
+    assert observe(model, prompt, first.state).position == 10
+
+
+@pytest.mark.parametrize("kind", AUTOREGRESSIVE)
+def test_recomputation_equals_the_cache(kind):
+    """The paper's Transformer algorithm and the key-value cache give one sample."""
+    model = small_model(kind)
+    for prompt in (None, sequences(model, 2, 3)):
+        cached = generate(model, num=2, length=6, prompt=prompt, observe="sample")
+        recomputed = generate(model, num=2, length=6, prompt=prompt, observe="sample", cache=False)
+        same(recomputed.x, cached.x)
+        same(
+            generate(model, length=2, state=recomputed.state).x,
+            generate(model, length=2, state=cached.state).x,
+        )
+
+
+@pytest.mark.parametrize("kind", AUTOREGRESSIVE)
+def test_autoregressive_samples_are_the_mean_plus_noise_fed_back(kind):
+    model = small_model(kind)
+    means = generate(model, num=2, length=6, seed=5).x
+    samples = generate(model, num=2, length=6, seed=5, observe="sample").x
+    with torch.no_grad():
+        same(model(samples)[0].mean, means)
+    assert 0.5 < float((samples - means).std()) / model.config.sigma < 1.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_temperature_sharpens(kind):
+    model = small_model(kind)
+    cold = generate(model, num=64, length=3, temperature=1e-4, observe="sample").x
+    warm = generate(model, num=64, length=3, temperature=1.0, observe="sample").x
+    assert cold.std(0).mean() < 0.1 * warm.std(0).mean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_to_generate(kind):
+    model = small_model(kind)
+    out = generate(model, num=2, length=0, seed=3)
+    assert out.x.shape == (2, 0, 3)
+    same(generate(model, length=4, state=out.state).x, generate(model, num=2, length=4, seed=3).x)
+    prompt = sequences(model, 2, 3)
+    out = generate(model, length=0, prompt=prompt)
+    same(generate(model, length=4, state=out.state).x, generate(model, length=4, prompt=prompt).x)
+
+
+def test_text_prompt_shapes():
+    model = small_model("vssm", "categorical")
+    out = generate(model, length=6, prompt=torch.tensor([[1, 2, 3]]), observe="sample")
+    assert out.x.shape == (1, 6)
+    assert out.x.dtype == torch.int64
+
+
+PROMPT = torch.rand(2, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("vssm", {"length": -1}, "length=-1 is not allowed; allowed: a whole number >= 0"),
+        ("vssm", {"num": 0}, "num=0 is not allowed"),
+        ("vssm", {"chunk": 0}, "chunk=0 is not allowed; allowed: a whole number >= 1"),
+        ("vssm", {"temperature": 0.0}, "temperature=0.0 is not allowed; allowed: a number > 0"),
+        ("vssm", {"temperature": float("nan")}, "temperature=nan is not allowed"),
+        ("vssm", {"observe": "draw"}, "observe='draw' is unknown; allowed: 'mean', 'sample'"),
+        ("vssm", {"cache": False}, "cache=False is for autoregressive models, not kind='vssm'"),
+        ("ssm", {"chunk": 2}, "chunk=2 is for models that generate in parallel, not kind='ssm'"),
+        ("vrnn", {"recondition": True}, "recondition=True is for models that generate in parallel"),
+        ("vssm", {"prompt": PROMPT[0]}, r"prompt has shape \(3, 3\); allowed: \(batch, length, 3\)"),
+        ("vssm", {"prompt": PROMPT[..., :2]}, r"prompt has shape \(2, 3, 2\)"),
+        ("vssm", {"prompt": PROMPT / 0}, "prompt contains NaN or infinite values at row 0, step 0"),
+        ("vssm", {"prompt": PROMPT, "num": 3}, "prompt has 2 rows; allowed: 1 or 3"),
+        ("vssm", {"num": 2, "seed": torch.arange(3)}, r"seed has shape \(3,\); allowed: \(2,\)"),
+        ("vssm", {"num": 2, "rows": [1]}, r"rows has shape \(1,\); allowed: \(2,\)"),
+        ("vssm", {"state": "h"}, "state is a str; allowed: a State"),
+        ("vssm", {"prompt": PROMPT.to("meta")}, "prompt is on meta; allowed: cpu"),
+    ],
+)
+def test_bad_input_is_named(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(small_model(kind), **options)
+
+
+def test_bad_states_are_named():
+    model = small_model("vssm")
+    out = generate(model, num=2, length=4)
+    x = torch.rand(2, 3, 3)
+    for other in (small_model("tvae"), small_model("vssm", width=32)):
+        with pytest.raises(
+            ValueError, match=r"state belongs to another model .*kind=vssm.*allowed: a state of"
+        ):
+            generate(other, length=2, state=out.state)
+    with pytest.raises(ValueError, match="prompt and state together are ambiguous"):
+        generate(model, length=2, prompt=x, state=out.state)
+    with pytest.raises(ValueError, match="x can not follow this state: it has run over empty tokens"):
+        observe(model, x, out.state)
+    with pytest.raises(ValueError, match="recondition=True can not start from this state"):
+        generate(model, length=2, state=out.state, recondition=True)
+    with pytest.raises(ValueError, match="state has 2 rows; allowed: 1 or 3"):
+        generate(model, num=3, length=2, state=out.state)
+    with pytest.raises(ValueError, match="state has 2 rows; allowed: 1, the rows of x"):
+        observe(model, x[:1], observe(model, x))
+    with pytest.raises(ValueError, match="state is on meta; allowed: cpu"):
+        generate(model, length=2, state=out.state.to("meta"))
+    with pytest.raises(ValueError, match="x has no steps"):
+        observe(model, x[:, :0])
+    with pytest.raises(ValueError, match="can not use a state"):
+        ssm = small_model("ssm")
+        generate(ssm, length=2, state=observe(ssm, x), cache=False)
