@@ -1,0 +1,93 @@
+"""A folder holds a model; what does not fit is named."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.conftest import KINDS, sequences, small_model
+from vssm import load, log_likelihood, save
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip(kind, tmp_path):
+    model = small_model(kind)
+    save(model, tmp_path / "new" / "folder")
+    copy = load(tmp_path / "new" / "folder")
+    assert copy.config == model.config
+    x = sequences(model, 2, 5)
+    assert torch.equal(log_likelihood(copy, x, 3), log_likelihood(model, x, 3))
+    assert all(parameter.requires_grad for parameter in copy.parameters())
+    assert sorted(p.name for p in (tmp_path / "new" / "folder").iterdir()) == [
+        "config.json",
+        "weights.safetensors",
+    ]
+
+
+def edit_config(folder, **changes):
+    values = json.loads((folder / "config.json").read_text())
+    for name, value in changes.items():
+        (values if name == "format" else values["model"])[name] = value
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def edit_weights(folder, change):
+    tensors = load_file(folder / "weights.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "weights.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: edit_config(f, depth=3), r"config.json': config has unknown keys \['depth'\]"),
+        (lambda f: edit_config(f, format=99), "has format 99; allowed: 1"),
+        (lambda f: edit_config(f, kind="lstm"), "kind='lstm' is unknown"),
+        (lambda f: edit_config(f, latents=4), "tensor 'encoder.out.weight' has shape .* allowed: "),
+        (lambda f: edit_config(f, layers=3), "lacks tensors decoder.blocks.2.* and .* more"),
+        (lambda f: edit_config(f, layers=1), "has unknown tensors decoder.blocks.1"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json' is damaged"),
+        (lambda f: (f / "config.json").write_bytes(b"\x80\x04\x95"), "config.json' is damaged"),
+        (lambda f: (f / "config.json").write_text("[]"), "has no key 'model'"),
+        (lambda f: (f / "config.json").unlink(), "has no config.json"),
+        (lambda f: (f / "weights.safetensors").unlink(), "has no weights.safetensors"),
+        (
+            lambda f: (f / "weights.safetensors").write_bytes(b"\x80\x04\x95pickle"),
+            "weights.safetensors' is damaged",
+        ),
+        (
+            lambda f: (f / "weights.safetensors").write_bytes((f / "weights.safetensors").read_bytes()[:-9]),
+            "weights.safetensors' is damaged",
+        ),
+        (lambda f: edit_weights(f, lambda t: t.pop("partial.blank")), "lacks tensors partial.blank"),
+        (
+            lambda f: edit_weights(
+                f, lambda t: t.update({"partial.blank": torch.zeros(16, dtype=torch.int64)})
+            ),
+            "'partial.blank' has dtype torch.int64",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(damage, message, tmp_path):
+    save(small_model("vssm"), tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
+    model = small_model("ssm")
+    save(model, tmp_path)
+    before = (tmp_path / "weights.safetensors").read_bytes()
+
+    def full_disk(tensors, path):
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("vssm.checkpoint.save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save(small_model("ssm", width=32), tmp_path)
+    assert (tmp_path / "weights.safetensors").read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 2
+    assert load(tmp_path).config == model.config

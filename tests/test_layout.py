@@ -1,0 +1,124 @@
+"""The house keeps its shape: public names, the direction of imports, and an import that does nothing."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vssm
+
+PACKAGE = Path(vssm.__file__).parent
+
+# Each module may import only from modules that stand before it.
+ORDER = (
+    "ops",
+    "noise",
+    "distributions",
+    "data",
+    "config",
+    "nn",
+    "models",
+    "objectives",
+    "checkpoint",
+    "generate",
+    "evaluate",
+    "figures",
+    "runs",
+    "train",
+    "report",
+    "bench",
+    "demo",
+    "cli",
+)
+
+
+def test_public_names():
+    assert sorted(vssm.__all__) == [
+        "Generation",
+        "ModelConfig",
+        "State",
+        "Terms",
+        "build",
+        "generate",
+        "load",
+        "log_likelihood",
+        "objective",
+        "observe",
+        "ops",
+        "save",
+    ]
+    assert all(hasattr(vssm, name) for name in vssm.__all__)
+    import inspect
+
+    assert list(inspect.signature(vssm.ops.selective_scan).parameters) == (
+        ["u", "dt", "A", "B", "C", "D", "z", "dt_bias", "softplus", "h0", "backend"]
+    )
+    assert list(inspect.signature(vssm.log_likelihood).parameters)[:4] == (
+        ["model", "x", "num_samples", "prompt_length"]
+    )
+    assert list(inspect.signature(vssm.generate).parameters)[:5] == [
+        "model",
+        "num",
+        "length",
+        "prompt",
+        "chunk",
+    ]
+    assert vssm.Terms._fields == ("loss", "reconstruction", "kl", "partial")
+    assert vssm.Generation._fields == ("x", "z", "state")
+
+
+def imported_modules(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vssm":
+            if node.module == "vssm":
+                yield from (alias.name for alias in node.names)
+            else:
+                yield node.module.split(".")[1]
+        elif isinstance(node, ast.Import):
+            yield from (a.name.split(".")[1] for a in node.names if a.name.startswith("vssm."))
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_one_way(path):
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    if parts[0] in ("__init__", "__main__"):
+        return
+    assert parts[0] in ORDER, f"give {parts[0]} its place in ORDER"
+    own = ORDER.index(parts[0])
+    for name in imported_modules(path):
+        if name in ORDER:
+            assert ORDER.index(name) <= own, f"{parts[0]} must not import {name}"
+
+
+def test_no_drawer():
+    names = {path.stem for path in PACKAGE.rglob("*.py")}
+    assert not names & {"utils", "util", "common", "helpers", "misc"}
+
+
+IMPORT = """
+import os, sys, threading, time
+import torch
+opened, threads = [], threading.active_count()
+sys.addaudithook(lambda event, args: opened.append(args[0]) if event == "open" and len(args) > 1
+                 and isinstance(args[1], str) and any(c in args[1] for c in "wax+") else None)
+environment = dict(os.environ)
+start = time.perf_counter()
+import vssm
+seconds = time.perf_counter() - start
+heavy = {"numba", "triton", "matplotlib", "sklearn", "tyro", "pooch", "rich", "pandas"} & set(sys.modules)
+assert not heavy, heavy
+assert threading.active_count() == threads
+assert dict(os.environ) == environment
+assert not torch.cuda.is_initialized()
+written = [name for name in opened if "__pycache__" not in str(name)]
+assert not written, written
+print(seconds)
+"""
+
+
+def test_import_does_nothing_and_is_quick():
+    run = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) < 1.5

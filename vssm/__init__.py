@@ -1,0 +1,38 @@
+"""Variational state space models: sequence models that train and generate in parallel.
+
+config = vssm.ModelConfig(kind="vssm", features=28)
+model = vssm.build(config)
+terms = vssm.objective(model, x)
+nats = vssm.log_likelihood(model, x)
+samples = vssm.generate(model, num=16, length=28).x
+"""
+
+from vssm import ops as ops
+from vssm.checkpoint import load as load
+from vssm.checkpoint import save as save
+from vssm.config import ModelConfig as ModelConfig
+from vssm.evaluate import log_likelihood as log_likelihood
+from vssm.generate import Generation as Generation
+from vssm.generate import generate as generate
+from vssm.generate import observe as observe
+from vssm.models import build as build
+from vssm.nn import State as State
+from vssm.objectives import Terms as Terms
+from vssm.objectives import objective as objective
+
+__all__ = [
+    "Generation",
+    "ModelConfig",
+    "State",
+    "Terms",
+    "build",
+    "generate",
+    "load",
+    "log_likelihood",
+    "objective",
+    "observe",
+    "ops",
+    "save",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,124 @@
+"""A model in a folder: `config.json` and `weights.safetensors`, nothing that could run code.
+
+Both files are written under a temporary name, flushed to the disk, and renamed: a reader finds the old
+file or the new one, never half of one.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from vssm.config import ModelConfig
+from vssm.models import Model, build
+
+__all__ = ["FORMAT", "load", "save", "write_atomically"]
+
+FORMAT = 1
+"""Version of the folder's layout; raised when an older reader would misunderstand it."""
+
+
+def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
+    """Calls `write` on a temporary path in the same folder, then renames it to `path`."""
+    path = Path(path)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the rename itself must reach the disk too
+        finally:
+            os.close(folder)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save(model: Model, folder: str | Path) -> None:
+    """Writes a model to a folder, which is made if it does not exist.
+
+    Example:
+        >>> import tempfile, torch, vssm
+        >>> model = vssm.build(vssm.ModelConfig(kind="ssm", features=3, width=8, layers=1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(model, folder)
+        ...     copy = load(folder)
+        >>> all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters()))
+        True
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    text = json.dumps({"format": FORMAT, "model": model.config.to_dict()}, indent=2) + "\n"
+    write_atomically(folder / "weights.safetensors", lambda path: save_file(tensors, path))
+    write_atomically(folder / "config.json", lambda path: path.write_text(text))
+
+
+def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
+    """Reads a model that `save` wrote; whatever does not fit is named and nothing is half-loaded."""
+    folder = Path(folder)
+    config = _read_config(folder / "config.json")
+    path = folder / "weights.safetensors"
+    if not path.is_file():
+        raise ValueError(
+            f"{str(folder)!r} has no weights.safetensors; allowed: a folder written by vssm.save"
+        )
+    try:
+        tensors = load_file(path, device=str(device))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
+    with torch.device("meta"):
+        model = build(config)
+    expected = model.state_dict()
+    _check_names(path, set(tensors), set(expected))
+    for name, tensor in expected.items():
+        if tensors[name].shape != tensor.shape:
+            raise ValueError(
+                f"{str(path)!r}: tensor {name!r} has shape {tuple(tensors[name].shape)}; "
+                f"allowed: {tuple(tensor.shape)}, by config.json"
+            )
+        if not tensors[name].is_floating_point():
+            raise ValueError(
+                f"{str(path)!r}: tensor {name!r} has dtype {tensors[name].dtype}; "
+                "allowed: a floating-point dtype"
+            )
+    model.load_state_dict(tensors, assign=True)
+    return model.requires_grad_(True)
+
+
+def _read_config(path: Path) -> ModelConfig:
+    if not path.is_file():
+        raise ValueError(f"{str(path.parent)!r} has no config.json; allowed: a folder written by vssm.save")
+    try:
+        values: Any = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
+    if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
+        raise ValueError(f"{str(path)!r} has no key 'model'; allowed: a config written by vssm.save")
+    if values.get("format") != FORMAT:
+        raise ValueError(
+            f"{str(path)!r} has format {values.get('format')!r}; allowed: {FORMAT}, that of this version"
+        )
+    try:
+        return ModelConfig.from_dict(values["model"])
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r}: {error}") from None
+
+
+def _check_names(path: Path, given: set[str], expected: set[str]) -> None:
+    for problem, names in (("lacks", expected - given), ("has unknown", given - expected)):
+        if names:
+            shown = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise ValueError(
+                f"{str(path)!r} {problem} tensors {shown}; allowed: those of config.json, no other"
+            )
