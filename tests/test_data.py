@@ -1,0 +1,842 @@
+"""Data sets: files found, checked and split; every bad file named in one line; nothing unpickled."""
+
+import csv
+import dataclasses
+import gc
+import gzip
+import hashlib
+import http.server
+import io
+import json
+import os
+import pickle
+import re
+import struct
+import subprocess
+import sys
+import tarfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import tyro
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vssm.data import (
+    NAMES,
+    DataConfig,
+    Meta,
+    SeriesConfig,
+    Split,
+    SyntheticConfig,
+    TextConfig,
+    describe,
+    draw,
+    files,
+    images,
+    open_data,
+    picture,
+)
+from vssm.data.dataset import hold_out, random_bits
+
+REAL = os.environ.get("VSSM_DATA")
+
+
+@pytest.fixture(autouse=True)
+def isolated(tmp_path, monkeypatch):
+    """Every test has its own empty cache, and no data folder but the one it names."""
+    monkeypatch.delenv("VSSM_DATA", raising=False)
+    monkeypatch.setattr(files, "cache_folder", lambda: tmp_path / "cache")
+    return tmp_path
+
+
+def refused(config, *parts):
+    """Opens a data set to the end, checks that one line names all `parts`, and returns that line."""
+    with pytest.raises(ValueError) as caught:
+        data = open_data(config() if callable(config) else config)
+        _ = data.train, data.test()
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert str(part) in message, message
+    return message
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+def series(path, **options):
+    return DataConfig(name="series", series=SeriesConfig(path=str(path), **options))
+
+
+def text(path, **options):
+    return DataConfig(name="text", text=TextConfig(path=str(path), **options))
+
+
+def write_csv(path, rows, header=None):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header] * (header is not None) + list(rows))
+    return path
+
+
+def test_config_survives_json_and_the_command_line():
+    config = DataConfig(
+        name="series", seed=3, series=SeriesConfig(path="a.csv", columns=("x", "1"), fill="zero")
+    )
+    fields = json.loads(json.dumps(dataclasses.asdict(config)))
+    nested = {
+        key: cls(**fields.pop(key))
+        for key, cls in (("series", SeriesConfig), ("text", TextConfig), ("synthetic", SyntheticConfig))
+    }
+    assert DataConfig(**fields, **nested) == config
+    arguments = "--name series --seed 3 --series.path a.csv --series.columns x 1 --series.fill zero"
+    assert tyro.cli(DataConfig, args=arguments.split()) == config
+
+
+@pytest.mark.parametrize("cls", [DataConfig, SeriesConfig, TextConfig, SyntheticConfig])
+def test_config_fields_are_documented(cls, capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(cls, args=["--help"])
+    shown = capsys.readouterr().out
+    source = Path(sys.modules[cls.__module__].__file__).read_text()
+    for field in dataclasses.fields(cls):
+        assert re.search(rf"    {field.name}: .*\n    \"\"\"", source), field.name
+        assert field.name.replace("_", "-") in shown
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda: DataConfig(name="mnits"), ("data set", "'mnits'", "did you mean 'mnist'?", *NAMES)),
+        (lambda: DataConfig(seed=-1), ("seed", "-1")),
+        (lambda: DataConfig(name="text", binarize=True), ("binarize", "'text'", "mnist")),
+        (lambda: SeriesConfig(fill="nearest"), ("series.fill", "'nearest'", "zero, previous, linear")),
+        (lambda: SeriesConfig(horizon=0), ("series.horizon", "0", "1")),
+        (lambda: TextConfig(unit="word"), ("text.unit", "'word'", "char, byte")),
+        (lambda: SyntheticConfig(num=3), ("synthetic.num", "3", "10")),
+    ],
+)
+def test_bad_options_are_named(make, parts):
+    refused(make, *parts)
+
+
+def test_import_needs_nothing_optional():
+    code = "import sys, vssm.data; print({'sklearn', 'matplotlib', 'pooch', 'pyarrow'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_random_bits_are_pinned():
+    # These words must never change, or the splits of old runs would.
+    assert random_bits(0, 0, 2).tolist() == [0x2F4BA6408E4D89B, 0x3DD62B0B9CA8C5B2]
+    assert not np.array_equal(random_bits(0, 0, 8), random_bits(0, 1, 8))
+
+
+@pytest.mark.parametrize("num", [1, 10, 63, 1437])
+def test_hold_out_is_a_disjoint_tenth(num):
+    kept, held = hold_out(num, seed=5)
+    assert len(held) == round(0.1 * num)
+    assert sorted([*kept, *held]) == list(range(num))
+    assert all(np.array_equal(a, b) for a, b in zip((kept, held), hold_out(num, seed=5), strict=True))
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic"])
+def test_splits_are_disjoint_deterministic_and_follow_the_seed(name):
+    def rows(split):
+        return [sequence.numpy().tobytes() for sequence in split.x]
+
+    data, again, other = (open_data(DataConfig(name=name, seed=seed)) for seed in (1, 1, 2))
+    train, valid, test = rows(data.train), rows(data.valid), rows(data.test())
+    total = len(train) + len(valid) + len(test)
+    assert len(set(train) | set(valid) | set(test)) == total == {"digits": 1797, "synthetic": 1200}[name]
+    assert len(valid) == round(0.1 * (len(train) + len(valid)))
+    assert (train, valid, test) == (rows(again.train), rows(again.valid), rows(again.test()))
+    assert valid != rows(other.valid)
+    if name == "digits":  # the test set does not move with the seed
+        assert test == rows(other.test())
+
+
+def test_digits_match_scikit_learn():
+    from sklearn.datasets import load_digits
+
+    data = open_data(DataConfig(name="digits"))
+    facts = describe(data)
+    assert np.sum(list(facts["classes"].values()), 0).tolist() == np.bincount(load_digits().target).tolist()
+    x = data.train.batch(torch.tensor([7, 3]))
+    assert x.dtype == torch.float32 and x.shape == (2, 8, 8) and 0 <= x.min() < x.max() <= 1
+    assert torch.equal(x * 16, data.train.x[[7, 3]].float())
+    source = {
+        (image / 16).astype(np.float32).tobytes(): label
+        for image, label in zip(*load_digits(return_X_y=True), strict=True)
+    }
+    assert all(
+        source[image.numpy().tobytes()] == label
+        for image, label in zip(data.test().batch(slice(None)), data.test().labels, strict=True)
+    )
+
+
+def test_training_does_not_read_the_test_split(mnist):
+    (mnist / "t10k-images-idx3-ubyte").write_bytes(b"damaged")
+    data = open_data(DataConfig(name="mnist", dir=str(mnist)))
+    assert len(data.train) == 45 and len(data.valid) == 5
+    with pytest.raises(ValueError, match="t10k-images-idx3-ubyte is no IDX file"):
+        data.test()
+
+
+def test_split_batches_tokens_as_int64_and_windows_stay_shared(tmp_path):
+    tokens = Split(torch.arange(12, dtype=torch.int16).reshape(3, 4))
+    assert tokens.batch([2]).dtype == torch.int64 and tokens.batch([2]).tolist() == [[8, 9, 10, 11]]
+    rows = torch.arange(40.0).reshape(20, 2)
+    split = Split(rows.unfold(0, 5, 2).transpose(1, 2))
+    assert split.nbytes == (7 * 2 + 5) * 2 * 4  # eight windows cover 19 rows
+    moved = split.to("meta")
+    assert moved.x.shape == (8, 5, 2) and moved.x.stride() == split.x.stride()
+    assert torch.equal(split.batch(torch.tensor([1, 7])), torch.stack([rows[2:7], rows[14:19]]))
+
+
+@pytest.mark.gpu
+def test_split_on_the_device_gives_the_same_batches():
+    for split in (open_data(DataConfig()).train, Split(torch.rand(50, 3).unfold(0, 7, 3).transpose(1, 2))):
+        index = torch.tensor([4, 0, 9])
+        moved = split.to("cuda")
+        assert torch.equal(moved.batch(index.cuda()).cpu(), split.batch(index))
+        assert torch.equal(split.batch(index, "cuda").cpu(), split.batch(index))
+
+
+def test_meta_survives_json_and_refuses_newer_fields(tmp_path):
+    write_csv(tmp_path / "a.csv", np.random.default_rng(0).normal(3, 2, (50, 2)))
+    for config in (DataConfig(), series(tmp_path / "a.csv", context=3, horizon=2)):
+        meta = open_data(config).meta
+        assert Meta.from_json(json.loads(json.dumps(meta.to_json()))) == meta
+    with pytest.raises(ValueError, match="unknown fields: colour"):
+        Meta.from_json(meta.to_json() | {"colour": 1})
+
+
+def test_meta_maps_rows_to_images_of_any_height():
+    meta = Meta(name="cifar10", features=6, length=2, suggested_head="gaussian", image_shape=(2, 2, 3))
+    x = torch.linspace(-0.1, 1.1, 36).reshape(2, 3, 6)
+    image = meta.to_image(x)
+    assert image.shape == (2, 3, 2, 3) and image.min() == 0 and image.max() == 1
+    assert torch.equal(image[1, 2, 0], x[1, 2, :3].clamp(0, 1))
+    with pytest.raises(ValueError, match="'text' has no images"):
+        Meta(name="text", features=2, length=2, suggested_head="categorical").to_image(x)
+
+
+def test_meta_scales_back(tmp_path):
+    values = np.random.default_rng(1).normal(50, 9, (60, 3))
+    data = open_data(series(write_csv(tmp_path / "a.csv", values), context=4, horizon=3))
+    x = data.train.batch(slice(None))
+    torch.testing.assert_close(data.meta.unscale(x)[0], torch.tensor(values[:7], dtype=torch.float32))
+    torch.testing.assert_close(data.meta.scale(data.meta.unscale(x)), x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def server(tmp_path):
+    """Serves tmp_path/site on this machine and gives its address."""
+    (tmp_path / "site").mkdir()
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *arguments):
+            super().__init__(*arguments, directory=str(tmp_path / "site"))
+
+        def log_message(self, *arguments):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as served:
+        thread = threading.Thread(target=served.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{served.server_port}"
+        served.shutdown()
+        thread.join()
+
+
+def test_download_is_checked_cached_and_not_repeated(server, tmp_path):
+    (tmp_path / "site" / "a.txt").write_bytes(b"hello")
+    remote = files.Remote(f"{server}/a.txt", sha256(b"hello"), "text/a.txt")
+    path = files.locate(["a.txt"], ["text"], None, remote)
+    assert path == tmp_path / "cache" / "text" / "a.txt" and path.read_bytes() == b"hello"
+    (tmp_path / "site" / "a.txt").unlink()
+    assert files.locate(["a.txt"], ["text"], None, remote) == path
+
+
+def test_download_with_another_checksum_names_both_and_leaves_nothing(server, tmp_path):
+    (tmp_path / "site" / "a.txt").write_bytes(b"other")
+    with pytest.raises(ValueError) as caught:
+        files.locate(["a.txt"], ["text"], None, files.Remote(f"{server}/a.txt", sha256(b"hello"), "a.txt"))
+    message = str(caught.value)
+    assert sha256(b"hello") in message and sha256(b"other") in message and "\n" not in message
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # pooch leaves a socket open
+@pytest.mark.parametrize("reason", ["not there", "no server", "no pooch"])
+def test_failed_download_says_what_was_looked_for_and_how_to_give_it(server, tmp_path, monkeypatch, reason):
+    url = "http://127.0.0.1:9/a.txt" if reason == "no server" else f"{server}/a.txt"
+    if reason == "no pooch":
+        monkeypatch.setitem(sys.modules, "pooch", None)
+        (tmp_path / "site" / "a.txt").write_bytes(b"hello")
+    with pytest.raises(ValueError) as caught:
+        files.locate(["a.txt"], ["text"], str(tmp_path), files.Remote(url, sha256(b"hello"), "a.txt"))
+    message = str(caught.value)
+    for part in (
+        "a.txt",
+        "text",
+        {"not there": "404", "no server": "refused", "no pooch": "pooch"}[reason],
+        str(tmp_path),
+        str(tmp_path / "cache"),
+        url,
+        "--data-dir",
+        "$VSSM_DATA",
+    ):
+        assert part in message
+    assert "\n" not in message
+    del caught
+    gc.collect()
+
+
+def test_damaged_file_is_never_replaced(server, mnist, tmp_path, monkeypatch):
+    monkeypatch.setattr(images, "_MNIST_URL", f"{server}/")
+    for name in images._MNIST:
+        (tmp_path / "site" / f"{name}.gz").write_bytes(gzip.compress((mnist / name).read_bytes(), mtime=0))
+    data = open_data(DataConfig(name="mnist"))
+    assert len(data.train) == 45 and data.files[0].is_relative_to(tmp_path / "cache")
+    broken = bytearray((mnist / "train-images-idx3-ubyte").read_bytes())
+    broken[500] ^= 1
+    damaged = gzip.compress(bytes(broken), mtime=0)
+    data.files[0].write_bytes(damaged)
+    refused(
+        DataConfig(name="mnist"), data.files[0], sha256(broken), images._MNIST["train-images-idx3-ubyte"][2]
+    )
+    assert data.files[0].read_bytes() == damaged
+
+
+def test_data_folder_must_exist(tmp_path, monkeypatch):
+    refused(DataConfig(name="mnist", dir=str(tmp_path / "nowhere")), "data-dir", tmp_path / "nowhere")
+    monkeypatch.setenv("VSSM_DATA", str(tmp_path / "neither"))
+    refused(DataConfig(name="mnist"), "$VSSM_DATA", tmp_path / "neither")
+
+
+def test_dir_comes_before_the_environment(tmp_path, monkeypatch):
+    for folder, letter in (("given", "a"), ("environment", "b")):
+        (tmp_path / folder / "text").mkdir(parents=True)
+        (tmp_path / folder / "text" / "t.txt").write_text(letter * 100)
+    monkeypatch.setenv("VSSM_DATA", str(tmp_path / "environment"))
+    options = TextConfig(path="t.txt", length=5)
+    assert open_data(DataConfig(name="text", text=options)).meta.vocabulary == "b"
+    config = DataConfig(name="text", text=options, dir=str(tmp_path / "given"))
+    assert open_data(config).meta.vocabulary == "a"
+
+
+def idx(array):
+    return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+@pytest.fixture
+def mnist(tmp_path, monkeypatch):
+    """Writes four small IDX files and publishes their checksums; gives their folder."""
+    folder = tmp_path / "mnist"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    published = {}
+    for name in images._MNIST:
+        num = 50 if name.startswith("train") else 20
+        array = rng.integers(
+            0, 256 if "images" in name else 10, (num, 28, 28)[: 3 if "images" in name else 1]
+        )
+        content = idx(array.astype(np.uint8))
+        (folder / name).write_bytes(content)
+        published[name] = (array.shape, sha256(gzip.compress(content, mtime=0)), sha256(content))
+    monkeypatch.setattr(images, "_MNIST", published)
+    return folder
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_mnist_loads_packed_or_not(mnist, packed, inside):
+    expected = np.frombuffer((mnist / "train-images-idx3-ubyte").read_bytes(), np.uint8, offset=16)
+    if packed:
+        for path in list(mnist.iterdir()):
+            (mnist / f"{path.name}.gz").write_bytes(gzip.compress(path.read_bytes()))
+            path.unlink()
+    data = open_data(DataConfig(name="mnist", dir=str(mnist if inside else mnist.parent)))
+    train, _ = hold_out(50, seed=0)
+    assert np.array_equal(data.train.x, expected.reshape(50, 28, 28)[train])
+    assert data.meta.image_shape == (28, 28, 1) and data.meta.levels == 256
+    assert data.meta.suggested_head == "gaussian" and len(data.test().labels) == 20
+
+
+@pytest.mark.parametrize(
+    ("damage", "part"),
+    [
+        (lambda c: c[:-1], "truncated"),
+        (lambda c: c + b"\0", "too long"),
+        (lambda c: c[:9], "truncated"),
+        (lambda c: b"", "no IDX file"),
+        (lambda c: b"\0\0\x0d\x03" + c[4:], "00000d03, not 00000803"),
+        (lambda c: c[:4] + struct.pack(">3I", 50, 28, 27) + c[16:], "(50, 28, 27), expected (50, 28, 28)"),
+        (lambda c: c[:4] + struct.pack(">3I", 2**32 - 1, 28, 28) + c[16:], "expected (50, 28, 28)"),
+        (lambda c: c[:100] + bytes((c[100] ^ 1,)) + c[101:], "the published one is"),
+    ],
+)
+def test_damaged_idx_is_named(mnist, damage, part):
+    path = mnist / "train-images-idx3-ubyte"
+    path.write_bytes(damage(path.read_bytes()))
+    refused(DataConfig(name="mnist", dir=str(mnist)), path, part)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda c: c[: len(c) // 2], lambda c: b"junk" + c, lambda c: c[:40] + b"x" * 99]
+)
+def test_damaged_gzip_is_named(mnist, damage):
+    path = mnist / "train-labels-idx1-ubyte"
+    packed = mnist / "train-labels-idx1-ubyte.gz"
+    packed.write_bytes(damage(gzip.compress(path.read_bytes())))
+    path.unlink()
+    refused(DataConfig(name="mnist", dir=str(mnist)), packed)
+
+
+def test_binarisation_is_fixed_by_the_seed_and_follows_the_pixels():
+    grey = np.tile(np.array([0, 1, 100, 254, 255], np.uint8), (40000, 1))
+    bits = images._binarize(grey, 255, seed=3, stream=1)
+    p = grey[0] / 255
+    # five standard deviations of a mean of 40,000 draws
+    assert np.all(np.abs(bits.mean(0) - p) <= 5 * np.sqrt(p * (1 - p) / 40000))
+    assert np.array_equal(bits, images._binarize(grey, 255, seed=3, stream=1))
+    assert not np.array_equal(bits, images._binarize(grey, 255, seed=4, stream=1))
+    assert images._binarize(grey[:1, :3], 255, seed=3, stream=1).shape == (1, 3)
+
+
+def test_binarised_data_is_bernoulli():
+    data = open_data(DataConfig(name="digits", binarize=True))
+    assert data.meta.suggested_head == "bernoulli" and data.meta.levels == 2
+    assert set(data.train.batch(slice(None)).unique().tolist()) == {0.0, 1.0}
+
+
+@pytest.fixture
+def cifar10(tmp_path, monkeypatch):
+    """Writes six small batches of 20 records and publishes their checksums; gives the folder above."""
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    published = {}
+    for name in images._CIFAR10:
+        records = rng.integers(0, 256, (20, 3073), dtype=np.uint8)
+        records[:, 0] %= 10
+        (folder / name).write_bytes(records.tobytes())
+        published[name] = sha256(records.tobytes())
+    monkeypatch.setattr(images, "_CIFAR10", published)
+    monkeypatch.setattr(images, "_CIFAR10_BYTES", 20 * 3073)
+    return tmp_path
+
+
+def pack_cifar10(folder, extra=()):
+    with tarfile.open(folder / "cifar-10-binary.tar.gz", "w:gz") as tar:
+        for member, content in extra:
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+        for path in sorted((folder / "cifar-10-batches-bin").iterdir()):
+            tar.add(path, f"cifar-10-batches-bin/{path.name}")
+            path.unlink()
+
+
+def test_cifar10_rows_keep_the_channels_of_a_pixel_together(cifar10):
+    data = open_data(DataConfig(name="cifar10", dir=str(cifar10)))
+    record = np.frombuffer((cifar10 / "cifar-10-batches-bin" / "test_batch.bin").read_bytes(), np.uint8)[
+        :3073
+    ]
+    image = record[1:].reshape(3, 32, 32)
+    test = data.test()
+    assert test.labels[0] == record[0] and test.x.shape == (20, 32, 96)
+    for row, column, channel in ((0, 0, 0), (5, 7, 1), (31, 30, 2)):
+        assert test.x[0, row, 3 * column + channel] == image[channel, row, column]
+        assert (
+            data.meta.to_image(test.batch([0]))[0, row, column, channel] * 255 == image[channel, row, column]
+        )
+    assert len(data.train) == 90 and len(data.valid) == 10
+
+
+def test_cifar10_is_read_from_the_archive_without_extracting(cifar10):
+    config = DataConfig(name="cifar10", dir=str(cifar10))
+    plain = open_data(config)
+    train, test = plain.train.x, plain.test().x
+    link = tarfile.TarInfo("cifar-10-batches-bin/data_batch_1.bin")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    pack_cifar10(cifar10, extra=[(tarfile.TarInfo("../escaped.bin"), b"x"), (link, b"")])
+    before = sorted(cifar10.parent.rglob("*"))
+    packed = open_data(config)
+    assert torch.equal(packed.train.x, train) and torch.equal(packed.test().x, test)
+    assert packed.files == (cifar10 / "cifar-10-binary.tar.gz",)
+    assert sorted(cifar10.parent.rglob("*")) == before
+
+
+def test_damaged_cifar10_is_named(cifar10):
+    config = DataConfig(name="cifar10", dir=str(cifar10))
+    path = cifar10 / "cifar-10-batches-bin" / "data_batch_3.bin"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    refused(config, path, f"{len(content) - 1} bytes", f"expected {len(content)}")
+    path.write_bytes(content[:-1] + bytes((content[-1] ^ 1,)))
+    refused(config, path, sha256(content), sha256(path.read_bytes()))
+    path.unlink()
+    refused(config, "missing", path)
+    pack_cifar10(cifar10)
+    refused(config, "cifar-10-binary.tar.gz", "data_batch_3.bin")
+    archive = cifar10 / "cifar-10-binary.tar.gz"
+    archive.write_bytes(archive.read_bytes()[:3000])
+    refused(config, archive, "cannot be read")
+
+
+def test_text_is_split_by_position_into_windows(tmp_path):
+    content = "".join(chr(97 + k % 26) for k in range(1003))
+    (tmp_path / "a.txt").write_text(content)
+    data = open_data(text(tmp_path / "a.txt", length=7))
+    assert data.meta.features == 26 and data.meta.vocabulary == "abcdefghijklmnopqrstuvwxyz"
+    assert data.train.x.dtype == torch.uint8
+    starts = {"train": 0, "valid": 813, "test": 903}
+    for split, start in ((data.train, 0), (data.valid, starts["valid"]), (data.test(), starts["test"])):
+        joined = "".join(data.meta.decode(tokens) for tokens in split.batch(slice(None)))
+        assert joined == content[start : start + len(joined)]
+    assert (len(data.train), len(data.valid), len(data.test())) == (813 // 7, 90 // 7, 100 // 7)
+
+
+@pytest.mark.parametrize("unit", ["char", "byte"])
+def test_text_decodes_what_it_encodes(tmp_path, unit):
+    content = "héllo ∅ — 統計 🙂\r\n" * 40
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content.encode()))
+    meta = open_data(text(tmp_path / "a.txt.gz", unit=unit, length=8)).meta
+    assert meta.decode(meta.encode("統計 ∅🙂")) == "統計 ∅🙂"
+    assert meta.features == (256 if unit == "byte" else len(set(content)))
+    if unit == "char":
+        with pytest.raises(ValueError, match="'z'"):
+            meta.encode("zello")
+
+
+def test_large_vocabulary_is_stored_in_two_bytes(tmp_path):
+    content = "".join(map(chr, range(0x4E00, 0x4E00 + 1000))) * 3
+    (tmp_path / "a.txt").write_text(content, encoding="utf-8")
+    data = open_data(text(tmp_path / "a.txt", length=100))
+    assert data.train.x.dtype == torch.int16
+    assert data.meta.decode(data.train.batch([3])[0]) == content[300:400]
+
+
+def test_bad_text_is_named(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"good " * 20 + b"\xff bad " * 20)
+    refused(text(path, length=2), path, "byte 100", "0xff", "--text.unit byte")
+    assert open_data(text(path, length=2, unit="byte")).meta.features == 256
+    path.write_bytes(b"")
+    refused(text(path), path, "0 tokens", "256")
+    path.write_text("short " * 40)
+    refused(text(path), path, "240 tokens", "text.length = 256")
+    refused(text("nowhere.txt"), "nowhere.txt")
+
+
+def test_series_horizons_are_disjoint_in_time_and_windows_are_slices(tmp_path):
+    values = np.arange(200.0)[:, None] * [1, -1]
+    path = write_csv(tmp_path / "a.csv", values, header=["up", "down"])
+    data = open_data(series(path, context=10, horizon=5, stride=3, scale=False))
+    bounds = {"train": (0, 140), "valid": (140, 160), "test": (160, 200)}
+    for name, split in (("train", data.train), ("valid", data.valid), ("test", data.test())):
+        x = split.batch(slice(None))
+        assert x.shape[1:] == (15, 2) and x.dtype == torch.float32
+        starts = x[:, 0, 0].long()
+        assert torch.equal(starts.diff(), torch.full((len(x) - 1,), 3))
+        assert torch.equal(x[..., 0], (starts[:, None] + torch.arange(15)).float())
+        low, high = bounds[name]
+        assert x[:, 10:, 0].min() >= low and x[:, 10:, 0].max() < high
+    assert data.meta.columns == ("up", "down") and data.meta.mean is None
+    assert (data.meta.context, data.meta.horizon, data.meta.length) == (10, 5, 15)
+
+
+def test_series_is_scaled_by_the_training_part_only(tmp_path):
+    values = np.random.default_rng(0).normal(5, 2, (100, 3))
+    values[:, 2] = 0.1
+    changed = values.copy()
+    changed[70:] *= 1000
+    one, two = (
+        open_data(series(write_csv(tmp_path / name, v), context=5, horizon=5))
+        for name, v in (("a.csv", values), ("b.csv", changed))
+    )
+    assert one.meta.mean == two.meta.mean and one.meta.std == two.meta.std
+    assert torch.equal(one.train.x, two.train.x)
+    np.testing.assert_allclose(one.meta.mean, values[:70].mean(0), rtol=1e-12)
+    np.testing.assert_allclose(one.meta.std, [*values[:70, :2].std(0), 1], rtol=1e-12)
+    assert one.train.x[..., 2].abs().max() < 1e-6
+
+
+TABLES = {
+    "plain.csv": "a,b\n1,2\n3,4\n",
+    "headerless.csv": "1,2\n3,4\n",
+    "dates.csv": "date,a,b\n2016-07-01 00:00:00,1,2\n2016-07-01 01:00:00,3,4\n",
+    "headerless_dates.csv": "2016-07-01,1,2\n2016-07-02,3,4\n",
+    "numeric_time.csv": "timestamp,a,b\n20160701,1,2\n20160702,3,4\n",
+    "excel.csv": "\ufeffa;b\r\n1;2\r\n\r\n3;4\r\n",
+    "tabs.tsv": "a\tb\n1\t2\n3\t4\n",
+    "names.csv": 'place,"a, quoted",b,empty\nx,1,2,\ny,3,4,\n',
+    "spaces.txt": " a , b \n 1 , 2 \n 3 , 4 \n",
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_csv_dialects(tmp_path, name):
+    (tmp_path / name).write_text(TABLES[name] + TABLES[name].splitlines(keepends=True)[-1] * 20, newline="")
+    data = open_data(series(tmp_path / name, context=1, horizon=1, scale=False))
+    assert data.train.x[0].tolist() == [[1, 2], [3, 4]]
+    expected = {
+        "headerless.csv": ("0", "1"),
+        "headerless_dates.csv": ("1", "2"),
+        "names.csv": ("a, quoted", "b"),
+    }
+    assert data.meta.columns == expected.get(name, ("a", "b"))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_csv_gives_back_every_number(tmp_path_factory, data):
+    width = data.draw(st.integers(1, 4))
+    number = st.floats(-1e6, 1e6, width=32)
+    values = np.array(
+        data.draw(st.lists(st.lists(number, min_size=width, max_size=width), min_size=20, max_size=30))
+    )
+    path = write_csv(tmp_path_factory.mktemp("csv") / "a.csv", values.tolist())
+    opened = open_data(series(path, context=1, horizon=1, scale=False))
+    assert np.array_equal(opened.train.x[:, 0], values[: int(0.7 * len(values)) - 1].astype(np.float32))
+
+
+def test_columns_are_chosen_by_name_or_position(tmp_path):
+    rows = [[f"2020-01-{k:02}", k, 10 * k, 100 * k] for k in range(1, 29)]
+    path = write_csv(tmp_path / "a.csv", rows, header=["date", "HUFL", "HULL", "OT"])
+    data = open_data(series(path, columns=("OT", "0"), context=2, horizon=1, scale=False))
+    assert data.meta.columns == ("OT", "HUFL") and data.train.x[0, 0].tolist() == [100, 1]
+    refused(
+        series(path, columns=("HUFLL",)), "series.columns", "'HUFLL'", "HUFL, HULL, OT", "did you mean"
+    )
+    refused(series(path, columns=("3",)), "'3'", "HUFL, HULL, OT")
+    refused(series(path, columns=("date",)), "'date'", "HUFL, HULL, OT")
+
+
+def test_missing_values_are_placed_and_filled(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("date,a,b\nx,,1\nx,2,2\nx,NA,3\nx,nan,inf\nx,8,5\n" + "x,9,9\n" * 20)
+    refused(
+        series(path, context=1, horizon=1),
+        path,
+        "line 2",
+        "'a'",
+        "4 such values",
+        "--series.fill",
+        "linear",
+    )
+    expected = {
+        "zero": [[0, 1], [2, 2], [0, 3], [0, 0], [8, 5]],
+        "previous": [[2, 1], [2, 2], [2, 3], [2, 3], [8, 5]],
+        "linear": [[2, 1], [2, 2], [4, 3], [6, 4], [8, 5]],
+    }
+    for fill, rows in expected.items():
+        data = open_data(series(path, context=4, horizon=1, scale=False, fill=fill))
+        assert data.train.x[0].tolist() == rows
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ("", ("is empty",)),
+        ("\n\n", ("is empty",)),
+        ("a,b\n", ("no rows",)),
+        ("a,b\nx,y\n", ("no column of numbers",)),
+        ("date\n1\n2\n", ("besides date", "--series.columns")),
+        ("a,b\n1,2\n3\n", ("line 3", "1 cells", "2")),
+        ("a,b\n1,2\n3,oops\n", ("line 3", "'b'", "'oops' is not a number")),
+        ("a,b\n1,2\n3,1e300\n", ("'b'", "1e+300")),
+        ("a\n" + "1\n" * 150, ("150 rows", "105", "96 + 96 = 192")),
+        ("a\n" + "x" * 200000, ("line", "field")),
+    ],
+)
+def test_bad_csv_is_named(tmp_path, content, parts):
+    path = tmp_path / "a.csv"
+    path.write_text(content)
+    refused(series(path), path, *parts)
+
+
+def test_series_needs_a_path():
+    refused(DataConfig(name="series"), "series.path")
+    refused(series("nowhere.csv"), "found no nowhere.csv", "timeseries", "--data-dir")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_npy_series(tmp_path, packed):
+    values = np.arange(90, dtype=np.int32).reshape(30, 3)
+    buffer = io.BytesIO()
+    np.save(buffer, values)
+    path = tmp_path / ("a.npy.gz" if packed else "a.npy")
+    path.write_bytes(gzip.compress(buffer.getvalue()) if packed else buffer.getvalue())
+    data = open_data(series(path, context=2, horizon=1, scale=False, columns=("2",)))
+    assert data.train.x[1, :, 0].tolist() == [5, 8, 11]
+    np.save(tmp_path / "b.npy", np.zeros((3, 3, 3)))
+    refused(series(tmp_path / "b.npy"), "b.npy", "(3, 3, 3)")
+    path.write_bytes(path.read_bytes()[:100])
+    refused(series(path), path)
+
+
+def test_parquet_needs_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    refused(series(tmp_path / "a.parquet"), "pyarrow", "pip install 'vssm[forecast]'")
+
+
+def test_parquet_series(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    stamps = np.arange(30).astype("datetime64[s]")
+    columns = {"when": stamps, "a": np.arange(30), "b": [None, *range(1, 30)], "c": ["x"] * 30}
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table(columns), path)
+    refused(series(path), "row 1", "'b'", "--series.fill")
+    data = open_data(series(path, fill="zero", context=2, horizon=1, scale=False))
+    assert data.meta.columns == ("a", "b") and data.train.x[1].tolist() == [[1, 1], [2, 2], [3, 3]]
+    path.write_bytes(path.read_bytes()[:-9])
+    refused(series(path), path, "cannot be read")
+
+
+def test_synthetic_has_any_size_and_is_not_independent_in_time():
+    config = DataConfig(name="synthetic", synthetic=SyntheticConfig(length=257, features=3, num=51))
+    data = open_data(config)
+    x = data.train.batch(slice(None))
+    assert x.shape == (46, 257, 3) and data.test().x.shape == (10, 257, 3) and x.dtype == torch.float32
+    assert x.min() >= 0 and x.max() <= 1
+    centred = x - x.mean(1, keepdim=True)
+    correlation = (centred[:, 1:] * centred[:, :-1]).mean() / centred.square().mean()
+    assert correlation > 0.8  # independent steps would give 0 ± 0.01
+    assert x.mean(1).std() < x.std()
+
+
+class Payload:
+    """Leaves a mark when unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return (Path.mkdir, (self.mark,))
+
+
+def test_pickle_payloads_are_refused(tmp_path, mnist, cifar10):
+    mark = tmp_path / "unpickled"
+    payload = pickle.dumps(Payload(mark))
+    pickle.loads(payload)
+    assert mark.is_dir()  # the trap works
+    mark.rmdir()
+
+    objects = io.BytesIO()
+    np.save(objects, np.array([Payload(mark)] * 300, dtype=object), allow_pickle=True)
+    for name, content in (
+        ("object.npy", objects.getvalue()),
+        ("raw.npy", payload),
+        ("raw.npy.gz", gzip.compress(payload)),
+        ("raw.csv", payload),
+        ("raw.parquet", payload),
+    ):
+        (tmp_path / name).write_bytes(content)
+        refused(series(tmp_path / name), name)
+    (tmp_path / "raw.txt").write_bytes(payload)
+    refused(text(tmp_path / "raw.txt"), "raw.txt")
+    for name in ("train-labels-idx1-ubyte", "train-images-idx3-ubyte"):  # images are read first
+        (mnist / name).write_bytes(payload)
+        refused(DataConfig(name="mnist", dir=str(mnist)), name)
+    for path in (cifar10 / "cifar-10-batches-bin").iterdir():
+        path.write_bytes(payload)
+    refused(DataConfig(name="cifar10", dir=str(cifar10)), "data_batch_1.bin")
+    assert not mark.exists()
+
+
+def test_describe_and_picture(tmp_path):
+    from matplotlib.image import imread
+
+    write_csv(tmp_path / "a.csv", np.random.default_rng(0).normal(size=(200, 12)))
+    (tmp_path / "a.txt").write_text("$x^ and 統計\x00\n" * 100)
+    configs = (
+        DataConfig(),
+        DataConfig(name="synthetic", synthetic=SyntheticConfig(num=10)),
+        series(tmp_path / "a.csv", context=9, horizon=4),
+        text(tmp_path / "a.txt", length=20),
+    )
+    for config in configs:
+        data = open_data(config)
+        facts = describe(data)
+        assert json.loads(json.dumps(facts)) == facts
+        assert facts["splits"]["train"] == len(data.train) and facts["shape"][0] == data.meta.length
+        assert [file["sha256"] for file in facts["files"]] == [
+            sha256(path.read_bytes()) for path in data.files
+        ]
+        shown = imread(picture(data, tmp_path / f"{config.name}.png"))
+        assert shown.std() > 0.01 and shown.shape[1] > 300
+    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+
+
+def test_drawn_images_are_exact_pixels(tmp_path):
+    from matplotlib.image import imread
+
+    meta = Meta(name="digits", features=8, length=8, suggested_head="gaussian", image_shape=(8, 8, 1))
+    x = torch.arange(3 * 64).reshape(3, 8, 8) / 255
+    shown = imread(draw(meta, x, tmp_path / "a.png"))
+    zoom = shown.shape[0] // 10
+    pixels = shown[zoom // 2 :: zoom, zoom // 2 :: zoom, 0]
+    np.testing.assert_allclose(pixels[1:9, 11:19], x[1], atol=1e-6)
+
+
+def real(*names):
+    found = [Path(REAL, name) for name in names if REAL and Path(REAL, name).exists()]
+    return pytest.mark.skipif(not found, reason=f"needs $VSSM_DATA with {' or '.join(names)}")
+
+
+@real("mnist", "train-images-idx3-ubyte.gz", "train-images-idx3-ubyte")
+def test_mnist_has_the_published_counts():
+    data = open_data(DataConfig(name="mnist", dir=REAL))
+    counts = torch.bincount(torch.cat([data.train.labels, data.valid.labels])).tolist()
+    assert counts == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    test = data.test()
+    assert torch.bincount(test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert len(data.valid) == 6000 and data.train.x.shape == (54000, 28, 28)
+    assert data.checksum == "compared with the published sha256"
+
+
+@real(
+    "cifar-10-batches-bin",
+    "cifar10/data_batch_1.bin",
+    "cifar10/cifar-10-batches-bin",
+    "cifar-10-binary.tar.gz",
+)
+def test_cifar10_has_the_published_counts_and_pixels():
+    data = open_data(DataConfig(name="cifar10", dir=REAL))
+    assert torch.bincount(torch.cat([data.train.labels, data.valid.labels])).tolist() == [5000] * 10
+    test = data.test()
+    assert torch.bincount(test.labels).tolist() == [1000] * 10
+    pixels = test.x.reshape(10000, 32, 32, 3).numpy()
+    assert sha256(pixels) == "f9b1e2130bab680db56eb06d886f7f1ad0f1183907ceff4659d1735c890f5b04"
+    assert len(data.valid) == 5000
+
+
+@real("text/tinyshakespeare.txt", "tinyshakespeare.txt")
+def test_tinyshakespeare_has_65_characters():
+    data = open_data(DataConfig(name="text", dir=REAL))
+    assert data.meta.features == 65
+    assert data.meta.decode(data.train.batch([0])[0]).startswith(
+        "First Citizen:\nBefore we proceed any further"
+    )
+
+
+@real("timeseries")
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"),
+    [("ETTh1.csv.gz", 17420, 7), ("exchange_rate.txt.gz", 7588, 8), ("national_illness.csv.gz", 966, 7)],
+)
+def test_real_series_load(name, rows, columns):
+    config = dataclasses.replace(series(name, context=24, horizon=12), dir=REAL)
+    data = open_data(config)
+    assert data.meta.features == columns and len(data.train) == int(0.7 * rows) - 35
+    assert data.train.x.isfinite().all()

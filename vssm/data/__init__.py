@@ -1,0 +1,60 @@
+"""Data sets as sequences: digits, mnist, cifar10, text, series and synthetic.
+
+`open_data` finds (or downloads) a data set and returns a `Data` with lazily read splits:
+
+    data = open_data(DataConfig(name="mnist"))
+    x = data.train.batch(torch.arange(64))      # (64, 28, 28) in [0, 1]
+    data.valid                                  # 10 % of the training set, fixed by `config.seed`
+    data.test()                                 # read by evaluation only
+    data.meta                                   # what generation needs, JSON-serialisable
+"""
+
+from vssm.data.config import NAMES, DataConfig, SeriesConfig, SyntheticConfig, TextConfig
+from vssm.data.dataset import Data, Meta, Split
+from vssm.data.images import open_cifar10, open_digits, open_mnist
+from vssm.data.series import open_series
+from vssm.data.show import describe, draw, picture
+from vssm.data.synthetic import open_synthetic
+from vssm.data.text import open_text
+
+__all__ = [
+    "NAMES",
+    "Data",
+    "DataConfig",
+    "Meta",
+    "SeriesConfig",
+    "Split",
+    "SyntheticConfig",
+    "TextConfig",
+    "describe",
+    "draw",
+    "open_data",
+    "picture",
+]
+
+_OPENERS = {
+    "digits": open_digits,
+    "mnist": open_mnist,
+    "cifar10": open_cifar10,
+    "text": open_text,
+    "series": open_series,
+    "synthetic": open_synthetic,
+}
+assert tuple(_OPENERS) == NAMES
+
+
+def open_data(config: DataConfig) -> Data:
+    """Returns the data set that `config` names, downloading it when it is public and not found.
+
+    Arguments:
+        config: The data options; `config.name` is one of `NAMES`.
+
+    Returns:
+        A `Data` whose metadata is ready and whose splits are read when first asked for.
+
+    Example:
+        >>> data = open_data(DataConfig(name="digits"))
+        >>> len(data.train), len(data.valid), tuple(data.train.batch([0, 1, 2]).shape)
+        (1294, 144, (3, 8, 8))
+    """
+    return _OPENERS[config.name](config)

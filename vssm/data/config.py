@@ -1,0 +1,124 @@
+"""Options of the data sets: small frozen dataclasses that the command line and run folders share."""
+
+import difflib
+from dataclasses import dataclass, field
+from typing import Literal
+
+NAMES = ("digits", "mnist", "cifar10", "text", "series", "synthetic")
+
+
+def _check_one_of(option: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{option} {value!r} is not one of {', '.join(map(str, allowed))}")
+
+
+def _check_at_least(option: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{option} {value} is too small, the least is {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeriesConfig:
+    """Options of time series: which file and columns, and how windows are cut."""
+
+    path: str | None = None
+    """CSV, .npy or Parquet file (CSV and .npy also .gz), as given or inside the data folder."""
+
+    columns: tuple[str, ...] | None = None
+    """Names, or positions from 0, of the columns to use; all columns of numbers when not given."""
+
+    context: int = 96
+    """Steps of a window that are known."""
+
+    horizon: int = 96
+    """Steps of a window that are forecast."""
+
+    stride: int = 1
+    """Steps between the starts of two windows."""
+
+    fill: Literal["zero", "previous", "linear"] | None = None
+    """How to fill missing values (previous: the value before; linear: between neighbours)."""
+
+    scale: bool = True
+    """Standardise each column by its mean and deviation over the training part."""
+
+    def __post_init__(self) -> None:
+        if self.columns is not None:
+            object.__setattr__(self, "columns", tuple(self.columns))  # a list when read from JSON
+        _check_at_least("series.context", self.context, 1)
+        _check_at_least("series.horizon", self.horizon, 1)
+        _check_at_least("series.stride", self.stride, 1)
+        _check_one_of("series.fill", self.fill, (None, "zero", "previous", "linear"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig:
+    """Options of text: which file, what a token is and how long a sequence is."""
+
+    path: str | None = None
+    """UTF-8 file (also .gz), as given or inside the data folder; tinyshakespeare when not given."""
+
+    unit: Literal["char", "byte"] = "char"
+    """What one token is."""
+
+    length: int = 256
+    """Tokens in a sequence."""
+
+    def __post_init__(self) -> None:
+        _check_one_of("text.unit", self.unit, ("char", "byte"))
+        _check_at_least("text.length", self.length, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticConfig:
+    """Options of synthetic sequences."""
+
+    length: int = 64
+    """Steps in a sequence."""
+
+    features: int = 8
+    """Values in a step."""
+
+    num: int = 1000
+    """Sequences in the training set, validation included; the test set has a fifth as many."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("synthetic.length", self.length, 1)
+        _check_at_least("synthetic.features", self.features, 1)
+        _check_at_least("synthetic.num", self.num, 10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which data set, where it lies and how it is split."""
+
+    name: str = "digits"
+    """One of digits, mnist, cifar10, text, series, synthetic."""
+
+    dir: str | None = None
+    """Folder with the data files; else $VSSM_DATA; else the user cache, filled by downloads."""
+
+    seed: int = 0
+    """Fixes which tenth of the training set is validation, binarisation and synthetic data."""
+
+    binarize: bool = False
+    """Replace grey images (digits, mnist) once by black and white draws, fixed by the seed."""
+
+    series: SeriesConfig = field(default_factory=SeriesConfig)
+    """Options of data set series."""
+
+    text: TextConfig = field(default_factory=TextConfig)
+    """Options of data set text."""
+
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    """Options of data set synthetic."""
+
+    def __post_init__(self) -> None:
+        if self.name not in NAMES:
+            near = difflib.get_close_matches(self.name, NAMES, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"data set {self.name!r} is unknown; {hint}known: {', '.join(NAMES)}")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed {self.seed} is not in 0 .. 2^64 - 1")
+        if self.binarize and self.name not in ("digits", "mnist"):
+            raise ValueError(f"binarize is for grey images (digits, mnist), not for {self.name!r}")

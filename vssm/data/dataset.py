@@ -1,0 +1,224 @@
+"""What every data set is once opened: `Data`, with splits (`Split`) and metadata (`Meta`).
+
+M sequences of T steps with D features are kept as (M, T, D), or (M, T) for tokens, in the smallest type
+that holds them (8-bit images stay 8-bit) and become what a model reads, float32 or int64, batch by batch.
+
+Random choices (the validation set, binarisation, synthetic data) are made from the raw bits of Philox with
+the key (seed, stream): unlike numpy's distributions, those bits never change between numpy versions.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vssm.data.config import DataConfig
+
+SPLIT, BINARIZE_TRAIN, BINARIZE_TEST, SYNTHETIC_TRAIN, SYNTHETIC_TEST, DIGITS = range(6)
+
+
+def random_bits(seed: int, stream: int, num: int) -> np.ndarray:
+    """Returns `num` random uint64 words, fixed by (seed, stream) on every machine and version."""
+    return np.random.Philox(key=np.array([seed, stream], np.uint64)).random_raw(num)
+
+
+def hold_out(
+    num: int, seed: int, fraction: float = 0.1, stream: int = SPLIT
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the indices kept and the indices held out, a `fraction` of `num`, each in ascending order.
+
+    Example:
+        >>> kept, held = hold_out(20, seed=0)
+        >>> len(kept), len(held), sorted([*kept.tolist(), *held.tolist()]) == list(range(20))
+        (18, 2, True)
+    """
+    order = np.argsort(random_bits(seed, stream, num), kind="stable")
+    cut = round(fraction * num)
+    return np.sort(order[cut:]), np.sort(order[:cut])
+
+
+@dataclass(frozen=True)
+class Split:
+    """Holds the sequences of one split in memory, on the CPU or a device.
+
+    Arguments:
+        x: (M, T, D) uint8 or float32, or (M, T) tokens in a small integer type. The windows of a series
+            are a view of the (N, D) rows that they share.
+        labels: (M,) int64 classes, or None.
+        maximum: The stored value that stands for 1; a batch is divided by it.
+    """
+
+    x: Tensor
+    labels: Tensor | None = None
+    maximum: int = 1
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def batch(
+        self, index: Tensor | np.ndarray | Sequence[int] | slice, device: torch.device | str | None = None
+    ) -> Tensor:
+        """Returns the sequences at `index` as a model reads them.
+
+        Arguments:
+            index: (B,) positions in the split (a tensor on the CPU or on the device of `x`), or a slice.
+            device: Where the batch goes; by default where `x` is.
+
+        Returns:
+            (B, T, D) float32, or (B, T) int64 for tokens.
+        """
+        x = self.x[index]
+        if device is not None:
+            x = x.to(device, non_blocking=True)
+        if x.dim() == 2:
+            return x.long()
+        return x.float() if self.maximum == 1 else x.float() / self.maximum
+
+    def to(self, device: torch.device | str) -> "Split":
+        """Returns this split on `device`; overlapping windows stay a view of the rows they share."""
+        x = self._memory.to(device).as_strided(self.x.shape, self.x.stride())
+        return Split(x, None if self.labels is None else self.labels.to(device), self.maximum)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that `to` moves for `x`."""
+        return self._memory.nbytes
+
+    @property
+    def _memory(self) -> Tensor:
+        """The elements that `x` covers, once each, as a vector."""
+        reach = sum((size - 1) * stride for size, stride in zip(self.x.shape, self.x.stride(), strict=True))
+        return self.x.as_strided((reach + 1,), (1,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meta:
+    """Describes sequences well enough to show, decode or unscale generated ones without the data.
+
+    Example:
+        >>> meta = Meta(name="text", features=3, length=4, suggested_head="categorical", vocabulary="abc")
+        >>> meta.decode(meta.encode("cab")), Meta.from_json(meta.to_json()) == meta
+        ('cab', True)
+    """
+
+    name: str
+    features: int
+    """D, or the number of different tokens."""
+    length: int
+    """T."""
+    suggested_head: str
+    levels: int | None = None
+    """Number of equally spaced values in [0, 1] that x can take (256 for 8-bit images)."""
+    image_shape: tuple[int, int, int] | None = None
+    """Height, width, channels; a step is one row, channels last within a pixel."""
+    vocabulary: str | None = None
+    """Token k is character k; None with 256 byte tokens."""
+    columns: tuple[str, ...] | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    context: int | None = None
+    horizon: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields as a dictionary that `json` can write."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Meta":
+        """Returns the metadata that `to_json` gave, also after a trip through a JSON file."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(fields) - known):
+            raise ValueError(f"metadata of data has unknown fields: {', '.join(unknown)}")
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        return cls(**values)
+
+    def to_image(self, x: Tensor) -> Tensor:
+        """Returns sequences of rows (B, T, D) as images (B, T, width, channels), clamped to [0, 1]."""
+        if self.image_shape is None:
+            raise ValueError(f"data set {self.name!r} has no images")
+        return x.detach().float().clamp(0, 1).reshape(*x.shape[:2], *self.image_shape[1:])
+
+    def encode(self, text: str) -> Tensor:
+        """Returns the tokens (T,) of a text."""
+        if self.suggested_head != "categorical":
+            raise ValueError(f"data set {self.name!r} has no text")
+        if self.vocabulary is None:
+            return torch.tensor(list(text.encode()), dtype=torch.long)
+        position = {character: k for k, character in enumerate(self.vocabulary)}
+        if unknown := sorted(set(text) - set(position)):
+            raise ValueError(
+                f"text has characters outside the vocabulary: {unknown}; it is {self.vocabulary!r}"
+            )
+        return torch.tensor([position[character] for character in text], dtype=torch.long)
+
+    def decode(self, tokens: Tensor) -> str:
+        """Returns the text of one sequence of tokens (T,); bytes that are no UTF-8 become U+FFFD."""
+        if self.suggested_head != "categorical":
+            raise ValueError(f"data set {self.name!r} has no text")
+        if self.vocabulary is None:
+            return bytes(tokens.tolist()).decode(errors="replace")
+        return "".join(self.vocabulary[k] for k in tokens.tolist())
+
+    def scale(self, x: Tensor) -> Tensor:
+        """Returns values (..., D) in the units of the file as the model sees them."""
+        return x if self.mean is None else (x - x.new_tensor(self.mean)) / x.new_tensor(self.std)
+
+    def unscale(self, x: Tensor) -> Tensor:
+        """Returns values (..., D) of the model in the units of the file."""
+        return x if self.mean is None else x * x.new_tensor(self.std) + x.new_tensor(self.mean)
+
+
+class Data:
+    """Holds an opened data set; the splits are read when first asked for.
+
+    Arguments:
+        config: The options it was opened with.
+        meta: What generation needs to know.
+        fit: Reads the training and validation splits.
+        test: Reads the test split.
+        files: The files it comes from; empty when it is computed or part of a package.
+        checksum: Whether the content is compared with a published checksum, in words.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        meta: Meta,
+        fit: Callable[[], tuple[Split, Split]],
+        test: Callable[[], Split],
+        files: Sequence[Path] = (),
+        checksum: str = "none published",
+    ) -> None:
+        self.config = config
+        self.meta = meta
+        self.files = tuple(files)
+        self.checksum = checksum
+        self._read_fit = fit
+        self._read_test = test
+
+    def __repr__(self) -> str:
+        return f"Data({self.meta.name!r}, features={self.meta.features}, length={self.meta.length})"
+
+    @cached_property
+    def _fit(self) -> tuple[Split, Split]:
+        return self._read_fit()
+
+    @property
+    def train(self) -> Split:
+        """The sequences to fit."""
+        return self._fit[0]
+
+    @property
+    def valid(self) -> Split:
+        """The sequences to choose by; never part of `train`."""
+        return self._fit[1]
+
+    def test(self) -> Split:
+        """Reads and returns the sequences to report on; training never calls this."""
+        return self._read_test()

@@ -1,0 +1,127 @@
+"""Shows a data set: its facts as a dictionary, a few sequences as a picture."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vssm.data.dataset import Data, Meta
+
+
+def describe(data: Data) -> dict[str, Any]:
+    """Returns what there is to know about a data set, ready for JSON; reads all splits, test included.
+
+    Example:
+        >>> from vssm.data import DataConfig, open_data
+        >>> facts = describe(open_data(DataConfig(name="digits")))
+        >>> facts["shape"], facts["range"], facts["splits"]
+        ([8, 8], [0.0, 1.0], {'train': 1294, 'valid': 144, 'test': 359})
+    """
+    splits = {"train": data.train, "valid": data.valid, "test": data.test()}
+    train = data.train
+    bounds = torch.aminmax(train.x)
+    facts: dict[str, Any] = {
+        "name": data.meta.name,
+        "shape": list(train.x.shape[1:]),
+        "features": data.meta.features,
+        "dtype": str(train.x.dtype).removeprefix("torch."),
+        "range": [bound.item() if train.maximum == 1 else bound.item() / train.maximum for bound in bounds],
+        "splits": {name: len(split) for name, split in splits.items()},
+        "split_seed": data.config.seed,
+        "suggested_head": data.meta.suggested_head,
+        "files": [{"path": str(path), "sha256": _file_sha256(path)} for path in data.files],
+        "checksum": data.checksum,
+    }
+    if train.labels is not None:
+        facts["classes"] = {
+            name: torch.bincount(split.labels, minlength=10).tolist()
+            for name, split in splits.items()
+            if split.labels is not None
+        }
+    if data.meta.columns is not None:
+        facts["columns"] = list(data.meta.columns)
+    return facts
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def picture(data: Data, path: str | Path) -> Path:
+    """Saves a PNG of training sequences, spread evenly over the training set, and returns its path."""
+    num = min(len(data.train), 32 if data.meta.image_shape else 6)
+    return draw(data.meta, data.train.batch(np.linspace(0, len(data.train) - 1, num).astype(int)), path)
+
+
+def draw(meta: Meta, x: Tensor, path: str | Path) -> Path:
+    """Saves a PNG of sequences: a grid of images, the lines of up to six series, or an excerpt of text.
+
+    Arguments:
+        meta: What the sequences are.
+        x: (B, T, D) values or (B, T) tokens, as a model reads or generates them.
+        path: Where the PNG goes.
+
+    Returns:
+        `path`.
+    """
+    path, x = Path(path), x.detach().cpu()
+    if meta.image_shape is not None:
+        _draw_images(meta.to_image(x).numpy(), path)
+    elif x.dim() == 2:
+        _draw_text([meta.decode(tokens) for tokens in x[:4]], path)
+    else:
+        _draw_lines(meta, x[:6].float().numpy(), path)
+    return path
+
+
+def _draw_images(images: np.ndarray, path: Path) -> None:
+    from matplotlib.image import imsave
+
+    num, height, width, channels = images.shape
+    across = min(8, num)
+    down = -(-num // across)
+    grid = np.ones((down * across, height + 2, width + 2, channels), np.float32)  # a white frame of one pixel
+    grid[:num, 1:-1, 1:-1] = images
+    grid = grid.reshape(down, across, height + 2, width + 2, channels).transpose(0, 2, 1, 3, 4)
+    grid = grid.reshape(down * (height + 2), across * (width + 2), channels)
+    zoom = max(1, 600 // grid.shape[1])
+    grid = np.broadcast_to(grid, (*grid.shape[:2], 3)).repeat(zoom, 0).repeat(zoom, 1)
+    imsave(path, np.rint(grid * 255).astype(np.uint8), format="png")
+
+
+def _draw_lines(meta: Meta, x: np.ndarray, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1.6 * len(x)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, sequence in zip(figure.subplots(len(x), 1, sharex=True, squeeze=False)[:, 0], x, strict=True):
+        axes.plot(sequence, linewidth=0.8)
+        if meta.context is not None:
+            axes.axvline(meta.context - 0.5, color="grey", linestyle=":", linewidth=0.8)
+    if meta.columns is not None and len(meta.columns) <= 10:
+        figure.axes[0].legend([name.replace("$", r"\$") for name in meta.columns], fontsize=6, ncols=5)
+    figure.savefig(path, format="png", dpi=100)
+
+
+def _draw_text(texts: list[str], path: Path) -> None:
+    import textwrap
+    import warnings
+
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = []
+    for text in texts:
+        shown = "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
+        lines += [part for line in shown.split("\n") for part in textwrap.wrap(line, 90) or [""]] + ["─" * 90]
+    figure = Figure(figsize=(8, 0.17 * len(lines) + 0.2))
+    FigureCanvasAgg(figure)
+    figure.text(0.01, 0.99, "\n".join(lines), va="top", family="monospace", fontsize=8, parse_math=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # drawn as a box
+        figure.savefig(path, format="png", dpi=100)

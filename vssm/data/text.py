@@ -1,0 +1,80 @@
+"""Text as sequences of tokens, characters or bytes, from any UTF-8 file.
+
+Sequences are windows of `length` tokens that do not overlap, a rest shorter than that is left out. The split
+is by position: the last 10 % of the file is the test set, and of the 90 % before it the last tenth is
+validation. The vocabulary is that of the whole file, so that every split can be encoded.
+"""
+
+import numpy as np
+import torch
+
+from vssm.data.config import DataConfig
+from vssm.data.dataset import Data, Meta, Split
+from vssm.data.files import Remote, check_sha256, locate, locate_own, read_bytes
+
+_SHAKESPEARE = Remote(
+    url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+    file="text/tinyshakespeare.txt",
+)
+
+
+def open_text(config: DataConfig) -> Data:
+    """Opens a text file, by default tinyshakespeare."""
+    options = config.text
+    if options.path is None:
+        path = locate(("tinyshakespeare.txt",), ("text",), config.dir, _SHAKESPEARE)
+        checksum = "compared with the published sha256"
+        content = read_bytes(path)
+        check_sha256(content, _SHAKESPEARE.sha256, path)
+    else:
+        path, checksum = locate_own(options.path, "text", config.dir), "none published"
+        content = read_bytes(path)
+
+    if options.unit == "byte":
+        tokens, vocabulary = np.frombuffer(content, np.uint8), None
+    else:
+        try:
+            tokens, vocabulary = _characters(content.decode())
+        except UnicodeDecodeError as error:
+            byte = content[error.start]
+            raise ValueError(
+                f"{path}: byte {error.start} (0x{byte:02x}) is no UTF-8; read it with --text.unit byte"
+            ) from error
+
+    test = round(0.9 * len(tokens))
+    valid = round(0.9 * test)
+    parts = {"training": tokens[:valid], "validation": tokens[valid:test], "test": tokens[test:]}
+    for part, own in parts.items():
+        if len(own) < options.length:
+            raise ValueError(
+                f"{path} has {len(tokens)} tokens, {len(own)} of them for {part},"
+                f" fewer than one sequence of text.length = {options.length}"
+            )
+
+    def windows(part: str) -> Split:
+        whole = len(parts[part]) // options.length * options.length
+        return Split(torch.from_numpy(parts[part][:whole].reshape(-1, options.length).copy()))
+
+    def fit() -> tuple[Split, Split]:
+        return windows("training"), windows("validation")
+
+    meta = Meta(
+        name="text",
+        features=256 if vocabulary is None else len(vocabulary),
+        length=options.length,
+        suggested_head="categorical",
+        vocabulary=vocabulary,
+    )
+    return Data(config, meta, fit, lambda: windows("test"), [path], checksum)
+
+
+def _characters(text: str) -> tuple[np.ndarray, str]:
+    """Returns the tokens of a text in the smallest type that fits, and its characters in order."""
+    codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    token = np.zeros(0x110000, np.int32)
+    token[codes] = 1
+    known = np.flatnonzero(token)
+    token[known] = np.arange(len(known))
+    smallest = next(t for t in (np.uint8, np.int16, np.int32) if len(known) - 1 <= np.iinfo(t).max)
+    return token.astype(smallest)[codes], "".join(map(chr, known))
