@@ -1,13 +1,7 @@
 """A model in a folder: `config.json` and `weights.safetensors`, nothing that could run code.
-
-Both files are written under a temporary name, flushed to the disk, and renamed: a reader finds the old
-file or the new one, never half of one.
 """
 
 import json
-import os
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +9,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from vssm.config import FORMAT as FORMAT
 from vssm.config import ModelConfig
 from vssm.models import Model, build
+from vssm.storage import write_atomically as write_atomically
 
 __all__ = ["FORMAT", "load", "save", "write_atomically"]
-
-FORMAT = 1
-"""Version of the folder's layout; raised when an older reader would misunderstand it."""
-
-
-def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
-    """Calls `write` on a temporary path in the same folder, then renames it to `path`."""
-    path = Path(path)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        write(temporary)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the rename itself must reach the disk too
-        finally:
-            os.close(folder)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def save(model: Model, folder: str | Path) -> None:
@@ -65,7 +38,16 @@ def save(model: Model, folder: str | Path) -> None:
 
 
 def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
-    """Reads a model that `save` wrote; whatever does not fit is named and nothing is half-loaded."""
+    """Reads a model; whatever does not fit is named and nothing is half-loaded.
+
+    Arguments:
+        folder: A folder that `save` or a training wrote, or "hf://OWNER/NAME[@REVISION]" on the hub.
+        device: Where the weights go.
+    """
+    if isinstance(folder, str) and folder.startswith("hf://"):
+        from vssm.hub import pull
+
+        folder = pull(folder)
     folder = Path(folder)
     config = _read_config(folder / "config.json")
     path = folder / "weights.safetensors"

@@ -260,7 +260,12 @@ _empty_runs: WeakKeyDictionary[Variational, dict] = WeakKeyDictionary()
 
 def _empty_run(model: Variational, length: int) -> tuple[Latents, State]:
     """Returns q_omega(z | ∅, ..., ∅), which is the same for every row: one row, remembered by length."""
-    weights = tuple((p.data_ptr(), p._version, p.dtype) for p in model.partial.parameters())
+    partial = model.partial
+    assert partial.blank is not None
+    # Fused optimisers change weights without counting a version: look at some of the values as well.
+    probe = torch.stack([vector.detach().double().sum() for vector in (partial.blank, partial.norm.weight)])
+    versions = tuple((p.data_ptr(), p._version, p.dtype) for p in partial.parameters())
+    weights = (*probe.tolist(), versions)
     known = _empty_runs.setdefault(model, {})
     if length not in known or known[length][0] != weights:
         while len(known) >= _EMPTY_RUNS:

@@ -8,14 +8,14 @@ be continued many times.
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from vssm.storage import write_atomically
 
 __all__ = ["State"]
 
@@ -120,16 +120,8 @@ class State:
         positions: dict[str, int] = {}
         self._flatten("", tensors, positions)
         metadata = {"format": _FORMAT, "owner": self.owner, "positions": json.dumps(positions)}
-        path = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        os.close(handle)
-        try:
-            save_file(
-                {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata
-            )
-            Path(temporary).replace(path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        leaves = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        write_atomically(path, lambda file: save_file(leaves, file, metadata))
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "State":

@@ -207,7 +207,9 @@ def _scan_backward(
     backend: str,
 ) -> list[Tensor]:
     """Returns the gradients of u, dt, A, B, C, D, z, dt_bias, h0; empty for an argument not given."""
-    return list(_kernels(backend).backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0))
+    grads = _kernels(backend).backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0)
+    given = (u, dt, A, B, C, D, z, dt_bias, h0)
+    return [u.new_empty(0) if t is None else grad for t, grad in zip(given, grads, strict=True)]
 
 
 @_scan_backward.register_fake

@@ -1,0 +1,37 @@
+"""Files that are whole or absent: written under a temporary name, flushed to the disk, renamed."""
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["write_atomically"]
+
+
+def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
+    """Calls `write` on a temporary path in the same folder, then renames it to `path`.
+
+    A reader finds the old file or the new one, never half of one; if `write` fails, the old one stays.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_atomically(f"{folder}/note.txt", lambda file: file.write_text("done"))
+        ...     [file.name for file in Path(folder).iterdir()]
+        ['note.txt']
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        temporary.touch(exist_ok=False)
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the rename itself must reach the disk too
+        finally:
+            os.close(folder)
+    finally:
+        temporary.unlink(missing_ok=True)
