@@ -1,0 +1,133 @@
+"""The command line: the whole way on a tiny run, and one line for every mistake."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vssm.cli import COMMANDS, main
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "smoke"
+    main(["train", "digits", "--smoke", "--out", str(folder)])
+    return str(folder)
+
+
+def fails(capsys, *arguments):
+    """Runs a command that must fail, and returns its one line."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("vssm: ")
+    assert error.count("\n") == 1, "one line"
+    return error
+
+
+def test_help_lists_every_command(capsys):
+    main([])
+    text = capsys.readouterr().out
+    assert all(name in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert f"usage: vssm {command}" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out.strip() == __import__("vssm").__version__
+
+
+def test_generate_writes_samples_and_a_state_that_resumes(run_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["generate", run_folder, "--num", "3", "--length", "8", "--seed", "4"])
+    whole = np.load("samples.npy", allow_pickle=False)
+    assert whole.shape == (3, 8, 8)
+    main(["generate", run_folder, "--num", "3", "--length", "5", "--seed", "4", "--out", "a.npy"])
+    main(["generate", run_folder, "--resume", "state.safetensors", "--length", "3", "--out", "b.npy"])
+    joined = np.concatenate([np.load("a.npy"), np.load("b.npy")], 1)
+    np.testing.assert_allclose(joined, whole, atol=1e-5)
+    np.save("prompt.npy", whole[:, :4])
+    main(
+        ["generate", run_folder, "--prompt", "prompt.npy", "--out", "c.npy", "--chunk", "2", "--recondition"]
+    )
+    assert np.load("c.npy").shape == (3, 4, 8), "what is left of a sequence"
+    main(["generate", run_folder, "--out", "grid.png"])
+    assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_text_from_train_to_prompt(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "poem.txt").write_text("the cat sat on the mat. " * 400)
+    options = ["--smoke", "--text.path", "poem.txt", "--text.length", "32", "--out", "run"]
+    main(["train", "text", *options])
+    main(["generate", "run", "--prompt", "the c", "--length", "12", "--out", "t.txt"])
+    lines = (tmp_path / "t.txt").read_text()
+    assert lines.startswith("the c")
+    assert len(lines.rstrip("\n")) >= 12
+    assert "outside the vocabulary" in fails(capsys, "generate", "run", "--prompt", "QUIZ", "--out", "t.txt")
+    assert "allowed: a .npy file" not in (tmp_path / "t.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trane"], "command='trane' is unknown; allowed: .*did you mean 'train'"),
+        (["train", "mnits"], "data set 'mnits' is unknown; did you mean 'mnist'"),
+        (["train", "digits", "--model.kind", "vsm"], "kind='vsm' is unknown"),
+        (["train", "digits", "--preset", "paper"], "preset='paper' is unknown; allowed: 'paper-mnist'"),
+        (["train", "series", "--smoke"], "series"),
+        (["train", "--resume", "nowhere"], "nowhere"),
+        (["train", "digits", "--train.batch", "0"], "batch=0 is not allowed"),
+        (["train", "digits", "--train.batch", "5000", "--smoke"], "batch=5000 is not allowed; allowed: 1 to"),
+        (["generate", "nowhere"], "'nowhere' has no config.json"),
+        (["evaluate", "nowhere"], "'nowhere' has no config.json"),
+        (["generate"], "run"),
+        (["bench", "nothing"], "nothing"),
+    ],
+)
+def test_mistakes_give_one_line(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert re.search(message, fails(capsys, *arguments))
+    assert not any(tmp_path.rglob("weights.safetensors")), "nothing is left behind"
+
+
+def test_unknown_flag_suggests_the_nearest(capsys):
+    message = fails(capsys, "train", "digits", "--model.knd", "vssm")
+    assert "--model.knd" in message
+    assert "did you mean --model.kind?" in message
+
+
+def test_bad_generate_options(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert "chunk=0" in fails(capsys, "generate", run_folder, "--chunk", "0")
+    assert "allowed: a name in .npy" in fails(capsys, "generate", run_folder, "--out", "x.jpg")
+    assert "allowed for this model: a .npy file" in fails(capsys, "generate", run_folder, "--prompt", "words")
+    (tmp_path / "bad.npy").write_bytes(b"\x80\x04\x95pickle")
+    assert "bad.npy' is damaged" in fails(capsys, "generate", run_folder, "--prompt", "bad.npy")
+    np.save("objects.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    assert "objects.npy' is damaged" in fails(capsys, "generate", run_folder, "--prompt", "objects.npy")
+    (tmp_path / "bad.safetensors").write_bytes(b"nothing")
+    assert "is damaged" in fails(capsys, "generate", run_folder, "--resume", "bad.safetensors")
+    assert "text" in fails(capsys, "generate", run_folder, "--out", "x.txt")
+
+
+def test_run_folder_that_exists_is_left_alone(run_folder, capsys):
+    before = Path(run_folder, "meta.json").read_bytes()
+    message = fails(capsys, "train", "digits", "--smoke", "--out", run_folder)
+    assert "--resume" in message
+    assert Path(run_folder, "meta.json").read_bytes() == before
+
+
+def test_demo_refuses_a_folder_of_others(tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert "not a demo's" in fails(capsys, "demo", "--out", str(tmp_path))
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
