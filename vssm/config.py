@@ -1,15 +1,22 @@
-"""The description of a model: small, typed, frozen, checked, and saved beside the weights."""
+"""The description of a model and of a run: small, typed, frozen, checked, and saved beside the weights."""
 
 import dataclasses
 import difflib
+import math
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from vssm.data.config import DataConfig
 from vssm.distributions import HEADS
 
-__all__ = ["KINDS", "ModelConfig", "check_choice"]
+__all__ = ["FORMAT", "KINDS", "PRESETS", "ModelConfig", "RunConfig", "TrainConfig", "check_choice"]
 
+FORMAT = 1
+"""Version of `config.json` and its folder; raised when an older reader would misunderstand it."""
 KINDS = ("transformer", "ssm", "rnn", "tvae", "vrnn", "vssm")
+
+Config = TypeVar("Config")
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -21,9 +28,13 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """
     if value in allowed:
         return
+    raise ValueError(f"{name}={value!r} is unknown; {_allowed(value, allowed)}")
+
+
+def _allowed(value: object, allowed: tuple[str, ...]) -> str:
     nearest = difflib.get_close_matches(str(value), allowed, n=1)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-    raise ValueError(f"{name}={value!r} is unknown; allowed: {', '.join(map(repr, allowed))}{hint}")
+    return f"allowed: {', '.join(map(repr, allowed))}{hint}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +71,8 @@ class ModelConfig:
     classes: int = 32
     """N, the number of classes of each latent component."""
     head: str = "gaussian"
-    """Distribution of x_t: gaussian, gaussian-learned, bernoulli, categorical or logistic-mixture."""
+    """Distribution of x_t: gaussian, gaussian-learned, bernoulli, categorical or logistic-mixture; in a
+    run also auto, the one that suits the data."""
     sigma: float = 0.1
     """Standard deviation of the gaussian head."""
     mixtures: int = 5
@@ -70,7 +82,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
-        check_choice("head", self.head, tuple(HEADS))
+        check_choice("head", self.head, ("auto", *HEADS))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int:
@@ -122,3 +134,172 @@ class ModelConfig:
         if "features" not in values:
             raise ValueError("config has no key 'features'; it is required")
         return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Describes how a model is trained, and how often the run is looked at and saved.
+
+    Example:
+        >>> TrainConfig(epochs=5).learning_rate
+        0.001
+        >>> TrainConfig(ema=1.5)
+        Traceback (most recent call last):
+        ValueError: ema=1.5 is not allowed; allowed: a number >= 0 and < 1
+    """
+
+    epochs: int = 20
+    """Passes over the training set."""
+    batch: int = 256
+    """Sequences in a step, over all processes together."""
+    learning_rate: float = 1e-3
+    """Highest learning rate of AdamW, reached after the warm-up; a cosine takes it to 0."""
+    weight_decay: float = 0.01
+    """Decay of matrices; vectors, A_log and the learned blank input have none."""
+    warmup: float = 0.02
+    """Fraction of the steps in which the learning rate rises linearly."""
+    clip: float = 1.0
+    """Largest norm of the gradient of the loss per value of x; 0 does not clip."""
+    ema: float = 0.0
+    """Decay of the moving average of the weights that is validated and kept; 0 keeps the weights."""
+    seed: int = 0
+    """Fixes the first weights, the order of the data and all noise."""
+    max_steps: int | None = None
+    """Ends the run, and its learning rate schedule, after fewer steps than the epochs have."""
+    validate_every: float = 1.0
+    """Epochs, or a fraction of one, between validations; there is always one at the end."""
+    num_valid: int | None = None
+    """Validates on the first sequences only, this many."""
+    log_every: int = 50
+    """Steps between log points, where losses are read from the device; validations are others."""
+    checkpoint_minutes: float = 5.0
+    """Saves at the first log point this long after the last checkpoint; 0 saves at every log point."""
+    samples: int = 64
+    """Sequences in samples.png; 0 for none (there are none with fsdp)."""
+    precision: str = "auto"
+    """Of matrix products: "float32", "bfloat16", or "auto" for bfloat16 on CUDA and float32 on a CPU."""
+    device: str = "auto"
+    """"cpu", "cuda", "cuda:N", or "auto" for CUDA where there is one."""
+    compile: bool = False
+    """Compiles every block with torch.compile."""
+    fsdp: bool = False
+    """Shards weights and optimiser over the processes of torchrun instead of copying them to each."""
+    tensorboard: bool = False
+    """Also writes event files for TensorBoard (extra "track")."""
+
+    def __post_init__(self) -> None:
+        check_choice("precision", self.precision, ("auto", "float32", "bfloat16"))
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
+            raise ValueError(f"device={self.device!r} is unknown; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'")
+        for name in ("epochs", "batch", "log_every"):
+            _check_number(name, getattr(self, name), 1, whole=True)
+        for name in ("seed", "samples"):
+            _check_number(name, getattr(self, name), 0, whole=True)
+        for name in ("max_steps", "num_valid"):
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), 1, whole=True)
+        for name in ("weight_decay", "clip", "checkpoint_minutes"):
+            _check_number(name, getattr(self, name), 0)
+        for name in ("learning_rate", "validate_every"):
+            _check_number(name, getattr(self, name), 0, above=True)
+        for name in ("warmup", "ema"):
+            _check_number(name, getattr(self, name), 0, below=1)
+        for name in ("compile", "fsdp", "tensorboard"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; allowed: True, False")
+
+
+def _check_number(
+    name: str, value: object, least: float, below: float = math.inf, whole: bool = False, above: bool = False
+) -> None:
+    """Raises unless `least` <= value < `below` (`least` < value when `above`)."""
+    number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if number and (value > least if above else value >= least) and value < below:  # type: ignore[operator]
+        return
+    allowed = f"a {'whole ' if whole else ''}number {'>' if above else '>='} {least}"
+    raise ValueError(
+        f"{name}={value!r} is not allowed; allowed: {allowed}"
+        + (f" and < {below}" if below < math.inf else "")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Describes a whole run: the data, the model and the training.
+
+    Example:
+        >>> config = RunConfig(train=TrainConfig(epochs=5))
+        >>> RunConfig.from_dict(config.to_dict()) == config
+        True
+        >>> RunConfig.from_dict({"train": {"epoch": 5}})
+        Traceback (most recent call last):
+        ValueError: train has no field 'epoch'; allowed: 'epochs', ... (did you mean 'epochs'?)
+    """
+
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    """Which data set."""
+    model: ModelConfig = dataclasses.field(default_factory=lambda: ModelConfig(features=1, head="auto"))
+    """Which model; its features, and a head of "auto", are taken from the data."""
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    """How it is trained."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the format and all fields as plain dictionaries, ready for JSON."""
+        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
+        """Builds a config from dictionaries; a key that does not belong is named, with the nearest one."""
+        version = values.get("format", FORMAT)
+        if version != FORMAT:
+            raise ValueError(f"config has format {version!r}; allowed: {FORMAT}, the format of this version")
+        return _from_plain(cls, {key: value for key, value in values.items() if key != "format"}, "config")
+
+
+def _from_plain(cls: type[Config], values: object, where: str) -> Config:
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} is {values!r}; allowed: a dictionary of the fields of {cls.__name__}")
+    types: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in types:
+            raise ValueError(f"{where} has no field {key!r}; {_allowed(key, tuple(types))}")
+    parts = {
+        key: _from_plain(types[key], value, key) if dataclasses.is_dataclass(types[key]) else value
+        for key, value in values.items()
+    }
+    try:
+        return cls(**parts)
+    except TypeError as error:  # a field that is missing, or of another type than the checks compare with
+        raise ValueError(f"{where} does not fit {cls.__name__}: {error}") from None
+
+
+def _paper(data: str, features: int) -> RunConfig:
+    return RunConfig(
+        data=DataConfig(name=data),
+        model=ModelConfig(
+            kind="vssm",
+            features=features,
+            width=1024,
+            layers=4,
+            state_size=16,
+            heads=8,
+            latents=32,
+            classes=32,
+            head="gaussian",
+            sigma=0.1,
+        ),
+        train=TrainConfig(epochs=200, batch=256, learning_rate=1e-3),
+    )
+
+
+PRESETS: dict[str, RunConfig] = {
+    "paper-mnist": _paper("mnist", 28),
+    "paper-cifar10": _paper("cifar10", 96),
+    "smoke": RunConfig(
+        model=ModelConfig(
+            features=1, head="auto", width=32, layers=1, state_size=4, heads=2, latents=4, classes=8
+        ),
+        train=TrainConfig(max_steps=20, batch=64, log_every=5, samples=16, num_valid=64),
+    ),
+}
+"""Runs by name: the paper's two, with its settings, and one of seconds on a CPU."""

@@ -37,13 +37,20 @@ class Terms(NamedTuple):
     """Expected log-probability of the latents under the partial posterior; zero without one."""
 
 
-def objective(model: Model, x: Tensor, generator: torch.Generator | None = None) -> Terms:
+def objective(
+    model: Model, x: Tensor, generator: torch.Generator | None = None, shard: tuple[int, int] = (0, 1)
+) -> Terms:
     """Scores a batch of sequences for training.
+
+    On a CPU the values of x are checked; elsewhere only its shape and dtype are, since reading values
+    would wait for the device.
 
     Arguments:
         model: Any of the six models.
         x: The sequences, (B, T, D), or (B, T) tokens.
         generator: The source of the random draws; torch's own if not given.
+        shard: Which part of a larger batch x is, (index, count) of equal parts. The draws are those of the
+            whole batch, so that the parts together give what the whole gives.
 
     Returns:
         The named terms, each (B,), differentiable; `terms.loss.mean()` is what a trainer minimises.
@@ -55,8 +62,12 @@ def objective(model: Model, x: Tensor, generator: torch.Generator | None = None)
         >>> terms.loss.shape, bool((terms.kl >= 0).all())
         (torch.Size([5]), True)
     """
-    model.head.validate(x)
+    model.head.validate(x, values=x.device.type == "cpu")
+    index, count = shard
+    if not 0 <= index < count:
+        raise ValueError(f"shard={shard} is not allowed; allowed: (index, count) with 0 <= index < count")
     batch, length = x.shape[:2]
+    rows = slice(index * batch, (index + 1) * batch)
     config = model.config
     if isinstance(model, Autoregressive):
         p_x, _ = model(x)
@@ -64,7 +75,8 @@ def objective(model: Model, x: Tensor, generator: torch.Generator | None = None)
         return _terms(log_likelihood, torch.zeros_like(log_likelihood), torch.zeros_like(log_likelihood))
 
     def noise(steps: int) -> Tensor:
-        return gumbel_uniform((batch, steps, config.latents, config.classes), x.device, generator)
+        shape = (batch * count, steps, config.latents, config.classes)
+        return gumbel_uniform(shape, x.device, generator)[rows]
 
     if isinstance(model, VRNN):
         path = model(x, draw=lambda t, q_z: q_z.rsample(noise(1)))
@@ -73,8 +85,8 @@ def objective(model: Model, x: Tensor, generator: torch.Generator | None = None)
 
     q_z, _ = model.posterior(x)
     p_x, _ = model.likelihood(q_z.rsample(noise(length)))
-    cut = torch.randint(0, length + 1, (batch,), device=x.device, generator=generator)
-    q_partial, _ = model.partial_posterior(x, cut=cut)
+    cut = torch.randint(0, length + 1, (batch * count,), device=x.device, generator=generator)
+    q_partial, _ = model.partial_posterior(x, cut=cut[rows])
     return _terms(
         p_x.log_prob(x).sum(1),
         q_z.kl_to_uniform().sum(1),

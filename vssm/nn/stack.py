@@ -73,6 +73,8 @@ class Stack(nn.Module):
         """Runs the blocks on inputs that are already embedded, e (B, T, width)."""
         position = 0 if state is None else state.position
         length = e.shape[1]
+        if torch.is_autocast_enabled(e.device.type):
+            e = e.float()  # the blocks add to it: a bfloat16 sum would round away what they add
         if self.positional:
             e = e + sinusoids(position, length, e.shape[2], e.device, e.dtype)
         children: dict[str, Tensor | State] = {}

@@ -32,14 +32,12 @@ def causal_conv(
     """
     batch, length, channels = x.shape
     taps = weight.shape[1]
+    weight, bias = weight.to(x.dtype), bias.to(x.dtype)  # float32 would make the result float32 too
     if state is None:
         state = x.new_zeros(batch, taps - 1, channels)
     padded = torch.cat([state.to(x.dtype), x], 1)
-    if length == 1:
-        y = torch.addcmul(bias, padded[:, 0], weight[:, 0])
-        for k in range(1, taps):
-            y = torch.addcmul(y, padded[:, k], weight[:, k])
-        return y[:, None], padded[:, 1:]
+    if length == 1:  # few and small operations: a step-by-step loop feels each of them
+        return ((padded * weight.T).sum(1) + bias)[:, None], padded[:, 1:]
     y = torch.addcmul(bias, padded[:, :length], weight[:, 0])
     for k in range(1, taps):
         y = torch.addcmul(y, padded[:, k : k + length], weight[:, k])

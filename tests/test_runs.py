@@ -1,0 +1,264 @@
+"""The run folder: nothing that is killed, damaged or full loses what was saved."""
+
+import errno
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+import vssm
+from tests.conftest import small_config
+from tests.training import StopAt, newest, result, run, stopped, tiny
+from vssm.runs import RunFolder, read_config
+from vssm.train import TrainingStopped
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    return run(tiny(), tmp_path_factory.mktemp("runs") / "unbroken")
+
+
+def damage(path, how):
+    content = bytearray(path.read_bytes())
+    if how == "truncated":
+        del content[len(content) // 2 :]
+    elif how == "flipped":
+        content[len(content) // 2] ^= 1
+    elif how == "pickle":
+        content = bytearray(pickle.dumps({"weights": os.system}))
+    path.unlink()
+    if how != "missing":
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped", "pickle", "missing"])
+@pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors", "progress.json"])
+def test_damaged_checkpoint_is_named_and_the_one_before_is_used(how, file, unbroken, tmp_path):
+    folder = stopped(tiny(), tmp_path / "run", 7)
+    broken = newest(folder)
+    assert broken.name == "step-00000006"
+    damage(broken / file, how)
+    shown = StopAt(99)
+    assert result(run(None, folder, resume=True, progress=shown)) == result(unbroken)
+    assert shown.messages[0].startswith(f"{str(broken)!r} is damaged ({file}")
+    assert shown.messages[0].endswith("; going on from step-00000005")
+    assert "\n" not in shown.messages[0]
+
+
+def test_without_a_good_checkpoint_nothing_is_loaded(tmp_path):
+    folder = stopped(tiny(), tmp_path / "run", 7)
+    for path in (folder / "checkpoint").iterdir():
+        damage(path / "optimizer.safetensors", "flipped")
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(
+        ValueError, match=r"no checkpoint is good: .*step-00000006.*step-00000005.*another name"
+    ):
+        run(None, folder, resume=True)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_pickle_with_a_right_checksum_is_refused_too(tmp_path):
+    """Whoever can write the checksum still gets nothing unpickled."""
+    flag = tmp_path / "unpickled"
+    folder = RunFolder(tmp_path / "run")
+
+    class Payload:
+        def __reduce__(self):
+            return flag.touch, ()
+
+    def plant(tensors, path):
+        path.write_bytes(pickle.dumps(Payload()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vssm.runs.save_file", plant)
+        folder.save_checkpoint(3, {"weights": {}}, {})
+    with pytest.raises(ValueError, match=r"weights\.safetensors"):
+        folder.read_checkpoint(print)
+    pickle.loads(pickle.dumps(Payload()))
+    assert flag.exists()  # the payload works where something unpickles it
+
+
+@pytest.mark.parametrize("file", ["config.json", "log.jsonl", "meta.json", "weights.safetensors"])
+def test_pickles_in_the_run_folder_are_not_read(file, unbroken, tmp_path):
+    folder = stopped(tiny(), tmp_path / "run", 5)
+    damage(folder / file, "pickle")
+    if file == "config.json":
+        with pytest.raises(ValueError, match=r"config.json' is damaged: "):
+            run(None, folder, resume=True)
+        with pytest.raises(ValueError, match=r"config.json' is damaged: "):
+            vssm.load(folder)
+        return
+    if file == "weights.safetensors":
+        with pytest.raises(ValueError, match=r"weights\.safetensors' is damaged"):
+            vssm.load(folder)
+    expected, given = result(unbroken), result(run(None, folder, resume=True))
+    if file == "log.jsonl":
+        assert given.pop("log") == [line for line in expected.pop("log") if line["step"] > 4]
+    assert given == expected
+
+
+def test_half_written_folders_resume_or_start_again(unbroken, tmp_path):
+    config, folder = tiny(), tmp_path / "run"
+    folder.mkdir()
+    (folder / ".config.json.abc.tmp").write_text("{")  # killed while the first file was written
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        run(None, folder, resume=True)
+    assert result(run(config, folder)) == result(unbroken)
+    assert not list(folder.glob(".*"))
+
+    begun = stopped(replace(config, train=replace(config.train, checkpoint_minutes=9)), tmp_path / "begun", 2)
+    with (begun / "log.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')  # a torn line
+    (begun / "checkpoint").mkdir()
+    shutil.copytree(newest(unbroken), begun / "checkpoint" / ".step-00000001.tmp")
+    (begun / ".weights.safetensors.xyz.tmp").write_bytes(b"half")
+    assert result(run(None, begun, resume=True)) == result(unbroken)
+    assert not list(begun.rglob(".*"))
+
+
+def test_two_checkpoints_are_kept(unbroken):
+    assert sorted(path.name for path in (unbroken / "checkpoint").iterdir()) == [
+        "step-00000011",
+        "step-00000012",
+    ]
+    assert sorted(path.name for path in newest(unbroken).iterdir()) == [
+        "optimizer.safetensors",
+        "progress.json",
+        "weights.safetensors",
+    ]
+
+
+def test_config_of_a_newer_version_is_refused(unbroken, tmp_path):
+    folder = shutil.copytree(unbroken, tmp_path / "run")
+    values = json.loads((folder / "config.json").read_text())
+    for change, message in (
+        ({"format": 2}, r"config.json': config has format 2; allowed: 1"),
+        ({"train": {**values["train"], "epoch": 3}}, r"train has no field 'epoch'.*did you mean 'epochs'"),
+        ({"trainer": {}}, r"config has no field 'trainer'.*did you mean 'train'"),
+        ({"data": 3}, r"data is 3; allowed: a dictionary"),
+        ({"train": {**values["train"], "batch": "x"}}, r"batch='x' is not allowed"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**values, **change}))
+        with pytest.raises(ValueError, match=message):
+            run(None, folder, resume=True)
+
+
+def test_existing_folder_is_never_overwritten(unbroken, tmp_path):
+    before = {path: path.stat().st_mtime_ns for path in unbroken.rglob("*")}
+    name = str(unbroken)
+    with pytest.raises(
+        ValueError, match=f"run folder '{name}' is not empty; allowed: --resume {name}, or another"
+    ):
+        run(tiny(), unbroken)
+    with pytest.raises(ValueError, match=r"train.epochs=5 differs from 4 of the run in .* allowed: the same"):
+        run(tiny(epochs=5), unbroken, resume=True)
+    with pytest.raises(ValueError, match="config=None goes with resume=True only"):
+        run(None, tmp_path / "new")
+    assert {path: path.stat().st_mtime_ns for path in unbroken.rglob("*")} == before
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file; allowed: a new name"):
+        run(tiny(), tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    "place", ["vssm.runs.save_file", "vssm.runs.write_atomically", "vssm.runs.RunFolder.log"]
+)
+def test_full_disk_keeps_the_last_checkpoint(place, unbroken, tmp_path, monkeypatch):
+    """The third write fails after half of it is on the disk."""
+    config, folder = tiny(), tmp_path / "run"
+    stopped(config, folder, 5)
+    held = newest(folder)
+    calls = 0
+
+    def full(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls < 3:
+            return original(*arguments)
+        if place == "vssm.runs.save_file":
+            arguments[1].write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    owner, name = place.rsplit(".", 1)
+    owner = RunFolder if owner.endswith("RunFolder") else sys.modules[owner]
+    original = getattr(owner, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, full)
+        with pytest.raises(
+            TrainingStopped, match=r"could not be written \(.*No space left.*\); last good"
+        ) as error:
+            run(None, folder, resume=True)
+    assert "\n" not in str(error.value)
+    assert newest(folder) >= held
+    assert not list(folder.rglob(".*"))
+    assert result(run(None, folder, resume=True)) == result(unbroken)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounting needs root")
+def test_full_tmpfs_keeps_the_last_checkpoint(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True
+    ).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        config = replace(tiny(), model=small_config("rnn", width=48, layers=1))
+        folder = stopped(config, disk / "run", 4)
+        held = newest(folder)
+        (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 60_000))
+        with pytest.raises(TrainingStopped, match="could not be written") as error:
+            run(None, folder, resume=True)
+        assert str(held) in str(error.value)
+        assert [path.name for path in (folder / "checkpoint").iterdir() if path.name > held.name] == []
+        (disk / "filler").unlink()
+        whole = run(config, tmp_path / "whole")
+        assert result(run(None, folder, resume=True)) == result(whole)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+KILLED = """
+import os, random, signal, sys, time
+import torch._dynamo  # every optimizer imports it, which would take longest in the children
+from pathlib import Path
+from tests.training import tiny
+from vssm import figures
+from vssm.progress import Progress
+from vssm.train import train
+
+folder, kills = Path(sys.argv[1]), int(sys.argv[2])
+figures.curves = lambda log, path: None
+rng, config = random.Random(7), tiny(epochs=60, validate_every=2 / 3)
+for kill in range(kills + 1):
+    child = os.fork()  # this process never runs torch, so it may
+    if child == 0:
+        torch.set_num_threads(1)
+        train(config, folder, resume=True, progress=Progress())
+        os._exit(0)
+    if kill == kills:
+        break
+    known = set(folder.glob("checkpoint/step-*"))
+    while kill % 4 and set(folder.glob("checkpoint/step-*")) == known:  # it got as far as to save something
+        time.sleep(0.001)
+    time.sleep(rng.uniform(0, 0.15))
+    while kill % 2 and not list(folder.glob("checkpoint/.step-*")):  # in the middle of a checkpoint
+        time.sleep(0.0005)
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the run ended before it was killed"
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_killed_at_twenty_moments_equals_unbroken(tmp_path):
+    """kill -9, every other time while a checkpoint is being written."""
+    killed = tmp_path / "killed"
+    subprocess.run([sys.executable, "-c", KILLED, str(killed), "20"], check=True, timeout=300)
+    whole = run(read_config(killed), tmp_path / "whole")
+    assert result(killed) == result(whole)
+    assert not list(killed.rglob(".*"))

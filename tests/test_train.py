@@ -1,0 +1,336 @@
+"""Training: one loop for all models, equal to the last bit however often it is stopped."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import vssm
+from tests.conftest import KINDS, small_config, small_model
+from tests.training import DATA, StopAt, log, newest, result, run, stopped, tiny
+from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig
+from vssm.data import DataConfig, SyntheticConfig, draw, open_data
+from vssm.objectives import Terms, objective
+from vssm.optimize import learning_rate
+from vssm.progress import Bar, Lines
+from vssm.train import TrainingStopped, _Training, parameter_groups, resolve
+
+
+def test_overfits_eight_sequences(tmp_path):
+    """What follows the first step, which nothing tells, comes within 0.15 nats a value of certainty."""
+    data = DataConfig(name="synthetic", synthetic=SyntheticConfig(length=4, features=2, num=10))  # 9 and 1
+    config = tiny(
+        data=data, batch=8, epochs=200, learning_rate=3e-2, checkpoint_minutes=9, validate_every=200
+    )
+    config = replace(config, model=small_config("rnn", width=16, layers=1, sigma=0.1))
+    folder = run(config, tmp_path / "run")
+    x = open_data(data).train.batch(slice(0, 8))
+    nats = vssm.log_likelihood(vssm.load(folder), x, prompt_length=1).mean().item() / 6  # three steps of two
+    most = -math.log(0.1) - math.log(2 * math.pi) / 2
+    assert most - 0.15 < nats < most
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_model_trains_and_its_folder_loads(kind, tmp_path):
+    folder = run(tiny(kind, epochs=2, checkpoint_minutes=9), tmp_path / "run")
+    lines = log(folder)
+    assert [(line["step"], line["split"]) for line in lines] == [
+        *[(step, "train") for step in (1, 2, 3)],
+        (3, "valid"),
+        *[(step, "train") for step in (4, 5, 6)],
+        (6, "valid"),
+    ]
+    model = vssm.load(folder)
+    data = open_data(DATA)
+    best = [line["loss"] for line in lines if line.get("best")][-1]
+    assert best == min(line["loss"] for line in log(folder, "valid"))
+    if kind in ("rnn", "ssm", "transformer"):  # the others need the noise of the validation
+        assert objective(model, data.valid.batch(slice(0, 4))).loss.mean().item() == pytest.approx(
+            best, rel=1e-5
+        )
+    assert lines[-2]["loss"] < lines[0]["loss"]
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta["parameters"] == sum(p.numel() for p in model.parameters())
+    assert (meta["backend"], meta["ended"] is None) == ("numba" if kind in ("ssm", "vssm") else None, False)
+    assert json.loads((folder / "config.json").read_text())["data_meta"] == json.loads(
+        json.dumps(data.meta.to_json())
+    )
+
+
+def test_one_seed_gives_one_log(tmp_path):
+    first, second = (run(tiny("tvae", epochs=2), tmp_path / name) for name in ("first", "second"))
+    assert result(first) == result(second)
+    other = run(tiny("tvae", epochs=2, seed=1), tmp_path / "other")
+    assert log(other)[0]["loss"] != log(first)[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("rnn", {"log_every": 2}), ("tvae", {"ema": 0.8}), ("ssm", {})]
+)
+def test_stop_and_resume_equals_unbroken(kind, options, tmp_path):
+    config = tiny(kind, **options)
+    whole = run(config, tmp_path / "whole")
+    folder = stopped(config, tmp_path / "parts", 5)
+    shown = StopAt(8)
+    with pytest.raises(KeyboardInterrupt):
+        run(None, folder, resume=True, progress=shown)
+    assert shown.messages == [f"resuming {str(folder)!r} at step 4 of 12"]
+    assert result(run(config, folder, resume=True)) == result(whole)
+    before = result(folder)
+    assert result(run(None, folder, resume=True)) == before  # a run that has ended stays as it is
+
+
+def test_average_of_the_weights_is_what_is_kept(tmp_path):
+    config = tiny(ema=0.9, epochs=1)
+    folder = run(config, tmp_path / "run")
+    kept, saved = load_file(folder / "weights.safetensors"), newest(folder)
+    average, last = load_file(saved / "ema.safetensors"), load_file(saved / "weights.safetensors")
+    assert all(torch.equal(kept[name], average[name]) for name in kept)
+    assert not any(torch.equal(last[name], average[name]) for name in kept)
+
+
+def test_only_matrices_decay():
+    for kind in ("vssm", "tvae", "vrnn"):
+        model = small_model(kind)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        decayed, kept = ([names[id(p)] for p in group["params"]] for group in parameter_groups(model))
+        assert sorted([*decayed, *kept]) == sorted(names.values())
+        last = {name.split(".")[-1] for name in kept}
+        assert last <= {"bias", "blank", "A_log", "D", "weight", "bias_ih_l0", "bias_hh_l0"}
+        assert all("norm" in name or "ln_" in name for name in kept if name.endswith("weight"))
+        assert not any(
+            "norm" in name or "ln_" in name or name.endswith(("bias", "A_log")) for name in decayed
+        )
+        assert parameter_groups(model)[1]["weight_decay"] == 0
+
+
+def test_decay_reaches_matrices_alone(tmp_path, monkeypatch):
+    """With terms that are constants only the decay is left."""
+
+    def constant(model, x, generator=None, shard=(0, 1)):
+        zero = sum((parameter * 0).sum() for parameter in model.parameters()).expand(len(x))
+        return Terms(zero, zero, zero, zero)
+
+    monkeypatch.setattr("vssm.train.objective", constant)
+    still, smaller = (
+        run(tiny("ssm", max_steps=1, warmup=0.0, weight_decay=decay), tmp_path / str(decay))
+        for decay in (0.0, 0.5)
+    )
+    before, after = (load_file(newest(folder) / "weights.safetensors") for folder in (still, smaller))
+    decayed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert decayed == {name for name in before if before[name].ndim > 1 and not name.endswith("A_log")}
+    for name in decayed:
+        assert torch.allclose(after[name], before[name] * (1 - 1e-2 * 0.5), rtol=1e-6)
+
+
+def test_learning_rate_warms_up_and_falls():
+    config = TrainConfig(learning_rate=2.0, warmup=0.1)
+    rates = [learning_rate(config, step, 100) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([0.2 * step for step in range(1, 11)])
+    assert all(a > b for a, b in itertools.pairwise(rates[9:]))
+    assert 0 < rates[-1] < 2e-3
+    assert learning_rate(replace(config, warmup=0.0), 1, 100) == 2.0
+
+
+@pytest.mark.parametrize("kind", ["rnn", "tvae", "vssm"])
+def test_bfloat16_on_a_cpu_follows_float32(kind, tmp_path):
+    half, full = (
+        log(run(tiny(kind, epochs=1, precision=precision), tmp_path / precision), "train")
+        for precision in ("bfloat16", "float32")
+    )
+    assert half[-1]["loss"] != full[-1]["loss"]
+    assert half[-1]["loss"] == pytest.approx(full[-1]["loss"], rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_never_wait_for_the_device(kind, tmp_path, monkeypatch):
+    take = _Training._take_step
+
+    def strict(training):
+        torch.cuda.set_sync_debug_mode(
+            "error" if training.step > 1 else "default"
+        )  # kernels compile at first
+        try:
+            take(training)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(_Training, "_take_step", strict)
+    lines = log(run(tiny(kind, ema=0.9, device="cuda"), tmp_path / "run"), "train")
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_head_features_and_bins_come_from_the_data(tmp_path):
+    digits = open_data(DataConfig(name="digits")).meta
+    assert resolve(RunConfig(), digits).model == ModelConfig(features=8, head="gaussian")
+    mixture = RunConfig(model=ModelConfig(features=1, head="logistic-mixture"))
+    assert resolve(mixture, digits).model.bins == 17
+    assert resolve(RunConfig(), replace(digits, suggested_head="bernoulli")).model.head == "bernoulli"
+    with pytest.raises(
+        ValueError, match="head='categorical' does not suit data set 'digits'; allowed: 'auto'"
+    ):
+        resolve(RunConfig(model=ModelConfig(features=1, head="categorical")), digits)
+    with pytest.raises(ValueError, match="head='logistic-mixture' needs values in levels"):
+        resolve(mixture, open_data(DATA).meta)
+
+
+def test_noise_of_a_shard_is_that_of_the_whole():
+    for kind in ("tvae", "vrnn"):
+        model, x = small_model(kind), torch.rand(6, 4, 3)
+        whole = objective(model, x, torch.Generator().manual_seed(3))
+        parts = [
+            objective(model, x[2 * i : 2 * i + 2], torch.Generator().manual_seed(3), shard=(i, 3))
+            for i in range(3)
+        ]
+        for term, pieces in zip(whole, zip(*parts, strict=True), strict=True):
+            assert torch.allclose(term, torch.cat(pieces), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"shard=\(2, 2\) is not allowed"):
+        objective(model, x, shard=(2, 2))
+
+
+def poison(monkeypatch, steps, term="reconstruction"):
+    """Makes a term not finite at some steps, counted from 1; validation, without gradient, is left alone."""
+    taken = 0
+
+    def poisoned(model, x, generator=None, shard=(0, 1)):
+        nonlocal taken
+        terms = objective(model, x, generator, shard)
+        taken += torch.is_grad_enabled()
+        if not torch.is_grad_enabled() or taken not in steps:
+            return terms
+        if term == "gradient_norm":  # finite terms, infinite slope
+            bad = {"loss": terms.loss + (terms.loss - terms.loss.detach()).sqrt()}
+        else:
+            bad = {"loss": terms.loss * math.nan, term: terms.loss * math.nan}
+        return terms._replace(**bad)
+
+    monkeypatch.setattr("vssm.train.objective", poisoned)
+
+
+@pytest.mark.parametrize("term", ["reconstruction", "gradient_norm"])
+def test_steps_that_are_not_finite_change_nothing_and_are_counted(term, tmp_path, monkeypatch):
+    poison(monkeypatch, {1, 4, 5}, term)
+    folder = run(tiny(ema=0.5), tmp_path / "run")
+    lines = log(folder, "train")
+    assert [line["skipped"] for line in lines] == [1, 1, 1, 2, 3, *[3] * 7]
+    assert [line["loss"] is None for line in lines] == [i in (0, 3, 4) for i in range(12)]
+    state = load_file(newest(folder) / "optimizer.safetensors")
+    assert {float(value) for name, value in state.items() if name.endswith(".step")} == {9.0}
+    assert all(tensor.isfinite().all() for tensor in load_file(folder / "weights.safetensors").values())
+
+
+@pytest.mark.parametrize(("term", "log_every"), [("reconstruction", 1), ("kl", 50), ("gradient_norm", 50)])
+def test_ten_in_a_row_stop_the_run(term, log_every, tmp_path, monkeypatch):
+    poison(monkeypatch, set(range(4, 100)), term)
+    config = tiny("tvae", epochs=8, log_every=log_every)
+    message = rf"^step 13: {term} is not finite, for the tenth step in a row; last good checkpoint: '(.*)'$"
+    with pytest.raises(TrainingStopped, match=message) as error:
+        run(config, tmp_path / "run")
+    assert "\n" not in str(error.value)
+    assert str(newest(tmp_path / "run")) in str(error.value)
+    # The streak is remembered: a run that is resumed in the middle of it stops at the same step.
+    with pytest.raises(TrainingStopped, match=r"^step 13: "):
+        poison(monkeypatch, set(range(100)), term)
+        run(config, tmp_path / "run", resume=True)
+
+
+def test_mistakes_leave_no_folder(tmp_path):
+    for config, message in (
+        (tiny(batch=38), "batch=38 is not allowed; allowed: 1 to 37, the training set"),
+        (tiny(fsdp=True), "fsdp=True needs processes to shard over"),
+        (tiny(device="cuda:99"), "device='cuda:99' is not there"),
+        (replace(tiny(), model=small_config("rnn", "categorical")), "head='categorical' does not suit"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(config, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+
+
+def test_missing_tensorboard_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("vssm.train.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"tensorboard=True .*pip install 'vssm\[track\]'"):
+        run(tiny(tensorboard=True), tmp_path / "run")
+
+
+def test_pictures_are_drawn_and_show_the_last_weights(tmp_path):
+    """The first picture must not be what the last is made from: `generate` remembers some of its work."""
+    folder = run(tiny("tvae", samples=2, epochs=2), tmp_path / "run", pictures=True)
+    assert log(folder, "valid")[-1]["best"]  # so the best weights are the last ones
+    x = vssm.generate(vssm.load(folder), num=2, length=5, seed=0).x
+    draw(open_data(DATA).meta, x, tmp_path / "expected.png")
+    assert (folder / "samples.png").read_bytes() == (tmp_path / "expected.png").read_bytes()
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_progress_speaks_of_what_matters(tmp_path, capsys, monkeypatch):
+    poison(monkeypatch, {2})
+    for shown in (Lines(), Bar()):
+        run(tiny(epochs=2), tmp_path / type(shown).__name__, progress=shown)
+        text = " ".join(capsys.readouterr().out.split())
+        assert "valid loss" in text
+        assert "(best)" in text
+    run(None, tmp_path / "Lines", resume=True, progress=Lines())
+    assert capsys.readouterr().out == f"resuming {str(tmp_path / 'Lines')!r} at step 6 of 6\n"
+
+
+def test_validation_uses_the_first_sequences_when_told(tmp_path):
+    folder = run(tiny("rnn", epochs=1, num_valid=3, batch=2, log_every=50), tmp_path / "run")
+    x = open_data(DATA).valid.batch(slice(0, 3))
+    expected = objective(vssm.load(folder), x).loss.mean().item()
+    assert log(folder, "valid")[-1]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_presets_have_the_settings_of_the_paper():
+    for name, data, features in (("paper-mnist", "mnist", 28), ("paper-cifar10", "cifar10", 96)):
+        config = PRESETS[name]
+        assert config.data.name == data
+        assert config.model == ModelConfig(
+            kind="vssm",
+            features=features,
+            width=1024,
+            layers=4,
+            state_size=16,
+            heads=8,
+            latents=32,
+            classes=32,
+            head="gaussian",
+            sigma=0.1,
+        )
+        assert (config.train.epochs, config.train.batch, config.train.learning_rate) == (200, 256, 1e-3)
+        assert (config.train.num_valid, config.train.max_steps) == (None, None)
+        assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("epochs", 0, "a whole number >= 1"),
+        ("batch", 2.5, "a whole number >= 1"),
+        ("batch", True, "a whole number >= 1"),
+        ("learning_rate", 0, "a number > 0"),
+        ("learning_rate", math.nan, "a number > 0"),
+        ("weight_decay", -1, "a number >= 0"),
+        ("warmup", 1.0, "a number >= 0 and < 1"),
+        ("ema", 1.0, "a number >= 0 and < 1"),
+        ("seed", -1, "a whole number >= 0"),
+        ("max_steps", 0, "a whole number >= 1"),
+        ("compile", 1, "True, False"),
+    ],
+)
+def test_bad_options_are_named(field, value, allowed):
+    with pytest.raises(ValueError, match=f"^{field}={value!r} is not allowed; allowed: {allowed}$"):
+        TrainConfig(**{field: value})
+
+
+def test_bad_choices_are_named():
+    with pytest.raises(
+        ValueError, match=r"precision='bfloat' is unknown; allowed: .*did you mean 'bfloat16'"
+    ):
+        TrainConfig(precision="bfloat")
+    with pytest.raises(ValueError, match="device='gpu' is unknown; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'"):
+        TrainConfig(device="gpu")

@@ -1,0 +1,125 @@
+"""The processes that train one model together: those of torchrun, or this one alone.
+
+Only rank 0 reads and writes the run folder; the others get numbers and tensors from it as such, so that
+nothing is pickled. A tensor is whole on every process, or sharded over them (FSDP2, a `DTensor`): `whole`
+and `fill` go from one form to the other, which makes checkpoints the same for any number of processes.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vssm.nn import Stack
+
+__all__ = ["World", "choose_device", "join"]
+
+
+def choose_device(name: str) -> torch.device:
+    """Returns the device that a name means; "auto" is CUDA where there is one, else the CPU.
+
+    >>> choose_device("cpu")
+    device(type='cpu')
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise ValueError(f"device={name!r} is not there, CUDA devices: {count}; allowed: 'auto', 'cpu'")
+    return device
+
+
+@dataclass(frozen=True)
+class World:
+    """Says which process this is, of how many, and on which device."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    grouped: bool = False
+    """Whether there is a process group, which may have one member."""
+
+    def average(self, values: Tensor) -> Tensor:
+        """Returns the mean over all processes."""
+        if self.size > 1:
+            dist.all_reduce(values)
+            values = values / self.size
+        return values
+
+    def agree(self, values: list[float]) -> list[float]:
+        """Returns the numbers of rank 0 on every process; all must give equally many."""
+        if self.size == 1:
+            return values
+        numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.broadcast(numbers, src=0)
+        return numbers.tolist()
+
+    def wrap(self, module: nn.Module, fsdp: bool) -> nn.Module:
+        """Returns a module whose gradients are averaged over the processes; `fsdp` shards it in place."""
+        if fsdp:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = init_device_mesh(self.device.type, (self.size,))
+            for stack in [part for part in module.modules() if isinstance(part, Stack)]:
+                for block in stack.blocks:
+                    fully_shard(block, mesh=mesh)
+            fully_shard(module, mesh=mesh)
+            return module
+        module.to(self.device)
+        return nn.parallel.DistributedDataParallel(module) if self.grouped else module
+
+    def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns whole tensors on the CPU of rank 0, nothing elsewhere; every process must call this."""
+        result = {}
+        for name, tensor in tensors.items():
+            # DTensor.full_tensor is a collective: it runs on every process
+            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator]
+            if self.rank == 0:
+                result[name] = full.detach().cpu().contiguous()
+        return result
+
+    @torch.no_grad()
+    def fill(self, target: Tensor, source: Tensor | None) -> None:
+        """Copies a whole tensor that rank 0 has into the target of every process."""
+        full = torch.empty(target.shape, dtype=target.dtype, device=self.device)
+        if self.rank == 0:
+            assert source is not None
+            full.copy_(source)
+        if hasattr(target, "full_tensor"):
+            from torch.distributed.tensor import DTensor, distribute_tensor
+
+            assert isinstance(target, DTensor)
+            target.copy_(distribute_tensor(full, target.device_mesh, target.placements))
+            return
+        if self.size > 1:
+            dist.broadcast(full, src=0)
+        target.copy_(full)
+
+
+@contextmanager
+def join(device: str) -> Iterator[World]:
+    """Joins the processes that torchrun started, if it did; leaves them again at the end.
+
+    Arguments:
+        device: "auto", "cpu", "cuda" or "cuda:N"; under torchrun every process takes its own CUDA device.
+    """
+    chosen = choose_device(device)
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    own = launched and not dist.is_initialized()
+    if launched and chosen.type == "cuda":
+        chosen = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
+        torch.cuda.set_device(chosen)
+    if own:
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    if not dist.is_initialized():
+        yield World(chosen)
+        return
+    yield World(chosen, dist.get_rank(), dist.get_world_size(), grouped=True)
+    if own:  # not after an error: the others may be in a collective, and torchrun ends them
+        dist.destroy_process_group()

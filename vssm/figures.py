@@ -1,0 +1,38 @@
+"""The curves of a training, drawn from its log."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vssm.storage import write_atomically
+
+__all__ = ["curves"]
+
+_TERMS = ("loss", "reconstruction", "kl", "partial")
+
+
+def curves(log: str | Path, path: str | Path) -> None:
+    """Draws the loss terms of a run against its epochs.
+
+    Arguments:
+        log: A log.jsonl.
+        path: The PNG, replaced as a whole.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines: list[dict[str, Any]] = [json.loads(line) for line in Path(log).read_text().splitlines()]
+    terms = [name for name in _TERMS if any(line.get(name) for line in lines)] or ["loss"]
+    figure = Figure(figsize=(4 * len(terms), 3), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, name in zip(figure.subplots(1, len(terms), squeeze=False)[0], terms, strict=True):
+        for split, style in (("train", "-"), ("valid", "o-")):
+            points = [(line["epoch"], line[name]) for line in lines if line["split"] == split]
+            points = [(epoch, value) for epoch, value in points if value is not None]
+            if points:
+                axes.plot(*zip(*points, strict=True), style, label=split, linewidth=1, markersize=3)
+        axes.set_xlabel("epoch")
+        axes.set_title(f"{name} (nats a sequence)", fontsize=9)
+        if axes.lines:
+            axes.legend(fontsize=8)
+    write_atomically(path, lambda temporary: figure.savefig(temporary, format="png", dpi=100))

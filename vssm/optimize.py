@@ -1,0 +1,97 @@
+"""What a step of training is made of, apart from the model: decay, learning rate, seeds, and the tally.
+
+    lr_s = lr min(1, s / W)                            s <= W = warmup S
+    lr_s = lr (1 + cos(pi (s - W) / (S - W + 1))) / 2  after that, nearly 0 at the last step S
+
+Legend: s steps done, S steps in all.
+"""
+
+import hashlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vssm.config import TrainConfig
+from vssm.objectives import Terms
+
+__all__ = ["Tally", "TrainingStopped", "learning_rate", "mix", "parameter_groups"]
+
+_STREAK = 10  # steps in a row that may not be finite
+
+
+class TrainingStopped(ValueError):
+    """Raised when a training can not go on; what it has saved is good."""
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Splits parameters for AdamW: matrices decay; vectors (norms, biases, D, blank) and A_log do not.
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> decayed, kept = parameter_groups(build(ModelConfig(kind="ssm", features=3, width=8, layers=1)))
+        >>> len(decayed["params"]), len(kept["params"]), kept["weight_decay"]
+        (7, 9, 0.0)
+    """
+    decayed, kept = [], []
+    for name, parameter in model.named_parameters():
+        (decayed if parameter.ndim > 1 and not name.endswith("A_log") else kept).append(parameter)
+    return [{"params": decayed}, {"params": kept, "weight_decay": 0.0}]
+
+
+def learning_rate(config: TrainConfig, step: int, total: int) -> float:
+    """Returns the learning rate of a step, 1 to `total`.
+
+    >>> config = TrainConfig(learning_rate=1.0, warmup=0.5)
+    >>> [round(learning_rate(config, step, total=4), 3) for step in (1, 2, 3, 4)]
+    [0.5, 1.0, 0.75, 0.25]
+    """
+    warm = max(1, round(config.warmup * total))
+    if step <= warm:
+        return config.learning_rate * step / warm
+    return config.learning_rate * (1 + math.cos(math.pi * (step - warm) / (total - warm + 1))) / 2
+
+
+def mix(*parts: object) -> int:
+    """Returns 63 well mixed bits; seeds that follow one another would start generators that are alike."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class Tally:
+    """Sums the terms of steps on the device, without waiting for it, and counts those that were skipped."""
+
+    names = (*Terms._fields, "gradient_norm")
+
+    def __init__(self, device: torch.device) -> None:
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        self.sums = self.culprit = zero.repeat(len(self.names))
+        self.taken = self.skipped = self.streak = self.stopped = zero
+
+    def add(self, step: int, values: Tensor, finite: Tensor) -> None:
+        """Adds one step: its number, its values in the order of `names`, and whether all are finite."""
+        values = values.double()
+        self.sums = self.sums + values.masked_fill(~finite, 0.0)
+        self.culprit = torch.where(finite, self.culprit, values)
+        self.taken = self.taken + finite
+        self.skipped = self.skipped + ~finite
+        self.streak = (self.streak + 1) * ~finite
+        self.stopped = self.stopped + ((self.streak == _STREAK) & (self.stopped == 0)) * step
+
+    def fetch(self) -> tuple[dict[str, float], int, int]:
+        """Waits for the device and returns the means since the last fetch, the steps skipped, and the streak.
+
+        Raises `TrainingStopped` when ten steps in a row were not finite.
+        """
+        size = len(self.names)
+        counts = torch.stack([self.taken, self.skipped, self.streak, self.stopped])
+        numbers = torch.cat([self.sums, self.culprit, counts]).tolist()
+        sums, culprit, (taken, skipped, streak, stopped) = numbers[:size], numbers[size:-4], numbers[-4:]
+        if stopped:
+            bad = [name for name, value in zip(self.names, culprit, strict=True) if not math.isfinite(value)]
+            term = (*bad[1:], *bad)[0]  # a part of the loss says more than the loss
+            raise TrainingStopped(f"step {stopped:.0f}: {term} is not finite, for the tenth step in a row")
+        self.sums, self.taken = torch.zeros_like(self.sums), torch.zeros_like(self.taken)
+        means = {n: s / taken if taken else math.nan for n, s in zip(self.names, sums, strict=True)}
+        return means, int(skipped), int(streak)

@@ -1,0 +1,117 @@
+"""What a training shows while it runs: a bar on a terminal, plain lines elsewhere.
+
+`Progress` itself is silent; its methods are what `train` calls, and a subclass may do anything with them.
+"""
+
+import sys
+import time
+from typing import Any
+
+__all__ = ["Bar", "Lines", "Progress", "choose_progress"]
+
+_QUIET_SECONDS = 10  # between two plain lines, validations excepted
+
+
+class Progress:
+    """Shows nothing."""
+
+    def start(self, step: int, total: int) -> None:
+        """Called once, with the steps that are done and those that there will be."""
+
+    def step(self, step: int) -> None:
+        """Called after every step, with the steps that are done."""
+
+    def line(self, line: dict[str, Any]) -> None:
+        """Called with every line of log.jsonl."""
+
+    def message(self, text: str) -> None:
+        """Called with what a person should read."""
+
+    def close(self) -> None:
+        """Called at the end, also after an error."""
+
+
+def choose_progress() -> Progress:
+    """Returns a bar when the output is a terminal, else plain lines."""
+    return Bar() if sys.stdout.isatty() else Lines()
+
+
+class Lines(Progress):
+    """Prints a line at every validation, and every ten seconds between them."""
+
+    def start(self, step: int, total: int) -> None:
+        self._first, self._total = step, total
+        self._began = self._printed = time.monotonic()
+
+    def line(self, line: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if line["split"] == "train" and now - self._printed < _QUIET_SECONDS:
+            return
+        self._printed = now
+        step = line["step"]
+        left = (now - self._began) / max(1, step - self._first) * (self._total - step)
+        print(f"step {step}/{self._total}  {describe(line)}  {_duration(left)} left", flush=True)
+
+    def message(self, text: str) -> None:
+        print(text, flush=True)
+
+
+class Bar(Progress):
+    """Draws a bar with the loss terms, the speed and the time left."""
+
+    def start(self, step: int, total: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        self._bar = RichProgress(*columns, TextColumn("{task.fields[state]}"))
+        self._task = self._bar.add_task("train", total=total, completed=step, state="")
+        self._bar.start()
+
+    def step(self, step: int) -> None:
+        self._bar.update(self._task, completed=step)
+
+    def line(self, line: dict[str, Any]) -> None:
+        if line["split"] == "valid":
+            self._bar.console.print(f"step {line['step']}  {describe(line)}", highlight=False)
+        else:
+            self._bar.update(self._task, description=f"epoch {line['epoch']:.1f}", state=describe(line))
+
+    def message(self, text: str) -> None:
+        if hasattr(self, "_bar"):
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if hasattr(self, "_bar"):
+            self._bar.stop()
+
+
+def describe(line: dict[str, Any]) -> str:
+    """Says a line of the log in words; terms that a model does not have are left out.
+
+    >>> describe({"split": "train", "epoch": 1.5, "loss": -3.0, "kl": 0.0, "tokens_per_second": 1e4})
+    'epoch 1.50  train loss -3.00  10,000 tokens/s'
+    """
+    words = [f"epoch {line['epoch']:.2f}", f"{line['split']} loss {_number(line['loss'])}"]
+    words += [
+        f"{name} {_number(line[name])}" for name in ("reconstruction", "kl", "partial") if line.get(name)
+    ]
+    if line.get("tokens_per_second"):
+        words.append(f"{line['tokens_per_second']:,.0f} tokens/s")
+    if line.get("best"):
+        words.append("(best)")
+    if line.get("skipped"):
+        words.append(f"{line['skipped']} steps skipped")
+    return "  ".join(words)
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.2f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

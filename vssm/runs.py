@@ -1,0 +1,280 @@
+"""A run folder: all that one training leaves, written so that no kill or full disk damages what is there.
+
+| file | what |
+| --- | --- |
+| `config.json` | format, model, data, train, and data_meta, what the sequences are |
+| `weights.safetensors` | the best weights on validation: the folder is a model that `vssm.load` reads |
+| `meta.json` | commit, versions, machine, seed, times: for people, never read back |
+| `log.jsonl` | one JSON object a line: a log point ("split": "train") or a validation ("split": "valid") |
+| `checkpoint/step-N/` | where to resume: `weights`, `optimizer`, `ema` (.safetensors), `progress.json` |
+| `curves.png`, `samples.png` | pictures of the log and of samples |
+
+Files are written under a temporary name, flushed to the disk and renamed; a checkpoint is a folder that is
+written that way as a whole. `progress.json` has the SHA-256 of its neighbours and of itself, so damage is
+seen before anything is loaded. Nothing is ever unpickled.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vssm.config import RunConfig
+from vssm.data import Meta
+from vssm.storage import write_atomically
+
+__all__ = ["Checkpoint", "RunFolder", "finite", "read_config"]
+
+_KEPT = 2  # checkpoints: the newest, and one more should that be damaged
+_FREE = ("data.dir", "train.device", "train.checkpoint_minutes", "train.samples", "train.compile")
+_FREE += ("train.fsdp", "train.tensorboard")  # what may differ on resume: the result does not depend on it
+
+
+class Checkpoint(NamedTuple):
+    """What a checkpoint holds."""
+
+    path: Path
+    progress: dict[str, Any]
+    """The step and whatever else `RunFolder.save_checkpoint` was given."""
+    parts: dict[str, dict[str, Tensor]]
+    """Tensors by the name of their file, "weights", "optimizer" or "ema"."""
+
+
+class _Damaged(Exception):
+    pass
+
+
+def read_config(folder: str | Path) -> RunConfig:
+    """Returns the config of the run in a folder; what is wrong with it is said in one line."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{str(folder)!r} has no config.json; allowed: the folder of a run that was started")
+    try:
+        values = json.loads(path.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError("it is no JSON object")
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
+    values.pop("data_meta", None)
+    try:
+        return RunConfig.from_dict(values)
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r}: {error}") from None
+
+
+class RunFolder:
+    """Reads and writes one run folder.
+
+    Arguments:
+        folder: Where it is, or will be.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder)
+        self.log_path = self.path / "log.jsonl"
+        self.checkpoints = self.path / "checkpoint"
+
+    def create(self, config: RunConfig, meta: Meta) -> None:
+        """Starts a run in a folder that does not exist, is empty, or has remains of a killed start."""
+        name = str(self.path)
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"run folder {name!r} is a file; allowed: a new name")
+        if self.path.exists() and any(not _is_temporary(file) for file in self.path.iterdir()):
+            raise ValueError(f"run folder {name!r} is not empty; allowed: --resume {name}, or another name")
+        self.checkpoints.parent.mkdir(parents=True, exist_ok=True)
+        self._tidy()
+        text = json.dumps({**config.to_dict(), "data_meta": meta.to_json()}, indent=2) + "\n"
+        write_atomically(self.path / "config.json", lambda path: path.write_text(text))
+
+    def reopen(self, config: RunConfig) -> None:
+        """Makes ready to resume the run with a config, which may not differ in what matters."""
+        given, saved = (_flat(dataclasses.asdict(c)) for c in (config, read_config(self.path)))
+        for key in given:
+            if given[key] != saved[key] and key not in _FREE:
+                raise ValueError(
+                    f"{key}={given[key]!r} differs from {saved[key]!r} of the run in {str(self.path)!r}; "
+                    "allowed: the same, or another run folder"
+                )
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Removes what a killed process was writing."""
+        for folder in (self.path, self.checkpoints):
+            for file in [file for file in folder.glob(".*") if _is_temporary(file)]:
+                _remove(file)
+
+    def describe(self, facts: dict[str, Any]) -> None:
+        """Writes meta.json."""
+        text = json.dumps(facts, indent=2) + "\n"
+        write_atomically(self.path / "meta.json", lambda path: path.write_text(text))
+
+    def save_weights(self, tensors: dict[str, Tensor]) -> None:
+        """Writes the best weights."""
+        write_atomically(self.path / "weights.safetensors", lambda path: save_file(tensors, path))
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Appends to the log."""
+        with self.log_path.open("a") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def cut_log(self, step: int, warn: Callable[[str], object]) -> None:
+        """Takes out of the log what comes after a step, and lines that are damaged."""
+        if not self.log_path.exists():
+            return
+        kept, lines = [], self.log_path.read_bytes().splitlines()
+        for number, line in enumerate(lines, 1):
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + b"\n")
+            except (ValueError, KeyError, TypeError):
+                if number < len(lines):  # a torn last line is what a kill leaves
+                    warn(f"{str(self.log_path)!r} line {number} is damaged and was left out")
+        write_atomically(self.log_path, lambda path: path.write_bytes(b"".join(kept)))
+
+    def save_checkpoint(
+        self, step: int, parts: dict[str, dict[str, Tensor]], progress: dict[str, Any]
+    ) -> Path:
+        """Writes a checkpoint, then lets go of all but the two newest.
+
+        Arguments:
+            step: How many steps were done.
+            parts: Tensors by the name of their file.
+            progress: What else to remember, ready for JSON.
+
+        Returns:
+            The folder of the checkpoint.
+        """
+        final = self.checkpoints / f"step-{step:08d}"
+        temporary = self.checkpoints / f".{final.name}.tmp"
+        _remove(temporary)
+        temporary.mkdir(parents=True)
+        try:
+            if self.log_path.exists():
+                _flush(self.log_path)
+            checksums = {}
+            for name, tensors in parts.items():
+                file = temporary / f"{name}.safetensors"
+                save_file(tensors, file)
+                _flush(file)
+                checksums[file.name] = _sha256(file)
+            record = {**progress, "step": step, "files": checksums}
+            record["checksum"] = _checksum(record)
+            (temporary / "progress.json").write_text(json.dumps(record, indent=2) + "\n")
+            _flush(temporary / "progress.json")
+            _flush(temporary)
+            if final.exists():
+                self._discard(final)
+            temporary.rename(final)
+            _flush(self.checkpoints)
+        finally:
+            _remove(temporary)
+        for old in self._saved()[:-_KEPT]:
+            self._discard(old)
+        return final
+
+    def read_checkpoint(self, warn: Callable[[str], object]) -> Checkpoint | None:
+        """Returns the newest checkpoint that is whole, or None when there never was one.
+
+        A damaged one is named to `warn` and set aside under the name "step-N.damaged".
+        """
+        reasons = []
+        for path in reversed(self._saved()):
+            try:
+                checkpoint = _read(path)
+            except _Damaged as error:
+                reasons.append(f"{str(path)!r} is damaged ({error})")
+                continue
+            for reason in reasons:
+                warn(f"{reason}; going on from {path.name}")
+            for newer in self._saved():
+                if newer > path:
+                    aside = newer.with_name(f"{newer.name}.damaged")
+                    _remove(aside)
+                    newer.rename(aside)
+            return checkpoint
+        if reasons:
+            raise ValueError(
+                f"no checkpoint is good: {', '.join(reasons)}; allowed: a new run under another name"
+            )
+        return None
+
+    def _saved(self) -> list[Path]:
+        """The checkpoints by their final name, oldest first."""
+        return sorted(path for path in self.checkpoints.glob("step-*") if path.name[5:].isdigit())
+
+    @staticmethod
+    def _discard(checkpoint: Path) -> None:
+        """Deletes a checkpoint; killed in between it leaves nothing under the final name."""
+        hidden = checkpoint.with_name(f".{checkpoint.name}.old.tmp")
+        _remove(hidden)
+        checkpoint.rename(hidden)
+        _remove(hidden)
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values with None for every float that JSON has no number for."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def _read(path: Path) -> Checkpoint:
+    try:
+        record = json.loads((path / "progress.json").read_bytes())
+        if record.pop("checksum") != _checksum(record) or path.name != f"step-{record['step']:08d}":
+            raise _Damaged("progress.json differs from its checksum")
+        files: dict[str, str] = record.pop("files")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _Damaged(f"progress.json: {error}") from None
+    parts = {}
+    for name, checksum in files.items():
+        try:
+            if _sha256(path / name) != checksum:
+                raise _Damaged(f"{name} differs from its checksum")
+            parts[name.removesuffix(".safetensors")] = load_file(path / name)
+        except (OSError, SafetensorError) as error:
+            raise _Damaged(f"{name}: {error}") from None
+    return Checkpoint(path, record, parts)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _is_temporary(path: Path) -> bool:
+    return path.name.startswith(".") and path.name.endswith(".tmp")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flush(path: Path) -> None:
+    """Makes a file, or the names in a folder, reach the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _checksum(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

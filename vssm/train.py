@@ -1,0 +1,449 @@
+"""Training: one loop for all six models, one process or many.
+
+    ema <- ema + (1 - min(decay, s / (s + 9))) (weights - ema)
+
+All randomness is a function of (seed, step) or (seed, epoch), and every process draws the numbers of the
+whole batch and takes its rows. So a run that is resumed, or has other processes, sees the same data and noise
+as one that was never stopped; on a CPU it is equal to the last bit.
+
+The loop never waits for a CUDA device: loss terms are summed there and read at log points. A step whose terms
+or gradient are not finite changes nothing and is counted; ten in a row stop the run.
+
+Legend: s steps done; x (B, T, D) or tokens (B, T); terms per sequence, in nats.
+"""
+
+import importlib.util
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from vssm import figures
+from vssm.config import RunConfig, TrainConfig
+from vssm.data import Meta, Split, draw, open_data
+from vssm.distributed import World, choose_device, join
+from vssm.distributions import Head
+from vssm.generate import generate
+from vssm.models import Model, build
+from vssm.nn import Stack
+from vssm.objectives import Terms, objective
+from vssm.ops import choose_backend
+from vssm.optimize import Tally, TrainingStopped, learning_rate, mix, parameter_groups
+from vssm.progress import Progress, choose_progress
+from vssm.results import commit, machine
+from vssm.runs import RunFolder, finite, read_config
+from vssm.storage import write_atomically
+
+__all__ = ["TrainingStopped", "choose_device", "parameter_groups", "resolve", "train"]
+
+_PICTURE_SECONDS = 30  # between two pictures, so that short runs do not spend their time on drawing
+_DEVICE_SHARE = 4  # data lives on a GPU when it takes less than one part in so many of the free memory
+
+
+def train(
+    config: RunConfig | None, folder: str | Path, resume: bool = False, progress: Progress | None = None
+) -> Path:
+    """Trains a model and leaves a run folder, which `vssm.load` reads.
+
+    Under torchrun every process calls this with the same arguments; only the first writes.
+
+    Arguments:
+        config: The run. With `resume` it may be None, the folder's own, and may not differ from that in
+            anything that changes the result.
+        folder: The run folder, new or empty; with `resume` that of a run to go on with.
+        resume: Whether to go on from the newest good checkpoint; from the start when there is none yet.
+        progress: What shows how it goes; by default a bar on a terminal, lines elsewhere.
+
+    Returns:
+        The run folder.
+    """
+    if config is None:
+        if not resume:
+            raise ValueError("config=None goes with resume=True only; allowed: a RunConfig")
+        config = read_config(folder)
+    with join(config.train.device) as world:
+        show = (progress or choose_progress()) if world.rank == 0 else Progress()
+        try:
+            _Training(config, RunFolder(folder), world, show, resume).run()
+        finally:
+            show.close()
+    return Path(folder)
+
+
+def resolve(config: RunConfig, meta: Meta) -> RunConfig:
+    """Returns the config with the model's features, head and bins as the data has them."""
+    head, tokens = config.model.head, meta.suggested_head == "categorical"
+    if head == "auto":
+        head = meta.suggested_head
+    if tokens != (head == "categorical"):
+        allowed = "'categorical'" if tokens else "any other head"
+        raise ValueError(f"head={head!r} does not suit data set {meta.name!r}; allowed: 'auto', {allowed}")
+    if head == "logistic-mixture" and meta.levels is None:
+        raise ValueError(
+            f"head={head!r} needs values in levels, data set {meta.name!r} has none; allowed: 'auto'"
+        )
+    bins = meta.levels if head == "logistic-mixture" and meta.levels else config.model.bins
+    return replace(config, model=replace(config.model, features=meta.features, head=head, bins=bins))
+
+
+class _Call(nn.Module):
+    """Makes any function of a model a forward pass, which is what DDP and FSDP2 hook into."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401
+        return function(self.model, *arguments)
+
+
+class _Training:
+    """One training: what is set up once, and what changes with every step."""
+
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, world: World, progress: Progress, resume: bool
+    ) -> None:
+        options = config.train
+        _check_options(options, world)
+        data = open_data(config.data)
+        self.config, self.meta = resolve(config, data.meta), data.meta
+        self.options, self.folder, self.world, self.progress = options, folder, world, progress
+        if options.batch > len(data.train):
+            raise ValueError(
+                f"batch={options.batch} is not allowed; allowed: 1 to {len(data.train)}, the training set"
+            )
+        # Gradients are clipped, and logged, per value of x: nats of whole sequences have norms in the thousands.
+        self.values = data.train.x[0].numel()
+        self.steps_per_epoch = len(data.train) // options.batch
+        self.total = min(options.epochs * self.steps_per_epoch, options.max_steps or 10**18)
+        self.validation_steps = max(1, round(options.validate_every * self.steps_per_epoch))
+
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(mix(options.seed, "weights"))
+            self.model = build(self.config.model)
+        for name, split in (("training", data.train), ("validation", data.valid)):
+            _check_values(self.model.head, split, f"the {name} set")
+        self.train_split, self.valid_split = (
+            _place(split, world.device) for split in (data.train, data.valid)
+        )
+
+        if options.compile:
+            for stack in [part for part in self.model.modules() if isinstance(part, Stack)]:
+                for block in stack.blocks:
+                    block.compile()
+        self.call = _Call(self.model)
+        self.parallel = world.wrap(self.call, options.fsdp)
+        self.optimizer = torch.optim.AdamW(
+            parameter_groups(self.model), options.learning_rate, weight_decay=options.weight_decay, fused=True
+        )
+        self.parameters = dict(self.model.named_parameters())
+        self.ema = {n: p.detach().clone() for n, p in self.parameters.items()} if options.ema else {}
+        bfloat16 = options.precision == "bfloat16" or (
+            options.precision == "auto" and world.device.type == "cuda"
+        )
+        self.dtype = torch.bfloat16 if bfloat16 else torch.float32
+        self.generator = torch.Generator(world.device)
+        self.tally = Tally(world.device)
+
+        self.step, self.epoch, self.order = 0, -1, torch.empty(0)
+        self.best: float | None = None
+        self.seconds, self.started = 0.0, datetime.now(UTC).isoformat(timespec="seconds")
+        self.saved: Path | None = None
+        self.drawn = -math.inf
+        if world.rank == 0:
+            if resume and (folder.path / "config.json").exists():
+                folder.reopen(self.config)
+            else:
+                folder.create(self.config, self.meta)
+        if resume:
+            self._restore()
+        self.board = _open_board(folder.path, self.step) if options.tensorboard and world.rank == 0 else None
+
+    def run(self) -> None:
+        """Takes the steps that are left."""
+        self.clock = self.window = self.checkpointed = time.monotonic()
+        if self.world.rank == 0:
+            with self._stopping():
+                self.folder.describe(self._facts(ended=False))
+        self.progress.start(self.step, self.total)
+        with warnings.catch_warnings():
+            # Views that FSDP2 fears are never written in place; norms of bfloat16 on a CPU are merely slower.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module|Mismatch dtype between input and weight")
+            logged = self.step
+            while self.step < self.total:
+                self._take_step()
+                self.progress.step(self.step)
+                validating = self.step % self.validation_steps == 0 or self.step == self.total
+                if validating or self.step % self.options.log_every == 0:
+                    with self._stopping():
+                        self._log_point(self.step - logged, validating)
+                    logged = self.step
+                elif self.world.device.type == "cpu" and self.tally.stopped:
+                    with self._stopping():
+                        self.tally.fetch()
+        if self.world.rank == 0:
+            with self._stopping():
+                self._draw()
+                self.folder.describe(self._facts(ended=True))
+        if self.board is not None:
+            self.board.close()
+
+    def _take_step(self) -> None:
+        options, world = self.options, self.world
+        epoch, i = divmod(self.step, self.steps_per_epoch)
+        if epoch != self.epoch:
+            shuffle = torch.Generator().manual_seed(mix(options.seed, "epoch", epoch))
+            order = torch.randperm(len(self.train_split), generator=shuffle)
+            if self.train_split.x.is_cuda:  # pinned, so that the copy does not wait either
+                order = order.pin_memory().to(self.train_split.x.device, non_blocking=True)
+            self.epoch, self.order = epoch, order
+        local = options.batch // world.size
+        first = i * options.batch + world.rank * local
+        x = self.train_split.batch(self.order[first : first + local], world.device)
+        self.step += 1
+
+        self.generator.manual_seed(mix(options.seed, "step", self.step))
+        with self._autocast():
+            terms = self.parallel(objective, x, self.generator, (world.rank, world.size))
+        self.optimizer.zero_grad()
+        terms.loss.mean().backward()
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), (options.clip or math.inf) * self.values)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]
+        means = world.average(torch.stack([term.detach().mean() for term in terms]))
+        values = torch.cat([means, norm[None] / self.values])
+        good = values.isfinite().all()
+
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(options, self.step, self.total)
+        # As torch's GradScaler does it: the fused kernel then changes nothing, and nobody waits to know.
+        self.optimizer.found_inf = (~good).float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        if self.ema:
+            decay = min(options.ema, self.step / (self.step + 9))
+            torch._foreach_lerp_(list(self.ema.values()), list(self.parameters.values()), 1 - decay)
+        self.tally.add(self.step, values, good)
+
+    def _log_point(self, steps: int, validating: bool) -> None:
+        """Reads the terms from the device, and does what is due: log, validation, checkpoint."""
+        means, skipped, streak = self.tally.fetch()
+        now = time.monotonic()
+        tokens = steps * self.options.batch * self.meta.length
+        line = {
+            **means,
+            "learning_rate": learning_rate(self.options, self.step, self.total),
+            "skipped": skipped,
+            "tokens_per_second": round(tokens / (now - self.window), 1),
+        }
+        self._log("train", line)
+        if validating:
+            self._validate()
+        due = now - self.checkpointed >= 60 * self.options.checkpoint_minutes or self.step == self.total
+        if self.world.agree([float(due)])[0]:
+            self._save(skipped, streak)
+            self.checkpointed = time.monotonic()
+        self.window = time.monotonic()
+
+    def _log(self, split: str, values: dict[str, Any]) -> None:
+        now = time.monotonic()
+        self.seconds, self.clock = self.seconds + now - self.clock, now
+        epoch = round(self.step / self.steps_per_epoch, 4)
+        at = {"step": self.step, "epoch": epoch, "split": split}
+        line = finite({**at, **values, "seconds": round(self.seconds, 3)})
+        if self.world.rank == 0:
+            self.folder.log(line)
+        if self.board is not None:
+            for name, value in values.items():
+                self.board.add_scalar(f"{split}/{name}", value, self.step)
+        self.progress.line(line)
+
+    @torch.no_grad()
+    def _validate(self) -> None:
+        """Scores the validation set, always with the same noise, and keeps the best weights."""
+        with self._averaged_weights():
+            means = self._validation_means()
+            best = self.best is None or means["loss"] < self.best
+            if best:
+                self.best = means["loss"] if math.isfinite(means["loss"]) else None
+                tensors = self.world.whole(self.model.state_dict())
+                if self.world.rank == 0:
+                    self.folder.save_weights(tensors)
+        self._log("valid", {**means, "best": best})
+        if self.world.rank == 0 and time.monotonic() - self.drawn > _PICTURE_SECONDS:
+            self._draw()
+
+    def _validation_means(self) -> dict[str, float]:
+        options, world = self.options, self.world
+        num = min(len(self.valid_split), options.num_valid or len(self.valid_split))
+        local = options.batch // world.size
+        sums = torch.zeros(len(Terms._fields), dtype=torch.float64, device=world.device)
+        for first in range(0, num, options.batch):
+            # The last batch is filled up with rows that do not count: noise does not depend on how many do.
+            index = first + world.rank * local + torch.arange(local)
+            x = self.valid_split.batch((index % num).to(self.valid_split.x.device), world.device)
+            self.generator.manual_seed(mix(options.seed, "valid", first))
+            with self._autocast():
+                terms = self.call(objective, x, self.generator, (world.rank, world.size))
+            sums += torch.where((index < num).to(world.device), torch.stack(terms).double(), 0.0).sum(1)
+        means = world.average(sums) * world.size / num
+        return dict(zip(Terms._fields, means.tolist(), strict=True))
+
+    def _draw(self) -> None:
+        """Replaces the pictures; a machine for training may lack what draws them."""
+        if importlib.util.find_spec("matplotlib") is None:
+            return
+        if self.folder.log_path.exists():
+            figures.curves(self.folder.log_path, self.folder.path / "curves.png")
+        if self.options.samples and not self.options.fsdp:
+            num = self.options.samples if self.meta.image_shape else min(6, self.options.samples)
+            with self._averaged_weights():
+                x = generate(self.model, num=num, length=self.meta.length, seed=self.options.seed).x
+            write_atomically(self.folder.path / "samples.png", lambda path: draw(self.meta, x, path))
+        self.drawn = time.monotonic()
+
+    def _save(self, skipped: int, streak: int) -> None:
+        parts = {"weights": self.world.whole(self.model.state_dict())}
+        parts["optimizer"] = self.world.whole(
+            {
+                f"{name}.{key}": value
+                for name, parameter in self.parameters.items()
+                for key, value in self.optimizer.state[parameter].items()
+            }
+        )
+        if self.ema:
+            parts["ema"] = self.world.whole(self.ema)
+        if self.world.rank == 0:
+            progress = {"best": self.best, "skipped": skipped, "streak": streak}
+            progress |= {"seconds": self.seconds, "started": self.started}
+            self.saved = self.folder.save_checkpoint(self.step, parts, progress)
+
+    def _restore(self) -> None:
+        """Takes up the newest good checkpoint, which rank 0 reads for all."""
+        world, numbers = self.world, [0.0] * 5
+        parts: dict[str, dict[str, Tensor]] = {}
+        if world.rank == 0:
+            checkpoint = self.folder.read_checkpoint(self.progress.message)
+            if checkpoint is not None:
+                self.saved, progress, parts = checkpoint
+                self.started = progress["started"]
+                best = math.nan if progress["best"] is None else progress["best"]
+                numbers = [progress[key] for key in ("step", "skipped", "streak", "seconds")] + [best]
+            self.folder.cut_log(int(numbers[0]), self.progress.message)
+            self.progress.message(
+                f"resuming {str(self.folder.path)!r} at step {numbers[0]:.0f} of {self.total}"
+            )
+        step, skipped, streak, self.seconds, best = world.agree(numbers)
+        self.step = int(step)
+        if not self.step:
+            return
+        self.best = None if math.isnan(best) else best
+        self.tally.skipped, self.tally.streak = self.tally.skipped + skipped, self.tally.streak + streak
+        targets = {"weights": self.parameters, "optimizer": {}, "ema": self.ema}
+        for name, parameter in self.parameters.items():
+            state = self.optimizer.state[parameter]
+            state["step"] = torch.zeros((), device=world.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            targets["optimizer"] |= {f"{name}.{key}": value for key, value in state.items()}
+        for part, tensors in targets.items():
+            for name, target in tensors.items():
+                source = parts.get(part, {}).get(name)
+                if part == "optimizer" and source is None:  # a parameter that never had a gradient
+                    source = torch.zeros(target.shape)
+                if world.rank == 0 and (source is None or source.shape != target.shape):
+                    raise ValueError(
+                        f"{str(self.saved)!r} has no {part} {name!r} of shape {tuple(target.shape)}"
+                    )
+                world.fill(target, source)
+
+    @contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """Puts the moving average of the weights in their place, when there is one."""
+        current = {name: self.parameters[name].detach().clone() for name in self.ema}
+        with torch.no_grad():
+            for name, average in self.ema.items():
+                self.parameters[name].copy_(average)
+            yield
+            for name, value in current.items():
+                self.parameters[name].copy_(value)
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """Says in one line why the run ends, and where it can be taken up again."""
+        try:
+            yield
+        except (TrainingStopped, OSError, SafetensorError) as error:
+            reason = str(error)
+            if not isinstance(error, TrainingStopped):
+                reason = f"step {self.step}: {str(self.folder.path)!r} could not be written ({reason})"
+            last = repr(str(self.saved)) if self.saved else "none yet"
+            raise TrainingStopped(f"{reason}; last good checkpoint: {last}") from error
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+    def _facts(self, ended: bool) -> dict[str, Any]:
+        backend = None
+        if self.config.model.block == "mamba":
+            backend = choose_backend("auto", self.world.device, self.dtype)
+        return {
+            "started": self.started,
+            "ended": datetime.now(UTC).isoformat(timespec="seconds") if ended else None,
+            "seconds": round(self.seconds, 3),
+            "commit": commit(),
+            "machine": machine(),
+            "device": str(self.world.device),
+            "processes": self.world.size,
+            "precision": str(self.dtype).removeprefix("torch."),
+            "backend": backend,
+            "seed": self.options.seed,
+            "parameters": sum(p.numel() for p in self.parameters.values()),
+            "steps": self.total,
+            "steps_per_epoch": self.steps_per_epoch,
+            "best_validation_loss": self.best,
+        }
+
+
+def _check_options(options: TrainConfig, world: World) -> None:
+    if options.batch % world.size:
+        raise ValueError(
+            f"batch={options.batch} is not divisible by the {world.size} processes; "
+            f"allowed: a multiple of {world.size}"
+        )
+    if options.fsdp and not world.grouped:
+        raise ValueError("fsdp=True needs processes to shard over; allowed: under torchrun, or fsdp=False")
+    if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("tensorboard=True needs TensorBoard; install it with: pip install 'vssm[track]'")
+
+
+def _check_values(head: Head, split: Split, name: str) -> None:
+    """Checks once what a model would otherwise have to check at every step."""
+    if not len(split):
+        raise ValueError(f"{name} is empty; allowed: at least one sequence")
+    for first in range(0, len(split), 4096):
+        x = split.batch(slice(first, first + 4096))
+        head.validate(x, name=f"{name} from row {first}")
+        if head.name in ("bernoulli", "logistic-mixture") and (x.min() < 0 or x.max() > 1):
+            raise ValueError(
+                f"head={head.name!r} is for values in [0, 1], {name} has others; allowed: 'auto'"
+            )
+
+
+def _place(split: Split, device: torch.device) -> Split:
+    """Moves a split to a GPU where it fits well."""
+    if device.type == "cuda" and split.nbytes < torch.cuda.mem_get_info(device)[0] // _DEVICE_SHARE:
+        return split.to(device)
+    return split
+
+
+def _open_board(folder: Path, step: int) -> Any:  # noqa: ANN401
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
