@@ -121,7 +121,7 @@ class _Training:
             raise ValueError(
                 f"batch={options.batch} is not allowed; allowed: 1 to {len(data.train)}, the training set"
             )
-        # Gradients are clipped, and logged, per value of x: nats of whole sequences have norms in the thousands.
+        # Gradients are clipped and logged per value of x; those of whole sequences are in the thousands.
         self.values = data.train.x[0].numel()
         self.steps_per_epoch = len(data.train) // options.batch
         self.total = min(options.epochs * self.steps_per_epoch, options.max_steps or 10**18)

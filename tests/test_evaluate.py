@@ -1,0 +1,283 @@
+"""What `evaluate_run` measures is what its parts say, for every kind of model and data, and repeats."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.conftest import KINDS, small_config
+from vssm import build, generate, load, log_likelihood, save
+from vssm.data import DataConfig, SyntheticConfig, TextConfig, open_data
+from vssm.evaluate import evaluate_run
+from vssm.frechet import features, frechet_distance, train_classifier
+from vssm.results import commit, result, write_result
+
+TIMES = ("_ms_b1", "_ms_b16", "timing_spread")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Small models gain nothing from threads, which wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_run(folder, kind, data, **options):
+    """A run folder as training leaves it, of a small model with fresh weights."""
+    torch.manual_seed(1)
+    meta = open_data(data).meta
+    values = {"features": meta.features, "head": meta.suggested_head, "layers": 1, "width": 16, **options}
+    save(build(small_config(kind, **values)), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"data": dataclasses.asdict(data), "data_meta": meta.to_json()}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def steady(metrics):
+    return {name: value for name, value in metrics.items() if not name.endswith(TIMES)}
+
+
+DIGITS = DataConfig(name="digits")
+WAVES = DataConfig(name="synthetic", synthetic=SyntheticConfig(length=7, features=3, num=40))
+
+
+@pytest.fixture(scope="module")
+def digits_run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "digits-vssm", "vssm", DIGITS)
+
+
+@pytest.fixture(scope="module")
+def evaluated(digits_run):
+    stages = {}
+
+    def progress(stage, done, total):
+        assert 0 <= done <= total
+        stages[stage] = done == total
+
+    made = evaluate_run(digits_run, num_samples=5, num_images=300, progress=progress)
+    return made, stages
+
+
+def test_envelope(evaluated, digits_run):
+    made, stages = evaluated
+    assert json.loads((digits_run / "eval.json").read_text()) == made
+    assert list(made) == ["name", "date", "commit", "machine", "command", "config", "metrics"]
+    assert made["name"] == "digits-vssm"
+    assert made["command"] == "vssm evaluate digits-vssm --num-samples 5 --num-images 300"
+    assert all(isinstance(value, int | float) for value in made["metrics"].values())
+    assert made["config"]["model"] == load(digits_run).config.to_dict()
+    assert made["config"]["data"]["name"] == "digits"
+    assert made["config"]["evaluate"]["backend"] == "numba"
+    assert all(stages.values())
+    assert {"reconstruction", "likelihoods", "generation times", "classifier", "fd_one_shot"} <= set(stages)
+
+
+def test_metrics_of_a_vssm(evaluated, digits_run):
+    metrics = evaluated[0]["metrics"]
+    assert set(metrics) == {
+        *("sequences", "parameters", "prompt_length", "num_samples", "num_images", "classifier_accuracy"),
+        *("mse", "reconstruction", "kl", "elbo"),
+        *("components", "active_components", "code_perplexity", "aggregate_kl"),
+        *("log_likelihood", "log_likelihood_empty_prior", "partial_log_likelihood"),
+        *(f"{way}_ms_b{num}" for way in ("generate", "chunks", "resumed", "prompted") for num in (1, 16)),
+        "timing_spread",
+        *("fd_floor", "fd_one_shot", "fd_w4", "fd_w2", "fd_w1", "fd_prompted"),
+    }
+    model, x = load(digits_run), open_data(DIGITS).test().batch(slice(None))
+    assert metrics["sequences"] == 359
+    assert metrics["num_images"] == 300
+    assert metrics["prompt_length"] == 4
+    assert metrics["parameters"] == sum(p.numel() for p in model.parameters())
+    for name, options in (
+        ("log_likelihood", {}),
+        ("log_likelihood_empty_prior", {"prior": "partial"}),
+        ("partial_log_likelihood", {"prompt_length": 4}),
+    ):
+        alone = log_likelihood(model, x, num_samples=5, **options).double().mean()
+        assert metrics[name] == pytest.approx(float(alone), rel=1e-5)
+    assert metrics["elbo"] < metrics["log_likelihood"]
+    assert metrics["elbo"] == pytest.approx(metrics["reconstruction"] - metrics["kl"], rel=1e-6)
+    assert all(metrics[name] > 0 for name in metrics if "_ms_" in name)
+    assert metrics["timing_spread"] >= 1
+
+
+def test_latent_diagnostics_match_their_definition(evaluated, digits_run):
+    metrics = evaluated[0]["metrics"]
+    model, x = load(digits_run), open_data(DIGITS).test().batch(slice(None))
+    with torch.no_grad():
+        q_z, _ = model.posterior(x)
+    p = q_z.probs.double()
+    kl = (p * (p * model.config.classes).log()).sum(-1).mean(0)  # (T, Z)
+    aggregate = p.mean(0)
+    entropy = -(aggregate * aggregate.log()).sum(-1)
+    assert metrics["components"] == kl.numel() == 24
+    assert metrics["active_components"] == int((kl > 0.01).sum())
+    assert metrics["kl"] == pytest.approx(float(kl.sum()), rel=1e-4)
+    assert metrics["code_perplexity"] == pytest.approx(float(entropy.exp().mean()), rel=1e-5)
+    expected = float((math.log(model.config.classes) - entropy).sum())
+    assert metrics["aggregate_kl"] == pytest.approx(expected, rel=1e-3)  # a small difference of large sums
+
+
+def test_distances_match_their_parts(evaluated, digits_run):
+    metrics = evaluated[0]["metrics"]
+    model, data = load(digits_run), open_data(DIGITS)
+    to_image, test = data.meta.to_image, data.test()
+    classifier = train_classifier(to_image(data.train.batch(slice(None))), data.train.labels, 10)
+    reference = features(classifier, to_image(test.batch(slice(None))))
+
+    def distance(x):
+        return frechet_distance(features(classifier, to_image(x)), reference)
+
+    one_shot = generate(model, num=300, length=8).x
+    stepwise = generate(model, num=300, length=8, chunk=1, recondition=True).x
+    prompt = test.batch(torch.arange(300) * 359 // 300)[:, :4]
+    completed = torch.cat([prompt, generate(model, length=4, prompt=prompt).x], 1)
+    for name, x in (("fd_one_shot", one_shot), ("fd_w1", stepwise), ("fd_prompted", completed)):
+        assert metrics[name] == pytest.approx(distance(x), rel=1e-3)
+    assert metrics["fd_floor"] < metrics["fd_prompted"] < metrics["fd_one_shot"]
+
+
+def test_evaluation_repeats(digits_run):
+    first = evaluate_run(digits_run, quick=True)["metrics"]
+    second = evaluate_run(digits_run, quick=True)["metrics"]
+    assert steady(first) == steady(second)
+    assert (first["sequences"], first["num_samples"], first["num_images"]) == (64, 10, 256)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "vssm"])
+def test_every_kind(kind, tmp_path):
+    metrics = evaluate_run(make_run(tmp_path / kind, kind, DIGITS), quick=True)["metrics"]
+    variational, latent = kind == "tvae", kind in ("tvae", "vrnn")
+    assert all(value is not None and math.isfinite(value) for value in metrics.values())
+    for names, expected in (
+        (("log_likelihood", "partial_log_likelihood", "mse", "generate_ms_b16", "fd_prompted"), True),
+        (("log_likelihood_empty_prior", "aggregate_kl", "chunks_ms_b1", "fd_one_shot", "fd_w2"), variational),
+        (("elbo", "kl", "reconstruction", "active_components", "num_samples"), latent),
+        (("fd_sample", "fd_mean", "fd_prompted_mean"), not variational),
+    ):
+        assert {name: name in metrics for name in names} == dict.fromkeys(names, expected)
+
+
+def test_text_has_bits_and_no_images(tmp_path):
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 20)
+    data = DataConfig(name="text", text=TextConfig(path=str(tmp_path / "text.txt"), length=9))
+    made = evaluate_run(make_run(tmp_path / "run", "tvae", data), quick=True)
+    metrics = made["metrics"]
+    bits = -metrics["log_likelihood"] / (9 * math.log(2))
+    assert metrics["bits_per_char"] == pytest.approx(bits, rel=1e-12)
+    assert not {"mse", "num_images", "classifier_accuracy"} & set(metrics)
+    assert not any(name.startswith("fd_") for name in metrics)
+    assert made["config"]["data"]["text"]["path"] == "text.txt"  # not where it lies
+
+
+@pytest.mark.parametrize(("head", "name"), [("logistic-mixture", "bits_per_dim"), ("bernoulli", "nats")])
+def test_units_of_heads(head, name, tmp_path):
+    data = DataConfig(name="digits", binarize=head == "bernoulli")
+    options = {"head": head, "bins": 17}
+    metrics = evaluate_run(make_run(tmp_path / "run", "rnn", data, **options), quick=True)["metrics"]
+    scale = 1 if name == "nats" else 64 * math.log(2)
+    assert metrics[name] == pytest.approx(-metrics["log_likelihood"] / scale, rel=1e-12)
+
+
+def test_validation_leaves_the_test_set_closed(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", "rnn", WAVES)
+    monkeypatch.setattr("vssm.data.Data.test", lambda self: pytest.fail("the test set was opened"))
+    made = evaluate_run(run, splits="valid", quick=True)
+    assert made["metrics"]["sequences"] == 4
+    assert (run / "eval_valid.json").exists()
+    assert not (run / "eval.json").exists()
+
+
+def test_needs_only_the_base(tmp_path, monkeypatch):
+    for name in ("tyro", "pooch", "sklearn", "rich", "matplotlib"):
+        monkeypatch.setitem(sys.modules, name, None)
+    metrics = evaluate_run(make_run(tmp_path / "run", "tvae", WAVES), quick=True, max_sequences=3)["metrics"]
+    assert metrics["sequences"] == 3
+
+
+def test_one_step_has_no_halves(tmp_path):
+    data = DataConfig(name="synthetic", synthetic=SyntheticConfig(length=1, features=3, num=20))
+    metrics = evaluate_run(make_run(tmp_path / "run", "tvae", data), quick=True)["metrics"]
+    assert metrics["prompt_length"] == 0
+    assert not {"partial_log_likelihood", "resumed_ms_b1", "prompted_ms_b1"} & set(metrics)
+
+
+def test_weights_that_are_not_finite_give_null(tmp_path):
+    run = make_run(tmp_path / "run", "rnn", DIGITS)
+    model = load(run)
+    with torch.no_grad():
+        model.stack.out.bias.fill_(torch.nan)
+    config = (run / "config.json").read_text()
+    save(model, run)
+    (run / "config.json").write_text(config)
+    metrics = evaluate_run(run, quick=True)["metrics"]
+    assert metrics["log_likelihood"] is None
+    assert metrics["fd_sample"] is None
+    assert metrics["fd_floor"] > 0
+
+
+def test_what_can_not_be_evaluated_is_named(tmp_path):
+    run = make_run(tmp_path / "run", "rnn", WAVES)
+    good = json.loads((run / "config.json").read_text())
+
+    def refused(message, config, **options):
+        (run / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=message) as caught:
+            evaluate_run(run, **options)
+        assert "\n" not in str(caught.value)
+
+    bare = {key: good[key] for key in ("format", "model")}
+    refused("has no key 'data'; allowed: a run folder written by vssm train", bare)
+    refused("'nmae'", {**good, "data": {"nmae": "digits"}})
+    refused("'digit' is unknown", {**good, "data": {"name": "digit"}})
+    refused("'digits' has 8 features", {**good, "data": {"name": "digits"}})
+    lost = str(tmp_path / "lost.txt")
+    refused("lost.txt", {**good, "data": {"name": "text", "dir": str(tmp_path), "text": {"path": lost}}})
+    refused("num_samples=0 is not allowed", good, num_samples=0)
+    refused("num_images=1 is not allowed; allowed: a whole number >= 2", good, num_images=1)
+    refused("splits='train' is unknown", good, splits="train")
+    refused("device='gpu' is not there; allowed: 'auto', 'cpu'", good, device="gpu")
+    assert not (run / "eval.json").exists()
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        evaluate_run(tmp_path / "nowhere")
+
+
+def test_failed_write_leaves_the_old_evaluation(tmp_path, monkeypatch):
+    write_result(tmp_path / "eval.json", {"metrics": {"elbo": 1.0}})
+    before = (tmp_path / "eval.json").read_bytes()
+
+    def full_disk(path, text):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        write_result(tmp_path / "eval.json", {"metrics": {"elbo": 2.0}})
+    assert (tmp_path / "eval.json").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["eval.json"]
+
+
+def test_result_tells_nothing_about_its_maker(tmp_path):
+    config = {"data": {"dir": "/home/me/data", "columns": ("a", "/b/c")}, "width": 3}
+    made = result("x", "vssm train /home/me/run --seed 1", config, {"loss": math.inf, "steps": 3})
+    assert made["config"] == {"data": {"dir": "data", "columns": ["a", "c"]}, "width": 3}
+    assert made["command"] == "vssm train run --seed 1"
+    assert made["metrics"] == {"loss": None, "steps": 3}
+    assert set(made["machine"]) == {"cpu", "cores", "gpu", "torch", "python", "system"}
+    with pytest.raises(ValueError, match="metric 'name' is 'vssm'; allowed: a number"):
+        result("x", "y", {}, {"name": "vssm"})
+
+
+def test_commit_is_that_of_the_package(monkeypatch, tmp_path):
+    found = commit()
+    run = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    if run.returncode == 0 and found is not None:
+        assert found.removesuffix("-dirty") == run.stdout.strip()
+    monkeypatch.setattr("vssm.results.__file__", str(tmp_path / "site-packages" / "vssm" / "results.py"))
+    assert commit() is None

@@ -1,0 +1,494 @@
+"""One self-contained HTML page about runs and results: it reads files and formats them, it computes nothing.
+
+Of a run folder it reads config.json, meta.json, log.jsonl, eval.json and samples.png; of a results folder
+every JSON file. Whatever is missing or damaged is named on the page. All that comes from a file is escaped,
+and the page may load nothing and run nothing.
+"""
+
+import base64
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from vssm.chart import chart
+from vssm.checkpoint import write_atomically
+
+__all__ = ["report"]
+
+_TERMS = ("loss", "reconstruction", "kl", "partial")
+_LABELS = {
+    "log_likelihood": "log p(x)",
+    "log_likelihood_empty_prior": "log p(x), prior of the empty prompt",
+    "partial_log_likelihood": "log p(second half | first half)",
+    "elbo": "ELBO",
+    "kl": "KL",
+    "bits_per_dim": "bits per dimension",
+    "bits_per_char": "bits per character",
+    "nats": "−log p(x), binary pixels",
+    "mse": "mean squared error",
+    "fd_one_shot": "one shot",
+    "fd_sample": "step by step, with noise",
+    "fd_mean": "step by step, means",
+    "fd_prompted": "second half completed",
+    "fd_prompted_mean": "second half completed, means",
+    "fd_floor": "floor: training images",
+    "generate": "whole sequence",
+    "chunks": "in four chunks",
+    "resumed": "second half, resumed",
+    "prompted": "second half, prompted",
+    "timing_spread": "largest spread",
+}
+_GROUPS = (  # title, pattern of names, whether more (+1) or less (-1) is better
+    ("Likelihood, nats a sequence", r"(partial_)?log_likelihood\w*|elbo", 1),
+    ("Bits and nats", r"bits_per_\w+|nats", -1),
+    ("Fréchet distance of samples to the test set", r"fd_(?!floor)\w+", -1),
+    ("Fréchet distance of real images to the test set", r"fd_floor", 0),
+    ("Generation time, ms", r"\w+_ms_b\d+", -1),
+    ("Spread of these times, third quartile over first: near 1 on a quiet machine", r"timing_spread", 0),
+    ("Reconstruction and latents", r"mse|reconstruction|kl|\w*components|code_perplexity|aggregate_kl", 0),
+    ("Counts", r"\w+", 0),
+)
+_COMPARED = 6  # of the groups
+_TIME = re.compile(r"(.+)_ms_b(\d+)_t(\d+)")
+_LARGEST_PICTURE = 16 * 2**20
+
+
+@dataclass
+class _Run:
+    name: str
+    config: dict[str, Any]
+    meta: dict[str, Any]
+    evaluation: dict[str, Any]
+    log: list[dict[str, Any]]
+    picture: bytes | None
+
+    @property
+    def task(self) -> str:
+        """What must be equal for likelihoods to compare: the data and the kind of density."""
+        data, model = _part(self.config, "data"), _part(self.config, "model")
+        binary = "binarised " if data.get("binarize") else ""
+        return f"{binary}{data.get('name', 'unknown data')}, {model.get('head', 'unknown')} head"
+
+
+@dataclass
+class _Files:
+    """Reads files, and keeps a note of each that could not be read."""
+
+    notices: list[str] = field(default_factory=list)
+
+    def json(self, path: Path, name: str, needed: bool = True) -> dict[str, Any]:
+        """Returns the object in a JSON file, an empty one when there is none that can be read."""
+        content = self._read(path, name, needed)
+        if content is None:
+            return {}
+        try:
+            values = json.loads(content)
+            if isinstance(values, dict):
+                return values
+            self.notices.append(f"{name} is damaged: it is no JSON object")
+        except (ValueError, RecursionError) as error:
+            self.notices.append(f"{name} is damaged: {error}")
+        return {}
+
+    def lines(self, path: Path, name: str) -> list[dict[str, Any]]:
+        """Returns the objects in a file of one JSON object a line."""
+        found, damaged = [], []
+        for number, line in enumerate((self._read(path, name) or b"").splitlines(), 1):
+            try:
+                values = json.loads(line)
+            except (ValueError, RecursionError):
+                values = None
+            if isinstance(values, dict):
+                found.append(values)
+            else:
+                damaged.append(number)
+        if damaged:
+            which = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
+            self.notices.append(f"{name} is damaged; left out: line {which}")
+        return found
+
+    def picture(self, path: Path, name: str) -> bytes | None:
+        """Returns a PNG file."""
+        content = self._read(path, name)
+        if content is None:
+            return None
+        if not content.startswith(b"\x89PNG\r\n\x1a\n") or b"IEND" not in content[-12:]:
+            self.notices.append(f"{name} is damaged: it is no whole PNG")
+            return None
+        if len(content) > _LARGEST_PICTURE:
+            self.notices.append(f"{name} has {len(content):,} bytes and was left out")
+            return None
+        return content
+
+    def _read(self, path: Path, name: str, needed: bool = True) -> bytes | None:
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            if needed:
+                self.notices.append(f"{name} is missing")
+        except OSError as error:
+            self.notices.append(f"{name} cannot be read: {error.strerror}")
+        return None
+
+
+def report(
+    run_folders: Iterable[str | Path],
+    results_folder: str | Path | None = None,
+    out: str | Path = "report.html",
+) -> Path:
+    """Writes one HTML page about runs and results.
+
+    Arguments:
+        run_folders: Run folders to show and to compare.
+        results_folder: A folder of result files, subfolders included.
+        out: Where the page goes; its folder is made if it does not exist.
+
+    Returns:
+        The path of the page.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     page = report([f"{folder}/lost"], out=f"{folder}/report.html")
+        ...     "lost is no folder" in page.read_text()
+        True
+    """
+    folders, files = [Path(folder) for folder in run_folders], _Files()
+    if not folders and results_folder is None:
+        raise ValueError("run_folders is empty and results_folder is None; allowed: at least one of the two")
+    runs: dict[str, _Run] = {}
+    for folder in folders:
+        run = _read_run(folder, files)
+        if run is not None:
+            while run.name in runs:
+                run.name += "′"
+            runs[run.name] = run
+    results = {} if results_folder is None else _read_results(Path(results_folder), files)
+    sections = {"Comparison": _comparison(runs)} if len(runs) > 1 else {}
+    sections |= {f"Run {name}": _run(run) for name, run in runs.items()}
+    sections |= {f"Results: {name}": _results(found) for name, found in results.items()}
+    page = _page(sections, files.notices)
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # JSON may hold a lone surrogate, UTF-8 may not.
+    write_atomically(out, lambda path: path.write_bytes(page.encode("utf-8", "replace")))
+    return out
+
+
+def _read_run(folder: Path, files: _Files) -> _Run | None:
+    name = folder.resolve().name
+    if not folder.is_dir():
+        files.notices.append(f"{name} is no folder")
+        return None
+    return _Run(
+        name,
+        files.json(folder / "config.json", f"{name}/config.json"),
+        files.json(folder / "meta.json", f"{name}/meta.json", needed=False),
+        files.json(folder / "eval.json", f"{name}/eval.json"),
+        files.lines(folder / "log.jsonl", f"{name}/log.jsonl"),
+        files.picture(folder / "samples.png", f"{name}/samples.png"),
+    )
+
+
+def _read_results(folder: Path, files: _Files) -> dict[str, dict[str, dict[str, Any]]]:
+    """Returns the results by subfolder, or by file where they lie in the folder itself."""
+    top = folder.resolve().name
+    if not folder.is_dir():
+        files.notices.append(f"{top} is no folder")
+    groups: dict[str, dict[str, dict[str, Any]]] = {}
+    for path in sorted(folder.rglob("*.json")):
+        place = path.relative_to(folder)
+        values = files.json(path, f"{top}/{place.as_posix()}")
+        if _part(values, "metrics"):
+            group = place.parent.as_posix() if len(place.parts) > 1 else place.stem
+            groups.setdefault(group, {})[place.stem] = values
+        elif values:
+            files.notices.append(f"{top}/{place.as_posix()} has no metrics")
+    return groups
+
+
+def _comparison(runs: Mapping[str, _Run]) -> str:
+    tasks: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, run in runs.items():
+        tasks.setdefault(run.task, {})[name] = _part(run.evaluation, "metrics")
+    return "".join(_metrics(f"Test set of {task}", same, _COMPARED) for task, same in tasks.items())
+
+
+def _run(run: _Run) -> str:
+    model, train = _part(run.config, "model"), _part(run.config, "train")
+    metrics = _part(run.evaluation, "metrics")
+    machine = _part(run.meta, "machine") or _part(run.evaluation, "machine")
+    latent = model.get("kind") in ("tvae", "vrnn", "vssm")
+    facts = {
+        "model": model.get("kind"),
+        "data": run.task,
+        "size": f"width {_text(model.get('width'))}, {_text(model.get('layers'))} layers",
+        "latents": f"{_text(model.get('latents'))} × {_text(model.get('classes'))} classes"
+        if latent
+        else None,
+        "parameters": run.meta.get("parameters", metrics.get("parameters")),
+        "training": f"{_text(train.get('epochs'))} epochs, batch {_text(train.get('batch'))}, "
+        f"learning rate {_text(train.get('learning_rate'))}, seed {_text(train.get('seed'))}",
+        "training time, s": run.meta.get("seconds"),
+        "machine": machine.get("gpu") or machine.get("cpu"),
+        "commit": str(run.evaluation.get("commit") or run.meta.get("commit") or "")[:12] or None,
+        "evaluated with": run.evaluation.get("command"),
+    }
+    told = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{_cell(value)}</dd></div>"
+        for name, value in facts.items()
+        if value is not None
+    )
+    settings = {key: value for key, value in _flat(run.config) if not key.startswith("data_meta.")}
+    rows = [(key, [_cell(value)]) for key, value in settings.items()]
+    picture = ""
+    if run.picture is not None:
+        code = base64.b64encode(run.picture).decode()
+        text = f"samples of {run.name} ({run.task})"
+        picture = (
+            f'<figure class="samples"><figcaption>Samples</figcaption>'
+            f'<img src="data:image/png;base64,{code}" alt="{escape(text)}"></figure>'
+        )
+    return (
+        f'<dl class="facts">{told}</dl><div class="figures">{_curves(run)}{picture}</div>'
+        + (_metrics("Evaluation", {"value": metrics}) if metrics else "")
+        + (f"<details><summary>All settings</summary>{_table('Settings', ['value'], rows)}</details>")
+    )
+
+
+def _curves(run: _Run) -> str:
+    figures = []
+    for term in _TERMS:
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for split in ("train", "valid"):
+            points = [(line.get("epoch"), line.get(term)) for line in run.log if line.get("split") == split]
+            lines[split] = [(x, y) for x, y in points if _is_number(x) and _is_number(y)]
+        if any(y for points in lines.values() for _, y in points):
+            title = f"{_label(term)}, nats a sequence"
+            figures.append(chart(title, "epoch", lines, dots=frozenset({"valid"})))
+    return "".join(figures)
+
+
+def _metrics(caption: str, columns: Mapping[str, Mapping[str, Any]], num_groups: int = len(_GROUPS)) -> str:
+    """Makes a table of metrics, a row each, with the best of every row in bold."""
+    names = list(dict.fromkeys(name for metrics in columns.values() for name in metrics))
+    rows: list[tuple[str, list[str]]] = []
+    order = {name: place for place, name in enumerate(_LABELS)}
+    for title, pattern, direction in _GROUPS[:num_groups]:
+        own = [name for name in names if re.fullmatch(pattern, name)]
+        own.sort(key=lambda name: order.get(name, len(order)))
+        names = [name for name in names if name not in own]
+        if own:
+            better = {1: " (more is better)", -1: " (less is better)", 0: ""}[direction]
+            rows.append((title + better, []))
+        for name in own:
+            values = [metrics.get(name) for metrics in columns.values()]
+            numbers = [value for value in values if _is_number(value)]
+            best = max(numbers, key=lambda v: direction * v) if direction and len(numbers) > 1 else None
+            cells = [
+                f"<strong>{_cell(v)}</strong>" if v == best and best is not None else _cell(v) for v in values
+            ]
+            rows.append((_label(name), cells))
+    return _table(caption, list(columns), rows)
+
+
+def _results(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Shows the results of a file, or of the files of a folder side by side."""
+    parts = []
+    rest: dict[str, dict[str, Any]] = {}
+    for name, values in found.items():
+        times: dict[tuple[int, int], dict[str, Any]] = {}
+        for metric, value in _part(values, "metrics").items():
+            match = _TIME.fullmatch(metric)
+            if match and len(match[2]) < 10 and len(match[3]) < 10:
+                times.setdefault((int(match[2]), int(match[3])), {})[match[1]] = value
+            else:
+                rest.setdefault(name, {})[metric] = value
+        if times:
+            parts.append(_times(name, times))
+    if rest:
+        names = list(dict.fromkeys(metric for metrics in rest.values() for metric in metrics))
+        if len(rest) == 1:
+            ((name, metrics),) = rest.items()
+            parts.append(_table(name, ["value"], [(_label(m), [_cell(metrics[m])]) for m in names]))
+        else:
+            rows = [(name, [_cell(metrics.get(m)) for m in names]) for name, metrics in rest.items()]
+            parts.append(_table("All results", [_label(m) for m in names], rows))
+    rows = [(name, [_cell(_origin(values, key)) for key in _ORIGIN]) for name, values in found.items()]
+    origin = _table("Origin", list(_ORIGIN), rows)
+    return "".join(parts) + f"<details><summary>Where this comes from</summary>{origin}</details>"
+
+
+_ORIGIN = ("date", "commit", "machine", "command")
+
+
+def _origin(values: Mapping[str, Any], key: str) -> object:
+    value = values.get(key)
+    return ", ".join(f"{k} {v}" for k, v in value.items() if v) if isinstance(value, dict) else value
+
+
+def _times(name: str, times: Mapping[tuple[int, int], Mapping[str, Any]]) -> str:
+    """Shows times by batch and length: a table, and a chart for every axis that has a second value."""
+    series = list(dict.fromkeys(line for cells in times.values() for line in cells))
+    rows = [
+        (f"batch {batch:,}, length {length:,}", [_cell(cells.get(line)) for line in series])
+        for (batch, length), cells in sorted(times.items())
+    ]
+    figures = []
+    for axis, fixed, label in ((1, 0, "length"), (0, 1, "batch")):
+        for value in sorted({key[fixed] for key in times}):
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for key, cells in sorted(times.items()):
+                for line, time in cells.items():
+                    if key[fixed] == value and key[axis] > 0 and _is_number(time) and time > 1e-100:
+                        lines.setdefault(_label(line), []).append((float(key[axis]), float(time)))
+            if any(len(points) > 1 for points in lines.values()):
+                other = f"{'batch' if fixed == 0 else 'length'} {value:,}"
+                title = f"{name}: milliseconds at {other}"
+                figures.append(chart(title, label, lines, dots=frozenset(lines), log=True))
+    table = _table(f"{name}: milliseconds", [_label(line) for line in series], rows)
+    return f'<div class="figures">{"".join(figures)}</div>{table}'
+
+
+def _table(caption: str, columns: list[str], rows: list[tuple[str, list[str]]]) -> str:
+    """Makes a table; cells are HTML, all else is text, and a row without cells is a heading."""
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
+    body = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+        if cells
+        else f'<tr class="group"><th scope="colgroup" colspan="{len(columns) + 1}">{escape(name)}</th></tr>'
+        for name, cells in rows
+    )
+    return (
+        f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex="0"><table>'
+        f"<caption>{escape(caption)}</caption><thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody>"
+        "</table></div>"
+    )
+
+
+def _page(sections: Mapping[str, str], notices: list[str]) -> str:
+    warning = ""
+    if notices:
+        items = "".join(f"<li>{escape(notice)}</li>" for notice in notices)
+        warning = f'<aside class="notice" aria-label="Notices"><h2>Not shown</h2><ul>{items}</ul></aside>'
+    contents = "".join(f'<li><a href="#s{i}">{escape(title)}</a></li>' for i, title in enumerate(sections))
+    body = "".join(
+        f'<section id="s{i}" aria-labelledby="h{i}"><h2 id="h{i}">{escape(title)}</h2>{text}</section>'
+        for i, (title, text) in enumerate(sections.items())
+    )
+    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>vssm report</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
+        f"<style>{_STYLE}</style></head><body><header><h1>vssm report</h1><p>{date}</p></header>"
+        f'<nav aria-label="Contents"><ul>{contents}</ul></nav><main>{warning}{body}</main></body></html>\n'
+    )
+
+
+def _part(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns a part of a JSON object that should be an object itself."""
+    part = values.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _label(name: str) -> str:
+    """Says the name of a metric in words.
+
+    >>> _label("fd_w4"), _label("chunks_ms_b16"), _label("num_images")
+    ('in chunks of 4, re-conditioned', 'in four chunks, batch 16', 'num images')
+    """
+    if name in _LABELS:
+        return _LABELS[name]
+    if chunk := re.fullmatch(r"fd_w(\d+)", name):
+        return f"in chunks of {chunk[1]}, re-conditioned"
+    if timed := re.fullmatch(r"(generate|chunks|resumed|prompted)_ms_b(\d+)", name):
+        return f"{_LABELS[timed[1]]}, batch {timed[2]}"
+    return name.replace("_", " ")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    """Says whether a value can be drawn: a number, finite and not absurd."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
+
+
+def _text(value: object) -> str:
+    """Writes a value with as many digits as a reader needs.
+
+    >>> [_text(value) for value in (1234567, 1234.5, 12.345, 0.00123, float("nan"), None, True)]
+    ['1,234,567', '1,234.5', '12.35', '0.00123', 'not finite', '–', 'True']
+    """
+    if value is None:
+        return "–"
+    if isinstance(value, float) and not _is_number(value):
+        return "not finite"
+    if not isinstance(value, float):
+        return f"{value:,}" if _is_number(value) else str(value)
+    size = abs(value)
+    if size >= 1e7 or 0 < size < 1e-3:
+        return f"{value:.3g}"
+    return f"{value:,.1f}" if size >= 100 else f"{value:.2f}" if size >= 1 else f"{value:.3g}"
+
+
+def _cell(value: object) -> str:
+    return escape(_text(value))
+
+
+_STYLE = """
+:root { color-scheme: light dark; --back: #fff; --fore: #1c2024; --soft: #5c6670; --line: #dde2e7;
+  --shade: #f5f7f9; --warn: #fff4d6; --c0: #1f6fb2; --c1: #c8501e; --c2: #2a8554; --c3: #8a4fb0;
+  --c4: #a8791a; --c5: #b03a5b; }
+@media (prefers-color-scheme: dark) { :root { --back: #14171a; --fore: #e6e9ec; --soft: #9aa5b0;
+  --line: #333a41; --shade: #1d2226; --warn: #3a3116; --c0: #6cb2ee; --c1: #f0925f; --c2: #66c596;
+  --c3: #c79be6; --c4: #dcb45c; --c5: #ec8aa6; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 70rem; padding: 1rem; background: var(--back); color: var(--fore);
+  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+header { display: flex; flex-wrap: wrap; justify-content: space-between; align-items: baseline; gap: 0 1rem; }
+h1 { margin: 0; font-size: 1.6rem; } h2 { margin: 2.5rem 0 .75rem; font-size: 1.25rem; }
+header p, figcaption, caption, dt, summary { color: var(--soft); font-size: .875rem; }
+nav ul, .legend { list-style: none; display: flex; flex-wrap: wrap; gap: .25rem 1rem; padding: 0; margin: 0; }
+a { color: var(--c0); }
+.notice { background: var(--warn); border-radius: .5rem; padding: .75rem 1rem; margin: 1rem 0; }
+.notice h2 { margin: 0; font-size: 1rem; } .notice ul { margin: .25rem 0 0; padding-left: 1.25rem; }
+.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(14rem, 1fr)); gap: .5rem 1.5rem; }
+.facts dd { margin: 0; }
+.figures { display: grid; gap: 1rem; align-items: start;
+  grid-template-columns: repeat(auto-fill, minmax(min(20rem, 100%), 1fr)); }
+figure { margin: 0; padding: .75rem; border: 1px solid var(--line); border-radius: .5rem; }
+figure svg, figure img { display: block; width: 100%; height: auto; margin-top: .5rem; }
+.cut { overflow: hidden; } .open { overflow: visible; }
+.samples img { border-radius: .25rem; max-width: 26rem; }
+svg text { fill: var(--soft); font-size: 13px; } .end { text-anchor: end; } .middle { text-anchor: middle; }
+.grid { stroke: var(--line); } polyline { fill: none; stroke-width: 1.75; stroke-linejoin: round; }
+.key { display: inline-block; width: 1rem; height: .2rem; margin-right: .35rem; vertical-align: middle; }
+.c0 { stroke: var(--c0); } .c1 { stroke: var(--c1); } .c2 { stroke: var(--c2); }
+.c3 { stroke: var(--c3); } .c4 { stroke: var(--c4); } .c5 { stroke: var(--c5); }
+circle { fill: var(--back); }
+.key.c0 { background: var(--c0); } .key.c1 { background: var(--c1); } .key.c2 { background: var(--c2); }
+.key.c3 { background: var(--c3); } .key.c4 { background: var(--c4); } .key.c5 { background: var(--c5); }
+.scroll { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+caption { text-align: left; padding: .25rem 0; }
+th, td { padding: .3rem .75rem; text-align: right; border-bottom: 1px solid var(--line); }
+tbody th, .group th { text-align: left; font-weight: normal; }
+tbody th { position: sticky; left: 0; background: var(--back); max-width: 18rem; }
+.group th { position: static; padding-top: 1rem; color: var(--soft); font-size: .875rem; max-width: none; }
+tbody tr:hover > * { background: var(--shade); }
+strong { font-weight: 700; }
+details { margin: 1rem 0; } summary { cursor: pointer; }
+"""
