@@ -15,7 +15,7 @@ import vssm
 from tests.conftest import small_config
 from tests.training import StopAt, newest, result, run, stopped, tiny
 from vssm.runs import RunFolder, read_config
-from vssm.train import TrainingStopped
+from vssm.train import TrainingStopped, train
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_half_written_folders_resume_or_start_again(unbroken, tmp_path):
     with pytest.raises(ValueError, match=r"has no config\.json"):
         run(None, folder, resume=True)
     assert result(run(config, folder)) == result(unbroken)
-    assert not list(folder.glob(".*"))
+    assert not list(folder.glob(".*.tmp"))
 
     begun = stopped(replace(config, train=replace(config.train, checkpoint_minutes=9)), tmp_path / "begun", 2)
     with (begun / "log.jsonl").open("a") as file:
@@ -118,7 +118,7 @@ def test_half_written_folders_resume_or_start_again(unbroken, tmp_path):
     shutil.copytree(newest(unbroken), begun / "checkpoint" / ".step-00000001.tmp")
     (begun / ".weights.safetensors.xyz.tmp").write_bytes(b"half")
     assert result(run(None, begun, resume=True)) == result(unbroken)
-    assert not list(begun.rglob(".*"))
+    assert not list(begun.rglob(".*.tmp"))
 
 
 def test_two_checkpoints_are_kept(unbroken):
@@ -195,7 +195,7 @@ def test_full_disk_keeps_the_last_checkpoint(place, unbroken, tmp_path, monkeypa
             run(None, folder, resume=True)
     assert "\n" not in str(error.value)
     assert newest(folder) >= held
-    assert not list(folder.rglob(".*"))
+    assert not list(folder.rglob(".*.tmp"))
     assert result(run(None, folder, resume=True)) == result(unbroken)
 
 
@@ -261,4 +261,15 @@ def test_killed_at_twenty_moments_equals_unbroken(tmp_path):
     subprocess.run([sys.executable, "-c", KILLED, str(killed), "20"], check=True, timeout=300)
     whole = run(read_config(killed), tmp_path / "whole")
     assert result(killed) == result(whole)
-    assert not list(killed.rglob(".*"))
+    assert not list(killed.rglob(".*.tmp"))
+
+
+def test_one_process_at_a_time(tmp_path):
+    folder = tmp_path / "run"
+    run(tiny("rnn", max_steps=2), folder)
+    first = RunFolder(folder)
+    first.reopen(read_config(folder))
+    with pytest.raises(ValueError, match="is in use by another process; allowed: one at a time"):
+        train(None, folder, resume=True)
+    first.close()
+    train(None, folder, resume=True)

@@ -74,7 +74,8 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
                 f"{str(path)!r}: tensor {name!r} has dtype {tensors[name].dtype}; "
                 "allowed: a floating-point dtype"
             )
-    model.load_state_dict(tensors, assign=True)
+    # Weights may be stored in fewer bits than the model computes with.
+    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
     return model.requires_grad_(True)
 
 

@@ -227,7 +227,7 @@ class Evaluate:
     num_samples: int = 100
     """K, the latent draws of each likelihood estimate."""
     max_sequences: int | None = None
-    """Use only the first so many test sequences."""
+    """Use only so many test sequences, spread evenly over the set."""
     num_images: int = 10_000
     """Generated images for each Fréchet distance."""
     device: str = "auto"

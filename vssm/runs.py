@@ -4,7 +4,7 @@
 | --- | --- |
 | `config.json` | format, model, data, train, and data_meta, what the sequences are |
 | `weights.safetensors` | the best weights on validation: the folder is a model that `vssm.load` reads |
-| `meta.json` | commit, versions, machine, seed, times: for people, never read back |
+| `meta.json` | commit, versions, machine, seed, times; `ended` says that the run is finished |
 | `log.jsonl` | one JSON object a line: a log point ("split": "train") or a validation ("split": "valid") |
 | `checkpoint/step-N/` | where to resume: `weights`, `optimizer`, `ema` (.safetensors), `progress.json` |
 | `curves.png`, `samples.png` | pictures of the log and of samples |
@@ -20,9 +20,10 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -82,21 +83,45 @@ class RunFolder:
         self.path = Path(folder)
         self.log_path = self.path / "log.jsonl"
         self.checkpoints = self.path / "checkpoint"
+        self._lock: IO[str] | None = None
+
+    def close(self) -> None:
+        """Lets another process train in this folder."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _claim(self) -> None:
+        """Keeps other processes from training in this folder until `close`, or the end of this one."""
+        if sys.platform == "win32":
+            return
+        import fcntl
+
+        self._lock = (self.path / ".lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ValueError(
+                f"run folder {str(self.path)!r} is in use by another process; allowed: one at a time"
+            ) from None
 
     def create(self, config: RunConfig, meta: Meta) -> None:
         """Starts a run in a folder that does not exist, is empty, or has remains of a killed start."""
         name = str(self.path)
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"run folder {name!r} is a file; allowed: a new name")
-        if self.path.exists() and any(not _is_temporary(file) for file in self.path.iterdir()):
+        remains = self.path.iterdir() if self.path.exists() else ()
+        if any(not _is_temporary(file) and file.name != ".lock" for file in remains):
             raise ValueError(f"run folder {name!r} is not empty; allowed: --resume {name}, or another name")
-        self.checkpoints.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._claim()
         self._tidy()
         text = json.dumps({**config.to_dict(), "data_meta": meta.to_json()}, indent=2) + "\n"
         write_atomically(self.path / "config.json", lambda path: path.write_text(text))
 
-    def reopen(self, config: RunConfig) -> None:
-        """Makes ready to resume the run with a config, which may not differ in what matters."""
+    def compare(self, config: RunConfig) -> None:
+        """Raises unless the run in this folder has the same config in all that matters."""
         given, saved = (_flat(dataclasses.asdict(c)) for c in (config, read_config(self.path)))
         for key in given:
             if given[key] != saved[key] and key not in _FREE:
@@ -104,6 +129,11 @@ class RunFolder:
                     f"{key}={given[key]!r} differs from {saved[key]!r} of the run in {str(self.path)!r}; "
                     "allowed: the same, or another run folder"
                 )
+
+    def reopen(self, config: RunConfig) -> None:
+        """Makes ready to resume the run."""
+        self.compare(config)
+        self._claim()
         self._tidy()
 
     def _tidy(self) -> None:

@@ -124,7 +124,7 @@ def _check_same(config: RunConfig, folder: Path) -> None:
     saved = read_config(folder).model
     head = saved.head if config.model.head == "auto" else config.model.head
     model = replace(config.model, features=saved.features, head=head, bins=saved.bins)  # the data gave these
-    RunFolder(folder).reopen(replace(config, model=model))
+    RunFolder(folder).compare(replace(config, model=model))
 
 
 def _row(config: RunConfig, folder: Path, **values: Any) -> dict[str, Any]:  # noqa: ANN401

@@ -72,9 +72,11 @@ def train(
         config = read_config(folder)
     with join(config.train.device) as world:
         show = (progress or choose_progress()) if world.rank == 0 else Progress()
+        run_folder = RunFolder(folder)
         try:
-            _Training(config, RunFolder(folder), world, show, resume).run()
+            _Training(config, run_folder, world, show, resume).run()
         finally:
+            run_folder.close()
             show.close()
     return Path(folder)
 
