@@ -24,7 +24,9 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode
         write(temporary)
+        temporary.chmod(mode)  # some libraries replace the file by one that only its owner can read
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
