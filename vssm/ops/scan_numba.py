@@ -1,0 +1,634 @@
+"""The selective scan on a CPU in float32: kernels compiled by numba at first use.
+
+    a_t = exp(dt_t A)      h_t = a_t h_{t-1} + dt_t u_t B_t      y_t = C_t h_t + D u_t
+
+with dt_t <- softplus(dt_t + dt_bias) before and y_t <- y_t silu(z_t) after.
+Backward, with g_t = dL/dh_t, goes from the last step to the first:
+
+    g_t = C_t dy_t + a_{t+1} g_{t+1}      dC_t = sum_d dy_t h_t       dB_t = sum_d g_t dt_t u_t
+    e_t = a_t g_t h_{t-1}                 dA = sum_{b,t} e_t dt_t     d(dt_t u_t) = sum_n g_t B_t
+    du_t = dt_t d(dt_t u_t) + D dy_t      ddt_t = u_t d(dt_t u_t) + sum_n e_t A
+
+Nothing of size B T D N is stored: one state in STEPS is kept and the steps between are run again.
+
+A *tile* is LANES channels that go through time together, a row of them in every register; a *group* is some
+tiles that share B and C. A task is a range of batch rows and a group; threads draw tasks from a counter. How
+the work is cut depends on the shapes only, never on the number of threads, and every sum has one order: the
+same input gives the same bits.
+
+| name             | meaning                                  | layout                        |
+| ---------------- | ---------------------------------------- | ----------------------------- |
+| `delta`, `drive` | dt_t and dt_t u_t                        | steps, LANES                  |
+| `slope`          | gradient of C_t h_t + D u_t              | steps, LANES                  |
+| `A2`             | A log2(e)                                | states rounded up to 4, LANES |
+| `h`, `g`         | state and its gradient                   | states rounded up to 4, LANES |
+| `B`, `C`         | B and C of some steps, with a stride     | steps, states rounded up to 4 |
+| `trace`          | h, q, s with a_t = s (1 + q) of 4 states | steps, a record each          |
+
+Kernels take addresses and strides in bytes; address 0 is an argument that is not given.
+"""
+# ruff: noqa: ANN001, ANN202 (numba infers the types of kernels)
+
+import functools
+import os
+from array import array
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, types
+from torch import Tensor
+
+from vssm.ops.vectors import (
+    BLOCK,
+    FLUSH,
+    LANES,
+    LN2,
+    LOG2E,
+    ROW,
+    draw,
+    exceeds,
+    exp2,
+    fold,
+    gather,
+    helper,
+    inline,
+    load_block,
+    load_number,
+    load_row,
+    load_rows,
+    load_word,
+    maximum,
+    muladd,
+    prefetch,
+    repeat,
+    set_float_mode,
+    sigmoid,
+    softplus,
+    softplus_derivative,
+    spread,
+    store,
+    store_gathered,
+    store_number,
+    store_rows,
+    transpose,
+    zero_row,
+)
+
+__all__ = ["backward", "forward"]
+
+STEPS = 32  # the trace of that many steps fits the fastest cache
+GROUP = 8  # tiles, at most
+BATCHES = 16  # partial sums of dA, dD and ddt_bias, at most
+INLINE = 1 << 18  # with fewer (b, t, d, n) elements, waking a second thread costs more than it saves
+
+# Offsets in bytes: in a record of the trace, in the scratch memory of a thread, and in that of a tile.
+TRACE_Q, TRACE_S, TRACE_SUMS, RECORD = BLOCK, 2 * BLOCK, 3 * BLOCK, 3 * BLOCK + ROW
+ROWS = STEPS * ROW
+HINTS, SPARE, BUFFERS = 0, ROW, 2 * ROW
+TRACE = BUFFERS + 6 * ROWS
+NUMBERS = TRACE + STEPS * RECORD + BLOCK
+BOUNDED, TILE_DD, TILE_DBIAS = 0, ROW, 2 * ROW
+DELTA, DRIVE, SLOPE, OUT, DDRIVE, DDELTA, TILE = (3 * ROW + i * ROWS for i in range(7))
+
+# What a kernel is told, a table of words: sizes, then address and strides (batch, time), then addresses.
+# From numpy because numba compiles a function again for every Python integer passed to it.
+TASK, TASKS, PER_TASK, PER_GROUP, BATCH, LENGTH, CHANNELS, COUNT, SOFTPLUS = np.arange(9)
+U, DT, Z, B_, C_, Y, DU, DDT, DZ = np.arange(9, 36, 3)
+A_, D_, BIAS, H0, H, DB, DC, DA, DD, DBIAS, DH0 = np.arange(36, 47)
+
+_compile: Any = njit(**helper)
+
+
+def _kernel(function: Callable) -> Callable:
+    try:
+        return njit(error_model="numpy", nogil=True, cache=True)(function)
+    except RuntimeError:  # there is no folder that could hold the compiled kernel
+        return njit(error_model="numpy", nogil=True)(function)
+
+
+@inline
+def clear(target, rows):
+    for i in range(rows):
+        store(target + ROW * i, zero_row())
+
+
+@_compile
+def copy(source, source_stride, target, target_stride, steps, count, padded):
+    """Copies `count` numbers a step and adds zeros up to `padded`."""
+    for t in range(steps):
+        x, y = source + source_stride * t, target + target_stride * t
+        n = 0
+        while n + LANES <= count:
+            store(y + 4 * n, load_row(x + 4 * n))
+            n += LANES
+        while n < padded:
+            store_number(y + 4 * n, load_number(x + 4 * n) if n < count else types.float32(0.0))
+            n += 1
+
+
+@inline
+def place(words, which, b, t, channel):
+    """Address and stride of an operand from batch row b, step t and a channel on; address 0 if not given."""
+    address, stride = load_word(words, which), load_word(words, which + 2)
+    return (address + load_word(words, which + 1) * b + stride * t + 4 * channel if address else 0), stride
+
+
+@inline
+def place_states(words, which, b, channel):
+    address, count, channels = load_word(words, which), load_word(words, COUNT), load_word(words, CHANNELS)
+    return address + 4 * count * (channels * b + channel) if address else 0
+
+
+@_compile
+def read(words, which, b, t, channel, steps, buffer):
+    """Address and stride of rows that can be read by blocks: where they are, or a copy with zeros around."""
+    address, stride = place(words, which, b, t, channel)
+    if not address or (channel + LANES <= load_word(words, CHANNELS) and steps % 4 == 0):
+        return address, stride
+    copy(address, stride, buffer, ROW, steps, min(LANES, load_word(words, CHANNELS) - channel), LANES)
+    clear(buffer + ROW * steps, -steps % 4)
+    return buffer, ROW
+
+
+@_compile
+def write(words, which, b, t, channel, steps, buffer):
+    """Address and stride of rows that can be written by blocks: where they belong, or else a buffer."""
+    if channel + LANES <= load_word(words, CHANNELS) and steps % 4 == 0:
+        return place(words, which, b, t, channel)
+    return buffer, ROW
+
+
+@_compile
+def written(words, which, b, t, channel, steps, buffer):
+    """Moves what was written to a buffer to where it belongs."""
+    address, stride = place(words, which, b, t, channel)
+    if buffer != address and address:
+        width = min(LANES, load_word(words, CHANNELS) - channel)
+        copy(buffer, ROW, address, stride, steps, width, width)
+
+
+@_compile
+def read_numbers(words, which, b, t, steps, buffer):
+    """Address and stride of B or C with states rounded up to 4: where it is, or a copy with zeros added."""
+    address, stride = place(words, which, b, t, 0)
+    count, states = load_word(words, COUNT), -(-load_word(words, COUNT) // 4) * 4
+    if count == states:
+        return address, stride
+    copy(address, stride, buffer, 4 * states, steps, count, states)
+    return buffer, 4 * states
+
+
+@_compile
+def read_vector(words, which, channel, buffer):
+    """The channels of a vector as a block of equal rows; zero if it is not given."""
+    width = min(LANES, load_word(words, CHANNELS) - channel) if load_word(words, which) else 0
+    copy(load_word(words, which) + 4 * channel, 0, buffer, 0, 1, width, LANES)
+    return repeat(load_row(buffer))
+
+
+@_compile
+def read_states(words, which, b, channel, target):
+    """Lays (channels, states) numbers out as (states rounded up to 4, LANES), zero where there are none."""
+    source, count = place_states(words, which, b, channel), load_word(words, COUNT)
+    width = min(LANES, load_word(words, CHANNELS) - channel)
+    for n in range(0, count, LANES):
+        if source and width == LANES and n + LANES <= count:
+            transpose(source + 4 * n, 4 * count, target + ROW * n, ROW)
+            continue
+        for m in range(n, min(n + LANES, -(-count // 4) * 4)):
+            store(target + ROW * m, zero_row())
+            for c in range(width if source and m < count else 0):
+                store_number(target + ROW * m + 4 * c, load_number(source + 4 * (count * c + m)))
+
+
+@_compile
+def write_states(words, which, b, channel, source):
+    """The inverse of `read_states`."""
+    target, count = place_states(words, which, b, channel), load_word(words, COUNT)
+    width = min(LANES, load_word(words, CHANNELS) - channel)
+    for n in range(0, count if target else 0, LANES):
+        if width == LANES and n + LANES <= count:
+            transpose(source + ROW * n, ROW, target + 4 * n, 4 * count)
+            continue
+        for m in range(n, min(n + LANES, count)):
+            for c in range(width):
+                store_number(target + 4 * (count * c + m), load_number(source + ROW * m + 4 * c))
+
+
+@_compile
+def read_decay(words, channel, A2):
+    """Lays A out as A2, with the largest |A2| of every channel in the row before."""
+    read_states(words, A_, 0, channel, A2)
+    peak = zero_row()
+    for n in range(load_word(words, COUNT)):
+        x = load_row(A2 + ROW * n) * LOG2E
+        peak = maximum(peak, maximum(x, 0.0 - x))
+        store(A2 + ROW * n, x)
+    store(A2 - ROW, peak)
+
+
+@_compile
+def prepare(words, b, start, steps, channel, scratch, tile, A2):
+    """Fills `delta` and `drive` of a tile and notes whether all |dt A log2(e)| <= 126, as it should be."""
+    dt, dt_stride = read(words, DT, b, start, channel, steps, scratch + BUFFERS)
+    u, u_stride = read(words, U, b, start, channel, steps, scratch + BUFFERS + ROWS)
+    bias = read_vector(words, BIAS, channel, scratch + SPARE)
+    peak = repeat(zero_row())
+    for t in range(0, steps, 4):
+        d = load_rows(dt + dt_stride * t, dt_stride) + bias
+        if load_word(words, SOFTPLUS):
+            d = softplus(d)
+        peak = maximum(peak, maximum(d, 0.0 - d))
+        store(tile + DELTA + ROW * t, d)
+        store(tile + DRIVE + ROW * t, d * load_rows(u + u_stride * t, u_stride))
+    store(tile + BOUNDED, 0 if exceeds(peak * repeat(load_row(A2 - ROW)), 126.0) else 1)
+
+
+@inline
+def hint(words, which, b, t, channel, target):
+    address, stride = place(words, which, b, t, channel)
+    store(target, address)
+    store(target + 8, stride)
+
+
+@_compile
+def advance(tile, A2, h, B, B_stride, C, C_stride, y, trace, steps, first, last, hints):
+    """Moves states first to last of a tile over some steps and adds C h to `y` where given.
+
+    With a `trace`, for one block of states, h stays as it was and goes there with q and s for every step.
+    Meanwhile each of four successive blocks fetches the rows of one of four `hints` into the cache.
+    """
+    bounded = load_word(tile + BOUNDED, 0) != 0
+    for n in range(first, last, 4):
+        a, x = load_block(A2 + ROW * n), load_block(h + ROW * n)
+        ahead, ahead_stride = load_word(hints, n % 16 // 2), load_word(hints, n % 16 // 2 + 1)
+        for t in range(steps):
+            prefetch(ahead + ahead_stride * t)
+            dt, du = load_row(tile + DELTA + ROW * t), load_row(tile + DRIVE + ROW * t)
+            q, s = exp2(repeat(dt), a, bounded)
+            if trace:
+                store(trace + RECORD * t, x)
+                store(trace + RECORD * t + TRACE_Q, q)
+                store(trace + RECORD * t + TRACE_S, s)
+            x = x * s
+            x = muladd(q, x, muladd(repeat(du), spread(B + B_stride * t + 4 * n), x))
+            if y:
+                store(y + ROW * t, fold(x, spread(C + C_stride * t + 4 * n), load_row(y + ROW * t)))
+        store(trace + RECORD * steps if trace else h + ROW * n, x)
+
+
+@_compile
+def retreat(tile, A2, g, dA, B, B_stride, C, C_stride, y, trace, steps, n):
+    """Moves the gradients g of the block of states n back over the steps of the trace.
+
+    Adds to dA, `ddrive`, `ddelta` (lacking a factor log(2)), the sums for dB and dC, and C h to `y` if given.
+    """
+    a, c, da = load_block(A2 + ROW * n), load_block(g + ROW * n), load_block(dA + ROW * n)
+    h = load_block(trace + RECORD * steps)
+    for i in range(steps):
+        t = steps - 1 - i
+        here, record = tile + ROW * t, trace + RECORD * t
+        dy, du, dt = load_row(here + SLOPE), load_row(here + DRIVE), load_row(here + DELTA)
+        if y:
+            store(y + ROW * t, fold(h, spread(C + C_stride * t + 4 * n), load_row(y + ROW * t)))
+        dC_t = repeat(dy) * h
+        c = muladd(repeat(dy), spread(C + C_stride * t + 4 * n), c)
+        store(record + TRACE_SUMS, gather(repeat(du) * c, dC_t, load_row(record + TRACE_SUMS)))
+        store(here + DDRIVE, fold(c, spread(B + B_stride * t + 4 * n), load_row(here + DDRIVE)))
+        h = load_block(record)
+        c = c * load_block(record + TRACE_S)
+        c = muladd(load_block(record + TRACE_Q), c, c)
+        e = c * h
+        da = muladd(e, repeat(dt), da)
+        store(here + DDELTA, fold(e, a, load_row(here + DDELTA)))
+    store(g + ROW * n, c)
+    store(dA + ROW * n, da)
+
+
+@_compile
+def finish_forward(words, b, start, steps, channel, scratch, tile):
+    """Writes y = (C h + D u) silu(z)."""
+    u, u_stride = read(words, U, b, start, channel, steps, scratch + BUFFERS)
+    z, z_stride = read(words, Z, b, start, channel, steps, scratch + BUFFERS + ROWS)
+    y, y_stride = write(words, Y, b, start, channel, steps, scratch + BUFFERS + 2 * ROWS)
+    skip = read_vector(words, D_, channel, scratch + SPARE)
+    for t in range(0, steps, 4):
+        value = muladd(skip, load_rows(u + u_stride * t, u_stride), load_block(tile + OUT + ROW * t))
+        if z:
+            gate = load_rows(z + z_stride * t, z_stride)
+            value = value * gate * sigmoid(gate)
+        store_rows(y + y_stride * t, y_stride, value)
+    written(words, Y, b, start, channel, steps, y)
+
+
+@_compile
+def begin_backward(words, b, start, steps, channel, scratch, tile, A2):
+    """Fills `slope`, the gradient of C h + D u, and clears what `retreat` adds to."""
+    prepare(words, b, start, steps, channel, scratch, tile, A2)
+    z, z_stride = read(words, Z, b, start, channel, steps, scratch + BUFFERS)
+    dy, dy_stride = read(words, Y, b, start, channel, steps, scratch + BUFFERS + ROWS)
+    for t in range(0, steps, 4):
+        slope = load_rows(dy + dy_stride * t, dy_stride)
+        if z:
+            gate = load_rows(z + z_stride * t, z_stride)
+            slope = slope * gate * sigmoid(gate)
+        store(tile + SLOPE + ROW * t, slope)
+    clear(tile + OUT, 3 * STEPS)
+
+
+@_compile
+def finish_backward(words, b, start, steps, channel, scratch, tile):
+    """Writes du, ddt and dz; adds to dD and ddt_bias."""
+    buffers = scratch + BUFFERS
+    u, u_stride = read(words, U, b, start, channel, steps, buffers)
+    z, z_stride = read(words, Z, b, start, channel, steps, buffers + ROWS)
+    dy, dy_stride = read(words, Y, b, start, channel, steps, buffers + 2 * ROWS)
+    du, du_stride = write(words, DU, b, start, channel, steps, buffers + 3 * ROWS)
+    ddt, ddt_stride = write(words, DDT, b, start, channel, steps, buffers + 4 * ROWS)
+    dz, dz_stride = write(words, DZ, b, start, channel, steps, buffers + 5 * ROWS)
+    skip = read_vector(words, D_, channel, scratch + SPARE)
+    dD, dbias = load_row(tile + TILE_DD), load_row(tile + TILE_DBIAS)
+    for t in range(0, steps, 4):
+        here, x = tile + ROW * t, load_rows(u + u_stride * t, u_stride)
+        delta, slope, ddrive = load_block(here + DELTA), load_block(here + SLOPE), load_block(here + DDRIVE)
+        store_rows(du + du_stride * t, du_stride, muladd(delta, ddrive, skip * slope))
+        ddelta = muladd(x, ddrive, load_block(here + DDELTA) * LN2)
+        if load_word(words, SOFTPLUS):
+            ddelta = ddelta * softplus_derivative(delta)
+        store_rows(ddt + ddt_stride * t, ddt_stride, ddelta)
+        dbias = fold(ddelta, 1.0, dbias)
+        dD = fold(slope, x, dD)
+        if z:
+            gate = load_rows(z + z_stride * t, z_stride)
+            s = sigmoid(gate)
+            value = muladd(skip, x, load_block(here + OUT)) * load_rows(dy + dy_stride * t, dy_stride)
+            store_rows(dz + dz_stride * t, dz_stride, value * muladd(gate * s, 1.0 - s, s))
+    store(tile + TILE_DD, dD)
+    store(tile + TILE_DBIAS, dbias)
+    written(words, DU, b, start, channel, steps, du)
+    written(words, DDT, b, start, channel, steps, ddt)
+    written(words, DZ, b, start, channel, steps, dz)
+
+
+@inline
+def draw_task(words):
+    """The next task: its group, its tiles and its batch rows; no tiles when all tasks are drawn."""
+    task, groups = draw(words), -(-load_word(words, CHANNELS) // (LANES * load_word(words, PER_GROUP)))
+    first, b = task % groups * load_word(words, PER_GROUP), task // groups * load_word(words, PER_TASK)
+    last = (
+        min(first + load_word(words, PER_GROUP), -(-load_word(words, CHANNELS) // LANES))
+        if task < load_word(words, TASKS)
+        else first
+    )
+    return task % groups, first, last, b, min(b + load_word(words, PER_TASK), load_word(words, BATCH))
+
+
+@_kernel
+def _forward(words, scratch):
+    hints, length, states = scratch + HINTS, load_word(words, LENGTH), -(-load_word(words, COUNT) // 4) * 4
+    B_buffer, C_buffer = scratch + NUMBERS, scratch + NUMBERS + 4 * STEPS * states
+    tile = scratch + NUMBERS + 16 * STEPS * states
+    A2_first, A2_bytes = tile + TILE + ROW, ROW + 2 * states * ROW
+    mode = set_float_mode(FLUSH)
+    while True:
+        _, first, last, b_first, b_last = draw_task(words)
+        if first == last:
+            break
+        for i in range(first, last):
+            read_decay(words, LANES * i, A2_first + A2_bytes * (i - first))
+        for b in range(b_first, b_last):
+            for i in range(first, last):
+                read_states(words, H0, b, LANES * i, A2_first + A2_bytes * (i - first) + states * ROW)
+            for start in range(0, length, STEPS):
+                steps = min(STEPS, length - start)
+                B, B_stride = read_numbers(words, B_, b, start, steps, B_buffer)
+                C, C_stride = read_numbers(words, C_, b, start, steps, C_buffer)
+                for i in range(first, last):
+                    channel, A2 = LANES * i, A2_first + A2_bytes * (i - first)
+                    prepare(words, b, start, steps, channel, scratch, tile, A2)
+                    # What comes next: another tile, else other steps, else another batch row.
+                    t, c = (start, channel + LANES) if i + 1 < last else (start + STEPS, LANES * first)
+                    t, b_next = (t, b) if t < length else (0, b + 1)
+                    hint(words, DT, b_next, t, c, hints)
+                    hint(words, U, b_next, t, c, hints + 16)
+                    hint(words, Y, b_next, t, c, hints + 32)
+                    hint(words, Z, b_next, t, c, hints + 48)
+                    clear(tile + OUT, steps)
+                    h, y = A2 + states * ROW, tile + OUT
+                    advance(tile, A2, h, B, B_stride, C, C_stride, y, 0, steps, 0, states, hints)
+                    finish_forward(words, b, start, steps, channel, scratch, tile)
+            for i in range(first, last):
+                write_states(words, H, b, LANES * i, A2_first + A2_bytes * (i - first) + states * ROW)
+    set_float_mode(mode)
+
+
+@_kernel
+def _backward(words, scratch):
+    hints, length, states = scratch + HINTS, load_word(words, LENGTH), -(-load_word(words, COUNT) // 4) * 4
+    chunks, numbers = -(-length // STEPS), 4 * STEPS * states
+    trace, B_buffer, C_buffer = scratch + TRACE, scratch + NUMBERS, scratch + NUMBERS + numbers
+    dB, dC = C_buffer + numbers, C_buffer + 2 * numbers
+    tiles = dC + numbers
+    A2_first, A2_bytes = (
+        tiles + TILE * load_word(words, PER_GROUP) + ROW,
+        ROW + (3 + max(chunks, 1)) * states * ROW,
+    )
+    to_g, to_dA, to_h = states * ROW, 2 * states * ROW, 3 * states * ROW
+    mode = set_float_mode(FLUSH)
+    while True:
+        group, first, last, b_first, b_last = draw_task(words)
+        if first == last:
+            break
+        for i in range(first, last):
+            A2 = A2_first + A2_bytes * (i - first)
+            read_decay(words, LANES * i, A2)
+            clear(A2 + to_dA, states)
+            clear(tiles + TILE * (i - first) + TILE_DD, 2)
+        for b in range(b_first, b_last):
+            for i in range(first, last):
+                A2 = A2_first + A2_bytes * (i - first)
+                read_states(words, H0, b, LANES * i, A2 + to_h)
+                read_states(words, H, b, LANES * i, A2 + to_g)
+            for start in range(0, length - STEPS, STEPS):
+                steps = min(STEPS, length - start)
+                B, B_stride = read_numbers(words, B_, b, start, steps, B_buffer)
+                for i in range(first, last):
+                    channel, A2 = LANES * i, A2_first + A2_bytes * (i - first)
+                    prepare(words, b, start, steps, channel, scratch, tiles, A2)
+                    h = A2 + to_h + states * ROW * (start // STEPS + 1)
+                    for n in range(states):
+                        store(h + ROW * n, load_row(h + ROW * (n - states)))
+                    hint(words, DT, b, start + STEPS, channel, hints)
+                    hint(words, U, b, start + STEPS, channel, hints + 16)
+                    advance(tiles, A2, h, B, B_stride, 0, 0, 0, 0, steps, 0, states, hints)
+            for chunk in range(chunks - 1, -1, -1):
+                start = chunk * STEPS
+                steps = min(STEPS, length - start)
+                B, B_stride = read_numbers(words, B_, b, start, steps, B_buffer)
+                C, C_stride = read_numbers(words, C_, b, start, steps, C_buffer)
+                for i in range(first, last):
+                    tile, A2 = tiles + TILE * (i - first), A2_first + A2_bytes * (i - first)
+                    begin_backward(words, b, start, steps, LANES * i, scratch, tile, A2)
+                for n in range(0, states, 4):
+                    for t in range(steps):
+                        clear(trace + RECORD * t + TRACE_SUMS, 1)
+                    for i in range(first, last):
+                        tile, A2 = tiles + TILE * (i - first), A2_first + A2_bytes * (i - first)
+                        t, b_next = (start - STEPS, b) if chunk else (chunks * STEPS - STEPS, b + 1)
+                        hint(words, DT, b_next, t, LANES * i, hints)
+                        hint(words, U, b_next, t, LANES * i, hints + 16)
+                        hint(words, Y, b_next, t, LANES * i, hints + 32)
+                        hint(words, Z, b_next, t, LANES * i, hints + 48)
+                        h, y = A2 + to_h + states * ROW * chunk, tile + OUT if load_word(words, Z) else 0
+                        advance(tile, A2, h, B, B_stride, 0, 0, 0, trace, steps, n, n + 4, hints)
+                        retreat(tile, A2, A2 + to_g, A2 + to_dA, B, B_stride, C, C_stride, y, trace, steps, n)
+                    for t in range(steps):
+                        at = 4 * (states * t + n)
+                        store_gathered(dB + at, dC + at, load_row(trace + RECORD * t + TRACE_SUMS))
+                count, at = (
+                    load_word(words, COUNT),
+                    4 * load_word(words, COUNT) * (length * (load_word(words, BATCH) * group + b) + start),
+                )
+                copy(dB, 4 * states, load_word(words, DB) + at, 4 * count, steps, count, count)
+                copy(dC, 4 * states, load_word(words, DC) + at, 4 * count, steps, count, count)
+                for i in range(first, last):
+                    finish_backward(words, b, start, steps, LANES * i, scratch, tiles + TILE * (i - first))
+            for i in range(first, last):
+                write_states(words, DH0, b, LANES * i, A2_first + A2_bytes * (i - first) + to_g)
+        for i in range(first, last):
+            channel, tile, part = LANES * i, tiles + TILE * (i - first), b_first // load_word(words, PER_TASK)
+            width, at = (
+                min(LANES, load_word(words, CHANNELS) - channel),
+                4 * (load_word(words, CHANNELS) * part + channel),
+            )
+            write_states(words, DA, part, channel, A2_first + A2_bytes * (i - first) + to_dA)
+            copy(tile + TILE_DD, 0, load_word(words, DD) + at, 0, 1, width, width)
+            copy(tile + TILE_DBIAS, 0, load_word(words, DBIAS) + at, 0, 1, width, width)
+    set_float_mode(mode)
+
+
+@functools.cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    # A forked child has none of its parent's threads, so it must not find its parent's pool.
+    return ThreadPoolExecutor(threads, "vssm-scan")
+
+
+@functools.lru_cache
+def _cut(batch: int, channels: int) -> tuple[int, int, int, int]:
+    """Returns the batch rows of a task, the tiles of a group, and the number of batch parts and of groups."""
+    per_task = max(1, -(-batch // BATCHES))
+    parts, tiles = -(-batch // per_task), -(-channels // LANES)
+    # A large group shares more, small groups keep more threads busy.
+    per_group = min(GROUP, max(GROUP // 2, parts * tiles // 16))
+    return per_task, per_group, parts, -(-tiles // per_group)
+
+
+def _work(kernel: Callable, words: int, scratch: int, memory: tuple) -> None:
+    kernel(words, scratch)
+
+
+def _run(kernel: Callable, rows: tuple, wholes: tuple, softplus: bool, tiles: int, tables: int) -> None:
+    """Runs all tasks of a kernel, in several threads if it pays.
+
+    Arguments:
+        kernel: `_forward` or `_backward`.
+        rows: The operands that have strides, in the order of their words, from u on.
+        wholes: The other operands, in the order of their words, from A on.
+        softplus: Whether dt passes through softplus.
+        tiles: How many tiles of a group keep their steps at the same time.
+        tables: How many arrays of states a tile keeps.
+    """
+    (batch, length, channels), count = rows[0].shape, wholes[0].shape[1]
+    per_task, per_group, parts, groups = _cut(batch, channels)
+    tasks, states = parts * groups, -(-count // 4) * 4
+    words = [0, tasks, per_task, per_group, batch, length, channels, count, softplus]
+    copies = []
+    for x in rows:
+        if x is None:
+            words += (0, 0, 0)
+            continue
+        by_batch, by_time, by_channel = x.stride()
+        if by_channel != 1:
+            x = x.contiguous()
+            copies.append(x)
+            by_batch, by_time, _ = x.stride()
+        words += (x.data_ptr(), 4 * by_batch, 4 * by_time)
+    for x in wholes:
+        x = None if x is None else x.contiguous()
+        copies.append(x)
+        words.append(0 if x is None else x.data_ptr())
+    table = array("q", words)
+    address = table.buffer_info()[0]
+    small = batch * length * channels * count < INLINE
+    threads = 1 if small else min(torch.get_num_threads(), tasks)
+    size = NUMBERS + 16 * STEPS * states + TILE * tiles + ROW * per_group * (1 + states * tables)
+    scratch = torch.empty(threads * size // 4)
+    start = scratch.data_ptr()
+    others = []
+    if threads > 1:
+        pool = _pool(os.getpid(), torch.get_num_threads())
+        # Each holds on to the memory it works in, even if this thread is interrupted before it is done.
+        memory = (table, scratch, copies, rows)
+        others = [pool.submit(_work, kernel, address, start + size * i, memory) for i in range(1, threads)]
+    if tasks:
+        kernel(address, start)
+    for other in others:
+        # All tasks are drawn by now, so a thread that has not begun has nothing left to do.
+        if not other.cancel():
+            other.result()
+
+
+def forward(
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    softplus: bool,
+    h0: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Returns y and the last state; the arguments are those of `selective_scan`."""
+    batch, length, channels = u.shape
+    y, h = torch.empty(batch, length, channels), torch.empty(batch, channels, A.shape[1])
+    _run(_forward, (u, dt, z, B, C, y, None, None, None), (A, D, dt_bias, h0, h), softplus, 1, 2)
+    return y, h
+
+
+def backward(
+    dy: Tensor,
+    dh: Tensor,
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    softplus: bool,
+    h0: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Returns the gradients of u, dt, A, B, C, D, z, dt_bias and h0; empty for an argument that is None."""
+    (batch, length, channels), count = u.shape, A.shape[1]
+    _, per_group, parts, groups = _cut(batch, channels)
+    du, ddt = torch.empty(batch, length, channels), torch.empty(batch, length, channels)
+    dz = None if z is None else torch.empty(batch, length, channels)
+    dh0 = None if h0 is None else torch.empty(batch, channels, count)
+    dA, dD, dbias = (torch.empty(parts, *shape) for shape in ((channels, count), (channels,), (channels,)))
+    dB, dC = torch.empty(groups, batch, length, count), torch.empty(groups, batch, length, count)
+    rows, wholes = (u, dt, z, B, C, dy, du, ddt, dz), (A, D, dt_bias, h0, dh, dB, dC, dA, dD, dbias, dh0)
+    _run(_backward, rows, wholes, softplus, per_group, 3 + max(1, -(-length // STEPS)))
+    dD, dbias = None if D is None else _total(dD), None if dt_bias is None else _total(dbias)
+    grads = (du, ddt, _total(dA), _total(dB), _total(dC), dD, dz, dbias, dh0)
+    return tuple(u.new_empty(0) if grad is None else grad for grad in grads)
+
+
+def _total(parts: Tensor) -> Tensor:
+    # Not torch's sum, whose order of additions is its own affair.
+    return parts[0] if len(parts) == 1 else torch.from_numpy(np.add.reduce(parts.numpy(), axis=0))

@@ -1,0 +1,303 @@
+"""Vectors of float32 numbers for numba code, and the functions of them that the scan needs.
+
+A *row* is LANES numbers, what one register holds; a *block* is four rows. A processor can start two
+multiply-adds a cycle but each takes four cycles: the four independent rows of a block keep it busy.
+
+    exp(x) = 2^k (1 + q)      x log2(e) = k + r, k an integer, |r| <= 1/2, q = 2^r - 1 = r p(r)
+
+p is a polynomial, a minimax fit with a relative error of 4e-7. q has no constant term and the scan never
+adds it to 1, so that a decay very close to 1 loses no digits.
+
+Memory is named by its address, a 64-bit integer. numba's cache of compiled kernels watches the file of the
+kernel only: after a change here, touch `scan_numba.py`.
+"""
+# ruff: noqa: ANN001, ANN002, ANN201, ANN202, ANN401 (numba infers the types)
+
+import functools
+import inspect
+import math
+import operator
+import platform
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
+
+LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
+ROW = 4 * LANES  # bytes
+BLOCK = 4 * ROW
+LOG2E, LN2 = math.log2(math.e), math.log(2)
+# x + ROUND is rounded to k + ROUND with an integer k, and its lowest bits are the exponent of 2^k.
+ROUND = 1.5 * 2**23 + 127
+
+_float, _int, _word, _byte = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(8)
+
+
+class Vector(types.Type):
+    """The numba type of some rows in registers."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        super().__init__(name=f"Vector({rows})")
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager, kind) -> None:
+        super().__init__(manager, kind, ir.VectorType(_float, kind.rows * LANES))
+
+
+row, block = Vector(1), Vector(4)
+
+
+def _operation(emit: Callable, result: Any = None) -> Any:
+    """Makes a function for numba code of one that emits instructions, `emit(builder, *values)`.
+
+    Its result has the type given, or else that of the first vector among its arguments. Where there is a
+    vector, numbers become vectors too.
+    """
+
+    def typed(typing, *given):
+        exact = [types.float64 if isinstance(kind, types.Float) else kind for kind in given]
+        exact = [types.int64 if isinstance(kind, types.Integer) else kind for kind in exact]
+        return (result or _kind(exact))(*exact), functools.partial(_lower, emit)
+
+    vars(typed)["__signature__"] = inspect.signature(emit)  # where numba reads the number of arguments
+    return intrinsic(typed)
+
+
+def _kind(given) -> Any:
+    return next((kind for kind in given if isinstance(kind, Vector)), None)
+
+
+def _lower(emit, context, builder, signature, values):
+    kind = _kind(signature.args)
+    values = [
+        _filled(builder, kind, value) if kind and isinstance(given, types.Float) else value
+        for value, given in zip(values, signature.args, strict=True)
+    ]
+    made = emit(builder, *values)
+    return context.get_dummy_value() if made is None else made
+
+
+def _filled(builder, kind, number):
+    one = ir.Constant(ir.VectorType(_float, 1), ir.Undefined)
+    one = builder.insert_element(one, builder.fptrunc(number, _float), ir.Constant(_int, 0))
+    return _shuffle(builder, one, one, [0] * kind.rows * LANES)
+
+
+def _shuffle(builder, x, y, index) -> Any:
+    return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(_int, len(index)), index))
+
+
+def _load(builder, address, kind):
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
+
+
+def _store(builder, address, x):
+    builder.store(x, builder.inttoptr(address, x.type.as_pointer()), align=4)
+
+
+def _call(builder, name, result, *values):
+    kind = ir.FunctionType(result, [value.type for value in values])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
+
+
+def _muladd(builder, x, y, z):
+    return _call(builder, f"llvm.fmuladd.v{x.type.count}f32", x.type, x, y, z)
+
+
+def _power(builder, x):
+    bits = ir.VectorType(_int, x.type.count)
+    shift = ir.Constant(bits, [23] * bits.count)
+    return builder.bitcast(builder.shl(builder.bitcast(x, bits), shift), x.type)
+
+
+def _exceeds(builder, x, y):
+    bits = builder.bitcast(builder.fcmp_ordered(">", x, y), ir.IntType(x.type.count))
+    return builder.icmp_unsigned("!=", bits, ir.Constant(bits.type, 0))
+
+
+def _rows(builder, x):
+    return [_shuffle(builder, x, x, list(range(i, i + LANES))) for i in range(0, x.type.count, LANES)]
+
+
+def _fold(builder, x, y, total):
+    for x_row, y_row in zip(_rows(builder, x), _rows(builder, y), strict=True):
+        total = _muladd(builder, x_row, y_row, total)
+    return total
+
+
+def _load_rows(builder, address, stride):
+    rows = []
+    for _ in range(4):
+        rows.append(_load(builder, address, ir.VectorType(_float, LANES)))
+        address = builder.add(address, stride)
+    first, second = (_shuffle(builder, x, y, list(range(2 * LANES))) for x, y in (rows[:2], rows[2:]))
+    return _shuffle(builder, first, second, list(range(4 * LANES)))
+
+
+def _store_rows(builder, address, stride, x):
+    for x_row in _rows(builder, x):
+        _store(builder, address, x_row)
+        address = builder.add(address, stride)
+
+
+def _gather(builder, x, y, total):
+    rows, width = [*_rows(builder, x), *_rows(builder, y)], LANES
+    while len(rows) > 1:
+        width //= 2
+        keep = [i + LANES if i & width else i for i in range(LANES)]
+        swap = [(i ^ width) + LANES if i & width else i ^ width for i in range(LANES)]
+        pairs = zip(rows[: len(rows) // 2], rows[len(rows) // 2 :], strict=True)
+        rows = [builder.fadd(_shuffle(builder, x, y, keep), _shuffle(builder, x, y, swap)) for x, y in pairs]
+    return builder.fadd(rows[0], total)
+
+
+def _store_gathered(builder, x_address, y_address, sums):
+    while sums.type.count > 8:
+        even = list(range(0, sums.type.count, 2))
+        odd = [i + 1 for i in even]
+        sums = builder.fadd(_shuffle(builder, sums, sums, even), _shuffle(builder, sums, sums, odd))
+    _store(builder, x_address, _shuffle(builder, sums, sums, [0, 1, 2, 3]))
+    _store(builder, y_address, _shuffle(builder, sums, sums, [4, 5, 6, 7]))
+
+
+def _spread(builder, address):
+    four = _load(builder, address, ir.VectorType(_float, 4))
+    return _shuffle(builder, four, four, [i // LANES for i in range(4 * LANES)])
+
+
+def _transpose(builder, source, stride, target, target_stride):
+    rows = []
+    for _ in range(LANES):
+        rows.append(_load(builder, source, ir.VectorType(_float, LANES)))
+        source = builder.add(source, stride)
+    low = [i // 2 + LANES * (i % 2) for i in range(LANES)]
+    high = [i + LANES // 2 for i in low]
+    for _ in range(LANES.bit_length() - 1):
+        pairs = list(zip(rows[: LANES // 2], rows[LANES // 2 :], strict=True))
+        rows = [_shuffle(builder, x, y, index) for x, y in pairs for index in (low, high)]
+    for x in rows:
+        _store(builder, target, x)
+        target = builder.add(target, target_stride)
+
+
+def _prefetch(builder, address):
+    read, all_caches, data = (ir.Constant(_int, i) for i in (0, 3, 1))
+    pointer = builder.inttoptr(address, _byte.as_pointer())
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, read, all_caches, data)
+
+
+def _draw(builder, counter):
+    pointer = builder.inttoptr(counter, _word.as_pointer())
+    return builder.atomic_rmw("add", pointer, ir.Constant(_word, 1), "monotonic")
+
+
+def _set_float_mode(builder, mode):
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return mode
+    memory = cgutils.alloca_once(builder, _int)
+    pointer = builder.bitcast(memory, _byte.as_pointer())
+    _call(builder, "llvm.x86.sse.stmxcsr", ir.VoidType(), pointer)
+    before = builder.load(memory)
+    builder.store(builder.trunc(mode, _int), memory)
+    _call(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), pointer)
+    return builder.zext(before, _word)
+
+
+zero_row = _operation(lambda b: ir.Constant(ir.VectorType(_float, LANES), None), row)
+load_row = _operation(lambda b, address: _load(b, address, ir.VectorType(_float, LANES)), row)
+load_block = _operation(lambda b, address: _load(b, address, ir.VectorType(_float, 4 * LANES)), block)
+load_number = _operation(lambda b, address: _load(b, address, _float), types.float32)
+load_word = _operation(lambda b, words, i: _load(b, b.add(words, b.shl(i, i.type(3))), _word), types.int64)
+store = _operation(_store, types.none)  # a row, a block or a word
+store_number = _operation(lambda b, address, x: _store(b, address, b.fptrunc(x, _float)), types.none)
+load_rows = _operation(_load_rows, block)  # four rows at a stride
+store_rows = _operation(_store_rows, types.none)
+spread = _operation(_spread, block)  # four numbers in memory, each repeated to a row
+repeat = _operation(lambda b, x: _shuffle(b, x, x, list(range(LANES)) * 4), block)  # a row, four times
+muladd = _operation(_muladd)  # x y + z
+fold = _operation(_fold, row)  # the row z plus the sum over rows of x y
+gather = _operation(_gather, row)  # adds the sums of the rows of x and y to z, LANES / 8 lanes for each
+store_gathered = _operation(_store_gathered, types.none)  # the four sums of x and the four of y
+transpose = _operation(_transpose, types.none)  # LANES rows of LANES numbers
+power = _operation(_power)  # 2^k from k + ROUND
+maximum = _operation(lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), y, x))
+minimum = _operation(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), y, x))
+exceeds = _operation(_exceeds, types.boolean)  # whether x > y anywhere
+prefetch = _operation(_prefetch, types.none)
+draw = _operation(_draw, types.int64)  # the next number of a counter that threads share
+# Returns the mode before. Denormal numbers are a hundred times slower than others: FLUSH makes them zero.
+set_float_mode = _operation(_set_float_mode, types.int64)
+FLUSH = 0x9FC0  # the default of x86 with "denormals are zero" and "flush to zero"
+
+
+def _operator(symbol: Callable, method: str) -> None:
+    # `overload` is shorter but compiles a function for every pair of types.
+    type_callable(symbol)(lambda context: lambda x, y: _kind((x, y)))
+    for kinds in ((Vector, Vector), (Vector, types.Float), (types.Float, Vector)):
+        emit = functools.partial(_lower, lambda builder, x, y: getattr(builder, method)(x, y))
+        lower_builtin(symbol, *kinds)(lambda *code, emit=emit: emit(*code))
+
+
+_operator(operator.add, "fadd")
+_operator(operator.sub, "fsub")
+_operator(operator.mul, "fmul")
+_operator(operator.truediv, "fdiv")
+
+helper = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+inline: Any = njit(forceinline=True, **helper)
+
+
+@inline
+def exp2(x, y, bounded):
+    """Returns q and s with 2^(x y) = s (1 + q); `bounded` promises that |x y| <= 126."""
+    if bounded:
+        k = muladd(x, y, ROUND)
+        r = muladd(x, y, ROUND - k)
+    else:
+        product = minimum(maximum(x * y, -127.0), 127.0)
+        k = product + ROUND
+        r = product - (k - ROUND)
+    p = muladd(r, 0.001333353857803396, 0.009666245424315144)
+    p = muladd(r, p, 0.05550500213803258)
+    p = muladd(r, p, 0.24022351343155882)
+    p = muladd(r, p, 0.6931471435060839)
+    return p * r, power(k)
+
+
+@inline
+def exp(x):
+    q, s = exp2(minimum(maximum(x, -87.0), 87.0), LOG2E, True)
+    return muladd(q, s, s)
+
+
+@inline
+def sigmoid(x):
+    return 1.0 / (1.0 + exp(0.0 - x))
+
+
+@inline
+def softplus(x):
+    """max(x, 0) + log(1 + e) with e = exp(-|x|); log(1 + e) / e is a minimax polynomial on [0, 1]."""
+    e = exp(minimum(x, 0.0 - x))
+    p = muladd(e, 0.005232692698679005, -0.02950523250293209)
+    p = muladd(e, p, 0.07822594165806147)
+    p = muladd(e, p, -0.13663244927424786)
+    p = muladd(e, p, 0.19106006352523827)
+    p = muladd(e, p, -0.24842982109180178)
+    p = muladd(e, p, 0.33319096794371283)
+    p = muladd(e, p, -0.4999949313984246)
+    p = muladd(e, p, 0.9999999698795097)
+    return muladd(e, p, maximum(x, 0.0))
+
+
+@inline
+def softplus_derivative(y):
+    """1 - exp(-y) where y is the softplus, accurate for a small y too."""
+    q, s = exp2(minimum(y, 87.0), -LOG2E, True)
+    return (1.0 - s) - q * s
