@@ -47,3 +47,25 @@ def test_peer_computes_the_same_scan():
     inputs = bench._inputs(SMALL[0])
     ours, _ = bench.selective_scan(**inputs)
     assert torch.allclose(bench._mambapy_scan(**inputs), ours, rtol=1e-5, atol=1e-6)
+
+
+def test_generation_metrics_and_table(tmp_path, capsys):
+    options = {
+        "kinds": ("ssm", "vssm"),
+        "batches": (2,),
+        "lengths": (4,),
+        "width": 16,
+        "layers": 1,
+        "repeats": 1,
+    }
+    made = bench.main_generate(tmp_path / "generate.json", **options)
+    assert set(made["metrics"]) == {
+        "ssm_ms_b2_t4",
+        "ssm_prompted_ms_b2_t4",
+        "vssm_ms_b2_t4",
+        "vssm_prompted_ms_b2_t4",
+        "vssm_chunk1_ms_b2_t4",
+    }
+    assert all(value > 0 for value in made["metrics"].values())
+    assert json.loads((tmp_path / "generate.json").read_text())["metrics"] == made["metrics"]
+    assert "b2_t4" in capsys.readouterr().out

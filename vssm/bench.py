@@ -12,12 +12,22 @@ The scan, for u of shape (B, T, D) and N states, without gate and softplus becau
 Every repeat runs each of them once, one after the other, so that a disturbance meets all of them. It times a
 forward pass that records a graph, then the backward pass through that graph. Numbers are medians in
 milliseconds; `fwd_p10_ms_...` and `fwd_p90_ms_...` are the 10 % and 90 % quantiles.
+
+Generation, of fresh models, since time does not depend on what was learned:
+
+| name                   | what runs                                                                 |
+| ---------------------- | ------------------------------------------------------------------------- |
+| `<kind>_ms_...`          | T steps from nothing; one shot for vssm and tvae, with caches for the others |
+| `<kind>_prompted_ms_...` | the second half of T steps after the first                                |
+| `<kind>_chunk<W>_ms_...` | T steps in four chunks (vssm and tvae)                                    |
 """
 
 import importlib.util
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +37,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from vssm.config import KINDS, ModelConfig
+from vssm.generate import generate
+from vssm.models import build
 from vssm.ops import choose_backend, selective_scan
 from vssm.results import result, write_result
 
-__all__ = ["bench_scan", "floor_ms", "main_scan"]
+__all__ = ["bench_generate", "bench_scan", "floor_ms", "main_generate", "main_scan"]
 
 
 class Shape(NamedTuple):
@@ -119,6 +132,62 @@ def main_scan(out: Path | None = None, shapes: Sequence[Shape] = SHAPES, repeats
     }
     made = result("scan", "vssm bench scan", config, metrics)
     Console().print(_table(made))
+    if out is not None:
+        write_result(out, made)
+    return made
+
+
+def bench_generate(
+    kinds: Sequence[str] = KINDS,
+    batches: Sequence[int] = (1, 16),
+    lengths: Sequence[int] = (28, 256),
+    width: int = 256,
+    layers: int = 4,
+    repeats: int = 5,
+) -> dict[str, float]:
+    """Times generation on the CPU: medians in milliseconds for a whole batch, after one warm-up.
+
+    Arguments:
+        kinds: The models.
+        batches: Numbers of sequences.
+        lengths: Numbers of steps, T.
+        width: Width of the models.
+        layers: Depth of every stack.
+        repeats: How often each call runs; all kinds take turns within a repeat.
+    """
+    models = {kind: build(ModelConfig(kind=kind, features=28, width=width, layers=layers)) for kind in kinds}
+    metrics = {}
+    for batch, length in itertools.product(batches, lengths):
+        name, prompt = f"ms_b{batch}_t{length}", torch.rand(batch, length // 2, 28)
+        calls: dict[str, Callable[[], object]] = {}
+        for kind, model in models.items():
+            whole = partial(generate, model, num=batch, length=length)
+            calls[f"{kind}_{name}"] = whole
+            calls[f"{kind}_prompted_{name}"] = partial(generate, model, length=length // 2, prompt=prompt)
+            if kind in ("vssm", "tvae"):
+                calls[f"{kind}_chunk{length // 4}_{name}"] = partial(whole, chunk=length // 4)
+        times: dict[str, list[float]] = {call: [] for call in calls}
+        for repeat in range(-1, repeats):
+            for call, function in calls.items():
+                start = time.perf_counter()
+                function()
+                if repeat >= 0:
+                    times[call].append(1e3 * (time.perf_counter() - start))
+        metrics |= {call: statistics.median(taken) for call, taken in times.items()}
+    return metrics
+
+
+def main_generate(out: Path | None = None, **options: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Times generation, prints a table and writes the result as JSON if `out` says where."""
+    metrics = bench_generate(**options)
+    config = {"width": 256, "layers": 4, "features": 28, "threads": torch.get_num_threads(), **options}
+    made = result("generate", "vssm bench generate", config, metrics)
+    title = f"Generation in ms, {made['machine']['cpu']}, {config['threads']} threads"
+    table = Table("model", *dict.fromkeys(name.rpartition("ms_")[2] for name in metrics), title=title)
+    for row in dict.fromkeys(name.rpartition("_ms_")[0] for name in metrics if "chunk" not in name):
+        times = [metrics[f"{row}_ms_{column.header}"] for column in table.columns[1:]]
+        table.add_row(row, *map(_number, times))
+    Console().print(table)
     if out is not None:
         write_result(out, made)
     return made
