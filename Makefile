@@ -16,7 +16,7 @@ lint: .venv/ready-dev
 	$(BIN)/pyright
 
 docs: .venv/ready-dev
-	$(BIN)/python -m pytest docs README.md vssm --doctest-modules --doctest-glob='*.md' -q
+	$(BIN)/python -m pytest -q tests/test_readme.py vssm
 
 bench: .venv/ready-dev
 	$(BIN)/vssm bench scan

@@ -43,15 +43,15 @@ def test_likelihood_converges_to_enumeration(kind):
     uniform = Latents(torch.zeros(1, 3, 1, 2))
     exact = joint_by_enumeration(model, x, uniform)
     assert expected_elbo(model, x) <= exact + 1e-6
-    assert abs(log_likelihood(model, x, num_samples=20000) - exact) < 0.05
+    assert abs(log_likelihood(model, x, num_samples=8000) - exact) < 0.08
 
     empty, _ = model.partial_posterior(empty=3)
     exact = joint_by_enumeration(model, x, empty)
-    assert abs(log_likelihood(model, x, num_samples=20000, prior="partial") - exact) < 0.05
+    assert abs(log_likelihood(model, x, num_samples=8000, prior="partial") - exact) < 0.08
 
     q_partial, _ = model.partial_posterior(x[:, :2], empty=1)
     exact = joint_by_enumeration(model, x, q_partial, first=2)
-    assert abs(log_likelihood(model, x, num_samples=20000, prompt_length=2) - exact) < 0.05
+    assert abs(log_likelihood(model, x, num_samples=8000, prompt_length=2) - exact) < 0.08
 
 
 @torch.no_grad()
@@ -65,9 +65,9 @@ def test_vrnn_likelihood_converges_to_enumeration():
         log_p = path.p_x.log_prob(x[:, :length].expand(len(z), -1, -1)) + path.p_z.log_prob(z)
         return torch.logsumexp(log_p.sum(1), 0)
 
-    assert abs(log_likelihood(model, x, num_samples=20000) - exact(3)) < 0.05
-    partial = log_likelihood(model, x, num_samples=20000, prompt_length=2)
-    assert abs(partial - (exact(3) - exact(2))) < 0.05
+    assert abs(log_likelihood(model, x, num_samples=8000) - exact(3)) < 0.08
+    partial = log_likelihood(model, x, num_samples=8000, prompt_length=2)
+    assert abs(partial - (exact(3) - exact(2))) < 0.08
 
 
 @pytest.mark.parametrize("kind", ["tvae", "vrnn", "vssm"])
@@ -87,7 +87,7 @@ def test_single_draw_objective_is_unbiased_for_the_elbo():
     model = small_model("vssm", **TINY)
     x = torch.randn(1, 3, 3)
     terms = objective(model, x.expand(20000, -1, -1))
-    assert abs((terms.reconstruction - terms.kl).mean() - expected_elbo(model, x)) < 0.05
+    assert abs((terms.reconstruction - terms.kl).mean() - expected_elbo(model, x)) < 0.08
 
 
 @pytest.mark.parametrize("kind", KINDS)

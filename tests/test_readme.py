@@ -42,7 +42,7 @@ def test_commands_run(page, tmp_path):
             assert all(f"\n{extra} = [" in pyproject for extra in extras), line
         else:
             assert program == "vssm", f"what is {line!r}?"
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             run = subprocess.run(
                 [sys.executable, "-m", "vssm", *arguments],
                 cwd=tmp_path,

@@ -131,7 +131,9 @@ def main_scan(out: Path | None = None, shapes: Sequence[Shape] = SHAPES, repeats
         "shapes": [shape._asdict() for shape in shapes],
     }
     made = result("scan", "vssm bench scan", config, metrics)
-    Console().print(_table(made))
+    console = Console()
+    console.width = max(console.width, 100)  # a narrow terminal wraps lines rather than losing numbers
+    console.print(_table(made))
     if out is not None:
         write_result(out, made)
     return made

@@ -28,7 +28,7 @@ def build(config: ModelConfig) -> Model:
     Example:
         >>> model = build(ModelConfig(kind="ssm", features=3, width=8, layers=1))
         >>> sum(p.numel() for p in model.parameters())
-        1091
+        1379
     """
     model = MODELS[config.kind](config)
     assert isinstance(model, Autoregressive | Variational | VRNN)

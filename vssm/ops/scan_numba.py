@@ -53,7 +53,6 @@ from vssm.ops.vectors import (
     exp2,
     fold,
     gather,
-    helper,
     inline,
     load_block,
     load_number,
@@ -62,6 +61,7 @@ from vssm.ops.vectors import (
     load_word,
     maximum,
     muladd,
+    options,
     prefetch,
     repeat,
     set_float_mode,
@@ -99,7 +99,7 @@ TASK, TASKS, PER_TASK, PER_GROUP, BATCH, LENGTH, CHANNELS, COUNT, SOFTPLUS = np.
 U, DT, Z, B_, C_, Y, DU, DDT, DZ = np.arange(9, 36, 3)
 A_, D_, BIAS, H0, H, DB, DC, DA, DD, DBIAS, DH0 = np.arange(36, 47)
 
-_compile: Any = njit(**helper)
+_compile: Any = njit(**options)
 
 
 def _kernel(function: Callable) -> Callable:

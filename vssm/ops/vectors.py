@@ -249,8 +249,8 @@ _operator(operator.sub, "fsub")
 _operator(operator.mul, "fmul")
 _operator(operator.truediv, "fdiv")
 
-helper = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-inline: Any = njit(forceinline=True, **helper)
+options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+inline: Any = njit(forceinline=True, **options)
 
 
 @inline
