@@ -275,4 +275,4 @@ def _table(made: dict[str, Any]) -> Table:
 
 
 def _number(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.2g}"
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}"
