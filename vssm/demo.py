@@ -22,7 +22,7 @@ __all__ = ["demo"]
 
 KINDS = ("vssm", "ssm", "transformer")
 _MARK = "This folder was made by `vssm demo`, which may replace it.\n"
-_EPOCHS = {"vssm": 40, "ssm": 25, "transformer": 25}
+_EPOCHS = {"vssm": 20, "ssm": 15, "transformer": 15}
 _LENGTHS = (8, 32, 128, 512)
 
 
@@ -36,7 +36,7 @@ def demo(folder: Path) -> None:
         config = RunConfig(
             data=DataConfig(name="digits"),
             model=ModelConfig(kind=kind, features=8, width=96, layers=2, heads=4, latents=12, classes=16),
-            train=TrainConfig(epochs=_EPOCHS[kind], batch=64, learning_rate=2e-3),
+            train=TrainConfig(epochs=_EPOCHS[kind], batch=64, learning_rate=3e-3),
         )
         models[kind] = vssm.load(train(config, folder / kind))
 
