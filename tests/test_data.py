@@ -612,9 +612,7 @@ def test_columns_are_chosen_by_name_or_position(tmp_path):
     path = write_csv(tmp_path / "a.csv", rows, header=["date", "HUFL", "HULL", "OT"])
     data = open_data(series(path, columns=("OT", "0"), context=2, horizon=1, scale=False))
     assert data.meta.columns == ("OT", "HUFL") and data.train.x[0, 0].tolist() == [100, 1]
-    refused(
-        series(path, columns=("HUFLL",)), "series.columns", "'HUFLL'", "HUFL, HULL, OT", "did you mean"
-    )
+    refused(series(path, columns=("HUFLL",)), "series.columns", "'HUFLL'", "HUFL, HULL, OT", "did you mean")
     refused(series(path, columns=("3",)), "'3'", "HUFL, HULL, OT")
     refused(series(path, columns=("date",)), "'date'", "HUFL, HULL, OT")
 

@@ -334,3 +334,18 @@ def test_bad_choices_are_named():
         TrainConfig(precision="bfloat")
     with pytest.raises(ValueError, match="device='gpu' is unknown; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'"):
         TrainConfig(device="gpu")
+
+
+def test_three_hundred_steps_on_mnist_beat_independent_pixels(data_dir, tmp_path):
+    """The bar: each pixel a Gaussian of its own mean, with the same sigma as the model."""
+    model = ModelConfig(kind="vssm", features=28, head="gaussian", width=64, layers=2, latents=16, classes=16)
+    options = TrainConfig(
+        max_steps=300, batch=64, learning_rate=3e-3, num_valid=512, validate_every=10, samples=0
+    )
+    config = RunConfig(data=DataConfig(name="mnist", dir=data_dir), model=model, train=options)
+    valid = log(run(config, tmp_path / "run"), "valid")[-1]
+    data = open_data(config.data)
+    mean = data.train.batch(slice(None)).mean(0)
+    pixels = torch.distributions.Normal(mean, model.sigma).log_prob(data.valid.batch(slice(0, 512)))
+    independent = float(pixels.sum((1, 2)).mean())
+    assert valid["reconstruction"] - valid["kl"] > independent + 500

@@ -1,5 +1,4 @@
-"""A model in a folder: `config.json` and `weights.safetensors`, nothing that could run code.
-"""
+"""A model in a folder: `config.json` and `weights.safetensors`, nothing that could run code."""
 
 import json
 from pathlib import Path
