@@ -207,7 +207,10 @@ PROMPT = torch.rand(2, 3, 3)
     ("kind", "options", "message"),
     [
         ("vssm", {"length": -1}, "length=-1 is not allowed; allowed: a whole number >= 0"),
+        ("vssm", {"length": 2.5}, "length=2.5 is not allowed"),
         ("vssm", {"num": 0}, "num=0 is not allowed"),
+        ("vssm", {"seed": 2**64}, "seed=18446744073709551616 is not allowed"),
+        ("vssm", {"prompt": [[0.0]]}, "prompt is a list; allowed: a torch tensor"),
         ("vssm", {"chunk": 0}, "chunk=0 is not allowed; allowed: a whole number >= 1"),
         ("vssm", {"temperature": 0.0}, "temperature=0.0 is not allowed; allowed: a number > 0"),
         ("vssm", {"temperature": float("nan")}, "temperature=nan is not allowed"),

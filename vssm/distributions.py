@@ -95,6 +95,8 @@ class Head:
             name: What the message calls x.
             values: Whether the range is checked too, which waits for the device of x.
         """
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a {type(x).__name__}; allowed: a torch tensor")
         last = () if self.tokens else (self.features,)
         if x.dim() != 2 + len(last) or tuple(x.shape[2:]) != last:
             allowed = ", ".join(("batch", "length", *map(str, last)))

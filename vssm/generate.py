@@ -388,6 +388,8 @@ def _noise_source(
 ) -> _Noise:
     if seed is None:
         seeds = torch.zeros(num, dtype=torch.int64, device=device) if state is None else state["seed"]
+    elif isinstance(seed, int) and not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed={seed} is not allowed; allowed: a whole number of 64 bits")
     else:
         seeds = torch.as_tensor(seed, dtype=torch.int64, device=device)
         seeds = seeds.repeat(num) if seeds.ndim == 0 else seeds
@@ -412,10 +414,9 @@ def _check_options(
     state: State | None,
 ) -> None:
     kind = model.config.kind
-    if length < 0:
-        raise ValueError(f"length={length} is not allowed; allowed: a whole number >= 0")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk={chunk} is not allowed; allowed: a whole number >= 1")
+    for name, value, least in (("length", length, 0), ("chunk", 1 if chunk is None else chunk, 1)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value} is not allowed; allowed: a whole number >= {least}")
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature={temperature} is not allowed; allowed: a number > 0")
     check_choice("observe", observe, ("mean", "sample"))
@@ -435,6 +436,7 @@ def _check_options(
 
 
 def _check_sequence(model: Model, x: Tensor, name: str, device: torch.device) -> Tensor:
+    model.head.validate(x, name=name, values=False)
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}; allowed: {device}, the device of the model")
     model.head.validate(x, name=name)

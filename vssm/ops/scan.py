@@ -114,10 +114,10 @@ def selective_scan(
     backend = choose_backend(backend, u.device, u.dtype)
     if backend == "reference":
         return selective_scan_reference(u, dt, A, B, C, D, z, dt_bias, softplus, h0)
-    tensors = u, dt, A, B, C, D, z, dt_bias, h0
     if backend == "numba":  # knows float32 only; the triton kernels read every dtype as it is
-        tensors = tuple(t if t is None or t.dtype == torch.float32 else t.float() for t in tensors)
-        u, dt, A, B, C, D, z, dt_bias, h0 = tensors
+        u, dt, A, B, C = (t.float() for t in (u, dt, A, B, C))
+        D, z, dt_bias, h0 = (None if t is None else t.float() for t in (D, z, dt_bias, h0))
+    tensors = (u, dt, A, B, C, D, z, dt_bias, h0)
     if torch.compiler.is_compiling() or (
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     ):
