@@ -1,0 +1,250 @@
+"""The Triton kernels against the reference in float64, interpreted without a GPU and compiled with one.
+
+Triton decides at import whether it interprets, so without a GPU one test starts pytest again on this file
+with TRITON_INTERPRET=1 in its environment; the tests marked `kernels` run only there.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.conftest import relative_error
+from tests.test_scan import TENSORS, arguments, assert_close
+from vssm.ops import choose_backend, selective_scan
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+HALF = 1e-2  # relative, in norm
+kernels = pytest.mark.skipif(
+    not INTERPRETED and DEVICE == "cpu", reason="test_in_the_interpreter runs it, or a CUDA device"
+)
+
+
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="the tests below already run the kernels")
+def test_in_the_interpreter():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Makes the kernels cut small problems as they cut large ones."""
+    from vssm.ops import scan_triton
+
+    def plans(chunk, split=True, programs=3):
+        plan = scan_triton.Plan(chunk, 32, 2, None, True)
+        monkeypatch.setattr(scan_triton, "plan_forward", lambda *_: plan)
+        monkeypatch.setattr(
+            scan_triton, "plan_backward", lambda *_: plan._replace(programs=programs, split=split)
+        )
+
+    return plans
+
+
+def to_device(values, dtype=torch.float32):
+    """Rows of u, z and of B, C as slices of one tensor each, as a Mamba block makes them."""
+    values = {name: value.to(DEVICE) if torch.is_tensor(value) else value for name, value in values.items()}
+    for left, right in (("u", "z"), ("B", "C")):
+        if values[right] is not None:
+            both = torch.cat((values[left], values[right]), 2).to(dtype)
+            values[left], values[right] = both.split(values[left].shape[2], 2)
+    return {**values, "dt": values["dt"].to(dtype), "u": values["u"].to(dtype)}
+
+
+def outputs(values, backend="triton"):
+    """Returns y, h and the gradients by name, of random weights that do not depend on the backend."""
+    leaves = {name: values[name].detach().requires_grad_() for name in TENSORS if values[name] is not None}
+    y, h = selective_scan(**{**values, **leaves}, backend=backend)
+    # Numbers that every dtype has: the gradient that enters is the same for all.
+    weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).bfloat16() for x in (y, h)]
+    total = sum((x * weight.to(x)).sum() for x, weight in zip((y, h), weights, strict=True))
+    grads = torch.autograd.grad(total, list(leaves.values()))
+    return {"y": y.detach(), "h": h.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def expected(values):
+    exact_values = {name: v.double() if torch.is_tensor(v) else v for name, v in values.items()}
+    return outputs(exact_values, "reference")
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("batch", "length", "channels", "states", "chunk", "split"),
+    [
+        (2, 5, 7, 3, 5, True),
+        (1, 1, 33, 16, 1, True),
+        (2, 8, 32, 4, 4, True),
+        (2, 8, 32, 4, 4, False),
+        (1, 7, 40, 16, 4, False),
+        (1, 11, 33, 5, 8, True),
+        (2, 3, 4, 17, 3, True),
+        (2, 6, 5, 1, 4, True),
+    ],
+)
+def test_matches_float64_reference(small, batch, length, channels, states, chunk, split):
+    small(chunk, split)
+    values = to_device(arguments(batch, length, channels, states))
+    assert_close(outputs(values), expected(values))
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("given", "softplus"),
+    [((), True), ((), False), (("D", "dt_bias"), False), (("z",), True), (("h0",), False)],
+)
+def test_every_argument_is_optional(small, given, softplus):
+    small(4)
+    values = to_device(arguments(1, 6, 8, 3, given, softplus))
+    assert_close(outputs(values), expected(values))
+
+
+@kernels
+@pytest.mark.parametrize(("dtype", "states"), [(torch.bfloat16, 8), (torch.float16, 8), (torch.bfloat16, 5)])
+def test_half_precision_in_float32_inside(small, dtype, states):
+    small(4)
+    values = to_device(arguments(1, 8, 32, states), dtype)
+    given, wanted = outputs(values), expected(values)
+    assert_close(given, wanted, HALF)
+    assert given["y"].dtype == given["u"].dtype == given["B"].dtype == dtype
+    # What is kept in float32 is computed in float32.
+    for name in ("h", "A", "D", "dt_bias", "h0"):
+        assert given[name].dtype == torch.float32
+        assert relative_error(given[name], wanted[name]) < 1e-5
+
+
+@kernels
+def test_small_steps_keep_their_precision(small):
+    small(4)
+    values = to_device(arguments(1, 8, 8, 4))
+    values["dt"] = values["dt"] - 7
+    assert_close(outputs(values), expected(values))
+
+
+@kernels
+def test_columns_may_be_strided(small):
+    small(4)
+    values = to_device(arguments(1, 6, 5, 3))
+    wanted = outputs(values)
+    for name in ("u", "dt", "B", "C", "z"):
+        values[name] = values[name].transpose(1, 2).contiguous().transpose(1, 2)
+        assert values[name].stride(2) != 1
+    given = outputs(values)
+    assert all(torch.equal(given[name], wanted[name]) for name in wanted)
+
+
+@kernels
+def test_an_empty_sequence_passes_the_state_on():
+    values = to_device(arguments(2, 0, 5, 3))
+    given = outputs(values)
+    assert given["y"].shape == (2, 0, 5)
+    assert torch.equal(given["h"], values["h0"])
+    assert given["A"].abs().sum() == 0
+    assert given["h0"].abs().sum() > 0
+
+
+@kernels
+def test_cutting_a_sequence_and_carrying_the_state_changes_nothing(small):
+    small(4)
+    values = to_device(arguments(1, 10, 8, 4))
+    whole, h = selective_scan(**values, backend="triton")
+    state, parts = values["h0"], []
+    for rows in (slice(0, 3), slice(3, 4), slice(4, 10)):
+        cut = {name: values[name][:, rows] for name in ("u", "dt", "B", "C", "z")}
+        y, state = selective_scan(**{**values, **cut, "h0": state}, backend="triton")
+        parts.append(y)
+    assert relative_error(torch.cat(parts, 1), whole) < 1e-6
+    assert relative_error(state, h) < 1e-6
+
+
+@kernels
+@pytest.mark.parametrize("split", [True, False])
+def test_results_repeat_bit_for_bit(small, split):
+    small(4, split)
+    values = to_device(arguments(2, 5, 40, 2))
+    first, second = outputs(values), outputs(values)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@kernels
+def test_operator_is_registered_properly(small):
+    small(4)
+    values = to_device(arguments(1, 5, 4, 2))
+    leaves = [values[name].detach().requires_grad_() for name in TENSORS]
+    torch.library.opcheck(
+        torch.ops.vssm.selective_scan.default,
+        (*leaves[:8], True, leaves[8], "triton"),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+def test_the_backend_says_where_it_runs():
+    if DEVICE == "cuda":
+        assert choose_backend("auto", torch.device("cuda"), torch.bfloat16) == "triton"
+    with pytest.raises(ValueError, match="float64"):
+        choose_backend("triton", torch.device("cuda"), torch.float64)
+    if not INTERPRETED:
+        with pytest.raises(ValueError, match="cpu"):
+            choose_backend("triton", torch.device("cpu"), torch.float32)
+
+
+@kernels
+def test_plans_fill_the_device():
+    from vssm.ops import scan_triton
+
+    # d_inner 2048, N 16 on 132 multiprocessors: only what has too few rows is cut in chunks.
+    for batch, length, chunks in ((1024, 28, 1), (256, 32, 1), (64, 1024, 1), (8, 4096, 32), (1, 65536, 256)):
+        plan = scan_triton.plan_forward(batch, length, 2048, 16, 132)
+        assert -(-length // plan.length) == chunks
+        backward = scan_triton.plan_backward(batch, length, 2048, 16, 132)
+        assert backward.split == (batch < 64)
+        assert backward.length == min(length, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("batch", "length", "channels"),
+    [
+        (1024, 28, 64),
+        (256, 32, 64),
+        (64, 1024, 64),
+        (8, 4096, 64),
+        (1, 16384, 64),
+        (16, 32, 2048),
+        (5, 301, 200),
+    ],
+)
+def test_real_sizes(batch, length, channels, dtype):
+    values = to_device(arguments(batch, length, channels, 16), dtype)
+    given, again = outputs(values), outputs(values)
+    assert_close(given, expected(values), 1e-5 if dtype == torch.float32 else HALF)
+    assert all(torch.equal(given[name], again[name]) for name in given)
+
+
+@pytest.mark.gpu
+def test_addresses_pass_two_to_the_31():
+    generator = torch.Generator("cuda").manual_seed(0)
+    u = torch.randn(3, 262_144, 3072, device="cuda", dtype=torch.bfloat16, generator=generator)
+    assert u.numel() > 2**31
+    values = to_device(arguments(1, 1, 3072, 4, ()))
+    B = torch.randn(3, 262_144, 4, device="cuda", generator=generator)
+    dt = torch.full((1, 1, 1), 0.1, device="cuda", dtype=torch.bfloat16).expand(u.shape)
+    y, h = selective_scan(u, dt, values["A"], B, B, backend="triton")
+    last = slice(262_144 - 600, None)
+    wanted, state = selective_scan(
+        u[2:, last, 5:9].double(), dt[2:, last, 5:9].double(), values["A"][5:9].double(),
+        B[2:, last].double(), B[2:, last].double(), backend="reference",
+    )  # fmt: skip
+    assert relative_error(y[2:, last, 5:9][:, -100:], wanted[:, -100:]) < HALF
+    assert relative_error(h[2:, 5:9], state) < HALF
