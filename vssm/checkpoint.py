@@ -8,12 +8,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from vssm.config import FORMAT as FORMAT
-from vssm.config import ModelConfig
+from vssm.config import FORMAT, ModelConfig
 from vssm.models import Model, build
-from vssm.storage import write_atomically as write_atomically
+from vssm.storage import write_atomically
 
-__all__ = ["FORMAT", "load", "save", "write_atomically"]
+__all__ = ["load", "save"]
 
 
 def save(model: Model, folder: str | Path) -> None:

@@ -442,8 +442,8 @@ def _write_samples(x: "torch.Tensor", prompt: "torch.Tensor | None", meta: "Meta
     import numpy as np
     import torch
 
-    from vssm.checkpoint import write_atomically
     from vssm.data import draw
+    from vssm.storage import write_atomically
 
     if out.suffix == ".npy":
         array = x.numpy()

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 import vssm
-from vssm.checkpoint import write_atomically
 from vssm.config import ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, Meta, draw, open_data
 from vssm.evaluate import evaluate_run
 from vssm.models import Model
 from vssm.report import report
 from vssm.results import result
+from vssm.storage import write_atomically
 from vssm.train import train
 
 __all__ = ["demo"]

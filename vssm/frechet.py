@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from vssm.checkpoint import write_atomically
+from vssm.storage import write_atomically
 
 __all__ = ["Classifier", "features", "frechet_distance", "train_classifier"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from vssm.chart import chart
-from vssm.checkpoint import write_atomically
+from vssm.storage import write_atomically
 
 __all__ = ["report"]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vssm.checkpoint import write_atomically
+from vssm.storage import write_atomically
 
 __all__ = ["commit", "machine", "result", "write_result"]
 
