@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import relative_error, small_config
 from vssm.nn import BLOCKS, LatentEmbedding, Stack, State, reserve, trim
-from vssm.ops import causal_conv
+from vssm.ops import causal_conv_silu
 
 KIND_OF_BLOCK = {"mamba": "ssm", "attention": "transformer", "gru": "rnn"}
 
@@ -68,11 +68,12 @@ def test_conv_equals_torch_and_any_cut(batch, length, channels, taps, data):
     expected = torch.nn.functional.conv1d(
         torch.nn.functional.pad(x.mT, (taps - 1, 0)), weight[:, None], bias, groups=channels
     ).mT
-    y, last = causal_conv(x, weight, bias)
+    expected = torch.nn.functional.silu(expected)
+    y, last = causal_conv_silu(x, weight, bias)
     assert relative_error(y, expected) < 1e-5
     cut = data.draw(st.integers(1, length))
-    head, state = causal_conv(x[:, :cut], weight, bias)
-    tail, state = causal_conv(x[:, cut:], weight, bias, state)
+    head, state = causal_conv_silu(x[:, :cut], weight, bias)
+    tail, state = causal_conv_silu(x[:, cut:], weight, bias, state)
     assert relative_error(torch.cat([head, tail], 1), expected) < 1e-5
     assert torch.equal(state, last)
 
@@ -154,3 +155,34 @@ def test_state_file_damaged_or_foreign_is_named(tmp_path):
         State.load(path)
     with pytest.raises(ValueError, match="does not exist"):
         State.load(tmp_path / "none")
+
+
+def test_states_join_along_the_batch_and_part_again():
+    block = make_block("mamba")
+    x = torch.randn(5, 4, 16)
+    parts = [block(rows)[1] for rows in x.split([1, 3, 1])]
+    joined = State.cat(parts)
+    assert (joined.batch, joined.position) == (5, 4)
+    more = torch.randn(5, 2, 16)
+    assert relative_error(block(more, joined)[0], block(more, block(x)[1])[0]) < 1e-5
+    for leaf, expected in zip(joined.select([1, 2, 3]).leaves(), parts[1].leaves(), strict=True):
+        assert torch.equal(leaf, expected)
+    nested = State({"inner": parts[0]}, 4, "a")
+    assert State.cat([nested, nested]).child("inner").batch == 2
+    with pytest.raises(ValueError, match="states is empty; allowed: one State or more"):
+        State.cat([])
+    with pytest.raises(ValueError, match="positions 4 and 5 of models"):
+        State.cat([parts[0], State(parts[0].children, 5)])
+    with pytest.raises(ValueError, match="allowed: equal names"):
+        State.cat([parts[0], State({"h": torch.zeros(1, 2)}, 4)])
+
+
+def test_a_state_goes_through_bytes():
+    state = State({"a": torch.rand(2, 3), "b": State({"h": torch.arange(2)}, 3)}, 3, "model")
+    copy = State.from_bytes(state.to_bytes())
+    assert (copy.position, copy.owner, copy.child("b").position) == (3, "model", 3)
+    assert torch.equal(copy["a"], state["a"])
+    assert torch.equal(copy.child("b")["h"], state.child("b")["h"])
+    for damaged in (b"", b"x" * 40, state.to_bytes()[:-1]):
+        with pytest.raises(ValueError, match="bytes is damaged"):
+            State.from_bytes(damaged)

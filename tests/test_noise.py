@@ -1,6 +1,9 @@
 """Counter-based noise: known answers, independence of how it is cut up, and statistics."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -61,6 +64,13 @@ def test_uniform_does_not_depend_on_batch_split_or_order(order, cut):
     whole = uniform(seeds, rows, 11, 4, 6)
     parts = [uniform(seeds[index], rows[index], 11, 4, 6) for index in (order[:cut], order[cut:])]
     assert torch.equal(torch.cat(parts), whole[order])
+
+
+def test_uniform_takes_a_position_that_only_the_device_knows():
+    for position in (0, 7, 2**32 - 13):
+        assert torch.equal(
+            draw_noise(position=torch.tensor([position]), length=13), draw_noise(position=position, length=13)
+        )
 
 
 def test_uniform_components_are_a_prefix():
@@ -148,6 +158,35 @@ def test_uniform_names_bad_input(change, message):
         draw_noise(**change)
 
 
+INTERPRETED = """
+import torch
+from vssm import noise, noise_triton
+seeds = torch.tensor([5, -(2**63), 2**63 - 1, -(2**40) + 12345])
+rows = torch.tensor([0, 2**32 - 1, 3, 9])
+for position, length, components, stream, draw in (
+    (0, 1, 1, 0, 0), (2**31, 65, 33, 1, 7), (2**32 - 3, 3, 7, 255, 2**24 - 1), (1000, 13, 4, 0, 1)
+):
+    expected = noise.uniform(seeds, rows, position, length, components, stream, draw)
+    tag = stream << 24 | draw
+    for where in (position, torch.tensor([position])):
+        u = noise_triton.uniform(seeds, rows, where, length, components, tag)
+        assert u.shape == expected.shape and torch.equal(u, expected), (position, components)
+assert noise_triton.uniform(seeds, rows, 0, 0, 5, 0).shape == (4, 0, 5)
+print("same bits")
+"""
+
+
+def test_the_kernel_gives_the_same_bits_in_the_interpreter():
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "same bits\n", done.stderr[-2000:]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_uniform_gives_the_same_bits_on_a_gpu():
@@ -155,3 +194,5 @@ def test_uniform_gives_the_same_bits_on_a_gpu():
     u = uniform(seeds.cuda(), rows.cuda(), 2**31, 65, 33, OBSERVATION, 7)
     assert u.device.type == "cuda"
     assert torch.equal(u.cpu(), uniform(seeds, rows, 2**31, 65, 33, OBSERVATION, 7))
+    known = torch.tensor([2**31]).cuda()
+    assert torch.equal(uniform(seeds.cuda(), rows.cuda(), known, 65, 33, OBSERVATION, 7), u)

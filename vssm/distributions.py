@@ -32,6 +32,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vssm.ops.latents import (
+    at_least_float32,
+    expected_log_prob,
+    gumbel_one_hot,
+    kl_to_uniform,
+    sample_and_kl,
+)
+
 __all__ = ["HEADS", "Head", "Latents", "Observation", "gumbel_uniform", "make_head"]
 
 HEADS = ("gaussian", "gaussian-learned", "bernoulli", "categorical", "logistic-mixture")
@@ -85,7 +93,7 @@ class Head:
             w: Outputs of a network, (B, T, size).
         """
         assert w.shape[-1] == self.size, f"w has {w.shape[-1]} outputs, head {self.name} needs {self.size}"
-        return self.distribution(_at_least_float32(w))
+        return self.distribution(at_least_float32(w))
 
     def validate(self, x: Tensor, name: str = "x", values: bool = True) -> None:
         """Raises a ValueError unless x has the shape, dtype and range of this head.
@@ -306,7 +314,12 @@ class Latents:
     """
 
     def __init__(self, logits: Tensor) -> None:
-        self.logits = _at_least_float32(logits)
+        self._given = logits  # kernels read half precision as it is
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """Unnormalised log-probabilities, (..., Z, N)."""
+        return at_least_float32(self._given)
 
     @cached_property
     def log_probs(self) -> Tensor:
@@ -325,16 +338,15 @@ class Latents:
 
     def detach(self) -> "Latents":
         """Returns the same distribution without a gradient."""
-        return Latents(self.logits.detach())
+        return Latents(self._given.detach())
 
     def entropy(self) -> Tensor:
         """Returns the entropy, summed over components, (...)."""
-        return -self.expected_log_prob(self)
+        return -(self.probs * self.log_probs).sum((-2, -1))
 
     def kl_to_uniform(self) -> Tensor:
         """Returns KL(self || uniform) = Z log N - entropy, (...)."""
-        # log N inside the sum: near the uniform distribution the difference of the two sums would cancel
-        return (self.probs * (self.log_probs + math.log(self.logits.shape[-1]))).sum((-2, -1))
+        return kl_to_uniform(self.log_probs)
 
     def kl(self, other: "Latents") -> Tensor:
         """Returns KL(self || other), (...)."""
@@ -342,7 +354,7 @@ class Latents:
 
     def expected_log_prob(self, q: "Latents") -> Tensor:
         """Returns E[log self(z)] for z ~ q, exactly, (...); gradients flow to both."""
-        return (q.probs * self.log_probs).sum((-2, -1))
+        return expected_log_prob(self._given, q._given)
 
     def log_prob(self, z: Tensor) -> Tensor:
         """Returns log-probabilities of z (..., Z) integers, (...); batches are broadcast."""
@@ -361,7 +373,13 @@ class Latents:
         Returns:
             Class indices, (..., Z) int64.
         """
+        if temperature == 1:
+            return _select(self._table, noise)
         return _inverse_cdf(self.logits / _positive(temperature), noise)
+
+    @cached_property
+    def _table(self) -> Tensor:
+        return _cumulative(self.logits)
 
     def rsample(self, noise: Tensor) -> Tensor:
         """Returns one-hot z by the Gumbel trick, with the gradient of the softmax at temperature 1.
@@ -372,10 +390,16 @@ class Latents:
         Returns:
             One-hot vectors, (..., Z, N).
         """
-        perturbed = self.logits - torch.log(-torch.log(noise.to(self.logits.dtype)))
-        soft = perturbed.softmax(-1)
-        hard = torch.zeros_like(soft).scatter_(-1, perturbed.argmax(-1, keepdim=True), 1.0)
-        return hard + (soft - soft.detach())  # the bracket is exactly 0: the value stays exactly one-hot
+        return gumbel_one_hot(self.logits, noise)
+
+    def rsample_and_kl(self, noise: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Returns `rsample(noise)` and `kl_to_uniform()`, on a GPU in one pass over the logits.
+
+        Arguments:
+            noise: As for `rsample`.
+            dtype: The dtype of the one-hot vectors; that of the KL if not given.
+        """
+        return sample_and_kl(self._given, noise, dtype)
 
 
 def gumbel_uniform(
@@ -390,10 +414,6 @@ def gumbel_uniform(
     """
     # torch.rand can return 0: one source of the NaNs of F.gumbel_softmax (pytorch #22442, #41663, #101620).
     return torch.rand(shape, device=device, generator=generator).clamp_(min=2.0**-25)
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _positive(temperature: float) -> float:
@@ -411,9 +431,17 @@ def _bounded_scale(raw: Tensor, least: float) -> Tensor:
 
 def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
     """Returns the first class whose cumulative probability exceeds u: (..., N) and (...) -> (...) int64."""
+    return _select(_cumulative(logits), u)
+
+
+def _cumulative(logits: Tensor) -> Tensor:
+    """Returns the cumulative probabilities times 2^30, (..., N) int32."""
     # Integer sums are exact in any order: on every device a class of probability 0 has an empty interval.
     # 2^30 is finer than the noise and leaves the total inside int32.
-    table = (logits.softmax(-1) * 2**30).int().cumsum(-1, dtype=torch.int32)
+    return (logits.softmax(-1) * 2**30).int().cumsum(-1, dtype=torch.int32)
+
+
+def _select(table: Tensor, u: Tensor) -> Tensor:
     total = table[..., -1]
     target = torch.minimum((u * total).int(), total - 1)
     shape = target.shape

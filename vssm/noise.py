@@ -9,7 +9,8 @@ Philox4x32-10: ten rounds on a counter of four 32-bit words c under a key of two
     c <- (hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0),  k <- (k0 + W0, k1 + W1)
 
 with c = (position, component // 4, row, stream 2^24 + draw) and k = (low, high) half of the seed; component i
-uses output word i % 4. The arithmetic is on integers only, so CPU and GPU give the same bits.
+uses output word i % 4. The arithmetic is on integers only, so CPU and GPU give the same bits; on a GPU one
+kernel, `vssm.noise_triton`, does it all.
 
 References:
     Parallel random numbers: as easy as 1, 2, 3 (Salmon et al., 2011)
@@ -21,6 +22,8 @@ References:
 | k | `key` | (2, ...) int64, each in [0, 2^32), broadcast against a word of the counter |
 | u | result of `uniform` | (B, T, components) float32 |
 """
+
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -77,7 +80,7 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
 def uniform(
     seed: Tensor,
     row: Tensor,
-    position: int,
+    position: int | Tensor,
     length: int,
     components: int,
     stream: int = LATENT,
@@ -89,7 +92,8 @@ def uniform(
         seed: Seed of each sequence, (B,) int64, any value.
         row: Number of each sequence under its seed, (B,) int64 in [0, 2^32); on a GPU the range is not
             checked (that would wait for the device) and higher bits are ignored.
-        position: Absolute position of the first step; position + length may not pass 2^32.
+        position: Absolute position of the first step; position + length may not pass 2^32. A (1,) int64
+            tensor where only the device knows it; then it is not checked.
         length: Number of steps T.
         components: Numbers per step; the first n of them do not depend on how many are asked for.
         stream: What the noise is for, `LATENT` or `OBSERVATION` (any integer in [0, 256)).
@@ -104,9 +108,15 @@ def uniform(
         >>> torch.equal(u[1:, 2:], uniform(seed[1:], row[1:], position=2, length=3, components=3))
         True
     """
-    _check(seed, row, position, length, components, stream, draw)
+    first = 0 if isinstance(position, Tensor) else position
+    _check(seed, row, first, length, components, stream, draw)
+    if seed.is_cuda and find_spec("triton") is not None:
+        from vssm import noise_triton
+
+        return noise_triton.uniform(seed, row, position, length, components, stream << 24 | draw)
     counter = seed.new_empty(4, len(seed), length, -(-components // 4))
-    counter[0] = torch.arange(position, position + length, device=seed.device)[:, None]
+    steps = torch.arange(first, first + length, device=seed.device)
+    counter[0] = (steps + position if isinstance(position, Tensor) else steps)[:, None]
     counter[1] = torch.arange(counter.shape[3], device=seed.device)
     counter[2] = (row & _MASK)[:, None, None]
     counter[3] = stream << 24 | draw

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vssm.distributions import gumbel_uniform
 from vssm.models import VRNN, Autoregressive, Model
+from vssm.ops.dispatch import product_dtype
 
 __all__ = ["Terms", "objective"]
 
@@ -84,12 +85,13 @@ def objective(
         return _terms(reconstruction, path.q_z.kl(path.p_z).sum(1), torch.zeros_like(reconstruction))
 
     q_z, _ = model.posterior(x)
-    p_x, _ = model.likelihood(q_z.rsample(noise(length)))
+    z, kl = q_z.rsample_and_kl(noise(length), product_dtype(x.device))  # the decoder multiplies z first
+    p_x, _ = model.likelihood(z)
     cut = torch.randint(0, length + 1, (batch * count,), device=x.device, generator=generator)
     q_partial, _ = model.partial_posterior(x, cut=cut[rows])
     return _terms(
         p_x.log_prob(x).sum(1),
-        q_z.kl_to_uniform().sum(1),
+        kl.sum(1),
         q_partial.expected_log_prob(q_z.detach()).sum(1),
     )
 

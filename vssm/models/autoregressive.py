@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vssm.config import ModelConfig
 from vssm.distributions import Observation, make_head
-from vssm.nn import Stack, State
+from vssm.nn import AttentionBlock, Stack, State
 
 __all__ = ["Autoregressive", "embedding"]
 
@@ -43,26 +43,41 @@ class Autoregressive(nn.Module):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Observation, State]:
         """Returns the distributions P(x_t | w_t) of all steps of x, and the state after them."""
-        e = torch.cat([self._pending(len(x), state), self.stack.embed(x[:, :-1])], 1)
+        e = torch.cat([self.pending(len(x), state), self.stack.embed(x[:, :-1])], 1)
         w, stack = self.stack.run(e, None if state is None else state.child("stack"))
         position = x.shape[1] + (0 if state is None else state.position)
         return self.head(w), State({"stack": stack, "last": x[:, -1:]}, position)
 
     def next(self, batch: int, state: State | None) -> tuple[Observation, State]:
         """Returns the distribution of the next step, (B, 1, ...), and the state of the stack after it."""
-        w, stack = self.stack.run(
-            self._pending(batch, state), None if state is None else state.child("stack")
-        )
+        w, stack = self.stack.run(self.pending(batch, state), None if state is None else state.child("stack"))
         return self.head(w), stack
 
     def recompute(self, batch: int, x: Tensor | None) -> tuple[Observation, State]:
         """Does the same as `next` from x alone, (B, t - 1, D), reading all of it again."""
-        e = self._pending(batch, None)
+        e = self.pending(batch, None)
         if x is not None:
             e = torch.cat([e, self.stack.embed(x)], 1)
         w, stack = self.stack.run(e)
         return self.head(w[:, -1:]), stack
 
-    def _pending(self, batch: int, state: State | None) -> Tensor:
+    def decode(self, e: Tensor, caches: list[Tensor], at: Tensor, codes: Tensor) -> Observation:
+        """Does the same as `next` for a transformer at a position that only the device knows.
+
+        Arguments:
+            e: The input that is pending, embedded, (B, 1, width).
+            caches: For every block its keys and values, (2, B, heads, R, size), written in place.
+            at: The position, (1,).
+            codes: The codes of the positions 0 to R - 1, (R, width).
+        """
+        hidden = torch.arange(len(codes), device=e.device) > at
+        mask = e.new_zeros(len(codes)).masked_fill_(hidden, -torch.inf)
+        e = e + codes.index_select(0, at)
+        for block, cache in zip(self.stack.blocks, caches, strict=True):
+            assert isinstance(block, AttentionBlock)
+            e = block.decode(e, cache, at, mask)
+        return self.head(self.stack.out(self.stack.norm(e)))
+
+    def pending(self, batch: int, state: State | None) -> Tensor:
         """Embeds the input that the stack has not read yet: the last x, or the start."""
         return self.stack.blanks(batch, 1) if state is None else self.stack.embed(state["last"])

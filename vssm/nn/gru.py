@@ -5,6 +5,7 @@
 The state keeps `h` (B, width). The recurrence is not linear, so it runs step by step at any length.
 """
 
+import torch
 from torch import Tensor, nn
 
 from vssm.config import ModelConfig
@@ -23,6 +24,14 @@ class GRUBlock(nn.Module):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step."""
-        y, h = self.gru(self.norm(x), None if state is None else state["h"][None].contiguous())
+        e, h = self.norm(x), None if state is None else state["h"]
+        if x.shape[1] == 1:  # a cell: half the cost of a layer, and a CUDA graph can hold it
+            h = e.new_zeros(len(e), e.shape[2]) if h is None else h
+            weights = self.gru.weight_ih_l0, self.gru.weight_hh_l0, self.gru.bias_ih_l0, self.gru.bias_hh_l0
+            h = torch.gru_cell(e[:, 0], h, *weights)  # type: ignore[arg-type]
+            y = h[:, None]
+        else:
+            y, last = self.gru(e, None if h is None else h[None].contiguous())
+            h = last[0]
         position = x.shape[1] + (0 if state is None else state.position)
-        return x + y, State({"h": h[0]}, position)
+        return x + y, State({"h": h}, position)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from vssm.config import ModelConfig
 from vssm.nn.state import State
-from vssm.ops import causal_conv, selective_scan
+from vssm.ops import causal_conv_silu, selective_scan
+from vssm.ops.norm import RMSNorm
 
 __all__ = ["MambaBlock", "MambaMixer"]
 
@@ -52,8 +53,8 @@ class MambaMixer(nn.Module):
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step."""
         u, z = self.in_proj(x).chunk(2, -1)
         taps = self.conv1d.weight.squeeze(1)
-        u, conv = causal_conv(u, taps, self.conv1d.bias, None if state is None else state["conv"])  # type: ignore[arg-type]
-        u = F.silu(u)
+        assert self.conv1d.bias is not None
+        u, conv = causal_conv_silu(u, taps, self.conv1d.bias, None if state is None else state["conv"])
         dt, B, C = self.x_proj(u).split([self.rank, self.states, self.states], -1)
         y, h = selective_scan(
             u,
@@ -76,7 +77,7 @@ class MambaBlock(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.norm = RMSNorm(config.width, eps=1e-5)
         self.mixer = MambaMixer(config)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:

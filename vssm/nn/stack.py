@@ -18,6 +18,7 @@ from vssm.nn.attention import AttentionBlock
 from vssm.nn.gru import GRUBlock
 from vssm.nn.mamba import MambaBlock
 from vssm.nn.state import State
+from vssm.ops.norm import RMSNorm
 
 __all__ = ["BLOCKS", "LatentEmbedding", "Stack"]
 
@@ -61,7 +62,7 @@ class Stack(nn.Module):
         self.embed = embed
         self.blank = nn.Parameter(torch.randn(config.width) * 0.02) if blank else None
         self.blocks = nn.ModuleList(BLOCKS[config.block](config) for _ in range(config.layers))
-        self.norm = (nn.LayerNorm if attention else nn.RMSNorm)(config.width, eps=1e-5)
+        self.norm = (nn.LayerNorm if attention else RMSNorm)(config.width, eps=1e-5)
         self.out = nn.Linear(config.width, outputs)
         self.positional = attention  # a recurrence knows where it is, attention does not
 

@@ -8,7 +8,7 @@ be continued many times.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,20 +108,55 @@ class State:
             )
         return state
 
+    @classmethod
+    def cat(cls, states: "Sequence[State]") -> "State":
+        """Joins states of one model at one position along the batch; each row keeps its own noise.
+
+        Example:
+            >>> a, b = State({"h": torch.zeros(1, 2)}, position=3), State({"h": torch.ones(2, 2)}, position=3)
+            >>> State.cat([a, b])["h"].sum(1)
+            tensor([0., 2., 2.])
+        """
+        if not states:
+            raise ValueError("states is empty; allowed: one State or more")
+        first = states[0]
+        for other in states[1:]:
+            if (other.position, other.owner) != (first.position, first.owner):
+                raise ValueError(
+                    f"states are at positions {first.position} and {other.position} of models "
+                    f"{first.owner!r} and {other.owner!r}; allowed: one position of one model"
+                )
+            if other.children.keys() != first.children.keys():
+                raise ValueError(
+                    f"states hold {sorted(first.children)} and {sorted(other.children)}; allowed: equal names"
+                )
+        children: dict[str, Tensor | State] = {}
+        for name, child in first.children.items():
+            if isinstance(child, State):
+                children[name] = cls.cat([state.child(name) for state in states])
+            else:
+                children[name] = torch.cat([state[name] for state in states])
+        return cls(children, first.position, first.owner)
+
     def expand(self, num: int) -> "State":
         """Views a state of one row as one of `num` equal rows, without copying."""
         return self.map(lambda tensor: tensor.expand(num, *tensor.shape[1:]))
 
     def save(self, path: str | Path) -> None:
         """Writes the state to a safetensors file, atomically."""
-        from safetensors.torch import save_file
+        content = self.to_bytes()
+        write_atomically(path, lambda file: file.write_bytes(content))
+
+    def to_bytes(self) -> bytes:
+        """Returns what `save` writes: a safetensors file."""
+        from safetensors.torch import save
 
         tensors: dict[str, Tensor] = {}
         positions: dict[str, int] = {}
         self._flatten("", tensors, positions)
         metadata = {"format": _FORMAT, "owner": self.owner, "positions": json.dumps(positions)}
         leaves = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        write_atomically(path, lambda file: save_file(leaves, file, metadata))
+        return save(leaves, metadata)
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "State":
@@ -136,10 +171,32 @@ class State:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise ValueError(f"state file {str(path)!r} is damaged: {error}") from None
+        return cls._from_file(f"file {str(path)!r}", metadata, tensors)
+
+    @classmethod
+    def from_bytes(cls, content: bytes, device: torch.device | str = "cpu") -> "State":
+        """Reads what `to_bytes` gave.
+
+        Example:
+            >>> state = State({"h": torch.ones(1, 2)}, position=3)
+            >>> State.from_bytes(state.to_bytes()).position
+            3
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        try:
+            tensors = {name: tensor.to(device) for name, tensor in load(content).items()}
+        except SafetensorError as error:
+            raise ValueError(f"state of {len(content)} bytes is damaged: {error}") from None
+        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        return cls._from_file("state", header.get("__metadata__", {}), tensors)
+
+    @classmethod
+    def _from_file(cls, name_of_file: str, metadata: dict[str, str], tensors: dict[str, Tensor]) -> "State":
         if metadata.get("format") != _FORMAT:
             raise ValueError(
-                f"file {str(path)!r} has format {metadata.get('format')!r}; "
-                f"allowed: {_FORMAT!r}, a saved state"
+                f"{name_of_file} has format {metadata.get('format')!r}; allowed: {_FORMAT!r}, a saved state"
             )
         try:
             positions = json.loads(metadata["positions"])
@@ -155,7 +212,7 @@ class State:
                 parent, _, leaf = name.rpartition("/")
                 nodes[parent].children[leaf] = tensor
         except (AssertionError, AttributeError, KeyError, ValueError) as error:
-            raise ValueError(f"state file {str(path)!r} is damaged: {error!r} in its positions") from None
+            raise ValueError(f"{name_of_file} is damaged: {error!r} in its positions") from None
         return root
 
     def _flatten(self, prefix: str, tensors: dict[str, Tensor], positions: dict[str, int]) -> None:

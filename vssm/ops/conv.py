@@ -1,35 +1,63 @@
-"""The causal depthwise convolution of the Mamba block, with a carried state.
+"""The causal depthwise convolution of the Mamba block with SiLU, and with a carried state.
 
-    y_t = bias + sum_k weight_k x_{t - K + 1 + k}          k = 0 ... K - 1
+    s_t = bias + sum_k weight_k x_{t - K + 1 + k}          y_t = silu(s_t)          k = 0 ... K - 1
 
 Shapes: x, y (B, T, D); weight (D, K); bias (D,); state (B, K - 1, D), the last K - 1 inputs.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["causal_conv"]
+from vssm.ops.scan import choose_backend
+
+__all__ = ["causal_conv_silu", "causal_conv_silu_reference"]
 
 
-def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None = None
+def causal_conv_silu(
+    x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None = None, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Convolves every channel with its own K taps, looking back only.
+    """Convolves every channel with its own K taps, looking back only, and applies SiLU.
 
     Arguments:
         x: The input, (B, T, D).
         weight: The taps, oldest first, (D, K).
         bias: The bias, (D,).
         state: The K - 1 inputs before x, (B, K - 1, D); zero if not given.
+        backend: "auto" (`triton` on CUDA, else `reference`), "reference" or "triton".
 
     Returns:
         y (B, T, D) and the state to go on from (B, K - 1, D).
 
     Example:
         >>> x, weight, bias = torch.ones(1, 4, 1), torch.ones(1, 3), torch.zeros(1)
-        >>> causal_conv(x, weight, bias)[0].flatten()
-        tensor([1., 2., 3., 3.])
+        >>> causal_conv_silu(x, weight, bias)[0].flatten()
+        tensor([0.7311, 1.7616, 2.8577, 2.8577])
     """
+    if choose_backend(backend, x.device, x.dtype) != "triton":
+        return causal_conv_silu_reference(x, weight, bias, state)
+    taps = weight.shape[1]
+    if x.shape[1] >= taps - 1:
+        after = x[:, x.shape[1] - (taps - 1) :]
+    elif state is None:
+        after = F.pad(x, (0, 0, taps - 1 - x.shape[1], 0))
+    else:
+        after = torch.cat([state[:, x.shape[1] :].to(x.dtype), x], 1)
+    needed = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, weight, bias, state)
+    )
+    if needed or torch.compiler.is_compiling():
+        return _conv_silu(x, weight, bias, state), after
+    from vssm.ops import conv_triton
+
+    # A copy, for a view would keep all of x in memory for as long as the state lives.
+    return conv_triton.forward(x, weight, bias, state), after.clone()
+
+
+def causal_conv_silu_reference(
+    x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The plain PyTorch twin of `causal_conv_silu`."""
     batch, length, channels = x.shape
     taps = weight.shape[1]
     weight, bias = weight.to(x.dtype), bias.to(x.dtype)  # float32 would make the result float32 too
@@ -37,8 +65,47 @@ def causal_conv(
         state = x.new_zeros(batch, taps - 1, channels)
     padded = torch.cat([state.to(x.dtype), x], 1)
     if length == 1:  # few and small operations: a step-by-step loop feels each of them
-        return ((padded * weight.T).sum(1) + bias)[:, None], padded[:, 1:]
+        return F.silu((padded * weight.T).sum(1) + bias)[:, None], padded[:, 1:]
     y = torch.addcmul(bias, padded[:, :length], weight[:, 0])
     for k in range(1, taps):
         y = torch.addcmul(y, padded[:, k : k + length], weight[:, k])
-    return y, padded[:, length:]
+    return F.silu(y), padded[:, length:]
+
+
+@torch.library.custom_op("vssm::conv_silu", mutates_args=())
+def _conv_silu(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> Tensor:
+    from vssm.ops import conv_triton
+
+    return conv_triton.forward(x, weight, bias, state)
+
+
+@_conv_silu.register_fake
+def _(x, weight, bias, state):  # noqa: ANN001, ANN202
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("vssm::conv_silu_backward", mutates_args=())
+def _conv_silu_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from vssm.ops import conv_triton
+
+    return conv_triton.backward(dy, x, weight, bias, state)
+
+
+@_conv_silu_backward.register_fake
+def _(dy, x, weight, bias, state):  # noqa: ANN001, ANN202
+    like = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, weight, bias)]
+    return *like, x.new_empty(0) if state is None else torch.empty_like(state)
+
+
+def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
+    *grads, dstate = _conv_silu_backward(dy, *ctx.saved_tensors)
+    return *grads, dstate if ctx.saved_tensors[3] is not None else None
+
+
+_conv_silu.register_autograd(_backward, setup_context=_setup_context)

@@ -196,7 +196,7 @@ def _(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend):  # noqa: ANN001, AN
 @torch.library.custom_op("vssm::selective_scan_backward", mutates_args=())
 def _scan_backward(
     dy: Tensor,
-    dh: Tensor,
+    dh: Tensor | None,
     u: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -227,10 +227,13 @@ def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
     *tensors, softplus, h0, backend = inputs
     ctx.save_for_backward(*tensors, h0)
     ctx.softplus, ctx.backend = softplus, backend
+    # The last state often has no gradient: one of zeros would be as large as the state.
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dy: Tensor, dh: Tensor) -> tuple:  # noqa: ANN001
+def _backward(ctx, dy: Tensor | None, dh: Tensor | None) -> tuple:  # noqa: ANN001
     u, dt, A, B, C, D, z, dt_bias, h0 = ctx.saved_tensors
+    dy = torch.zeros_like(u) if dy is None else dy
     grads = _scan_backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, ctx.softplus, h0, ctx.backend)
     given = [
         grad if tensor is not None else None

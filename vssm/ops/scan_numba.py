@@ -602,7 +602,7 @@ def forward(
 
 def backward(
     dy: Tensor,
-    dh: Tensor,
+    dh: Tensor | None,
     u: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -617,6 +617,7 @@ def backward(
     """Returns the gradients of u, dt, A, B, C, D, z, dt_bias and h0; empty for an argument that is None."""
     (batch, length, channels), count = u.shape, A.shape[1]
     _, per_group, parts, groups = _cut(batch, channels)
+    dh = torch.zeros(batch, channels, count) if dh is None else dh
     du, ddt = torch.empty(batch, length, channels), torch.empty(batch, length, channels)
     dz = None if z is None else torch.empty(batch, length, channels)
     dh0 = None if h0 is None else torch.empty(batch, channels, count)

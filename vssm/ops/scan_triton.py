@@ -456,7 +456,10 @@ def _backward_kernel(
     bias = _vector(dt_bias, d, channels, BD)
     for item in range(group, items, groups):
         b = item // spans
-        ls = _load_states(adjoint + item * channels * N, d, channels, N, LOG, BD)
+        if adjoint is not None:
+            ls = _load_states(adjoint + item * channels * N, d, channels, N, LOG, BD)
+        else:
+            ls = _load_states(None, d, channels, N, LOG, BD)
         for chunk in range(chunks // spans):
             place = (item + 1) * (chunks // spans) - 1 - chunk
             first = place % chunks * length
@@ -617,7 +620,9 @@ def plan_summary(length: int, states: int, adjoint: bool) -> Plan:
 def plan_backward(batch: int, length: int, channels: int, states: int, processors: int) -> Plan:
     """Returns how `backward` runs: chunks side by side unless rows and channels alone fill the device."""
     K = 1 if length == 1 or states > 32 else 2
-    programs = 8 * processors
+    # Eight fit a multiprocessor. Twice as many even out the end; but each has a scratch, which grows with the
+    # length and should stay in the cache.
+    programs = (16 if length <= 64 else 8) * processors
     split = batch * triton.cdiv(channels, 32) < 2 * programs
     return Plan(min(length, 64), 32, K, None, True, programs, split)
 
@@ -723,7 +728,7 @@ def forward(
 
 def backward(
     dy: Tensor,
-    dh: Tensor,
+    dh: Tensor | None,
     u: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -735,7 +740,10 @@ def backward(
     softplus: bool,
     h0: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Returns the gradients of u, dt, A, B, C, D, z, dt_bias, h0; empty for an argument not given."""
+    """Returns the gradients of u, dt, A, B, C, D, z, dt_bias, h0; empty for an argument not given.
+
+    No dh stands for zeros.
+    """
     batch, length, channels = u.shape
     states = A.shape[1]
     given = (u, dt, A, B, C, D, z, dt_bias, h0)
@@ -743,13 +751,16 @@ def backward(
     if u.numel() == 0:
         for grad in grads[:8]:
             grad.zero_()
-        return *grads[:8], grads[8] if h0 is None else grads[8].copy_(dh)
+        grads[8].zero_() if dh is None or h0 is None else grads[8].copy_(dh)
+        return tuple(grads)
     call = _call(dy, u, dt, A, B, C, D, z, dt_bias, softplus)
     plan = plan_backward(batch, length, channels, states, _processors(u.device))
     chunks = triton.cdiv(length, plan.length)
     spans = chunks if plan.split else 1
-    start, adjoint = None if h0 is None else h0.contiguous(), dh.contiguous()
+    start, adjoint = (None if t is None else t.contiguous() for t in (h0, dh))
     if chunks > 1 and plan.split:
+        if adjoint is None:
+            adjoint = torch.zeros((batch, *A.shape), dtype=torch.float32, device=u.device)
         start, adjoint = _enter_chunks(call, plan.length, start, adjoint)
     elif chunks > 1:
         start, _ = _enter_chunks(call, plan.length, start, None)

@@ -1,0 +1,108 @@
+"""The fused convolution: its kernels against its plain twin, and against PyTorch's own convolution."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.conftest import relative_error
+from vssm.ops.conv import _conv_silu, causal_conv_silu, causal_conv_silu_reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+kernels = pytest.mark.skipif(
+    not INTERPRETED and DEVICE == "cpu", reason="test_in_the_interpreter runs it, or a CUDA device"
+)
+SIZES = [(2, 1, 3, 4), (1, 2, 5, 4), (3, 40, 5, 4), (2, 70, 33, 3), (1, 33, 520, 4), (2, 7, 4, 1)]
+
+
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="the tests below already run the kernels")
+def test_in_the_interpreter():
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
+def arguments(batch, length, channels, taps, state=True, dtype=torch.float32):
+    """The input as one half of a tensor, as a Mamba block makes it."""
+    x = torch.randn(batch, length, 2 * channels, device=DEVICE).to(dtype)[..., :channels]
+    weight, bias = torch.randn(channels, taps, device=DEVICE), torch.randn(channels, device=DEVICE)
+    before = torch.randn(batch, taps - 1, channels, device=DEVICE).to(dtype) if state else None
+    return x, weight, bias, before
+
+
+def results(function, values, dy, dafter):
+    """Returns the outputs and all gradients of a function."""
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in values]
+    y, after = function(*leaves)
+    total = (y * dy).sum() + (after * dafter).sum()
+    return [y, after, *torch.autograd.grad(total, [leaf for leaf in leaves if leaf is not None])]
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_twin_is_pytorchs_convolution(size, state):
+    x, weight, bias, before = arguments(*size, state)
+    padded = torch.cat([before, x], 1) if state else F.pad(x, (0, 0, size[3] - 1, 0))
+    wanted = F.silu(F.conv1d(padded.mT, weight[:, None], bias, groups=size[2]).mT)
+    y, after = causal_conv_silu_reference(x, weight, bias, before)
+    assert torch.allclose(y, wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(after, padded[:, size[1] :])
+
+
+@kernels
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_kernels_follow_the_twin(size, state):
+    pytest.importorskip("triton")
+    values = arguments(*size, state)
+    dy, dafter = (
+        torch.randn(size[:3], device=DEVICE),
+        torch.randn(size[0], size[3] - 1, size[2], device=DEVICE),
+    )
+    wanted = results(causal_conv_silu_reference, values, dy, dafter)
+    for given, right in zip(
+        results(partial(causal_conv_silu, backend="triton"), values, dy, dafter), wanted, strict=True
+    ):
+        assert given.shape == right.shape
+        assert given.numel() == 0 or relative_error(given, right) < 1e-5
+    with torch.no_grad():
+        y, after = causal_conv_silu(*values, backend="triton")
+    assert relative_error(y, wanted[0]) < 1e-5
+    assert torch.equal(after, wanted[1])
+
+
+@kernels
+def test_the_operator_is_well_formed():
+    pytest.importorskip("triton")
+    values = [t.requires_grad_() for t in arguments(2, 5, 3, 4)]
+    torch.library.opcheck(_conv_silu, tuple(values))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_real_sizes(dtype):
+    values = arguments(256, 28, 2048, 4, dtype=dtype)
+    dy, dafter = torch.randn(256, 28, 2048, device="cuda"), torch.randn(256, 3, 2048, device="cuda")
+    exact = [t.double() for t in values]
+    wanted = results(causal_conv_silu_reference, exact, dy.double(), dafter.double())
+    given, again = (results(causal_conv_silu, values, dy, dafter) for _ in range(2))
+    for some, right, same in zip(given, wanted, again, strict=True):
+        assert relative_error(some.double(), right) < (1e-5 if dtype == torch.float32 else 1e-2)
+        assert torch.equal(some, same)
+
+
+def test_bad_input():
+    x, weight, bias, _ = arguments(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="backend='cuda' is unknown; allowed: 'auto'"):
+        causal_conv_silu(x, weight, bias, backend="cuda")

@@ -1,0 +1,292 @@
+"""A replayed call equals the plain one, whatever changed in between.
+
+Without a GPU a recording runs its function again on the static tensors: all is tested but the capture.
+"""
+
+import gc
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+
+from tests.conftest import KINDS, relative_error, sequences, small_model
+from vssm import generate, graphs, observe
+from vssm.nn.attention import AttentionBlock
+from vssm.sampling import stepwise
+from vssm.sampling.parallel import _empty_runs
+
+PARALLEL = ("tvae", "vssm")
+STEPWISE = ("transformer", "ssm", "rnn", "vrnn")
+TOLERANCE = 1e-5
+LENGTH = 23  # blocks of 16, 4, 1, 1 and 1 steps
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    monkeypatch.setattr(graphs, "DEVICES", ("cuda", "cpu"))
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Counts what is recorded and replayed."""
+    counts = {"recorded": 0, "replayed": 0}
+    record, replay = graphs.Recorder.record, graphs.Recording.replay
+
+    def counting_record(*arguments):
+        counts["recorded"] += 1
+        return record(*arguments)
+
+    def counting_replay(*arguments):
+        counts["replayed"] += 1
+        return replay(*arguments)
+
+    monkeypatch.setattr(graphs.Recorder, "record", counting_record)
+    monkeypatch.setattr(graphs.Recording, "replay", counting_replay)
+    return counts
+
+
+def same(a, b):
+    assert (a is None) == (b is None)
+    if a is not None:
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert relative_error(a, b) < TOLERANCE
+
+
+def same_states(a, b):
+    assert (a.position, a.owner, list(a.children)) == (b.position, b.owner, list(b.children))
+    for name, child in a.children.items():
+        if isinstance(child, torch.Tensor):
+            same(child, b[name])
+        else:
+            same_states(child, b.child(name))
+
+
+def same_results(a, b):
+    same(a.x, b.x)
+    same(a.z, b.z)
+    same_states(
+        type(a.state)(dict(sorted(a.state.children.items())), a.state.position),
+        type(b.state)(dict(sorted(b.state.children.items())), b.state.position),
+    )
+
+
+def programs(model):
+    return graphs._kept[model].programs
+
+
+def check(model, replays, times=3, **options):
+    """Calls with other seeds until the call is replayed, each time beside the plain path."""
+    length = options.pop("length", LENGTH)
+    for seed in range(times):
+        if "state" not in options:
+            options["seed"] = seed
+        before = dict(replays)
+        out = generate(model, length=length, **options)
+        same_results(out, generate(model, length=length, graphs=False, **options))
+    assert replays["replayed"] > before["replayed"], "the last call was replayed"
+    assert replays["recorded"] == before["recorded"], "and not recorded again"
+    return out
+
+
+@pytest.mark.parametrize("what", ["mean", "sample"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_replayed_equals_plain(kind, what, device, replays, monkeypatch):
+    monkeypatch.setattr(stepwise, "_ROOM", 8)  # caches grow from 8 to 16, 32 and 64 steps
+    model = small_model(kind).to(device)
+    prompt = sequences(model, 3, 5).to(device)
+    check(model, replays, num=3, observe=what)
+    check(model, replays, prompt=prompt, observe=what, temperature=0.7)
+    check(model, replays, num=3, prompt=prompt[:1], observe=what)
+    check(model, replays, state=observe(model, prompt, seed=4), observe=what)
+    check(model, replays, state=observe(model, prompt, seed=4), prompt=prompt, observe=what)
+    resumed = generate(model, num=2, length=3, graphs=False).state
+    check(model, replays, state=resumed, observe=what)
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_replayed_chunks_equal_plain(kind, device, replays):
+    model = small_model(kind).to(device)
+    prompt = sequences(model, 2, 3).to(device)
+    for options in ({"num": 2}, {"prompt": prompt}, {"state": observe(model, prompt)}):
+        for recondition in (False, True):
+            check(model, replays, length=7, chunk=3, recondition=recondition, **options)
+
+
+@pytest.mark.parametrize("head", ["gaussian-learned", "bernoulli", "categorical", "logistic-mixture"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_replayed_heads_equal_plain(kind, head, device, replays):
+    model = small_model(kind, head).to(device)
+    check(model, replays, num=2, length=5, observe="sample")
+    check(model, replays, prompt=sequences(model, 2, 3).to(device), length=5)
+
+
+def test_a_transformer_decodes_in_double_and_in_few_parts(device):
+    """The attention of `decode` against the plain block, with a room that is cut into parts."""
+    torch.manual_seed(0)
+    block = AttentionBlock(small_model("transformer").config).to(device).double()
+    x = torch.randn(1, 150, 16, dtype=torch.float64, device=device)
+    cache = torch.zeros(2, 1, 2, 256, 8, dtype=torch.float64, device=device)
+    expected, state = block(x)
+    cache[0, :, :, :149], cache[1, :, :, :149] = state["k"][:, :, :149], state["v"][:, :, :149]
+    mask = torch.zeros(256, dtype=torch.float64, device=device)
+    mask[150:] = -torch.inf
+    y = block.decode(x[:, 149:], cache, torch.tensor([149], device=device), mask)
+    assert relative_error(y, expected[:, 149:]) < 1e-12
+    assert relative_error(cache[1, :, :, :150], state["v"]) < 1e-12
+
+
+def test_a_step_of_a_gru_equals_its_layer(device):
+    block = small_model("rnn").to(device).double().stack.blocks[0]  # cuDNN's float32 is TF32
+    x = torch.randn(3, 6, 16, device=device, dtype=torch.float64)
+    whole, _ = block(x)
+    y, state = block(x[:, :1])
+    assert relative_error(y, whole[:, :1]) < 1e-12
+    y, state = block(x[:, 2:], block(x[:, 1:2], state)[1])
+    assert relative_error(y, whole[:, 2:]) < 1e-12
+    assert state.position == 6
+
+
+def test_long_loops_are_recorded_at_once(device, replays):
+    model = small_model("ssm").to(device)
+    check(model, replays, times=2, num=1, length=70)
+
+
+def test_a_stream_of_chunks_is_one_program(device, replays):
+    """A recurrence does not know where it is: every resumed chunk replays the same graph."""
+    model = small_model("vssm").to(device)
+    whole = generate(model, num=2, length=30, seed=3, graphs=False)
+    out = generate(model, num=2, length=5, seed=3)
+    xs = [out.x]
+    for _ in range(5):
+        out = generate(model, length=5, state=out.state)
+        xs.append(out.x)
+    same(torch.cat(xs, 1), whole.x)
+    same_states(out.state, whole.state)
+    assert replays == {"recorded": 1, "replayed": 4}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_are_not_changed_by_later_calls(kind, device):
+    model = small_model(kind).to(device)
+    prompt = sequences(model, 2, 3).to(device)
+    outs = [generate(model, length=6, prompt=prompt, seed=seed) for seed in range(4)]
+    copies = [(out.x.clone(), out.state.map(torch.clone)) for out in outs[2:]]
+    for seed in range(4, 6):
+        generate(model, length=6, prompt=prompt, seed=seed)
+    for out, (x, state) in zip(outs[2:], copies, strict=True):
+        assert torch.equal(out.x, x)
+        same_states(out.state, state)
+    assert relative_error(outs[2].state["seed"], outs[3].state["seed"]) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_new_weights_are_seen(kind, device, replays):
+    model, other = small_model(kind).to(device), small_model(kind)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    first = check(model, replays, num=2).x
+    model.load_state_dict(other.state_dict())
+    assert relative_error(check(model, replays, num=2).x, first) > 1e-3
+    model.load_state_dict({n: v.to(device) for n, v in small_model(kind).state_dict().items()}, assign=True)
+    same(check(model, replays, num=2).x, first)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()  # counts no version
+    options = {"num": 2, "length": LENGTH, "seed": 2}
+    changed = generate(model, **options)
+    same_results(changed, generate(model, **options, graphs=False))
+    assert relative_error(changed.x, first) > 1e-3
+    assert check(model.double(), replays, num=2).x.dtype == torch.float64
+
+
+def test_programs_are_bounded_and_the_oldest_goes(device, replays, monkeypatch):
+    monkeypatch.setattr(graphs, "PROGRAMS", 2)
+    model = small_model("vssm").to(device)
+    for length in (3, 4, 5):
+        check(model, replays, num=1, length=length)
+    assert len(programs(model)) == 2
+    check(model, replays, times=1, num=1, length=4)  # of the two kept, now the one used last
+    check(model, replays, times=2, num=1, length=3)
+    check(model, replays, times=1, num=1, length=4)
+    with pytest.raises(AssertionError, match="not recorded again"):
+        check(model, replays, times=1, num=1, length=5)
+
+
+def test_keys_asked_for_once_are_bounded(device):
+    model = small_model("vssm").to(device)
+    for num in range(1, 80):
+        generate(model, num=num, length=1)
+    assert len(graphs._kept[model].asked) <= 64
+    assert not programs(model)
+
+
+def test_a_failed_recording_falls_back_with_one_warning(device, monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("out of memory: tried 8 GiB\nand more lines")
+
+    monkeypatch.setattr(graphs.Recorder, "record", fail)
+    model = small_model("vssm").to(device)
+    expected = generate(model, num=2, length=4, graphs=False).x
+    generate(model, num=2, length=4)
+    message = r"^generating without a CUDA graph, which could not be made: out of memory: tried 8 GiB$"
+    with pytest.warns(UserWarning, match=message):
+        same(generate(model, num=2, length=4).x, expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same(generate(model, num=2, length=4).x, expected)
+
+
+@pytest.mark.parametrize("kind", ["vssm", "ssm"])
+def test_threads_do_not_mix_their_results(kind, device):
+    model = small_model(kind).to(device)
+    expected = [generate(model, num=2, length=5, seed=seed, graphs=False).x for seed in range(4)]
+    wrong = []
+
+    def work(seed):
+        for _ in range(5):
+            x = generate(model, num=2, length=5, seed=seed).x
+            if relative_error(x, expected[seed]) > TOLERANCE:
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert len(programs(model)) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_is_not_kept_alive(kind):
+    """By recordings of a GPU; those of a CPU hold their function, which must not hold the model either."""
+    graphs.DEVICES, devices = ("cpu",), graphs.DEVICES
+    try:
+        model = small_model(kind)
+        for _ in range(3):
+            generate(model, length=5, prompt=sequences(model, 1, 2))
+            generate(model, length=5)
+        assert programs(model)
+    finally:
+        graphs.DEVICES = devices
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_nothing_is_recorded_on_a_cpu_or_when_not_asked(replays, monkeypatch):
+    model = small_model("vssm")
+    for _ in range(3):
+        generate(model, length=4)
+    assert model not in graphs._kept and list(_empty_runs[model]) == [4]
+    monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
+    for _ in range(3):
+        generate(model, length=4, graphs=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            generate(model, length=4)
+    assert replays == {"recorded": 0, "replayed": 0}

@@ -1,0 +1,399 @@
+"""The fused kernels against their PyTorch twins, interpreted without a GPU and compiled with one.
+
+Triton decides at import whether it interprets, so without a GPU one test starts pytest again on this file
+with TRITON_INTERPRET=1 in its environment; the tests marked `kernels` run only there.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from tests.conftest import relative_error, sequences, small_model
+from vssm import objective
+from vssm.distributions import Latents, gumbel_uniform
+from vssm.ops.latents import expected_log_prob, sample_and_kl
+from vssm.ops.norm import RMSNorm, rms_norm
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+SINGLE, HALF = 1e-5, 1e-2  # relative, in norm
+kernels = pytest.mark.skipif(
+    not INTERPRETED and DEVICE == "cpu", reason="test_in_the_interpreter runs it, or a CUDA device"
+)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="the tests below already run the kernels")
+def test_in_the_interpreter():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(DEVICE, dtype)
+
+
+def noises(*shape, seed=0):
+    return gumbel_uniform(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def draw(logits, noise, backend, dtype=None):
+    """Returns z, KL and the gradient of the logits, of random weights that all dtypes hold exactly."""
+    logits = logits.detach().requires_grad_()
+    z, kl = sample_and_kl(logits, noise, dtype, backend)
+    total = (z.double() * normal(*z.shape, seed=1, dtype=torch.bfloat16).double()).sum()
+    total = total + (kl.double() * normal(*kl.shape, seed=2).double()).sum()
+    return z.detach(), kl.detach(), *torch.autograd.grad(total, logits)
+
+
+def expected(logits, q, backend):
+    logits = logits.detach().requires_grad_()
+    value = expected_log_prob(logits, q, backend)
+    (grad,) = torch.autograd.grad((value.double() * normal(*value.shape, seed=2).double()).sum(), logits)
+    return value.detach(), grad
+
+
+def norm(x, weight, backend, dtype):
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    y = rms_norm(x, weight, 1e-5, dtype, backend)
+    total = (y.double() * normal(*y.shape, seed=1, dtype=torch.bfloat16).double()).sum()
+    return y.detach(), *torch.autograd.grad(total, (x, weight))
+
+
+def assert_same_draw(logits, noise, z, exact):
+    """Draws are equal but where the two best classes lie within rounding of each other."""
+    assert ((z == 0) | (z == 1)).all() and (z.sum(-1) == 1).all()
+    perturbed = logits.double() - torch.log(-torch.log(noise.double()))
+    if perturbed.shape[-1] > 1:
+        best = perturbed.topk(2).values
+        clear = best[..., 0] - best[..., 1] > 1e-5
+        assert clear.float().mean() > 0.99
+        z, exact = z[clear], exact[clear]
+    assert torch.equal(z.double(), exact.double())
+
+
+SHAPES = [(2, 3, 4, 8), (5, 3, 5), (2, 3, 1), (1, 40, 33), (2, 70, 16), (3, 64), (1, 2, 130)]
+
+
+@kernels
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_draw_matches_float64(shape):
+    logits, noise = normal(*shape) * 3, noises(*shape)
+    z, kl, grad = draw(logits, noise, "triton")
+    exact_z, exact_kl, exact_grad = draw(logits.double(), noise.double(), "reference")
+    assert_same_draw(logits, noise, z, exact_z)
+    assert z.dtype == kl.dtype == grad.dtype == torch.float32 and kl.shape == shape[:-2]
+    assert shape[-1] == 1 or relative_error(kl, exact_kl) < SINGLE
+    assert (grad - exact_grad).norm() <= SINGLE * exact_grad.norm() + 1e-7
+
+
+@kernels
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_expectation_matches_float64(shape):
+    logits, q = normal(*shape) * 3, normal(*shape, seed=3) * 3
+    value, grad = expected(logits, q, "triton")
+    exact_value, exact_grad = expected(logits.double(), q.double(), "reference")
+    assert value.dtype == grad.dtype == torch.float32 and value.shape == shape[:-2]
+    assert (value - exact_value).norm() <= SINGLE * exact_value.norm() + 1e-6
+    assert (grad - exact_grad).norm() <= SINGLE * exact_grad.norm() + 1e-7
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_in_float32_inside(dtype):
+    logits, q, noise = normal(2, 3, 4, 16, dtype=dtype), normal(2, 3, 4, 16, seed=3), noises(2, 3, 4, 16)
+    z, kl, grad = draw(logits, noise, "triton", dtype)
+    exact_z, exact_kl, exact_grad = draw(logits.double(), noise.double(), "reference")
+    assert_same_draw(logits, noise, z, exact_z)
+    assert z.dtype == grad.dtype == dtype
+    assert relative_error(kl, exact_kl) < SINGLE
+    assert relative_error(grad, exact_grad) < HALF
+    value, grad = expected(logits, q, "triton")
+    exact_value, exact_grad = expected(logits.double(), q.double(), "reference")
+    assert grad.dtype == dtype
+    assert relative_error(value, exact_value) < SINGLE
+    assert relative_error(grad, exact_grad) < HALF
+
+
+@kernels
+@pytest.mark.parametrize("u", [1e-45, 2.0**-25, 0.5, 1 - 2.0**-24])
+def test_finite_for_extreme_logits_and_noise(u):
+    logits = torch.tensor([[[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4], [1e4, 1e4, 1e4]]], device=DEVICE)
+    noise = torch.full((1, 3, 3), u, device=DEVICE)
+    noise[..., 1] = 0.5
+    results = *draw(logits, noise, "triton"), *expected(logits, -logits, "triton")
+    assert all(torch.isfinite(result).all() for result in results)
+    # No noise lifts a class by 1e4 nats.
+    assert torch.equal(results[0][0, 0], torch.tensor([1.0, 0.0, 0.0], device=DEVICE))
+    wanted = expected(logits.double(), -logits.double(), "reference")
+    assert relative_error(results[3], wanted[0]) < SINGLE
+
+
+@kernels
+def test_one_of_two_gradients_is_enough():
+    logits, noise, weight = normal(2, 3, 5).requires_grad_(), noises(2, 3, 5), normal(2, 3, 5, seed=1)
+    for part in (lambda z, kl: (z * weight).sum(), lambda z, kl: kl.square().sum()):
+        given, wanted = (
+            torch.autograd.grad(part(*sample_and_kl(logits, noise, backend=backend)), logits)[0]
+            for backend in ("triton", "reference")
+        )
+        assert relative_error(given, wanted) < SINGLE
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 5, 24), (3, 1), (1, 33), (11, 130), (7, 1024), (2, 1500)], ids=str)
+def test_norm_matches_float64(shape, dtype):
+    x, weight = normal(*shape) * 3, normal(shape[-1], seed=3) + 1
+    x[0] *= 1e-4  # where eps matters
+    given = norm(x, weight, "triton", dtype)
+    wanted = norm(x.double(), weight.double(), "reference", torch.float64)
+    assert given[0].dtype == dtype and given[1].dtype == given[2].dtype == torch.float32
+    for result, exact in zip(given[1:], wanted[1:], strict=True):
+        # The incoming gradient is the same in all dtypes: these are computed in float32.
+        assert (result - exact).norm() <= SINGLE * exact.norm() + 1e-6
+    assert relative_error(given[0], wanted[0]) < (SINGLE if dtype == torch.float32 else HALF)
+
+
+@kernels
+def test_norm_of_half_precision():
+    x, weight = normal(5, 40, dtype=torch.bfloat16), normal(40, dtype=torch.bfloat16)
+    given = norm(x, weight, "triton", torch.float32)
+    wanted = norm(x.double(), weight.double(), "reference", torch.float64)
+    assert relative_error(given[0], wanted[0]) < SINGLE
+    assert given[1].dtype == given[2].dtype == torch.bfloat16
+    assert relative_error(given[1], wanted[1]) < HALF and relative_error(given[2], wanted[2]) < HALF
+
+
+@kernels
+def test_results_repeat_bit_for_bit_and_strides_do_not_matter():
+    logits, noise, x = normal(3, 2, 5, 7), noises(3, 2, 5, 7), normal(3, 9, 50)
+    strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (logits, noise, x)]
+    assert not any(t.is_contiguous() for t in strided)
+    first, second = (
+        (*draw(v, u, "triton"), *expected(v, u, "triton"), *norm(h, h[0, 0], "triton", torch.bfloat16))
+        for v, u, h in ((logits, noise, x), strided)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@kernels
+def test_nothing_in_nothing_out():
+    z, kl, grad = draw(normal(0, 3, 5), noises(0, 3, 5), "triton")
+    assert z.shape == grad.shape == (0, 3, 5) and kl.shape == (0,)
+    y, dx, dw = norm(normal(0, 5), normal(5), "triton", torch.bfloat16)
+    assert y.shape == dx.shape == (0, 5) and torch.equal(dw, torch.zeros_like(dw))
+
+
+@kernels
+def test_operators_are_registered_properly():
+    logits, noise = normal(2, 3, 5).requires_grad_(), noises(2, 3, 5)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    check = partial(torch.library.opcheck, test_utils=tests)
+    check(torch.ops.vssm.sample_and_kl.default, (logits, noise, torch.float32))
+    check(torch.ops.vssm.sample_and_kl.default, (logits, noise, torch.bfloat16))
+    check(torch.ops.vssm.expected_log_prob.default, (logits, noise))
+    x, weight = normal(4, 6).requires_grad_(), normal(6).requires_grad_()
+    check(torch.ops.vssm.rms_norm.default, (x, weight, 1e-5, torch.bfloat16))
+
+
+@kernels
+def test_without_gradients_the_values_are_the_same():
+    logits, noise, weight = normal(2, 3, 5).requires_grad_(), noises(2, 3, 5), normal(5).requires_grad_()
+
+    def values():
+        return (
+            *sample_and_kl(logits, noise, backend="triton"),
+            expected_log_prob(logits, noise, "triton"),
+            rms_norm(logits, weight, 1e-5, torch.bfloat16, "triton"),
+        )
+
+    with torch.no_grad():
+        plain = values()
+    assert all(torch.equal(a, b) for a, b in zip(values(), plain, strict=True))
+
+
+def test_twins_have_the_right_gradients():
+    logits, q = (normal(2, 3, 4, seed=seed, dtype=torch.float64).requires_grad_() for seed in (0, 1))
+    noise = noises(2, 3, 4).double()
+    assert torch.autograd.gradcheck(lambda v: sample_and_kl(v, noise)[1], logits)
+    assert torch.autograd.gradcheck(expected_log_prob, (logits, q))
+    # That of the kernel for a constant q, in closed form.
+    (grad,) = torch.autograd.grad(expected_log_prob(logits, q).sum(), logits)
+    torch.testing.assert_close(grad, q.softmax(-1) - logits.softmax(-1), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="compares two ways that are one on a CPU")
+def test_latents_draw_and_score_in_one_call_as_in_two():
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        latents, noise = Latents(normal(2, 3, 4, 5, dtype=dtype)), noises(2, 3, 4, 5)
+        z, kl = latents.rsample_and_kl(noise)
+        assert torch.equal(z, latents.rsample(noise)) and torch.equal(kl, latents.kl_to_uniform())
+        half, _ = latents.rsample_and_kl(noise, torch.bfloat16)
+        assert half.dtype == torch.bfloat16 and torch.equal(half.to(z.dtype), z)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the twin of a CPU")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_norm_is_that_of_torch_on_a_cpu(autocast):
+    x, mine, theirs = normal(3, 5, 16), RMSNorm(16, eps=1e-5), torch.nn.RMSNorm(16, eps=1e-5)
+    with torch.no_grad():
+        theirs.weight.copy_(normal(16, seed=1))
+    assert list(mine.state_dict()) == ["weight"]
+    mine.load_state_dict(theirs.state_dict())
+    product, results = torch.nn.Linear(16, 4), []
+    for module in (mine, theirs):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = product(module(leaf))
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), (leaf, module.weight))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert mine(x).dtype == (torch.bfloat16 if autocast else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: sample_and_kl(torch.zeros(2, 3), torch.rand(2, 3), backend="cuda"),
+            "backend='cuda' is unknown; allowed: 'auto', 'reference', 'triton'",
+        ),
+        (
+            lambda: sample_and_kl(torch.zeros(2, 3).double(), torch.rand(2, 3), backend="triton"),
+            "backend='triton' can not run here: .*; allowed: 'auto', 'reference'",
+        ),
+        (
+            lambda: sample_and_kl(torch.zeros(3), torch.rand(3)),
+            r"logits has shape \(3,\); allowed: \(\.\.\., components, classes\)",
+        ),
+        (
+            lambda: rms_norm(torch.zeros(2, 3), torch.ones(2), 1e-5),
+            r"weight has shape \(2,\); allowed: \(3,\), to match x",
+        ),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        call()
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda v: sample_and_kl(v, v[:1], backend="triton"),
+            r"noise has shape \(1, 3, 5\), not that of the logits, \(2, 3, 5\)",
+        ),
+        (lambda v: sample_and_kl(v, v.double(), backend="triton"), "noise has dtype float64"),
+        (lambda v: expected_log_prob(v, v.clone().requires_grad_(), "triton"), "q requires a gradient"),
+        (
+            lambda v: sample_and_kl(v.new_zeros(1, 1025), v.new_zeros(1, 1025), backend="triton"),
+            "there are 1025 classes, more than 1024",
+        ),
+        (
+            lambda v: rms_norm(v.new_zeros(1, 8193), v.new_zeros(8193), 1e-5, backend="triton"),
+            "x has width 8193, more than 8192",
+        ),
+        (
+            lambda v: rms_norm(v, v.new_zeros(5).double(), 1e-5, backend="triton"),
+            "weight is torch.float64 on .*, x is on .*",
+        ),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_named(call, message):
+    with pytest.raises(
+        ValueError, match=f"^backend='triton' can not run here: {message}; allowed: 'auto', 'reference'$"
+    ):
+        call(normal(2, 3, 5))
+
+
+@kernels
+@pytest.mark.parametrize("autocast", [False, True])
+def test_objective_agrees_with_the_plain_path(monkeypatch, autocast):
+    from vssm.ops import dispatch, latents, norm
+
+    model = small_model("vssm", layers=1).to(DEVICE)
+    x = sequences(model, 2, 3).to(DEVICE)
+
+    def score(backend):
+        asked = []
+
+        def choose(_, device, dtype, refusal=None):
+            asked.append(refusal)
+            return dispatch.choose_fused(backend, device, dtype, refusal)
+
+        for module in (latents, norm):
+            monkeypatch.setattr(module, "choose_fused", choose)
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            terms = objective(model, x, generator)
+        grads = torch.autograd.grad(terms.loss.sum(), list(model.parameters()))
+        # The draw and the expectation; under autocast three stacks with the norms of a block and of the end.
+        assert asked == [None] * (8 if autocast else 2)
+        return torch.cat([value.flatten() for value in (*terms, *grads)])
+
+    given = score("triton")
+    assert torch.isfinite(given).all()
+    assert relative_error(given, score("reference")) < (HALF if autocast else SINGLE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_real_sizes(dtype):
+    shape = (64, 28, 32, 32)
+    logits, q, noise = normal(*shape, dtype=dtype) * 2, normal(*shape, seed=3, dtype=dtype), noises(*shape)
+    z, kl, grad = draw(logits, noise, "triton", dtype)
+    exact = draw(logits.double(), noise.double(), "reference")
+    assert_same_draw(logits, noise, z, exact[0])
+    limit = SINGLE if dtype == torch.float32 else HALF
+    assert relative_error(kl, exact[1]) < SINGLE and relative_error(grad, exact[2]) < limit
+    pairs = zip(
+        expected(logits, q, "triton"), expected(logits.double(), q.double(), "reference"), strict=True
+    )
+    for (given, wanted), bound in zip(pairs, (SINGLE, limit), strict=True):
+        assert relative_error(given, wanted) < bound
+    x, weight = normal(64, 28, 1024), normal(1024, seed=1)
+    wanted = norm(x.double(), weight.double(), "reference", torch.float64)
+    for given, exact, bound in zip(
+        norm(x, weight, "triton", dtype), wanted, (limit, SINGLE, SINGLE), strict=True
+    ):
+        assert relative_error(given, exact) < bound
+
+
+@pytest.mark.gpu
+def test_kernels_can_be_captured():
+    logits, noise, x = normal(4, 5, 32, 32).requires_grad_(), noises(4, 5, 32, 32), normal(20, 1024)
+    weight = normal(1024).requires_grad_()
+
+    def work():
+        z, kl = sample_and_kl(logits, noise, torch.bfloat16)
+        y = rms_norm(x, weight, 1e-5, torch.bfloat16)
+        total = z.float().sum() + kl.sum() + expected_log_prob(logits, noise).sum() + y.float().square().sum()
+        return kl, y, *torch.autograd.grad(total, (logits, weight))
+
+    wanted = [value.detach().clone() for value in work()]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = work()
+    graph.replay()
+    assert all(torch.equal(given, value) for given, value in zip(results, wanted, strict=True))
+    assert math.isfinite(float(results[0].sum()))

@@ -1,0 +1,424 @@
+"""Generation as CUDA graphs: what was recorded once is replayed with other numbers.
+
+A small model on a fast device waits for Python and for launches. A recorded program has static tensors that
+it reads and writes; a call copies its inputs there, replays, and copies the results out.
+
+| program   | what is recorded                                                | used for                    |
+| --------- | --------------------------------------------------------------- | --------------------------- |
+| `OneShot` | a function of a tree of tensors                                 | vssm, tvae, reading prompts |
+| `Loop`    | 16, 4 and 1 steps of a loop that carries a tree of tensors      | ssm, rnn, vrnn              |
+| `Decoder` | the same with key-value caches that have room for R steps       | transformer                 |
+
+`attempt` keeps the programs of a model, under keys that hold all that is fixed in them (sizes, positions,
+options). It answers None when the plain path is to run: at the first call of a key, since most keys are
+asked for only once, and where recording failed. Weights are read where they are, so a program sees them
+change; it is dropped when they move or when their version shows that they were trained. All programs of a
+model share one pool of memory: they run one after the other, and leave nothing there between calls.
+
+Trees are `State`s, whose tensors need not be batch first here.
+"""
+
+import operator
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from vssm.nn import State
+
+__all__ = ["Decoder", "Loop", "OneShot", "Recorder", "attempt", "describe", "join", "usable", "weights_of"]
+
+DEVICES = ("cuda",)  # tests add "cpu", where a recording runs its function again
+PROGRAMS = 8  # kept for a model
+_KEYS = 64  # remembered for a model as asked for once
+_BLOCKS = (16, 4, 1)  # steps in one recording of a loop
+
+_capturing = threading.Lock()  # one capture at a time in a process
+_finding = threading.Lock()
+
+
+def usable(device: torch.device) -> bool:
+    """Says whether recordings can be made and replayed here and now."""
+    if device.type not in DEVICES or torch.compiler.is_compiling():
+        return False
+    if torch.is_autocast_enabled(device.type):
+        return False
+    return device.type == "cpu" or not torch.cuda.is_current_stream_capturing()
+
+
+def describe(state: State) -> Hashable:
+    """Returns what a recording fixes of its inputs: names, shapes, dtypes and positions."""
+    children = (
+        (name, describe(child) if isinstance(child, State) else (child.shape, child.dtype))
+        for name, child in state.children.items()
+    )
+    return state.position, *children
+
+
+class Recorder:
+    """Makes the recordings of a model: they share a stream and a pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+            self.pool = torch.cuda.graph_pool_handle()
+
+    def record(self, model: nn.Module, function: Callable[[nn.Module], State]) -> "Recording":
+        """Records a function that reads static tensors; it runs once before, which compiles its kernels.
+
+        The function must not hold the model: the programs of a model would keep it alive.
+        """
+        if self.device.type != "cuda":
+            return Recording(function(model), None, function)
+        current = torch.cuda.current_stream(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with _capturing, torch.cuda.device(self.device):
+            self.stream.wait_stream(current)
+            with torch.cuda.stream(self.stream):
+                function(model)
+            current.wait_stream(self.stream)
+            # Other threads may allocate meanwhile: "global" would make that their error.
+            capture = torch.cuda.graph(
+                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+            )
+            try:
+                with capture:
+                    outputs = function(model)
+            finally:
+                torch.cuda.set_stream(current)  # a capture that fails leaves its own stream behind
+        return Recording(outputs, graph, None)
+
+
+class Recording:
+    """A function that was recorded: `replay` computes its `outputs` again, in place."""
+
+    def __init__(
+        self,
+        outputs: State,
+        graph: "torch.cuda.CUDAGraph | None",
+        function: Callable[[nn.Module], State] | None,
+    ) -> None:
+        self.outputs, self._graph, self._function = outputs, graph, function
+
+    def replay(self, model: nn.Module) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+        elif self._function is not None:  # without a GPU
+            _copy(map(_base, self.outputs.leaves()), map(_base, self._function(model).leaves()))
+
+
+class OneShot:
+    """Records a function of a tree of tensors.
+
+    Arguments:
+        function: Maps the model and the tree of inputs to a tree of outputs.
+        inputs: Inputs such as those to come.
+        constants: Other tensors and trees that the function reads, which must stay where and as they are;
+            where they are outputs too, they are handed out themselves.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        model: nn.Module,
+        function: Callable[[Any, State], State],
+        inputs: State,
+        constants: Iterable[object] = (),
+    ) -> None:
+        self.inputs = inputs.map(lambda t: t.clone(memory_format=torch.contiguous_format))
+        self.constants = constants
+        self.recording = recorder.record(model, partial(_dense, function, self.inputs))
+        self.shared = {tensor.data_ptr() for tensor in _tensors(constants)}
+
+    def __call__(self, model: nn.Module, inputs: State) -> State:
+        _copy(self.inputs.leaves(), inputs.leaves())
+        self.recording.replay(model)
+        return _fresh(self.recording.outputs, self.shared)
+
+
+class Loop:
+    """Records some steps of a loop.
+
+    Arguments:
+        step: Maps the model, what is carried and the feed of one step, each (B, 1, ...), to what is carried
+            on and to the outputs of the step, each (B, 1, ...).
+        carried: What is carried, with the right shapes; the values are not used.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        step: Callable[[Any, State, State], tuple[State, State]],
+        carried: State,
+    ) -> None:
+        self.recorder, self.step = recorder, step
+        self.carried = carried.map(lambda t: torch.zeros_like(t, memory_format=torch.contiguous_format))
+        self._blocks: dict[int, tuple[State, Recording]] = {}
+
+    def __call__(self, model: nn.Module, carried: State, feed: State) -> tuple[State, State]:
+        """Runs over all steps of the feed.
+
+        Arguments:
+            model: The model.
+            carried: What the first step starts from; what is missing starts from zero.
+            feed: What the steps read, each (B, T, ...).
+
+        Returns:
+            The outputs of all steps, each (B, T, ...), and what the last step carries on.
+        """
+        for name, child in self.carried.children.items():
+            if name in carried.children:
+                _copy(_leaves(child), _leaves(carried.children[name]))
+            else:
+                torch._foreach_zero_(_leaves(child))
+        length, done = next(feed.leaves()).shape[1], 0
+        made: list[State] = []
+        while done < length:
+            size = next(size for size in _BLOCKS if size <= length - done)
+            static, recording = self._block(model, feed, size)
+            _copy(static.leaves(), [tensor[:, done : done + size] for tensor in feed.leaves()])
+            recording.replay(model)
+            made.append(recording.outputs.map(torch.clone))
+            done += size
+        return join(made), _fresh(self.carried)
+
+    def _block(self, model: nn.Module, feed: State, size: int) -> tuple[State, Recording]:
+        if size not in self._blocks:
+            static = feed.map(lambda t: t[:, :size].clone(memory_format=torch.contiguous_format))
+            # To record runs the steps once, which moves what is carried.
+            before = self.carried.map(torch.clone)
+            run = partial(_steps, self.step, self.carried, static, size)
+            self._blocks[size] = static, self.recorder.record(model, run)
+            _copy(self.carried.leaves(), before.leaves())
+        return self._blocks[size]
+
+
+class Decoder(Loop):
+    """Records some steps of a loop over key-value caches of a fixed room.
+
+    Arguments:
+        step: As for `Loop`, and it gets `caches`, to write in place.
+        carried: As for `Loop`; a call also gives and gets `stack`, the keys and values known so far.
+        caches: For every block its keys and values, (2, B, heads, R, size).
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        step: Callable[..., tuple[State, State]],
+        carried: State,
+        caches: list[Tensor],
+    ) -> None:
+        super().__init__(recorder, partial(step, caches=caches), carried)
+        self.caches = caches
+
+    def __call__(self, model: nn.Module, carried: State, feed: State) -> tuple[State, State]:
+        torch._foreach_zero_(self.caches)  # the mask hides numbers only: it can not hide a NaN
+        if "stack" in carried.children:
+            for i, cache in enumerate(self.caches):
+                known = carried.child("stack").child(str(i))
+                for static, name in zip(cache, ("k", "v"), strict=True):
+                    static[:, :, : known.position] = known[name][:, :, : known.position]
+        made, after = super().__call__(model, carried, feed)
+        end = carried.position + next(feed.leaves()).shape[1]
+        blocks: dict[str, Tensor | State] = {}
+        for i, cache in enumerate(self.caches):
+            k, v = cache[:, :, :, :end].clone(memory_format=torch.contiguous_format)
+            blocks[str(i)] = State({"k": k, "v": v}, end)
+        return made, State({**after.children, "stack": State(blocks, end)}, end)
+
+
+class _Kept:
+    """What is kept for one model."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.weights: list[Hashable] = []
+        self.asked: OrderedDict[Hashable, bool] = OrderedDict()  # keys so far, and whether to record them
+        self.programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()  # the last was used last
+        self.recorder: Recorder | None = None
+        self.stream: torch.cuda.Stream | None = None
+
+    def find(
+        self, key: Hashable, at_once: bool, device: torch.device, make: Callable[[Recorder], Any]
+    ) -> Any:  # noqa: ANN401
+        """Returns the program of a key, made if that is due, or None."""
+        if key in self.programs:
+            self.programs.move_to_end(key)
+            return self.programs[key]
+        due = at_once or key in self.asked
+        due = self.asked.setdefault(key, True) and due
+        while len(self.asked) > _KEYS:
+            self.asked.popitem(last=False)
+        if not due:
+            return None
+        if self.recorder is None or not self.programs:  # a pool that was given back can not be used again
+            self.recorder = Recorder(device)
+        self.programs[key] = make(self.recorder)
+        while len(self.programs) > PROGRAMS:
+            self.wait()
+            self.programs.popitem(last=False)
+        return self.programs[key]
+
+    def follow(self, device: torch.device) -> None:
+        """Lets this thread's stream wait for the last replay: they all use the same memory."""
+        if device.type == "cuda":
+            current = torch.cuda.current_stream(device)
+            if self.stream is not None and self.stream != current:
+                current.wait_stream(self.stream)
+            self.stream = current
+
+    def wait(self) -> None:
+        """Waits for the last replay, before what it uses is freed."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def clear(self) -> None:
+        self.wait()
+        self.asked.clear()
+        self.programs.clear()
+
+
+_kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+
+
+def attempt(
+    model: nn.Module,
+    key: Hashable,
+    make: Callable[[Recorder], Callable[..., Any]],
+    *inputs: State,
+    at_once: bool = False,
+    weights: list[Hashable] | None = None,
+) -> Any:  # noqa: ANN401
+    """Returns what a recorded program makes of the inputs, or None if the plain path is to run.
+
+    Arguments:
+        model: The model, on the device of all inputs.
+        key: All that is fixed in the program beside the model.
+        make: Creates the program, when the key is asked for a second time.
+        inputs: What the program is called with, after the model.
+        at_once: Whether to record at the first time already.
+        weights: What `weights_of` the model says, if the caller has asked already.
+    """
+    weights = weights or weights_of(model)
+    device = inputs[0].device
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    key = (key, device, precision, torch.is_inference_mode_enabled())
+    with _finding:
+        kept = _kept.setdefault(model, _Kept())
+    with kept.lock:
+        if weights != kept.weights:
+            kept.clear()
+            kept.weights = weights
+        try:
+            kept.follow(device)
+            program = kept.find(key, at_once, device, make)
+            return None if program is None else program(model, *inputs)
+        except RuntimeError as error:  # of CUDA, also when it is out of memory
+            kept.programs.pop(key, None)
+            kept.asked[key] = False
+            why = str(error).partition("\n")[0]
+            warnings.warn(f"generating without a CUDA graph, which could not be made: {why}", stacklevel=3)
+            return None
+
+
+def weights_of(model: nn.Module) -> list[Hashable]:
+    """Returns where the weights are and how often they were changed, as far as their versions tell."""
+    weights = _weights(model)
+    try:
+        versions = [weight._version for weight in weights]
+    except RuntimeError:  # weights made in inference mode have none
+        versions = []
+    return [model.training, weights[0].dtype, *(weight.data_ptr() for weight in weights), *versions]
+
+
+_found: WeakKeyDictionary[nn.Module, tuple[list[tuple[dict, list]], list[nn.Parameter]]] = WeakKeyDictionary()
+
+
+def _weights(model: nn.Module) -> list[nn.Parameter]:
+    """Does the same as `parameters()`, which would take most of the time of a short call."""
+    tables, weights = _found.get(model, ((), ()))
+    if weights and all(
+        len(table) == len(values) and all(map(operator.is_, table.values(), values))
+        for table, values in tables
+    ):
+        return list(weights)
+    modules: list[nn.Module] = [model]
+    for module in modules:  # grows on the way
+        modules.extend(filter(None, module._modules.values()))
+    # Some modules, and all weights, could be replaced: look at every table of names next time.
+    tables = [
+        (table, list(table.values())) for m in modules for table in (m._modules, m._parameters) if table
+    ]
+    weights = [weight for m in modules for weight in m._parameters.values() if weight is not None]
+    _found[model] = tables, weights
+    return weights
+
+
+def _dense(function: Callable[[Any, State], State], inputs: State, model: nn.Module) -> State:
+    """Calls the function; what it returns is made contiguous, since many such tensors are copied as one."""
+    return function(model, inputs).map(lambda t: _base(t).contiguous().expand_as(t))
+
+
+def _steps(
+    step: Callable[[Any, State, State], tuple[State, State]],
+    carried: State,
+    feed: State,
+    size: int,
+    model: nn.Module,
+) -> State:
+    now, made = carried, []
+    for t in range(size):
+        now, outputs = step(model, now, feed.map(lambda tensor, t=t: tensor[:, t : t + 1]))
+        made.append(outputs)
+    _copy(carried.leaves(), now.leaves())
+    return join(made)
+
+
+def join(parts: list[State]) -> State:
+    """Joins the outputs of consecutive steps."""
+    return State({name: torch.cat([part[name] for part in parts], 1) for name in parts[0].children})
+
+
+def _leaves(child: Tensor | State) -> list[Tensor]:
+    return [child] if isinstance(child, Tensor) else list(child.leaves())
+
+
+def _base(tensor: Tensor) -> Tensor:
+    """Returns the one row of a tensor that shows it many times."""
+    return tensor[:1] if tensor.ndim and len(tensor) > 1 and tensor.stride(0) == 0 else tensor
+
+
+def _tensors(values: Iterable[object]) -> list[Tensor]:
+    return [tensor for value in values if isinstance(value, Tensor | State) for tensor in _leaves(value)]
+
+
+def _fresh(state: State, shared: Collection[int] = ()) -> State:
+    """Copies a tree, so that the next replay does not change it; what lies at addresses in `shared` stays."""
+    bases = [_base(tensor) for tensor in state.leaves()]
+    copies = [
+        base if base.data_ptr() in shared else torch.empty_like(base, memory_format=torch.contiguous_format)
+        for base in bases
+    ]
+    _copy(copies, bases)
+    left = iter(copies)
+    return state.map(lambda tensor: next(left).expand_as(tensor))
+
+
+def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
+    """Copies many tensors: those of one dtype in one launch where their layout allows."""
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        if target is not source:
+            pair = groups.setdefault(target.dtype, ([], []))
+            pair[0].append(target)
+            pair[1].append(source)
+    for into, out_of in groups.values():
+        torch._foreach_copy_(into, out_of)

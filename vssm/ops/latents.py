@@ -1,0 +1,185 @@
+"""Draws and expectations of categorical latents, each in one pass over the logits.
+
+    w = v + g,  g = -log(-log u)                      z = one_hot(argmax w), with the gradient of softmax(w)
+    KL(q || uniform) = sum_i sum_n q_in (log q_in + log N)                           q = softmax(v)
+    E_q log p        = sum_i sum_n q_in log p_in                                     p = softmax(v_p)
+
+| symbol | code | shape |
+| --- | --- | --- |
+| v | `logits` | (..., Z, N): Z independent categoricals of N classes |
+| u | `noise` | (..., Z, N), strictly inside (0, 1) |
+| z | first result of `sample_and_kl` | (..., Z, N) one-hot |
+| KL, E_q log p | | (...) |
+
+On a GPU the kernels of `vssm.ops.latents_triton` read logits of any half or single precision once, compute in
+float32 and keep nothing for backward but their inputs. Elsewhere PyTorch does it, in float32 or float64.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from vssm.ops.dispatch import choose_fused, needs_operator
+
+__all__ = ["at_least_float32", "expected_log_prob", "gumbel_one_hot", "kl_to_uniform", "sample_and_kl"]
+
+MAX_CLASSES = 1024
+"""The kernels hold all classes of a component in registers."""
+
+
+def gumbel_one_hot(logits: Tensor, noise: Tensor) -> Tensor:
+    """Returns one-hot z by the Gumbel trick, with the gradient of the softmax at temperature 1.
+
+    Arguments:
+        logits: Finite, (..., Z, N).
+        noise: Uniform numbers strictly inside (0, 1), broadcast against the logits.
+    """
+    perturbed = logits - torch.log(-torch.log(noise.to(logits.dtype)))
+    soft = perturbed.softmax(-1)
+    hard = torch.zeros_like(soft).scatter_(-1, perturbed.argmax(-1, keepdim=True), 1.0)
+    return hard + (soft - soft.detach())  # the bracket is exactly 0: the value stays exactly one-hot
+
+
+def kl_to_uniform(log_probs: Tensor) -> Tensor:
+    """Returns KL(q || uniform), (...), of normalised log-probabilities (..., Z, N)."""
+    # log N inside the sum: near the uniform distribution the difference of the two sums would cancel
+    return (log_probs.exp() * (log_probs + math.log(log_probs.shape[-1]))).sum((-2, -1))
+
+
+def sample_and_kl(
+    logits: Tensor, noise: Tensor, dtype: torch.dtype | None = None, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Draws one-hot z as `gumbel_one_hot` does, and returns the KL to the uniform distribution with it.
+
+    Arguments:
+        logits: Finite, (..., Z, N); gradients flow to them.
+        noise: Uniform numbers strictly inside (0, 1), (..., Z, N), which get no gradient.
+        dtype: The dtype of z, in which ones and zeros are exact; that of the KL if not given.
+        backend: "auto", "reference" or "triton".
+
+    Returns:
+        z (..., Z, N), and the KL (...) in float32, or float64 if the logits are.
+
+    Example:
+        >>> z, kl = sample_and_kl(torch.zeros(2, 3, 4), torch.linspace(0.1, 0.9, 4).expand(2, 3, 4))
+        >>> z[0, 0], bool(kl.abs().max() < 1e-6)
+        (tensor([0., 0., 0., 1.]), True)
+    """
+    if logits.dim() < 2:
+        raise ValueError(f"logits has shape {tuple(logits.shape)}; allowed: (..., components, classes)")
+    if not choose_fused(backend, logits.device, logits.dtype, _refusal(logits, noise, "noise")):
+        exact = at_least_float32(logits)
+        z = gumbel_one_hot(exact, noise)
+        return z if dtype is None else z.to(dtype), kl_to_uniform(exact.log_softmax(-1))
+    dtype = dtype or torch.float32
+    if needs_operator(logits):
+        return _sample(logits, noise, dtype)
+    return _kernels().sample_forward(logits, noise, dtype)
+
+
+def expected_log_prob(logits: Tensor, q: Tensor, backend: str = "auto") -> Tensor:
+    """Returns E[log p(z)] for z ~ q, exactly.
+
+    Arguments:
+        logits: Those of p, finite, (..., Z, N); gradients flow to them.
+        q: The logits of q, finite, (..., Z, N). If they need a gradient too, PyTorch does it all.
+        backend: "auto", "reference" or "triton".
+
+    Returns:
+        The expectation, (...), in float32, or float64 if the logits are.
+
+    Example:
+        >>> expected_log_prob(torch.zeros(3, 4), torch.randn(3, 4)) / math.log(4)
+        tensor(-3.)
+    """
+    if logits.dim() < 2:
+        raise ValueError(f"logits has shape {tuple(logits.shape)}; allowed: (..., components, classes)")
+    refusal = _refusal(logits, q, "q")
+    if torch.is_grad_enabled() and q.requires_grad:
+        refusal = "q requires a gradient"
+    if not choose_fused(backend, logits.device, logits.dtype, refusal):
+        p, q = (at_least_float32(values).log_softmax(-1) for values in (logits, q))
+        return (q.exp() * p).sum((-2, -1))
+    if needs_operator(logits):
+        return _expected(logits, q)
+    return _kernels().expected_forward(logits, q)
+
+
+def _refusal(logits: Tensor, other: Tensor, name: str) -> str | None:
+    """Says why the kernels can not take the inputs, None if they can."""
+    if other.shape != logits.shape:
+        return f"{name} has shape {tuple(other.shape)}, not that of the logits, {tuple(logits.shape)}"
+    if other.device != logits.device:
+        return f"{name} is on {other.device}, not on {logits.device} as the logits"
+    if other.dtype == torch.float64:
+        return f"{name} has dtype float64"
+    if logits.shape[-1] > MAX_CLASSES:
+        return f"there are {logits.shape[-1]} classes, more than {MAX_CLASSES}"
+    return None
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Returns x in float32, or in float64 if it is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _kernels():  # noqa: ANN202
+    # Imported at first use: triton takes a second to load and not everybody has it.
+    from vssm.ops import latents_triton
+
+    return latents_triton
+
+
+@torch.library.custom_op("vssm::sample_and_kl", mutates_args=())
+def _sample(logits: Tensor, noise: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _kernels().sample_forward(logits, noise, dtype)
+
+
+@_sample.register_fake
+def _(logits, noise, dtype):  # noqa: ANN001, ANN202
+    return logits.new_empty(logits.shape, dtype=dtype), logits.new_empty(
+        logits.shape[:-2], dtype=torch.float32
+    )
+
+
+@torch.library.custom_op("vssm::sample_and_kl_backward", mutates_args=())
+def _sample_backward(dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor) -> Tensor:
+    return _kernels().sample_backward(dz, dkl, logits, noise)
+
+
+@_sample_backward.register_fake
+def _(dz, dkl, logits, noise):  # noqa: ANN001, ANN202
+    return logits.new_empty(logits.shape)
+
+
+@torch.library.custom_op("vssm::expected_log_prob", mutates_args=())
+def _expected(logits: Tensor, q: Tensor) -> Tensor:
+    return _kernels().expected_forward(logits, q)
+
+
+@_expected.register_fake
+def _(logits, q):  # noqa: ANN001, ANN202
+    return logits.new_empty(logits.shape[:-2], dtype=torch.float32)
+
+
+@torch.library.custom_op("vssm::expected_log_prob_backward", mutates_args=())
+def _expected_backward(grad: Tensor, logits: Tensor, q: Tensor) -> Tensor:
+    return _kernels().expected_backward(grad, logits, q)
+
+
+@_expected_backward.register_fake
+def _(grad, logits, q):  # noqa: ANN001, ANN202
+    return logits.new_empty(logits.shape)
+
+
+def _save_two(ctx, inputs, output) -> None:  # noqa: ANN001
+    ctx.save_for_backward(*inputs[:2])
+
+
+_sample.register_autograd(
+    lambda ctx, dz, dkl: (_sample_backward(dz, dkl, *ctx.saved_tensors), None, None), setup_context=_save_two
+)
+_expected.register_autograd(
+    lambda ctx, grad: (_expected_backward(grad, *ctx.saved_tensors), None), setup_context=_save_two
+)

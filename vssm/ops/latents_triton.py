@@ -1,0 +1,176 @@
+"""Categorical latents on a GPU: Triton kernels of `vssm.ops.latents`, one pass over the logits each way.
+
+With s = v - max v, e = exp(s), S = sum_n e and q = e / S, and the Gumbel softmax r of v - log(-log u):
+
+    z = one_hot(argmax_n e_n / -log u_n)              r_n ~ e_n / -log u_n
+    KL = sum_n q_n s_n - log(S / N)                   dv = r (dz - sum_n r_n dz_n) + dKL q (s - sum_n q_n s_n)
+    E_q log p = sum_n q_n s^p_n - log S^p             dv_p = dE (q - p)
+
+One exp serves the KL and the draw, and no log-probability is formed. The quotient is exp(w - max v): a class
+whose e is 0 in float32 lies 87 nats below the largest, and g spans 22 nats, so it is never the argmax.
+
+Shapes: v, u, z (steps, Z, N); KL, E (steps,). A program does one step, BZ components at a time, with the
+BN >= N classes of a component in neighbouring threads; it alone adds up its step, so results repeat bit for
+bit. Padded components read v = u = 0, which is harmless, and are left out of the sums. Addresses are 64-bit.
+"""
+
+# Kernels are written in the part of Python that Triton compiles.
+# ruff: noqa: ANN001, ANN202
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["expected_backward", "expected_forward", "sample_backward", "sample_forward"]
+
+TILE = 1024
+"""Elements that a program holds at a time."""
+LOG2E = tl.constexpr(1.4426950408889634)
+TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest number that the device does not take for 0
+
+
+@triton.jit
+def _tile(step, first, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr):
+    """Returns the offsets of BZ components from the first on, and which components and classes there are."""
+    z = first + tl.arange(0, BZ)
+    n = tl.arange(0, BN)
+    return (step * Z + z[:, None]) * N + n[None, :], z < Z, (n < N)[None, :]
+
+
+@triton.jit
+def _load(pointer, index, live):
+    return tl.load(pointer + index, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _exponential(v, column):
+    """Returns s = v - max v and e = exp(s), both 0 in columns that are not there."""
+    s = tl.where(column, v - tl.max(tl.where(column, v, float("-inf")), 1)[:, None], 0.0)
+    return s, tl.where(column, tl.exp2(s * LOG2E), 0.0)
+
+
+@triton.jit
+def _gumbel(e, u):
+    """Returns e / -log u, which is exp(v + g - max v)."""
+    return e / -tl.log(tl.maximum(u, TINY))
+
+
+# fmt: off
+@triton.jit
+def _sample_kernel(v, u, z, kl, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr):
+    # fmt: on
+    step = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BZ,), tl.float32)
+    for first in tl.range(0, Z, BZ):
+        index, row, column = _tile(step, first, Z, N, BZ, BN)
+        live = row[:, None] & column
+        s, e = _exponential(_load(v, index, live), column)
+        best = tl.argmax(_gumbel(e, _load(u, index, live)), 1)
+        hot = tl.where(tl.arange(0, BN)[None, :] == best[:, None], 1.0, 0.0)
+        tl.store(z + index, hot.to(z.dtype.element_ty), mask=live)
+        mass = tl.sum(e, 1)
+        total += tl.where(row, tl.sum(e * s, 1) / mass - tl.log(mass / N), 0.0)
+    tl.store(kl + step, tl.sum(total, 0))
+
+
+# fmt: off
+@triton.jit
+def _sample_backward_kernel(
+    dz, dkl, v, u, dv, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr
+):
+    # fmt: on
+    step = tl.program_id(0).to(tl.int64)
+    slope = tl.load(dkl + step)
+    for first in tl.range(0, Z, BZ):
+        index, row, column = _tile(step, first, Z, N, BZ, BN)
+        live = row[:, None] & column
+        s, e = _exponential(_load(v, index, live), column)
+        r = _gumbel(e, _load(u, index, live))
+        g = _load(dz, index, live)
+        r_mass = tl.sum(r, 1)
+        mass = tl.sum(e, 1)
+        r *= (1.0 / r_mass)[:, None]
+        q = e * (1.0 / mass)[:, None]
+        grad = r * (g - tl.sum(r * g, 1)[:, None]) + slope * q * (s - tl.sum(q * s, 1)[:, None])
+        tl.store(dv + index, grad.to(dv.dtype.element_ty), mask=live)
+
+
+# fmt: off
+@triton.jit
+def _expected_kernel(v, q, out, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr):
+    # fmt: on
+    step = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((BZ,), tl.float32)
+    for first in tl.range(0, Z, BZ):
+        index, row, column = _tile(step, first, Z, N, BZ, BN)
+        live = row[:, None] & column
+        s, e = _exponential(_load(v, index, live), column)
+        _, f = _exponential(_load(q, index, live), column)
+        total += tl.where(row, tl.sum(f * s, 1) / tl.sum(f, 1) - tl.log(tl.sum(e, 1)), 0.0)
+    tl.store(out + step, tl.sum(total, 0))
+
+
+# fmt: off
+@triton.jit
+def _expected_backward_kernel(
+    grad, v, q, dv, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr
+):
+    # fmt: on
+    step = tl.program_id(0).to(tl.int64)
+    slope = tl.load(grad + step)
+    for first in tl.range(0, Z, BZ):
+        index, row, column = _tile(step, first, Z, N, BZ, BN)
+        live = row[:, None] & column
+        _, e = _exponential(_load(v, index, live), column)
+        _, f = _exponential(_load(q, index, live), column)
+        difference = f * (1.0 / tl.sum(f, 1))[:, None] - e * (1.0 / tl.sum(e, 1))[:, None]
+        tl.store(dv + index, (slope * difference).to(dv.dtype.element_ty), mask=live)
+
+
+def _launch(kernel, shape: torch.Size, *tensors: Tensor) -> None:
+    """Runs a kernel on all steps of tensors that belong to logits of a shape (..., Z, N)."""
+    Z, N = shape[-2:]
+    BN = triton.next_power_of_2(N)
+    BZ = min(triton.next_power_of_2(Z), max(1, TILE // BN))
+    if shape.numel():
+        kernel[(shape[:-2].numel(),)](*tensors, Z, N, BZ, BN, num_warps=max(1, min(4, BZ * BN // 256)))
+
+
+def sample_forward(logits: Tensor, noise: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns z (..., Z, N) in the given dtype and the KL (...) in float32."""
+    z = torch.empty(logits.shape, dtype=dtype, device=logits.device)
+    kl = _steps(logits)
+    _launch(_sample_kernel, logits.shape, logits.contiguous(), noise.contiguous(), z, kl)
+    return z, kl
+
+
+def sample_backward(dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor) -> Tensor:
+    """Returns the gradient of the logits, (..., Z, N)."""
+    dv = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    inputs = (tensor.contiguous() for tensor in (dz, dkl, logits, noise))
+    _launch(_sample_backward_kernel, logits.shape, *inputs, dv)
+    return dv
+
+
+def expected_forward(logits: Tensor, q: Tensor) -> Tensor:
+    """Returns E_q log p, (...), in float32."""
+    out = _steps(logits)
+    _launch(_expected_kernel, logits.shape, logits.contiguous(), q.contiguous(), out)
+    return out
+
+
+def expected_backward(grad: Tensor, logits: Tensor, q: Tensor) -> Tensor:
+    """Returns the gradient of the logits of p, (..., Z, N)."""
+    dv = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    inputs = (tensor.contiguous() for tensor in (grad, logits, q))
+    _launch(_expected_backward_kernel, logits.shape, *inputs, dv)
+    return dv
+
+
+def _steps(logits: Tensor) -> Tensor:
+    """Returns room for a number a step; a step without components has a sum of nothing."""
+    make = torch.empty if logits.numel() else torch.zeros
+    return make(logits.shape[:-2], dtype=torch.float32, device=logits.device)

@@ -1,0 +1,71 @@
+"""Sampling: the paper's five algorithms, each a function of this package.
+
+| algorithm of the paper    | here                                                              |
+| ------------------------- | ----------------------------------------------------------------- |
+| VSSM sampling             | `sample_variational` with one chunk: everything at once           |
+| VSSM chunk sampling       | `sample_variational` with `chunk=W`                               |
+| RNN sampling              | `sample_autoregressive`, rnn: the prompt is read step by step     |
+| SSM sampling              | `sample_autoregressive`, ssm: the prompt is read in parallel      |
+| Transformer sampling      | `sample_recomputed`; with a key-value cache `sample_autoregressive` |
+
+`sample_vrnn` completes the six models. With `recondition=True` a variational model reads each chunk that
+it has made, instead of empty tokens, before it makes the next: the chunk size is then a dial from
+fully parallel (W = T) to step by step (W = 1).
+
+Every random number is a function of (seed, row, position, component), so chunk size, batch split and
+resume point never change what a seed gives.
+
+On a GPU, a call that is made a second time is recorded as a CUDA graph and replayed from then on (see
+`vssm.graphs`).
+"""
+
+from torch import Tensor
+
+from vssm.models import VRNN, Model, Variational
+from vssm.nn import State
+from vssm.sampling.parallel import read_variational, sample_variational
+from vssm.sampling.request import BLIND as BLIND
+from vssm.sampling.request import Noise as Noise
+from vssm.sampling.request import Options as Options
+from vssm.sampling.request import Result as Result
+from vssm.sampling.stepwise import read_vrnn, sample_autoregressive, sample_recomputed, sample_vrnn
+
+__all__ = ["BLIND", "Noise", "Options", "Result", "read", "sample"]
+
+
+def sample(
+    model: Model,
+    prompt: Tensor | None,
+    state: State | None,
+    source: Noise,
+    options: Options,
+    cache: bool = True,
+    record: bool = False,
+) -> Result:
+    """Makes new steps after a prompt, a state or nothing, with the algorithm of the model.
+
+    Arguments:
+        model: Any of the six models.
+        prompt: Steps that come first, (1 or B, C, D), or tokens.
+        state: What came before, at a position above 0.
+        source: The noise of the B rows.
+        options: What is asked for.
+        cache: False recomputes the whole prefix at every step.
+        record: Whether calls that repeat are recorded and replayed.
+    """
+    if isinstance(model, Variational):
+        return sample_variational(model, prompt, state, source, options, record)
+    if isinstance(model, VRNN):
+        return sample_vrnn(model, prompt, state, source, options, record)
+    if cache:
+        return sample_autoregressive(model, prompt, state, source, options, record)
+    return sample_recomputed(model, prompt, state, source, options)
+
+
+def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:
+    """Reads known data, (B, C, D) or tokens, and returns the state after it."""
+    if isinstance(model, Variational):
+        return read_variational(model, x, state, source)
+    if isinstance(model, VRNN):
+        return read_vrnn(model, x, state, source)
+    return model(x, state)[1]

@@ -1,0 +1,180 @@
+"""Sampling in parallel: vssm and tvae, at once or in chunks.
+
+Legend: x (B, T, D) or tokens (B, T); z (B, T, Z); C steps of prompt; W chunk size; ∅ empty token.
+"""
+
+import threading
+from collections.abc import Hashable
+from functools import partial
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from vssm import graphs
+from vssm.distributions import Latents
+from vssm.models import Variational
+from vssm.nn import State
+from vssm.sampling.request import BLIND, Noise, Options, Result, expand_rows, nothing, placed, portable
+
+__all__ = ["read_variational", "sample_variational"]
+
+_EMPTY_RUNS = 8  # lengths whose all-empty pass is remembered
+
+
+def sample_variational(
+    model: Variational,
+    prompt: Tensor | None,
+    state: State | None,
+    source: Noise,
+    options: Options,
+    record: bool,
+) -> Result:
+    """Runs the algorithm below, or replays it."""
+    made = _replayed(model, prompt, state, source, options) if record and options.length else None
+    return made or _variational(model, prompt, state, source, options)
+
+
+def _variational(
+    model: Variational,
+    prompt: Tensor | None,
+    state: State | None,
+    source: Noise,
+    options: Options,
+    empty: "_Empty | None" = None,
+) -> Result:
+    """Algorithms "VSSM sampling" (one chunk) and "VSSM chunk sampling"."""
+    num, position = len(source.row), 0 if state is None else state.position
+    blind = state is not None and "blind" in state.children
+    if blind and options.recondition:
+        raise ValueError(f"recondition=True can not start from this state: {BLIND}")
+    if prompt is not None and (options.recondition or options.length == 0):
+        state = read_variational(model, prompt, state, source)
+        position, prompt = state.position, None
+    partial = None if state is None else state.child("blind" if blind else "partial")
+    decoder = None if state is None else state.child("decoder")
+    xs, zs = [], []
+    for first in range(0, options.length, options.chunk):
+        known = 0 if prompt is None else prompt.shape[1]
+        width = min(options.chunk, options.length - first)
+        if partial is None and prompt is None:
+            q_z, ahead, *_ = empty or _empty_run(model, width, graphs.weights_of(model))
+        else:
+            q_z, ahead = model.partial_posterior(prompt, empty=width, state=partial)
+        z = _draw(q_z, source.latent(model, position, known + width), known, options.temperature)
+        p_x, decoder = model.likelihood(z, decoder)
+        x = p_x.mean
+        if options.sample:
+            x = p_x.sample(source.observation(model, position, known + width), options.temperature)
+        xs.append(x[:, known:])
+        zs.append(z[:, known:])
+        if options.recondition:
+            before = None if partial is None else expand_rows(partial, num)
+            _, ahead = model.partial_posterior(xs[-1], state=before)
+        partial, prompt = ahead, None
+        position += known + width
+    if partial is None or decoder is None:
+        return *nothing(model, num, source), None
+    if not options.recondition and options.length:
+        blind = True
+    state = State({"blind" if blind else "partial": expand_rows(partial, num), "decoder": decoder}, position)
+    if not xs:
+        return *nothing(model, num, source), state
+    return torch.cat(xs, 1), torch.cat(zs, 1), state
+
+
+def read_variational(model: Variational, x: Tensor, state: State | None, source: Noise) -> State:
+    """Reads known data: draws its latents from the partial posterior and feeds them to the decoder."""
+    position = 0 if state is None else state.position
+    q_z, partial = model.partial_posterior(x, state=None if state is None else state.child("partial"))
+    z = q_z.sample(source.latent(model, position, x.shape[1]))
+    _, decoder = model.likelihood(z, None if state is None else state.child("decoder"))
+    return State({"partial": expand_rows(partial, len(z)), "decoder": decoder}, position + x.shape[1])
+
+
+def _draw(q_z: Latents, u: Tensor, known: int, temperature: float) -> Tensor:
+    """Draws z; the temperature is for what is new, not for the latents of `known` data."""
+    if known == 0 or temperature == 1:
+        return q_z.sample(u, temperature)
+    old, new = Latents(q_z.logits[:, :known]), Latents(q_z.logits[:, known:])
+    return torch.cat([old.sample(u[:, :known]), new.sample(u[:, known:], temperature)], 1)
+
+
+class _Empty(NamedTuple):
+    """The all-empty pass over some length, and what it was made with."""
+
+    q_z: Latents
+    state: State
+    weights: list[Hashable]
+    probe: float
+
+
+_empty_runs: WeakKeyDictionary[Variational, dict[int, _Empty]] = WeakKeyDictionary()
+_emptying = threading.Lock()
+
+
+def _empty_run(model: Variational, length: int, weights: list[Hashable], probed: bool = True) -> _Empty:
+    """Returns q_omega(z | ∅, ..., ∅), which is the same for every row: one row, remembered by length.
+
+    To probe the weights waits for the device; `probed=False` leaves it to the caller.
+    """
+    with _emptying:
+        known = _empty_runs.setdefault(model, {})
+        run = known.get(length)
+        if run is None or run.weights != weights or (probed and run.probe != float(_probe(model))):
+            while len(known) >= _EMPTY_RUNS:
+                known.pop(next(iter(known)))
+            run = _Empty(*model.partial_posterior(empty=length), weights, float(_probe(model)))
+            known[length] = run
+        return run
+
+
+def _probe(model: Variational) -> Tensor:
+    """Looks at some of the weights: fused optimisers change them without counting a version."""
+    assert model.partial.blank is not None
+    return torch.cat([model.partial.blank, model.partial.norm.weight]).sum(dtype=torch.float64)
+
+
+def _replayed(
+    model: Variational, prompt: Tensor | None, state: State | None, source: Noise, options: Options
+) -> Result | None:
+    """Replays `_variational`, or returns None if it is to run itself."""
+    weights = graphs.weights_of(model)
+    tensors: dict[str, Tensor | State] = {"seed": source.seed, "row": source.row}
+    empty, end = None, options.length
+    if prompt is not None:
+        tensors["prompt"] = prompt
+        end += prompt.shape[1]
+    if state is not None:
+        tensors |= portable(model, state)
+        end += state.position
+    if prompt is None and state is None:
+        empty = _empty_run(model, min(options.chunk, options.length), weights, probed=False)
+    inputs, constant = State(tensors), None if empty is None else empty.q_z.logits.data_ptr()
+    made = graphs.attempt(
+        model,
+        ("one shot", options, graphs.describe(inputs), constant),
+        lambda recorder: graphs.OneShot(
+            recorder, model, partial(_variational_tree, options, empty), inputs, empty or ()
+        ),
+        inputs,
+        weights=weights,
+    )
+    if made is None:
+        return None
+    if empty is not None and float(made["probe"]) != empty.probe:
+        return None  # the weights were changed, unseen: `_variational` makes and remembers a new pass
+    return made["x"], made["z"], placed(made.child("state"), end)
+
+
+def _variational_tree(options: Options, empty: _Empty | None, model: Variational, inputs: State) -> State:
+    """Does `_variational` on a tree of inputs, as it is recorded."""
+    given = inputs.children
+    source = Noise(inputs["seed"], inputs["row"], inputs["start"] if "start" in given else None)
+    prompt = inputs["prompt"] if "prompt" in given else None
+    state = inputs.child("state") if "state" in given else None
+    x, z, after = _variational(model, prompt, state, source, options, empty)
+    assert z is not None and after is not None
+    probe: dict[str, Tensor | State] = {} if empty is None else {"probe": _probe(model)}
+    return State({"x": x, "z": z, "state": after, **probe})
