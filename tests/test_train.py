@@ -147,6 +147,7 @@ def test_bfloat16_on_a_cpu_follows_float32(kind, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_never_wait_for_the_device(kind, tmp_path, monkeypatch):
     take = _Training._take_step
@@ -163,6 +164,18 @@ def test_steps_never_wait_for_the_device(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(_Training, "_take_step", strict)
     lines = log(run(tiny(kind, ema=0.9, device="cuda"), tmp_path / "run"), "train")
     assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replayed_step_is_the_step(kind, tmp_path):
+    plain, replayed = (
+        log(run(tiny(kind, ema=0.9, device="cuda", graph=graph, precision="float32"), tmp_path / str(graph)))
+        for graph in (False, True)
+    )
+    assert len(plain) == len(replayed) > 3
+    for one, other in zip(plain, replayed, strict=True):
+        assert other == pytest.approx(one, rel=1e-4)
 
 
 def test_head_features_and_bins_come_from_the_data(tmp_path):
@@ -320,6 +333,7 @@ def test_presets_have_the_settings_of_the_paper():
         ("seed", -1, "a whole number >= 0"),
         ("max_steps", 0, "a whole number >= 1"),
         ("compile", 1, "True, False"),
+        ("graph", 1, "True, False"),
     ],
 )
 def test_bad_options_are_named(field, value, allowed):

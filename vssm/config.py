@@ -180,6 +180,8 @@ class TrainConfig:
     """Of matrix products: "float32", "bfloat16", or "auto" for bfloat16 on CUDA and float32 on a CPU."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:N", or "auto" for CUDA where there is one."""
+    graph: bool = True
+    """Replays the step as a CUDA graph: on one CUDA device, without `compile` and `fsdp`."""
     compile: bool = False
     """Compiles every block with torch.compile."""
     fsdp: bool = False
@@ -204,7 +206,7 @@ class TrainConfig:
             _check_number(name, getattr(self, name), 0, above=True)
         for name in ("warmup", "ema"):
             _check_number(name, getattr(self, name), 0, below=1)
-        for name in ("compile", "fsdp", "tensorboard"):
+        for name in ("graph", "compile", "fsdp", "tensorboard"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; allowed: True, False")
 

@@ -1,4 +1,4 @@
-"""What a step of training is made of, apart from the model: decay, learning rate, seeds, and the tally.
+"""What a step of training is made of, apart from the model: decay, learning rate, seeds, tally, replay.
 
     lr_s = lr min(1, s / W)                            s <= W = warmup S
     lr_s = lr (1 + cos(pi (s - W) / (S - W + 1))) / 2  after that, nearly 0 at the last step S
@@ -8,6 +8,7 @@ Legend: s steps done, S steps in all.
 
 import hashlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from vssm.config import TrainConfig
 from vssm.objectives import Terms
 
-__all__ = ["Tally", "TrainingStopped", "learning_rate", "mix", "parameter_groups"]
+__all__ = ["Replayed", "Tally", "TrainingStopped", "learning_rate", "mix", "parameter_groups"]
 
 _STREAK = 10  # steps in a row that may not be finite
 
@@ -65,19 +66,23 @@ class Tally:
     names = (*Terms._fields, "gradient_norm")
 
     def __init__(self, device: torch.device) -> None:
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        self.sums = self.culprit = zero.repeat(len(self.names))
-        self.taken = self.skipped = self.streak = self.stopped = zero
+        self.sums, self.culprit = torch.zeros(2, len(self.names), dtype=torch.float64, device=device)
+        counts = torch.zeros(5, dtype=torch.float64, device=device)
+        self.step, self.taken, self.skipped, self.streak, self.stopped = counts
 
-    def add(self, step: int, values: Tensor, finite: Tensor) -> None:
-        """Adds one step: its number, its values in the order of `names`, and whether all are finite."""
+    def add(self, values: Tensor, finite: Tensor) -> None:
+        """Adds one step: its values in the order of `names`, and whether all are finite.
+
+        Everything is changed in place, so that a recording of this can be replayed.
+        """
         values = values.double()
-        self.sums = self.sums + values.masked_fill(~finite, 0.0)
-        self.culprit = torch.where(finite, self.culprit, values)
-        self.taken = self.taken + finite
-        self.skipped = self.skipped + ~finite
-        self.streak = (self.streak + 1) * ~finite
-        self.stopped = self.stopped + ((self.streak == _STREAK) & (self.stopped == 0)) * step
+        self.step += 1
+        self.sums += values.masked_fill(~finite, 0.0)
+        self.culprit.copy_(torch.where(finite, self.culprit, values))
+        self.taken += finite
+        self.skipped += ~finite
+        self.streak.copy_((self.streak + 1) * ~finite)
+        self.stopped += ((self.streak == _STREAK) & (self.stopped == 0)) * self.step
 
     def fetch(self) -> tuple[dict[str, float], int, int]:
         """Waits for the device and returns the means since the last fetch, the steps skipped, and the streak.
@@ -92,6 +97,55 @@ class Tally:
             bad = [name for name, value in zip(self.names, culprit, strict=True) if not math.isfinite(value)]
             term = (*bad[1:], *bad)[0]  # a part of the loss says more than the loss
             raise TrainingStopped(f"step {stopped:.0f}: {term} is not finite, for the tenth step in a row")
-        self.sums, self.taken = torch.zeros_like(self.sums), torch.zeros_like(self.taken)
+        self.sums.zero_()
+        self.taken.zero_()
         means = {n: s / taken if taken else math.nan for n, s in zip(self.names, sums, strict=True)}
         return means, int(skipped), int(streak)
+
+
+class Replayed:
+    """Runs a function of static tensors on a CUDA device: twice plainly, then as a recording.
+
+    A recorded step waits neither for Python nor for launches. The function reads and writes tensors that stay
+    where they are, never waits for the device, and draws random numbers from the given generator alone, whose
+    seed can be set before every call.
+
+    Arguments:
+        function: What to run; takes nothing, returns tensors that the next call overwrites.
+        generator: What it draws from.
+        stream: The CUDA stream that all calls run on; None to run plainly always.
+        failed: Called with the reason if recording fails; the function then runs plainly.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], Tensor],
+        generator: torch.Generator,
+        stream: "torch.cuda.Stream | None",
+        failed: Callable[[str], object],
+    ) -> None:
+        self.function, self.generator, self.stream, self.failed = function, generator, stream, failed
+        self.plain_calls = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> Tensor:
+        if self.stream is None or self.plain_calls < 2:
+            self.plain_calls += 1
+            return self.function()
+        if self.graph is None:
+            try:
+                self._record()
+            except RuntimeError as error:
+                self.stream = None
+                self.failed(f"the step runs without a CUDA graph: {str(error).splitlines()[0]}")
+                return self.function()
+        assert self.graph is not None
+        self.graph.replay()
+        return self.result
+
+    def _record(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self.generator)
+        with torch.cuda.graph(graph, stream=self.stream):
+            self.result = self.function()
+        self.graph = graph

@@ -6,8 +6,9 @@ All randomness is a function of (seed, step) or (seed, epoch), and every process
 whole batch and takes its rows. So a run that is resumed, or has other processes, sees the same data and noise
 as one that was never stopped; on a CPU it is equal to the last bit.
 
-The loop never waits for a CUDA device: loss terms are summed there and read at log points. A step whose terms
-or gradient are not finite changes nothing and is counted; ten in a row stop the run.
+The loop never waits for a CUDA device: loss terms are summed there and read at log points, and from its third
+step on a run of one process replays a CUDA graph. A step whose terms or gradient are not finite changes
+nothing and is counted; ten in a row stop the run.
 
 Legend: s steps done; x (B, T, D) or tokens (B, T); terms per sequence, in nats.
 """
@@ -37,7 +38,7 @@ from vssm.models import Model, build
 from vssm.nn import Stack
 from vssm.objectives import Terms, objective
 from vssm.ops import choose_backend
-from vssm.optimize import Tally, TrainingStopped, learning_rate, mix, parameter_groups
+from vssm.optimize import Replayed, Tally, TrainingStopped, learning_rate, mix, parameter_groups
 from vssm.progress import Progress, choose_progress
 from vssm.results import commit, machine
 from vssm.runs import RunFolder, finite, read_config
@@ -144,17 +145,34 @@ class _Training:
                     block.compile()
         self.call = _Call(self.model)
         self.parallel = world.wrap(self.call, options.fsdp)
+        cuda = world.device.type == "cuda"
+        # On a CUDA device numbers that change from step to step lie there, for recordings to read.
+        self.rate = torch.zeros((), device=world.device)
+        self.pace = torch.zeros((), device=world.device)
         self.optimizer = torch.optim.AdamW(
-            parameter_groups(self.model), options.learning_rate, weight_decay=options.weight_decay, fused=True
+            parameter_groups(self.model),
+            self.rate if cuda else options.learning_rate,
+            weight_decay=options.weight_decay,
+            fused=True,
+            capturable=cuda,
         )
         self.parameters = dict(self.model.named_parameters())
         self.ema = {n: p.detach().clone() for n, p in self.parameters.items()} if options.ema else {}
-        bfloat16 = options.precision == "bfloat16" or (
-            options.precision == "auto" and world.device.type == "cuda"
-        )
+        bfloat16 = options.precision == "bfloat16" or (options.precision == "auto" and cuda)
         self.dtype = torch.bfloat16 if bfloat16 else torch.float32
         self.generator = torch.Generator(world.device)
         self.tally = Tally(world.device)
+        self.index, self.valid_index = torch.zeros(
+            2, options.batch // world.size, dtype=torch.long, device=world.device
+        )
+        alone = cuda and options.graph and not (world.grouped or options.fsdp or options.compile)
+        self.stream = torch.cuda.Stream(world.device) if alone else None
+        on_device = self.train_split.x.is_cuda and self.valid_split.x.is_cuda
+        recorded = self.stream if on_device else None
+        self.update, self.score = (
+            Replayed(function, self.generator, recorded, progress.message)
+            for function in (self._update, self._score)
+        )
 
         self.step, self.epoch, self.order = 0, -1, torch.empty(0)
         self.best: float | None = None
@@ -177,9 +195,12 @@ class _Training:
             with self._stopping():
                 self.folder.describe(self._facts(ended=False))
         self.progress.start(self.step, self.total)
-        with warnings.catch_warnings():
-            # Views that FSDP2 fears are never written in place; norms of bfloat16 on a CPU are merely slower.
-            warnings.filterwarnings("ignore", "FSDP2-wrapped module|Mismatch dtype between input and weight")
+        self.tally.step.fill_(self.step)
+        with warnings.catch_warnings(), self._own_stream():
+            # Views that FSDP2 fears are never written in place; norms of bfloat16 on a CPU are merely slower;
+            # the first steps of a run that will be recorded are not.
+            expected = "FSDP2-wrapped module|Mismatch dtype between input and weight|.*capturable=True"
+            warnings.filterwarnings("ignore", expected)
             logged = self.step
             while self.step < self.total:
                 self._take_step()
@@ -210,10 +231,22 @@ class _Training:
             self.epoch, self.order = epoch, order
         local = options.batch // world.size
         first = i * options.batch + world.rank * local
-        x = self.train_split.batch(self.order[first : first + local], world.device)
+        self.index.copy_(self.order[first : first + local], non_blocking=True)
         self.step += 1
-
+        rate = learning_rate(options, self.step, self.total)
+        if world.device.type == "cuda":
+            self.rate.fill_(rate)
+        else:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+        self.pace.fill_(1 - min(options.ema, self.step / (self.step + 9)))
         self.generator.manual_seed(mix(options.seed, "step", self.step))
+        self.update()
+
+    def _update(self) -> Tensor:
+        """Does all of a step that happens on the device."""
+        options, world = self.options, self.world
+        x = self.train_split.batch(self.index.to(self.train_split.x.device), world.device)
         with self._autocast():
             terms = self.parallel(objective, x, self.generator, (world.rank, world.size))
         self.optimizer.zero_grad()
@@ -223,16 +256,16 @@ class _Training:
         means = world.average(torch.stack([term.detach().mean() for term in terms]))
         values = torch.cat([means, norm[None] / self.values])
         good = values.isfinite().all()
-
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(options, self.step, self.total)
         # As torch's GradScaler does it: the fused kernel then changes nothing, and nobody waits to know.
         self.optimizer.found_inf = (~good).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         if self.ema:
-            decay = min(options.ema, self.step / (self.step + 9))
-            torch._foreach_lerp_(list(self.ema.values()), list(self.parameters.values()), 1 - decay)
-        self.tally.add(self.step, values, good)
+            with torch.no_grad():
+                gaps = torch._foreach_sub(list(self.parameters.values()), list(self.ema.values()))
+                torch._foreach_mul_(gaps, self.pace)
+                torch._foreach_add_(list(self.ema.values()), gaps)
+        self.tally.add(values, good)
+        return values
 
     def _log_point(self, steps: int, validating: bool) -> None:
         """Reads the terms from the device, and does what is due: log, validation, checkpoint."""
@@ -289,14 +322,20 @@ class _Training:
         sums = torch.zeros(len(Terms._fields), dtype=torch.float64, device=world.device)
         for first in range(0, num, options.batch):
             # The last batch is filled up with rows that do not count: noise does not depend on how many do.
-            index = first + world.rank * local + torch.arange(local)
-            x = self.valid_split.batch((index % num).to(self.valid_split.x.device), world.device)
+            index = first + world.rank * local + torch.arange(local, device=world.device)
+            self.valid_index.copy_(index % num)
             self.generator.manual_seed(mix(options.seed, "valid", first))
-            with self._autocast():
-                terms = self.call(objective, x, self.generator, (world.rank, world.size))
-            sums += torch.where((index < num).to(world.device), torch.stack(terms).double(), 0.0).sum(1)
+            sums += torch.where(index < num, self.score().double(), 0.0).sum(1)
         means = world.average(sums) * world.size / num
         return dict(zip(Terms._fields, means.tolist(), strict=True))
+
+    @torch.no_grad()
+    def _score(self) -> Tensor:
+        """Returns the terms of the sequences at `valid_index`, stacked."""
+        world = self.world
+        x = self.valid_split.batch(self.valid_index.to(self.valid_split.x.device), world.device)
+        with self._autocast():
+            return torch.stack(self.call(objective, x, self.generator, (world.rank, world.size)))
 
     def _draw(self) -> None:
         """Replaces the pictures; a machine for training may lack what draws them."""
@@ -387,6 +426,17 @@ class _Training:
                 reason = f"step {self.step}: {str(self.folder.path)!r} could not be written ({reason})"
             last = repr(str(self.saved)) if self.saved else "none yet"
             raise TrainingStopped(f"{reason}; last good checkpoint: {last}") from error
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Runs everything on one stream, as recordings need it: gradients return where they were made."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.world.device))
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream(self.world.device).wait_stream(self.stream)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
