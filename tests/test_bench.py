@@ -1,15 +1,40 @@
+"""The benchmarks at sizes of milliseconds, and the meaning of the paper's Table 1, for all six models."""
+
 import json
+import re
+import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vssm import bench
-from vssm.bench import Shape, bench_scan
+from tests.conftest import KINDS, sequences, small_model
+from tests.test_scan import arguments
+from vssm import bench, generate, observe
+from vssm.bench import Shape, bench_scan, scan_cuda, timing
+from vssm.bench.peers import Peer
+from vssm.bench.record import Record
+from vssm.bench.scan import _inputs
+from vssm.bench.scan_peers import PEERS, peer_scan
+from vssm.bench.table1 import THEORY, exponent
+from vssm.cli import main
+from vssm.nn import Stack
+from vssm.objectives import objective
+from vssm.ops import selective_scan
 
+CPU = torch.device("cpu")
 SMALL = (Shape(2, 6, 5, 3), Shape(1, 1, 5, 3))
+TINY = {"device": "cpu", "width": 16, "layers": 1}
+ENVELOPE = {"name", "date", "commit", "machine", "command", "config", "metrics"}
 
 
-def test_metrics():
+@pytest.fixture
+def record(tmp_path):
+    return Record("generate", "vssm bench generate", CPU, {"width": 16}, tmp_path / "a" / "result.json")
+
+
+def test_scan_metrics():
     pytest.importorskip("mambapy")
     metrics = bench_scan(SMALL, repeats=3)
     assert set(metrics) == {
@@ -33,39 +58,367 @@ def test_chosen_backends_only():
         bench_scan(SMALL, backends=["fastest"])
 
 
-def test_file_and_table(tmp_path, capsys):
-    made = bench.main_scan(tmp_path / "scan.json", SMALL, repeats=2)
-    assert json.loads((tmp_path / "scan.json").read_text()) == made
-    assert set(made) == {"name", "date", "commit", "machine", "command", "config", "metrics"}
-    assert made["config"]["shapes"][0] == {"batch": 2, "length": 6, "channels": 5, "states": 3}
-    assert made["metrics"]["fwd_ms_b2_t6"] > 0
-    assert "2, 6, 5, 3" in capsys.readouterr().out
+def test_scan_file_table_and_picture(tmp_path, capsys):
+    out, picture = tmp_path / "new" / "scan.json", tmp_path / "pictures" / "scan.svg"
+    options = {"device": "cpu", "repeats": 2, "peers": False, "plot": picture}
+    made = bench.main_scan(out, shapes=["2x6x5x3"], **options)
+    assert json.loads(out.read_text())["metrics"] == made["metrics"]
+    assert set(made) == ENVELOPE
+    assert made["config"]["shapes"] == [{"batch": 2, "length": 6, "channels": 5, "states": 3}]
+    assert made["config"]["backend"] == "numba" and made["config"]["versions"]["torch"]
+    assert made["command"] == "vssm bench scan --device cpu --shapes 2x6x5x3 --repeats 2 --no-peers"
+    printed = capsys.readouterr().out
+    assert "2, 6, 5, 3" in printed and "numba" in printed and f"commit {made['commit']}" in printed
+    assert "<svg" in picture.read_text()
 
 
-def test_peer_computes_the_same_scan():
-    pytest.importorskip("mambapy")
-    inputs = bench._inputs(SMALL[0])
-    ours, _ = bench.selective_scan(**inputs)
-    assert torch.allclose(bench._mambapy_scan(**inputs), ours, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("peer", PEERS)
+def test_peers_compute_the_same_scan(peer):
+    pytest.importorskip({"associative_scan": "torch"}.get(peer, peer))
+    values = arguments(batch=2, length=7, channels=5, states=3)
+    values |= {"dt_bias": torch.rand(5), "z": torch.randn(2, 7, 5), "D": torch.randn(5), "softplus": True}
+    values.pop("h0", None)
+    expected, _ = selective_scan(**values)
+    assert torch.allclose(peer_scan(peer, **values), expected, rtol=1e-4, atol=1e-5)
+    plain = _inputs(SMALL[0])
+    assert torch.allclose(peer_scan(peer, **plain), selective_scan(**plain)[0], rtol=1e-4, atol=1e-5)
 
 
-def test_generation_metrics_and_table(tmp_path, capsys):
-    options = {
-        "kinds": ("ssm", "vssm"),
-        "batches": (2,),
-        "lengths": (4,),
-        "width": 16,
-        "layers": 1,
-        "repeats": 1,
+def test_transformers_loop_is_theirs():
+    modeling = pytest.importorskip("transformers.models.mamba.modeling_mamba")
+    if not hasattr(modeling, "mamba_selective_scan"):
+        pytest.skip("this version of transformers has no scan of its own")
+    u, dt, A, B, C, D = _inputs(SMALL[0]).values()
+    given = [tensor.transpose(1, 2) for tensor in (u, dt, B, C)]
+    theirs = modeling.mamba_selective_scan(given[0], given[1], A, given[2], given[3], D).transpose(1, 2)
+    assert torch.allclose(peer_scan("transformers", u, dt, A, B, C, D), theirs, rtol=1e-5, atol=1e-6)
+
+
+class Kernels:
+    """Stands for the Triton kernels where there is no CUDA; its dB can be made wrong."""
+
+    wrong = 0.0
+
+    def forward(self, **values):
+        return selective_scan(**values, backend="reference")
+
+    def backward(self, dy, dh, softplus, **values):
+        leaves = {
+            name: value.detach().requires_grad_() for name, value in values.items() if value is not None
+        }
+        y, h = selective_scan(**leaves, softplus=softplus, backend="reference")
+        total = (y.float() * dy.float()).sum() + (h * dh).sum()
+        grads = dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True))
+        grads["B"] = grads["B"] * (1 + self.wrong)
+        return tuple(grads.get(name, torch.empty(0)) for name in scan_cuda.NAMES)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    stand_in = Kernels()
+    monkeypatch.setitem(sys.modules, "vssm.ops.scan_triton", stand_in)
+    monkeypatch.setattr("vssm.ops.scan_triton", stand_in, raising=False)
+    monkeypatch.setattr(scan_cuda, "_compile", lambda cases: None)
+    monkeypatch.setattr(scan_cuda, "_copy_bytes_per_ms", lambda device: 1e6)
+    monkeypatch.setattr(scan_cuda, "_peak_mib", lambda call, device: 1.0)
+    processors = SimpleNamespace(multi_processor_count=100)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
+    return stand_in
+
+
+def test_errors_of_the_cuda_check(kernels):
+    error, _, same = scan_cuda.errors(Shape(2, 5, 37, 3), torch.float32, CPU)
+    assert error < 1e-5 and same
+    kernels.wrong = 1e-3
+    error, worst, _ = scan_cuda.errors(Shape(2, 5, 37, 3), torch.float32, CPU)
+    assert worst == "B" and error == pytest.approx(1e-3, rel=0.1)
+
+
+def test_scan_metrics_on_cuda(kernels, record, monkeypatch):
+    monkeypatch.setattr("vssm.bench.scan_peers._SCANS", {"transformers": lambda *_: 1 / 0})
+    monkeypatch.setattr(
+        scan_cuda, "absence", lambda peer: None if peer == "transformers" else "not installed"
+    )
+    kernels.wrong = 1e-3
+    shapes = [Shape(2, 5, 37, 3), Shape(1, 70, 3, 2)]
+    scan_cuda.bench_scan_cuda(record, shapes, CPU, check=True, peers=True)
+    ways = [f"{way}{part}" for way in ("fwd", "bwd") for part in ("_ms", "_p10_ms", "_p90_ms", "_mib")]
+    ways += ["floor_ms", "floor_bwd_ms", "error_float32", "error_bfloat16", "same_bits"]
+    assert set(record.metrics) == {
+        "copy_gb_per_second",
+        *(f"{way}_{shape.name}" for way in ways for shape in shapes),
     }
-    made = bench.main_generate(tmp_path / "generate.json", **options)
-    assert set(made["metrics"]) == {
+    # 2 x 5 x 37 x 3 exponentials, 16 a clock; u, dt, z, y and B, C in two bytes
+    assert record.metrics["floor_ms_b2_t5"] == max(
+        1110 / (100 * 16 * 1.98e6), 2 * 10 * (4 * 37 + 2 * 3) / 1e6
+    )
+    assert record.metrics["same_bits_b2_t5"] == 1
+    assert "in B is too large; allowed: below 1e-05" in record.notes["error_float32_b2_t5"]
+    assert "error_bfloat16_b2_t5" not in record.notes
+    assert record.notes["mambapy_fwd_ms_b2_t5"] == "not installed"
+    assert record.notes["transformers_fwd_ms_b2_t5"] == "failed: ZeroDivisionError: division by zero"
+    assert record.notes["transformers_fwd_ms_b1_t70"].startswith("not run: a loop of 70 steps")
+    headings, rows = scan_cuda.headings_and_rows(record, shapes)
+    assert len(rows) == 4 and all(len(row) == len(headings) for row in rows)
+
+
+def test_times_and_quantiles():
+    calls = []
+    times = timing.kernel(lambda: calls.append(1), CPU, total_ms=1, most=7)
+    assert len(times) == 7 and len(calls) == 9 and min(times) >= 0
+    assert timing.spread([2.0]) == (2.0, 2.0, 2.0)
+
+
+def test_stopwatch_keeps_to_its_budget(record, monkeypatch):
+    taken = {"fast_ms_b1_t2": 10.0, "slow_ms_b1_t2": 2500.0}
+    calls = []
+    monkeypatch.setattr(timing, "wall", lambda call, device: taken[call()])
+    watch = timing.Stopwatch(CPU, repeats=5, seconds=4.0, warm=3)
+    watch.together(record, {name: lambda name=name: calls.append(name) or name for name in taken})
+    assert calls.count("fast_ms_b1_t2") == 3 + 5
+    assert calls.count("slow_ms_b1_t2") == 2 + 1
+    assert record.metrics == taken
+    assert record.notes == {"slow_ms_b1_t2": "warmed up by 2 calls, not 3: 4 s a point"}
+    watch.alone(record, "slow_ms", "b1_", 8, pytest.fail)  # would take 10 s a call
+    assert "left out: 2 steps took 2.5 s" in record.notes["slow_ms_b1_t8"]
+    assert "slow_ms_b1_t8" not in record.metrics
+
+
+def test_what_does_not_fit_is_noted(record):
+    def greedy():
+        raise torch.OutOfMemoryError("much too large")
+
+    watch = timing.Stopwatch(CPU, repeats=1, seconds=1.0, warm=1)
+    later = iter([None])  # one call is well, the second is not
+    calls = {"greedy": greedy, "modest": lambda: None, "growing": lambda: next(later, 0) is None or greedy()}
+    watch.together(record, calls)
+    assert record.notes.pop("growing") == record.notes["greedy"]
+    assert record.notes == {"greedy": "does not fit the device's memory"} and set(record.metrics) == {
+        "modest"
+    }
+    record.fail("peer", TypeError("no such\nargument"))
+    assert json.loads(record.out.read_text())["config"]["notes"]["peer"] == "failed: TypeError: no such"
+
+
+def test_a_result_is_taken_up_again(tmp_path, monkeypatch):
+    out, options = tmp_path / "generate.json", {"batches": [2], "repeats": 1, "peers": False, **TINY}
+    first = bench.main_generate(out, kinds=["ssm", "vssm"], lengths=[4], **options)
+    assert set(first["metrics"]) == {
         "ssm_ms_b2_t4",
         "ssm_prompted_ms_b2_t4",
         "vssm_ms_b2_t4",
         "vssm_prompted_ms_b2_t4",
         "vssm_chunk1_ms_b2_t4",
     }
-    assert all(value > 0 for value in made["metrics"].values())
-    assert json.loads((tmp_path / "generate.json").read_text())["metrics"] == made["metrics"]
-    assert "b2_t4" in capsys.readouterr().out
+    assert all(value > 0 for value in first["metrics"].values())
+    more = bench.main_generate(out, kinds=["ssm"], lengths=[4, 1], **options)
+    assert more["metrics"] == {**first["metrics"], "ssm_ms_b2_t1": more["metrics"]["ssm_ms_b2_t1"]}
+    assert json.loads(out.read_text())["metrics"] == more["metrics"]
+    with pytest.raises(ValueError, match=r"has width=16, this run 8; allowed: the same, a new name"):
+        bench.main_generate(out, kinds=["ssm"], lengths=[4], **{**options, "width": 8})
+    monkeypatch.setattr("vssm.bench.record._source", lambda: "other code")
+    with pytest.raises(ValueError, match=r"has source='\w+', this run 'other code'"):
+        bench.main_generate(out, kinds=["ssm"], lengths=[4], **options)
+    anew = bench.main_generate(out, kinds=["ssm"], lengths=[1], restart=True, **options)
+    assert set(anew["metrics"]) == {"ssm_ms_b2_t1"}
+
+
+def test_on_cuda_every_point_is_for_itself(record, monkeypatch):
+    monkeypatch.setattr(timing.Stopwatch, "turns", False)
+    watch = timing.Stopwatch(CPU, repeats=1, seconds=1.0, warm=3)
+    bench.bench_generate(record, watch, ["ssm", "tvae"], [2, 1], [5], width=16, layers=1)
+    names = ("ssm_ms", "ssm_prompted_ms", "tvae_ms", "tvae_prompted_ms", "tvae_chunk1_ms")
+    assert list(record.metrics) == [f"{name}_b{batch}_t5" for batch in (1, 2) for name in names]
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"metrics": {"a": "fast"}, "config": {}}', '{"metrics": {}}']
+)
+def test_a_damaged_result_is_named_and_kept(tmp_path, content):
+    out = tmp_path / "scan.json"
+    out.write_text(content)
+    with pytest.raises(
+        ValueError, match=r"scan.json' is damaged or no result; allowed: a new name, or --restart"
+    ):
+        bench.main_scan(out, device="cpu", shapes=SMALL)
+    assert out.read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        (bench.main_train, {"kinds": ["ssm", "vsm"]}, r"kinds='vsm' is unknown; .*did you mean 'vssm'"),
+        (bench.main_generate, {"lengths": [4, 0]}, "lengths=0 is not allowed; allowed: whole numbers >= 1"),
+        (bench.main_generate, {"seconds_per_point": 0}, "seconds_per_point=0 is not allowed"),
+        (bench.main_table1, {"lengths": [-1]}, "lengths=-1 is not allowed"),
+        (
+            bench.main_table1,
+            {"plot": "a.pdf"},
+            r"plot='a.pdf' is not allowed; allowed: a name in .png or .svg",
+        ),
+        (bench.main_train, {"steps": 0}, "steps=0 is not allowed"),
+        (bench.main_scan, {"shapes": ["8"]}, "shapes='8' is not allowed; allowed: BxT or BxTxDxN"),
+        (bench.main_scan, {"check": True}, "check=True is for CUDA"),
+        (bench.main_scan, {"device": "tpu"}, "device='tpu' is unknown; allowed: 'auto', 'cpu', 'cuda'"),
+        (bench.main_scan, {"out": "."}, r"out='.' is a folder; allowed: the name of a JSON file"),
+    ],
+)
+def test_bad_options(function, options, message):
+    with pytest.raises(ValueError, match=message):
+        function(**{"device": "cpu", **options})
+
+
+def test_cuda_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(
+        ValueError, match="device='cuda' is not there, CUDA devices: 0; allowed: 'auto', 'cpu'"
+    ):
+        bench.main_generate(device="cuda")
+
+
+def test_training_metrics(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("vssm.bench.train._WINDOWS", 2)
+    monkeypatch.setattr("vssm.bench.train._WARM", 1)
+    made = bench.main_train(tmp_path / "train.json", kinds=["rnn"], batch=2, steps=2, peers=False, **TINY)
+    assert set(made["metrics"]) == {
+        "rnn_tokens_per_second",
+        "rnn_tokens_per_second_p10",
+        "rnn_tokens_per_second_p90",
+        "rnn_parameters",
+    }
+    assert made["metrics"]["rnn_tokens_per_second"] > 0
+    assert made["config"]["data"].startswith("synthetic rows")
+    assert re.search(r"rnn +[\d,]+ ", capsys.readouterr().out)
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers
+@pytest.mark.parametrize("name", ["transformers_gpt2", "transformers_mamba"])
+def test_peers_are_autoregressive_and_use_their_caches(name):
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = Peer(name, features=3, width=16, layers=2, steps=6).eval()
+    x = torch.rand(2, 6, 3)
+    changed = torch.cat([x[:, :4], x[:, 4:] + 1], 1)
+    with torch.no_grad():
+        means, other = model(x), model(changed)
+        torch.manual_seed(1)
+        made = model.generate(2, 6)
+        torch.manual_seed(1)
+        noise = torch.cat([0.1 * torch.randn(2, 1, 3) for _ in range(6)], 1)
+        assert torch.allclose(made - noise, model(made), rtol=1e-4, atol=1e-5)
+    assert torch.allclose(means[:, :5], other[:, :5], atol=1e-6)
+    assert not torch.allclose(means[:, 5], other[:, 5], atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers
+def test_peers_in_the_result(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("vssm.bench.train._WINDOWS", 1)
+    monkeypatch.setattr("vssm.bench.train._WARM", 1)
+    trained = bench.main_train(tmp_path / "train.json", kinds=[], batch=2, steps=1, **TINY)["metrics"]
+    assert trained["transformers_mamba_tokens_per_second"] > 0
+    generated = bench.main_generate(kinds=[], lengths=[3, 300], repeats=1, **TINY)["metrics"]
+    assert set(generated) == {"transformers_gpt2_ms_b1_t3", "transformers_mamba_ms_b1_t3"}
+    monkeypatch.setattr("vssm.bench.generate.absence", lambda: "not installed: transformers")
+    missing = bench.main_generate(kinds=[], lengths=[3], repeats=1, **TINY)
+    assert missing["config"]["notes"]["transformers_gpt2_ms"] == "not installed: transformers"
+
+
+def test_table1_metrics_and_picture(tmp_path, capsys):
+    picture = tmp_path / "table1.png"
+    options = {"kinds": ["rnn", "vssm"], "lengths": [2, 4, 8], "repeats": 1, "plot": picture, **TINY}
+    made = bench.main_table1(tmp_path / "table1.json", **options)
+    ways = [f"{kind}_{way}" for kind in ("rnn", "vssm") for way in ("train", "sample")]
+    assert set(made["metrics"]) == {
+        *(f"{way}_ms_t{length}" for way in ways for length in (2, 4, 8)),
+        *(f"{way}_exponent" for way in ways),
+    }
+    points = [(length, made["metrics"][f"rnn_train_ms_t{length}"]) for length in (2, 4, 8)]
+    assert made["metrics"]["rnn_train_exponent"] == exponent(points)
+    assert re.search(r"vssm +O\(T\) +yes +T\^-?\d", capsys.readouterr().out)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_exponent_is_of_the_upper_half():
+    points = [(2**k, 1.0) for k in range(4)] + [(2**k, 3e-3 * 2.0 ** (2 * k)) for k in range(4, 8)]
+    assert exponent(points) == pytest.approx(2.0, rel=1e-9)
+
+
+def sequential_steps(function):
+    """Counts the runs of a stack that must follow one another; a GRU's loop over time counts its steps."""
+    steps, run = [], Stack.run
+
+    def counted(stack, e, state=None):
+        recurrent = any(isinstance(part, torch.nn.GRU) for part in stack.modules())
+        steps.append(e.shape[1] if recurrent else 1)
+        return run(stack, e, state)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stack, "run", counted)
+        function()
+    return sum(steps)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parallel_means_no_more_sequential_steps_for_longer_sequences(kind):
+    model, theory = small_model(kind), THEORY[kind]
+    trained = [sequential_steps(partial(objective, model, sequences(model, 2, length))) for length in (6, 12)]
+    sampled = [sequential_steps(partial(generate, model, num=2, length=length)) for length in (6, 12)]
+    for steps, parallel in (
+        (trained, theory.trains_in_parallel),
+        (sampled, theory.samples_in_parallel),
+    ):
+        assert (steps[0] == steps[1] <= 3) if parallel else (steps[1] == 2 * steps[0] >= 12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompt_means_that_what_follows_depends_on_it(kind):
+    model = small_model(kind)
+    x = sequences(model, 1, 9)
+    prompts = torch.cat([x, x + 0.5 * torch.rand_like(x)])
+    assert THEORY[kind].follows_prompt
+    made = generate(model, length=5, prompt=prompts, rows=[0, 0], seed=3).x
+    assert not torch.allclose(made[0], made[1], atol=1e-3)  # with the same noise
+    again = generate(model, length=5, prompt=x, seed=3).x
+    assert torch.allclose(made[:1], again, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resume_means_going_on_from_a_state_of_constant_size(kind):
+    model = small_model(kind)
+    x = sequences(model, 2, 12)
+    whole, half = generate(model, num=2, length=12, seed=5), generate(model, num=2, length=6, seed=5)
+    rest = generate(model, length=6, state=half.state)
+    assert torch.allclose(torch.cat([half.x, rest.x], 1), whole.x, rtol=1e-4, atol=1e-5)
+    for short, long in ((half.state, whole.state), (observe(model, x[:, :6]), observe(model, x))):
+        sizes = [sum(leaf.nbytes for leaf in state.leaves()) for state in (short, long)]
+        assert (sizes[0] == sizes[1]) == THEORY[kind].resumes
+        assert sizes[1] >= sizes[0]
+
+
+def test_command_line(tmp_path, capsys):
+    out = tmp_path / "t.json"
+    main(
+        [
+            "bench",
+            "table1",
+            "--device",
+            "cpu",
+            "--kinds",
+            "rnn",
+            "--lengths",
+            "2",
+            "--width",
+            "8",
+            "--out",
+            str(out),
+        ]
+    )
+    assert (
+        json.loads(out.read_text())["command"]
+        == "vssm bench table1 --device cpu --kinds rnn --lengths 2 --width 8"
+    )
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "scan", "--kinds", "rnn"])
+    assert stop.value.code == 2
+    assert "kinds=('rnn',) does not go with bench scan; allowed: out, device" in capsys.readouterr().err

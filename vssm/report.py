@@ -54,7 +54,7 @@ _GROUPS = (  # title, pattern of names, whether more (+1) or less (-1) is better
     ("Counts", r"\w+", 0),
 )
 _COMPARED = 6  # of the groups
-_TIME = re.compile(r"(.+)_ms_b(\d+)_t(\d+)")
+_TIME = re.compile(r"(.+)_ms_(?:b(\d+)_)?t(\d+)")
 _LARGEST_PICTURE = 16 * 2**20
 
 
@@ -305,8 +305,8 @@ def _results(found: Mapping[str, Mapping[str, Any]]) -> str:
         times: dict[tuple[int, int], dict[str, Any]] = {}
         for metric, value in _part(values, "metrics").items():
             match = _TIME.fullmatch(metric)
-            if match and len(match[2]) < 10 and len(match[3]) < 10:
-                times.setdefault((int(match[2]), int(match[3])), {})[match[1]] = value
+            if match and len(match[2] or "") < 10 and len(match[3]) < 10:
+                times.setdefault((int(match[2] or 0), int(match[3])), {})[match[1]] = value
             else:
                 rest.setdefault(name, {})[metric] = value
         if times:
@@ -336,7 +336,10 @@ def _times(name: str, times: Mapping[tuple[int, int], Mapping[str, Any]]) -> str
     """Shows times by batch and length: a table, and a chart for every axis that has a second value."""
     series = list(dict.fromkeys(line for cells in times.values() for line in cells))
     rows = [
-        (f"batch {batch:,}, length {length:,}", [_cell(cells.get(line)) for line in series])
+        (
+            f"batch {batch:,}, length {length:,}" if batch else f"length {length:,}",
+            [_cell(cells.get(line)) for line in series],
+        )
         for (batch, length), cells in sorted(times.items())
     ]
     figures = []
@@ -348,8 +351,8 @@ def _times(name: str, times: Mapping[tuple[int, int], Mapping[str, Any]]) -> str
                     if key[fixed] == value and key[axis] > 0 and _is_number(time) and time > 1e-100:
                         lines.setdefault(_label(line), []).append((float(key[axis]), float(time)))
             if any(len(points) > 1 for points in lines.values()):
-                other = f"{'batch' if fixed == 0 else 'length'} {value:,}"
-                title = f"{name}: milliseconds at {other}"
+                other = f" at {'batch' if fixed == 0 else 'length'} {value:,}" if value else ""
+                title = f"{name}: milliseconds{other}"
                 figures.append(chart(title, label, lines, dots=frozenset(lines), log=True))
     table = _table(f"{name}: milliseconds", [_label(line) for line in series], rows)
     return f'<div class="figures">{"".join(figures)}</div>{table}'
