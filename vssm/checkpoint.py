@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from vssm import pretrained
 from vssm.config import FORMAT, ModelConfig
 from vssm.models import Model, build
 from vssm.storage import write_atomically
@@ -39,14 +40,15 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
     """Reads a model; whatever does not fit is named and nothing is half-loaded.
 
     Arguments:
-        folder: A folder that `save` or a training wrote, or "hf://OWNER/NAME[@REVISION]" on the hub.
+        folder: A folder that `save` or a training wrote, "hf://OWNER/NAME[@REVISION]" on the hub, or the name
+            of a model in `vssm.pretrained`; a folder of that name, where there is one, comes first.
         device: Where the weights go.
     """
     if isinstance(folder, str) and folder.startswith("hf://"):
         from vssm.hub import pull
 
         folder = pull(folder)
-    folder = Path(folder)
+    folder = pretrained.find(folder)
     config = _read_config(folder / "config.json")
     path = folder / "weights.safetensors"
     if not path.is_file():
@@ -79,7 +81,11 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
 
 def _read_config(path: Path) -> ModelConfig:
     if not path.is_file():
-        raise ValueError(f"{str(path.parent)!r} has no config.json; allowed: a folder written by vssm.save")
+        shipped = ", ".join(map(repr, pretrained.names())) or "none in this version"
+        raise ValueError(
+            f"{str(path.parent)!r} has no config.json; allowed: a folder written by vssm.save, "
+            f"or a shipped model ({shipped})"
+        )
     try:
         values: Any = json.loads(path.read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -14,7 +14,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from vssm.runs import RunFolder, read_config
 from vssm.storage import write_atomically
 from vssm.train import train
 
-__all__ = ["LEARNING_RATES", "sweep"]
+__all__ = ["LEARNING_RATES", "run_all", "sweep"]
 
 LEARNING_RATES = (1e-2, 5e-3, 1e-3, 5e-4, 1e-4)
 """The paper's grid."""
@@ -66,33 +66,60 @@ def sweep(
         ("finished" or "failed"), `validation_loss` (the best), `seconds` and `reason`. The best of a kind has
         the lowest median over seeds, where a run that failed counts as infinite.
     """
+    grid = _grid(base, learning_rates, seeds, kinds or (base.model.kind,))
+    return run_all(grid, folder, ray_address, progress, num_cpus, num_gpus)
+
+
+def run_all(
+    configs: Mapping[str, RunConfig],
+    folder: str | Path,
+    ray_address: str | None = None,
+    progress: Progress | None = None,
+    num_cpus: float = 1,
+    num_gpus: float | None = None,
+    finish: Callable[[Path], object] | None = None,
+) -> list[dict[str, Any]]:
+    """Trains every run that has not been trained yet: what `sweep` does, for any runs.
+
+    Arguments:
+        configs: The runs by the names of their folders.
+        folder: As in `sweep`.
+        ray_address: As in `sweep`.
+        progress: As in `sweep`.
+        num_cpus: As in `sweep`.
+        num_gpus: As in `sweep`.
+        finish: Called with the folder of every run that has ended, now or before, where it was trained; one
+            that fails makes its run a failed one. On Ray it must be a function of a module.
+
+    Returns:
+        The rows of `sweep.json`, as `sweep` does.
+    """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise ValueError(
             "sweep was started by torchrun; allowed: one process, with ray_address for many GPUs"
         )
-    grid = _grid(base, learning_rates, seeds, kinds or (base.model.kind,))
     if ray_address is not None:
         _import_ray()
     folder = Path(folder).resolve()
-    for name, config in grid.items():
+    for name, config in configs.items():
         _check_same(config, folder / name)
     folder.mkdir(parents=True, exist_ok=True)
 
-    ended = {name: row for name, config in grid.items() if (row := _ended(config, folder / name)) is not None}
-    waiting = {name: config for name, config in grid.items() if name not in ended}
+    ended = {name: row for name, config in configs.items() if (row := _ended(config, folder / name))}
+    waiting = {name: config for name, config in configs.items() if name not in ended or finish is not None}
     show = progress or choose_progress()
-    show.message(f"sweep {str(folder)!r}: {len(grid)} runs, {len(ended)} of them ended before")
-    _write(folder, [ended[name] for name in grid if name in ended])
+    show.message(f"sweep {str(folder)!r}: {len(configs)} runs, {len(ended)} of them ended before")
+    _write(folder, [ended[name] for name in configs if name in ended])
     if ray_address is None or not waiting:
-        rows = (_run(config, folder / name, show) for name, config in waiting.items())
+        rows = (_run(config, folder / name, finish, show) for name, config in waiting.items())
     else:
-        rows = _run_on_ray(waiting, folder, ray_address, num_cpus, num_gpus)
+        rows = _run_on_ray(waiting, folder, ray_address, num_cpus, num_gpus, finish)
     with closing(rows):  # stopped here, tasks on a cluster are stopped too
         for row in rows:
             ended[row["folder"]] = row
-            _write(folder, [ended[name] for name in grid if name in ended])
-            show.message(f"{len(ended)}/{len(grid)}  {_describe(row)}")
-    return [ended[name] for name in grid]
+            _write(folder, [ended[name] for name in configs if name in ended])
+            show.message(f"{len(ended)}/{len(configs)}  {_describe(row)}")
+    return [ended[name] for name in configs]
 
 
 def _grid(
@@ -145,11 +172,19 @@ def _ended(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     return _row(config, folder, status="finished", validation_loss=loss, seconds=seconds, reason=None)
 
 
-def _run(config: RunConfig, folder: Path, progress: Progress | None = None) -> dict[str, Any]:
+def _run(
+    config: RunConfig,
+    folder: Path,
+    finish: Callable[[Path], object] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
     """Trains from wherever the run is, and returns its row."""
     start = time.monotonic()
     try:
-        train(config, folder, (folder / "config.json").exists(), progress or Progress())
+        if _ended(config, folder) is None:
+            train(config, folder, (folder / "config.json").exists(), progress or Progress())
+        if finish is not None:
+            finish(folder)
     except Exception as error:
         return _failed(config, folder, error, time.monotonic() - start)
     row = _ended(config, folder)
@@ -165,7 +200,12 @@ def _failed(config: RunConfig, folder: Path, error: Exception, seconds: float | 
 
 
 def _run_on_ray(
-    configs: dict[str, RunConfig], folder: Path, address: str, num_cpus: float, num_gpus: float | None
+    configs: dict[str, RunConfig],
+    folder: Path,
+    address: str,
+    num_cpus: float,
+    num_gpus: float | None,
+    finish: Callable[[Path], object] | None,
 ) -> Generator[dict[str, Any]]:
     """Runs every config as a Ray task and yields rows as they come; left early, it stops the tasks."""
     ray = _import_ray()
@@ -178,7 +218,7 @@ def _run_on_ray(
             device = next((config.train.device for config in configs.values()), "cpu")
             num_gpus = 1 if device != "cpu" and ray.cluster_resources().get("GPU", 0) else 0
         task = ray.remote(_run).options(num_cpus=num_cpus, num_gpus=num_gpus, max_retries=_RETRIES)
-        names = {task.remote(config, folder / name): name for name, config in configs.items()}
+        names = {task.remote(config, folder / name, finish): name for name, config in configs.items()}
         while names:
             (done,), _ = ray.wait(list(names))
             name = names.pop(done)

@@ -1,0 +1,339 @@
+"""The paper's experiments in small: the ranking comes out, nothing is done twice, the page says it all."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import vssm
+import vssm.reproduce
+from tests.conftest import small_model
+from vssm import pretrained
+from vssm.cli import main
+from vssm.progress import Progress
+from vssm.reproduce import reproduce
+from vssm.results_page import write_page
+
+ROOT = Path(__file__).parent.parent
+KINDS = ("transformer", "ssm", "vssm")
+BUDGET = {"scale": "small", "epochs": 6, "grid_epochs": 1, "learning_rates": (1e-2, 1e-3)}
+NAMES = {  # those that design and page rely on
+    *("log_likelihood", "partial_log_likelihood", "epochs", "train_seconds", "learning_rate"),
+    *("generate_ms_b1", "prompted_ms_b1", "validation_loss", "parameters"),
+}
+LATENT = {"elbo", "reconstruction", "kl", "log_likelihood_empty_prior"}
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def digits(out, **options):
+    """The experiments on digits, silent and on one thread, which is quickest for so little."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return reproduce("digits", out=out, progress=options.pop("progress", Progress()), **options)
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Messages(Progress):
+    def __init__(self):
+        self.texts = []
+
+    def message(self, text):
+        self.texts.append(text)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    out = tmp_path_factory.mktemp("reproduce")
+    assert digits(out, **BUDGET) == []
+    return out
+
+
+def test_the_ranking_of_the_paper_comes_out(done):
+    found = {kind: read(done / "results" / f"digits_{kind}_seed0.json")["metrics"] for kind in KINDS}
+    for other in ("transformer", "ssm"):
+        assert found["vssm"]["log_likelihood"] > found[other]["log_likelihood"] + 5
+        assert found["vssm"]["partial_log_likelihood"] > found[other]["partial_log_likelihood"] + 2
+
+
+def test_everything_is_kept(done):
+    for kind in KINDS:
+        made = read(done / "results" / f"digits_{kind}_seed0.json")
+        metrics, curve = made["metrics"], made["curve"]
+        assert set(metrics) >= (NAMES | LATENT if kind == "vssm" else NAMES)
+        assert metrics["epochs"] == 6
+        assert metrics["sequences"] == 359
+        assert len(curve["epoch"]) == len(curve["validation_elbo"]) == 2  # after 5 epochs and at the end
+        assert made["command"] == (
+            "vssm reproduce digits --scale small --learning-rates 0.01 0.001 --epochs 6 --grid-epochs 1 "
+            f"--kinds {kind} --seeds 0"
+        )
+        grid = {
+            rate: read(done / "results" / "grid" / f"digits_{kind}_lr{rate}.json")["metrics"]
+            for rate in (0.01, 0.001)
+        }
+        best = min(grid, key=lambda rate: grid[rate]["validation_loss"])
+        assert metrics["learning_rate"] == made["config"]["train"]["learning_rate"] == best
+        assert all(metrics["epochs"] == 1 for metrics in grid.values())
+        assert vssm.load(done / "runs" / f"{kind}-lr{best}-seed0").config.kind == kind
+    assert not list(done.rglob("checkpoint"))
+    assert (done / "figure.png").is_file()
+    assert (done / "samples_digits.png").is_file()
+    kept = [path for path in (done / "results").rglob("*") if path.is_file()]
+    assert len(kept) == 6 + 3 + 3
+    assert max(path.stat().st_size for path in kept) < 1e6
+    assert str(done) not in "".join(path.read_text() for path in kept if path.suffix == ".json")
+
+
+def test_what_is_done_is_not_done_again(done, tmp_path, monkeypatch):
+    """Results alone decide: on another machine there are no runs."""
+    with monkeypatch.context() as patch:
+        patch.setattr(vssm.reproduce, "run_all", lambda *_, **__: pytest.fail("a run was started"))
+        assert digits(tmp_path, results=done / "results", **BUDGET) == []
+    assert (tmp_path / "figure.png").is_file()
+
+    copy = shutil.copytree(done, tmp_path / "copy")
+    piece = copy / "results" / "digits_ssm_seed0.json"
+    before = {path: path.stat().st_mtime_ns for path in copy.glob("results/*.json")}
+    scored = read(piece)["metrics"]
+    piece.unlink()
+    shown = Messages()
+    assert digits(copy, progress=shown, **BUDGET) == []  # scored again, not trained again
+    assert any("1 runs, 1 of them ended before" in text for text in shown.texts)
+    assert read(piece)["metrics"]["log_likelihood"] == scored["log_likelihood"]
+    after = {path: path.stat().st_mtime_ns for path in copy.glob("results/*.json")}
+    assert [path for path in before if before[path] != after[path]] == [piece]
+
+
+def test_other_settings_do_not_pass_for_what_is_done(done):
+    with pytest.raises(
+        ValueError, match=r"^train.epochs=9 differs from 6 of '.*digits_transformer_seed0.json'"
+    ):
+        digits(done, **{**BUDGET, "epochs": 9})
+    path = done / "results" / "digits_ssm_seed1.json"
+    path.write_text("{")
+    try:
+        with pytest.raises(ValueError, match=r"digits_ssm_seed1.json' is damaged"):
+            digits(done, seeds=(0, 1), **BUDGET)
+    finally:
+        path.unlink()
+
+
+class Slow(Messages):
+    """Is at its tenth step for three seconds."""
+
+    def step(self, step):
+        if step == 10:
+            time.sleep(3.1)
+
+
+def test_a_time_limit_stops_at_a_checkpoint_and_the_same_call_goes_on(done, tmp_path):
+    options = {"scale": "small", "kinds": ("rnn",), "learning_rates": (5e-3,), "epochs": 6}
+    run, slow, shown = tmp_path / "runs" / "rnn-lr0.005-seed0", Slow(), Messages()
+    assert digits(tmp_path, minutes=0.05, progress=slow, **options) == [run.name]
+    assert re.fullmatch(r"stopped after 0.\d minutes; the same call goes on", slow.texts[-1])
+    assert [path.name for path in run.glob("checkpoint/*")] == ["step-00000050"]
+    assert not list(tmp_path.glob("results/*.json"))
+    assert digits(tmp_path, minutes=1e-6, **options) == [run.name]  # no time to start
+
+    assert digits(tmp_path, progress=shown, **options) == []
+    assert any(text.startswith("resuming") and "at step 50 of 120" in text for text in shown.texts)
+    assert read(tmp_path / "results" / "digits_rnn_seed0.json")["metrics"]["learning_rate"] == 5e-3
+    assert not list((tmp_path / "results" / "grid").iterdir())
+
+
+def test_killed_in_a_run_the_same_call_goes_on(tmp_path):
+    options = {"scale": "small", "kinds": ("rnn",), "learning_rates": (5e-3,), "epochs": 6}
+    code = f"from vssm.reproduce import reproduce; reproduce('digits', out={str(tmp_path)!r}, **{options!r})"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.DEVNULL)
+    while not list(tmp_path.glob("runs/*/log.jsonl")) and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not list(tmp_path.glob("results/*.json"))
+    assert digits(tmp_path, **options) == []
+    assert read(tmp_path / "results" / "digits_rnn_seed0.json")["metrics"]["epochs"] == 6
+
+
+def test_on_ray(tmp_path):
+    pytest.importorskip("ray")
+    options = {"scale": "small", "kinds": ("rnn",), "learning_rates": (5e-3,), "epochs": 1}
+    assert digits(tmp_path, ray_address="local", **options) == []
+    assert (tmp_path / "results" / "digits_rnn_seed0.png").is_file()
+
+
+def failing(reason, rates):
+    """Runs that end as `rates` say: with a loss, or diverged where it is None."""
+
+    def run_all(configs, folder, ray_address, progress, finish):
+        rows = []
+        for name, config in configs.items():
+            loss = rates[config.train.learning_rate]
+            if loss is not None and finish.func is vssm.reproduce._record_grid:
+                vssm.reproduce._write_grid(finish.args[0], config, {"validation_loss": loss})
+            status = "failed" if loss is None else "finished"
+            rows.append({"folder": name, "status": status, "reason": reason, "seconds": 1.0})
+        return rows
+
+    return run_all
+
+
+def test_a_rate_that_diverged_is_recorded_and_not_taken(tmp_path, monkeypatch):
+    options = {"scale": "small", "kinds": ("ssm",), "learning_rates": (1e-2, 1e-3)}
+    reason = "step 12: loss is not finite, for the tenth step in a row"
+    monkeypatch.setattr(vssm.reproduce, "run_all", failing(reason, {1e-2: None, 1e-3: 3.0}))
+    left = digits(tmp_path, **options)
+    assert left == ["ssm-lr0.001-seed0"]
+    assert (
+        read(tmp_path / "results" / "grid" / "digits_ssm_lr0.01.json")["metrics"]["validation_loss"] is None
+    )
+
+    monkeypatch.setattr(vssm.reproduce, "run_all", failing(reason, {1e-2: None, 1e-3: None}))
+    with pytest.raises(ValueError, match=r"^kind='ssm' diverged at every learning rate of \(0.01, 0.001\)"):
+        digits(tmp_path / "all", **options)
+    monkeypatch.setattr(vssm.reproduce, "run_all", failing("out of memory", {1e-2: None, 1e-3: 1.0}))
+    with pytest.raises(ValueError, match=r"^1 of 2 runs failed; ssm-lr0.01-seed0: out of memory"):
+        digits(tmp_path / "memory", **options)
+    assert not list((tmp_path / "memory").rglob("digits_ssm_lr0.01.json"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["mnits"], "data='mnits' is unknown; allowed: 'mnist', 'cifar10', 'digits' (did you mean 'mnist'?)"),
+        (["digits"], "scale='paper' is not for data='digits'; allowed: 'small'"),
+        (["mnist", "--scale", "tiny"], "scale='tiny' is unknown; allowed: 'paper', 'small'"),
+        (["mnist", "--seeds", "1", "1"], "seeds=(1, 1) is not allowed; allowed: one or more different ones"),
+        (["mnist", "--epochs", "0"], "epochs=0.0 is not allowed; allowed: a number > 0"),
+        (["mnist", "--minutes", "-1"], "minutes=-1.0 is not allowed; allowed: a number > 0"),
+        (["mnist", "--kinds", "vsm"], "kind='vsm' is unknown"),
+        (["mnist", "--seeds", "0", "-1"], "seed=-1 is not allowed; allowed: a whole number >= 0"),
+        (["mnist", "--learning-rates", "0"], "learning_rate=0.0 is not allowed; allowed: a number > 0"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_written(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["reproduce", *arguments])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_page_is_made_of_the_results_alone(done, tmp_path, capsys):
+    results = tmp_path / "results"
+    shutil.copytree(done / "results", results / "small")
+    shutil.copy(ROOT / "results" / "scan_xeon-2cores.json", results)
+    first = results / "small" / "digits_vssm_seed0.json"
+    second = read(first)
+    second["config"]["train"]["seed"] = 1
+    second["metrics"]["log_likelihood"] += 2
+    (results / "small" / "digits_vssm_seed1.json").write_text(json.dumps(second))
+    page = tmp_path / "docs" / "results.md"
+    main(["report", "--results", str(results), "--page", str(page)])
+    assert str(page) in capsys.readouterr().out
+    text = page.read_text()
+    low = read(first)["metrics"]["log_likelihood"]
+    assert f"| {low + 1:.1f} ({low:.1f} to {low + 2:.1f}) |" in text
+    assert "No run of this scale is committed yet; `vssm reproduce mnist` makes them." in text
+    assert re.search(r"- vssm against ssm: \+\d+\.\d nats in full, \+\d+\.\d in the second half; ", text)
+    assert "| `fwd_ms` | 7.664 |" in text
+    assert (
+        "`vssm bench scan` | Intel(R) Xeon(R) Processor @ 2.80GHz, 2 cores | c6b40689dc90 | 2026-11-15 |"
+        in text
+    )
+    assert sorted(path.name for path in (page.parent / "pictures").iterdir()) == [
+        "small.png",
+        "small_digits.png",
+    ]
+    assert write_page(results, page).read_text() == text
+
+    (results / "scan_xeon-2cores.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"scan_xeon-2cores.json' is damaged: KeyError\('metrics'\)"):
+        write_page(results, page)
+    assert page.read_text() == text
+
+
+def test_the_committed_page_is_up_to_date(tmp_path):
+    page = write_page(ROOT / "results", tmp_path / "results.md")
+    committed = (ROOT / "docs" / "results.md").read_text()
+    assert page.read_text() == committed, "vssm report --results results --page docs/results.md"
+    for picture in re.findall(r"\]\((pictures/[^)]+)\)", committed):
+        assert (ROOT / "docs" / picture).is_file()
+
+
+@pytest.fixture
+def shelf(done, tmp_path, monkeypatch):
+    """A package that ships one model, of digits."""
+    monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "shelf")
+    run = next((done / "runs").glob("vssm-*"))
+    pretrained.export(run, tmp_path / "shelf" / "digits-small")
+    monkeypatch.chdir(tmp_path)
+    return run
+
+
+def test_a_shipped_model_is_found_by_its_name(shelf, tmp_path, capsys):
+    assert pretrained.names() == ("digits-small",)
+    model, original = vssm.load("digits-small"), vssm.load(shelf)
+    for (name, given), expected in zip(model.named_parameters(), original.parameters(), strict=True):
+        assert torch.equal(given, expected.bfloat16().float()), name
+    folder = tmp_path / "shelf" / "digits-small"
+    assert {t.dtype for t in load_file(folder / "weights.safetensors").values()} == {torch.bfloat16}
+    main(["generate", "digits-small", "--num", "4", "--out", "digits.png"])
+    assert Path("digits.png").read_bytes().startswith(b"\x89PNG")
+
+    main(["evaluate", "digits-small", "--num-samples", "2", "--num-images", "64"])
+    assert not (folder / "eval.json").exists(), "an installed package is not written to"
+    shutil.copy(Path("runs") / "digits-small" / "eval.json", folder)
+    nats = read(folder / "eval.json")["metrics"]["log_likelihood"]
+    card = pretrained.write_card(folder).read_text()
+    for part in ('vssm.load("digits-small")', "## Limits", "## Licence", "vssm train digits", f"{nats:.6g}"):
+        assert part in card, part
+    assert "hf://" not in card
+    with pytest.raises(ValueError, match="has metrics of other weights; allowed: a new folder"):
+        pretrained.export(shelf, folder)
+
+
+def test_a_folder_of_the_same_name_comes_first(shelf):
+    vssm.save(small_model("rnn"), "digits-small")
+    assert vssm.load("digits-small").config.kind == "rnn"
+    shutil.rmtree("digits-small")
+    assert vssm.load("digits-small").config.kind == "vssm"
+
+
+def test_an_unknown_name_is_answered_with_those_there_are(shelf, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"^'digit' has no config.json; allowed: .* \('digits-small'\)$"):
+        vssm.load("digit")
+    monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "nothing")
+    with pytest.raises(ValueError, match=r"or a shipped model \(none in this version\)$"):
+        vssm.load("digits-small")
+    with pytest.raises(ValueError, match=r"^run='nowhere' has no config.json; allowed: the folder of a run"):
+        pretrained.export("nowhere", tmp_path / "new")
+
+
+def test_shipped_models_are_whole_and_small():
+    files = [path for path in pretrained.FOLDER.glob("*/*") if path.suffix != ".pyc"]
+    assert sum(path.stat().st_size for path in files) < 12 * 2**20
+    for name in pretrained.names():
+        folder = pretrained.FOLDER / name
+        assert {"config.json", "weights.safetensors", "README.md", "eval.json"} <= {
+            f.name for f in folder.iterdir()
+        }
+        x = vssm.generate(vssm.load(name), num=2, length=28).x
+        assert torch.isfinite(x).all()

@@ -1,0 +1,447 @@
+"""The paper's experiments, piece by piece: learning rates, seeds, test likelihoods, times, samples, figure.
+
+| file | what |
+| --- | --- |
+| `RESULTS/grid/DATA_KIND_lrRATE.json` | a run of the grid: `validation_loss`, by which the rate is chosen |
+| `RESULTS/DATA_KIND_seedN.json` | a run with the chosen rate, scored on the test set, and its `curve` |
+| `RESULTS/DATA_KIND_seedN.png` | its samples: three rows from nothing, three that complete test sequences |
+| `OUT/grid/`, `OUT/runs/` | the run folders |
+| `OUT/classifier_DATA.safetensors` | the classifier of the Fréchet distances, trained once |
+| `OUT/figure.png`, `OUT/samples_DATA.png` | the paper's figures, drawn from RESULTS |
+
+A piece whose JSON lies in RESULTS is done, whatever OUT holds; a run that was begun goes on from its last
+checkpoint. So the command can be killed at any moment, on any machine, and given again. Checkpoints of
+runs that have ended are deleted: at the paper's scale thirty runs would take 70 GB.
+"""
+
+import dataclasses
+import json
+import math
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vssm.checkpoint import load
+from vssm.config import KINDS, PRESETS, ModelConfig, RunConfig, TrainConfig, check_choice
+from vssm.data import DataConfig, open_data
+from vssm.evaluate import evaluate_run
+from vssm.generate import generate
+from vssm.progress import Progress, choose_progress
+from vssm.results import result, write_result
+from vssm.results_page import draw_figure, draw_samples
+from vssm.runs import read_config
+from vssm.storage import write_atomically
+from vssm.sweep import LEARNING_RATES, run_all
+from vssm.train import choose_device
+
+__all__ = ["reproduce"]
+
+_TRAINING_SETS = {"mnist": 54_000, "cifar10": 45_000, "digits": 1_294}  # without validation
+_FEATURES = {"mnist": 28, "cifar10": 96, "digits": 8}
+_COLUMNS = 16  # of the samples; the figure shows fewer
+_ROWS = 3  # of samples from nothing, and of completions
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """How much is done: the run, and how it is scored."""
+
+    base: RunConfig
+    epochs: float
+    grid_epochs: float
+    learning_rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+    num_samples: int
+    max_sequences: int | None
+    num_images: int
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What every piece needs to know; it travels to the machines of a cluster."""
+
+    data: str
+    results: Path
+    options: str
+    """The options on the command line that change the numbers."""
+    scale: _Scale
+    classifier: Path
+    """What the Fréchet distances of all runs share."""
+    deadline: float | None
+    """On the monotonic clock of this process."""
+
+    def piece(self, config: RunConfig, grid: bool) -> Path:
+        kind, options = config.model.kind, config.train
+        if grid:
+            return self.results / "grid" / f"{self.data}_{kind}_lr{options.learning_rate!r}.json"
+        return self.results / f"{self.data}_{kind}_seed{options.seed}.json"
+
+
+class _TimeIsUp(BaseException):
+    """Ends a run as Ctrl-C does: not an error, so that nothing records it as one."""
+
+
+def reproduce(
+    data: str,
+    scale: str = "paper",
+    out: str | Path | None = None,
+    results: str | Path | None = None,
+    kinds: Sequence[str] = ("transformer", "ssm", "vssm"),
+    learning_rates: Sequence[float] | None = None,
+    seeds: Sequence[int] | None = None,
+    epochs: float | None = None,
+    grid_epochs: float | None = None,
+    minutes: float | None = None,
+    ray_address: str | None = None,
+    data_dir: str | None = None,
+    progress: Progress | None = None,
+) -> list[str]:
+    """Does the pieces of the paper's experiments that are not done yet, and draws its figure.
+
+    Arguments:
+        data: "mnist" or "cifar10"; with scale "small" also "digits".
+        scale: "paper", or "small" for minutes on a CPU.
+        out: Where run folders and figures go; runs/reproduce-DATA by default (-small at that scale).
+        results: Where results are kept; results/paper by default, OUT/results with scale "small".
+        kinds: The models.
+        learning_rates: The grid, the paper's by default; a single one is taken as it is.
+        seeds: The seeds that are trained with the best rate; the grid has seed 0.
+        epochs: Passes over the training set, if not the scale's (200 for the paper).
+        grid_epochs: Passes of the grid's runs; those of the others by default, at the paper's scale.
+        minutes: Stops at the first checkpoint after so long; give the same call again to go on.
+        ray_address: Run side by side on a Ray cluster that sees `out` and `results`, as in `vssm.sweep`.
+        data_dir: Folder with the data; else $VSSM_DATA; else the user cache.
+        progress: What shows how it goes; by default a bar on a terminal, lines elsewhere.
+
+    Returns:
+        The runs that the time did not suffice for, of the grid or else of the seeds; none when all is done.
+    """
+    start = time.monotonic()
+    chosen = _choose(data, scale, kinds, learning_rates, seeds, epochs, grid_epochs)
+    if minutes is not None and (not minutes > 0 or ray_address is not None):
+        raise ValueError(f"minutes={minutes!r} is not allowed; allowed: a number > 0, without ray_address")
+    out = Path(out or f"runs/reproduce-{data}{'-small' if scale == 'small' else ''}")
+    results = Path(results or ("results/paper" if scale == "paper" else out / "results"))
+    options = _options(scale, learning_rates, epochs, grid_epochs)
+    deadline = None if minutes is None else start + 60 * minutes
+    classifier = out.resolve() / f"classifier_{data}.safetensors"
+    plan = _Plan(data, results.resolve(), options, chosen, classifier, deadline)
+    show = progress or choose_progress()
+
+    base = replace(chosen.base, data=DataConfig(name=data, dir=data_dir))
+    if minutes is not None:
+        base = replace(base, train=replace(base.train, checkpoint_minutes=min(1.0, minutes / 4)))
+    whole = chosen.grid_epochs == chosen.epochs
+    grid = {
+        f"{kind}-lr{rate!r}-seed0": _config(base, chosen.grid_epochs, kind, rate, 0)
+        for kind in kinds
+        for rate in chosen.learning_rates
+        if len(chosen.learning_rates) > 1
+    }
+    (plan.results / "grid").mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    run = partial(_run, plan=plan, ray_address=ray_address, progress=_Until(show, out, deadline))
+    seeded: dict[str, RunConfig] = {}
+    try:
+        run(_missing(plan, grid, True), out / ("runs" if whole else "grid"), grid=True)
+        rates = {kind: _best_rate(plan, grid, kind) or min(chosen.learning_rates) for kind in kinds}
+        seeded = {
+            f"{kind}-lr{rates[kind]!r}-seed{seed}": _config(base, chosen.epochs, kind, rates[kind], seed)
+            for seed in chosen.seeds  # every kind once before any twice
+            for kind in kinds
+        }
+        run(_missing(plan, seeded, False), out / "runs", grid=False)
+    except _TimeIsUp:
+        show.message(f"stopped after {(time.monotonic() - start) / 60:.1f} minutes; the same call goes on")
+    if any(plan.results.glob(f"{data}_*_seed*.json")):
+        draw_figure(plan.results, out / "figure.png", [data])
+        draw_samples(plan.results, data, out / f"samples_{data}.png")
+    return list(_missing(plan, grid, True) or _missing(plan, seeded, False))
+
+
+def _choose(
+    data: str,
+    scale: str,
+    kinds: Sequence[str],
+    learning_rates: Sequence[float] | None,
+    seeds: Sequence[int] | None,
+    epochs: float | None,
+    grid_epochs: float | None,
+) -> _Scale:
+    """Returns what a scale says, with what was given in its place, all of it checked."""
+    check_choice("data", data, tuple(_TRAINING_SETS))
+    check_choice("scale", scale, ("paper", "small"))
+    if scale == "paper" and data == "digits":
+        raise ValueError("scale='paper' is not for data='digits'; allowed: 'small'")
+    for name, values in (("kinds", kinds), ("learning_rates", learning_rates), ("seeds", seeds)):
+        if values is not None and (not values or len(set(values)) < len(values)):
+            raise ValueError(f"{name}={tuple(values)!r} is not allowed; allowed: one or more different ones")
+    for name, value in (("epochs", epochs), ("grid_epochs", grid_epochs)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name}={value!r} is not allowed; allowed: a number > 0")
+    for kind in kinds:
+        check_choice("kind", kind, KINDS)
+    for seed in seeds or ():
+        TrainConfig(seed=seed)
+    for rate in learning_rates or ():
+        TrainConfig(learning_rate=rate)
+    if scale == "small":
+        found = _small(data)
+    else:
+        found = _Scale(PRESETS[f"paper-{data}"], 200, 200, LEARNING_RATES, (0, 1, 2, 3, 4), 100, None, 10_000)
+    epochs = epochs or found.epochs
+    return replace(
+        found,
+        epochs=epochs,
+        grid_epochs=grid_epochs or (epochs if scale == "paper" else min(epochs, found.grid_epochs)),
+        learning_rates=tuple(map(float, learning_rates or found.learning_rates)),
+        seeds=tuple(seeds or found.seeds),
+    )
+
+
+def _small(data: str) -> _Scale:
+    """The same on a CPU: a small model, few steps, three learning rates, one seed."""
+    model = ModelConfig(features=_FEATURES[data], width=64, layers=2, heads=4, latents=12, classes=16)
+    options = TrainConfig(batch=64, validate_every=0.25, num_valid=1000, samples=0)
+    if data == "digits":
+        options = replace(options, validate_every=5.0)
+        return _Scale(RunConfig(model=model, train=options), 20, 5, (1e-2, 5e-3, 1e-3), (0,), 20, None, 359)
+    return _Scale(RunConfig(model=model, train=options), 1.5, 0.2, (1e-2, 5e-3, 1e-3), (0,), 20, 500, 500)
+
+
+def _config(base: RunConfig, epochs: float, kind: str, rate: float, seed: int) -> RunConfig:
+    steps_per_epoch = _TRAINING_SETS[base.data.name] // base.train.batch
+    steps = None if epochs == int(epochs) else max(1, round(epochs * steps_per_epoch))
+    options = replace(base.train, epochs=math.ceil(epochs), max_steps=steps, learning_rate=rate, seed=seed)
+    return replace(base, model=replace(base.model, kind=kind), train=options)
+
+
+def _run(
+    configs: Mapping[str, RunConfig],
+    folder: Path,
+    plan: _Plan,
+    grid: bool,
+    ray_address: str | None,
+    progress: "_Until",
+) -> None:
+    """Trains and records pieces; a grid's run that diverged is recorded as one, anything else is an error."""
+    if not configs:
+        return
+    if plan.deadline is not None and time.monotonic() > plan.deadline:
+        raise _TimeIsUp
+    finish = partial(_record_grid if grid else _record, plan)
+    rows = run_all(configs, folder, ray_address, progress, finish=finish)
+    failed = [row for row in rows if row["status"] == "failed"]
+    diverged = [row for row in failed if grid and "not finite" in row["reason"]]
+    for row in diverged:
+        metrics = {"validation_loss": None, "train_seconds": row["seconds"]}
+        _write_grid(plan, configs[row["folder"]], metrics)
+    others = [f"{row['folder']}: {row['reason']}" for row in failed if row not in diverged]
+    if others:
+        raise ValueError(f"{len(others)} of {len(rows)} runs failed; {others[0]}")
+
+
+def _missing(plan: _Plan, configs: Mapping[str, RunConfig], grid: bool) -> dict[str, RunConfig]:
+    """Returns the runs that have no result yet; one with other settings must not pass for theirs."""
+    missing = {}
+    for name, config in configs.items():
+        path = plan.piece(config, grid)
+        if path.exists():
+            _check_same(path, config)
+        else:
+            missing[name] = config
+    return missing
+
+
+def _check_same(path: Path, config: RunConfig) -> None:
+    try:
+        values = json.loads(path.read_bytes())["config"]
+        saved = RunConfig.from_dict({part: values[part] for part in ("data", "model", "train")})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{str(path)!r} is damaged: {error}; allowed: without that file") from None
+    given, kept = (dataclasses.asdict(_comparable(c)) for c in (config, saved))
+    for part in given:
+        for key, value in given[part].items():
+            if value != kept[part][key]:
+                raise ValueError(
+                    f"{part}.{key}={value!r} differs from {kept[part][key]!r} of {str(path)!r}; "
+                    "allowed: the same settings, or another results folder"
+                )
+
+
+def _comparable(config: RunConfig) -> RunConfig:
+    """Returns the config without what the numbers do not depend on."""
+    usual = TrainConfig()
+    free = ("device", "checkpoint_minutes", "samples", "graph", "compile", "fsdp", "tensorboard")
+    options = replace(config.train, **{name: getattr(usual, name) for name in free})
+    return replace(config, data=replace(config.data, dir=None), train=options)
+
+
+def _best_rate(plan: _Plan, grid: Mapping[str, RunConfig], kind: str) -> float | None:
+    """Returns the rate with the lowest validation loss, by the results; None when there is no grid."""
+    losses = {}
+    for config in grid.values():
+        if config.model.kind == kind:
+            loss = json.loads(plan.piece(config, True).read_bytes())["metrics"]["validation_loss"]
+            losses[config.train.learning_rate] = math.inf if loss is None else loss
+    if not losses:
+        return None
+    rate = min(losses, key=lambda rate: losses[rate])
+    if losses[rate] == math.inf:
+        raise ValueError(f"kind={kind!r} diverged at every learning rate of {tuple(losses)}; allowed: lower")
+    return rate
+
+
+def _record_grid(plan: _Plan, folder: Path) -> None:
+    """Keeps what a run of the grid came to."""
+    best, _ = _validations(folder)
+    seconds = json.loads((folder / "meta.json").read_bytes())["seconds"]
+    _write_grid(plan, read_config(folder), {**best, "train_seconds": seconds})
+    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+
+
+def _write_grid(plan: _Plan, config: RunConfig, metrics: dict[str, float | None]) -> None:
+    metrics = {**metrics, "epochs": _epochs(config), "learning_rate": config.train.learning_rate}
+    path = plan.piece(config, True)
+    command = f"vssm reproduce {plan.data}{plan.options} --kinds {config.model.kind}"
+    write_result(path, result(path.stem, command, _plain(config), metrics))
+
+
+def _record(plan: _Plan, folder: Path) -> None:
+    """Scores a run on the test set and keeps samples and result; the result comes last: it says "done"."""
+    config = read_config(folder)
+    path = plan.piece(config, False)
+    if path.exists():
+        return
+    if plan.deadline is not None and time.monotonic() > plan.deadline:
+        raise _TimeIsUp
+    scored = evaluate_run(
+        folder,
+        num_samples=plan.scale.num_samples,
+        max_sequences=plan.scale.max_sequences,
+        num_images=plan.scale.num_images,
+        device=config.train.device,
+        classifier=plan.classifier,
+    )
+    _draw(folder, config, path.with_suffix(".png"))
+    best, curve = _validations(folder)
+    facts = json.loads((folder / "meta.json").read_bytes())
+    metrics = {
+        **scored["metrics"],
+        **best,
+        "epochs": _epochs(config),
+        "train_seconds": facts["seconds"],
+        "learning_rate": config.train.learning_rate,
+    }
+    kind, seed = config.model.kind, config.train.seed
+    command = f"vssm reproduce {plan.data}{plan.options} --kinds {kind} --seeds {seed}"
+    settings = {**_plain(config), "evaluate": scored["config"]["evaluate"]}
+    write_result(path, {**result(path.stem, command, settings, metrics), "curve": curve})
+    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+
+
+def _validations(folder: Path) -> tuple[dict[str, float | None], dict[str, list[float | None]]]:
+    """Returns the best validation of a run, and the bound on log p(x) at every one."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["split"] == "valid"]
+    bounds = [
+        None if None in (line["reconstruction"], line["kl"]) else line["reconstruction"] - line["kl"]
+        for line in lines
+    ]
+    finite = [i for i, line in enumerate(lines) if line["loss"] is not None]
+    best = min(finite, key=lambda i: lines[i]["loss"], default=None)
+    facts = {
+        "validation_loss": None if best is None else lines[best]["loss"],
+        "validation_elbo": None if best is None else bounds[best],
+        "best_epoch": None if best is None else lines[best]["epoch"],
+    }
+    rounded = [None if bound is None else round(bound, 3) for bound in bounds]
+    return facts, {"epoch": [line["epoch"] for line in lines], "validation_elbo": rounded}
+
+
+@torch.no_grad()
+def _draw(folder: Path, config: RunConfig, path: Path) -> None:
+    """Draws samples in their own pixels, a white line between them."""
+    from matplotlib.image import imsave
+
+    device = choose_device(config.train.device)
+    model = load(folder, device).eval()
+    data = open_data(config.data)
+    num, cut, split = _ROWS * _COLUMNS, data.meta.length // 2, data.test()
+    index = np.arange(num) * len(split) // num
+    prompt = split.batch(index, device)[:, :cut]
+    free = generate(model, num=num, length=data.meta.length, seed=config.train.seed).x
+    rest = generate(model, length=data.meta.length - cut, prompt=prompt, seed=config.train.seed).x
+    images = data.meta.to_image(torch.cat([free, torch.cat([prompt, rest], 1)])).cpu().numpy()
+    _, height, width, channels = images.shape
+    tiles = np.ones((len(images), height + 2, width + 2, channels), np.float32)
+    tiles[:, 1:-1, 1:-1] = images
+    grid = tiles.reshape(2 * _ROWS, _COLUMNS, height + 2, width + 2, channels).transpose(0, 2, 1, 3, 4)
+    grid = grid.reshape(2 * _ROWS * (height + 2), _COLUMNS * (width + 2), channels)
+    pixels = np.rint(np.broadcast_to(grid, (*grid.shape[:2], 3)) * 255).astype(np.uint8)
+    write_atomically(path, lambda file: imsave(file, pixels, format="png"))
+
+
+def _epochs(config: RunConfig) -> float:
+    """Returns the passes over the training set that a run takes."""
+    steps_per_epoch = _TRAINING_SETS[config.data.name] // config.train.batch
+    steps = config.train.max_steps
+    return config.train.epochs if steps is None else round(steps / steps_per_epoch, 4)
+
+
+def _plain(config: RunConfig) -> dict[str, Any]:
+    values = dataclasses.asdict(_comparable(config))
+    return {part: values[part] for part in ("data", "model", "train")}
+
+
+def _options(
+    scale: str, learning_rates: Sequence[float] | None, epochs: float | None, grid_epochs: float | None
+) -> str:
+    """Returns the options that change the numbers, as they are given on the command line."""
+    words = [f"--scale {scale}"] if scale != "paper" else []
+    if learning_rates is not None:
+        words.append("--learning-rates " + " ".join(f"{rate:g}" for rate in learning_rates))
+    words += [f"--epochs {epochs:g}"] if epochs is not None else []
+    words += [f"--grid-epochs {grid_epochs:g}"] if grid_epochs is not None else []
+    return "".join(f" {word}" for word in words)
+
+
+class _Until(Progress):
+    """Passes on what a training shows, and ends it at the first checkpoint after a deadline."""
+
+    def __init__(self, shown: Progress, out: Path, deadline: float | None) -> None:
+        self._shown, self._out = shown, out
+        self._left = math.inf if deadline is None else deadline
+        # Files are dated by another clock.
+        self._deadline = math.inf if deadline is None else time.time() + deadline - time.monotonic()
+        self._logged = False
+
+    def start(self, step: int, total: int) -> None:
+        if time.monotonic() > self._left:
+            raise _TimeIsUp
+        self._shown.start(step, total)
+
+    def step(self, step: int) -> None:
+        self._shown.step(step)
+        if self._logged and time.monotonic() > self._left:
+            self._logged = False  # checkpoints are written at log points only
+            saved = (path.stat().st_mtime for path in self._out.glob("*/*/checkpoint/step-????????"))
+            if max(saved, default=0.0) > self._deadline:
+                raise _TimeIsUp
+
+    def line(self, line: dict[str, Any]) -> None:
+        self._logged = True
+        self._shown.line(line)
+
+    def message(self, text: str) -> None:
+        self._shown.message(text)
+
+    def close(self) -> None:
+        self._shown.close()
