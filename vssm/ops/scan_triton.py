@@ -602,12 +602,13 @@ def plan_forward(batch: int, length: int, channels: int, states: int, processors
     """Returns how `forward` runs: over the whole length at once if that fills the device, else in chunks."""
     warps = batch * triton.cdiv(channels, 64)
     K = 1 if length == 1 or states > 32 else 2
-    if states > 16 or (warps < 2 * processors and length < 512):
+    if states > 16 or (warps < 2 * processors and length < 128):
         return Plan(length, 32, K, None, True)
-    if warps >= 6 * processors or length < 512:
+    if warps >= 6 * processors or length < 128:
         return Plan(length, 64, K, 128, False)
-    # Four waves of programs, 16 a multiprocessor.
-    return Plan(max(128, triton.cdiv(length * warps, 64 * 64 * processors) * 64), 64, K, 128, False)
+    # Four waves of programs, 16 a multiprocessor; or fewer, when chunks would be too short to be worth it.
+    chunk = triton.cdiv(length * warps, 64 * processors)
+    return Plan(32 if chunk <= 32 else triton.cdiv(chunk, 64) * 64, 64, K, 128, False)
 
 
 def plan_summary(length: int, states: int, adjoint: bool) -> Plan:
