@@ -51,7 +51,10 @@ class MambaMixer(nn.Module):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step."""
-        u, z = self.in_proj(x).chunk(2, -1)
+        if torch.is_grad_enabled() and x.is_cuda:  # one product for each: no gradient has to be put together
+            u, z = (F.linear(x, half) for half in self.in_proj.weight.unflatten(0, (2, -1)).unbind())
+        else:
+            u, z = self.in_proj(x).chunk(2, -1)
         taps = self.conv1d.weight.squeeze(1)
         assert self.conv1d.bias is not None
         u, conv = causal_conv_silu(u, taps, self.conv1d.bias, None if state is None else state["conv"])
