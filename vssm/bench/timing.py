@@ -32,6 +32,7 @@ def open_device(name: str) -> torch.device:
         raise ValueError(f"device={name!r} is unknown; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'")
     device = choose_device(name)
     if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)  # where events are recorded
     return device
 
