@@ -76,6 +76,9 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
             )
     # Weights may be stored in fewer bits than the model computes with.
     model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
+    for part in model.modules():
+        if isinstance(part, torch.nn.RNNBase):
+            part.flatten_parameters()  # cuDNN wants them side by side, and would copy them at every call
     return model.requires_grad_(True)
 
 
