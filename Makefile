@@ -7,8 +7,9 @@ BIN := .venv/bin
 demo: .venv/ready
 	$(BIN)/vssm demo
 
+# One file at a time on each of two processes, each with one thread: more would wait for each other.
 test: .venv/ready-dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .

@@ -116,6 +116,8 @@ def test_config_fields_are_documented(cls, capsys):
         (lambda: DataConfig(name="text", binarize=True), ("binarize", "'text'", "mnist")),
         (lambda: SeriesConfig(fill="nearest"), ("series.fill", "'nearest'", "zero, previous, linear")),
         (lambda: SeriesConfig(horizon=0), ("series.horizon", "0", "1")),
+        (lambda: SeriesConfig(scale="robust"), ("series.scale", "'robust'", "window, last, column, none")),
+        (lambda: SeriesConfig(time="none", time_features=True), ("series.time_features", "series.time")),
         (lambda: TextConfig(unit="word"), ("text.unit", "'word'", "char, byte")),
         (lambda: SyntheticConfig(num=3), ("synthetic.num", "3", "10")),
     ],
@@ -228,7 +230,7 @@ def test_meta_maps_rows_to_images_of_any_height():
 
 def test_meta_scales_back(tmp_path):
     values = np.random.default_rng(1).normal(50, 9, (60, 3))
-    data = open_data(series(write_csv(tmp_path / "a.csv", values), context=4, horizon=3))
+    data = open_data(series(write_csv(tmp_path / "a.csv", values), context=4, horizon=3, scale="column"))
     x = data.train.batch(slice(None))
     torch.testing.assert_close(data.meta.unscale(x)[0], torch.tensor(values[:7], dtype=torch.float32))
     torch.testing.assert_close(data.meta.scale(data.meta.unscale(x)), x, rtol=1e-4, atol=1e-5)
@@ -538,7 +540,7 @@ def test_bad_text_is_named(tmp_path):
 def test_series_horizons_are_disjoint_in_time_and_windows_are_slices(tmp_path):
     values = np.arange(200.0)[:, None] * [1, -1]
     path = write_csv(tmp_path / "a.csv", values, header=["up", "down"])
-    data = open_data(series(path, context=10, horizon=5, stride=3, scale=False))
+    data = open_data(series(path, context=10, horizon=5, stride=3, scale="none"))
     bounds = {"train": (0, 140), "valid": (140, 160), "test": (160, 200)}
     for name, split in (("train", data.train), ("valid", data.valid), ("test", data.test())):
         x = split.batch(slice(None))
@@ -568,6 +570,121 @@ def test_series_is_scaled_by_the_training_part_only(tmp_path):
     assert one.train.x[..., 2].abs().max() < 1e-6
 
 
+def test_windows_are_scaled_by_their_context(tmp_path):
+    values = np.random.default_rng(0).normal(5, 2, (60, 2))
+    values[:, 1] = 3.0
+    data = open_data(series(write_csv(tmp_path / "a.csv", values), context=4, horizon=3))
+    last = open_data(series(write_csv(tmp_path / "a.csv", values), context=4, horizon=3, scale="last"))
+    shifted = last.train.batch([0, 5])
+    assert shifted[:, 3].abs().max() == 0
+    torch.testing.assert_close(
+        shifted.diff(dim=1), data.train.batch([0, 5]).diff(dim=1), rtol=1e-4, atol=1e-5
+    )
+    assert data.meta.windowed == "window" and SeriesConfig(scale=True).scale == "column"
+    x = data.train.batch([0, 5])
+    torch.testing.assert_close(x[:, :4, 0].mean(1), torch.zeros(2), rtol=0, atol=1e-5)
+    own = (values[5:12, 0] - values[5:9, 0].mean()) / np.hypot(
+        values[5:9, 0].std(), 0.1 * values[:42, 0].std()
+    )
+    np.testing.assert_allclose(x[1, :, 0], own, rtol=1e-4, atol=1e-5)
+    assert x[..., 1].abs().max() < 1e-5, "a constant series stays finite"
+
+
+@pytest.mark.parametrize("stride", [1, 4])
+def test_separate_columns_are_series_of_their_own(tmp_path, stride):
+    values = np.arange(60)[:, None] + [0.0, 1000.0, 2000.0]
+    path = write_csv(tmp_path / "a.csv", values)
+    data = open_data(series(path, context=3, horizon=2, stride=stride, scale="none", separate=True))
+    assert data.meta.features == 1 and data.meta.separate and len(data.meta.columns) == 3
+    x = data.train.batch(slice(None))
+    starts = range(0, 42 - 4, stride)
+    assert x.shape == (3 * len(starts), 5, 1) and len(data.train) == len(x)
+    expected = [[c * 1000 + s + t for t in range(5)] for c in range(3) for s in starts]
+    assert x[..., 0].tolist() == expected
+    moved = data.train.to("cpu")
+    assert torch.equal(moved.batch(torch.tensor([7, 2])), x[[7, 2]])
+
+
+def test_patches_join_rows_to_steps(tmp_path):
+    path = write_csv(tmp_path / "a.csv", np.arange(60)[:, None] + [0.0, 1000.0])
+    options = {"context": 4, "horizon": 2, "scale": "none"}
+    data = open_data(series(path, patch=2, **options))
+    assert (data.meta.features, data.meta.length, data.meta.context) == (4, 3, 4)
+    x = data.train.batch([0, 5])
+    assert x[1].tolist() == [[5, 1005, 6, 1006], [7, 1007, 8, 1008], [9, 1009, 10, 1010]]
+    assert torch.equal(data.meta.to_rows(x), open_data(series(path, **options)).train.batch([0, 5]))
+    refused(lambda: SeriesConfig(context=4, horizon=3, patch=2), "series.horizon 3", "series.patch 2")
+
+
+def test_windows_that_are_mostly_missing_are_left_out(tmp_path):
+    values = np.arange(100.0)[:, None] * [1, -1]
+    cells = [
+        ["" if 20 <= k < 30 and c == 0 else v for c, v in enumerate(row)] for k, row in enumerate(values)
+    ]
+    path = write_csv(tmp_path / "a.csv", cells)
+    options = {"context": 4, "horizon": 2, "scale": "none", "fill": "previous"}
+    starts = open_data(series(path, **options)).train.batch(slice(None))[:, 0, 1].neg().tolist()
+    dropped = set(range(65)) - set(map(int, starts))
+    assert dropped == {s for s in range(65) if sum(20 <= s + k < 30 for k in range(6)) > 3}
+    apart = open_data(series(path, separate=True, **options)).train
+    assert len(apart) == 2 * 65 - len(dropped)
+    path = write_csv(tmp_path / "b.csv", [[v if k % 3 == 0 else "", 1] for k, v in enumerate(range(90))])
+    with pytest.raises(ValueError, match=r"no window for training .* = 6 steps has half .* every column"):
+        _ = open_data(series(path, **options)).train
+
+
+DATES = [f"2020-01-{1 + k // 24:02} {k % 24:02}:00" for k in range(24 * 28)]
+
+
+def test_dates_give_the_phases_of_the_calendar(tmp_path):
+    path = write_csv(tmp_path / "a.csv", [[d, k] for k, d in enumerate(DATES)], header=["date", "a"])
+    data = open_data(series(path, context=24, horizon=24, time_features=True, scale="none"))
+    assert data.meta.cycles == ("day", "week") and data.meta.features == 5 and data.meta.time == "date"
+    x = data.train.batch([0])[0]
+    assert torch.equal(x[:, 0], torch.arange(48.0))
+    torch.testing.assert_close(x[:24, 1:3], x[24:, 1:3], rtol=0, atol=1e-6)
+    torch.testing.assert_close(x[:, 1].square() + x[:, 2].square(), torch.full((48,), 0.25))
+    plain = write_csv(tmp_path / "b.csv", [[k] for k in range(600)], header=["a"])
+    refused(
+        series(plain, context=4, horizon=2, time_features=True), "series.time_features", "no column of dates"
+    )
+    yearly = write_csv(
+        tmp_path / "c.csv", [[f"{y}-01-01", y] for y in range(1700, 2000)], header=["date", "a"]
+    )
+    refused(
+        series(yearly, context=2, horizon=1, time_features=True), "series.time_features", "day, week, year"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ((5, "2020-13-01 05:00"), ("line 7", "'date'", "'2020-13-01 05:00' is no date", "ISO 8601")),
+        ((5, "01/02/2020"), ("line 7", "is no date")),
+        ((5, ""), ("line 7", "'' is no date")),
+        ((5, DATES[4]), ("line 7", "2020-01-01T04:00:00 is there twice", "--series.time none")),
+        ((5, DATES[2]), ("line 7", "2020-01-01T02:00:00 comes after 2020-01-01T04:00:00")),
+    ],
+)
+def test_bad_dates_are_named(tmp_path, change, parts):
+    rows = [[d, k] for k, d in enumerate(DATES)]
+    rows[change[0]][0] = change[1]
+    path = write_csv(tmp_path / "a.csv", rows, header=["date", "a"])
+    refused(series(path, context=4, horizon=2), path, *parts)
+    assert open_data(series(path, context=4, horizon=2, time="none")).meta.time is None
+    refused(series(path, time="when"), "series.time", "'when'", "'date'")
+
+
+def test_dates_of_any_zone_are_in_order(tmp_path):
+    rows = [
+        ["2020-01-01T00:00:00+02:00", 1],
+        ["2019-12-31T23:00:00Z", 2],
+        *[[f"2020-02-{d:02}", d] for d in range(1, 29)],
+    ]
+    path = write_csv(tmp_path / "a.csv", rows, header=["time", "a"])
+    assert open_data(series(path, context=2, horizon=1)).meta.time == "time"
+
+
 TABLES = {
     "plain.csv": "a,b\n1,2\n3,4\n",
     "headerless.csv": "1,2\n3,4\n",
@@ -584,7 +701,7 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_csv_dialects(tmp_path, name):
     (tmp_path / name).write_text(TABLES[name] + TABLES[name].splitlines(keepends=True)[-1] * 20, newline="")
-    data = open_data(series(tmp_path / name, context=1, horizon=1, scale=False))
+    data = open_data(series(tmp_path / name, context=1, horizon=1, scale="none", time="none"))
     assert data.train.x[0].tolist() == [[1, 2], [3, 4]]
     expected = {
         "headerless.csv": ("0", "1"),
@@ -603,14 +720,14 @@ def test_csv_gives_back_every_number(tmp_path_factory, data):
         data.draw(st.lists(st.lists(number, min_size=width, max_size=width), min_size=20, max_size=30))
     )
     path = write_csv(tmp_path_factory.mktemp("csv") / "a.csv", values.tolist())
-    opened = open_data(series(path, context=1, horizon=1, scale=False))
+    opened = open_data(series(path, context=1, horizon=1, scale="none"))
     assert np.array_equal(opened.train.x[:, 0], values[: int(0.7 * len(values)) - 1].astype(np.float32))
 
 
 def test_columns_are_chosen_by_name_or_position(tmp_path):
     rows = [[f"2020-01-{k:02}", k, 10 * k, 100 * k] for k in range(1, 29)]
     path = write_csv(tmp_path / "a.csv", rows, header=["date", "HUFL", "HULL", "OT"])
-    data = open_data(series(path, columns=("OT", "0"), context=2, horizon=1, scale=False))
+    data = open_data(series(path, columns=("OT", "0"), context=2, horizon=1, scale="none"))
     assert data.meta.columns == ("OT", "HUFL") and data.train.x[0, 0].tolist() == [100, 1]
     refused(series(path, columns=("HUFLL",)), "series.columns", "'HUFLL'", "HUFL, HULL, OT", "did you mean")
     refused(series(path, columns=("3",)), "'3'", "HUFL, HULL, OT")
@@ -619,7 +736,7 @@ def test_columns_are_chosen_by_name_or_position(tmp_path):
 
 def test_missing_values_are_placed_and_filled(tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text("date,a,b\nx,,1\nx,2,2\nx,NA,3\nx,nan,inf\nx,8,5\n" + "x,9,9\n" * 20)
+    path.write_text("name,a,b\nx,,1\nx,2,2\nx,NA,3\nx,nan,inf\nx,8,5\n" + "x,9,9\n" * 20)
     refused(
         series(path, context=1, horizon=1),
         path,
@@ -635,7 +752,7 @@ def test_missing_values_are_placed_and_filled(tmp_path):
         "linear": [[2, 1], [2, 2], [4, 3], [6, 4], [8, 5]],
     }
     for fill, rows in expected.items():
-        data = open_data(series(path, context=4, horizon=1, scale=False, fill=fill))
+        data = open_data(series(path, context=4, horizon=1, scale="none", fill=fill))
         assert data.train.x[0].tolist() == rows
 
 
@@ -672,7 +789,7 @@ def test_npy_series(tmp_path, packed):
     np.save(buffer, values)
     path = tmp_path / ("a.npy.gz" if packed else "a.npy")
     path.write_bytes(gzip.compress(buffer.getvalue()) if packed else buffer.getvalue())
-    data = open_data(series(path, context=2, horizon=1, scale=False, columns=("2",)))
+    data = open_data(series(path, context=2, horizon=1, scale="none", columns=("2",)))
     assert data.train.x[1, :, 0].tolist() == [5, 8, 11]
     np.save(tmp_path / "b.npy", np.zeros((3, 3, 3)))
     refused(series(tmp_path / "b.npy"), "b.npy", "(3, 3, 3)")
@@ -695,7 +812,7 @@ def test_parquet_series(tmp_path):
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table(columns), path)
     refused(series(path), "row 1", "'b'", "--series.fill")
-    data = open_data(series(path, fill="zero", context=2, horizon=1, scale=False))
+    data = open_data(series(path, fill="zero", context=2, horizon=1, scale="none"))
     assert data.meta.columns == ("a", "b") and data.train.x[1].tolist() == [[1, 1], [2, 2], [3, 3]]
     path.write_bytes(path.read_bytes()[:-9])
     refused(series(path), path, "cannot be read")

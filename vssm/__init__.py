@@ -12,6 +12,8 @@ from vssm.checkpoint import load as load
 from vssm.checkpoint import save as save
 from vssm.config import ModelConfig as ModelConfig
 from vssm.evaluate import log_likelihood as log_likelihood
+from vssm.forecast import Forecaster as Forecaster
+from vssm.forecast import forecast as forecast
 from vssm.generate import Generation as Generation
 from vssm.generate import generate as generate
 from vssm.generate import observe as observe
@@ -21,11 +23,13 @@ from vssm.objectives import Terms as Terms
 from vssm.objectives import objective as objective
 
 __all__ = [
+    "Forecaster",
     "Generation",
     "ModelConfig",
     "State",
     "Terms",
     "build",
+    "forecast",
     "generate",
     "load",
     "log_likelihood",

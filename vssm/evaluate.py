@@ -41,6 +41,7 @@ from vssm.distributions import Latents, Observation
 from vssm.frechet import features, frechet_distance, train_classifier
 from vssm.generate import generate
 from vssm.models import VRNN, Autoregressive, Model, Variational
+from vssm.objectives import real_steps
 from vssm.ops import choose_backend
 from vssm.results import result, write_result
 
@@ -61,6 +62,7 @@ def log_likelihood(
     prompt_length: int = 0,
     prior: str = "uniform",
     seed: int = 0,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """Estimates log p(x_{C+1:T} | x_{1:C}) for every sequence.
 
@@ -72,6 +74,7 @@ def log_likelihood(
         prior: For vssm and tvae at C = 0: "uniform", or "partial" for q_omega(z | ∅), the prior that
             unconditional generation draws from. With C > 0 it is always q_omega(z | x_{1:C}).
         seed: Names the draws: equal seeds give equal estimates, however the batch is split.
+        lengths: The steps of each row that are real, (B,), where the rest is padding.
 
     Returns:
         Nats, (B,).
@@ -88,21 +91,43 @@ def log_likelihood(
     if not 0 <= prompt_length <= x.shape[1]:
         raise ValueError(f"prompt_length={prompt_length} is not allowed; allowed: 0 to {x.shape[1]}")
     check_choice("prior", prior, ("uniform", "partial"))
-    return _estimates(model, x, num_samples, [(prompt_length, prior)], seed, _ROWS_PER_PASS)[0]
+    real = None if lengths is None else real_steps(x, lengths)
+    if lengths is not None and (lengths < prompt_length).any():
+        raise ValueError(
+            f"prompt_length={prompt_length} is not allowed; allowed: 0 to {int(lengths.min())}, in lengths"
+        )
+    return _estimates(model, x, num_samples, [(prompt_length, prior)], seed, _ROWS_PER_PASS, real)[0]
 
 
 def _estimates(
-    model: Model, x: Tensor, num_samples: int, cases: list[tuple[int, str]], seed: int, rows: int
+    model: Model,
+    x: Tensor,
+    num_samples: int,
+    cases: list[tuple[int, str]],
+    seed: int,
+    rows: int,
+    real: Tensor | None = None,
 ) -> list[Tensor]:
-    """Returns one estimate, (B,), for each case (prompt length, prior), all from the same draws."""
+    """Returns one estimate, (B,), for each case (prompt length, prior), all from the same draws.
+
+    Arguments:
+        model: Any of the six models.
+        x: The sequences.
+        num_samples: K.
+        cases: Prompt lengths and priors.
+        seed: Names the draws.
+        rows: Sequences of a pass.
+        real: Which steps count, (B, T); all by default.
+    """
+    mask = torch.ones(x.shape[:2], device=x.device) if real is None else real.float()
     if isinstance(model, Autoregressive):
         p_x, _ = model(x)
-        log_p_x = p_x.log_prob(x)
+        log_p_x = p_x.log_prob(x) * mask
         return [log_p_x[:, cut:].sum(1) for cut, _ in cases]
 
     totals: list[Tensor] = []
     weights_of = _vrnn_weights if isinstance(model, VRNN) else _variational_weights
-    weigh = weights_of(model, x, cases)  # pyright: ignore[reportArgumentType]
+    weigh = weights_of(model, x, cases, mask)  # pyright: ignore[reportArgumentType]
     step = max(1, rows // max(1, len(x)))
     for first in range(0, num_samples, step):
         u = _draws(model, x, seed, range(first, min(first + step, num_samples)))
@@ -124,7 +149,7 @@ def _draws(model: Variational | VRNN, x: Tensor, seed: int, draws: range) -> Ten
 
 
 def _variational_weights(
-    model: Variational, x: Tensor, cases: list[tuple[int, str]]
+    model: Variational, x: Tensor, cases: list[tuple[int, str]], mask: Tensor
 ) -> Callable[[Tensor], list[Tensor]]:
     """Returns a function from uniform numbers (K, B, T, Z) to the log weights (K, B) of each case."""
     q_z, _ = model.posterior(x)
@@ -134,24 +159,26 @@ def _variational_weights(
         if cut or prior == "partial":
             p_z, _ = model.partial_posterior(x[:, :cut] if cut else None, empty=x.shape[1] - cut)
         priors.append(p_z)
-    log_uniform = -x.shape[1] * model.config.latents * math.log(model.config.classes)
+    log_uniform = -mask.sum(1) * model.config.latents * math.log(model.config.classes)
 
     def weigh(u: Tensor) -> list[Tensor]:
         z = q_z.sample(u)
         p_x, _ = model.likelihood(z.flatten(0, 1))
         repeated = x.repeat(len(u), *[1] * (x.ndim - 1))
-        log_p_x = p_x.log_prob(repeated).unflatten(0, u.shape[:2])
-        log_q_z = q_z.log_prob(z).sum(-1)
+        log_p_x = p_x.log_prob(repeated).unflatten(0, u.shape[:2]) * mask
+        log_q_z = (q_z.log_prob(z) * mask).sum(-1)
         weights = []
         for (cut, _), p_z in zip(cases, priors, strict=True):
-            log_p_z = log_uniform if p_z is None else p_z.log_prob(z).sum(-1)
+            log_p_z = log_uniform if p_z is None else (p_z.log_prob(z) * mask).sum(-1)
             weights.append(log_p_x[..., cut:].sum(-1) + log_p_z - log_q_z)
         return weights
 
     return weigh
 
 
-def _vrnn_weights(model: VRNN, x: Tensor, cases: list[tuple[int, str]]) -> Callable[[Tensor], list[Tensor]]:
+def _vrnn_weights(
+    model: VRNN, x: Tensor, cases: list[tuple[int, str]], mask: Tensor
+) -> Callable[[Tensor], list[Tensor]]:
     """Returns a function from uniform numbers (K, B, T, Z) to log weights of x_{1:T} and of each x_{1:C}."""
 
     def weigh(u: Tensor) -> list[Tensor]:
@@ -159,7 +186,7 @@ def _vrnn_weights(model: VRNN, x: Tensor, cases: list[tuple[int, str]]) -> Calla
         flat = u.flatten(0, 1)
         path = model(repeated, draw=lambda t, q_z: q_z.sample(flat[:, t : t + 1]))
         steps = path.p_x.log_prob(repeated) + path.p_z.log_prob(path.z) - path.q_z.log_prob(path.z)
-        steps = steps.unflatten(0, u.shape[:2])
+        steps = steps.unflatten(0, u.shape[:2]) * mask
         return [steps.sum(-1), *(steps[..., :cut].sum(-1) for cut, _ in cases)]
 
     return weigh

@@ -39,7 +39,11 @@ class Terms(NamedTuple):
 
 
 def objective(
-    model: Model, x: Tensor, generator: torch.Generator | None = None, shard: tuple[int, int] = (0, 1)
+    model: Model,
+    x: Tensor,
+    generator: torch.Generator | None = None,
+    shard: tuple[int, int] = (0, 1),
+    lengths: Tensor | None = None,
 ) -> Terms:
     """Scores a batch of sequences for training.
 
@@ -52,6 +56,8 @@ def objective(
         generator: The source of the random draws; torch's own if not given.
         shard: Which part of a larger batch x is, (index, count) of equal parts. The draws are those of the
             whole batch, so that the parts together give what the whole gives.
+        lengths: The steps of each row that are real, (B,), where the rest is padding; the models are causal,
+            so that padding changes nothing before it.
 
     Returns:
         The named terms, each (B,), differentiable; `terms.loss.mean()` is what a trainer minimises.
@@ -70,9 +76,14 @@ def objective(
     batch, length = x.shape[:2]
     rows = slice(index * batch, (index + 1) * batch)
     config = model.config
+    real = None if lengths is None else real_steps(x, lengths)
+
+    def total(steps: Tensor) -> Tensor:
+        return (steps if real is None else torch.where(real, steps, 0)).sum(1)
+
     if isinstance(model, Autoregressive):
         p_x, _ = model(x)
-        log_likelihood = p_x.log_prob(x).sum(1)
+        log_likelihood = total(p_x.log_prob(x))
         return _terms(log_likelihood, torch.zeros_like(log_likelihood), torch.zeros_like(log_likelihood))
 
     def noise(steps: int) -> Tensor:
@@ -81,19 +92,43 @@ def objective(
 
     if isinstance(model, VRNN):
         path = model(x, draw=lambda t, q_z: q_z.rsample(noise(1)))
-        reconstruction = path.p_x.log_prob(x).sum(1)
-        return _terms(reconstruction, path.q_z.kl(path.p_z).sum(1), torch.zeros_like(reconstruction))
+        reconstruction = total(path.p_x.log_prob(x))
+        return _terms(reconstruction, total(path.q_z.kl(path.p_z)), torch.zeros_like(reconstruction))
 
     q_z, _ = model.posterior(x)
     z, kl = q_z.rsample_and_kl(noise(length), product_dtype(x.device))  # the decoder multiplies z first
     p_x, _ = model.likelihood(z)
-    cut = torch.randint(0, length + 1, (batch * count,), device=x.device, generator=generator)
-    q_partial, _ = model.partial_posterior(x, cut=cut[rows])
+    if lengths is None:
+        cut = torch.randint(0, length + 1, (batch * count,), device=x.device, generator=generator)[rows]
+    else:
+        share = torch.rand(batch * count, device=x.device, generator=generator)[rows]
+        cut = (share * (lengths + 1)).long()
+    q_partial, _ = model.partial_posterior(x, cut=cut)
     return _terms(
-        p_x.log_prob(x).sum(1),
-        kl.sum(1),
-        q_partial.expected_log_prob(q_z.detach()).sum(1),
+        total(p_x.log_prob(x)),
+        total(kl),
+        total(q_partial.expected_log_prob(q_z.detach())),
     )
+
+
+def real_steps(x: Tensor, lengths: Tensor) -> Tensor:
+    """Returns which steps of padded sequences are real, (B, T).
+
+    Arguments:
+        x: Padded sequences, (B, T, ...).
+        lengths: (B,), each from 1 to T; the values are checked on a CPU only.
+
+    Example:
+        >>> real_steps(torch.zeros(2, 3, 1), torch.tensor([3, 1]))
+        tensor([[ True,  True,  True],
+                [ True, False, False]])
+    """
+    batch, length = x.shape[:2]
+    if not isinstance(lengths, Tensor) or lengths.shape != (batch,) or lengths.dtype != torch.int64:
+        raise ValueError(f"lengths is {lengths!r}; allowed: a tensor of {batch} int64, one for each row")
+    if lengths.device.type == "cpu" and batch and not (lengths.min() >= 1 and lengths.max() <= length):
+        raise ValueError(f"lengths is {lengths.tolist()}; allowed: 1 to {length}, the steps of x")
+    return torch.arange(length, device=x.device) < lengths[:, None]
 
 
 def _terms(reconstruction: Tensor, kl: Tensor, partial: Tensor) -> Terms:

@@ -36,19 +36,44 @@ class SeriesConfig:
     stride: int = 1
     """Steps between the starts of two windows."""
 
+    patch: int = 1
+    """Rows that make one step of the model, a season for example; divides context and horizon."""
+
     fill: Literal["zero", "previous", "linear"] | None = None
     """How to fill missing values (previous: the value before; linear: between neighbours)."""
 
-    scale: bool = True
-    """Standardise each column by its mean and deviation over the training part."""
+    scale: Literal["window", "last", "column", "none"] = "window"
+    """Standardise each column by its mean and deviation over the training part, and each window by those of
+    its context too: a level that was never seen is then no surprise. With last, the centre of a window is the
+    last value of its context, as suits prices. Or by column only, or not at all."""
+
+    separate: bool = False
+    """One model for all columns, each a series of its own; else the columns of a row are one step."""
+
+    time: str | None = None
+    """Column of dates (ISO 8601), found by its name when not given; none leaves dates out."""
+
+    time_features: bool = False
+    """Add the phase of the day, the week and the year as channels, as far as the dates resolve them."""
 
     def __post_init__(self) -> None:
         if self.columns is not None:
             object.__setattr__(self, "columns", tuple(self.columns))  # a list when read from JSON
+        if isinstance(self.scale, bool):  # as configs of earlier runs have it
+            object.__setattr__(self, "scale", "column" if self.scale else "none")
         _check_at_least("series.context", self.context, 1)
         _check_at_least("series.horizon", self.horizon, 1)
         _check_at_least("series.stride", self.stride, 1)
+        _check_at_least("series.patch", self.patch, 1)
+        for name in ("context", "horizon"):
+            if getattr(self, name) % self.patch:
+                raise ValueError(
+                    f"series.{name} {getattr(self, name)} is no multiple of series.patch {self.patch}"
+                )
         _check_one_of("series.fill", self.fill, (None, "zero", "previous", "linear"))
+        _check_one_of("series.scale", self.scale, ("window", "last", "column", "none"))
+        if self.time_features and self.time == "none":
+            raise ValueError("series.time_features needs dates, which series.time none leaves out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from vssm.data.config import DataConfig
 
+_LEAST_SPREAD = 0.1  # of a window, in deviations of its column: a constant context must not divide by zero
+
 SPLIT, BINARIZE_TRAIN, BINARIZE_TEST, SYNTHETIC_TRAIN, SYNTHETIC_TEST, DIGITS = range(6)
 
 
@@ -43,6 +45,23 @@ def hold_out(
     return np.sort(order[cut:]), np.sort(order[:cut])
 
 
+def spread(x: Tensor, centre: str = "window") -> tuple[Tensor, Tensor]:
+    """Returns the centre and the deviation of every window, each (B, 1, D); no deviation is below a tenth.
+
+    Arguments:
+        x: The contexts of windows, (B, C, D), standardised by column.
+        centre: "window" for the mean, "last" for the last value.
+
+    Example:
+        >>> mean, deviation = spread(torch.tensor([[[1.0], [3.0]], [[5.0], [5.0]]]))
+        >>> mean.flatten().tolist(), [round(d, 3) for d in deviation.flatten().tolist()]
+        ([2.0, 5.0], [1.005, 0.1])
+    """
+    mean = x.mean(1, keepdim=True)
+    middle = x[:, -1:] if centre == "last" else mean
+    return middle, ((x - mean).square().mean(1, keepdim=True) + _LEAST_SPREAD**2).sqrt()
+
+
 @dataclass(frozen=True)
 class Split:
     """Holds the sequences of one split in memory, on the CPU or a device.
@@ -52,14 +71,21 @@ class Split:
             are a view of the (N, D) rows that they share.
         labels: (M,) int64 classes, or None.
         maximum: The stored value that stands for 1; a batch is divided by it.
+        rows: Which sequences of x count, by number; all by default.
+        scaled: Context, channels and centre of windows: each of the first `channels` is standardised by its
+            own centre and deviation over the first `context` steps.
+        patch: Rows that are joined to one step, last.
     """
 
     x: Tensor
     labels: Tensor | None = None
     maximum: int = 1
+    rows: Tensor | None = None
+    scaled: tuple[int, int, str] | None = None
+    patch: int = 1
 
     def __len__(self) -> int:
-        return len(self.x)
+        return len(self.x if self.rows is None else self.rows)
 
     def batch(
         self, index: Tensor | np.ndarray | Sequence[int] | slice, device: torch.device | str | None = None
@@ -73,17 +99,23 @@ class Split:
         Returns:
             (B, T, D) float32, or (B, T) int64 for tokens.
         """
-        x = self.x[index]
+        x = self.x[index if self.rows is None else self.rows[index]]
         if device is not None:
             x = x.to(device, non_blocking=True)
         if x.dim() == 2:
             return x.long()
-        return x.float() if self.maximum == 1 else x.float() / self.maximum
+        x = x.float() if self.maximum == 1 else x.float() / self.maximum
+        if self.scaled is not None:
+            context, channels, centre = self.scaled
+            middle, deviation = spread(x[:, :context, :channels], centre)
+            x = torch.cat([(x[..., :channels] - middle) / deviation, x[..., channels:]], -1)
+        return x if self.patch == 1 else x.unflatten(1, (-1, self.patch)).flatten(2)
 
     def to(self, device: torch.device | str) -> "Split":
         """Returns this split on `device`; overlapping windows stay a view of the rows they share."""
         x = self._memory.to(device).as_strided(self.x.shape, self.x.stride())
-        return Split(x, None if self.labels is None else self.labels.to(device), self.maximum)
+        labels, rows = (None if part is None else part.to(device) for part in (self.labels, self.rows))
+        return dataclasses.replace(self, x=x, labels=labels, rows=rows)
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +155,21 @@ class Meta:
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
     context: int | None = None
+    """Rows of a window that are known."""
     horizon: int | None = None
+    """Rows of a window that are forecast."""
+    patch: int = 1
+    """Rows of a series in one step."""
+    windowed: str | None = None
+    """What each window is centred by, after its columns by `mean` and `std`: "window", "last" or nothing."""
+    separate: bool = False
+    """Whether each column is a series of its own."""
+    cycles: tuple[str, ...] = ()
+    """Cycles of the calendar whose phase, as sine and cosine, are the last channels of a step."""
+    time: str | None = None
+    """The column of dates."""
+    fill: str | None = None
+    """How missing values were filled."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as a dictionary that `json` can write."""
@@ -164,6 +210,10 @@ class Meta:
         if self.vocabulary is None:
             return bytes(tokens.tolist()).decode(errors="replace")
         return "".join(self.vocabulary[k] for k in tokens.tolist())
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """Returns steps (..., T, patch x channels) of a series as its rows, (..., T x patch, channels)."""
+        return x if self.patch == 1 else x.unflatten(-1, (self.patch, -1)).flatten(-3, -2)
 
     def scale(self, x: Tensor) -> Tensor:
         """Returns values (..., D) in the units of the file as the model sees them."""

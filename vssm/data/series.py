@@ -3,7 +3,16 @@
 A file is a table of N rows (time) and D columns. It is split by time: the first 70 % of the rows are for
 training, the next 10 % for validation, the last 20 % for testing. A window of validation or test may take its
 context from the part before, as in use, but never a step of its horizon. Columns are standardised by
-their mean and standard deviation over the training rows.
+their mean and standard deviation over the training rows, and each window by those of its context.
+
+    joint       a step is (x_1, ..., x_D, phases), one window for each start
+    separate    a step is (x_d, phases), one window for each start and column
+
+With `patch` = P, P rows follow each other in one step, T = (context + horizon) / P. The states
+of a Mamba block settle over empty tokens; with a season a step they need not keep a cycle going.
+
+The phases are sine and cosine of the time in each cycle of the calendar (day, week, year). A window in which
+a column is missing for more than half of the steps is left out; other gaps are filled.
 
 In CSV, the first line is a header when no cell of it is a number. A column without any number (dates,
 names) is left out, and so is one with a name such as `date`, `time` or `index`, unless it is asked for.
@@ -12,7 +21,9 @@ names) is left out, and so is one with a name such as `date`, `time` or `index`,
 import csv
 import difflib
 import io
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +35,7 @@ from vssm.data.files import locate_own, read_bytes
 
 _TIME_NAMES = {"", "date", "datetime", "time", "timestamp", "index"}
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
+_CYCLES = {"day": 86_400, "week": 604_800, "year": 31_556_952}  # seconds
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,12 @@ class Table:
     values: np.ndarray
     places: list[str]
     """What to call each row in a message: its line in a CSV file, else its number."""
+    times: np.ndarray | None = None
+    """The dates of the rows, (N,) datetime64[s], ascending."""
+    time: str | None = None
+    """The name of the column of dates."""
+    texts: dict[str, Sequence[object]] = field(default_factory=dict)
+    """The cells of columns without numbers."""
 
 
 def open_series(config: DataConfig) -> Data:
@@ -42,56 +60,128 @@ def open_series(config: DataConfig) -> Data:
     if options.path is None:
         raise ValueError("series.path is needed: a CSV, .npy or Parquet file")
     path = locate_own(options.path, "timeseries", config.dir)
-    table = _select(read_table(path), options.columns, path)
-    values = _filled(table, options.fill, path)
-
-    if (large := np.abs(values).max(0)).max() > 1e30:
-        column = table.names[large.argmax()]
-        raise ValueError(f"{path}: column {column!r} has values up to {large.max():g}, the most is 1e30")
+    table = select(read_table(path, options.time), options.columns, path)
+    values = filled(table, options.fill, path)
+    known = np.isfinite(table.values)
 
     num, window = len(values), options.context + options.horizon
     valid, test = int(0.7 * num), int(0.8 * num)
-    rows = {
-        "training": values[:valid],
-        "validation": values[max(0, valid - options.context) : test],
-        "test": values[max(0, test - options.context) :],
+    bounds = {
+        "training": (0, valid),
+        "validation": (max(0, valid - options.context), test),
+        "test": (max(0, test - options.context), num),
     }
-    for part, own in rows.items():
-        if len(own) < window:
+    for part, (first, end) in bounds.items():
+        if end - first < window:
             raise ValueError(
-                f"{path} has {num} rows, {len(own)} of them for {part}, fewer than series.context"
+                f"{path} has {num} rows, {end - first} of them for {part}, fewer than series.context"
                 f" + horizon = {options.context} + {options.horizon} = {window}"
             )
 
+    windowed = options.scale if options.scale in ("window", "last") else None
     mean, std = None, None
-    if options.scale:
-        mean, std = rows["training"].mean(0), rows["training"].std(0)
+    if options.scale != "none":
+        mean, std = values[:valid].mean(0), values[:valid].std(0)
         std = np.where(std > 1e-12 * np.abs(mean), std, 1.0)  # a constant column becomes zero
-        rows = {part: (own - mean) / std for part, own in rows.items()}
+        values = (values - mean) / std
+    cycles = _cycles(table, valid, path) if options.time_features else ()
+    clock = phases(table.times, cycles) if table.times is not None else np.empty((num, 0))
 
     def windows(part: str) -> Split:
-        x = torch.from_numpy(rows[part].astype(np.float32))
-        return Split(x.unfold(0, window, options.stride).transpose(1, 2))
+        first, end = bounds[part]
+        own, there, phase = values[first:end], known[first:end], clock[first:end]
+        series = own.T[..., None] if options.separate else own[None]  # (series, rows, channels)
+        there = there.T[..., None] if options.separate else there[None]
+        steps = np.concatenate([series, np.broadcast_to(phase, (len(series), *phase.shape))], -1)
+        x = torch.from_numpy(steps.astype(np.float32)).flatten(0, 1)
+        scaled = None if windowed is None else (options.context, series.shape[-1], windowed)
+        if there.all() and not options.separate:
+            x = x.unfold(0, window, options.stride).transpose(1, 2)
+            return Split(x, scaled=scaled, patch=options.patch)
+        rows = _whole_windows(there, window, options.stride)
+        if not len(rows):
+            raise ValueError(
+                f"{path}: no window for {part} of series.context + horizon = {window} steps has half of the"
+                " values of every column; allowed: fewer columns, or a file with fewer gaps"
+            )
+        x = x.unfold(0, window, 1).transpose(1, 2)
+        return Split(x, rows=rows, scaled=scaled, patch=options.patch)
 
     def fit() -> tuple[Split, Split]:
         return windows("training"), windows("validation")
 
     meta = Meta(
         name="series",
-        features=len(table.names),
-        length=window,
+        features=options.patch * ((1 if options.separate else len(table.names)) + 2 * len(cycles)),
+        length=window // options.patch,
         suggested_head="gaussian-learned",
         columns=table.names,
         mean=None if mean is None else tuple(mean.tolist()),
         std=None if std is None else tuple(std.tolist()),
         context=options.context,
         horizon=options.horizon,
+        patch=options.patch,
+        windowed=windowed,
+        separate=options.separate,
+        cycles=cycles,
+        time=table.time,
+        fill=options.fill,
     )
     return Data(config, meta, fit, lambda: windows("test"), [path])
 
 
-def read_table(path: Path) -> Table:
-    """Returns the columns of a CSV, .npy or Parquet file that hold numbers."""
+def _whole_windows(known: np.ndarray, window: int, stride: int) -> torch.Tensor:
+    """Returns the first rows of windows whose channels are all known for half of the steps.
+
+    Arguments:
+        known: (series, rows, channels); windows stay within a series, whose rows follow each other.
+        window: Steps of a window.
+        stride: Rows between two windows.
+    """
+    num, rows, _ = known.shape
+    counts = np.concatenate([np.zeros((num, 1, known.shape[2]), int), known.cumsum(1)], 1)
+    starts = np.arange(0, rows - window + 1, stride)
+    whole = (2 * (counts[:, starts + window] - counts[:, starts]) >= window).all(-1)  # (series, starts)
+    series, index = np.nonzero(whole)
+    return torch.from_numpy(series * rows + starts[index])
+
+
+def _cycles(table: Table, rows: int, path: Path) -> tuple[str, ...]:
+    """Returns the cycles that the training rows go through twice, in steps of less than half of them."""
+    if table.times is None:
+        raise ValueError(f"series.time_features needs dates; {path} has no column of dates")
+    seconds = table.times[:rows].astype(np.int64)
+    step, reach = np.median(np.diff(seconds)), seconds[-1] - seconds[0]
+    found = tuple(name for name, period in _CYCLES.items() if 2 * step < period and reach >= 2 * period)
+    if not found:
+        raise ValueError(
+            f"series.time_features: {path} has steps of {step:g} s over {reach} s, which hold no whole"
+            f" {', '.join(_CYCLES)} twice"
+        )
+    return found
+
+
+def phases(times: np.ndarray, cycles: Sequence[str]) -> np.ndarray:
+    """Returns sine and cosine of the time within each cycle, (..., 2 x cycles), between -1/2 and 1/2.
+
+    Example:
+        >>> night = np.array(["2020-01-01T03:00"], "datetime64[s]")
+        >>> phases(night, ["day"]).round(3).tolist()
+        [[0.354, 0.354]]
+    """
+    seconds = times.astype("datetime64[s]").astype(np.int64)
+    angles = [2 * np.pi * (seconds % _CYCLES[cycle]) / _CYCLES[cycle] for cycle in cycles]
+    parts = [part / 2 for angle in angles for part in (np.sin(angle), np.cos(angle))]
+    return np.stack(parts, -1) if parts else np.empty((*times.shape, 0))
+
+
+def read_table(path: Path, time: str | None = None) -> Table:
+    """Returns the columns of a CSV, .npy or Parquet file that hold numbers, and the dates of its rows.
+
+    Arguments:
+        path: The file.
+        time: The column of dates; None finds it by its name, "none" leaves dates out.
+    """
     name = path.name.lower().removesuffix(".gz")
     if name.endswith((".parquet", ".pq")):
         table = _read_parquet(path)
@@ -102,7 +192,61 @@ def read_table(path: Path) -> Table:
     numeric = np.flatnonzero(np.isfinite(table.values).any(0))
     if not len(numeric):
         raise ValueError(f"{path} has no column of numbers")
-    return Table(tuple(table.names[k] for k in numeric), table.values[:, numeric], table.places)
+    dates = None if time == "none" else _time_column(table, time, path)
+    return Table(
+        tuple(table.names[k] for k in numeric),
+        table.values[:, numeric],
+        table.places,
+        None if dates is None else _times(table.texts[dates], dates, table.places, path),
+        dates,
+    )
+
+
+def _time_column(table: Table, time: str | None, path: Path) -> str | None:
+    if time is not None:
+        if time not in table.texts:
+            there = ", ".join(map(repr, table.texts)) or "none"
+            raise ValueError(f"series.time: {time!r} is no column of dates in {path}; available: {there}")
+        return time
+    named = [name for name in table.texts if name.strip().lower() in _TIME_NAMES]
+    typed = [
+        name
+        for name, cells in table.texts.items()
+        if isinstance(cells, np.ndarray) or (name.isdecimal() and _date(cells[0]) is not None)
+    ]
+    return next(iter([*named, *typed]), None)
+
+
+def _times(cells: Sequence[object], name: str, places: list[str], path: Path) -> np.ndarray:
+    """Returns dates (N,) in seconds, once they are in order."""
+    if isinstance(cells, np.ndarray):
+        times = cells.astype("datetime64[s]")
+    else:
+        dates = [_date(cell) for cell in cells]
+        if None in dates:
+            odd = dates.index(None)
+            raise ValueError(
+                f"{path}: {places[odd]}, column {name!r}: {cells[odd]!r} is no date; allowed: ISO 8601, as"
+                " 2016-07-01 13:00, or --series.time none to leave dates out"
+            )
+        times = np.array(dates, "datetime64[s]")
+    steps = np.diff(times).astype(np.int64)
+    if (steps <= 0).any():
+        late = int((steps <= 0).argmax()) + 1
+        what = "is there twice" if not steps[late - 1] else f"comes after {times[late - 1]}"
+        raise ValueError(
+            f"{path}: {places[late]}, column {name!r}: {times[late]} {what}; allowed: each date once and in"
+            " order, or --series.time none to leave dates out"
+        )
+    return times
+
+
+def _date(cell: object) -> datetime | None:
+    try:
+        date = datetime.fromisoformat(str(cell).strip())
+    except ValueError:
+        return None
+    return date if date.tzinfo is None else date.astimezone(UTC).replace(tzinfo=None)
 
 
 def _read_csv(path: Path) -> Table:
@@ -128,15 +272,17 @@ def _read_csv(path: Path) -> Table:
     if None in cells and not any(cell is not None and np.isfinite(cell) for cell in cells):
         names = tuple(name.strip() for name in rows.pop(0)[1])
 
-    columns = []
+    columns, texts = [], {}
     for name, column in zip(names, zip(*(row for _, row in rows), strict=True), strict=False):
         numbers = [_number(cell) for cell in column]
         odd = next((k for k, number in enumerate(numbers) if number is None), None)
         if odd is not None and any(number is not None and np.isfinite(number) for number in numbers):
             raise ValueError(f"{path}: line {rows[odd][0]}, column {name!r}: {column[odd]!r} is not a number")
+        if odd is not None:
+            texts[name] = column
         columns.append(np.full(len(rows), np.nan) if odd is not None else np.array(numbers))
     values = np.stack(columns, 1) if columns else np.empty((0, width))
-    return Table(names, values, [f"line {line}" for line, _ in rows])
+    return Table(names, values, [f"line {line}" for line, _ in rows], texts=texts)
 
 
 def _number(cell: str) -> float | None:
@@ -172,9 +318,13 @@ def _read_parquet(path: Path) -> Table:
         table = parquet.read_table(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    names, columns = [], []
+    names, columns, texts = [], [], {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         kind = column.type
+        if pyarrow.types.is_timestamp(kind) or pyarrow.types.is_date(kind):
+            texts[name] = column.to_numpy().astype("datetime64[s]")
+        elif pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
+            texts[name] = column.to_pylist()
         if any(
             test(kind)
             for test in (pyarrow.types.is_integer, pyarrow.types.is_floating, pyarrow.types.is_decimal)
@@ -182,14 +332,14 @@ def _read_parquet(path: Path) -> Table:
             names.append(name)
             columns.append(column.cast(pyarrow.float64()).to_numpy())
     values = np.stack(columns, 1) if columns else np.empty((table.num_rows, 0))
-    return Table(tuple(names), values, _row_places(table.num_rows))
+    return Table(tuple(names), values, _row_places(table.num_rows), texts=texts)
 
 
 def _row_places(num: int) -> list[str]:
     return [f"row {k}" for k in range(1, num + 1)]
 
 
-def _select(table: Table, columns: tuple[str, ...] | None, path: Path) -> Table:
+def select(table: Table, columns: tuple[str, ...] | None, path: Path) -> Table:
     """Returns the table with the columns asked for, by name or position; without times when none are."""
     available = ", ".join(table.names)
     if columns is None:
@@ -212,27 +362,35 @@ def _select(table: Table, columns: tuple[str, ...] | None, path: Path) -> Table:
                     f"series.columns: {column!r} is no column of numbers in {path};"
                     f" {hint}available: {available}"
                 )
-    return Table(tuple(table.names[k] for k in index), table.values[:, index], table.places)
+    names = tuple(table.names[k] for k in index)
+    return Table(names, table.values[:, index], table.places, table.times, table.time)
 
 
-def _filled(table: Table, fill: str | None, path: Path) -> np.ndarray:
+def filled(table: Table, fill: str | None, path: Path) -> np.ndarray:
     """Returns the values (N, D), all finite; a gap at the start takes the first value known."""
     known = np.isfinite(table.values)
-    if known.all():
-        return table.values
-    if fill is None:
+    if fill is None and not known.all():
         row, column = np.argwhere(~known)[0]
         raise ValueError(
             f"{path}: {table.places[row]}, column {table.names[column]!r} is missing or not finite"
             f" ({(~known).sum()} such values in all);"
             " fill them with --series.fill zero, previous or linear"
         )
+    values = fill_gaps(table.values, known, fill)
+    if (large := np.abs(values).max(0)).max() > 1e30:
+        column = table.names[large.argmax()]
+        raise ValueError(f"{path}: column {column!r} has values up to {large.max():g}, the most is 1e30")
+    return values
+
+
+def fill_gaps(values: np.ndarray, known: np.ndarray, fill: str | None) -> np.ndarray:
+    """Returns values (N, D) with the unknown ones filled, as `SeriesConfig.fill` says."""
+    if known.all():
+        return values
     if fill == "zero":
-        return np.where(known, table.values, 0.0)
+        return np.where(known, values, 0.0)
     steps = np.arange(len(known))
     if fill == "previous":
         last = np.maximum.accumulate(np.where(known, steps[:, None], known.argmax(0)))
-        return np.take_along_axis(table.values, last, 0)
-    return np.stack(
-        [np.interp(steps, steps[k], v[k]) for k, v in zip(known.T, table.values.T, strict=True)], 1
-    )
+        return np.take_along_axis(values, last, 0)
+    return np.stack([np.interp(steps, steps[k], v[k]) for k, v in zip(known.T, values.T, strict=True)], 1)

@@ -74,7 +74,7 @@ def draw(meta: Meta, x: Tensor, path: str | Path) -> Path:
     elif x.dim() == 2:
         _draw_text([meta.decode(tokens) for tokens in x[:4]], path)
     else:
-        _draw_lines(meta, x[:6].float().numpy(), path)
+        _draw_lines(meta, meta.to_rows(x[:6].float()).numpy(), path)
     return path
 
 

@@ -1,0 +1,492 @@
+"""Forecasts: paths in the units of the data, streams, files, scores, and GluonTS."""
+
+import json
+import runpy
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import vssm
+from tests.conftest import KINDS, relative_error, small_config, small_model
+from vssm.cli import main
+from vssm.config import RunConfig, TrainConfig
+from vssm.data import DataConfig, Meta, SeriesConfig
+from vssm.forecast import Forecast, Forecaster
+from vssm.forecast_files import draw_fan, read_history, write_quantiles
+from vssm.forecast_metrics import crps, energy_score, scores
+from vssm.progress import Progress
+from vssm.train import train
+
+
+def meta(columns=("a", "b", "c"), **options):
+    num = len(columns)
+    values = {
+        "features": num,
+        "mean": tuple(10.0 * k for k in range(num)),
+        "std": tuple(1.0 + k for k in range(num)),
+        "windowed": "window",
+        "context": 9,
+        "horizon": 5,
+    }
+    values |= options
+    return Meta(name="series", length=14, suggested_head="gaussian-learned", columns=columns, **values)
+
+
+def forecaster(kind="vssm", **options):
+    own = meta(**options)
+    return Forecaster(small_model(kind, features=own.features), own)
+
+
+def history(steps=9, series=None, num=3, seed=0):
+    shape = (steps, num) if series is None else (series, steps, num)
+    return np.random.default_rng(seed).normal(size=shape) * (1 + np.arange(num)) + 10 * np.arange(num)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_paths_of_a_series_have_its_shape_and_differ(kind):
+    made = forecaster(kind).forecast(history(20), 4, 6)
+    assert made.samples.shape == (6, 4, 3) and made.mean.shape == (4, 3)
+    assert made.samples.isfinite().all() and made.columns == ("a", "b", "c")
+    assert len(torch.unique(made.samples[:, 0, 0])) == 6
+    several = forecaster(kind).forecast(history(9, series=2), 4, 6)
+    assert several.samples.shape == (2, 6, 4, 3) and several.quantile(0.5).shape == (2, 4, 3)
+
+
+@pytest.mark.parametrize("kind", ["vssm", "tvae", "rnn"])
+def test_forecasts_are_what_generate_makes_of_the_scaled_history(kind):
+    own, x = forecaster(kind), torch.from_numpy(history(9, series=2))
+    scaled = (x - torch.tensor(own.meta.mean)) / torch.tensor(own.meta.std)
+    centre = scaled.mean(1, keepdim=True)
+    width = (scaled.var(1, correction=0, keepdim=True) + 0.01).sqrt()
+    state = vssm.observe(own.model, ((scaled - centre) / width).float(), seed=3).repeat(4)
+    paths = vssm.generate(own.model, length=5, state=state, observe="sample").x.unflatten(0, (2, 4))
+    expected = (paths * width[:, None] + centre[:, None]) * torch.tensor(own.meta.std) + torch.tensor(
+        own.meta.mean
+    )
+    assert relative_error(own.forecast(x, 5, 4, seed=3).samples, expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["vssm", "ssm"])
+@given(shift=st.floats(-100, 100), factor=st.floats(0.01, 100))
+def test_forecasts_move_with_the_level_of_a_series(kind, shift, factor):
+    """One model, data in other units with the scale of those units: the same forecast in those units."""
+    one = forecaster(kind)
+    other = replace(
+        one.meta,
+        mean=tuple(m * factor + shift for m in one.meta.mean),
+        std=tuple(s * factor for s in one.meta.std),
+    )
+    expected = one.forecast(history(), 5, 3).samples * factor + shift
+    assert (
+        relative_error(
+            Forecaster(one.model, other).forecast(history() * factor + shift, 5, 3).samples, expected
+        )
+        < 1e-3
+    )
+
+
+def test_separate_columns_are_forecast_by_one_model_of_one_channel():
+    own = forecaster(features=1, separate=True)
+    made = own.forecast(history(9, series=2), 5, 4).samples
+    assert made.shape == (2, 4, 5, 3)
+    alone = Forecaster(own.model, replace(own.meta, columns=("a",), mean=(0.0,), std=(1.0,)))
+    assert (
+        relative_error(alone.forecast(history(9, series=2)[0, :, :1], 5, 4).samples, made[0, ..., :1]) < 1e-5
+    )
+
+
+def test_windows_may_be_centred_at_their_last_value():
+    own = forecaster(windowed="last")
+    x = torch.from_numpy(history())
+    scaled = (x - torch.tensor(own.meta.mean)) / torch.tensor(own.meta.std)
+    width = (scaled.var(0, correction=0) + 0.01).sqrt()
+    state = vssm.observe(own.model, ((scaled - scaled[-1]) / width).float()[None]).repeat(4)
+    paths = vssm.generate(own.model, length=5, state=state, observe="sample").x
+    expected = (paths * width + scaled[-1]) * torch.tensor(own.meta.std) + torch.tensor(own.meta.mean)
+    assert relative_error(own.forecast(x, 5, 4).samples, expected) < 1e-5
+
+
+def test_slabs_change_nothing(monkeypatch):
+    own, x = forecaster(), history(9, series=5)
+    whole = own.forecast(x, 5, 4).samples
+    monkeypatch.setattr(sys.modules["vssm.forecast"], "_MOST_PATHS", {"cpu": 9})
+    assert relative_error(own.forecast(x, 5, 4).samples, whole) < 1e-5
+
+
+def test_time_features_follow_the_dates():
+    own = forecaster(features=5, cycles=("day",))
+    times = np.arange(9).astype("datetime64[h]")
+    made = own.forecast(history(), 5, 4, times)
+    assert made.samples.shape == (4, 5, 3)
+    assert made.times.tolist() == [np.datetime64(f"1970-01-01T{h:02}:00:00").item() for h in range(9, 14)]
+    later = own.forecast(history(), 5, 4, times + np.timedelta64(7, "h"))
+    assert relative_error(later.samples, made.samples) > 1e-3, "the hour must matter"
+    with pytest.raises(ValueError, match="times is needed: the model was trained with the time features"):
+        own.forecast(history(), 5, 4)
+
+
+def test_horizon_beyond_training_is_extrapolation():
+    own = forecaster()
+    with pytest.warns(
+        UserWarning, match=r"horizon=8 is longer than the 5 steps .* from step 6 on .* extrapolation"
+    ):
+        made = own.forecast(history(), 8, 4)
+    assert relative_error(made.samples[:, :5], own.forecast(history(), 5, 4).samples) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{"chunk": 2}, {"chunk": 2, "recondition": True}, {"temperature": 0.5}])
+def test_options_of_generate_are_passed_on(options):
+    own = forecaster()
+    same = (
+        relative_error(
+            own.forecast(history(), 5, 4, **options).samples, own.forecast(history(), 5, 4).samples
+        )
+        < 1e-5
+    )
+    assert same == (options == {"chunk": 2})
+
+
+def test_a_constant_series_stays_finite_and_near():
+    x = np.tile([5.0, -7.0, 1e6], (9, 1))
+    made = forecaster(mean=None, std=None).forecast(x, 5, 50).samples
+    assert made.isfinite().all() and (made - torch.tensor(x[0])).abs().max() < 5
+
+
+def test_missing_values_are_filled_as_in_training():
+    x, gaps = history(), history()
+    gaps[[3, 8], 1] = np.nan
+    x[3, 1], x[8, 1] = (x[2, 1] + x[4, 1]) / 2, x[7, 1]
+    own = forecaster(fill="linear")
+    assert relative_error(own.forecast(gaps, 5, 4).samples, own.forecast(x, 5, 4).samples) < 1e-6
+    with pytest.raises(
+        ValueError, match=r"history is missing .* series 0, step -6, column 'b'; .* --series.fill"
+    ):
+        forecaster().forecast(gaps, 5, 4)
+    gaps[2:8, 1] = np.nan
+    with pytest.raises(ValueError, match=r"column 'b' is missing in 7 of the last 9 steps; allowed: half"):
+        own.forecast(gaps, 5, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"history": np.zeros((4, 2))}, r"history has shape \(4, 2\); allowed: \(steps, 3\) .* a, b, c"),
+        ({"history": np.zeros((0, 3))}, r"history has shape \(0, 3\)"),
+        ({"history": np.full((9, 3), 1e31)}, "history has values up to 1e.31; allowed: up to 1e30"),
+        ({"horizon": 0}, "horizon=0 is not allowed; allowed: a whole number >= 1"),
+        ({"samples": 0}, "samples=0 is not allowed; allowed: a whole number >= 1"),
+        ({"times": np.arange(3).astype("datetime64[h]")}, "times has 3 dates; allowed: 9"),
+    ],
+)
+def test_bad_requests_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        vssm.forecast(forecaster(), **{"history": history(), "horizon": 5, "samples": 2, **options})
+
+
+def test_models_of_other_things_are_named(tmp_path):
+    with pytest.raises(ValueError, match="head 'categorical'; allowed: a model of numbers"):
+        Forecaster(small_model("ssm", "categorical"))
+    with pytest.raises(ValueError, match="2 features; allowed: data set 'series' with 3"):
+        Forecaster(small_model("ssm"), meta(("a", "b")))
+    vssm.save(small_model("ssm"), tmp_path)
+    with pytest.raises(ValueError, match="was trained on unknown data; allowed: a run of data set 'series'"):
+        vssm.forecast(tmp_path, history())
+    with pytest.raises(ValueError, match="horizon=None needs a run"):
+        vssm.forecast(small_model("ssm"), history())
+    with pytest.raises(ValueError, match="level=2 is not allowed"):
+        Forecast(torch.zeros(2, 3, 1), ("a",)).quantile(2)
+
+
+@pytest.mark.parametrize("kind", ["vssm", "rnn", "transformer"])
+def test_a_stream_forecasts_as_the_state_of_all_points(kind):
+    own, x = forecaster(kind), history(12)
+    stream = own.stream(x[:9])
+    assert relative_error(stream.forecast(5, 4).samples, own.forecast(x[:9], 5, 4).samples) < 1e-5
+    stream.observe(x[9])
+    stream.observe(x[10:])
+    assert stream.position == 12 and stream.renewed == 0
+    scaled = (torch.from_numpy(x) - torch.tensor(own.meta.mean)) / torch.tensor(own.meta.std)
+    prompt = ((scaled - stream._centre[0]) / stream._width[0])[None].float()
+    state = vssm.observe(own.model, prompt)
+    made = own._paths(state, 5, 4, {}) * stream._width[0] + stream._centre[0]
+    expected = own._unscaled(made.double(), 1)[0]
+    assert relative_error(stream.forecast(5, 4).samples, expected) < 1e-4
+
+
+def test_a_long_stream_stays_in_the_window_of_training():
+    own, x = forecaster(fill="previous"), history(60)
+    x[30, 1] = np.nan
+    stream = own.stream(x[:3])
+    for point in x[3:]:
+        stream.observe(point)
+        assert stream.position <= own.meta.length
+        assert stream._points.shape[1] <= own.meta.context
+    assert stream.renewed >= 5
+    again = own.stream(x[:3])
+    again.observe(x[3:])
+    assert torch.equal(stream.forecast(5, 4).samples, again.forecast(5, 4).samples)
+    with pytest.raises(ValueError, match=r"points has shape \(2,\) a point; allowed: \(3,\)"):
+        stream.observe(np.zeros(2))
+    with pytest.raises(ValueError, match="points has shape"):
+        stream.observe(np.zeros((1, 1, 3)))
+    with pytest.raises(ValueError, match="history is of several series"):
+        own.stream(history(9, series=2))
+
+
+@pytest.mark.parametrize("kind", ["vssm", "rnn"])
+def test_patches_are_rows_of_one_step(kind):
+    own = forecaster(kind, features=6, patch=2, context=8, horizon=6)
+    x = history(9)
+    made = own.forecast(x, 5, 4)
+    assert made.samples.shape == (4, 5, 3)
+    scaled = (torch.from_numpy(x[1:]) - torch.tensor(own.meta.mean)) / torch.tensor(own.meta.std)
+    centre, width = scaled.mean(0), (scaled.var(0, correction=0) + 0.01).sqrt()
+    prompt = ((scaled - centre) / width).float().reshape(1, 4, 6)
+    state = vssm.observe(own.model, prompt).repeat(4)
+    paths = vssm.generate(own.model, length=3, state=state, observe="sample").x.reshape(4, 6, 3)[:, :5]
+    expected = (paths * width + centre) * torch.tensor(own.meta.std) + torch.tensor(own.meta.mean)
+    assert relative_error(made.samples, expected) < 1e-5
+    assert own.forecast(x[:3], 5, 4).samples.shape == (4, 5, 3), "what does not fill a patch is left out"
+    with pytest.raises(ValueError, match="history has 1 steps; allowed: 2 or more, a step of the model"):
+        own.forecast(x[:1], 5, 4)
+    stream = own.stream(x[:5])
+    stream.observe(x[5:])
+    assert torch.equal(stream.forecast(5, 4).samples, made.samples)
+
+
+def test_crps_is_the_integral_of_the_squared_difference_of_distributions():
+    """With the pairs of equal paths left out, the score of a normal distribution is unbiased."""
+    y = torch.linspace(-2, 2, 9, dtype=torch.float64)[:, None, None]
+    paths = torch.randn(9, 4000, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    normal = torch.distributions.Normal(0.0, 1.0)
+    exact = y * (2 * normal.cdf(y) - 1) + 2 * normal.log_prob(y).exp() - 1 / np.sqrt(np.pi)
+    torch.testing.assert_close(crps(paths, y), exact, rtol=0, atol=0.03)
+    few = torch.randn(20_000, 3, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = 2 * normal.log_prob(torch.tensor(0.0)).exp() - 1 / np.sqrt(np.pi)
+    assert abs(float(crps(few, torch.zeros(20_000, 1, 1)).mean()) - float(expected)) < 0.01
+
+
+@given(st.integers(1, 6))
+def test_crps_equals_its_definition_over_pairs(num):
+    paths = torch.randn(2, num, 3, 1, dtype=torch.float64)
+    y = torch.randn(2, 3, 1, dtype=torch.float64)
+    pairs = (paths[:, :, None] - paths[:, None]).abs().sum((1, 2)) / max(1, num * (num - 1))
+    torch.testing.assert_close(crps(paths, y), (paths - y[:, None]).abs().mean(1) - pairs / 2)
+    if num > 1:  # of one step, the energy score is the crps of neighbouring pairs
+        near = (paths[:, :, :1] - paths[:, :, :1].roll(1, 1)).abs().mean(1)
+        expected = (paths[:, :, :1] - y[:, None, :1]).abs().mean(1) - near / 2
+        torch.testing.assert_close(energy_score(paths[:, :, :1], y[:, :1]), expected[:, 0])
+
+
+def test_scores_of_forecasts_that_are_right():
+    y = torch.randn(50, 7, 2, dtype=torch.float64) * torch.tensor([1.0, 5.0]) + 3
+    unit = torch.ones(2, dtype=torch.float64)
+    exact = scores(y[:, None].repeat(1, 4, 1, 1), y, unit * 0, unit, unit)
+    assert exact["coverage80"] == 1
+    assert all(abs(exact[key]) < 1e-12 for key in ("crps", "wql", "mase", "energy", "mae"))
+    spread = torch.tensor([1.0, 5.0], dtype=torch.float64)
+    paths = torch.randn(50, 400, 7, 2, dtype=torch.float64) * spread + 3
+    good = scores(paths, y, unit * 3, spread, unit)
+    assert 0.72 < good["coverage80"] < 0.88 and abs(good["crps"] - 1 / np.sqrt(np.pi)) < 0.06
+    wide = scores((paths - 3) * 3 + 3, y, unit * 3, spread, unit)
+    assert wide["coverage80"] > 0.97 and wide["crps"] > good["crps"] and wide["energy"] > good["energy"]
+
+
+def waves(path, rows=220, columns=("load", "heat")):
+    t = np.arange(rows)
+    lines = ["date," + ",".join(columns)]
+    for k in t:
+        numbers = ",".join(f"{np.sin(k / 4 + c) + 5 * c:.5f}" for c in range(len(columns)))
+        lines.append(f"2020-01-{1 + k // 24:02} {k % 24:02}:00,{numbers}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("forecast")
+    path = waves(folder / "waves.csv")
+    data = DataConfig(
+        name="series", series=SeriesConfig(path=str(path), context=12, horizon=6, separate=True)
+    )
+    model = small_config("vssm", head="auto", width=8, layers=1)
+    options = TrainConfig(max_steps=3, batch=16, samples=0, num_valid=8)
+    return train(RunConfig(data=data, model=model, train=options), folder / "run", progress=Progress())
+
+
+def test_training_on_patches_draws_its_rows(run_folder, tmp_path):
+    path = str(run_folder.parent / "waves.csv")
+    series = SeriesConfig(path=path, context=12, horizon=6, patch=3)
+    model = small_config("vssm", head="auto", width=8, layers=1)
+    options = TrainConfig(max_steps=1, batch=16, samples=2, num_valid=8)
+    config = RunConfig(data=DataConfig(name="series", series=series), model=model, train=options)
+    folder = train(config, tmp_path / "run", progress=Progress())
+    assert (folder / "samples.png").exists()
+    assert vssm.forecast(folder, np.zeros((12, 2)), samples=4).samples.shape == (4, 6, 2)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_command_writes_quantiles_and_a_chart(run_folder, tmp_path, capsys, suffix):
+    pandas = pytest.importorskip("pandas")
+    new, out = waves(tmp_path / "new.csv", 30), tmp_path / f"out.{suffix}"
+    options = f"--path {new} --samples 9 --horizon 8 --quantiles 0.1 0.5 --device cpu --out {out}"
+    main(["forecast", str(run_folder), *options.split()])
+    assert "note: horizon=8 is longer than the 6 steps of training" in capsys.readouterr().err
+    table = pandas.read_csv(out) if suffix == "csv" else pandas.read_parquet(out)
+    assert list(table) == ["step", "time", "column", "mean", "q0.1", "q0.5"] and len(table) == 16
+    assert list(table["column"][:3]) == ["load", "heat", "load"] and list(table["step"][:3]) == [1, 1, 2]
+    assert str(pandas.Timestamp(table["time"][0])) == "2020-01-02 06:00:00"
+    assert (table["q0.1"] <= table["q0.5"]).all()
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    direct = vssm.forecast(run_folder, read_history(Forecaster.load(run_folder), new).values, 6, 9)
+    np.testing.assert_allclose(table["mean"][:12], direct.mean.flatten(), rtol=1e-5)
+
+
+def test_command_names_what_is_wrong_with_a_file(run_folder, tmp_path, capsys):
+    def refused(path, *parts, options=()):
+        with pytest.raises(SystemExit, match="2"):
+            main(
+                ["forecast", str(run_folder), "--path", str(path), "--out", str(tmp_path / "o.csv"), *options]
+            )
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1 and all(part in message for part in parts), message
+
+    refused(tmp_path / "none.csv", "none.csv", "does not exist")
+    missing = waves(tmp_path / "missing.csv", 30, ("load", "heart"))
+    refused(missing, "no column of numbers 'heat'", "did you mean 'heart'?", "available: load, heart")
+    new = waves(tmp_path / "new.csv", 30)
+    lines = new.read_text().splitlines()
+    new.write_text("\n".join([*lines[:20], lines[18], *lines[20:]]))
+    refused(new, "line 21", "'date'", "comes after")
+    new.write_text("\n".join([*lines[:20], lines[19], *lines[20:]]))
+    refused(new, "line 21", "is there twice")
+    new.write_text("\n".join([*lines[:20], "2020-01-32" + lines[20][10:], *lines[21:]]))
+    refused(new, "line 21", "is no date")
+    new.write_text("\n".join([*lines[:25], lines[25].rpartition(",")[0] + ",", *lines[26:]]))
+    refused(new, "history is missing", "'heat'")
+    refused(waves(tmp_path / "good.csv", 30), "o.txt", ".csv or .parquet", options=["--out", "o.txt"])
+    assert not (tmp_path / "o.csv").exists()
+
+
+def test_parquet_names_its_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"pip install 'vssm\[forecast\]'"):
+        write_quantiles(Forecast(torch.zeros(2, 3, 1), ("a",)), tmp_path / "a.parquet", [0.5])
+
+
+def test_chart_without_dates(tmp_path):
+    from vssm.data.series import Table
+
+    table = Table(("a$",), np.arange(20.0)[:, None], [])
+    draw_fan(Forecast(torch.randn(9, 4, 1), ("a$",)), table, tmp_path / "fan.png")
+    assert (tmp_path / "fan.png").stat().st_size > 1000
+
+
+def test_comparison_writes_the_metrics_of_every_model(tmp_path):
+    from vssm.forecast_compare import Comparison, compare
+
+    path = waves(tmp_path / "waves.csv")
+    options = Comparison(
+        series=SeriesConfig(path=str(path), context=12, horizon=6, separate=True),
+        model=small_config("vssm", head="auto", width=8, layers=1),
+        train=TrainConfig(max_steps=2, batch=16, samples=0, num_valid=8, device="cpu"),
+        models=("naive", "vssm", "rnn"),
+        samples=7,
+        season=6,
+        chunk=2,
+        calibrate=True,
+        shapes=("2x3x9",),
+        runs=tmp_path / "runs",
+        out=tmp_path / "results" / "waves.json",
+    )
+    lines = []
+    compare(options, lines.append)
+    written = json.loads(options.out.read_text())
+    metrics = written["metrics"]
+    assert metrics["vssm_temperature"] >= 1 and metrics["rnn_temperature"] >= 1
+    assert len(lines) == 4 + sum(f"{kind}_t1_crps" in metrics for kind in ("vssm", "rnn"))
+    assert metrics["windows"] == 7 and metrics["columns"] == 2
+    for name in ("naive", "vssm", "vssm_w2", "rnn"):
+        assert metrics[f"{name}_crps"] > 0 and 0 <= metrics[f"{name}_coverage80"] <= 1
+        assert {f"{name}_{key}" for key in ("wql", "mase", "energy", "mae")} <= set(metrics)
+    assert metrics["vssm_ms_2x3x9"] > 0 and metrics["rnn_parameters"] > 0
+    for change, message in (
+        ({"models": ("deeper",)}, "models='deeper' is unknown; .*did you mean 'deepar'"),
+        ({"season": 13}, "season=13 is not allowed; allowed: 1 to 12"),
+        ({"shapes": ("3x3",)}, "shapes='3x3' is not allowed"),
+        ({"part": "train"}, "part='train' is unknown; allowed: 'test', 'valid'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compare(replace(options, **change))
+
+
+def test_naive_repeats_the_season(tmp_path):
+    from vssm.forecast_compare import Comparison, _naive, _Task
+
+    values = np.tile([[1.0], [2.0], [4.0]], (20, 1))
+    options = Comparison(series=SeriesConfig(context=6, horizon=4), season=3, samples=5)
+    task = _Task(options, None, values)
+    assert torch.equal(_naive(task), task.future[:, None].expand(-1, 5, -1, -1))
+
+
+def test_predictor_takes_the_place_of_one_of_gluonts(run_folder):
+    pytest.importorskip("gluonts")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from gluonts.dataset.common import ListDataset
+        from gluonts.evaluation import make_evaluation_predictions
+
+        from vssm.forecast_gluonts import entries, predictor
+
+        made = predictor(run_folder, num_samples=5)
+        assert made.prediction_length == 6
+        series = np.random.default_rng(0).normal(size=(40, 3)).cumsum(0) * [1, 100, 1e-3]
+        dataset = ListDataset(entries(series, "h"), freq="h")
+        forecasts, actual = make_evaluation_predictions(dataset, made, num_samples=8)
+        forecasts, actual = list(forecasts), list(actual)
+        assert [f.item_id for f in forecasts] == ["0", "1", "2"]
+        for forecast, whole in zip(forecasts, actual, strict=True):
+            assert forecast.samples.shape == (8, 6)
+            assert forecast.start_date == whole.index[-6]
+            near = np.abs(forecast.samples - whole.to_numpy()[-7]).mean() / whole.to_numpy()[:-6].std()
+            assert near < 5, "in the units of the series"
+        ragged = [
+            {**entry, "target": entry["target"][: 20 + k]} for k, entry in enumerate(entries(series, "h"))
+        ]
+        assert [f.samples.shape for f in made.predict(ragged)] == [(5, 6)] * 3
+        with pytest.raises(ValueError, match=r"target has shape \(2, 9\); allowed for this run: \(N,\)"):
+            list(made.predict([{**ragged[0], "target": np.zeros((2, 9))}]))
+
+
+def test_predictor_names_its_extra(run_folder, monkeypatch):
+    from vssm.forecast_gluonts import predictor
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "gluonts"] + ["gluonts"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match=r"pip install 'vssm\[forecast\]'"):
+        predictor(run_folder)
+
+
+def test_module_runs_as_a_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "vssm.forecast_compare", "--season", "0"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and done.stderr.startswith("vssm: season=0 is not allowed")
+
+
+def test_sensor_example_runs_in_constant_memory(capsys):
+    path = Path(__file__).parent.parent / "experiments" / "stream.py"
+    made = runpy.run_path(str(path))["follow"](points=200, every=100, steps=1)
+    assert len(made) == 2 and made[1][1] - made[0][1] < 20, "MiB, of the second hundred points"
+    assert "200 points" in capsys.readouterr().out

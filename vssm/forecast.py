@@ -1,0 +1,391 @@
+"""Forecasting: sample paths of what comes after a history, in the units of the data.
+
+    x' = (x - m_d) / s_d                 columns d, over the training rows (`Meta.mean`, `Meta.std`)
+    x'' = (x' - m) / s                   windows, over the last C steps of the history (`Meta.windowed`);
+                                         m may be the last of them instead of their mean
+
+A model reads x''_{1:C} once, as `observe` does; the S paths of a series then start from copies of that state.
+In a vssm or tvae the paths of a series also share the partial posterior of the steps to come, so that only
+the decoder runs for every path, and for all steps at once.
+
+Legend: B series of N steps and D columns; C `context`; H `horizon`; S `samples`; x (B, N, D).
+"""
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vssm.checkpoint import load
+from vssm.data import Meta
+from vssm.data.dataset import spread
+from vssm.data.series import fill_gaps, phases
+from vssm.generate import generate, observe
+from vssm.models import Model, Variational
+from vssm.nn import State
+from vssm.sampling import Noise
+
+__all__ = ["Forecast", "Forecaster", "Stream", "forecast"]
+
+# What a pass may hold, of all series together: paths, and their steps where these are made all at once.
+_MOST_PATHS = {"cpu": 2**12, "cuda": 2**16}
+_MOST_STEPS = {"cpu": 2**19, "cuda": 2**23}
+
+History = Tensor | np.ndarray | Sequence
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Holds the sample paths of a forecast."""
+
+    samples: Tensor
+    """(B, S, H, D) in the units of the data; (S, H, D) of a single series."""
+    columns: tuple[str, ...]
+    times: np.ndarray | None = None
+    """The dates of the H steps, where those of the history are known."""
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of the paths, (B, H, D)."""
+        return self.samples.mean(-3)
+
+    def quantile(self, level: float) -> Tensor:
+        """Returns a quantile of every value to come, (B, H, D).
+
+        Example:
+            >>> paths = torch.arange(11.0)[:, None, None]
+            >>> Forecast(paths, ("a",)).quantile(0.9)
+            tensor([[9.]])
+        """
+        if not 0 <= level <= 1:
+            raise ValueError(f"level={level} is not allowed; allowed: a number from 0 to 1")
+        return self.samples.quantile(level, dim=-3)
+
+
+def forecast(
+    model: "Model | Forecaster | str | Path",
+    history: History,
+    horizon: int | None = None,
+    samples: int = 100,
+    meta: Meta | None = None,
+    times: np.ndarray | None = None,
+    seed: int = 0,
+    **options: Any,  # noqa: ANN401
+) -> Forecast:
+    """Draws sample paths of the steps after a history.
+
+    Arguments:
+        model: A run folder of data set series, a `Forecaster`, or a model.
+        history: (N, D) steps of one series or (B, N, D) of several, in the units of the data; NaN where a
+            value is missing. The model reads the last `context` steps that it was trained with.
+        horizon: H, the steps to forecast; by default those of training. More is extrapolation, and warned of.
+        samples: S, the number of paths of every series.
+        meta: How the data was scaled; with a model only, which then forecasts what it reads, unscaled.
+        times: The dates of the history, (N,) datetime64; needed by a model with time features.
+        seed: Names the paths.
+        options: `chunk`, `recondition` and `temperature`, as in `generate`.
+
+    Returns:
+        The paths, with their quantiles.
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> model = build(ModelConfig(kind="vssm", features=2, width=8, layers=1, latents=2, classes=4))
+        >>> made = forecast(model, torch.zeros(20, 2), horizon=5, samples=7)
+        >>> made.samples.shape, made.quantile(0.1).shape
+        (torch.Size([7, 5, 2]), torch.Size([5, 2]))
+    """
+    if isinstance(model, str | Path):
+        model = Forecaster.load(model)
+    forecaster = model if isinstance(model, Forecaster) else Forecaster(model, meta)
+    return forecaster.forecast(history, horizon, samples, times, seed, **options)
+
+
+class Forecaster:
+    """Joins a model with what is known of its data, so that it reads and writes the units of the data.
+
+    Arguments:
+        model: Any of the six models, of numbers.
+        meta: What the run says of its data; a plain model has features without names and no scale.
+    """
+
+    def __init__(self, model: Model, meta: Meta | None = None) -> None:
+        if model.head.tokens:
+            raise ValueError(f"model has head {model.config.head!r}; allowed: a model of numbers")
+        if meta is None:
+            features = model.config.features
+            columns = tuple(map(str, range(features)))
+            meta = Meta(name="series", features=features, length=0, suggested_head="", columns=columns)
+        if meta.columns is None or meta.features != model.config.features:
+            raise ValueError(
+                f"meta is of data set {meta.name!r} with {meta.features} features; allowed: data set 'series'"
+                f" with {model.config.features}, those of the model"
+            )
+        self.model, self.meta, self.columns = model.eval(), meta, meta.columns
+        self.device = next(model.parameters()).device
+        self.channels = 1 if meta.separate else len(meta.columns)
+        num = len(meta.columns)
+        self._mean = torch.tensor(meta.mean or [0.0] * num, dtype=torch.float64)
+        self._std = torch.tensor(meta.std or [1.0] * num, dtype=torch.float64)
+
+    @classmethod
+    def load(cls, run: str | Path, device: torch.device | str = "cpu") -> "Forecaster":
+        """Reads a run folder of data set series."""
+        model = load(run, device)
+        fields = json.loads((Path(run) / "config.json").read_text()).get("data_meta")
+        if fields is None or fields.get("columns") is None:
+            name = "unknown data" if fields is None else repr(fields.get("name"))
+            raise ValueError(f"{str(run)!r} was trained on {name}; allowed: a run of data set 'series'")
+        return cls(model, Meta.from_json(fields))
+
+    def forecast(
+        self,
+        history: History,
+        horizon: int | None = None,
+        samples: int = 100,
+        times: np.ndarray | None = None,
+        seed: int = 0,
+        **options: Any,  # noqa: ANN401
+    ) -> Forecast:
+        """Does what `vssm.forecast` does."""
+        horizon = self._check(horizon, samples)
+        x, _, times, single = self._read(history, times)
+        prompt, centre, width = self._scaled(x, times)
+        num = len(prompt)
+        most = _MOST_PATHS[self.device.type]
+        if isinstance(self.model, Variational):
+            most = min(most, _MOST_STEPS[self.device.type] * self.meta.patch // horizon)
+        slab = max(1, most // samples)
+        paths = []
+        for first in range(0, num, slab):
+            rows = range(first, min(first + slab, num))
+            state = observe(self.model, prompt[rows.start : rows.stop], seed=seed, rows=rows)
+            made = self._paths(state, horizon, samples, options)
+            own = slice(rows.start, rows.stop)
+            paths.append((made * width[own, None].to(made) + centre[own, None].to(made)).cpu())
+        out = self._unscaled(torch.cat(paths), len(x))
+        return Forecast(out[0] if single else out, self.columns, _continued(times, horizon))
+
+    def stream(self, history: History, times: np.ndarray | None = None, seed: int = 0) -> "Stream":
+        """Starts to follow one series, (N, D), point by point."""
+        return Stream(self, history, times, seed)
+
+    @torch.no_grad()
+    def _paths(self, state: State, horizon: int, samples: int, options: dict[str, Any]) -> Tensor:
+        """Returns new steps of every row of a state in its scale, (rows, S, H, channels)."""
+        steps = -(-horizon // self.meta.patch)
+        if set(options) - {"temperature"} or not isinstance(self.model, Variational):
+            copies = state.repeat(samples)
+            x = generate(self.model, length=steps, state=copies, observe="sample", **options).x
+        else:
+            x = _parallel_paths(self.model, state, steps, samples, **options)
+        rows = self.meta.to_rows(x.unflatten(0, (state.batch, samples)))
+        return rows[..., :horizon, : self.channels]
+
+    def _check(self, horizon: int | None, samples: int) -> int:
+        trained = self.meta.horizon
+        if horizon is None:
+            horizon = trained
+        if horizon is None:
+            raise ValueError("horizon=None needs a run that knows its own; allowed: a whole number >= 1")
+        for name, value in (("horizon", horizon), ("samples", samples)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} is not allowed; allowed: a whole number >= 1")
+        if trained is not None and horizon > trained:
+            warnings.warn(
+                f"horizon={horizon} is longer than the {trained} steps of training: from step"
+                f" {trained + 1} on this is extrapolation",
+                stacklevel=4,
+            )
+        return horizon
+
+    def _read(
+        self, history: History, times: np.ndarray | None
+    ) -> tuple[Tensor, Tensor, np.ndarray | None, bool]:
+        """Returns the last C steps of a history, (B, C, D) in float64, which are known, and their dates."""
+        x = torch.as_tensor(np.asarray(history, np.float64) if not isinstance(history, Tensor) else history)
+        single, x = x.ndim == 2, x.to("cpu", torch.float64)
+        shape, num = tuple(x.shape), len(self.columns)
+        x = x[None] if single else x
+        if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != num or not len(x):
+            raise ValueError(
+                f"history has shape {shape}; allowed: (steps, {num}) or (series, steps, {num}), the columns"
+                f" {', '.join(self.columns)}"
+            )
+        if times is not None and len(times) != x.shape[1]:
+            raise ValueError(f"times has {len(times)} dates; allowed: {x.shape[1]}, the steps of history")
+        if times is None and self.meta.cycles:
+            raise ValueError("times is needed: the model was trained with the time features of its data")
+        context = self.meta.context or x.shape[1]
+        x = x[:, -context:]
+        known = torch.isfinite(x)
+        self._check_known(known)
+        if not known.all():
+            parts = zip(x.numpy(), known.numpy(), strict=True)
+            x = torch.from_numpy(np.stack([fill_gaps(v, k, self.meta.fill) for v, k in parts]))
+        if x.abs().max() > 1e30:
+            raise ValueError(f"history has values up to {float(x.abs().max()):g}; allowed: up to 1e30")
+        return x, known, None if times is None else np.asarray(times)[-context:], single
+
+    def _check_known(self, known: Tensor) -> None:
+        if known.all():
+            return
+        steps = known.shape[1]
+        if self.meta.fill is None:
+            series, step, column = (~known).nonzero()[0].tolist()
+            raise ValueError(
+                f"history is missing or not finite at series {series}, step {step - steps}, column"
+                f" {self.columns[column]!r}; allowed: whole, as in training, or a run with --series.fill"
+            )
+        missing = (~known).sum(1)
+        if (2 * missing > steps).any():
+            series, column = (2 * missing > steps).nonzero()[0].tolist()
+            raise ValueError(
+                f"history of series {series}, column {self.columns[column]!r} is missing in"
+                f" {int(missing[series, column])} of the last {steps} steps; allowed: half of them at most"
+            )
+
+    def _scaled(self, x: Tensor, times: np.ndarray | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns what the model reads, (rows, C, features), and the centre and width of its windows."""
+        x = self._rows((x - self._mean) / self._std)
+        centre, width = x.new_zeros(len(x), 1, x.shape[2]), x.new_ones(len(x), 1, x.shape[2])
+        if self.meta.windowed is not None:
+            centre, width = spread(x, self.meta.windowed)
+        return self._prompt((x - centre) / width, times), centre, width
+
+    def _prompt(self, x: Tensor, times: np.ndarray | None) -> Tensor:
+        if self.meta.cycles:
+            assert times is not None
+            clock = torch.from_numpy(phases(times, self.meta.cycles)).expand(len(x), -1, -1)
+            x = torch.cat([x, clock], -1)
+        patch = self.meta.patch
+        if x.shape[1] < patch:
+            raise ValueError(f"history has {x.shape[1]} steps; allowed: {patch} or more, a step of the model")
+        x = x[:, x.shape[1] % patch :].unflatten(1, (-1, patch)).flatten(2)
+        return x.to(self.device, torch.float32)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Returns (B, C, D) as the model has it: (B, C, D), or (B D, C, 1) when columns are apart."""
+        return x.transpose(1, 2).flatten(0, 1)[..., None] if self.meta.separate else x
+
+    def _unscaled(self, paths: Tensor, num: int) -> Tensor:
+        """Returns paths (rows, S, H, channels) as (B, S, H, D) in the units of the data."""
+        if self.meta.separate:
+            paths = paths.unflatten(0, (num, -1)).squeeze(-1).movedim(1, -1)
+        return paths * self._std.to(paths) + self._mean.to(paths)
+
+
+class Stream:
+    """Follows one series: `observe` what arrives, `forecast` at any time, without reading the past again.
+
+    The state grows no older than a window of training: when it would, it is made anew from the last `context`
+    points, with their scale. A model whose step is a patch of points reads them when it is asked to forecast,
+    since a patch may end anywhere. So time and memory of a point are bounded, however long the stream.
+    """
+
+    def __init__(
+        self, forecaster: Forecaster, history: History, times: np.ndarray | None = None, seed: int = 0
+    ) -> None:
+        self._forecaster, self._seed = forecaster, seed
+        x, known, times, single = forecaster._read(history, times)
+        if not single:
+            raise ValueError("history is of several series; allowed: one, (steps, columns)")
+        self._points, self._known, self._times = x, known, times
+        self.renewed = -1
+        """How often the state was made anew."""
+        self._renew()
+
+    @property
+    def position(self) -> int:
+        """The number of points that the state has read."""
+        return self._state.position
+
+    def observe(self, points: History, times: np.ndarray | None = None) -> None:
+        """Reads new points, (k, D) or (D,) for one; missing values are NaN.
+
+        Arguments:
+            points: The points, in order.
+            times: Their dates, (k,); needed by a model with time features.
+        """
+        given = torch.as_tensor(np.asarray(points, np.float64) if not isinstance(points, Tensor) else points)
+        given = given[None] if given.ndim == 1 else given
+        if given.ndim != 2:
+            raise ValueError(
+                f"points has shape {tuple(given.shape)}; allowed: (points, columns) or (columns,)"
+            )
+        for k in range(len(given)):
+            self._observe(given[k], None if times is None else np.asarray(times).reshape(-1)[k : k + 1])
+
+    def _observe(self, point: Tensor, time: np.ndarray | None) -> None:
+        forecaster, meta = self._forecaster, self._forecaster.meta
+        if (time is None) != (self._times is None):
+            raise ValueError("times must be given for all points or for none, as in the history")
+        point = point.to("cpu", torch.float64)
+        if tuple(point.shape) != (len(forecaster.columns),):
+            allowed = f"({len(forecaster.columns)},), the columns {', '.join(forecaster.columns)}"
+            raise ValueError(f"points has shape {tuple(point.shape)} a point; allowed: {allowed}")
+        context = meta.context or self._points.shape[1]
+        known = torch.isfinite(point)
+        whole = torch.cat([self._points, point[None, None]], 1)[:, -context:]
+        there = torch.cat([self._known, known[None, None]], 1)[:, -context:]
+        forecaster._check_known(there)
+        times = None if time is None else np.concatenate([self._times, time])[-context:]  # type: ignore[list-item]
+        if not known.all():  # the past fills it, never the future
+            filled = torch.zeros_like(point) if meta.fill == "zero" else self._points[0, -1]
+            whole[0, -1] = torch.where(known, point, filled)
+        self._points, self._known, self._times = whole, there, times
+        if meta.patch > 1:  # a step of the model may end at any point: read when asked for
+            self._stale = True
+            return
+        if meta.length and self.position >= meta.length:
+            self._renew()
+            return
+        x = forecaster._rows((whole[:, -1:] - forecaster._mean) / forecaster._std)
+        prompt = forecaster._prompt((x - self._centre) / self._width, time)
+        self._state = observe(forecaster.model, prompt, self._state)
+
+    def _renew(self) -> None:
+        forecaster = self._forecaster
+        prompt, self._centre, self._width = forecaster._scaled(self._points, self._times)
+        self.renewed, self._stale = self.renewed + 1, False
+        self._state = observe(forecaster.model, prompt, seed=self._seed)
+
+    def forecast(self, horizon: int | None = None, samples: int = 100, **options: Any) -> Forecast:  # noqa: ANN401
+        """Draws sample paths of what comes next; the stream stays where it is."""
+        forecaster = self._forecaster
+        horizon = forecaster._check(horizon, samples)
+        if self._stale:
+            self._renew()
+        made = forecaster._paths(self._state, horizon, samples, options)
+        paths = (made * self._width[:, None].to(made) + self._centre[:, None].to(made)).cpu()
+        times = _continued(self._times, horizon)
+        return Forecast(forecaster._unscaled(paths, 1)[0], forecaster.columns, times)
+
+
+def _parallel_paths(
+    model: Variational, state: State, horizon: int, samples: int, temperature: float = 1.0
+) -> Tensor:
+    """Does what `generate` does from `state.repeat(samples)`, (B S, H, D), with q_omega once a series."""
+    q_z, _ = model.partial_posterior(empty=horizon, state=state.child("partial"))
+    copies = state.repeat(samples)
+    source = Noise(copies["seed"], copies["row"])
+    # Paths first: one row of logits then serves all of them without being copied.
+    u = source.latent(model, state.position, horizon).unflatten(0, (state.batch, samples)).transpose(0, 1)
+    z = q_z.sample(u, temperature).transpose(0, 1).flatten(0, 1)
+    p_x, _ = model.likelihood(z, copies.child("decoder"))
+    return p_x.sample(source.observation(model, state.position, horizon), temperature)
+
+
+def _continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:
+    """Returns the dates of the steps to come, each after the usual step."""
+    if times is None or len(times) < 2:
+        return None
+    times = times.astype("datetime64[s]")
+    step = np.median(np.diff(times).astype(np.int64)).astype("timedelta64[s]")
+    return times[-1] + step * np.arange(1, horizon + 1)

@@ -1,0 +1,72 @@
+"""How good sample paths are as forecasts, against what came.
+
+    crps        E|X - y| - E|X - X'| / 2                    a value, X and X' independent paths
+    energy      E‖X - y‖ - E‖X - X'‖ / 2                    a whole path of H steps of one column
+    wql         2 sum_q sum rho_q(y, x_q) / (9 sum |y|)     rho_q the pinball loss, q = 0.1, ..., 0.9
+    coverage80  share of the values between the quantiles 0.1 and 0.9
+    mase        mean |median - y| / mean |y_t - y_{t-m}| over the training rows, m the season
+
+Expectations are over the S (S - 1) pairs of different paths, so that crps and energy do not depend on S in
+expectation. All but wql are of values in deviations of their column over the training rows.
+
+Legend: paths (W, S, H, D) of W windows; y (W, H, D).
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["crps", "energy_score", "scores"]
+
+
+def crps(paths: Tensor, y: Tensor) -> Tensor:
+    """Returns the continuous ranked probability score of every value, (W, H, D).
+
+    Example:
+        >>> paths = torch.tensor([0.0, 1.0])[None, :, None, None]
+        >>> crps(paths, torch.zeros(1, 1, 1)).item()  # (0 + 1) / 2 - 1 / 2
+        0.0
+    """
+    num = paths.shape[1]
+    error = (paths - y[:, None]).abs().mean(1)
+    if num == 1:
+        return error
+    # sum_{i<j} (x_(j) - x_(i)) = sum_k (2 k - S + 1) x_(k) over the order statistics, k = 0 ... S - 1
+    weight = 2 * torch.arange(num, dtype=paths.dtype) - num + 1
+    return error - torch.einsum("wshd,s->whd", paths.sort(1).values, weight) / (num * (num - 1))
+
+
+def energy_score(paths: Tensor, y: Tensor) -> Tensor:
+    """Returns the energy score of every path of a column, (W, D), over the root of its steps.
+
+    The pairs of different paths are S - 1 of them, each path with the next one.
+    """
+    error = (paths - y[:, None]).norm(dim=2).mean(1)
+    between = (paths - paths.roll(1, 1)).norm(dim=2).mean(1)
+    return (error - between / 2) / paths.shape[2] ** 0.5
+
+
+def scores(paths: Tensor, y: Tensor, mean: Tensor, std: Tensor, naive: Tensor) -> dict[str, float]:
+    """Returns all scores of forecasts, averaged over windows, steps and columns.
+
+    Arguments:
+        paths: (W, S, H, D) in the units of the data.
+        y: What came, (W, H, D).
+        mean: The mean of the columns over the training rows, (D,).
+        std: Their deviation, (D,).
+        naive: The mean error of the seasonal naive forecast over the training rows, (D,), in deviations.
+    """
+    levels = torch.arange(1, 10, dtype=paths.dtype) / 10
+    quantiles = torch.quantile(paths, levels, dim=1)  # (9, W, H, D)
+    gap = y - quantiles
+    pinball = torch.maximum(levels.view(-1, 1, 1, 1) * gap, (levels.view(-1, 1, 1, 1) - 1) * gap)
+    inside = (y >= quantiles[0]) & (y <= quantiles[-1])
+    scaled, target = (paths - mean) / std, (y - mean) / std
+    error = ((quantiles[4] - y) / std).abs()
+    return {
+        "crps": float(crps(scaled, target).mean()),
+        "wql": float(2 * pinball.sum() / (len(levels) * y.abs().sum())),
+        "coverage80": float(inside.double().mean()),
+        "mase": float((error.mean((0, 1)) / naive).mean()),
+        "energy": float(energy_score(scaled, target).mean()),
+        "mae": float(error.mean()),
+    }

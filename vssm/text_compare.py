@@ -1,0 +1,209 @@
+"""Compares models of text: bits per character of every model, and of a vssm or tvae by its chunk size W.
+
+    python -m vssm.text_compare runs/text-vssm runs/text-ssm --chunks 1 8 64
+
+    log p(x)      exact for an autoregressive model, by importance sampling for the others: a bound
+    log p_W(x)  = log E_{q_psi(z|x)} prod_t p(x_t|z_{1:t}) q_omega(z_t|x_{1:c(t)}) / q_psi(z_t|x_{1:t})
+
+p_W is the model that generates in chunks of W and reads each before the next (`recondition=True`), so that
+c(t) = W floor((t - 1) / W) steps are known when z_t is drawn; W = T is one shot. It is estimated with K
+draws, a bound as well. Times are of one sequence of T characters.
+
+Legend: x (B, T) tokens; T `length`; W `chunk`; K `num_samples`.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vssm import noise
+from vssm.checkpoint import load
+from vssm.config import RunConfig
+from vssm.data import Data, Meta, open_data
+from vssm.distributions import Latents
+from vssm.evaluate import log_likelihood
+from vssm.generate import generate
+from vssm.models import Model, Variational
+from vssm.results import result, write_result
+
+__all__ = ["TextComparison", "chunked_bits", "compare_text", "main"]
+
+_CHARACTERS_PER_PASS = 2**14
+_ROWS_PER_PASS = 512  # draws share a pass while the batch is small
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextComparison:
+    """Which runs are compared, and how."""
+
+    chunks: tuple[int, ...] = (1, 4, 16, 64)
+    """The chunk sizes W; one shot is always there. W = 1 takes as many passes as there are characters."""
+    num_samples: int = 20
+    """K, the latent draws of each estimate."""
+    sequences: int = 64
+    """Test sequences, spread evenly over the test set."""
+    prompt: str = "\n"
+    """What the printed samples start with."""
+    device: str = "cpu"
+    """Where to run."""
+    out: Path | None = None
+    """Where the result goes, for example results/text/tinyshakespeare.json."""
+
+
+@torch.no_grad()
+def chunked_bits(model: Variational, x: Tensor, chunk: int, num_samples: int = 20) -> float:
+    """Returns the bits per character of text that is generated W at a time, each chunk read before the next.
+
+    Arguments:
+        model: A vssm or tvae of tokens.
+        x: Text, (B, T) tokens.
+        chunk: W.
+        num_samples: K.
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> options = {"features": 4, "head": "categorical", "width": 8, "layers": 1}
+        >>> model = build(ModelConfig(kind="vssm", latents=2, classes=4, **options))
+        >>> bits = chunked_bits(model, torch.zeros(2, 6, dtype=torch.int64), chunk=4, num_samples=3)
+        >>> 0 < bits < 8
+        True
+    """
+    q_z, p_z = model.posterior(x)[0], _chunked_prior(model, x, chunk)
+    rows = torch.arange(len(x), device=x.device)
+    shape = (0, x.shape[1], model.config.latents)
+    weights = []
+    together = max(1, _ROWS_PER_PASS // len(x))
+    for first in range(0, num_samples, together):
+        draws = range(first, min(first + together, num_samples))
+        seeds = torch.zeros_like(rows)
+        u = [noise.uniform(seeds, rows, *shape, stream=noise.LATENT, draw=draw) for draw in draws]
+        z = q_z.sample(torch.stack(u))  # (K, B, T, Z)
+        p_x, _ = model.likelihood(z.flatten(0, 1))
+        log_p_x = p_x.log_prob(x.repeat(len(draws), 1)).unflatten(0, z.shape[:2])
+        weights.append((log_p_x + p_z.log_prob(z) - q_z.log_prob(z)).double().sum(-1))
+    nats = torch.logsumexp(torch.cat(weights), 0) - math.log(num_samples)
+    return float(-nats.mean() / math.log(2) / x.shape[1])
+
+
+def _chunked_prior(model: Variational, x: Tensor, chunk: int) -> Latents:
+    """Returns q_omega(z_t | x_{1:c(t)}) for all steps, c(t) the last multiple of W before t."""
+    logits, state = [], None
+    for known in range(0, x.shape[1], chunk):
+        part = x[:, known : known + chunk]
+        ahead, _ = model.partial_posterior(empty=part.shape[1], state=state)
+        logits.append(ahead.logits.expand(len(x), -1, -1, -1))
+        _, state = model.partial_posterior(part, state=state)
+    return Latents(torch.cat(logits, 1))
+
+
+def compare_text(folders: Sequence[Path], options: TextComparison) -> dict[str, Any]:
+    """Measures runs of data set text on their test set, and prints a table and a sample of each.
+
+    Arguments:
+        folders: Run folders, of one text.
+        options: How.
+
+    Returns:
+        The result, as written to `options.out`.
+    """
+    metrics: dict[str, float | None] = {}
+    settings: dict[str, Any] = {}
+    for folder in folders:
+        model, data = _open(Path(folder), options.device)
+        kind, length = model.config.kind, data.meta.length
+        split = data.test()
+        rows = (
+            torch.arange(min(options.sequences, len(split)))
+            * len(split)
+            // min(options.sequences, len(split))
+        )
+        x = split.batch(rows, options.device)
+        numbers: dict[str, float] = {"bits_per_char": _bits(model, x, options.num_samples)}
+        numbers["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+        numbers["ms"] = _milliseconds(model, length, {})
+        ways: dict[str, dict[str, Any]] = {"": {}}
+        if isinstance(model, Variational):
+            for chunk in sorted({length, *(c for c in options.chunks if c < length)}, reverse=True):
+                own = {"chunk": chunk, "recondition": True} if chunk < length else {}
+                numbers[f"bits_per_char_w{chunk}"] = _chunked(model, x, chunk, options.num_samples)
+                numbers[f"ms_w{chunk}"] = _milliseconds(model, length, own)
+                ways[f" W = {chunk}"] = own
+            del ways[""]
+        metrics |= {f"{kind}_{key}": value for key, value in numbers.items()}
+        settings[kind] = json.loads((Path(folder) / "config.json").read_text())["model"]
+        print(f"{kind}: " + "  ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
+        for way, own in ways.items():
+            print(f"--- {kind}{way}\n{_sample(model, data.meta, options.prompt, own)}")
+    made = result("text", f"python -m vssm.text_compare {' '.join(sys.argv[1:])}", settings, metrics)
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_result(options.out, made)
+    return made
+
+
+def _open(folder: Path, device: str) -> tuple[Model, Data]:
+    model = load(folder, device).eval()
+    config = json.loads((folder / "config.json").read_text())
+    name = config.get("data", {}).get("name", "unknown data")
+    if name != "text":
+        raise ValueError(f"{str(folder)!r} was trained on {name!r}; allowed: a run of data set 'text'")
+    return model, open_data(RunConfig.from_dict({"data": config["data"]}).data)
+
+
+def _batches(x: Tensor) -> tuple[Tensor, ...]:
+    return x.split(max(1, _CHARACTERS_PER_PASS // x.shape[1]))
+
+
+def _bits(model: Model, x: Tensor, num_samples: int) -> float:
+    nats = torch.cat([log_likelihood(model, part, num_samples) for part in _batches(x)])
+    return float(-nats.double().mean() / math.log(2) / x.shape[1])
+
+
+def _chunked(model: Variational, x: Tensor, chunk: int, num_samples: int) -> float:
+    parts = _batches(x)
+    return sum(chunked_bits(model, part, chunk, num_samples) * len(part) for part in parts) / len(x)
+
+
+def _milliseconds(model: Model, length: int, ways: dict[str, Any]) -> float:
+    times = []
+    for _ in range(4):
+        began = time.perf_counter()
+        generate(model, num=1, length=length, observe="sample", **ways).x.cpu()
+        times.append(1000 * (time.perf_counter() - began))
+    return median(times[1:])
+
+
+def _sample(model: Model, meta: Meta, prompt: str, ways: dict[str, Any]) -> str:
+    tokens = meta.encode(prompt)[None].to(next(model.parameters()).device)
+    made = generate(model, prompt=tokens, length=meta.length - len(prompt), observe="sample", **ways).x
+    return prompt + meta.decode(made[0].cpu())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the comparison that the arguments describe; a mistake gives one line and exit code 2."""
+    import tyro
+
+    @dataclass(frozen=True, kw_only=True)
+    class Arguments(TextComparison):
+        runs: tyro.conf.Positional[tuple[Path, ...]]
+        """Run folders of data set text."""
+
+    try:
+        given = tyro.cli(Arguments, prog="python -m vssm.text_compare", args=arguments)
+        compare_text(given.runs, given)
+    except ValueError as error:
+        print(f"vssm: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()
