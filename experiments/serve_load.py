@@ -1,0 +1,278 @@
+"""Loads a server on this machine and writes down how it held: bounded, on loopback, and it stops by itself.
+
+    python experiments/serve_load.py --out results/serve_xeon-2cores.json
+
+Two parts, each with a server in a process of its own and 64 clients:
+
+- mixed requests for a minute (one sample, sixteen, prompted, chunked and re-conditioned, streamed, resumed,
+  step by step) against a queue shorter than the number of clients; every answer is compared, bit for bit,
+  with the same request sent alone
+- single samples for ten seconds, with batching and without, by turns
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import torch
+
+import vssm
+from vssm.results import result, write_result
+
+CLIENTS = 64
+ROUNDS = 5
+
+
+class Connection:
+    """A bare HTTP client: what drives the load must not take the processor from what is loaded."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        """Sends a request and returns the status and the body."""
+        if self.streams is None:
+            self.streams = await asyncio.open_connection("127.0.0.1", self.port, limit=2**24)
+        reader, writer = self.streams
+        content = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        if size := re.search(r"content-length: (\d+)", head):
+            reply = await reader.readexactly(int(size[1]))
+        else:
+            reply = b""
+            while size := int(await reader.readline(), 16):
+                reply += (await reader.readexactly(size + 2))[:-2]
+            await reader.readline()
+        if "connection: close" in head:
+            self.close()
+        return int(head.split(" ", 2)[1]), reply
+
+    def close(self) -> None:
+        """Ends the connection."""
+        if self.streams is not None:
+            self.streams[1].close()
+            self.streams = None
+
+
+@contextlib.contextmanager
+def server(folders: list[str], *options: str) -> Iterator[tuple[subprocess.Popen, int]]:
+    """Starts a server and yields its process and port once it is ready."""
+    command = [sys.executable, "-m", "vssm", "serve", *folders, "--port", "0", *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        try:
+            line = process.stdout.readline()
+            port = int(line.split("http://127.0.0.1:")[1].split()[0])
+            _until_ready(port)
+            yield process, port
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+def _until_ready(port: int) -> None:
+    for _ in range(600):
+        with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10):
+            return
+        time.sleep(0.1)
+    raise TimeoutError("the server did not become ready")
+
+
+def requests(names: list[str], features: int) -> list[dict[str, Any]]:
+    """Returns the mixed requests, each of which has one right answer."""
+    vssm_name, *others = names
+    prompt = [[(7 * i + 3 * j) % 11 / 10 for j in range(features)] for i in range(14)]
+    made: list[dict[str, Any]] = []
+    for seed in range(8):
+        made += [
+            {"num": 1, "seed": seed, "keep": "none"},
+            {"num": 16, "seed": seed},
+            {"num": 1, "seed": seed, "prompt": prompt, "keep": "none"},
+            {"num": 4, "seed": seed, "prompt": prompt, "chunk": 2, "recondition": True, "keep": "none"},
+            {"num": 1, "seed": seed, "chunk": 7, "stream": True, "keep": "none"},
+        ]
+        made += [{"num": 1, "seed": seed, "model": name, "keep": "none"} for name in others]
+    return [{"model": vssm_name, **request} for request in made]
+
+
+def steps(reply: bytes) -> list[Any]:
+    """Returns x of an answer, joined when it was streamed."""
+    if reply.startswith(b"{"):
+        return json.loads(reply)["x"]
+    datas = [json.loads(line[6:]) for line in reply.split(b"\n") if line.startswith(b"data: ")]
+    rows = zip(*(data["x"] for data in datas if "x" in data), strict=True)
+    return [[step for part in parts for step in part] for parts in rows]
+
+
+async def alone(port: int, bodies: list[dict[str, Any]]) -> list[list[Any]]:
+    """Returns the answers of requests that are sent one after the other."""
+    connection, answers = Connection(port), []
+    for body in bodies:
+        status, reply = await connection.post("/v1/generate", body)
+        assert status == 200, reply[:200]
+        answers.append(steps(reply))
+    connection.close()
+    return answers
+
+
+async def mixed_load(
+    process: subprocess.Popen, port: int, names: list[str], seconds: float, features: int = 28
+) -> dict[str, float]:
+    """Sends mixed requests from all clients and compares every answer."""
+    bodies = requests(names, features)
+    expected = await alone(port, bodies)
+    statuses: Counter[int] = Counter()
+    lost = differing = resumed = 0
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    memory: list[float] = []
+
+    async def client(number: int) -> None:
+        nonlocal lost, differing, resumed
+        connection, turn = Connection(port), number
+        while time.perf_counter() < end:
+            turn += 1
+            which = turn * 11 % len(bodies)  # visits them all
+            began = time.perf_counter()
+            try:
+                status, reply = await asyncio.wait_for(connection.post("/v1/generate", bodies[which]), 60)
+            except (TimeoutError, OSError, asyncio.IncompleteReadError):
+                lost += 1
+                connection.close()
+                continue
+            statuses[status] += 1
+            if status == 429:
+                await asyncio.sleep(0.05 + 0.01 * (number % 10))
+                continue
+            times.append(time.perf_counter() - began)
+            if status == 200:
+                differing += steps(reply) != expected[which]
+                if "keep" not in bodies[which]:
+                    handle = json.loads(reply)["resume"]
+                    status, _ = await connection.post("/v1/resume", {"resume": handle, "length": 4})
+                    statuses[status] += 1
+                    resumed += status == 200
+        connection.close()
+
+    async def watch() -> None:
+        while time.perf_counter() < end:
+            memory.append(resident_mib(process.pid))
+            await asyncio.sleep(0.5)
+
+    await asyncio.gather(watch(), *(client(number) for number in range(CLIENTS)))
+    half = len(memory) // 2
+    quantiles = statistics.quantiles(times, n=100)
+    return {
+        "requests": sum(statuses.values()),
+        "answered": statuses[200],
+        "refused_429": statuses[429],
+        "errors": sum(count for status, count in statuses.items() if status not in (200, 429)),
+        "lost": lost,
+        "differing": differing,
+        "resumed": resumed,
+        "p50_ms": 1e3 * quantiles[49],
+        "p99_ms": 1e3 * quantiles[98],
+        "memory_mib": memory[-1],
+        # Warm-up and the filling of the store of states are over by half-time.
+        "memory_growth_mib": statistics.median(memory[-10:]) - statistics.median(memory[half : half + 10]),
+    }
+
+
+def resident_mib(pid: int) -> float:
+    """Returns the memory that a process holds."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+async def singles(port: int, name: str, seconds: float, clients: int = CLIENTS) -> float:
+    """Returns the single-sample requests answered in a second."""
+    answered, began = 0, time.perf_counter()
+    end = began + seconds
+
+    async def client(number: int) -> None:
+        nonlocal answered
+        connection, seed = Connection(port), number
+        while time.perf_counter() < end:
+            seed += clients
+            body = {"num": 1, "seed": seed, "model": name, "keep": "none"}
+            status, _ = await connection.post("/v1/generate", body)
+            answered += status == 200
+        connection.close()
+
+    await asyncio.gather(*(client(number) for number in range(clients)))
+    return answered / (time.perf_counter() - began)
+
+
+def speedups(folders: list[str], names: list[str], seconds: float) -> dict[str, float]:
+    """Compares the throughput of single samples with batching and without."""
+    with server(folders) as (_, batched), server(folders, "--limits.no-batching") as (_, unbatched):
+        seen: dict[tuple[int, str], list[float]] = {}
+        for _ in range(ROUNDS):  # by turns, so that a disturbance of the machine meets both
+            for port in (batched, unbatched):
+                for name in names:
+                    rate = asyncio.run(singles(port, name, seconds / ROUNDS))
+                    seen.setdefault((port, name), []).append(rate)
+    # The first round warms up.
+    rates = {case: statistics.mean(values[1:]) for case, values in seen.items()}
+    metrics = {}
+    for name, label in zip(names, ("", "ssm_", "transformer_"), strict=False):
+        metrics[f"{label}single_requests_per_second"] = rates[batched, name]
+        metrics[f"{label}single_requests_per_second_unbatched"] = rates[unbatched, name]
+        metrics[f"{label}batching_speedup"] = rates[batched, name] / rates[unbatched, name]
+    return metrics
+
+
+def fresh_models(folder: Path) -> list[str]:
+    """Writes models of the sizes of the shipped ones; time and bits do not depend on what was learned."""
+    places = []
+    for kind, width in (("vssm", 160), ("ssm", 256), ("transformer", 192)):
+        torch.manual_seed(0)
+        config = vssm.ModelConfig(kind=kind, features=28, width=width)
+        places.append(str(folder / kind))
+        vssm.save(vssm.build(config), places[-1])
+    return places
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Loads a server on this machine.")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--single-seconds", type=float, default=10.0)
+    parser.add_argument("--only", choices=["mixed", "single"], default=None)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    metrics: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        folders = fresh_models(Path(folder))
+        names = [Path(place).name for place in folders]
+        if options.only != "single":
+            limits = ("--limits.max-queue", "48", "--limits.resume-mib", "64")
+            with server(folders, *limits) as (process, port):
+                metrics |= asyncio.run(mixed_load(process, port, names, options.seconds))
+        if options.only != "mixed":
+            metrics |= speedups(folders, names, options.single_seconds)
+    for name, value in metrics.items():
+        print(f"{name:45} {value:10.2f}")
+    if options.out is not None:
+        config = {"clients": CLIENTS, "seconds": options.seconds, "max_queue": 48, "resume_mib": 64}
+        write_result(options.out, result("serve", "python experiments/serve_load.py", config, metrics))
+
+
+if __name__ == "__main__":
+    main()

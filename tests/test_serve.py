@@ -1,0 +1,456 @@
+"""The server in this process: answers equal the package's, merged or alone, whole, streamed or resumed."""
+
+import base64
+import io
+import json
+import re
+import time
+from concurrent.futures import CancelledError
+
+import numpy as np
+import pytest
+import torch
+from fastapi.testclient import TestClient
+
+from tests.conftest import KINDS, sequences, small_model
+from tests.serving import IMAGE, error, served
+from vssm import State, generate, observe
+from vssm.serve.app import create_app
+from vssm.serve.engine import Engine, Job
+from vssm.serve.errors import Refused
+from vssm.serve.models import open_models
+from vssm.serve.resume import Seal, Store
+from vssm.serve.run import check_exposure, only_local, read_secret
+from vssm.serve.schema import GenerateRequest
+from vssm.serve.settings import Settings
+
+NAMES = sorted(KINDS, reverse=True)  # vssm comes first
+
+
+@pytest.fixture(scope="module")
+def models():
+    # Wide enough for the matrix library to choose kernels by the number of rows.
+    wide = [served(kind, width=64) for kind in NAMES]
+    return [*wide, served("vssm", "letters", "categorical"), served("vssm", "image", meta=IMAGE)]
+
+
+@pytest.fixture(scope="module")
+def client(models):
+    with TestClient(create_app(models)) as client:
+        wait_until_ready(client)
+        yield client
+
+
+def wait_until_ready(client):
+    for _ in range(600):
+        if client.get("/readyz").status_code == 200:
+            return
+        time.sleep(0.05)
+    raise AssertionError("not ready")
+
+
+def post(client, path, **body):
+    reply = client.post(f"/v1/{path}", json=body)
+    assert reply.status_code == 200, reply.text[:300]
+    return reply.json()
+
+
+def array(reply):
+    return np.array(reply["x"], np.float32)
+
+
+def close(given, expected):
+    np.testing.assert_allclose(given, np.asarray(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_the_package(client, models, kind):
+    model = next(one.model for one in models if one.name == kind)
+    prompt = sequences(model, 1, 3)
+    reply = post(client, "generate", model=kind, num=3, length=5, seed=4, prompt=prompt[0].tolist())
+    close(array(reply), generate(model, num=3, length=5, seed=4, prompt=prompt.expand(3, -1, -1)).x)
+    assert (reply["model"], reply["position"], reply["text"]) == (kind, 8, None)
+    more = post(client, "resume", resume=reply["resume"], length=2)
+    whole = generate(model, num=3, length=7, seed=4, prompt=prompt.expand(3, -1, -1)).x
+    close(np.concatenate([array(reply), array(more)], 1), whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["plain", "prompt", "state", "recondition", "read"])
+def test_merged_jobs_give_the_bits_of_jobs_alone(models, kind, case):
+    one = next(one for one in models if one.name == kind)
+    if case == "recondition" and not one.parallel:
+        pytest.skip("for models that generate in parallel")
+    torch.manual_seed(3)
+
+    def jobs():
+        for number, rows in enumerate((1, 3, 1, 7, 2)):
+            seed = torch.full((rows,), number)
+            row = torch.arange(rows)
+            x = sequences(one.model, rows, 2 + (case == "read"))
+            given = {"prompt": x} if case in ("prompt", "read") else {}
+            if case == "state":
+                given = {"state": observe(one.model, x, seed=number)}
+            if case == "recondition":
+                given = {"prompt": x, "chunk": 2, "recondition": True}
+            yield Job(one, seed, row, None if case == "read" else 5, **given)
+
+    waiting = list(jobs())
+    engine = Engine([one])
+    merged = [engine.submit(job) for job in waiting]  # before the start, so that they are merged
+    engine.start()
+    merged = [future.result(30) for future in merged]
+    assert {done.rows for done in merged} == {14}
+    for job, together in zip(waiting, merged, strict=True):
+        same = Job(one, job.seed, job.row, job.length, job.prompt, job.state, job.chunk, job.recondition)
+        alone = engine.submit(same).result(30)
+        assert alone.rows == len(job.row)
+        assert together.x is None or torch.equal(together.x, alone.x)
+        for given, expected in zip(together.state.leaves(), alone.state.leaves(), strict=True):
+            assert torch.equal(given, expected)
+    engine.close()
+
+
+def test_jobs_that_differ_are_not_merged(models):
+    one = models[0]
+    engine, seed = Engine([one]), torch.zeros(1, dtype=torch.int64)
+    options = [{}, {"temperature": 0.5}, {"sample": True}, {"chunk": 2}, {"chunk": 2, "recondition": True}]
+    futures = [engine.submit(Job(one, seed, seed, 4, **option)) for option in options]
+    futures.append(engine.submit(Job(one, seed, seed, 5)))
+    engine.start()
+    assert [future.result(30).rows for future in futures] == [1] * 6
+    engine.close()
+    off = Engine([one], batching=False)
+    futures = [off.submit(Job(one, seed, seed, 4)) for _ in range(3)]
+    off.start()
+    assert [future.result(30).rows for future in futures] == [1] * 3
+    off.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        off.submit(Job(one, seed, seed, 4))
+
+
+def test_one_bad_job_does_not_hurt_the_others_and_a_cancelled_one_is_dropped(models):
+    one = models[0]
+    engine, seed = Engine([one]), torch.zeros(1, dtype=torch.int64)
+    good = [engine.submit(Job(one, seed, seed, 4)) for _ in range(2)]
+    bad = engine.submit(Job(one, seed, torch.zeros(2, dtype=torch.int64), 4))
+    gone = engine.submit(Job(one, seed, seed, 4))
+    assert gone.cancel()
+    engine.start()
+    assert all(future.result(30).x.shape == (1, 4, 3) for future in good)
+    with pytest.raises((ValueError, IndexError, RuntimeError)):
+        bad.result(30)
+    with pytest.raises(CancelledError):
+        gone.result(0)
+    engine.close()
+
+
+def events(text):
+    pairs = re.findall(r"event: (\w+)\ndata: (.*)\n\n", text)
+    return [(name, json.loads(data)) for name, data in pairs]
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "pieces"),
+    [
+        ("vssm", {}, [7]),
+        ("vssm", {"chunk": 3}, [3, 3, 1]),
+        ("tvae", {"chunk": 3, "recondition": True}, [3, 3, 1]),
+        ("ssm", {"every": 4}, [4, 3]),
+        ("transformer", {}, [1] * 7),
+    ],
+)
+def test_streamed_chunks_join_to_the_whole(client, model, options, pieces):
+    ask = {"model": model, "num": 2, "length": 7, "seed": 2, **options}
+    reply = client.post("/v1/generate", json={**ask, "stream": True})
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    *chunks, (last, done) = events(reply.text)
+    assert last == "done"
+    assert [np.array(data["x"]).shape[1] for _, data in chunks] == pieces
+    assert [data["from"] for _, data in chunks] == [sum(pieces[:i]) for i in range(len(pieces))]
+    ask.pop("every", None)
+    whole = post(client, "generate", **ask)
+    close(np.concatenate([array(data) for _, data in chunks], 1), array(whole))
+    assert done["position"] == 7
+    close(
+        array(post(client, "resume", resume=done["resume"], length=2)),
+        array(post(client, "resume", resume=whole["resume"], length=2)),
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"stream": True}, {"chunk": 150}, {"chunk": 3, "recondition": True}])
+def test_large_requests_are_made_in_passes_of_bounded_size(client, models, options):
+    plan = client.app.state.server.plan_generate(GenerateRequest(num=200, length=150, **options))
+    lengths = [length for length, _ in plan.passes()]
+    assert sum(lengths) == 150
+    assert max(lengths) * 200 <= 8192
+    if not options:
+        reply = post(client, "generate", num=200, length=150)
+        close(array(reply), generate(models[0].model, num=200, length=150).x)
+
+
+@pytest.mark.parametrize("keep", ["server", "client"])
+def test_a_place_can_be_resumed_many_times_and_forked(client, keep):
+    first = post(client, "generate", length=3, seed=5, keep=keep)
+    assert first["resume"].startswith("h." if keep == "server" else "s.")
+    twice = [array(post(client, "resume", resume=first["resume"], length=4, keep=keep)) for _ in range(2)]
+    assert np.array_equal(*twice)
+    fork = array(post(client, "resume", resume=first["resume"], length=4, num=3))
+    assert fork.shape == (3, 4, 3)
+    assert not np.array_equal(fork[0], fork[1])
+    other = array(post(client, "resume", resume=first["resume"], length=4, seed=9))
+    assert not np.array_equal(other, twice[0])
+    assert post(client, "generate", keep="none")["resume"] is None
+
+
+def test_observed_data_are_read_before_what_follows(client, models):
+    model = models[0].model
+    x = sequences(model, 2, 5)
+    first = post(client, "observe", x=x[:, :3].tolist(), seed=3)
+    second = post(client, "observe", x=x[:, 3:].tolist(), resume=first["resume"])
+    assert (first["position"], second["position"]) == (3, 5)
+    close(
+        array(post(client, "resume", resume=second["resume"], length=4)),
+        generate(model, length=4, prompt=x, seed=3).x,
+    )
+    blind = post(client, "generate", num=2, length=2)["resume"]
+    refused = error(client.post("/v1/observe", json={"x": x.tolist(), "resume": blind}), 422)
+    assert refused["param"] == "resume"
+    refused = error(client.post("/v1/resume", json={"resume": blind, "recondition": True}), 422)
+    assert "recondition" in refused["message"]
+    assert (
+        "2, those of resume"
+        in error(client.post("/v1/observe", json={"x": x[:1].tolist(), "resume": first["resume"]}), 422)[
+            "message"
+        ]
+    )
+
+
+def test_prompts_as_lists_file_and_text(client, models):
+    x = sequences(models[0].model, 2, 4).numpy()
+    for dtype, order in ((np.float32, "C"), (np.float64, "F"), (">f4", "C")):
+        file = io.BytesIO()
+        np.save(file, np.asarray(x, dtype, order=order))
+        npy = base64.b64encode(file.getvalue()).decode()
+        sent = post(client, "generate", prompt_npy=npy, length=3)
+        close(array(sent), array(post(client, "generate", prompt=x.tolist(), length=3)))
+    text = post(client, "generate", model="letters", prompt="badcab", num=2)
+    tokens = post(client, "generate", model="letters", prompt=[1, 0, 3, 2, 0, 1], num=2)
+    assert text["x"] == tokens["x"]
+    assert [len(line) for line in text["text"]] == [2, 2], "what is left of a sequence"
+    assert set("".join(text["text"])) <= set("abcde")
+    refused = error(client.post("/v1/generate", json={"model": "letters", "prompt": "xyz"}), 422)
+    assert refused["param"] == "prompt"
+    assert "outside the vocabulary" in refused["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"num": 257}, "num", "at most 256"),
+        ({"length": 4097}, "length", "at most 4096"),
+        ({"num": 256, "length": 4096}, "num", "at most 65536"),
+        ({"num": 0}, "num", "greater than or equal to 1"),
+        ({"num": "2"}, "num", "valid integer"),
+        ({"model": "ssm", "chunk": 2}, "chunk", "vssm or tvae"),
+        ({"model": "rnn", "recondition": True}, "recondition", "vssm or tvae"),
+        ({"every": 2}, "every", "step-by-step"),
+        ({"temperature": 0}, "temperature", "greater than 0"),
+        ({"observe": "mode"}, "observe", "'mean' or 'sample'"),
+        ({"prompt": [[1, 2]]}, "prompt", "allowed: (batch, length, 3)"),
+        ({"prompt": [[[1, 2, 3]], [[1, 2, 3]]], "num": 3}, "num", "rows of the prompt"),
+        ({"prompt": "text"}, "prompt", "numbers"),
+        ({"prompt": []}, "prompt", "allowed"),
+        ({"prompt": [[1, 2, 3]], "prompt_npy": "AAAA"}, "prompt", "both given"),
+        ({"seed": 2**63}, "seed", "less than"),
+        ({"colour": 1}, "colour", "not permitted"),
+    ],
+)
+def test_refusals_name_the_field(client, body, param, words):
+    refused = error(client.post("/v1/generate", json=body), 422)
+    assert refused["param"] == param
+    assert words in refused["message"]
+
+
+def test_a_full_queue_is_429_and_says_when_to_come_back(models):
+    app = create_app(models[:1], Settings(max_queue=2))
+    with TestClient(app) as client:
+        wait_until_ready(client)
+        app.state.server.in_progress = 2
+        reply = client.post("/v1/generate", json={})
+        assert error(reply, 429)["type"] == "busy"
+        assert int(reply.headers["retry-after"]) >= 1
+        assert error(client.post("/v1/generate", json={"stream": True}), 429)["type"] == "busy"
+        app.state.server.in_progress = 0
+        assert client.post("/v1/generate", json={}).status_code == 200
+        assert app.state.server.in_progress == 0
+
+
+def test_a_request_that_takes_too_long_is_504(models):
+    with TestClient(
+        create_app([one for one in models if one.name == "ssm"], Settings(timeout=0.2))
+    ) as client:
+        wait_until_ready(client)
+        reply = client.post("/v1/generate", json={"length": 4096})
+        assert error(reply, 504)["type"] == "timeout"
+        stream = client.post("/v1/generate", json={"length": 4096, "stream": True})
+        assert events(stream.text)[-1][0] == "error"
+
+
+def test_a_token_guards_everything_but_the_pages_and_the_probes(models):
+    with TestClient(create_app(models[:1], token="correct-horse-battery")) as client:
+        for path in ("/", "/docs", "/openapi.json", "/healthz", "/readyz"):
+            assert client.get(path).status_code in (200, 503)
+        for path in ("/v1/models", "/metrics", "/nowhere", "/docs/"):
+            assert error(client.get(path), 401)["type"] == "unauthorized"
+            wrong = {"authorization": "Bearer correct-horse-batterz"}
+            assert client.get(path, headers=wrong).headers["www-authenticate"] == "Bearer"
+        right = {"authorization": "Bearer correct-horse-battery"}
+        assert client.get("/v1/models", headers=right).status_code == 200
+
+
+def test_other_sites_can_not_call_a_local_server(models):
+    with TestClient(create_app(models[:1], Settings(hosts=("127.0.0.1",)))) as client:
+        assert error(client.get("/healthz"), 421)["type"] == "host"
+        assert client.get("/healthz", headers={"host": "127.0.0.1:8000"}).status_code == 200
+        for host in ("127.0.0.1.example.org", "example.org:127.0.0.1", "", "127.0.0.1:80@example.org"):
+            assert error(client.get("/healthz", headers={"host": host}), 421)["type"] == "host"
+        headers = {"host": "127.0.0.1", "content-type": "text/plain"}
+        assert (
+            error(client.post("/v1/generate", content="{}", headers=headers), 415)["type"] == "content_type"
+        )
+
+
+def test_a_local_server_answers_to_every_way_of_writing_its_name(models):
+    with TestClient(create_app(models[:1], only_local(Settings(), "127.0.0.2"))) as client:
+        for host in ("[::1]", "[::1]:8000", "LOCALHOST:80", "127.0.0.1", "127.0.0.2:8000"):
+            assert client.get("/healthz", headers={"host": host}).status_code == 200, host
+
+
+@pytest.mark.parametrize("name", ["vssm", "ssm", "letters"])
+def test_the_examples_of_the_interface_are_answered(models, name):
+    with TestClient(create_app([one for one in models if one.name == name])) as client:
+        wait_until_ready(client)
+        for route in ("generate", "observe"):
+            content = client.get("/openapi.json").json()["paths"][f"/v1/{route}"]["post"]["requestBody"]
+            for example in content["content"]["application/json"]["examples"].values():
+                reply = client.post(f"/v1/{route}", json=example["value"])
+                assert reply.status_code == 200, reply.text[:300]
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_reads_prompts_and_goes_on():
+    one = served("vssm")
+    one.model.cuda()
+    with TestClient(create_app([one])) as client:
+        wait_until_ready(client)
+        x = sequences(one.model, 2, 4)
+        for keep in ("server", "client"):
+            place = post(client, "observe", x=x.tolist(), keep=keep)["resume"]
+            first = array(post(client, "generate", prompt=x.tolist(), length=3))
+            close(array(post(client, "resume", resume=place, length=3)), first)
+            assert array(post(client, "resume", resume=place, length=3, seed=1)).shape == (2, 3, 3)
+
+
+def test_models_pages_and_numbers(client):
+    listed = client.get("/v1/models").json()
+    assert [one["name"] for one in listed["models"]] == [*NAMES, "letters", "image"]
+    assert listed["models"][-1]["image_shape"] == [6, 3, 1]
+    assert listed["limits"]["max_num"] == 256
+    assert array(post(client, "generate", model="image")).shape == (1, 6, 3), "as long as its data"
+    page = client.get("/")
+    assert len(page.content) < 200_000
+    assert not re.search(r"(?:src|href)=[\"']?(?:https?:)?//|@import|url\(", page.text), (
+        "nothing from elsewhere"
+    )
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    spec = client.get("/openapi.json").json()
+    assert spec["paths"]["/v1/generate"]["post"]["requestBody"]["content"]["application/json"]["examples"]
+    docs = client.get("/docs").text
+    assert all(word in docs for word in ("/v1/observe", "curl", "recondition"))
+    numbers = client.get("/metrics").text
+    assert 'vssm_requests_total{route="/v1/generate",status="200"}' in numbers
+    assert re.search(r"vssm_batch_rows_count [1-9]", numbers)
+    assert error(client.get("/nowhere"), 404)["type"] == "not_found"
+    assert error(client.get("/v1/generate"), 405)["type"] == "method"
+
+
+def state_of(size):
+    return State({"h": torch.zeros(1, size // 4)}, 1)
+
+
+def test_states_are_kept_for_a_time_up_to_a_number_and_a_size():
+    now = [0.0]
+    store = Store(seconds=10, count=3, bytes=1000, clock=lambda: now[0])
+    a, b, c = (store.put("m", state_of(100)) for _ in range(3))
+    assert store.get(a)[0] == "m"
+    d = store.put("m", state_of(100))  # b is the least recently used
+    with pytest.raises(Refused, match="unknown, expired or was evicted"):
+        store.get(b)
+    assert store.get(c) and store.get(d) and len(store) == 3
+    e = store.put("m", state_of(900))
+    assert len(store) == 2, "old ones go until the sizes fit"
+    assert store.held == 1000
+    with pytest.raises(Refused, match="allowed: 1000"):
+        store.put("m", state_of(1004))
+    now[0] = 9
+    store.get(e)
+    now[0] = 18
+    assert store.get(e)[1].batch == 1, "use keeps it"
+    now[0] = 29
+    with pytest.raises(Refused) as refused:
+        store.get(e)
+    assert refused.value.status == 404
+    assert (len(store), store.held) == (0, 0)
+
+
+def test_a_sealed_state_opens_only_unchanged_and_in_time():
+    now = [0.0]
+    seal = Seal(b"k" * 32, 10, lambda: now[0])
+    sealed = seal.seal("m", state_of(40))
+    name, state = seal.open(sealed)
+    assert (name, state.position, state["h"].shape) == ("m", 1, (1, 10))
+    raw = bytearray(base64.urlsafe_b64decode(sealed[2:]))
+    for place in (0, 40, len(raw) - 1):
+        changed = bytearray(raw)
+        changed[place] ^= 1
+        with pytest.raises(Refused) as refused:
+            seal.open("s." + base64.urlsafe_b64encode(changed).decode())
+        assert refused.value.status == 403
+    for other in ("s.", "s.%%%", sealed[:-8], "s." + "A" * 64):
+        with pytest.raises(Refused, match="not sealed by this server"):
+            seal.open(other)
+    with pytest.raises(Refused, match="not sealed"):
+        Seal(b"j" * 32, 10).open(sealed)
+    now[0] = 10
+    with pytest.raises(Refused) as refused:
+        seal.open(sealed)
+    assert refused.value.status == 410
+
+
+def test_what_may_be_served_and_where(tmp_path, monkeypatch):
+    import vssm
+
+    vssm.save(small_model("vssm"), tmp_path / "run")
+    opened = open_models([f"{tmp_path / 'run'}", f"second={tmp_path / 'run'}"])
+    assert [one.name for one in opened] == ["run", "second"]
+    with pytest.raises(ValueError, match="each name once"):
+        open_models([str(tmp_path / "run")] * 2)
+    with pytest.raises(ValueError, match=r"model name '\.\./x' is not allowed"):
+        open_models([f"../x={tmp_path / 'run'}"])
+    monkeypatch.setattr("vssm.pretrained.names", lambda: ())
+    with pytest.raises(ValueError, match="ships none"):
+        open_models([])
+    assert check_exposure("::1", None, False) and check_exposure("localhost", None, False)
+    for host in ("0.0.0.0", "::", "192.0.2.1", "example.org", ""):
+        with pytest.raises(ValueError, match="--token-file"):
+            check_exposure(host, None, False)
+        assert not check_exposure(host, "token", False)
+        assert not check_exposure(host, None, True)
+    (tmp_path / "token").write_text("correct-horse-battery\n")
+    assert read_secret(tmp_path / "token", "token_file") == "correct-horse-battery"
+    (tmp_path / "token").write_text("short\n")
+    with pytest.raises(ValueError, match="16 or more"):
+        read_secret(tmp_path / "token", "token_file")
+    with pytest.raises(ValueError, match="max_queue=0"):
+        Settings(max_queue=0)

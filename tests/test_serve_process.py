@@ -1,0 +1,301 @@
+"""`vssm serve` as a process of its own: clients, load, leaving clients, and how it ends."""
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import socket
+import threading
+import time
+import urllib.request
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import uvicorn
+
+from tests.conftest import small_model
+from tests.serving import IMAGE, ROOT, load_script, running, save_models
+from tests.test_cli import fails
+from vssm import generate
+from vssm.cli import main
+from vssm.serve.client import Client, ServerError
+from vssm.serve.run import _impatient
+from vssm.serve.settings import Settings
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp("models"), meta=IMAGE)
+
+
+@pytest.fixture(scope="module")
+def server(folders):
+    options = ("--limits.max-queue", "12", "--limits.body-timeout", "0.5")
+    with running(folders, *options) as (process, url):
+        yield process, url
+
+
+@pytest.fixture
+def client(server):
+    with Client(server[1]) as client:
+        yield client
+
+
+def number(url, name):
+    """Reads one of the numbers at /metrics."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
+        found = re.search(rf"^{name}(?:{{.*}})? (\S+)", reply.read().decode(), re.M)
+    return float(found[1])
+
+
+def within(seconds, condition):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
+def test_the_python_client(client):
+    assert [one["kind"] for one in client.models()] == ["vssm", "ssm", "transformer"]
+    model = small_model("vssm")
+    prompt = np.random.default_rng(0).random((2, 2, 3), np.float32)
+    answer = client.generate(prompt, length=4, seed=3)
+    expected = generate(model, length=4, prompt=torch.from_numpy(prompt), seed=3)
+    np.testing.assert_allclose(answer.x, expected.x, rtol=1e-4, atol=1e-5)
+    assert (answer.x.dtype, answer.position, answer.text) == (np.float32, 6, None)
+    more = client.resume(answer.resume, length=2)
+    assert more.x.shape == (2, 2, 3)
+    place = client.observe(prompt, seed=3)
+    np.testing.assert_allclose(client.resume(place, length=4).x, answer.x, rtol=1e-4, atol=1e-5)
+    *chunks, done = client.stream(prompt, length=4, seed=3, chunk=3)
+    joined = np.concatenate([np.array(chunk["x"], np.float32) for chunk in chunks], 1)
+    np.testing.assert_allclose(joined, answer.x, rtol=1e-4, atol=1e-5)
+    *chunks, _ = client.stream(resume=done["resume"], length=2)
+    np.testing.assert_allclose(np.array(chunks[0]["x"]), more.x, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ServerError, match="num=999 is not allowed") as refused:
+        client.generate(num=999)
+    assert (refused.value.status, refused.value.param) == (422, "num")
+    with pytest.raises(ServerError, match="unknown"):
+        list(client.stream(model="none"))
+
+
+def test_the_example_of_the_documents_runs(server, capsys):
+    page = (ROOT / "docs" / "serving.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S)
+    exec(compile(code.replace("http://127.0.0.1:8000", server[1]), "serving.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("0 {'compute_ms':")
+    (refusal,) = re.findall(r"^```json\n(.*?)^```", page, flags=re.M | re.S)
+    reply = httpx.post(f"{server[1]}/v1/generate", json={"num": 999}, trust_env=False)
+    assert reply.json() == json.loads(refusal)
+
+
+def test_the_command_line_client(server, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    url = server[1]
+    main(["generate", url, "--num", "3", "--length", "4", "--seed", "2"])
+    assert np.load("samples.npy").shape == (3, 4, 3)
+    main(["generate", f"{url}/ssm", "--length", "2", "--out", "b.npy", "--state", "b.resume"])
+    main(["generate", url, "--resume", "state.resume", "--length", "2", "--out", "c.npy"])
+    assert np.load("c.npy").shape == (3, 2, 3)
+    np.save("prompt.npy", np.load("samples.npy"))
+    main(["generate", url, "--prompt", "prompt.npy", "--out", "d.npy"])
+    assert np.load("d.npy").shape == (3, 2, 3), "what is left of a sequence"
+    assert "unknown" in fails(capsys, "generate", f"{url}/nothing")
+    assert "allowed from a server: .npy" in fails(capsys, "generate", url, "--out", "x.png")
+    assert "is for text" in fails(capsys, "generate", url, "--out", "x.txt")
+
+
+def test_a_server_that_is_not_there_is_named(capsys):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with (
+        Client(address, retries=1) as client,
+        pytest.raises(ServerError, match="can not be reached") as refused,
+    ):
+        client.generate()
+    assert refused.value.type == "unreachable"
+
+
+def test_wrong_ways_to_start(folders, tmp_path, capsys):
+    assert "--token-file FILE, or --insecure" in fails(capsys, "serve", folders[0], "--host", "0.0.0.0")
+    assert "has no config.json" in fails(capsys, "serve", str(tmp_path))
+    assert "port=99999" in fails(capsys, "serve", folders[0], "--port", "99999")
+    assert "max_rows=0" in fails(capsys, "serve", folders[0], "--limits.max-rows", "0")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert "can not listen" in fails(capsys, "serve", folders[0], "--port", port)
+
+
+def test_under_load_nothing_is_lost_and_bits_are_those_of_single_requests(server):
+    process, url = server
+    script = load_script()
+    port = int(url.rpartition(":")[2])
+    names = ["vssm", "ssm", "transformer"]
+    script.CLIENTS = 24
+    metrics = asyncio.run(script.mixed_load(process, port, names, 3, features=3))
+    assert (metrics["errors"], metrics["lost"], metrics["differing"]) == (0, 0, 0)
+    assert metrics["answered"] > 20
+    assert metrics["refused_429"] > 0, "more clients than places"
+    assert metrics["resumed"] > 0
+    assert number(url, "vssm_batch_rows_sum") > 1.2 * number(url, "vssm_batch_rows_count")
+    within(2, lambda: number(url, "vssm_in_progress") == 0)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_work_within_a_second(server, stream):
+    # The best of some: other tests may have the cores.
+    assert any(leave(server[1], stream) < 1 for _ in range(3))
+
+
+def leave(url, stream):
+    """Begins a long request, leaves, and returns the seconds until its work was free."""
+    before = number(url, "vssm_cancelled_total")
+    body = {"model": "transformer", "length": 4096, "num": 8, "stream": stream}
+    asking = httpx.stream("POST", f"{url}/v1/generate", json=body, timeout=0.5, trust_env=False)
+    with pytest.raises(httpx.ReadTimeout), asking as reply:
+        assert stream, "an answer that is not streamed can not have begun"
+        next(reply.iter_lines())
+        raise httpx.ReadTimeout("seen enough")
+    left = time.monotonic()
+    within(10, lambda: number(url, "vssm_in_progress") == number(url, "vssm_waiting") == 0)
+    took = time.monotonic() - left
+    assert number(url, "vssm_cancelled_total") == before + 1
+    return took
+
+
+def test_slow_senders_and_silent_connections_do_no_harm(server, client):
+    _, url = server
+    host, port = "127.0.0.1", int(url.rpartition(":")[2])
+    silent = [socket.create_connection((host, port)) for _ in range(20)]
+    with socket.create_connection((host, port), timeout=10) as slow:
+        head = b"POST /v1/generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        slow.sendall(head + b"content-length: 1000\r\n\r\n{")
+        assert client.generate(length=2).x.shape == (1, 2, 3)
+        assert b" 408 " in slow.recv(4096)
+    with socket.create_connection((host, port), timeout=10) as raw:
+        raw.sendall(b"GARBAGE\x00\xff\r\n\r\n")
+        assert b" 400 " in raw.recv(4096)
+    for path in (b"/../../etc/passwd", b"/v1/models/../../x", b"/%00"):
+        with socket.create_connection((host, port), timeout=10) as raw:
+            raw.sendall(b"GET " + path + b" HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
+            assert b" 404 " in raw.recv(4096)
+    with socket.create_connection((host, port), timeout=10) as again:
+        request = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+        again.sendall(request + b"\r\n")
+        assert b" 200 " in again.recv(4096)
+        again.sendall(request)  # a second head that never ends
+        while again.recv(4096):
+            pass
+    for connection in silent:
+        connection.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b"", "given up"
+        connection.close()
+
+
+async def serve_endless(use):
+    """Runs `use` with the port of a server whose answers never end, and the set of those that go on."""
+    going = set()
+
+    async def app(scope, receive, send):
+        me = object()
+        going.add(me)
+        writing = asyncio.ensure_future(write(send))
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        writing.cancel()
+        going.remove(me)
+
+    async def write(send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while True:
+            await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
+            await asyncio.sleep(0)
+
+    limits = Settings(timeout=0.5, body_timeout=0.5)
+    config = uvicorn.Config(app, http=_impatient(limits), lifespan="off", log_level="critical")
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        running = asyncio.create_task(server.serve([listener]))
+        await asyncio.wait_for(use(listener.getsockname()[1], going), 30)
+        server.should_exit = True
+        await running
+
+
+def test_a_client_that_does_not_read_is_dropped():
+    async def use(port, going):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200" in await reader.readline()
+        assert going
+        while going:  # the test's time limit is what makes this end
+            await asyncio.sleep(0.05)
+        writer.close()
+
+    asyncio.run(serve_endless(use))
+
+
+def test_a_head_without_end_is_dropped():
+    async def use(port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with pytest.raises(ConnectionError):
+            writer.write(b"GET / HTTP/1.1\r\n")
+            for _ in range(1000):
+                writer.write(b"x: " + b"y" * 10_000 + b"\r\n")
+                await writer.drain()
+                await asyncio.sleep(0)
+            await reader.read(1)
+
+    asyncio.run(serve_endless(use))
+
+
+def test_the_first_page_comes_within_a_second_and_is_small(server):
+    def load():
+        began = time.monotonic()
+        with urllib.request.urlopen(server[1], timeout=10) as reply:
+            assert len(reply.read()) < 200_000
+        return time.monotonic() - began
+
+    assert any(load() < 1 for _ in range(3)), "other tests may have the cores"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_both_signals_are_a_good_end(folders, monkeypatch, name):
+    number = getattr(signal, name)
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    # What uvicorn does with a signal once it has drained.
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: signal.raise_signal(number))
+    try:
+        with pytest.raises(SystemExit) as end:
+            main(["serve", folders[0], "--port", "0"])
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert end.value.code == 0
+
+
+def test_sigterm_finishes_what_runs_and_ends_well(folders):
+    with running(folders[1:2]) as (process, url):
+        lines = []
+
+        def read():
+            body = {"length": 300, "stream": True}
+            with httpx.stream("POST", f"{url}/v1/generate", json=body, timeout=60, trust_env=False) as reply:
+                lines.extend(line for line in reply.iter_lines() if line.startswith("event"))
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        within(30, lambda: len(lines) > 5)
+        process.send_signal(signal.SIGTERM)
+        reader.join(60)
+        assert len(lines) == 301
+        assert lines[-1] == "event: done"
+        assert process.wait(30) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/healthz", trust_env=False)

@@ -1,0 +1,81 @@
+"""The server on Ray: a replica that is killed under load costs retries, not answers."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.serving import save_models
+from tests.test_cli import fails
+from vssm.serve.client import Client, ServerError
+
+pytest.importorskip("ray.serve", reason="needs Ray Serve: pip install 'ray[serve]'")
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    (folder,) = save_models(tmp_path_factory.mktemp("models"), ["vssm"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vssm", "serve", folder, "--ray", "--replicas", "2", "--port", str(port)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes) as process:
+        try:
+            lines = iter(process.stdout.readline, "")
+            assert any(line.startswith("serving vssm at") for line in lines), "it did not start"
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(90) == 0
+
+
+def test_wrong_ways_to_start(capsys):
+    assert "replicas=3" in fails(capsys, "serve", "x", "--ray", "--replicas", "3", "--max-replicas", "2")
+    assert "--token-file" in fails(capsys, "serve", "x", "--ray", "--host", "0.0.0.0")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_killed_replica_costs_retries_not_answers(url):
+    with Client(url, retries=20) as client:
+        expected = [client.generate(num=2, length=6, seed=seed).x for seed in range(5)]
+        halfway = client.generate(num=1, length=3, seed=7)
+        assert halfway.resume.startswith("s."), "any replica can go on from it"
+        after = client.resume(halfway.resume, length=4).x
+        with pytest.raises(ServerError, match="several processes"):
+            client.generate(keep="server")
+        assert len(list(client.stream(length=6, chunk=2))) == 4
+    assert httpx.get(f"{url}/healthz", headers={"host": "example.org"}, trust_env=False).status_code == 421
+    pids = {httpx.get(f"{url}/healthz", trust_env=False).json()["pid"] for _ in range(40)}
+    assert len(pids) == 2
+    answers, end = Counter(), time.monotonic() + 8
+
+    def ask(number):
+        with Client(url, timeout=20, retries=20) as client:
+            while time.monotonic() < end:
+                number += 1
+                x = client.generate(num=2, length=6, seed=number % 5).x
+                answers[np.array_equal(x, expected[number % 5])] += 1
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    time.sleep(2)
+    before = answers[True]
+    os.kill(min(pids), signal.SIGKILL)
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads), "nothing hangs"
+    assert answers[False] == 0
+    assert answers[True] > before > 0
+    with Client(url, retries=20) as client:
+        assert np.array_equal(client.resume(halfway.resume, length=4).x, after)

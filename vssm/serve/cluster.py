@@ -1,0 +1,117 @@
+"""`vssm serve --ray`: the same app in many processes, on Ray Serve.
+
+Every replica has its own engine, which merges requests of one shape; Ray's own batching knows no shapes. What
+a client resumes from is sealed and stays with the client, so that any replica can go on from it, also after
+the one that began is gone.
+"""
+
+import logging
+import secrets
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vssm.serve.run import check_exposure, drain_seconds, only_local
+from vssm.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+__all__ = ["serve_on_ray"]
+
+
+def serve_on_ray(
+    sources: Sequence[str],
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    settings: Settings | None = None,
+    token: str | None = None,
+    key: bytes | None = None,
+    insecure: bool = False,
+    device: str = "cpu",
+    replicas: int = 1,
+    max_replicas: int | None = None,
+) -> None:
+    """Serves models on a Ray cluster, the one at $RAY_ADDRESS or one on this machine, until told to stop.
+
+    Arguments:
+        sources: What to serve, see `open_models`.
+        host: The address to listen on.
+        port: The port.
+        settings: The limits of each replica.
+        token: What clients must send as bearer.
+        key: Seals the states that clients keep; the replicas share it.
+        insecure: Allows an address that others can reach without a token.
+        device: Where the models run; on "cuda" each replica takes a GPU.
+        replicas: Processes that compute, at least.
+        max_replicas: Processes that compute, at most: as many as the load asks for.
+    """
+    local = check_exposure(host, token, insecure)
+    if replicas < 1 or (max_replicas is not None and max_replicas < replicas):
+        raise ValueError(
+            f"replicas={replicas}, max_replicas={max_replicas} is not allowed; allowed: 1 <= replicas <= max"
+        )
+    if not 0 < port < 2**16:
+        raise ValueError(f"port={port} is not allowed; allowed: 1 to 65535")
+    try:
+        import fastapi  # noqa: F401
+        import ray
+        from ray import serve
+    except ImportError as error:
+        raise ValueError(
+            f"serving on Ray needs {error.name}; install it with: pip install 'vssm[serve,cluster]'"
+        ) from None
+    from vssm.serve.models import open_models
+
+    names = ", ".join(
+        served.name for served in open_models(sources)
+    )  # mistakes are said here, not in replicas
+    places = [_absolute(source) for source in sources]
+    limits = replace(settings or Settings(), keep="client", handles=False)
+    if local:
+        limits = only_local(limits, host)
+    secret = key or secrets.token_bytes(32)
+
+    def build() -> "FastAPI":
+        from vssm.serve.app import create_app
+
+        return create_app(open_models(places, device), limits, token, secret)
+
+    scale: dict[str, Any] = {"num_replicas": replicas}
+    if max_replicas is not None:
+        scale = {"autoscaling_config": {"min_replicas": replicas, "max_replicas": max_replicas}}
+    deployment = serve.deployment(
+        serve.ingress(build)(),
+        name="vssm",
+        max_ongoing_requests=limits.max_queue,
+        max_queued_requests=limits.max_queue,
+        graceful_shutdown_timeout_s=drain_seconds(limits),
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+        ray_actor_options={"num_cpus": 1, "num_gpus": int(device != "cpu")},
+        **scale,
+    )
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+    stop = threading.Event()
+    try:
+        serve.start(http_options={"host": host, "port": port})
+        serve.run(deployment.bind(), name="vssm", route_prefix="/")
+        shown = f"[{host}]" if ":" in host else host
+        print(f"serving {names} at http://{shown}:{port} on Ray  (Ctrl-C ends)", flush=True)
+        for name in (signal.SIGTERM, signal.SIGINT):  # in place of those that Ray has set
+            signal.signal(name, lambda *_: stop.set())
+        while not stop.wait(1):  # a wait without end would not see signals
+            pass
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def _absolute(source: str) -> str:
+    name, separator, place = source.rpartition("=")
+    path = Path(place)
+    return f"{name}{separator}{path.resolve()}" if path.exists() else source

@@ -1,0 +1,144 @@
+"""What is served: a model, what its data are, and the rows from which on bits do not depend on the batch.
+
+Matrix libraries choose another kernel for a few rows than for many, so a sequence computed alone and the same
+sequence computed in a batch may differ in the last bit. From some number of rows on they do not, on a given
+machine: `row_floor` measures it, and the engine pads smaller batches up to it.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vssm import pretrained
+from vssm.checkpoint import load
+from vssm.data import Meta
+from vssm.generate import generate
+from vssm.hub import pull
+from vssm.models import Model, Variational
+
+__all__ = ["Served", "open_models", "row_bytes", "row_floor"]
+
+_MOST = 64  # rows at which bits are taken to have settled
+_SIZES = (48, 32, 24, 20, 16, 14, 12, 11, 10, 8, 6, 5, 4, 3, 2, 1)
+_SHIPPED = "no model was named and this installation ships none; allowed: vssm serve RUN_FOLDER"
+
+
+@dataclass(eq=False)
+class Served:
+    """A model under the name by which requests ask for it."""
+
+    name: str
+    model: Model
+    meta: Meta | None = None
+    floor: int = 1
+    """Rows times steps that a pass needs for bits not to depend on the batch."""
+    row_bytes: tuple[int, int] = (0, 0)
+    """Bytes of the state of one sequence: those that it always has, and those of each step."""
+
+    @property
+    def parallel(self) -> bool:
+        """Whether the model generates many steps in one pass."""
+        return isinstance(self.model, Variational)
+
+    @property
+    def text(self) -> bool:
+        """Whether sequences can be shown as text."""
+        return self.model.head.tokens and self.meta is not None
+
+    @property
+    def length(self) -> int:
+        """Steps of a whole sequence of the training data, as far as it is known."""
+        return self.meta.length if self.meta is not None else 28
+
+    def state_bytes(self, num: int, steps: int) -> int:
+        """Returns the size of the state of `num` sequences after so many steps."""
+        fixed, step = self.row_bytes
+        return num * (fixed + step * steps)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what clients need to know."""
+        config, meta = self.model.config, self.meta
+        return {
+            "name": self.name,
+            "kind": config.kind,
+            "head": config.head,
+            "features": config.features,
+            "tokens": self.model.head.tokens,
+            "text": self.text,
+            "parallel": self.parallel,
+            "length": self.length,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "data": None if meta is None else meta.name,
+            "image_shape": None if meta is None or meta.image_shape is None else list(meta.image_shape),
+        }
+
+
+def open_models(sources: Sequence[str], device: str = "cpu") -> list[Served]:
+    """Loads what is to be served.
+
+    Arguments:
+        sources: Run folders, names of shipped models or hf://OWNER/NAME, each optionally after NAME=.
+            With none, the models that ship with the package.
+        device: Where the weights go.
+    """
+    served: list[Served] = []
+    for source in sources or _shipped():
+        name, _, place = source.rpartition("=")
+        name = name or re.sub(r"[^\w.-]", "-", Path(place.removeprefix("hf://").rstrip("/")).name)
+        if not re.fullmatch(r"\w[\w.-]{0,63}", name) or any(other.name == name for other in served):
+            raise ValueError(f"model name {name!r} is not allowed; allowed: NAME=FOLDER, each name once")
+        model = load(place, device).eval()
+        served.append(Served(name, model, _meta(place)))
+    return served
+
+
+def row_floor(model: Model) -> int:
+    """Measures from how many rows on a step's bits do not depend on the number of rows, at most 64.
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> 1 <= row_floor(build(ModelConfig(kind="ssm", features=3, width=8, layers=1))) <= 64
+        True
+    """
+    dial = {"chunk": 1, "recondition": True} if isinstance(model, Variational) else {}
+    whole = generate(model, num=_MOST, length=2, observe="sample", **dial).x
+    settled = _MOST
+    for num in _SIZES:
+        # The last rows, not the first: a row must not depend on its place in the batch either.
+        rows = range(_MOST - num, _MOST)
+        part = generate(model, num=num, length=2, observe="sample", rows=rows, **dial).x
+        if not torch.equal(part, whole[_MOST - num :]):
+            break
+        settled = num
+    return settled
+
+
+def row_bytes(model: Model) -> tuple[int, int]:
+    """Measures the bytes of the state of one sequence: those that it always has, and those of each step.
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> row_bytes(build(ModelConfig(kind="ssm", features=3, width=8, layers=1)))[1]
+        0
+    """
+    one, two = (generate(model, num=1, length=steps).state for steps in (1, 2))
+    first, second = (sum(leaf.nbytes for leaf in state.leaves()) for state in (one, two))
+    return 2 * first - second, second - first
+
+
+def _shipped() -> list[str]:
+    names = pretrained.names()
+    if not names:
+        raise ValueError(_SHIPPED)
+    return list(names)
+
+
+def _meta(place: str) -> Meta | None:
+    folder = pull(place) if place.startswith("hf://") else pretrained.find(place)
+    values = json.loads((folder / "config.json").read_text())
+    return Meta.from_json(values["data_meta"]) if "data_meta" in values else None

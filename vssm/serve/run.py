@@ -1,0 +1,184 @@
+"""`vssm serve` in one process, on uvicorn.
+
+SIGTERM and Ctrl-C stop taking requests, finish what runs, streams included, and end the process.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import math
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vssm.serve.settings import Settings
+
+__all__ = ["check_exposure", "drain_seconds", "only_local", "read_secret", "serve"]
+
+_CONNECTIONS = 1024
+_MAX_HEAD = 64 * 2**10  # bytes of a request before its body
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(
+    sources: Sequence[str],
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    settings: Settings | None = None,
+    token: str | None = None,
+    key: bytes | None = None,
+    insecure: bool = False,
+    device: str = "cpu",
+) -> None:
+    """Serves models until the process is told to stop.
+
+    Arguments:
+        sources: What to serve, see `open_models`.
+        host: The address to listen on.
+        port: The port; 0 for any that is free.
+        settings: The limits.
+        token: What clients must send as bearer.
+        key: Seals the states that clients keep.
+        insecure: Allows an address that others can reach without a token.
+        device: Where the models run.
+    """
+    local = check_exposure(host, token, insecure)
+    try:
+        import uvicorn
+
+        from vssm.serve.app import create_app
+    except ImportError as error:
+        raise ValueError(f"serving needs {error.name}; install it with: pip install 'vssm[serve]'") from None
+    from vssm.serve.models import open_models
+
+    settings = settings or Settings()
+    if settings.threads is None:
+        # Threads wait for each other: one that had to share its core with the connections would hold up all.
+        settings = replace(settings, threads=max(1, (os.cpu_count() or 2) - 1))
+    if local:
+        settings = only_local(settings, host)
+    models = open_models(sources, device)
+    listener = _listen(host, port)
+    app = create_app(models, settings, token, key or secrets.token_bytes(32))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    config = uvicorn.Config(
+        app,
+        http=_impatient(settings),
+        ws="none",
+        access_log=False,  # ours leaves out what was sent
+        log_level="warning",
+        timeout_graceful_shutdown=drain_seconds(settings),
+        limit_concurrency=_CONNECTIONS,
+        server_header=False,
+    )
+    shown = f"[{host}]" if ":" in host else host
+    names = ", ".join(served.name for served in models)
+    print(f"serving {names} at http://{shown}:{listener.getsockname()[1]}  (Ctrl-C ends)", flush=True)
+    # uvicorn sends itself the signal again once it has drained; then the work is done and all is well.
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, lambda *_: sys.exit(0))
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def check_exposure(host: str, token: str | None, insecure: bool) -> bool:
+    """Returns whether only this machine can reach an address; one that others can reach needs a token.
+
+    Example:
+        >>> check_exposure("127.0.0.1", None, False)
+        True
+        >>> check_exposure("0.0.0.0", None, False)
+        Traceback (most recent call last):
+        ValueError: host='0.0.0.0' can be reached by others; allowed: --token-file FILE, or --insecure
+    """
+    try:
+        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    if not local and token is None and not insecure:
+        raise ValueError(f"host={host!r} can be reached by others; allowed: --token-file FILE, or --insecure")
+    return local
+
+
+def only_local(settings: Settings, host: str) -> Settings:
+    """Returns settings for a server that answers to the names of this machine alone."""
+    return replace(settings, hosts=(*_LOCAL, host))
+
+
+def drain_seconds(settings: Settings) -> int:
+    """Returns the longest that a request may take, which is what those that run have at the end."""
+    return math.ceil(settings.body_timeout + settings.timeout)
+
+
+def read_secret(path: Path, name: str) -> str:
+    """Returns the one line of a file that holds a secret."""
+    secret = path.read_text().strip()
+    if len(secret) < 16 or not secret.isascii() or not secret.isprintable() or " " in secret:
+        raise ValueError(f"{name}={str(path)!r} holds no secret; allowed: one word of 16 or more characters")
+    return secret
+
+
+def _impatient(settings: Settings) -> type[asyncio.Protocol]:
+    """Returns a protocol that drops who sends no whole head or does not read; uvicorn would wait for ever."""
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    class Impatient(AutoHTTPProtocol):
+        loop: asyncio.AbstractEventLoop
+        transport: asyncio.Transport
+        cycle: Any  # the latest request whose head is complete
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._head, self._unread = 0, None
+            self._deadline = self._drop_after(settings.body_timeout)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._head = 0
+                self._deadline.cancel()
+                return
+            if not self._head and self._deadline.cancelled():
+                self._deadline = self._drop_after(settings.body_timeout)
+            self._head += len(data)
+            if self._head > _MAX_HEAD:
+                self.transport.abort()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread = self._drop_after(settings.timeout)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._unread is not None:
+                self._unread.cancel()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            for timer in (self._deadline, self._unread):
+                if timer is not None:
+                    timer.cancel()
+            super().connection_lost(exc)
+
+        def _drop_after(self, seconds: float) -> asyncio.TimerHandle:
+            # Not close(), which would first wait for what was written to be read.
+            return self.loop.call_later(seconds, lambda: self.transport.abort())
+
+    return Impatient
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port < 2**16:
+        raise ValueError(f"port={port} is not allowed; allowed: 0 to 65535")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"can not listen on host={host!r}, port={port}: {error.strerror or error}") from None
+    return listener

@@ -1,0 +1,245 @@
+"""What requests and answers look like, and how prompts become tensors.
+
+A prompt comes as nested lists, as the bytes of a .npy file in base64, or as text. An array file is read by
+its header and its length alone: nothing is unpickled, and a header that promises more than was sent is
+refused.
+"""
+
+import ast
+import base64
+import binascii
+import math
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from vssm.serve.errors import Refused
+from vssm.serve.models import Served
+
+__all__ = [
+    "ErrorReply",
+    "GenerateRequest",
+    "ModelsReply",
+    "ObserveReply",
+    "ObserveRequest",
+    "Reply",
+    "ResumeRequest",
+    "read_array",
+    "read_sequences",
+]
+
+_INT64 = 2**63
+_MAX_HEADER = 4096
+_Seed = Annotated[int, Field(ge=-_INT64, lt=_INT64, description="Names the sample.")]
+_Model = Annotated[str | None, Field(max_length=64, description="One of /v1/models; the first by default.")]
+_Array = Annotated[
+    list[Any] | str | None,
+    Field(
+        description="(steps, features), or (batch, steps, features); for tokens (steps) or (batch, steps); "
+        "for a model of text also a text."
+    ),
+]
+_Npy = Annotated[str | None, Field(description="The same as a .npy file in base64.")]
+_Keep = Annotated[
+    Literal["server", "client", "none"] | None,
+    Field(description="Where the state waits to be resumed: here, sealed in the answer, or not at all."),
+]
+_Resume = Annotated[str, Field(min_length=2, description="`resume` of an answer.")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Dials(_Strict):
+    num: int | None = Field(
+        None, ge=1, description="How many sequences; one prompt or state serves any number."
+    )
+    length: int | None = Field(
+        None, ge=1, description="How many new steps; the rest of a sequence by default."
+    )
+    chunk: int | None = Field(None, ge=1, description="Make so many steps at a time (vssm, tvae).")
+    recondition: bool = Field(False, description="Read each chunk before making the next (vssm, tvae).")
+    temperature: float = Field(1.0, gt=0, le=100, allow_inf_nan=False, description="Below 1: safer samples.")
+    observe: Literal["mean", "sample"] = Field("mean", description="The mean of the head, or a sample of it.")
+    seed: _Seed | None = None
+    stream: bool = Field(False, description="Send chunks as they are made, as server-sent events.")
+    every: int | None = Field(
+        None, ge=1, description="Steps of an event of a step-by-step model; 1 by default."
+    )
+    keep: _Keep = None
+
+
+class GenerateRequest(_Dials):
+    """Generates sequences, from nothing or after a prompt."""
+
+    model: _Model = None
+    prompt: _Array = None
+    prompt_npy: _Npy = None
+
+
+class ResumeRequest(_Dials):
+    """Goes on from where an answer stopped."""
+
+    resume: _Resume
+
+
+class ObserveRequest(_Strict):
+    """Reads data, and returns where to resume from."""
+
+    model: _Model = None
+    x: _Array = None
+    x_npy: _Npy = None
+    resume: _Resume | None = None
+    seed: _Seed | None = None
+    keep: _Keep = None
+
+
+class Timing(BaseModel):
+    """Where the time went."""
+
+    compute_ms: float = Field(description="In passes that this request was part of.")
+    total_ms: float = Field(description="From the arrival of the request to this answer.")
+    rows: int = Field(description="Sequences in the last of these passes, those of other requests included.")
+
+
+class ObserveReply(BaseModel):
+    """Where to resume from."""
+
+    model: str
+    position: int = Field(description="Steps read and made so far.")
+    resume: str | None = Field(description="Pass it to /v1/resume.")
+    timing: Timing
+
+
+class Reply(ObserveReply):
+    """The new steps, and where to resume from."""
+
+    x: list[Any] = Field(description="The new steps, (num, length, features), or (num, length) tokens.")
+    text: list[str] | None = Field(description="The same as text, for a model of text.")
+
+
+class ModelReply(BaseModel):
+    """A model that is served."""
+
+    name: str
+    kind: str
+    head: str
+    features: int
+    tokens: bool
+    text: bool
+    parallel: bool
+    length: int
+    parameters: int
+    data: str | None
+    image_shape: list[int] | None
+
+
+class ModelsReply(BaseModel):
+    """What is served, the default first, and what one request may ask for."""
+
+    models: list[ModelReply]
+    limits: dict[str, int]
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    type: str
+    message: str
+    param: str | None
+
+
+class ErrorReply(BaseModel):
+    """The one form of every error."""
+
+    error: ErrorDetail
+
+
+def read_sequences(
+    served: Served, value: list[Any] | str | None, npy: str | None, name: str
+) -> Tensor | None:
+    """Turns a prompt as it was sent into what the model reads, (B, C, D) or (B, C), or refuses it."""
+    if value is not None and npy is not None:
+        raise Refused(422, "invalid", f"{name} and {name}_npy were both given; allowed: one", name)
+    if value is None and npy is None:
+        return None
+    head = served.model.head
+    try:
+        if isinstance(value, str):
+            if not served.text or served.meta is None:
+                raise ValueError(f"{name} is text; allowed for model {served.name!r}: numbers")
+            x = served.meta.encode(value)
+        else:
+            array = read_array(npy) if npy is not None else _from_lists(value, name)
+            x = _to_tensor(array, head.tokens, name)
+        x = x[None] if x.dim() == (1 if head.tokens else 2) else x
+        head.validate(x, name=name)
+        if x.shape[0] == 0 or x.shape[1] == 0:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: one step or more")
+    except ValueError as error:
+        raise Refused(422, "invalid", str(error), name) from None
+    return x
+
+
+def read_array(content: str) -> np.ndarray:
+    """Returns the array of a .npy file in base64; whatever is no plain array of numbers is a ValueError.
+
+    Example:
+        >>> import io
+        >>> file = io.BytesIO()
+        >>> np.save(file, np.arange(3.0))
+        >>> read_array(base64.b64encode(file.getvalue()).decode())
+        array([0., 1., 2.])
+    """
+    try:
+        data = base64.b64decode(content, validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError("the .npy file is no base64; allowed: standard base64") from None
+    if data[:6] != b"\x93NUMPY" or len(data) < 12:
+        raise ValueError("the .npy file does not start like one; allowed: what numpy.save writes")
+    width = 2 if data[6] == 1 else 4
+    start = 8 + width + int.from_bytes(data[8 : 8 + width], "little")
+    if start > min(len(data), _MAX_HEADER):
+        raise ValueError(f"the .npy file has a header of {start} bytes; allowed: {_MAX_HEADER}, none missing")
+    try:
+        header = ast.literal_eval(data[8 + width : start].decode("latin1").strip())
+        dtype, shape = np.dtype(header["descr"]), header["shape"]
+        order = "F" if header["fortran_order"] else "C"
+        fits = type(shape) is tuple and len(shape) <= 3
+        fits = fits and all(type(size) is int and size >= 0 for size in shape)
+    except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError):
+        raise ValueError("the .npy file has a damaged header; allowed: what numpy.save writes") from None
+    if not fits or dtype.kind not in "iuf":  # objects would be pickles
+        raise ValueError("the .npy file holds no array of numbers; allowed: integers or floats, 1 to 3 axes")
+    if math.prod(shape) * dtype.itemsize != len(data) - start:
+        raise ValueError("the .npy file has another length than its header says")
+    return np.frombuffer(data, dtype, offset=start).reshape(shape, order=order)
+
+
+def _from_lists(value: list[Any] | None, name: str) -> np.ndarray:
+    wrong = ValueError(f"{name} is no array of numbers; allowed: nested lists of numbers, equally long")
+    try:
+        # As objects first: numpy would make every string of a list as long as the longest.
+        leaves = np.array(value, object)
+        if leaves.ndim > 3 or not {type(leaf) for leaf in leaves.flat} <= {int, float}:
+            raise wrong
+        array = np.array(value)
+    except (ValueError, OverflowError):
+        raise wrong from None
+    if array.dtype.kind not in "iuf":  # whole numbers past 64 bits
+        raise wrong
+    return array
+
+
+def _to_tensor(array: np.ndarray, tokens: bool, name: str) -> Tensor:
+    if tokens and array.dtype.kind == "f":
+        raise ValueError(f"{name} has dtype {array.dtype}; allowed: whole numbers")
+    if tokens and array.size and not (array.min() >= 0 and array.max() < _INT64):
+        raise ValueError(f"{name} holds numbers that are no tokens; allowed: whole numbers from 0 on")
+    with np.errstate(over="ignore"):  # too large becomes infinite, which the head refuses
+        array = array.astype(np.int64 if tokens else np.float32)
+    return torch.from_numpy(array)

@@ -1,0 +1,61 @@
+"""The limits of a server: what one request may ask for, and what all of them together may hold."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Holds every limit of a server.
+
+    Example:
+        >>> Settings(max_queue=8).max_queue
+        8
+        >>> Settings(max_num=0)
+        Traceback (most recent call last):
+        ValueError: max_num=0 is not allowed; allowed: a number > 0
+    """
+
+    max_num: int = 256
+    """Most sequences of one request."""
+    max_length: int = 4096
+    """Most new steps of one request, and most steps of a prompt."""
+    max_cells: int = 65_536
+    """Most sequences times steps of one request, prompt included."""
+    max_body: int = 8 * 2**20
+    """Most bytes of a request."""
+    max_bodies: int = 64 * 2**20
+    """Most bytes of all requests in progress; more are answered 429 as well."""
+    max_queue: int = 128
+    """Most requests in progress; more are answered 429 with Retry-After."""
+    work_mib: int = 2048
+    """Most MiB of states of requests in progress; more are answered 429 as well."""
+    max_rows: int = 64
+    """Most sequences that are computed together."""
+    batching: bool = True
+    """Compute requests that fit together at once."""
+    threads: int | None = None
+    """Threads that compute; `vssm serve` takes one less than there are cores."""
+    timeout: float = 60.0
+    """Seconds that a request may take, its body excepted."""
+    body_timeout: float = 10.0
+    """Seconds that a client may take to send its request."""
+    keep: Literal["server", "client"] = "server"
+    """Where states wait to be resumed, unless a request says otherwise."""
+    handles: bool = True
+    """Whether states may wait here at all; not where several processes share the work."""
+    resume_seconds: float = 600.0
+    """How long a state can be resumed."""
+    resume_count: int = 1024
+    """Most states kept here; the least recently used goes first."""
+    resume_mib: int = 256
+    """Most MiB of states kept here."""
+    hosts: tuple[str, ...] = ()
+    """Names that the server answers to in the Host header; empty for all."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
+                raise ValueError(f"{name}={value} is not allowed; allowed: a number > 0")
