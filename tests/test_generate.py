@@ -1,5 +1,9 @@
 """One seed gives one sample, however it is made."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,10 +11,12 @@ from hypothesis import strategies as st
 
 from tests.conftest import KINDS, relative_error, sequences, small_model
 from vssm import State, generate, observe
+from vssm.sampling.ahead import posterior_ahead, scan_ahead, scan_ahead_reference
 
 PARALLEL = ("tvae", "vssm")
 AUTOREGRESSIVE = ("transformer", "ssm", "rnn")
 TOLERANCE = 1e-4
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton decides at import whether it interprets
 
 
 def same(a, b):
@@ -150,6 +156,149 @@ def test_reconditioned_chunks_read_what_was_generated(kind):
     assert observe(model, prompt, first.state).position == 10
 
 
+def reading_model(kind, **options):
+    """A small model whose next latents depend on what was read, attention too."""
+    model = small_model(kind, **options)
+    if kind == "tvae":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(4)
+    return model
+
+
+def same_states(a, b):
+    assert (a.position, list(a.children)) == (b.position, list(b.children))
+    for name, child in a.children.items():
+        if isinstance(child, State):
+            same_states(child, b.child(name))
+        else:
+            assert relative_error(child, b[name]) < 1e-5, name
+
+
+def same_samples(a, b, steps=None):
+    assert torch.equal(a.z[:, :steps], b.z[:, :steps])
+    assert relative_error(a.x[:, :steps], b.x[:, :steps]) < 1e-5
+
+
+def starts(model):
+    """From nothing, a prompt, a state, both, and one prompt or state for all rows."""
+    x = sequences(model, 3, 4)
+    return [
+        {"num": 3, "seed": 5},
+        {"prompt": x, "seed": 5, "observe": "sample"},
+        {"state": observe(model, x, seed=5), "temperature": 0.7},
+        {"state": observe(model, x, seed=5), "prompt": x, "temperature": 1.5, "observe": "sample"},
+        {"num": 3, "prompt": x[:1], "seed": 5},
+        {"num": 3, "state": observe(model, x[:1], seed=5)},
+    ]
+
+
+@pytest.mark.parametrize("start", range(6))
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_passes_settle_a_step_each_on_the_way_to_step_by_step(kind, start):
+    model = reading_model(kind)
+    options = {"length": 7, **starts(model)[start]}
+    stepwise = generate(model, chunk=1, recondition=True, **options)
+    one_shot = generate(model, **options)
+    assert not torch.equal(one_shot.z, stepwise.z), "else there is nothing to refine"
+    for passes in (2, 3, 6):
+        same_samples(generate(model, passes=passes, **options), stepwise, steps=passes)
+    for passes in (7, 30):
+        refined = generate(model, passes=passes, **options)
+        same_samples(refined, stepwise)
+        same_states(refined.state, stepwise.state)
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_one_pass_is_one_shot(kind):
+    model = small_model(kind)
+    for start in starts(model):
+        plain, one = generate(model, length=6, **start), generate(model, length=6, passes=1, **start)
+        assert torch.equal(one.x, plain.x) and torch.equal(one.z, plain.z)
+        assert "blind" in one.state.children
+        assert all(map(torch.equal, one.state.leaves(), plain.state.leaves()))
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_passes_inside_chunks(kind):
+    model = reading_model(kind)
+    options = {"prompt": sequences(model, 3, 4), "seed": 2}
+    stepwise = generate(model, length=8, chunk=1, recondition=True, **options)
+    for chunk in (1, 3, 8):  # the last chunk is a short one
+        refined = generate(model, length=8, chunk=chunk, passes=chunk, recondition=True, **options)
+        same_samples(refined, stepwise)
+        same_states(refined.state, stepwise.state)
+    # Two passes: the second chunk goes on from the first, as does a call that resumes; reading is implied.
+    both = generate(model, length=8, chunk=4, passes=2, **options)
+    first = generate(model, length=4, passes=2, **options)
+    rest = generate(model, length=4, passes=2, state=first.state)
+    same_samples(first, both, steps=4)
+    assert torch.equal(rest.z, both.z[:, 4:])
+    same_states(rest.state, both.state)
+    same_samples(generate(model, length=8, chunk=4, passes=2, recondition=True, **options), both)
+    assert observe(model, options["prompt"], both.state).position == 16
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+@pytest.mark.parametrize("head", ["gaussian-learned", "bernoulli", "categorical", "logistic-mixture"])
+def test_passes_suit_every_head(kind, head):
+    model = reading_model(kind, head=head)
+    options = {"num": 2, "length": 5, "observe": "sample", "seed": 1}
+    same_samples(generate(model, passes=5, **options), generate(model, chunk=1, recondition=True, **options))
+
+
+def test_passes_in_double_and_over_many_steps():
+    model = small_model("vssm").double()  # without a kernel
+    options = {"num": 2, "length": 9, "seed": 1}
+    stepwise = generate(model, chunk=1, recondition=True, **options)
+    refined = generate(model, passes=9, **options)
+    assert relative_error(refined.x, stepwise.x) < 1e-12
+    assert torch.equal(refined.z, stepwise.z)
+    model = small_model("vssm")
+    x = sequences(model, 2, 70)  # 139 steps of two streams, more than a kernel takes at a time
+    ahead = posterior_ahead(model, x).logits
+    for t in (0, 1, 31, 32, 69):
+        with torch.no_grad():
+            logits = model.partial_posterior(x[:, :t] if t else None, empty=1)[0].logits
+        assert relative_error(ahead[:, t], logits[:, -1].expand(2, -1, -1)) < 1e-5
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 5, 3), (3, 2, 17, 1), (2, 33, 40, 5), (2, 71, 16, 16), (9, 8, 33, 7)]
+)
+def test_the_scan_ahead_equals_its_twin(sizes, device):
+    batch, length, channels, states = sizes
+    length = min(length, 5) if INTERPRETED else length  # which is slow
+    rows = {name: torch.randn(batch, length, 2 * channels)[..., :channels] for name in ("u", "dt", "z")}
+    rows |= {name: torch.randn(batch, length, states) for name in "BC"}
+    whole = {"A": -9 * torch.rand(channels, states)}
+    whole |= {name: torch.randn(channels) for name in ("D", "dt_bias")}
+    h = torch.randn(batch, channels, states)
+    scan = scan_ahead
+    if INTERPRETED:
+        from vssm.sampling.ahead_triton import forward as scan
+    for h0 in (None, h, h[:1].expand(batch, -1, -1)):
+        given = {name: None if v is None else v.to(device) for name, v in {**rows, **whole, "h0": h0}.items()}
+        exact = {name: None if v is None else v.double() for name, v in given.items()}
+        assert relative_error(scan(**given), scan_ahead_reference(**exact)) < 1e-5
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+def test_the_scan_ahead_in_the_interpreter():
+    pytest.importorskip("triton")
+    chosen = f"{__file__}::test_the_scan_ahead_equals_its_twin"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", chosen],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert "5 passed" in done.stdout
+
+
 @pytest.mark.parametrize("kind", AUTOREGRESSIVE)
 def test_recomputation_equals_the_cache(kind):
     """The paper's Transformer algorithm and the key-value cache give one sample."""
@@ -217,6 +366,14 @@ PROMPT = torch.rand(2, 3, 3)
         ("vssm", {"observe": "draw"}, "observe='draw' is unknown; allowed: 'mean', 'sample'"),
         ("vssm", {"cache": False}, "cache=False is for autoregressive models, not kind='vssm'"),
         ("ssm", {"chunk": 2}, "chunk=2 is for models that generate in parallel, not kind='ssm'"),
+        ("vssm", {"passes": 0}, "passes=0 is not allowed; allowed: a whole number >= 1"),
+        ("tvae", {"passes": 1.5}, "passes=1.5 is not allowed; allowed: a whole number >= 1"),
+        (
+            "ssm",
+            {"passes": 2},
+            "passes=2 is for models that generate in parallel, not kind='ssm'; allowed: vssm",
+        ),
+        ("vrnn", {"passes": 3}, "passes=3 is for models that generate in parallel, not kind='vrnn'"),
         ("vrnn", {"recondition": True}, "recondition=True is for models that generate in parallel"),
         ("vssm", {"prompt": PROMPT[0]}, r"prompt has shape \(3, 3\); allowed: \(batch, length, 3\)"),
         ("vssm", {"prompt": PROMPT[..., :2]}, r"prompt has shape \(2, 3, 2\)"),
@@ -248,6 +405,8 @@ def test_bad_states_are_named():
         observe(model, x, out.state)
     with pytest.raises(ValueError, match="recondition=True can not start from this state"):
         generate(model, length=2, state=out.state, recondition=True)
+    with pytest.raises(ValueError, match="passes=2 can not start from this state: it has run over empty"):
+        generate(model, length=2, state=out.state, passes=2)
     with pytest.raises(ValueError, match="state has 2 rows; allowed: 1 or 3"):
         generate(model, num=3, length=2, state=out.state)
     with pytest.raises(ValueError, match="state has 2 rows; allowed: 1, the rows of x"):

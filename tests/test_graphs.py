@@ -115,6 +115,15 @@ def test_replayed_chunks_equal_plain(kind, device, replays):
             check(model, replays, length=7, chunk=3, recondition=recondition, **options)
 
 
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_replayed_passes_equal_plain(kind, device, replays):
+    model = small_model(kind).to(device)
+    prompt = sequences(model, 2, 3).to(device)
+    for options in ({"num": 2}, {"prompt": prompt}, {"state": observe(model, prompt), "observe": "sample"}):
+        for passes, chunk in ((2, None), (3, None), (2, 3)):  # each its own program
+            check(model, replays, length=7, passes=passes, chunk=chunk, **options)
+
+
 @pytest.mark.parametrize("head", ["gaussian-learned", "bernoulli", "categorical", "logistic-mixture"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_replayed_heads_equal_plain(kind, head, device, replays):

@@ -18,6 +18,7 @@ from tests.serving import error, served
 from tests.test_serve import wait_until_ready
 from vssm.serve.app import create_app
 from vssm.serve.errors import Refused
+from vssm.serve.run import only_local
 from vssm.serve.schema import read_array, read_sequences
 from vssm.serve.settings import Settings
 
@@ -299,6 +300,24 @@ def test_a_bug_is_a_500_in_the_answer_the_log_and_the_numbers(app, client, monke
         assert error(client.post("/v1/generate", json={}), 500)["type"] == "internal"
     assert "POST /v1/generate 500" in caplog.text
     assert 'vssm_requests_total{route="/v1/generate",status="500"} 1.0' in client.get("/metrics").text
+
+
+def test_other_sites_can_not_call_a_local_server():
+    with TestClient(create_app([served("vssm")], Settings(hosts=("127.0.0.1",)))) as client:
+        assert error(client.get("/healthz"), 421)["type"] == "host"
+        assert client.get("/healthz", headers={"host": "127.0.0.1:8000"}).status_code == 200
+        for host in ("127.0.0.1.example.org", "example.org:127.0.0.1", "", "127.0.0.1:80@example.org"):
+            assert error(client.get("/healthz", headers={"host": host}), 421)["type"] == "host"
+        headers = {"host": "127.0.0.1", "content-type": "text/plain"}
+        assert (
+            error(client.post("/v1/generate", content="{}", headers=headers), 415)["type"] == "content_type"
+        )
+
+
+def test_a_local_server_answers_to_every_way_of_writing_its_name():
+    with TestClient(create_app([served("vssm")], only_local(Settings(), "127.0.0.2"))) as client:
+        for host in ("[::1]", "[::1]:8000", "LOCALHOST:80", "127.0.0.1", "127.0.0.2:8000"):
+            assert client.get("/healthz", headers={"host": host}).status_code == 200, host
 
 
 def test_no_schema_breaking_request_is_a_server_error(app, client):

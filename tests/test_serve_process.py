@@ -269,8 +269,12 @@ def test_the_first_page_comes_within_a_second_and_is_small(server):
 def test_both_signals_are_a_good_end(folders, monkeypatch, name):
     number = getattr(signal, name)
     before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
-    # What uvicorn does with a signal once it has drained.
-    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: signal.raise_signal(number))
+
+    def run(_, sockets):  # as uvicorn ends: it sends itself the signal again once it has drained
+        sockets[0].close()
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
     try:
         with pytest.raises(SystemExit) as end:
             main(["serve", folders[0], "--port", "0"])

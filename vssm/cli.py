@@ -7,11 +7,12 @@ line and exit code 2; anything else is a bug and gives a traceback.
 """
 
 import contextlib
+import inspect
 import io
 import json
 import re
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -19,6 +20,8 @@ import tyro
 
 from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig, check_choice
 from vssm.data import DataConfig, SeriesConfig, SyntheticConfig, TextConfig
+from vssm.serve.settings import Settings
+from vssm.storage import write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -154,11 +157,49 @@ class Sweep(_RunOptions):
 
 
 @dataclass
+class Reproduce:
+    """Repeats the paper's experiments, piece by piece: what is done already is skipped."""
+
+    data: tyro.conf.Positional[str]
+    """The data set: mnist, cifar10, or digits (small only)."""
+    scale: str = "paper"
+    """paper, or small: minutes on a CPU."""
+    out: Path | None = None
+    """The folder for runs and figures; runs/reproduce-DATA by default."""
+    results: Path | None = None
+    """The folder for results: results/paper by default, OUT/results at the small scale."""
+    kinds: tuple[str, ...] = ("transformer", "ssm", "vssm")
+    """The models; tvae, rnn and vrnn are there too."""
+    learning_rates: tuple[float, ...] | None = None
+    """The grid, the paper's by default; a single one is taken as it is."""
+    seeds: tuple[int, ...] | None = None
+    """The seeds, 0 to 4 by default (0 at the small scale)."""
+    epochs: float | None = None
+    """Passes over the training set, 200 by default."""
+    grid_epochs: float | None = None
+    """A shorter training for the grid."""
+    minutes: float | None = None
+    """Stop at the first checkpoint after so long; the same command goes on."""
+    ray_address: str | None = None
+    """Run side by side on a Ray cluster: auto, local, or an address."""
+    data_dir: str | None = None
+    """Folder with the data; else $VSSM_DATA; else the user cache."""
+
+    def run(self) -> None:
+        from vssm.reproduce import reproduce
+
+        left = reproduce(**vars(self))
+        print(
+            f"left: {', '.join(left)}" if left else "all done; vssm report --page makes a page of the results"
+        )
+
+
+@dataclass
 class Generate:
     """Generates from a trained model: samples, a picture or text, and the state to resume from."""
 
     run_folder: tyro.conf.Positional[str]
-    """A run folder, a folder written by vssm.save, or hf://OWNER/NAME on the Hugging Face hub."""
+    """A run folder, a folder written by vssm.save, hf://OWNER/NAME on the hub, or http://SERVER[/MODEL]."""
     num: int | None = None
     """How many sequences; 16, or the rows of the prompt or state."""
     length: int | None = None
@@ -169,6 +210,8 @@ class Generate:
     """Generate so many steps at a time (vssm, tvae)."""
     recondition: bool = False
     """Read each generated chunk before making the next (vssm, tvae)."""
+    passes: int = 1
+    """Parallel passes over each chunk: 1 is one shot, more come closer to step by step (vssm, tvae)."""
     temperature: float = 1.0
     """Below 1 for safer, above 1 for wilder samples."""
     observe: Literal["mean", "sample"] = "mean"
@@ -183,8 +226,54 @@ class Generate:
     """Where the state to resume from goes."""
     device: str = "auto"
     """Where to run: auto, cpu or cuda."""
+    token_file: Path | None = None
+    """The token that a server asks for."""
 
     def run(self) -> None:
+        if self.run_folder.startswith(("http://", "https://")):
+            return self._ask_server()
+        return self._compute()
+
+    def _ask_server(self) -> None:
+        import numpy as np
+        import torch
+
+        from vssm.serve.client import Client
+        from vssm.serve.run import read_secret
+
+        if self.out.suffix not in (".npy", ".txt"):
+            raise ValueError(f"out={str(self.out)!r} is not allowed; allowed from a server: .npy or .txt")
+        if self.passes != 1:
+            raise ValueError(f"passes={self.passes} is not allowed; allowed from a server: 1")
+        url, _, model = self.run_folder.partition("://")[2].partition("/")
+        options = {
+            name: getattr(self, name)
+            for name in ("num", "length", "chunk", "recondition", "temperature", "observe", "seed")
+        }
+        options = {name: value for name, value in options.items() if value is not None}
+        token = None if self.token_file is None else read_secret(self.token_file, "token_file")
+        prompt = self.prompt
+        if prompt is not None and prompt.endswith(".npy"):
+            prompt = np.load(prompt, allow_pickle=False)
+        with Client(f"{self.run_folder.partition('://')[0]}://{url}", token) as client:
+            if self.resume is not None:
+                answer = client.resume(self.resume.read_text().strip(), **options)
+            else:
+                num = {"num": 16} if prompt is None else {}
+                answer = client.generate(prompt, **{**num, **options, "model": model or None})
+        if self.out.suffix == ".npy":
+            _write_samples(torch.from_numpy(answer.x), None, None, self.out)
+        elif answer.text is None:
+            raise ValueError(f"out={str(self.out)!r} is for text; allowed for this model: .npy")
+        else:
+            given = prompt if isinstance(prompt, str) else ""
+            text = "\n---\n".join(given + made for made in answer.text)
+            write_atomically(self.out, lambda path: path.write_text(text + "\n"))
+        state = self.state.with_suffix(".resume")
+        write_atomically(state, lambda path: path.write_text(f"{answer.resume}\n"))
+        print(f"samples: {self.out}  {answer.x.shape}\nstate: {state}, after step {answer.position}")
+
+    def _compute(self) -> None:
         import vssm
         from vssm.train import choose_device
 
@@ -207,6 +296,7 @@ class Generate:
             prompt=prompt,
             chunk=self.chunk,
             recondition=self.recondition,
+            passes=self.passes,
             temperature=self.temperature,
             observe=self.observe,
             seed=self.seed,
@@ -223,7 +313,7 @@ class Evaluate:
     """Measures a run on the test set: likelihoods, sample quality, generation times."""
 
     run_folder: tyro.conf.Positional[Path]
-    """A run folder."""
+    """A run folder, or the name of a shipped model, which is copied to runs/NAME."""
     num_samples: int = 100
     """K, the latent draws of each likelihood estimate."""
     max_sequences: int | None = None
@@ -236,17 +326,72 @@ class Evaluate:
     def run(self) -> None:
         from vssm.evaluate import evaluate_run
 
+        folder = _own_copy(self.run_folder)
         with _Bar() as bar:
             result = evaluate_run(
-                self.run_folder,
+                folder,
                 num_samples=self.num_samples,
                 max_sequences=self.max_sequences,
                 num_images=self.num_images,
                 device=self.device,
                 progress=bar.show,
             )
-        _table(f"{self.run_folder}: test set", result["metrics"])
-        print(f"written: {self.run_folder / 'eval.json'}")
+        _table(f"{folder}: test set", result["metrics"])
+        print(f"written: {folder / 'eval.json'}")
+
+
+@dataclass
+class Forecast:
+    """Forecasts what comes after a table file: quantiles as CSV or Parquet, and a fan chart."""
+
+    run_folder: tyro.conf.Positional[Path]
+    """A run folder of data set series."""
+    path: Path
+    """The history: a CSV, .npy or Parquet file with the columns of the run."""
+    horizon: int | None = None
+    """Steps to forecast; those of training by default, more is extrapolation."""
+    samples: int = 500
+    """Sample paths to draw."""
+    quantiles: tuple[float, ...] = (0.025, 0.1, 0.25, 0.5, 0.75, 0.9, 0.975)
+    """The quantiles to write."""
+    chunk: int | None = None
+    """Generate so many steps at a time (vssm, tvae)."""
+    recondition: bool = False
+    """Read each generated chunk before making the next (vssm, tvae)."""
+    seed: int = 0
+    """Names the paths."""
+    temperature: float = 1.0
+    """Above 1 for wider intervals."""
+    out: Path = Path("forecast.csv")
+    """Where the quantiles go: .csv or .parquet; the fan chart goes beside them."""
+    device: str = "auto"
+    """Where to run: auto, cpu or cuda."""
+
+    def run(self) -> None:
+        import warnings
+
+        from vssm.forecast import Forecaster
+        from vssm.forecast_files import draw_fan, forecast_file, write_quantiles
+        from vssm.train import choose_device
+
+        forecaster = Forecaster.load(self.run_folder, choose_device(self.device))
+        options: dict[str, Any] = {"chunk": self.chunk} if self.chunk is not None else {}
+        if self.recondition:
+            options["recondition"] = True
+        if self.temperature != 1:
+            options["temperature"] = self.temperature
+        with warnings.catch_warnings(record=True) as notes:
+            warnings.simplefilter("always")
+            made, history = forecast_file(
+                forecaster, self.path, self.horizon, self.samples, self.seed, **options
+            )
+        for note in notes:
+            print(f"note: {note.message}", file=sys.stderr)
+        write_quantiles(made, self.out, self.quantiles)
+        picture = self.out.with_suffix(".png")
+        draw_fan(made, history, picture, forecaster.meta.context or 96)
+        steps = made.mean.shape[0]
+        print(f"forecast: {self.out}  {steps} steps of {len(made.columns)} columns\nfan chart: {picture}")
 
 
 @dataclass
@@ -259,11 +404,59 @@ class Report:
     """A folder of result files."""
     out: Path = Path("report.html")
     """Where the page goes."""
+    page: Path | None = None
+    """Write the results page instead, as Markdown with figures beside it: docs/results.md."""
 
     def run(self) -> None:
         from vssm.report import report
+        from vssm.results_page import write_page
 
+        if self.page is not None:
+            print(f"page: {write_page(self.results or Path('results'), self.page)}")
+            return
         print(f"report: {report(self.run_folders, self.results, self.out)}")
+
+
+@dataclass
+class Serve:
+    """Serves models over HTTP, with a page to play with at /; the shipped ones by default."""
+
+    models: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Run folders, names of shipped models or hf://OWNER/NAME, each optionally after NAME=."""
+    host: str = "127.0.0.1"
+    """The address to listen on; one that others can reach needs --token-file or --insecure."""
+    port: int = 8000
+    """The port; 0 for any that is free."""
+    token_file: Path | None = None
+    """A file with the token that clients must send."""
+    insecure: bool = False
+    """Serve on an address that others can reach without a token."""
+    key_file: Path | None = None
+    """A file with the secret that seals states which clients keep; by default they end with the process."""
+    device: str = "auto"
+    """Where to run: auto, cpu or cuda."""
+    ray: bool = False
+    """Serve on a Ray cluster."""
+    replicas: int = 1
+    """Processes that compute, at least (with --ray)."""
+    max_replicas: int | None = None
+    """Processes that compute, at most, as load asks for (with --ray)."""
+    limits: Settings = field(default_factory=Settings)
+
+    def run(self) -> None:
+        from vssm.serve.run import read_secret, serve
+        from vssm.train import choose_device
+
+        token = None if self.token_file is None else read_secret(self.token_file, "token_file")
+        key = None if self.key_file is None else read_secret(self.key_file, "key_file").encode()
+        device = str(choose_device(self.device))
+        options = (self.host, self.port, self.limits, token, key, self.insecure, device)
+        if self.ray:
+            from vssm.serve.cluster import serve_on_ray
+
+            serve_on_ray(self.models, *options, replicas=self.replicas, max_replicas=self.max_replicas)
+        else:
+            serve(self.models, *options)
 
 
 @dataclass
@@ -298,17 +491,64 @@ class Pull:
 
 @dataclass
 class Bench:
-    """Times the selective scan, or generation, beside the peers that are installed."""
+    """Times the selective scan, training, generation or the paper's Table 1, beside installed peers."""
 
-    what: tyro.conf.Positional[Literal["scan", "generate"]]
+    what: tyro.conf.Positional[Literal["scan", "train", "generate", "table1"]]
     """What to time."""
     out: Path | None = None
-    """Where the JSON goes, for example results/scan_cpu.json; not written by default."""
+    """Where the JSON goes, for example results/scan_cpu.json; a run that was stopped goes on from it."""
+    plot: Path | None = None
+    """Where a picture goes, .png or .svg."""
+    restart: bool = False
+    """Forget what the file holds."""
+    device: str = "auto"
+    """Where to run: auto, cpu or cuda."""
+    peers: bool = True
+    """Time the peers that are installed (not table1)."""
+    check: bool = False
+    """Measure errors against float64 too (scan on CUDA)."""
+    shapes: tuple[str, ...] = ()
+    """Problems as BxT or BxTxDxN (scan)."""
+    kinds: tuple[str, ...] = ()
+    """The models (train, generate, table1); all by default."""
+    batch: int | None = None
+    """Sequences in a pass (train, table1)."""
+    steps: int | None = None
+    """Steps that are timed (train)."""
+    batches: tuple[int, ...] = ()
+    """Numbers of sequences (generate)."""
+    lengths: tuple[int, ...] = ()
+    """Numbers of steps in a sequence (generate, table1)."""
+    width: int | None = None
+    """Width of the models (train, generate, table1)."""
+    layers: int | None = None
+    """Depth of every stack (train, generate, table1)."""
+    repeats: int | None = None
+    """How often each call is timed (scan, generate, table1)."""
+    seconds_per_point: float | None = None
+    """What all calls for one number may take (generate, table1)."""
 
     def run(self) -> None:
         from vssm import bench
 
-        {"scan": bench.main_scan, "generate": bench.main_generate}[self.what](self.out)
+        functions = {
+            "scan": bench.main_scan,
+            "train": bench.main_train,
+            "generate": bench.main_generate,
+            "table1": bench.main_table1,
+        }
+        function = functions[self.what]
+        defaults, allowed = Bench(self.what), inspect.signature(function).parameters
+        names = [option.name for option in fields(self) if option.name != "what"]
+        given = {
+            name: getattr(self, name) for name in names if getattr(self, name) != getattr(defaults, name)
+        }
+        for name, value in given.items():
+            if name not in allowed:
+                raise ValueError(
+                    f"{name}={value!r} does not go with bench {self.what}; allowed: {', '.join(allowed)}"
+                )
+        function(**given)
 
 
 @dataclass
@@ -330,10 +570,13 @@ COMMANDS: dict[str, type] = {
     "train": Train,
     "generate": Generate,
     "evaluate": Evaluate,
+    "forecast": Forecast,
     "report": Report,
     "sweep": Sweep,
+    "reproduce": Reproduce,
     "push": Push,
     "pull": Pull,
+    "serve": Serve,
     "bench": Bench,
 }
 
@@ -406,12 +649,24 @@ def _value_of(flag: str, arguments: list[str]) -> str | None:
 
 
 def _local(folder: str) -> Path:
-    """Returns a folder on this machine, fetching it from the hub if need be."""
-    if not folder.startswith("hf://"):
-        return Path(folder)
+    """Returns a folder on this machine: as given, of a shipped model, or fetched from the hub."""
     from vssm.hub import pull
+    from vssm.pretrained import find
 
-    return pull(folder)
+    return pull(folder) if folder.startswith("hf://") else find(folder)
+
+
+def _own_copy(folder: Path) -> Path:
+    """Returns a folder that may be written to: that of a shipped model is copied first."""
+    from vssm.pretrained import find
+
+    shipped = find(str(folder))
+    if shipped == folder:
+        return folder
+    import shutil
+
+    shutil.copytree(shipped, Path("runs") / folder.name, dirs_exist_ok=True)
+    return Path("runs") / folder.name
 
 
 def _meta(folder: Path) -> "Meta | None":

@@ -39,6 +39,7 @@ def generate(
     prompt: Tensor | None = None,
     chunk: int | None = None,
     recondition: bool = False,
+    passes: int = 1,
     temperature: float = 1.0,
     observe: str = "mean",
     seed: int | Tensor | None = None,
@@ -57,6 +58,10 @@ def generate(
         prompt: Steps that come first, (B, C, D), or (B, C) tokens.
         chunk: W, for vssm and tvae: make W steps at a time. Alone it changes nothing in the result.
         recondition: For vssm and tvae: read each generated chunk before making the next.
+        passes: S, for vssm and tvae: parallel passes over each chunk. 1 is the paper's one shot. Each further
+            pass redraws all steps, with the same noise, from what the last pass made before each of them;
+            S >= chunk (or length) gives the sample of chunk=1, recondition=True. More than 1 implies
+            `recondition`: the next chunk and the state have read what was made.
         temperature: Divides the logits of every categorical and multiplies every scale that is drawn from.
         observe: What x is made of: the "mean" of the head (mode of a categorical one), or a "sample" of
             it. An autoregressive model always feeds back a sample, the others what they return.
@@ -80,7 +85,7 @@ def generate(
         >>> torch.allclose(whole.x, torch.cat([half.x, rest.x], 1), atol=1e-6)
         True
     """
-    _check_options(model, length, chunk, recondition, temperature, observe, cache, state)
+    _check_options(model, length, chunk, recondition, passes, temperature, observe, cache, state)
     device = next(model.parameters()).device
     if prompt is not None:
         prompt = _check_sequence(model, prompt, "prompt", device)
@@ -94,7 +99,9 @@ def generate(
         prompt = None
     if prompt is not None and state is not None and "blind" in state.children:
         raise ValueError(f"prompt and state together are ambiguous here: {BLIND}")
-    options = Options(length, chunk or max(length, 1), recondition, temperature, observe == "sample")
+    options = Options(
+        length, chunk or max(length, 1), recondition or passes > 1, passes, temperature, observe == "sample"
+    )
     before = state if state is not None and state.position else None
     record = graphs and recorded.usable(device) and type(model) in (Autoregressive, Variational, VRNN)
     x, z, after = sample(model, prompt, before, source, options, cache, record)
@@ -184,20 +191,25 @@ def _check_options(
     length: int,
     chunk: int | None,
     recondition: bool,
+    passes: int,
     temperature: float,
     observe: str,
     cache: bool,
     state: State | None,
 ) -> None:
     kind = model.config.kind
-    for name, value, least in (("length", length, 0), ("chunk", 1 if chunk is None else chunk, 1)):
+    for name, value, least in (
+        ("length", length, 0),
+        ("chunk", 1 if chunk is None else chunk, 1),
+        ("passes", passes, 1),
+    ):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name}={value} is not allowed; allowed: a whole number >= {least}")
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature={temperature} is not allowed; allowed: a number > 0")
     check_choice("observe", observe, ("mean", "sample"))
-    if (chunk is not None or recondition) and not isinstance(model, Variational):
-        name = "recondition=True" if recondition else f"chunk={chunk}"
+    if (chunk is not None or recondition or passes > 1) and not isinstance(model, Variational):
+        name = "recondition=True" if recondition else f"passes={passes}" if passes > 1 else f"chunk={chunk}"
         raise ValueError(
             f"{name} is for models that generate in parallel, not kind={kind!r}; allowed: vssm, tvae"
         )

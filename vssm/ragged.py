@@ -89,7 +89,11 @@ def generate_ragged(
     """
     x, lengths = pad(prompts)
     model.head.validate(x, name="prompts")
-    if isinstance(model, Variational) and not states and not set(options) & {"chunk", "recondition"}:
+    if (
+        isinstance(model, Variational)
+        and not states
+        and not set(options) & {"chunk", "recondition", "passes"}
+    ):
         return _in_one_pass(model, x, lengths, length, seed, **options)
     made: dict[int, Generation] = {}
     for steps in sorted(set(lengths.tolist())):

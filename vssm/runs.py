@@ -36,8 +36,9 @@ from vssm.storage import write_atomically
 __all__ = ["Checkpoint", "RunFolder", "finite", "read_config"]
 
 _KEPT = 2  # checkpoints: the newest, and one more should that be damaged
+# What may differ on resume, since the result does not depend on it.
 _FREE = ("data.dir", "train.device", "train.checkpoint_minutes", "train.samples", "train.compile")
-_FREE += ("train.graph", "train.fsdp", "train.tensorboard")  # what may differ on resume: the result does not depend on it
+_FREE += ("train.graph", "train.fsdp", "train.tensorboard")
 
 
 class Checkpoint(NamedTuple):

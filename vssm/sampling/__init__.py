@@ -10,7 +10,8 @@
 
 `sample_vrnn` completes the six models. With `recondition=True` a variational model reads each chunk that
 it has made, instead of empty tokens, before it makes the next: the chunk size is then a dial from
-fully parallel (W = T) to step by step (W = 1).
+fully parallel (W = T) to step by step (W = 1). With `passes=S` it redraws a chunk that it has made, all
+steps at once, each after those that the last pass made before it: a second dial between the same ends.
 
 Every random number is a function of (seed, row, position, component), so chunk size, batch split and
 resume point never change what a seed gives.

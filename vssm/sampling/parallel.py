@@ -1,6 +1,15 @@
-"""Sampling in parallel: vssm and tvae, at once or in chunks.
+"""Sampling in parallel: vssm and tvae, at once, in chunks, or by passes towards the step-by-step sample.
 
-Legend: x (B, T, D) or tokens (B, T); z (B, T, Z); C steps of prompt; W chunk size; ∅ empty token.
+A chunk is made in S passes, all with the same noise:
+
+    pass 1              z_t ~ q_omega(z_t | past, ∅, ..., ∅)                    x = f(z), the paper's one shot
+    pass s = 2 ... S    z_t ~ q_omega(z_t | past, x_{1:t-1} of pass s - 1)      x = f(z), all t at once
+
+Step t of a pass depends on the steps before t of the last one, so pass s settles step s at the latest: S >= W
+gives the fixed point, which is the sample that is made step by step.
+
+Legend: x (B, T, D) or tokens (B, T); z (B, T, Z); C steps of prompt; W chunk size; S passes; ∅ empty token;
+f the decoder and the observation head.
 """
 
 import threading
@@ -16,6 +25,7 @@ from vssm import graphs
 from vssm.distributions import Latents
 from vssm.models import Variational
 from vssm.nn import State
+from vssm.sampling.ahead import posterior_ahead
 from vssm.sampling.request import BLIND, Noise, Options, Result, expand_rows, nothing, placed, portable
 
 __all__ = ["read_variational", "sample_variational"]
@@ -48,7 +58,8 @@ def _variational(
     num, position = len(source.row), 0 if state is None else state.position
     blind = state is not None and "blind" in state.children
     if blind and options.recondition:
-        raise ValueError(f"recondition=True can not start from this state: {BLIND}")
+        name = "recondition=True" if options.passes == 1 else f"passes={options.passes}"
+        raise ValueError(f"{name} can not start from this state: {BLIND}")
     if prompt is not None and (options.recondition or options.length == 0):
         state = read_variational(model, prompt, state, source)
         position, prompt = state.position, None
@@ -62,15 +73,18 @@ def _variational(
             q_z, ahead, *_ = empty or _empty_run(model, width, graphs.weights_of(model))
         else:
             q_z, ahead = model.partial_posterior(prompt, empty=width, state=partial)
-        z = _draw(q_z, source.latent(model, position, known + width), known, options.temperature)
-        p_x, decoder = model.likelihood(z, decoder)
-        x = p_x.mean
+        start, u, w = decoder, source.latent(model, position, known + width), None
         if options.sample:
-            x = p_x.sample(source.observation(model, position, known + width), options.temperature)
+            w = source.observation(model, position, known + width)
+        z = _draw(q_z, u, known, options.temperature)
+        x, decoder = _decode(model, z, start, w, options.temperature)
+        before = None if partial is None else expand_rows(partial, num)
+        for _ in range(min(options.passes, width) - 1):
+            z = posterior_ahead(model, x, before).sample(u, options.temperature)
+            x, decoder = _decode(model, z, start, w, options.temperature)
         xs.append(x[:, known:])
         zs.append(z[:, known:])
         if options.recondition:
-            before = None if partial is None else expand_rows(partial, num)
             _, ahead = model.partial_posterior(xs[-1], state=before)
         partial, prompt = ahead, None
         position += known + width
@@ -91,6 +105,14 @@ def read_variational(model: Variational, x: Tensor, state: State | None, source:
     z = q_z.sample(source.latent(model, position, x.shape[1]))
     _, decoder = model.likelihood(z, None if state is None else state.child("decoder"))
     return State({"partial": expand_rows(partial, len(z)), "decoder": decoder}, position + x.shape[1])
+
+
+def _decode(
+    model: Variational, z: Tensor, state: State | None, u: Tensor | None, temperature: float
+) -> tuple[Tensor, State]:
+    """Returns x, a sample with the noise u or the mean without, and the state of the decoder."""
+    p_x, after = model.likelihood(z, state)
+    return p_x.mean if u is None else p_x.sample(u, temperature), after
 
 
 def _draw(q_z: Latents, u: Tensor, known: int, temperature: float) -> Tensor:

@@ -13,7 +13,7 @@ __all__ = ["BLIND", "Noise", "Options", "Result", "expand_rows", "nothing", "pla
 
 BLIND = (
     "it has run over empty tokens, after which the model was never trained to read data; "
-    "allowed: a state from observe, or from generate with recondition=True"
+    "allowed: a state from observe, or from generate with recondition=True or passes > 1"
 )
 
 
@@ -40,6 +40,7 @@ class Options(NamedTuple):
     length: int
     chunk: int
     recondition: bool
+    passes: int
     temperature: float
     sample: bool
 

@@ -1,0 +1,183 @@
+"""One empty step ahead of every position at once: what a pass of refinement draws its latents from.
+
+    q_omega(z_t | x_{1:t-1}),  t = 1 ... W        the partial posterior with its cut at t - 1, for every t
+
+Two streams go through the stack together, interleaved: ∅_1, x_1, ∅_2, x_2, ..., x_{W-1}, ∅_W. An x sees the x
+before it and itself; an empty token ∅ sees the x before it and itself, and nothing ever sees it:
+
+    Mamba        h°_t = exp(dt°_t A) h_{t-1} + dt°_t B°_t u°_t        y°_t = C°_t h°_t + D u°_t
+                 h_t  = exp(dt_t A) h_{t-1} + dt_t B_t u_t            y_t  = C_t h_t + D u_t
+                 u° is convolved over the last inputs of the x and its own
+    attention    a mask says who sees whom
+
+The letters are those of `vssm.nn`, with ° for empty tokens. Steps are counted from 0 in the code: the even
+ones are empty. The scan takes an even step but leaves the state as it was. It is a kernel of its own
+(`vssm.sampling.ahead_numba`, `ahead_triton`), which costs what a scan of 2 W - 1 steps costs.
+
+Legend: s (B, 2 W - 1, width), the two streams; u, dt, z, y (B, 2 W - 1, inner); B, C (B, 2 W - 1, N).
+"""
+
+import importlib
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vssm.distributions import Latents
+from vssm.models import Variational
+from vssm.nn import AttentionBlock, MambaBlock, MambaMixer, State
+from vssm.nn.stack import sinusoids
+from vssm.ops import causal_conv_silu, choose_backend, selective_scan
+
+__all__ = ["posterior_ahead", "scan_ahead", "scan_ahead_reference"]
+
+
+@torch.no_grad()
+def posterior_ahead(model: Variational, x: Tensor, state: State | None = None) -> Latents:
+    """Returns q_omega(z_t | what the state has read, x_{1:t-1}) for all steps of x.
+
+    Arguments:
+        model: A vssm or tvae.
+        x: The sequence, (B, W, D), or (B, W) tokens; nothing depends on its last step.
+        state: The state of the partial posterior before x, of B rows.
+
+    Returns:
+        Latents of shape (B, W, Z).
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> model = build(ModelConfig(kind="vssm", features=3, width=8, layers=2, latents=4, classes=5))
+        >>> x = torch.rand(2, 6, 3)
+        >>> ahead, (one, _) = posterior_ahead(model, x), model.partial_posterior(x[:, :4], empty=1)
+        >>> torch.allclose(ahead.logits[:, 4], one.logits[:, 4], atol=1e-5)
+        True
+    """
+    stack, (batch, width) = model.partial, x.shape[:2]
+    s = torch.stack([stack.blanks(batch, width), stack.embed(x)], 2).flatten(1, 2)[:, :-1]
+    if torch.is_autocast_enabled(s.device.type):
+        s = s.float()  # as in `Stack.run`
+    if stack.positional:
+        codes = sinusoids(0 if state is None else state.position, width, s.shape[2], s.device, s.dtype)
+        s = s + codes.repeat_interleave(2, 0)[:-1]
+    for i, block in enumerate(stack.blocks):
+        before = None if state is None else state.child(str(i))
+        if stack.positional:
+            s = _attention_ahead(cast("AttentionBlock", block), s, before)
+        else:
+            block = cast("MambaBlock", block)
+            s = s + _mamba_ahead(block.mixer, block.norm(s), before)
+    v = stack.out(stack.norm(s[:, ::2]))
+    return Latents(v.unflatten(-1, (model.config.latents, model.config.classes)))
+
+
+def _attention_ahead(block: AttentionBlock, s: Tensor, state: State | None) -> Tensor:
+    batch, both, width = s.shape
+    past = 0 if state is None else state.position
+    q, k, v = (
+        t.view(batch, both, block.heads, -1).transpose(1, 2) for t in block.c_attn(block.ln_1(s)).chunk(3, -1)
+    )
+    if state is not None:
+        k, v = (torch.cat([state[n][:, :, :past], new], 2) for n, new in (("k", k), ("v", v)))
+    steps = torch.arange(both, device=s.device)
+    query = steps[:, None]
+    mask = (steps % 2 == 1) & (steps <= query) | (steps == query)
+    mask = F.pad(mask, (past, 0), value=True)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return block._finish(s, y.transpose(1, 2).reshape(batch, both, width))
+
+
+def _mamba_ahead(mixer: MambaMixer, s: Tensor, state: State | None) -> Tensor:
+    u, z = mixer.in_proj(s).chunk(2, -1)
+    u = _convolve_ahead(mixer.conv1d, u, None if state is None else state["conv"])
+    dt, B, C = mixer.x_proj(u).split([mixer.rank, mixer.states, mixer.states], -1)
+    y = scan_ahead(
+        u,
+        F.linear(dt, mixer.dt_proj.weight),
+        -torch.exp(mixer.A_log.float()),
+        B,
+        C,
+        mixer.D,
+        z,
+        mixer.dt_proj.bias,
+        None if state is None else state["ssm"],
+    )
+    return mixer.out_proj(y)
+
+
+def _convolve_ahead(conv: nn.Conv1d, u: Tensor, before: Tensor | None) -> Tensor:
+    """Convolves the odd steps with the odd ones before them, and each even step with those and itself."""
+    weight, bias = conv.weight.squeeze(1), conv.bias
+    assert bias is not None
+    taps, own, x = weight.shape[1], u[:, ::2], u[:, 1::2]
+    y = torch.empty_like(u, memory_format=torch.contiguous_format)
+    y[:, 1::2] = causal_conv_silu(x, weight, bias, before)[0]
+    if before is None:
+        before = u.new_zeros(len(u), taps - 1, u.shape[2])
+    seen, weight = torch.cat([before.to(u.dtype), x], 1), weight.to(u.dtype)
+    total = torch.addcmul(bias.to(u.dtype), own, weight[:, -1])
+    for k in range(taps - 1):
+        total = torch.addcmul(total, seen[:, k : k + own.shape[1]], weight[:, k])
+    y[:, ::2] = F.silu(total)
+    return y
+
+
+def scan_ahead(
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor,
+    dt_bias: Tensor,
+    h0: Tensor | None = None,
+) -> Tensor:
+    """Does a selective scan, gated and with softplus, whose even steps leave the state as it was.
+
+    Arguments:
+        u: The input, (B, T, D).
+        dt: The step sizes, (B, T, D), before bias and softplus.
+        A: The decay, (D, N).
+        B: The input matrix of every step, (B, T, N).
+        C: The output matrix of every step, (B, T, N).
+        D: The skip connection, (D,).
+        z: The gate, (B, T, D).
+        dt_bias: Added to dt, (D,).
+        h0: The state to start from, (B, D, N); zero if not given.
+
+    Returns:
+        y (B, T, D).
+
+    Example:
+        >>> u, A, one = torch.ones(1, 3, 1), -torch.ones(1, 1), torch.ones(1)
+        >>> even, odd, after = scan_ahead(u, u, A, u, u, one, u, one)[0, :, 0]
+        >>> bool(even == odd), bool(after > odd)
+        (True, True)
+    """
+    backend = choose_backend("auto", u.device, u.dtype)
+    if backend == "reference":
+        return scan_ahead_reference(u, dt, A, B, C, D, z, dt_bias, h0)
+    kernels = importlib.import_module(f"vssm.sampling.ahead_{backend}")
+    return kernels.forward(u, dt, A, B, C, D, z, dt_bias, h0)
+
+
+def scan_ahead_reference(
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor,
+    dt_bias: Tensor,
+    h0: Tensor | None = None,
+) -> Tensor:
+    """The twin of `scan_ahead` for every device and dtype: one `selective_scan` a step."""
+    h, ys = h0, []
+    for t in range(u.shape[1]):
+        now = [tensor[:, t : t + 1] for tensor in (u, dt, B, C, z)]
+        y, after = selective_scan(now[0], now[1], A, now[2], now[3], D, now[4], dt_bias, True, h)
+        ys.append(y)
+        h = after if t % 2 else h
+    return torch.cat(ys, 1)
