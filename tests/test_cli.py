@@ -109,6 +109,7 @@ def test_unknown_flag_suggests_the_nearest(capsys):
 def test_bad_generate_options(run_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert "chunk=0" in fails(capsys, "generate", run_folder, "--chunk", "0")
+    assert "num=0" in fails(capsys, "generate", run_folder, "--num", "0")
     assert "allowed: a name in .npy" in fails(capsys, "generate", run_folder, "--out", "x.jpg")
     assert "allowed for this model: a .npy file" in fails(capsys, "generate", run_folder, "--prompt", "words")
     (tmp_path / "bad.npy").write_bytes(b"\x80\x04\x95pickle")

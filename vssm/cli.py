@@ -288,7 +288,7 @@ class Generate:
         length = self.length
         if length is None:
             length = max(1, meta.length - known) if meta is not None and state is None else 28
-        num = self.num or (16 if prompt is None and state is None else None)
+        num = 16 if self.num is None and prompt is None and state is None else self.num
         out = vssm.generate(
             model,
             num=num,
