@@ -14,6 +14,7 @@ from vssm import build, generate, load, log_likelihood, save
 from vssm.data import DataConfig, SyntheticConfig, TextConfig, open_data
 from vssm.evaluate import evaluate_run
 from vssm.frechet import features, frechet_distance, train_classifier
+from vssm.quality import observed, ways_to_sample
 from vssm.results import commit, result, write_result
 
 TIMES = ("_ms_b1", "_ms_b16", "timing_spread")
@@ -41,7 +42,7 @@ def make_run(folder, kind, data, **options):
 
 
 def steady(metrics):
-    return {name: value for name, value in metrics.items() if not name.endswith(TIMES)}
+    return {n: value for n, value in metrics.items() if not n.endswith(TIMES) and not n.startswith("ms_")}
 
 
 DIGITS = DataConfig(name="digits")
@@ -82,7 +83,8 @@ def test_envelope(evaluated, digits_run):
 def test_metrics_of_a_vssm(evaluated, digits_run):
     metrics = evaluated[0]["metrics"]
     assert set(metrics) == {
-        *("sequences", "parameters", "prompt_length", "num_samples", "num_images", "classifier_accuracy"),
+        *("sequences", "parameters", "prompt_length", "passes"),
+        *("num_samples", "num_images", "classifier_accuracy"),
         *("mse", "reconstruction", "kl", "elbo"),
         *("components", "active_components", "code_perplexity", "aggregate_kl"),
         *("log_likelihood", "log_likelihood_empty_prior", "partial_log_likelihood"),
@@ -94,6 +96,7 @@ def test_metrics_of_a_vssm(evaluated, digits_run):
     assert metrics["sequences"] == 359
     assert metrics["num_images"] == 300
     assert metrics["prompt_length"] == 4
+    assert metrics["passes"] == 1
     assert metrics["parameters"] == sum(p.numel() for p in model.parameters())
     for name, options in (
         ("log_likelihood", {}),
@@ -142,6 +145,71 @@ def test_distances_match_their_parts(evaluated, digits_run):
     for name, x in (("fd_one_shot", one_shot), ("fd_w1", stepwise), ("fd_prompted", completed)):
         assert metrics[name] == pytest.approx(distance(x), rel=1e-3)
     assert metrics["fd_floor"] < metrics["fd_prompted"] < metrics["fd_one_shot"]
+
+
+def test_dials_add_curves_and_change_nothing_else(evaluated, digits_run):
+    without = evaluated[0]["metrics"]
+    made = evaluate_run(digits_run, num_samples=5, num_images=300, dials=True)
+    metrics, passes = made["metrics"], {"fd_s2", "fd_s4", "fd_s8"}
+    ways = ("one_shot", "w4", "w2", "w1", "s2", "s4", "s8")
+    times = {f"ms_{way}{end}" for way in ways for end in ("", "_b256")}
+    assert made["command"] == "vssm evaluate digits-vssm --num-samples 5 --num-images 300 --dials"
+    assert set(metrics) == set(without) | passes | times
+    assert {n: v for n, v in steady(metrics).items() if n not in passes} == steady(without)
+    assert metrics["fd_s8"] == pytest.approx(metrics["fd_w1"], rel=1e-4)  # the fixed point is the same sample
+    assert metrics["fd_s2"] != pytest.approx(metrics["fd_w1"], rel=1e-3)
+    assert all(metrics[name] > 0 for name in times)
+    assert metrics["ms_one_shot"] < metrics["ms_w1"]
+
+
+def test_dials_without_images_are_times(tmp_path):
+    metrics = evaluate_run(make_run(tmp_path / "run", "tvae", WAVES), quick=True, dials=True)["metrics"]
+    assert {"ms_one_shot", "ms_w4", "ms_w3", "ms_w2", "ms_w1", "ms_s2", "ms_s4", "ms_s7"} < set(metrics)
+    assert "ms_s8" not in metrics
+    assert not any(name.startswith("fd_") for name in metrics)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 28, 32])
+def test_every_way_to_sample_can_be_sampled(length):
+    model = build(small_config("vssm", layers=1, width=16))
+    ways = ways_to_sample(model, length, curves=True)
+    assert next(iter(ways)) == "one_shot"
+    for options in ways.values():
+        assert generate(model, **options).x.shape[1] == length
+    if length == 32:
+        names = ["one_shot", "w16", "w8", "w4", "w2", "w1", "s2", "s4", "s8", "s16", "s32", "w8_s2", "w8_s4"]
+        assert list(ways) == names
+    assert list(ways_to_sample(build(small_config("ssm", layers=1)), length, curves=True)) == ["one_shot"]
+
+
+BINARY = DataConfig(name="digits", binarize=True)
+
+
+@pytest.mark.parametrize("kind", ["vssm", "ssm"])
+def test_samples_of_binary_data_are_compared_in_black_and_white(kind, tmp_path, monkeypatch):
+    seen = []
+
+    def watched(classifier, images):
+        seen.append(images)
+        return features(classifier, images)
+
+    monkeypatch.setattr("vssm.quality.features", watched)
+    run = make_run(tmp_path / kind, kind, BINARY)
+    metrics = evaluate_run(run, quick=True)["metrics"]
+    assert len(seen) >= 4  # the test set, the floor, and at least two ways
+    assert all(((images == 0) | (images == 1)).all() for images in seen)
+    assert {name for name in metrics if name.startswith("fd_")} == (
+        {"fd_floor", "fd_one_shot", "fd_w4", "fd_w2", "fd_w1", "fd_prompted"}
+        if kind == "vssm"
+        else {"fd_floor", "fd_sample", "fd_prompted"}
+    )
+
+
+def test_means_are_compared_where_data_is_grey():
+    binary, grey = (small_config("vssm", layers=1, head=head) for head in ("bernoulli", "gaussian"))
+    assert observed(build(binary), levels=2) == "sample"
+    assert observed(build(binary), levels=17) == "mean"
+    assert observed(build(grey), levels=2) == "mean"
 
 
 def test_evaluation_repeats(digits_run):
@@ -243,6 +311,7 @@ def test_what_can_not_be_evaluated_is_named(tmp_path):
     refused("num_samples=0 is not allowed", good, num_samples=0)
     refused("num_images=1 is not allowed; allowed: a whole number >= 2", good, num_images=1)
     refused("splits='train' is unknown", good, splits="train")
+    refused("dials=True is for models that generate in parallel, not kind='rnn'", good, dials=True)
     refused("device='gpu' is not there; allowed: 'auto', 'cpu'", good, device="gpu")
     assert not (run / "eval.json").exists()
     with pytest.raises(ValueError, match=r"has no config\.json"):

@@ -132,7 +132,7 @@ def test_likelihood_does_not_depend_on_the_batch_split(kind, monkeypatch):
     model = small_model(kind)
     x = torch.rand(3, 4, 3)
     whole = log_likelihood(model, x, num_samples=10, prompt_length=2)
-    monkeypatch.setattr("vssm.evaluate._ROWS_PER_PASS", 3)
+    monkeypatch.setattr("vssm.likelihoods._ROWS_PER_PASS", 3)
     assert torch.allclose(whole, log_likelihood(model, x, num_samples=10, prompt_length=2), rtol=1e-4)
 
 

@@ -204,6 +204,70 @@ def test_odd_values_are_shown_or_left_out(value, tmp_path):
     assert "polyline" not in {tag for tag, _ in page.tags}
 
 
+DIALS = {
+    "fd_one_shot": 1056.0,
+    "fd_w14": 820.0,
+    "fd_w7": 545.0,
+    "fd_w1": 51.0,
+    "fd_s4": 757.0,
+    "fd_s28": 51.0,
+    "fd_w7_s2": 500.0,
+    "fd_prompted": 22.0,
+    "fd_floor": 7.0,
+    "log_likelihood": 892.0,
+    "ms_one_shot": 5.5,
+    "ms_w14": 11.0,
+    "ms_w7": 21.0,
+    "ms_w1": 150.0,
+    "ms_s4": 20.0,
+    "ms_s28": 140.0,
+    "ms_w7_s2": 44.0,
+    "ms_one_shot_b256": 30.5,
+    "ms_w14_b256": 61.0,
+}
+
+
+def test_dials_become_curves_and_a_table(tmp_path):
+    path = report([make_run(tmp_path / "mine", metrics=DIALS)], out=tmp_path / "report.html")
+    page = read(path)
+    captions = page.text["figcaption"]
+    assert "mine: Fréchet distance, batch 1" in captions
+    assert "mine: Fréchet distance, batch 256" in captions
+    assert ["Fréchet distance", "ms, batch 1", "ms, batch 256"] in page.rows
+    order = [row[0] for row in page.rows if len(row) == 4]
+    assert order == [
+        *("one shot", "in chunks of 14, re-conditioned", "in chunks of 7, re-conditioned"),
+        *("in chunks of 1, re-conditioned", "in 4 passes", "in 28 passes"),
+        *("in chunks of 7, 2 passes each", "floor: training images"),
+    ]
+    assert ["in chunks of 14, re-conditioned", "820.0", "11.00", "61.00"] in page.rows
+    assert ["in 4 passes", "757.0", "20.00", "–"] in page.rows
+    assert ["floor: training images", "7.00", "–", "–"] in page.rows
+    lines = [attributes for tag, attributes in page.tags if tag == "polyline" and attributes["points"]]
+    dashed = [line for line in lines if "stroke-dasharray" in line]
+    assert len(dashed) == 2  # the floor, once a chart
+    heights = {point.split(",")[1] for point in dashed[0]["points"].split()}
+    assert len(heights) == 1
+    assert {"chunks W", "passes S", "chunks of 7, passes S", "floor"} <= set(page.text["li"])
+    legend = [text for text in page.text["li"] if text == "passes S"]
+    assert len(legend) == 1  # at batch 256 no passes were timed
+
+
+def test_no_curves_without_dials(tmp_path):
+    metrics = {name: value for name, value in DIALS.items() if not name.startswith("ms_")}
+    page = read(report([make_run(tmp_path / "mine", metrics=metrics)], out=tmp_path / "report.html"))
+    assert not any("quality against time" in text for text in page.text["caption"])
+    assert ["in chunks of 7, 2 passes each", "500.0"] in page.rows
+
+
+def test_what_can_not_be_drawn_stays_in_the_table(tmp_path):
+    odd = {"fd_one_shot": None, "ms_one_shot": 3.0, "fd_w2": 0.0, "ms_w2": "x", "ms_w99999999999": 1.0}
+    page = read(report([make_run(tmp_path / "mine", metrics=odd)], out=tmp_path / "report.html"))
+    assert ["one shot", "–", "3.00"] in page.rows
+    assert ["in chunks of 2, re-conditioned", "0", "x"] in page.rows
+    assert not any("Fréchet distance, batch" in text for text in page.text["figcaption"])
+
+
 def test_results_become_tables_and_plots(tmp_path):
     results = tmp_path / "results"
     (results / "paper").mkdir(parents=True)

@@ -11,12 +11,12 @@ from vssm import ops as ops
 from vssm.checkpoint import load as load
 from vssm.checkpoint import save as save
 from vssm.config import ModelConfig as ModelConfig
-from vssm.evaluate import log_likelihood as log_likelihood
 from vssm.forecast import Forecaster as Forecaster
 from vssm.forecast import forecast as forecast
 from vssm.generate import Generation as Generation
 from vssm.generate import generate as generate
 from vssm.generate import observe as observe
+from vssm.likelihoods import log_likelihood as log_likelihood
 from vssm.models import build as build
 from vssm.nn import State as State
 from vssm.objectives import Terms as Terms

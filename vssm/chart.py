@@ -20,6 +20,7 @@ def chart(
     lines: Mapping[str, Points],
     dots: frozenset[str] = frozenset(),
     log: bool = False,
+    dashed: frozenset[str] = frozenset(),
 ) -> str:
     """Draws lines through points as an HTML figure with a legend.
 
@@ -29,6 +30,7 @@ def chart(
         lines: Points (x, y) by name; finite, and positive with `log`.
         dots: The names of lines whose points are marked.
         log: Whether both axes are logarithmic.
+        dashed: The names of lines that are dashed.
 
     Example:
         >>> figure = chart("Loss", "epoch", {"train": [(0, 3.0), (1, 2.0)]})
@@ -40,7 +42,8 @@ def chart(
     # The first losses are far above the rest: the axis fits what comes after a twentieth of the way.
     start = min(xs) + (max(xs) - min(xs)) / 20 if not log else min(xs)
     ys = [y for points in lines.values() for x, y in points if x >= start]
-    x_axis, y_axis = _Axis(xs, log, at=sorted(set(xs))), _Axis(ys, log)
+    whole = all(float(x).is_integer() for x in xs)  # sizes, which are ticks themselves
+    x_axis, y_axis = _Axis(xs, log, at=sorted(set(xs)) if whole else ()), _Axis(ys, log)
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">',
         f'<svg class="{"open" if log else "cut"}" x="{_LEFT}" y="{_TOP}" '
@@ -51,7 +54,8 @@ def chart(
     for index, (name, points) in enumerate(lines.items()):
         places = [(_x(x_axis, x), _y(y_axis, y)) for x, y in points]
         path = " ".join(f"{x},{y}" for x, y in places)
-        parts.append(f'<polyline class="c{index % _COLOURS}" points="{path}"/>')
+        dash = ' stroke-dasharray="6 4"' if name in dashed else ""
+        parts.append(f'<polyline class="c{index % _COLOURS}"{dash} points="{path}"/>')
         if name in dots or len(points) == 1:
             parts += [f'<circle class="c{index % _COLOURS}" cx="{x}" cy="{y}" r="2.5"/>' for x, y in places]
     parts.append("</svg>")

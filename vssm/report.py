@@ -13,46 +13,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from vssm.chart import chart
+from vssm.labels import GROUPS, LABELS, dial_curves, dial_ways, is_number, label
+from vssm.report_style import STYLE
 from vssm.storage import write_atomically
 
 __all__ = ["report"]
 
 _TERMS = ("loss", "reconstruction", "kl", "partial")
-_LABELS = {
-    "log_likelihood": "log p(x)",
-    "log_likelihood_empty_prior": "log p(x), prior of the empty prompt",
-    "partial_log_likelihood": "log p(second half | first half)",
-    "elbo": "ELBO",
-    "kl": "KL",
-    "bits_per_dim": "bits per dimension",
-    "bits_per_char": "bits per character",
-    "nats": "−log p(x), binary pixels",
-    "mse": "mean squared error",
-    "fd_one_shot": "one shot",
-    "fd_sample": "step by step, with noise",
-    "fd_mean": "step by step, means",
-    "fd_prompted": "second half completed",
-    "fd_prompted_mean": "second half completed, means",
-    "fd_floor": "floor: training images",
-    "generate": "whole sequence",
-    "chunks": "in four chunks",
-    "resumed": "second half, resumed",
-    "prompted": "second half, prompted",
-    "timing_spread": "largest spread",
-}
-_GROUPS = (  # title, pattern of names, whether more (+1) or less (-1) is better
-    ("Likelihood, nats a sequence", r"(partial_)?log_likelihood\w*|elbo", 1),
-    ("Bits and nats", r"bits_per_\w+|nats", -1),
-    ("Fréchet distance of samples to the test set", r"fd_(?!floor)\w+", -1),
-    ("Fréchet distance of real images to the test set", r"fd_floor", 0),
-    ("Generation time, ms", r"\w+_ms_b\d+", -1),
-    ("Spread of these times, third quartile over first: near 1 on a quiet machine", r"timing_spread", 0),
-    ("Reconstruction and latents", r"mse|reconstruction|kl|\w*components|code_perplexity|aggregate_kl", 0),
-    ("Counts", r"\w+", 0),
-)
 _COMPARED = 6  # of the groups
 _TIME = re.compile(r"(.+)_ms_(?:b(\d+)_)?t(\d+)")
 _LARGEST_PICTURE = 16 * 2**20
@@ -222,6 +192,7 @@ def _comparison(runs: Mapping[str, _Run]) -> str:
 def _run(run: _Run) -> str:
     model, train = _part(run.config, "model"), _part(run.config, "train")
     metrics = _part(run.evaluation, "metrics")
+    untimed = {name: value for name, value in metrics.items() if not name.startswith("ms_")}
     machine = _part(run.meta, "machine") or _part(run.evaluation, "machine")
     latent = model.get("kind") in ("tvae", "vrnn", "vssm")
     facts = {
@@ -256,9 +227,33 @@ def _run(run: _Run) -> str:
         )
     return (
         f'<dl class="facts">{told}</dl><div class="figures">{_curves(run)}{picture}</div>'
-        + (_metrics("Evaluation", {"value": metrics}) if metrics else "")
+        + _dials(run.name, metrics)
+        + (_metrics("Evaluation", {"value": untimed}) if untimed else "")
         + (f"<details><summary>All settings</summary>{_table('Settings', ['value'], rows)}</details>")
     )
+
+
+def _dials(name: str, metrics: Mapping[str, Any]) -> str:
+    """Shows quality against time: a chart for every batch size, and a table of all ways to sample."""
+    ways = dial_ways(metrics)
+    if not ways:
+        return ""
+    sizes = (re.fullmatch(r"ms_one_shot_b(\d{1,9})", metric) for metric in metrics)
+    batches = {1: ""} | {int(size[1]): f"_b{size[1]}" for size in sizes if size}
+    figures = []
+    for batch in batches:
+        lines = dial_curves(metrics, batch)
+        if lines:
+            title, marked = f"{name}: Fréchet distance, batch {batch}", frozenset(lines) - {"floor"}
+            figures.append(chart(title, "milliseconds", lines, marked, log=True, dashed=frozenset({"floor"})))
+    rows = []
+    for way in ways:
+        shown = [f"fd_{way}", *(f"ms_{way}{end}" for end in batches.values())]
+        rows.append((label(shown[0]), [_cell(metrics.get(metric)) for metric in shown]))
+    rows.append((label("fd_floor"), [_cell(metrics.get("fd_floor")), *("–" for _ in batches)]))
+    columns = ["Fréchet distance", *(f"ms, batch {batch}" for batch in batches)]
+    table = _table(f"{name}: quality against time", columns, rows)
+    return f'<div class="figures">{"".join(figures)}</div>{table}'
 
 
 def _curves(run: _Run) -> str:
@@ -267,19 +262,19 @@ def _curves(run: _Run) -> str:
         lines: dict[str, list[tuple[float, float]]] = {}
         for split in ("train", "valid"):
             points = [(line.get("epoch"), line.get(term)) for line in run.log if line.get("split") == split]
-            lines[split] = [(x, y) for x, y in points if _is_number(x) and _is_number(y)]
+            lines[split] = [(x, y) for x, y in points if is_number(x) and is_number(y)]
         if any(y for points in lines.values() for _, y in points):
-            title = f"{_label(term)}, nats a sequence"
+            title = f"{label(term)}, nats a sequence"
             figures.append(chart(title, "epoch", lines, dots=frozenset({"valid"})))
     return "".join(figures)
 
 
-def _metrics(caption: str, columns: Mapping[str, Mapping[str, Any]], num_groups: int = len(_GROUPS)) -> str:
+def _metrics(caption: str, columns: Mapping[str, Mapping[str, Any]], num_groups: int = len(GROUPS)) -> str:
     """Makes a table of metrics, a row each, with the best of every row in bold."""
     names = list(dict.fromkeys(name for metrics in columns.values() for name in metrics))
     rows: list[tuple[str, list[str]]] = []
-    order = {name: place for place, name in enumerate(_LABELS)}
-    for title, pattern, direction in _GROUPS[:num_groups]:
+    order = {name: place for place, name in enumerate(LABELS)}
+    for title, pattern, direction in GROUPS[:num_groups]:
         own = [name for name in names if re.fullmatch(pattern, name)]
         own.sort(key=lambda name: order.get(name, len(order)))
         names = [name for name in names if name not in own]
@@ -288,12 +283,12 @@ def _metrics(caption: str, columns: Mapping[str, Mapping[str, Any]], num_groups:
             rows.append((title + better, []))
         for name in own:
             values = [metrics.get(name) for metrics in columns.values()]
-            numbers = [value for value in values if _is_number(value)]
+            numbers = [value for value in values if is_number(value)]
             best = max(numbers, key=lambda v: direction * v) if direction and len(numbers) > 1 else None
             cells = [
                 f"<strong>{_cell(v)}</strong>" if v == best and best is not None else _cell(v) for v in values
             ]
-            rows.append((_label(name), cells))
+            rows.append((label(name), cells))
     return _table(caption, list(columns), rows)
 
 
@@ -302,6 +297,7 @@ def _results(found: Mapping[str, Mapping[str, Any]]) -> str:
     parts = []
     rest: dict[str, dict[str, Any]] = {}
     for name, values in found.items():
+        parts.append(_dials(name, _part(values, "metrics")))
         times: dict[tuple[int, int], dict[str, Any]] = {}
         for metric, value in _part(values, "metrics").items():
             match = _TIME.fullmatch(metric)
@@ -315,10 +311,10 @@ def _results(found: Mapping[str, Mapping[str, Any]]) -> str:
         names = list(dict.fromkeys(metric for metrics in rest.values() for metric in metrics))
         if len(rest) == 1:
             ((name, metrics),) = rest.items()
-            parts.append(_table(name, ["value"], [(_label(m), [_cell(metrics[m])]) for m in names]))
+            parts.append(_table(name, ["value"], [(label(m), [_cell(metrics[m])]) for m in names]))
         else:
             rows = [(name, [_cell(metrics.get(m)) for m in names]) for name, metrics in rest.items()]
-            parts.append(_table("All results", [_label(m) for m in names], rows))
+            parts.append(_table("All results", [label(m) for m in names], rows))
     rows = [(name, [_cell(_origin(values, key)) for key in _ORIGIN]) for name, values in found.items()]
     origin = _table("Origin", list(_ORIGIN), rows)
     return "".join(parts) + f"<details><summary>Where this comes from</summary>{origin}</details>"
@@ -343,18 +339,18 @@ def _times(name: str, times: Mapping[tuple[int, int], Mapping[str, Any]]) -> str
         for (batch, length), cells in sorted(times.items())
     ]
     figures = []
-    for axis, fixed, label in ((1, 0, "length"), (0, 1, "batch")):
+    for axis, fixed, along in ((1, 0, "length"), (0, 1, "batch")):
         for value in sorted({key[fixed] for key in times}):
             lines: dict[str, list[tuple[float, float]]] = {}
             for key, cells in sorted(times.items()):
                 for line, time in cells.items():
-                    if key[fixed] == value and key[axis] > 0 and _is_number(time) and time > 1e-100:
-                        lines.setdefault(_label(line), []).append((float(key[axis]), float(time)))
+                    if key[fixed] == value and key[axis] > 0 and is_number(time) and time > 1e-100:
+                        lines.setdefault(label(line), []).append((float(key[axis]), float(time)))
             if any(len(points) > 1 for points in lines.values()):
                 other = f" at {'batch' if fixed == 0 else 'length'} {value:,}" if value else ""
                 title = f"{name}: milliseconds{other}"
-                figures.append(chart(title, label, lines, dots=frozenset(lines), log=True))
-    table = _table(f"{name}: milliseconds", [_label(line) for line in series], rows)
+                figures.append(chart(title, along, lines, dots=frozenset(lines), log=True))
+    table = _table(f"{name}: milliseconds", [label(line) for line in series], rows)
     return f'<div class="figures">{"".join(figures)}</div>{table}'
 
 
@@ -390,7 +386,7 @@ def _page(sections: Mapping[str, str], notices: list[str]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta http-equiv="Content-Security-Policy" '
         "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
-        f"<style>{_STYLE}</style></head><body><header><h1>vssm report</h1><p>{date}</p></header>"
+        f"<style>{STYLE}</style></head><body><header><h1>vssm report</h1><p>{date}</p></header>"
         f'<nav aria-label="Contents"><ul>{contents}</ul></nav><main>{warning}{body}</main></body></html>\n'
     )
 
@@ -409,26 +405,6 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
             yield prefix + key, value
 
 
-def _label(name: str) -> str:
-    """Says the name of a metric in words.
-
-    >>> _label("fd_w4"), _label("chunks_ms_b16"), _label("num_images")
-    ('in chunks of 4, re-conditioned', 'in four chunks, batch 16', 'num images')
-    """
-    if name in _LABELS:
-        return _LABELS[name]
-    if chunk := re.fullmatch(r"fd_w(\d+)", name):
-        return f"in chunks of {chunk[1]}, re-conditioned"
-    if timed := re.fullmatch(r"(generate|chunks|resumed|prompted)_ms_b(\d+)", name):
-        return f"{_LABELS[timed[1]]}, batch {timed[2]}"
-    return name.replace("_", " ")
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    """Says whether a value can be drawn: a number, finite and not absurd."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
-
-
 def _text(value: object) -> str:
     """Writes a value with as many digits as a reader needs.
 
@@ -437,10 +413,10 @@ def _text(value: object) -> str:
     """
     if value is None:
         return "–"
-    if isinstance(value, float) and not _is_number(value):
+    if isinstance(value, float) and not is_number(value):
         return "not finite"
     if not isinstance(value, float):
-        return f"{value:,}" if _is_number(value) else str(value)
+        return f"{value:,}" if is_number(value) else str(value)
     size = abs(value)
     if size >= 1e7 or 0 < size < 1e-3:
         return f"{value:.3g}"
@@ -449,49 +425,3 @@ def _text(value: object) -> str:
 
 def _cell(value: object) -> str:
     return escape(_text(value))
-
-
-_STYLE = """
-:root { color-scheme: light dark; --back: #fff; --fore: #1c2024; --soft: #5c6670; --line: #dde2e7;
-  --shade: #f5f7f9; --warn: #fff4d6; --c0: #1f6fb2; --c1: #c8501e; --c2: #2a8554; --c3: #8a4fb0;
-  --c4: #a8791a; --c5: #b03a5b; }
-@media (prefers-color-scheme: dark) { :root { --back: #14171a; --fore: #e6e9ec; --soft: #9aa5b0;
-  --line: #333a41; --shade: #1d2226; --warn: #3a3116; --c0: #6cb2ee; --c1: #f0925f; --c2: #66c596;
-  --c3: #c79be6; --c4: #dcb45c; --c5: #ec8aa6; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 70rem; padding: 1rem; background: var(--back); color: var(--fore);
-  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-header { display: flex; flex-wrap: wrap; justify-content: space-between; align-items: baseline; gap: 0 1rem; }
-h1 { margin: 0; font-size: 1.6rem; } h2 { margin: 2.5rem 0 .75rem; font-size: 1.25rem; }
-header p, figcaption, caption, dt, summary { color: var(--soft); font-size: .875rem; }
-nav ul, .legend { list-style: none; display: flex; flex-wrap: wrap; gap: .25rem 1rem; padding: 0; margin: 0; }
-a { color: var(--c0); }
-.notice { background: var(--warn); border-radius: .5rem; padding: .75rem 1rem; margin: 1rem 0; }
-.notice h2 { margin: 0; font-size: 1rem; } .notice ul { margin: .25rem 0 0; padding-left: 1.25rem; }
-.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(14rem, 1fr)); gap: .5rem 1.5rem; }
-.facts dd { margin: 0; }
-.figures { display: grid; gap: 1rem; align-items: start;
-  grid-template-columns: repeat(auto-fill, minmax(min(20rem, 100%), 1fr)); }
-figure { margin: 0; padding: .75rem; border: 1px solid var(--line); border-radius: .5rem; }
-figure svg, figure img { display: block; width: 100%; height: auto; margin-top: .5rem; }
-.cut { overflow: hidden; } .open { overflow: visible; }
-.samples img { border-radius: .25rem; max-width: 26rem; }
-svg text { fill: var(--soft); font-size: 13px; } .end { text-anchor: end; } .middle { text-anchor: middle; }
-.grid { stroke: var(--line); } polyline { fill: none; stroke-width: 1.75; stroke-linejoin: round; }
-.key { display: inline-block; width: 1rem; height: .2rem; margin-right: .35rem; vertical-align: middle; }
-.c0 { stroke: var(--c0); } .c1 { stroke: var(--c1); } .c2 { stroke: var(--c2); }
-.c3 { stroke: var(--c3); } .c4 { stroke: var(--c4); } .c5 { stroke: var(--c5); }
-circle { fill: var(--back); }
-.key.c0 { background: var(--c0); } .key.c1 { background: var(--c1); } .key.c2 { background: var(--c2); }
-.key.c3 { background: var(--c3); } .key.c4 { background: var(--c4); } .key.c5 { background: var(--c5); }
-.scroll { overflow-x: auto; margin: 1rem 0; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-caption { text-align: left; padding: .25rem 0; }
-th, td { padding: .3rem .75rem; text-align: right; border-bottom: 1px solid var(--line); }
-tbody th, .group th { text-align: left; font-weight: normal; }
-tbody th { position: sticky; left: 0; background: var(--back); max-width: 18rem; }
-.group th { position: static; padding-top: 1rem; color: var(--soft); font-size: .875rem; max-width: none; }
-tbody tr:hover > * { background: var(--shade); }
-strong { font-weight: 700; }
-details { margin: 1rem 0; } summary { cursor: pointer; }
-"""

@@ -25,19 +25,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from vssm.checkpoint import load
 from vssm.config import KINDS, PRESETS, ModelConfig, RunConfig, TrainConfig, check_choice
-from vssm.data import DataConfig, open_data
+from vssm.data import DataConfig
 from vssm.evaluate import evaluate_run
-from vssm.generate import generate
 from vssm.progress import Progress, choose_progress
 from vssm.results import result, write_result
-from vssm.results_page import draw_figure, draw_samples
+from vssm.results_figures import draw_figure, draw_samples
+from vssm.run_result import draw_grid, validations
 from vssm.runs import read_config
-from vssm.storage import write_atomically
 from vssm.sweep import LEARNING_RATES, run_all
 from vssm.train import choose_device
 
@@ -45,8 +41,6 @@ __all__ = ["reproduce"]
 
 _TRAINING_SETS = {"mnist": 54_000, "cifar10": 45_000, "digits": 1_294}  # without validation
 _FEATURES = {"mnist": 28, "cifar10": 96, "digits": 8}
-_COLUMNS = 16  # of the samples; the figure shows fewer
-_ROWS = 3  # of samples from nothing, and of completions
 
 
 @dataclass(frozen=True)
@@ -301,7 +295,7 @@ def _best_rate(plan: _Plan, grid: Mapping[str, RunConfig], kind: str) -> float |
 
 def _record_grid(plan: _Plan, folder: Path) -> None:
     """Keeps what a run of the grid came to."""
-    best, _ = _validations(folder)
+    best, _ = validations(folder)
     seconds = json.loads((folder / "meta.json").read_bytes())["seconds"]
     _write_grid(plan, read_config(folder), {**best, "train_seconds": seconds})
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
@@ -330,8 +324,9 @@ def _record(plan: _Plan, folder: Path) -> None:
         device=config.train.device,
         classifier=plan.classifier,
     )
-    _draw(folder, config, path.with_suffix(".png"))
-    best, curve = _validations(folder)
+    model = load(folder, choose_device(config.train.device)).eval()
+    draw_grid(folder, model, path.with_suffix(".png"), [{}], config.train.seed)
+    best, curve = validations(folder)
     facts = json.loads((folder / "meta.json").read_bytes())
     metrics = {
         **scored["metrics"],
@@ -345,48 +340,6 @@ def _record(plan: _Plan, folder: Path) -> None:
     settings = {**_plain(config), "evaluate": scored["config"]["evaluate"]}
     write_result(path, {**result(path.stem, command, settings, metrics), "curve": curve})
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
-
-
-def _validations(folder: Path) -> tuple[dict[str, float | None], dict[str, list[float | None]]]:
-    """Returns the best validation of a run, and the bound on log p(x) at every one."""
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if line["split"] == "valid"]
-    bounds = [
-        None if None in (line["reconstruction"], line["kl"]) else line["reconstruction"] - line["kl"]
-        for line in lines
-    ]
-    finite = [i for i, line in enumerate(lines) if line["loss"] is not None]
-    best = min(finite, key=lambda i: lines[i]["loss"], default=None)
-    facts = {
-        "validation_loss": None if best is None else lines[best]["loss"],
-        "validation_elbo": None if best is None else bounds[best],
-        "best_epoch": None if best is None else lines[best]["epoch"],
-    }
-    rounded = [None if bound is None else round(bound, 3) for bound in bounds]
-    return facts, {"epoch": [line["epoch"] for line in lines], "validation_elbo": rounded}
-
-
-@torch.no_grad()
-def _draw(folder: Path, config: RunConfig, path: Path) -> None:
-    """Draws samples in their own pixels, a white line between them."""
-    from matplotlib.image import imsave
-
-    device = choose_device(config.train.device)
-    model = load(folder, device).eval()
-    data = open_data(config.data)
-    num, cut, split = _ROWS * _COLUMNS, data.meta.length // 2, data.test()
-    index = np.arange(num) * len(split) // num
-    prompt = split.batch(index, device)[:, :cut]
-    free = generate(model, num=num, length=data.meta.length, seed=config.train.seed).x
-    rest = generate(model, length=data.meta.length - cut, prompt=prompt, seed=config.train.seed).x
-    images = data.meta.to_image(torch.cat([free, torch.cat([prompt, rest], 1)])).cpu().numpy()
-    _, height, width, channels = images.shape
-    tiles = np.ones((len(images), height + 2, width + 2, channels), np.float32)
-    tiles[:, 1:-1, 1:-1] = images
-    grid = tiles.reshape(2 * _ROWS, _COLUMNS, height + 2, width + 2, channels).transpose(0, 2, 1, 3, 4)
-    grid = grid.reshape(2 * _ROWS * (height + 2), _COLUMNS * (width + 2), channels)
-    pixels = np.rint(np.broadcast_to(grid, (*grid.shape[:2], 3)) * 255).astype(np.uint8)
-    write_atomically(path, lambda file: imsave(file, pixels, format="png"))
 
 
 def _epochs(config: RunConfig) -> float:

@@ -2,36 +2,39 @@
 
     RESULTS/*.json, RESULTS/*/*.json                 any result: a table each
     RESULTS/paper/, RESULTS/small/                   what `vssm reproduce` keeps: tables, verdicts and figures
+    RESULTS/quality/                                 what `vssm evaluate --result` keeps: tables and curves
 
 The same files always give the same page, so a test can compare it with the one that is committed.
 """
 
-import json
 import math
 import re
+import shutil
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from vssm.labels import dial_curves, dial_ways, label
+from vssm.results_figures import (
+    KINDS,
+    Result,
+    draw_dials,
+    draw_figure,
+    draw_samples,
+    read_results,
+    scored_runs,
+)
 from vssm.storage import write_atomically
 
-__all__ = ["draw_figure", "draw_samples", "write_page"]
+__all__ = ["write_page"]
 
-_KINDS: tuple[str, ...] = ("transformer", "ssm", "rnn", "tvae", "vrnn", "vssm")
 _DATA_SETS = ("mnist", "cifar10", "digits")
 _SCALES = {
     "paper": ("The paper's experiments", "vssm reproduce mnist"),
     "small": ("The paper's experiments, small", "vssm reproduce mnist --scale small"),
 }
-_COLOURS: dict[str, str] = dict(
-    zip(_KINDS, ("#4c72b0", "#dd8452", "#937860", "#8172b3", "#da8bc3", "#55a868"), strict=True)
-)
-_SHOWN_COLUMNS = 4  # of the samples, in the figure
-_STORED_COLUMNS = 16
 _TIME = re.compile(r"(.+)_b(\d+)_t(\d+)")
-
-Result = dict[str, Any]
 
 
 def write_page(results: str | Path, page: str | Path) -> Path:
@@ -51,11 +54,16 @@ def write_page(results: str | Path, page: str | Path) -> Path:
     pictures = page.parent / "pictures"
     pictures.mkdir(parents=True, exist_ok=True)
     for scale in _SCALES:
-        found = [data for data in _DATA_SETS if _runs(results / scale, data)]
+        found = [data for data in _DATA_SETS if scored_runs(results / scale, data)]
         if found:
             draw_figure(results / scale, pictures / f"{scale}.png", found)
         for data in found:
             draw_samples(results / scale, data, pictures / f"{scale}_{data}.png")
+    for result in read_results(results.glob("quality/*.json")):
+        draw_dials(result["metrics"], pictures / f"dials_{result['name']}.png")
+        samples = results / "quality" / f"{result['name']}.png"
+        if samples.is_file():
+            shutil.copyfile(samples, pictures / f"quality_{result['name']}.png")
     write_atomically(page, lambda path: path.write_text(text))
     return page
 
@@ -71,8 +79,9 @@ def _page(results: Path) -> str:
             parts += _experiments(results / scale, scale, title)
         elif scale == "paper":
             parts += [f"## {title}", f"No run of this scale is committed yet; `{command}` makes them."]
+    parts += _quality(results / "quality")
     for path in sorted([*results.glob("*.json"), *results.glob("*/*.json")]):
-        if path.parent.name not in _SCALES:
+        if path.parent.name not in (*_SCALES, "quality"):
             parts += _any_result(path, path.relative_to(results).as_posix())
     return "\n\n".join(parts) + "\n"
 
@@ -86,7 +95,7 @@ def _experiments(folder: Path, scale: str, title: str) -> list[str]:
         "by importance sampling for models with latents, exact for the others. The second half is given the "
         "first. Times are milliseconds for one sequence, and for its second half given its first.",
     ]
-    found = [data for data in _DATA_SETS if _runs(folder, data)]
+    found = [data for data in _DATA_SETS if scored_runs(folder, data)]
     if found:
         parts.append(f"![Validation curves, test statistics and samples](pictures/{scale}.png)")
         parts.append(
@@ -100,7 +109,7 @@ def _experiments(folder: Path, scale: str, title: str) -> list[str]:
 
 
 def _data_set(folder: Path, scale: str, data: str) -> list[str]:
-    runs = _runs(folder, data)
+    runs = scored_runs(folder, data)
     rows = []
     for kind, results in runs.items():
         metrics = [result["metrics"] for result in results]
@@ -155,14 +164,14 @@ def _verdicts(runs: dict[str, list[Result]]) -> list[str]:
 
 def _grid(folder: Path, data: str) -> list[str]:
     found: dict[str, dict[float, Result]] = {}
-    for result in _read(folder.glob(f"grid/{data}_*_lr*.json")):
+    for result in read_results(folder.glob(f"grid/{data}_*_lr*.json")):
         kind = result["config"]["model"]["kind"]
         found.setdefault(kind, {})[result["metrics"]["learning_rate"]] = result
     if not found:
         return []
     rates = sorted({rate for results in found.values() for rate in results}, reverse=True)
     rows = []
-    for kind in sorted(found, key=_KINDS.index):
+    for kind in sorted(found, key=KINDS.index):
         losses = {rate: found[kind][rate]["metrics"]["validation_loss"] for rate in found[kind]}
         finite = {rate: loss for rate, loss in losses.items() if loss is not None}
         best = min(finite, key=lambda rate: finite[rate], default=None)
@@ -180,8 +189,89 @@ def _grid(folder: Path, data: str) -> list[str]:
     ]
 
 
+def _quality(folder: Path) -> list[str]:
+    """Shows what goes past the paper, by data set: likelihoods, distances of samples, and the dials."""
+    tasks: dict[str, list[Result]] = {}
+    for result in read_results(folder.glob("*.json")):
+        data = result["config"]["data"]
+        binary = "binarised " if data.get("binarize") else ""
+        tasks.setdefault(f"{binary}{data['name']}", []).append(result)
+    if not tasks:
+        return []
+    parts = [
+        "## Better than the paper",
+        "Each row is a run that `vssm evaluate RUN --dials --result results/quality/DATA_NAME.json` keeps. "
+        "Likelihoods are in nats. FD is the Fréchet distance of samples to the test set; the floor is that "
+        "of as many training images. W: in chunks of W steps, each re-conditioned on those before. S: in S "
+        "passes over all steps. Passes and ms are those of one sequence in one shot: how often the networks "
+        "run one after the other, and how long.",
+    ]
+    for task, results in tasks.items():
+        parts += [f"### {task}", _qualities(results)]
+        for result in results:
+            parts += _dials(result)
+            if (folder / f"{result['name']}.png").is_file():
+                shown = "three rows each in one shot, in four chunks, step by step, and of completions"
+                parts.append(f"![{result['name']}: {shown}](pictures/quality_{result['name']}.png)")
+        parts.append(_origins(results))
+    return parts
+
+
+def _qualities(results: list[Result]) -> str:
+    """Makes the table of the runs of a data set; a column that all leave empty is left out."""
+    ways = dial_ways({name for result in results for name in result["metrics"]}, "fd")
+    chunks = [way for way in ways if way.startswith("w") and "_" not in way]
+    passes = [way for way in ways if way.startswith("s")]
+    columns = {
+        "log p(x)": ["log_likelihood"],
+        "second half": ["partial_log_likelihood"],
+        "nats": ["nats"],
+        "bits a dimension": ["bits_per_dim"],
+        "FD one shot": ["fd_one_shot"],
+        "FD step by step": ["fd_sample"],
+        f"FD W = {' / '.join(way[1:] for way in chunks)}": [f"fd_{way}" for way in chunks],
+        f"FD S = {' / '.join(way[1:] for way in passes)}": [f"fd_{way}" for way in passes],
+        "FD second half": ["fd_prompted"],
+        "FD floor": ["fd_floor"],
+        "passes": ["passes"],
+        "ms": ["generate_ms_b1"],
+        "training, s": ["train_seconds"],
+    }
+    shown = {
+        title: names
+        for title, names in columns.items()
+        if any(result["metrics"].get(name) is not None for result in results for name in names)
+    }
+    rows = [
+        [
+            result["name"],
+            *(
+                " / ".join(_number(result["metrics"].get(name)) or "–" for name in names)
+                for names in shown.values()
+            ),
+        ]
+        for result in results
+    ]
+    return _table(["run", *shown], rows)
+
+
+def _dials(result: Result) -> list[str]:
+    """Shows quality against time of one run, if that was measured."""
+    name, metrics = result["name"], result["metrics"]
+    rows = [
+        [label(f"fd_{way}"), *(_number(metrics.get(m)) for m in (f"fd_{way}", f"ms_{way}", f"ms_{way}_b256"))]
+        for way in dial_ways(metrics)
+    ]
+    if not rows:
+        return []
+    parts = [f"Quality against time of {name}:", _table([name, "FD", "ms", "ms, batch 256"], rows)]
+    if dial_curves(metrics):
+        parts.append(f"![Fréchet distance against milliseconds of {name}](pictures/dials_{name}.png)")
+    return parts
+
+
 def _any_result(path: Path, name: str) -> list[str]:
-    (result,) = _read([path])
+    (result,) = read_results([path])
     times: dict[tuple[int, int], dict[str, float | None]] = {}
     rest: dict[str, float | None] = {}
     for metric, value in result["metrics"].items():
@@ -211,137 +301,6 @@ def _origins(results: Iterable[Result]) -> str:
         dirty = " (changed)" if commit.endswith("-dirty") else ""
         rows.append([f"`{result['command']}`", where, commit[:12] + dirty, result["date"][:10]])
     return _table(["command", "machine", "commit", "date"], rows)
-
-
-def draw_figure(results: str | Path, path: str | Path, data_sets: Sequence[str]) -> None:
-    """Draws the paper's figure: for each data set validation curves, test statistics and samples.
-
-    Arguments:
-        results: The folder that `vssm reproduce` keeps results in.
-        path: The PNG, replaced as a whole.
-        data_sets: A row of three panels each.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 4.4 * len(data_sets)), layout="constrained")
-    FigureCanvasAgg(figure)
-    rows = figure.subfigures(len(data_sets), 1, squeeze=False)[:, 0]
-    for row, data in zip(rows, data_sets, strict=True):
-        runs = _runs(Path(results), data)
-        left, middle, right = row.subfigures(1, 3, width_ratios=(1, 1, 1.3))
-        _draw_curves(left.subplots(), runs)
-        left.suptitle(f"{data}: validation log-likelihood", fontsize=10)
-        _draw_bars(middle.subplots(1, 2), runs)
-        middle.suptitle(f"{data}: test set", fontsize=10)
-        right.suptitle(f"{data}: samples", fontsize=10)
-        for axes, kind in zip(right.subplots(1, len(runs), squeeze=False)[0], runs, strict=True):
-            picture = _picture(Path(results), runs[kind][0])
-            if picture is not None:
-                width = picture.shape[1] * _SHOWN_COLUMNS // _STORED_COLUMNS
-                axes.imshow(picture[:, :width], interpolation="nearest")
-            axes.set_title(kind, fontsize=9)
-            axes.axis("off")
-    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))
-
-
-def draw_samples(results: str | Path, data: str, path: str | Path) -> None:
-    """Draws all stored samples of every model, the paper's additional figure.
-
-    Arguments:
-        results: The folder that `vssm reproduce` keeps results in.
-        data: The data set.
-        path: The PNG, replaced as a whole.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    runs = _runs(Path(results), data)
-    figure = Figure(figsize=(8, 3.4 * len(runs)), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, kind in zip(figure.subplots(len(runs), 1, squeeze=False)[:, 0], runs, strict=True):
-        picture = _picture(Path(results), runs[kind][0])
-        if picture is not None:
-            axes.imshow(picture, interpolation="nearest")
-        axes.set_title(f"{kind}, seed {runs[kind][0]['config']['train']['seed']}", fontsize=9)
-        axes.axis("off")
-    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))
-
-
-def _draw_curves(axes: Any, runs: dict[str, list[Result]]) -> None:  # noqa: ANN401
-    lowest = []
-    for kind, results in runs.items():
-        values: dict[float, list[float]] = {}
-        for result in results:
-            curve = result["curve"]
-            for epoch, value in zip(curve["epoch"], curve["validation_elbo"], strict=True):
-                if value is not None:
-                    values.setdefault(epoch, []).append(value)
-        epochs = sorted(values)
-        if not epochs:
-            continue
-        middle = [statistics.median(values[epoch]) for epoch in epochs]
-        axes.plot(epochs, middle, label=kind, color=_COLOURS[kind], linewidth=1.2)
-        low, high = ([pick(values[epoch]) for epoch in epochs] for pick in (min, max))
-        axes.fill_between(epochs, low, high, color=_COLOURS[kind], alpha=0.25, linewidth=0)
-        lowest.append(middle[len(middle) // 10])  # the first epochs are far below all others
-    if lowest:
-        axes.set_ylim(bottom=min(lowest))
-        axes.legend(fontsize=8)
-    axes.set_xlabel("epoch")
-    axes.set_ylabel("nats a sequence")
-
-
-def _draw_bars(axes: Any, runs: dict[str, list[Result]]) -> None:  # noqa: ANN401
-    panels = (
-        ("log-likelihood, nats", ("log_likelihood", "partial_log_likelihood"), ".0f"),
-        ("generation, ms", ("generate_ms_b1", "prompted_ms_b1"), ".3g"),
-    )
-    for ax, (title, names, form) in zip(axes, panels, strict=True):
-        for place, (kind, results) in enumerate(runs.items()):
-            for group, name in enumerate(names):
-                values = [result["metrics"][name] for result in results]
-                mean, x = statistics.fmean(values), group * (len(runs) + 1) + place
-                reach = [[mean - min(values)], [max(values) - mean]]
-                ax.bar(
-                    x, mean, color=_COLOURS[kind], yerr=reach, capsize=2, label=kind if not group else None
-                )
-                ax.annotate(f"{mean:{form}}", (x, mean), ha="center", va="bottom", fontsize=7)
-        ax.set_xticks(
-            [group * (len(runs) + 1) + (len(runs) - 1) / 2 for group in range(2)], ["full", "partial"]
-        )
-        ax.set_title(title, fontsize=9)
-    axes[0].legend(fontsize=7)
-
-
-def _picture(folder: Path, result: Result) -> Any:  # noqa: ANN401
-    from matplotlib.image import imread
-
-    path = folder / f"{result['name']}.png"
-    return imread(path) if path.is_file() else None
-
-
-def _runs(folder: Path, data: str) -> dict[str, list[Result]]:
-    """Returns the scored runs of a data set by kind, each with its seeds in order."""
-    found: dict[str, list[Result]] = {}
-    for result in _read(folder.glob(f"{data}_*_seed*.json")):
-        found.setdefault(result["config"]["model"]["kind"], []).append(result)
-    for results in found.values():
-        results.sort(key=lambda result: result["config"]["train"]["seed"])
-    return {kind: found[kind] for kind in _KINDS if kind in found}
-
-
-def _read(paths: Iterable[Path]) -> list[Result]:
-    results = []
-    for path in sorted(paths):
-        try:
-            values = json.loads(path.read_bytes())
-            if not isinstance(values["metrics"], dict) or not isinstance(values["machine"], dict):
-                raise TypeError("metrics and machine are no JSON objects")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{str(path)!r} is damaged: {error!r}; allowed: a result file") from None
-        results.append(values)
-    return results
 
 
 def _mean(results: list[Result], name: str) -> float:

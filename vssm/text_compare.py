@@ -30,8 +30,8 @@ from vssm.checkpoint import load
 from vssm.config import RunConfig
 from vssm.data import Data, Meta, open_data
 from vssm.distributions import Latents
-from vssm.evaluate import log_likelihood
 from vssm.generate import generate
+from vssm.likelihoods import log_likelihood
 from vssm.models import Model, Variational
 from vssm.results import result, write_result
 

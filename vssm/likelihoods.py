@@ -1,0 +1,225 @@
+"""How likely data is under a model.
+
+    autoregressive   log p(x_{C+1:T} | x_{1:C}), exact
+    vssm, tvae       log 1/K sum_k p(x|z^k) p(z^k) / q_psi(z^k|x)                        C = 0
+                     log 1/K sum_k p(x_{C+1:T}|z^k) q_omega(z^k|x_{1:C}) / q_psi(z^k|x)    C > 0
+    with levels      log 1/K sum_k p(x_{C+1:T}|z^k, x_{1:C}) p(z^k|x_{1:C}) / q(z^k|x)       any C
+    vrnn             log 1/K sum_k w_k(1:T) - log 1/K sum_k w_k(1:C),   w_k = p(x|z) p(z) / q(z|x)
+
+with z^k drawn from the posterior (importance sampling; Burda et al., 2016). In expectation the
+estimates for C = 0, and all of a model with levels, are lower bounds that tighten with K. The sum over k is
+streamed: memory does not grow with K.
+
+Legend: x (B, T, D) or tokens (B, T); K `num_samples`; C `prompt_length`, `cut`.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vssm import noise
+from vssm.config import check_choice
+from vssm.distributions import Latents, Observation
+from vssm.models import VRNN, Autoregressive, Ladder, Model, Trajectory, Variational
+from vssm.models.ladder import Task
+from vssm.objectives import real_steps
+
+__all__ = ["estimates", "log_likelihood", "reconstruct"]
+
+_ROWS_PER_PASS = 512  # draws of several k share a pass while the batch is small
+
+
+@torch.no_grad()
+def log_likelihood(
+    model: Model,
+    x: Tensor,
+    num_samples: int = 100,
+    prompt_length: int = 0,
+    prior: str = "uniform",
+    seed: int = 0,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Estimates log p(x_{C+1:T} | x_{1:C}) for every sequence.
+
+    Arguments:
+        model: Any of the six models.
+        x: The sequences, (B, T, D), or (B, T) tokens.
+        num_samples: K, the number of latent draws; an autoregressive model needs none.
+        prompt_length: C, the number of steps that are given.
+        prior: For vssm and tvae at C = 0: "uniform", or "partial" for q_omega(z | ∅), the prior that
+            unconditional generation draws from. With C > 0 it is always q_omega(z | x_{1:C}). A model with
+            levels has one prior, its own.
+        seed: Names the draws: equal seeds give equal estimates, however the batch is split.
+        lengths: The steps of each row that are real, (B,), where the rest is padding.
+
+    Returns:
+        Nats, (B,).
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> model = build(ModelConfig(kind="ssm", features=3, width=8, layers=1))
+        >>> log_likelihood(model, torch.zeros(2, 6, 3), prompt_length=3).shape
+        torch.Size([2])
+    """
+    model.head.validate(x)
+    if num_samples < 1:
+        raise ValueError(f"num_samples={num_samples} is not allowed; allowed: a whole number >= 1")
+    if not 0 <= prompt_length <= x.shape[1]:
+        raise ValueError(f"prompt_length={prompt_length} is not allowed; allowed: 0 to {x.shape[1]}")
+    check_choice("prior", prior, ("uniform", "partial"))
+    real = None if lengths is None else real_steps(x, lengths)
+    if lengths is not None and (lengths < prompt_length).any():
+        raise ValueError(
+            f"prompt_length={prompt_length} is not allowed; allowed: 0 to {int(lengths.min())}, in lengths"
+        )
+    return estimates(model, x, num_samples, [(prompt_length, prior)], seed, _ROWS_PER_PASS, real)[0]
+
+
+def estimates(
+    model: Model,
+    x: Tensor,
+    num_samples: int,
+    cases: list[tuple[int, str]],
+    seed: int,
+    rows: int,
+    real: Tensor | None = None,
+) -> list[Tensor]:
+    """Returns one estimate, (B,), for each case (prompt length, prior), all from the same draws.
+
+    Arguments:
+        model: Any of the six models.
+        x: The sequences.
+        num_samples: K.
+        cases: Prompt lengths and priors.
+        seed: Names the draws.
+        rows: Sequences of a pass.
+        real: Which steps count, (B, T); all by default.
+    """
+    mask = torch.ones(x.shape[:2], device=x.device) if real is None else real.float()
+    if isinstance(model, Autoregressive):
+        p_x, _ = model(x)
+        log_p_x = p_x.log_prob(x) * mask
+        return [log_p_x[:, cut:].sum(1) for cut, _ in cases]
+
+    totals: list[Tensor] = []
+    weights_of = {VRNN: _vrnn_weights, Ladder: _ladder_weights, Variational: _variational_weights}[
+        type(model)
+    ]
+    weigh = weights_of(model, x, cases, mask)  # pyright: ignore[reportArgumentType]
+    step = max(1, rows // max(1, len(x)))
+    for first in range(0, num_samples, step):
+        u = _draws(model, x, seed, range(first, min(first + step, num_samples)))
+        parts = [torch.logsumexp(weights, 0) for weights in weigh(u)]
+        totals = [torch.logaddexp(a, b) for a, b in zip(totals, parts, strict=True)] if totals else parts
+    nats = [total - math.log(num_samples) for total in totals]
+    if isinstance(model, VRNN):
+        whole, *prompts = nats
+        return [whole - prompt for prompt in prompts]
+    return nats
+
+
+def _draws(model: Variational | VRNN | Ladder, x: Tensor, seed: int, draws: range) -> Tensor:
+    """Returns the uniform numbers of some draws, (K, B, T, Z); with levels (K, B, G + T, Z)."""
+    rows = torch.arange(len(x), device=x.device)
+    seeds = torch.full_like(rows, seed)
+    plan = model.config.plan if isinstance(model, Ladder) else 0
+    shape = (0, plan + x.shape[1], model.config.latents)
+    return torch.stack([noise.uniform(seeds, rows, *shape, stream=noise.LATENT, draw=k) for k in draws])
+
+
+def _variational_weights(
+    model: Variational, x: Tensor, cases: list[tuple[int, str]], mask: Tensor
+) -> Callable[[Tensor], list[Tensor]]:
+    """Returns a function from uniform numbers (K, B, T, Z) to the log weights (K, B) of each case."""
+    q_z, _ = model.posterior(x)
+    priors: list[Latents | None] = []
+    for cut, prior in cases:
+        p_z = None
+        if cut or prior == "partial":
+            p_z, _ = model.partial_posterior(x[:, :cut] if cut else None, empty=x.shape[1] - cut)
+        priors.append(p_z)
+    log_uniform = -mask.sum(1) * model.config.latents * math.log(model.config.classes)
+
+    def weigh(u: Tensor) -> list[Tensor]:
+        z = q_z.sample(u)
+        p_x, _ = model.likelihood(z.flatten(0, 1))
+        repeated = x.repeat(len(u), *[1] * (x.ndim - 1))
+        log_p_x = p_x.log_prob(repeated).unflatten(0, u.shape[:2]) * mask
+        log_q_z = (q_z.log_prob(z) * mask).sum(-1)
+        weights = []
+        for (cut, _), p_z in zip(cases, priors, strict=True):
+            log_p_z = log_uniform if p_z is None else (p_z.log_prob(z) * mask).sum(-1)
+            weights.append(log_p_x[..., cut:].sum(-1) + log_p_z - log_q_z)
+        return weights
+
+    return weigh
+
+
+def _ladder_weights(
+    model: Ladder, x: Tensor, cases: list[tuple[int, str]], mask: Tensor
+) -> Callable[[Tensor], list[Tensor]]:
+    """Returns a function from uniform numbers (K, B, G + T, Z) to the log weights (K, B) of each case."""
+    lengths = mask.sum(1).long()
+    tasks = [model.task(x, torch.full((len(x),), cut, device=x.device), lengths) for cut, _ in cases]
+
+    def weigh(u: Tensor) -> list[Tensor]:
+        weights = []
+        for task in tasks:
+            path = _climb(model, task.repeat(len(u)), u.flatten(0, 1))
+            log_p_x = path.p_x.log_prob(x.repeat(len(u), *[1] * (x.ndim - 1))).unflatten(0, u.shape[:2])
+            ratio = (path.p_z.log_prob(path.z) - path.q_z.log_prob(path.z)).sum(-1).unflatten(0, u.shape[:2])
+            weights.append((log_p_x * task.scored).sum(-1) + ratio)
+        return weights
+
+    return weigh
+
+
+def _climb(model: Ladder, task: Task, u: Tensor) -> Trajectory:
+    """Draws all latents of a task from the posterior with uniform numbers (B, G + T, Z)."""
+    q_zs, p_zs, zs = [], [], []
+
+    def draw(level: int, p_z: Latents, read: Tensor) -> Tensor:
+        q_z = model.rung(level).posterior(p_z, read, task.evidence[level])
+        z = q_z.sample(u.chunk(model.config.levels, -1)[level])
+        live = model.live(level, task)[..., None, None]  # where there are no latents, q = p: no weight, no KL
+        q_zs.append(torch.where(live, q_z.logits, 0))
+        p_zs.append(torch.where(live, p_z.logits, 0))
+        zs.append(z)
+        return z
+
+    p_x, state = model.descend(task.e, draw, task=task, skip=model.config.plan)
+    q_z, p_z = (Latents(torch.cat(logits, -2)) for logits in (q_zs, p_zs))
+    return Trajectory(p_x, q_z, p_z, torch.cat(zs, -1), state)
+
+
+def _vrnn_weights(
+    model: VRNN, x: Tensor, cases: list[tuple[int, str]], mask: Tensor
+) -> Callable[[Tensor], list[Tensor]]:
+    """Returns a function from uniform numbers (K, B, T, Z) to log weights of x_{1:T} and of each x_{1:C}."""
+
+    def weigh(u: Tensor) -> list[Tensor]:
+        repeated = x.repeat(len(u), *[1] * (x.ndim - 1))
+        flat = u.flatten(0, 1)
+        path = model(repeated, draw=lambda t, q_z: q_z.sample(flat[:, t : t + 1]))
+        steps = path.p_x.log_prob(repeated) + path.p_z.log_prob(path.z) - path.q_z.log_prob(path.z)
+        steps = steps.unflatten(0, u.shape[:2]) * mask
+        return [steps.sum(-1), *(steps[..., :cut].sum(-1) for cut, _ in cases)]
+
+    return weigh
+
+
+def reconstruct(model: Model, x: Tensor, seed: int) -> tuple[Observation, Latents | None, Latents | None]:
+    """Returns p(x|z) for one draw of z, with the posterior and the prior of z; p(x) without latents."""
+    if isinstance(model, Autoregressive):
+        return model(x)[0], None, None
+    u = _draws(model, x, seed, range(1))[0]
+    if isinstance(model, VRNN):
+        path = model(x, draw=lambda t, q_z: q_z.sample(u[:, t : t + 1]))
+        return path.p_x, path.q_z, path.p_z
+    if isinstance(model, Ladder):
+        path = _climb(model, model.task(x, torch.zeros(len(x), dtype=torch.int64, device=x.device)), u)
+        return path.p_x, path.q_z, path.p_z
+    q_z, _ = model.posterior(x)
+    return model.likelihood(q_z.sample(u))[0], q_z, Latents(q_z.logits.new_zeros(q_z.logits.shape[-1:]))

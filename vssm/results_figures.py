@@ -1,0 +1,187 @@
+"""The figures of the results page, from committed result files: the paper's, and quality against time."""
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vssm.labels import dial_curves
+from vssm.storage import write_atomically
+
+__all__ = ["KINDS", "Result", "draw_dials", "draw_figure", "draw_samples", "read_results", "scored_runs"]
+
+KINDS: tuple[str, ...] = ("transformer", "ssm", "rnn", "tvae", "vrnn", "vssm")
+_COLOURS: dict[str, str] = dict(
+    zip(KINDS, ("#4c72b0", "#dd8452", "#937860", "#8172b3", "#da8bc3", "#55a868"), strict=True)
+)
+_SHOWN_COLUMNS = 4  # of the samples, in the figure
+_STORED_COLUMNS = 16
+
+Result = dict[str, Any]
+
+
+def scored_runs(folder: Path, data: str) -> dict[str, list[Result]]:
+    """Returns the scored runs of a data set by kind, each with its seeds in order."""
+    found: dict[str, list[Result]] = {}
+    for result in read_results(folder.glob(f"{data}_*_seed*.json")):
+        found.setdefault(result["config"]["model"]["kind"], []).append(result)
+    for results in found.values():
+        results.sort(key=lambda result: result["config"]["train"]["seed"])
+    return {kind: found[kind] for kind in KINDS if kind in found}
+
+
+def read_results(paths: Iterable[Path]) -> list[Result]:
+    results = []
+    for path in sorted(paths):
+        try:
+            values = json.loads(path.read_bytes())
+            if not isinstance(values["metrics"], dict) or not isinstance(values["machine"], dict):
+                raise TypeError("metrics and machine are no JSON objects")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{str(path)!r} is damaged: {error!r}; allowed: a result file") from None
+        results.append(values)
+    return results
+
+
+def draw_figure(results: str | Path, path: str | Path, data_sets: Sequence[str]) -> None:
+    """Draws the paper's figure: for each data set validation curves, test statistics and samples.
+
+    Arguments:
+        results: The folder that `vssm reproduce` keeps results in.
+        path: The PNG, replaced as a whole.
+        data_sets: A row of three panels each.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4.4 * len(data_sets)), layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = figure.subfigures(len(data_sets), 1, squeeze=False)[:, 0]
+    for row, data in zip(rows, data_sets, strict=True):
+        runs = scored_runs(Path(results), data)
+        left, middle, right = row.subfigures(1, 3, width_ratios=(1, 1, 1.3))
+        _draw_curves(left.subplots(), runs)
+        left.suptitle(f"{data}: validation log-likelihood", fontsize=10)
+        _draw_bars(middle.subplots(1, 2), runs)
+        middle.suptitle(f"{data}: test set", fontsize=10)
+        right.suptitle(f"{data}: samples", fontsize=10)
+        for axes, kind in zip(right.subplots(1, len(runs), squeeze=False)[0], runs, strict=True):
+            picture = _picture(Path(results), runs[kind][0])
+            if picture is not None:
+                width = picture.shape[1] * _SHOWN_COLUMNS // _STORED_COLUMNS
+                axes.imshow(picture[:, :width], interpolation="nearest")
+            axes.set_title(kind, fontsize=9)
+            axes.axis("off")
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))
+
+
+def draw_samples(results: str | Path, data: str, path: str | Path) -> None:
+    """Draws all stored samples of every model, the paper's additional figure.
+
+    Arguments:
+        results: The folder that `vssm reproduce` keeps results in.
+        data: The data set.
+        path: The PNG, replaced as a whole.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    runs = scored_runs(Path(results), data)
+    figure = Figure(figsize=(8, 3.4 * len(runs)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, kind in zip(figure.subplots(len(runs), 1, squeeze=False)[:, 0], runs, strict=True):
+        picture = _picture(Path(results), runs[kind][0])
+        if picture is not None:
+            axes.imshow(picture, interpolation="nearest")
+        axes.set_title(f"{kind}, seed {runs[kind][0]['config']['train']['seed']}", fontsize=9)
+        axes.axis("off")
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))
+
+
+def _draw_curves(axes: Any, runs: dict[str, list[Result]]) -> None:  # noqa: ANN401
+    lowest = []
+    for kind, results in runs.items():
+        values: dict[float, list[float]] = {}
+        for result in results:
+            curve = result["curve"]
+            for epoch, value in zip(curve["epoch"], curve["validation_elbo"], strict=True):
+                if value is not None:
+                    values.setdefault(epoch, []).append(value)
+        epochs = sorted(values)
+        if not epochs:
+            continue
+        middle = [statistics.median(values[epoch]) for epoch in epochs]
+        axes.plot(epochs, middle, label=kind, color=_COLOURS[kind], linewidth=1.2)
+        low, high = ([pick(values[epoch]) for epoch in epochs] for pick in (min, max))
+        axes.fill_between(epochs, low, high, color=_COLOURS[kind], alpha=0.25, linewidth=0)
+        lowest.append(middle[len(middle) // 10])  # the first epochs are far below all others
+    if lowest:
+        axes.set_ylim(bottom=min(lowest))
+        axes.legend(fontsize=8)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("nats a sequence")
+
+
+def _draw_bars(axes: Any, runs: dict[str, list[Result]]) -> None:  # noqa: ANN401
+    panels = (
+        ("log-likelihood, nats", ("log_likelihood", "partial_log_likelihood"), ".0f"),
+        ("generation, ms", ("generate_ms_b1", "prompted_ms_b1"), ".3g"),
+    )
+    for ax, (title, names, form) in zip(axes, panels, strict=True):
+        for place, (kind, results) in enumerate(runs.items()):
+            for group, name in enumerate(names):
+                values = [result["metrics"][name] for result in results]
+                mean, x = statistics.fmean(values), group * (len(runs) + 1) + place
+                reach = [[mean - min(values)], [max(values) - mean]]
+                ax.bar(
+                    x, mean, color=_COLOURS[kind], yerr=reach, capsize=2, label=kind if not group else None
+                )
+                ax.annotate(f"{mean:{form}}", (x, mean), ha="center", va="bottom", fontsize=7)
+        ax.set_xticks(
+            [group * (len(runs) + 1) + (len(runs) - 1) / 2 for group in range(2)], ["full", "partial"]
+        )
+        ax.set_title(title, fontsize=9)
+    axes[0].legend(fontsize=7)
+
+
+def _picture(folder: Path, result: Result) -> Any:  # noqa: ANN401
+    from matplotlib.image import imread
+
+    path = folder / f"{result['name']}.png"
+    return imread(path) if path.is_file() else None
+
+
+def draw_dials(metrics: Mapping[str, Any], path: str | Path) -> bool:
+    """Draws quality against time, one panel for a batch of one and one for a batch of 256.
+
+    Arguments:
+        metrics: Those of one result.
+        path: The PNG, replaced as a whole.
+
+    Returns:
+        Whether there was anything to draw.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    panels = {batch: lines for batch in (1, 256) if (lines := dial_curves(metrics, batch))}
+    if not panels:
+        return False
+    figure = Figure(figsize=(4.5 * len(panels), 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    places = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (batch, lines) in zip(places, panels.items(), strict=True):
+        for name, points in lines.items():
+            style = {"linestyle": "--", "color": "grey"} if name == "floor" else {"marker": "."}
+            axes.loglog(*zip(*points, strict=True), label=name, linewidth=1.2, **style)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel(f"milliseconds, batch {batch}")
+        axes.set_ylabel("Fréchet distance")
+        axes.legend(fontsize=8)
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))
+    return True

@@ -1,0 +1,129 @@
+"""A run as a result to keep: what it scored, how its training went, and its samples as a picture.
+
+| file | what |
+| --- | --- |
+| `RESULT.json` | `eval.json` under another name, with `epochs`, `train_seconds` and the best validation |
+| `RESULT.png` | for images, samples of every way that is asked for, and completions of test images |
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vssm.checkpoint import load
+from vssm.data import open_data
+from vssm.generate import generate
+from vssm.models import Model
+from vssm.quality import observed, ways_to_sample
+from vssm.results import write_result
+from vssm.runs import read_config
+from vssm.storage import write_atomically
+from vssm.train import choose_device
+
+__all__ = ["check_result_path", "draw_grid", "keep_result", "shown_ways", "validations"]
+
+_COLUMNS = 16  # of the samples
+_ROWS = 3  # of every way to sample, and of completions
+
+Options = Mapping[str, Any]
+
+
+def check_result_path(path: Path) -> None:
+    """Refuses a place for a result that the results page would not find."""
+    if path.suffix != ".json":
+        raise ValueError(f"result={str(path)!r} is not allowed; allowed: a file that ends in .json")
+
+
+def keep_result(folder: str | Path, path: str | Path, device: str = "auto") -> None:
+    """Writes what `vssm evaluate` found of a run to a file of its own, and its samples beside it.
+
+    Arguments:
+        folder: A run folder with `eval.json`.
+        path: Where the result goes, by custom results/quality/DATA_NAME.json.
+        device: Where to draw the samples.
+    """
+    folder, path = Path(folder), Path(path)
+    check_result_path(path)
+    found = folder / "eval.json"
+    if not found.is_file():
+        raise ValueError(f"{str(folder)!r} has no eval.json; allowed: a run folder after vssm evaluate")
+    scored = json.loads(found.read_bytes())
+    metrics = scored["metrics"] | _training(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    config = read_config(folder)
+    meta = open_data(config.data).meta
+    if meta.image_shape is not None:
+        model = load(folder, choose_device(device)).eval()
+        draw_grid(folder, model, path.with_suffix(".png"), shown_ways(model, meta.length), config.train.seed)
+    write_result(path, {**scored, "name": path.stem, "metrics": metrics})
+
+
+def shown_ways(model: Model, length: int) -> list[Options]:
+    """Returns the ways to sample that a picture shows: one shot, in four chunks, step by step."""
+    ways = ways_to_sample(model, length)
+    return [ways[name] for name in ("one_shot", f"w{length // 4}", "w1") if name in ways]
+
+
+def _training(folder: Path) -> dict[str, float | None]:
+    """Returns how the training of a run went; nothing for a model that came without its log."""
+    facts: dict[str, float | None] = {"learning_rate": read_config(folder).train.learning_rate}
+    if (folder / "meta.json").is_file():
+        facts["train_seconds"] = json.loads((folder / "meta.json").read_bytes()).get("seconds")
+    if (folder / "log.jsonl").is_file():
+        best, curve = validations(folder)
+        facts |= best
+        facts["epochs"] = curve["epoch"][-1] if curve["epoch"] else None
+    return facts
+
+
+def validations(folder: Path) -> tuple[dict[str, float | None], dict[str, list[float | None]]]:
+    """Returns the best validation of a run, and the bound on log p(x) at every one."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["split"] == "valid"]
+    bounds = [
+        None if None in (line["reconstruction"], line["kl"]) else line["reconstruction"] - line["kl"]
+        for line in lines
+    ]
+    finite = [i for i, line in enumerate(lines) if line["loss"] is not None]
+    best = min(finite, key=lambda i: lines[i]["loss"], default=None)
+    facts = {
+        "validation_loss": None if best is None else lines[best]["loss"],
+        "validation_elbo": None if best is None else bounds[best],
+        "best_epoch": None if best is None else lines[best]["epoch"],
+    }
+    rounded = [None if bound is None else round(bound, 3) for bound in bounds]
+    return facts, {"epoch": [line["epoch"] for line in lines], "validation_elbo": rounded}
+
+
+@torch.no_grad()
+def draw_grid(folder: Path, model: Model, path: Path, ways: Sequence[Options], seed: int = 0) -> None:
+    """Draws samples in their own pixels, a white line between them: three rows a way, and completions.
+
+    Arguments:
+        folder: The run folder, whose data are images.
+        model: Its model.
+        path: The PNG, replaced as a whole.
+        ways: Options of `generate` for samples from nothing.
+        seed: Names the samples.
+    """
+    from matplotlib.image import imsave
+
+    data = open_data(read_config(folder).data)
+    device, split = next(model.parameters()).device, data.test()
+    num, length, cut = _ROWS * _COLUMNS, data.meta.length, data.meta.length // 2
+    prompt = split.batch(np.arange(num) * len(split) // num, device)[:, :cut]
+    options = {"num": num, "seed": seed, "observe": observed(model, data.meta.levels)}
+    made = [generate(model, **{"length": length, **options, **way}).x for way in ways]
+    rest = generate(model, length=length - cut, prompt=prompt, **options).x
+    images = data.meta.to_image(torch.cat([*made, torch.cat([prompt, rest], 1)])).cpu().numpy()
+    _, height, width, channels = images.shape
+    tiles = np.ones((len(images), height + 2, width + 2, channels), np.float32)
+    tiles[:, 1:-1, 1:-1] = images
+    grid = tiles.reshape(-1, _COLUMNS, height + 2, width + 2, channels).transpose(0, 2, 1, 3, 4)
+    grid = grid.reshape(-1, _COLUMNS * (width + 2), channels)
+    pixels = np.rint(np.broadcast_to(grid, (*grid.shape[:2], 3)) * 255).astype(np.uint8)
+    write_atomically(path, lambda file: imsave(file, pixels, format="png"))
