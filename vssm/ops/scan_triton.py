@@ -12,24 +12,27 @@ Backward, with g_t = dout_t silu(z_t) and l_t the gradient of h_t:
 
 Shapes: u, dt, z, out (B, T, D); A (D, N); B, C (B, T, N); D, dt_bias (D,); h, l (B, D, N).
 
-A thread owns whole channels and runs over time: the N states of a channel are N register variables (a tuple
-of vectors over channels), so sums over n cost no communication. All is float32 inside; exp is exp2 with A
-scaled by log2(e); addresses are 64-bit. A program is one warp.
+Forward, a thread owns whole channels and runs over time: the N states of a channel are N register variables
+(a tuple of vectors over channels), so sums over n cost no communication. Backward, PARTS lanes share the
+states of a channel. All is float32 inside; exp is exp2 with A scaled by log2(e); addresses are 64-bit. A
+program is one warp.
 
 - `_scan_kernel` either writes out, or summarises a chunk of time: h at its end is P h_start + local with P =
   exp(A sum delta), and the gradient that it hands back, a l of its first step, is P times the one handed to
   it + pull with pull = sum_t exp(A sum_{s <= t} delta_s) C_t g_t. One exp serves both. `_combine_kernel`
   chains the chunks of a long sequence; then all can run side by side.
-- `_backward_kernel` runs a chunk forward and keeps h of every K-th step in a scratch small enough for the
-  cache, then walks back K steps at a time with their states in registers. Sums over channels (dB, dC) leave
-  as one partial per block of 32 channels, sums over time and batch (dA, dD, ddt_bias) as one per program;
-  PyTorch adds the partials. No atomics: results repeat bit for bit.
+- `_backward_kernel` runs a chunk forward and keeps h of every K-th step in shared memory (in a scratch if it
+  does not fit), then walks back K steps at a time with their states in registers. Of every PARTS steps each
+  lane of a channel loads one, does what is not per state (softplus, gate) and stores its gradients; `_share`
+  and `_gather` pass on what the other lanes need. Sums over channels (dB, dC) leave as one partial for the
+  channels of a program, sums over time and batch (dA, dD, ddt_bias) as one per program; PyTorch adds the
+  partials. No atomics: results repeat bit for bit.
 """
 
 # Kernels are written in the part of Python that Triton compiles: no star unpacking, no early return.
 # ruff: noqa: ANN001, ANN202, E741, RET505, RUF005, RUF059, SIM102
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from typing import NamedTuple
 
@@ -42,6 +45,9 @@ __all__ = ["backward", "forward"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+# Shared memory of a program's own, which Triton has no words for: 12 programs fit a multiprocessor.
+SHARED_BYTES = 16384
+SHARED_START = tl.constexpr(f"{{ .shared .align 16 .b8 kept[{SHARED_BYTES}]; mov.u32 $0, kept; }}")
 
 
 @triton.jit
@@ -91,21 +97,21 @@ def _vector(pointer, index, limit, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _load(pointer, index, limit, EVEN: tl.constexpr):
-    """Loads pointer[index], zero from limit on; EVEN: no index reaches limit."""
+def _load(pointer, index, mask, EVEN: tl.constexpr):
+    """Loads pointer[index], zero where mask is not set; EVEN: it is set everywhere."""
     if EVEN:
         return tl.load(pointer + index)
     else:
-        return tl.load(pointer + index, mask=index < limit, other=0.0)
+        return tl.load(pointer + index, mask=mask, other=0.0)
 
 
 @triton.jit
-def _store(pointer, index, value, limit, EVEN: tl.constexpr):
+def _store(pointer, index, value, mask, EVEN: tl.constexpr):
     value = value.to(pointer.dtype.element_ty)
     if EVEN:
         tl.store(pointer + index, value, eviction_policy="evict_first")
     else:
-        tl.store(pointer + index, value, mask=index < limit, eviction_policy="evict_first")
+        tl.store(pointer + index, value, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -213,35 +219,39 @@ def _scalars(row, dtype: tl.constexpr, WORDS: tl.constexpr):
 
 # fmt: off
 @triton.jit
-def _vectors(inputs, strides, b, t0, last, d, channels, K: tl.constexpr, EVEN: tl.constexpr):
+def _vectors(inputs, strides, b, t0, last, d, part, channels, K: tl.constexpr, PARTS: tl.constexpr,
+             EVEN: tl.constexpr):
     # fmt: on
-    """Loads u, dt, z, dout of the K steps from t0; steps from last on read the last row."""
+    """Loads u, dt, z, dout of every PARTS-th of the K steps from t0, part steps on; none is after last."""
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     s_dy, s_u, s_dt, s_B, s_C, s_z = strides
     us = ()
     dts = ()
     zs = ()
     dys = ()
-    for k in tl.static_range(K):
-        if EVEN:
-            step = k
-        else:
-            step = tl.minimum(k, last - 1 - t0)
-        us = us + (_load(u + b * s_u[0] + t0 * s_u[1] + step * s_u[1], d, channels, EVEN),)
-        dts = dts + (_load(dt + b * s_dt[0] + t0 * s_dt[1] + step * s_dt[1], d, channels, EVEN),)
+    mask = d < channels
+    for k in tl.static_range(0, K, PARTS):
+        near = k
+        step = part
+        if not EVEN:
+            near = 0
+            step = tl.minimum(k + part, last - 1 - t0)
+        us = us + (_load(u + b * s_u[0] + t0 * s_u[1] + near * s_u[1], step * s_u[1] + d, mask, EVEN),)
+        dts = dts + (_load(dt + b * s_dt[0] + t0 * s_dt[1] + near * s_dt[1], step * s_dt[1] + d, mask, EVEN),)
         if z is not None:
-            zs = zs + (_load(z + b * s_z[0] + t0 * s_z[1] + step * s_z[1], d, channels, EVEN),)
+            zs = zs + (_load(z + b * s_z[0] + t0 * s_z[1] + near * s_z[1], step * s_z[1] + d, mask, EVEN),)
         if dy is not None:
-            dys = dys + (_load(dy + b * s_dy[0] + t0 * s_dy[1] + step * s_dy[1], d, channels, EVEN),)
+            dy_at = dy + b * s_dy[0] + t0 * s_dy[1] + near * s_dy[1]
+            dys = dys + (_load(dy_at, step * s_dy[1] + d, mask, EVEN),)
     return us, dts, zs, dys
 
 
 # fmt: off
 @triton.jit
-def _rows(inputs, strides, b, t0, last, N: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr,
+def _rows(inputs, strides, b, t0, last, column, N: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr,
           EVEN: tl.constexpr):
     # fmt: on
-    """Loads B, C of the K steps from t0; steps from last on read the last row."""
+    """Loads N states from column on of B, C of the K steps from t0; steps from last on read the last row."""
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     s_dy, s_u, s_dt, s_B, s_C, s_z = strides
     Bs = ()
@@ -251,9 +261,9 @@ def _rows(inputs, strides, b, t0, last, N: tl.constexpr, K: tl.constexpr, WORDS:
             step = k
         else:
             step = tl.minimum(k, last - 1 - t0)
-        Bs = Bs + (_row(B + b * s_B[0] + t0 * s_B[1] + step * s_B[1], N, WORDS),)
+        Bs = Bs + (_row(B + b * s_B[0] + t0 * s_B[1] + step * s_B[1] + column, N, WORDS),)
         if C is not None:
-            Cs = Cs + (_row(C + b * s_C[0] + t0 * s_C[1] + step * s_C[1], N, WORDS),)
+            Cs = Cs + (_row(C + b * s_C[0] + t0 * s_C[1] + step * s_C[1] + column, N, WORDS),)
     return Bs, Cs
 
 
@@ -296,17 +306,18 @@ def _scan_kernel(
             products = products + (zero + 1.0,)
     skip = _vector(D, d, channels, BD)
     bias = _vector(dt_bias, d, channels, BD)
-    next_vectors = _vectors(inputs, strides, b, first, last, d, channels, K, EVEN)
+    next_vectors = _vectors(inputs, strides, b, first, last, d, 0, channels, K, 1, EVEN)
     if AHEAD:
-        next_rows = _rows(inputs, strides, b, first, last, N, K, WORDS, EVEN)
+        next_rows = _rows(inputs, strides, b, first, last, 0, N, K, WORDS, EVEN)
     for t0 in range(first, last, K):
         us, dts, zs, dys = next_vectors
-        next_vectors = _vectors(inputs, strides, b, _next(t0, last, K, EVEN), last, d, channels, K, EVEN)
+        after = _next(t0, last, K, EVEN)
+        next_vectors = _vectors(inputs, strides, b, after, last, d, 0, channels, K, 1, EVEN)
         if AHEAD:
             Bs, Cs = next_rows
-            next_rows = _rows(inputs, strides, b, _next(t0, last, K, EVEN), last, N, K, WORDS, EVEN)
+            next_rows = _rows(inputs, strides, b, after, last, 0, N, K, WORDS, EVEN)
         else:
-            Bs, Cs = _rows(inputs, strides, b, t0, last, N, K, WORDS, EVEN)
+            Bs, Cs = _rows(inputs, strides, b, t0, last, 0, N, K, WORDS, EVEN)
         outs = ()
         for k in tl.static_range(K):
             x = us[k].to(tl.float32)
@@ -350,8 +361,8 @@ def _scan_kernel(
         if y is not None:
             # Stores last: they would hold back the loads of the steps that follow.
             for k in tl.static_range(K):
-                limit = tl.where(t0 + k < last, channels, 0)
-                _store(y + (b * T + t0) * channels + k * channels, d, outs[k], limit, EVEN)
+                mask = d < tl.where(t0 + k < last, channels, 0)
+                _store(y + (b * T + t0) * channels + k * channels, d, outs[k], mask, EVEN)
     if y is not None:
         if last == T:
             _store_states(end + b * channels * N, states, d, channels, N, LOG, BD)
@@ -400,55 +411,115 @@ def _combine_kernel(
 
 
 @triton.jit
-def _halve(low, high, LEVEL: tl.constexpr, M: tl.constexpr):
-    """Adds up pairs of lanes; those with bit LEVEL of their number set keep high, the others low (32, M)."""
-    odd = ((tl.arange(0, 32) >> LEVEL) % 2 == 1)[:, None]
-    give = tl.where(odd, low, high).to(tl.int32, bitcast=True)
-    give = tl.reshape(give, (16 >> LEVEL, 2, 1 << LEVEL, M))
-    got = tl.reshape(give ^ tl.xor_sum(give, 1, keep_dims=True), (32, M)).to(tl.float32, bitcast=True)
-    return tl.where(odd, high, low) + got
+def _swap(x, LEVEL: tl.constexpr, M: tl.constexpr):
+    """Gives every lane what the lane has whose number differs in bit LEVEL; x is (32, M)."""
+    bits = tl.reshape(x.to(tl.int32, bitcast=True), (16 >> LEVEL, 2, 1 << LEVEL, M))
+    return tl.reshape(bits ^ tl.xor_sum(bits, 1, keep_dims=True), (32, M)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _sum_lanes(low, high):
-    """Returns (32,): the sums over lanes of the 16 columns of low, then of high, both (32, 16).
+def _halve(low, high, LEVEL: tl.constexpr, M: tl.constexpr):
+    """Adds up pairs of lanes; those with bit LEVEL of their number set keep high, the others low (32, M)."""
+    odd = ((tl.arange(0, 32) >> LEVEL) % 2 == 1)[:, None]
+    return tl.where(odd, high, low) + _swap(tl.where(odd, low, high), LEVEL, M)
 
-    At every level a lane keeps half of the columns and gives the other half to its partner: 31 exchanges,
-    where 32 separate sums would need 160.
+
+@triton.jit
+def _share(x, PARTS: tl.constexpr):
+    """Returns what each lane of a channel has, for all of them: a tuple of PARTS vectors."""
+    values = (x,)
+    if PARTS == 2:
+        odd = tl.arange(0, 32) % 2 == 1
+        other = tl.reshape(_swap(x[:, None], 0, 1), (32,))
+        values = (tl.where(odd, other, x), tl.where(odd, x, other))
+    return values
+
+
+@triton.jit
+def _gather(values, STEP: tl.constexpr, PARTS: tl.constexpr):
+    """Returns for lane i of a channel the sum of values[STEP + i] over the lanes of the channel."""
+    if PARTS == 2:
+        return tl.reshape(_halve(values[STEP][:, None], values[STEP + 1][:, None], 0, 1), (32,))
+    else:
+        return values[STEP]
+
+
+@triton.jit
+def _sum_lanes(low, high, PARTS: tl.constexpr):
+    """Returns (2, 16 / PARTS, PARTS), flat: the sums over the lanes of each part of the vectors low and high.
+
+    At every level a lane keeps half of the vectors and gives the other half to its partner: 31 exchanges for
+    32 vectors, where separate sums would need 160.
     """
-    part = _halve(low, high, 4, 16)
-    for level in tl.static_range(3, -1, -1):
+    LOG: tl.constexpr = 5 - PARTS  # of 16 / PARTS
+    part = _halve(_stack(low, LOG, 32), _stack(high, LOG, 32), 4, 1 << LOG)
+    for level in tl.static_range(LOG - 1, -1, -1):
         low, high = tl.split(tl.permute(tl.reshape(part, (32, 2, 1 << level)), (0, 2, 1)))
-        part = _halve(low, high, level, 1 << level)
+        part = _halve(low, high, level + PARTS - 1, 1 << level)
     return tl.reshape(part, (32,))
+
+
+@triton.jit
+def _keep(place, states, index, N: tl.constexpr, SHARED: tl.constexpr):
+    """Stores N states of every lane as number index, at a shared address or a pointer."""
+    for i in tl.static_range(N // 4 if SHARED else 0):
+        tl.inline_asm_elementwise(
+            "st.shared.v4.f32 [$1], {$2, $3, $4, $5}; mov.b32 $0, 0;", "=r,r,f,f,f,f",
+            (place + (index * N * 128 + 512 * i),) + states[4 * i : 4 * i + 4],
+            tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    for n in tl.static_range(0 if SHARED else N):
+        tl.store(place + (index * N * 32 + 32 * n), states[n])
+
+
+@triton.jit
+def _kept(place, index, N: tl.constexpr, SHARED: tl.constexpr):
+    """Loads what `_keep` stored."""
+    states = ()
+    for i in tl.static_range(N // 4 if SHARED else 0):
+        states = states + tl.inline_asm_elementwise(
+            "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r",
+            (place + (index * N * 128 + 512 * i),),
+            (tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
+        )  # fmt: skip
+    for n in tl.static_range(0 if SHARED else N):
+        states = states + (tl.load(place + (index * N * 32 + 32 * n)),)
+    return states
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["T", "length", "chunks", "items", "groups", "spans"])
 def _backward_kernel(
     inputs, strides, start, adjoint, scratch, du, ddt, dz, dh0, dBC, partial,
-    T, channels, length, chunks, items, groups, spans,
-    N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr,
-    SOFTPLUS: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
+    T, channels: tl.constexpr, length, chunks, items, groups, spans,
+    N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
+    SOFTPLUS: tl.constexpr, WORDS: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr,
 ):
     # fmt: on
     """Writes the gradients; start is h before every chunk, adjoint l after every span of chunks (item)."""
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     first_pass = (None, u, dt, A, B, None, None, None, dt_bias)
-    SIZE: tl.constexpr = BD << LOG
-    SIXTEENS: tl.constexpr = (N + 15) // 16
-    OUTS: tl.constexpr = 3 + SIXTEENS
-    blocks = tl.cdiv(channels, BD)
+    SOME: tl.constexpr = 16 // PARTS
+    ROUNDS: tl.constexpr = (N + SOME - 1) // SOME
+    lanes = channels * PARTS
+    blocks = tl.cdiv(lanes, BD)
     block = tl.program_id(0) % blocks
     group = (tl.program_id(0) // blocks).to(tl.int64)
     lane = tl.arange(0, BD)
-    d = block * BD + lane
-    # The scratch of this program: a (BD, 2**LOG) tile for every K-th step of a chunk.
-    scratch += tl.program_id(0).to(tl.int64) * tl.cdiv(length, 2 * K) * (2 * SIZE)
-    scratch += (lane[:, None] << LOG) + tl.arange(0, 1 << LOG)[None, :]
-    dBC += block.to(tl.int64) * (items // spans) * T * (32 * SIXTEENS)
-    rates = _rates(A, d, channels, N, LOG, BD)
-    sums_A = _load_states(None, d, channels, N, LOG, BD)
+    row = block * BD + lane  # of A and h as (D PARTS, N)
+    d = row // PARTS
+    part = row % PARTS
+    column = 0
+    if PARTS > 1:
+        column = part * N
+    if SHARED:
+        place = 16 * lane
+        place += tl.inline_asm_elementwise(SHARED_START, "=r,r", (lane,), tl.int32, is_pure=False, pack=1)
+    else:
+        place = scratch + tl.program_id(0).to(tl.int64) * tl.cdiv(length, 2 * K) * (2 * BD * N) + lane
+    dBC += block.to(tl.int64) * (items // spans) * T * (32 * ROUNDS)
+    rates = _rates(A, row, lanes, N, LOG, BD)
+    sums_A = _load_states(None, row, lanes, N, LOG, BD)
     zero = tl.zeros((BD,), tl.float32)
     sum_D = zero
     sum_bias = zero
@@ -457,83 +528,93 @@ def _backward_kernel(
     for item in range(group, items, groups):
         b = item // spans
         if adjoint is not None:
-            ls = _load_states(adjoint + item * channels * N, d, channels, N, LOG, BD)
+            ls = _load_states(adjoint + item * lanes * N, row, lanes, N, LOG, BD)
         else:
-            ls = _load_states(None, d, channels, N, LOG, BD)
+            ls = _load_states(None, row, lanes, N, LOG, BD)
         for chunk in range(chunks // spans):
-            place = (item + 1) * (chunks // spans) - 1 - chunk
-            first = place % chunks * length
+            number = (item + 1) * (chunks // spans) - 1 - chunk
+            first = number % chunks * length
             last = tl.minimum(first + length, T)
             steps = (last - first).to(tl.int32)
             if start is not None:
-                states = _load_states(start + place * channels * N, d, channels, N, LOG, BD)
+                states = _load_states(start + number * lanes * N, row, lanes, N, LOG, BD)
             else:
-                states = _load_states(None, d, channels, N, LOG, BD)
-            vectors = _vectors(first_pass, strides, b, first, last, d, channels, 2 * K, EVEN)
-            rows = _rows(first_pass, strides, b, first, last, N, 2 * K, WORDS, EVEN)
+                states = _load_states(None, row, lanes, N, LOG, BD)
+            vectors = _vectors(first_pass, strides, b, first, last, d, part, channels, 2 * K, PARTS, EVEN)
             for s0 in range(0, steps, 2 * K):
                 us, dts, _z, _dy = vectors
-                Bs, _C = rows
                 after = _next(first + s0, last, 2 * K, EVEN)
-                vectors = _vectors(first_pass, strides, b, after, last, d, channels, 2 * K, EVEN)
-                rows = _rows(first_pass, strides, b, after, last, N, 2 * K, WORDS, EVEN)
+                vectors = _vectors(first_pass, strides, b, after, last, d, part, channels, 2 * K, PARTS, EVEN)
+                Bs, _C = _rows(first_pass, strides, b, first + s0, last, column, N, 2 * K, WORDS, EVEN)
+                deltas = ()
+                drives = ()
+                for j in tl.static_range(2 * K // PARTS):
+                    live = s0 + (j * PARTS + part) < steps
+                    delta, _slope = _delta(dts[j], bias, live, SOFTPLUS, EVEN)
+                    deltas = deltas + _share(delta, PARTS)
+                    drives = drives + _share(delta * us[j].to(tl.float32), PARTS)
                 for k in tl.static_range(2 * K):
                     if k % K == 0:
-                        tl.store(scratch + s0 // K * SIZE + k // K * SIZE, _stack(states, LOG, BD))
-                    delta, _slope = _delta(dts[k], bias, s0 + k < steps, SOFTPLUS, EVEN)
-                    drive = delta * us[k].to(tl.float32)
+                        _keep(place, states, (s0 + k) // K, N, SHARED)
                     row_B = _scalars(Bs[k], B.dtype.element_ty, WORDS)
                     new_states = ()
                     for n in tl.static_range(N):
-                        new_states = new_states + (tl.exp2(delta * rates[n]) * states[n] + drive * row_B[n],)
+                        decay = tl.exp2(deltas[k] * rates[n])
+                        new_states = new_states + (decay * states[n] + drives[k] * row_B[n],)
                     states = new_states
             tl.debug_barrier()
             final = (steps - 1) // K * K
-            vectors = _vectors(inputs, strides, b, first + final, last, d, channels, K, EVEN)
-            rows = _rows(inputs, strides, b, first + final, last, N, K, WORDS, EVEN)
-            kept = tl.load(scratch + final // K * SIZE)
+            vectors = _vectors(inputs, strides, b, first + final, last, d, part, channels, K, PARTS, EVEN)
+            kept = _kept(place, final // K, N, SHARED)
             for back in range(0, steps, K):
                 s0 = final - back
                 t0 = first + s0
                 before = tl.maximum(s0 - K, 0)
                 us, dts, zs, dys = vectors
-                Bs, Cs = rows
-                hs = _unstack(kept, N, LOG, BD)
-                vectors = _vectors(inputs, strides, b, first + before, last, d, channels, K, EVEN)
-                rows = _rows(inputs, strides, b, first + before, last, N, K, WORDS, EVEN)
-                kept = tl.load(scratch + before // K * SIZE)
+                hs = kept
+                Bs, Cs = _rows(inputs, strides, b, t0, last, column, N, K, WORDS, EVEN)
+                own = ()
                 deltas = ()
-                slopes = ()
+                drives = ()
+                gs = ()
+                for j in tl.static_range(K // PARTS):
+                    live = s0 + (j * PARTS + part) < steps
+                    x = us[j].to(tl.float32)
+                    delta, slope = _delta(dts[j], bias, live, SOFTPLUS, EVEN)
+                    g = dys[j].to(tl.float32)
+                    if not EVEN:
+                        g = tl.where(live, g, 0.0)
+                    per_y = zero
+                    if z is not None:
+                        gate = zs[j].to(tl.float32)
+                        share = _sigmoid(gate)
+                        per_y = g * share * (1.0 + gate * (1.0 - share))
+                        g *= gate * share
+                    sum_D += g * x
+                    own = own + ((x, delta, slope, g, per_y),)
+                    deltas = deltas + _share(delta, PARTS)
+                    drives = drives + _share(delta * x, PARTS)
+                    gs = gs + _share(g, PARTS)
                 decays = ()
                 for k in tl.static_range(K):
-                    delta, slope = _delta(dts[k], bias, s0 + k < steps, SOFTPLUS, EVEN)
-                    drive = delta * us[k].to(tl.float32)
                     row_B = _scalars(Bs[k], B.dtype.element_ty, WORDS)
                     for n in tl.static_range(N):
-                        decay = tl.exp2(delta * rates[n])
-                        hs = hs + (decay * hs[k * N + n] + drive * row_B[n],)
+                        decay = tl.exp2(deltas[k] * rates[n])
+                        hs = hs + (decay * hs[k * N + n] + drives[k] * row_B[n],)
                         decays = decays + (decay,)
-                    deltas = deltas + (delta,)
-                    slopes = slopes + (slope,)
-                outs = ()
+                ys = ()
+                grad_drives = ()
+                grad_deltas = ()
+                sums = ()
                 for k in tl.static_range(K - 1, -1, -1):
-                    x = us[k].to(tl.float32)
-                    delta = deltas[k]
-                    drive = delta * x
-                    g = dys[k].to(tl.float32)
-                    if not EVEN:
-                        g = tl.where(s0 + k < steps, g, 0.0)
+                    if k == 0:
+                        # Not sooner: the states of the later steps, done by now, make room in registers.
+                        at = first + before
+                        vectors = _vectors(inputs, strides, b, at, last, d, part, channels, K, PARTS, EVEN)
+                        kept = _kept(place, before // K, N, SHARED)
                     row_B = _scalars(Bs[k], B.dtype.element_ty, WORDS)
                     row_C = _scalars(Cs[k], C.dtype.element_ty, WORDS)
-                    grad_z = zero
-                    if z is not None:
-                        y = skip * x
-                        for n in tl.static_range(N):
-                            y += hs[(k + 1) * N + n] * row_C[n]
-                        gate = zs[k].to(tl.float32)
-                        share = _sigmoid(gate)
-                        grad_z = y * g * share * (1.0 + gate * (1.0 - share))
-                        g *= gate * share
+                    y = zero
                     grad_drive = zero
                     grad_delta = zero
                     for_B = ()
@@ -541,44 +622,53 @@ def _backward_kernel(
                     new_ls = ()
                     new_sums_A = ()
                     for n in tl.static_range(N):
-                        l = ls[n] + g * row_C[n]
-                        for_B = for_B + (drive * l,)
-                        for_C = for_C + (g * hs[(k + 1) * N + n],)
+                        y += hs[(k + 1) * N + n] * row_C[n]
+                        l = ls[n] + gs[k] * row_C[n]
+                        for_B = for_B + (drives[k] * l,)
+                        for_C = for_C + (gs[k] * hs[(k + 1) * N + n],)
                         grad_drive += l * row_B[n]
                         l *= decays[k * N + n]
                         p = l * hs[k * N + n]
                         grad_delta += p * rates[n]
-                        new_sums_A = new_sums_A + (sums_A[n] + delta * p,)
+                        new_sums_A = new_sums_A + (sums_A[n] + deltas[k] * p,)
                         new_ls = new_ls + (l,)
                     ls = new_ls
                     sums_A = new_sums_A
-                    grad_delta = slopes[k] * (x * grad_drive + LN2 * grad_delta)
+                    ys = (y,) + ys
+                    grad_drives = (grad_drive,) + grad_drives
+                    grad_deltas = (grad_delta,) + grad_deltas
+                    for i in tl.static_range(0, N, SOME):
+                        sums = sums + (_sum_lanes(for_B[i : i + SOME], for_C[i : i + SOME], PARTS),)
+                for j in tl.static_range(K // PARTS):
+                    x, delta, slope, g, per_y = own[j]
+                    grad_drive = _gather(grad_drives, j * PARTS, PARTS)
+                    grad_delta = _gather(grad_deltas, j * PARTS, PARTS)
+                    grad_delta = slope * (x * grad_drive + LN2 * grad_delta)
                     sum_bias += grad_delta
-                    sum_D += g * x
-                    outs = outs + (delta * grad_drive + skip * g, grad_delta, grad_z)
-                    for i in tl.static_range(SIXTEENS):
-                        some_B = _stack(for_B[16 * i : 16 * i + 16], 4, BD)
-                        outs = outs + (_sum_lanes(some_B, _stack(for_C[16 * i : 16 * i + 16], 4, BD)),)
-                for k in tl.static_range(K):
-                    at = (b * T + t0) * channels + k * channels
-                    limit = tl.where(s0 + k < steps, channels, 0)
-                    _store(du + at, d, outs[(K - 1 - k) * OUTS], limit, EVEN)
-                    _store(ddt + at, d, outs[(K - 1 - k) * OUTS + 1], limit, EVEN)
+                    at = (b * T + t0) * channels + j * PARTS * channels
+                    entry = part * channels + d
+                    mask = d < tl.where(s0 + (j * PARTS + part) < steps, channels, 0)
+                    _store(du + at, entry, delta * grad_drive + skip * g, mask, EVEN)
+                    _store(ddt + at, entry, grad_delta, mask, EVEN)
                     if z is not None:
-                        _store(dz + at, d, outs[(K - 1 - k) * OUTS + 2], limit, EVEN)
-                    at = (b * T + t0) * (32 * SIXTEENS) + k * (32 * SIXTEENS)
-                    limit = tl.where(s0 + k < steps, 32, 0)
-                    for i in tl.static_range(SIXTEENS):
-                        _store(dBC + at + 32 * i, lane, outs[(K - 1 - k) * OUTS + 3 + i], limit, EVEN)
+                        y = _gather(ys, j * PARTS, PARTS) + skip * x
+                        _store(dz + at, entry, per_y * y, mask, EVEN)
+                for k in tl.static_range(K):
+                    at = (b * T + t0) * (32 * ROUNDS) + k * (32 * ROUNDS)
+                    mask = lane < tl.where(s0 + k < steps, 32, 0)
+                    for i in tl.static_range(ROUNDS):
+                        _store(dBC + at + 32 * i, lane, sums[(K - 1 - k) * ROUNDS + i], mask, EVEN)
             # The next chunk overwrites the scratch that this one has just read.
             tl.debug_barrier()
         if dh0 is not None:
             if item % spans == 0:
-                _store_states(dh0 + b * channels * N, ls, d, channels, N, LOG, BD)
-    partial += group * channels * (N + 2)
-    _store_states(partial, sums_A, d, channels, N, LOG, BD)
-    tl.store(partial + channels * N + d, sum_D, mask=d < channels)
-    tl.store(partial + channels * (N + 1) + d, sum_bias, mask=d < channels)
+                _store_states(dh0 + b * lanes * N, ls, row, lanes, N, LOG, BD)
+    sum_D = _gather((sum_D, sum_D), 0, PARTS)
+    sum_bias = _gather((sum_bias, sum_bias), 0, PARTS)
+    partial += group * channels * (N * PARTS + 2)
+    _store_states(partial, sums_A, row, lanes, N, LOG, BD)
+    tl.store(partial + lanes * N + d, sum_D, mask=d < channels)
+    tl.store(partial + lanes * N + channels + d, sum_bias, mask=d < channels)
 
 
 class Plan(NamedTuple):
@@ -590,6 +680,7 @@ class Plan(NamedTuple):
     registers: int | None  # a thread, at most
     ahead: bool  # B and C are loaded a block ahead, as the others always are
     programs: int = 0  # backward: at most
+    parts: int = 1  # backward: lanes a channel
     split: bool = True  # backward: chunks run side by side, not one after the other
 
 
@@ -620,12 +711,16 @@ def plan_summary(length: int, states: int, adjoint: bool) -> Plan:
 
 def plan_backward(batch: int, length: int, channels: int, states: int, processors: int) -> Plan:
     """Returns how `backward` runs: chunks side by side unless rows and channels alone fill the device."""
+    # Twelve programs of 168 registers fit a multiprocessor, else eight. Twice as many even out the end; but a
+    # scratch, where shared memory does not do, grows with the length and should stay in the cache.
+    if states in (8, 16):
+        programs = 24 * processors
+        split = batch * triton.cdiv(channels, 16) < 2 * programs
+        return Plan(min(length, 512 // states), 32, 2, 168, True, programs, 2, split)
     K = 1 if length == 1 or states > 32 else 2
-    # Eight fit a multiprocessor. Twice as many even out the end; but each has a scratch, which grows with the
-    # length and should stay in the cache.
     programs = (16 if length <= 64 else 8) * processors
     split = batch * triton.cdiv(channels, 32) < 2 * programs
-    return Plan(min(length, 64), 32, K, None, True, programs, split)
+    return Plan(min(length, 64), 32, K, None, True, programs, 1, split)
 
 
 def _words(*tensors: Tensor) -> bool:
@@ -647,15 +742,15 @@ class _Call(NamedTuple):
 
     def settings(self, plan: Plan) -> dict:
         _, length, channels = self.inputs[1].shape
-        states = self.inputs[3].shape[1]
+        states = self.inputs[3].shape[1] // plan.parts
         return {
             "N": states,
             "LOG": (states - 1).bit_length(),
             "BD": plan.BD,
             "K": plan.K,
             "SOFTPLUS": self.softplus,
-            "WORDS": self.words,
-            "EVEN": channels % plan.BD == 0 and length % plan.K == 0 and plan.length % plan.K == 0,
+            "WORDS": self.words and states * self.inputs[4].element_size() % 8 == 0,
+            "EVEN": channels * plan.parts % plan.BD == length % plan.K == plan.length % plan.K == 0,
             "num_warps": 1,
         } | ({} if plan.registers is None else {"maxnreg": plan.registers})
 
@@ -767,23 +862,31 @@ def backward(
         start, _ = _enter_chunks(call, plan.length, start, None)
     settings = call.settings(plan)
     settings["EVEN"] &= length % (2 * plan.K) == 0 and plan.length % (2 * plan.K) == 0
-    blocks = triton.cdiv(channels, plan.BD)
+    blocks = triton.cdiv(channels * plan.parts, plan.BD)
     groups = min(batch * spans, max(1, plan.programs // blocks))
-    sixteens = triton.cdiv(states, 16)
+    kept = 2 * triton.cdiv(plan.length, 2 * plan.K) * settings["N"] * plan.BD
+    # Triton's interpreter and other makers' GPUs know no PTX: a scratch takes the place of shared memory.
+    ptx = u.is_cuda and torch.version.cuda is not None
+    shared = ptx and settings["N"] % 4 == 0 and 4 * kept <= SHARED_BYTES
+    some = 16 // plan.parts  # states of a lane that one sum over lanes takes
+    rounds = triton.cdiv(settings["N"], some)
     scratch, dBC, partial = (
         torch.empty(shape, dtype=torch.float32, device=u.device)
         for shape in (
-            (blocks * groups, 2 * triton.cdiv(plan.length, 2 * plan.K), plan.BD << settings["LOG"]),
-            (blocks, batch, length, sixteens, 2, 16),
+            (blocks * groups, 0 if shared else kept),
+            (blocks, batch, length, rounds, 2, some, plan.parts),
             (groups, (states + 2) * channels),
         )
     )
+    # Compiled for these strides of time and channels: in registers they cost 6 % more instructions.
+    strides = tuple((row, tl.constexpr(step if length > 1 else 0)) for row, step in call.strides)
     _backward_kernel[(blocks * groups,)](
-        call.inputs, call.strides, start, adjoint, scratch,
+        call.inputs, strides, start, adjoint, scratch,
         grads[0], grads[1], None if z is None else grads[6], None if h0 is None else grads[8], dBC, partial,
-        length, channels, plan.length, chunks, batch * spans, groups, spans, **settings,
+        length, channels, plan.length, chunks, batch * spans, groups, spans,
+        PARTS=plan.parts, SHARED=shared, **settings,
     )  # fmt: skip
-    dB, dC = dBC.sum(0).transpose(2, 3).flatten(3)[..., :states].unbind(2)
+    dB, dC = dBC.sum(0).permute(3, 0, 1, 5, 2, 4).flatten(4)[..., : settings["N"]].flatten(3).unbind(0)
     dA, dD, ddt_bias = partial.sum(0).split((states * channels, channels, channels))
     for index, grad in ((2, dA.view(channels, states)), (3, dB), (4, dC), (5, dD), (7, ddt_bias)):
         if given[index] is not None:
