@@ -53,7 +53,7 @@ def noises(*shape, seed=0):
 def draw(logits, noise, backend, dtype=None):
     """Returns z, KL and the gradient of the logits, of random weights that all dtypes hold exactly."""
     logits = logits.detach().requires_grad_()
-    z, kl = sample_and_kl(logits, noise, dtype, backend)
+    z, kl = sample_and_kl(logits, noise, dtype, backend=backend)
     total = (z.double() * normal(*z.shape, seed=1, dtype=torch.bfloat16).double()).sum()
     total = total + (kl.double() * normal(*kl.shape, seed=2).double()).sum()
     return z.detach(), kl.detach(), *torch.autograd.grad(total, logits)
@@ -155,6 +155,29 @@ def test_one_of_two_gradients_is_enough():
 
 @kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (4, 7, 1, 33), (5, 33, 16)], ids=str)
+def test_kl_to_a_prior_matches_float64(shape, dtype):
+    noise = noises(*shape)
+    logits, prior = (3 * normal(*shape, seed=seed).to(dtype) for seed in (0, 4))
+
+    def run(logits, prior, backend):
+        logits, prior = (values.detach().requires_grad_() for values in (logits, prior))
+        z, kl = sample_and_kl(logits, noise, None, prior, backend)
+        total = (z.double() * normal(*z.shape, seed=1).double()).sum() + (kl.double() * 3).sum()
+        return z.detach(), kl.detach(), *torch.autograd.grad(total, (logits, prior))
+
+    given, wanted = run(logits, prior, "triton"), run(logits.double(), prior.double(), "reference")
+    assert_same_draw(logits, noise, given[0], wanted[0])
+    assert relative_error(given[1], wanted[1]) < SINGLE
+    for result, exact in zip(given[2:], wanted[2:], strict=True):
+        assert result.dtype == dtype
+        assert relative_error(result, exact) < (SINGLE if dtype == torch.float32 else HALF)
+    (repeated,) = run(logits, logits, "triton")[1:2]
+    assert repeated.abs().max() < 1e-4  # of itself
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 5, 24), (3, 1), (1, 33), (11, 130), (7, 1024), (2, 1500)], ids=str)
 def test_norm_matches_float64(shape, dtype):
     x, weight = normal(*shape) * 3, normal(shape[-1], seed=3) + 1
@@ -203,8 +226,8 @@ def test_operators_are_registered_properly():
     logits, noise = normal(2, 3, 5).requires_grad_(), noises(2, 3, 5)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     check = partial(torch.library.opcheck, test_utils=tests)
-    check(torch.ops.vssm.sample_and_kl.default, (logits, noise, torch.float32))
-    check(torch.ops.vssm.sample_and_kl.default, (logits, noise, torch.bfloat16))
+    check(torch.ops.vssm.sample_and_kl.default, (logits, noise, None, torch.float32))
+    check(torch.ops.vssm.sample_and_kl.default, (logits, noise, normal(2, 3, 5, seed=1), torch.bfloat16))
     check(torch.ops.vssm.expected_log_prob.default, (logits, noise))
     x, weight = normal(4, 6).requires_grad_(), normal(6).requires_grad_()
     check(torch.ops.vssm.rms_norm.default, (x, weight, 1e-5, torch.bfloat16))

@@ -70,6 +70,15 @@ class ModelConfig:
     """Z, the number of discrete latent components at every step."""
     classes: int = 32
     """N, the number of classes of each latent component."""
+    levels: int = 1
+    """For vssm: levels of latents, each drawn given those above, so that one shot fits together. They share
+    `latents` evenly. The encoder has `layers` blocks, the decoder half as many after one for each level."""
+    plan: int = 4
+    """With levels: steps that have latents but no x, before the first new step."""
+    plan_levels: int = 0
+    """With levels: how many of the first have latents in the plan only, and so speak of the whole."""
+    cut: int | None = None
+    """With levels: the prompt length to train for, of forecasts for example; by default none and any."""
     head: str = "gaussian"
     """Distribution of x_t: gaussian, gaussian-learned, bernoulli, categorical or logistic-mixture; in a
     run also auto, the one that suits the data."""
@@ -86,7 +95,7 @@ class ModelConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int:
-                least = 2 if field.name in ("classes", "bins") else 1
+                least = {"classes": 2, "bins": 2, "plan": 0, "plan_levels": 0}.get(field.name, 1)
                 if isinstance(value, bool) or not isinstance(value, int) or value < least:
                     raise ValueError(
                         f"{field.name}={value!r} is not allowed; allowed: a whole number >= {least}"
@@ -97,6 +106,21 @@ class ModelConfig:
             or not 0 < self.sigma < 1e6
         ):
             raise ValueError(f"sigma={self.sigma!r} is not allowed; allowed: a number > 0")
+        if self.levels > 1 and self.kind != "vssm":
+            raise ValueError(f"levels={self.levels} is not for kind={self.kind!r}; allowed: vssm")
+        if self.latents % self.levels:
+            raise ValueError(
+                f"latents={self.latents} is not divisible by levels={self.levels}; "
+                f"allowed: a multiple of {self.levels}"
+            )
+        if self.plan_levels >= self.levels or (self.plan_levels and not self.plan):
+            most = self.levels - 1 if self.plan else 0
+            raise ValueError(
+                f"plan_levels={self.plan_levels} is not allowed; allowed: 0 to {most}, "
+                f"with levels={self.levels} and plan={self.plan}"
+            )
+        if self.cut is not None:
+            _check_number("cut", self.cut, 0, whole=True)
         if self.block == "attention" and self.width % self.heads:
             raise ValueError(
                 f"width={self.width} is not divisible by heads={self.heads}; "

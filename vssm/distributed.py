@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vssm.nn import Stack
+from vssm.nn import BLOCKS
 
 __all__ = ["World", "choose_device", "join"]
 
@@ -66,9 +66,8 @@ class World:
             from torch.distributed.fsdp import fully_shard
 
             mesh = init_device_mesh(self.device.type, (self.size,))
-            for stack in [part for part in module.modules() if isinstance(part, Stack)]:
-                for block in stack.blocks:
-                    fully_shard(block, mesh=mesh)
+            for block in [part for part in module.modules() if isinstance(part, tuple(BLOCKS.values()))]:
+                fully_shard(block, mesh=mesh)
             fully_shard(module, mesh=mesh)
             return module
         module.to(self.device)

@@ -314,12 +314,13 @@ class Latents:
     """
 
     def __init__(self, logits: Tensor) -> None:
-        self._given = logits  # kernels read half precision as it is
+        self.raw = logits
+        """The logits in the precision they came in; kernels read half precision as it is."""
 
     @cached_property
     def logits(self) -> Tensor:
         """Unnormalised log-probabilities, (..., Z, N)."""
-        return at_least_float32(self._given)
+        return at_least_float32(self.raw)
 
     @cached_property
     def log_probs(self) -> Tensor:
@@ -338,7 +339,7 @@ class Latents:
 
     def detach(self) -> "Latents":
         """Returns the same distribution without a gradient."""
-        return Latents(self._given.detach())
+        return Latents(self.raw.detach())
 
     def entropy(self) -> Tensor:
         """Returns the entropy, summed over components, (...)."""
@@ -354,7 +355,7 @@ class Latents:
 
     def expected_log_prob(self, q: "Latents") -> Tensor:
         """Returns E[log self(z)] for z ~ q, exactly, (...); gradients flow to both."""
-        return expected_log_prob(self._given, q._given)
+        return expected_log_prob(self.raw, q.raw)
 
     def log_prob(self, z: Tensor) -> Tensor:
         """Returns log-probabilities of z (..., Z) integers, (...); batches are broadcast."""
@@ -392,14 +393,17 @@ class Latents:
         """
         return gumbel_one_hot(self.logits, noise)
 
-    def rsample_and_kl(self, noise: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-        """Returns `rsample(noise)` and `kl_to_uniform()`, on a GPU in one pass over the logits.
+    def rsample_and_kl(
+        self, noise: Tensor, dtype: torch.dtype | None = None, prior: "Latents | None" = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns `rsample(noise)` and `kl(prior)`, on a GPU in one pass over the logits.
 
         Arguments:
             noise: As for `rsample`.
             dtype: The dtype of the one-hot vectors; that of the KL if not given.
+            prior: Uniform if not given.
         """
-        return sample_and_kl(self._given, noise, dtype)
+        return sample_and_kl(self.raw, noise, dtype, None if prior is None else prior.raw)
 
 
 def gumbel_uniform(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vssm import graphs as recorded
 from vssm.config import ModelConfig, check_choice
-from vssm.models import VRNN, Autoregressive, Model, Variational
+from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational
 from vssm.nn import State
 from vssm.sampling import BLIND, Noise, Options, read, sample
 
@@ -103,7 +103,7 @@ def generate(
         length, chunk or max(length, 1), recondition or passes > 1, passes, temperature, observe == "sample"
     )
     before = state if state is not None and state.position else None
-    record = graphs and recorded.usable(device) and type(model) in (Autoregressive, Variational, VRNN)
+    record = graphs and recorded.usable(device) and type(model) in (Autoregressive, Variational, VRNN, Ladder)
     x, z, after = sample(model, prompt, before, source, options, cache, record)
     return Generation(x, z, _own(model, after, source))
 
@@ -208,7 +208,9 @@ def _check_options(
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature={temperature} is not allowed; allowed: a number > 0")
     check_choice("observe", observe, ("mean", "sample"))
-    if (chunk is not None or recondition or passes > 1) and not isinstance(model, Variational):
+    if passes > 1 and isinstance(model, Ladder):
+        raise ValueError(f"passes={passes} is for a vssm or tvae without levels; allowed: 1")
+    if (chunk is not None or recondition or passes > 1) and not isinstance(model, Variational | Ladder):
         name = "recondition=True" if recondition else f"passes={passes}" if passes > 1 else f"chunk={chunk}"
         raise ValueError(
             f"{name} is for models that generate in parallel, not kind={kind!r}; allowed: vssm, tvae"

@@ -4,22 +4,28 @@
     Variational        ELBO  = E_{q_psi(z|x)} log p_phi(x|z) - KL(q_psi(z|x) || uniform)
                      + partial = sum_t sum_z q_psi(z_t|x_{1:t}) log q_omega(z_t|x_{1:min(C,t)})
     VRNN               ELBO, with KL(q(z_t|h_{t-1}, x_t) || p(z_t|h_{t-1})) summed over the steps
+    Ladder             ELBO of log p(x), with KL(q(z^l|x, z^{<l}) || p(z^l|z^{<l})) summed over the levels
+                     + partial = ELBO of log p(x_{C+1:T} | x_{1:C}), by the same network
 
 Expectations over z_t that can be taken exactly are: the KL, and the partial term. The other is one
 draw with the straight-through Gumbel trick at temperature 1. In the partial term q_psi is a constant,
 so that ω learns from the encoder and never the other way round. The cut C is uniform in {0, ..., T},
 one for each sequence.
 
+The cut of a ladder is uniform in {1, ..., T - 1}; where its
+config names one, that one takes the place of both terms.
+
 All terms are per sequence, (B,), in nats: `loss = -(reconstruction - kl + partial)`.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vssm.distributions import gumbel_uniform
-from vssm.models import VRNN, Autoregressive, Model
+from vssm.distributions import Latents, gumbel_uniform
+from vssm.models import VRNN, Autoregressive, Ladder, Model
 from vssm.ops.dispatch import product_dtype
 
 __all__ = ["Terms", "objective"]
@@ -35,7 +41,8 @@ class Terms(NamedTuple):
     kl: Tensor
     """KL from the prior to the posterior, exact given the draw; zero without latents."""
     partial: Tensor
-    """Expected log-probability of the latents under the partial posterior; zero without one."""
+    """Expected log-probability of the latents under the partial posterior; for a ladder a bound of the
+    log-probability of what follows a cut; zero without either."""
 
 
 def objective(
@@ -95,6 +102,15 @@ def objective(
         reconstruction = total(path.p_x.log_prob(x))
         return _terms(reconstruction, total(path.q_z.kl(path.p_z)), torch.zeros_like(reconstruction))
 
+    if isinstance(model, Ladder):
+        cuts = _cuts(model, x, batch * count, lengths, generator, rows)
+
+        def noises(copies: int, steps: int) -> Tensor:
+            sizes = (config.levels, copies, batch * count, steps, config.latents // config.levels)
+            return gumbel_uniform((*sizes, config.classes), x.device, generator)[:, :, rows].flatten(1, 2)
+
+        return _ladder_terms(model, x, cuts, lengths, noises)
+
     q_z, _ = model.posterior(x)
     z, kl = q_z.rsample_and_kl(noise(length), product_dtype(x.device))  # the decoder multiplies z first
     p_x, _ = model.likelihood(z)
@@ -109,6 +125,55 @@ def objective(
         total(kl),
         total(q_partial.expected_log_prob(q_z.detach())),
     )
+
+
+def _cuts(
+    model: Ladder,
+    x: Tensor,
+    total: int,
+    lengths: Tensor | None,
+    generator: torch.Generator | None,
+    rows: slice,
+) -> list[Tensor]:
+    """Returns the cuts that a ladder is trained for, each (B,)."""
+    length, cut = x.shape[1], model.config.cut
+    if cut is not None:
+        if cut >= length:
+            raise ValueError(f"x has {length} steps; allowed: more than {cut}, the cut of the model")
+        return [torch.full((len(x),), cut, device=x.device)]
+    share = torch.rand(total, device=x.device, generator=generator)[rows]
+    most = length if lengths is None else lengths
+    drawn = (
+        1 + (share * (most - 1)).long()
+    )  # a sequence of one step has its whole as a prompt: nothing to score
+    return [torch.zeros(len(x), dtype=torch.int64, device=x.device), drawn]
+
+
+def _ladder_terms(
+    model: Ladder,
+    x: Tensor,
+    cuts: list[Tensor],
+    lengths: Tensor | None,
+    noises: Callable[[int, int], Tensor],
+) -> Terms:
+    copies = len(cuts)
+    task = model.task(x, torch.cat(cuts), lengths, copies)
+    noise, dtype = noises(copies, task.new.shape[1]), product_dtype(x.device)
+    kl = torch.zeros(task.new.shape, device=x.device)
+
+    def draw(level: int, p_z: Latents, read: Tensor) -> Tensor:
+        nonlocal kl
+        q_z = model.rung(level).posterior(p_z, read, task.evidence[level])
+        z, own = q_z.rsample_and_kl(noise[level], dtype, prior=p_z)
+        kl = torch.addcmul(kl, own, model.live(level, task))
+        return z
+
+    p_x, _ = model.descend(task.e, draw, task=task, skip=model.config.plan)
+    log_p_x = p_x.log_prob(x.repeat(copies, *[1] * (x.ndim - 1)))
+    reconstruction = torch.where(task.scored, log_p_x, 0).sum(1).chunk(copies)
+    divergence = kl.sum(1).chunk(copies)
+    partial = torch.zeros_like(divergence[0]) if copies == 1 else reconstruction[1] - divergence[1]
+    return _terms(reconstruction[0], divergence[0], partial)
 
 
 def real_steps(x: Tensor, lengths: Tensor) -> Tensor:

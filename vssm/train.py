@@ -35,7 +35,7 @@ from vssm.distributed import World, choose_device, join
 from vssm.distributions import Head
 from vssm.generate import generate
 from vssm.models import Model, build
-from vssm.nn import Stack
+from vssm.nn import BLOCKS
 from vssm.objectives import Terms, objective
 from vssm.ops import choose_backend
 from vssm.optimize import Replayed, Tally, TrainingStopped, learning_rate, mix, parameter_groups
@@ -140,9 +140,8 @@ class _Training:
         )
 
         if options.compile:
-            for stack in [part for part in self.model.modules() if isinstance(part, Stack)]:
-                for block in stack.blocks:
-                    block.compile()
+            for block in [part for part in self.model.modules() if isinstance(part, tuple(BLOCKS.values()))]:
+                block.compile()
         self.call = _Call(self.model)
         self.parallel = world.wrap(self.call, options.fsdp)
         cuda = world.device.type == "cuda"

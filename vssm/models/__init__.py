@@ -1,16 +1,17 @@
-"""The six models: three classes, one stack."""
+"""The six models: three classes, one stack; and vssm with levels of latents, a fourth."""
 
 from torch import nn
 
 from vssm.config import ModelConfig
 from vssm.models.autoregressive import Autoregressive as Autoregressive
+from vssm.models.ladder import Ladder as Ladder
 from vssm.models.variational import Variational as Variational
 from vssm.models.vrnn import VRNN as VRNN
 from vssm.models.vrnn import Trajectory as Trajectory
 
-__all__ = ["MODELS", "VRNN", "Autoregressive", "Model", "Trajectory", "Variational", "build"]
+__all__ = ["MODELS", "VRNN", "Autoregressive", "Ladder", "Model", "Trajectory", "Variational", "build"]
 
-Model = Autoregressive | Variational | VRNN
+Model = Autoregressive | Variational | VRNN | Ladder
 
 MODELS: dict[str, type[nn.Module]] = {
     "transformer": Autoregressive,
@@ -30,6 +31,6 @@ def build(config: ModelConfig) -> Model:
         >>> sum(p.numel() for p in model.parameters())
         1379
     """
-    model = MODELS[config.kind](config)
-    assert isinstance(model, Autoregressive | Variational | VRNN)
+    model = (MODELS[config.kind] if config.levels == 1 else Ladder)(config)
+    assert isinstance(model, Model)
     return model

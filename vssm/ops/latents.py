@@ -2,6 +2,7 @@
 
     w = v + g,  g = -log(-log u)                      z = one_hot(argmax w), with the gradient of softmax(w)
     KL(q || uniform) = sum_i sum_n q_in (log q_in + log N)                           q = softmax(v)
+    KL(q || p)       = sum_i sum_n q_in (log q_in - log p_in)
     E_q log p        = sum_i sum_n q_in log p_in                                     p = softmax(v_p)
 
 | symbol | code | shape |
@@ -48,14 +49,19 @@ def kl_to_uniform(log_probs: Tensor) -> Tensor:
 
 
 def sample_and_kl(
-    logits: Tensor, noise: Tensor, dtype: torch.dtype | None = None, backend: str = "auto"
+    logits: Tensor,
+    noise: Tensor,
+    dtype: torch.dtype | None = None,
+    prior: Tensor | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Draws one-hot z as `gumbel_one_hot` does, and returns the KL to the uniform distribution with it.
+    """Draws one-hot z as `gumbel_one_hot` does, and returns the KL to a prior with it.
 
     Arguments:
         logits: Finite, (..., Z, N); gradients flow to them.
         noise: Uniform numbers strictly inside (0, 1), (..., Z, N), which get no gradient.
         dtype: The dtype of z, in which ones and zeros are exact; that of the KL if not given.
+        prior: The logits of the prior, finite, (..., Z, N); gradients flow to them too. Uniform if not given.
         backend: "auto", "reference" or "triton".
 
     Returns:
@@ -68,14 +74,19 @@ def sample_and_kl(
     """
     if logits.dim() < 2:
         raise ValueError(f"logits has shape {tuple(logits.shape)}; allowed: (..., components, classes)")
-    if not choose_fused(backend, logits.device, logits.dtype, _refusal(logits, noise, "noise")):
+    refusal = _refusal(logits, noise, "noise") or (prior is not None and _refusal(logits, prior, "prior"))
+    if not choose_fused(backend, logits.device, logits.dtype, refusal or None):
         exact = at_least_float32(logits)
-        z = gumbel_one_hot(exact, noise)
-        return z if dtype is None else z.to(dtype), kl_to_uniform(exact.log_softmax(-1))
+        z, log_q = gumbel_one_hot(exact, noise), exact.log_softmax(-1)
+        if prior is None:
+            kl = kl_to_uniform(log_q)
+        else:
+            kl = (log_q.exp() * (log_q - at_least_float32(prior).log_softmax(-1))).sum((-2, -1))
+        return z if dtype is None else z.to(dtype), kl
     dtype = dtype or torch.float32
-    if needs_operator(logits):
-        return _sample(logits, noise, dtype)
-    return _kernels().sample_forward(logits, noise, dtype)
+    if needs_operator(logits) or (prior is not None and needs_operator(prior)):
+        return _sample(logits, noise, prior, dtype)
+    return _kernels().sample_forward(logits, noise, prior, dtype)
 
 
 def expected_log_prob(logits: Tensor, q: Tensor, backend: str = "auto") -> Tensor:
@@ -132,25 +143,29 @@ def _kernels():  # noqa: ANN202
 
 
 @torch.library.custom_op("vssm::sample_and_kl", mutates_args=())
-def _sample(logits: Tensor, noise: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _kernels().sample_forward(logits, noise, dtype)
+def _sample(logits: Tensor, noise: Tensor, prior: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _kernels().sample_forward(logits, noise, prior, dtype)
 
 
 @_sample.register_fake
-def _(logits, noise, dtype):  # noqa: ANN001, ANN202
+def _(logits, noise, prior, dtype):  # noqa: ANN001, ANN202
     return logits.new_empty(logits.shape, dtype=dtype), logits.new_empty(
         logits.shape[:-2], dtype=torch.float32
     )
 
 
 @torch.library.custom_op("vssm::sample_and_kl_backward", mutates_args=())
-def _sample_backward(dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor) -> Tensor:
-    return _kernels().sample_backward(dz, dkl, logits, noise)
+def _sample_backward(
+    dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor, prior: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return _kernels().sample_backward(dz, dkl, logits, noise, prior)
 
 
 @_sample_backward.register_fake
-def _(dz, dkl, logits, noise):  # noqa: ANN001, ANN202
-    return logits.new_empty(logits.shape)
+def _(dz, dkl, logits, noise, prior):  # noqa: ANN001, ANN202
+    return logits.new_empty(logits.shape), logits.new_empty(0) if prior is None else prior.new_empty(
+        prior.shape
+    )
 
 
 @torch.library.custom_op("vssm::expected_log_prob", mutates_args=())
@@ -177,9 +192,17 @@ def _save_two(ctx, inputs, output) -> None:  # noqa: ANN001
     ctx.save_for_backward(*inputs[:2])
 
 
-_sample.register_autograd(
-    lambda ctx, dz, dkl: (_sample_backward(dz, dkl, *ctx.saved_tensors), None, None), setup_context=_save_two
-)
+def _save_three(ctx, inputs, output) -> None:  # noqa: ANN001
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _sample_gradient(ctx, dz, dkl):  # noqa: ANN001, ANN202
+    logits, noise, prior = ctx.saved_tensors
+    dv, dprior = _sample_backward(dz, dkl, logits, noise, prior)
+    return dv, None, None if prior is None else dprior, None
+
+
+_sample.register_autograd(_sample_gradient, setup_context=_save_three)
 _expected.register_autograd(
     lambda ctx, grad: (_expected_backward(grad, *ctx.saved_tensors), None), setup_context=_save_two
 )

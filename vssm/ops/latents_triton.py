@@ -4,6 +4,10 @@ With s = v - max v, e = exp(s), S = sum_n e and q = e / S, and the Gumbel softma
 
     z = one_hot(argmax_n e_n / -log u_n)              r_n ~ e_n / -log u_n
     KL = sum_n q_n s_n - log(S / N)                   dv = r (dz - sum_n r_n dz_n) + dKL q (s - sum_n q_n s_n)
+
+with s^p = v_p - max v_p in place of the uniform prior
+
+    KL = sum_n q_n (s_n - s^p_n) - log(S / S^p)       dv likewise, of s - s^p;  dv_p = dKL (p - q)
     E_q log p = sum_n q_n s^p_n - log S^p             dv_p = dE (q - p)
 
 One exp serves the KL and the draw, and no log-probability is formed. The quotient is exp(w - max v): a class
@@ -60,7 +64,7 @@ def _gumbel(e, u):
 
 # fmt: off
 @triton.jit
-def _sample_kernel(v, u, z, kl, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr):
+def _sample_kernel(v, u, p, z, kl, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr):
     # fmt: on
     step = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BZ,), tl.float32)
@@ -72,14 +76,19 @@ def _sample_kernel(v, u, z, kl, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constex
         hot = tl.where(tl.arange(0, BN)[None, :] == best[:, None], 1.0, 0.0)
         tl.store(z + index, hot.to(z.dtype.element_ty), mask=live)
         mass = tl.sum(e, 1)
-        total += tl.where(row, tl.sum(e * s, 1) / mass - tl.log(mass / N), 0.0)
+        other = mass * 0 + N
+        if p is not None:
+            t, f = _exponential(_load(p, index, live), column)
+            s -= t
+            other = tl.sum(f, 1)
+        total += tl.where(row, tl.sum(e * s, 1) / mass - tl.log(mass / other), 0.0)
     tl.store(kl + step, tl.sum(total, 0))
 
 
 # fmt: off
 @triton.jit
 def _sample_backward_kernel(
-    dz, dkl, v, u, dv, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr
+    dz, dkl, v, u, p, dv, dp, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr
 ):
     # fmt: on
     step = tl.program_id(0).to(tl.int64)
@@ -94,6 +103,11 @@ def _sample_backward_kernel(
         mass = tl.sum(e, 1)
         r *= (1.0 / r_mass)[:, None]
         q = e * (1.0 / mass)[:, None]
+        if p is not None:
+            t, f = _exponential(_load(p, index, live), column)
+            s -= t
+            grad_p = slope * (f * (1.0 / tl.sum(f, 1))[:, None] - q)
+            tl.store(dp + index, grad_p.to(dp.dtype.element_ty), mask=live)
         grad = r * (g - tl.sum(r * g, 1)[:, None]) + slope * q * (s - tl.sum(q * s, 1)[:, None])
         tl.store(dv + index, grad.to(dv.dtype.element_ty), mask=live)
 
@@ -130,7 +144,7 @@ def _expected_backward_kernel(
         tl.store(dv + index, (slope * difference).to(dv.dtype.element_ty), mask=live)
 
 
-def _launch(kernel, shape: torch.Size, *tensors: Tensor) -> None:
+def _launch(kernel, shape: torch.Size, *tensors: Tensor | None) -> None:
     """Runs a kernel on all steps of tensors that belong to logits of a shape (..., Z, N)."""
     Z, N = shape[-2:]
     BN = triton.next_power_of_2(N)
@@ -139,20 +153,26 @@ def _launch(kernel, shape: torch.Size, *tensors: Tensor) -> None:
         kernel[(shape[:-2].numel(),)](*tensors, Z, N, BZ, BN, num_warps=max(1, min(4, BZ * BN // 256)))
 
 
-def sample_forward(logits: Tensor, noise: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def sample_forward(
+    logits: Tensor, noise: Tensor, prior: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Returns z (..., Z, N) in the given dtype and the KL (...) in float32."""
     z = torch.empty(logits.shape, dtype=dtype, device=logits.device)
     kl = _steps(logits)
-    _launch(_sample_kernel, logits.shape, logits.contiguous(), noise.contiguous(), z, kl)
+    inputs = (None if tensor is None else tensor.contiguous() for tensor in (logits, noise, prior))
+    _launch(_sample_kernel, logits.shape, *inputs, z, kl)
     return z, kl
 
 
-def sample_backward(dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor) -> Tensor:
-    """Returns the gradient of the logits, (..., Z, N)."""
+def sample_backward(
+    dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor, prior: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of the logits and of the prior's, (..., Z, N); of nothing for no prior."""
     dv = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    inputs = (tensor.contiguous() for tensor in (dz, dkl, logits, noise))
-    _launch(_sample_backward_kernel, logits.shape, *inputs, dv)
-    return dv
+    dp = torch.empty(0 if prior is None else prior.shape, dtype=logits.dtype, device=logits.device)
+    inputs = (None if t is None else t.contiguous() for t in (dz, dkl, logits, noise, prior))
+    _launch(_sample_backward_kernel, logits.shape, *inputs, dv, None if prior is None else dp)
+    return dv, dp
 
 
 def expected_forward(logits: Tensor, q: Tensor) -> Tensor:

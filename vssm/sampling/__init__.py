@@ -8,10 +8,11 @@
 | SSM sampling              | `sample_autoregressive`, ssm: the prompt is read in parallel      |
 | Transformer sampling      | `sample_recomputed`; with a key-value cache `sample_autoregressive` |
 
-`sample_vrnn` completes the six models. With `recondition=True` a variational model reads each chunk that
-it has made, instead of empty tokens, before it makes the next: the chunk size is then a dial from
-fully parallel (W = T) to step by step (W = 1). With `passes=S` it redraws a chunk that it has made, all
-steps at once, each after those that the last pass made before it: a second dial between the same ends.
+`sample_vrnn` completes the six models, and `sample_ladder` is for a vssm with levels of latents. With
+`recondition=True` a variational model reads each chunk that it has made, instead of empty tokens, before it
+makes the next: the chunk size is then a dial from fully parallel (W = T) to step by step (W = 1). With
+`passes=S` it redraws a chunk that it has made, all steps at once, each after those that the last pass made
+before it: a second dial between the same ends.
 
 Every random number is a function of (seed, row, position, component), so chunk size, batch split and
 resume point never change what a seed gives.
@@ -22,8 +23,9 @@ On a GPU, a call that is made a second time is recorded as a CUDA graph and repl
 
 from torch import Tensor
 
-from vssm.models import VRNN, Model, Variational
+from vssm.models import VRNN, Ladder, Model, Variational
 from vssm.nn import State
+from vssm.sampling.ladder import read_ladder, sample_ladder
 from vssm.sampling.parallel import read_variational, sample_variational
 from vssm.sampling.request import BLIND as BLIND
 from vssm.sampling.request import Noise as Noise
@@ -56,6 +58,8 @@ def sample(
     """
     if isinstance(model, Variational):
         return sample_variational(model, prompt, state, source, options, record)
+    if isinstance(model, Ladder):
+        return sample_ladder(model, prompt, state, source, options, record)
     if isinstance(model, VRNN):
         return sample_vrnn(model, prompt, state, source, options, record)
     if cache:
@@ -67,6 +71,8 @@ def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:
     """Reads known data, (B, C, D) or tokens, and returns the state after it."""
     if isinstance(model, Variational):
         return read_variational(model, x, state, source)
+    if isinstance(model, Ladder):
+        return read_ladder(model, x, state)
     if isinstance(model, VRNN):
         return read_vrnn(model, x, state, source)
     return model(x, state)[1]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vssm import noise
-from vssm.models import VRNN, Autoregressive, Model, Variational
+from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational
 from vssm.nn import State
 
 __all__ = ["BLIND", "Noise", "Options", "Result", "expand_rows", "nothing", "placed", "portable"]
@@ -25,8 +25,13 @@ class Noise(NamedTuple):
     start: Tensor | None = None
     """Added to all positions, where only the device knows it, (1,)."""
 
-    def latent(self, model: Variational | VRNN, position: int, length: int) -> Tensor:
+    def latent(self, model: Variational | VRNN | Ladder, position: int, length: int) -> Tensor:
         return self._uniform(position, length, model.config.latents, noise.LATENT)
+
+    def plan(self, model: Ladder, position: int) -> Tensor:
+        """Returns the noise of the plan before the step at a position: one long row, in G parts."""
+        slots, latents = model.config.plan, model.config.latents
+        return self._uniform(position, 1, slots * latents, noise.PLAN).view(-1, slots, latents)
 
     def observation(self, model: Model, position: int, length: int) -> Tensor:
         return self._uniform(position, length, model.head.noise_size, noise.OBSERVATION)

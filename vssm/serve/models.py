@@ -19,7 +19,7 @@ from vssm.checkpoint import load
 from vssm.data import Meta
 from vssm.generate import generate
 from vssm.hub import pull
-from vssm.models import Model, Variational
+from vssm.models import Ladder, Model, Variational
 
 __all__ = ["Served", "open_models", "row_bytes", "row_floor"]
 
@@ -43,7 +43,7 @@ class Served:
     @property
     def parallel(self) -> bool:
         """Whether the model generates many steps in one pass."""
-        return isinstance(self.model, Variational)
+        return isinstance(self.model, Variational | Ladder)
 
     @property
     def text(self) -> bool:
@@ -105,7 +105,7 @@ def row_floor(model: Model) -> int:
         >>> 1 <= row_floor(build(ModelConfig(kind="ssm", features=3, width=8, layers=1))) <= 64
         True
     """
-    dial = {"chunk": 1, "recondition": True} if isinstance(model, Variational) else {}
+    dial = {"chunk": 1, "recondition": True} if isinstance(model, Variational | Ladder) else {}
     whole = generate(model, num=_MOST, length=2, observe="sample", **dial).x
     settled = _MOST
     for num in _SIZES:

@@ -1,0 +1,276 @@
+"""A vssm with levels of latents keeps the promises of a vssm: bounds, chunks, resuming, prompts, ragged."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import relative_error, sequences, small_config, small_model
+from vssm import generate, graphs, load, log_likelihood, objective, observe, save
+from vssm.config import ModelConfig, RunConfig, TrainConfig
+from vssm.data import DataConfig
+from vssm.models import Ladder
+from vssm.ragged import generate_ragged
+from vssm.train import train
+
+SHAPES = {"plan": {"plan": 2}, "no plan": {"plan": 0}, "plan levels": {"plan": 2, "plan_levels": 1}}
+
+
+@pytest.fixture(params=SHAPES)
+def model(request):
+    return small_model("vssm", levels=3, latents=6, **SHAPES[request.param]).eval()
+
+
+def exact(model, x, cut):
+    """log p(x_{C+1:T} | x_{1:C}) by adding up all values of all latents, (B,)."""
+    config, batch = model.config, len(x)
+    task = model.task(x, torch.full((batch,), cut))
+    live = [model.live(level, task)[0].nonzero().flatten().tolist() for level in range(config.levels)]
+    own = config.latents // config.levels
+    places = [(level, t, i) for level, steps in enumerate(live) for t in steps for i in range(own)]
+    totals = []
+    for values in itertools.product(range(config.classes), repeat=len(places)):
+        chosen = torch.zeros(config.levels, batch, task.e.shape[1], own, dtype=torch.int64)
+        for (level, t, i), value in zip(places, values, strict=True):
+            chosen[level, :, t, i] = value
+        log_p_z = torch.zeros(batch)
+
+        def draw(level, p_z, read, chosen=chosen):
+            nonlocal log_p_z
+            log_p = p_z.log_probs.gather(-1, chosen[level].unsqueeze(-1)).squeeze(-1).sum(-1)
+            log_p_z = log_p_z + (log_p * model.live(level, task)).sum(1)
+            return chosen[level]
+
+        p_x, _ = model.descend(task.e, draw, task=task, skip=config.plan)
+        totals.append(log_p_z + (p_x.log_prob(x) * task.scored).sum(1))
+    return torch.logsumexp(torch.stack(totals), 0)
+
+
+@pytest.mark.parametrize("shape", [{"plan": 1}, {"plan": 0}, {"plan": 1, "plan_levels": 1}], ids=str)
+@pytest.mark.parametrize("cut", [0, 1])
+@torch.no_grad()
+def test_estimates_approach_the_exact_likelihood(shape, cut):
+    model = small_model("vssm", levels=2, latents=2, classes=2, sigma=1.0, **shape)
+    x = torch.rand(3, 2, 3)
+    truth = exact(model, x, cut)
+    few, many = (log_likelihood(model, x, num, prompt_length=cut) for num in (1, 4000))
+    assert (many - truth).abs().max() < 0.08
+    several = torch.stack([log_likelihood(model, x, 1, prompt_length=cut, seed=s) for s in range(200)])
+    assert (several.mean(0) < truth + 0.08).all() and not torch.equal(few, many)
+
+
+def test_the_terms_are_bounds():
+    model = small_model("vssm", levels=2, latents=2, classes=2, plan=1, sigma=1.0)
+    x = torch.rand(2, 2, 3)
+    truth, rest = exact(model, x, 0), exact(model, x, 1)
+    draws = [objective(model, x) for _ in range(300)]
+    elbo = torch.stack([terms.reconstruction - terms.kl for terms in draws]).mean(0)
+    partial = torch.stack([terms.partial for terms in draws]).mean(0)  # two steps: the cut is always 1
+    assert (elbo < truth).all() and (elbo > truth - 5).all()
+    assert (partial < rest).all() and (partial > rest - 5).all()
+    for terms in draws[:3]:
+        assert relative_error(terms.loss, -(terms.reconstruction - terms.kl + terms.partial)) < 1e-6
+        assert (terms.kl >= 0).all()
+
+
+def test_all_weights_are_trained(model):
+    objective(model, sequences(model, 4, 7)).loss.mean().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_a_cut_of_its_own():
+    model = small_model("vssm", levels=2, latents=4, cut=3)
+    terms = objective(model, sequences(model, 4, 7))
+    assert not terms.partial.any() and terms.kl.shape == (4,)
+    with pytest.raises(ValueError, match=r"x has 3 steps; allowed: more than 3, the cut of the model"):
+        objective(model, sequences(model, 4, 3))
+
+
+def test_shards_are_parts_of_the_whole():
+    model = small_model("vssm", levels=2, latents=4)
+    x = sequences(model, 6, 5)
+
+    def terms(part, shard):
+        return objective(model, part, torch.Generator().manual_seed(3), shard)
+
+    whole = terms(x, (0, 1))
+    for index in range(2):
+        own = terms(x[3 * index : 3 * index + 3], (index, 2))
+        for a, b in zip(own, whole, strict=True):
+            assert relative_error(a, b[3 * index : 3 * index + 3]) < 1e-5
+
+
+@given(
+    shape=st.sampled_from(sorted(SHAPES)),
+    prompt=st.integers(0, 4),
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    chunk=st.integers(1, 5),
+    seed=st.integers(0, 9),
+)
+@torch.no_grad()
+def test_chunks_and_resumed_parts_are_one_shot(shape, prompt, sizes, chunk, seed):
+    model = small_model("vssm", levels=2, latents=4, **SHAPES[shape])
+    x = sequences(model, 2, prompt) if prompt else None
+    whole = generate(model, num=2, prompt=x, length=sum(sizes), seed=seed)
+    cut = generate(model, num=2, prompt=x, length=sum(sizes), seed=seed, chunk=chunk)
+    part = generate(model, num=2, prompt=x, length=sizes[0], seed=seed)
+    xs, zs = [part.x], [part.z]
+    for size in sizes[1:]:
+        part = generate(model, length=size, state=part.state)
+        xs.append(part.x)
+        zs.append(part.z)
+    for made, z, state in ((cut.x, cut.z, cut.state), (torch.cat(xs, 1), torch.cat(zs, 1), part.state)):
+        assert relative_error(made, whole.x) < 1e-5
+        assert torch.equal(z, whole.z)
+        assert state.position == whole.state.position == prompt + sum(sizes)
+
+
+@torch.no_grad()
+def test_observing_is_prompting(model):
+    x = sequences(model, 3, 6)
+    state = observe(model, x[:, 4:], observe(model, x[:, :4], seed=5))
+    assert (
+        relative_error(
+            generate(model, length=4, state=state).x, generate(model, prompt=x, length=4, seed=5).x
+        )
+        < 1e-5
+    )
+    alone = generate(model, prompt=x[1:2], length=4, seed=5, rows=[1]).x
+    assert relative_error(alone, generate(model, prompt=x, length=4, seed=5).x[1:2]) < 1e-5
+
+
+@torch.no_grad()
+def test_a_reconditioned_chunk_has_read_those_before(model):
+    made = generate(model, num=2, length=6, chunk=3, recondition=True, seed=4)
+    first = generate(model, num=2, length=3, seed=4)
+    second = generate(model, length=3, state=observe(model, first.x, seed=4))
+    assert relative_error(made.x, torch.cat([first.x, second.x], 1)) < 1e-5
+    observe(model, first.x, made.state)  # it has read what it made
+    with pytest.raises(ValueError, match="x can not follow this state: it has run over empty tokens"):
+        observe(model, first.x, first.state)
+    with pytest.raises(ValueError, match="recondition=True can not start from this state"):
+        generate(model, length=2, state=first.state, recondition=True)
+
+
+@torch.no_grad()
+def test_temperature_sharpens(model):
+    cold = [generate(model, num=8, length=5, seed=seed, temperature=1e-4).z for seed in (1, 2)]
+    assert torch.equal(cold[0], cold[1])
+    warm = [generate(model, num=8, length=5, seed=seed).z for seed in (1, 2)]
+    assert not torch.equal(warm[0], warm[1])
+
+
+def test_padding_changes_nothing(model):
+    x, lengths = sequences(model, 3, 6), torch.tensor([6, 2, 4])
+    padded = x.clone()
+    for row, length in enumerate(lengths):
+        padded[row, length:] = 9.0
+    alone = [log_likelihood(model, x[row : row + 1, :length], 1) for row, length in enumerate(lengths)]
+    other = x.clone()
+    other[lengths[:, None] <= torch.arange(6)] = -3.0
+    given, again = (log_likelihood(model, values, 5, lengths=lengths) for values in (padded, other))
+    assert relative_error(given, again) < 1e-6
+    assert relative_error(log_likelihood(model, padded, 1, lengths=lengths)[0], alone[0][0]) < 1e-5
+    a, b = (
+        objective(model, values, torch.Generator().manual_seed(0), lengths=lengths)
+        for values in (padded, other)
+    )
+    for one, two in zip(a, b, strict=True):
+        assert relative_error(one, two) < 1e-5
+
+
+@torch.no_grad()
+def test_ragged_prompts_generate_as_alone(model):
+    prompts = [torch.rand(4, 3), torch.rand(0, 3), torch.rand(2, 3)]
+    together = generate_ragged(model, prompts, length=3, seed=2).x
+    for row, prompt in enumerate(prompts):
+        start = {"prompt": prompt[None]} if len(prompt) else {"num": 1}
+        assert (
+            relative_error(together[row], generate(model, length=3, seed=2, rows=[row], **start).x[0]) < 1e-5
+        )
+
+
+@torch.no_grad()
+def test_a_replay_is_the_plain_call(model, monkeypatch):
+    monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
+    x = sequences(model, 2, 3)
+    for options in ({}, {"prompt": x}, {"chunk": 2}, {"chunk": 2, "recondition": True, "observe": "sample"}):
+        for seed in range(4):  # the second call records
+            a, b = (generate(model, num=2, length=5, seed=seed, graphs=on, **options) for on in (True, False))
+            assert relative_error(a.x, b.x) < 1e-6 and torch.equal(a.z, b.z)
+            a, b = (
+                generate(model, length=2, state=made.state, graphs=on) for made, on in ((a, True), (b, False))
+            )
+            assert relative_error(a.x, b.x) < 1e-6 and a.state.position == b.state.position
+
+
+@pytest.mark.parametrize("head", ["bernoulli", "categorical", "logistic-mixture", "gaussian-learned"])
+@torch.no_grad()
+def test_every_head(head):
+    model = small_model("vssm", head, levels=2, latents=4)
+    x = sequences(model, 2, 5)
+    assert torch.isfinite(objective(model, x).loss).all()
+    assert torch.isfinite(log_likelihood(model, x, 3, prompt_length=2)).all()
+    made = generate(model, prompt=x[:, :2], length=3, observe="sample").x
+    assert made.shape == x[:, 2:].shape
+
+
+def test_it_is_saved_and_loaded(model, tmp_path):
+    save(model, tmp_path / "ladder")
+    again = load(tmp_path / "ladder")
+    assert isinstance(again, Ladder)
+    assert torch.equal(generate(again, num=2, length=4).x, generate(model, num=2, length=4).x)
+
+
+def test_the_trainer_takes_it(tmp_path):
+    config = RunConfig(
+        data=DataConfig(name="digits"),
+        model=small_config("vssm", levels=2, latents=4),
+        train=TrainConfig(max_steps=12, batch=32, log_every=4, samples=0, num_valid=32, device="cpu"),
+    )
+    train(config, tmp_path / "run")
+    assert isinstance(load(tmp_path / "run"), Ladder)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "ssm", "levels": 2}, "levels=2 is not for kind='ssm'; allowed: vssm"),
+        ({"levels": 5}, "latents=32 is not divisible by levels=5; allowed: a multiple of 5"),
+        ({"levels": 0}, "levels=0 is not allowed; allowed: a whole number >= 1"),
+        ({"levels": 2, "plan_levels": 2}, "plan_levels=2 is not allowed; allowed: 0 to 1"),
+        ({"levels": 2, "plan": 0, "plan_levels": 1}, "plan_levels=1 is not allowed; allowed: 0 to 0"),
+        ({"cut": -1}, "cut=-1 is not allowed; allowed: a whole number >= 0"),
+    ],
+    ids=str,
+)
+def test_bad_configs_are_named(options, message):
+    with pytest.raises(ValueError) as caught:
+        ModelConfig(features=3, **options)
+    assert message in str(caught.value)
+
+
+def test_passes_are_for_models_without_levels(model):
+    with pytest.raises(ValueError, match=r"passes=2 is for a vssm or tvae without levels; allowed: 1"):
+        generate(model, num=1, length=4, passes=2)
+
+
+def test_a_prompt_that_is_everything_leaves_nothing_to_explain(model):
+    x = sequences(model, 2, 4)
+    assert torch.equal(log_likelihood(model, x, 3, prompt_length=4), torch.zeros(2))
+
+
+def test_what_is_known_is_read_once(model):
+    """The state after a prompt does not depend on noise, and does not grow."""
+    x = sequences(model, 2, 5)
+    a, b = (observe(model, x, seed=seed) for seed in (1, 2))
+    assert all(
+        torch.equal(p, q) for p, q in zip(a.child("trunk").leaves(), b.child("trunk").leaves(), strict=True)
+    )
+    longer = observe(model, x, a)
+    sizes = [sum(leaf.numel() for leaf in state.child("trunk").leaves()) for state in (a, longer)]
+    assert sizes[0] == sizes[1] and math.isfinite(sizes[0])

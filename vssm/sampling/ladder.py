@@ -1,0 +1,130 @@
+"""Sampling from a vssm with levels: at once, or in chunks; each level is drawn for all steps together.
+
+A state says what it has read: under `trunk` data only, under `blind` also empty tokens, of new steps that it
+has made but not read. New steps after data begin with a plan; after empty tokens they go on with theirs. With
+`recondition` a chunk that was made is read by the state before it, and the next one begins with a new plan.
+
+Legend: x (B, T, D) or tokens (B, T); z (B, T, Z); G steps of a plan; L levels; W chunk size.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from vssm import graphs
+from vssm.distributions import Latents
+from vssm.models import Ladder
+from vssm.nn import State
+from vssm.sampling.request import BLIND, Noise, Options, Result, expand_rows, nothing, placed, portable
+
+__all__ = ["read_ladder", "sample_ladder"]
+
+
+def sample_ladder(
+    model: Ladder, prompt: Tensor | None, state: State | None, source: Noise, options: Options, record: bool
+) -> Result:
+    """Runs the algorithm below, or replays it."""
+    made = _replayed(model, prompt, state, source, options) if record and options.length else None
+    return made or _ladder(model, prompt, state, source, options)
+
+
+def _ladder(
+    model: Ladder, prompt: Tensor | None, state: State | None, source: Noise, options: Options
+) -> Result:
+    num = len(source.row)
+    planned = state is not None and "blind" in state.children
+    if planned and options.recondition:
+        raise ValueError(f"recondition=True can not start from this state: {BLIND}")
+    if prompt is not None:
+        state = read_ladder(model, prompt, state)
+    trunk = None if state is None else expand_rows(state.child("blind" if planned else "trunk"), num)
+    position = 0 if state is None else state.position
+    xs, zs = [], []
+    for first in range(0, options.length, options.chunk):
+        width = min(options.chunk, options.length - first)
+        x, z, after = _make(model, trunk, position, width, planned, source, options)
+        xs.append(x)
+        zs.append(z)
+        position += width
+        if options.recondition:
+            after = model.read(x, trunk)
+        planned, trunk = not options.recondition, placed(after, position)
+    if trunk is None:
+        return *nothing(model, num, source), None
+    state = State({"blind" if planned else "trunk": trunk}, position)
+    if not xs:
+        return *nothing(model, num, source), state
+    return torch.cat(xs, 1), torch.cat(zs, 1), state
+
+
+def _make(
+    model: Ladder,
+    trunk: State | None,
+    position: int,
+    width: int,
+    planned: bool,
+    source: Noise,
+    options: Options,
+) -> tuple[Tensor, Tensor, State]:
+    """Returns x and z of the next steps, and the state of the network after them."""
+    slots = 0 if planned else model.config.plan
+    u = source.latent(model, position, width)
+    if slots:
+        u = torch.cat([source.plan(model, position), u], 1)
+    draws = u.chunk(model.config.levels, -1)
+    zs = [torch.zeros_like(own, dtype=torch.int64) for own in draws]  # where there are no latents, class 0
+
+    def draw(level: int, p_z: Latents, read: Tensor) -> Tensor:
+        steps = read.shape[1]
+        z = p_z.sample(draws[level][:, :steps], options.temperature)
+        zs[level] = z if steps == u.shape[1] else zs[level]
+        return z
+
+    p_x, after = model.descend(model.inputs(len(u), width, planned), draw, trunk, skip=slots)
+    if options.sample:
+        x = p_x.sample(source.observation(model, position, width), options.temperature)
+    else:
+        x = p_x.mean
+    return x, torch.cat(zs, -1)[:, slots:], after
+
+
+def read_ladder(model: Ladder, x: Tensor, state: State | None) -> State:
+    """Reads known data, which has no latents: nothing is drawn."""
+    trunk = model.read(x, None if state is None else state.child("trunk"))
+    position = x.shape[1] + (0 if state is None else state.position)
+    return State({"trunk": placed(trunk, position)}, position)
+
+
+def _replayed(
+    model: Ladder, prompt: Tensor | None, state: State | None, source: Noise, options: Options
+) -> Result | None:
+    """Replays `_ladder`, or returns None if it is to run itself."""
+    tensors: dict[str, Tensor | State] = {"seed": source.seed, "row": source.row}
+    end = options.length
+    if prompt is not None:
+        tensors["prompt"] = prompt
+        end += prompt.shape[1]
+    if state is not None:
+        tensors |= portable(model, state)
+        end += state.position
+    inputs = State(tensors)
+    made = graphs.attempt(
+        model,
+        ("ladder", options, graphs.describe(inputs)),
+        lambda recorder: graphs.OneShot(recorder, model, partial(_ladder_tree, options), inputs, ()),
+        inputs,
+        weights=graphs.weights_of(model),
+    )
+    return None if made is None else (made["x"], made["z"], placed(made.child("state"), end))
+
+
+def _ladder_tree(options: Options, model: Ladder, inputs: State) -> State:
+    """Does `_ladder` on a tree of inputs, as it is recorded."""
+    given = inputs.children
+    source = Noise(inputs["seed"], inputs["row"], inputs["start"] if "start" in given else None)
+    prompt = inputs["prompt"] if "prompt" in given else None
+    state = inputs.child("state") if "state" in given else None
+    x, z, after = _ladder(model, prompt, state, source, options)
+    assert z is not None and after is not None
+    return State({"x": x, "z": z, "state": after})
