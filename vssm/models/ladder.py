@@ -79,7 +79,7 @@ class Rung(nn.Module):
         return self._latents(codes), read
 
     def posterior(self, p_z: Latents, read: Tensor, evidence: Tensor) -> Latents:
-        """Returns q(z^l_t | ...), which starts from the prior, so that it has to learn the difference only."""
+        """Returns q(z^l_t | ...), which starts from the prior: it has to learn the difference only."""
         update = self.update(F.silu(read + evidence))
         return Latents(p_z.raw + self._latents(update).raw)
 
