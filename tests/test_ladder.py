@@ -16,21 +16,18 @@ from vssm.models import Ladder
 from vssm.ragged import generate_ragged
 from vssm.train import train
 
-SHAPES = {"plan": {"plan": 2}, "no plan": {"plan": 0}, "plan levels": {"plan": 2, "plan_levels": 1}}
 
-
-@pytest.fixture(params=SHAPES)
-def model(request):
-    return small_model("vssm", levels=3, latents=6, **SHAPES[request.param]).eval()
+@pytest.fixture
+def model():
+    return small_model("vssm", levels=3, latents=6).eval()
 
 
 def exact(model, x, cut):
     """log p(x_{C+1:T} | x_{1:C}) by adding up all values of all latents, (B,)."""
     config, batch = model.config, len(x)
     task = model.task(x, torch.full((batch,), cut))
-    live = [model.live(level, task)[0].nonzero().flatten().tolist() for level in range(config.levels)]
     own = config.latents // config.levels
-    places = [(level, t, i) for level, steps in enumerate(live) for t in steps for i in range(own)]
+    places = list(itertools.product(range(config.levels), range(cut, x.shape[1]), range(own)))
     totals = []
     for values in itertools.product(range(config.classes), repeat=len(places)):
         chosen = torch.zeros(config.levels, batch, task.e.shape[1], own, dtype=torch.int64)
@@ -41,19 +38,18 @@ def exact(model, x, cut):
         def draw(level, p_z, read, chosen=chosen):
             nonlocal log_p_z
             log_p = p_z.log_probs.gather(-1, chosen[level].unsqueeze(-1)).squeeze(-1).sum(-1)
-            log_p_z = log_p_z + (log_p * model.live(level, task)).sum(1)
+            log_p_z = log_p_z + (log_p * task.new).sum(1)
             return chosen[level]
 
-        p_x, _ = model.descend(task.e, draw, task=task, skip=config.plan)
-        totals.append(log_p_z + (p_x.log_prob(x) * task.scored).sum(1))
+        p_x, _ = model.descend(task.e, draw, new=task.new)
+        totals.append(log_p_z + (p_x.log_prob(x) * task.new).sum(1))
     return torch.logsumexp(torch.stack(totals), 0)
 
 
-@pytest.mark.parametrize("shape", [{"plan": 1}, {"plan": 0}, {"plan": 1, "plan_levels": 1}], ids=str)
 @pytest.mark.parametrize("cut", [0, 1])
 @torch.no_grad()
-def test_estimates_approach_the_exact_likelihood(shape, cut):
-    model = small_model("vssm", levels=2, latents=2, classes=2, sigma=1.0, **shape)
+def test_estimates_approach_the_exact_likelihood(cut):
+    model = small_model("vssm", levels=2, latents=2, classes=2, sigma=1.0)
     x = torch.rand(3, 2, 3)
     truth = exact(model, x, cut)
     few, many = (log_likelihood(model, x, num, prompt_length=cut) for num in (1, 4000))
@@ -63,7 +59,7 @@ def test_estimates_approach_the_exact_likelihood(shape, cut):
 
 
 def test_the_terms_are_bounds():
-    model = small_model("vssm", levels=2, latents=2, classes=2, plan=1, sigma=1.0)
+    model = small_model("vssm", levels=2, latents=2, classes=2, sigma=1.0)
     x = torch.rand(2, 2, 3)
     truth, rest = exact(model, x, 0), exact(model, x, 1)
     draws = [objective(model, x) for _ in range(300)]
@@ -105,15 +101,14 @@ def test_shards_are_parts_of_the_whole():
 
 
 @given(
-    shape=st.sampled_from(sorted(SHAPES)),
     prompt=st.integers(0, 4),
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     chunk=st.integers(1, 5),
     seed=st.integers(0, 9),
 )
 @torch.no_grad()
-def test_chunks_and_resumed_parts_are_one_shot(shape, prompt, sizes, chunk, seed):
-    model = small_model("vssm", levels=2, latents=4, **SHAPES[shape])
+def test_chunks_and_resumed_parts_are_one_shot(prompt, sizes, chunk, seed):
+    model = small_model("vssm", levels=2, latents=4)
     x = sequences(model, 2, prompt) if prompt else None
     whole = generate(model, num=2, prompt=x, length=sum(sizes), seed=seed)
     cut = generate(model, num=2, prompt=x, length=sum(sizes), seed=seed, chunk=chunk)
@@ -242,8 +237,6 @@ def test_the_trainer_takes_it(tmp_path):
         ({"kind": "ssm", "levels": 2}, "levels=2 is not for kind='ssm'; allowed: vssm"),
         ({"levels": 5}, "latents=32 is not divisible by levels=5; allowed: a multiple of 5"),
         ({"levels": 0}, "levels=0 is not allowed; allowed: a whole number >= 1"),
-        ({"levels": 2, "plan_levels": 2}, "plan_levels=2 is not allowed; allowed: 0 to 1"),
-        ({"levels": 2, "plan": 0, "plan_levels": 1}, "plan_levels=1 is not allowed; allowed: 0 to 0"),
         ({"cut": -1}, "cut=-1 is not allowed; allowed: a whole number >= 0"),
     ],
     ids=str,

@@ -73,10 +73,6 @@ class ModelConfig:
     levels: int = 1
     """For vssm: levels of latents, each drawn given those above, so that one shot fits together. They share
     `latents` evenly. The encoder has `layers` blocks, the decoder half as many after one for each level."""
-    plan: int = 4
-    """With levels: steps that have latents but no x, before the first new step."""
-    plan_levels: int = 0
-    """With levels: how many of the first have latents in the plan only, and so speak of the whole."""
     cut: int | None = None
     """With levels: the prompt length to train for, of forecasts for example; by default none and any."""
     head: str = "gaussian"
@@ -95,7 +91,7 @@ class ModelConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is int:
-                least = {"classes": 2, "bins": 2, "plan": 0, "plan_levels": 0}.get(field.name, 1)
+                least = 2 if field.name in ("classes", "bins") else 1
                 if isinstance(value, bool) or not isinstance(value, int) or value < least:
                     raise ValueError(
                         f"{field.name}={value!r} is not allowed; allowed: a whole number >= {least}"
@@ -112,12 +108,6 @@ class ModelConfig:
             raise ValueError(
                 f"latents={self.latents} is not divisible by levels={self.levels}; "
                 f"allowed: a multiple of {self.levels}"
-            )
-        if self.plan_levels >= self.levels or (self.plan_levels and not self.plan):
-            most = self.levels - 1 if self.plan else 0
-            raise ValueError(
-                f"plan_levels={self.plan_levels} is not allowed; allowed: 0 to {most}, "
-                f"with levels={self.levels} and plan={self.plan}"
             )
         if self.cut is not None:
             _check_number("cut", self.cut, 0, whole=True)

@@ -121,11 +121,10 @@ def estimates(
 
 
 def _draws(model: Variational | VRNN | Ladder, x: Tensor, seed: int, draws: range) -> Tensor:
-    """Returns the uniform numbers of some draws, (K, B, T, Z); with levels (K, B, G + T, Z)."""
+    """Returns the uniform numbers of some draws, (K, B, T, Z)."""
     rows = torch.arange(len(x), device=x.device)
     seeds = torch.full_like(rows, seed)
-    plan = model.config.plan if isinstance(model, Ladder) else 0
-    shape = (0, plan + x.shape[1], model.config.latents)
+    shape = (0, x.shape[1], model.config.latents)
     return torch.stack([noise.uniform(seeds, rows, *shape, stream=noise.LATENT, draw=k) for k in draws])
 
 
@@ -160,7 +159,7 @@ def _variational_weights(
 def _ladder_weights(
     model: Ladder, x: Tensor, cases: list[tuple[int, str]], mask: Tensor
 ) -> Callable[[Tensor], list[Tensor]]:
-    """Returns a function from uniform numbers (K, B, G + T, Z) to the log weights (K, B) of each case."""
+    """Returns a function from uniform numbers (K, B, T, Z) to the log weights (K, B) of each case."""
     lengths = mask.sum(1).long()
     tasks = [model.task(x, torch.full((len(x),), cut, device=x.device), lengths) for cut, _ in cases]
 
@@ -170,26 +169,26 @@ def _ladder_weights(
             path = _climb(model, task.repeat(len(u)), u.flatten(0, 1))
             log_p_x = path.p_x.log_prob(x.repeat(len(u), *[1] * (x.ndim - 1))).unflatten(0, u.shape[:2])
             ratio = (path.p_z.log_prob(path.z) - path.q_z.log_prob(path.z)).sum(-1).unflatten(0, u.shape[:2])
-            weights.append((log_p_x * task.scored).sum(-1) + ratio)
+            weights.append((log_p_x * task.new).sum(-1) + ratio)
         return weights
 
     return weigh
 
 
 def _climb(model: Ladder, task: Task, u: Tensor) -> Trajectory:
-    """Draws all latents of a task from the posterior with uniform numbers (B, G + T, Z)."""
+    """Draws all latents of a task from the posterior with uniform numbers (B, T, Z)."""
     q_zs, p_zs, zs = [], [], []
 
     def draw(level: int, p_z: Latents, read: Tensor) -> Tensor:
         q_z = model.rung(level).posterior(p_z, read, task.evidence[level])
         z = q_z.sample(u.chunk(model.config.levels, -1)[level])
-        live = model.live(level, task)[..., None, None]  # where there are no latents, q = p: no weight, no KL
+        live = task.new[..., None, None]  # where there are no latents, q = p: no weight, no KL
         q_zs.append(torch.where(live, q_z.logits, 0))
         p_zs.append(torch.where(live, p_z.logits, 0))
         zs.append(z)
         return z
 
-    p_x, state = model.descend(task.e, draw, task=task, skip=model.config.plan)
+    p_x, state = model.descend(task.e, draw, new=task.new)
     q_z, p_z = (Latents(torch.cat(logits, -2)) for logits in (q_zs, p_zs))
     return Trajectory(p_x, q_z, p_z, torch.cat(zs, -1), state)
 

@@ -28,14 +28,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-__all__ = ["LATENT", "OBSERVATION", "PLAN", "philox", "uniform"]
+__all__ = ["LATENT", "OBSERVATION", "philox", "uniform"]
 
 LATENT = 0
 """Stream of the latents z."""
 OBSERVATION = 1
 """Stream of the observations x given z."""
-PLAN = 2
-"""Stream of the latents of a plan, which stands before the step at its position."""
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -98,7 +96,7 @@ def uniform(
             tensor where only the device knows it; then it is not checked.
         length: Number of steps T.
         components: Numbers per step; the first n of them do not depend on how many are asked for.
-        stream: What the noise is for, `LATENT`, `OBSERVATION` or `PLAN` (any integer in [0, 256)).
+        stream: What the noise is for, `LATENT` or `OBSERVATION` (any integer in [0, 256)).
         draw: Number of a repeated draw, such as an importance sample, in [0, 2^24).
 
     Returns:

@@ -165,13 +165,13 @@ def _ladder_terms(
         nonlocal kl
         q_z = model.rung(level).posterior(p_z, read, task.evidence[level])
         z, own = q_z.rsample_and_kl(noise[level], dtype, prior=p_z)
-        kl = torch.addcmul(kl, own, model.live(level, task))
+        kl = kl + own
         return z
 
-    p_x, _ = model.descend(task.e, draw, task=task, skip=model.config.plan)
+    p_x, _ = model.descend(task.e, draw, new=task.new)
     log_p_x = p_x.log_prob(x.repeat(copies, *[1] * (x.ndim - 1)))
-    reconstruction = torch.where(task.scored, log_p_x, 0).sum(1).chunk(copies)
-    divergence = kl.sum(1).chunk(copies)
+    reconstruction = torch.where(task.new, log_p_x, 0).sum(1).chunk(copies)
+    divergence = torch.where(task.new, kl, 0).sum(1).chunk(copies)
     partial = torch.zeros_like(divergence[0]) if copies == 1 else reconstruction[1] - divergence[1]
     return _terms(reconstruction[0], divergence[0], partial)
 

@@ -1,22 +1,21 @@
 """A vssm whose latents have levels: what a step needs to know of the others is drawn before it, in parallel.
 
-    input               e_t = E x_t for t <= C, a learned ∅ after; G plan steps stand between the two
+    input               e_t = E x_t for t <= C, a learned ∅ after
     level l = 1 ... L   h   = block_l(h)                                  one causal Mamba block
                         p(z^l_t | z^{<l}_{1:t}, x_{1:C})   = D(z^l_t | P_l h_t)
                         q(z^l_t | z^{<l}_{1:t}, x_{1:T})   = D(z^l_t | P_l h_t + Q_l silu(R_l h_t + f_l(x)_t))
-                        h_t <- h_t + E_l z^l_t                            in the plan, and for t > C except
-                                                                          in the first `plan_levels` levels
+                        h_t <- h_t + E_l z^l_t                            for t > C
     likelihood          p(x_t | z_{1:t}, x_{1:C})          = P(x_t | w_t)   w = f_dec(h)
 
 In a plain vssm the latents of different steps are drawn independently of one another, and one shot then
 makes steps that do not fit together. Here those of level l depend on all levels above, at this and all
-earlier steps: in L rounds, each parallel in time, the steps agree. Plan steps have latents but no x. One
-network is the prior (C = 0), what the paper calls partial posterior (C > 0) and the decoder. The evidence f
-reads the whole sequence, in both directions, and is used for training and for likelihoods only: what
-generates is causal, so that chunks, resuming and constant states are those of a vssm.
+earlier steps: in L rounds, each parallel in time, the steps agree. One network is the prior (C = 0), what the
+paper calls partial posterior (C > 0) and the decoder. The evidence f reads the whole sequence, in both
+directions, and is used for training and for likelihoods only: what generates is causal, so that chunks,
+resuming and constant states are those of a vssm.
 
-Legend: x (B, T, D), or (B, T) tokens; z (B, G + T, Z), of which each level has its Z / L components in turn;
-h (B, G + T, width); C the cut, or length of the prompt, one for each row in training; G `plan`; L `levels`.
+Legend: x (B, T, D), or (B, T) tokens; z (B, T, Z), of which each level has its Z / L components in turn;
+h (B, T, width); C the cut, or length of the prompt, one for each row in training; L `levels`.
 """
 
 from collections.abc import Callable
@@ -43,21 +42,16 @@ class Task(NamedTuple):
     """Sequences of which the first steps are known and the others are to be explained."""
 
     e: Tensor
-    """The input, (B, G + T, width)."""
+    """The input, (B, T, width)."""
     new: Tensor
-    """Which of its steps have latents: the plan and the steps from the cut on, (B, G + T)."""
-    plan: Tensor
-    """Which of these are the plan, (B, G + T)."""
+    """Which steps are to be explained, and have latents, (B, T)."""
     evidence: tuple[Tensor, ...]
-    """What the posterior of each level knows of them, L times (B, G + T, width)."""
-    scored: Tensor
-    """Which steps of x are to be explained, (B, T)."""
+    """What the posterior of each level knows of them, L times (B, T, width)."""
 
     def repeat(self, times: int) -> "Task":
         """Returns the batch `times` times."""
         evidence = tuple(part.repeat(times, 1, 1) for part in self.evidence)
-        new, plan, scored = (mask.repeat(times, 1) for mask in (self.new, self.plan, self.scored))
-        return Task(self.e.repeat(times, 1, 1), new, plan, evidence, scored)
+        return Task(self.e.repeat(times, 1, 1), self.new.repeat(times, 1), evidence)
 
 
 class Rung(nn.Module):
@@ -91,11 +85,11 @@ class Ladder(nn.Module):
     """Creates a vssm with levels of latents.
 
     Example:
-        >>> config = ModelConfig(features=3, width=8, layers=2, latents=4, classes=5, levels=2, plan=1)
-        >>> model, x = Ladder(config), torch.zeros(2, 6, 3)
+        >>> model = Ladder(ModelConfig(features=3, width=8, layers=2, latents=4, classes=5, levels=2))
+        >>> x = torch.zeros(2, 6, 3)
         >>> task = model.task(x, cut=torch.tensor([0, 4]))
-        >>> p_x, _ = model.descend(task.e, lambda level, p_z, read: p_z.mode, task=task, skip=1)
-        >>> p_x.log_prob(x).shape, task.scored.sum(1)
+        >>> p_x, _ = model.descend(task.e, lambda level, p_z, read: p_z.mode, new=task.new)
+        >>> p_x.log_prob(x).shape, task.new.sum(1)
         (torch.Size([2, 6]), tensor([6, 2]))
     """
 
@@ -109,7 +103,6 @@ class Ladder(nn.Module):
         self.rungs = nn.ModuleList(Rung(trunk) for _ in range(config.levels))
         self.decoder = Stack(trunk, embedding(config), self.head.size, blank=True)
         del self.decoder.blocks[last:]
-        self.plan = nn.Parameter(torch.randn(config.plan, config.width) * 0.02)
 
     def task(self, x: Tensor, cut: Tensor, lengths: Tensor | None = None, copies: int = 1) -> Task:
         """Lays out sequences for training and likelihoods.
@@ -120,67 +113,37 @@ class Ladder(nn.Module):
             lengths: The steps of x that are real, (B,), where the rest is padding.
             copies: How many times the batch is repeated; the evidence is read once.
         """
-        length, slots, width = x.shape[1], self.config.plan, self.config.width
-        steps = torch.arange(slots + length, device=x.device)
-        ahead = steps - cut[:, None]  # 0 to G - 1 in the plan, from G on in new steps
-        # Products with one-hot rows in place of indexing, whose gradient would be a slow scatter.
-        inputs = torch.cat([self.plan, self.decoder.blanks(1, 1)[0]])
-        made = one_hot(ahead.clamp(0, slots), slots + 1).to(inputs.dtype) @ inputs
-        known = F.pad(self.decoder.embed(x), (0, 0, 0, slots)).repeat(copies, 1, 1)
-        e = torch.where((ahead >= 0)[..., None], made.to(known.dtype), known)
-
-        seen = self._read_evidence(x, lengths)
-        evidence = F.pad(seen, (0, 0, slots, 0)).repeat(copies, 1, 1)
-        if slots:  # the plan sees what the first new step sees: the evidence looks both ways
-            first = one_hot(cut.clamp(max=length - 1), length).to(seen.dtype).view(copies, -1, length)
-            first = (first.transpose(0, 1) @ seen).transpose(0, 1).reshape(-1, 1, seen.shape[2])
-            evidence = torch.where((ahead < slots)[..., None], first, evidence)
-        real = length if lengths is None else lengths.repeat(copies)[:, None]
-        scored = (steps[:length] >= cut[:, None]) & (steps[:length] < real)
-        new = (ahead >= 0) & (steps < real + slots) & (cut[:, None] < real)  # no plan where nothing follows
-        return Task(e, new, new & (ahead < slots), evidence.split(width, -1), scored)
-
-    def live(self, level: int, task: Task) -> Tensor:
-        """Returns which steps of a task have latents of a level, (B, G + T)."""
-        return task.plan if level < self.config.plan_levels else task.new
+        steps = torch.arange(x.shape[1], device=x.device)
+        new = steps >= cut[:, None]
+        known = self.decoder.embed(x).repeat(copies, 1, 1)
+        e = torch.where(new[..., None], self.decoder.blanks(1, 1).to(known.dtype), known)
+        if lengths is not None:
+            new = new & (steps < lengths.repeat(copies)[:, None])
+        evidence = self._read_evidence(x, lengths).repeat(copies, 1, 1)
+        return Task(e, new, evidence.split(self.config.width, -1))
 
     def descend(
-        self, e: Tensor, draw: Draw, state: State | None = None, task: Task | None = None, skip: int = 0
+        self, e: Tensor, draw: Draw | None, state: State | None = None, new: Tensor | None = None
     ) -> tuple[Observation, State]:
-        """Goes down all levels; returns p(x_t | z_{1:t}, x_{1:C}) of all steps but `skip`, and the state.
+        """Goes down all levels; returns p(x_t | z_{1:t}, x_{1:C}) of all steps, and the state after them.
 
         Arguments:
-            e: The input of the steps, (B, skip + T, width).
-            draw: Makes the latents of a level.
+            e: The input of the steps, (B, T, width).
+            draw: Makes the latents of a level; None where all steps are known, which have none.
             state: What came before.
-            task: Which steps have latents, where only some do; e is its input.
-            skip: The steps of the plan, or 0 without one.
+            new: Which steps have latents, (B, T); all by default.
         """
         children: dict[str, Tensor | State] = {}
         h = e.float() if torch.is_autocast_enabled(e.device.type) else e  # as in `Stack.run`
+        mask = None if new is None else new[..., None].to(h.dtype)
         for level in range(self.config.levels):
             rung = self.rung(level)
             h, children[str(level)] = rung.block(h, None if state is None else state.child(str(level)))
-            if task is not None:
+            if draw is not None:
                 z = rung.embed(draw(level, *rung.prior(h))).to(h.dtype)
-                h = torch.addcmul(h, z, self.live(level, task)[..., None].to(h.dtype))
-            elif level >= self.config.plan_levels:
-                h = h + rung.embed(draw(level, *rung.prior(h)))
-            elif skip:
-                plan = h[:, :skip]
-                h = torch.cat([plan + rung.embed(draw(level, *rung.prior(plan))), h[:, skip:]], 1)
+                h = h + z if mask is None else torch.addcmul(h, z, mask)
         w, children["decoder"] = self.decoder.run(h, None if state is None else state.child("decoder"))
-        return self.head(w[:, skip:]), State(children, w.shape[1] + (0 if state is None else state.position))
-
-    def read(self, x: Tensor, state: State | None = None) -> State:
-        """Reads known data, which has no latents, and returns the state after it."""
-        h, children = self.decoder.embed(x), {}
-        for level in range(self.config.levels):
-            h, children[str(level)] = self.rung(level).block(
-                h, None if state is None else state.child(str(level))
-            )
-        _, children["decoder"] = self.decoder.run(h, None if state is None else state.child("decoder"))
-        return State(children, x.shape[1] + (0 if state is None else state.position))
+        return self.head(w), State(children, w.shape[1] + (0 if state is None else state.position))
 
     def rung(self, level: int) -> Rung:
         """Returns a level, counted from 0."""
@@ -188,13 +151,8 @@ class Ladder(nn.Module):
         assert isinstance(rung, Rung)
         return rung
 
-    def inputs(self, batch: int, length: int, planned: bool) -> Tensor:
-        """Returns the input of new steps, after a plan unless there has been one, (B, G + T, width)."""
-        blanks = self.decoder.blanks(batch, length)
-        return blanks if planned else torch.cat([self.plan.expand(batch, -1, -1), blanks], 1)
-
     def _read_evidence(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """Returns f(x), (B, T, L width): blocks that read forwards and backwards take turns."""
+        """Returns f(x), (B, T, L width): blocks that read backwards and forwards take turns."""
         stack, turned = self.evidence, None
         if lengths is not None:  # padding stays at the end, where no block sees it
             steps, last = torch.arange(x.shape[1], device=x.device), lengths[:, None] - 1
@@ -209,8 +167,3 @@ class Ladder(nn.Module):
         for i, block in enumerate(stack.blocks):
             e = block(e)[0] if i % 2 else turn(block(turn(e))[0])
         return stack.out(stack.norm(e))
-
-
-def one_hot(index: Tensor, size: int) -> Tensor:
-    """Returns `index`, (...), as rows of zeros and a one, (..., size), without waiting for the device."""
-    return index[..., None] == torch.arange(size, device=index.device)

@@ -1,10 +1,9 @@
 """Sampling from a vssm with levels: at once, or in chunks; each level is drawn for all steps together.
 
 A state says what it has read: under `trunk` data only, under `blind` also empty tokens, of new steps that it
-has made but not read. New steps after data begin with a plan; after empty tokens they go on with theirs. With
-`recondition` a chunk that was made is read by the state before it, and the next one begins with a new plan.
+has made but not read. With `recondition` a chunk that was made is then read by the state before it.
 
-Legend: x (B, T, D) or tokens (B, T); z (B, T, Z); G steps of a plan; L levels; W chunk size.
+Legend: x (B, T, D) or tokens (B, T); z (B, T, Z); W chunk size.
 """
 
 from functools import partial
@@ -33,67 +32,54 @@ def _ladder(
     model: Ladder, prompt: Tensor | None, state: State | None, source: Noise, options: Options
 ) -> Result:
     num = len(source.row)
-    planned = state is not None and "blind" in state.children
-    if planned and options.recondition:
+    blind = state is not None and "blind" in state.children
+    if blind and options.recondition:
         raise ValueError(f"recondition=True can not start from this state: {BLIND}")
     if prompt is not None:
         state = read_ladder(model, prompt, state)
-    trunk = None if state is None else expand_rows(state.child("blind" if planned else "trunk"), num)
+    trunk = None if state is None else expand_rows(state.child("blind" if blind else "trunk"), num)
     position = 0 if state is None else state.position
     xs, zs = [], []
     for first in range(0, options.length, options.chunk):
         width = min(options.chunk, options.length - first)
-        x, z, after = _make(model, trunk, position, width, planned, source, options)
+        x, z, after = _make(model, trunk, position, width, source, options)
         xs.append(x)
         zs.append(z)
-        position += width
         if options.recondition:
-            after = model.read(x, trunk)
-        planned, trunk = not options.recondition, placed(after, position)
+            _, after = model.descend(model.decoder.embed(x), None, trunk)
+        position, trunk, blind = position + width, after, not options.recondition
     if trunk is None:
         return *nothing(model, num, source), None
-    state = State({"blind" if planned else "trunk": trunk}, position)
+    state = State({"blind" if blind else "trunk": trunk}, position)
     if not xs:
         return *nothing(model, num, source), state
     return torch.cat(xs, 1), torch.cat(zs, 1), state
 
 
 def _make(
-    model: Ladder,
-    trunk: State | None,
-    position: int,
-    width: int,
-    planned: bool,
-    source: Noise,
-    options: Options,
+    model: Ladder, trunk: State | None, position: int, width: int, source: Noise, options: Options
 ) -> tuple[Tensor, Tensor, State]:
     """Returns x and z of the next steps, and the state of the network after them."""
-    slots = 0 if planned else model.config.plan
     u = source.latent(model, position, width)
-    if slots:
-        u = torch.cat([source.plan(model, position), u], 1)
     draws = u.chunk(model.config.levels, -1)
-    zs = [torch.zeros_like(own, dtype=torch.int64) for own in draws]  # where there are no latents, class 0
+    zs: list[Tensor] = []
 
     def draw(level: int, p_z: Latents, read: Tensor) -> Tensor:
-        steps = read.shape[1]
-        z = p_z.sample(draws[level][:, :steps], options.temperature)
-        zs[level] = z if steps == u.shape[1] else zs[level]
-        return z
+        zs.append(p_z.sample(draws[level], options.temperature))
+        return zs[-1]
 
-    p_x, after = model.descend(model.inputs(len(u), width, planned), draw, trunk, skip=slots)
+    p_x, after = model.descend(model.decoder.blanks(len(u), width), draw, trunk)
     if options.sample:
         x = p_x.sample(source.observation(model, position, width), options.temperature)
     else:
         x = p_x.mean
-    return x, torch.cat(zs, -1)[:, slots:], after
+    return x, torch.cat(zs, -1), after
 
 
 def read_ladder(model: Ladder, x: Tensor, state: State | None) -> State:
     """Reads known data, which has no latents: nothing is drawn."""
-    trunk = model.read(x, None if state is None else state.child("trunk"))
-    position = x.shape[1] + (0 if state is None else state.position)
-    return State({"trunk": placed(trunk, position)}, position)
+    _, trunk = model.descend(model.decoder.embed(x), None, None if state is None else state.child("trunk"))
+    return State({"trunk": trunk}, trunk.position)
 
 
 def _replayed(

@@ -28,11 +28,6 @@ class Noise(NamedTuple):
     def latent(self, model: Variational | VRNN | Ladder, position: int, length: int) -> Tensor:
         return self._uniform(position, length, model.config.latents, noise.LATENT)
 
-    def plan(self, model: Ladder, position: int) -> Tensor:
-        """Returns the noise of the plan before the step at a position: one long row, in G parts."""
-        slots, latents = model.config.plan, model.config.latents
-        return self._uniform(position, 1, slots * latents, noise.PLAN).view(-1, slots, latents)
-
     def observation(self, model: Model, position: int, length: int) -> Tensor:
         return self._uniform(position, length, model.head.noise_size, noise.OBSERVATION)
 
