@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from vssm.cli import COMMANDS, main
+from vssm.cli.errors import mistakes_in_one_line
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,28 @@ def test_mistakes_give_one_line(arguments, message, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     assert re.search(message, fails(capsys, *arguments))
     assert not any(tmp_path.rglob("weights.safetensors")), "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("num=0 is not allowed"), 2, "vssm: num=0 is not allowed\n"),
+        (FileNotFoundError(2, "No such file", "x.csv"), 2, "vssm: No such file: x.csv\n"),
+        (OSError("the disk is full"), 2, "vssm: the disk is full\n"),
+        (BrokenPipeError(32, "Broken pipe"), 1, ""),
+        (KeyboardInterrupt(), 130, "vssm: stopped by the user\n"),
+    ],
+)
+def test_each_mistake_has_its_line_and_exit_code(error, code, line, capsys):
+    with pytest.raises(SystemExit) as stop, mistakes_in_one_line():
+        raise error
+    assert stop.value.code == code
+    assert capsys.readouterr().err == line
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(KeyError), mistakes_in_one_line():
+        raise KeyError("ours")
 
 
 def test_unknown_flag_suggests_the_nearest(capsys):

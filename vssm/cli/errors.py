@@ -1,0 +1,45 @@
+"""A mistake of the user gives one line and an exit code; anything else is a bug and gives a traceback.
+
+| what happened                         | exit code |
+| ------------------------------------- | --------- |
+| a wrong option, value or file         | 2         |
+| the user stopped us                   | 130       |
+| the reader of our output has gone     | 1, and nothing is said |
+"""
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+
+__all__ = ["box_as_line", "mistakes_in_one_line"]
+
+
+@contextlib.contextmanager
+def mistakes_in_one_line() -> Iterator[None]:
+    """Ends the program with one line when what is inside meets a mistake of the user."""
+    try:
+        yield
+    except ValueError as error:
+        _fail(str(error))
+    except BrokenPipeError:  # the reader of our output has seen enough
+        raise SystemExit(1) from None
+    except OSError as error:
+        _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+    except KeyboardInterrupt:
+        _fail("stopped by the user", 130)
+
+
+def box_as_line(box: str, command: str) -> str:
+    """Returns in one line what tyro says of wrong options of a command in a box."""
+    # Rules part the box into message, advice and a pointer to the help; without Unicode a title comes first.
+    parts = [" ".join(part.split()) for part in re.split(r"[^\n]*(?:───|---)[^\n]*\n", box.replace("│", " "))]
+    message, *rest = [part for part in parts if part][0 if "╭" in box else 1 :]
+    nearest = re.search(r"--[\w.-]+", rest[0]) if rest and "Perhaps you meant" in rest[0] else None
+    hint = f" (did you mean {nearest[0]}?)" if nearest else f"; see vssm {command} --help"
+    return message.removesuffix(".") + hint
+
+
+def _fail(message: str, code: int = 2) -> None:
+    print(f"vssm: {message}", file=sys.stderr)
+    raise SystemExit(code)

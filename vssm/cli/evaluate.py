@@ -1,0 +1,65 @@
+"""`vssm evaluate`: how good a run is."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from vssm.cli.display import ProgressBar, show_table
+from vssm.cli.folders import own_copy
+
+__all__ = ["Evaluate"]
+
+
+@dataclass
+class Evaluate:
+    """Measures a run on the test set: likelihoods, sample quality, generation times."""
+
+    run_folder: tyro.conf.Positional[Path]
+    """A run folder, or the name of a shipped model, which is copied to runs/NAME."""
+    num_samples: int = 100
+    """K, the latent draws of each likelihood estimate."""
+    max_sequences: int | None = None
+    """Use only so many test sequences, spread evenly over the set."""
+    num_images: int = 10_000
+    """Generated images for each Fréchet distance."""
+    dials: bool = False
+    """Measure quality against time as well, over chunk sizes and passes (vssm, tvae)."""
+    splits: str = "test"
+    """What to measure on: test, or valid while the test set stays closed."""
+    quick: bool = False
+    """Take at most 64 sequences, 10 draws and 256 images."""
+    batch: int | None = None
+    """Sequences of a pass; what suits the device by default."""
+    result: Path | None = None
+    """Keep the result, with how the training went, in this file too: results/quality/DATA_NAME.json."""
+    device: str = "auto"
+    """Where to run: auto, cpu or cuda."""
+
+    def run(self) -> None:
+        from vssm.evaluate import evaluate_run
+        from vssm.run_result import check_result_path, keep_result
+
+        if self.result is not None:
+            check_result_path(self.result)
+            if self.splits != "test":
+                raise ValueError(f"splits={self.splits!r} is not allowed with result; allowed: 'test'")
+        folder = own_copy(self.run_folder)
+        with ProgressBar() as bar:
+            result = evaluate_run(
+                folder,
+                num_samples=self.num_samples,
+                max_sequences=self.max_sequences,
+                num_images=self.num_images,
+                dials=self.dials,
+                splits=self.splits,
+                quick=self.quick,
+                batch=self.batch,
+                device=self.device,
+                progress=bar.show,
+            )
+        show_table(f"{folder}: {self.splits} set", result["metrics"])
+        print(f"written: {folder / ('eval.json' if self.splits == 'test' else 'eval_valid.json')}")
+        if self.result is not None:
+            keep_result(folder, self.result, self.device)
+            print(f"kept: {self.result}")

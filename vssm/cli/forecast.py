@@ -1,0 +1,64 @@
+"""`vssm forecast`: what comes after a table file."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+__all__ = ["Forecast"]
+
+
+@dataclass
+class Forecast:
+    """Forecasts what comes after a table file: quantiles as CSV or Parquet, and a fan chart."""
+
+    run_folder: tyro.conf.Positional[Path]
+    """A run folder of data set series."""
+    path: Path
+    """The history: a CSV, .npy or Parquet file with the columns of the run."""
+    horizon: int | None = None
+    """Steps to forecast; those of training by default, more is extrapolation."""
+    samples: int = 500
+    """Sample paths to draw."""
+    quantiles: tuple[float, ...] = (0.025, 0.1, 0.25, 0.5, 0.75, 0.9, 0.975)
+    """The quantiles to write."""
+    chunk: int | None = None
+    """Generate so many steps at a time (vssm, tvae)."""
+    recondition: bool = False
+    """Read each generated chunk before making the next (vssm, tvae)."""
+    seed: int = 0
+    """Names the paths."""
+    temperature: float = 1.0
+    """Above 1 for wider intervals."""
+    out: Path = Path("forecast.csv")
+    """Where the quantiles go: .csv or .parquet; the fan chart goes beside them."""
+    device: str = "auto"
+    """Where to run: auto, cpu or cuda."""
+
+    def run(self) -> None:
+        import warnings
+
+        from vssm.forecast import Forecaster
+        from vssm.forecast_files import draw_fan, forecast_file, write_quantiles
+        from vssm.train import choose_device
+
+        forecaster = Forecaster.load(self.run_folder, choose_device(self.device))
+        options: dict[str, Any] = {"chunk": self.chunk} if self.chunk is not None else {}
+        if self.recondition:
+            options["recondition"] = True
+        if self.temperature != 1:
+            options["temperature"] = self.temperature
+        with warnings.catch_warnings(record=True) as notes:
+            warnings.simplefilter("always")
+            made, history = forecast_file(
+                forecaster, self.path, self.horizon, self.samples, self.seed, **options
+            )
+        for note in notes:
+            print(f"note: {note.message}", file=sys.stderr)
+        write_quantiles(made, self.out, self.quantiles)
+        picture = self.out.with_suffix(".png")
+        draw_fan(made, history, picture, forecaster.meta.context or 96)
+        steps = made.mean.shape[0]
+        print(f"forecast: {self.out}  {steps} steps of {len(made.columns)} columns\nfan chart: {picture}")

@@ -1,0 +1,125 @@
+"""`vssm generate`: samples from a model on this machine, from the hub or behind a server."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from vssm.cli.folders import data_meta, local_folder
+from vssm.cli.samples import read_prompt, write_array, write_samples, write_texts
+from vssm.storage import write_atomically
+
+__all__ = ["Generate"]
+
+
+@dataclass
+class Generate:
+    """Generates from a trained model: samples, a picture or text, and the state to resume from."""
+
+    run_folder: tyro.conf.Positional[str]
+    """A run folder, a folder written by vssm.save, hf://OWNER/NAME on the hub, or http://SERVER[/MODEL]."""
+    num: int | None = None
+    """How many sequences; 16, or the rows of the prompt or state."""
+    length: int | None = None
+    """How many new steps; by default what is left of a sequence as long as the training data's."""
+    prompt: str | None = None
+    """What comes first: a .npy file (batch, steps, features), or text."""
+    chunk: int | None = None
+    """Generate so many steps at a time (vssm, tvae)."""
+    recondition: bool = False
+    """Read each generated chunk before making the next (vssm, tvae)."""
+    passes: int = 1
+    """Parallel passes over each chunk: 1 is one shot, more come closer to step by step (vssm, tvae)."""
+    temperature: float = 1.0
+    """Below 1 for safer, above 1 for wilder samples."""
+    observe: Literal["mean", "sample"] = "mean"
+    """Return the mean of the observation head, or a sample of it."""
+    seed: int | None = None
+    """Names the sample; 0, or the state's."""
+    resume: Path | None = None
+    """A state.safetensors to go on from."""
+    out: Path = Path("samples.npy")
+    """Where the samples go: .npy, .png or .txt."""
+    state: Path = Path("state.safetensors")
+    """Where the state to resume from goes."""
+    device: str = "auto"
+    """Where to run: auto, cpu or cuda."""
+    token_file: Path | None = None
+    """The token that a server asks for."""
+
+    def run(self) -> None:
+        if self.run_folder.startswith(("http://", "https://")):
+            return self._ask_server()
+        return self._compute()
+
+    def _ask_server(self) -> None:
+        import numpy as np
+
+        from vssm.serve.client import Client
+        from vssm.serve.run import read_secret
+
+        if self.out.suffix not in (".npy", ".txt"):
+            raise ValueError(f"out={str(self.out)!r} is not allowed; allowed from a server: .npy or .txt")
+        if self.passes != 1:
+            raise ValueError(f"passes={self.passes} is not allowed; allowed from a server: 1")
+        url, _, model = self.run_folder.partition("://")[2].partition("/")
+        options = {
+            name: getattr(self, name)
+            for name in ("num", "length", "chunk", "recondition", "temperature", "observe", "seed")
+        }
+        options = {name: value for name, value in options.items() if value is not None}
+        token = None if self.token_file is None else read_secret(self.token_file, "token_file")
+        prompt = self.prompt
+        if prompt is not None and prompt.endswith(".npy"):
+            prompt = np.load(prompt, allow_pickle=False)
+        with Client(f"{self.run_folder.partition('://')[0]}://{url}", token) as client:
+            if self.resume is not None:
+                answer = client.resume(self.resume.read_text().strip(), **options)
+            else:
+                num = {"num": 16} if prompt is None else {}
+                answer = client.generate(prompt, **{**num, **options, "model": model or None})
+        if self.out.suffix == ".npy":
+            write_array(answer.x, self.out)
+        elif answer.text is None:
+            raise ValueError(f"out={str(self.out)!r} is for text; allowed for this model: .npy")
+        else:
+            given = prompt if isinstance(prompt, str) else ""
+            write_texts([given + made for made in answer.text], self.out)
+        state = self.state.with_suffix(".resume")
+        write_atomically(state, lambda path: path.write_text(f"{answer.resume}\n"))
+        print(f"samples: {self.out}  {answer.x.shape}\nstate: {state}, after step {answer.position}")
+
+    def _compute(self) -> None:
+        import vssm
+        from vssm.train import choose_device
+
+        if self.out.suffix not in (".npy", ".png", ".txt"):
+            raise ValueError(f"out={str(self.out)!r} is not allowed; allowed: a name in .npy, .png or .txt")
+        device = choose_device(self.device)
+        folder = local_folder(self.run_folder)
+        model, meta = vssm.load(folder, device), data_meta(folder)
+        state = None if self.resume is None else vssm.State.load(self.resume, device)
+        prompt = None if self.prompt is None else read_prompt(self.prompt, model, meta).to(device)
+        known = 0 if prompt is None else prompt.shape[1]
+        length = self.length
+        if length is None:
+            length = max(1, meta.length - known) if meta is not None and state is None else 28
+        num = 16 if self.num is None and prompt is None and state is None else self.num
+        out = vssm.generate(
+            model,
+            num=num,
+            length=length,
+            prompt=prompt,
+            chunk=self.chunk,
+            recondition=self.recondition,
+            passes=self.passes,
+            temperature=self.temperature,
+            observe=self.observe,
+            seed=self.seed,
+            state=state,
+        )
+        x = out.x.cpu()
+        write_samples(x, None if prompt is None else prompt.cpu(), meta, self.out)
+        out.state.save(self.state)
+        print(f"samples: {self.out}  {tuple(x.shape)}\nstate: {self.state}, after step {out.state.position}")

@@ -1,0 +1,38 @@
+"""`vssm push` and `vssm pull`: models on the Hugging Face hub."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+__all__ = ["Pull", "Push"]
+
+
+@dataclass
+class Push:
+    """Uploads a model, its config and a model card to the Hugging Face hub."""
+
+    run_folder: tyro.conf.Positional[Path]
+    """A run folder, or a folder written by vssm.save."""
+    repo: tyro.conf.Positional[str]
+    """OWNER/NAME."""
+    private: bool = False
+    """Whether only you can see it."""
+
+    def run(self) -> None:
+        from vssm.hub import push
+
+        print(f"pushed: {push(self.run_folder, self.repo, private=self.private)}")
+
+
+@dataclass
+class Pull:
+    """Downloads a model from the Hugging Face hub and says where it is."""
+
+    repo: tyro.conf.Positional[str]
+    """OWNER/NAME, or OWNER/NAME@REVISION."""
+
+    def run(self) -> None:
+        from vssm.hub import pull
+
+        print(f"pulled: {pull(self.repo)}")

@@ -1,0 +1,77 @@
+"""Options that several commands share: those of a data set, and those of a training run."""
+
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import tyro
+
+from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig, check_choice
+from vssm.data import DataConfig, SeriesConfig, SyntheticConfig, TextConfig
+
+__all__ = ["DataOptions", "RunOptions"]
+
+
+@dataclass
+class DataOptions:
+    """A data set."""
+
+    name: tyro.conf.Positional[str] = "digits"
+    """The data set: digits, mnist, cifar10, text, series or synthetic."""
+    data_dir: str | None = None
+    """Folder with the files; else $VSSM_DATA; else the user cache."""
+    split_seed: int = 0
+    """Fixes the validation split, binarisation and synthetic data."""
+    binarize: bool = False
+    """Black and white images, drawn once."""
+    series: SeriesConfig = field(default_factory=SeriesConfig)
+    text: TextConfig = field(default_factory=TextConfig)
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+
+    def data_config(self) -> DataConfig:
+        return DataConfig(
+            name=self.name,
+            dir=self.data_dir,
+            seed=self.split_seed,
+            binarize=self.binarize,
+            series=self.series,
+            text=self.text,
+            synthetic=self.synthetic,
+        )
+
+
+@dataclass
+class RunOptions(DataOptions):
+    """A data set, a model and how it is trained."""
+
+    preset: str | None = None
+    """Start from named settings: paper-mnist, paper-cifar10, best or smoke. Other options apply on top."""
+    smoke: bool = False
+    """A run of seconds: a tiny model and a few steps."""
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(features=1, head="auto", width=128))
+    """The model; its features, and a head of "auto", follow the data."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def run_config(self) -> RunConfig:
+        return RunConfig(data=self.data_config(), model=self.model, train=self.train)
+
+    @classmethod
+    def default(cls, arguments: list[str]) -> Self:
+        """Returns the defaults that the preset on the command line sets."""
+        start = cls()
+        preset = _value_of("--preset", arguments)
+        if preset is not None:
+            check_choice("preset", preset, tuple(PRESETS))
+            config = PRESETS[preset]
+            start = replace(start, name=config.data.name, model=config.model, train=config.train)
+        if "--smoke" in arguments:
+            start = replace(start, model=PRESETS["smoke"].model, train=PRESETS["smoke"].train)
+        return start
+
+
+def _value_of(flag: str, arguments: list[str]) -> str | None:
+    for i, argument in enumerate(arguments):
+        if argument == flag and i + 1 < len(arguments):
+            return arguments[i + 1]
+        if argument.startswith(f"{flag}="):
+            return argument.removeprefix(f"{flag}=")
+    return None

@@ -1,0 +1,31 @@
+"""`vssm report`: a page of runs and results."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+__all__ = ["Report"]
+
+
+@dataclass
+class Report:
+    """Makes one self-contained HTML page from run folders and results."""
+
+    run_folders: tyro.conf.Positional[tuple[Path, ...]]
+    """Run folders to compare."""
+    results: Path | None = None
+    """A folder of result files."""
+    out: Path = Path("report.html")
+    """Where the page goes."""
+    page: Path | None = None
+    """Write the results page instead, as Markdown with figures beside it: docs/results.md."""
+
+    def run(self) -> None:
+        from vssm.report import report
+        from vssm.results_page import write_page
+
+        if self.page is not None:
+            print(f"page: {write_page(self.results or Path('results'), self.page)}")
+            return
+        print(f"report: {report(self.run_folders, self.results, self.out)}")

@@ -1,0 +1,70 @@
+"""Prompts and samples as files: arrays, pictures and text."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vssm.storage import write_atomically
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from vssm.data import Meta
+    from vssm.models import Model
+
+__all__ = ["read_prompt", "write_array", "write_samples", "write_texts"]
+
+
+def read_prompt(prompt: str, model: "Model", meta: "Meta | None") -> "torch.Tensor":
+    """Returns what a prompt holds, the name of a .npy file or text, as the model takes it."""
+    import numpy as np
+    import torch
+
+    if not prompt.endswith(".npy"):
+        if meta is None or not model.head.tokens:
+            raise ValueError(f"prompt={prompt!r} is not allowed; allowed for this model: a .npy file")
+        return meta.encode(prompt)[None]
+    try:
+        array = np.load(prompt, allow_pickle=False)
+    except ValueError as error:
+        raise ValueError(f"prompt={prompt!r} is damaged: {error}") from None
+    tensor = torch.from_numpy(array)
+    return tensor.long() if model.head.tokens else tensor.float()
+
+
+def write_samples(x: "torch.Tensor", prompt: "torch.Tensor | None", meta: "Meta | None", out: Path) -> None:
+    """Writes an array of the samples alone, or a picture or text of what came first and the samples."""
+    import torch
+
+    from vssm.data import draw
+
+    if out.suffix == ".npy":
+        write_array(x.numpy(), out)
+        return
+    if meta is None:
+        raise ValueError(f"out={str(out)!r} needs a run folder that knows its data; allowed here: .npy")
+    whole = x if prompt is None else torch.cat([prompt.expand(len(x), *prompt.shape[1:]), x], 1)
+    if out.suffix == ".png":
+        write_atomically(out, lambda path: draw(meta, whole, path))
+        return
+    if whole.ndim != 2:
+        raise ValueError(f"out={str(out)!r} is for text; allowed for data set {meta.name!r}: .npy, .png")
+    print(write_texts([meta.decode(tokens) for tokens in whole], out))
+
+
+def write_array(array: "np.ndarray", out: Path) -> None:
+    """Writes a .npy file."""
+    import numpy as np
+
+    def save(path: Path) -> None:
+        with path.open("wb") as file:
+            np.save(file, array, allow_pickle=False)
+
+    write_atomically(out, save)
+
+
+def write_texts(texts: list[str], out: Path) -> str:
+    """Writes texts with a rule between them, and returns what it wrote."""
+    text = "\n---\n".join(texts)
+    write_atomically(out, lambda path: path.write_text(text + "\n"))
+    return text

@@ -1,0 +1,52 @@
+"""`vssm serve`: models over HTTP."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+from vssm.serve.settings import Settings
+
+__all__ = ["Serve"]
+
+
+@dataclass
+class Serve:
+    """Serves models over HTTP, with a page to play with at /; the shipped ones by default."""
+
+    models: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Run folders, names of shipped models or hf://OWNER/NAME, each optionally after NAME=."""
+    host: str = "127.0.0.1"
+    """The address to listen on; one that others can reach needs --token-file or --insecure."""
+    port: int = 8000
+    """The port; 0 for any that is free."""
+    token_file: Path | None = None
+    """A file with the token that clients must send."""
+    insecure: bool = False
+    """Serve on an address that others can reach without a token."""
+    key_file: Path | None = None
+    """A file with the secret that seals states which clients keep; by default they end with the process."""
+    device: str = "auto"
+    """Where to run: auto, cpu or cuda."""
+    ray: bool = False
+    """Serve on a Ray cluster."""
+    replicas: int = 1
+    """Processes that compute, at least (with --ray)."""
+    max_replicas: int | None = None
+    """Processes that compute, at most, as load asks for (with --ray)."""
+    limits: Settings = field(default_factory=Settings)
+
+    def run(self) -> None:
+        from vssm.serve.run import read_secret, serve
+        from vssm.train import choose_device
+
+        token = None if self.token_file is None else read_secret(self.token_file, "token_file")
+        key = None if self.key_file is None else read_secret(self.key_file, "key_file").encode()
+        device = str(choose_device(self.device))
+        options = (self.host, self.port, self.limits, token, key, self.insecure, device)
+        if self.ray:
+            from vssm.serve.cluster import serve_on_ray
+
+            serve_on_ray(self.models, *options, replicas=self.replicas, max_replicas=self.max_replicas)
+        else:
+            serve(self.models, *options)
