@@ -35,7 +35,7 @@ def exact(model, x, cut):
             chosen[level, :, t, i] = value
         log_p_z = torch.zeros(batch)
 
-        def draw(level, p_z, read, chosen=chosen):
+        def draw(level, p_z, query, chosen=chosen):
             nonlocal log_p_z
             log_p = p_z.log_probs.gather(-1, chosen[level].unsqueeze(-1)).squeeze(-1).sum(-1)
             log_p_z = log_p_z + (log_p * task.new).sum(1)
@@ -76,14 +76,6 @@ def test_all_weights_are_trained(model):
     objective(model, sequences(model, 4, 7)).loss.mean().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-
-
-def test_a_cut_of_its_own():
-    model = small_model("vssm", levels=2, latents=4, cut=3)
-    terms = objective(model, sequences(model, 4, 7))
-    assert not terms.partial.any() and terms.kl.shape == (4,)
-    with pytest.raises(ValueError, match=r"x has 3 steps; allowed: more than 3, the cut of the model"):
-        objective(model, sequences(model, 4, 3))
 
 
 def test_shards_are_parts_of_the_whole():
@@ -149,6 +141,14 @@ def test_a_reconditioned_chunk_has_read_those_before(model):
         observe(model, first.x, first.state)
     with pytest.raises(ValueError, match="recondition=True can not start from this state"):
         generate(model, length=2, state=first.state, recondition=True)
+
+
+@torch.no_grad()
+def test_one_prompt_serves_all_rows_of_a_state(model):
+    x = sequences(model, 4, 3)
+    state, prompt = observe(model, x), sequences(model, 1, 2)
+    shared = generate(model, prompt=prompt, length=3, state=state).x
+    assert torch.equal(shared, generate(model, prompt=prompt.expand(4, -1, -1), length=3, state=state).x)
 
 
 @torch.no_grad()
@@ -237,7 +237,6 @@ def test_the_trainer_takes_it(tmp_path):
         ({"kind": "ssm", "levels": 2}, "levels=2 is not for kind='ssm'; allowed: vssm"),
         ({"levels": 5}, "latents=32 is not divisible by levels=5; allowed: a multiple of 5"),
         ({"levels": 0}, "levels=0 is not allowed; allowed: a whole number >= 1"),
-        ({"cut": -1}, "cut=-1 is not allowed; allowed: a whole number >= 0"),
     ],
     ids=str,
 )

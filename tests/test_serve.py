@@ -31,7 +31,8 @@ NAMES = sorted(KINDS, reverse=True)  # vssm comes first
 def models():
     # Wide enough for the matrix library to choose kernels by the number of rows.
     wide = [served(kind, width=64) for kind in NAMES]
-    return [*wide, served("vssm", "letters", "categorical"), served("vssm", "image", meta=IMAGE)]
+    levels = served("vssm", "levels", width=64, levels=2, latents=4)
+    return [*wide, levels, served("vssm", "letters", "categorical"), served("vssm", "image", meta=IMAGE)]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def close(given, expected):
     np.testing.assert_allclose(given, np.asarray(expected), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "levels"])
 def test_answers_are_those_of_the_package(client, models, kind):
     model = next(one.model for one in models if one.name == kind)
     prompt = sequences(model, 1, 3)
@@ -75,7 +76,7 @@ def test_answers_are_those_of_the_package(client, models, kind):
     close(np.concatenate([array(reply), array(more)], 1), whole)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "levels"])
 @pytest.mark.parametrize("case", ["plain", "prompt", "state", "recondition", "read"])
 def test_merged_jobs_give_the_bits_of_jobs_alone(models, kind, case):
     one = next(one for one in models if one.name == kind)
@@ -336,7 +337,7 @@ def test_a_model_on_a_gpu_reads_prompts_and_goes_on():
 
 def test_models_pages_and_numbers(client):
     listed = client.get("/v1/models").json()
-    assert [one["name"] for one in listed["models"]] == [*NAMES, "letters", "image"]
+    assert [one["name"] for one in listed["models"]] == [*NAMES, "levels", "letters", "image"]
     assert listed["models"][-1]["image_shape"] == [6, 3, 1]
     assert listed["limits"]["max_num"] == 256
     assert array(post(client, "generate", model="image")).shape == (1, 6, 3), "as long as its data"

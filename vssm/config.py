@@ -73,8 +73,6 @@ class ModelConfig:
     levels: int = 1
     """For vssm: levels of latents, each drawn given those above, so that one shot fits together. They share
     `latents` evenly. The encoder has `layers` blocks, the decoder half as many after one for each level."""
-    cut: int | None = None
-    """With levels: the prompt length to train for, of forecasts for example; by default none and any."""
     head: str = "gaussian"
     """Distribution of x_t: gaussian, gaussian-learned, bernoulli, categorical or logistic-mixture; in a
     run also auto, the one that suits the data."""
@@ -109,8 +107,6 @@ class ModelConfig:
                 f"latents={self.latents} is not divisible by levels={self.levels}; "
                 f"allowed: a multiple of {self.levels}"
             )
-        if self.cut is not None:
-            _check_number("cut", self.cut, 0, whole=True)
         if self.block == "attention" and self.width % self.heads:
             raise ValueError(
                 f"width={self.width} is not divisible by heads={self.heads}; "

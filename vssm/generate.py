@@ -4,6 +4,7 @@ Every random number is a function of (seed, row, position, component), so chunk 
 resume point never change what a seed gives.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -94,6 +95,8 @@ def generate(
     num = _check_num(num, prompt, state)
     if state is not None and state.batch != num:
         state = state.repeat(num)
+    if state is not None and prompt is not None:
+        prompt = prompt.expand(num, *prompt.shape[1:])
     source = _noise_source(num, seed, rows, state, device)
     if prompt is not None and prompt.shape[1] == 0:
         prompt = None
@@ -150,7 +153,9 @@ def observe(
 
 @lru_cache(maxsize=64)
 def _owner(config: ModelConfig) -> str:
-    return ", ".join(f"{name}={value}" for name, value in config.to_dict().items())
+    # Only what is not usual: a field that is new must not make a stranger of every older state.
+    fields = [(f.name, getattr(config, f.name), f.default) for f in dataclasses.fields(config)]
+    return ", ".join(f"{name}={value}" for name, value, usual in fields if name == "kind" or value != usual)
 
 
 def _own(model: Model, state: State | None, source: Noise) -> State:

@@ -215,7 +215,8 @@ def _data_facts(run: RunConfig, meta: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _model_facts(model: ModelConfig) -> list[tuple[str, str]]:
-    return [("model", f"layers: {model.layers}, width: {model.width}, head: {model.head}")]
+    levels = f", levels of latents: {model.levels}" if model.levels > 1 else ""
+    return [("model", f"layers: {model.layers}, width: {model.width}, head: {model.head}{levels}")]
 
 
 def _train_facts(run: RunConfig) -> list[tuple[str, str]]:

@@ -169,7 +169,7 @@ def _ladder_weights(
             path = _climb(model, task.repeat(len(u)), u.flatten(0, 1))
             log_p_x = path.p_x.log_prob(x.repeat(len(u), *[1] * (x.ndim - 1))).unflatten(0, u.shape[:2])
             ratio = (path.p_z.log_prob(path.z) - path.q_z.log_prob(path.z)).sum(-1).unflatten(0, u.shape[:2])
-            weights.append((log_p_x * task.new).sum(-1) + ratio)
+            weights.append(torch.where(task.new, log_p_x, 0).sum(-1) + ratio)
         return weights
 
     return weigh
@@ -179,8 +179,8 @@ def _climb(model: Ladder, task: Task, u: Tensor) -> Trajectory:
     """Draws all latents of a task from the posterior with uniform numbers (B, T, Z)."""
     q_zs, p_zs, zs = [], [], []
 
-    def draw(level: int, p_z: Latents, read: Tensor) -> Tensor:
-        q_z = model.rung(level).posterior(p_z, read, task.evidence[level])
+    def draw(level: int, p_z: Latents, query: Tensor) -> Tensor:
+        q_z = model.rung(level).posterior(p_z, query, task.evidence[level])
         z = q_z.sample(u.chunk(model.config.levels, -1)[level])
         live = task.new[..., None, None]  # where there are no latents, q = p: no weight, no KL
         q_zs.append(torch.where(live, q_z.logits, 0))

@@ -10,15 +10,11 @@
 Expectations over z_t that can be taken exactly are: the KL, and the partial term. The other is one
 draw with the straight-through Gumbel trick at temperature 1. In the partial term q_psi is a constant,
 so that ω learns from the encoder and never the other way round. The cut C is uniform in {0, ..., T},
-one for each sequence.
-
-The cut of a ladder is uniform in {1, ..., T - 1}; where its
-config names one, that one takes the place of both terms.
+one for each sequence; that of a ladder in {1, ..., T - 1}.
 
 All terms are per sequence, (B,), in nats: `loss = -(reconstruction - kl + partial)`.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -103,13 +99,12 @@ def objective(
         return _terms(reconstruction, total(path.q_z.kl(path.p_z)), torch.zeros_like(reconstruction))
 
     if isinstance(model, Ladder):
-        cuts = _cuts(model, x, batch * count, lengths, generator, rows)
+        share = torch.rand(batch * count, device=x.device, generator=generator)[rows]
+        cut = 1 + (share * ((length if lengths is None else lengths) - 1)).long()
 
-        def noises(copies: int, steps: int) -> Tensor:
-            sizes = (config.levels, copies, batch * count, steps, config.latents // config.levels)
-            return gumbel_uniform((*sizes, config.classes), x.device, generator)[:, :, rows].flatten(1, 2)
-
-        return _ladder_terms(model, x, cuts, lengths, noises)
+        sizes = (config.levels, 2, batch * count, length, config.latents // config.levels, config.classes)
+        noises = gumbel_uniform(sizes, x.device, generator)[:, :, rows].flatten(1, 2)
+        return _ladder_terms(model, x, cut, lengths, noises)
 
     q_z, _ = model.posterior(x)
     z, kl = q_z.rsample_and_kl(noise(length), product_dtype(x.device))  # the decoder multiplies z first
@@ -127,53 +122,23 @@ def objective(
     )
 
 
-def _cuts(
-    model: Ladder,
-    x: Tensor,
-    total: int,
-    lengths: Tensor | None,
-    generator: torch.Generator | None,
-    rows: slice,
-) -> list[Tensor]:
-    """Returns the cuts that a ladder is trained for, each (B,)."""
-    length, cut = x.shape[1], model.config.cut
-    if cut is not None:
-        if cut >= length:
-            raise ValueError(f"x has {length} steps; allowed: more than {cut}, the cut of the model")
-        return [torch.full((len(x),), cut, device=x.device)]
-    share = torch.rand(total, device=x.device, generator=generator)[rows]
-    most = length if lengths is None else lengths
-    drawn = (
-        1 + (share * (most - 1)).long()
-    )  # a sequence of one step has its whole as a prompt: nothing to score
-    return [torch.zeros(len(x), dtype=torch.int64, device=x.device), drawn]
+def _ladder_terms(model: Ladder, x: Tensor, cut: Tensor, lengths: Tensor | None, noises: Tensor) -> Terms:
+    """Scores every sequence twice: as a whole, and what follows its cut; noises (L, 2 B, T, Z / L, N)."""
+    task = model.task(x, torch.cat([torch.zeros_like(cut), cut]), lengths, copies=2)
+    kl, dtype = torch.zeros(task.new.shape, device=x.device), product_dtype(x.device)
 
-
-def _ladder_terms(
-    model: Ladder,
-    x: Tensor,
-    cuts: list[Tensor],
-    lengths: Tensor | None,
-    noises: Callable[[int, int], Tensor],
-) -> Terms:
-    copies = len(cuts)
-    task = model.task(x, torch.cat(cuts), lengths, copies)
-    noise, dtype = noises(copies, task.new.shape[1]), product_dtype(x.device)
-    kl = torch.zeros(task.new.shape, device=x.device)
-
-    def draw(level: int, p_z: Latents, read: Tensor) -> Tensor:
+    def draw(level: int, p_z: Latents, query: Tensor) -> Tensor:
         nonlocal kl
-        q_z = model.rung(level).posterior(p_z, read, task.evidence[level])
-        z, own = q_z.rsample_and_kl(noise[level], dtype, prior=p_z)
+        q_z = model.rung(level).posterior(p_z, query, task.evidence[level])
+        z, own = q_z.rsample_and_kl(noises[level], dtype, prior=p_z)
         kl = kl + own
         return z
 
     p_x, _ = model.descend(task.e, draw, new=task.new)
-    log_p_x = p_x.log_prob(x.repeat(copies, *[1] * (x.ndim - 1)))
-    reconstruction = torch.where(task.new, log_p_x, 0).sum(1).chunk(copies)
-    divergence = torch.where(task.new, kl, 0).sum(1).chunk(copies)
-    partial = torch.zeros_like(divergence[0]) if copies == 1 else reconstruction[1] - divergence[1]
-    return _terms(reconstruction[0], divergence[0], partial)
+    log_p_x = p_x.log_prob(torch.cat([x, x]))
+    reconstruction, rest = torch.where(task.new, log_p_x, 0).sum(1).chunk(2)
+    divergence, rest_divergence = torch.where(task.new, kl, 0).sum(1).chunk(2)
+    return _terms(reconstruction, divergence, rest - rest_divergence)
 
 
 def real_steps(x: Tensor, lengths: Tensor) -> Tensor:

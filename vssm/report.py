@@ -196,7 +196,7 @@ def _run(run: _Run) -> str:
     machine = _part(run.meta, "machine") or _part(run.evaluation, "machine")
     latent = model.get("kind") in ("tvae", "vrnn", "vssm")
     facts = {
-        "model": model.get("kind"),
+        "model": f"vssm, {model['levels']} levels" if model.get("levels", 1) != 1 else model.get("kind"),
         "data": run.task,
         "size": f"width {_text(model.get('width'))}, {_text(model.get('layers'))} layers",
         "latents": f"{_text(model.get('latents'))} × {_text(model.get('classes'))} classes"

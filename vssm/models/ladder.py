@@ -11,8 +11,8 @@ In a plain vssm the latents of different steps are drawn independently of one an
 makes steps that do not fit together. Here those of level l depend on all levels above, at this and all
 earlier steps: in L rounds, each parallel in time, the steps agree. One network is the prior (C = 0), what the
 paper calls partial posterior (C > 0) and the decoder. The evidence f reads the whole sequence, in both
-directions, and is used for training and for likelihoods only: what generates is causal, so that chunks,
-resuming and constant states are those of a vssm.
+directions (with one layer backwards only), and is used for training and for likelihoods only: what generates
+is causal, so that chunks, resuming and constant states are those of a vssm. A level is a `Rung`.
 
 Legend: x (B, T, D), or (B, T) tokens; z (B, T, Z), of which each level has its Z / L components in turn;
 h (B, T, width); C the cut, or length of the prompt, one for each row in training; L `levels`.
@@ -35,7 +35,7 @@ from vssm.ops.norm import RMSNorm
 __all__ = ["Ladder", "Rung", "Task"]
 
 Draw = Callable[[int, Latents, Tensor], Tensor]
-"""From a level, p(z^l) and R_l h to z^l: classes (B, T, Z / L), or one-hot (B, T, Z / L, N)."""
+"""From a level, p(z^l) and the query R_l h to z^l: classes (B, T, Z / L), or one-hot (B, T, Z / L, N)."""
 
 
 class Task(NamedTuple):
@@ -63,18 +63,19 @@ class Rung(nn.Module):
         codes = self.latents * self.classes
         self.block = MambaBlock(config)
         self.norm = RMSNorm(width, eps=1e-5)
-        self.read = nn.Linear(width, codes + width)
+        self.prior_and_query = nn.Linear(width, codes + width)
         self.update = nn.Linear(width, codes)
         self.embed = LatentEmbedding(self.latents, self.classes, width)
 
     def prior(self, h: Tensor) -> tuple[Latents, Tensor]:
-        """Returns p(z^l_t | ...) and what the posterior reads of h, (B, T, width)."""
-        codes, read = self.read(self.norm(h)).split([self.update.out_features, self.update.in_features], -1)
-        return self._latents(codes), read
+        """Returns p(z^l_t | ...), and R_l h, the query of the posterior, (B, T, width)."""
+        sizes = [self.update.out_features, self.update.in_features]
+        codes, query = self.prior_and_query(self.norm(h)).split(sizes, -1)
+        return self._latents(codes), query
 
-    def posterior(self, p_z: Latents, read: Tensor, evidence: Tensor) -> Latents:
+    def posterior(self, p_z: Latents, query: Tensor, evidence: Tensor) -> Latents:
         """Returns q(z^l_t | ...), which starts from the prior: it has to learn the difference only."""
-        update = self.update(F.silu(read + evidence))
+        update = self.update(F.silu(query + evidence))
         return Latents(p_z.raw + self._latents(update).raw)
 
     def _latents(self, v: Tensor) -> Latents:
@@ -88,7 +89,7 @@ class Ladder(nn.Module):
         >>> model = Ladder(ModelConfig(features=3, width=8, layers=2, latents=4, classes=5, levels=2))
         >>> x = torch.zeros(2, 6, 3)
         >>> task = model.task(x, cut=torch.tensor([0, 4]))
-        >>> p_x, _ = model.descend(task.e, lambda level, p_z, read: p_z.mode, new=task.new)
+        >>> p_x, _ = model.descend(task.e, lambda level, p_z, query: p_z.mode, new=task.new)
         >>> p_x.log_prob(x).shape, task.new.sum(1)
         (torch.Size([2, 6]), tensor([6, 2]))
     """

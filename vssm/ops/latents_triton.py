@@ -169,7 +169,9 @@ def sample_backward(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of the logits and of the prior's, (..., Z, N); of nothing for no prior."""
     dv = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    dp = torch.empty(0 if prior is None else prior.shape, dtype=logits.dtype, device=logits.device)
+    dp = torch.empty(0, device=dv.device) if prior is None else torch.empty(
+        prior.shape, dtype=prior.dtype, device=prior.device
+    )
     inputs = (None if t is None else t.contiguous() for t in (dz, dkl, logits, noise, prior))
     _launch(_sample_backward_kernel, logits.shape, *inputs, dv, None if prior is None else dp)
     return dv, dp

@@ -64,7 +64,7 @@ def _make(
     draws = u.chunk(model.config.levels, -1)
     zs: list[Tensor] = []
 
-    def draw(level: int, p_z: Latents, read: Tensor) -> Tensor:
+    def draw(level: int, p_z: Latents, query: Tensor) -> Tensor:
         zs.append(p_z.sample(draws[level], options.temperature))
         return zs[-1]
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vssm.generate import generate, observe
+from vssm.models import Ladder
 from vssm.nn import State
 from vssm.serve.models import Served, row_bytes, row_floor
 
@@ -90,7 +91,8 @@ class Job:
         if not self.served.parallel:
             return 1
         chunk = min(self.chunk or self.length, self.length)
-        return max(1, min([chunk, self.length % chunk or chunk, *(known if self.recondition else [])]))
+        apart = self.recondition or isinstance(self.served.model, Ladder)  # the prompt has a pass of its own
+        return max(1, min([chunk, self.length % chunk or chunk, *(known if apart else [])]))
 
 
 class Engine:
