@@ -575,11 +575,10 @@ def test_windows_are_scaled_by_their_context(tmp_path):
     values[:, 1] = 3.0
     data = open_data(series(write_csv(tmp_path / "a.csv", values), context=4, horizon=3))
     last = open_data(series(write_csv(tmp_path / "a.csv", values), context=4, horizon=3, scale="last"))
-    shifted = last.train.batch([0, 5])
-    assert shifted[:, 3].abs().max() == 0
-    torch.testing.assert_close(
-        shifted.diff(dim=1), data.train.batch([0, 5]).diff(dim=1), rtol=1e-4, atol=1e-5
-    )
+    walk = last.train.batch([0, 5])
+    assert walk[:, 3].abs().max() == 0
+    steps = np.hypot(np.sqrt(np.square(np.diff(values[5:9, 0])).sum()), 0.1 * values[:42, 0].std())
+    np.testing.assert_allclose(walk[1, :, 0], (values[5:12, 0] - values[8, 0]) / steps, rtol=1e-4, atol=1e-5)
     assert data.meta.windowed == "window" and SeriesConfig(scale=True).scale == "column"
     x = data.train.batch([0, 5])
     torch.testing.assert_close(x[:, :4, 0].mean(1), torch.zeros(2), rtol=0, atol=1e-5)
@@ -588,6 +587,27 @@ def test_windows_are_scaled_by_their_context(tmp_path):
     )
     np.testing.assert_allclose(x[1, :, 0], own, rtol=1e-4, atol=1e-5)
     assert x[..., 1].abs().max() < 1e-5, "a constant series stays finite"
+
+
+def test_windows_are_centred_by_season(tmp_path):
+    values = np.random.default_rng(0).normal(5, 2, (60, 2))
+    path = write_csv(tmp_path / "a.csv", values)
+    mean, std = values[:42].mean(0), values[:42].std(0)
+    window = (values[5:17] - mean) / std  # 7 known, of which the last 6 are two seasons, and 5 to forecast
+    seasons, at = window[1:7].reshape(2, 3, 2), np.arange(-7, 5) % 3
+    for scale, centre, variance in (
+        ("window", seasons.mean(0), seasons.var(0).mean(0)),
+        ("last", seasons[1], np.square(seasons[1] - seasons[0]).mean(0)),
+    ):
+        options = series(path, context=7, horizon=5, scale=scale, season=3)
+        data = open_data(options)
+        expected = (window - centre[at]) / np.sqrt(variance + 0.01)
+        np.testing.assert_allclose(data.train.batch([5])[0], expected, rtol=1e-4, atol=1e-5)
+        assert data.meta.season == 3
+    with pytest.raises(ValueError, match=r"series\.season 8 is longer than series\.context 7"):
+        SeriesConfig(context=7, season=8)
+    with pytest.raises(ValueError, match=r"series\.season 2 needs series\.scale window or last"):
+        SeriesConfig(season=2, scale="column")
 
 
 @pytest.mark.parametrize("stride", [1, 4])

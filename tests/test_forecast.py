@@ -107,11 +107,28 @@ def test_windows_may_be_centred_at_their_last_value():
     own = forecaster(windowed="last")
     x = torch.from_numpy(history())
     scaled = (x - torch.tensor(own.meta.mean)) / torch.tensor(own.meta.std)
-    width = (scaled.var(0, correction=0) + 0.01).sqrt()
+    width = (scaled.diff(dim=0).square().sum(0) + 0.01).sqrt()
     state = vssm.observe(own.model, ((scaled - scaled[-1]) / width).float()[None]).repeat(4)
     paths = vssm.generate(own.model, length=5, state=state, observe="sample").x
     expected = (paths * width + scaled[-1]) * torch.tensor(own.meta.std) + torch.tensor(own.meta.mean)
     assert relative_error(own.forecast(x, 5, 4).samples, expected) < 1e-5
+
+
+@pytest.mark.parametrize("windowed", ["window", "last"])
+def test_each_step_of_a_season_has_its_own_centre(windowed):
+    own, x = forecaster(windowed=windowed, season=4), history()
+    season = 100 * np.random.default_rng(1).normal(size=(4, 3))
+    at = np.arange(-9, 5) % 4
+    expected = own.forecast(x, 5, 4).samples + torch.from_numpy(season[at[9:]])
+    assert relative_error(own.forecast(x + season[at[:9]], 5, 4).samples, expected) < 1e-4
+    stream = own.stream(x[:7] + season[at[:7]])
+    stream.observe(x[7:] + season[at[7:9]])
+    plain = own.stream(x[:7])
+    plain.observe(x[7:])
+    expected = plain.forecast(5, 4).samples + torch.from_numpy(season[at[9:]])
+    assert relative_error(stream.forecast(5, 4).samples, expected) < 1e-4
+    with pytest.raises(ValueError, match="history has 3 steps; allowed: 4 or more, a season of the run"):
+        own.forecast(x[:3], 5, 4)
 
 
 def test_slabs_change_nothing(monkeypatch):
@@ -388,6 +405,15 @@ def test_chart_without_dates(tmp_path):
     table = Table(("a$",), np.arange(20.0)[:, None], [])
     draw_fan(Forecast(torch.randn(9, 4, 1), ("a$",)), table, tmp_path / "fan.png")
     assert (tmp_path / "fan.png").stat().st_size > 1000
+
+
+def test_levels_are_for_vssm():
+    from vssm.forecast_compare import Comparison, _model
+
+    levels = small_config("vssm", latents=4, levels=2)
+    options = Comparison(series=SeriesConfig(context=12, horizon=6, patch=3), model=levels)
+    assert _model("vssm", options) == levels
+    assert _model("rnn", options) == replace(levels, kind="rnn", levels=1)
 
 
 def test_comparison_writes_the_metrics_of_every_model(tmp_path):

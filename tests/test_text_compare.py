@@ -53,11 +53,15 @@ def runs(tmp_path_factory):
     options = TrainConfig(max_steps=2, batch=8, samples=0, num_valid=8)
     return [
         train(
-            RunConfig(data=data, model=small_config(kind, head="auto", width=8, layers=1), train=options),
-            folder / kind,
+            RunConfig(
+                data=data,
+                model=small_config(kind, head="auto", width=8, layers=1, latents=4, levels=levels),
+                train=options,
+            ),
+            folder / f"{kind}{levels}",
             progress=Progress(),
         )
-        for kind in ("vssm", "ssm")
+        for kind, levels in (("vssm", 1), ("ssm", 1), ("vssm", 2))
     ]
 
 
@@ -70,9 +74,11 @@ def test_comparison_writes_bits_of_all_models(runs, tmp_path, capsys):
     assert bits == {
         "vssm_bits_per_char",
         "ssm_bits_per_char",
+        "vssm_l2_bits_per_char",
         *(f"vssm_bits_per_char_w{chunk}" for chunk in (1, 4, 12)),
     }
     assert all(0 < metrics[key] < 20 for key in bits) and metrics["vssm_ms_w4"] > 0
+    assert metrics["vssm_l2_ms_w4"] > 0
     shown = capsys.readouterr().out
     assert "--- vssm W = 12\nto " in shown and "--- ssm\nto " in shown
 

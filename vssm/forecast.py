@@ -2,7 +2,8 @@
 
     x' = (x - m_d) / s_d                 columns d, over the training rows (`Meta.mean`, `Meta.std`)
     x'' = (x' - m) / s                   windows, over the last C steps of the history (`Meta.windowed`);
-                                         m may be the last of them instead of their mean
+                                         m may be the last of them instead of their mean, and each step of a
+                                         season may have its own (`Meta.season`)
 
 A model reads x''_{1:C} once, as `observe` does; the S paths of a series then start from copies of that state.
 In a vssm or tvae the paths of a series also share the partial posterior of the steps to come, so that only
@@ -24,10 +25,10 @@ from torch import Tensor
 
 from vssm.checkpoint import load
 from vssm.data import Meta
-from vssm.data.dataset import spread
+from vssm.data.dataset import in_season, spread
 from vssm.data.series import fill_gaps, phases
 from vssm.generate import generate, observe
-from vssm.models import Model, Variational
+from vssm.models import Ladder, Model, Variational
 from vssm.nn import State
 from vssm.sampling import Noise
 
@@ -159,7 +160,7 @@ class Forecaster:
         prompt, centre, width = self._scaled(x, times)
         num = len(prompt)
         most = _MOST_PATHS[self.device.type]
-        if isinstance(self.model, Variational):
+        if isinstance(self.model, Variational | Ladder):
             most = min(most, _MOST_STEPS[self.device.type] * self.meta.patch // horizon)
         slab = max(1, most // samples)
         paths = []
@@ -168,7 +169,7 @@ class Forecaster:
             state = observe(self.model, prompt[rows.start : rows.stop], seed=seed, rows=rows)
             made = self._paths(state, horizon, samples, options)
             own = slice(rows.start, rows.stop)
-            paths.append((made * width[own, None].to(made) + centre[own, None].to(made)).cpu())
+            paths.append(_placed(made, centre[own], width[own]))
         out = self._unscaled(torch.cat(paths), len(x))
         return Forecast(out[0] if single else out, self.columns, _continued(times, horizon))
 
@@ -254,10 +255,13 @@ class Forecaster:
     def _scaled(self, x: Tensor, times: np.ndarray | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns what the model reads, (rows, C, features), and the centre and width of its windows."""
         x = self._rows((x - self._mean) / self._std)
+        season, steps = self.meta.season, x.shape[1]
+        if steps < season:
+            raise ValueError(f"history has {steps} steps; allowed: {season} or more, a season of the run")
         centre, width = x.new_zeros(len(x), 1, x.shape[2]), x.new_ones(len(x), 1, x.shape[2])
         if self.meta.windowed is not None:
-            centre, width = spread(x, self.meta.windowed)
-        return self._prompt((x - centre) / width, times), centre, width
+            centre, width = spread(x, self.meta.windowed, season)
+        return self._prompt((x - in_season(centre, -steps, steps)) / width, times), centre, width
 
     def _prompt(self, x: Tensor, times: np.ndarray | None) -> Tensor:
         if self.meta.cycles:
@@ -347,13 +351,14 @@ class Stream:
             self._renew()
             return
         x = forecaster._rows((whole[:, -1:] - forecaster._mean) / forecaster._std)
-        prompt = forecaster._prompt((x - self._centre) / self._width, time)
-        self._state = observe(forecaster.model, prompt, self._state)
+        x = (x - in_season(self._centre, self._since, 1)) / self._width
+        self._state = observe(forecaster.model, forecaster._prompt(x, time), self._state)
+        self._since += 1
 
     def _renew(self) -> None:
         forecaster = self._forecaster
         prompt, self._centre, self._width = forecaster._scaled(self._points, self._times)
-        self.renewed, self._stale = self.renewed + 1, False
+        self.renewed, self._stale, self._since = self.renewed + 1, False, 0
         self._state = observe(forecaster.model, prompt, seed=self._seed)
 
     def forecast(self, horizon: int | None = None, samples: int = 100, **options: Any) -> Forecast:  # noqa: ANN401
@@ -363,7 +368,7 @@ class Stream:
         if self._stale:
             self._renew()
         made = forecaster._paths(self._state, horizon, samples, options)
-        paths = (made * self._width[:, None].to(made) + self._centre[:, None].to(made)).cpu()
+        paths = _placed(made, self._centre, self._width, self._since)
         times = _continued(self._times, horizon)
         return Forecast(forecaster._unscaled(paths, 1)[0], forecaster.columns, times)
 
@@ -380,6 +385,12 @@ def _parallel_paths(
     z = q_z.sample(u, temperature).transpose(0, 1).flatten(0, 1)
     p_x, _ = model.likelihood(z, copies.child("decoder"))
     return p_x.sample(source.observation(model, state.position, horizon), temperature)
+
+
+def _placed(made: Tensor, centre: Tensor, width: Tensor, first: int = 0) -> Tensor:
+    """Returns paths (rows, S, H, channels) in the scale of their columns; `first` as for `in_season`."""
+    centre = in_season(centre, first, made.shape[2])
+    return (made * width[:, None].to(made) + centre[:, None].to(made)).cpu()
 
 
 def _continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:

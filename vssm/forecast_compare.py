@@ -1,16 +1,17 @@
 """Compares forecasters on rolling windows of a test set, all trained in the same run on the same split.
 
     python -m vssm.forecast_compare --series.path ETTh1.csv.gz --series.separate --series.patch 24 \\
-        --freq h --season 24
+        --series.season 24 --freq h --season 24
 
 Windows of the test part start every `stride` steps; each forecaster draws `samples` paths of the horizon of
 every window. `naive` is the seasonal naive forecast with normal noise: the deviation of the seasonal
-differences of the context, times the root of the seasons ahead. DeepAR (GluonTS, its own defaults) may also
-read what came before the context: it takes lags from there. A short training leaves our models too sure of
-themselves: one number each, the temperature, is fitted to the validation part, and the scores at temperature
-1 stand beside.
+differences of the context, times the root of the seasons ahead. DeepAR (GluonTS, its own defaults) unrolls
+over a context of the length of the horizon and also reads what came before: it takes lags from there. A short
+training leaves our models too sure of themselves: one number each, the temperature, is fitted to the
+validation part, and the scores at temperature 1 stand beside.
 """
 
+import json
 import math
 import sys
 import time
@@ -40,6 +41,7 @@ _OURS = ("vssm", "tvae", "rnn", "vrnn", "ssm", "transformer")
 _PEERS = ("naive", "deepar")
 _WINDOWS_PER_PASS = 32
 _CALIBRATION_WINDOWS = 32
+_CALIBRATION_OVERLAP = 4  # validation parts are short: windows that start every quarter of a horizon
 _TEMPERATURES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
 _DEEPAR_MOST = 200_000  # path steps of a timing; beyond, DeepAR would take minutes
 
@@ -57,7 +59,7 @@ class Comparison:
             features=1, head="auto", width=64, layers=2, latents=8, classes=16
         )
     )
-    """The size of our models; their kind is taken from `models`."""
+    """The size of our models; their kind is taken from `models`. Levels are for vssm."""
     train: TrainConfig = field(default_factory=lambda: TrainConfig(samples=0, batch=64))
     """How our models are trained, and where everything runs."""
     models: tuple[str, ...] = ("naive", "vssm", "rnn", "ssm", "transformer", "deepar")
@@ -76,6 +78,8 @@ class Comparison:
     """What a step is, for DeepAR, in the letters of pandas: h, D, ..."""
     deepar_epochs: int = 20
     """Passes of 50 batches of 32 windows."""
+    deepar_context: int | None = None
+    """Steps that DeepAR unrolls over before the horizon; as many as the horizon by default, as in GluonTS."""
     calibrate: bool = True
     """Draw our paths of the test part at the temperature with the best CRPS on the validation part, and also
     at 1, as <kind>_t1."""
@@ -129,9 +133,12 @@ def compare(options: Comparison, show: Callable[[str], None] = print) -> dict[st
         settings = {
             "model": options.model.to_dict(),
             "train": vars(options.train),
-            "data": {**vars(options.series), "season": options.season, "freq": options.freq},
+            "data": vars(options.series),
+            "naive_season": options.season,
+            "freq": options.freq,
             "part": options.part,
             "deepar_epochs": options.deepar_epochs,
+            "deepar_context": options.deepar_context or options.series.horizon,
         }
         made = result(
             f"forecast {name}", f"python -m vssm.forecast_compare {' '.join(sys.argv[1:])}", settings, metrics
@@ -182,11 +189,9 @@ def _forecaster(
             warnings.simplefilter("ignore")  # GluonTS's own
             return {kind: _deepar(task, shapes)}
     folder = options.runs / f"{name}-{kind}"
-    began = time.monotonic()
-    config = RunConfig(data=data, model=replace(options.model, kind=kind), train=options.train)
+    config = RunConfig(data=data, model=_model(kind, options), train=options.train)
     if not (folder / "weights.safetensors").exists():
         train(config, folder)
-    seconds = time.monotonic() - began
     forecaster = Forecaster.load(folder, choose_device(options.train.device))
     temperature = _calibrated(forecaster, task) if options.calibrate and options.part == "test" else 1.0
     variants: dict[str, dict[str, Any]] = {kind: {"temperature": temperature}, f"{kind}_t1": {}}
@@ -197,7 +202,7 @@ def _forecaster(
         variants[f"{kind}_w{options.chunk}"] = ways
     made = {label: task.score(_rolled(forecaster, task, ways)) for label, ways in variants.items()}
     made[kind]["temperature"] = temperature
-    made[kind]["train_seconds"] = seconds
+    made[kind]["train_seconds"] = json.loads((folder / "meta.json").read_text())["seconds"]
     made[kind]["parameters"] = sum(p.numel() for p in forecaster.model.parameters())
     one = _first_column(forecaster)
     for series, paths, steps in shapes:
@@ -209,9 +214,16 @@ def _forecaster(
     return made
 
 
+def _model(kind: str, options: Comparison) -> ModelConfig:
+    """Returns the model of a kind; levels are for vssm."""
+    return replace(options.model, kind=kind, levels=options.model.levels if kind == "vssm" else 1)
+
+
 def _calibrated(forecaster: Forecaster, task: _Task) -> float:
     """Returns the temperature whose paths have the best CRPS on windows of the validation part."""
-    valid = _Task(replace(task.options, part="valid", windows=_CALIBRATION_WINDOWS), task.table, task.values)
+    stride = max(1, task.options.series.horizon // _CALIBRATION_OVERLAP)
+    options = replace(task.options, part="valid", windows=_CALIBRATION_WINDOWS, stride=stride)
+    valid = _Task(options, task.table, task.values)
     found = {t: valid.score(_rolled(forecaster, valid, {"temperature": t}))["crps"] for t in _TEMPERATURES}
     return min(found, key=found.__getitem__)
 
@@ -262,18 +274,21 @@ def _deepar(task: _Task, shapes: list[tuple[int, int, int]]) -> dict[str, float]
     began = time.monotonic()
     device = str(choose_device(options.train.device))
     seed = options.train.seed
-    predictor = deepar(rows, series.context, series.horizon, *settings, seed=seed, device=device)
+    context = options.deepar_context or series.horizon
+    predictor = deepar(rows, context, series.horizon, *settings, seed=seed, device=device)
     seconds = time.monotonic() - began
     histories = [entry for s in task.starts for entry in entries(task.values[:s], options.freq)]
-    made = predictor.predict(histories, num_samples=options.samples)
-    paths = np.stack([one.samples for one in made])  # type: ignore[attr-defined]  # (W D, S, H)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)  # its paths come from torch's global generator
+        made = predictor.predict(histories, num_samples=options.samples)
+        paths = np.stack([one.samples for one in made])  # type: ignore[attr-defined]  # (W D, S, H)
     paths = paths.reshape(len(task.starts), -1, *paths.shape[1:]).transpose(0, 2, 3, 1)
     numbers = {**task.score(torch.from_numpy(paths)), "train_seconds": seconds}
     network = predictor.prediction_net  # type: ignore[attr-defined]
     numbers["parameters"] = sum(p.numel() for p in network.parameters())
     for num, samples, steps in shapes:
         if num * samples * steps <= _DEEPAR_MOST:  # its time does not depend on its weights
-            timed = deepar(rows, series.context, steps, options.freq, 1, batches=1, device=device)
+            timed = deepar(rows, context, steps, options.freq, 1, batches=1, device=device)
             batch = entries(np.repeat(task.values[: task.starts[0], :1], num, 1), options.freq)
             numbers[f"ms_{num}x{samples}x{steps}"] = _milliseconds(
                 lambda p=timed, b=batch, s=samples: list(p.predict(b, num_samples=s))

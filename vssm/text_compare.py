@@ -7,7 +7,8 @@
 
 p_W is the model that generates in chunks of W and reads each before the next (`recondition=True`), so that
 c(t) = W floor((t - 1) / W) steps are known when z_t is drawn; W = T is one shot. It is estimated with K
-draws, a bound as well. Times are of one sequence of T characters.
+draws, a bound as well. A vssm with L levels is named vssm_lL; its log p(x) is that of one shot, and its bits
+by W are not measured. Times are of one sequence of T characters.
 
 Legend: x (B, T) tokens; T `length`; W `chunk`; K `num_samples`.
 """
@@ -32,7 +33,7 @@ from vssm.data import Data, Meta, open_data
 from vssm.distributions import Latents
 from vssm.generate import generate
 from vssm.likelihoods import log_likelihood
-from vssm.models import Model, Variational
+from vssm.models import Ladder, Model, Variational
 from vssm.results import result, write_result
 
 __all__ = ["TextComparison", "chunked_bits", "compare_text", "main"]
@@ -119,7 +120,8 @@ def compare_text(folders: Sequence[Path], options: TextComparison) -> dict[str, 
     settings: dict[str, Any] = {}
     for folder in folders:
         model, data = _open(Path(folder), options.device)
-        kind, length = model.config.kind, data.meta.length
+        config, length = model.config, data.meta.length
+        kind = config.kind if config.levels == 1 else f"{config.kind}_l{config.levels}"
         split = data.test()
         rows = (
             torch.arange(min(options.sequences, len(split)))
@@ -131,10 +133,11 @@ def compare_text(folders: Sequence[Path], options: TextComparison) -> dict[str, 
         numbers["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         numbers["ms"] = _milliseconds(model, length, {})
         ways: dict[str, dict[str, Any]] = {"": {}}
-        if isinstance(model, Variational):
+        if isinstance(model, Variational | Ladder):
             for chunk in sorted({length, *(c for c in options.chunks if c < length)}, reverse=True):
                 own = {"chunk": chunk, "recondition": True} if chunk < length else {}
-                numbers[f"bits_per_char_w{chunk}"] = _chunked(model, x, chunk, options.num_samples)
+                if isinstance(model, Variational):
+                    numbers[f"bits_per_char_w{chunk}"] = _chunked(model, x, chunk, options.num_samples)
                 numbers[f"ms_w{chunk}"] = _milliseconds(model, length, own)
                 ways[f" W = {chunk}"] = own
             del ways[""]

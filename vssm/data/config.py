@@ -47,6 +47,10 @@ class SeriesConfig:
     its context too: a level that was never seen is then no surprise. With last, the centre of a window is the
     last value of its context, as suits prices. Or by column only, or not at all."""
 
+    season: int = 1
+    """Rows of a season. Each window is then centred hour by hour, say: by the mean (with last: the last) of
+    the rows of its context that are whole seasons away, so that the model learns what differs from them."""
+
     separate: bool = False
     """One model for all columns, each a series of its own; else the columns of a row are one step."""
 
@@ -65,6 +69,11 @@ class SeriesConfig:
         _check_at_least("series.horizon", self.horizon, 1)
         _check_at_least("series.stride", self.stride, 1)
         _check_at_least("series.patch", self.patch, 1)
+        _check_at_least("series.season", self.season, 1)
+        if self.season > self.context:
+            raise ValueError(f"series.season {self.season} is longer than series.context {self.context}")
+        if self.season > 1 and self.scale not in ("window", "last"):
+            raise ValueError(f"series.season {self.season} needs series.scale window or last")
         for name in ("context", "horizon"):
             if getattr(self, name) % self.patch:
                 raise ValueError(

@@ -45,21 +45,38 @@ def hold_out(
     return np.sort(order[cut:]), np.sort(order[:cut])
 
 
-def spread(x: Tensor, centre: str = "window") -> tuple[Tensor, Tensor]:
-    """Returns the centre and the deviation of every window, each (B, 1, D); no deviation is below a tenth.
+def spread(x: Tensor, centre: str = "window", season: int = 1) -> tuple[Tensor, Tensor]:
+    """Returns the centres of every window, (B, P, D), and its deviation, (B, 1, D), a tenth at least.
 
     Arguments:
         x: The contexts of windows, (B, C, D), standardised by column.
-        centre: "window" for the mean, "last" for the last value.
+        centre: "window" for the mean, with the deviation from it; "last" for the last value, with the
+            deviation that a random walk of the same steps has after the C of them.
+        season: P, steps of a season, each with a centre of its own (`in_season`); C is P at least, and what
+            it has beyond whole seasons, at the start, does not count.
 
     Example:
         >>> mean, deviation = spread(torch.tensor([[[1.0], [3.0]], [[5.0], [5.0]]]))
         >>> mean.flatten().tolist(), [round(d, 3) for d in deviation.flatten().tolist()]
         ([2.0, 5.0], [1.005, 0.1])
     """
-    mean = x.mean(1, keepdim=True)
-    middle = x[:, -1:] if centre == "last" else mean
-    return middle, ((x - mean).square().mean(1, keepdim=True) + _LEAST_SPREAD**2).sqrt()
+    x = x[:, x.shape[1] % season :].unflatten(1, (-1, season))  # (B, seasons, P, D)
+    if centre == "last":
+        middle, variance = x[:, -1], x.diff(dim=1).square().sum(1)
+    else:
+        middle = x.mean(1)
+        variance = (x - middle[:, None]).square().mean(1)
+    return middle, (variance.mean(1, keepdim=True) + _LEAST_SPREAD**2).sqrt()
+
+
+def in_season(centre: Tensor, first: int, num: int) -> Tensor:
+    """Returns the centres (B, P, D) of `num` steps, (B, num, D), from step `first` after the context on.
+
+    Example:
+        >>> in_season(torch.tensor([[[0.0], [1.0], [2.0]]]), -1, 5).flatten().tolist()
+        [2.0, 0.0, 1.0, 2.0, 0.0]
+    """
+    return centre[:, torch.arange(first, first + num, device=centre.device) % centre.shape[1]]
 
 
 @dataclass(frozen=True)
@@ -72,8 +89,8 @@ class Split:
         labels: (M,) int64 classes, or None.
         maximum: The stored value that stands for 1; a batch is divided by it.
         rows: Which sequences of x count, by number; all by default.
-        scaled: Context, channels and centre of windows: each of the first `channels` is standardised by its
-            own centre and deviation over the first `context` steps.
+        scaled: Context, channels, centre and season of windows: each of the first `channels` is standardised
+            by its own centre and deviation over the first `context` steps.
         patch: Rows that are joined to one step, last.
     """
 
@@ -81,7 +98,7 @@ class Split:
     labels: Tensor | None = None
     maximum: int = 1
     rows: Tensor | None = None
-    scaled: tuple[int, int, str] | None = None
+    scaled: tuple[int, int, str, int] | None = None
     patch: int = 1
 
     def __len__(self) -> int:
@@ -106,8 +123,9 @@ class Split:
             return x.long()
         x = x.float() if self.maximum == 1 else x.float() / self.maximum
         if self.scaled is not None:
-            context, channels, centre = self.scaled
-            middle, deviation = spread(x[:, :context, :channels], centre)
+            context, channels, centre, season = self.scaled
+            middle, deviation = spread(x[:, :context, :channels], centre, season)
+            middle = in_season(middle, -context, x.shape[1])
             x = torch.cat([(x[..., :channels] - middle) / deviation, x[..., channels:]], -1)
         return x if self.patch == 1 else x.unflatten(1, (-1, self.patch)).flatten(2)
 
@@ -162,6 +180,8 @@ class Meta:
     """Rows of a series in one step."""
     windowed: str | None = None
     """What each window is centred by, after its columns by `mean` and `std`: "window", "last" or nothing."""
+    season: int = 1
+    """Rows of a season, each of which is centred by its own kind."""
     separate: bool = False
     """Whether each column is a series of its own."""
     cycles: tuple[str, ...] = ()

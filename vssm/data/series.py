@@ -94,7 +94,7 @@ def open_series(config: DataConfig) -> Data:
         there = there.T[..., None] if options.separate else there[None]
         steps = np.concatenate([series, np.broadcast_to(phase, (len(series), *phase.shape))], -1)
         x = torch.from_numpy(steps.astype(np.float32)).flatten(0, 1)
-        scaled = None if windowed is None else (options.context, series.shape[-1], windowed)
+        scaled = None if windowed is None else (options.context, series.shape[-1], windowed, options.season)
         if there.all() and not options.separate:
             x = x.unfold(0, window, options.stride).transpose(1, 2)
             return Split(x, scaled=scaled, patch=options.patch)
@@ -122,6 +122,7 @@ def open_series(config: DataConfig) -> Data:
         horizon=options.horizon,
         patch=options.patch,
         windowed=windowed,
+        season=options.season,
         separate=options.separate,
         cycles=cycles,
         time=table.time,
