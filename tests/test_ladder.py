@@ -225,7 +225,9 @@ def test_the_trainer_takes_it(tmp_path):
     config = RunConfig(
         data=DataConfig(name="digits"),
         model=small_config("vssm", levels=2, latents=4),
-        train=TrainConfig(max_steps=12, batch=32, log_every=4, samples=0, num_valid=32, device="cpu"),
+        train=TrainConfig(
+            max_steps=12, batch=32, log_every=4, samples=0, num_valid=32, device="cpu", kl_warmup=0.5
+        ),
     )
     train(config, tmp_path / "run")
     assert isinstance(load(tmp_path / "run"), Ladder)

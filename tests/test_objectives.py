@@ -159,3 +159,22 @@ def test_bad_input_is_named(call, message):
 def test_tokens_outside_the_vocabulary_are_named():
     with pytest.raises(ValueError, match="x is 5 at row 0, step 1; allowed: 0 to 4"):
         objective(small_model("ssm", "categorical"), torch.tensor([[0, 5]]))
+
+
+@pytest.mark.parametrize(
+    "options", [{"kind": "vssm"}, {"kind": "vrnn"}, {"kind": "vssm", "levels": 3}], ids=str
+)
+def test_the_weight_of_the_kl_changes_the_loss_alone(options):
+    model = small_model(**options)
+    x = sequences(model, 3, 5)
+
+    def terms(weight):
+        return objective(model, x, torch.Generator().manual_seed(2), kl_weight=weight)
+
+    plain, none, one = terms(None), terms(torch.tensor(0.0)), terms(torch.tensor(1.0))
+    assert relative_error(one.loss, plain.loss) < 1e-6
+    for a, b in zip(none[1:], plain[1:], strict=True):
+        assert torch.equal(a, b)
+    assert (none.loss < plain.loss).all() and (plain.kl > 0).all()
+    if "levels" not in options:
+        assert relative_error(none.loss, -(plain.reconstruction + plain.partial)) < 1e-6

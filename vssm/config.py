@@ -168,6 +168,9 @@ class TrainConfig:
     """Decay of matrices; vectors, A_log and the learned blank input have none."""
     warmup: float = 0.02
     """Fraction of the steps in which the learning rate rises linearly."""
+    kl_warmup: float = 0.0
+    """Fraction of the steps in which the weight of the KL in the loss rises from 0 to 1: for data such as text,
+    of which latents are otherwise never used."""
     clip: float = 1.0
     """Largest norm of the gradient of the loss per value of x; 0 does not clip."""
     ema: float = 0.0
@@ -214,7 +217,7 @@ class TrainConfig:
             _check_number(name, getattr(self, name), 0)
         for name in ("learning_rate", "validate_every"):
             _check_number(name, getattr(self, name), 0, above=True)
-        for name in ("warmup", "ema"):
+        for name in ("warmup", "kl_warmup", "ema"):
             _check_number(name, getattr(self, name), 0, below=1)
         for name in ("graph", "compile", "fsdp", "tensorboard"):
             if not isinstance(getattr(self, name), bool):

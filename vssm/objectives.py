@@ -47,6 +47,7 @@ def objective(
     generator: torch.Generator | None = None,
     shard: tuple[int, int] = (0, 1),
     lengths: Tensor | None = None,
+    kl_weight: Tensor | None = None,
 ) -> Terms:
     """Scores a batch of sequences for training.
 
@@ -61,6 +62,7 @@ def objective(
             whole batch, so that the parts together give what the whole gives.
         lengths: The steps of each row that are real, (B,), where the rest is padding; the models are causal,
             so that padding changes nothing before it.
+        kl_weight: What the KL counts in the loss, a number; 1 if not given. The terms are never weighed.
 
     Returns:
         The named terms, each (B,), differentiable; `terms.loss.mean()` is what a trainer minimises.
@@ -96,7 +98,8 @@ def objective(
     if isinstance(model, VRNN):
         path = model(x, draw=lambda t, q_z: q_z.rsample(noise(1)))
         reconstruction = total(path.p_x.log_prob(x))
-        return _terms(reconstruction, total(path.q_z.kl(path.p_z)), torch.zeros_like(reconstruction))
+        kl = total(path.q_z.kl(path.p_z))
+        return _weighed(_terms(reconstruction, kl, torch.zeros_like(reconstruction)), kl, kl_weight)
 
     if isinstance(model, Ladder):
         share = torch.rand(batch * count, device=x.device, generator=generator)[rows]
@@ -104,7 +107,7 @@ def objective(
 
         sizes = (config.levels, 2, batch * count, length, config.latents // config.levels, config.classes)
         noises = gumbel_uniform(sizes, x.device, generator)[:, :, rows].flatten(1, 2)
-        return _ladder_terms(model, x, cut, lengths, noises)
+        return _ladder_terms(model, x, cut, lengths, noises, kl_weight)
 
     q_z, _ = model.posterior(x)
     z, kl = q_z.rsample_and_kl(noise(length), product_dtype(x.device))  # the decoder multiplies z first
@@ -115,14 +118,13 @@ def objective(
         share = torch.rand(batch * count, device=x.device, generator=generator)[rows]
         cut = (share * (lengths + 1)).long()
     q_partial, _ = model.partial_posterior(x, cut=cut)
-    return _terms(
-        total(p_x.log_prob(x)),
-        total(kl),
-        total(q_partial.expected_log_prob(q_z.detach())),
-    )
+    kl, partial = total(kl), total(q_partial.expected_log_prob(q_z.detach()))
+    return _weighed(_terms(total(p_x.log_prob(x)), kl, partial), kl, kl_weight)
 
 
-def _ladder_terms(model: Ladder, x: Tensor, cut: Tensor, lengths: Tensor | None, noises: Tensor) -> Terms:
+def _ladder_terms(
+    model: Ladder, x: Tensor, cut: Tensor, lengths: Tensor | None, noises: Tensor, kl_weight: Tensor | None
+) -> Terms:
     """Scores every sequence twice: as a whole, and what follows its cut; noises (L, 2 B, T, Z / L, N)."""
     task = model.task(x, torch.cat([torch.zeros_like(cut), cut]), lengths, copies=2)
     kl, dtype = torch.zeros(task.new.shape, device=x.device), product_dtype(x.device)
@@ -138,7 +140,8 @@ def _ladder_terms(model: Ladder, x: Tensor, cut: Tensor, lengths: Tensor | None,
     log_p_x = p_x.log_prob(torch.cat([x, x]))
     reconstruction, rest = torch.where(task.new, log_p_x, 0).sum(1).chunk(2)
     divergence, rest_divergence = torch.where(task.new, kl, 0).sum(1).chunk(2)
-    return _terms(reconstruction, divergence, rest - rest_divergence)
+    terms = _terms(reconstruction, divergence, rest - rest_divergence)
+    return _weighed(terms, divergence + rest_divergence, kl_weight)
 
 
 def real_steps(x: Tensor, lengths: Tensor) -> Tensor:
@@ -159,6 +162,11 @@ def real_steps(x: Tensor, lengths: Tensor) -> Tensor:
     if lengths.device.type == "cpu" and batch and not (lengths.min() >= 1 and lengths.max() <= length):
         raise ValueError(f"lengths is {lengths.tolist()}; allowed: 1 to {length}, the steps of x")
     return torch.arange(length, device=x.device) < lengths[:, None]
+
+
+def _weighed(terms: Terms, kl: Tensor, weight: Tensor | None) -> Terms:
+    """Makes the KL count `weight` times in the loss, in which it counts once."""
+    return terms if weight is None else terms._replace(loss=terms.loss + (weight - 1) * kl)
 
 
 def _terms(reconstruction: Tensor, kl: Tensor, partial: Tensor) -> Terms:

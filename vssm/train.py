@@ -147,6 +147,7 @@ class _Training:
         cuda = world.device.type == "cuda"
         # On a CUDA device numbers that change from step to step lie there, for recordings to read.
         self.rate = torch.zeros((), device=world.device)
+        self.kl_weight = torch.zeros((), device=world.device) if options.kl_warmup else None
         self.pace = torch.zeros((), device=world.device)
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model),
@@ -238,6 +239,8 @@ class _Training:
         else:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
+        if self.kl_weight is not None:
+            self.kl_weight.fill_(min(1.0, (self.step - 1) / (options.kl_warmup * self.total)))
         self.pace.fill_(1 - min(options.ema, self.step / (self.step + 9)))
         self.generator.manual_seed(mix(options.seed, "step", self.step))
         self.update()
@@ -247,7 +250,8 @@ class _Training:
         options, world = self.options, self.world
         x = self.train_split.batch(self.index.to(self.train_split.x.device), world.device)
         with self._autocast():
-            terms = self.parallel(objective, x, self.generator, (world.rank, world.size))
+            shard = (world.rank, world.size)
+            terms = self.parallel(objective, x, self.generator, shard, None, self.kl_weight)
         self.optimizer.zero_grad()
         terms.loss.mean().backward()
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), (options.clip or math.inf) * self.values)
