@@ -169,7 +169,7 @@ class TrainConfig:
     warmup: float = 0.02
     """Fraction of the steps in which the learning rate rises linearly."""
     kl_warmup: float = 0.0
-    """Fraction of the steps in which the weight of the KL in the loss rises from 0 to 1: for data such as text,
+    """Fraction of the steps in which the weight of the KL in the loss rises from 0 to 1: for data like text,
     of which latents are otherwise never used."""
     clip: float = 1.0
     """Largest norm of the gradient of the loss per value of x; 0 does not clip."""
