@@ -15,7 +15,18 @@ from vssm import graphs
 from vssm.distributions import Latents
 from vssm.models import Ladder
 from vssm.nn import State
-from vssm.sampling.request import BLIND, Noise, Options, Result, expand_rows, nothing, placed, portable
+from vssm.sampling.request import (
+    BLIND,
+    Noise,
+    Options,
+    Result,
+    end_of,
+    expand_rows,
+    nothing,
+    packed,
+    placed,
+    unpacked,
+)
 
 __all__ = ["read_ladder", "sample_ladder"]
 
@@ -86,15 +97,7 @@ def _replayed(
     model: Ladder, prompt: Tensor | None, state: State | None, source: Noise, options: Options
 ) -> Result | None:
     """Replays `_ladder`, or returns None if it is to run itself."""
-    tensors: dict[str, Tensor | State] = {"seed": source.seed, "row": source.row}
-    end = options.length
-    if prompt is not None:
-        tensors["prompt"] = prompt
-        end += prompt.shape[1]
-    if state is not None:
-        tensors |= portable(model, state)
-        end += state.position
-    inputs = State(tensors)
+    inputs = packed(model, prompt, state, source)
     made = graphs.attempt(
         model,
         ("ladder", options, graphs.describe(inputs)),
@@ -102,15 +105,13 @@ def _replayed(
         inputs,
         weights=graphs.weights_of(model),
     )
-    return None if made is None else (made["x"], made["z"], placed(made.child("state"), end))
+    if made is None:
+        return None
+    return made["x"], made["z"], placed(made.child("state"), end_of(prompt, state, options))
 
 
 def _ladder_tree(options: Options, model: Ladder, inputs: State) -> State:
     """Does `_ladder` on a tree of inputs, as it is recorded."""
-    given = inputs.children
-    source = Noise(inputs["seed"], inputs["row"], inputs["start"] if "start" in given else None)
-    prompt = inputs["prompt"] if "prompt" in given else None
-    state = inputs.child("state") if "state" in given else None
-    x, z, after = _ladder(model, prompt, state, source, options)
+    x, z, after = _ladder(model, *unpacked(inputs), options)
     assert z is not None and after is not None
     return State({"x": x, "z": z, "state": after})

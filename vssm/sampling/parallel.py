@@ -26,7 +26,18 @@ from vssm.distributions import Latents
 from vssm.models import Variational
 from vssm.nn import State
 from vssm.sampling.ahead import posterior_ahead
-from vssm.sampling.request import BLIND, Noise, Options, Result, expand_rows, nothing, placed, portable
+from vssm.sampling.request import (
+    BLIND,
+    Noise,
+    Options,
+    Result,
+    end_of,
+    expand_rows,
+    nothing,
+    packed,
+    placed,
+    unpacked,
+)
 
 __all__ = ["read_variational", "sample_variational"]
 
@@ -163,17 +174,11 @@ def _replayed(
 ) -> Result | None:
     """Replays `_variational`, or returns None if it is to run itself."""
     weights = graphs.weights_of(model)
-    tensors: dict[str, Tensor | State] = {"seed": source.seed, "row": source.row}
-    empty, end = None, options.length
-    if prompt is not None:
-        tensors["prompt"] = prompt
-        end += prompt.shape[1]
-    if state is not None:
-        tensors |= portable(model, state)
-        end += state.position
+    empty = None
     if prompt is None and state is None:
         empty = _empty_run(model, min(options.chunk, options.length), weights, probed=False)
-    inputs, constant = State(tensors), None if empty is None else empty.q_z.logits.data_ptr()
+    constant = None if empty is None else empty.q_z.logits.data_ptr()
+    inputs = packed(model, prompt, state, source)
     made = graphs.attempt(
         model,
         ("one shot", options, graphs.describe(inputs), constant),
@@ -187,16 +192,12 @@ def _replayed(
         return None
     if empty is not None and float(made["probe"]) != empty.probe:
         return None  # the weights were changed, unseen: `_variational` makes and remembers a new pass
-    return made["x"], made["z"], placed(made.child("state"), end)
+    return made["x"], made["z"], placed(made.child("state"), end_of(prompt, state, options))
 
 
 def _variational_tree(options: Options, empty: _Empty | None, model: Variational, inputs: State) -> State:
     """Does `_variational` on a tree of inputs, as it is recorded."""
-    given = inputs.children
-    source = Noise(inputs["seed"], inputs["row"], inputs["start"] if "start" in given else None)
-    prompt = inputs["prompt"] if "prompt" in given else None
-    state = inputs.child("state") if "state" in given else None
-    x, z, after = _variational(model, prompt, state, source, options, empty)
+    x, z, after = _variational(model, *unpacked(inputs), options, empty)
     assert z is not None and after is not None
     probe: dict[str, Tensor | State] = {} if empty is None else {"probe": _probe(model)}
     return State({"x": x, "z": z, "state": after, **probe})

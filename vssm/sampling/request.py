@@ -9,7 +9,19 @@ from vssm import noise
 from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational
 from vssm.nn import State
 
-__all__ = ["BLIND", "Noise", "Options", "Result", "expand_rows", "nothing", "placed", "portable"]
+__all__ = [
+    "BLIND",
+    "Noise",
+    "Options",
+    "Result",
+    "end_of",
+    "expand_rows",
+    "nothing",
+    "packed",
+    "placed",
+    "portable",
+    "unpacked",
+]
 
 BLIND = (
     "it has run over empty tokens, after which the model was never trained to read data; "
@@ -69,6 +81,30 @@ def portable(model: Model, state: State) -> dict[str, Tensor | State]:
         return {"state": kept}
     start = torch.full((1,), state.position, device=state.device)
     return {"start": start, "state": placed(kept, 0)}
+
+
+def packed(model: Model, prompt: Tensor | None, state: State | None, source: Noise) -> State:
+    """Returns what a call starts from as the inputs of a recording."""
+    tensors: dict[str, Tensor | State] = {"seed": source.seed, "row": source.row}
+    if prompt is not None:
+        tensors["prompt"] = prompt
+    if state is not None:
+        tensors |= portable(model, state)
+    return State(tensors)
+
+
+def unpacked(inputs: State) -> tuple[Tensor | None, State | None, Noise]:
+    """Returns the prompt, the state and the noise that were packed."""
+    given = inputs.children
+    source = Noise(inputs["seed"], inputs["row"], inputs["start"] if "start" in given else None)
+    prompt = inputs["prompt"] if "prompt" in given else None
+    return prompt, inputs.child("state") if "state" in given else None, source
+
+
+def end_of(prompt: Tensor | None, state: State | None, options: Options) -> int:
+    """Returns the position after a call."""
+    before = 0 if state is None else state.position
+    return before + (0 if prompt is None else prompt.shape[1]) + options.length
 
 
 def placed(state: State, position: int) -> State:
