@@ -250,8 +250,8 @@ class _Training:
         options, world = self.options, self.world
         x = self.train_split.batch(self.index.to(self.train_split.x.device), world.device)
         with self._autocast():
-            shard = (world.rank, world.size)
-            terms = self.parallel(objective, x, self.generator, shard, None, self.kl_weight)
+            warming = () if self.kl_weight is None else (None, self.kl_weight)
+            terms = self.parallel(objective, x, self.generator, (world.rank, world.size), *warming)
         self.optimizer.zero_grad()
         terms.loss.mean().backward()
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), (options.clip or math.inf) * self.values)
