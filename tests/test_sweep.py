@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -171,9 +172,9 @@ def test_ray_that_is_missing_or_not_running_is_named(tmp_path, monkeypatch):
     assert not (tmp_path / "sweep").exists()
     pytest.importorskip("ray")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    # "auto" looks in this folder, and among the processes of this machine, where another test may have a cluster
+    # "auto" looks in this folder and among the processes of this machine: another test may have a cluster
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", lru_cache(set))
     with pytest.raises(ValueError, match=r"^ray_address='auto' can not be used: Could not find any running"):
         sweep(BASE, tmp_path / "sweep", ray_address="auto", progress=Progress())
 
