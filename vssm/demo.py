@@ -63,7 +63,7 @@ def demo(folder: Path) -> None:
     print(
         "Try next:\n"
         f"  vssm generate {folder / 'vssm'} --num 64 --out samples.png\n"
-        "  vssm generate mnist-small --num 64 --chunk 1 --recondition --out digits.png\n"
+        "  vssm generate mnist-best-small --num 64 --out digits.png\n"
         "  vssm train mnist --out runs/mnist     (downloads MNIST, or --data-dir FOLDER)\n"
         "  vssm --help"
     )
