@@ -314,7 +314,7 @@ def test_presets_have_the_settings_of_the_paper():
             head="gaussian",
             sigma=0.1,
         )
-        assert (config.train.epochs, config.train.batch, config.train.learning_rate) == (200, 256, 1e-3)
+        assert (config.train.epochs, config.train.learning_rate) == (200, 1e-3)
         assert (config.train.num_valid, config.train.max_steps) == (None, None)
         assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 

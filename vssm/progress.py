@@ -24,6 +24,10 @@ class Progress:
     def line(self, line: dict[str, Any]) -> None:
         """Called with every line of log.jsonl."""
 
+    def wants_checkpoint(self) -> bool:
+        """Called at every log point: whether to save now, due or not."""
+        return False
+
     def message(self, text: str) -> None:
         """Called with what a person should read."""
 

@@ -109,7 +109,7 @@ def reproduce(
         seeds: The seeds that are trained with the best rate; the grid has seed 0.
         epochs: Passes over the training set, if not the scale's (200 for the paper).
         grid_epochs: Passes of the grid's runs; those of the others by default, at the paper's scale.
-        minutes: Stops at the first checkpoint after so long; give the same call again to go on.
+        minutes: Stops with a checkpoint after so long; give the same call again to go on.
         ray_address: Run side by side on a Ray cluster that sees `out` and `results`, as in `vssm.sweep`.
         data_dir: Folder with the data; else $VSSM_DATA; else the user cache.
         progress: What shows how it goes; by default a bar on a terminal, lines elsewhere.
@@ -130,8 +130,8 @@ def reproduce(
     show = progress or choose_progress()
 
     base = replace(chosen.base, data=DataConfig(name=data, dir=data_dir))
-    if minutes is not None:
-        base = replace(base, train=replace(base.train, checkpoint_minutes=min(1.0, minutes / 4)))
+    # Samples are drawn at the end, from the best weights.
+    base = replace(base, train=replace(base.train, samples=0))
     whole = chosen.grid_epochs == chosen.epochs
     grid = {
         f"{kind}-lr{rate!r}-seed0": _config(base, chosen.grid_epochs, kind, rate, 0)
@@ -141,7 +141,7 @@ def reproduce(
     }
     (plan.results / "grid").mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
-    run = partial(_run, plan=plan, ray_address=ray_address, progress=_Until(show, out, deadline))
+    run = partial(_run, plan=plan, ray_address=ray_address, progress=_Until(show, deadline))
     seeded: dict[str, RunConfig] = {}
     try:
         run(_missing(plan, grid, True), out / ("runs" if whole else "grid"), grid=True)
@@ -367,31 +367,30 @@ def _options(
 
 
 class _Until(Progress):
-    """Passes on what a training shows, and ends it at the first checkpoint after a deadline."""
+    """Passes on what a training shows, and ends it with a checkpoint after a deadline."""
 
-    def __init__(self, shown: Progress, out: Path, deadline: float | None) -> None:
-        self._shown, self._out = shown, out
-        self._left = math.inf if deadline is None else deadline
-        # Files are dated by another clock.
-        self._deadline = math.inf if deadline is None else time.time() + deadline - time.monotonic()
-        self._logged = False
+    def __init__(self, shown: Progress, deadline: float | None) -> None:
+        self._shown = shown
+        self._deadline = math.inf if deadline is None else deadline
+        self._saved = False
 
     def start(self, step: int, total: int) -> None:
-        if time.monotonic() > self._left:
+        self._saved = False
+        if time.monotonic() > self._deadline:
             raise _TimeIsUp
         self._shown.start(step, total)
 
     def step(self, step: int) -> None:
         self._shown.step(step)
-        if self._logged and time.monotonic() > self._left:
-            self._logged = False  # checkpoints are written at log points only
-            saved = (path.stat().st_mtime for path in self._out.glob("*/*/checkpoint/step-????????"))
-            if max(saved, default=0.0) > self._deadline:
-                raise _TimeIsUp
+        if self._saved:
+            raise _TimeIsUp
 
     def line(self, line: dict[str, Any]) -> None:
-        self._logged = True
         self._shown.line(line)
+
+    def wants_checkpoint(self) -> bool:
+        self._saved = time.monotonic() > self._deadline
+        return self._saved
 
     def message(self, text: str) -> None:
         self._shown.message(text)

@@ -285,6 +285,7 @@ class _Training:
         if validating:
             self._validate()
         due = now - self.checkpointed >= 60 * self.options.checkpoint_minutes or self.step == self.total
+        due = self.progress.wants_checkpoint() or due
         if self.world.agree([float(due)])[0]:
             self._save(skipped, streak)
             self.checkpointed = time.monotonic()

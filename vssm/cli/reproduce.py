@@ -31,7 +31,7 @@ class Reproduce:
     grid_epochs: float | None = None
     """A shorter training for the grid."""
     minutes: float | None = None
-    """Stop at the first checkpoint after so long; the same command goes on."""
+    """Stop with a checkpoint after so long; the same command goes on."""
     ray_address: str | None = None
     """Run side by side on a Ray cluster: auto, local, or an address."""
     data_dir: str | None = None
