@@ -115,7 +115,7 @@ def _draw_curves(axes: Any, runs: dict[str, list[Result]]) -> None:  # noqa: ANN
         axes.plot(epochs, middle, label=kind, color=_COLOURS[kind], linewidth=1.2)
         low, high = ([pick(values[epoch]) for epoch in epochs] for pick in (min, max))
         axes.fill_between(epochs, low, high, color=_COLOURS[kind], alpha=0.25, linewidth=0)
-        lowest.append(middle[len(middle) // 10])  # the first epochs are far below all others
+        lowest.append(sorted(middle)[len(middle) // 10])  # first epochs and spikes are far below all others
     if lowest:
         axes.set_ylim(bottom=min(lowest))
         axes.legend(fontsize=8)
