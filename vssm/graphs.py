@@ -24,6 +24,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,6 +40,7 @@ PROGRAMS = 8  # kept for a model
 _KEYS = 64  # remembered for a model as asked for once
 _BLOCKS = (16, 4, 1)  # steps in one recording of a loop
 
+_version = operator.attrgetter("_version")
 _capturing = threading.Lock()  # one capture at a time in a process
 _finding = threading.Lock()
 
@@ -333,32 +335,28 @@ def weights_of(model: nn.Module) -> list[Hashable]:
     """Returns where the weights are and how often they were changed, as far as their versions tell."""
     weights = _weights(model)
     try:
-        versions = [weight._version for weight in weights]
+        versions = list(map(_version, weights))
     except RuntimeError:  # weights made in inference mode have none
         versions = []
-    return [model.training, weights[0].dtype, *(weight.data_ptr() for weight in weights), *versions]
+    return [model.training, weights[0].dtype, *map(Tensor.data_ptr, weights), *versions]
 
 
-_found: WeakKeyDictionary[nn.Module, tuple[list[tuple[dict, list]], list[nn.Parameter]]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[nn.Module, tuple[list[dict], list, list[nn.Parameter]]] = WeakKeyDictionary()
 
 
 def _weights(model: nn.Module) -> list[nn.Parameter]:
     """Does the same as `parameters()`, which would take most of the time of a short call."""
-    tables, weights = _found.get(model, ((), ()))
-    if weights and all(
-        len(table) == len(values) and all(map(operator.is_, table.values(), values))
-        for table, values in tables
-    ):
+    tables, values, weights = _found.get(model, ((), (), ()))
+    held = chain.from_iterable(map(dict.values, tables))
+    if weights and sum(map(len, tables)) == len(values) and all(map(operator.is_, held, values)):
         return list(weights)
     modules: list[nn.Module] = [model]
     for module in modules:  # grows on the way
         modules.extend(filter(None, module._modules.values()))
     # Some modules, and all weights, could be replaced: look at every table of names next time.
-    tables = [
-        (table, list(table.values())) for m in modules for table in (m._modules, m._parameters) if table
-    ]
+    tables = [table for m in modules for table in (m._modules, m._parameters) if table]
     weights = [weight for m in modules for weight in m._parameters.values() if weight is not None]
-    _found[model] = tables, weights
+    _found[model] = tables, [value for table in tables for value in table.values()], weights
     return weights
 
 
@@ -393,7 +391,7 @@ def _leaves(child: Tensor | State) -> list[Tensor]:
 
 def _base(tensor: Tensor) -> Tensor:
     """Returns the one row of a tensor that shows it many times."""
-    return tensor[:1] if tensor.ndim and len(tensor) > 1 and tensor.stride(0) == 0 else tensor
+    return tensor[:1] if tensor.ndim and tensor.shape[0] > 1 and tensor.stride(0) == 0 else tensor
 
 
 def _tensors(values: Iterable[object]) -> list[Tensor]:
@@ -402,14 +400,13 @@ def _tensors(values: Iterable[object]) -> list[Tensor]:
 
 def _fresh(state: State, shared: Collection[int] = ()) -> State:
     """Copies a tree, so that the next replay does not change it; what lies at addresses in `shared` stays."""
-    bases = [_base(tensor) for tensor in state.leaves()]
-    copies = [
-        base if base.data_ptr() in shared else torch.empty_like(base, memory_format=torch.contiguous_format)
-        for base in bases
-    ]
+    tensors = list(state.leaves())
+    bases = list(map(_base, tensors))
+    copies = [base if base.data_ptr() in shared else torch.empty_like(base) for base in bases]
     _copy(copies, bases)
-    left = iter(copies)
-    return state.map(lambda tensor: next(left).expand_as(tensor))
+    triples = zip(tensors, bases, copies, strict=True)
+    left = iter([copy if base is tensor else copy.expand_as(tensor) for tensor, base, copy in triples])
+    return state.map(lambda _: next(left))
 
 
 def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:

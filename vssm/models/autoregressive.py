@@ -22,7 +22,14 @@ def embedding(config: ModelConfig) -> nn.Module:
     """Returns the input projection for x: a linear map, or a table for tokens."""
     if config.head == "categorical":
         return nn.Embedding(config.features, config.width)
-    return nn.Linear(config.features, config.width)
+    return _Projection(config.features, config.width)
+
+
+class _Projection(nn.Linear):
+    """A linear map for data and samples, which are float32 whatever the weights are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
 
 
 class Autoregressive(nn.Module):

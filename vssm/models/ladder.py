@@ -30,6 +30,7 @@ from vssm.config import ModelConfig
 from vssm.distributions import Latents, Observation, make_head
 from vssm.models.autoregressive import embedding
 from vssm.nn import LatentEmbedding, MambaBlock, Stack, State
+from vssm.ops.linear import Linear
 from vssm.ops.norm import RMSNorm
 
 __all__ = ["Ladder", "Rung", "Task"]
@@ -63,14 +64,14 @@ class Rung(nn.Module):
         codes = self.latents * self.classes
         self.block = MambaBlock(config)
         self.norm = RMSNorm(width, eps=1e-5)
-        self.prior_and_query = nn.Linear(width, codes + width)
-        self.update = nn.Linear(width, codes)
+        self.prior_and_query = Linear(width, codes + width)
+        self.update = Linear(width, codes)
         self.embed = LatentEmbedding(self.latents, self.classes, width)
 
     def prior(self, h: Tensor) -> tuple[Latents, Tensor]:
         """Returns p(z^l_t | ...), and R_l h, the query of the posterior, (B, T, width)."""
         sizes = [self.update.out_features, self.update.in_features]
-        codes, query = self.prior_and_query(self.norm(h)).split(sizes, -1)
+        codes, query = self.prior_and_query(h, norm=self.norm).split(sizes, -1)
         return self._latents(codes), query
 
     def posterior(self, p_z: Latents, query: Tensor, evidence: Tensor) -> Latents:

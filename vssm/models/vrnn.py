@@ -22,6 +22,7 @@ from vssm.config import ModelConfig
 from vssm.distributions import Latents, Observation, make_head
 from vssm.models.autoregressive import embedding
 from vssm.nn import LatentEmbedding, Stack, State
+from vssm.ops.linear import Linear
 
 __all__ = ["VRNN", "Trajectory"]
 
@@ -59,7 +60,7 @@ class VRNN(nn.Module):
         width, codes = config.width, config.latents * config.classes
         self.embed_x = embedding(config)
         self.embed_z = LatentEmbedding(config.latents, config.classes, width)
-        self.stack = Stack(config, nn.Linear(2 * width, width), width, blank=True)
+        self.stack = Stack(config, Linear(2 * width, width), width, blank=True)
         self.to_prior = _MLP(width, width, codes)
         self.to_posterior = _MLP(2 * width, width, codes)
         self.to_likelihood = _MLP(2 * width, width, self.head.size)
@@ -109,8 +110,8 @@ class VRNN(nn.Module):
 class _MLP(nn.Module):
     def __init__(self, inputs: int, width: int, outputs: int) -> None:
         super().__init__()
-        self.hidden = nn.Linear(inputs, width)
-        self.out = nn.Linear(width, outputs)
+        self.hidden = Linear(inputs, width)
+        self.out = Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(F.silu(self.hidden(x)))

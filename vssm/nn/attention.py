@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vssm.config import ModelConfig
 from vssm.nn.state import State
+from vssm.ops.linear import Linear
 
 __all__ = ["AttentionBlock", "reserve", "trim"]
 
@@ -29,11 +30,11 @@ class AttentionBlock(nn.Module):
         width = config.width
         self.heads = config.heads
         self.ln_1 = nn.LayerNorm(width, eps=1e-5)
-        self.c_attn = nn.Linear(width, 3 * width)
-        self.c_proj = nn.Linear(width, width)
+        self.c_attn = Linear(width, 3 * width)
+        self.c_proj = Linear(width, width)
         self.ln_2 = nn.LayerNorm(width, eps=1e-5)
-        self.mlp_c_fc = nn.Linear(width, 4 * width)
-        self.mlp_c_proj = nn.Linear(4 * width, width)
+        self.mlp_c_fc = Linear(width, 4 * width)
+        self.mlp_c_proj = Linear(4 * width, width)
         for linear in (self.c_attn, self.c_proj, self.mlp_c_fc, self.mlp_c_proj):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
@@ -88,9 +89,9 @@ class AttentionBlock(nn.Module):
         return self._finish(x, y.reshape(batch, 1, width))
 
     def _finish(self, x: Tensor, y: Tensor) -> Tensor:
-        x = x + self.c_proj(y)
+        x = self.c_proj(y, add=x)
         hidden = F.gelu(self.mlp_c_fc(self.ln_2(x)), approximate="tanh")
-        return x + self.mlp_c_proj(hidden)
+        return self.mlp_c_proj(hidden, add=x)
 
 
 def _parts(rows: int, room: int) -> int:

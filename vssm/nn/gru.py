@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vssm.config import ModelConfig
 from vssm.nn.state import State
+from vssm.ops.linear import linear
 
 __all__ = ["GRUBlock"]
 
@@ -24,14 +25,22 @@ class GRUBlock(nn.Module):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step."""
-        e, h = self.norm(x), None if state is None else state["h"]
+        h = None if state is None else state["h"]
         if x.shape[1] == 1:  # a cell: half the cost of a layer, and a CUDA graph can hold it
-            h = e.new_zeros(len(e), e.shape[2]) if h is None else h
-            weights = self.gru.weight_ih_l0, self.gru.weight_hh_l0, self.gru.bias_ih_l0, self.gru.bias_hh_l0
-            h = torch.gru_cell(e[:, 0], h, *weights)  # type: ignore[arg-type]
+            h = self._cell(x, x.new_zeros(len(x), x.shape[2]) if h is None else h)
             y = h[:, None]
         else:
-            y, last = self.gru(e, None if h is None else h[None].contiguous())
+            y, last = self.gru(self.norm(x), None if h is None else h[None].contiguous())
             h = last[0]
         position = x.shape[1] + (0 if state is None else state.position)
         return x + y, State({"h": h}, position)
+
+    def _cell(self, x: Tensor, h: Tensor) -> Tensor:
+        weights, biases = (
+            (getattr(self.gru, f"{name}_ih_l0"), getattr(self.gru, f"{name}_hh_l0"))
+            for name in ("weight", "bias")
+        )
+        if torch.is_grad_enabled() or not x.is_cuda:
+            return torch.gru_cell(self.norm(x)[:, 0], h, *weights, *biases)
+        gates = linear(x[:, 0], weights[0], norm=self.norm), linear(h, weights[1])
+        return torch.ops.aten._thnn_fused_gru_cell(*gates, h, *biases)[0]  # what `gru_cell` does

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from vssm.config import ModelConfig
 from vssm.nn.state import State
 from vssm.ops import causal_conv_silu, selective_scan
+from vssm.ops.linear import Linear, linear
 from vssm.ops.norm import RMSNorm
 
 __all__ = ["MambaBlock", "MambaMixer"]
@@ -34,13 +35,13 @@ class MambaMixer(nn.Module):
         super().__init__()
         width, inner, states, rank = config.width, config.inner, config.state_size, config.dt_rank
         self.rank, self.states = rank, states
-        self.in_proj = nn.Linear(width, 2 * inner, bias=False)
+        self.in_proj = Linear(width, 2 * inner, bias=False)
         self.conv1d = nn.Conv1d(inner, inner, config.conv, groups=inner, padding=config.conv - 1)
-        self.x_proj = nn.Linear(inner, rank + 2 * states, bias=False)
-        self.dt_proj = nn.Linear(rank, inner)
+        self.x_proj = Linear(inner, rank + 2 * states, bias=False)
+        self.dt_proj = Linear(rank, inner)
         self.A_log = nn.Parameter(torch.arange(1.0, states + 1).log().repeat(inner, 1))
         self.D = nn.Parameter(torch.ones(inner))
-        self.out_proj = nn.Linear(inner, width, bias=False)
+        self.out_proj = Linear(inner, width, bias=False)
         with torch.no_grad():
             self.dt_proj.weight.uniform_(-(rank**-0.5), rank**-0.5)
             low, high = map(math.log, _DT_RANGE)
@@ -49,19 +50,29 @@ class MambaMixer(nn.Module):
             # Each residual branch adds its variance: keep the sum independent of the depth.
             self.out_proj.weight.div_(math.sqrt(config.layers))
 
-    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Maps x (B, T, width) to (B, T, width) and returns the state after the last step."""
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        norm: nn.Module | None = None,
+        add: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """Maps x (B, T, width) to (B, T, width) and returns the state after the last step.
+
+        `norm` is applied before, and `add`, (B, T, width), is added: kernels can do both on the way.
+        """
         if torch.is_grad_enabled() and x.is_cuda:  # one product for each: no gradient has to be put together
+            x = x if norm is None else norm(x)
             u, z = (F.linear(x, half) for half in self.in_proj.weight.unflatten(0, (2, -1)).unbind())
         else:
-            u, z = self.in_proj(x).chunk(2, -1)
+            u, z = self.in_proj(x, norm=norm).chunk(2, -1)
         taps = self.conv1d.weight.squeeze(1)
         assert self.conv1d.bias is not None
         u, conv = causal_conv_silu(u, taps, self.conv1d.bias, None if state is None else state["conv"])
         dt, B, C = self.x_proj(u).split([self.rank, self.states, self.states], -1)
         y, h = selective_scan(
             u,
-            F.linear(dt, self.dt_proj.weight),
+            linear(dt, self.dt_proj.weight),
             -torch.exp(self.A_log.float()),
             B,
             C,
@@ -72,7 +83,7 @@ class MambaMixer(nn.Module):
             h0=None if state is None else state["ssm"],
         )
         position = x.shape[1] + (0 if state is None else state.position)
-        return self.out_proj(y), State({"conv": conv, "ssm": h}, position)
+        return self.out_proj(y, add), State({"conv": conv, "ssm": h}, position)
 
 
 class MambaBlock(nn.Module):
@@ -85,5 +96,4 @@ class MambaBlock(nn.Module):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step."""
-        y, after = self.mixer(self.norm(x), state)
-        return x + y, after
+        return self.mixer(x, state, self.norm, add=x)

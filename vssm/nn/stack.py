@@ -18,6 +18,7 @@ from vssm.nn.attention import AttentionBlock
 from vssm.nn.gru import GRUBlock
 from vssm.nn.mamba import MambaBlock
 from vssm.nn.state import State
+from vssm.ops.linear import Linear
 from vssm.ops.norm import RMSNorm
 
 __all__ = ["BLOCKS", "LatentEmbedding", "Stack"]
@@ -40,8 +41,10 @@ class LatentEmbedding(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         """Maps z, (B, T, Z) classes or (B, T, Z, N) one-hot, to (B, T, width)."""
         if z.is_floating_point():
+            if not torch.is_autocast_enabled(z.device.type):  # draws are float32, the weights may not be
+                z = z.to(self.weight.dtype)
             return z.flatten(-2) @ self.weight
-        offsets = torch.arange(self.latents, device=z.device) * self.classes
+        offsets = torch.arange(0, self.latents * self.classes, self.classes, device=z.device)
         rows = (z + offsets).reshape(-1, self.latents)
         return F.embedding_bag(rows, self.weight, mode="sum").view(*z.shape[:-1], -1)
 
@@ -63,7 +66,7 @@ class Stack(nn.Module):
         self.blank = nn.Parameter(torch.randn(config.width) * 0.02) if blank else None
         self.blocks = nn.ModuleList(BLOCKS[config.block](config) for _ in range(config.layers))
         self.norm = (nn.LayerNorm if attention else RMSNorm)(config.width, eps=1e-5)
-        self.out = nn.Linear(config.width, outputs)
+        self.out = Linear(config.width, outputs)
         self.positional = attention  # a recurrence knows where it is, attention does not
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
@@ -81,7 +84,7 @@ class Stack(nn.Module):
         children: dict[str, Tensor | State] = {}
         for i, block in enumerate(self.blocks):
             e, children[str(i)] = block(e, None if state is None else state.child(str(i)))
-        return self.out(self.norm(e)), State(children, position + length)
+        return self.out(e, norm=self.norm), State(children, position + length)
 
     def blanks(self, batch: int, length: int) -> Tensor:
         """Returns the learned blank input, embedded, (B, length, width)."""

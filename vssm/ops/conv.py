@@ -37,21 +37,21 @@ def causal_conv_silu(
     if choose_backend(backend, x.device, x.dtype) != "triton":
         return causal_conv_silu_reference(x, weight, bias, state)
     taps = weight.shape[1]
+    needed = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x, weight, bias, state)
+    )
+    if x.numel() and not needed and not torch.compiler.is_compiling():
+        from vssm.ops import conv_triton
+
+        after = x.new_empty(x.shape[0], taps - 1, x.shape[2])
+        return conv_triton.forward(x, weight, bias, state, after), after
     if x.shape[1] >= taps - 1:
         after = x[:, x.shape[1] - (taps - 1) :]
     elif state is None:
         after = F.pad(x, (0, 0, taps - 1 - x.shape[1], 0))
     else:
         after = torch.cat([state[:, x.shape[1] :].to(x.dtype), x], 1)
-    needed = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, weight, bias, state)
-    )
-    if needed or torch.compiler.is_compiling():
-        return _conv_silu(x, weight, bias, state), after
-    from vssm.ops import conv_triton
-
-    # A copy, for a view would keep all of x in memory for as long as the state lives.
-    return conv_triton.forward(x, weight, bias, state), after.clone()
+    return _conv_silu(x, weight, bias, state), after
 
 
 def causal_conv_silu_reference(

@@ -15,8 +15,8 @@ leave as one partial per program; PyTorch adds them, so results repeat bit for b
 
 # Kernels are written in the part of Python that Triton compiles.
 # ruff: noqa: ANN001, ANN202, RUF005
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 import torch
 import triton
@@ -62,7 +62,7 @@ def _convolve(window, taps, shift, K: tl.constexpr):
 # fmt: off
 @triton.jit(do_not_specialize=["T", "chunks"])
 def _forward_kernel(
-    x, weight, bias, state, y, row, stride, T, channels, chunks,
+    x, weight, bias, state, y, after, row, stride, T, channels, chunks,
     K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
@@ -87,6 +87,11 @@ def _forward_kernel(
         at = tl.cast(t, tl.int64) * channels + d
         tl.store(y + at, (s * tl.sigmoid(s)).to(y.dtype.element_ty), mask=d < channels)
         window = window[1:]
+    if after is not None:
+        limit = tl.where(first + CHUNK >= T, channels, 0)
+        for k in tl.static_range(K - 1):
+            at = (b * (K - 1) + k) * channels + d
+            tl.store(after + at, window[k].to(after.dtype.element_ty), mask=d < limit)
 
 
 # fmt: off
@@ -150,8 +155,10 @@ def _backward_kernel(
         tl.store(partial + k * channels + d, sums[k], mask=d < channels)
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> Tensor:
-    """Returns y (B, T, D) in the dtype of x."""
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, after: Tensor | None = None
+) -> Tensor:
+    """Returns y (B, T, D) in the dtype of x, and fills the state `after` if T > 0."""
     batch, length, channels = x.shape
     y = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
     if x.numel() == 0:
@@ -162,7 +169,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> Te
         chunk, block = 4, 128
     chunks = triton.cdiv(length, chunk)
     _forward_kernel[(batch * chunks, triton.cdiv(channels, block))](
-        x, weight.contiguous(), bias, None if state is None else state.contiguous(), y,
+        x, weight.contiguous(), bias, None if state is None else state.contiguous(), y, after,
         x.stride(0), x.stride(1), length, channels, chunks,
         K=weight.shape[1], CHUNK=chunk, BLOCK=block, num_warps=max(1, block // 256),
     )  # fmt: skip

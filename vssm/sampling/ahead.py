@@ -29,6 +29,7 @@ from vssm.models import Variational
 from vssm.nn import AttentionBlock, MambaBlock, MambaMixer, State
 from vssm.nn.stack import sinusoids
 from vssm.ops import causal_conv_silu, choose_backend, selective_scan
+from vssm.ops.linear import linear
 
 __all__ = ["posterior_ahead", "scan_ahead", "scan_ahead_reference"]
 
@@ -93,7 +94,7 @@ def _mamba_ahead(mixer: MambaMixer, s: Tensor, state: State | None) -> Tensor:
     dt, B, C = mixer.x_proj(u).split([mixer.rank, mixer.states, mixer.states], -1)
     y = scan_ahead(
         u,
-        F.linear(dt, mixer.dt_proj.weight),
+        linear(dt, mixer.dt_proj.weight),
         -torch.exp(mixer.A_log.float()),
         B,
         C,

@@ -106,6 +106,8 @@ def _variational(
     state = State({"blind" if blind else "partial": expand_rows(partial, num), "decoder": decoder}, position)
     if not xs:
         return *nothing(model, num, source), state
+    if len(xs) == 1:
+        return xs[0], zs[0], state
     return torch.cat(xs, 1), torch.cat(zs, 1), state
 
 
@@ -190,9 +192,10 @@ def _replayed(
     )
     if made is None:
         return None
-    if empty is not None and float(made["probe"]) != empty.probe:
+    after = placed(made.child("state"), end_of(prompt, state, options))
+    if empty is not None and float(made["probe"]) != empty.probe:  # last, since it waits for the device
         return None  # the weights were changed, unseen: `_variational` makes and remembers a new pass
-    return made["x"], made["z"], placed(made.child("state"), end_of(prompt, state, options))
+    return made["x"], made["z"], after
 
 
 def _variational_tree(options: Options, empty: _Empty | None, model: Variational, inputs: State) -> State:

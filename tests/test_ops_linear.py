@@ -1,0 +1,237 @@
+"""The products for generation against PyTorch's, interpreted without a GPU and compiled with one.
+
+As in `test_ops_fused`, without a GPU one test starts pytest again with TRITON_INTERPRET=1.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.conftest import relative_error, small_model
+from vssm import generate
+from vssm.nn import GRUBlock
+from vssm.ops import dispatch
+from vssm.ops import linear as module
+from vssm.ops.linear import Linear, linear
+from vssm.ops.norm import RMSNorm
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+SINGLE = 2e-6  # relative, in norm, against float64
+kernels = pytest.mark.skipif(
+    not INTERPRETED and DEVICE == "cpu", reason="test_in_the_interpreter runs it, or a CUDA device"
+)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="the tests below already run the kernels")
+def test_in_the_interpreter():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout
+
+
+def normal(*shape, seed=0):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(DEVICE, torch.float32)
+
+
+def rms_norm(width):
+    norm = RMSNorm(width, eps=1e-5).to(DEVICE)
+    with torch.no_grad():
+        norm.weight.copy_(normal(width, seed=5) + 1)
+    return norm
+
+
+def exact(x, weight, bias=None, add=None, norm=None):
+    """The same in float64."""
+    x, weight = x.double(), weight.double()
+    if norm is not None:
+        x = F.rms_norm(x, norm.weight.shape, norm.weight.double(), norm.eps)
+    y = F.linear(x, weight, None if bias is None else bias.double())
+    return y if add is None else y + add.double()
+
+
+# Rows, columns and depth: one row, few rows with and without parts, tiles that are not full.
+SIZES = [
+    (1, 7, 64),
+    (1, 40, 96),
+    (3, 20, 64),
+    (17, 33, 96),
+    (28, 96, 512),
+    (64, 5, 256),
+    (70, 100, 64),
+    (130, 70, 96),
+]
+
+
+@kernels
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@torch.no_grad()
+def test_matches_float64(size):
+    M, N, K = size
+    x, weight, bias, add = normal(M, K), normal(N, K, seed=1), normal(N, seed=2), normal(M, N, seed=3)
+    assert relative_error(linear(x, weight, backend="triton"), exact(x, weight)) < SINGLE
+    given = linear(x, weight, bias, add, rms_norm(K), backend="triton")
+    assert given.dtype == torch.float32
+    assert relative_error(given, exact(x, weight, bias, add, rms_norm(K))) < SINGLE
+
+
+@kernels
+@pytest.mark.parametrize("rows", [1, 5, 66])
+@torch.no_grad()
+def test_rows_of_any_scale(rows):
+    """A row that is small next to the others is as accurate as they are; zeros are exact."""
+    x, weight = normal(rows, 128), normal(24, 128, seed=1)
+    x *= torch.logspace(-12, 12, rows).to(DEVICE)[:, None]
+    weight *= torch.logspace(-12, 12, 24).to(DEVICE)[:, None]
+    weight[7] = 0
+    given, wanted = linear(x, weight, backend="triton"), exact(x, weight)
+    assert (given[:, 7] == 0).all()
+    scale = x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)
+    assert ((given - wanted).abs() <= SINGLE * scale).all()
+
+
+@kernels
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+@torch.no_grad()
+def test_what_is_not_finite_stays_so():
+    x, weight = normal(3, 64), normal(20, 64, seed=1)
+    x[1, 5], x[2, 6] = float("inf"), float("nan")
+    given = linear(x, weight, backend="triton")
+    assert torch.isfinite(given[0]).all()
+    assert not torch.isfinite(given[1:]).any()
+
+
+@kernels
+@torch.no_grad()
+def test_leading_dimensions_and_strides():
+    whole, weight = normal(2, 3, 96), normal(20, 64, seed=1)
+    for x in (whole[..., 32:], whole[:, ::2, :64], whole[0, 0, :64], normal(64, 2, 3).movedim(0, -1)):
+        given = linear(x, weight, backend="triton")
+        assert given.shape == (*x.shape[:-1], 20) and given.is_contiguous()
+        assert relative_error(given, exact(x, weight)) < SINGLE
+    add = normal(20, 2, 3).movedim(0, -1)
+    given = linear(whole[..., :64], weight, add=add, backend="triton")
+    assert relative_error(given, exact(whole[..., :64], weight, add=add)) < SINGLE
+    assert linear(whole[:0, :, :64], weight, backend="triton").shape == (0, 3, 20)
+
+
+@kernels
+def test_plans_cover_the_depth():
+    from vssm.ops.linear_triton import plan
+
+    for M in (2, 16, 28, 64, 65, 448, 1024, 28672):
+        for N, K in ((4096, 1024), (96, 2048), (2048, 64), (28, 1024), (40, 96), (7, 160)):
+            how = plan(M, N, K)
+            assert K % (how.SPLIT * how.BK) == 0 and how.BK >= 32
+            assert how.SPLIT == 1 or K // how.SPLIT >= 128
+
+
+def test_auto_is_pytorch_where_it_must_be():
+    layer, x, add = Linear(64, 8), torch.rand(5, 64), torch.rand(5, 8)
+    norm = RMSNorm(64, eps=1e-5)
+    wanted = F.linear(norm(x), layer.weight, layer.bias) + add
+    assert torch.equal(layer(x, add, norm), wanted)
+    with torch.no_grad():
+        assert torch.equal(layer(x, add, norm), wanted)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x, add, norm), wanted)
+    wanted.sum().backward()
+    assert layer.weight.grad is not None
+    assert isinstance(layer, nn.Linear)
+    other = nn.LayerNorm(64)
+    assert torch.equal(layer(x, norm=other), F.linear(other(x), layer.weight, layer.bias))
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"weight": torch.rand(8, 60), "x": torch.rand(5, 60)}, "weight has 60 columns"),
+        ({"weight": torch.rand(8, 32)}, "weight has 32 columns"),
+        ({"weight": torch.rand(8, 64).half()}, "float32 on one device"),
+        ({"add": torch.rand(8)}, r"add has shape \(8,\)"),
+        ({"weight": torch.rand(8, 64).requires_grad_()}, "no gradient"),
+        ({"backend": "numba"}, "backend='numba' is unknown"),
+    ],
+)
+def test_bad_input(changed, message):
+    given: dict[str, Any] = {"x": torch.rand(5, 64), "weight": torch.rand(8, 64), "backend": "triton"}
+    for name, value in {**given, **changed}.items():
+        given[name] = value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+    with pytest.raises(ValueError, match=message) as caught:
+        linear(**given)
+    assert "\n" not in str(caught.value)
+
+
+@kernels
+def test_autocast_is_refused():
+    x, weight = normal(5, 64), normal(8, 64)
+    with torch.autocast(DEVICE, torch.bfloat16), pytest.raises(ValueError, match="autocast"):
+        linear(x, weight, backend="triton")
+
+
+MODEL = [
+    *((28, N, K) for N, K in ((4096, 1024), (96, 2048), (2048, 64), (1024, 2048), (28, 1024))),
+    *((1, 4096, 1024), (16, 3072, 1024), (448, 1024, 2048), (1024, 4096, 1024), (3584, 96, 2048)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", MODEL, ids=str)
+@torch.no_grad()
+def test_real_sizes_are_accurate_and_repeat(size):
+    M, N, K = size
+    x, weight, bias, add = normal(M, K), normal(N, K, seed=1), normal(N, seed=2), normal(M, N, seed=3)
+    first, second = (linear(x, weight, bias, add, rms_norm(K), backend="auto") for _ in range(2))
+    assert torch.equal(first, second)
+    wanted = exact(x, weight, bias, add, rms_norm(K))
+    assert relative_error(first, wanted) < SINGLE
+    positive = exact(x.abs(), weight.abs())  # sums that grow, where every cut-off bit has the same sign
+    twin = relative_error(F.linear(x.abs(), weight.abs()), positive)
+    assert relative_error(linear(x.abs(), weight.abs(), backend="triton"), positive) < max(SINGLE, 2 * twin)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["vssm", "ssm", "rnn", "vrnn", "transformer", "tvae"])
+def test_generation_is_the_same_without(kind, monkeypatch):
+    model = small_model(kind, width=64).to("cuda")
+    asked = []
+
+    def count(*arguments):
+        asked.append(dispatch.choose_fused(*arguments))
+        return asked[-1]
+
+    monkeypatch.setattr(module, "choose_fused", count)
+    given = generate(model, num=3, length=9, seed=1, graphs=False)
+    assert any(asked)
+    monkeypatch.setattr(module, "choose_fused", lambda *_: False)
+    wanted = generate(model, num=3, length=9, seed=1, graphs=False)
+    assert relative_error(given.x, wanted.x) < 1e-4
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_gru_cell_is_that_of_pytorch():
+    block = GRUBlock(small_model("rnn", width=64).config).to("cuda")
+    x, h = normal(3, 1, 64), normal(3, 64, seed=1)
+    given, _ = block(x, None)
+    with torch.enable_grad():
+        wanted, _ = block(x, None)
+    assert relative_error(given, wanted) < SINGLE
+    weights = [getattr(block.gru, f"{name}_l0") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+    cell = torch.gru_cell(block.norm(x[:, 0]), h, *weights)
+    assert relative_error(block._cell(x, h), cell) < SINGLE

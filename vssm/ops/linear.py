@@ -1,0 +1,97 @@
+"""The matrix product of a layer, for generation: as accurate as float32, at the speed of tensor cores.
+
+    y = norm(x) weight^T + bias + add          norm(x) = x scale (mean_k x_k^2 + eps)^(-1/2), or x
+
+Shapes: x (..., K); weight (N, K); bias (N,); add, y (..., N); scale (K,).
+
+On a GPU a float32 product runs on the units for single numbers, and one of few rows does not even fill these.
+`vssm.ops.linear_triton` has kernels for both. They have no gradients: with gradients, under autocast or
+`torch.compile`, and everywhere but on a GPU, PyTorch's own product runs.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vssm.ops.dispatch import choose_fused, needs_operator, product_dtype
+
+__all__ = ["Linear", "linear"]
+
+_DIVISOR = 32  # of K, in the kernels
+
+
+class Linear(nn.Linear):
+    """Creates an `nn.Linear`, same parameters and same numbers, that is fast when it generates on a GPU.
+
+    Example:
+        >>> layer = Linear(3, 2)
+        >>> x, y = torch.ones(4, 3), torch.ones(4, 2)
+        >>> torch.equal(layer(x, add=y), F.linear(x, layer.weight, layer.bias) + y)
+        True
+    """
+
+    def forward(self, x: Tensor, add: Tensor | None = None, norm: nn.Module | None = None) -> Tensor:
+        """Maps x (..., K) to (..., N), normed before by `norm`, and adds `add` (..., N)."""
+        return linear(x, self.weight, self.bias, add, norm)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    norm: nn.Module | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Multiplies the rows of x by a weight, as `torch.nn.functional.linear` does.
+
+    Arguments:
+        x: The input, (..., K).
+        weight: The weight, (N, K).
+        bias: Added to every row, (N,).
+        add: Added to the result, (..., N).
+        norm: Applied to x before, (..., K) to (..., K); an RMSNorm of few rows takes no kernel of its own.
+        backend: "auto", "reference" or "triton"; "auto" takes the kernel for float32 on CUDA where no
+            gradient is asked for and PyTorch is not allowed to be less accurate (`fp32_precision`).
+
+    Returns:
+        The product, (..., N).
+
+    Example:
+        >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 4.0], [5.0, 6.0]]), torch.tensor([0.5, 0.0]))
+        tensor([11.5000, 17.0000])
+    """
+    if norm is not None and not (isinstance(norm, nn.RMSNorm) and norm.weight.shape == x.shape[-1:]):
+        x, norm = norm(x), None
+    skip = backend == "auto" and not x.is_cuda  # a step-by-step loop feels each of these questions
+    if skip or not choose_fused(backend, x.device, x.dtype, _refusal(x, weight, bias, add, norm)):
+        y = F.linear(x if norm is None else norm(x), weight, bias)
+        return y if add is None else add + y
+    from vssm.ops import linear_triton
+
+    if norm is None:
+        return linear_triton.forward(x, weight, bias, add)
+    assert norm.eps is not None
+    return linear_triton.forward(x, weight, bias, add, norm.weight, norm.eps)
+
+
+def _refusal(
+    x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None, norm: nn.RMSNorm | None
+) -> str | None:
+    """Says why the kernels can not take a product, or None when they can."""
+    tensors = [t for t in (x, weight, bias, add, None if norm is None else norm.weight) if t is not None]
+    if needs_operator(*tensors):
+        return "it has no gradient and is unknown to torch.compile"
+    if any(t.dtype != torch.float32 or t.device != x.device for t in tensors):
+        return "all tensors must be float32 on one device"
+    if product_dtype(x.device) is not None:
+        return "autocast asks for another dtype"
+    if weight.shape[1] % _DIVISOR or x.shape[-1] != weight.shape[1]:
+        return f"weight has {weight.shape[1]} columns; x needs as many, and {_DIVISOR} must divide them"
+    if add is not None and add.shape != (*x.shape[:-1], len(weight)):
+        return f"add has shape {tuple(add.shape)}, not that of the result"
+    if getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee") not in ("ieee", "none"):
+        return "products may be less accurate than float32, which is faster"
+    if x.is_cuda and (torch.version.cuda is None or torch.cuda.get_device_capability(x.device) < (8, 0)):
+        return "it needs an NVIDIA GPU of compute capability 8.0 or more"
+    return None
