@@ -17,6 +17,7 @@ import torch
 from tests.conftest import relative_error, sequences, small_model
 from vssm import objective
 from vssm.distributions import Latents, gumbel_uniform
+from vssm.ops.draw import inverse_cdf
 from vssm.ops.latents import expected_log_prob, sample_and_kl
 from vssm.ops.norm import RMSNorm, rms_norm
 
@@ -98,6 +99,47 @@ def test_draw_matches_float64(shape):
     assert z.dtype == kl.dtype == grad.dtype == torch.float32 and kl.shape == shape[:-2]
     assert shape[-1] == 1 or relative_error(kl, exact_kl) < SINGLE
     assert (grad - exact_grad).norm() <= SINGLE * exact_grad.norm() + 1e-7
+
+
+def assert_selected(logits, noise, z, temperature=1.0):
+    """The noise lies in the interval of its class, but for rounding."""
+    p = (logits.double() / temperature).softmax(-1).expand(*z.shape, -1)
+    upper = p.cumsum(-1).gather(-1, z[..., None])[..., 0]
+    lower = upper - p.gather(-1, z[..., None])[..., 0]
+    assert z.dtype == torch.int64 and z.shape == noise.shape
+    assert (lower - 1e-6 < noise).all() and (noise < upper + 1e-6).all()
+
+
+@kernels
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_hard_draws_lie_in_their_interval(shape, dtype, temperature):
+    logits, noise = 3 * normal(*shape, dtype=dtype), noises(*shape[:-1])
+    z = inverse_cdf(logits, noise, temperature, "triton")
+    assert_selected(logits, noise, z, temperature)
+    wanted = inverse_cdf(logits, noise, temperature, "reference")
+    assert (z != wanted).float().mean() < 1e-2  # only where the noise meets an edge within rounding
+
+
+@kernels
+def test_one_row_of_logits_serves_all_noise():
+    logits, noise = normal(1, 5, 3, 7), noises(4, 5, 3)
+    z = inverse_cdf(logits, noise, backend="triton")
+    assert torch.equal(z, inverse_cdf(logits.expand(4, -1, -1, -1), noise, backend="triton"))
+    assert torch.equal(
+        inverse_cdf(logits[0, 0, 0], noise, backend="triton")[..., 0],
+        inverse_cdf(logits[0, 0, :1], noise[..., :1], backend="triton")[..., 0],
+    )
+    assert_selected(logits, noise, z)
+
+
+@kernels
+def test_hard_draws_of_sure_and_impossible_classes():
+    logits = torch.full((1, 4), -1e30, device=DEVICE)
+    logits[:, 2] = 1e30
+    noise = torch.tensor([2.0**-24, 0.5, 1 - 2.0**-24], device=DEVICE)
+    assert inverse_cdf(logits, noise[:, None], backend="triton").flatten().tolist() == [2, 2, 2]
 
 
 @kernels

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vssm.ops.draw import cumulative, draws_fused, inverse_cdf, select
 from vssm.ops.latents import (
     at_least_float32,
     expected_log_prob,
@@ -95,13 +96,14 @@ class Head:
         assert w.shape[-1] == self.size, f"w has {w.shape[-1]} outputs, head {self.name} needs {self.size}"
         return self.distribution(at_least_float32(w))
 
-    def validate(self, x: Tensor, name: str = "x", values: bool = True) -> None:
+    def validate(self, x: Tensor, name: str = "x", values: bool = True, steps: int = 1) -> None:
         """Raises a ValueError unless x has the shape, dtype and range of this head.
 
         Arguments:
             x: Sequences, (B, T, D) finite floats, or (B, T) integers in [0, D) for tokens.
             name: What the message calls x.
             values: Whether the range is checked too, which waits for the device of x.
+            steps: The fewest steps that are allowed.
         """
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} is a {type(x).__name__}; allowed: a torch tensor")
@@ -109,6 +111,11 @@ class Head:
         if x.dim() != 2 + len(last) or tuple(x.shape[2:]) != last:
             allowed = ", ".join(("batch", "length", *map(str, last)))
             raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: ({allowed})")
+        if not len(x) or x.shape[1] < steps:
+            lacking = "step" if len(x) else "sequence"
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, no {lacking}s; allowed: one {lacking} or more"
+            )
         floating = x.dtype.is_floating_point
         integer = not (floating or x.dtype.is_complex or x.dtype == torch.bool)
         if not (integer if self.tokens else floating):
@@ -235,7 +242,7 @@ class Categorical:
         return self.logits.log_softmax(-1).gather(-1, x.long().unsqueeze(-1)).squeeze(-1)
 
     def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
-        return _inverse_cdf(self.logits / _positive(temperature), noise.squeeze(-1))
+        return inverse_cdf(self.logits, noise.squeeze(-1), _positive(temperature))
 
 
 class LogisticMixture:
@@ -279,7 +286,7 @@ class LogisticMixture:
 
     def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
         choice, u = noise.to(self.loc.dtype).chunk(2, dim=-1)
-        component = _inverse_cdf(self.logits / _positive(temperature), choice).unsqueeze(-1)
+        component = inverse_cdf(self.logits, choice, _positive(temperature)).unsqueeze(-1)
         loc, scale = (torch.take_along_dim(v, component, -1).squeeze(-1) for v in (self.loc, self.scale))
         return self._to_grid(loc + scale * temperature * torch.logit(u))
 
@@ -374,13 +381,13 @@ class Latents:
         Returns:
             Class indices, (..., Z) int64.
         """
-        if temperature == 1:
-            return _select(self._table, noise)
-        return _inverse_cdf(self.logits / _positive(temperature), noise)
+        if temperature != 1 or draws_fused(self.raw, noise):
+            return inverse_cdf(self.raw, noise, _positive(temperature))
+        return select(self._table, noise)
 
     @cached_property
     def _table(self) -> Tensor:
-        return _cumulative(self.logits)
+        return cumulative(self.logits)
 
     def rsample(self, noise: Tensor) -> Tensor:
         """Returns one-hot z by the Gumbel trick, with the gradient of the softmax at temperature 1.
@@ -431,30 +438,3 @@ def _bounded_scale(raw: Tensor, least: float) -> Tensor:
     middle, reach = math.log(least * _MAX_SCALE) / 2, math.log(_MAX_SCALE / least) / 2
     # softsign, since the gradient of tanh or sigmoid is exactly 0 in float32 once they saturate
     return torch.exp(middle + reach * F.softsign(raw / reach))
-
-
-def _inverse_cdf(logits: Tensor, u: Tensor) -> Tensor:
-    """Returns the first class whose cumulative probability exceeds u: (..., N) and (...) -> (...) int64."""
-    return _select(_cumulative(logits), u)
-
-
-def _cumulative(logits: Tensor) -> Tensor:
-    """Returns the cumulative probabilities times 2^30, (..., N) int32."""
-    # Integer sums are exact in any order: on every device a class of probability 0 has an empty interval.
-    # 2^30 is finer than the noise and leaves the total inside int32.
-    return (logits.softmax(-1) * 2**30).int().cumsum(-1, dtype=torch.int32)
-
-
-def _select(table: Tensor, u: Tensor) -> Tensor:
-    total = table[..., -1]
-    target = torch.minimum((u * total).int(), total - 1)
-    shape = target.shape
-    while table.dim() > 1 and table.shape[0] == 1:
-        table = table[0]
-    if table.shape[:-1] != shape[len(shape) - table.dim() + 1 :]:
-        table = table.expand(*shape, -1)
-    # One row of the table serves all leading dimensions of the noise, moved last for `searchsorted`.
-    leading, trailing = shape[: len(shape) - table.dim() + 1], table.shape[:-1]
-    values = target.reshape(math.prod(leading), *trailing).movedim(0, -1).contiguous()
-    index = torch.searchsorted(table.contiguous(), values, right=True)
-    return index.movedim(-1, 0).reshape(shape)

@@ -1,0 +1,99 @@
+"""Hard draws of categoricals by inverse CDF, a function of uniform noise.
+
+    c_n = sum_{m <= n} floor(2^30 p_m),  p = softmax(v / temperature)          z = #{n: c_n <= floor(u c_N)}
+
+| symbol | code | shape |
+| --- | --- | --- |
+| v | `logits` | (..., N) |
+| c | `cumulative` | (..., N) int32 |
+| u | `noise` | (...), inside (0, 1) |
+| z | result | (...) int64 |
+
+Integer sums are exact in any order: on every device a class of probability 0 has an empty interval. 2^30 is
+finer than the noise and leaves the total inside int32. Logits of batch 1, or with fewer leading dimensions,
+serve a whole batch of noise without being copied.
+
+On a GPU one kernel of `vssm.ops.draw_triton` reads each row of logits once and keeps nothing in between.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from vssm.ops.dispatch import choose_fused, needs_operator
+from vssm.ops.latents import at_least_float32
+
+__all__ = ["cumulative", "draws_fused", "inverse_cdf", "select"]
+
+MAX_CLASSES = 1024
+"""The kernel holds all classes of a row in registers."""
+
+
+def inverse_cdf(logits: Tensor, noise: Tensor, temperature: float = 1.0, backend: str = "auto") -> Tensor:
+    """Returns the first class whose cumulative probability exceeds the noise.
+
+    Arguments:
+        logits: Finite, (..., N).
+        noise: Uniform numbers inside (0, 1), (...).
+        temperature: Divides the logits.
+        backend: "auto", "reference" or "triton".
+
+    Returns:
+        Class indices, (...) int64.
+
+    Example:
+        >>> inverse_cdf(torch.zeros(4), torch.tensor([0.1, 0.3, 0.6, 0.9]))
+        tensor([0, 1, 2, 3])
+    """
+    if draws_fused(logits, noise, backend):
+        from vssm.ops import draw_triton
+
+        return draw_triton.inverse_cdf(logits, noise, temperature)
+    return select(cumulative(at_least_float32(logits) / temperature), noise)
+
+
+def draws_fused(logits: Tensor, noise: Tensor, backend: str = "auto") -> bool:
+    """Says whether the kernel draws; if not, a table of `cumulative` serves more than one draw."""
+    return choose_fused(backend, logits.device, logits.dtype, _refusal(logits, noise))
+
+
+def _refusal(logits: Tensor, noise: Tensor) -> str | None:
+    """Says why the kernel can not take the inputs, None if it can."""
+    rows = _rows(logits)
+    if rows != noise.shape[noise.dim() - len(rows) :]:
+        return f"logits of shape {tuple(logits.shape)} do not repeat over noise of shape {tuple(noise.shape)}"
+    if noise.device != logits.device or noise.dtype != torch.float32:
+        return f"noise is {noise.dtype} on {noise.device}, not float32 on {logits.device}"
+    if not 1 <= logits.shape[-1] <= MAX_CLASSES:
+        return f"there are {logits.shape[-1]} classes, not 1 to {MAX_CLASSES}"
+    if needs_operator(logits):
+        return "it has no gradient and is unknown to torch.compile"
+    return None
+
+
+def _rows(logits: Tensor) -> torch.Size:
+    """Returns the leading dimensions of logits from the first on that is not 1."""
+    shape = logits.shape[:-1]
+    return shape[next((i for i, size in enumerate(shape) if size != 1), len(shape)) :]
+
+
+def cumulative(logits: Tensor) -> Tensor:
+    """Returns the cumulative probabilities times 2^30, (..., N) int32."""
+    return (logits.softmax(-1) * 2**30).int().cumsum(-1, dtype=torch.int32)
+
+
+def select(table: Tensor, noise: Tensor) -> Tensor:
+    """Returns the classes, (...) int64, that the noise selects in a table of `cumulative`."""
+    total = table[..., -1]
+    target = torch.minimum((noise * total).int(), total - 1)
+    shape = target.shape
+    while table.dim() > 1 and table.shape[0] == 1:
+        table = table[0]
+    if table.shape[:-1] != shape[len(shape) - table.dim() + 1 :]:
+        table = table.expand(*shape, -1)
+    # One row of the table serves all leading dimensions of the noise, moved last for `searchsorted`.
+    leading, trailing = shape[: len(shape) - table.dim() + 1], table.shape[:-1]
+    values = target.reshape(math.prod(leading), *trailing).movedim(0, -1).contiguous()
+    index = torch.searchsorted(table.contiguous(), values, right=True)
+    return index.movedim(-1, 0).reshape(shape)
