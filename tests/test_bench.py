@@ -339,6 +339,34 @@ def test_table1_metrics_and_picture(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_vssm_with_levels_is_timed_under_its_own_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("vssm.bench.train._WINDOWS", 1)
+    monkeypatch.setattr("vssm.bench.train._WARM", 1)
+    options = {"kinds": ["vssm"], "levels": [2], **TINY}
+    trained = bench.main_train(tmp_path / "train.json", batch=2, steps=1, peers=False, **options)["metrics"]
+    assert trained["vssm_l2_tokens_per_second"] > 0
+    assert trained["vssm_l2_parameters"] != trained["vssm_parameters"]
+    generated = bench.main_generate(lengths=[4], batches=[1], repeats=1, peers=False, **options)["metrics"]
+    ways = ("ms", "prompted_ms", "chunk1_ms")
+    assert set(generated) == {f"{name}_{way}_b1_t4" for name in ("vssm", "vssm_l2") for way in ways}
+    table1 = bench.main_table1(lengths=[2, 4, 8], repeats=1, **options)
+    assert {"vssm_l2_train_exponent", "vssm_l2_sample_exponent"} <= set(table1["metrics"])
+    assert " --levels 2" in table1["command"]
+    assert len(re.findall(r"^ *vssm_l2 ", capsys.readouterr().out, re.MULTILINE)) == 5
+
+
+def test_levels_that_do_not_fit_are_named_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for what in ("train", "generate", "table1"):
+        with pytest.raises(SystemExit) as stop:
+            main(["bench", what, "--levels", "5", "--out", "speed.json"])
+        message = "vssm: latents=32 is not divisible by levels=5; allowed: a multiple of 5\n"
+        assert stop.value.code == 2 and capsys.readouterr().err == message
+    with pytest.raises(ValueError, match="levels=0 is not allowed; allowed: whole numbers >= 1"):
+        bench.main_table1(levels=[0], **TINY)
+    assert not list(tmp_path.iterdir())
+
+
 def test_exponent_is_of_the_upper_half():
     points = [(2**k, 1.0) for k in range(4)] + [(2**k, 3e-3 * 2.0 ** (2 * k)) for k in range(4, 8)]
     assert exponent(points) == pytest.approx(2.0, rel=1e-9)

@@ -144,6 +144,24 @@ def test_bad_generate_options(run_folder, tmp_path, monkeypatch, capsys):
     assert "text" in fails(capsys, "generate", run_folder, "--out", "x.txt")
 
 
+def test_bad_prompt_files_are_named_from_a_folder_and_from_a_server(
+    run_folder, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.npy").write_bytes(b"\x80\x04\x95pickle")
+    (tmp_path / "none.npy").write_bytes(b"")
+    np.save("words.npy", np.array(["a", "b"]))
+    with open("zip.npy", "wb") as file:  # noqa: PTH123
+        np.savez(file, x=np.zeros(3))
+    for name in ("bad", "none", "words", "zip"):
+        lines = {fails(capsys, "generate", f, "--prompt", f"{name}.npy") for f in (run_folder, "http://x:1")}
+        assert lines == {
+            f"vssm: prompt='{name}.npy' is damaged or holds no numbers; allowed: a .npy file of numbers\n"
+        }
+    lines = {fails(capsys, "generate", f, "--prompt", "lost.npy") for f in (run_folder, "http://x:1")}
+    assert lines == {"vssm: No such file or directory: lost.npy\n"}
+
+
 def test_run_folder_that_exists_is_left_alone(run_folder, capsys):
     before = Path(run_folder, "meta.json").read_bytes()
     message = fails(capsys, "train", "digits", "--smoke", "--out", run_folder)

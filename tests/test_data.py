@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 
 from vssm.data import (
     NAMES,
+    ArraysConfig,
     DataConfig,
     Meta,
     SeriesConfig,
@@ -90,14 +91,19 @@ def test_config_survives_json_and_the_command_line():
     fields = json.loads(json.dumps(dataclasses.asdict(config)))
     nested = {
         key: cls(**fields.pop(key))
-        for key, cls in (("series", SeriesConfig), ("text", TextConfig), ("synthetic", SyntheticConfig))
+        for key, cls in (
+            ("series", SeriesConfig),
+            ("text", TextConfig),
+            ("arrays", ArraysConfig),
+            ("synthetic", SyntheticConfig),
+        )
     }
     assert DataConfig(**fields, **nested) == config
     arguments = "--name series --seed 3 --series.path a.csv --series.columns x 1 --series.fill zero"
     assert tyro.cli(DataConfig, args=arguments.split()) == config
 
 
-@pytest.mark.parametrize("cls", [DataConfig, SeriesConfig, TextConfig, SyntheticConfig])
+@pytest.mark.parametrize("cls", [DataConfig, SeriesConfig, TextConfig, ArraysConfig, SyntheticConfig])
 def test_config_fields_are_documented(cls, capsys):
     with pytest.raises(SystemExit):
         tyro.cli(cls, args=["--help"])

@@ -309,9 +309,16 @@ def test_validate_finds_numbers_that_are_not_finite(value):
         make_head("gaussian", 3).validate(x)
 
 
-def test_validate_accepts_empty_sequences():
-    make_head("gaussian", 3).validate(torch.zeros(2, 0, 3))
-    make_head("categorical", 3).validate(torch.zeros(2, 0, dtype=torch.int32))
+def test_validate_accepts_empty_sequences_where_told():
+    for head, x in (
+        ("gaussian", torch.zeros(2, 0, 3)),
+        ("categorical", torch.zeros(2, 0, dtype=torch.int32)),
+    ):
+        make_head(head, 3).validate(x, steps=0)
+        with pytest.raises(ValueError, match=r"x has shape \(2, 0.*\), no steps; allowed: one step or more"):
+            make_head(head, 3).validate(x)
+        with pytest.raises(ValueError, match=r"x has shape \(0, 0.*\), no sequences; allowed: one sequence"):
+            make_head(head, 3).validate(x[:0], steps=0)
 
 
 def test_latents_match_torch():

@@ -413,7 +413,7 @@ def test_bad_states_are_named():
         observe(model, x[:1], observe(model, x))
     with pytest.raises(ValueError, match="state is on meta; allowed: cpu"):
         generate(model, length=2, state=out.state.to("meta"))
-    with pytest.raises(ValueError, match="x has no steps"):
+    with pytest.raises(ValueError, match="no steps; allowed: one step or more"):
         observe(model, x[:, :0])
     with pytest.raises(ValueError, match="can not use a state"):
         ssm = small_model("ssm")

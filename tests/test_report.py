@@ -315,8 +315,42 @@ def test_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
 def test_nothing_to_report(tmp_path):
     with pytest.raises(ValueError, match="run_folders is empty and results_folder is None"):
         report([], out=tmp_path / "report.html")
-    page = read(report([tmp_path / "lost"], tmp_path / "gone", tmp_path / "report.html"))
-    assert {"lost is no folder", "gone is no folder"} <= set(page.text["li"])
+    run, out = make_run(tmp_path / "mine"), tmp_path / "made" / "report.html"
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "no.json").write_text('{"metrics": {}}')
+    for name, what in (("lost", "is no folder"), ("bare", "holds no run"), ("odd", "holds no run")):
+        with pytest.raises(
+            ValueError, match=f"run_folders has '.*{name}', which {what}; allowed: run folders"
+        ):
+            report([run, tmp_path / name], out=out)
+    for name, what in (("gone", "is no folder"), ("bare", "holds no result"), ("odd", "holds no result")):
+        with pytest.raises(ValueError, match=f"results_folder='.*{name}' {what}.*; allowed: a folder of res"):
+            report([run], tmp_path / name, out)
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "run_folders has 'nowhere', which is no folder; allowed: run folders of vssm train"),
+        (["."], "run_folders has '.', which holds no run; allowed: run folders of vssm train"),
+        (["--results", "."], "results_folder='.' holds no result with metrics; allowed: a folder of result"),
+        (["--results", ".", "--page", "r.md"], "results='.' holds no results; allowed: a folder of result"),
+        (["--results", "gone", "--page", "r.md"], "results='gone' is no folder; allowed: a folder of result"),
+        (["nowhere", "--page", "r.md"], "run_folders are for the HTML page, not for page; allowed: results"),
+    ],
+)
+def test_command_without_anything_to_report(arguments, message, tmp_path, monkeypatch, capsys):
+    from vssm.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["report", *arguments])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"vssm: {message}") and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("log", [False, True])

@@ -58,7 +58,7 @@ def test_quality_has_a_section_by_data_set(tmp_path):
 
 
 def test_no_section_without_files(tmp_path):
-    (tmp_path / "results" / "quality").mkdir(parents=True)
+    make_result(tmp_path / "results", "speed", {"ms": 1.0})
     page = write_page(tmp_path / "results", tmp_path / "results.md")
     assert "Better than the paper" not in page.read_text()
 

@@ -25,6 +25,7 @@ from vssm.config import RunConfig, check_choice
 from vssm.data import Data, open_data
 from vssm.likelihoods import estimates, reconstruct
 from vssm.models import Autoregressive, Model, Variational
+from vssm.objectives import real_steps
 from vssm.ops import choose_backend
 from vssm.quality import Progress, Work, generation_times, image_quality, passes_at_once, spread
 from vssm.quality import dials as dials_of
@@ -130,23 +131,29 @@ def _reconstruction(work: Work, index: np.ndarray) -> dict[str, float]:
     def add(name: str, value: Tensor) -> None:
         sums[name] = sums.get(name, 0) + value.double()
 
-    for first, x in work.batches("reconstruction", index):
-        p_x, q_z, p_z = reconstruct(model, x, seed=first)
+    for first, x, lengths in work.batches("reconstruction", index):
+        p_x, q_z, p_z = reconstruct(model, x, first, lengths)
+        real = (x.new_ones(x.shape[:2]) if lengths is None else real_steps(x, lengths)).float()
         if not model.head.tokens:
-            add("mse", (x - p_x.mean).square().mean((1, 2)).sum())
+            error = (x - p_x.mean).square().mean(2) * real
+            add("mse", (error.sum(1) / real.sum(1)).sum())
         if q_z is not None and p_z is not None:
-            add("reconstruction", p_x.log_prob(x).sum())
-            add("kl", (q_z.probs * (q_z.log_probs - p_z.log_probs)).sum((0, -1)))  # (T, Z)
-            add("aggregate", q_z.probs.sum(0))  # (T, Z, N)
-    means = {name: total / len(index) for name, total in sums.items()}
-    metrics = {name: float(means[name]) for name in ("mse", "reconstruction") if name in means}
-    if "kl" not in means:
+            add("reconstruction", (p_x.log_prob(x) * real).sum())
+            kl = (q_z.probs * (q_z.log_probs - p_z.log_probs)).sum(-1)
+            add("kl", (kl * real[..., None]).sum(0))  # (T, Z)
+            add("aggregate", (q_z.probs * real[..., None, None]).sum(0))  # (T, Z, N)
+            add("there", real.sum(0))  # (T,)
+    metrics = {name: float(sums[name]) / len(index) for name in ("mse", "reconstruction") if name in sums}
+    if "kl" not in sums:
         return metrics
-    entropy = -torch.special.xlogy(means["aggregate"], means["aggregate"]).sum(-1)
-    metrics["kl"] = float(means["kl"].sum())
+    some = sums["there"] > 0  # a component is judged by the sequences that have its step
+    there = sums["there"][some, None]
+    aggregate = sums["aggregate"][some] / there[..., None]
+    entropy = -torch.special.xlogy(aggregate, aggregate).sum(-1)
+    metrics["kl"] = float(sums["kl"].sum()) / len(index)
     metrics["elbo"] = metrics["reconstruction"] - metrics["kl"]
-    metrics["components"] = means["kl"].numel()
-    metrics["active_components"] = int((means["kl"] > _ACTIVE).sum())
+    metrics["components"] = entropy.numel()
+    metrics["active_components"] = int((sums["kl"][some] / there > _ACTIVE).sum())
     metrics["code_perplexity"] = float(entropy.exp().mean())
     if isinstance(model, Variational):  # the prior of a vrnn is not uniform
         metrics["aggregate_kl"] = float((math.log(model.config.classes) - entropy).sum())
@@ -161,14 +168,19 @@ def _likelihoods(work: Work, index: np.ndarray, num_samples: int) -> dict[str, f
         cases["log_likelihood_empty_prior"] = (0, "partial")
     if work.cut:
         cases["partial_log_likelihood"] = (work.cut, "partial")
-    totals = dict.fromkeys(cases, 0.0)
-    for first, x in work.batches("likelihoods", index):
+    totals, nums = dict.fromkeys(cases, 0.0), dict.fromkeys(cases, 0)
+    for first, x, lengths in work.batches("likelihoods", index):
         model.head.validate(x)
-        found = estimates(model, x, num_samples, list(cases.values()), first, work.batch)
-        for name, nats in zip(cases, found, strict=True):
-            totals[name] += float(nats.double().sum())
-    metrics = {name: total / len(index) for name, total in totals.items()}
-    bits = -metrics["log_likelihood"] / math.log(2) / work.length
+        real = None if lengths is None else real_steps(x, lengths)
+        found = estimates(model, x, num_samples, list(cases.values()), first, work.batch, real)
+        for (name, (cut, _)), nats in zip(cases.items(), found, strict=True):
+            scored = nats if lengths is None else nats[lengths > cut]  # else nothing follows the cut
+            totals[name] += float(scored.double().sum())
+            nums[name] += len(scored)
+    metrics = {name: total / nums[name] for name, total in totals.items() if nums[name]}
+    lengths = work.split.real(index)
+    steps = work.length if lengths is None else float(lengths.double().mean())
+    bits = -metrics["log_likelihood"] / math.log(2) / steps
     if model.config.head == "categorical":
         metrics["bits_per_char"] = bits
     elif model.config.head == "logistic-mixture":

@@ -216,8 +216,8 @@ class Forecaster:
         x = x[None] if single else x
         if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != num or not len(x):
             raise ValueError(
-                f"history has shape {shape}; allowed: (steps, {num}) or (series, steps, {num}), the columns"
-                f" {', '.join(self.columns)}"
+                f"history has shape {shape}; allowed: (steps, {num}) or (series, steps, {num}), one step and"
+                f" one series or more, of the columns {', '.join(self.columns)}"
             )
         if times is not None and len(times) != x.shape[1]:
             raise ValueError(f"times has {len(times)} dates; allowed: {x.shape[1]}, the steps of history")

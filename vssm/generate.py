@@ -89,7 +89,7 @@ def generate(
     _check_options(model, length, chunk, recondition, passes, temperature, observe, cache, state)
     device = next(model.parameters()).device
     if prompt is not None:
-        prompt = _check_sequence(model, prompt, "prompt", device)
+        prompt = _check_sequence(model, prompt, "prompt", device, steps=0)
     if state is not None:
         _check_state(model, state, device)
     num = _check_num(num, prompt, state)
@@ -138,8 +138,6 @@ def observe(
     """
     device = next(model.parameters()).device
     x = _check_sequence(model, x, "x", device)
-    if x.shape[1] == 0:
-        raise ValueError("x has no steps; allowed: (batch, length, ...) with length >= 1")
     if state is not None:
         _check_state(model, state, device)
         if state.batch != len(x):
@@ -230,11 +228,11 @@ def _check_options(
         )
 
 
-def _check_sequence(model: Model, x: Tensor, name: str, device: torch.device) -> Tensor:
-    model.head.validate(x, name=name, values=False)
+def _check_sequence(model: Model, x: Tensor, name: str, device: torch.device, steps: int = 1) -> Tensor:
+    model.head.validate(x, name=name, values=False, steps=steps)
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}; allowed: {device}, the device of the model")
-    model.head.validate(x, name=name)
+    model.head.validate(x, name=name, steps=steps)
     return x if model.head.tokens else x.to(next(model.parameters()).dtype)
 
 
@@ -261,6 +259,6 @@ def _check_num(num: int | None, prompt: Tensor | None, state: State | None) -> i
         given["state"] = state.batch
     total = num or max(given.values(), default=1)
     for name, batch in given.items():
-        if batch not in (1, total):
-            raise ValueError(f"{name} has {batch} rows; allowed: 1 or {total}")
+        if batch not in (1, total) or not batch:
+            raise ValueError(f"{name} has {batch} rows; allowed: 1 or {total or 'more'}")
     return total

@@ -209,8 +209,13 @@ def _vrnn_weights(
     return weigh
 
 
-def reconstruct(model: Model, x: Tensor, seed: int) -> tuple[Observation, Latents | None, Latents | None]:
-    """Returns p(x|z) for one draw of z, with the posterior and the prior of z; p(x) without latents."""
+def reconstruct(
+    model: Model, x: Tensor, seed: int, lengths: Tensor | None = None
+) -> tuple[Observation, Latents | None, Latents | None]:
+    """Returns p(x|z) for one draw of z, with the posterior and the prior of z; p(x) without latents.
+
+    Of sequences with `lengths`, (B,), only what is said of their real steps means something.
+    """
     if isinstance(model, Autoregressive):
         return model(x)[0], None, None
     u = _draws(model, x, seed, range(1))[0]
@@ -218,7 +223,8 @@ def reconstruct(model: Model, x: Tensor, seed: int) -> tuple[Observation, Latent
         path = model(x, draw=lambda t, q_z: q_z.sample(u[:, t : t + 1]))
         return path.p_x, path.q_z, path.p_z
     if isinstance(model, Ladder):
-        path = _climb(model, model.task(x, torch.zeros(len(x), dtype=torch.int64, device=x.device)), u)
+        none = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        path = _climb(model, model.task(x, none, lengths), u)
         return path.p_x, path.q_z, path.p_z
     q_z, _ = model.posterior(x)
     return model.likelihood(q_z.sample(u))[0], q_z, Latents(q_z.logits.new_zeros(q_z.logits.shape[-1:]))

@@ -128,10 +128,11 @@ class Work:
             yield range(first, min(first + self.batch, num))
         self.progress(stage, num, num)
 
-    def batches(self, stage: str, index: np.ndarray) -> Iterator[tuple[int, Tensor]]:
-        """Yields the sequences at `index`, each batch with the position of its first."""
+    def batches(self, stage: str, index: np.ndarray) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """Yields the sequences at `index`: the position of the first of a batch, x, and lengths if any."""
         for rows in self.ranges(stage, len(index)):
-            yield rows.start, self.split.batch(index[rows.start : rows.stop], self.device)
+            own = index[rows.start : rows.stop]
+            yield rows.start, self.split.batch(own, self.device), self.split.real(own, self.device)
 
 
 def generation_times(work: Work, repeats: int, curves: bool = False) -> dict[str, float]:

@@ -88,7 +88,7 @@ def generate_ragged(
         True
     """
     x, lengths = pad(prompts)
-    model.head.validate(x, name="prompts")
+    model.head.validate(x, name="prompts", steps=0)
     if (
         isinstance(model, Variational)
         and not states

@@ -1,7 +1,8 @@
 """One self-contained HTML page about runs and results: it reads files and formats them, it computes nothing.
 
 Of a run folder it reads config.json, meta.json, log.jsonl, eval.json and samples.png; of a results folder
-every JSON file. Whatever is missing or damaged is named on the page. All that comes from a file is escaped,
+every JSON file. Whatever of them is missing or damaged is named on the page; a folder that holds no run, or
+no results, is a mistake. All that comes from a file is escaped,
 and the page may load nothing and run nothing.
 """
 
@@ -114,7 +115,7 @@ def report(
     """Writes one HTML page about runs and results.
 
     Arguments:
-        run_folders: Run folders to show and to compare.
+        run_folders: Run folders to show and to compare; each holds one file of a run at least.
         results_folder: A folder of result files, subfolders included.
         out: Where the page goes; its folder is made if it does not exist.
 
@@ -124,8 +125,9 @@ def report(
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     page = report([f"{folder}/lost"], out=f"{folder}/report.html")
-        ...     "lost is no folder" in page.read_text()
+        ...     _ = Path(folder, "log.jsonl").write_text("")
+        ...     page = report([folder], out=f"{folder}/report.html")
+        ...     "config.json is missing" in page.read_text()
         True
     """
     folders, files = [Path(folder) for folder in run_folders], _Files()
@@ -134,10 +136,9 @@ def report(
     runs: dict[str, _Run] = {}
     for folder in folders:
         run = _read_run(folder, files)
-        if run is not None:
-            while run.name in runs:
-                run.name += "′"
-            runs[run.name] = run
+        while run.name in runs:
+            run.name += "′"
+        runs[run.name] = run
     results = {} if results_folder is None else _read_results(Path(results_folder), files)
     sections = {"Comparison": _comparison(runs)} if len(runs) > 1 else {}
     sections |= {f"Run {name}": _run(run) for name, run in runs.items()}
@@ -150,11 +151,11 @@ def report(
     return out
 
 
-def _read_run(folder: Path, files: _Files) -> _Run | None:
+def _read_run(folder: Path, files: _Files) -> _Run:
     name = folder.resolve().name
-    if not folder.is_dir():
-        files.notices.append(f"{name} is no folder")
-        return None
+    if not any((folder / file).is_file() for file in ("config.json", "log.jsonl", "eval.json")):
+        what = "holds no run" if folder.is_dir() else "is no folder"
+        raise ValueError(f"run_folders has {str(folder)!r}, which {what}; allowed: run folders of vssm train")
     return _Run(
         name,
         files.json(folder / "config.json", f"{name}/config.json"),
@@ -168,8 +169,6 @@ def _read_run(folder: Path, files: _Files) -> _Run | None:
 def _read_results(folder: Path, files: _Files) -> dict[str, dict[str, dict[str, Any]]]:
     """Returns the results by subfolder, or by file where they lie in the folder itself."""
     top = folder.resolve().name
-    if not folder.is_dir():
-        files.notices.append(f"{top} is no folder")
     groups: dict[str, dict[str, dict[str, Any]]] = {}
     for path in sorted(folder.rglob("*.json")):
         place = path.relative_to(folder)
@@ -179,6 +178,9 @@ def _read_results(folder: Path, files: _Files) -> dict[str, dict[str, dict[str, 
             groups.setdefault(group, {})[place.stem] = values
         elif values:
             files.notices.append(f"{top}/{place.as_posix()} has no metrics")
+    if not groups:
+        what = "holds no result with metrics" if folder.is_dir() else "is no folder"
+        raise ValueError(f"results_folder={str(folder)!r} {what}; allowed: a folder of result files")
     return groups
 
 

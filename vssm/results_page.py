@@ -48,8 +48,9 @@ def write_page(results: str | Path, page: str | Path) -> Path:
         `page`.
     """
     results, page = Path(results), Path(page)
-    if not results.is_dir():
-        raise ValueError(f"results={str(results)!r} is no folder; allowed: a folder of result files")
+    if not [*results.glob("*.json"), *results.glob("*/*.json")]:
+        what = "holds no results" if results.is_dir() else "is no folder"
+        raise ValueError(f"results={str(results)!r} {what}; allowed: a folder of result files")
     text = _page(results)
     pictures = page.parent / "pictures"
     pictures.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,8 @@ The loop never waits for a CUDA device: loss terms are summed there and read at 
 step on a run of one process replays a CUDA graph. A step whose terms or gradient are not finite changes
 nothing and is counted; ten in a row stop the run.
 
+Sequences of different lengths are padded; what is logged and clipped per value counts the real ones.
+
 Legend: s steps done; x (B, T, D) or tokens (B, T); terms per sequence, in nats.
 """
 
@@ -125,7 +127,7 @@ class _Training:
                 f"batch={options.batch} is not allowed; allowed: 1 to {len(data.train)}, the training set"
             )
         # Gradients are clipped and logged per value of x; those of whole sequences are in the thousands.
-        self.values = data.train.x[0].numel()
+        self.values = data.train.x[0].numel() * data.train.filled
         self.steps_per_epoch = len(data.train) // options.batch
         self.total = min(options.epochs * self.steps_per_epoch, options.max_steps or 10**18)
         self.validation_steps = max(1, round(options.validate_every * self.steps_per_epoch))
@@ -248,10 +250,10 @@ class _Training:
     def _update(self) -> Tensor:
         """Does all of a step that happens on the device."""
         options, world = self.options, self.world
-        x = self.train_split.batch(self.index.to(self.train_split.x.device), world.device)
+        x, lengths = _batch(self.train_split, self.index, world.device)
         with self._autocast():
-            warming = () if self.kl_weight is None else (None, self.kl_weight)
-            terms = self.parallel(objective, x, self.generator, (world.rank, world.size), *warming)
+            rest = () if self.kl_weight is None and lengths is None else (lengths, self.kl_weight)
+            terms = self.parallel(objective, x, self.generator, (world.rank, world.size), *rest)
         self.optimizer.zero_grad()
         terms.loss.mean().backward()
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), (options.clip or math.inf) * self.values)
@@ -274,7 +276,7 @@ class _Training:
         """Reads the terms from the device, and does what is due: log, validation, checkpoint."""
         means, skipped, streak = self.tally.fetch()
         now = time.monotonic()
-        tokens = steps * self.options.batch * self.meta.length
+        tokens = steps * self.options.batch * self.meta.length * self.train_split.filled
         line = {
             **means,
             "learning_rate": learning_rate(self.options, self.step, self.total),
@@ -337,9 +339,10 @@ class _Training:
     def _score(self) -> Tensor:
         """Returns the terms of the sequences at `valid_index`, stacked."""
         world = self.world
-        x = self.valid_split.batch(self.valid_index.to(self.valid_split.x.device), world.device)
+        x, lengths = _batch(self.valid_split, self.valid_index, world.device)
         with self._autocast():
-            return torch.stack(self.call(objective, x, self.generator, (world.rank, world.size)))
+            rest = () if lengths is None else (lengths,)
+            return torch.stack(self.call(objective, x, self.generator, (world.rank, world.size), *rest))
 
     def _draw(self) -> None:
         """Replaces the pictures; a machine for training may lack what draws them."""
@@ -490,6 +493,12 @@ def _check_values(head: Head, split: Split, name: str) -> None:
             raise ValueError(
                 f"head={head.name!r} is for values in [0, 1], {name} has others; allowed: 'auto'"
             )
+
+
+def _batch(split: Split, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Returns the sequences at `index`, and their lengths where they differ."""
+    index = index.to(split.x.device)
+    return split.batch(index, device), split.real(index, device)
 
 
 def _place(split: Split, device: torch.device) -> Split:

@@ -5,6 +5,7 @@
 | `<kind>_ms_...`          | T steps from nothing; one shot for vssm and tvae, with caches for the others |
 | `<kind>_prompted_ms_...` | the second half of T steps after the first                                   |
 | `<kind>_chunk<W>_ms_...` | T steps in four chunks (vssm and tvae)                                       |
+| `vssm_l<L>_...`          | the same of a vssm with L levels of latents                                  |
 
 Beside them `transformers_gpt2_ms_...` and `transformers_mamba_ms_...`: models of transformers of the same
 width and depth, step by step with their own caches, at batch 1 and up to 256 steps.
@@ -28,7 +29,7 @@ import torch
 from vssm.bench.peers import PEERS, Peer, absence, remark
 from vssm.bench.plot import check_plot, plot_result
 from vssm.bench.record import Record, number, table, typed
-from vssm.bench.timing import Stopwatch, check_kinds, check_whole, open_device
+from vssm.bench.timing import Stopwatch, check_whole, open_device, options_of
 from vssm.config import KINDS, ModelConfig
 from vssm.generate import generate
 from vssm.models import Model, build
@@ -44,6 +45,7 @@ def main_generate(
     *,
     device: str = "auto",
     kinds: Sequence[str] | None = None,
+    levels: Sequence[int] = (),
     batches: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
     width: int | None = None,
@@ -60,6 +62,7 @@ def main_generate(
         out: The JSON file, written after every number; a run that was stopped goes on from it.
         device: "auto", "cpu", "cuda" or "cuda:N".
         kinds: The models; all six if not given.
+        levels: Adds the vssm with so many levels of latents, each under the name vssm_l<L>.
         batches: Numbers of sequences; 1, 16, 128, 1024 on CUDA, 1, 16 on a CPU.
         lengths: Numbers of steps, T; 28, 256, 1024, 4096 on CUDA, 28, 256 on a CPU.
         width: Width of the models; 1024 on CUDA, 256 on a CPU.
@@ -78,7 +81,7 @@ def main_generate(
     batches = ((1, 16, 128, 1024) if cuda else (1, 16)) if batches is None else batches
     lengths = ((28, 256, 1024, 4096) if cuda else (28, 256)) if lengths is None else lengths
     width = (1024 if cuda else 256) if width is None else width
-    check_kinds(kinds)
+    options_of(kinds, levels)
     for name, values in (
         ("batches", batches),
         ("lengths", lengths),
@@ -96,7 +99,7 @@ def main_generate(
     }
     record = Record("generate", command, where, config, out, restart)
     print(f"float32, matrix products at precision {config['matmul_precision']!r}")
-    bench_generate(record, stopwatch, kinds, batches, lengths, width, layers)
+    bench_generate(record, stopwatch, kinds, batches, lengths, width, layers, levels)
     if peers:
         _bench_peers(record, stopwatch, lengths, width, layers)
     _show(record)
@@ -114,28 +117,29 @@ def bench_generate(
     lengths: Sequence[int],
     width: int,
     layers: int,
+    levels: Sequence[int] = (),
 ) -> None:
-    """Times all kinds at all sizes, the shortest first.
+    """Times all kinds, and the vssm with levels, at all sizes, the shortest first.
 
     On a CPU all calls of a size take turns. On CUDA each is timed for itself, with a copy of the model
     that is thrown away afterwards together with everything that was captured for it.
     """
-    config = ModelConfig(features=_FEATURES, width=width, layers=layers)
     models: dict[str, Model] = {}
-    for kind in kinds:
-        models[kind] = build(ModelConfig(**{**config.to_dict(), "kind": kind})).to(stopwatch.device)
+    for name, options in options_of(kinds, levels).items():
+        config = ModelConfig(features=_FEATURES, width=width, layers=layers, **options)
+        models[name] = build(config).to(stopwatch.device)
     for length, batch in itertools.product(sorted(set(lengths)), sorted(set(batches))):
         if stopwatch.turns:
             calls: dict[str, Callable[[], object]] = {}
-            for kind, model in models.items():
+            for name, model in models.items():
                 for series, call in _calls(model, batch, length).items():
-                    calls[f"{kind}{series}_ms_b{batch}_t{length}"] = call
+                    calls[f"{name}{series}_ms_b{batch}_t{length}"] = call
             stopwatch.together(record, calls)
             continue
-        for kind, model in models.items():
+        for name, model in models.items():
             own = copy.deepcopy(model)
             for series, call in _calls(own, batch, length).items():
-                stopwatch.alone(record, f"{kind}{series}_ms", f"b{batch}_", length, call)
+                stopwatch.alone(record, f"{name}{series}_ms", f"b{batch}_", length, call)
             del own, call
             stopwatch.tidy()
 

@@ -5,6 +5,7 @@
 | `<kind>_train_ms_t<T>`  | forward and backward of the objective on one batch of sequences of T steps        |
 | `<kind>_sample_ms_t<T>` | T steps from nothing; one shot for vssm and tvae, with caches for the others      |
 | `<kind>_train_exponent` | k of the fit  time = c T^k  (least squares of the logarithms) over the upper half of the lengths measured; likewise `<kind>_sample_exponent` |
+| `vssm_l<L>_...`         | the same of a vssm with L levels of latents                                       |
 
 The paper counts work, a clock measures it: a device that is not yet busy does more work in the same time, so
 an exponent below the theory's means that the term of that order is not what takes the time at these lengths.
@@ -21,7 +22,7 @@ import torch
 
 from vssm.bench.plot import check_plot, plot_result
 from vssm.bench.record import Record, number, table, typed
-from vssm.bench.timing import Stopwatch, check_kinds, check_whole, open_device
+from vssm.bench.timing import Stopwatch, check_whole, open_device, options_of
 from vssm.config import KINDS, ModelConfig
 from vssm.generate import generate
 from vssm.models import Model, build
@@ -60,6 +61,7 @@ def main_table1(
     *,
     device: str = "auto",
     kinds: Sequence[str] | None = None,
+    levels: Sequence[int] = (),
     batch: int = 1,
     lengths: Sequence[int] | None = None,
     width: int | None = None,
@@ -75,6 +77,7 @@ def main_table1(
         out: The JSON file, written after every number; a run that was stopped goes on from it.
         device: "auto", "cpu", "cuda" or "cuda:N".
         kinds: The models; all six if not given.
+        levels: Adds the vssm with so many levels of latents, each under the name vssm_l<L>.
         batch: Sequences in a pass.
         lengths: Numbers of steps, T; 2^8 to 2^15 on CUDA, 2^5 to 2^11 on a CPU.
         width: Width of the models; 256 on CUDA, 64 on a CPU: narrow, so that what grows with T shows.
@@ -88,8 +91,7 @@ def main_table1(
     where = open_device(device)
     check_plot(plot)
     cuda = where.type == "cuda"
-    kinds = KINDS if kinds is None else kinds
-    check_kinds(kinds)
+    models = options_of(KINDS if kinds is None else kinds, levels)
     if lengths is None:
         lengths = [2**power for power in (range(8, 16) if cuda else range(5, 12))]
     width = (256 if cuda else 64) if width is None else width
@@ -99,20 +101,21 @@ def main_table1(
     config = {"batch": batch, "width": width, "layers": layers, "features": _FEATURES, "dtype": "float32"}
     record = Record("table1", command, where, config, out, restart)
     for length in sorted(set(lengths)):
-        for kind in kinds:
-            model = build(ModelConfig(kind=kind, features=_FEATURES, width=width, layers=layers)).to(where)
+        for name, options in models.items():
+            model = build(ModelConfig(features=_FEATURES, width=width, layers=layers, **options)).to(where)
             x = torch.rand(batch, length, _FEATURES, device=where)
-            stopwatch.alone(record, f"{kind}_train_ms", "", length, partial(_train, model, x))
+            stopwatch.alone(record, f"{name}_train_ms", "", length, partial(_train, model, x))
             sample = partial(generate, model, num=batch, length=length)
-            stopwatch.alone(record, f"{kind}_sample_ms", "", length, sample)
+            stopwatch.alone(record, f"{name}_sample_ms", "", length, sample)
             del model, x, sample
             stopwatch.tidy()
-    for kind in KINDS:
+    names = list(options_of(KINDS, levels))
+    for name in names:
         for way in ("train", "sample"):
-            points = _points(record, f"{kind}_{way}")
+            points = _points(record, f"{name}_{way}")
             if len(points) >= 3:
-                record.add({f"{kind}_{way}_exponent": exponent(points)})
-    _show(record)
+                record.add({f"{name}_{way}_exponent": exponent(points)})
+    _show(record, names)
     made = record.made()
     if plot is not None:
         plot_result(made, plot)
@@ -142,15 +145,16 @@ def _points(record: Record, series: str) -> list[tuple[int, float]]:
     return sorted((int(match[1]), value) for match, value in found if match and value)
 
 
-def _show(record: Record) -> None:
+def _show(record: Record, names: Sequence[str]) -> None:
     rows = []
-    for kind, theory in THEORY.items():
-        row, order = [kind], "O(T²)" if theory.order == 2 else "O(T)"
+    for name in names:
+        theory = THEORY[name.partition("_l")[0]]  # levels change no order
+        row, order = [name], "O(T²)" if theory.order == 2 else "O(T)"
         for way, parallel in (("train", theory.trains_in_parallel), ("sample", theory.samples_in_parallel)):
-            points, k = _points(record, f"{kind}_{way}"), record.metrics.get(f"{kind}_{way}_exponent")
+            points, k = _points(record, f"{name}_{way}"), record.metrics.get(f"{name}_{way}_exponent")
             last = f"{number(points[-1][1])} at {points[-1][0]}" if points else ""
             row += [order, _yes(parallel), "" if k is None else f"T^{k:.2f}", last]
-        if len(row) > 1 and any(_points(record, f"{kind}_{way}") for way in ("train", "sample")):
+        if len(row) > 1 and any(_points(record, f"{name}_{way}") for way in ("train", "sample")):
             rows.append([*row, _yes(theory.follows_prompt), _yes(theory.resumes)])
     headings = ["model", "training", "//", "measured", "ms at T", "sampling", "//", "measured", "ms at T"]
     config = record.config

@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from vssm.bench.record import Record
-from vssm.config import KINDS, check_choice
+from vssm.config import KINDS, ModelConfig, check_choice
 from vssm.distributed import choose_device
 
-__all__ = ["Stopwatch", "best_ms", "check_kinds", "check_whole", "kernel", "open_device", "spread", "wall"]
+__all__ = ["Stopwatch", "best_ms", "check_whole", "kernel", "open_device", "options_of", "spread", "wall"]
 
 _CACHE = 256 * 2**20  # bytes that push everything else out of any L2 cache
 
@@ -37,10 +38,20 @@ def open_device(name: str) -> torch.device:
     return device
 
 
-def check_kinds(kinds: Sequence[str]) -> None:
-    """Raises `ValueError` for a kind that there is not."""
+def options_of(kinds: Sequence[str], levels: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Returns what a `ModelConfig` needs for each name in a record: a kind, or a vssm with levels.
+
+    >>> options_of(["ssm"], [4])
+    {'ssm': {'kind': 'ssm'}, 'vssm_l4': {'kind': 'vssm', 'levels': 4}}
+    """
     for kind in kinds:
         check_choice("kinds", kind, KINDS)
+    check_whole("levels", *levels)
+    models: dict[str, dict[str, Any]] = {kind: {"kind": kind} for kind in kinds}
+    for number in levels:
+        models[f"vssm_l{number}"] = {"kind": "vssm", "levels": number}
+        ModelConfig(features=1, **models[f"vssm_l{number}"])  # for its checks, before anything is measured
+    return models
 
 
 def check_whole(name: str, *values: int) -> None:

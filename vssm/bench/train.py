@@ -6,6 +6,7 @@
 | `<kind>_tokens_per_second_p10`, `_p90` | their quantiles                                                  |
 | `<kind>_peak_memory_mib`      | most memory that tensors took (CUDA only)                                 |
 | `<kind>_parameters`           | the number of weights                                                     |
+| `vssm_l<L>_...`               | the same of a vssm with L levels of latents                               |
 | `transformers_gpt2_...`       | transformers' GPT-2 and Mamba of the same width and depth, squared error, AdamW, the same precision |
 
 A run is stopped after its windows, or twenty seconds after the first: validation and checkpoints do not count. The first five windows, in which
@@ -28,7 +29,7 @@ import torch
 from vssm.bench.peers import PEERS, Peer, absence, remark
 from vssm.bench.plot import check_plot, plot_result
 from vssm.bench.record import Record, number, table, typed
-from vssm.bench.timing import check_kinds, check_whole, open_device, spread
+from vssm.bench.timing import check_whole, open_device, options_of, spread
 from vssm.config import KINDS, PRESETS, RunConfig
 from vssm.data import DataConfig, SyntheticConfig
 from vssm.progress import Progress
@@ -72,6 +73,7 @@ def main_train(
     *,
     device: str = "auto",
     kinds: Sequence[str] | None = None,
+    levels: Sequence[int] = (),
     batch: int | None = None,
     steps: int | None = None,
     width: int | None = None,
@@ -86,6 +88,7 @@ def main_train(
         out: The JSON file, written after every model; a run that was stopped goes on from it.
         device: "auto", "cpu", "cuda" or "cuda:N".
         kinds: The models; all six if not given.
+        levels: Adds the vssm with so many levels of latents, each under the name vssm_l<L>.
         batch: Sequences in a step; the preset's on CUDA, 32 on a CPU.
         steps: Steps that are timed, in ten windows; 200 on CUDA, 10 on a CPU.
         width: Width of the models; the preset's on CUDA, 128 on a CPU.
@@ -97,8 +100,7 @@ def main_train(
     command = typed("train", main_train, locals())
     where = open_device(device)
     check_plot(plot)
-    kinds = KINDS if kinds is None else kinds
-    check_kinds(kinds)
+    models = options_of(KINDS if kinds is None else kinds, levels)
     run = _run_config(where, batch, steps, width, layers)
     size = {key: getattr(run.model, key) for key in ("width", "layers", "latents", "classes")}
     config = {
@@ -110,9 +112,9 @@ def main_train(
     }
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     record = Record("train", command, where, config, out, restart, dtype)
-    for kind in kinds:
-        if f"{kind}_tokens_per_second" not in record.metrics:
-            _ours(record, replace(run, model=replace(run.model, kind=kind)), where)
+    for name, options in models.items():
+        if f"{name}_tokens_per_second" not in record.metrics:
+            _ours(record, name, replace(run, model=replace(run.model, **options)), where)
     for peer in PEERS if peers else ():
         if f"{peer}_tokens_per_second" not in record.metrics:
             _theirs(record, peer, run, where)
@@ -124,7 +126,7 @@ def main_train(
             number(record.metrics.get(f"{name}_peak_memory_mib")),
             f"{record.metrics[f'{name}_parameters']:,.0f}",
         ]
-        for name in (*KINDS, *PEERS)
+        for name in (*options_of(KINDS, levels), *PEERS)
         if (speed := record.metrics.get(f"{name}_tokens_per_second")) is not None
     ]
     title = f"Training, {size['width']} wide, {size['layers']} layers, batch {run.train.batch}"
@@ -168,7 +170,7 @@ def _run_config(
     return RunConfig(data=data, model=model, train=options)
 
 
-def _ours(record: Record, run: RunConfig, device: torch.device) -> None:
+def _ours(record: Record, name: str, run: RunConfig, device: torch.device) -> None:
     windows, before = _Windows(), _memory(device)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -176,13 +178,13 @@ def _ours(record: Record, run: RunConfig, device: torch.device) -> None:
     except _Stop:
         pass
     except torch.OutOfMemoryError:
-        record.note(f"{run.model.kind}_tokens_per_second", "does not fit the device's memory")
+        record.note(f"{name}_tokens_per_second", "does not fit the device's memory")
         return
     from vssm.models import build
 
     with torch.device("meta"):
         parameters = sum(p.numel() for p in build(run.model).parameters())
-    _write(record, run.model.kind, windows.speeds, parameters, before, device)
+    _write(record, name, windows.speeds, parameters, before, device)
 
 
 def _theirs(record: Record, peer: str, run: RunConfig, device: torch.device) -> None:

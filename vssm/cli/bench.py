@@ -32,6 +32,8 @@ class Bench:
     """Problems as BxT or BxTxDxN (scan)."""
     kinds: tuple[str, ...] = ()
     """The models (train, generate, table1); all by default."""
+    levels: tuple[int, ...] = ()
+    """Add the vssm with so many levels of latents, as vssm_l<L> (train, generate, table1)."""
     batch: int | None = None
     """Sequences in a pass (train, table1)."""
     steps: int | None = None

@@ -7,7 +7,7 @@ from typing import Literal
 import tyro
 
 from vssm.cli.folders import data_meta, local_folder
-from vssm.cli.samples import read_prompt, write_array, write_samples, write_texts
+from vssm.cli.samples import read_array, read_prompt, write_array, write_samples, write_texts
 from vssm.storage import write_atomically
 
 __all__ = ["Generate"]
@@ -54,8 +54,6 @@ class Generate:
         return self._compute()
 
     def _ask_server(self) -> None:
-        import numpy as np
-
         from vssm.serve.client import Client
         from vssm.serve.run import read_secret
 
@@ -72,7 +70,7 @@ class Generate:
         token = None if self.token_file is None else read_secret(self.token_file, "token_file")
         prompt = self.prompt
         if prompt is not None and prompt.endswith(".npy"):
-            prompt = np.load(prompt, allow_pickle=False)
+            prompt = read_array(prompt)
         with Client(f"{self.run_folder.partition('://')[0]}://{url}", token) as client:
             if self.resume is not None:
                 answer = client.resume(self.resume.read_text().strip(), **options)

@@ -6,7 +6,7 @@ from typing import Self
 import tyro
 
 from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig, check_choice
-from vssm.data import DataConfig, SeriesConfig, SyntheticConfig, TextConfig
+from vssm.data import ArraysConfig, DataConfig, SeriesConfig, SyntheticConfig, TextConfig
 
 __all__ = ["DataOptions", "RunOptions"]
 
@@ -16,15 +16,16 @@ class DataOptions:
     """A data set."""
 
     name: tyro.conf.Positional[str] = "digits"
-    """The data set: digits, mnist, cifar10, text, series or synthetic."""
+    """The data set: digits, mnist, cifar10, text, series, arrays or synthetic."""
     data_dir: str | None = None
     """Folder with the files; else $VSSM_DATA; else the user cache."""
     split_seed: int = 0
-    """Fixes the validation split, binarisation and synthetic data."""
+    """Fixes the validation split, binarisation, synthetic data and the test set of arrays."""
     binarize: bool = False
     """Black and white images, drawn once."""
     series: SeriesConfig = field(default_factory=SeriesConfig)
     text: TextConfig = field(default_factory=TextConfig)
+    arrays: ArraysConfig = field(default_factory=ArraysConfig)
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
     def data_config(self) -> DataConfig:
@@ -35,6 +36,7 @@ class DataOptions:
             binarize=self.binarize,
             series=self.series,
             text=self.text,
+            arrays=self.arrays,
             synthetic=self.synthetic,
         )
 

@@ -26,6 +26,8 @@ class Report:
         from vssm.results_page import write_page
 
         if self.page is not None:
+            if self.run_folders:
+                raise ValueError("run_folders are for the HTML page, not for page; allowed: results")
             print(f"page: {write_page(self.results or Path('results'), self.page)}")
             return
         print(f"report: {report(self.run_folders, self.results, self.out)}")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vssm.data import Meta
     from vssm.models import Model
 
-__all__ = ["read_prompt", "write_array", "write_samples", "write_texts"]
+__all__ = ["read_array", "read_prompt", "write_array", "write_samples", "write_texts"]
 
 
 def read_prompt(prompt: str, model: "Model", meta: "Meta | None") -> "torch.Tensor":
@@ -24,12 +24,21 @@ def read_prompt(prompt: str, model: "Model", meta: "Meta | None") -> "torch.Tens
         if meta is None or not model.head.tokens:
             raise ValueError(f"prompt={prompt!r} is not allowed; allowed for this model: a .npy file")
         return meta.encode(prompt)[None]
-    try:
-        array = np.load(prompt, allow_pickle=False)
-    except ValueError as error:
-        raise ValueError(f"prompt={prompt!r} is damaged: {error}") from None
-    tensor = torch.from_numpy(array)
-    return tensor.long() if model.head.tokens else tensor.float()
+    return torch.from_numpy(read_array(prompt).astype(np.int64 if model.head.tokens else np.float32))
+
+
+def read_array(prompt: str) -> "np.ndarray":
+    """Returns the numbers in the .npy file of a prompt."""
+    import numpy as np
+
+    with Path(prompt).open("rb") as file:
+        try:
+            array = np.lib.format.read_array(file, allow_pickle=False)
+        except (ValueError, EOFError):  # numpy's own words advise to unpickle
+            array = None
+    if array is None or array.dtype.kind not in "biuf":
+        raise ValueError(f"prompt={prompt!r} is damaged or holds no numbers; allowed: a .npy file of numbers")
+    return array
 
 
 def write_samples(x: "torch.Tensor", prompt: "torch.Tensor | None", meta: "Meta | None", out: Path) -> None:

@@ -1,4 +1,4 @@
-"""Data sets as sequences: digits, mnist, cifar10, text, series and synthetic.
+"""Data sets as sequences: digits, mnist, cifar10, text, series, arrays and synthetic.
 
 `open_data` finds (or downloads) a data set and returns a `Data` with lazily read splits:
 
@@ -9,7 +9,8 @@
     data.meta                                   # what generation needs, JSON-serialisable
 """
 
-from vssm.data.config import NAMES, DataConfig, SeriesConfig, SyntheticConfig, TextConfig
+from vssm.data.arrays import open_arrays
+from vssm.data.config import NAMES, ArraysConfig, DataConfig, SeriesConfig, SyntheticConfig, TextConfig
 from vssm.data.dataset import Data, Meta, Split
 from vssm.data.images import open_cifar10, open_digits, open_mnist
 from vssm.data.series import open_series
@@ -19,6 +20,7 @@ from vssm.data.text import open_text
 
 __all__ = [
     "NAMES",
+    "ArraysConfig",
     "Data",
     "DataConfig",
     "Meta",
@@ -38,6 +40,7 @@ _OPENERS = {
     "cifar10": open_cifar10,
     "text": open_text,
     "series": open_series,
+    "arrays": open_arrays,
     "synthetic": open_synthetic,
 }
 assert tuple(_OPENERS) == NAMES

@@ -4,7 +4,7 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Literal
 
-NAMES = ("digits", "mnist", "cifar10", "text", "series", "synthetic")
+NAMES = ("digits", "mnist", "cifar10", "text", "series", "arrays", "synthetic")
 
 
 def _check_one_of(option: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -104,6 +104,15 @@ class TextConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ArraysConfig:
+    """Options of sequences of your own."""
+
+    path: str | None = None
+    """.npy file of x (sequences, steps, features), or .npz file of x and, where sequences are of different
+    lengths, lengths; as given or inside the data folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SyntheticConfig:
     """Options of synthetic sequences."""
 
@@ -127,13 +136,14 @@ class DataConfig:
     """Which data set, where it lies and how it is split."""
 
     name: str = "digits"
-    """One of digits, mnist, cifar10, text, series, synthetic."""
+    """One of digits, mnist, cifar10, text, series, arrays, synthetic."""
 
     dir: str | None = None
     """Folder with the data files; else $VSSM_DATA; else the user cache, filled by downloads."""
 
     seed: int = 0
-    """Fixes which tenth of the training set is validation, binarisation and synthetic data."""
+    """Fixes which tenth of the training set is validation, binarisation, synthetic data and the test set of
+    arrays."""
 
     binarize: bool = False
     """Replace grey images (digits, mnist) once by black and white draws, fixed by the seed."""
@@ -143,6 +153,9 @@ class DataConfig:
 
     text: TextConfig = field(default_factory=TextConfig)
     """Options of data set text."""
+
+    arrays: ArraysConfig = field(default_factory=ArraysConfig)
+    """Options of data set arrays."""
 
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
     """Options of data set synthetic."""

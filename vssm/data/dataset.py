@@ -22,7 +22,7 @@ from vssm.data.config import DataConfig
 
 _LEAST_SPREAD = 0.1  # of a window, in deviations of its column: a constant context must not divide by zero
 
-SPLIT, BINARIZE_TRAIN, BINARIZE_TEST, SYNTHETIC_TRAIN, SYNTHETIC_TEST, DIGITS = range(6)
+SPLIT, BINARIZE_TRAIN, BINARIZE_TEST, SYNTHETIC_TRAIN, SYNTHETIC_TEST, DIGITS, ARRAYS = range(7)
 
 
 def random_bits(seed: int, stream: int, num: int) -> np.ndarray:
@@ -92,6 +92,7 @@ class Split:
         scaled: Context, channels, centre and season of windows: each of the first `channels` is standardised
             by its own centre and deviation over the first `context` steps.
         patch: Rows that are joined to one step, last.
+        lengths: (M,) int64, the steps of each sequence that are real, where the rest is padding of zeros.
     """
 
     x: Tensor
@@ -100,6 +101,7 @@ class Split:
     rows: Tensor | None = None
     scaled: tuple[int, int, str, int] | None = None
     patch: int = 1
+    lengths: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.x if self.rows is None else self.rows)
@@ -129,11 +131,26 @@ class Split:
             x = torch.cat([(x[..., :channels] - middle) / deviation, x[..., channels:]], -1)
         return x if self.patch == 1 else x.unflatten(1, (-1, self.patch)).flatten(2)
 
+    def real(
+        self, index: Tensor | np.ndarray | Sequence[int] | slice, device: torch.device | str | None = None
+    ) -> Tensor | None:
+        """Returns how many steps of the sequences at `index` are real, (B,); None where all are."""
+        if self.lengths is None:
+            return None
+        lengths = self.lengths[index if self.rows is None else self.rows[index]]
+        return lengths if device is None else lengths.to(device, non_blocking=True)
+
+    @property
+    def filled(self) -> float:
+        """The share of the steps that are real."""
+        return 1.0 if self.lengths is None else float(self.lengths.double().mean()) / self.x.shape[1]
+
     def to(self, device: torch.device | str) -> "Split":
         """Returns this split on `device`; overlapping windows stay a view of the rows they share."""
         x = self._memory.to(device).as_strided(self.x.shape, self.x.stride())
-        labels, rows = (None if part is None else part.to(device) for part in (self.labels, self.rows))
-        return dataclasses.replace(self, x=x, labels=labels, rows=rows)
+        parts = {name: getattr(self, name) for name in ("labels", "rows", "lengths")}
+        moved = {name: None if part is None else part.to(device) for name, part in parts.items()}
+        return dataclasses.replace(self, x=x, **moved)
 
     @property
     def nbytes(self) -> int:

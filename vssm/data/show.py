@@ -41,6 +41,8 @@ def describe(data: Data) -> dict[str, Any]:
             for name, split in splits.items()
             if split.labels is not None
         }
+    if train.lengths is not None:
+        facts["lengths"] = [bound.item() for bound in torch.aminmax(train.lengths)]
     if data.meta.columns is not None:
         facts["columns"] = list(data.meta.columns)
     return facts
@@ -54,7 +56,11 @@ def _file_sha256(path: Path) -> str:
 def picture(data: Data, path: str | Path) -> Path:
     """Saves a PNG of training sequences, spread evenly over the training set, and returns its path."""
     num = min(len(data.train), 32 if data.meta.image_shape else 6)
-    return draw(data.meta, data.train.batch(np.linspace(0, len(data.train) - 1, num).astype(int)), path)
+    index = np.linspace(0, len(data.train) - 1, num).astype(int)
+    x, lengths = data.train.batch(index), data.train.real(index)
+    if lengths is not None:  # padding is not drawn
+        x[torch.arange(x.shape[1]) >= lengths[:, None]] = torch.nan
+    return draw(data.meta, x, path)
 
 
 def draw(meta: Meta, x: Tensor, path: str | Path) -> Path:

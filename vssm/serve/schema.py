@@ -178,8 +178,6 @@ def read_sequences(
             x = _to_tensor(array, head.tokens, name)
         x = x[None] if x.dim() == (1 if head.tokens else 2) else x
         head.validate(x, name=name)
-        if x.shape[0] == 0 or x.shape[1] == 0:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: one step or more")
     except ValueError as error:
         raise Refused(422, "invalid", str(error), name) from None
     return x

@@ -1,0 +1,231 @@
+"""Sequences of your own, of different lengths: read, trained on and evaluated as if each were alone."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import vssm
+from tests.conftest import KINDS, relative_error, sequences, small_config, small_model
+from tests.training import log, result, run, stopped, tiny
+from vssm.checkpoint import load
+from vssm.cli import main
+from vssm.data import ArraysConfig, DataConfig, describe, open_data
+from vssm.evaluate import evaluate_run
+from vssm.likelihoods import reconstruct
+
+MODELS = [*((kind, {}) for kind in KINDS), ("vssm", {"levels": 3})]
+
+
+def write(path, num=41, longest=9, features=3, padding=0.0, trailing=0):
+    """Writes sequences of 1 to `longest` steps, with `trailing` steps that no sequence reaches."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, longest + 1, num)
+    lengths[0] = longest
+    x = random.uniform(0, 1, (num, longest + trailing, features)).astype(np.float32)
+    x[np.arange(longest + trailing) >= lengths[:, None]] = padding
+    np.savez(path, x=x, lengths=lengths)
+    return x, lengths
+
+
+def arrays(path, **options):
+    return DataConfig(name="arrays", arrays=ArraysConfig(path=str(path)), **options)
+
+
+def rows(split):
+    """The real steps of every sequence."""
+    lengths = split.real(slice(None))
+    x = split.batch(slice(None))
+    return list(x) if lengths is None else [row[:n] for row, n in zip(x, lengths.tolist(), strict=True)]
+
+
+def test_sequences_are_read_split_and_padded_with_zeros(tmp_path):
+    x, lengths = write(tmp_path / "a.npz", padding=np.nan, trailing=4)
+    data = open_data(arrays(tmp_path / "a.npz"))
+    assert (data.meta.length, data.meta.features, data.meta.suggested_head) == (9, 3, "gaussian-learned")
+    splits = (data.train, data.valid, data.test())
+    assert [len(split) for split in splits] == [33, 4, 4]
+    found = [row.numpy().tobytes() for split in splits for row in rows(split)]
+    assert sorted(found) == sorted(row[:n].tobytes() for row, n in zip(x, lengths, strict=True))
+    for split in splits:
+        mask = torch.arange(9) >= split.real(slice(None))[:, None]
+        assert split.batch(slice(None))[mask].abs().max() == 0 and split.lengths.dtype == torch.int64
+    assert data.train.filled == pytest.approx(float(data.train.lengths.double().mean()) / 9)
+    moved = data.train.to("meta")
+    assert moved.lengths.device.type == "meta" and moved.lengths.shape == (33,)
+    other = open_data(arrays(tmp_path / "a.npz", seed=1))
+    assert not torch.equal(data.test().x, other.test().x)
+    facts = describe(data)
+    assert facts["lengths"] == [int(data.train.lengths.min()), int(data.train.lengths.max())]
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_sequences_of_one_length_need_no_lengths(tmp_path):
+    x = np.random.default_rng(0).integers(0, 9, (12, 5, 2))
+    np.save(tmp_path / "a.npy", x)
+    data = open_data(arrays(tmp_path / "a.npy"))
+    assert data.train.lengths is None and data.train.real([0]) is None and data.train.filled == 1
+    assert sum(len(rows(split)) for split in (data.train, data.valid, data.test())) == 12
+    assert data.train.batch([0]).dtype == torch.float32
+
+
+X = np.zeros((10, 5, 2), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"y": X}, r"holds y; allowed: x, lengths"),
+        ({"x": X, "z": X}, r"holds x, z; allowed: x, lengths"),
+        ({"x": X[:9]}, r"x is float32 of shape \(9, 5, 2\); allowed: .*, 10 sequences or more"),
+        ({"x": X[..., 0]}, r"x is float32 of shape \(10, 5\); allowed: numbers \(sequences, steps, feat"),
+        ({"x": X[:, :0]}, r"x is float32 of shape \(10, 0, 2\); allowed: .* one step or more"),
+        ({"x": X.astype(str)}, r"x is <U32 of shape"),
+        ({"x": X, "lengths": np.ones(9, int)}, r"lengths is int64 of shape \(9,\); allowed: 10 whole num"),
+        ({"x": X, "lengths": np.ones(10)}, r"lengths is float64 .*; allowed: 10 whole numbers, one for each"),
+        ({"x": X, "lengths": np.r_[[5] * 9, 6]}, r"lengths is 6 at 9; allowed: 1 to 5"),
+        ({"x": X, "lengths": np.r_[[5] * 8, 0, 5]}, r"lengths is 0 at 8; allowed: 1 to 5"),
+        (
+            {"x": np.where(np.arange(5)[:, None] == 3, np.nan, X)},
+            r"x is not finite at sequence 0, step 3; .*, or lengths in",
+        ),
+        (
+            {"x": np.where(np.arange(5)[:, None] == 3, np.inf, X), "lengths": np.r_[[3] * 7, 4, 3, 3]},
+            r"x is not finite at sequence 7, step 3; allowed: finite numbers before the end",
+        ),
+    ],
+)
+def test_bad_arrays_are_named(content, message, tmp_path):
+    np.savez(tmp_path / "bad.npz", **content)
+    with pytest.raises(ValueError, match=rf"bad\.npz:? {message}"):
+        open_data(arrays(tmp_path / "bad.npz"))
+
+
+def test_damaged_files_are_named_and_nothing_is_unpickled(tmp_path):
+    with pytest.raises(ValueError, match=r"arrays\.path is needed"):
+        open_data(DataConfig(name="arrays"))
+    write(tmp_path / "whole.npz")
+    whole = (tmp_path / "whole.npz").read_bytes()
+    np.save(tmp_path / "object.npy", np.array([{}] * 20, dtype=object), allow_pickle=True)
+    contents = {
+        "none.npz": b"",
+        "cut.npz": whole[: len(whole) // 2],
+        "text.npz": b"1,2,3\n",
+        "object.npy": (tmp_path / "object.npy").read_bytes(),
+        "bits.npz": whole[:200] + bytes(byte ^ 255 for byte in whole[200:400]) + whole[400:],
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(
+            ValueError, match=rf"{name} is damaged or no file of plain arrays; allowed: \.npy"
+        ):
+            open_data(arrays(tmp_path / name))
+
+
+@pytest.mark.parametrize(("kind", "options"), MODELS)
+def test_row_is_reconstructed_as_alone(kind, options):
+    model = small_model(kind, **options)
+    x, lengths = sequences(model, 3, 7), torch.tensor([4, 7, 1])
+    together, *_ = reconstruct(model, x, 5, lengths)
+    alone, *_ = reconstruct(model, x[:1, :4], 5)  # the noise of row 0
+    assert relative_error(together.log_prob(x)[0, :4], alone.log_prob(x[:1, :4])[0]) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["ssm", "transformer", "rnn"])
+def test_logged_losses_are_those_of_the_sequences_alone(kind, tmp_path):
+    write(tmp_path / "a.npz")
+    config = tiny(kind, arrays(tmp_path / "a.npz"), epochs=1, batch=33, learning_rate=1e-12)
+    folder = run(config, tmp_path / "run")
+    model, data = load(folder), open_data(config.data)
+    for split, part in (("train", data.train), ("valid", data.valid)):
+        alone = [-float(vssm.log_likelihood(model, row[None])) for row in rows(part)]
+        assert log(folder, split)[0]["loss"] == pytest.approx(np.mean(alone), rel=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "options"), MODELS)
+def test_padding_never_changes_a_training(kind, options, tmp_path, monkeypatch):
+    write(tmp_path / "a.npz")
+    config = tiny(kind, arrays(tmp_path / "a.npz"), max_steps=2, batch=8)
+    config = dataclasses.replace(config, model=small_config(kind, width=8, layers=1, sigma=0.3, **options))
+    zeros = result(run(config, tmp_path / "zeros"))
+
+    def open_noisy(data_config):
+        data = open_data(data_config)
+        for split in (data.train, data.valid):
+            split.x[torch.arange(9) >= split.lengths[:, None]] = 0.7
+        return data
+
+    monkeypatch.setattr("vssm.train.open_data", open_noisy)
+    assert result(run(config, tmp_path / "noise")) == zeros
+    assert all(np.isfinite(line["loss"]) for line in zeros["log"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "options"), MODELS)
+def test_a_replayed_step_has_its_own_lengths(kind, options, tmp_path):
+    write(tmp_path / "a.npz")
+    found = []
+    for graph in (False, True):
+        config = tiny(
+            kind, arrays(tmp_path / "a.npz"), batch=8, device="cuda", graph=graph, precision="float32"
+        )
+        config = dataclasses.replace(
+            config, model=small_config(kind, width=8, layers=1, sigma=0.3, **options)
+        )
+        found.append(log(run(config, tmp_path / str(graph))))
+    assert len(found[0]) == len(found[1]) > 3
+    for one, other in zip(*found, strict=True):
+        assert other == pytest.approx(one, rel=1e-4)
+
+
+def test_a_stopped_training_goes_on_with_the_same_lengths(tmp_path):
+    write(tmp_path / "a.npz")
+    config = tiny("vssm", arrays(tmp_path / "a.npz"), max_steps=4, batch=8, kl_warmup=0.5)
+    whole = run(config, tmp_path / "whole")
+    resumed = run(None, stopped(config, tmp_path / "stopped", 2), resume=True)
+    assert result(whole) == result(resumed)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("ssm", {}), ("vssm", {}), ("vssm", {"levels": 3})])
+def test_evaluation_counts_real_steps_only(kind, options, tmp_path):
+    write(tmp_path / "a.npz", num=120)
+    config = tiny(kind, arrays(tmp_path / "a.npz"), max_steps=2, batch=8)
+    config = dataclasses.replace(config, model=small_config(kind, width=8, layers=1, sigma=0.3, **options))
+    folder = run(config, tmp_path / "run")
+    metrics = evaluate_run(folder, num_samples=5)["metrics"]
+    model, test = load(folder), open_data(config.data).test()
+    x, lengths = test.batch(slice(None)), test.real(slice(None))
+    expected = vssm.log_likelihood(model, x, 5, lengths=lengths)
+    assert metrics["log_likelihood"] == pytest.approx(float(expected.mean()), rel=1e-4)
+    longer = lengths > metrics["prompt_length"]
+    assert 0 < longer.sum() < len(x) and metrics["prompt_length"] == 4
+    if kind == "ssm":
+        parts = [float(vssm.log_likelihood(model, row[None], 5, 4)) for row in rows(test) if len(row) > 4]
+        assert metrics["partial_log_likelihood"] == pytest.approx(np.mean(parts), rel=1e-4)
+        errors = [(row - model(row[None])[0].mean[0]).square().mean().item() for row in rows(test)]
+        assert metrics["mse"] == pytest.approx(np.mean(errors), rel=1e-4)
+        return
+    assert metrics["elbo"] < metrics["log_likelihood"] and metrics["components"] == 9 * 3
+    if not options:
+        kls = [model.posterior(row[None])[0].kl_to_uniform().sum().item() for row in rows(test)]
+        assert metrics["kl"] == pytest.approx(np.mean(kls), rel=1e-4)
+
+
+def test_the_whole_way_on_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "mine.npz", num=90)
+    options = ["--arrays.path", "mine.npz"]
+    main(["data", "arrays", *options])
+    assert (tmp_path / "arrays.png").read_bytes().startswith(b"\x89PNG")
+    main(["train", "arrays", "--smoke", *options, "--out", "run"])
+    main(["evaluate", "run", "--quick"])
+    assert json.loads((tmp_path / "run" / "eval.json").read_text())["metrics"]["sequences"] == 9
+    main(["generate", "run", "--num", "2", "--out", "made.npy"])
+    assert np.load("made.npy").shape == (2, 9, 3)
+    np.savez("short.npz", x=np.zeros((20, 4, 1)), lengths=np.full(20, 5))
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "arrays", "--smoke", "--arrays.path", "short.npz", "--out", "other"])
+    assert stop.value.code == 2 and not (tmp_path / "other").exists()
+    assert capsys.readouterr().err.endswith("short.npz: lengths is 5 at 0; allowed: 1 to 4\n")
