@@ -339,6 +339,21 @@ def test_table1_metrics_and_picture(tmp_path, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_forecasts_are_timed_by_horizon_and_patch(tmp_path, capsys):
+    picture, options = tmp_path / "forecast.png", {"paths": 3, "context": 8, "repeats": 1, **TINY}
+    made = bench.main_forecast(tmp_path / "f.json", lengths=[5, 8], patches=[1, 4], plot=picture, **options)
+    metrics = made["metrics"]
+    names = {f"{kind}_p{patch}_ms_t{h}" for kind in ("vssm", "rnn") for patch in (1, 4) for h in (5, 8)}
+    assert set(metrics) == names | {f"ahead_p{patch}_t{h}" for patch in (1, 4) for h in (5, 8)}
+    assert metrics["ahead_p4_t8"] == metrics["rnn_p1_ms_t8"] / metrics["vssm_p4_ms_t8"]
+    assert re.search(r"rnn, P = 1 / vssm, P = 4 +[\d.]+x", capsys.readouterr().out)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="patches=9 is not allowed; allowed: 1 to 8, the context"):
+        bench.main_forecast(patches=[9], **options)
+    with pytest.raises(ValueError, match="kinds='gru' is unknown"):
+        bench.main_forecast(kinds=["gru"], **options)
+
+
 def test_a_vssm_with_levels_is_timed_under_its_own_name(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("vssm.bench.train._WINDOWS", 1)
     monkeypatch.setattr("vssm.bench.train._WARM", 1)

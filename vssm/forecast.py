@@ -46,7 +46,7 @@ class Forecast:
     """Holds the sample paths of a forecast."""
 
     samples: Tensor
-    """(B, S, H, D) in the units of the data; (S, H, D) of a single series."""
+    """(B, S, H, D) in the units of the data, on the device of the model; (S, H, D) of a single series."""
     columns: tuple[str, ...]
     times: np.ndarray | None = None
     """The dates of the H steps, where those of the history are known."""
@@ -390,7 +390,7 @@ def _parallel_paths(
 def _placed(made: Tensor, centre: Tensor, width: Tensor, first: int = 0) -> Tensor:
     """Returns paths (rows, S, H, channels) in the scale of their columns; `first` as for `in_season`."""
     centre = in_season(centre, first, made.shape[2])
-    return (made * width[:, None].to(made) + centre[:, None].to(made)).cpu()
+    return made * width[:, None].to(made) + centre[:, None].to(made)
 
 
 def _continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:

@@ -209,7 +209,7 @@ def _forecaster(
         history = np.random.default_rng(0).normal(size=(series, options.series.context, len(one.columns)))
         dates = np.arange(history.shape[1]).astype("datetime64[h]").astype("datetime64[s]")
         made[kind][f"ms_{series}x{paths}x{steps}"] = _milliseconds(
-            lambda h=history, s=steps, p=paths, t=dates: one.forecast(h, s, p, t)
+            lambda h=history, s=steps, p=paths, t=dates: one.forecast(h, s, p, t).samples.cpu()
         )
     return made
 
@@ -235,10 +235,12 @@ def _rolled(forecaster: Forecaster, task: _Task, ways: dict[str, Any]) -> Tensor
         assert times is not None
         dates = [times[s - context : s] for s in task.starts]
         pairs = zip(task.history, dates, strict=True)
-        return torch.stack([forecaster.forecast(h, horizon, samples, t, **ways).samples for h, t in pairs])
+        return torch.stack(
+            [forecaster.forecast(h, horizon, samples, t, **ways).samples for h, t in pairs]
+        ).cpu()
     parts = [task.history[k : k + _WINDOWS_PER_PASS] for k in range(0, len(task.history), _WINDOWS_PER_PASS)]
     made = [forecaster.forecast(h, horizon, samples, seed=k, **ways).samples for k, h in enumerate(parts)]
-    return torch.cat(made)
+    return torch.cat(made).cpu()
 
 
 def _first_column(forecaster: Forecaster) -> Forecaster:
@@ -301,7 +303,7 @@ def _milliseconds(call: Callable[[], object]) -> float:
     times = []
     for _ in range(6):
         began = time.perf_counter()
-        call()  # whose paths are on the CPU, so that nothing is left to wait for
+        call()  # whose paths end on the CPU, so that nothing is left to wait for
         times.append(1000 * (time.perf_counter() - began))
         if sum(times) > 30_000:
             break

@@ -56,9 +56,9 @@ def write_quantiles(made: Forecast, path: str | Path, levels: Sequence[float]) -
     if made.times is not None:
         columns["time"] = np.repeat(made.times, num)
     columns["column"] = np.tile(np.array(made.columns), steps)
-    columns["mean"] = made.mean.flatten().numpy()
+    columns["mean"] = made.mean.flatten().cpu().numpy()
     for level in levels:
-        columns[f"q{level:g}"] = made.quantile(level).flatten().numpy()
+        columns[f"q{level:g}"] = made.quantile(level).flatten().cpu().numpy()
     if path.suffix == ".csv":
         rows = zip(*(column.tolist() for column in columns.values()), strict=True)
         write_atomically(path, lambda file: _write_csv(file, list(columns), [list(row) for row in rows]))
@@ -102,11 +102,11 @@ def draw_fan(made: Forecast, history: Table, path: str | Path, context: int = 96
     for k, axes in enumerate(figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]):
         axes.plot(before, past[:, k], color="black", linewidth=0.8, label="history")
         for band in _BANDS:
-            low, high = (made.quantile(q)[:, k].numpy() for q in ((1 - band) / 2, (1 + band) / 2))
+            low, high = (made.quantile(q)[:, k].cpu() for q in ((1 - band) / 2, (1 + band) / 2))
             axes.fill_between(
                 ahead, low, high, color="tab:blue", alpha=0.25, linewidth=0, label=f"{band:.0%}"
             )
-        axes.plot(ahead, made.quantile(0.5)[:, k], color="tab:blue", linewidth=1, label="median")
+        axes.plot(ahead, made.quantile(0.5)[:, k].cpu(), color="tab:blue", linewidth=1, label="median")
         axes.set_ylabel(names[k].replace("$", r"\$"), fontsize=8)
     figure.axes[0].legend(fontsize=6, ncols=5, loc="upper left")
     if dated:

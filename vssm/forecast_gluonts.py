@@ -95,7 +95,7 @@ def _forecasts(
     made: dict[int, np.ndarray] = {}
     for group in groups.values():
         index, histories, centres, widths, times = zip(*group, strict=True)
-        out = own.forecast(np.stack(histories), horizon, paths, times[0]).samples.numpy()
+        out = own.forecast(np.stack(histories), horizon, paths, times[0]).samples.cpu().numpy()
         for k, samples, centre, width in zip(index, out, centres, widths, strict=True):
             samples = samples * width + centre
             made[k] = samples[..., 0] if np.ndim(entries[k]["target"]) == 1 else samples

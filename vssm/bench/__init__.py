@@ -5,12 +5,14 @@
 | scan      | the selective scan, forward and backward              | `bench.scan`, `bench.scan_cuda` |
 | train     | tokens a second of `vssm.train`                       | `bench.train`               |
 | generate  | generation in one shot, prompted and in chunks        | `bench.generate`            |
+| forecast  | sample paths of series, against the horizon           | `bench.forecast`            |
 | table1    | the paper's Table 1: time against length, all models  | `bench.table1`              |
 
 All count after warm-up, report medians, say which backend, versions, device and commit ran, note by name what
 could not run, and go on from their own file when they were stopped.
 """
 
+from vssm.bench.forecast import main_forecast as main_forecast
 from vssm.bench.generate import bench_generate as bench_generate
 from vssm.bench.generate import main_generate as main_generate
 from vssm.bench.plot import plot_result as plot_result

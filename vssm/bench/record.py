@@ -31,6 +31,7 @@ _TIMED = (
     "graphs",
     "sampling",
     "generate",
+    "forecast",
     "optimize",
     "train",
 )
@@ -41,7 +42,7 @@ class Record:
     """Creates a record of numbers and notes, with those that the file `out` already holds.
 
     Arguments:
-        name: What is measured: "scan", "train", "generate" or "table1".
+        name: What is measured: "scan", "train", "generate", "forecast" or "table1".
         command: What to type to get it again.
         device: Where it runs.
         config: The settings, ready for JSON.
