@@ -186,3 +186,24 @@ def test_a_state_goes_through_bytes():
     for damaged in (b"", b"x" * 40, state.to_bytes()[:-1]):
         with pytest.raises(ValueError, match="bytes is damaged"):
             State.from_bytes(damaged)
+
+
+def test_a_large_batch_of_a_gru_is_read_in_parts(monkeypatch):
+    block = make_block("gru")
+    x, h = torch.randn(5, 7, 16), torch.randn(5, 16)
+    wanted = [block(x, state) for state in (None, State({"h": h}, 3))]
+    monkeypatch.setattr("vssm.nn.gru._MOST_GATES", 2 * 3 * 7 * 16)
+    for state, (y, after) in zip((None, State({"h": h}, 3)), wanted, strict=True):
+        given, last = block(x, state)
+        assert torch.allclose(given, y, atol=1e-6) and torch.allclose(last["h"], after["h"], atol=1e-6)
+        assert last.position == after.position
+
+
+@pytest.mark.gpu
+def test_a_gru_reads_fifty_thousand_rows():
+    block = make_block("gru").cuda()
+    with torch.no_grad():
+        x = torch.randn(50_000, 672, 16, device="cuda")
+        y, state = block(x)
+        assert torch.allclose(y[-3:], block(x[-3:])[0], atol=1e-5)
+        assert torch.isfinite(state["h"]).all()
