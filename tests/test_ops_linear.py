@@ -64,7 +64,7 @@ def exact(x, weight, bias=None, add=None, norm=None):
     return y if add is None else y + add.double()
 
 
-# Rows, columns and depth: one row, few rows with and without parts, tiles that are not full.
+# Rows, columns and depth: one row; few rows with and without parts; more and many; tiles that are not full.
 SIZES = [
     (1, 7, 64),
     (1, 40, 96),
@@ -74,6 +74,8 @@ SIZES = [
     (64, 5, 256),
     (70, 100, 64),
     (130, 70, 96),
+    (5, 1030, 512),
+    (390, 530, 512),
 ]
 
 
@@ -130,14 +132,41 @@ def test_leading_dimensions_and_strides():
 
 
 @kernels
-def test_plans_cover_the_depth():
-    from vssm.ops.linear_triton import plan
+@pytest.mark.parametrize("split", ["tile", "tf32", "before"])
+@torch.no_grad()
+def test_every_way_to_split(split):
+    """Each with and without parts of K, a norm, and rows, columns and K that no tile divides."""
+    from vssm.ops.linear_triton import Plan, forward
 
-    for M in (2, 16, 28, 64, 65, 448, 1024, 28672):
-        for N, K in ((4096, 1024), (96, 2048), (2048, 64), (28, 1024), (40, 96), (7, 160)):
-            how = plan(M, N, K)
-            assert K % (how.SPLIT * how.BK) == 0 and how.BK >= 32
-            assert how.SPLIT == 1 or K // how.SPLIT >= 128
+    whole, weight, bias, add = (
+        normal(37, 224),
+        normal(21, 192, seed=1),
+        normal(21, seed=2),
+        normal(37, 21, seed=3),
+    )
+    x, norm = whole[:, 32:], rms_norm(192)
+    x *= torch.logspace(-3, 3, 37).to(DEVICE)[:, None]
+    for parts in (1, 3):
+        how = Plan(16, 16, 32, parts, 4, 2, split)
+        given = forward(x, weight, bias, add, norm.weight, norm.eps, how)
+        assert relative_error(given, exact(x, weight, bias, add, norm)) < SINGLE
+        given = forward(x, weight, how=how)
+        scale = x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)
+        assert ((given - exact(x, weight)).abs() <= SINGLE * scale).all()
+
+
+@kernels
+def test_plans_cover_the_depth():
+    from vssm.ops.linear_triton import plan, plan_row
+
+    for N, K in ((4096, 1024), (96, 2048), (2048, 64), (28, 1024), (40, 96), (7, 160), (600, 544)):
+        assert K % plan_row(N, K).BK == 0
+        for M in (2, 16, 28, 64, 65, 448, 1024, 28672):
+            for shared in (227 * 1024, 99 * 1024):
+                how = plan(M, N, K, shared)
+                assert K % (how.SPLIT * how.BK) == 0 and how.BK >= 32
+                assert how.SPLIT == 1 or K // how.SPLIT >= 128
+                assert how.stages >= 1 and 4 * how.stages * how.BK * (how.BM + how.BN) <= shared
 
 
 def test_auto_is_pytorch_where_it_must_be():

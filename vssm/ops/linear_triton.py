@@ -1,20 +1,28 @@
-"""The products of `vssm.ops.linear` on a GPU: float32 results from half-precision tensor cores.
+"""The products of `vssm.ops.linear` on a GPU: float32 results from tensor cores of fewer bits.
 
     y = rate (x scale) weight^T + bias + add          rate = (mean_k x_k^2 + eps)^(-1/2), one for each row
 
-A tile of either operand, BK columns of it, is split into two float16 numbers that hold 22 bits together:
+Either operand is split into two numbers of 11 bits, and three of the four products are added up:
 
-    x = 2^e (high + low),   e one exponent for each row of the tile, so that its largest is in [2^14, 2^15)
+    x = 2^e (high + low),   e one exponent for each row, so that its largest is in [2^14, 2^15)
     x w = 2^(e + e') (low high' + high low' + high high')          what is left out is 2^-22 of the product
 
-Tensor cores multiply float16 exactly and add up one tile; tiles are added in float32, since tensor cores cut
-off where float32 rounds. One row needs no tensor cores: its products are float32 throughout.
+| rows | `Plan.split` | the split                                                                        |
+| ---- | ------------ | -------------------------------------------------------------------------------- |
+| 1    |              | none: products are float32 throughout                                            |
+| few  | "tile"       | into float16, in the kernel; one exponent for a row of a tile, BK columns     |
+| more | "tf32"       | into tf32, by Triton, which needs no exponent                                    |
+| many | "before"     | into float16, by a kernel of its own, which does the norm too                    |
+
+Tensor cores multiply float16 and tf32 exactly and add up one tile; tiles are added in float32, since tensor
+cores cut off where float32 rounds.
 
 Few rows read weights as fast as memory gives them: so that all processors read, K is cut into SPLIT parts,
 whose sums a second kernel adds in their order. How a product is cut depends on its sizes only, and there are
 no atomics: results repeat bit for bit.
 
-Shapes: x (M, K), weight (N, K), bias (N,), add and y (M, N), scale (K,), partial (SPLIT, M, N).
+Shapes: x (M, K), weight (N, K), bias (N,), add and y (M, N), scale (K,), partial (SPLIT, M, N), squares
+(SPLIT, M), high and low (M, K) or (N, K), down = 2^e (M,) or (N,).
 """
 
 # Kernels are written in the part of Python that Triton compiles.
@@ -33,10 +41,14 @@ __all__ = ["Plan", "forward", "plan"]
 
 FEW = 64
 """Rows up to which a product waits for its weights."""
-PROGRAMS = 128
-"""Programs that fill a device."""
-LARGE = 160 * 1024
-"""Bytes of shared memory, as the larger devices of a generation have."""
+MANY = 384
+"""Rows from which it pays to split the weights before."""
+PROCESSORS = 132
+"""Multiprocessors of a device, for which products are cut up."""
+SHARED = 227 * 1024
+"""Bytes of shared memory of the largest devices."""
+LONGEST = 8192
+"""The kernel that splits holds a row in registers."""
 
 
 class Plan(NamedTuple):
@@ -53,6 +65,8 @@ class Plan(NamedTuple):
     warps: int
     stages: int
     """Tiles on their way from memory."""
+    split: str = "tile"
+    """Where numbers are split."""
 
 
 @triton.jit
@@ -76,56 +90,118 @@ def _finish(y, result, bias, add, at, column, mask):
     tl.store(y + at, result, mask=mask)
 
 
-# fmt: off
-@triton.jit(do_not_specialize=["M", "eps"])
-def _tile_kernel(
-    x, weight, bias, add, scale, y, M, N, K, depth, stride, eps,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-):
-    # fmt: on
-    # Programs that run at the same time share rows and columns: GROUP tiles of rows, all columns.
+@triton.jit
+def _place(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """Returns the rows and columns of a program: those that run together share GROUP tiles of rows."""
     pid = tl.program_id(0)
     rows, columns = tl.cdiv(M, BM), tl.cdiv(N, BN)
     first = pid // (GROUP * columns) * GROUP
     height = tl.minimum(rows - first, GROUP)
     within = pid % (GROUP * columns)
     row = (first + within % height) * BM + tl.arange(0, BM)
-    column = (within // height) * BN + tl.arange(0, BN)
+    return row, (within // height) * BN + tl.arange(0, BN)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["M", "eps"])
+def _tile_kernel(
+    x, weight, bias, add, scale, squares, y, M, N, K, depth, stride, eps,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+):
+    # fmt: on
+    row, column = _place(M, N, BM, BN, GROUP)
     part = tl.program_id(1)
     k = tl.arange(0, BK)
     # Rows after the end are the first again: they are not stored.
     left = x + (row % M).to(tl.int64)[:, None] * stride + k[None, :]
     right = weight + (column % N).to(tl.int64)[:, None] * K + k[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
-    squares = tl.zeros((BM,), tl.float32)
+    square = tl.zeros((BM,), tl.float32)
     for at in tl.range(part * depth, (part + 1) * depth, BK):
         a = tl.load(left + at)
         b = tl.load(right + at)
         if scale is not None:
-            squares += tl.sum(a * a, 1)
+            square += tl.sum(a * a, 1)
             a *= tl.load(scale + at + k)[None, :]
-        high, low, down = _halves(a)
-        high_b, low_b, down_b = _halves(b)
-        total = tl.dot(low, tl.trans(high_b))
-        total = tl.dot(high, tl.trans(low_b), total)
-        total = tl.dot(high, tl.trans(high_b), total)
-        acc += total * down[:, None] * down_b[None, :]
-    if scale is not None:
-        acc *= tl.rsqrt(squares / K + eps)[:, None]
+        if HALF:
+            high, low, down = _halves(a)
+            high_b, low_b, down_b = _halves(b)
+            total = tl.dot(low, tl.trans(high_b))
+            total = tl.dot(high, tl.trans(low_b), total)
+            total = tl.dot(high, tl.trans(high_b), total)
+            acc += total * down[:, None] * down_b[None, :]
+        else:
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="tf32x3")
+    if squares is not None:  # parts of K do not know the rate: it is for those who add them
+        tl.store(squares + part * M + row, square, mask=(row < M) & (tl.min(column, 0) == 0))
+    elif scale is not None:
+        acc *= tl.rsqrt(square / K + eps)[:, None]
     at = (part * M + row).to(tl.int64)[:, None] * N + column[None, :]
     mask = (row < M)[:, None] & (column < N)[None, :]
     _finish(y, acc, bias, add, at, (column % N)[None, :], mask)
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["total"])
-def _sum_kernel(partial, bias, add, y, total, N, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "eps"])
+def _split_kernel(
+    x, scale, high, low, down, rows, stride, eps, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr
+):
+    # fmt: on
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    k = tl.arange(0, BK)
+    mask = (row < rows)[:, None] & (k < K)[None, :]
+    tile = tl.load(x + row[:, None] * stride + k[None, :], mask=mask, other=0.0)
+    if scale is not None:
+        tile *= tl.rsqrt(tl.sum(tile * tile, 1) / K + eps)[:, None]
+        tile *= tl.load(scale + k, mask=k < K, other=0.0)[None, :]
+    large, small, factor = _halves(tile)
+    at = row[:, None] * K + k[None, :]
+    tl.store(high + at, large, mask=mask)
+    tl.store(low + at, small, mask=mask)
+    tl.store(down + row, factor, mask=row < rows)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["M"])
+def _halves_kernel(
+    high, low, down, high_w, low_w, down_w, bias, add, y, M, N, K, depth,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):
+    # fmt: on
+    row, column = _place(M, N, BM, BN, GROUP)
+    part = tl.program_id(1)
+    k = tl.arange(0, BK)
+    left = (row % M).to(tl.int64)[:, None] * K + k[None, :]
+    right = (column % N).to(tl.int64)[:, None] * K + k[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for at in tl.range(part * depth, (part + 1) * depth, BK):
+        a, b = tl.load(high + left + at), tl.load(high_w + right + at)
+        total = tl.dot(tl.load(low + left + at), tl.trans(b))
+        total = tl.dot(a, tl.trans(tl.load(low_w + right + at)), total)
+        acc += tl.dot(a, tl.trans(b), total)
+    acc *= tl.load(down + row % M)[:, None]
+    acc *= tl.load(down_w + column % N)[None, :]
+    at = (part * M + row).to(tl.int64)[:, None] * N + column[None, :]
+    mask = (row < M)[:, None] & (column < N)[None, :]
+    _finish(y, acc, bias, add, at, (column % N)[None, :], mask)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["total", "eps"])
+def _sum_kernel(
+    partial, squares, bias, add, y, total, N, K, eps, SPLIT: tl.constexpr, BLOCK: tl.constexpr
+):
     # fmt: on
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < total
     result = tl.load(partial + at, mask=mask, other=0.0)
     for part in tl.static_range(1, SPLIT):
         result += tl.load(partial + part * total + at, mask=mask, other=0.0)
+    if squares is not None:
+        square = tl.load(squares + at // N, mask=mask, other=0.0)
+        for part in tl.static_range(1, SPLIT):
+            square += tl.load(squares + part * (total // N) + at // N, mask=mask, other=0.0)
+        result *= tl.rsqrt(square / K + eps)
     _finish(y, result, bias, add, at, at % N, mask)
 
 
@@ -156,24 +232,33 @@ def _row_kernel(
 
 def plan_row(N: int, K: int) -> Plan:
     """Returns how a product of one row is cut up."""
-    return Plan(1, min(16, max(1, triton.next_power_of_2(N) // 512)), min(1024, K & -K), 1, 4, 1)
+    BK = min(1024, K & -K)
+    return Plan(1, max(2, min(16, 256 // BK)), BK, 1, 8 if N <= 1024 and BK == 1024 else 4, 1)
 
 
-def plan(M: int, N: int, K: int, large: bool = True) -> Plan:
-    """Returns how a product of more than one row is cut up, on a device with a large shared memory or not."""
-    if M <= FEW:
-        BM = max(16, triton.next_power_of_2(M))
-        BN, BK, warps, stages = min(BM, 32), 64, 4, 5
-    elif triton.cdiv(M, 128) * triton.cdiv(N, 128) >= PROGRAMS:
-        BM, BN, BK, warps, stages = (128, 128, 64, 8, 2) if large else (128, 128, 32, 8, 3)
+def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
+    """Returns how a product of more than one row is cut up, on a device with that much shared memory."""
+    if M >= MANY and N >= 512 and 512 <= K <= LONGEST:
+        how = Plan(128, 128, 64, 1, 8, 3, "before")
+    elif M > FEW:
+        BM = 128 if triton.cdiv(M, 128) * triton.cdiv(N, 64) * K >= 128 * 128 else 64
+        how = Plan(BM, 64, 32, 1, 4, 4, "tf32")
     else:
-        BM, BN, BK, warps, stages = 64, 64 if N > 64 else 32, 64, 4, 3
-    tiles, split = triton.cdiv(M, BM) * triton.cdiv(N, BN), 1
-    while 2 * split * tiles <= PROGRAMS and K % (256 * split) == 0:
+        BM = max(16, triton.next_power_of_2(M))
+        how = Plan(BM, 16, 128, 1, 4, 4)
+        if N >= 1024 and K >= 256:
+            how = Plan(BM, min(2 * BM, 64), 64, 1, 4 if BM == 16 else 8, 4)
+    tiles, split = triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN), 1
+    programs = PROCESSORS if how.split == "before" else 2 * PROCESSORS
+    while 2 * split * tiles <= programs and K % (256 * split) == 0:
         split *= 2
+    BK = how.BK
     while K // split % BK:
         BK //= 2
-    return Plan(BM, BN, BK, split, warps, stages)
+    tile = 4 * BK * (how.BM + how.BN)
+    # What is split in the kernel takes the room of one more tile.
+    stages = min(how.stages, shared // tile - (how.split != "before"))
+    return how._replace(BK=BK, SPLIT=split, stages=max(stages, 1))
 
 
 def forward(
@@ -190,8 +275,6 @@ def forward(
     y = torch.empty((*x.shape[:-1], N), dtype=torch.float32, device=x.device)
     if not y.numel():
         return y
-    if scale is not None and x.numel() // K > FEW:
-        x, scale = torch.nn.functional.rms_norm(x, (K,), scale, eps), None
     x = x.reshape(-1, K)
     x = x if x.stride(1) == 1 else x.contiguous()
     weight = weight.contiguous()
@@ -203,25 +286,42 @@ def forward(
             x, weight, bias, add, scale, y, N, K, eps, BN=how.BN, BK=how.BK, num_warps=how.warps
         )
         return y
-    how = how or plan(M, N, K, _is_large(x.device))
-    if scale is not None and how.SPLIT > 1:
+    how = how or plan(M, N, K, _shared(x.device))
+    if scale is not None and how.split == "tf32":
         x, scale = torch.nn.functional.rms_norm(x, (K,), scale, eps), None
-    tiles = triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN)
     whole = how.SPLIT == 1
     out = y if whole else torch.empty((how.SPLIT, M, N), dtype=torch.float32, device=x.device)
-    _tile_kernel[(tiles, how.SPLIT)](
-        x, weight, bias if whole else None, add if whole else None, scale, out, M, N, K, K // how.SPLIT,
-        x.stride(0), eps, BM=how.BM, BN=how.BN, BK=how.BK, GROUP=8,
-        num_warps=how.warps, num_stages=how.stages,
-    )  # fmt: skip
+    squares = None
+    ends = (bias, add) if whole else (None, None)
+    grid = (triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN), how.SPLIT)
+    sizes = {"BM": how.BM, "BN": how.BN, "BK": how.BK, "num_warps": how.warps, "num_stages": how.stages}
+    if how.split == "before":
+        operands = *_split(x, scale, eps), *_split(weight)
+        _halves_kernel[grid](*operands, *ends, out, M, N, K, K // how.SPLIT, GROUP=8, **sizes)
+    else:
+        if scale is not None and not whole:
+            squares = torch.empty((how.SPLIT, M), dtype=torch.float32, device=x.device)
+        half = how.split == "tile"
+        inputs = (x, weight, *ends, scale, squares, out, M, N, K, K // how.SPLIT, x.stride(0), eps)
+        _tile_kernel[grid](*inputs, HALF=half, GROUP=8, **sizes)
     if not whole:
-        _sum_kernel[(triton.cdiv(M * N, 256),)](
-            out, bias, add, y, M * N, N, SPLIT=how.SPLIT, BLOCK=256, num_warps=2
-        )  # fmt: skip
+        blocks = {"SPLIT": how.SPLIT, "BLOCK": 256, "num_warps": 2}
+        _sum_kernel[(triton.cdiv(M * N, 256),)](out, squares, bias, add, y, M * N, N, K, eps, **blocks)
     return y
 
 
-def _is_large(device: torch.device) -> bool:
+def _split(x: Tensor, scale: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns high, low and down of the rows of x, normed before if there is a scale."""
+    M, K = x.shape
+    high, low = torch.empty((2, M, K), dtype=torch.float16, device=x.device)
+    down = torch.empty(M, dtype=torch.float32, device=x.device)
+    BK = triton.next_power_of_2(K)
+    BR = max(1, 2048 // BK)
+    _split_kernel[(triton.cdiv(M, BR),)](x, scale, high, low, down, M, x.stride(0), eps, K, BR, BK)
+    return high, low, down
+
+
+def _shared(device: torch.device) -> int:
     if device.type != "cuda":
-        return True
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= LARGE
+        return SHARED
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED)
