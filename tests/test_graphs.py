@@ -212,6 +212,28 @@ def test_new_weights_are_seen(kind, device, replays):
     assert check(model.double(), replays, num=2).x.dtype == torch.float64
 
 
+@pytest.mark.parametrize("kind", ["vssm", "ssm"])
+def test_nothing_is_replayed_that_reads_where_a_weight_was(kind, device, replays):
+    """A program starts before all weights were looked at: not if one has moved, and it may be in vain."""
+    model = small_model(kind).to(device)
+    first = check(model, replays, num=2, length=3).x
+    options = {"num": 2, "length": 3, "seed": 2}
+    stack = model.decoder if kind == "vssm" else model.stack
+    for change, starts in (
+        (lambda w: setattr(w, "data", 2 * w.data), False),
+        (lambda w: w.data.mul_(0.5), True),
+    ):
+        before = dict(replays)
+        with torch.no_grad():
+            change(stack.out.weight)
+            stack.out.bias.add_(0)  # `data` counts no version
+        changed = generate(model, **options)
+        assert (replays["replayed"] > before["replayed"]) == starts
+        same_results(changed, generate(model, **options, graphs=False))
+        assert (relative_error(changed.x, first) < TOLERANCE) == starts
+        check(model, replays, num=2, length=3)
+
+
 def test_programs_are_bounded_and_the_oldest_goes(device, replays, monkeypatch):
     monkeypatch.setattr(graphs, "PROGRAMS", 2)
     model = small_model("vssm").to(device)

@@ -28,6 +28,7 @@ ORDER = (
     "hub",
     "pretrained",
     "checkpoint",
+    "weights",
     "graphs",
     "sampling",
     "generate",

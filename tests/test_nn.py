@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import relative_error, small_config
 from vssm.nn import BLOCKS, LatentEmbedding, Stack, State, reserve, trim
+from vssm.nn.mamba import decays
 from vssm.ops import causal_conv_silu
 
 KIND_OF_BLOCK = {"mamba": "ssm", "attention": "transformer", "gru": "rnn"}
@@ -93,6 +94,18 @@ def test_reserved_cache_is_the_same_and_keeps_old_states_usable():
         assert trim(state).child("0")["k"].shape[2] == 9
         again, _ = stack(x[:, 4:], old)
         assert relative_error(again, whole[:, 4:]) < 1e-5
+
+
+def test_decays_of_all_blocks_at_once():
+    """Which a stack computes ahead on a GPU where there is no gradient."""
+    stack = Stack(small_config("ssm"), torch.nn.Identity(), 3)
+    known = decays(stack.blocks)
+    assert len(known) == len(stack.blocks) and not known[0].requires_grad
+    x = torch.randn(2, 5, small_config("ssm").width)
+    for block, A in zip(stack.blocks, known, strict=True):
+        assert torch.equal(A, -block.mixer.A_log.exp())
+        assert torch.equal(block(x, None, A)[0], block(x)[0])
+    assert decays(Stack(small_config("rnn"), torch.nn.Identity(), 3).blocks) == []
 
 
 def test_latent_embedding_of_classes_equals_one_hot():

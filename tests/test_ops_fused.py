@@ -18,6 +18,7 @@ from tests.conftest import relative_error, sequences, small_model
 from vssm import objective
 from vssm.distributions import Latents, gumbel_uniform
 from vssm.ops.draw import inverse_cdf
+from vssm.ops.embed import embed_sum
 from vssm.ops.latents import expected_log_prob, sample_and_kl
 from vssm.ops.norm import RMSNorm, rms_norm
 
@@ -462,3 +463,47 @@ def test_kernels_can_be_captured():
     graph.replay()
     assert all(torch.equal(given, value) for given, value in zip(results, wanted, strict=True))
     assert math.isfinite(float(results[0].sum()))
+
+
+def classes_of(latents, classes, *steps):
+    return torch.randint(classes, (*steps, latents), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+
+@kernels
+@pytest.mark.parametrize("size", [(3, 5, 40), (32, 4, 130), (1, 7, 16), (60, 2, 9)], ids=str)
+@torch.no_grad()
+def test_embed_sum(size):
+    latents, classes, width = size
+    weight = normal(latents * classes, width)
+    for steps in ((2, 3), (1,), ()):
+        z = classes_of(latents, classes, *steps)
+        given = embed_sum(z, weight, backend="triton")
+        assert given.shape == (*steps, width)
+        assert relative_error(given, embed_sum(z, weight.double(), backend="reference")) < 1e-6
+    strided = classes_of(latents, classes, 5, 2).movedim(1, 0)
+    wanted = embed_sum(strided, weight, backend="reference")
+    assert relative_error(embed_sum(strided, weight, backend="triton"), wanted) < 1e-6
+    assert embed_sum(strided[:0], weight, backend="triton").shape == (0, 5, width)
+    assert embed_sum(strided, weight.bfloat16(), backend="triton").dtype == torch.bfloat16
+
+
+@kernels
+@torch.no_grad()
+def test_embed_sum_of_unknown_classes_is_not_a_number():
+    z, weight = torch.tensor([[0, 1], [2, 0], [0, -1]], device=DEVICE), normal(4, 8)
+    given = embed_sum(z, weight, backend="triton")
+    assert torch.isfinite(given[0]).all() and given[1:].isnan().all()
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("latents", "change", "message"),
+    [
+        (2, lambda w: w.requires_grad_(), "it has no gradient"),
+        (300, lambda w: w, "there are 300 latents"),
+    ],
+)
+def test_embed_sum_refuses(latents, change, message):
+    z = classes_of(latents, 2, 3)
+    with pytest.raises(ValueError, match=message):
+        embed_sum(z, change(normal(2 * latents, 4)), backend="triton")

@@ -64,7 +64,7 @@ def exact(x, weight, bias=None, add=None, norm=None):
     return y if add is None else y + add.double()
 
 
-# Rows, columns and depth: one row; few rows with and without parts; more and many; tiles that are not full.
+# Rows, columns and depth: one row; few rows with and without parts; more; tiles that are not full.
 SIZES = [
     (1, 7, 64),
     (1, 40, 96),
@@ -74,8 +74,6 @@ SIZES = [
     (64, 5, 256),
     (70, 100, 64),
     (130, 70, 96),
-    (5, 1030, 512),
-    (390, 530, 512),
 ]
 
 
@@ -165,8 +163,8 @@ def test_plans_cover_the_depth():
             for shared in (227 * 1024, 99 * 1024):
                 how = plan(M, N, K, shared)
                 assert K % (how.SPLIT * how.BK) == 0 and how.BK >= 32
-                assert how.SPLIT == 1 or K // how.SPLIT >= 128
-                assert how.stages >= 1 and 4 * how.stages * how.BK * (how.BM + how.BN) <= shared
+                assert how.SPLIT == 1 or K // how.SPLIT >= 64
+                assert how.stages >= 2 and 4 * how.stages * how.BK * (how.BM + how.BN) <= shared
 
 
 def test_auto_is_pytorch_where_it_must_be():

@@ -12,19 +12,18 @@ it reads and writes; a call copies its inputs there, replays, and copies the res
 `attempt` keeps the programs of a model, under keys that hold all that is fixed in them (sizes, positions,
 options). It answers None when the plain path is to run: at the first call of a key, since most keys are
 asked for only once, and where recording failed. Weights are read where they are, so a program sees them
-change; it is dropped when they move or when their version shows that they were trained. All programs of a
+change; it is dropped when they move or when their version shows that they were trained. `again` starts a
+program first, if no weight has moved, and looks for other changes while the device works. All programs of a
 model share one pool of memory: they run one after the other, and leave nothing there between calls.
 
 Trees are `State`s, whose tensors need not be batch first here.
 """
 
-import operator
 import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable
 from functools import partial
-from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,15 +31,15 @@ import torch
 from torch import Tensor, nn
 
 from vssm.nn import State
+from vssm.weights import places_of, weights_of
 
-__all__ = ["Decoder", "Loop", "OneShot", "Recorder", "attempt", "describe", "join", "usable", "weights_of"]
+__all__ = ["Decoder", "Loop", "OneShot", "Peek", "Recorder", "again", "attempt", "describe", "join", "usable"]
 
 DEVICES = ("cuda",)  # tests add "cpu", where a recording runs its function again
 PROGRAMS = 8  # kept for a model
 _KEYS = 64  # remembered for a model as asked for once
 _BLOCKS = (16, 4, 1)  # steps in one recording of a loop
 
-_version = operator.attrgetter("_version")
 _capturing = threading.Lock()  # one capture at a time in a process
 _finding = threading.Lock()
 
@@ -116,6 +115,26 @@ class Recording:
             _copy(map(_base, self.outputs.leaves()), map(_base, self._function(model).leaves()))
 
 
+class Peek:
+    """An integer from the device, to be read when it is there, without waiting for what comes after it."""
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.inference_mode(False):  # else it could be written to in that mode only
+            on_gpu = device.type == "cuda"
+            self._value = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+            self._there = torch.cuda.Event() if on_gpu else None
+
+    def take(self, value: Tensor) -> None:
+        self._value.copy_(value, non_blocking=True)
+        if self._there is not None:
+            self._there.record(torch.cuda.current_stream(value.device))
+
+    def read(self) -> int:
+        if self._there is not None:
+            self._there.synchronize()
+        return int(self._value)
+
+
 class OneShot:
     """Records a function of a tree of tensors.
 
@@ -124,6 +143,7 @@ class OneShot:
         inputs: Inputs such as those to come.
         constants: Other tensors and trees that the function reads, which must stay where and as they are;
             where they are outputs too, they are handed out themselves.
+        peek: Takes the output `probe` before the others are copied.
     """
 
     def __init__(
@@ -133,15 +153,19 @@ class OneShot:
         function: Callable[[Any, State], State],
         inputs: State,
         constants: Iterable[object] = (),
+        peek: Peek | None = None,
     ) -> None:
         self.inputs = inputs.map(lambda t: t.clone(memory_format=torch.contiguous_format))
         self.constants = constants
         self.recording = recorder.record(model, partial(_dense, function, self.inputs))
         self.shared = {tensor.data_ptr() for tensor in _tensors(constants)}
+        self.static, self.peek = list(self.inputs.leaves()), peek
 
     def __call__(self, model: nn.Module, inputs: State) -> State:
-        _copy(self.inputs.leaves(), inputs.leaves())
+        _copy(self.static, inputs.leaves())
         self.recording.replay(model)
+        if self.peek is not None:
+            self.peek.take(self.recording.outputs["probe"])
         return _fresh(self.recording.outputs, self.shared)
 
 
@@ -243,6 +267,7 @@ class _Kept:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.weights: list[Hashable] = []
+        self.places: list[int] = []
         self.asked: OrderedDict[Hashable, bool] = OrderedDict()  # keys so far, and whether to record them
         self.programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()  # the last was used last
         self.recorder: Recorder | None = None
@@ -309,16 +334,18 @@ def attempt(
         at_once: Whether to record at the first time already.
         weights: What `weights_of` the model says, if the caller has asked already.
     """
+    made = again(model, key, *inputs) if weights is None else None
+    if made is not None:
+        return made
     weights = weights or weights_of(model)
     device = inputs[0].device
-    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    key = (key, device, precision, torch.is_inference_mode_enabled())
+    key = _whole(key, device)
     with _finding:
         kept = _kept.setdefault(model, _Kept())
     with kept.lock:
         if weights != kept.weights:
             kept.clear()
-            kept.weights = weights
+            kept.weights, kept.places = weights, places_of(model)
         try:
             kept.follow(device)
             program = kept.find(key, at_once, device, make)
@@ -331,33 +358,29 @@ def attempt(
             return None
 
 
-def weights_of(model: nn.Module) -> list[Hashable]:
-    """Returns where the weights are and how often they were changed, as far as their versions tell."""
-    weights = _weights(model)
-    try:
-        versions = list(map(_version, weights))
-    except RuntimeError:  # weights made in inference mode have none
-        versions = []
-    return [model.training, weights[0].dtype, *map(Tensor.data_ptr, weights), *versions]
+def again(model: nn.Module, key: Hashable, *inputs: State) -> Any:  # noqa: ANN401
+    """Returns what a program makes that is there already, or None if `attempt` is to find out."""
+    kept, device = _kept.get(model), inputs[0].device
+    key = _whole(key, device)
+    if kept is None:
+        return None
+    with kept.lock:
+        program = kept.programs.get(key)
+        if program is None or kept.places != places_of(model):
+            return None
+        kept.programs.move_to_end(key)
+        try:
+            kept.follow(device)
+            made = program(model, *inputs)
+        except RuntimeError:  # happens again in `attempt`, which says so
+            return None
+        return made if weights_of(model) == kept.weights else None
 
 
-_found: WeakKeyDictionary[nn.Module, tuple[list[dict], list, list[nn.Parameter]]] = WeakKeyDictionary()
-
-
-def _weights(model: nn.Module) -> list[nn.Parameter]:
-    """Does the same as `parameters()`, which would take most of the time of a short call."""
-    tables, values, weights = _found.get(model, ((), (), ()))
-    held = chain.from_iterable(map(dict.values, tables))
-    if weights and sum(map(len, tables)) == len(values) and all(map(operator.is_, held, values)):
-        return list(weights)
-    modules: list[nn.Module] = [model]
-    for module in modules:  # grows on the way
-        modules.extend(filter(None, module._modules.values()))
-    # Some modules, and all weights, could be replaced: look at every table of names next time.
-    tables = [table for m in modules for table in (m._modules, m._parameters) if table]
-    weights = [weight for m in modules for weight in m._parameters.values() if weight is not None]
-    _found[model] = tables, [value for table in tables for value in table.values()], weights
-    return weights
+def _whole(key: Hashable, device: torch.device) -> Hashable:
+    """Adds to a key what is fixed in every recording."""
+    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    return key, device, precision, torch.is_inference_mode_enabled()
 
 
 def _dense(function: Callable[[Any, State], State], inputs: State, model: nn.Module) -> State:

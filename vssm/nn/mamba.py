@@ -11,6 +11,7 @@ The state keeps `conv`, the last d_conv - 1 inputs of the convolution (B, d_conv
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from vssm.ops import causal_conv_silu, selective_scan
 from vssm.ops.linear import Linear, linear
 from vssm.ops.norm import RMSNorm
 
-__all__ = ["MambaBlock", "MambaMixer"]
+__all__ = ["MambaBlock", "MambaMixer", "decays"]
 
 _DT_RANGE = (1e-3, 1e-1)  # range of the initial step sizes, log-uniform
 _DT_FLOOR = 1e-4
@@ -56,10 +57,12 @@ class MambaMixer(nn.Module):
         state: State | None = None,
         norm: nn.Module | None = None,
         add: Tensor | None = None,
+        A: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step.
 
-        `norm` is applied before, and `add`, (B, T, width), is added: kernels can do both on the way.
+        `norm` is applied before, and `add`, (B, T, width), is added: kernels can do both on the way. `A` is
+        -exp(A_log) where it is known, (inner, N).
         """
         if torch.is_grad_enabled() and x.is_cuda:  # one product for each: no gradient has to be put together
             x = x if norm is None else norm(x)
@@ -73,7 +76,7 @@ class MambaMixer(nn.Module):
         y, h = selective_scan(
             u,
             linear(dt, self.dt_proj.weight),
-            -torch.exp(self.A_log.float()),
+            -torch.exp(self.A_log.float()) if A is None else A,
             B,
             C,
             D=self.D,
@@ -94,6 +97,15 @@ class MambaBlock(nn.Module):
         self.norm = RMSNorm(config.width, eps=1e-5)
         self.mixer = MambaMixer(config)
 
-    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Maps x (B, T, width) to (B, T, width) and returns the state after the last step."""
-        return self.mixer(x, state, self.norm, add=x)
+    def forward(self, x: Tensor, state: State | None = None, A: Tensor | None = None) -> tuple[Tensor, State]:
+        """Maps x (B, T, width) to (B, T, width) and returns the state after the last step.
+
+        `A` is -exp(A_log) where it is known, (inner, N).
+        """
+        return self.mixer(x, state, self.norm, x, A)
+
+
+def decays(blocks: Iterable[nn.Module]) -> list[Tensor]:
+    """Returns A = -exp(A_log) of each block, in two launches for all; without a gradient."""
+    logs = [block.mixer.A_log.detach().float() for block in blocks if isinstance(block, MambaBlock)]
+    return list(torch._foreach_neg(torch._foreach_exp(logs))) if logs else []

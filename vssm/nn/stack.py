@@ -10,14 +10,14 @@ own one `blank`, a learned input: the start of a sequence or the paper's empty t
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.config import ModelConfig
 from vssm.nn.attention import AttentionBlock
 from vssm.nn.gru import GRUBlock
-from vssm.nn.mamba import MambaBlock
+from vssm.nn.mamba import MambaBlock, decays
 from vssm.nn.state import State
+from vssm.ops.embed import embed_sum
 from vssm.ops.linear import Linear
 from vssm.ops.norm import RMSNorm
 
@@ -44,9 +44,8 @@ class LatentEmbedding(nn.Module):
             if not torch.is_autocast_enabled(z.device.type):  # draws are float32, the weights may not be
                 z = z.to(self.weight.dtype)
             return z.flatten(-2) @ self.weight
-        offsets = torch.arange(0, self.latents * self.classes, self.classes, device=z.device)
-        rows = (z + offsets).reshape(-1, self.latents)
-        return F.embedding_bag(rows, self.weight, mode="sum").view(*z.shape[:-1], -1)
+        assert z.shape[-1] == self.latents, f"z has {z.shape[-1]} latents, not {self.latents}"
+        return embed_sum(z, self.weight)
 
 
 class Stack(nn.Module):
@@ -81,9 +80,12 @@ class Stack(nn.Module):
             e = e.float()  # the blocks add to it: a bfloat16 sum would round away what they add
         if self.positional:
             e = e + sinusoids(position, length, e.shape[2], e.device, e.dtype)
+        # Few steps on a GPU wait for launches: two for all blocks are less than two for each.
+        known = decays(self.blocks) if e.is_cuda and not torch.is_grad_enabled() else []
         children: dict[str, Tensor | State] = {}
         for i, block in enumerate(self.blocks):
-            e, children[str(i)] = block(e, None if state is None else state.child(str(i)))
+            before = None if state is None else state.child(str(i))
+            e, children[str(i)] = block(e, before, *known[i : i + 1])
         return self.out(e, norm=self.norm), State(children, position + length)
 
     def blanks(self, batch: int, length: int) -> Tensor:

@@ -50,7 +50,7 @@ def linear(
         weight: The weight, (N, K).
         bias: Added to every row, (N,).
         add: Added to the result, (..., N).
-        norm: Applied to x before, (..., K) to (..., K); an RMSNorm of few rows takes no kernel of its own.
+        norm: Applied to x before, (..., K) to (..., K); a kernel may do an RMSNorm on the way.
         backend: "auto", "reference" or "triton"; "auto" takes the kernel for float32 on CUDA where no
             gradient is asked for and PyTorch is not allowed to be less accurate (`fp32_precision`).
 

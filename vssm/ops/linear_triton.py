@@ -133,7 +133,8 @@ def _tile_kernel(
         else:
             acc = tl.dot(a, tl.trans(b), acc, input_precision="tf32x3")
     if squares is not None:  # parts of K do not know the rate: it is for those who add them
-        tl.store(squares + part * M + row, square, mask=(row < M) & (tl.min(column, 0) == 0))
+        once = tl.where(tl.min(column, 0) == 0, M, 0)
+        tl.store(squares + part * M + row, square, mask=row < once)
     elif scale is not None:
         acc *= tl.rsqrt(square / K + eps)[:, None]
     at = (part * M + row).to(tl.int64)[:, None] * N + column[None, :]
@@ -250,15 +251,15 @@ def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
             how = Plan(BM, min(2 * BM, 64), 64, 1, 4 if BM == 16 else 8, 4)
     tiles, split = triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN), 1
     programs = PROCESSORS if how.split == "before" else 2 * PROCESSORS
-    while 2 * split * tiles <= programs and K % (256 * split) == 0:
+    least = 64 if how.split == "tf32" else 128
+    while split < 16 and 2 * split * tiles <= programs and K % (2 * split * least) == 0:
         split *= 2
-    BK = how.BK
-    while K // split % BK:
+    BK, row = how.BK, 4 * (how.BM + how.BN)
+    while K // split % BK or 3 * BK * row > shared:
         BK //= 2
-    tile = 4 * BK * (how.BM + how.BN)
     # What is split in the kernel takes the room of one more tile.
-    stages = min(how.stages, shared // tile - (how.split != "before"))
-    return how._replace(BK=BK, SPLIT=split, stages=max(stages, 1))
+    stages = min(how.stages, shared // (BK * row) - (how.split != "before"))
+    return how._replace(BK=BK, SPLIT=split, stages=stages)
 
 
 def forward(

@@ -103,7 +103,6 @@ def _replayed(
         ("ladder", options, graphs.describe(inputs)),
         lambda recorder: graphs.OneShot(recorder, model, partial(_ladder_tree, options), inputs, ()),
         inputs,
-        weights=graphs.weights_of(model),
     )
     if made is None:
         return None

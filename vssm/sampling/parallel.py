@@ -38,6 +38,7 @@ from vssm.sampling.request import (
     placed,
     unpacked,
 )
+from vssm.weights import weights_of
 
 __all__ = ["read_variational", "sample_variational"]
 
@@ -81,7 +82,7 @@ def _variational(
         known = 0 if prompt is None else prompt.shape[1]
         width = min(options.chunk, options.length - first)
         if partial is None and prompt is None:
-            q_z, ahead, *_ = empty or _empty_run(model, width, graphs.weights_of(model))
+            q_z, ahead, *_ = empty or _empty_run(model, width, weights_of(model))
         else:
             q_z, ahead = model.partial_posterior(prompt, empty=width, state=partial)
         start, u, w = decoder, source.latent(model, position, known + width), None
@@ -142,7 +143,9 @@ class _Empty(NamedTuple):
     q_z: Latents
     state: State
     weights: list[Hashable]
-    probe: float
+    probe: int
+    seen: graphs.Peek
+    """What a replay says that the probe is now."""
 
 
 _empty_runs: WeakKeyDictionary[Variational, dict[int, _Empty]] = WeakKeyDictionary()
@@ -157,10 +160,12 @@ def _empty_run(model: Variational, length: int, weights: list[Hashable], probed:
     with _emptying:
         known = _empty_runs.setdefault(model, {})
         run = known.get(length)
-        if run is None or run.weights != weights or (probed and run.probe != float(_probe(model))):
+        if run is None or run.weights != weights or (probed and run.probe != int(_probe(model))):
             while len(known) >= _EMPTY_RUNS:
                 known.pop(next(iter(known)))
-            run = _Empty(*model.partial_posterior(empty=length), weights, float(_probe(model)))
+            q_z, state = model.partial_posterior(empty=length)
+            probe = _probe(model)
+            run = _Empty(q_z, state, weights, int(probe), graphs.Peek(probe.device))
             known[length] = run
         return run
 
@@ -168,32 +173,44 @@ def _empty_run(model: Variational, length: int, weights: list[Hashable], probed:
 def _probe(model: Variational) -> Tensor:
     """Looks at some of the weights: fused optimisers change them without counting a version."""
     assert model.partial.blank is not None
-    return torch.cat([model.partial.blank, model.partial.norm.weight]).sum(dtype=torch.float64)
+    bits = torch.cat([model.partial.blank, model.partial.norm.weight])
+    return bits.view(torch.int64 if bits.nbytes % 8 == 0 else torch.uint8).sum()
 
 
 def _replayed(
     model: Variational, prompt: Tensor | None, state: State | None, source: Noise, options: Options
 ) -> Result | None:
     """Replays `_variational`, or returns None if it is to run itself."""
-    weights = graphs.weights_of(model)
-    empty = None
-    if prompt is None and state is None:
-        empty = _empty_run(model, min(options.chunk, options.length), weights, probed=False)
-    constant = None if empty is None else empty.q_z.logits.data_ptr()
+    width = min(options.chunk, options.length) if prompt is None and state is None else 0
     inputs = packed(model, prompt, state, source)
-    made = graphs.attempt(
-        model,
-        ("one shot", options, graphs.describe(inputs), constant),
-        lambda recorder: graphs.OneShot(
-            recorder, model, partial(_variational_tree, options, empty), inputs, empty or ()
-        ),
-        inputs,
-        weights=weights,
-    )
+    described = graphs.describe(inputs)
+
+    def key(empty: _Empty | None) -> Hashable:
+        return "one shot", options, described, None if empty is None else empty.q_z.raw.data_ptr()
+
+    empty = _empty_runs.get(model, {}).get(width)
+    made = graphs.again(model, key(empty), inputs)
+    if made is None:
+        weights = weights_of(model)
+        empty = _empty_run(model, width, weights, probed=False) if width else None
+        made = graphs.attempt(
+            model,
+            key(empty),
+            lambda recorder: graphs.OneShot(
+                recorder,
+                model,
+                partial(_variational_tree, options, empty),
+                inputs,
+                empty or (),
+                None if empty is None else empty.seen,
+            ),
+            inputs,
+            weights=weights,
+        )
     if made is None:
         return None
     after = placed(made.child("state"), end_of(prompt, state, options))
-    if empty is not None and float(made["probe"]) != empty.probe:  # last, since it waits for the device
+    if empty is not None and empty.seen.read() != empty.probe:  # last, since it waits for the device
         return None  # the weights were changed, unseen: `_variational` makes and remembers a new pass
     return made["x"], made["z"], after
 
