@@ -333,6 +333,8 @@ def test_shipped_models_are_whole_and_small():
         assert 0 < sum(path.stat().st_size for path in files) < most * 2**20
     for name in pretrained.names():
         folder = pretrained.FOLDER / name
-        assert {"config.json", "weights.safetensors", "README.md"} <= {f.name for f in folder.iterdir()}
+        assert {"config.json", "eval.json", "weights.safetensors", "README.md"} <= {
+            f.name for f in folder.iterdir()
+        }
         x = vssm.generate(vssm.load(name), num=2, length=28).x
         assert torch.isfinite(x).all()
