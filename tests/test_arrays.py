@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import zipfile
 
 import numpy as np
 import pytest
@@ -91,6 +92,7 @@ X = np.zeros((10, 5, 2), np.float32)
             {"x": np.where(np.arange(5)[:, None] == 3, np.nan, X)},
             r"x is not finite at sequence 0, step 3; .*, or lengths in",
         ),
+        ({"x": np.full(X.shape, 1e300)}, r"x is not finite at sequence 0, step 0"),
         (
             {"x": np.where(np.arange(5)[:, None] == 3, np.inf, X), "lengths": np.r_[[3] * 7, 4, 3, 3]},
             r"x is not finite at sequence 7, step 3; allowed: finite numbers before the end",
@@ -116,6 +118,10 @@ def test_damaged_files_are_named_and_nothing_is_unpickled(tmp_path):
         "object.npy": (tmp_path / "object.npy").read_bytes(),
         "bits.npz": whole[:200] + bytes(byte ^ 255 for byte in whole[200:400]) + whole[400:],
     }
+    with zipfile.ZipFile(tmp_path / "raw.npz", "w") as file:
+        file.writestr("x", b"123")
+    with pytest.raises(ValueError, match=r"raw\.npz: x is \|S3 of shape \(\); allowed: numbers"):
+        open_data(arrays(tmp_path / "raw.npz"))
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(

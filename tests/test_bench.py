@@ -348,10 +348,13 @@ def test_forecasts_are_timed_by_horizon_and_patch(tmp_path, capsys):
     assert metrics["ahead_p4_t8"] == metrics["rnn_p1_ms_t8"] / metrics["vssm_p4_ms_t8"]
     assert re.search(r"rnn, P = 1 / vssm, P = 4 +[\d.]+x", capsys.readouterr().out)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="patches=9 is not allowed; allowed: 1 to 8, the context"):
+    with pytest.raises(ValueError, match=r"patches=\(9,\) is not allowed; allowed: 1 to 8, the context"):
         bench.main_forecast(patches=[9], **options)
     with pytest.raises(ValueError, match="kinds='gru' is unknown"):
         bench.main_forecast(kinds=["gru"], **options)
+    for name in ("series", "paths"):
+        with pytest.raises(ValueError, match=f"{name}=0 is not allowed; allowed: whole numbers >= 1"):
+            bench.main_forecast(**{**options, name: 0})
 
 
 def test_a_vssm_with_levels_is_timed_under_its_own_name(tmp_path, monkeypatch, capsys):

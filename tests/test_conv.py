@@ -1,8 +1,5 @@
 """The fused convolution: its kernels against its plain twin, and against PyTorch's own convolution."""
 
-import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -10,27 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from tests.conftest import relative_error
+from tests.interpreter import DEVICE, kernels, needs_interpreter, run_interpreted
 from vssm.ops.conv import _conv_silu, causal_conv_silu, causal_conv_silu_reference
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
-kernels = pytest.mark.skipif(
-    not INTERPRETED and DEVICE == "cpu", reason="test_in_the_interpreter runs it, or a CUDA device"
-)
 SIZES = [(2, 1, 3, 4), (1, 2, 5, 4), (2, 35, 5, 4), (1, 5, 520, 3), (2, 4, 4, 1)]
 
 
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="the tests below already run the kernels")
+@needs_interpreter
 def test_in_the_interpreter():
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout
+    run_interpreted(__file__)
 
 
 def arguments(batch, length, channels, taps, state=True, dtype=torch.float32):

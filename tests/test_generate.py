@@ -1,22 +1,18 @@
 """One seed gives one sample, however it is made."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import KINDS, relative_error, sequences, small_model
+from tests.interpreter import INTERPRETED, run_interpreted
 from vssm import State, generate, observe
 from vssm.sampling.ahead import posterior_ahead, scan_ahead, scan_ahead_reference
 
 PARALLEL = ("tvae", "vssm")
 AUTOREGRESSIVE = ("transformer", "ssm", "rnn")
 TOLERANCE = 1e-4
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton decides at import whether it interprets
 
 
 def same(a, b):
@@ -287,16 +283,7 @@ def test_the_scan_ahead_equals_its_twin(sizes, device):
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 def test_the_scan_ahead_in_the_interpreter():
-    pytest.importorskip("triton")
-    chosen = f"{__file__}::test_the_scan_ahead_equals_its_twin"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", chosen],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert "5 passed" in done.stdout
+    assert "5 passed" in run_interpreted(f"{__file__}::test_the_scan_ahead_equals_its_twin")
 
 
 @pytest.mark.parametrize("kind", AUTOREGRESSIVE)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.conftest import relative_error, small_config
 from vssm.nn import BLOCKS, LatentEmbedding, Stack, State, reserve, trim
@@ -106,6 +108,17 @@ def test_decays_of_all_blocks_at_once():
         assert torch.equal(A, -block.mixer.A_log.exp())
         assert torch.equal(block(x, None, A)[0], block(x)[0])
     assert decays(Stack(small_config("rnn"), torch.nn.Identity(), 3).blocks) == []
+
+
+def test_decays_of_sharded_blocks_are_left_to_the_blocks():
+    stack = Stack(small_config("ssm"), torch.nn.Identity(), 3)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for block in stack.blocks:
+            fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
+        assert decays(stack.blocks) == []
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_latent_embedding_of_classes_equals_one_hot():

@@ -1,20 +1,13 @@
-"""The fused kernels against their PyTorch twins, interpreted without a GPU and compiled with one.
-
-Triton decides at import whether it interprets, so without a GPU one test starts pytest again on this file
-with TRITON_INTERPRET=1 in its environment; the tests marked `kernels` run only there.
-"""
+"""The fused kernels against their PyTorch twins, interpreted without a GPU and compiled with one."""
 
 import math
-import os
-import subprocess
-import sys
 from functools import partial
-from importlib.util import find_spec
 
 import pytest
 import torch
 
 from tests.conftest import relative_error, sequences, small_model
+from tests.interpreter import DEVICE, kernels, needs_interpreter, run_interpreted
 from vssm import objective
 from vssm.distributions import Latents, gumbel_uniform
 from vssm.ops.draw import inverse_cdf
@@ -22,25 +15,12 @@ from vssm.ops.embed import embed_sum
 from vssm.ops.latents import expected_log_prob, sample_and_kl
 from vssm.ops.norm import RMSNorm, rms_norm
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 SINGLE, HALF = 1e-5, 1e-2  # relative, in norm
-kernels = pytest.mark.skipif(
-    not INTERPRETED and DEVICE == "cpu", reason="test_in_the_interpreter runs it, or a CUDA device"
-)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="the tests below already run the kernels")
+@needs_interpreter
 def test_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout
+    run_interpreted(__file__)
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
@@ -133,6 +113,8 @@ def test_one_row_of_logits_serves_all_noise():
         inverse_cdf(logits[0, 0, :1], noise[..., :1], backend="triton")[..., 0],
     )
     assert_selected(logits, noise, z)
+    with pytest.raises(ValueError, match="do not repeat over noise"):  # its twin makes (1, 5, 3) of it
+        inverse_cdf(logits, noise[0], backend="triton")
 
 
 @kernels

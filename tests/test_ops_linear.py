@@ -1,12 +1,5 @@
-"""The products for generation against PyTorch's, interpreted without a GPU and compiled with one.
+"""The products for generation against PyTorch's, interpreted without a GPU and compiled with one."""
 
-As in `test_ops_fused`, without a GPU one test starts pytest again with TRITON_INTERPRET=1.
-"""
-
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.conftest import relative_error, small_model
+from tests.interpreter import DEVICE, kernels, needs_interpreter, run_interpreted
 from vssm import generate
 from vssm.nn import GRUBlock
 from vssm.ops import dispatch
@@ -22,25 +16,12 @@ from vssm.ops import linear as module
 from vssm.ops.linear import Linear, linear
 from vssm.ops.norm import RMSNorm
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 SINGLE = 2e-6  # relative, in norm, against float64
-kernels = pytest.mark.skipif(
-    not INTERPRETED and DEVICE == "cpu", reason="test_in_the_interpreter runs it, or a CUDA device"
-)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="the tests below already run the kernels")
+@needs_interpreter
 def test_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout
+    run_interpreted(__file__)
 
 
 def normal(*shape, seed=0):
@@ -127,6 +108,18 @@ def test_leading_dimensions_and_strides():
     given = linear(whole[..., :64], weight, add=add, backend="triton")
     assert relative_error(given, exact(whole[..., :64], weight, add=add)) < SINGLE
     assert linear(whole[:0, :, :64], weight, backend="triton").shape == (0, 3, 20)
+    bias = normal(20, 2, seed=2)[:, 1]
+    for x in (whole[0, :1, :64], whole[..., :64]):
+        given = linear(x, weight, bias, backend="triton")
+        assert relative_error(given, exact(x, weight, bias)) < SINGLE
+
+
+@kernels
+@pytest.mark.parametrize("options", [{}, {"eps": 1e-5, "elementwise_affine": False}], ids=str)
+@torch.no_grad()
+def test_a_norm_that_no_kernel_does_is_done_before(options):
+    x, weight, norm = normal(3, 64), normal(20, 64, seed=1), nn.RMSNorm(64, **options).to(DEVICE)
+    assert relative_error(linear(x, weight, norm=norm, backend="triton"), exact(norm(x), weight)) < SINGLE
 
 
 @kernels

@@ -1,40 +1,21 @@
-"""The Triton kernels against the reference in float64, interpreted without a GPU and compiled with one.
-
-Triton decides at import whether it interprets, so without a GPU one test starts pytest again on this file
-with TRITON_INTERPRET=1 in its environment; the tests marked `kernels` run only there.
-"""
-
-import os
-import subprocess
-import sys
+"""The Triton kernels against the reference in float64, interpreted without a GPU and compiled with one."""
 
 import pytest
 import torch
 
 from tests.conftest import relative_error
+from tests.interpreter import DEVICE, INTERPRETED, kernels, needs_interpreter, run_interpreted
 from tests.test_scan import TENSORS, arguments, assert_close
 from vssm.ops import choose_backend, selective_scan
 
 pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 HALF = 1e-2  # relative, in norm
-kernels = pytest.mark.skipif(
-    not INTERPRETED and DEVICE == "cpu", reason="test_in_the_interpreter runs it, or a CUDA device"
-)
 
 
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="the tests below already run the kernels")
+@needs_interpreter
 def test_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout
+    run_interpreted(__file__)
 
 
 @pytest.fixture

@@ -235,12 +235,11 @@ def _rolled(forecaster: Forecaster, task: _Task, ways: dict[str, Any]) -> Tensor
         assert times is not None
         dates = [times[s - context : s] for s in task.starts]
         pairs = zip(task.history, dates, strict=True)
-        return torch.stack(
-            [forecaster.forecast(h, horizon, samples, t, **ways).samples for h, t in pairs]
-        ).cpu()
+        made = (forecaster.forecast(h, horizon, samples, t, **ways).samples for h, t in pairs)
+        return torch.stack([paths.cpu() for paths in made])
     parts = [task.history[k : k + _WINDOWS_PER_PASS] for k in range(0, len(task.history), _WINDOWS_PER_PASS)]
-    made = [forecaster.forecast(h, horizon, samples, seed=k, **ways).samples for k, h in enumerate(parts)]
-    return torch.cat(made).cpu()
+    made = (forecaster.forecast(h, horizon, samples, seed=k, **ways).samples for k, h in enumerate(parts))
+    return torch.cat([paths.cpu() for paths in made])
 
 
 def _first_column(forecaster: Forecaster) -> Forecaster:

@@ -23,6 +23,7 @@ __all__ = ["FILES", "model_card", "pull", "push"]
 FILES = ("config.json", "weights.safetensors", "README.md")
 _ADDRESS = re.compile(r"(?:hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^\s@]+))?")
 _PAPER = "https://arxiv.org/abs/2407.08415"
+_SOURCES = ("series", "text", "arrays", "synthetic")  # data sets with options of their own
 
 
 def push(
@@ -259,6 +260,8 @@ def _command(run: RunConfig) -> str:
     run = RunConfig.from_dict(_without_folders(run.to_dict()))
     words = ["vssm", "train", run.data.name]
     default = RunConfig()
+    others = {name: getattr(default.data, name) for name in _SOURCES if name != run.data.name}
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, **others))  # not read for this data
     for part in ("data", "model", "train"):
         prefix = "" if part == "data" else f"{part}."
         words += _options(getattr(run, part), getattr(default, part), prefix)

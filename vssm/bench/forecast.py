@@ -70,7 +70,8 @@ def main_forecast(
     cuda = where.type == "cuda"
     for kind in kinds:
         check_choice("kinds", kind, KINDS)
-    series, paths = series or (100 if cuda else 1), paths or (500 if cuda else 100)
+    series = (100 if cuda else 1) if series is None else series
+    paths = (500 if cuda else 100) if paths is None else paths
     lengths = ((96, 192, 336, 720, 1440, 2880) if cuda else (96, 336)) if lengths is None else lengths
     for name, values in (
         ("series", [series]),
@@ -82,8 +83,8 @@ def main_forecast(
         ("layers", [layers]),
     ):
         check_whole(name, *values)
-    if max(patches) > context:
-        raise ValueError(f"patches={max(patches)} is not allowed; allowed: 1 to {context}, the context")
+    if not 0 < max(patches, default=0) <= context:
+        raise ValueError(f"patches={tuple(patches)} is not allowed; allowed: 1 to {context}, the context")
     stopwatch = Stopwatch(where, repeats, seconds_per_point, warm=3 if cuda else 1)
     config = {"series": series, "paths": paths, "context": context, "width": width, "layers": layers}
     record = Record("forecast", command, where, config, out, restart)

@@ -28,6 +28,7 @@ _TIMED = (
     "noise",
     "distributions",
     "objectives",
+    "weights",
     "graphs",
     "sampling",
     "generate",

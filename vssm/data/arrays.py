@@ -49,8 +49,16 @@ def _read(path: Path) -> dict[str, np.ndarray]:
     """Returns the arrays of a file by name."""
     try:
         file = np.load(io.BytesIO(read_bytes(path)), allow_pickle=False)
-        return {"x": file} if isinstance(file, np.ndarray) else {name: file[name] for name in file.files}
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error):  # numpy's own words advise to unpickle
+        if isinstance(file, np.ndarray):
+            return {"x": file}
+        return {name: np.asarray(file[name]) for name in file.files}  # what is no array comes as bytes
+    except (
+        ValueError,
+        EOFError,
+        MemoryError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ):  # numpy's own words advise to unpickle
         raise ValueError(f"{path} is damaged or no file of plain arrays; allowed: .npy or .npz") from None
 
 
@@ -64,7 +72,8 @@ def _checked(path: Path, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.
             f"{path}: x is {x.dtype} of shape {x.shape}; allowed: numbers (sequences, steps, features),"
             f" {_FEWEST} sequences or more of one step or more"
         )
-    x = x.astype(np.float32)
+    with np.errstate(over="ignore"):  # what is too large becomes infinite, and is named below
+        x = x.astype(np.float32)
     if lengths is not None:
         if lengths.shape != (len(x),) or lengths.dtype.kind not in "iu":
             raise ValueError(

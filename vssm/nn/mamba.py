@@ -106,6 +106,11 @@ class MambaBlock(nn.Module):
 
 
 def decays(blocks: Iterable[nn.Module]) -> list[Tensor]:
-    """Returns A = -exp(A_log) of each block, in two launches for all; without a gradient."""
+    """Returns A = -exp(A_log) of each block, in two launches for all; without a gradient.
+
+    Nothing is returned where blocks are sharded (FSDP2): weights of theirs are whole inside `forward` only.
+    """
     logs = [block.mixer.A_log.detach().float() for block in blocks if isinstance(block, MambaBlock)]
-    return list(torch._foreach_neg(torch._foreach_exp(logs))) if logs else []
+    if not logs or hasattr(logs[0], "full_tensor"):
+        return []
+    return list(torch._foreach_neg(torch._foreach_exp(logs)))

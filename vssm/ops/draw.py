@@ -61,7 +61,7 @@ def draws_fused(logits: Tensor, noise: Tensor, backend: str = "auto") -> bool:
 def _refusal(logits: Tensor, noise: Tensor) -> str | None:
     """Says why the kernel can not take the inputs, None if it can."""
     rows = _rows(logits)
-    if rows != noise.shape[noise.dim() - len(rows) :]:
+    if logits.dim() > noise.dim() + 1 or rows != noise.shape[noise.dim() - len(rows) :]:
         return f"logits of shape {tuple(logits.shape)} do not repeat over noise of shape {tuple(noise.shape)}"
     if noise.device != logits.device or noise.dtype != torch.float32:
         return f"noise is {noise.dtype} on {noise.device}, not float32 on {logits.device}"

@@ -61,7 +61,12 @@ def linear(
         >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 4.0], [5.0, 6.0]]), torch.tensor([0.5, 0.0]))
         tensor([11.5000, 17.0000])
     """
-    if norm is not None and not (isinstance(norm, nn.RMSNorm) and norm.weight.shape == x.shape[-1:]):
+    if norm is not None and not (
+        isinstance(norm, nn.RMSNorm)
+        and norm.elementwise_affine
+        and norm.eps is not None
+        and norm.weight.shape == x.shape[-1:]
+    ):
         x, norm = norm(x), None
     skip = backend == "auto" and not x.is_cuda  # a step-by-step loop feels each of these questions
     if skip or not choose_fused(backend, x.device, x.dtype, _refusal(x, weight, bias, add, norm)):

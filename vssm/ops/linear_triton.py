@@ -10,7 +10,7 @@ Either operand is split into two numbers of 11 bits, and three of the four produ
 | rows | `Plan.split` | the split                                                                        |
 | ---- | ------------ | -------------------------------------------------------------------------------- |
 | 1    |              | none: products are float32 throughout                                            |
-| few  | "tile"       | into float16, in the kernel; one exponent for a row of a tile, BK columns     |
+| few  | "tile"       | into float16, in the kernel; one exponent for a row of a tile, BK columns        |
 | more | "tf32"       | into tf32, by Triton, which needs no exponent                                    |
 | many | "before"     | into float16, by a kernel of its own, which does the norm too                    |
 
@@ -279,7 +279,7 @@ def forward(
     x = x.reshape(-1, K)
     x = x if x.stride(1) == 1 else x.contiguous()
     weight = weight.contiguous()
-    add = None if add is None else add.contiguous()
+    bias, add, scale = (None if t is None else t.contiguous() for t in (bias, add, scale))
     M = len(x)
     if M == 1:
         how = how or plan_row(N, K)
