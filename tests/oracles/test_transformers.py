@@ -13,8 +13,10 @@ TOLERANCE = 1e-5
 
 
 def hidden(stack, e):
-    """What a stack computes before its output projection."""
-    stack.out = torch.nn.Identity()
+    """What a stack computes before its output projection: the output of a projection that changes nothing."""
+    with torch.no_grad():
+        stack.out.weight.copy_(torch.eye(len(stack.out.weight)))
+        stack.out.bias.zero_()
     return stack.run(e)[0]
 
 
