@@ -1,6 +1,5 @@
 """The fused kernels against their PyTorch twins, interpreted without a GPU and compiled with one."""
 
-import math
 from functools import partial
 
 import pytest
@@ -444,7 +443,7 @@ def test_kernels_can_be_captured():
         results = work()
     graph.replay()
     assert all(torch.equal(given, value) for given, value in zip(results, wanted, strict=True))
-    assert math.isfinite(float(results[0].sum()))
+    assert results[0].isfinite().all()
 
 
 def classes_of(latents, classes, *steps):
