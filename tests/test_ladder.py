@@ -1,6 +1,7 @@
 """A vssm with levels of latents keeps the promises of a vssm: bounds, chunks, resuming, prompts, ragged."""
 
 import itertools
+import json
 import math
 
 import pytest
@@ -16,10 +17,12 @@ from vssm.models import Ladder
 from vssm.ragged import generate_ragged
 from vssm.train import train
 
+SPANS = pytest.mark.parametrize("spans", [(), (5, 2)])
 
-@pytest.fixture
-def model():
-    return small_model("vssm", levels=3, latents=6).eval()
+
+@pytest.fixture(params=[(), (4, 2, 1)], ids=["steps", "spans"])
+def model(request):
+    return small_model("vssm", levels=3, latents=6, spans=request.param).eval()
 
 
 def exact(model, x, cut):
@@ -27,7 +30,13 @@ def exact(model, x, cut):
     config, batch = model.config, len(x)
     task = model.task(x, torch.full((batch,), cut))
     own = config.latents // config.levels
-    places = list(itertools.product(range(config.levels), range(cut, x.shape[1]), range(own)))
+    places = [
+        (level, a, i)
+        for level in range(config.levels)
+        for a, live in enumerate(task.live[level][0].tolist())
+        for i in range(own)
+        if live
+    ]
     totals = []
     for values in itertools.product(range(config.classes), repeat=len(places)):
         chosen = torch.zeros(config.levels, batch, task.e.shape[1], own, dtype=torch.int64)
@@ -37,19 +46,20 @@ def exact(model, x, cut):
 
         def draw(level, p_z, query, chosen=chosen):
             nonlocal log_p_z
-            log_p = p_z.log_probs.gather(-1, chosen[level].unsqueeze(-1)).squeeze(-1).sum(-1)
-            log_p_z = log_p_z + (log_p * task.new).sum(1)
-            return chosen[level]
+            z = chosen[level][:, : task.live[level].shape[1]]
+            log_p = p_z.log_probs.gather(-1, z.unsqueeze(-1)).squeeze(-1).sum(-1)
+            log_p_z = log_p_z + (log_p * task.live[level]).sum(1)
+            return z
 
-        p_x, _ = model.descend(task.e, draw, new=task.new)
+        p_x, _ = model.descend(task.e, draw, cut=task.cut)
         totals.append(log_p_z + (p_x.log_prob(x) * task.new).sum(1))
     return torch.logsumexp(torch.stack(totals), 0)
 
 
-@pytest.mark.parametrize("cut", [0, 1])
+@pytest.mark.parametrize(("cut", "spans"), [(0, ()), (1, (2, 1)), (0, (2, 1))])
 @torch.no_grad()
-def test_estimates_approach_the_exact_likelihood(cut):
-    model = small_model("vssm", levels=2, latents=2, classes=2, sigma=1.0)
+def test_estimates_approach_the_exact_likelihood(cut, spans):
+    model = small_model("vssm", levels=2, latents=2, classes=2, sigma=1.0, spans=spans)
     x = torch.rand(3, 2, 3)
     truth = exact(model, x, cut)
     few, many = (log_likelihood(model, x, num, prompt_length=cut) for num in (1, 4000))
@@ -58,8 +68,9 @@ def test_estimates_approach_the_exact_likelihood(cut):
     assert (several.mean(0) < truth + 0.08).all() and not torch.equal(few, many)
 
 
-def test_the_terms_are_bounds():
-    model = small_model("vssm", levels=2, latents=2, classes=2, sigma=1.0)
+@pytest.mark.parametrize("spans", [(), (2, 1)])
+def test_the_terms_are_bounds(spans):
+    model = small_model("vssm", levels=2, latents=2, classes=2, sigma=1.0, spans=spans)
     x = torch.rand(2, 2, 3)
     truth, rest = exact(model, x, 0), exact(model, x, 1)
     draws = [objective(model, x) for _ in range(300)]
@@ -78,8 +89,9 @@ def test_all_weights_are_trained(model):
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
 
 
-def test_shards_are_parts_of_the_whole():
-    model = small_model("vssm", levels=2, latents=4)
+@SPANS
+def test_shards_are_parts_of_the_whole(spans):
+    model = small_model("vssm", levels=2, latents=4, spans=spans)
     x = sequences(model, 6, 5)
 
     def terms(part, shard):
@@ -92,6 +104,7 @@ def test_shards_are_parts_of_the_whole():
             assert relative_error(a, b[3 * index : 3 * index + 3]) < 1e-5
 
 
+@SPANS
 @given(
     prompt=st.integers(0, 4),
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
@@ -99,8 +112,8 @@ def test_shards_are_parts_of_the_whole():
     seed=st.integers(0, 9),
 )
 @torch.no_grad()
-def test_chunks_and_resumed_parts_are_one_shot(prompt, sizes, chunk, seed):
-    model = small_model("vssm", levels=2, latents=4)
+def test_chunks_and_resumed_parts_are_one_shot(spans, prompt, sizes, chunk, seed):
+    model = small_model("vssm", levels=2, latents=4, spans=spans)
     x = sequences(model, 2, prompt) if prompt else None
     whole = generate(model, num=2, prompt=x, length=sum(sizes), seed=seed)
     cut = generate(model, num=2, prompt=x, length=sum(sizes), seed=seed, chunk=chunk)
@@ -268,3 +281,35 @@ def test_what_is_known_is_read_once(model):
     longer = observe(model, x, a)
     sizes = [sum(leaf.numel() for leaf in state.child("trunk").leaves()) for state in (a, longer)]
     assert sizes[0] == sizes[1] and math.isfinite(sizes[0])
+
+
+@torch.no_grad()
+def test_a_latent_speaks_for_its_span():
+    model = small_model("vssm", levels=2, latents=4, spans=(3, 1)).eval()
+    made = generate(model, num=16, length=7, seed=1)
+    assert made.z is not None
+    held, own = made.z[..., :2], made.z[..., 2:]
+    assert torch.equal(held[:, 0], held[:, 2]) and torch.equal(held[:, 3], held[:, 5])
+    assert not torch.equal(held[:, 2], held[:, 3]) and not torch.equal(own[:, 0], own[:, 1])
+    left = made.state.child("blind")["held0"]
+    assert left.shape == (16, 2, 2) and torch.equal(left[:, 0], held[:, 6])
+    after = generate(model, length=2, state=made.state)
+    assert after.z is not None and torch.equal(after.z[..., :2], left)
+    assert "held0" not in after.state.child("blind").children
+    # What follows a prompt begins with latents of its own, wherever the prompt ends.
+    prompted = generate(model, prompt=sequences(model, 16, 2), length=3, seed=1)
+    assert prompted.z is not None and torch.equal(prompted.z[:, 0, :2], prompted.z[:, 2, :2])
+
+
+@pytest.mark.parametrize("spans", [(2,), (2, 0), (2, 1.5), (2, 1, 1)])
+def test_bad_spans(spans):
+    with pytest.raises(ValueError, match=r"spans=.* is not allowed with levels=2; allowed: one whole number"):
+        small_config("vssm", levels=2, latents=4, spans=spans)
+    with pytest.raises(ValueError, match=r"spans=.* is not allowed with levels=1"):
+        small_config("vssm", spans=(2,))
+
+
+def test_spans_come_back_from_json():
+    config = small_config("vssm", levels=2, latents=4, spans=(3, 1))
+    again = ModelConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert again == config and hash(again) == hash(config)

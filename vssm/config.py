@@ -73,6 +73,9 @@ class ModelConfig:
     levels: int = 1
     """For vssm: levels of latents, each drawn given those above, so that one shot fits together. They share
     `latents` evenly. The encoder has `layers` blocks, the decoder half as many after one for each level."""
+    spans: tuple[int, ...] = ()
+    """For each level, how many steps a latent speaks for: (28, 14, 7, 1) settles 28 steps first, then halves
+    and quarters of them, then each step. 1 for every level by default."""
     head: str = "gaussian"
     """Distribution of x_t: gaussian, gaussian-learned, bernoulli, categorical or logistic-mixture; in a
     run also auto, the one that suits the data."""
@@ -102,6 +105,14 @@ class ModelConfig:
             raise ValueError(f"sigma={self.sigma!r} is not allowed; allowed: a number > 0")
         if self.levels > 1 and self.kind != "vssm":
             raise ValueError(f"levels={self.levels} is not for kind={self.kind!r}; allowed: vssm")
+        listed = isinstance(self.spans, list | tuple)
+        whole = listed and all(type(span) is int and span >= 1 for span in self.spans)
+        if not whole or (self.spans and (self.levels == 1 or len(self.spans) != self.levels)):
+            raise ValueError(
+                f"spans={self.spans!r} is not allowed with levels={self.levels}; "
+                "allowed: one whole number >= 1 for each level of two or more, or none"
+            )
+        object.__setattr__(self, "spans", tuple(self.spans))  # JSON has lists
         if self.latents % self.levels:
             raise ValueError(
                 f"latents={self.latents} is not divisible by levels={self.levels}; "
@@ -131,8 +142,8 @@ class ModelConfig:
         return -(-self.width // 16)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as a plain dictionary, ready for JSON."""
-        return dataclasses.asdict(self)
+        """Returns the fields as a plain dictionary, as it comes back from JSON."""
+        return {**dataclasses.asdict(self), "spans": list(self.spans)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
@@ -259,8 +270,8 @@ class RunConfig:
     """How it is trained."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the format and all fields as plain dictionaries, ready for JSON."""
-        return {"format": FORMAT, **dataclasses.asdict(self)}
+        """Returns the format and all fields as plain dictionaries, as they come back from JSON."""
+        return {"format": FORMAT, **dataclasses.asdict(self), "model": self.model.to_dict()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":

@@ -24,7 +24,7 @@ from vssm.checkpoint import load
 from vssm.config import RunConfig, check_choice
 from vssm.data import Data, open_data
 from vssm.likelihoods import estimates, reconstruct
-from vssm.models import Autoregressive, Model, Variational
+from vssm.models import Autoregressive, Ladder, Model, Variational
 from vssm.objectives import real_steps
 from vssm.ops import choose_backend
 from vssm.quality import Progress, Work, generation_times, image_quality, passes_at_once, spread
@@ -146,14 +146,16 @@ def _reconstruction(work: Work, index: np.ndarray) -> dict[str, float]:
     metrics = {name: float(sums[name]) / len(index) for name in ("mse", "reconstruction") if name in sums}
     if "kl" not in sums:
         return metrics
-    some = sums["there"] > 0  # a component is judged by the sequences that have its step
-    there = sums["there"][some, None]
-    aggregate = sums["aggregate"][some] / there[..., None]
+    there = sums["there"][:, None].expand_as(sums["kl"])
+    some = there > 0  # a component is judged by the sequences that have its step
+    if isinstance(model, Ladder):
+        some = some & model.begins(len(some)).to(some.device)
+    aggregate = sums["aggregate"][some] / there[some, None]
     entropy = -torch.special.xlogy(aggregate, aggregate).sum(-1)
     metrics["kl"] = float(sums["kl"].sum()) / len(index)
     metrics["elbo"] = metrics["reconstruction"] - metrics["kl"]
     metrics["components"] = entropy.numel()
-    metrics["active_components"] = int((sums["kl"][some] / there > _ACTIVE).sum())
+    metrics["active_components"] = int((sums["kl"][some] / there[some] > _ACTIVE).sum())
     metrics["code_perplexity"] = float(entropy.exp().mean())
     if isinstance(model, Variational):  # the prior of a vrnn is not uniform
         metrics["aggregate_kl"] = float((math.log(model.config.classes) - entropy).sum())

@@ -216,7 +216,7 @@ def _forecaster(
 
 def _model(kind: str, options: Comparison) -> ModelConfig:
     """Returns the model of a kind; levels are for vssm."""
-    return replace(options.model, kind=kind, levels=options.model.levels if kind == "vssm" else 1)
+    return replace(options.model, kind=kind, **({} if kind == "vssm" else {"levels": 1, "spans": ()}))
 
 
 def _calibrated(forecaster: Forecaster, task: _Task) -> float:

@@ -217,6 +217,7 @@ def _data_facts(run: RunConfig, meta: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _model_facts(model: ModelConfig) -> list[tuple[str, str]]:
     levels = f", levels of latents: {model.levels}" if model.levels > 1 else ""
+    levels += f", spans: {' '.join(map(str, model.spans))}" if model.spans else ""
     return [("model", f"layers: {model.layers}, width: {model.width}, head: {model.head}{levels}")]
 
 

@@ -181,16 +181,26 @@ def _climb(model: Ladder, task: Task, u: Tensor) -> Trajectory:
 
     def draw(level: int, p_z: Latents, query: Tensor) -> Tensor:
         q_z = model.rung(level).posterior(p_z, query, task.evidence[level])
-        z = q_z.sample(u.chunk(model.config.levels, -1)[level])
-        live = task.new[..., None, None]  # where there are no latents, q = p: no weight, no KL
-        q_zs.append(torch.where(live, q_z.logits, 0))
-        p_zs.append(torch.where(live, p_z.logits, 0))
-        zs.append(z)
+        live = task.live[level][..., None, None]  # where there are no latents, q = p: no weight, no KL
+        z = q_z.sample(u.chunk(model.config.levels, -1)[level][:, : live.shape[1]])
+        found = torch.where(live, q_z.logits, 0), torch.where(live, p_z.logits, 0), z
+        if model.rung(level).span > 1:
+            starts = model.rung(level).starts(task.cut, u.shape[1])
+            found = tuple(_at(starts, values, u.shape[1]) for values in found)
+        for values, value in zip((q_zs, p_zs, zs), found, strict=True):
+            values.append(value)
         return z
 
-    p_x, state = model.descend(task.e, draw, new=task.new)
+    p_x, state = model.descend(task.e, draw, cut=task.cut)
     q_z, p_z = (Latents(torch.cat(logits, -2)) for logits in (q_zs, p_zs))
     return Trajectory(p_x, q_z, p_z, torch.cat(zs, -1), state)
+
+
+def _at(steps: Tensor, values: Tensor, length: int) -> Tensor:
+    """Returns values (B, A, ...) at their steps (B, A) of T, zeros elsewhere, (B, T, ...)."""
+    index = steps.view(*steps.shape, *[1] * (values.ndim - 2)).expand_as(values)
+    room = values.new_zeros(len(values), 2 * length, *values.shape[2:])  # for those past the end
+    return room.scatter(1, index, values)[:, :length]
 
 
 def _vrnn_weights(

@@ -127,19 +127,20 @@ def _ladder_terms(
 ) -> Terms:
     """Scores every sequence twice: as a whole, and what follows its cut; noises (L, 2 B, T, Z / L, N)."""
     task = model.task(x, torch.cat([torch.zeros_like(cut), cut]), lengths, copies=2)
-    kl, dtype = torch.zeros(task.new.shape, device=x.device), product_dtype(x.device)
+    kl, dtype = torch.zeros(len(task.new), device=x.device), product_dtype(x.device)
 
     def draw(level: int, p_z: Latents, query: Tensor) -> Tensor:
         nonlocal kl
         q_z = model.rung(level).posterior(p_z, query, task.evidence[level])
-        z, own = q_z.rsample_and_kl(noises[level], dtype, prior=p_z)
-        kl = kl + own
+        live = task.live[level]
+        z, own = q_z.rsample_and_kl(noises[level][:, : live.shape[1]], dtype, prior=p_z)
+        kl = kl + torch.where(live, own, 0).sum(1)
         return z
 
-    p_x, _ = model.descend(task.e, draw, new=task.new)
+    p_x, _ = model.descend(task.e, draw, cut=task.cut)
     log_p_x = p_x.log_prob(torch.cat([x, x]))
     reconstruction, rest = torch.where(task.new, log_p_x, 0).sum(1).chunk(2)
-    divergence, rest_divergence = torch.where(task.new, kl, 0).sum(1).chunk(2)
+    divergence, rest_divergence = kl.chunk(2)
     terms = _terms(reconstruction, divergence, rest - rest_divergence)
     return _weighed(terms, divergence + rest_divergence, kl_weight)
 

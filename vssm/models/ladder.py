@@ -4,7 +4,7 @@
     level l = 1 ... L   h   = block_l(h)                                  one causal Mamba block
                         p(z^l_t | z^{<l}_{1:t}, x_{1:C})   = D(z^l_t | P_l h_t)
                         q(z^l_t | z^{<l}_{1:t}, x_{1:T})   = D(z^l_t | P_l h_t + Q_l silu(R_l h_t + f_l(x)_t))
-                        h_t <- h_t + E_l z^l_t                            for t > C
+                        h_t <- h_t + (E_l z^l_a)_{t-a}                    for t > C, a = a_l(t)
     likelihood          p(x_t | z_{1:t}, x_{1:C})          = P(x_t | w_t)   w = f_dec(h)
 
 In a plain vssm the latents of different steps are drawn independently of one another, and one shot then
@@ -14,8 +14,15 @@ paper calls partial posterior (C > 0) and the decoder. The evidence f reads the 
 directions (with one layer backwards only), and is used for training and for likelihoods only: what generates
 is causal, so that chunks, resuming and constant states are those of a vssm. A level is a `Rung`.
 
+A latent of a level with span s speaks for s steps: it is drawn at the first of them, a_l(t) = C + 1 +
+s floor((t - C - 1) / s), from the evidence of all s, and says something else to each (E_l z has a row for
+each of them). With spans that become shorter from level to level, what many steps have to agree on is drawn
+once: first the whole, then its parts. With span 1, a_l(t) = t. A state holds the latents that speak for steps
+to come; what follows a prompt begins with new ones.
+
 Legend: x (B, T, D), or (B, T) tokens; z (B, T, Z), of which each level has its Z / L components in turn;
-h (B, T, width); C the cut, or length of the prompt, one for each row in training; L `levels`.
+h (B, T, width); C the cut, or length of the prompt, one for each row in training; L `levels`; A latents of
+a level after the cut, or in the steps of a call, T of them with span 1.
 """
 
 from collections.abc import Callable
@@ -36,7 +43,7 @@ from vssm.ops.norm import RMSNorm
 __all__ = ["Ladder", "Rung", "Task"]
 
 Draw = Callable[[int, Latents, Tensor], Tensor]
-"""From a level, p(z^l) and the query R_l h to z^l: classes (B, T, Z / L), or one-hot (B, T, Z / L, N)."""
+"""From a level, p(z^l) and the query R_l h to z^l: classes (B, A, Z / L), or one-hot (B, A, Z / L, N)."""
 
 
 class Task(NamedTuple):
@@ -44,29 +51,42 @@ class Task(NamedTuple):
 
     e: Tensor
     """The input, (B, T, width)."""
+    cut: Tensor
+    """C, the steps that are known, (B,)."""
     new: Tensor
-    """Which steps are to be explained, and have latents, (B, T)."""
+    """Which steps are to be explained, (B, T)."""
+    live: tuple[Tensor, ...]
+    """Which latents of each level there are, L times (B, A): others begin after the last step."""
     evidence: tuple[Tensor, ...]
-    """What the posterior of each level knows of them, L times (B, T, width)."""
+    """What the posterior of each level knows, L times (B, A, width)."""
 
     def repeat(self, times: int) -> "Task":
         """Returns the batch `times` times."""
+        live = tuple(part.repeat(times, 1) for part in self.live)
         evidence = tuple(part.repeat(times, 1, 1) for part in self.evidence)
-        return Task(self.e.repeat(times, 1, 1), self.new.repeat(times, 1), evidence)
+        return Task(
+            self.e.repeat(times, 1, 1), self.cut.repeat(times), self.new.repeat(times, 1), live, evidence
+        )
 
 
 class Rung(nn.Module):
-    """Creates one level: a block, the prior and posterior of its latents, and their way back in."""
+    """Creates one level: a block, the prior and posterior of its latents, and their way back in.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Arguments:
+        config: The model, with all blocks that h goes through.
+        span: The steps that each latent speaks for.
+    """
+
+    def __init__(self, config: ModelConfig, span: int) -> None:
         super().__init__()
         self.latents, self.classes, width = config.latents // config.levels, config.classes, config.width
-        codes = self.latents * self.classes
+        codes, self.span = self.latents * self.classes, span
         self.block = MambaBlock(config)
         self.norm = RMSNorm(width, eps=1e-5)
         self.prior_and_query = Linear(width, codes + width)
         self.update = Linear(width, codes)
-        self.embed = LatentEmbedding(self.latents, self.classes, width)
+        self.embed = LatentEmbedding(self.latents, self.classes, span * width)
+        self.gather = Linear(span * width, width) if span > 1 else None
 
     def prior(self, h: Tensor) -> tuple[Latents, Tensor]:
         """Returns p(z^l_t | ...), and R_l h, the query of the posterior, (B, T, width)."""
@@ -79,8 +99,62 @@ class Rung(nn.Module):
         update = self.update(F.silu(query + evidence))
         return Latents(p_z.raw + self._latents(update).raw)
 
+    def starts(self, cut: Tensor, length: int) -> Tensor:
+        """Returns the steps at which the latents begin, (B, A); some may lie past the end.
+
+        With span 1 these are all steps, known ones too, whose latents are not used.
+        """
+        steps = torch.arange(0, length, self.span, device=cut.device)
+        return steps.expand(len(cut), -1) if self.span == 1 else cut[:, None] + steps
+
+    def begin(self, h: Tensor, cut: Tensor) -> Tensor:
+        """Returns h (B, T, width) where latents begin, (B, A, width)."""
+        return h if self.span == 1 else _take(h, self.starts(cut, h.shape[1]), past=h.shape[1])
+
+    def read(self, evidence: Tensor, cut: Tensor) -> Tensor:
+        """Puts together the evidence (B, T, width) of the steps that a latent speaks for, (B, A, width)."""
+        if self.gather is None:
+            return evidence
+        first = self.starts(cut, evidence.shape[1])[..., None]
+        steps = (first + torch.arange(self.span, device=cut.device)).flatten(1)
+        found = _take(evidence, steps, past=steps.shape[1])
+        return self.gather(found.unflatten(1, (-1, self.span)).flatten(2))
+
+    def joined(self, z: Tensor | None, held: Tensor | None) -> tuple[Tensor, int]:
+        """Returns latents that were held with new ones, and how many steps those held have spoken for."""
+        if held is None:
+            assert z is not None
+            return z, 0
+        return held[:, :1] if z is None else torch.cat([held[:, :1], z], 1), self.span - held.shape[1]
+
+    def at_steps(self, z: Tensor | None, held: Tensor | None, length: int) -> Tensor:
+        """Returns the latents that speak for each of T steps, (B, T, Z / L), from those held and new ones."""
+        z, spoken = self.joined(z, held)
+        return z if self.span == 1 else z.repeat_interleave(self.span, 1)[:, spoken : spoken + length]
+
+    def tell(self, z: Tensor) -> Tensor:
+        """Returns what latents say to the steps that they speak for, (B, A span, width)."""
+        said = self.embed(z)
+        return said if self.span == 1 else said.unflatten(-1, (self.span, -1)).flatten(1, 2)
+
+    def tell_after(self, z: Tensor, cut: Tensor, length: int) -> Tensor:
+        """Returns what they say to each of T steps, zeros up to the cut, (B, T, width)."""
+        said, steps = self.tell(z), torch.arange(length, device=cut.device)
+        if self.span == 1:
+            return said * (steps >= cut[:, None])[..., None].to(said.dtype)
+        room = F.pad(said, (0, 0, length, 0))
+        return torch.take_along_dim(room, (length + steps - cut[:, None])[..., None], 1)
+
     def _latents(self, v: Tensor) -> Latents:
         return Latents(v.unflatten(-1, (self.latents, self.classes)))
+
+
+def _take(h: Tensor, steps: Tensor, past: int) -> Tensor:
+    """Returns those steps (B, J) of h (B, T, width), with zeros for up to `past` steps past the end.
+
+    No step of a row comes twice: its gradient would be a sum in an order that a GPU does not keep.
+    """
+    return torch.take_along_dim(F.pad(h, (0, 0, 0, past)), steps[..., None], 1)
 
 
 class Ladder(nn.Module):
@@ -90,7 +164,7 @@ class Ladder(nn.Module):
         >>> model = Ladder(ModelConfig(features=3, width=8, layers=2, latents=4, classes=5, levels=2))
         >>> x = torch.zeros(2, 6, 3)
         >>> task = model.task(x, cut=torch.tensor([0, 4]))
-        >>> p_x, _ = model.descend(task.e, lambda level, p_z, query: p_z.mode, new=task.new)
+        >>> p_x, _ = model.descend(task.e, lambda level, p_z, query: p_z.mode, cut=task.cut)
         >>> p_x.log_prob(x).shape, task.new.sum(1)
         (torch.Size([2, 6]), tensor([6, 2]))
     """
@@ -102,7 +176,7 @@ class Ladder(nn.Module):
         last = max(1, config.layers // 2)
         trunk = replace(config, layers=config.levels + last)  # blocks are scaled by how many there are
         self.evidence = Stack(config, embedding(config), config.levels * config.width)
-        self.rungs = nn.ModuleList(Rung(trunk) for _ in range(config.levels))
+        self.rungs = nn.ModuleList(Rung(trunk, span) for span in config.spans or (1,) * config.levels)
         self.decoder = Stack(trunk, embedding(config), self.head.size, blank=True)
         del self.decoder.blocks[last:]
 
@@ -119,33 +193,67 @@ class Ladder(nn.Module):
         new = steps >= cut[:, None]
         known = self.decoder.embed(x).repeat(copies, 1, 1)
         e = torch.where(new[..., None], self.decoder.blanks(1, 1).to(known.dtype), known)
+        live = [self.rung(level).starts(cut, x.shape[1]) for level in range(self.config.levels)]
+        ends = x.shape[1] if lengths is None else lengths.repeat(copies)[:, None]
+        evidence = self._read_evidence(x, lengths)
         if lengths is not None:
-            new = new & (steps < lengths.repeat(copies)[:, None])
-        evidence = self._read_evidence(x, lengths).repeat(copies, 1, 1)
-        return Task(e, new, evidence.split(self.config.width, -1))
+            new = new & (steps < ends)
+            evidence = torch.where((steps < lengths[:, None])[..., None], evidence, 0)
+        parts = evidence.repeat(copies, 1, 1).split(self.config.width, -1)
+        return Task(
+            e,
+            cut,
+            new,
+            tuple((first >= cut[:, None]) & (first < ends) for first in live),
+            tuple(self.rung(level).read(part, cut) for level, part in enumerate(parts)),
+        )
 
     def descend(
-        self, e: Tensor, draw: Draw | None, state: State | None = None, new: Tensor | None = None
+        self, e: Tensor, draw: Draw | None, state: State | None = None, cut: Tensor | None = None
     ) -> tuple[Observation, State]:
         """Goes down all levels; returns p(x_t | z_{1:t}, x_{1:C}) of all steps, and the state after them.
 
         Arguments:
             e: The input of the steps, (B, T, width).
-            draw: Makes the latents of a level; None where all steps are known, which have none.
-            state: What came before.
-            new: Which steps have latents, (B, T); all by default.
+            draw: Makes the latents of a level that begin in these steps, if any do; None where all steps are
+                known, which have none.
+            state: What came before; with a `draw` and no `cut`, also the latents that still speak.
+            cut: C, the steps that have no latents, (B,), in training and for likelihoods: latents begin after
+                it, and the state is not one to go on from. All steps are new by default.
         """
         children: dict[str, Tensor | State] = {}
         h = e.float() if torch.is_autocast_enabled(e.device.type) else e  # as in `Stack.run`
-        mask = None if new is None else new[..., None].to(h.dtype)
         for level in range(self.config.levels):
             rung = self.rung(level)
             h, children[str(level)] = rung.block(h, None if state is None else state.child(str(level)))
-            if draw is not None:
-                z = rung.embed(draw(level, *rung.prior(h))).to(h.dtype)
-                h = h + z if mask is None else torch.addcmul(h, z, mask)
+            if draw is not None and cut is not None:
+                z = draw(level, *rung.prior(rung.begin(h, cut)))
+                h = h + rung.tell_after(z, cut, h.shape[1]).to(h.dtype)
+            elif draw is not None:
+                held = self.held(level, state)
+                fresh = h[:, held.shape[1] if held is not None else 0 :: rung.span]
+                z = draw(level, *rung.prior(fresh)) if fresh.shape[1] else None
+                z, spoken = rung.joined(z, held)
+                said = rung.tell(z)[:, spoken:]
+                h = h + said[:, : h.shape[1]].to(h.dtype)
+                rest = said.shape[1] - h.shape[1]
+                if rest:
+                    children[f"held{level}"] = z[:, -1:].expand(-1, rest, -1)
         w, children["decoder"] = self.decoder.run(h, None if state is None else state.child("decoder"))
         return self.head(w), State(children, w.shape[1] + (0 if state is None else state.position))
+
+    def held(self, level: int, state: State | None) -> Tensor | None:
+        """Returns the latents of a level that speak for the next steps, one row for each, or None."""
+        name = f"held{level}"
+        return None if state is None or name not in state.children else state[name]
+
+    def begins(self, length: int) -> Tensor:
+        """Returns which components have a latent that begins at a step, (T, Z), after an empty prompt."""
+        none = torch.zeros(1, dtype=torch.int64)
+        table = torch.zeros(length, self.config.levels, dtype=torch.bool)
+        for level in range(self.config.levels):
+            table[self.rung(level).starts(none, length)[0], level] = True
+        return table.repeat_interleave(self.config.latents // self.config.levels, 1)
 
     def rung(self, level: int) -> Rung:
         """Returns a level, counted from 0."""

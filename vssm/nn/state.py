@@ -135,7 +135,13 @@ class State:
             if isinstance(child, State):
                 children[name] = cls.cat([state.child(name) for state in states])
             else:
-                children[name] = torch.cat([state[name] for state in states])
+                parts = [state[name] for state in states]
+                if len({part.shape[1:] for part in parts}) > 1:  # e.g. latents that speak for steps to come
+                    raise ValueError(
+                        f"states differ in {name!r}, {sorted(tuple(part.shape[1:]) for part in parts)}; "
+                        "allowed: states that began at one position"
+                    )
+                children[name] = torch.cat(parts)
         return cls(children, first.position, first.owner)
 
     def expand(self, num: int) -> "State":

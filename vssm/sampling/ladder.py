@@ -73,18 +73,23 @@ def _make(
     """Returns x and z of the next steps, and the state of the network after them."""
     u = source.latent(model, position, width)
     draws = u.chunk(model.config.levels, -1)
-    zs: list[Tensor] = []
+    levels = range(model.config.levels)
+    helds = [model.held(level, trunk) for level in levels]
+    zs: list[Tensor | None] = [None] * len(draws)
 
     def draw(level: int, p_z: Latents, query: Tensor) -> Tensor:
-        zs.append(p_z.sample(draws[level], options.temperature))
-        return zs[-1]
+        held, span = helds[level], model.rung(level).span
+        own = draws[level][:, 0 if held is None else held.shape[1] :: span]
+        zs[level] = z = p_z.sample(own, options.temperature)
+        return z
 
     p_x, after = model.descend(model.decoder.blanks(len(u), width), draw, trunk)
+    z = torch.cat([model.rung(level).at_steps(zs[level], helds[level], width) for level in levels], -1)
     if options.sample:
         x = p_x.sample(source.observation(model, position, width), options.temperature)
     else:
         x = p_x.mean
-    return x, torch.cat(zs, -1), after
+    return x, z, after
 
 
 def read_ladder(model: Ladder, x: Tensor, state: State | None) -> State:

@@ -75,7 +75,7 @@ class Job:
     @property
     def key(self) -> Hashable:
         """What jobs must agree in to be computed together."""
-        before = None if self.state is None else (self.state.position, tuple(sorted(self.state.children)))
+        before = None if self.state is None else _layout(self.state)
         known = 0 if self.prompt is None else self.prompt.shape[1]
         dials = (self.chunk, self.recondition, self.temperature, self.sample)
         return self.served.name, before, known, self.length, dials
@@ -93,6 +93,12 @@ class Job:
         chunk = min(self.chunk or self.length, self.length)
         apart = self.recondition or isinstance(self.served.model, Ladder)  # the prompt has a pass of its own
         return max(1, min([chunk, self.length % chunk or chunk, *(known if apart else [])]))
+
+
+def _layout(state: State) -> Hashable:
+    """Returns what states must agree in to form a batch: positions, names and shapes."""
+    children = sorted(state.children.items())
+    return state.position, *((n, _layout(c) if isinstance(c, State) else c.shape[1:]) for n, c in children)
 
 
 class Engine:
