@@ -111,14 +111,12 @@ class Rung(nn.Module):
         """Returns h (B, T, width) where latents begin, (B, A, width)."""
         return h if self.span == 1 else _take(h, self.starts(cut, h.shape[1]), past=h.shape[1])
 
-    def read(self, evidence: Tensor, cut: Tensor) -> Tensor:
-        """Puts together the evidence (B, T, width) of the steps that a latent speaks for, (B, A, width)."""
-        if self.gather is None:
-            return evidence
-        first = self.starts(cut, evidence.shape[1])[..., None]
+    def read(self, f: Tensor, cut: Tensor) -> Tensor:
+        """Makes one of what was read (B, T, width) of all steps that a latent speaks for, (B, A, width)."""
+        assert self.gather is not None
+        first = self.starts(cut, f.shape[1])[..., None]
         steps = (first + torch.arange(self.span, device=cut.device)).flatten(1)
-        found = _take(evidence, steps, past=steps.shape[1])
-        return self.gather(found.unflatten(1, (-1, self.span)).flatten(2))
+        return self.gather(_take(f, steps, past=steps.shape[1]).unflatten(1, (-1, self.span)).flatten(2))
 
     def joined(self, z: Tensor | None, held: Tensor | None) -> tuple[Tensor, int]:
         """Returns latents that were held with new ones, and how many steps those held have spoken for."""
@@ -175,8 +173,11 @@ class Ladder(nn.Module):
         self.head = make_head(config.head, config.features, config.sigma, config.mixtures, config.bins)
         last = max(1, config.layers // 2)
         trunk = replace(config, layers=config.levels + last)  # blocks are scaled by how many there are
-        self.evidence = Stack(config, embedding(config), config.levels * config.width)
-        self.rungs = nn.ModuleList(Rung(trunk, span) for span in config.spans or (1,) * config.levels)
+        spans = config.spans or (1,) * config.levels
+        self.evidence = Stack(config, embedding(config), max(1, spans.count(1)) * config.width)
+        if 1 not in spans:
+            self.evidence.out = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
+        self.rungs = nn.ModuleList(Rung(trunk, span) for span in spans)
         self.decoder = Stack(trunk, embedding(config), self.head.size, blank=True)
         del self.decoder.blocks[last:]
 
@@ -193,20 +194,18 @@ class Ladder(nn.Module):
         new = steps >= cut[:, None]
         known = self.decoder.embed(x).repeat(copies, 1, 1)
         e = torch.where(new[..., None], self.decoder.blanks(1, 1).to(known.dtype), known)
-        live = [self.rung(level).starts(cut, x.shape[1]) for level in range(self.config.levels)]
+        rungs = [self.rung(level) for level in range(self.config.levels)]
+        starts = [rung.starts(cut, x.shape[1]) for rung in rungs]
         ends = x.shape[1] if lengths is None else lengths.repeat(copies)[:, None]
-        evidence = self._read_evidence(x, lengths)
+        f = self._read(x, lengths)
         if lengths is not None:
             new = new & (steps < ends)
-            evidence = torch.where((steps < lengths[:, None])[..., None], evidence, 0)
-        parts = evidence.repeat(copies, 1, 1).split(self.config.width, -1)
-        return Task(
-            e,
-            cut,
-            new,
-            tuple((first >= cut[:, None]) & (first < ends) for first in live),
-            tuple(self.rung(level).read(part, cut) for level, part in enumerate(parts)),
-        )
+            f = torch.where((steps < lengths[:, None])[..., None], f, 0)
+        own = iter(self.evidence.out(f).repeat(copies, 1, 1).split(self.config.width, -1))
+        f = f.repeat(copies, 1, 1)
+        live = tuple((first >= cut[:, None]) & (first < ends) for first in starts)
+        evidence = tuple(next(own) if rung.span == 1 else rung.read(f, cut) for rung in rungs)
+        return Task(e, cut, new, live, evidence)
 
     def descend(
         self, e: Tensor, draw: Draw | None, state: State | None = None, cut: Tensor | None = None
@@ -261,8 +260,8 @@ class Ladder(nn.Module):
         assert isinstance(rung, Rung)
         return rung
 
-    def _read_evidence(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """Returns f(x), (B, T, L width): blocks that read backwards and forwards take turns."""
+    def _read(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """Returns what the encoder makes of x, (B, T, width): blocks backwards and forwards take turns."""
         stack, turned = self.evidence, None
         if lengths is not None:  # padding stays at the end, where no block sees it
             steps, last = torch.arange(x.shape[1], device=x.device), lengths[:, None] - 1
@@ -276,4 +275,4 @@ class Ladder(nn.Module):
             e = e.float()  # as in `Stack.run`
         for i, block in enumerate(stack.blocks):
             e = block(e)[0] if i % 2 else turn(block(turn(e))[0])
-        return stack.out(stack.norm(e))
+        return stack.norm(e)
