@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from vssm import generate, graphs, load, log_likelihood, objective, observe, sav
 from vssm.config import ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig
 from vssm.models import Ladder
+from vssm.nn import State
 from vssm.ragged import generate_ragged
+from vssm.serve.engine import Job
 from vssm.train import train
 
 SPANS = pytest.mark.parametrize("spans", [(), (5, 2)])
@@ -299,6 +302,25 @@ def test_a_latent_speaks_for_its_span():
     # What follows a prompt begins with latents of its own, wherever the prompt ends.
     prompted = generate(model, prompt=sequences(model, 16, 2), length=3, seed=1)
     assert prompted.z is not None and torch.equal(prompted.z[:, 0, :2], prompted.z[:, 2, :2])
+
+
+@torch.no_grad()
+def test_states_that_began_elsewhere_do_not_mix():
+    model = small_model("vssm", levels=2, latents=4, spans=(3, 1)).eval()
+    begun = [
+        generate(model, length=7).state,
+        generate(model, prompt=sequences(model, 1, 2), length=5).state,
+        generate(model, length=7, seed=3).state,
+    ]
+    assert [state.position for state in begun] == [7, 7, 7]
+    with pytest.raises(ValueError, match="states differ in 'held0'"):
+        State.cat(begun[:2])
+    served = SimpleNamespace(name="model")
+    keys = [Job(served, state["seed"], state["row"], 4, state=state).key for state in begun]
+    assert keys[0] == keys[2] != keys[1]  # what a server computes together
+    both = generate(model, length=4, state=State.cat(begun[::2])).x
+    for row, state in zip(both, begun[::2], strict=True):
+        assert relative_error(row, generate(model, length=4, state=state).x[0]) < 1e-5
 
 
 @pytest.mark.parametrize("spans", [(2,), (2, 0), (2, 1.5), (2, 1, 1)])
