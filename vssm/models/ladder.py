@@ -175,7 +175,7 @@ class Ladder(nn.Module):
         trunk = replace(config, layers=config.levels + last)  # blocks are scaled by how many there are
         spans = config.spans or (1,) * config.levels
         self.evidence = Stack(config, embedding(config), max(1, spans.count(1)) * config.width)
-        if 1 not in spans:
+        if 1 not in spans:  # no level would read it, and DDP does not take weights without a gradient
             self.evidence.out = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
         self.rungs = nn.ModuleList(Rung(trunk, span) for span in spans)
         self.decoder = Stack(trunk, embedding(config), self.head.size, blank=True)
@@ -202,7 +202,8 @@ class Ladder(nn.Module):
             new = new & (steps < ends)
             f = torch.where((steps < lengths[:, None])[..., None], f, 0)
         own = iter(self.evidence.out(f).repeat(copies, 1, 1).split(self.config.width, -1))
-        f = f.repeat(copies, 1, 1)
+        if self.config.spans:
+            f = f.repeat(copies, 1, 1)
         live = tuple((first >= cut[:, None]) & (first < ends) for first in starts)
         evidence = tuple(next(own) if rung.span == 1 else rung.read(f, cut) for rung in rungs)
         return Task(e, cut, new, live, evidence)
