@@ -183,8 +183,8 @@ def failing(reason, rates):
         rows = []
         for name, config in configs.items():
             loss = rates[config.train.learning_rate]
-            if loss is not None and finish.func is vssm.reproduce._record_grid:
-                vssm.reproduce._write_grid(finish.args[0], config, {"validation_loss": loss})
+            if loss is not None and finish.func is vssm.reproduce._record_rate:
+                vssm.reproduce._write_rate(*finish.args, config, {"validation_loss": loss})
             status = "failed" if loss is None else "finished"
             rows.append({"folder": name, "status": status, "reason": reason, "seconds": 1.0})
         return rows
@@ -211,6 +211,39 @@ def test_a_rate_that_diverged_is_recorded_and_not_taken(tmp_path, monkeypatch):
     assert not list((tmp_path / "memory").rglob("digits_ssm_lr0.01.json"))
 
 
+def test_finalists_are_trained_to_the_end_before_one_is_chosen(tmp_path, monkeypatch):
+    options = {"scale": "small", "kinds": ("rnn",), "epochs": 2, "grid_epochs": 1, "finalists": 2}
+    options |= {"learning_rates": (1e-2, 5e-3, 1e-3), "results": tmp_path / "results" / "small"}
+    trained, run_all = [], vssm.reproduce.run_all
+
+    def late(configs, folder, ray_address, progress, finish):
+        """The best of the grid comes second in the finals."""
+        rows = run_all(configs, folder, ray_address, progress, finish=finish)
+        trained.extend((Path(folder).name, name) for name in configs)
+        for place, config in enumerate(configs.values()):
+            if finish.func is vssm.reproduce._record_rate:
+                vssm.reproduce._write_rate(*finish.args, config, {"validation_loss": 3.0 - place})
+        return rows
+
+    monkeypatch.setattr(vssm.reproduce, "run_all", late)
+    assert digits(tmp_path, **options) == []
+    assert trained == [
+        *(("grid", f"rnn-lr{rate}-seed0") for rate in (0.01, 0.005, 0.001)),
+        *(("runs", f"rnn-lr{rate}-seed0") for rate in (0.001, 0.005)),  # the best first
+        ("runs", "rnn-lr0.005-seed0"),
+    ]
+    made = read(tmp_path / "results" / "small" / "digits_rnn_seed0.json")
+    assert made["metrics"]["learning_rate"] == 0.005
+    assert "--grid-epochs 1 --finalists 2 --kinds rnn" in made["command"]
+    finals = tmp_path / "results" / "small" / "finals"
+    assert {path.name for path in finals.iterdir()} == {"digits_rnn_lr0.001.json", "digits_rnn_lr0.005.json"}
+    page = write_page(tmp_path / "results", tmp_path / "page.md").read_text()
+    assert "| rnn | 1 | 3.0 | 2.0 | **1.0** |" in page
+    assert "| rnn | 2 |  | **2.0** | 3.0 |" in page
+    monkeypatch.setattr(vssm.reproduce, "run_all", lambda *_, **__: pytest.fail("a run was started"))
+    assert digits(tmp_path, **options) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -219,6 +252,14 @@ def test_a_rate_that_diverged_is_recorded_and_not_taken(tmp_path, monkeypatch):
         (["mnist", "--scale", "tiny"], "scale='tiny' is unknown; allowed: 'paper', 'small'"),
         (["mnist", "--seeds", "1", "1"], "seeds=(1, 1) is not allowed; allowed: one or more different ones"),
         (["mnist", "--epochs", "0"], "epochs=0.0 is not allowed; allowed: a number > 0"),
+        (
+            ["mnist", "--finalists", "2"],
+            "finalists=2 is not allowed; allowed: 1, as every rate is trained to the end",
+        ),
+        (
+            ["mnist", "--grid-epochs", "2", "--finalists", "9"],
+            "finalists=9 is not allowed; allowed: 1 to 5, the rates of",
+        ),
         (["mnist", "--minutes", "-1"], "minutes=-1.0 is not allowed; allowed: a number > 0"),
         (["mnist", "--kinds", "vsm"], "kind='vsm' is unknown"),
         (["mnist", "--seeds", "0", "-1"], "seed=-1 is not allowed; allowed: a whole number >= 0"),

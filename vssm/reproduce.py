@@ -3,6 +3,7 @@
 | file | what |
 | --- | --- |
 | `RESULTS/grid/DATA_KIND_lrRATE.json` | a run of the grid: `validation_loss`, by which the rate is chosen |
+| `RESULTS/finals/DATA_KIND_lrRATE.json` | one of the best of a short grid, trained to the end |
 | `RESULTS/DATA_KIND_seedN.json` | a run with the chosen rate, scored on the test set, and its `curve` |
 | `RESULTS/DATA_KIND_seedN.png` | its samples: three rows from nothing, three that complete test sequences |
 | `OUT/grid/`, `OUT/runs/` | the run folders |
@@ -71,11 +72,11 @@ class _Plan:
     deadline: float | None
     """On the monotonic clock of this process."""
 
-    def piece(self, config: RunConfig, grid: bool) -> Path:
+    def piece(self, config: RunConfig, stage: str) -> Path:
         kind, options = config.model.kind, config.train
-        if grid:
-            return self.results / "grid" / f"{self.data}_{kind}_lr{options.learning_rate!r}.json"
-        return self.results / f"{self.data}_{kind}_seed{options.seed}.json"
+        if stage == "seeds":
+            return self.results / f"{self.data}_{kind}_seed{options.seed}.json"
+        return self.results / stage / f"{self.data}_{kind}_lr{options.learning_rate!r}.json"
 
 
 class _TimeIsUp(BaseException):
@@ -92,6 +93,7 @@ def reproduce(
     seeds: Sequence[int] | None = None,
     epochs: float | None = None,
     grid_epochs: float | None = None,
+    finalists: int = 1,
     minutes: float | None = None,
     ray_address: str | None = None,
     data_dir: str | None = None,
@@ -109,13 +111,16 @@ def reproduce(
         seeds: The seeds that are trained with the best rate; the grid has seed 0.
         epochs: Passes over the training set, if not the scale's (200 for the paper).
         grid_epochs: Passes of the grid's runs; those of the others by default, at the paper's scale.
+        finalists: So many of the best rates of a shorter grid are trained to the end before one is chosen:
+            what goes wrong late is not seen in few epochs.
         minutes: Stops with a checkpoint after so long; give the same call again to go on.
         ray_address: Run side by side on a Ray cluster that sees `out` and `results`, as in `vssm.sweep`.
         data_dir: Folder with the data; else $VSSM_DATA; else the user cache.
         progress: What shows how it goes; by default a bar on a terminal, lines elsewhere.
 
     Returns:
-        The runs that the time did not suffice for, of the grid or else of the seeds; none when all is done.
+        The runs that the time did not suffice for, of the first stage that is not done (grid, finals, seeds);
+        none when all is done.
     """
     start = time.monotonic()
     chosen = _choose(data, scale, kinds, learning_rates, seeds, epochs, grid_epochs)
@@ -123,7 +128,14 @@ def reproduce(
         raise ValueError(f"minutes={minutes!r} is not allowed; allowed: a number > 0, without ray_address")
     out = Path(out or f"runs/reproduce-{data}{'-small' if scale == 'small' else ''}")
     results = Path(results or ("results/paper" if scale == "paper" else out / "results"))
-    options = _options(scale, learning_rates, epochs, grid_epochs)
+    whole = chosen.grid_epochs == chosen.epochs
+    most = 1 if whole else len(chosen.learning_rates)
+    if isinstance(finalists, bool) or not isinstance(finalists, int) or not 1 <= finalists <= most:
+        raise ValueError(
+            f"finalists={finalists!r} is not allowed; allowed: "
+            + ("1, as every rate is trained to the end" if whole else f"1 to {most}, the rates of the grid")
+        )
+    options = _options(scale, learning_rates, epochs, grid_epochs, finalists)
     deadline = None if minutes is None else start + 60 * minutes
     classifier = out.resolve() / f"classifier_{data}.safetensors"
     plan = _Plan(data, results.resolve(), options, chosen, classifier, deadline)
@@ -132,32 +144,42 @@ def reproduce(
     base = replace(chosen.base, data=DataConfig(name=data, dir=data_dir))
     # Samples are drawn at the end, from the best weights.
     base = replace(base, train=replace(base.train, samples=0))
-    whole = chosen.grid_epochs == chosen.epochs
     grid = {
         f"{kind}-lr{rate!r}-seed0": _config(base, chosen.grid_epochs, kind, rate, 0)
         for kind in kinds
         for rate in chosen.learning_rates
         if len(chosen.learning_rates) > 1
     }
-    (plan.results / "grid").mkdir(parents=True, exist_ok=True)
+    for stage in ("grid", "finals") if finalists > 1 else ("grid",):
+        (plan.results / stage).mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     run = partial(_run, plan=plan, ray_address=ray_address, progress=_Until(show, deadline))
+    finals: dict[str, RunConfig] = {}
     seeded: dict[str, RunConfig] = {}
     try:
-        run(_missing(plan, grid, True), out / ("runs" if whole else "grid"), grid=True)
-        rates = {kind: _best_rate(plan, grid, kind) or min(chosen.learning_rates) for kind in kinds}
+        run(_missing(plan, grid, "grid"), out / ("runs" if whole else "grid"), stage="grid")
+        ranked = {kind: _ranked(plan, grid, kind, "grid") or [min(chosen.learning_rates)] for kind in kinds}
+        finals = {
+            f"{kind}-lr{rate!r}-seed0": _config(base, chosen.epochs, kind, rate, 0)
+            for kind in kinds
+            for rate in ranked[kind][:finalists]
+            if finalists > 1
+        }
+        run(_missing(plan, finals, "finals"), out / "runs", stage="finals")
+        rates = {kind: (_ranked(plan, finals, kind, "finals") or ranked[kind])[0] for kind in kinds}
         seeded = {
             f"{kind}-lr{rates[kind]!r}-seed{seed}": _config(base, chosen.epochs, kind, rates[kind], seed)
             for seed in chosen.seeds  # every kind once before any twice
             for kind in kinds
         }
-        run(_missing(plan, seeded, False), out / "runs", grid=False)
+        run(_missing(plan, seeded, "seeds"), out / "runs", stage="seeds")
     except _TimeIsUp:
         show.message(f"stopped after {(time.monotonic() - start) / 60:.1f} minutes; the same call goes on")
     if any(plan.results.glob(f"{data}_*_seed*.json")):
         draw_figure(plan.results, out / "figure.png", [data])
         draw_samples(plan.results, data, out / f"samples_{data}.png")
-    return list(_missing(plan, grid, True) or _missing(plan, seeded, False))
+    stages = (("grid", grid), ("finals", finals), ("seeds", seeded))
+    return next((left for stage, runs in stages if (left := list(_missing(plan, runs, stage)))), [])
 
 
 def _choose(
@@ -221,32 +243,33 @@ def _run(
     configs: Mapping[str, RunConfig],
     folder: Path,
     plan: _Plan,
-    grid: bool,
+    stage: str,
     ray_address: str | None,
     progress: "_Until",
 ) -> None:
-    """Trains and records pieces; a grid's run that diverged is recorded as one, anything else is an error."""
+    """Trains and records pieces; a run of the grid or the finals that diverged is recorded as one, anything
+    else is an error."""
     if not configs:
         return
     if plan.deadline is not None and time.monotonic() > plan.deadline:
         raise _TimeIsUp
-    finish = partial(_record_grid if grid else _record, plan)
+    finish = partial(_record, plan) if stage == "seeds" else partial(_record_rate, plan, stage)
     rows = run_all(configs, folder, ray_address, progress, finish=finish)
     failed = [row for row in rows if row["status"] == "failed"]
-    diverged = [row for row in failed if grid and "not finite" in row["reason"]]
+    diverged = [row for row in failed if stage != "seeds" and "not finite" in row["reason"]]
     for row in diverged:
         metrics = {"validation_loss": None, "train_seconds": row["seconds"]}
-        _write_grid(plan, configs[row["folder"]], metrics)
+        _write_rate(plan, stage, configs[row["folder"]], metrics)
     others = [f"{row['folder']}: {row['reason']}" for row in failed if row not in diverged]
     if others:
         raise ValueError(f"{len(others)} of {len(rows)} runs failed; {others[0]}")
 
 
-def _missing(plan: _Plan, configs: Mapping[str, RunConfig], grid: bool) -> dict[str, RunConfig]:
+def _missing(plan: _Plan, configs: Mapping[str, RunConfig], stage: str) -> dict[str, RunConfig]:
     """Returns the runs that have no result yet; one with other settings must not pass for theirs."""
     missing = {}
     for name, config in configs.items():
-        path = plan.piece(config, grid)
+        path = plan.piece(config, stage)
         if path.exists():
             _check_same(path, config)
         else:
@@ -278,32 +301,30 @@ def _comparable(config: RunConfig) -> RunConfig:
     return replace(config, data=replace(config.data, dir=None), train=options)
 
 
-def _best_rate(plan: _Plan, grid: Mapping[str, RunConfig], kind: str) -> float | None:
-    """Returns the rate with the lowest validation loss, by the results; None when there is no grid."""
+def _ranked(plan: _Plan, runs: Mapping[str, RunConfig], kind: str, stage: str) -> list[float]:
+    """Returns the rates that did not diverge, lowest validation loss first, by the results."""
     losses = {}
-    for config in grid.values():
+    for config in runs.values():
         if config.model.kind == kind:
-            loss = json.loads(plan.piece(config, True).read_bytes())["metrics"]["validation_loss"]
+            loss = json.loads(plan.piece(config, stage).read_bytes())["metrics"]["validation_loss"]
             losses[config.train.learning_rate] = math.inf if loss is None else loss
-    if not losses:
-        return None
-    rate = min(losses, key=lambda rate: losses[rate])
-    if losses[rate] == math.inf:
+    ranked = sorted((rate for rate in losses if losses[rate] < math.inf), key=lambda rate: losses[rate])
+    if losses and not ranked:
         raise ValueError(f"kind={kind!r} diverged at every learning rate of {tuple(losses)}; allowed: lower")
-    return rate
+    return ranked
 
 
-def _record_grid(plan: _Plan, folder: Path) -> None:
-    """Keeps what a run of the grid came to."""
+def _record_rate(plan: _Plan, stage: str, folder: Path) -> None:
+    """Keeps what a run of the grid or the finals came to."""
     best, _ = validations(folder)
     seconds = json.loads((folder / "meta.json").read_bytes())["seconds"]
-    _write_grid(plan, read_config(folder), {**best, "train_seconds": seconds})
+    _write_rate(plan, stage, read_config(folder), {**best, "train_seconds": seconds})
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
 
 
-def _write_grid(plan: _Plan, config: RunConfig, metrics: dict[str, float | None]) -> None:
+def _write_rate(plan: _Plan, stage: str, config: RunConfig, metrics: dict[str, float | None]) -> None:
     metrics = {**metrics, "epochs": _epochs(config), "learning_rate": config.train.learning_rate}
-    path = plan.piece(config, True)
+    path = plan.piece(config, stage)
     command = f"vssm reproduce {plan.data}{plan.options} --kinds {config.model.kind}"
     write_result(path, result(path.stem, command, _plain(config), metrics))
 
@@ -311,7 +332,7 @@ def _write_grid(plan: _Plan, config: RunConfig, metrics: dict[str, float | None]
 def _record(plan: _Plan, folder: Path) -> None:
     """Scores a run on the test set and keeps samples and result; the result comes last: it says "done"."""
     config = read_config(folder)
-    path = plan.piece(config, False)
+    path = plan.piece(config, "seeds")
     if path.exists():
         return
     if plan.deadline is not None and time.monotonic() > plan.deadline:
@@ -355,7 +376,11 @@ def _plain(config: RunConfig) -> dict[str, Any]:
 
 
 def _options(
-    scale: str, learning_rates: Sequence[float] | None, epochs: float | None, grid_epochs: float | None
+    scale: str,
+    learning_rates: Sequence[float] | None,
+    epochs: float | None,
+    grid_epochs: float | None,
+    finalists: int,
 ) -> str:
     """Returns the options that change the numbers, as they are given on the command line."""
     words = [f"--scale {scale}"] if scale != "paper" else []
@@ -363,6 +388,7 @@ def _options(
         words.append("--learning-rates " + " ".join(f"{rate:g}" for rate in learning_rates))
     words += [f"--epochs {epochs:g}"] if epochs is not None else []
     words += [f"--grid-epochs {grid_epochs:g}"] if grid_epochs is not None else []
+    words += [f"--finalists {finalists}"] if finalists > 1 else []
     return "".join(f" {word}" for word in words)
 
 

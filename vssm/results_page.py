@@ -164,29 +164,28 @@ def _verdicts(runs: dict[str, list[Result]]) -> list[str]:
 
 
 def _grid(folder: Path, data: str) -> list[str]:
-    found: dict[str, dict[float, Result]] = {}
-    for result in read_results(folder.glob(f"grid/{data}_*_lr*.json")):
-        kind = result["config"]["model"]["kind"]
-        found.setdefault(kind, {})[result["metrics"]["learning_rate"]] = result
+    found: dict[tuple[str, float], dict[float, Result]] = {}
+    for stage in ("grid", "finals"):
+        for result in read_results(folder.glob(f"{stage}/{data}_*_lr*.json")):
+            row = result["config"]["model"]["kind"], result["metrics"]["epochs"]
+            found.setdefault(row, {})[result["metrics"]["learning_rate"]] = result
     if not found:
         return []
     rates = sorted({rate for results in found.values() for rate in results}, reverse=True)
     rows = []
-    for kind in sorted(found, key=KINDS.index):
-        losses = {rate: found[kind][rate]["metrics"]["validation_loss"] for rate in found[kind]}
+    for kind, epochs in sorted(found, key=lambda row: (KINDS.index(row[0]), row[1])):
+        losses = {rate: made["metrics"]["validation_loss"] for rate, made in found[kind, epochs].items()}
         finite = {rate: loss for rate, loss in losses.items() if loss is not None}
         best = min(finite, key=lambda rate: finite[rate], default=None)
         cells = []
         for rate in rates:
             text = "" if rate not in losses else "diverged" if rate not in finite else f"{finite[rate]:.1f}"
             cells.append(f"**{text}**" if rate == best and text else text)
-        rows.append([kind, *cells])
-    epochs = sorted({r["metrics"]["epochs"] for results in found.values() for r in results.values()})
-    lengths = " or ".join(map(_short, epochs))
+        rows.append([kind, _short(epochs), *cells])
     return [
-        f"Validation loss of the grid of learning rates, seed 0, {lengths} epochs; the lowest is taken. "
-        "Losses of models with latents include the partial posterior's, so rows do not compare.",
-        _table(["model", *(f"{rate:g}" for rate in rates)], rows),
+        "Validation loss of the grid of learning rates, seed 0; the lowest is taken, of the longest runs. "
+        "Losses of models with latents include the partial posterior's, so models do not compare.",
+        _table(["model", "epochs", *(f"{rate:g}" for rate in rates)], rows),
     ]
 
 

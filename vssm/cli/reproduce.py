@@ -30,6 +30,8 @@ class Reproduce:
     """Passes over the training set, 200 by default."""
     grid_epochs: float | None = None
     """A shorter training for the grid."""
+    finalists: int = 1
+    """Best rates of a shorter grid that are trained to the end before one is chosen."""
     minutes: float | None = None
     """Stop with a checkpoint after so long; the same command goes on."""
     ray_address: str | None = None
