@@ -42,15 +42,6 @@ from vssm.ops.scan_triton_backward import _backward_kernel
 from vssm.ops.scan_triton_forward import _combine_kernel, _scan_kernel
 from vssm.ops.scan_triton_lanes import SHARED_BYTES
 
-# What `vssm.sampling.ahead_triton` is made of.
-from vssm.ops.scan_triton_steps import _load_states as _load_states
-from vssm.ops.scan_triton_steps import _rates as _rates
-from vssm.ops.scan_triton_steps import _row as _row
-from vssm.ops.scan_triton_steps import _scalars as _scalars
-from vssm.ops.scan_triton_steps import _sigmoid as _sigmoid
-from vssm.ops.scan_triton_steps import _softplus as _softplus
-from vssm.ops.scan_triton_steps import _vector as _vector
-
 __all__ = ["backward", "forward"]
 
 
