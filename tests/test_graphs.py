@@ -357,6 +357,32 @@ def test_nothing_is_replayed_that_reads_where_a_weight_was(kind, device, replays
         check(model, replays, num=2, length=3)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["vssm", "rnn"])
+def test_weights_are_split_again_at_every_replay(kind, replays, monkeypatch):
+    """With rows and widths for which products read split weights: once in a recording, whatever it does."""
+    from vssm.ops import linear_triton
+
+    model, split, halves = small_model(kind, width=512).to("cuda"), [], linear_triton._split
+
+    def counting(x, *options):
+        if torch.cuda.is_current_stream_capturing() and isinstance(x, torch.nn.Parameter):
+            split.append(x)
+        return halves(x, *options)
+
+    monkeypatch.setattr(linear_triton, "_split", counting)
+    rows = {"num": 16, "length": 28} if kind == "vssm" else {"num": 400, "length": 16}
+    first = check(model, replays, **rows).x
+    assert split and len({id(weight) for weight in split}) == len(split)
+    before = dict(replays)
+    for weight in split:
+        weight.data.mul_(1.5)  # counts no version
+    changed = generate(model, seed=2, **rows)
+    assert replays["recorded"] == before["recorded"] and replays["replayed"] > before["replayed"]
+    same_results(changed, generate(model, seed=2, graphs=False, **rows))
+    assert relative_error(changed.x, first) > 1e-3
+
+
 def test_programs_are_bounded_and_the_oldest_goes(device, replays, monkeypatch):
     monkeypatch.setattr(graphs, "PROGRAMS", 2)
     model = small_model("vssm").to(device)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from vssm.nn import State
+from vssm.ops.linear_weights import SplitWeights
 from vssm.trees import Gathered, copy, join, leaves_of, row_of
 from vssm.weights import places_of, weights_of
 
@@ -60,12 +61,13 @@ _T = TypeVar("_T", bound=_Outputs)
 
 
 class Recorder:
-    """Makes the recordings of a model: they share a stream and a pool of memory."""
+    """Makes the recordings of a model: they share two streams and a pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)
+            # Weights are split beside the rest, which goes first where both are ready.
+            self.stream, self.beside = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
             self.pool = torch.cuda.graph_pool_handle()
 
     def record(self, model: nn.Module, function: Callable[[nn.Module], _T]) -> "Recording[_T]":
@@ -76,10 +78,10 @@ class Recorder:
         if self.device.type != "cuda":
             return Recording(function(model), None, function)
         current = torch.cuda.current_stream(self.device)
-        graph = torch.cuda.CUDAGraph()
+        graph, weights = torch.cuda.CUDAGraph(), SplitWeights(self.device, self.beside)
         with _capturing, torch.cuda.device(self.device):
             self.stream.wait_stream(current)
-            with torch.cuda.stream(self.stream):
+            with torch.cuda.stream(self.stream), weights.note():
                 function(model)
             current.wait_stream(self.stream)
             # Other threads may allocate meanwhile: "global" would make that their error.
@@ -87,7 +89,7 @@ class Recorder:
                 graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             )
             try:
-                with capture:
+                with capture, weights.split():
                     outputs = function(model)
             finally:
                 torch.cuda.set_stream(current)  # a capture that fails leaves its own stream behind
