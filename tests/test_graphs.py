@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.conftest import KINDS, relative_error, sequences, small_model
-from vssm import generate, graphs, observe
+from vssm import generate, graphs, observe, trees
+from vssm.nn import State
 from vssm.nn.attention import AttentionBlock
 from vssm.sampling import stepwise
 from vssm.sampling.parallel import _empty_runs
@@ -191,6 +192,128 @@ def test_results_are_not_changed_by_later_calls(kind, device):
     assert relative_error(outs[2].state["seed"], outs[3].state["seed"]) > 0
 
 
+def memory(*tensors):
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def static_memory(model):
+    """Where the programs of a model read and write."""
+    found = set()
+    for program in programs(model).values():
+        if isinstance(program, graphs.OneShot):
+            found |= memory(*program.static, *program.fixed.leaves(), *program.recording.outputs.pieces)
+        else:
+            found |= memory(*program.carried.leaves(), *getattr(program, "caches", ()))
+            for static, recording in program._blocks.values():
+                found |= memory(*static, *recording.outputs.leaves())
+    return found
+
+
+@pytest.mark.parametrize("large", [1, 64, 1 << 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_have_memory_of_their_own(kind, large, device, replays, monkeypatch):
+    """With tensors in memory of their own from 1 byte on, from 64 bytes on, and all together."""
+    monkeypatch.setattr(trees, "_LARGE", large)
+    model = small_model(kind).to(device)
+    prompt = sequences(model, 2, 3).to(device)
+    weights = memory(*model.parameters())
+    for options in ({"num": 3}, {"prompt": prompt}, {"num": 2, "prompt": prompt[:1]}):
+        check(model, replays, length=6, **options)
+        seen = static_memory(model) | weights
+        for seed in range(2):
+            x, z, state = generate(model, length=6, seed=seed, **options)
+            if "prompt" not in options:
+                state.children.pop("blind", None)  # the pass over empty tokens, which all calls share
+            results = memory(x) if z is None else memory(x, z)
+            assert not results & memory(*state.leaves()), "who keeps x does not keep the state"
+            mine = results | memory(*state.leaves())
+            assert not mine & seen
+            seen |= mine
+
+
+def test_results_can_be_written_to(device, replays):
+    model = small_model("vssm").to(device)
+    first = check(model, replays, num=3)
+    assert first.state["row"].tolist() == [0, 1, 2] and first.state["seed"].tolist() == [2, 2, 2]
+    for tensor in (first.x, first.z, first.state["seed"], first.state["row"]):
+        tensor.zero_()
+    for tensor in first.state.child("decoder").leaves():
+        tensor.zero_()
+    check(model, replays, times=1, num=3)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1])
+def test_seeds_of_64_bits_are_replayed(seed, device, replays):
+    model = small_model("vssm").to(device)
+    check(model, replays, num=2)
+    before = dict(replays)
+    out = generate(model, num=2, length=LENGTH, seed=seed)
+    assert replays["replayed"] == before["replayed"] + 1
+    assert out.state["seed"].tolist() == [seed, seed]
+    for other in (torch.tensor([seed, seed]), torch.tensor(seed)):
+        same_results(out, generate(model, num=2, length=LENGTH, seed=other, graphs=False))
+        same_results(out, generate(model, num=2, length=LENGTH, seed=other))
+    same_results(out, generate(model, length=LENGTH, num=2, seed=seed, rows=range(2)))
+    with pytest.raises(ValueError, match=rf"^seed={2**63} is not allowed"):
+        generate(model, num=2, length=LENGTH, seed=2**63)
+    with pytest.raises(ValueError, match=r"^seed is bool of shape \(2,\)"):
+        generate(model, num=2, length=LENGTH, seed=True)
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_generation_does_not_read_the_encoder(kind, device, replays):
+    """So a program stays when only that changes."""
+    model = small_model(kind).to(device)
+    prompt = sequences(model, 2, 3).to(device)
+    ways = [
+        {"num": 2},
+        {"prompt": prompt},
+        {"num": 2, "passes": 2},
+        {"num": 2, "observe": "sample", "chunk": 3},
+    ]
+    expected = [check(model, replays, length=7, **options).x for options in ways]
+    state = observe(model, prompt)
+    with torch.no_grad():
+        for weight in model.encoder.parameters():
+            weight.fill_(torch.nan)
+    for options, x in zip(ways, expected, strict=True):
+        before = dict(replays)
+        assert torch.equal(generate(model, length=7, seed=2, **options).x, x)
+        assert replays == {**before, "replayed": before["replayed"] + 1}
+    same_states(observe(model, prompt), state)
+
+
+def test_a_tree_is_gathered_in_few_pieces():
+    shared, many = torch.arange(3.0), torch.arange(4.0).expand(5, 4)
+    tree = State(
+        {
+            "inner": State({"a": torch.ones(3), "b": State({"c": many, "d": torch.tensor(7)})}),
+            "x": torch.ones(2, 3).T,
+            "none": torch.empty(0, 2),
+            "shared": shared,
+            "half": torch.ones(3, dtype=torch.bfloat16),
+            "one": State({"e": torch.zeros(2)}),
+        }
+    )
+    tree.children["twice"] = tree["x"]
+    gathered = trees.Gathered(tree, {shared.data_ptr()})
+    assert len(gathered.pieces) == 3
+    copies = gathered.own(9), gathered.own(9)
+    for copy in (gathered.tree, *copies):
+        for (name, made), expected in zip(copy.children.items(), tree.children.values(), strict=True):
+            for a, b in zip(trees.leaves_of(made), trees.leaves_of(expected), strict=True):
+                assert torch.equal(a, b) and a.dtype == b.dtype, name
+                assert a.numel() == 0 or a is shared or a.data_ptr() % 16 == 0
+    first, second = copies
+    assert first["shared"].data_ptr() == shared.data_ptr()
+    assert first["x"].data_ptr() != first["twice"].data_ptr()
+    assert first.child("inner").child("b")["c"].stride() == (0, 1)
+    assert first.child("inner").child("b").position == first.position == 9
+    assert memory(first["x"], first.child("inner")["a"]).isdisjoint(
+        memory(second["x"], second.child("inner")["a"], *gathered.pieces)
+    )
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_weights_are_seen(kind, device, replays):
     model, other = small_model(kind).to(device), small_model(kind)
@@ -232,6 +355,32 @@ def test_nothing_is_replayed_that_reads_where_a_weight_was(kind, device, replays
         same_results(changed, generate(model, **options, graphs=False))
         assert (relative_error(changed.x, first) < TOLERANCE) == starts
         check(model, replays, num=2, length=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["vssm", "rnn"])
+def test_weights_are_split_again_at_every_replay(kind, replays, monkeypatch):
+    """With rows and widths for which products read split weights: once in a recording, whatever it does."""
+    from vssm.ops import linear_triton
+
+    model, split, halves = small_model(kind, width=512).to("cuda"), [], linear_triton._split
+
+    def counting(x, *options):
+        if torch.cuda.is_current_stream_capturing() and isinstance(x, torch.nn.Parameter):
+            split.append(x)
+        return halves(x, *options)
+
+    monkeypatch.setattr(linear_triton, "_split", counting)
+    rows = {"num": 16, "length": 28} if kind == "vssm" else {"num": 400, "length": 16}
+    first = check(model, replays, **rows).x
+    assert split and len({id(weight) for weight in split}) == len(split)
+    before = dict(replays)
+    for weight in split:
+        weight.data.mul_(1.5)  # counts no version
+    changed = generate(model, seed=2, **rows)
+    assert replays["recorded"] == before["recorded"] and replays["replayed"] > before["replayed"]
+    same_results(changed, generate(model, seed=2, graphs=False, **rows))
+    assert relative_error(changed.x, first) > 1e-3
 
 
 def test_programs_are_bounded_and_the_oldest_goes(device, replays, monkeypatch):

@@ -29,6 +29,7 @@ ORDER = (
     "pretrained",
     "checkpoint",
     "weights",
+    "trees",
     "graphs",
     "sampling",
     "generate",

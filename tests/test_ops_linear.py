@@ -14,6 +14,7 @@ from vssm.nn import GRUBlock
 from vssm.ops import dispatch
 from vssm.ops import linear as module
 from vssm.ops.linear import Linear, linear
+from vssm.ops.linear_weights import SplitWeights, halves_of
 from vssm.ops.norm import RMSNorm
 
 SINGLE = 2e-6  # relative, in norm, against float64
@@ -144,6 +145,82 @@ def test_every_way_to_split(split):
         given = forward(x, weight, how=how)
         scale = x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)
         assert ((given - exact(x, weight)).abs() <= SINGLE * scale).all()
+
+
+class Stream(torch.cpu.Stream):
+    """A stream that writes down what it is told."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, stream):
+        self.log.append(f"{self.name} waits for {stream.name}")
+
+    def record_event(self):
+        return f"{self.log[-1]} on {self.name}"
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
+
+
+def test_a_recording_splits_its_weights_once_and_beside():
+    log = []
+    main, beside = Stream("main", log), Stream("beside", log)
+    weights = {name: nn.Parameter(torch.ones(2)) for name in "abc"}
+
+    def split(weight):
+        log.append("split " + next((name for name, known in weights.items() if known is weight), "another"))
+        return weight.detach() + 1, weight, weight
+
+    def function():
+        made = [halves_of(weights[name], split)[0] for name in "aba"]
+        return torch.stack([*made, halves_of(2 * weights["c"], split)[0]])
+
+    recording = SplitWeights(torch.device("cpu"), beside)
+    with torch.cpu.stream(main), torch.no_grad():
+        with recording.split():
+            assert function()[0, 0] == 2
+        assert log == ["split a", "split b", "split a", "split another"], "nothing was noted"
+        with recording.note():
+            function()
+        log.clear()
+        for factor in (1, 3):
+            weights["a"].data.fill_(factor)  # counts no version
+            with recording.split():
+                made = function()
+            assert made[:, 0].tolist() == [factor + 1, 2, factor + 1, 3]
+            assert log == [
+                "beside waits for main",
+                "split a",
+                "split b",
+                "main waits for split a on beside",
+                "main waits for split b on beside",
+                "split another",
+                "main waits for beside",
+            ]
+            assert not recording._made
+            log.clear()
+        with pytest.raises(KeyError), recording.split():
+            raise KeyError
+        assert log[-1] == "main waits for beside"
+        log.clear()
+        function()
+        assert log == ["split a", "split b", "split a", "split another"], "a plain call splits by itself"
+
+
+@kernels
+@torch.no_grad()
+def test_products_with_weights_split_before_are_the_same():
+    from vssm.ops.linear_triton import Plan, forward
+
+    how = Plan(16, 16, 32, 1, 4, 2, "before")
+    x, weight, stream = normal(5, 64), nn.Parameter(normal(20, 64)), torch.get_device_module(DEVICE).Stream()
+    wanted, recording = forward(x, weight, how=how), SplitWeights(torch.device(DEVICE), stream)
+    with recording.note():
+        assert torch.equal(forward(x, weight, how=how), wanted)
+    with recording.split():
+        assert torch.equal(forward(x, weight, how=how), wanted)
+    assert relative_error(wanted, exact(x, weight)) < SINGLE
 
 
 @kernels

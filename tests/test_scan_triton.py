@@ -23,8 +23,8 @@ def small(monkeypatch):
     """Makes the kernels cut small problems as they cut large ones."""
     from vssm.ops import scan_triton
 
-    def plans(chunk, split=True, programs=3):
-        plan = scan_triton.Plan(chunk, 32, 2, None, True)
+    def plans(chunk, split=True, programs=3, polynomials=1):
+        plan = scan_triton.Plan(chunk, 32, 2, None, True, polynomials)
         backward = plan._replace(programs=programs, split=split)
         monkeypatch.setattr(scan_triton, "plan_forward", lambda *_: plan)
         # Two lanes share a channel where its states (the fourth argument) can be halved.
@@ -70,6 +70,8 @@ def expected(values):
         (2, 8, 32, 4, 4, True),
         (2, 8, 32, 4, 4, False),
         (1, 7, 40, 16, 4, False),
+        (2, 8, 16, 16, 4, True),
+        (1, 8, 64, 16, 4, False),
         (1, 11, 33, 5, 8, True),
         (2, 3, 4, 17, 3, True),
         (2, 6, 5, 1, 4, True),
@@ -94,7 +96,10 @@ def test_every_argument_is_optional(small, given, softplus):
 
 
 @kernels
-@pytest.mark.parametrize(("dtype", "states"), [(torch.bfloat16, 8), (torch.float16, 8), (torch.bfloat16, 5)])
+@pytest.mark.parametrize(
+    ("dtype", "states"),
+    [(torch.bfloat16, 16), (torch.float16, 16), (torch.float16, 8), (torch.bfloat16, 5)],
+)
 def test_half_precision_in_float32_inside(small, dtype, states):
     small(4)
     values = to_device(arguments(1, 8, 32, states), dtype)
@@ -105,6 +110,30 @@ def test_half_precision_in_float32_inside(small, dtype, states):
     for name in ("h", "A", "D", "dt_bias", "h0"):
         assert given[name].dtype == torch.float32
         assert relative_error(given[name], wanted[name]) < 1e-5
+
+
+@kernels
+def test_rows_need_not_be_aligned(small):
+    small(4)
+    values = to_device(arguments(1, 8, 16, 16))
+    wanted = outputs(values)
+    for name in ("B", "C"):
+        values[name] = torch.cat((values[name][..., :1], values[name]), 2)[..., 1:]
+        assert values[name].data_ptr() % 8 != 0
+    assert_close(outputs(values), wanted, 1e-6)
+
+
+@kernels
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_decays_of_any_size(small):
+    small(2, polynomials=8)
+    rates = torch.tensor([-1e9, -1e4, -87.5, -3.3, -0.01, 0.0, 2.0, 40.0, 200.0], device=DEVICE)
+    none, row = torch.zeros(1, 2, 9, device=DEVICE), torch.ones(1, 2, 16, device=DEVICE)
+    A, h0 = rates[:, None].repeat(1, 16), torch.ones(1, 9, 16, device=DEVICE)
+    _, h = selective_scan(none, none + 1, A, row, row, h0=h0, backend="triton")
+    # The first eight states take the polynomial, the others the exponential.
+    assert torch.allclose(h, torch.exp(2 * A.double()).float(), rtol=1e-5, atol=1e-30)
+    assert h[0, 8].isinf().all()
 
 
 @kernels

@@ -17,6 +17,7 @@ from vssm.config import ModelConfig, check_choice
 from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational
 from vssm.nn import State
 from vssm.sampling import BLIND, Noise, Options, read, sample
+from vssm.weights import first_weight
 
 __all__ = ["Generation", "generate", "observe"]
 
@@ -87,7 +88,7 @@ def generate(
         True
     """
     _check_options(model, length, chunk, recondition, passes, temperature, observe, cache, state)
-    device = next(model.parameters()).device
+    device = first_weight(model).device
     if prompt is not None:
         prompt = _check_sequence(model, prompt, "prompt", device, steps=0)
     if state is not None:
@@ -136,7 +137,7 @@ def observe(
         >>> torch.allclose(generate(model, length=5, state=state).x, generate(model, length=5, prompt=x).x)
         True
     """
-    device = next(model.parameters()).device
+    device = first_weight(model).device
     x = _check_sequence(model, x, "x", device)
     if state is not None:
         _check_state(model, state, device)
@@ -170,23 +171,25 @@ def _noise_source(
     state: State | None,
     device: torch.device,
 ) -> Noise:
+    seeds: Tensor | int
+    row: Tensor | int
     if seed is None:
-        seeds = torch.zeros(num, dtype=torch.int64, device=device) if state is None else state["seed"]
+        seeds = 0 if state is None else state["seed"]
     elif isinstance(seed, int) and not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed={seed} is not allowed; allowed: a whole number of 64 bits")
-    elif isinstance(seed, int):  # filled there: a copy to a GPU would wait for it
-        seeds = torch.full((num,), seed, device=device)
+    elif isinstance(seed, int):
+        seeds = seed
     else:
         seeds = torch.as_tensor(seed, dtype=torch.int64, device=device)
         seeds = seeds.repeat(num) if seeds.ndim == 0 else seeds
     if rows is None:
-        row = torch.arange(num, device=device) if state is None else state["row"]
+        row = num if state is None else state["row"]
     else:
         row = torch.as_tensor(rows, dtype=torch.int64, device=device)
-    for name, tensor in (("seed", seeds), ("rows", row)):
-        if tensor.shape != (num,):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; allowed: ({num},), one for each row")
-    return Noise(seeds, row)
+    for name, given in (("seed", seeds), ("rows", row)):
+        if isinstance(given, Tensor) and given.shape != (num,):
+            raise ValueError(f"{name} has shape {tuple(given.shape)}; allowed: ({num},), one for each row")
+    return Noise(seeds, row, device=device)
 
 
 def _check_options(
@@ -233,7 +236,7 @@ def _check_sequence(model: Model, x: Tensor, name: str, device: torch.device, st
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}; allowed: {device}, the device of the model")
     model.head.validate(x, name=name, steps=steps)
-    return x if model.head.tokens else x.to(next(model.parameters()).dtype)
+    return x if model.head.tokens else x.to(first_weight(model).dtype)
 
 
 def _check_state(model: Model, state: State, device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """Generation as CUDA graphs: what was recorded once is replayed with other numbers.
 
 A small model on a fast device waits for Python and for launches. A recorded program has static tensors that
-it reads and writes; a call copies its inputs there, replays, and copies the results out.
+it reads and writes; a call copies its inputs there, replays, and copies the results out. The device waits for
+what comes before the replay, so that is little: numbers are filled in, and all tensors are copied at once.
 
 | program   | what is recorded                                                | used for                    |
 | --------- | --------------------------------------------------------------- | --------------------------- |
@@ -15,25 +16,25 @@ asked for only once, and where recording failed. Weights are read where they are
 change; it is dropped when they move or when their version shows that they were trained. `again` starts a
 program first, if no weight has moved, and looks for other changes while the device works. All programs of a
 model share one pool of memory: they run one after the other, and leave nothing there between calls.
-
-Trees are `State`s, whose tensors need not be batch first here.
 """
 
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from vssm.nn import State
+from vssm.ops.linear_weights import SplitWeights
+from vssm.trees import Gathered, copy, join, leaves_of, row_of
 from vssm.weights import places_of, weights_of
 
-__all__ = ["Decoder", "Loop", "OneShot", "Peek", "Recorder", "again", "attempt", "describe", "join", "usable"]
+__all__ = ["Decoder", "Loop", "OneShot", "Peek", "Recorder", "again", "attempt", "usable"]
 
 DEVICES = ("cuda",)  # tests add "cpu", where a recording runs its function again
 PROGRAMS = 8  # kept for a model
@@ -46,32 +47,30 @@ _finding = threading.Lock()
 
 def usable(device: torch.device) -> bool:
     """Says whether recordings can be made and replayed here and now."""
-    if device.type not in DEVICES or torch.compiler.is_compiling():
+    kind = device.type
+    if kind not in DEVICES or torch.compiler.is_compiling() or torch.is_autocast_enabled(kind):
         return False
-    if torch.is_autocast_enabled(device.type):
-        return False
-    return device.type == "cpu" or not torch.cuda.is_current_stream_capturing()
+    return kind == "cpu" or not torch.cuda.is_current_stream_capturing()
 
 
-def describe(state: State) -> Hashable:
-    """Returns what a recording fixes of its inputs: names, shapes, dtypes and positions."""
-    children = (
-        (name, describe(child) if isinstance(child, State) else (child.shape, child.dtype))
-        for name, child in state.children.items()
-    )
-    return state.position, *children
+class _Outputs(Protocol):
+    def leaves(self) -> Iterator[Tensor]: ...
+
+
+_T = TypeVar("_T", bound=_Outputs)
 
 
 class Recorder:
-    """Makes the recordings of a model: they share a stream and a pool of memory."""
+    """Makes the recordings of a model: they share two streams and a pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)
+            # Weights are split beside the rest, which goes first where both are ready.
+            self.stream, self.beside = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
             self.pool = torch.cuda.graph_pool_handle()
 
-    def record(self, model: nn.Module, function: Callable[[nn.Module], State]) -> "Recording":
+    def record(self, model: nn.Module, function: Callable[[nn.Module], _T]) -> "Recording[_T]":
         """Records a function that reads static tensors; it runs once before, which compiles its kernels.
 
         The function must not hold the model: the programs of a model would keep it alive.
@@ -79,10 +78,10 @@ class Recorder:
         if self.device.type != "cuda":
             return Recording(function(model), None, function)
         current = torch.cuda.current_stream(self.device)
-        graph = torch.cuda.CUDAGraph()
+        graph, weights = torch.cuda.CUDAGraph(), SplitWeights(self.device, self.beside)
         with _capturing, torch.cuda.device(self.device):
             self.stream.wait_stream(current)
-            with torch.cuda.stream(self.stream):
+            with torch.cuda.stream(self.stream), weights.note():
                 function(model)
             current.wait_stream(self.stream)
             # Other threads may allocate meanwhile: "global" would make that their error.
@@ -90,21 +89,21 @@ class Recorder:
                 graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             )
             try:
-                with capture:
+                with capture, weights.split():
                     outputs = function(model)
             finally:
                 torch.cuda.set_stream(current)  # a capture that fails leaves its own stream behind
         return Recording(outputs, graph, None)
 
 
-class Recording:
+class Recording(Generic[_T]):
     """A function that was recorded: `replay` computes its `outputs` again, in place."""
 
     def __init__(
         self,
-        outputs: State,
+        outputs: _T,
         graph: "torch.cuda.CUDAGraph | None",
-        function: Callable[[nn.Module], State] | None,
+        function: Callable[[nn.Module], _T] | None,
     ) -> None:
         self.outputs, self._graph, self._function = outputs, graph, function
 
@@ -112,7 +111,7 @@ class Recording:
         if self._graph is not None:
             self._graph.replay()
         elif self._function is not None:  # without a GPU
-            _copy(map(_base, self.outputs.leaves()), map(_base, self._function(model).leaves()))
+            copy(map(row_of, self.outputs.leaves()), map(row_of, self._function(model).leaves()))
 
 
 class Peek:
@@ -127,7 +126,7 @@ class Peek:
     def take(self, value: Tensor) -> None:
         self._value.copy_(value, non_blocking=True)
         if self._there is not None:
-            self._there.record(torch.cuda.current_stream(value.device))
+            self._there.record(torch.cuda.current_stream(value.device.index))
 
     def read(self) -> int:
         if self._there is not None:
@@ -141,6 +140,7 @@ class OneShot:
     Arguments:
         function: Maps the model and the tree of inputs to a tree of outputs.
         inputs: Inputs such as those to come.
+        fixed: More of them, which a call fills with a number or leaves as they are.
         constants: Other tensors and trees that the function reads, which must stay where and as they are;
             where they are outputs too, they are handed out themselves.
         peek: Takes the output `probe` before the others are copied.
@@ -152,21 +152,35 @@ class OneShot:
         model: nn.Module,
         function: Callable[[Any, State], State],
         inputs: State,
+        fixed: State,
         constants: Iterable[object] = (),
         peek: Peek | None = None,
     ) -> None:
-        self.inputs = inputs.map(lambda t: t.clone(memory_format=torch.contiguous_format))
-        self.constants = constants
-        self.recording = recorder.record(model, partial(_dense, function, self.inputs))
-        self.shared = {tensor.data_ptr() for tensor in _tensors(constants)}
-        self.static, self.peek = list(self.inputs.leaves()), peek
+        inputs, self.fixed = (
+            tree.map(lambda t: t.clone(memory_format=torch.contiguous_format)) for tree in (inputs, fixed)
+        )
+        self.static, self.constants, self.peek = list(inputs.leaves()), constants, peek
+        everything = State({**inputs.children, **self.fixed.children})
+        shared = {tensor.data_ptr() for tensor in _tensors(constants)}
+        self.recording = recorder.record(model, partial(_gathered, function, everything, shared))
 
-    def __call__(self, model: nn.Module, inputs: State) -> State:
-        _copy(self.static, inputs.leaves())
+    def __call__(self, model: nn.Module, inputs: State, numbers: Mapping[str, int], position: int) -> State:
+        """Runs the function.
+
+        Arguments:
+            model: The model.
+            inputs: The inputs.
+            numbers: What to fill some of the fixed ones with.
+            position: Where all parts of the outputs are.
+        """
+        for name, number in numbers.items():
+            self.fixed[name].fill_(number)
+        if self.static:
+            copy(self.static, inputs.leaves())
         self.recording.replay(model)
         if self.peek is not None:
-            self.peek.take(self.recording.outputs["probe"])
-        return _fresh(self.recording.outputs, self.shared)
+            self.peek.take(self.recording.outputs.tree["probe"])
+        return self.recording.outputs.own(position)
 
 
 class Loop:
@@ -185,8 +199,10 @@ class Loop:
         carried: State,
     ) -> None:
         self.recorder, self.step = recorder, step
-        self.carried = carried.map(lambda t: torch.zeros_like(t, memory_format=torch.contiguous_format))
-        self._blocks: dict[int, tuple[State, Recording]] = {}
+        zeros = carried.map(lambda t: torch.zeros_like(t, memory_format=torch.contiguous_format))
+        self._gathered = Gathered(State({"carried": zeros}))
+        self.carried = self._gathered.tree.child("carried")
+        self._blocks: dict[int, tuple[list[Tensor], Recording[State]]] = {}
 
     def __call__(self, model: nn.Module, carried: State, feed: State) -> tuple[State, State]:
         """Runs over all steps of the feed.
@@ -199,30 +215,34 @@ class Loop:
         Returns:
             The outputs of all steps, each (B, T, ...), and what the last step carries on.
         """
-        for name, child in self.carried.children.items():
-            if name in carried.children:
-                _copy(_leaves(child), _leaves(carried.children[name]))
-            else:
-                torch._foreach_zero_(_leaves(child))
-        length, done = next(feed.leaves()).shape[1], 0
-        made: list[State] = []
+        known = [name for name in self.carried.children if name in carried.children]
+        if len(known) < len(self.carried.children):
+            torch._foreach_zero_(self._gathered.pieces)
+        for name in known:
+            copy(leaves_of(self.carried.children[name]), leaves_of(carried.children[name]))
+        steps = list(feed.leaves())
+        length, done = steps[0].shape[1], 0
+        made: list[Tensor] = []
         while done < length:
             size = next(size for size in _BLOCKS if size <= length - done)
             static, recording = self._block(model, feed, size)
-            _copy(static.leaves(), [tensor[:, done : done + size] for tensor in feed.leaves()])
+            copy(static, [tensor[:, done : done + size] for tensor in steps])
             recording.replay(model)
-            made.append(recording.outputs.map(torch.clone))
+            new = list(recording.outputs.leaves())
+            made = made or [tensor.new_empty(len(tensor), length, *tensor.shape[2:]) for tensor in new]
+            copy([tensor[:, done : done + size] for tensor in made], new)
             done += size
-        return join(made), _fresh(self.carried)
+        outputs = State(dict(zip(recording.outputs.children, made, strict=True)))
+        return outputs, self._gathered.own(carried.position + length).child("carried")
 
-    def _block(self, model: nn.Module, feed: State, size: int) -> tuple[State, Recording]:
+    def _block(self, model: nn.Module, feed: State, size: int) -> tuple[list[Tensor], Recording[State]]:
         if size not in self._blocks:
             static = feed.map(lambda t: t[:, :size].clone(memory_format=torch.contiguous_format))
             # To record runs the steps once, which moves what is carried.
             before = self.carried.map(torch.clone)
             run = partial(_steps, self.step, self.carried, static, size)
-            self._blocks[size] = static, self.recorder.record(model, run)
-            _copy(self.carried.leaves(), before.leaves())
+            self._blocks[size] = list(static.leaves()), self.recorder.record(model, run)
+            copy(self.carried.leaves(), before.leaves())
         return self._blocks[size]
 
 
@@ -253,7 +273,7 @@ class Decoder(Loop):
                 for static, name in zip(cache, ("k", "v"), strict=True):
                     static[:, :, : known.position] = known[name][:, :, : known.position]
         made, after = super().__call__(model, carried, feed)
-        end = carried.position + next(feed.leaves()).shape[1]
+        end = after.position
         blocks: dict[str, Tensor | State] = {}
         for i, cache in enumerate(self.caches):
             k, v = cache[:, :, :, :end].clone(memory_format=torch.contiguous_format)
@@ -297,7 +317,7 @@ class _Kept:
     def follow(self, device: torch.device) -> None:
         """Lets this thread's stream wait for the last replay: they all use the same memory."""
         if device.type == "cuda":
-            current = torch.cuda.current_stream(device)
+            current = torch.cuda.current_stream(device.index)
             if self.stream is not None and self.stream != current:
                 current.wait_stream(self.stream)
             self.stream = current
@@ -318,34 +338,35 @@ _kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
 
 def attempt(
     model: nn.Module,
+    device: torch.device,
     key: Hashable,
     make: Callable[[Recorder], Callable[..., Any]],
-    *inputs: State,
+    *inputs: object,
     at_once: bool = False,
     weights: list[Hashable] | None = None,
 ) -> Any:  # noqa: ANN401
     """Returns what a recorded program makes of the inputs, or None if the plain path is to run.
 
     Arguments:
-        model: The model, on the device of all inputs.
+        model: The model.
+        device: Where it and all inputs are.
         key: All that is fixed in the program beside the model.
         make: Creates the program, when the key is asked for a second time.
         inputs: What the program is called with, after the model.
         at_once: Whether to record at the first time already.
         weights: What `weights_of` the model says, if the caller has asked already.
     """
-    made = again(model, key, *inputs) if weights is None else None
+    made = again(model, device, key, *inputs) if weights is None else None
     if made is not None:
         return made
     weights = weights or weights_of(model)
-    device = inputs[0].device
     key = _whole(key, device)
     with _finding:
         kept = _kept.setdefault(model, _Kept())
     with kept.lock:
         if weights != kept.weights:
             kept.clear()
-            kept.weights, kept.places = weights, places_of(model)
+            kept.weights, kept.places = weights, places_of(model).addresses
         try:
             kept.follow(device)
             program = kept.find(key, at_once, device, make)
@@ -358,15 +379,17 @@ def attempt(
             return None
 
 
-def again(model: nn.Module, key: Hashable, *inputs: State) -> Any:  # noqa: ANN401
+def again(model: nn.Module, device: torch.device, key: Hashable, *inputs: object) -> Any:  # noqa: ANN401
     """Returns what a program makes that is there already, or None if `attempt` is to find out."""
-    kept, device = _kept.get(model), inputs[0].device
-    key = _whole(key, device)
+    kept, key = _kept.get(model), _whole(key, device)
     if kept is None:
         return None
     with kept.lock:
         program = kept.programs.get(key)
-        if program is None or kept.places != places_of(model):
+        if program is None:
+            return None
+        places = places_of(model)
+        if places.addresses != kept.places:
             return None
         kept.programs.move_to_end(key)
         try:
@@ -374,7 +397,7 @@ def again(model: nn.Module, key: Hashable, *inputs: State) -> Any:  # noqa: ANN4
             made = program(model, *inputs)
         except RuntimeError:  # happens again in `attempt`, which says so
             return None
-        return made if weights_of(model) == kept.weights else None
+        return made if weights_of(model, places) == kept.weights else None
 
 
 def _whole(key: Hashable, device: torch.device) -> Hashable:
@@ -383,9 +406,10 @@ def _whole(key: Hashable, device: torch.device) -> Hashable:
     return key, device, precision, torch.is_inference_mode_enabled()
 
 
-def _dense(function: Callable[[Any, State], State], inputs: State, model: nn.Module) -> State:
-    """Calls the function; what it returns is made contiguous, since many such tensors are copied as one."""
-    return function(model, inputs).map(lambda t: _base(t).contiguous().expand_as(t))
+def _gathered(
+    function: Callable[[Any, State], State], inputs: State, shared: set[int], model: nn.Module
+) -> Gathered:
+    return Gathered(function(model, inputs), shared)
 
 
 def _steps(
@@ -399,46 +423,9 @@ def _steps(
     for t in range(size):
         now, outputs = step(model, now, feed.map(lambda tensor, t=t: tensor[:, t : t + 1]))
         made.append(outputs)
-    _copy(carried.leaves(), now.leaves())
+    copy(carried.leaves(), now.leaves())
     return join(made)
 
 
-def join(parts: list[State]) -> State:
-    """Joins the outputs of consecutive steps."""
-    return State({name: torch.cat([part[name] for part in parts], 1) for name in parts[0].children})
-
-
-def _leaves(child: Tensor | State) -> list[Tensor]:
-    return [child] if isinstance(child, Tensor) else list(child.leaves())
-
-
-def _base(tensor: Tensor) -> Tensor:
-    """Returns the one row of a tensor that shows it many times."""
-    return tensor[:1] if tensor.ndim and tensor.shape[0] > 1 and tensor.stride(0) == 0 else tensor
-
-
 def _tensors(values: Iterable[object]) -> list[Tensor]:
-    return [tensor for value in values if isinstance(value, Tensor | State) for tensor in _leaves(value)]
-
-
-def _fresh(state: State, shared: Collection[int] = ()) -> State:
-    """Copies a tree, so that the next replay does not change it; what lies at addresses in `shared` stays."""
-    tensors = list(state.leaves())
-    bases = list(map(_base, tensors))
-    copies = [base if base.data_ptr() in shared else torch.empty_like(base) for base in bases]
-    _copy(copies, bases)
-    triples = zip(tensors, bases, copies, strict=True)
-    left = iter([copy if base is tensor else copy.expand_as(tensor) for tensor, base, copy in triples])
-    return state.map(lambda _: next(left))
-
-
-def _copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
-    """Copies many tensors: those of one dtype in one launch where their layout allows."""
-    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        if target is not source:
-            pair = groups.setdefault(target.dtype, ([], []))
-            pair[0].append(target)
-            pair[1].append(source)
-    for into, out_of in groups.values():
-        torch._foreach_copy_(into, out_of)
+    return [tensor for value in values if isinstance(value, Tensor | State) for tensor in leaves_of(value)]

@@ -12,7 +12,8 @@ Either operand is split into two numbers of 11 bits, and three of the four produ
 | 1    |              | none: products are float32 throughout                                            |
 | few  | "tile"       | into float16, in the kernel; one exponent for a row of a tile, BK columns        |
 | more | "tf32"       | into tf32, by Triton, which needs no exponent                                    |
-| many | "before"     | into float16, by a kernel of its own, which does the norm too                    |
+| many | "before"     | into float16, by a kernel of its own, which does the norm too; weights of a      |
+|      |              | recording once for all of its products (`vssm.ops.linear_weights`)               |
 
 Tensor cores multiply float16 and tf32 exactly and add up one tile; tiles are added in float32, since tensor
 cores cut off where float32 rounds.
@@ -36,6 +37,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from vssm.ops.linear_weights import halves_of
 
 __all__ = ["Plan", "forward", "plan"]
 
@@ -297,7 +300,7 @@ def forward(
     grid = (triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN), how.SPLIT)
     sizes = {"BM": how.BM, "BN": how.BN, "BK": how.BK, "num_warps": how.warps, "num_stages": how.stages}
     if how.split == "before":
-        operands = *_split(x, scale, eps), *_split(weight)
+        operands = *_split(x, scale, eps), *halves_of(weight, _split)
         _halves_kernel[grid](*operands, *ends, out, M, N, K, K // how.SPLIT, GROUP=8, **sizes)
     else:
         if scale is not None and not whole:

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.scan_triton import _call, _load_states, _rates, _row, _scalars, _sigmoid, _softplus, _vector
+from vssm.ops.scan_triton import _call
+from vssm.ops.scan_triton_steps import _load_states, _rates, _row, _scalars, _sigmoid, _softplus, _vector
 
 __all__ = ["forward"]
 

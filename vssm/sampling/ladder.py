@@ -24,9 +24,11 @@ from vssm.sampling.request import (
     expand_rows,
     nothing,
     packed,
-    placed,
+    results,
+    taken,
     unpacked,
 )
+from vssm.trees import describe
 
 __all__ = ["read_ladder", "sample_ladder"]
 
@@ -42,7 +44,7 @@ def sample_ladder(
 def _ladder(
     model: Ladder, prompt: Tensor | None, state: State | None, source: Noise, options: Options
 ) -> Result:
-    num = len(source.row)
+    num = source.num
     blind = state is not None and "blind" in state.children
     if blind and options.recondition:
         raise ValueError(f"recondition=True can not start from this state: {BLIND}")
@@ -105,17 +107,18 @@ def _replayed(
     inputs = packed(model, prompt, state, source)
     made = graphs.attempt(
         model,
-        ("ladder", options, graphs.describe(inputs)),
-        lambda recorder: graphs.OneShot(recorder, model, partial(_ladder_tree, options), inputs, ()),
-        inputs,
+        source.device,
+        ("ladder", options, source.num, describe(inputs.tensors)),
+        lambda recorder: graphs.OneShot(
+            recorder, model, partial(_ladder_tree, options), inputs.tensors, inputs.fixed(source)
+        ),
+        *inputs,
+        end_of(prompt, state, options),
     )
-    if made is None:
-        return None
-    return made["x"], made["z"], placed(made.child("state"), end_of(prompt, state, options))
+    return None if made is None else taken(made, source)
 
 
 def _ladder_tree(options: Options, model: Ladder, inputs: State) -> State:
     """Does `_ladder` on a tree of inputs, as it is recorded."""
-    x, z, after = _ladder(model, *unpacked(inputs), options)
-    assert z is not None and after is not None
-    return State({"x": x, "z": z, "state": after})
+    prompt, state, source = unpacked(inputs)
+    return results(_ladder(model, prompt, state, source, options), source)

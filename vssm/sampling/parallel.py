@@ -35,9 +35,11 @@ from vssm.sampling.request import (
     expand_rows,
     nothing,
     packed,
-    placed,
+    results,
+    taken,
     unpacked,
 )
+from vssm.trees import describe
 from vssm.weights import weights_of
 
 __all__ = ["read_variational", "sample_variational"]
@@ -67,7 +69,7 @@ def _variational(
     empty: "_Empty | None" = None,
 ) -> Result:
     """Algorithms "VSSM sampling" (one chunk) and "VSSM chunk sampling"."""
-    num, position = len(source.row), 0 if state is None else state.position
+    num, position = source.num, 0 if state is None else state.position
     blind = state is not None and "blind" in state.children
     if blind and options.recondition:
         name = "recondition=True" if options.passes == 1 else f"passes={options.passes}"
@@ -182,42 +184,43 @@ def _replayed(
 ) -> Result | None:
     """Replays `_variational`, or returns None if it is to run itself."""
     width = min(options.chunk, options.length) if prompt is None and state is None else 0
-    inputs = packed(model, prompt, state, source)
-    described = graphs.describe(inputs)
+    inputs, end = packed(model, prompt, state, source), end_of(prompt, state, options)
+    fixed = options, source.num, describe(inputs.tensors)
 
     def key(empty: _Empty | None) -> Hashable:
-        return "one shot", options, described, None if empty is None else empty.q_z.raw.data_ptr()
+        return "one shot", fixed, None if empty is None else empty.q_z.raw.data_ptr()
 
     empty = _empty_runs.get(model, {}).get(width)
-    made = graphs.again(model, key(empty), inputs)
+    made = graphs.again(model, source.device, key(empty), *inputs, end)
     if made is None:
         weights = weights_of(model)
         empty = _empty_run(model, width, weights, probed=False) if width else None
         made = graphs.attempt(
             model,
+            source.device,
             key(empty),
             lambda recorder: graphs.OneShot(
                 recorder,
                 model,
                 partial(_variational_tree, options, empty),
-                inputs,
+                inputs.tensors,
+                inputs.fixed(source),
                 empty or (),
                 None if empty is None else empty.seen,
             ),
-            inputs,
+            *inputs,
+            end,
             weights=weights,
         )
-    if made is None:
+    # Last, since it waits for the device. If the weights were changed, unseen, `_variational` makes and
+    # remembers a new pass.
+    if made is None or (empty is not None and empty.seen.read() != empty.probe):
         return None
-    after = placed(made.child("state"), end_of(prompt, state, options))
-    if empty is not None and empty.seen.read() != empty.probe:  # last, since it waits for the device
-        return None  # the weights were changed, unseen: `_variational` makes and remembers a new pass
-    return made["x"], made["z"], after
+    return taken(made, source)
 
 
 def _variational_tree(options: Options, empty: _Empty | None, model: Variational, inputs: State) -> State:
     """Does `_variational` on a tree of inputs, as it is recorded."""
-    x, z, after = _variational(model, *unpacked(inputs), options, empty)
-    assert z is not None and after is not None
-    probe: dict[str, Tensor | State] = {} if empty is None else {"probe": _probe(model)}
-    return State({"x": x, "z": z, "state": after, **probe})
+    prompt, state, source = unpacked(inputs)
+    made = _variational(model, prompt, state, source, options, empty)
+    return results(made, source, **({} if empty is None else {"probe": _probe(model)}))

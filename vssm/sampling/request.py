@@ -11,6 +11,7 @@ from vssm.nn import State
 
 __all__ = [
     "BLIND",
+    "Inputs",
     "Noise",
     "Options",
     "Result",
@@ -20,6 +21,8 @@ __all__ = [
     "packed",
     "placed",
     "portable",
+    "results",
+    "taken",
     "unpacked",
 ]
 
@@ -29,13 +32,51 @@ BLIND = (
 )
 
 
-class Noise(NamedTuple):
-    """The noise of a batch: which seed and which row each sequence reads."""
+class Noise:
+    """The noise of a batch: which seed and which row each sequence reads.
 
-    seed: Tensor
-    row: Tensor
-    start: Tensor | None = None
-    """Added to all positions, where only the device knows it, (1,)."""
+    Arguments:
+        seed: The seed of each sequence, (B,), or one number for all.
+        row: The row of each, (B,), or B for the rows 0 to B - 1.
+        start: Added to all positions, where only the device knows it, (1,).
+        device: Where the noise is made, if the others do not say it.
+    """
+
+    def __init__(
+        self,
+        seed: Tensor | int,
+        row: Tensor | int,
+        start: Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._seed, self._row, self.start = seed, row, start
+        self.number: int | None = None
+        """The seed of all rows, if these are the usual: all that a recording needs to be told."""
+        if isinstance(row, Tensor):
+            self.num, self.device = len(row), row.device
+        else:
+            assert device is not None
+            self.num, self.device = row, device
+            if type(seed) is int:  # True and False are refused where the tensor is read
+                self.number = seed
+
+    # Made when they are read, since a replay needs numbers only, and filled there, since a copy would wait.
+
+    @property
+    def seed(self) -> Tensor:
+        if isinstance(self._seed, int):
+            self._seed = torch.full((self.num,), self._seed, device=self.device)
+        return self._seed
+
+    @property
+    def row(self) -> Tensor:
+        if isinstance(self._row, int):
+            self._row = torch.arange(self.num, device=self.device)
+        return self._row
+
+    def adopt(self, state: State) -> None:
+        """Takes the tensors from a state that has them already."""
+        self._seed, self._row = state["seed"], state["row"]
 
     def latent(self, model: Variational | VRNN | Ladder, position: int, length: int) -> Tensor:
         return self._uniform(position, length, model.config.latents, noise.LATENT)
@@ -63,7 +104,7 @@ Result = tuple[Tensor, Tensor | None, State | None]
 
 def nothing(model: Model, num: int, source: Noise) -> tuple[Tensor, Tensor | None]:
     """Returns x and z of no steps."""
-    device = source.row.device
+    device = source.device
     z = (
         None
         if isinstance(model, Autoregressive)
@@ -74,23 +115,43 @@ def nothing(model: Model, num: int, source: Noise) -> tuple[Tensor, Tensor | Non
     return torch.empty(num, 0, model.config.features, device=device), z
 
 
-def portable(model: Model, state: State) -> dict[str, Tensor | State]:
-    """Returns a state as input of a recording; its position is a tensor unless attention needs to know it."""
+class Inputs(NamedTuple):
+    """What a call starts from, as `OneShot` takes it."""
+
+    tensors: State
+    numbers: dict[str, int]
+
+    def fixed(self, source: Noise) -> State:
+        """Returns tensors for the numbers, and the rows that a number for the seed stands for."""
+        made: dict[str, Tensor | State] = {}
+        if "seed" in self.numbers:
+            made |= {"seed": source.seed, "row": source.row}
+        if "start" in self.numbers:
+            made["start"] = torch.full((1,), self.numbers["start"], device=source.device)
+        return State(made)
+
+
+def portable(model: Model, state: State) -> State:
+    """Returns a state as input of a recording, without its position unless attention needs to know it."""
     kept = State({n: c for n, c in state.children.items() if n not in ("seed", "row")}, state.position)
-    if model.config.block == "attention":
-        return {"state": kept}
-    start = torch.full((1,), state.position, device=state.device)
-    return {"start": start, "state": placed(kept, 0)}
+    return kept if model.config.block == "attention" else placed(kept, 0)
 
 
-def packed(model: Model, prompt: Tensor | None, state: State | None, source: Noise) -> State:
+def packed(model: Model, prompt: Tensor | None, state: State | None, source: Noise) -> Inputs:
     """Returns what a call starts from as the inputs of a recording."""
-    tensors: dict[str, Tensor | State] = {"seed": source.seed, "row": source.row}
+    tensors: dict[str, Tensor | State] = {}
+    numbers: dict[str, int] = {}
+    if source.number is None:
+        tensors |= {"seed": source.seed, "row": source.row}
+    else:
+        numbers["seed"] = source.number
     if prompt is not None:
         tensors["prompt"] = prompt
     if state is not None:
-        tensors |= portable(model, state)
-    return State(tensors)
+        tensors["state"] = portable(model, state)
+        if model.config.block != "attention":
+            numbers["start"] = state.position
+    return Inputs(State(tensors), numbers)
 
 
 def unpacked(inputs: State) -> tuple[Tensor | None, State | None, Noise]:
@@ -99,6 +160,21 @@ def unpacked(inputs: State) -> tuple[Tensor | None, State | None, Noise]:
     source = Noise(inputs["seed"], inputs["row"], inputs["start"] if "start" in given else None)
     prompt = inputs["prompt"] if "prompt" in given else None
     return prompt, inputs.child("state") if "state" in given else None, source
+
+
+def results(made: Result, source: Noise, **more: Tensor) -> State:
+    """Returns what a recording makes: x, z and the state to go on from, which has its noise too."""
+    x, z, after = made
+    assert z is not None and after is not None
+    state = State({**after.children, "seed": source.seed, "row": source.row})
+    return State({"x": x, "z": z, "state": state, **more})
+
+
+def taken(made: State, source: Noise) -> Result:
+    """Returns a copy of what was recorded as the result of a call."""
+    after = made.child("state")
+    source.adopt(after)
+    return made["x"], made["z"], after
 
 
 def end_of(prompt: Tensor | None, state: State | None, options: Options) -> int:

@@ -14,7 +14,8 @@ from vssm import graphs
 from vssm.models import VRNN, Autoregressive
 from vssm.nn import State, reserve, trim
 from vssm.nn.stack import sinusoids
-from vssm.sampling.request import Noise, Options, Result, expand_rows, nothing, placed, portable
+from vssm.sampling.request import Noise, Options, Result, expand_rows, nothing, portable
+from vssm.trees import describe, join
 
 __all__ = ["read_vrnn", "sample_autoregressive", "sample_recomputed", "sample_vrnn"]
 
@@ -32,7 +33,7 @@ def sample_autoregressive(
     record: bool,
 ) -> Result:
     """Algorithms "RNN sampling" and "SSM sampling", and the Transformer with a key-value cache."""
-    num = len(source.row)
+    num = source.num
     if prompt is not None:
         state = _read_autoregressive(model, prompt, state, record)
     state = None if state is None else expand_rows(state, num)
@@ -42,7 +43,7 @@ def sample_autoregressive(
     if record:
         pending: dict[str, Tensor | State] = {"e": model.pending(num, state)}
         if model.config.block == "attention":
-            pending["at"] = torch.full((1,), position, device=source.row.device)
+            pending["at"] = torch.full((1,), position, device=source.device)
         made = _looped(
             model,
             ("steps", num, options.temperature, options.sample),
@@ -74,21 +75,25 @@ def sample_autoregressive(
 
 def _read_autoregressive(model: Autoregressive, prompt: Tensor, state: State | None, record: bool) -> State:
     if record and model.config.block != "gru":  # whose layer is one call already
-        given: dict[str, Tensor | State] = {} if state is None else portable(model, state)
-        inputs = State({**given, "prompt": prompt})
+        before: dict[str, Tensor | State] = {} if state is None else {"state": portable(model, state)}
+        inputs = State({**before, "prompt": prompt})
         made = graphs.attempt(
             model,
-            ("read", graphs.describe(inputs)),
-            lambda recorder: graphs.OneShot(recorder, model, _autoregressive_tree, inputs),
+            prompt.device,
+            ("read", describe(inputs)),
+            lambda recorder: graphs.OneShot(recorder, model, _autoregressive_tree, inputs, State({})),
             inputs,
+            {},
+            prompt.shape[1] + (0 if state is None else state.position),
         )
         if made is not None:
-            return placed(made, prompt.shape[1] + (0 if state is None else state.position))
+            return made.child("state")
     return model(prompt, state)[1]
 
 
 def _autoregressive_tree(model: Autoregressive, inputs: State) -> State:
-    return model(inputs["prompt"], inputs.child("state") if "state" in inputs.children else None)[1]
+    before = inputs.child("state") if "state" in inputs.children else None
+    return State({"state": model(inputs["prompt"], before)[1]})
 
 
 def _looped(
@@ -118,6 +123,7 @@ def _looped(
             count = min(count, room - at)
         made = graphs.attempt(
             model,
+            carried.device,
             (*key, room),
             lambda recorder, room=room: make(recorder, room),
             carried,
@@ -126,9 +132,9 @@ def _looped(
         )
         if made is None:
             return None
-        parts.append(made[0])
-        carried = placed(made[1], at + count)
-    return graphs.join(parts), carried
+        out, carried = made
+        parts.append(out)
+    return parts[0] if len(parts) == 1 else join(parts), carried
 
 
 def _autoregressive_loop(
@@ -173,7 +179,7 @@ def sample_recomputed(
     model: Autoregressive, prompt: Tensor | None, state: State | None, source: Noise, options: Options
 ) -> Result:
     """Algorithm "Transformer sampling": the whole prefix again at every step."""
-    num = len(source.row)
+    num = source.num
     x = None if prompt is None else prompt.expand(num, *prompt.shape[1:])
     position = 0 if x is None else x.shape[1]
     u = source.observation(model, position, options.length)
@@ -198,7 +204,7 @@ def sample_vrnn(
     record: bool,
 ) -> Result:
     """The VRNN, step by step: a latent from the prior, x from the latent, both into the recurrence."""
-    num = len(source.row)
+    num = source.num
     if prompt is not None:
         state = read_vrnn(model, prompt.expand(num, *prompt.shape[1:]), state, source, record)
     position = 0 if state is None else state.position
@@ -227,7 +233,7 @@ def sample_vrnn(
         now = u.map(lambda tensor, t=t: tensor[:, t, None])
         state, out = _vrnn_next(model, model.memory(num, state), state, now, options.temperature)
         parts.append(out)
-    out = graphs.join(parts)
+    out = join(parts)
     return out["x"], out["z"], state
 
 
