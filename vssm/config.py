@@ -182,6 +182,8 @@ class TrainConfig:
     kl_warmup: float = 0.0
     """Fraction of the steps in which the weight of the KL in the loss rises from 0 to 1: for data like text,
     of which latents are otherwise never used."""
+    estimator: str = "gumbel"
+    """How gradients pass through draws of latents: "gumbel", the paper's, or "reinmax"."""
     clip: float = 1.0
     """Largest norm of the gradient of the loss per value of x; 0 does not clip."""
     ema: float = 0.0
@@ -215,6 +217,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, ("auto", "float32", "bfloat16"))
+        check_choice("estimator", self.estimator, ("gumbel", "reinmax"))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ValueError(f"device={self.device!r} is unknown; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'")
         for name in ("epochs", "batch", "log_every"):

@@ -389,19 +389,24 @@ class Latents:
     def _table(self) -> Tensor:
         return cumulative(self.logits)
 
-    def rsample(self, noise: Tensor) -> Tensor:
-        """Returns one-hot z by the Gumbel trick, with the gradient of the softmax at temperature 1.
+    def rsample(self, noise: Tensor, estimator: str = "gumbel") -> Tensor:
+        """Returns one-hot z by the Gumbel trick; gradients pass as the estimator says.
 
         Arguments:
             noise: Uniform numbers strictly inside (0, 1), (..., Z, N), for example from `gumbel_uniform`.
+            estimator: "gumbel" or "reinmax", see `vssm.ops.latents`.
 
         Returns:
             One-hot vectors, (..., Z, N).
         """
-        return gumbel_one_hot(self.logits, noise)
+        return gumbel_one_hot(self.logits, noise, estimator)
 
     def rsample_and_kl(
-        self, noise: Tensor, dtype: torch.dtype | None = None, prior: "Latents | None" = None
+        self,
+        noise: Tensor,
+        dtype: torch.dtype | None = None,
+        prior: "Latents | None" = None,
+        estimator: str = "gumbel",
     ) -> tuple[Tensor, Tensor]:
         """Returns `rsample(noise)` and `kl(prior)`, on a GPU in one pass over the logits.
 
@@ -409,8 +414,10 @@ class Latents:
             noise: As for `rsample`.
             dtype: The dtype of the one-hot vectors; that of the KL if not given.
             prior: Uniform if not given.
+            estimator: As for `rsample`.
         """
-        return sample_and_kl(self.raw, noise, dtype, None if prior is None else prior.raw)
+        prior_logits = None if prior is None else prior.raw
+        return sample_and_kl(self.raw, noise, dtype, prior_logits, estimator=estimator)
 
 
 def gumbel_uniform(

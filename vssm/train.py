@@ -252,7 +252,7 @@ class _Training:
         options, world = self.options, self.world
         x, lengths = _batch(self.train_split, self.index, world.device)
         with self._autocast():
-            rest = () if self.kl_weight is None and lengths is None else (lengths, self.kl_weight)
+            rest = lengths, self.kl_weight, options.estimator
             terms = self.parallel(objective, x, self.generator, (world.rank, world.size), *rest)
         self.optimizer.zero_grad()
         terms.loss.mean().backward()
