@@ -88,6 +88,10 @@ def test_text_from_train_to_prompt(tmp_path, monkeypatch, capsys):
         (["train", "series", "--smoke"], "series"),
         (["train", "--resume", "nowhere"], "nowhere"),
         (["train", "digits", "--train.batch", "0"], "batch=0 is not allowed"),
+        (
+            ["train", "digits", "--smoke", "--train.seed", str(2**63)],
+            "seed=9223372036854775808 is not allowed",
+        ),
         (["train", "digits", "--train.batch", "5000", "--smoke"], "batch=5000 is not allowed; allowed: 1 to"),
         (["generate", "nowhere"], "'nowhere' has no config.json"),
         (["evaluate", "nowhere"], "'nowhere' has no config.json"),
@@ -167,6 +171,13 @@ def test_run_folder_that_exists_is_left_alone(run_folder, capsys):
     message = fails(capsys, "train", "digits", "--smoke", "--out", run_folder)
     assert "--resume" in message
     assert Path(run_folder, "meta.json").read_bytes() == before
+
+
+def test_resuming_says_which_options_it_does_not_use(run_folder, capsys):
+    main(["train", "mnist", "--resume", run_folder, "--train.epochs", "9"])
+    assert capsys.readouterr().err == "note: --resume keeps the run's own settings, not name, train\n"
+    main(["train", "--resume", run_folder])
+    assert capsys.readouterr().err == ""
 
 
 def test_demo_refuses_a_folder_of_others(tmp_path, capsys):

@@ -219,8 +219,8 @@ class TrainConfig:
             raise ValueError(f"device={self.device!r} is unknown; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'")
         for name in ("epochs", "batch", "log_every"):
             _check_number(name, getattr(self, name), 1, whole=True)
-        for name in ("seed", "samples"):
-            _check_number(name, getattr(self, name), 0, whole=True)
+        _check_number("seed", self.seed, 0, below=2**63, whole=True)  # samples.png is drawn with it too
+        _check_number("samples", self.samples, 0, whole=True)
         for name in ("max_steps", "num_valid"):
             if getattr(self, name) is not None:
                 _check_number(name, getattr(self, name), 1, whole=True)
