@@ -95,6 +95,7 @@ def test_text_from_train_to_prompt(tmp_path, monkeypatch, capsys):
         (["train", "digits", "--train.batch", "5000", "--smoke"], "batch=5000 is not allowed; allowed: 1 to"),
         (["generate", "nowhere"], "'nowhere' has no config.json"),
         (["evaluate", "nowhere"], "'nowhere' has no config.json"),
+        (["generate", "nowhere", "--device", "gpu"], "device='gpu' is not there; allowed: 'cpu'"),
         (["generate"], "run"),
         (["bench", "nothing"], "nothing"),
     ],

@@ -7,10 +7,13 @@ import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 from vssm.data.config import DataConfig
 from vssm.distributions import HEADS
 
-__all__ = ["FORMAT", "KINDS", "PRESETS", "ModelConfig", "RunConfig", "TrainConfig", "check_choice"]
+__all__ = ["FORMAT", "KINDS", "PRESETS", "ModelConfig", "RunConfig", "TrainConfig"]
+__all__ += ["check_choice", "check_device"]
 
 FORMAT = 1
 """Version of `config.json` and its folder; raised when an older reader would misunderstand it."""
@@ -29,6 +32,27 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value in allowed:
         return
     raise ValueError(f"{name}={value!r} is unknown; {_allowed(value, allowed)}")
+
+
+def check_device(device: object) -> torch.device:
+    """Returns the device that a name means; raises `ValueError` when it is none that this machine has.
+
+    >>> check_device("gpu")
+    Traceback (most recent call last):
+    ValueError: device='gpu' is not there; allowed: 'cpu'...
+    """
+    try:
+        found = torch.device(device)  # type: ignore[arg-type]
+        if found.type == "cuda":  # counted, not tried: that would take memory of the first GPU
+            found = found if (found.index or 0) < torch.cuda.device_count() else None
+        else:
+            found = None if found.type == "meta" else torch.empty(0, device=found).device
+    except (RuntimeError, AssertionError, TypeError):  # unknown; not compiled in; not even a name
+        found = None
+    if found is None:
+        there = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        raise ValueError(f"device={str(device)!r} is not there; allowed: {', '.join(map(repr, there))}")
+    return torch.device("cpu") if found.type == "cpu" else found  # "cpu:0" is not a name to all libraries
 
 
 def _allowed(value: object, allowed: tuple[str, ...]) -> str:

@@ -64,7 +64,7 @@ def read_config(folder: str | Path) -> RunConfig:
         values = json.loads(path.read_bytes())
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is damaged: {error}") from None
     values.pop("data_meta", None)
     for key in ("data", "train"):  # defaults in their place would train another model over this one

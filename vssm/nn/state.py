@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vssm.config import check_device
 from vssm.storage import write_atomically
 
 __all__ = ["State"]
@@ -171,6 +172,7 @@ class State:
 
         if not Path(path).is_file():
             raise ValueError(f"state file {str(path)!r} does not exist")
+        device = check_device(device)
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 metadata = file.metadata() or {}
