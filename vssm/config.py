@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import operator
 import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from vssm.data.config import DataConfig
 from vssm.distributions import HEADS
 
 __all__ = ["FORMAT", "KINDS", "PRESETS", "ModelConfig", "RunConfig", "TrainConfig"]
-__all__ += ["check_choice", "check_device"]
+__all__ += ["check_choice", "check_device", "whole_number"]
 
 FORMAT = 1
 """Version of `config.json` and its folder; raised when an older reader would misunderstand it."""
@@ -32,6 +33,22 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value in allowed:
         return
     raise ValueError(f"{name}={value!r} is unknown; {_allowed(value, allowed)}")
+
+
+def whole_number(name: str, value: object, least: int) -> int:
+    """Returns a whole number as an int, be it Python's, NumPy's or a tensor's; raises `ValueError` otherwise.
+
+    >>> whole_number("length", 2.5, least=0)
+    Traceback (most recent call last):
+    ValueError: length=2.5 is not allowed; allowed: a whole number >= 0
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise ValueError(f"{name}={value!r} is not allowed; allowed: a whole number >= {least}")
+    return number
 
 
 def check_device(device: object) -> torch.device:

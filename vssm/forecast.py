@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from vssm.checkpoint import load
+from vssm.config import whole_number
 from vssm.data import Meta
 from vssm.data.dataset import in_season, spread
 from vssm.data.series import fill_gaps, phases
-from vssm.generate import generate, observe
+from vssm.generate import check_temperature, generate, observe
 from vssm.models import Ladder, Model, Variational
 from vssm.nn import State
 from vssm.sampling import Noise
@@ -195,9 +196,7 @@ class Forecaster:
             horizon = trained
         if horizon is None:
             raise ValueError("horizon=None needs a run that knows its own; allowed: a whole number >= 1")
-        for name, value in (("horizon", horizon), ("samples", samples)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} is not allowed; allowed: a whole number >= 1")
+        horizon, _ = whole_number("horizon", horizon, 1), whole_number("samples", samples, 1)
         if trained is not None and horizon > trained:
             warnings.warn(
                 f"horizon={horizon} is longer than the {trained} steps of training: from step"
@@ -210,7 +209,7 @@ class Forecaster:
         self, history: History, times: np.ndarray | None
     ) -> tuple[Tensor, Tensor, np.ndarray | None, bool]:
         """Returns the last C steps of a history, (B, C, D) in float64, which are known, and their dates."""
-        x = torch.as_tensor(np.asarray(history, np.float64) if not isinstance(history, Tensor) else history)
+        x = _numbers("history", history)
         single, x = x.ndim == 2, x.to("cpu", torch.float64)
         shape, num = tuple(x.shape), len(self.columns)
         x = x[None] if single else x
@@ -219,6 +218,8 @@ class Forecaster:
                 f"history has shape {shape}; allowed: (steps, {num}) or (series, steps, {num}), one step and"
                 f" one series or more, of the columns {', '.join(self.columns)}"
             )
+        if times is not None and np.asarray(times).dtype.kind != "M":
+            raise ValueError(f"times is {np.asarray(times).dtype}; allowed: datetime64, one for each step")
         if times is not None and len(times) != x.shape[1]:
             raise ValueError(f"times has {len(times)} dates; allowed: {x.shape[1]}, the steps of history")
         if times is None and self.meta.cycles:
@@ -317,7 +318,7 @@ class Stream:
             points: The points, in order.
             times: Their dates, (k,); needed by a model with time features.
         """
-        given = torch.as_tensor(np.asarray(points, np.float64) if not isinstance(points, Tensor) else points)
+        given = _numbers("points", points)
         given = given[None] if given.ndim == 1 else given
         if given.ndim != 2:
             raise ValueError(
@@ -377,6 +378,7 @@ def _parallel_paths(
     model: Variational, state: State, horizon: int, samples: int, temperature: float = 1.0
 ) -> Tensor:
     """Does what `generate` does from `state.repeat(samples)`, (B S, H, D), with q_omega once a series."""
+    temperature = check_temperature(temperature)
     q_z, _ = model.partial_posterior(empty=horizon, state=state.child("partial"))
     copies = state.repeat(samples)
     source = Noise(copies["seed"], copies["row"])
@@ -385,6 +387,18 @@ def _parallel_paths(
     z = q_z.sample(u, temperature).transpose(0, 1).flatten(0, 1)
     p_x, _ = model.likelihood(z, copies.child("decoder"))
     return p_x.sample(source.observation(model, state.position, horizon), temperature)
+
+
+def _numbers(name: str, values: History) -> Tensor:
+    """Returns real numbers as a tensor; what is none is named."""
+    try:
+        x = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values, np.float64))
+    except (TypeError, ValueError):  # words, or rows of different lengths
+        x = None
+    if x is None or x.is_complex():
+        given = "complex" if x is not None else f"a {type(values).__name__} of other things"
+        raise ValueError(f"{name} is {given}; allowed: numbers, rows of equal length")
+    return x
 
 
 def _placed(made: Tensor, centre: Tensor, width: Tensor, first: int = 0) -> Tensor:
