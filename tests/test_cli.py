@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import vssm
 from vssm.cli import COMMANDS, main
 from vssm.cli.errors import mistakes_in_one_line
 
@@ -112,6 +113,12 @@ def test_mistakes_give_one_line(arguments, message, tmp_path, monkeypatch, capsy
         (ValueError("num=0 is not allowed"), 2, "vssm: num=0 is not allowed\n"),
         (FileNotFoundError(2, "No such file", "x.csv"), 2, "vssm: No such file: x.csv\n"),
         (OSError("the disk is full"), 2, "vssm: the disk is full\n"),
+        (MemoryError(), 2, "vssm: out of memory; allowed: less at once\n"),
+        (
+            RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has\na total of 1 GiB"),
+            2,
+            "vssm: out of memory (tried to allocate 2.00 gib); allowed: less at once\n",
+        ),
         (BrokenPipeError(32, "Broken pipe"), 1, ""),
         (KeyboardInterrupt(), 130, "vssm: stopped by the user\n"),
     ],
@@ -124,8 +131,9 @@ def test_each_mistake_has_its_line_and_exit_code(error, code, line, capsys):
 
 
 def test_a_bug_keeps_its_traceback():
-    with pytest.raises(KeyError), mistakes_in_one_line():
-        raise KeyError("ours")
+    for bug in (KeyError("ours"), RuntimeError("shapes differ")):
+        with pytest.raises(type(bug)), mistakes_in_one_line():
+            raise bug
 
 
 def test_unknown_flag_suggests_the_nearest(capsys):
@@ -147,6 +155,43 @@ def test_bad_generate_options(run_folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "bad.safetensors").write_bytes(b"nothing")
     assert "is damaged" in fails(capsys, "generate", run_folder, "--resume", "bad.safetensors")
     assert "text" in fails(capsys, "generate", run_folder, "--out", "x.txt")
+
+
+def test_a_wrong_number_is_named_without_the_words_of_the_parser(capsys):
+    line = "vssm: Error parsing --num: '1.5' is not allowed; allowed: INT; see vssm generate --help\n"
+    assert fails(capsys, "generate", "run", "--num", "1.5") == line
+
+
+def test_where_files_go_is_checked_before_the_work(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.npy").mkdir()
+    for options, message in (
+        (["--out", "nowhere/x.npy"], "out='nowhere/x.npy' is not allowed; allowed: a file in a folder that"),
+        (["--out", "folder.npy"], "out='folder.npy' is not allowed; allowed: a file in a folder that exists"),
+        (["--state", "nowhere/s"], "state='nowhere/s' is not allowed; allowed: a file in a folder that"),
+        (["--state", ""], "state='.' is not allowed; allowed: a file in a folder that exists"),
+        (["--state", "samples.npy"], "out='samples.npy', state='samples.npy' are one file; allowed: a name"),
+    ):
+        assert message in fails(capsys, "generate", run_folder, *options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.npy"], "nothing was written"
+    assert fails(capsys, "data", "digits", "--picture", "nowhere/x.png") == (
+        "vssm: No such file or directory: nowhere/x.png\n"
+    )
+
+
+def test_an_array_of_fractions_is_no_prompt_of_tokens(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    vssm.save(vssm.build(vssm.ModelConfig(features=5, width=8, layers=1, head="categorical")), "tokens")
+    vssm.save(vssm.build(vssm.ModelConfig(features=5, width=8, layers=1)), "numbers")
+    for name, value in (("fraction", 1.5), ("nan", np.nan)):
+        np.save(f"{name}.npy", np.full((1, 4), value))
+        message = fails(capsys, "generate", "tokens", "--prompt", f"{name}.npy")
+        assert message.endswith("holds fractions or NaN; allowed for this model: whole numbers\n")
+    np.save("large.npy", np.full((1, 4, 5), 1e300))
+    assert "prompt contains NaN or infinite" in fails(capsys, "generate", "numbers", "--prompt", "large.npy")
+    np.save("whole.npy", np.full((1, 4), 2.0))
+    main(["generate", "tokens", "--prompt", "whole.npy", "--length", "2"])
+    assert np.load("samples.npy").shape == (1, 2)
 
 
 def test_bad_prompt_files_are_named_from_a_folder_and_from_a_server(

@@ -435,5 +435,8 @@ def test_what_may_be_served_and_where(tmp_path, monkeypatch):
     (tmp_path / "token").write_text("short\n")
     with pytest.raises(ValueError, match="16 or more"):
         read_secret(tmp_path / "token", "token_file")
+    (tmp_path / "token").write_bytes(b"\xc8" * 40)
+    with pytest.raises(ValueError, match="holds no secret"):
+        read_secret(tmp_path / "token", "token_file")
     with pytest.raises(ValueError, match="max_queue=0"):
         Settings(max_queue=0)

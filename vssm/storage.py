@@ -21,6 +21,8 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
         ['note.txt']
     """
     path = Path(path)
+    if not path.name:
+        raise ValueError(f"path={str(path)!r} is not allowed; allowed: the name of a file")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         temporary.touch(exist_ok=False)
@@ -35,5 +37,9 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
             os.fsync(folder)  # the rename itself must reach the disk too
         finally:
             os.close(folder)
+    except OSError as error:
+        if str(error.filename) != str(temporary):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None  # the name that the user knows
     finally:
         temporary.unlink(missing_ok=True)

@@ -4,6 +4,7 @@
 | ------------------------------------- | --------- |
 | a wrong option, value or file         | 2         |
 | the user stopped us                   | 130       |
+| there is not enough memory            | 2         |
 | the reader of our output has gone     | 1, and nothing is said |
 """
 
@@ -22,6 +23,12 @@ def mistakes_in_one_line() -> Iterator[None]:
         yield
     except ValueError as error:
         _fail(str(error))
+    except (MemoryError, RuntimeError) as error:  # torch has no error of its own for it on a CPU
+        text = " ".join(str(error).split())
+        if isinstance(error, RuntimeError) and not re.search("can't allocate memory|out of memory", text):
+            raise
+        asked = re.search(r"(?:tried to allocate|Tried to allocate) [\d.]+ \w+", text)
+        _fail(f"out of memory{f' ({asked[0].lower()})' if asked else ''}; allowed: less at once")
     except BrokenPipeError:  # the reader of our output has seen enough
         raise SystemExit(1) from None
     except OSError as error:
@@ -36,6 +43,9 @@ def box_as_line(box: str, command: str) -> str:
     parts = [" ".join(part.split()) for part in re.split(r"[^\n]*(?:───|---)[^\n]*\n", box.replace("│", " "))]
     message, *rest = [part for part in parts if part][0 if "╭" in box else 1 :]
     nearest = re.search(r"--[\w.-]+", rest[0]) if rest and "Perhaps you meant" in rest[0] else None
+    # Of an option that may be left out tyro tells how it failed to be None, too.
+    union = r"no type matching \{None\}\|(\w+) could be instantiated from \['(.*?)'\]\. Got errors:.*"
+    message = re.sub(union, r"'\2' is not allowed; allowed: \1", message)
     hint = f" (did you mean {nearest[0]}?)" if nearest else f"; see vssm {command} --help"
     return message.removesuffix(".") + hint
 
