@@ -1,6 +1,7 @@
 """A folder holds a model; what does not fit is named."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -88,6 +89,17 @@ def test_what_does_not_fit_is_named(damage, message, tmp_path):
     damage(tmp_path)
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
+
+
+def test_a_model_that_does_not_fit_on_the_disk_is_named(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))  # Python turns the signal into an error
+    try:
+        with pytest.raises(OSError, match=r"weights.safetensors' could not be written: .*too large"):
+            save(small_model("ssm"), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def test_failed_save_leaves_the_old_model(tmp_path, monkeypatch):

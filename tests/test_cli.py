@@ -1,6 +1,7 @@
 """The command line: the whole way on a tiny run, and one line for every mistake."""
 
 import re
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +178,19 @@ def test_where_files_go_is_checked_before_the_work(run_folder, tmp_path, monkeyp
     assert fails(capsys, "data", "digits", "--picture", "nowhere/x.png") == (
         "vssm: No such file or directory: nowhere/x.png\n"
     )
+
+
+def test_a_full_disk_is_said_of_the_file_that_did_not_fit(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "samples.npy").write_bytes(b"old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))  # Python turns the signal into an error
+    try:
+        line = fails(capsys, "generate", run_folder, "--num", "64")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert line == "vssm: 'samples.npy' could not be written: 4096 requested and 224 written\n"
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 
 def test_an_array_of_fractions_is_no_prompt_of_tokens(tmp_path, monkeypatch, capsys):
