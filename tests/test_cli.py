@@ -2,6 +2,8 @@
 
 import re
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +137,22 @@ def test_a_bug_keeps_its_traceback():
     for bug in (KeyError("ours"), RuntimeError("shapes differ")):
         with pytest.raises(type(bug)), mistakes_in_one_line():
             raise bug
+
+
+def test_sigterm_is_said_and_leaves_no_half_written_file(tmp_path):
+    code = (
+        "import sys, time\nfrom vssm import cli\nfrom vssm.storage import write_atomically\n"
+        "def slow(path):\n    path.write_text('half')\n    print('writing', flush=True)\n    time.sleep(60)\n"
+        "class Write:\n    def run(self):\n        write_atomically(sys.argv[1], slow)\n"
+        "cli._parse = lambda *_: Write()\ncli.main(['train'])\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "file")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "writing\n"
+        process.terminate()
+        assert process.stderr.read() == "vssm: stopped by SIGTERM\n"
+    assert process.returncode == 143
+    assert not list(tmp_path.iterdir())
 
 
 def test_unknown_flag_suggests_the_nearest(capsys):

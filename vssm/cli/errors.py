@@ -4,16 +4,19 @@
 | ------------------------------------- | --------- |
 | a wrong option, value or file         | 2         |
 | the user stopped us                   | 130       |
+| SIGTERM stopped us                    | 143       |
 | there is not enough memory            | 2         |
 | the reader of our output has gone     | 1, and nothing is said |
 """
 
 import contextlib
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 
-__all__ = ["box_as_line", "mistakes_in_one_line"]
+__all__ = ["box_as_line", "mistakes_in_one_line", "stopped_by_signal"]
 
 
 @contextlib.contextmanager
@@ -35,6 +38,23 @@ def mistakes_in_one_line() -> Iterator[None]:
         _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
     except KeyboardInterrupt:
         _fail("stopped by the user", 130)
+
+
+@contextlib.contextmanager
+def stopped_by_signal() -> Iterator[None]:
+    """Ends what is inside on SIGTERM as Ctrl-C does: it is said, and half-written files are removed."""
+    if threading.current_thread() is not threading.main_thread():  # where no signals can be caught
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        _fail("stopped by SIGTERM", 143)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def box_as_line(box: str, command: str) -> str:
