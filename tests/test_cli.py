@@ -2,6 +2,7 @@
 
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import vssm
 from vssm.cli import COMMANDS, main
 from vssm.cli.errors import mistakes_in_one_line
+from vssm.cli.folders import own_copy
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +258,20 @@ def test_resuming_says_which_options_it_does_not_use(run_folder, capsys):
     assert capsys.readouterr().err == "note: --resume keeps the run's own settings, not name, train\n"
     main(["train", "--resume", run_folder])
     assert capsys.readouterr().err == ""
+
+
+def test_a_shipped_model_is_not_copied_over_a_run_of_its_name(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    own = Path(shutil.copytree(run_folder, tmp_path / "runs" / "mnist-small"))
+    before = {path.name: path.read_bytes() for path in own.iterdir() if path.is_file()}
+    assert "is there and no copy of the shipped 'mnist-small'" in fails(capsys, "evaluate", "mnist-small")
+    assert {path.name: path.read_bytes() for path in own.iterdir() if path.is_file()} == before
+    own.rename(tmp_path / "mine")
+    copy = own_copy(Path("mnist-small"))
+    (copy / "eval.json").write_text("of this machine")
+    assert own_copy(Path("mnist-small")) == copy == Path("runs/mnist-small")
+    assert (copy / "eval.json").read_text() == "of this machine"
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mnist-small"]
 
 
 def test_demo_refuses_a_folder_of_others(tmp_path, capsys):
