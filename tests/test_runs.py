@@ -165,6 +165,24 @@ def test_existing_folder_is_never_overwritten(unbroken, tmp_path):
         run(tiny(), tmp_path / "file")
 
 
+def test_resuming_never_trains_over_finished_weights(unbroken, tmp_path):
+    vssm.save(vssm.build(small_config("rnn")), tmp_path / "saved")
+    ended = shutil.copytree(unbroken, tmp_path / "ended", ignore=shutil.ignore_patterns("checkpoint"))
+    kept = ("config.json", "weights.safetensors")
+    (tmp_path / "copy").mkdir()
+    for name in kept:
+        shutil.copy(unbroken / name, tmp_path / "copy" / name)
+    for folder, message in (
+        (tmp_path / "saved", r"has no key 'data'; allowed: a run folder"),
+        (ended, "has weights but no checkpoint to go on from"),
+        (tmp_path / "copy", "has weights but no checkpoint to go on from"),
+    ):
+        before = {name: (folder / name).read_bytes() for name in kept}
+        with pytest.raises(ValueError, match=message):
+            run(None, folder, resume=True)
+        assert {name: (folder / name).read_bytes() for name in kept} == before
+
+
 @pytest.mark.parametrize(
     "place", ["vssm.runs.save_file", "vssm.runs.write_atomically", "vssm.runs.RunFolder.log"]
 )

@@ -43,6 +43,7 @@ from vssm.ops.latents import (
 
 __all__ = ["HEADS", "Head", "Latents", "Observation", "gumbel_uniform", "make_head"]
 
+LARGEST = 1e15  # of a value of x: its square, and sums of that, stay far from infinity
 HEADS = ("gaussian", "gaussian-learned", "bernoulli", "categorical", "logistic-mixture")
 _MIN_SCALE, _MAX_SCALE = 1e-3, 20.0
 
@@ -123,18 +124,27 @@ class Head:
             raise ValueError(
                 f"{name} has dtype {given}; allowed: {'an integer' if self.tokens else 'a float'}"
             )
+        if x.layout != torch.strided or (floating and x.dtype.itemsize < 2):
+            given = f"layout {x.layout}, dtype {x.dtype}".replace("torch.", "")
+            raise ValueError(f"{name} has {given}; allowed: a dense tensor of 16 bits or more a number")
         if not values:
             return
         if self.tokens:
+            x = x.long()  # not all integers can be compared
             bad = (x < 0) | (x >= self.features)
             if bad.any():
                 row, step = bad.nonzero()[0].tolist()
                 given = f"{name} is {int(x[row, step])} at row {row}, step {step}"
                 raise ValueError(f"{given}; allowed: 0 to {self.features - 1}")
-        elif not torch.isfinite(x).all():
-            row, step, _ = (~torch.isfinite(x)).nonzero()[0].tolist()
-            given = f"{name} contains NaN or infinite values at row {row}, step {step}"
-            raise ValueError(f"{given}; allowed: finite numbers")
+            return
+        bad = ~(x.float().abs() <= LARGEST)
+        if bad.any():
+            row, step, feature = bad.nonzero()[0].tolist()
+            value = float(x[row, step, feature])
+            given = (
+                f"{name} is {value:g}" if math.isfinite(value) else f"{name} contains NaN or infinite values"
+            )
+            raise ValueError(f"{given} at row {row}, step {step}; allowed: finite numbers up to {LARGEST:g}")
 
 
 def make_head(name: str, features: int, sigma: float = 0.1, mixtures: int = 5, bins: int = 256) -> Head:

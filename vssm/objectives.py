@@ -76,10 +76,11 @@ def objective(
         >>> terms.loss.shape, bool((terms.kl >= 0).all())
         (torch.Size([5]), True)
     """
-    model.head.validate(x, values=x.device.type == "cpu")
-    index, count = shard
-    if not 0 <= index < count:
+    x = checked(model, x, wait=False)
+    numbers = isinstance(shard, tuple) and [type(n) for n in shard] == [int, int]
+    if not numbers or not 0 <= shard[0] < shard[1]:
         raise ValueError(f"shard={shard} is not allowed; allowed: (index, count) with 0 <= index < count")
+    index, count = shard
     batch, length = x.shape[:2]
     rows = slice(index * batch, (index + 1) * batch)
     config = model.config
@@ -152,6 +153,20 @@ def _ladder_terms(
     divergence, rest_divergence = kl.chunk(2)
     terms = _terms(reconstruction, divergence, rest - rest_divergence)
     return _weighed(terms, divergence + rest_divergence, kl_weight)
+
+
+def checked(model: Model, x: Tensor, wait: bool = True) -> Tensor:
+    """Returns sequences as a model scores them, tokens as int64; what does not fit is named.
+
+    Without `wait`, values on a GPU are not looked at.
+    """
+    model.head.validate(x, values=False)
+    device = next(model.parameters()).device
+    if x.device != device:
+        raise ValueError(f"x is on {x.device}; allowed: {device}, the device of the model")
+    if wait or device.type == "cpu":
+        model.head.validate(x)
+    return x.long() if model.head.tokens else x
 
 
 def real_steps(x: Tensor, lengths: Tensor) -> Tensor:

@@ -64,9 +64,12 @@ def read_config(folder: str | Path) -> RunConfig:
         values = json.loads(path.read_bytes())
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is damaged: {error}") from None
     values.pop("data_meta", None)
+    for key in ("data", "train"):  # defaults in their place would train another model over this one
+        if key not in values:
+            raise ValueError(f"{str(path)!r} has no key {key!r}; allowed: a run folder written by vssm train")
     try:
         return RunConfig.from_dict(values)
     except ValueError as error:
@@ -136,6 +139,21 @@ class RunFolder:
         self.compare(config)
         self._claim()
         self._tidy()
+        if self._is_done() and not self._saved():
+            raise ValueError(
+                f"{str(self.path)!r} has weights but no checkpoint to go on from, and a new start would "
+                "replace them; allowed: a run with its checkpoint folder, or a new run under another name"
+            )
+
+    def _is_done(self) -> bool:
+        """Whether the weights are all that is left of a training: a copy of them, or a run that ended."""
+        if not (self.path / "weights.safetensors").exists():
+            return False
+        try:
+            ended = json.loads((self.path / "meta.json").read_bytes()).get("ended")
+        except (OSError, ValueError, AttributeError):
+            ended = None
+        return ended is not None or not self.log_path.exists()  # a run has a log before it has weights
 
     def _tidy(self) -> None:
         """Removes what a killed process was writing."""
