@@ -10,6 +10,8 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import vssm
 from tests.conftest import small_config
@@ -48,6 +50,16 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_used(how, file, unbro
     assert shown.messages[0].startswith(f"{str(broken)!r} is damaged ({file}")
     assert shown.messages[0].endswith("; going on from step-00000005")
     assert "\n" not in shown.messages[0]
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing"])
+def test_best_weights_that_were_lost_are_made_again_from_the_end(how, unbroken, tmp_path):
+    folder, shown = shutil.copytree(unbroken, tmp_path / "run"), StopAt(99)
+    damage(folder / "weights.safetensors", how)
+    run(None, folder, resume=True, progress=shown)
+    assert any("best weights" in text and "are damaged or gone" in text for text in shown.messages)
+    last = load_file(newest(folder) / "weights.safetensors")
+    assert all(torch.equal(tensor, last[name]) for name, tensor in vssm.load(folder).state_dict().items())
 
 
 def test_without_a_good_checkpoint_nothing_is_loaded(tmp_path):

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -169,6 +169,14 @@ class RunFolder:
     def save_weights(self, tensors: dict[str, Tensor]) -> None:
         """Writes the best weights."""
         write_atomically(self.path / "weights.safetensors", lambda path: save_file(tensors, path))
+
+    def has_weights(self) -> bool:
+        """Whether the best weights are there and whole."""
+        try:
+            with safe_open(self.path / "weights.safetensors", "pt"):
+                return True
+        except (OSError, SafetensorError):
+            return False
 
     def log(self, line: dict[str, Any]) -> None:
         """Appends to the log."""
