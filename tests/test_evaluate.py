@@ -36,7 +36,7 @@ def make_run(folder, kind, data, **options):
     values = {"features": meta.features, "head": meta.suggested_head, "layers": 1, "width": 16, **options}
     save(build(small_config(kind, **values)), folder)
     config = json.loads((folder / "config.json").read_text())
-    config |= {"data": dataclasses.asdict(data), "data_meta": meta.to_json()}
+    config |= {"data": dataclasses.asdict(data), "train": {}, "data_meta": meta.to_json()}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -111,7 +111,7 @@ def test_only_matrices_decay():
 def test_decay_reaches_matrices_alone(tmp_path, monkeypatch):
     """With terms that are constants only the decay is left."""
 
-    def constant(model, x, generator=None, shard=(0, 1)):
+    def constant(model, x, *_):
         zero = sum((parameter * 0).sum() for parameter in model.parameters()).expand(len(x))
         return Terms(zero, zero, zero, zero)
 
@@ -210,9 +210,9 @@ def poison(monkeypatch, steps, term="reconstruction"):
     """Makes a term not finite at some steps, counted from 1; validation, without gradient, is left alone."""
     taken = 0
 
-    def poisoned(model, x, generator=None, shard=(0, 1)):
+    def poisoned(model, x, *rest):
         nonlocal taken
-        terms = objective(model, x, generator, shard)
+        terms = objective(model, x, *rest)
         taken += torch.is_grad_enabled()
         if not torch.is_grad_enabled() or taken not in steps:
             return terms
