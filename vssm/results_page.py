@@ -201,10 +201,10 @@ def _quality(folder: Path) -> list[str]:
     parts = [
         "## Better than the paper",
         "Each row is a run that `vssm evaluate RUN --dials --result results/quality/DATA_NAME.json` keeps. "
-        "Likelihoods are in nats. FD is the Fréchet distance of samples to the test set; the floor is that "
-        "of as many training images. W: in chunks of W steps, each re-conditioned on those before. S: in S "
-        "passes over all steps. Passes and ms are those of one sequence in one shot: how often the networks "
-        "run one after the other, and how long.",
+        "Likelihoods are in nats, by K draws of the latents of so many test sequences. FD is the Fréchet "
+        "distance of samples to the test set; the floor is that of as many training images. W: in chunks of "
+        "W steps, each re-conditioned on those before. S: in S passes over all steps. Passes and ms are "
+        "those of one sequence in one shot: how often the networks run one after the other, and how long.",
     ]
     for task, results in tasks.items():
         parts += [f"### {task}", _qualities(results)]
@@ -236,6 +236,8 @@ def _qualities(results: list[Result]) -> str:
         "passes": ["passes"],
         "ms": ["generate_ms_b1"],
         "training, s": ["train_seconds"],
+        "K": ["num_samples"],
+        "test sequences": ["sequences"],
     }
     shown = {
         title: names
