@@ -374,14 +374,14 @@ class _Training:
         if self.world.rank == 0:
             progress = {"best": self.best, "skipped": skipped, "streak": streak}
             progress |= {"seconds": self.seconds, "started": self.started}
-            self.saved = self.folder.save_checkpoint(self.step, parts, progress)
+            self.saved = self.folder.save_checkpoint(self.config, self.step, parts, progress)
 
     def _restore(self) -> None:
         """Takes up the newest good checkpoint, which rank 0 reads for all."""
         world, numbers = self.world, [0.0] * 5
         parts: dict[str, dict[str, Tensor]] = {}
         if world.rank == 0:
-            checkpoint = self.folder.read_checkpoint(self.progress.message)
+            checkpoint = self.folder.read_checkpoint(self.config, self.progress.message)
             if checkpoint is not None:
                 self.saved, progress, parts = checkpoint
                 self.started = progress["started"]
