@@ -12,6 +12,7 @@ import torch
 
 from vssm.data.config import DataConfig
 from vssm.distributions import HEADS
+from vssm.ops.latents import ESTIMATORS
 
 __all__ = ["FORMAT", "KINDS", "PRESETS", "ModelConfig", "RunConfig", "TrainConfig"]
 __all__ += ["check_choice", "check_device", "whole_number"]
@@ -258,7 +259,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, ("auto", "float32", "bfloat16"))
-        check_choice("estimator", self.estimator, ("gumbel", "reinmax"))
+        check_choice("estimator", self.estimator, ESTIMATORS)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ValueError(f"device={self.device!r} is unknown; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'")
         for name in ("epochs", "batch", "log_every"):
