@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vssm import pretrained
-from vssm.config import FORMAT, ModelConfig, check_device
-from vssm.models import Model, build
+from vssm.config import FORMAT, ModelConfig, check_device, check_path
+from vssm.models import Model, build, check_model
 from vssm.storage import write_atomically
 
 __all__ = ["load", "save"]
@@ -37,6 +37,8 @@ def save(model: Model, folder: str | Path) -> None:
         >>> all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters()))
         True
     """
+    check_model(model)
+    check_path("folder", folder)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
@@ -55,6 +57,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
             of a model in `vssm.pretrained`; a folder of that name, where there is one, comes first.
         device: Where the weights go.
     """
+    check_path("folder", folder)
     if isinstance(folder, str) and folder.startswith("hf://"):
         from vssm.hub import pull
 

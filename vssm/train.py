@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from vssm import figures
-from vssm.config import RunConfig, TrainConfig
+from vssm.config import RunConfig, TrainConfig, check_flag, check_path, check_type
 from vssm.data import Meta, Split, draw, open_data
 from vssm.distributed import World, choose_device, join
 from vssm.distributions import Head
@@ -69,10 +69,15 @@ def train(
     Returns:
         The run folder.
     """
+    check_path("folder", folder)
+    check_flag("resume", resume)
+    if progress is not None:
+        check_type("progress", progress, Progress, "a vssm.progress.Progress")
     if config is None:
         if not resume:
             raise ValueError("config=None goes with resume=True only; allowed: a RunConfig")
         config = read_config(folder)
+    check_type("config", config, RunConfig, "a RunConfig")
     with join(config.train.device) as world:
         show = (progress or choose_progress()) if world.rank == 0 else Progress()
         run_folder = RunFolder(folder)
