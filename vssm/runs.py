@@ -34,7 +34,7 @@ from vssm.config import RunConfig
 from vssm.data import Meta
 from vssm.storage import write_atomically
 
-__all__ = ["Checkpoint", "RunFolder", "finite", "read_config"]
+__all__ = ["Checkpoint", "RunFolder", "finite", "read_config", "read_log"]
 
 _KEPT = 2  # checkpoints: the newest, and one more should that be damaged
 # What may differ on resume, since the result does not depend on it.
@@ -75,6 +75,21 @@ def read_config(folder: str | Path) -> RunConfig:
         return RunConfig.from_dict(values)
     except ValueError as error:
         raise ValueError(f"{str(path)!r}: {error}") from None
+
+
+def read_log(folder: str | Path) -> list[dict[str, Any]]:
+    """Returns the lines of the log of a run; a torn last one, which a kill leaves, is left out."""
+    path, kept = Path(folder) / "log.jsonl", []
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            kept.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(
+                    f"{str(path)!r} line {number} is damaged: {error}; allowed: without that line"
+                ) from None
+    return kept
 
 
 class RunFolder:
