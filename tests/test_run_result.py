@@ -89,6 +89,7 @@ def test_command_keeps_what_the_page_shows(tmp_path, monkeypatch, capsys):
     ("options", "message"),
     [
         (["--result", "kept.txt"], "result='kept.txt' is not allowed; allowed: a file that ends in .json"),
+        (["--result", "waves/config.json/a.json"], "a.json' is not allowed; allowed: a file in a folder of"),
         (["--result", "a.json", "--splits", "valid"], "splits='valid' is not allowed with result"),
     ],
 )

@@ -7,6 +7,7 @@
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,12 @@ Options = Mapping[str, Any]
 
 
 def check_result_path(path: Path) -> None:
-    """Refuses a place for a result that the results page would not find."""
+    """Refuses, before the work, a place that the results page would not find or that can not be written."""
     if path.suffix != ".json":
         raise ValueError(f"result={str(path)!r} is not allowed; allowed: a file that ends in .json")
+    first = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not first.is_dir() or not os.access(first, os.W_OK):
+        raise ValueError(f"result={str(path)!r} is not allowed; allowed: a file in a folder of yours")
 
 
 def keep_result(folder: str | Path, path: str | Path, device: str = "auto") -> None:
