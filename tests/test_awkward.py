@@ -1,6 +1,7 @@
 """What is easily forgotten: half precision, no steps, no rows, and numbers of other kinds than expected."""
 
 import copy
+import inspect
 from itertools import pairwise
 
 import numpy as np
@@ -9,8 +10,11 @@ import torch
 
 import vssm
 from tests.conftest import KINDS, relative_error, sequences, small_model
+from tests.training import tiny
+from vssm.evaluate import evaluate_run
 from vssm.likelihoods import reconstruct
 from vssm.ragged import generate_ragged
+from vssm.train import train
 
 # A kind and its levels.
 MODELS = [*((kind, 1) for kind in KINDS), ("vssm", 2)]
@@ -228,3 +232,68 @@ def test_histories_that_are_no_numbers_are_named():
     ):
         with pytest.raises(ValueError, match=message):
             vssm.forecast(model, torch.zeros(4, 3), horizon=2, **options)
+
+
+# Of every public function, arguments that are right; each in turn is replaced by what is nothing of the kind.
+FUNCTIONS = {
+    "objective": lambda model, folder: (vssm.objective, {"model": model, "x": sequences(model, 2, 5)}),
+    "log_likelihood": lambda model, folder: (
+        vssm.log_likelihood,
+        {"model": model, "x": sequences(model, 2, 5)},
+    ),
+    "generate": lambda model, folder: (vssm.generate, {"model": model}),
+    "observe": lambda model, folder: (vssm.observe, {"model": model, "x": sequences(model, 2, 5)}),
+    "forecast": lambda model, folder: (
+        vssm.forecast,
+        {"model": model, "history": np.zeros((5, 3)), "horizon": 2, "chunk": 2, "temperature": 1.0}
+        | {"recondition": True},
+    ),
+    "build": lambda model, folder: (vssm.build, {"config": model.config}),
+    "save": lambda model, folder: (vssm.save, {"model": model, "folder": folder}),
+    "load": lambda model, folder: (vssm.load, {"folder": folder}),
+    "train": lambda model, folder: (train, {"config": tiny(), "folder": folder}),
+    "evaluate_run": lambda model, folder: (evaluate_run, {"folder": folder}),
+}
+ODD = (object(), b"a", {"a": 1}, 3 + 4j, np.full((2, 2), "a"), "?")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "levels"),
+    [(name, "ssm", 1) for name in FUNCTIONS]
+    + [(name, *model) for name in list(FUNCTIONS)[:5] for model in [("vrnn", 1), ("vssm", 1), ("vssm", 2)]],
+)
+def test_arguments_of_another_kind_are_named_in_one_line(name, kind, levels, tmp_path):
+    folder = tmp_path / "folder"
+    function, right = FUNCTIONS[name](small_model(kind, levels=levels, latents=4), folder)
+    names = {*right, *inspect.signature(function).parameters} - {"options"}
+    for argument in names:
+        paths = argument in ("folder", "classifier") or (name, argument) == ("forecast", "model")
+        for odd in ODD[:-1] if paths else ODD:  # any word could be a path
+            with pytest.raises(ValueError, match="allowed: ") as error:
+                function(**{**right, argument: odd})
+            assert argument in str(error.value) and "\n" not in str(error.value)
+    assert not folder.exists()
+
+
+def test_options_that_are_not_there_are_named():
+    model = small_model("vssm")
+    with pytest.raises(ValueError, match=r"option='chunks' is unknown; allowed: 'chunk', .* mean 'chunk'"):
+        vssm.forecast(model, torch.zeros(5, 3), horizon=2, chunks=3)
+
+
+@pytest.mark.parametrize(("kind", "levels"), MODELS)
+def test_weights_of_the_kl_are_numbers_or_one_for_each_row(kind, levels):
+    model = small_model(kind, levels=levels, latents=4)
+    x = sequences(model, 2, 5)
+
+    def loss(weight):
+        return vssm.objective(model, x, torch.Generator().manual_seed(0), kl_weight=weight).loss
+
+    assert torch.equal(loss(0.5), loss(torch.tensor(0.5)))
+    assert torch.equal(loss(torch.tensor([1.0, 0.5])), torch.stack([loss(1)[0], loss(0.5)[1]]))
+    for weight in (-1, float("nan"), float("inf"), True):
+        with pytest.raises(ValueError, match=r"kl_weight=.* is not allowed; allowed: a number >= 0"):
+            loss(weight)
+    for weight in (torch.ones(3), torch.ones(2, 1), torch.tensor(1)):
+        with pytest.raises(ValueError, match=r"kl_weight has shape .*; allowed: a number >= 0, or 2 floats"):
+            loss(weight)

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import KINDS, sequences, small_model
 from vssm import State, load, log_likelihood, observe, save
+from vssm.storage import write_atomically
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -38,6 +40,8 @@ def test_a_device_that_is_not_there_is_named_and_no_file_blamed(tmp_path):
 
 
 def edit_config(folder, **changes):
+    """Changes config.json beside weights that do not carry theirs, as those of a training do not."""
+    edit_weights(folder, lambda tensors: None)
     values = json.loads((folder / "config.json").read_text())
     for name, value in changes.items():
         (values if name == "format" else values["model"])[name] = value
@@ -91,6 +95,62 @@ def test_what_does_not_fit_is_named(damage, message, tmp_path):
         load(tmp_path)
 
 
+def save_killed_between_the_files(model, folder):
+    def killed(path, write):
+        if path.name == "config.json":
+            raise KeyboardInterrupt
+        write_atomically(path, write)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vssm.checkpoint.write_atomically", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(model, folder)
+
+
+@pytest.mark.parametrize("options", [{"sigma": 0.7}, {"width": 32, "layers": 1}, {"head": "bernoulli"}])
+def test_a_save_that_is_killed_between_its_files_leaves_the_new_model(options, tmp_path):
+    old, new = small_model("vssm"), small_model("vssm", **options)
+    save(old, tmp_path)
+    save_killed_between_the_files(new, tmp_path)
+    with pytest.warns(UserWarning, match=r"config.json' is of another model .* saved with") as notes:
+        copy = load(tmp_path)
+    assert all(f"{name}={value!r}" in str(notes[0].message) for name, value in options.items())
+    assert "\n" not in str(notes[0].message)
+    assert copy.config == new.config
+    x = sequences(new, 2, 5)
+    assert torch.equal(log_likelihood(copy, x, 3), log_likelihood(new, x, 3))
+    save(copy, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(tmp_path).config == new.config
+
+
+def test_weights_without_their_config_are_those_of_config_json(tmp_path):
+    save(small_model("vssm"), tmp_path)
+    edit_config(tmp_path, sigma=0.7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(tmp_path).config.sigma == 0.7
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "weights.safetensors' is damaged"),
+        ("[" * 10**5, "weights.safetensors' is damaged"),
+        ("[]", "weights.safetensors' has no key 'model'"),
+        ('{"format": 99, "model": {}}', "weights.safetensors' has format 99; allowed: 1"),
+        ('{"format": 1, "model": {"features": 3, "width": 0}}', "weights.safetensors': width=0 is not"),
+    ],
+)
+def test_a_config_in_the_weights_that_is_none_is_named(text, message, tmp_path):
+    save(small_model("ssm"), tmp_path)
+    path = tmp_path / "weights.safetensors"
+    save_file(load_file(path), path, {"vssm": text})
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
 def test_a_model_that_does_not_fit_on_the_disk_is_named(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))  # Python turns the signal into an error
@@ -107,7 +167,7 @@ def test_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
     save(model, tmp_path)
     before = (tmp_path / "weights.safetensors").read_bytes()
 
-    def full_disk(tensors, path):
+    def full_disk(tensors, path, metadata):
         path.write_bytes(b"half")
         raise OSError("No space left on device")
 

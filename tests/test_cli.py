@@ -53,6 +53,18 @@ def test_version(capsys):
     assert capsys.readouterr().out.strip() == __import__("vssm").__version__
 
 
+@pytest.mark.filterwarnings("default:'old/config.json'")
+def test_warnings_are_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for folder, sigma in (("old", 0.1), ("new", 0.5)):
+        config = vssm.ModelConfig(kind="ssm", features=3, width=8, layers=1, sigma=sigma)
+        vssm.save(vssm.build(config), folder)
+    shutil.copy("new/weights.safetensors", "old")  # as a save that was killed leaves it
+    main(["generate", "old", "--num", "2", "--length", "3", "--device", "cpu"])
+    notes = capsys.readouterr().err
+    assert notes.startswith("note: 'old/config.json' is of another model") and notes.count("\n") == 1
+
+
 def test_generate_writes_samples_and_a_state_that_resumes(run_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     main(["generate", run_folder, "--num", "3", "--length", "8", "--seed", "4"])

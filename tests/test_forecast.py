@@ -378,6 +378,7 @@ def test_training_on_patches_draws_its_rows(run_folder, tmp_path):
     assert vssm.forecast(folder, np.zeros((12, 2)), samples=4).samples.shape == (4, 6, 2)
 
 
+@pytest.mark.filterwarnings("default:horizon=8 is longer")
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_command_writes_quantiles_and_a_chart(run_folder, tmp_path, capsys, suffix):
     pandas = pytest.importorskip("pandas")

@@ -50,6 +50,7 @@ ORDER = (
     "report",
     "progress",
     "optimize",
+    "learner",
     "runs",
     "train",
     "forecast_compare",

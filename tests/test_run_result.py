@@ -50,6 +50,21 @@ def test_result_joins_evaluation_and_training(evaluated, tmp_path):
     assert imread(path.with_suffix(".png")).shape[:2] == (12 * 10, 16 * 10)
 
 
+def test_a_torn_log_is_read_and_a_damaged_one_named(evaluated, tmp_path):
+    path, log = tmp_path / "digits_base.json", evaluated / "log.jsonl"
+    lines = [json.dumps(line) for line in LOG]
+    log.write_text("\n".join([*lines, lines[0][:20]]))  # killed while it wrote
+    keep_result(evaluated, path, "cpu")
+    assert json.loads(path.read_text())["metrics"]["validation_loss"] == 7.0
+    log.write_text("\n".join([lines[0], lines[1][:20], *lines[2:]]))
+    with pytest.raises(ValueError, match=r"log.jsonl' line 2 is damaged: .*; allowed: without that line"):
+        keep_result(evaluated, path, "cpu")
+    log.unlink()
+    (evaluated / "meta.json").write_text('{"seconds"')
+    with pytest.raises(ValueError, match=r"meta.json' is damaged: .*; allowed: without that file"):
+        keep_result(evaluated, path, "cpu")
+
+
 def test_a_model_without_its_log_is_kept(evaluated, tmp_path):
     keep_result(evaluated, tmp_path / "digits_base.json", "cpu")
     made = json.loads((tmp_path / "digits_base.json").read_text())
@@ -74,6 +89,7 @@ def test_command_keeps_what_the_page_shows(tmp_path, monkeypatch, capsys):
     ("options", "message"),
     [
         (["--result", "kept.txt"], "result='kept.txt' is not allowed; allowed: a file that ends in .json"),
+        (["--result", "waves/config.json/a.json"], "a.json' is not allowed; allowed: a file in a folder of"),
         (["--result", "a.json", "--splits", "valid"], "splits='valid' is not allowed with result"),
     ],
 )

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import vssm
 from tests.conftest import small_config
 from tests.training import StopAt, newest, result, run, stopped, tiny
-from vssm.runs import RunFolder, read_config
+from vssm.runs import RunFolder, _checksum, read_config
 from vssm.train import TrainingStopped, train
 
 
@@ -74,6 +74,52 @@ def test_without_a_good_checkpoint_nothing_is_loaded(tmp_path):
     assert sorted(folder.rglob("*")) == before
 
 
+def state_of(folder):
+    """All files of a run folder but the lock and the times of meta.json."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", "meta.json")]
+    return {path: path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_lost(broken, unbroken, tmp_path):
+    folder = stopped(tiny(), tmp_path / "run", 7)
+    other = stopped(tiny(seed=1), tmp_path / "other", 9)
+    foreign = shutil.copytree(newest(other), folder / "checkpoint" / newest(other).name)
+    if broken:  # a newer one of this run that is damaged comes first
+        own = shutil.copytree(newest(folder), folder / "checkpoint" / "step-00000009")
+        damage(own / "progress.json", "truncated")
+    before = state_of(folder)
+    message = (
+        rf"'{foreign}' is a checkpoint of another run, with train.seed=1, here 0; allowed: .*move it out"
+    )
+    with pytest.raises(ValueError, match=message) as error:
+        run(None, folder, resume=True)
+    assert "\n" not in str(error.value) and state_of(folder) == before
+    shutil.rmtree(foreign)
+    if broken:
+        shutil.rmtree(own)
+    assert result(run(None, folder, resume=True)) == result(unbroken)
+
+
+def test_what_does_not_change_the_result_makes_no_other_run(unbroken, tmp_path):
+    folder = stopped(tiny(), tmp_path / "run", 7)
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    assert result(run(tiny(checkpoint_minutes=9), moved, resume=True)) == result(unbroken)
+
+
+def test_a_checkpoint_of_an_older_version_resumes_with_a_line(unbroken, tmp_path):
+    folder, shown = stopped(tiny(), tmp_path / "run", 7), StopAt(99)
+    path = newest(folder) / "progress.json"
+    record = json.loads(path.read_text())
+    del record["config"], record["checksum"]
+    path.write_text(json.dumps({**record, "checksum": _checksum(record)}))
+    assert result(run(None, folder, resume=True, progress=shown)) == result(unbroken)
+    assert (
+        shown.messages[0]
+        == f"{str(path.parent)!r} does not say which run it is of; it is taken for one of this run"
+    )
+
+
 def test_pickle_with_a_right_checksum_is_refused_too(tmp_path):
     """Whoever can write the checksum still gets nothing unpickled."""
     flag = tmp_path / "unpickled"
@@ -88,9 +134,9 @@ def test_pickle_with_a_right_checksum_is_refused_too(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vssm.runs.save_file", plant)
-        folder.save_checkpoint(3, {"weights": {}}, {})
+        folder.save_checkpoint(tiny(), 3, {"weights": {}}, {})
     with pytest.raises(ValueError, match=r"weights\.safetensors"):
-        folder.read_checkpoint(print)
+        folder.read_checkpoint(tiny(), print)
     pickle.loads(pickle.dumps(Payload()))
     assert flag.exists()  # the payload works where something unpickles it
 

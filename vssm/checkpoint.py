@@ -1,19 +1,28 @@
-"""A model in a folder: `config.json` and `weights.safetensors`, nothing that could run code."""
+"""A model in a folder: `config.json` and `weights.safetensors`, nothing that could run code.
 
+Two files can not be replaced at once, so the weights that `save` writes carry their config, in the metadata:
+killed between the two it leaves the new model, beside the `config.json` of the old one.
+"""
+
+import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from vssm import pretrained
-from vssm.config import FORMAT, ModelConfig, check_device
-from vssm.models import Model, build
+from vssm.config import FORMAT, ModelConfig, check_device, check_path
+from vssm.models import Model, build, check_model
 from vssm.storage import write_atomically
 
 __all__ = ["load", "save"]
+
+_METADATA = "vssm"  # the key in the metadata of the weights that has the text of their config.json
 
 
 def save(model: Model, folder: str | Path) -> None:
@@ -28,22 +37,27 @@ def save(model: Model, folder: str | Path) -> None:
         >>> all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters()))
         True
     """
+    check_model(model)
+    check_path("folder", folder)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     text = json.dumps({"format": FORMAT, "model": model.config.to_dict()}, indent=2) + "\n"
-    write_atomically(folder / "weights.safetensors", lambda path: save_file(tensors, path))
+    write_atomically(folder / "weights.safetensors", lambda path: save_file(tensors, path, {_METADATA: text}))
     write_atomically(folder / "config.json", lambda path: path.write_text(text))
 
 
 def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
     """Reads a model; whatever does not fit is named and nothing is half-loaded.
 
+    Weights that carry their config are of that model; a `config.json` that has another is warned of.
+
     Arguments:
         folder: A folder that `save` or a training wrote, "hf://OWNER/NAME[@REVISION]" on the hub, or the name
             of a model in `vssm.pretrained`; a folder of that name, where there is one, comes first.
         device: Where the weights go.
     """
+    check_path("folder", folder)
     if isinstance(folder, str) and folder.startswith("hf://"):
         from vssm.hub import pull
 
@@ -56,10 +70,17 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
         raise ValueError(
             f"{str(folder)!r} has no weights.safetensors; allowed: a folder written by vssm.save"
         )
-    try:
-        tensors = load_file(path, device=str(device))
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
+    tensors, own = _read_weights(path, device)
+    if own is not None and own != config:
+        names = [field.name for field in dataclasses.fields(own)]
+        pairs = [(name, getattr(own, name), getattr(config, name)) for name in names]
+        saved = ", ".join(f"{name}={mine!r}" for name, mine, other in pairs if mine != other)
+        warnings.warn(
+            f"{str(folder / 'config.json')!r} is of another model than the weights beside it, which were "
+            f"saved with {saved} and are loaded so; saving the model again makes them agree",
+            stacklevel=2,
+        )
+        config = own
     try:
         with torch.device("meta"):
             model = build(config)
@@ -95,8 +116,27 @@ def _read_config(path: Path) -> ModelConfig:
             f"or a shipped model ({shipped})"
         )
     try:
-        values: Any = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
+    return _parse_config(text, path)
+
+
+def _read_weights(path: Path, device: torch.device) -> tuple[dict[str, Tensor], ModelConfig | None]:
+    """Returns the tensors, and the config that they carry, if they do."""
+    try:
+        with safe_open(path, "pt", device=str(device)) as file:
+            text = (file.metadata() or {}).get(_METADATA)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
+    return tensors, None if text is None else _parse_config(text, path)
+
+
+def _parse_config(text: str, path: Path) -> ModelConfig:
+    try:
+        values: Any = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is damaged: {error}") from None
     if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
         raise ValueError(f"{str(path)!r} has no key 'model'; allowed: a config written by vssm.save")

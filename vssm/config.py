@@ -4,17 +4,21 @@ import dataclasses
 import difflib
 import math
 import operator
+import os
 import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from vssm.data.config import DataConfig
 from vssm.distributions import HEADS
+from vssm.ops.latents import ESTIMATORS
 
 __all__ = ["FORMAT", "KINDS", "PRESETS", "ModelConfig", "RunConfig", "TrainConfig"]
-__all__ += ["check_choice", "check_device", "whole_number"]
+__all__ += ["check_choice", "check_device", "check_flag", "check_number", "check_path", "check_type"]
+__all__ += ["shown", "whole_number"]
 
 FORMAT = 1
 """Version of `config.json` and its folder; raised when an older reader would misunderstand it."""
@@ -30,9 +34,29 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     Traceback (most recent call last):
     ValueError: kind='vsm' is unknown; allowed: 'ssm', 'vssm' (did you mean 'vssm'?)
     """
-    if value in allowed:
-        return
-    raise ValueError(f"{name}={value!r} is unknown; {_allowed(value, allowed)}")
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name}={shown(value)} is unknown; {_allowed(value, allowed)}")
+
+
+def check_type(name: str, value: object, types: Any, allowed: str) -> None:  # noqa: ANN401
+    """Raises `ValueError` when the value is not of one of the types.
+
+    >>> check_type("lengths", [3, 1], torch.Tensor, "a tensor")
+    Traceback (most recent call last):
+    ValueError: lengths is a list; allowed: a tensor
+    """
+    if not isinstance(value, types):
+        raise ValueError(f"{name} is a {type(value).__name__}; allowed: {allowed}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises `ValueError` unless the value is True or False: "no" would count as True."""
+    check_type(name, value, (bool, np.bool_), "True, False")
+
+
+def check_path(name: str, value: object) -> None:
+    """Raises `ValueError` unless the value is a path."""
+    check_type(name, value, (str, os.PathLike), "a path")
 
 
 def whole_number(name: str, value: object, least: int) -> int:
@@ -47,8 +71,17 @@ def whole_number(name: str, value: object, least: int) -> int:
     except TypeError:
         number = None
     if number is None or number < least:
-        raise ValueError(f"{name}={value!r} is not allowed; allowed: a whole number >= {least}")
+        raise ValueError(f"{name}={shown(value)} is not allowed; allowed: a whole number >= {least}")
     return number
+
+
+def shown(value: object) -> str:
+    """Returns a value as it is written, in one line.
+
+    >>> shown(torch.zeros(2, 2))
+    'tensor([[0., 0.], [0., 0.]])'
+    """
+    return " ".join(repr(value).split())[:200]
 
 
 def check_device(device: object) -> torch.device:
@@ -258,28 +291,28 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, ("auto", "float32", "bfloat16"))
-        check_choice("estimator", self.estimator, ("gumbel", "reinmax"))
+        check_choice("estimator", self.estimator, ESTIMATORS)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ValueError(f"device={self.device!r} is unknown; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'")
         for name in ("epochs", "batch", "log_every"):
-            _check_number(name, getattr(self, name), 1, whole=True)
-        _check_number("seed", self.seed, 0, below=2**63, whole=True)  # samples.png is drawn with it too
-        _check_number("samples", self.samples, 0, whole=True)
+            check_number(name, getattr(self, name), 1, whole=True)
+        check_number("seed", self.seed, 0, below=2**63, whole=True)  # samples.png is drawn with it too
+        check_number("samples", self.samples, 0, whole=True)
         for name in ("max_steps", "num_valid"):
             if getattr(self, name) is not None:
-                _check_number(name, getattr(self, name), 1, whole=True)
+                check_number(name, getattr(self, name), 1, whole=True)
         for name in ("weight_decay", "clip", "checkpoint_minutes"):
-            _check_number(name, getattr(self, name), 0)
+            check_number(name, getattr(self, name), 0)
         for name in ("learning_rate", "validate_every"):
-            _check_number(name, getattr(self, name), 0, above=True)
+            check_number(name, getattr(self, name), 0, above=True)
         for name in ("warmup", "kl_warmup", "ema"):
-            _check_number(name, getattr(self, name), 0, below=1)
+            check_number(name, getattr(self, name), 0, below=1)
         for name in ("graph", "compile", "fsdp", "tensorboard"):
-            if not isinstance(getattr(self, name), bool):
+            if not isinstance(getattr(self, name), bool):  # not NumPy's, which JSON does not know
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; allowed: True, False")
 
 
-def _check_number(
+def check_number(
     name: str, value: object, least: float, below: float = math.inf, whole: bool = False, above: bool = False
 ) -> None:
     """Raises unless `least` <= value < `below` (`least` < value when `above`)."""
@@ -288,7 +321,7 @@ def _check_number(
         return
     allowed = f"a {'whole ' if whole else ''}number {'>' if above else '>='} {least}"
     raise ValueError(
-        f"{name}={value!r} is not allowed; allowed: {allowed}"
+        f"{name}={shown(value)} is not allowed; allowed: {allowed}"
         + (f" and < {below}" if below < math.inf else "")
     )
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vssm.checkpoint import load
-from vssm.config import RunConfig, check_choice, whole_number
+from vssm.config import RunConfig, check_choice, check_flag, check_path, whole_number
 from vssm.data import Data, open_data
 from vssm.likelihoods import estimates, reconstruct
 from vssm.models import Autoregressive, Ladder, Model, Variational
@@ -71,6 +71,15 @@ def evaluate_run(
     Returns:
         The result as written: `name`, `date`, `commit`, `machine`, `command`, `config` and `metrics`.
     """
+    check_path("folder", folder)
+    if classifier is not None:
+        check_path("classifier", classifier)
+    check_flag("quick", quick)
+    check_flag("dials", dials)
+    if progress is not None and not callable(progress):
+        raise ValueError(
+            f"progress is a {type(progress).__name__}; allowed: a function of stage, done, total"
+        )
     num_samples = whole_number("num_samples", num_samples, 1)
     num_images = whole_number("num_images", num_images, 2)
     max_sequences = None if max_sequences is None else whole_number("max_sequences", max_sequences, 1)

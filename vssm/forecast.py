@@ -25,13 +25,13 @@ from torch import Tensor
 
 from vssm import pretrained
 from vssm.checkpoint import load
-from vssm.config import whole_number
+from vssm.config import check_choice, check_type, whole_number
 from vssm.data import Meta
 from vssm.data.dataset import in_season, spread
 from vssm.data.series import fill_gaps, phases
 from vssm.generate import check_temperature, generate, observe
 from vssm.hub import pull
-from vssm.models import Ladder, Model, Variational
+from vssm.models import Ladder, Model, Variational, check_model
 from vssm.nn import State
 from vssm.sampling import Noise
 
@@ -121,6 +121,9 @@ class Forecaster:
     """
 
     def __init__(self, model: Model, meta: Meta | None = None) -> None:
+        check_model(model)
+        if meta is not None:
+            check_type("meta", meta, Meta, "the Meta of a data set")
         if model.head.tokens:
             raise ValueError(f"model has head {model.config.head!r}; allowed: a model of numbers")
         if meta is None:
@@ -160,6 +163,7 @@ class Forecaster:
         **options: Any,  # noqa: ANN401
     ) -> Forecast:
         """Does what `vssm.forecast` does."""
+        _check_options(options)
         horizon = self._check(horizon, samples)
         x, _, times, single = self._read(history, times)
         prompt, centre, width = self._scaled(x, times)
@@ -379,6 +383,7 @@ class Stream:
 
     def forecast(self, horizon: int | None = None, samples: int = 100, **options: Any) -> Forecast:  # noqa: ANN401
         """Draws sample paths of what comes next; the stream stays where it is."""
+        _check_options(options)
         forecaster = self._forecaster
         horizon = forecaster._check(horizon, samples)
         if self._stale:
@@ -402,6 +407,11 @@ def _parallel_paths(
     z = q_z.sample(u, temperature).transpose(0, 1).flatten(0, 1)
     p_x, _ = model.likelihood(z, copies.child("decoder"))
     return p_x.sample(source.observation(model, state.position, horizon), temperature)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for name in options:
+        check_choice("option", name, ("chunk", "recondition", "temperature"))
 
 
 def _numbers(name: str, values: History) -> Tensor:

@@ -179,7 +179,9 @@ def _read(classifier: Classifier, path: Path, identity: str) -> None:
             found = (file.metadata() or {}).get("identity")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"classifier {str(path)!r} is damaged: {error}") from None
+        raise ValueError(
+            f"classifier {str(path)!r} is damaged: {error}; allowed: without that file"
+        ) from None
     if found != identity:
         raise ValueError(
             f"classifier {str(path)!r} has identity {str(found)[:12]}; allowed: {identity[:12]}, "

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from vssm import graphs as recorded
-from vssm.config import ModelConfig, check_choice, whole_number
-from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational
+from vssm.config import ModelConfig, check_choice, check_flag, shown, whole_number
+from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational, check_model
 from vssm.nn import State
 from vssm.sampling import BLIND, Noise, Options, read, sample
 from vssm.weights import first_weight
@@ -93,6 +93,9 @@ def generate(
     length, passes = whole_number("length", length, 0), whole_number("passes", passes, 1)
     chunk = None if chunk is None else whole_number("chunk", chunk, 1)
     temperature = check_temperature(temperature)
+    check_model(model)
+    for name, flag in (("recondition", recondition), ("cache", cache), ("graphs", graphs)):
+        check_flag(name, flag)
     _check_options(model, chunk, recondition, passes, observe, cache, state)
     device = first_weight(model).device
     if prompt is not None:
@@ -143,6 +146,7 @@ def observe(
         >>> torch.allclose(generate(model, length=5, state=state).x, generate(model, length=5, prompt=x).x)
         True
     """
+    check_model(model)
     device = first_weight(model).device
     x = _check_sequence(model, x, "x", device)
     if state is not None:
@@ -164,7 +168,7 @@ def check_temperature(temperature: float) -> float:
         value = math.nan
     if not 1e-30 <= value <= 1e6:
         raise ValueError(
-            f"temperature={temperature!r} is not allowed; allowed: a number > 0, from 1e-30 to 1e6"
+            f"temperature={shown(temperature)} is not allowed; allowed: a number > 0, from 1e-30 to 1e6"
         )
     return value
 

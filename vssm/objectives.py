@@ -20,9 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vssm.config import check_choice, check_number, check_type, shown
 from vssm.distributions import Latents, gumbel_uniform
-from vssm.models import VRNN, Autoregressive, Ladder, Model
+from vssm.models import VRNN, Autoregressive, Ladder, Model, check_model
 from vssm.ops.dispatch import product_dtype
+from vssm.ops.latents import ESTIMATORS
 
 __all__ = ["Terms", "objective"]
 
@@ -47,7 +49,7 @@ def objective(
     generator: torch.Generator | None = None,
     shard: tuple[int, int] = (0, 1),
     lengths: Tensor | None = None,
-    kl_weight: Tensor | None = None,
+    kl_weight: Tensor | float | None = None,
     estimator: str = "gumbel",
 ) -> Terms:
     """Scores a batch of sequences for training.
@@ -63,7 +65,8 @@ def objective(
             whole batch, so that the parts together give what the whole gives.
         lengths: The steps of each row that are real, (B,), where the rest is padding; the models are causal,
             so that padding changes nothing before it.
-        kl_weight: What the KL counts in the loss, a number; 1 if not given. The terms are never weighed.
+        kl_weight: What the KL counts in the loss, a number, or one for each row, (B,); 1 if not given. The
+            terms are never weighed.
         estimator: How gradients pass through a draw of latents: "gumbel" as in the paper, or "reinmax".
 
     Returns:
@@ -79,7 +82,15 @@ def objective(
     x = checked(model, x, wait=False)
     numbers = isinstance(shard, tuple) and [type(n) for n in shard] == [int, int]
     if not numbers or not 0 <= shard[0] < shard[1]:
-        raise ValueError(f"shard={shard} is not allowed; allowed: (index, count) with 0 <= index < count")
+        raise ValueError(
+            f"shard={shown(shard)} is not allowed; allowed: (index, count) with 0 <= index < count"
+        )
+    if generator is not None:
+        check_type("generator", generator, torch.Generator, "a torch.Generator")
+        if generator.device.type != x.device.type:
+            raise ValueError(f"generator is on {generator.device}; allowed: {x.device}, the device of x")
+    check_choice("estimator", estimator, ESTIMATORS)
+    _check_weight(kl_weight, len(x))
     index, count = shard
     batch, length = x.shape[:2]
     rows = slice(index * batch, (index + 1) * batch)
@@ -132,7 +143,7 @@ def _ladder_terms(
     cut: Tensor,
     lengths: Tensor | None,
     noises: Tensor,
-    kl_weight: Tensor | None,
+    kl_weight: Tensor | float | None,
     estimator: str,
 ) -> Terms:
     """Scores every sequence twice: as a whole, and what follows its cut; noises (L, 2 B, T, Z / L, N)."""
@@ -160,6 +171,7 @@ def checked(model: Model, x: Tensor, wait: bool = True) -> Tensor:
 
     Without `wait`, values on a GPU are not looked at.
     """
+    check_model(model)
     model.head.validate(x, values=False)
     device = next(model.parameters()).device
     if x.device != device:
@@ -183,13 +195,24 @@ def real_steps(x: Tensor, lengths: Tensor) -> Tensor:
     """
     batch, length = x.shape[:2]
     if not isinstance(lengths, Tensor) or lengths.shape != (batch,) or lengths.dtype != torch.int64:
-        raise ValueError(f"lengths is {lengths!r}; allowed: a tensor of {batch} int64, one for each row")
+        raise ValueError(f"lengths is {shown(lengths)}; allowed: a tensor of {batch} int64, one for each row")
     if lengths.device.type == "cpu" and batch and not (lengths.min() >= 1 and lengths.max() <= length):
         raise ValueError(f"lengths is {lengths.tolist()}; allowed: 1 to {length}, the steps of x")
     return torch.arange(length, device=x.device) < lengths[:, None]
 
 
-def _weighed(terms: Terms, kl: Tensor, weight: Tensor | None) -> Terms:
+def _check_weight(weight: object, batch: int) -> None:
+    if isinstance(weight, Tensor):  # its values would have to be waited for
+        if weight.shape not in ((), (1,), (batch,)) or not weight.is_floating_point():
+            raise ValueError(
+                f"kl_weight has shape {tuple(weight.shape)} and dtype {weight.dtype}; "
+                f"allowed: a number >= 0, or {batch} floats, one for each row"
+            )
+    elif weight is not None:
+        check_number("kl_weight", weight, 0)
+
+
+def _weighed(terms: Terms, kl: Tensor, weight: Tensor | float | None) -> Terms:
     """Makes the KL count `weight` times in the loss, in which it counts once."""
     return terms if weight is None else terms._replace(loss=terms.loss + (weight - 1) * kl)
 

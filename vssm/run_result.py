@@ -7,6 +7,7 @@
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from vssm.generate import generate
 from vssm.models import Model
 from vssm.quality import observed, ways_to_sample
 from vssm.results import write_result
-from vssm.runs import read_config
+from vssm.runs import read_config, read_log
 from vssm.storage import write_atomically
 from vssm.train import choose_device
 
@@ -33,9 +34,12 @@ Options = Mapping[str, Any]
 
 
 def check_result_path(path: Path) -> None:
-    """Refuses a place for a result that the results page would not find."""
+    """Refuses, before the work, a place that the results page would not find or that can not be written."""
     if path.suffix != ".json":
         raise ValueError(f"result={str(path)!r} is not allowed; allowed: a file that ends in .json")
+    first = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not first.is_dir() or not os.access(first, os.W_OK):
+        raise ValueError(f"result={str(path)!r} is not allowed; allowed: a file in a folder of yours")
 
 
 def keep_result(folder: str | Path, path: str | Path, device: str = "auto") -> None:
@@ -72,7 +76,12 @@ def _training(folder: Path) -> dict[str, float | None]:
     """Returns how the training of a run went; nothing for a model that came without its log."""
     facts: dict[str, float | None] = {"learning_rate": read_config(folder).train.learning_rate}
     if (folder / "meta.json").is_file():
-        facts["train_seconds"] = json.loads((folder / "meta.json").read_bytes()).get("seconds")
+        try:
+            facts["train_seconds"] = json.loads((folder / "meta.json").read_bytes()).get("seconds")
+        except (ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{str(folder / 'meta.json')!r} is damaged: {error}; allowed: without that file"
+            ) from None
     if (folder / "log.jsonl").is_file():
         best, curve = validations(folder)
         facts |= best
@@ -82,8 +91,7 @@ def _training(folder: Path) -> dict[str, float | None]:
 
 def validations(folder: Path) -> tuple[dict[str, float | None], dict[str, list[float | None]]]:
     """Returns the best validation of a run, and the bound on log p(x) at every one."""
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if line["split"] == "valid"]
+    lines = [line for line in read_log(folder) if line["split"] == "valid"]
     bounds = [
         None if None in (line["reconstruction"], line["kl"]) else line["reconstruction"] - line["kl"]
         for line in lines

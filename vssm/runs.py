@@ -11,7 +11,8 @@
 
 Files are written under a temporary name, flushed to the disk and renamed; a checkpoint is a folder that is
 written that way as a whole. `progress.json` has the SHA-256 of its neighbours and of itself, so damage is
-seen before anything is loaded. Nothing is ever unpickled.
+seen before anything is loaded, and the config of the run, so that a checkpoint of another is seen too.
+Nothing is ever unpickled.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -33,7 +34,7 @@ from vssm.config import RunConfig
 from vssm.data import Meta
 from vssm.storage import write_atomically
 
-__all__ = ["Checkpoint", "RunFolder", "finite", "read_config"]
+__all__ = ["Checkpoint", "RunFolder", "finite", "read_config", "read_log"]
 
 _KEPT = 2  # checkpoints: the newest, and one more should that be damaged
 # What may differ on resume, since the result does not depend on it.
@@ -74,6 +75,21 @@ def read_config(folder: str | Path) -> RunConfig:
         return RunConfig.from_dict(values)
     except ValueError as error:
         raise ValueError(f"{str(path)!r}: {error}") from None
+
+
+def read_log(folder: str | Path) -> list[dict[str, Any]]:
+    """Returns the lines of the log of a run; a torn last one, which a kill leaves, is left out."""
+    path, kept = Path(folder) / "log.jsonl", []
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            kept.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(
+                    f"{str(path)!r} line {number} is damaged: {error}; allowed: without that line"
+                ) from None
+    return kept
 
 
 class RunFolder:
@@ -126,13 +142,11 @@ class RunFolder:
 
     def compare(self, config: RunConfig) -> None:
         """Raises unless the run in this folder has the same config in all that matters."""
-        given, saved = (_flat(dataclasses.asdict(c)) for c in (config, read_config(self.path)))
-        for key in given:
-            if given[key] != saved[key] and key not in _FREE:
-                raise ValueError(
-                    f"{key}={given[key]!r} differs from {saved[key]!r} of the run in {str(self.path)!r}; "
-                    "allowed: the same, or another run folder"
-                )
+        for key, given, saved in _differing(config, read_config(self.path)):
+            raise ValueError(
+                f"{key}={given!r} differs from {saved!r} of the run in {str(self.path)!r}; "
+                "allowed: the same, or another run folder"
+            )
 
     def reopen(self, config: RunConfig) -> None:
         """Makes ready to resume the run."""
@@ -198,11 +212,12 @@ class RunFolder:
         write_atomically(self.log_path, lambda path: path.write_bytes(b"".join(kept)))
 
     def save_checkpoint(
-        self, step: int, parts: dict[str, dict[str, Tensor]], progress: dict[str, Any]
+        self, config: RunConfig, step: int, parts: dict[str, dict[str, Tensor]], progress: dict[str, Any]
     ) -> Path:
         """Writes a checkpoint, then lets go of all but the two newest.
 
         Arguments:
+            config: The run that it is of.
             step: How many steps were done.
             parts: Tensors by the name of their file.
             progress: What else to remember, ready for JSON.
@@ -223,7 +238,7 @@ class RunFolder:
                 save_file(tensors, file)
                 _flush(file)
                 checksums[file.name] = _sha256(file)
-            record = {**progress, "step": step, "files": checksums}
+            record = {**progress, "step": step, "config": config.to_dict(), "files": checksums}
             record["checksum"] = _checksum(record)
             (temporary / "progress.json").write_text(json.dumps(record, indent=2) + "\n")
             _flush(temporary / "progress.json")
@@ -238,10 +253,11 @@ class RunFolder:
             self._discard(old)
         return final
 
-    def read_checkpoint(self, warn: Callable[[str], object]) -> Checkpoint | None:
+    def read_checkpoint(self, config: RunConfig, warn: Callable[[str], object]) -> Checkpoint | None:
         """Returns the newest checkpoint that is whole, or None when there never was one.
 
-        A damaged one is named to `warn` and set aside under the name "step-N.damaged".
+        A damaged one is named to `warn` and set aside under the name "step-N.damaged". One of another run
+        than `config` is refused, and nothing is changed.
         """
         reasons = []
         for path in reversed(self._saved()):
@@ -250,6 +266,7 @@ class RunFolder:
             except _Damaged as error:
                 reasons.append(f"{str(path)!r} is damaged ({error})")
                 continue
+            self._check_origin(checkpoint, config, warn)
             for reason in reasons:
                 warn(f"{reason}; going on from {path.name}")
             for newer in self._saved():
@@ -263,6 +280,21 @@ class RunFolder:
                 f"no checkpoint is good: {', '.join(reasons)}; allowed: a new run under another name"
             )
         return None
+
+    def _check_origin(self, checkpoint: Checkpoint, config: RunConfig, warn: Callable[[str], object]) -> None:
+        path, origin = str(checkpoint.path), checkpoint.progress.pop("config", None)
+        if origin is None:  # as older versions wrote it
+            warn(f"{path!r} does not say which run it is of; it is taken for one of this run")
+            return
+        try:
+            saved = RunConfig.from_dict(origin)
+        except ValueError as error:
+            raise ValueError(f"{path!r}: {error}") from None
+        for key, here, there in _differing(config, saved):
+            raise ValueError(
+                f"{path!r} is a checkpoint of another run, with {key}={there!r}, here {here!r}; "
+                f"allowed: those of this run (move it out of {str(self.path)!r} to go on from the one before)"
+            )
 
     def _saved(self) -> list[Path]:
         """The checkpoints by their final name, oldest first."""
@@ -299,6 +331,14 @@ def _read(path: Path) -> Checkpoint:
         except (OSError, SafetensorError) as error:
             raise _Damaged(f"{name}: {error}") from None
     return Checkpoint(path, record, parts)
+
+
+def _differing(config: RunConfig, other: RunConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Gives the options, with both values, that make two runs of different results."""
+    values, others = _flat(dataclasses.asdict(config)), _flat(dataclasses.asdict(other))
+    return (
+        (key, values[key], others[key]) for key in values if values[key] != others[key] and key not in _FREE
+    )
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Training: one loop for all six models, one process or many.
 
-    ema <- ema + (1 - min(decay, s / (s + 9))) (weights - ema)
-
 All randomness is a function of (seed, step) or (seed, epoch), and every process draws the numbers of the
 whole batch and takes its rows. So a run that is resumed, or has other processes, sees the same data and noise
 as one that was never stopped; on a CPU it is equal to the last bit.
@@ -12,7 +10,7 @@ nothing and is counted; ten in a row stop the run.
 
 Sequences of different lengths are padded; what is logged and clipped per value counts the real ones.
 
-Legend: s steps done; x (B, T, D) or tokens (B, T); terms per sequence, in nats.
+Legend: x (B, T, D) or tokens (B, T); terms per sequence, in nats.
 """
 
 import importlib.util
@@ -31,11 +29,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from vssm import figures
-from vssm.config import RunConfig, TrainConfig
+from vssm.config import RunConfig, TrainConfig, check_flag, check_path, check_type
 from vssm.data import Meta, Split, draw, open_data
 from vssm.distributed import World, choose_device, join
 from vssm.distributions import Head
 from vssm.generate import generate
+from vssm.learner import Learner
 from vssm.models import Model, build
 from vssm.nn import BLOCKS
 from vssm.objectives import Terms, objective
@@ -69,10 +68,15 @@ def train(
     Returns:
         The run folder.
     """
+    check_path("folder", folder)
+    check_flag("resume", resume)
+    if progress is not None:
+        check_type("progress", progress, Progress, "a vssm.progress.Progress")
     if config is None:
         if not resume:
             raise ValueError("config=None goes with resume=True only; allowed: a RunConfig")
         config = read_config(folder)
+    check_type("config", config, RunConfig, "a RunConfig")
     with join(config.train.device) as world:
         show = (progress or choose_progress()) if world.rank == 0 else Progress()
         run_folder = RunFolder(folder)
@@ -147,19 +151,9 @@ class _Training:
         self.call = _Call(self.model)
         self.parallel = world.wrap(self.call, options.fsdp)
         cuda = world.device.type == "cuda"
-        # On a CUDA device numbers that change from step to step lie there, for recordings to read.
-        self.rate = torch.zeros((), device=world.device)
+        # On the device, since it changes from step to step and recordings read it there.
         self.kl_weight = torch.zeros((), device=world.device) if options.kl_warmup else None
-        self.pace = torch.zeros((), device=world.device)
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(self.model),
-            self.rate if cuda else options.learning_rate,
-            weight_decay=options.weight_decay,
-            fused=True,
-            capturable=cuda,
-        )
-        self.parameters = dict(self.model.named_parameters())
-        self.ema = {n: p.detach().clone() for n, p in self.parameters.items()} if options.ema else {}
+        self.learner = Learner(self.model, options, world)
         bfloat16 = options.precision == "bfloat16" or (options.precision == "auto" and cuda)
         self.dtype = torch.bfloat16 if bfloat16 else torch.float32
         self.generator = torch.Generator(world.device)
@@ -238,15 +232,9 @@ class _Training:
         first = i * options.batch + world.rank * local
         self.index.copy_(self.order[first : first + local], non_blocking=True)
         self.step += 1
-        rate = learning_rate(options, self.step, self.total)
-        if world.device.type == "cuda":
-            self.rate.fill_(rate)
-        else:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+        self.learner.begin(self.step, self.total)
         if self.kl_weight is not None:
             self.kl_weight.fill_(min(1.0, (self.step - 1) / (options.kl_warmup * self.total)))
-        self.pace.fill_(1 - min(options.ema, self.step / (self.step + 9)))
         self.generator.manual_seed(mix(options.seed, "step", self.step))
         self.update()
 
@@ -257,21 +245,11 @@ class _Training:
         with self._autocast():
             rest = lengths, self.kl_weight, options.estimator
             terms = self.parallel(objective, x, self.generator, (world.rank, world.size), *rest)
-        self.optimizer.zero_grad()
-        terms.loss.mean().backward()
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), (options.clip or math.inf) * self.values)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]
+        norm = self.learner.differentiate(terms.loss.mean(), self.values)
         means = world.average(torch.stack([term.detach().mean() for term in terms]))
-        values = torch.cat([means, norm[None] / self.values])
+        values = torch.cat([means, norm[None]])
         good = values.isfinite().all()
-        # As torch's GradScaler does it: the fused kernel then changes nothing, and nobody waits to know.
-        self.optimizer.found_inf = (~good).float()  # type: ignore[attr-defined]
-        self.optimizer.step()
-        if self.ema:
-            with torch.no_grad():
-                gaps = torch._foreach_sub(list(self.parameters.values()), list(self.ema.values()))
-                torch._foreach_mul_(gaps, self.pace)
-                torch._foreach_add_(list(self.ema.values()), gaps)
+        self.learner.update(good)
         self.tally.add(values, good)
         return values
 
@@ -312,7 +290,7 @@ class _Training:
     @torch.no_grad()
     def _validate(self) -> None:
         """Scores the validation set, always with the same noise, and keeps the best weights."""
-        with self._averaged_weights():
+        with self.learner.averaged():
             means = self._validation_means()
             best = self.best is None or means["loss"] < self.best
             if best:
@@ -355,33 +333,24 @@ class _Training:
             figures.curves(self.folder.log_path, self.folder.path / "curves.png")
         if self.options.samples and not self.options.fsdp:
             num = self.options.samples if self.meta.image_shape else min(6, self.options.samples)
-            with self._averaged_weights():
+            with self.learner.averaged():
                 x = generate(self.model, num=num, length=self.meta.length, seed=self.options.seed).x
             write_atomically(self.folder.path / "samples.png", lambda path: draw(self.meta, x, path))
         self.drawn = time.monotonic()
 
     def _save(self, skipped: int, streak: int) -> None:
-        parts = {"weights": self.world.whole(self.model.state_dict())}
-        parts["optimizer"] = self.world.whole(
-            {
-                f"{name}.{key}": value
-                for name, parameter in self.parameters.items()
-                for key, value in self.optimizer.state[parameter].items()
-            }
-        )
-        if self.ema:
-            parts["ema"] = self.world.whole(self.ema)
+        parts = self.learner.parts()
         if self.world.rank == 0:
             progress = {"best": self.best, "skipped": skipped, "streak": streak}
             progress |= {"seconds": self.seconds, "started": self.started}
-            self.saved = self.folder.save_checkpoint(self.step, parts, progress)
+            self.saved = self.folder.save_checkpoint(self.config, self.step, parts, progress)
 
     def _restore(self) -> None:
         """Takes up the newest good checkpoint, which rank 0 reads for all."""
         world, numbers = self.world, [0.0] * 5
         parts: dict[str, dict[str, Tensor]] = {}
         if world.rank == 0:
-            checkpoint = self.folder.read_checkpoint(self.progress.message)
+            checkpoint = self.folder.read_checkpoint(self.config, self.progress.message)
             if checkpoint is not None:
                 self.saved, progress, parts = checkpoint
                 self.started = progress["started"]
@@ -403,33 +372,7 @@ class _Training:
             return
         self.best = None if math.isnan(best) else best
         self.tally.skipped, self.tally.streak = self.tally.skipped + skipped, self.tally.streak + streak
-        targets = {"weights": self.parameters, "optimizer": {}, "ema": self.ema}
-        for name, parameter in self.parameters.items():
-            state = self.optimizer.state[parameter]
-            state["step"] = torch.zeros((), device=world.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-            targets["optimizer"] |= {f"{name}.{key}": value for key, value in state.items()}
-        for part, tensors in targets.items():
-            for name, target in tensors.items():
-                source = parts.get(part, {}).get(name)
-                if part == "optimizer" and source is None:  # a parameter that never had a gradient
-                    source = torch.zeros(target.shape)
-                if world.rank == 0 and (source is None or source.shape != target.shape):
-                    raise ValueError(
-                        f"{str(self.saved)!r} has no {part} {name!r} of shape {tuple(target.shape)}"
-                    )
-                world.fill(target, source)
-
-    @contextmanager
-    def _averaged_weights(self) -> Iterator[None]:
-        """Puts the moving average of the weights in their place, when there is one."""
-        current = {name: self.parameters[name].detach().clone() for name in self.ema}
-        with torch.no_grad():
-            for name, average in self.ema.items():
-                self.parameters[name].copy_(average)
-            yield
-            for name, value in current.items():
-                self.parameters[name].copy_(value)
+        self.learner.restore(parts, str(self.saved))
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
@@ -472,7 +415,7 @@ class _Training:
             "precision": str(self.dtype).removeprefix("torch."),
             "backend": backend,
             "seed": self.options.seed,
-            "parameters": sum(p.numel() for p in self.parameters.values()),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
             "steps": self.total,
             "steps_per_epoch": self.steps_per_epoch,
             "best_validation_loss": self.best,

@@ -14,9 +14,10 @@ import re
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 
-__all__ = ["box_as_line", "mistakes_in_one_line", "stopped_by_signal"]
+__all__ = ["box_as_line", "mistakes_in_one_line", "stopped_by_signal", "warnings_in_one_line"]
 
 
 @contextlib.contextmanager
@@ -38,6 +39,21 @@ def mistakes_in_one_line() -> Iterator[None]:
         _fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
     except KeyboardInterrupt:
         _fail("stopped by the user", 130)
+
+
+@contextlib.contextmanager
+def warnings_in_one_line() -> Iterator[None]:
+    """Shows warnings of what is inside as notes, without the line of the program that they come from."""
+
+    def show(message: object, category: type[Warning], *rest: object, **options: object) -> None:
+        if issubclass(category, UserWarning):
+            print(f"note: {message}", file=sys.stderr)
+        else:  # those of libraries are for who maintains this program
+            before(message, category, *rest, **options)  # type: ignore[arg-type]
+
+    with warnings.catch_warnings():
+        before, warnings.showwarning = warnings.showwarning, show
+        yield
 
 
 @contextlib.contextmanager

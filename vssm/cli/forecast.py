@@ -1,6 +1,5 @@
 """`vssm forecast`: what comes after a table file."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +39,6 @@ class Forecast:
     """Where to run: auto, cpu or cuda."""
 
     def run(self) -> None:
-        import warnings
-
         from vssm.forecast import Forecaster
         from vssm.forecast_files import draw_fan, forecast_file, write_quantiles
         from vssm.train import choose_device
@@ -54,13 +51,7 @@ class Forecast:
             options["recondition"] = True
         if self.temperature != 1:
             options["temperature"] = self.temperature
-        with warnings.catch_warnings(record=True) as notes:
-            warnings.simplefilter("always")
-            made, history = forecast_file(
-                forecaster, self.path, self.horizon, self.samples, self.seed, **options
-            )
-        for note in notes:
-            print(f"note: {note.message}", file=sys.stderr)
+        made, history = forecast_file(forecaster, self.path, self.horizon, self.samples, self.seed, **options)
         write_quantiles(made, self.out, self.quantiles)
         draw_fan(made, history, picture, forecaster.meta.context or 96)
         steps = made.mean.shape[0]

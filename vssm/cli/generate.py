@@ -18,7 +18,7 @@ class Generate:
     """Generates from a trained model: samples, a picture or text, and the state to resume from."""
 
     run_folder: tyro.conf.Positional[str]
-    """A run folder, a folder written by vssm.save, hf://OWNER/NAME on the hub, or http://SERVER[/MODEL]."""
+    """A run folder, a folder of vssm.save, a shipped model's name, hf://OWNER/NAME, or http://SERVER[/MODEL]."""
     num: int | None = None
     """How many sequences; 16, or the rows of the prompt or state."""
     length: int | None = None

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from vssm.config import ModelConfig
+from vssm.config import ModelConfig, check_type
 from vssm.models.autoregressive import Autoregressive as Autoregressive
 from vssm.models.ladder import Ladder as Ladder
 from vssm.models.variational import Variational as Variational
@@ -10,6 +10,7 @@ from vssm.models.vrnn import VRNN as VRNN
 from vssm.models.vrnn import Trajectory as Trajectory
 
 __all__ = ["MODELS", "VRNN", "Autoregressive", "Ladder", "Model", "Trajectory", "Variational", "build"]
+__all__ += ["check_model"]
 
 Model = Autoregressive | Variational | VRNN | Ladder
 
@@ -31,6 +32,19 @@ def build(config: ModelConfig) -> Model:
         >>> sum(p.numel() for p in model.parameters())
         1379
     """
+    check_type("config", config, ModelConfig, "a ModelConfig")
     model = (MODELS[config.kind] if config.levels == 1 else Ladder)(config)
     assert isinstance(model, Model)
     return model
+
+
+def check_model(model: object) -> None:
+    """Raises `ValueError` unless it is one of the models, or wraps one and shows its config.
+
+    Example:
+        >>> check_model("mnist-small")
+        Traceback (most recent call last):
+        ValueError: model is a str; allowed: a model of vssm.build or vssm.load
+    """
+    if not isinstance(getattr(model, "config", None), ModelConfig):
+        raise ValueError(f"model is a {type(model).__name__}; allowed: a model of vssm.build or vssm.load")

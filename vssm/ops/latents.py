@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 ESTIMATORS = ("gumbel", "reinmax")
+"""How gradients pass through a draw."""
 MAX_CLASSES = 1024
 """The kernels hold all classes of a component in registers."""
 
@@ -140,7 +141,7 @@ def expected_log_prob(logits: Tensor, q: Tensor, backend: str = "auto") -> Tenso
 
 def _check_estimator(estimator: str) -> None:
     if estimator not in ESTIMATORS:
-        raise ValueError(f"estimator={estimator!r} is unknown; allowed: 'gumbel', 'reinmax'")
+        raise ValueError(f"estimator={estimator!r} is unknown; allowed: {', '.join(map(repr, ESTIMATORS))}")
 
 
 def _refusal(logits: Tensor, other: Tensor, name: str) -> str | None:

@@ -25,22 +25,62 @@ same input gives the same bits.
 | `B`, `C`         | B and C of some steps, with a stride     | steps, states rounded up to 4 |
 | `trace`          | h, q, s with a_t = s (1 + q) of 4 states | steps, a record each          |
 
-Kernels take addresses and strides in bytes; address 0 is an argument that is not given.
+`vssm.ops.operands` knows where the arguments are, `vssm.ops.vectors` how to compute with rows.
 """
 # ruff: noqa: ANN001, ANN202 (numba infers the types of kernels)
 
 import functools
 import os
-from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import njit
 from torch import Tensor
 
+from vssm.ops.operands import (
+    A_,
+    B_,
+    BATCH,
+    BIAS,
+    C_,
+    CHANNELS,
+    COUNT,
+    D_,
+    DA,
+    DB,
+    DBIAS,
+    DC,
+    DD,
+    DDT,
+    DH0,
+    DT,
+    DU,
+    DZ,
+    H0,
+    LENGTH,
+    PER_GROUP,
+    PER_TASK,
+    SOFTPLUS,
+    H,
+    U,
+    Y,
+    Z,
+    clear,
+    copy,
+    draw_task,
+    hint,
+    read,
+    read_numbers,
+    read_states,
+    read_vector,
+    table_of,
+    write,
+    write_states,
+    written,
+)
 from vssm.ops.vectors import (
     BLOCK,
     FLUSH,
@@ -48,14 +88,11 @@ from vssm.ops.vectors import (
     LN2,
     LOG2E,
     ROW,
-    draw,
     exceeds,
     exp2,
     fold,
     gather,
-    inline,
     load_block,
-    load_number,
     load_row,
     load_rows,
     load_word,
@@ -71,9 +108,7 @@ from vssm.ops.vectors import (
     spread,
     store,
     store_gathered,
-    store_number,
     store_rows,
-    transpose,
     zero_row,
 )
 
@@ -93,12 +128,6 @@ NUMBERS = TRACE + STEPS * RECORD + BLOCK
 BOUNDED, TILE_DD, TILE_DBIAS = 0, ROW, 2 * ROW
 DELTA, DRIVE, SLOPE, OUT, DDRIVE, DDELTA, TILE = (3 * ROW + i * ROWS for i in range(7))
 
-# What a kernel is told, a table of words: sizes, then address and strides (batch, time), then addresses.
-# From numpy because numba compiles a function again for every Python integer passed to it.
-TASK, TASKS, PER_TASK, PER_GROUP, BATCH, LENGTH, CHANNELS, COUNT, SOFTPLUS = np.arange(9)
-U, DT, Z, B_, C_, Y, DU, DDT, DZ = np.arange(9, 36, 3)
-A_, D_, BIAS, H0, H, DB, DC, DA, DD, DBIAS, DH0 = np.arange(36, 47)
-
 _compile: Any = njit(**options)
 
 
@@ -107,115 +136,6 @@ def _kernel(function: Callable) -> Callable:
         return njit(error_model="numpy", nogil=True, cache=True)(function)
     except RuntimeError:  # there is no folder that could hold the compiled kernel
         return njit(error_model="numpy", nogil=True)(function)
-
-
-@inline
-def clear(target, rows):
-    for i in range(rows):
-        store(target + ROW * i, zero_row())
-
-
-@_compile
-def copy(source, source_stride, target, target_stride, steps, count, padded):
-    """Copies `count` numbers a step and adds zeros up to `padded`."""
-    for t in range(steps):
-        x, y = source + source_stride * t, target + target_stride * t
-        n = 0
-        while n + LANES <= count:
-            store(y + 4 * n, load_row(x + 4 * n))
-            n += LANES
-        while n < padded:
-            store_number(y + 4 * n, load_number(x + 4 * n) if n < count else types.float32(0.0))
-            n += 1
-
-
-@inline
-def place(words, which, b, t, channel):
-    """Address and stride of an operand from batch row b, step t and a channel on; address 0 if not given."""
-    address, stride = load_word(words, which), load_word(words, which + 2)
-    return (address + load_word(words, which + 1) * b + stride * t + 4 * channel if address else 0), stride
-
-
-@inline
-def place_states(words, which, b, channel):
-    address, count, channels = load_word(words, which), load_word(words, COUNT), load_word(words, CHANNELS)
-    return address + 4 * count * (channels * b + channel) if address else 0
-
-
-@_compile
-def read(words, which, b, t, channel, steps, buffer):
-    """Address and stride of rows that can be read by blocks: where they are, or a copy with zeros around."""
-    address, stride = place(words, which, b, t, channel)
-    if not address or (channel + LANES <= load_word(words, CHANNELS) and steps % 4 == 0):
-        return address, stride
-    copy(address, stride, buffer, ROW, steps, min(LANES, load_word(words, CHANNELS) - channel), LANES)
-    clear(buffer + ROW * steps, -steps % 4)
-    return buffer, ROW
-
-
-@_compile
-def write(words, which, b, t, channel, steps, buffer):
-    """Address and stride of rows that can be written by blocks: where they belong, or else a buffer."""
-    if channel + LANES <= load_word(words, CHANNELS) and steps % 4 == 0:
-        return place(words, which, b, t, channel)
-    return buffer, ROW
-
-
-@_compile
-def written(words, which, b, t, channel, steps, buffer):
-    """Moves what was written to a buffer to where it belongs."""
-    address, stride = place(words, which, b, t, channel)
-    if buffer != address and address:
-        width = min(LANES, load_word(words, CHANNELS) - channel)
-        copy(buffer, ROW, address, stride, steps, width, width)
-
-
-@_compile
-def read_numbers(words, which, b, t, steps, buffer):
-    """Address and stride of B or C with states rounded up to 4: where it is, or a copy with zeros added."""
-    address, stride = place(words, which, b, t, 0)
-    count, states = load_word(words, COUNT), -(-load_word(words, COUNT) // 4) * 4
-    if count == states:
-        return address, stride
-    copy(address, stride, buffer, 4 * states, steps, count, states)
-    return buffer, 4 * states
-
-
-@_compile
-def read_vector(words, which, channel, buffer):
-    """The channels of a vector as a block of equal rows; zero if it is not given."""
-    width = min(LANES, load_word(words, CHANNELS) - channel) if load_word(words, which) else 0
-    copy(load_word(words, which) + 4 * channel, 0, buffer, 0, 1, width, LANES)
-    return repeat(load_row(buffer))
-
-
-@_compile
-def read_states(words, which, b, channel, target):
-    """Lays (channels, states) numbers out as (states rounded up to 4, LANES), zero where there are none."""
-    source, count = place_states(words, which, b, channel), load_word(words, COUNT)
-    width = min(LANES, load_word(words, CHANNELS) - channel)
-    for n in range(0, count, LANES):
-        if source and width == LANES and n + LANES <= count:
-            transpose(source + 4 * n, 4 * count, target + ROW * n, ROW)
-            continue
-        for m in range(n, min(n + LANES, -(-count // 4) * 4)):
-            store(target + ROW * m, zero_row())
-            for c in range(width if source and m < count else 0):
-                store_number(target + ROW * m + 4 * c, load_number(source + 4 * (count * c + m)))
-
-
-@_compile
-def write_states(words, which, b, channel, source):
-    """The inverse of `read_states`."""
-    target, count = place_states(words, which, b, channel), load_word(words, COUNT)
-    width = min(LANES, load_word(words, CHANNELS) - channel)
-    for n in range(0, count if target else 0, LANES):
-        if width == LANES and n + LANES <= count:
-            transpose(source + ROW * n, ROW, target + 4 * n, 4 * count)
-            continue
-        for m in range(n, min(n + LANES, count)):
-            for c in range(width):
-                store_number(target + 4 * (count * c + m), load_number(source + ROW * m + 4 * c))
 
 
 @_compile
@@ -245,13 +165,6 @@ def prepare(words, b, start, steps, channel, scratch, tile, A2):
         store(tile + DELTA + ROW * t, d)
         store(tile + DRIVE + ROW * t, d * load_rows(u + u_stride * t, u_stride))
     store(tile + BOUNDED, 0 if exceeds(peak * repeat(load_row(A2 - ROW)), 126.0) else 1)
-
-
-@inline
-def hint(words, which, b, t, channel, target):
-    address, stride = place(words, which, b, t, channel)
-    store(target, address)
-    store(target + 8, stride)
 
 
 @_compile
@@ -371,19 +284,6 @@ def finish_backward(words, b, start, steps, channel, scratch, tile):
     written(words, DU, b, start, channel, steps, du)
     written(words, DDT, b, start, channel, steps, ddt)
     written(words, DZ, b, start, channel, steps, dz)
-
-
-@inline
-def draw_task(words):
-    """The next task: its group, its tiles and its batch rows; no tiles when all tasks are drawn."""
-    task, groups = draw(words), -(-load_word(words, CHANNELS) // (LANES * load_word(words, PER_GROUP)))
-    first, b = task % groups * load_word(words, PER_GROUP), task // groups * load_word(words, PER_TASK)
-    last = (
-        min(first + load_word(words, PER_GROUP), -(-load_word(words, CHANNELS) // LANES))
-        if task < load_word(words, TASKS)
-        else first
-    )
-    return task % groups, first, last, b, min(b + load_word(words, PER_TASK), load_word(words, BATCH))
 
 
 @_kernel
@@ -544,23 +444,8 @@ def _run(kernel: Callable, rows: tuple, wholes: tuple, softplus: bool, tiles: in
     (batch, length, channels), count = rows[0].shape, wholes[0].shape[1]
     per_task, per_group, parts, groups = _cut(batch, channels)
     tasks, states = parts * groups, -(-count // 4) * 4
-    words = [0, tasks, per_task, per_group, batch, length, channels, count, softplus]
-    copies = []
-    for x in rows:
-        if x is None:
-            words += (0, 0, 0)
-            continue
-        by_batch, by_time, by_channel = x.stride()
-        if by_channel != 1:
-            x = x.contiguous()
-            copies.append(x)
-            by_batch, by_time, _ = x.stride()
-        words += (x.data_ptr(), 4 * by_batch, 4 * by_time)
-    for x in wholes:
-        x = None if x is None else x.contiguous()
-        copies.append(x)
-        words.append(0 if x is None else x.data_ptr())
-    table = array("q", words)
+    sizes = (tasks, per_task, per_group, batch, length, channels, count, softplus)
+    table, copies = table_of(sizes, rows, wholes)
     address = table.buffer_info()[0]
     small = batch * length * channels * count < INLINE
     threads = 1 if small else min(torch.get_num_threads(), tasks)
