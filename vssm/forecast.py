@@ -37,9 +37,9 @@ from vssm.sampling.paths import paths_after, paths_from
 __all__ = ["Forecast", "Forecaster", "Stream", "forecast"]
 
 # What a slab of series may hold: paths and, where their steps are made all at once, steps times width of the
-# model. On a GPU that is enough to fill it; more would only take more memory.
+# model. On a GPU that takes some milliseconds and gigabytes: more would not make it busier.
 _MOST_PATHS = {"cpu": 2**12, "cuda": 2**16}
-_MOST_NUMBERS = {"cpu": 2**25, "cuda": 5 * 2**23}
+_MOST_NUMBERS = {"cpu": 2**25, "cuda": 5 * 2**24}
 
 History = Tensor | np.ndarray | Sequence
 
@@ -413,9 +413,8 @@ class Stream:
 
 def _placed(made: Tensor, factor: Tensor, shift: Tensor, first: int = 0, out: Tensor | None = None) -> Tensor:
     """Returns paths (rows, S, H, channels) in the units of the data; `first` as for `in_season`."""
-    if shift.shape[1] > 1:
-        shift = in_season(shift, first, made.shape[2])
-    return torch.addcmul(shift[:, None].to(made), made, factor[:, None].to(made), out=out)
+    shift = in_season(shift.to(made), first, made.shape[2])
+    return torch.addcmul(shift[:, None], made, factor[:, None].to(made), out=out)
 
 
 def _continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from vssm import graphs
+from vssm.distributions import Latents
 from vssm.models import Variational
 from vssm.nn import State
-from vssm.sampling.parallel import read_variational
 from vssm.sampling.request import Noise
 
 __all__ = ["paths_after", "paths_from"]
@@ -67,27 +67,45 @@ def paths_from(
     model: Variational, state: State, samples: int, length: int, temperature: float = 1.0
 ) -> Tensor:
     """Returns paths that go on from a state of `observe`, (B, S, T, D)."""
-    batch, position = state.batch, state.position
     q_z, _ = model.partial_posterior(empty=length, state=state.child("partial"))
-    rows = State({"seed": state["seed"], "row": state["row"]}).repeat(samples)
-    source = Noise(rows["seed"], rows["row"])
-    u = source.latent(model, position, length).unflatten(0, (batch, samples))
-    # One row of logits serves all paths of a history without being copied, and so does one state.
-    z = type(q_z)(q_z.raw[:, None]).sample(u, temperature).flatten(0, 1)
-    start = state.child("decoder")
-    if model.config.block != "mamba":
-        start = start.repeat(samples)
-    w, _ = model.decoder.run(model.decoder.embed(z), start, last=False)
-    x = model.head(w).sample(source.observation(model, position, length), temperature)
-    return x.unflatten(0, (batch, samples))
+    source = Noise(state["seed"], state["row"])
+    return _decoded(model, q_z.raw, state.child("decoder"), source, samples, temperature)
 
 
 def _read_on(
     model: Variational, prompt: Tensor, source: Noise, samples: int, length: int, temperature: float
 ) -> Tensor:
-    state = read_variational(model, prompt, None, source)
-    known = State({**state.children, "seed": source.seed, "row": source.row}, state.position)
-    return paths_from(model, known, samples, length, temperature)
+    """Reads histories and makes paths after them; the partial posterior goes over both at once."""
+    known = prompt.shape[1]
+    q_z, _ = model.partial_posterior(prompt, empty=length)
+    z = Latents(q_z.raw[:, :known]).sample(source.latent(model, 0, known))
+    _, state = model.decoder(z)
+    return _decoded(model, q_z.raw[:, known:], state, source, samples, temperature)
+
+
+def _decoded(
+    model: Variational, logits: Tensor, state: State, source: Noise, samples: int, temperature: float
+) -> Tensor:
+    """Draws paths and decodes them.
+
+    Arguments:
+        model: The model.
+        logits: Those of the new steps, (B, T, Z, N).
+        state: That of the decoder after the histories.
+        source: The noise of the histories.
+        samples: S.
+        temperature: As for `generate`.
+    """
+    batch, length = logits.shape[:2]
+    rows = State({"seed": source.seed, "row": source.row}).repeat(samples)
+    own = Noise(rows["seed"], rows["row"])
+    # One row of logits serves all paths of a history without being copied, and so does one state.
+    u = own.latent(model, state.position, length).unflatten(0, (batch, samples))
+    z = Latents(logits[:, None]).sample(u, temperature).flatten(0, 1)
+    start = state if model.config.block == "mamba" else state.repeat(samples)
+    w, _ = model.decoder.run(model.decoder.embed(z), start, last=False)
+    x = model.head(w).sample(own.observation(model, state.position, length), temperature)
+    return x.unflatten(0, (batch, samples))
 
 
 def _paths_tree(samples: int, length: int, temperature: float, model: Variational, inputs: State) -> State:
