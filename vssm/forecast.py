@@ -256,13 +256,15 @@ class Forecaster:
             raise ValueError("times is needed: the model was trained with the time features of its data")
         context = self.meta.context or x.shape[1]
         x = x[:, -context:]
-        known = torch.isfinite(x)
-        self._check_known(known)
-        if not known.all():
+        known, largest = torch.ones_like(x, dtype=torch.bool), float(x.abs().max())
+        if not math.isfinite(largest):  # one pass tells that nothing is missing, as is usual
+            known = torch.isfinite(x)
+            self._check_known(known)
             parts = zip(x.numpy(), known.numpy(), strict=True)
             x = torch.from_numpy(np.stack([fill_gaps(v, k, self.meta.fill) for v, k in parts]))
-        if x.abs().max() > 1e30:
-            raise ValueError(f"history has values up to {float(x.abs().max()):g}; allowed: up to 1e30")
+            largest = float(x.abs().max())
+        if largest > 1e30:
+            raise ValueError(f"history has values up to {largest:g}; allowed: up to 1e30")
         return x, known, None if times is None else np.asarray(times)[-context:], single
 
     def _check_known(self, known: Tensor) -> None:
