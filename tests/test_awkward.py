@@ -1,8 +1,9 @@
-"""What is easily forgotten: weights in half precision, sequences of no steps, batches of no rows."""
+"""What is easily forgotten: half precision, no steps, no rows, and numbers of other kinds than expected."""
 
 import copy
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -107,3 +108,123 @@ def test_forecast_of_nothing_is_refused():
     for name in ("horizon", "samples"):
         with pytest.raises(ValueError, match=f"^{name}=0 is not allowed; allowed: a whole number >= 1"):
             vssm.forecast(model, torch.zeros(5, 3), **{"horizon": 3, name: 0})
+
+
+@pytest.mark.parametrize(("kind", "levels"), MODELS)
+def test_whole_numbers_of_numpy_and_torch_are_whole_numbers(kind, levels):
+    model = small_model(kind, levels=levels, latents=4)
+    x = sequences(model, 2, 5)
+    expected = vssm.generate(model, num=2, length=3, seed=7).x
+    for number in (np.int64, np.int32, torch.tensor):
+        options = {"num": number(2), "length": number(3), "seed": number(7)}
+        assert torch.equal(vssm.generate(model, **options).x, expected)
+        nats = vssm.log_likelihood(model, x, number(3), prompt_length=number(2), seed=number(7))
+        assert torch.equal(nats, vssm.log_likelihood(model, x, 3, prompt_length=2, seed=7))
+        made = vssm.forecast(model, x, horizon=number(4), samples=number(3))
+        assert made.samples.shape == (2, 3, 4, 3)
+
+
+@pytest.mark.parametrize(("kind", "levels"), MODELS)
+def test_numbers_that_do_not_fit_are_named(kind, levels):
+    model = small_model(kind, levels=levels, latents=4)
+    x = sequences(model, 2, 5)
+    for options, message in (
+        ({"num": 2.5}, r"num=2.5 is not allowed; allowed: a whole number >= 1"),
+        ({"num": True}, r"num=True is not allowed"),
+        ({"length": "3"}, r"length='3' is not allowed; allowed: a whole number >= 0"),
+        ({"seed": 1.5}, r"seed is float32; allowed: whole numbers"),
+        ({"seed": torch.tensor([1.5])}, r"seed is float32; allowed: whole numbers"),
+        ({"seed": "a"}, r"seed is str; allowed: whole numbers"),
+        ({"seed": [2**64]}, r"seed is list; allowed: whole numbers of 64 bits"),
+        ({"rows": [0.5]}, r"rows is float32; allowed: whole numbers"),
+        ({"temperature": "warm"}, r"temperature='warm' is not allowed; allowed: a number > 0"),
+        ({"temperature": 1e-300}, r"temperature=1e-300 is not allowed; .* from 1e-30 to 1e6"),
+        ({"prompt": x.double() * 1e300}, r"prompt is .* at row 0, step 0; allowed: finite numbers up to 1e"),
+        ({"prompt": x.to_sparse()}, r"prompt has layout sparse_coo.*; allowed: a dense tensor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            vssm.generate(model, **{"length": 2, **options})
+    for options, message in (
+        ({"num_samples": 2.5}, r"num_samples=2.5 is not allowed; allowed: a whole number >= 1"),
+        ({"prompt_length": 1.5}, r"prompt_length=1.5 is not allowed; allowed: a whole number >= 0"),
+        ({"seed": 2**64}, r"seed=18446744073709551616 is not allowed; allowed: a whole number of 64 bits"),
+        ({"seed": None}, r"seed=None is not allowed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            vssm.log_likelihood(model, x, **options)
+    for score in (vssm.objective, vssm.log_likelihood):
+        for wrong, message in (
+            (x.numpy(), "x is a ndarray; allowed: a torch tensor"),
+            (x.to("meta"), "x is on meta; allowed: cpu, the device of the model"),
+            (x * 1e25, "x is .* at row 0, step 0; allowed: finite numbers up to 1e"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                score(model, wrong)
+    for shard in (1, (0.0, 2), (2, 2)):
+        with pytest.raises(ValueError, match=r"shard=.* is not allowed; allowed: \(index, count\)"):
+            vssm.objective(model, x, shard=shard)
+
+
+@pytest.mark.parametrize(("kind", "levels"), MODELS)
+def test_tokens_of_any_integer_dtype_are_the_same_tokens(kind, levels):
+    model = small_model(kind, "categorical", levels=levels, latents=4)
+    x = sequences(model, 2, 5)
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32):
+        small = x.to(dtype)
+        assert torch.equal(vssm.log_likelihood(model, small, 3), vssm.log_likelihood(model, x, 3))
+        assert torch.equal(
+            vssm.generate(model, length=3, prompt=small).x, vssm.generate(model, length=3, prompt=x).x
+        )
+        losses = [vssm.objective(model, t, torch.Generator().manual_seed(0)).loss for t in (small, x)]
+        assert torch.equal(*losses)
+        assert generate_ragged(model, [small[0], small[1, :2]], 3).x.shape == (2, 3)
+
+
+@pytest.mark.parametrize(("kind", "levels"), MODELS)
+def test_ragged_prompts_are_checked_as_others_are(kind, levels):
+    model = small_model(kind, levels=levels, latents=4)
+    prompts = [sequences(model, 1, steps)[0] for steps in (4, 2)]
+    for arguments, options, message in (
+        ((prompts, -1), {}, "length=-1 is not allowed; allowed: a whole number >= 0"),
+        ((prompts, 3), {"seed": 2**64}, "seed=18446744073709551616 is not allowed"),
+        ((prompts, 3), {"seed": 1.5}, "seed is float32; allowed: whole numbers"),
+        (([prompt.numpy() for prompt in prompts], 3), {}, "sequence 0 is a ndarray; allowed: a torch tensor"),
+        (([torch.tensor(1.0)], 3), {}, "sequence 0 is a number; allowed: a torch tensor"),
+        (([prompt.to("meta") for prompt in prompts], 3), {}, "prompts are on meta; allowed: cpu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate_ragged(model, *arguments, **options)
+    batch = torch.stack([prompts[0], prompts[0]])
+    plain = generate_ragged(model, batch, 3).x
+    assert torch.equal(plain, generate_ragged(model, list(batch), 3, seed=np.int64(0)).x)
+    assert torch.allclose(plain, generate_ragged(model, batch, 3, graphs=False).x, atol=1e-5)
+
+
+def test_a_mask_or_a_fraction_selects_no_rows():
+    state = vssm.State({"h": torch.arange(3.0)[:, None]}, position=1)
+    for index, dtype in ((torch.tensor([True, False, True]), "bool"), ([0.5], "float32")):
+        with pytest.raises(ValueError, match=f"index is {dtype}; allowed: row numbers"):
+            state.select(index)
+    assert state.select(range(2)).batch == 2
+    with pytest.raises(ValueError, match=r"times=1.5 is not allowed; allowed: a whole number >= 1"):
+        state.repeat(1.5)
+
+
+def test_histories_that_are_no_numbers_are_named():
+    model = small_model("vssm")
+    for history, message in (
+        ("abc", "history is a str of other things; allowed: numbers"),
+        (
+            [[1.0, 2.0, 3.0], [1.0]],
+            "history is a list of other things; allowed: numbers, rows of equal length",
+        ),
+        (torch.zeros(4, 3, dtype=torch.complex64), "history is complex; allowed: numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            vssm.forecast(model, history, horizon=2)
+    for options, message in (
+        ({"times": np.arange(4)}, "times is int64; allowed: datetime64"),
+        ({"temperature": -1}, "temperature=-1 is not allowed; allowed: a number > 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            vssm.forecast(model, torch.zeros(4, 3), horizon=2, **options)

@@ -1,13 +1,14 @@
 """A folder holds a model; what does not fit is named."""
 
 import json
+import resource
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import KINDS, sequences, small_model
-from vssm import load, log_likelihood, save
+from vssm import State, load, log_likelihood, observe, save
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -23,6 +24,17 @@ def test_round_trip(kind, tmp_path):
         "config.json",
         "weights.safetensors",
     ]
+
+
+def test_a_device_that_is_not_there_is_named_and_no_file_blamed(tmp_path):
+    model = small_model("ssm")
+    save(model, tmp_path)
+    observe(model, sequences(model, 1, 2)).save(tmp_path / "state.safetensors")
+    for device in ("gpu", "", "cuda:99", "meta", None, 3.5):
+        for read in (lambda d: load(tmp_path, d), lambda d: State.load(tmp_path / "state.safetensors", d)):
+            with pytest.raises(ValueError, match=rf"^device='{device}' is not there; allowed: 'cpu'"):
+                read(device)
+    assert next(load(tmp_path, "cpu:0").parameters()).device == torch.device("cpu")
 
 
 def edit_config(folder, **changes):
@@ -47,7 +59,10 @@ def edit_weights(folder, change):
         (lambda f: edit_config(f, latents=4), "tensor 'encoder.out.weight' has shape .* allowed: "),
         (lambda f: edit_config(f, layers=3), "lacks tensors decoder.blocks.2.* and .* more"),
         (lambda f: edit_config(f, layers=1), "has unknown tensors decoder.blocks.1"),
+        (lambda f: edit_config(f, width=10**15), "config.json' describes no model: "),
+        (lambda f: edit_config(f, head="auto"), "config.json' describes no model: head is 'auto'; allowed"),
         (lambda f: (f / "config.json").write_text("{"), "config.json' is damaged"),
+        (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json' is damaged"),
         (lambda f: (f / "config.json").write_bytes(b"\x80\x04\x95"), "config.json' is damaged"),
         (lambda f: (f / "config.json").write_text("[]"), "has no key 'model'"),
         (lambda f: (f / "config.json").unlink(), "has no config.json"),
@@ -74,6 +89,17 @@ def test_what_does_not_fit_is_named(damage, message, tmp_path):
     damage(tmp_path)
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
+
+
+def test_a_model_that_does_not_fit_on_the_disk_is_named(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))  # Python turns the signal into an error
+    try:
+        with pytest.raises(OSError, match=r"weights.safetensors' could not be written: .*too large"):
+            save(small_model("ssm"), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def test_failed_save_leaves_the_old_model(tmp_path, monkeypatch):

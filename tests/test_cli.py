@@ -1,13 +1,19 @@
 """The command line: the whole way on a tiny run, and one line for every mistake."""
 
 import re
+import resource
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import vssm
 from vssm.cli import COMMANDS, main
 from vssm.cli.errors import mistakes_in_one_line
+from vssm.cli.folders import own_copy
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +94,14 @@ def test_text_from_train_to_prompt(tmp_path, monkeypatch, capsys):
         (["train", "series", "--smoke"], "series"),
         (["train", "--resume", "nowhere"], "nowhere"),
         (["train", "digits", "--train.batch", "0"], "batch=0 is not allowed"),
+        (
+            ["train", "digits", "--smoke", "--train.seed", str(2**63)],
+            "seed=9223372036854775808 is not allowed",
+        ),
         (["train", "digits", "--train.batch", "5000", "--smoke"], "batch=5000 is not allowed; allowed: 1 to"),
         (["generate", "nowhere"], "'nowhere' has no config.json"),
         (["evaluate", "nowhere"], "'nowhere' has no config.json"),
+        (["generate", "nowhere", "--device", "gpu"], "device='gpu' is not there; allowed: 'cpu'"),
         (["generate"], "run"),
         (["bench", "nothing"], "nothing"),
     ],
@@ -107,6 +118,12 @@ def test_mistakes_give_one_line(arguments, message, tmp_path, monkeypatch, capsy
         (ValueError("num=0 is not allowed"), 2, "vssm: num=0 is not allowed\n"),
         (FileNotFoundError(2, "No such file", "x.csv"), 2, "vssm: No such file: x.csv\n"),
         (OSError("the disk is full"), 2, "vssm: the disk is full\n"),
+        (MemoryError(), 2, "vssm: out of memory; allowed: less at once\n"),
+        (
+            RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has\na total of 1 GiB"),
+            2,
+            "vssm: out of memory (tried to allocate 2.00 gib); allowed: less at once\n",
+        ),
         (BrokenPipeError(32, "Broken pipe"), 1, ""),
         (KeyboardInterrupt(), 130, "vssm: stopped by the user\n"),
     ],
@@ -119,8 +136,25 @@ def test_each_mistake_has_its_line_and_exit_code(error, code, line, capsys):
 
 
 def test_a_bug_keeps_its_traceback():
-    with pytest.raises(KeyError), mistakes_in_one_line():
-        raise KeyError("ours")
+    for bug in (KeyError("ours"), RuntimeError("shapes differ")):
+        with pytest.raises(type(bug)), mistakes_in_one_line():
+            raise bug
+
+
+def test_sigterm_is_said_and_leaves_no_half_written_file(tmp_path):
+    code = (
+        "import sys, time\nfrom vssm import cli\nfrom vssm.storage import write_atomically\n"
+        "def slow(path):\n    path.write_text('half')\n    print('writing', flush=True)\n    time.sleep(60)\n"
+        "class Write:\n    def run(self):\n        write_atomically(sys.argv[1], slow)\n"
+        "cli._parse = lambda *_: Write()\ncli.main(['train'])\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "file")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "writing\n"
+        process.terminate()
+        assert process.stderr.read() == "vssm: stopped by SIGTERM\n"
+    assert process.returncode == 143
+    assert not list(tmp_path.iterdir())
 
 
 def test_unknown_flag_suggests_the_nearest(capsys):
@@ -142,6 +176,56 @@ def test_bad_generate_options(run_folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "bad.safetensors").write_bytes(b"nothing")
     assert "is damaged" in fails(capsys, "generate", run_folder, "--resume", "bad.safetensors")
     assert "text" in fails(capsys, "generate", run_folder, "--out", "x.txt")
+
+
+def test_a_wrong_number_is_named_without_the_words_of_the_parser(capsys):
+    line = "vssm: Error parsing --num: '1.5' is not allowed; allowed: INT; see vssm generate --help\n"
+    assert fails(capsys, "generate", "run", "--num", "1.5") == line
+
+
+def test_where_files_go_is_checked_before_the_work(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.npy").mkdir()
+    for options, message in (
+        (["--out", "nowhere/x.npy"], "out='nowhere/x.npy' is not allowed; allowed: a file in a folder that"),
+        (["--out", "folder.npy"], "out='folder.npy' is not allowed; allowed: a file in a folder that exists"),
+        (["--state", "nowhere/s"], "state='nowhere/s' is not allowed; allowed: a file in a folder that"),
+        (["--state", ""], "state='.' is not allowed; allowed: a file in a folder that exists"),
+        (["--state", "samples.npy"], "out='samples.npy', state='samples.npy' are one file; allowed: a name"),
+    ):
+        assert message in fails(capsys, "generate", run_folder, *options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.npy"], "nothing was written"
+    assert fails(capsys, "data", "digits", "--picture", "nowhere/x.png") == (
+        "vssm: No such file or directory: nowhere/x.png\n"
+    )
+
+
+def test_a_full_disk_is_said_of_the_file_that_did_not_fit(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "samples.npy").write_bytes(b"old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))  # Python turns the signal into an error
+    try:
+        line = fails(capsys, "generate", run_folder, "--num", "64")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert line == "vssm: 'samples.npy' could not be written: 4096 requested and 224 written\n"
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+
+
+def test_an_array_of_fractions_is_no_prompt_of_tokens(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    vssm.save(vssm.build(vssm.ModelConfig(features=5, width=8, layers=1, head="categorical")), "tokens")
+    vssm.save(vssm.build(vssm.ModelConfig(features=5, width=8, layers=1)), "numbers")
+    for name, value in (("fraction", 1.5), ("nan", np.nan)):
+        np.save(f"{name}.npy", np.full((1, 4), value))
+        message = fails(capsys, "generate", "tokens", "--prompt", f"{name}.npy")
+        assert message.endswith("holds fractions or NaN; allowed for this model: whole numbers\n")
+    np.save("large.npy", np.full((1, 4, 5), 1e300))
+    assert "prompt contains NaN or infinite" in fails(capsys, "generate", "numbers", "--prompt", "large.npy")
+    np.save("whole.npy", np.full((1, 4), 2.0))
+    main(["generate", "tokens", "--prompt", "whole.npy", "--length", "2"])
+    assert np.load("samples.npy").shape == (1, 2)
 
 
 def test_bad_prompt_files_are_named_from_a_folder_and_from_a_server(
@@ -167,6 +251,27 @@ def test_run_folder_that_exists_is_left_alone(run_folder, capsys):
     message = fails(capsys, "train", "digits", "--smoke", "--out", run_folder)
     assert "--resume" in message
     assert Path(run_folder, "meta.json").read_bytes() == before
+
+
+def test_resuming_says_which_options_it_does_not_use(run_folder, capsys):
+    main(["train", "mnist", "--resume", run_folder, "--train.epochs", "9"])
+    assert capsys.readouterr().err == "note: --resume keeps the run's own settings, not name, train\n"
+    main(["train", "--resume", run_folder])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_shipped_model_is_not_copied_over_a_run_of_its_name(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    own = Path(shutil.copytree(run_folder, tmp_path / "runs" / "mnist-small"))
+    before = {path.name: path.read_bytes() for path in own.iterdir() if path.is_file()}
+    assert "is there and no copy of the shipped 'mnist-small'" in fails(capsys, "evaluate", "mnist-small")
+    assert {path.name: path.read_bytes() for path in own.iterdir() if path.is_file()} == before
+    own.rename(tmp_path / "mine")
+    copy = own_copy(Path("mnist-small"))
+    (copy / "eval.json").write_text("of this machine")
+    assert own_copy(Path("mnist-small")) == copy == Path("runs/mnist-small")
+    assert (copy / "eval.json").read_text() == "of this machine"
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mnist-small"]
 
 
 def test_demo_refuses_a_folder_of_others(tmp_path, capsys):

@@ -309,6 +309,7 @@ def test_what_can_not_be_evaluated_is_named(tmp_path):
     lost = str(tmp_path / "lost.txt")
     refused("lost.txt", {**good, "data": {"name": "text", "dir": str(tmp_path), "text": {"path": lost}}})
     refused("num_samples=0 is not allowed", good, num_samples=0)
+    refused("num_samples=1.5 is not allowed; allowed: a whole number >= 1", good, num_samples=1.5)
     refused("num_images=1 is not allowed; allowed: a whole number >= 2", good, num_images=1)
     refused("splits='train' is unknown", good, splits="train")
     refused("dials=True is for models that generate in parallel, not kind='rnn'", good, dials=True)

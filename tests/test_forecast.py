@@ -216,6 +216,8 @@ def test_models_of_other_things_are_named(tmp_path):
     vssm.save(small_model("ssm"), tmp_path)
     with pytest.raises(ValueError, match="was trained on unknown data; allowed: a run of data set 'series'"):
         vssm.forecast(tmp_path, history())
+    with pytest.raises(ValueError, match="'mnist-small' was trained on 'mnist'; allowed: a run of data set"):
+        Forecaster.load("mnist-small")
     with pytest.raises(ValueError, match="horizon=None needs a run"):
         vssm.forecast(small_model("ssm"), history())
     with pytest.raises(ValueError, match="level=2 is not allowed"):
@@ -236,6 +238,32 @@ def test_a_stream_forecasts_as_the_state_of_all_points(kind):
     made = own._paths(state, 5, 4, {}) * stream._width[0] + stream._centre[0]
     expected = (made * torch.tensor(own.meta.std) + torch.tensor(own.meta.mean))[0]
     assert relative_error(stream.forecast(5, 4).samples, expected) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["vssm", "rnn"])
+def test_a_point_that_is_refused_leaves_a_stream_as_it_was(kind):
+    own, x = forecaster(kind), history(60)
+    stream, other = own.stream(x[:9]), own.stream(x[:9])
+    for value in (1e40, 1e29, np.nan):
+        point = x[9].copy()
+        point[1] = value
+        with pytest.raises(ValueError, match="allowed"):
+            stream.observe(point)
+    for each in (stream, other):
+        each.observe(x[9:])  # past a window of training, so that all points that were kept are read
+    assert stream.position == other.position
+    assert torch.equal(stream.forecast(5, 4).samples, other.forecast(5, 4).samples)
+
+    dates = np.arange(60).astype("datetime64[h]")
+    dated = own.stream(x[:9], dates[:9])
+    for times, message in (
+        (dates[9:10], "times has 1 dates; allowed: 2, the steps of points"),
+        (["a", "b"], "times is <U1; allowed: datetime64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dated.observe(x[9:11], times)
+    dated.observe(x[9:11], dates[9:11])
+    assert dated.forecast(2, 3).times[0] == dates[11]
 
 
 def test_a_long_stream_stays_in_the_window_of_training():

@@ -32,10 +32,10 @@ def noises(*shape, seed=0):
     return gumbel_uniform(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def draw(logits, noise, backend, dtype=None):
+def draw(logits, noise, backend, dtype=None, estimator="gumbel"):
     """Returns z, KL and the gradient of the logits, of random weights that all dtypes hold exactly."""
     logits = logits.detach().requires_grad_()
-    z, kl = sample_and_kl(logits, noise, dtype, backend=backend)
+    z, kl = sample_and_kl(logits, noise, dtype, backend=backend, estimator=estimator)
     total = (z.double() * normal(*z.shape, seed=1, dtype=torch.bfloat16).double()).sum()
     total = total + (kl.double() * normal(*kl.shape, seed=2).double()).sum()
     return z.detach(), kl.detach(), *torch.autograd.grad(total, logits)
@@ -190,6 +190,19 @@ def test_finite_for_extreme_logits_and_noise(u):
 
 
 @kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (4, 7, 1, 33), (5, 33, 16), (3, 4, 2)], ids=str)
+def test_reinmax_matches_float64(shape, dtype):
+    logits, noise = 3 * normal(*shape).to(dtype), noises(*shape)
+    given = draw(logits, noise, "triton", estimator="reinmax")
+    wanted = draw(logits.double(), noise, "reference", estimator="reinmax")
+    assert_same_draw(logits, noise, given[0], wanted[0])
+    assert given[2].dtype == dtype
+    assert relative_error(given[2], wanted[2]) < (SINGLE if dtype == torch.float32 else HALF)
+    assert relative_error(draw(logits, noise, "triton")[2], wanted[2]) > 0.1  # that of the other estimator
+
+
+@kernels
 def test_one_of_two_gradients_is_enough():
     logits, noise, weight = normal(2, 3, 5).requires_grad_(), noises(2, 3, 5), normal(2, 3, 5, seed=1)
     for part in (lambda z, kl: (z * weight).sum(), lambda z, kl: kl.square().sum()):
@@ -273,8 +286,9 @@ def test_operators_are_registered_properly():
     logits, noise = normal(2, 3, 5).requires_grad_(), noises(2, 3, 5)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     check = partial(torch.library.opcheck, test_utils=tests)
-    check(torch.ops.vssm.sample_and_kl.default, (logits, noise, None, torch.float32))
-    check(torch.ops.vssm.sample_and_kl.default, (logits, noise, normal(2, 3, 5, seed=1), torch.bfloat16))
+    check(torch.ops.vssm.sample_and_kl.default, (logits, noise, None, torch.float32, False))
+    prior = normal(2, 3, 5, seed=1)
+    check(torch.ops.vssm.sample_and_kl.default, (logits, noise, prior, torch.bfloat16, True))
     check(torch.ops.vssm.expected_log_prob.default, (logits, noise))
     x, weight = normal(4, 6).requires_grad_(), normal(6).requires_grad_()
     check(torch.ops.vssm.rms_norm.default, (x, weight, 1e-5, torch.bfloat16))
@@ -345,6 +359,10 @@ def test_norm_is_that_of_torch_on_a_cpu(autocast):
         (
             lambda: sample_and_kl(torch.zeros(2, 3).double(), torch.rand(2, 3), backend="triton"),
             "backend='triton' can not run here: .*; allowed: 'auto', 'reference'",
+        ),
+        (
+            lambda: sample_and_kl(torch.zeros(2, 3), torch.rand(2, 3), estimator="reinforce"),
+            "estimator='reinforce' is unknown; allowed: 'gumbel', 'reinmax'",
         ),
         (
             lambda: sample_and_kl(torch.zeros(3), torch.rand(3)),

@@ -277,6 +277,12 @@ def test_mistakes_are_named_before_anything_is_written(arguments, message, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+def test_data_that_is_not_there_is_named_before_any_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(vssm.reproduce, "run_all", lambda *_, **__: pytest.fail("a run was started"))
+    with pytest.raises(ValueError, match=r"nowhere' is not a folder"):
+        reproduce("mnist", out=tmp_path / "out", results=tmp_path, data_dir=str(tmp_path / "nowhere"))
+
+
 def test_the_page_is_made_of_the_results_alone(done, tmp_path, capsys):
     results = tmp_path / "results"
     shutil.copytree(done / "results", results / "small")

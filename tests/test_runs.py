@@ -10,6 +10,8 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import vssm
 from tests.conftest import small_config
@@ -48,6 +50,16 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_used(how, file, unbro
     assert shown.messages[0].startswith(f"{str(broken)!r} is damaged ({file}")
     assert shown.messages[0].endswith("; going on from step-00000005")
     assert "\n" not in shown.messages[0]
+
+
+@pytest.mark.parametrize("how", ["truncated", "missing"])
+def test_best_weights_that_were_lost_are_made_again_from_the_end(how, unbroken, tmp_path):
+    folder, shown = shutil.copytree(unbroken, tmp_path / "run"), StopAt(99)
+    damage(folder / "weights.safetensors", how)
+    run(None, folder, resume=True, progress=shown)
+    assert any("best weights" in text and "are damaged or gone" in text for text in shown.messages)
+    last = load_file(newest(folder) / "weights.safetensors")
+    assert all(torch.equal(tensor, last[name]) for name, tensor in vssm.load(folder).state_dict().items())
 
 
 def test_without_a_good_checkpoint_nothing_is_loaded(tmp_path):
@@ -163,6 +175,24 @@ def test_existing_folder_is_never_overwritten(unbroken, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file; allowed: a new name"):
         run(tiny(), tmp_path / "file")
+
+
+def test_resuming_never_trains_over_finished_weights(unbroken, tmp_path):
+    vssm.save(vssm.build(small_config("rnn")), tmp_path / "saved")
+    ended = shutil.copytree(unbroken, tmp_path / "ended", ignore=shutil.ignore_patterns("checkpoint"))
+    kept = ("config.json", "weights.safetensors")
+    (tmp_path / "copy").mkdir()
+    for name in kept:
+        shutil.copy(unbroken / name, tmp_path / "copy" / name)
+    for folder, message in (
+        (tmp_path / "saved", r"has no key 'data'; allowed: a run folder"),
+        (ended, "has weights but no checkpoint to go on from"),
+        (tmp_path / "copy", "has weights but no checkpoint to go on from"),
+    ):
+        before = {name: (folder / name).read_bytes() for name in kept}
+        with pytest.raises(ValueError, match=message):
+            run(None, folder, resume=True)
+        assert {name: (folder / name).read_bytes() for name in kept} == before
 
 
 @pytest.mark.parametrize(

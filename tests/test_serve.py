@@ -257,6 +257,7 @@ def test_prompts_as_lists_file_and_text(client, models):
         ({"model": "rnn", "recondition": True}, "recondition", "vssm or tvae"),
         ({"every": 2}, "every", "step-by-step"),
         ({"temperature": 0}, "temperature", "greater than 0"),
+        ({"temperature": 1e-300}, None, "allowed: a number > 0, from 1e-30 to 1e6"),
         ({"observe": "mode"}, "observe", "'mean' or 'sample'"),
         ({"prompt": [[1, 2]]}, "prompt", "allowed: (batch, length, 3)"),
         ({"prompt": [[[1, 2, 3]], [[1, 2, 3]]], "num": 3}, "num", "rows of the prompt"),
@@ -434,6 +435,9 @@ def test_what_may_be_served_and_where(tmp_path, monkeypatch):
     assert read_secret(tmp_path / "token", "token_file") == "correct-horse-battery"
     (tmp_path / "token").write_text("short\n")
     with pytest.raises(ValueError, match="16 or more"):
+        read_secret(tmp_path / "token", "token_file")
+    (tmp_path / "token").write_bytes(b"\xc8" * 40)
+    with pytest.raises(ValueError, match="holds no secret"):
         read_secret(tmp_path / "token", "token_file")
     with pytest.raises(ValueError, match="max_queue=0"):
         Settings(max_queue=0)

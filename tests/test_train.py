@@ -330,7 +330,7 @@ def test_presets_have_the_settings_of_the_paper():
         ("weight_decay", -1, "a number >= 0"),
         ("warmup", 1.0, "a number >= 0 and < 1"),
         ("ema", 1.0, "a number >= 0 and < 1"),
-        ("seed", -1, "a whole number >= 0"),
+        ("seed", -1, "a whole number >= 0 and < 9223372036854775808"),
         ("max_steps", 0, "a whole number >= 1"),
         ("compile", 1, "True, False"),
         ("graph", 1, "True, False"),

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from vssm import pretrained
-from vssm.config import FORMAT, ModelConfig
+from vssm.config import FORMAT, ModelConfig, check_device
 from vssm.models import Model, build
 from vssm.storage import write_atomically
 
@@ -48,6 +48,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
         from vssm.hub import pull
 
         folder = pull(folder)
+    device = check_device(device)
     folder = pretrained.find(folder)
     config = _read_config(folder / "config.json")
     path = folder / "weights.safetensors"
@@ -59,8 +60,12 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
         tensors = load_file(path, device=str(device))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{str(path)!r} is damaged: {error}") from None
-    with torch.device("meta"):
-        model = build(config)
+    try:
+        with torch.device("meta"):
+            model = build(config)
+    except (ValueError, RuntimeError, TypeError) as error:  # sizes beyond what an address can have, too
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{str(folder / 'config.json')!r} describes no model: {reason}") from None
     expected = model.state_dict()
     _check_names(path, set(tensors), set(expected))
     for name, tensor in expected.items():
@@ -91,7 +96,7 @@ def _read_config(path: Path) -> ModelConfig:
         )
     try:
         values: Any = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is damaged: {error}") from None
     if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
         raise ValueError(f"{str(path)!r} has no key 'model'; allowed: a config written by vssm.save")

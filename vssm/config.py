@@ -3,14 +3,18 @@
 import dataclasses
 import difflib
 import math
+import operator
 import re
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 from vssm.data.config import DataConfig
 from vssm.distributions import HEADS
 
-__all__ = ["FORMAT", "KINDS", "PRESETS", "ModelConfig", "RunConfig", "TrainConfig", "check_choice"]
+__all__ = ["FORMAT", "KINDS", "PRESETS", "ModelConfig", "RunConfig", "TrainConfig"]
+__all__ += ["check_choice", "check_device", "whole_number"]
 
 FORMAT = 1
 """Version of `config.json` and its folder; raised when an older reader would misunderstand it."""
@@ -29,6 +33,43 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value in allowed:
         return
     raise ValueError(f"{name}={value!r} is unknown; {_allowed(value, allowed)}")
+
+
+def whole_number(name: str, value: object, least: int) -> int:
+    """Returns a whole number as an int, be it Python's, NumPy's or a tensor's; raises `ValueError` otherwise.
+
+    >>> whole_number("length", 2.5, least=0)
+    Traceback (most recent call last):
+    ValueError: length=2.5 is not allowed; allowed: a whole number >= 0
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise ValueError(f"{name}={value!r} is not allowed; allowed: a whole number >= {least}")
+    return number
+
+
+def check_device(device: object) -> torch.device:
+    """Returns the device that a name means; raises `ValueError` when it is none that this machine has.
+
+    >>> check_device("gpu")
+    Traceback (most recent call last):
+    ValueError: device='gpu' is not there; allowed: 'cpu'...
+    """
+    try:
+        found = torch.device(device)  # type: ignore[arg-type]
+        if found.type == "cuda":  # counted, not tried: that would take memory of the first GPU
+            found = found if (found.index or 0) < torch.cuda.device_count() else None
+        else:
+            found = None if found.type == "meta" else torch.empty(0, device=found).device
+    except (RuntimeError, AssertionError, TypeError):  # unknown; not compiled in; not even a name
+        found = None
+    if found is None:
+        there = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        raise ValueError(f"device={str(device)!r} is not there; allowed: {', '.join(map(repr, there))}")
+    return torch.device("cpu") if found.type == "cpu" else found  # "cpu:0" is not a name to all libraries
 
 
 def _allowed(value: object, allowed: tuple[str, ...]) -> str:
@@ -182,6 +223,8 @@ class TrainConfig:
     kl_warmup: float = 0.0
     """Fraction of the steps in which the weight of the KL in the loss rises from 0 to 1: for data like text,
     of which latents are otherwise never used."""
+    estimator: str = "gumbel"
+    """How gradients pass through draws of latents: "gumbel", the paper's, or "reinmax"."""
     clip: float = 1.0
     """Largest norm of the gradient of the loss per value of x; 0 does not clip."""
     ema: float = 0.0
@@ -215,12 +258,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, ("auto", "float32", "bfloat16"))
+        check_choice("estimator", self.estimator, ("gumbel", "reinmax"))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ValueError(f"device={self.device!r} is unknown; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'")
         for name in ("epochs", "batch", "log_every"):
             _check_number(name, getattr(self, name), 1, whole=True)
-        for name in ("seed", "samples"):
-            _check_number(name, getattr(self, name), 0, whole=True)
+        _check_number("seed", self.seed, 0, below=2**63, whole=True)  # samples.png is drawn with it too
+        _check_number("samples", self.samples, 0, whole=True)
         for name in ("max_steps", "num_valid"):
             if getattr(self, name) is not None:
                 _check_number(name, getattr(self, name), 1, whole=True)
@@ -324,8 +368,17 @@ PRESETS: dict[str, RunConfig] = {
     "paper-cifar10": _paper("cifar10", 96),
     "best": RunConfig(
         data=DataConfig(name="mnist"),
-        model=ModelConfig(features=28, width=256, layers=4, latents=64, classes=16, levels=8, head="auto"),
-        train=TrainConfig(epochs=60, batch=256, learning_rate=2e-3, ema=0.999),
+        model=ModelConfig(
+            features=28,
+            width=256,
+            layers=4,
+            latents=32,
+            classes=16,
+            levels=8,
+            spans=(28, 28, 14, 7, 4, 2, 1, 1),
+            head="auto",
+        ),
+        train=TrainConfig(epochs=100, batch=256, learning_rate=2e-3, ema=0.999, validate_every=2.0),
     ),
     "smoke": RunConfig(
         model=ModelConfig(
@@ -334,5 +387,5 @@ PRESETS: dict[str, RunConfig] = {
         train=TrainConfig(max_steps=20, batch=64, log_every=5, samples=16, num_valid=64),
     ),
 }
-"""Runs by name: the paper's two, with its settings; the best we know, with levels of latents; and one of
-seconds on a CPU."""
+"""Runs by name: the paper's two, with its settings; the best we know, with levels of latents that have spans;
+and one of seconds on a CPU."""

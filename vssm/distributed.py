@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vssm.config import check_device
 from vssm.nn import BLOCKS
 
 __all__ = ["World", "choose_device", "join"]
@@ -27,11 +28,10 @@ def choose_device(name: str) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if name.startswith("cuda") and not torch.cuda.is_available():
         count = torch.cuda.device_count()
         raise ValueError(f"device={name!r} is not there, CUDA devices: {count}; allowed: 'auto', 'cpu'")
-    return device
+    return check_device(name)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from vssm.ops.normal import bounded_scale, normal_draw
 
 __all__ = ["HEADS", "Head", "Latents", "Observation", "gumbel_uniform", "make_head"]
 
+LARGEST = 1e15  # of a value of x: its square, and sums of that, stay far from infinity
 HEADS = ("gaussian", "gaussian-learned", "bernoulli", "categorical", "logistic-mixture")
 _MIN_SCALE, _MAX_SCALE = 1e-3, 20.0
 
@@ -124,18 +125,27 @@ class Head:
             raise ValueError(
                 f"{name} has dtype {given}; allowed: {'an integer' if self.tokens else 'a float'}"
             )
+        if x.layout != torch.strided or (floating and x.dtype.itemsize < 2):
+            given = f"layout {x.layout}, dtype {x.dtype}".replace("torch.", "")
+            raise ValueError(f"{name} has {given}; allowed: a dense tensor of 16 bits or more a number")
         if not values:
             return
         if self.tokens:
+            x = x.long()  # not all integers can be compared
             bad = (x < 0) | (x >= self.features)
             if bad.any():
                 row, step = bad.nonzero()[0].tolist()
                 given = f"{name} is {int(x[row, step])} at row {row}, step {step}"
                 raise ValueError(f"{given}; allowed: 0 to {self.features - 1}")
-        elif not torch.isfinite(x).all():
-            row, step, _ = (~torch.isfinite(x)).nonzero()[0].tolist()
-            given = f"{name} contains NaN or infinite values at row {row}, step {step}"
-            raise ValueError(f"{given}; allowed: finite numbers")
+            return
+        bad = ~(x.float().abs() <= LARGEST)
+        if bad.any():
+            row, step, feature = bad.nonzero()[0].tolist()
+            value = float(x[row, step, feature])
+            given = (
+                f"{name} is {value:g}" if math.isfinite(value) else f"{name} contains NaN or infinite values"
+            )
+            raise ValueError(f"{given} at row {row}, step {step}; allowed: finite numbers up to {LARGEST:g}")
 
 
 def make_head(name: str, features: int, sigma: float = 0.1, mixtures: int = 5, bins: int = 256) -> Head:
@@ -394,19 +404,24 @@ class Latents:
     def _table(self) -> Tensor:
         return cumulative(self.logits)
 
-    def rsample(self, noise: Tensor) -> Tensor:
-        """Returns one-hot z by the Gumbel trick, with the gradient of the softmax at temperature 1.
+    def rsample(self, noise: Tensor, estimator: str = "gumbel") -> Tensor:
+        """Returns one-hot z by the Gumbel trick; gradients pass as the estimator says.
 
         Arguments:
             noise: Uniform numbers strictly inside (0, 1), (..., Z, N), for example from `gumbel_uniform`.
+            estimator: "gumbel" or "reinmax", see `vssm.ops.latents`.
 
         Returns:
             One-hot vectors, (..., Z, N).
         """
-        return gumbel_one_hot(self.logits, noise)
+        return gumbel_one_hot(self.logits, noise, estimator)
 
     def rsample_and_kl(
-        self, noise: Tensor, dtype: torch.dtype | None = None, prior: "Latents | None" = None
+        self,
+        noise: Tensor,
+        dtype: torch.dtype | None = None,
+        prior: "Latents | None" = None,
+        estimator: str = "gumbel",
     ) -> tuple[Tensor, Tensor]:
         """Returns `rsample(noise)` and `kl(prior)`, on a GPU in one pass over the logits.
 
@@ -414,8 +429,10 @@ class Latents:
             noise: As for `rsample`.
             dtype: The dtype of the one-hot vectors; that of the KL if not given.
             prior: Uniform if not given.
+            estimator: As for `rsample`.
         """
-        return sample_and_kl(self.raw, noise, dtype, None if prior is None else prior.raw)
+        prior_logits = None if prior is None else prior.raw
+        return sample_and_kl(self.raw, noise, dtype, prior_logits, estimator=estimator)
 
 
 def gumbel_uniform(

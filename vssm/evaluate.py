@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vssm.checkpoint import load
-from vssm.config import RunConfig, check_choice
+from vssm.config import RunConfig, check_choice, whole_number
 from vssm.data import Data, open_data
 from vssm.likelihoods import estimates, reconstruct
 from vssm.models import Autoregressive, Ladder, Model, Variational
@@ -71,6 +71,10 @@ def evaluate_run(
     Returns:
         The result as written: `name`, `date`, `commit`, `machine`, `command`, `config` and `metrics`.
     """
+    num_samples = whole_number("num_samples", num_samples, 1)
+    num_images = whole_number("num_images", num_images, 2)
+    max_sequences = None if max_sequences is None else whole_number("max_sequences", max_sequences, 1)
+    batch = None if batch is None else whole_number("batch", batch, 1)
     given = {
         "num_samples": num_samples,
         "max_sequences": max_sequences,
@@ -81,10 +85,6 @@ def evaluate_run(
         "quick": quick,
         "dials": dials,
     }
-    for name in ("num_samples", "max_sequences", "num_images", "batch"):
-        if given[name] is not None and given[name] < (2 if name == "num_images" else 1):
-            least = 2 if name == "num_images" else 1
-            raise ValueError(f"{name}={given[name]} is not allowed; allowed: a whole number >= {least}")
     check_choice("splits", splits, ("test", "valid"))
     if quick:
         num_samples, num_images = min(num_samples, 10), min(num_images, 256)

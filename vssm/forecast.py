@@ -25,12 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm import graphs
+from vssm import graphs, pretrained
 from vssm.checkpoint import load
+from vssm.config import whole_number
 from vssm.data import Meta
 from vssm.data.dataset import in_season, spread
 from vssm.data.series import fill_gaps, phases
-from vssm.generate import generate, observe
+from vssm.generate import check_temperature, generate, observe
+from vssm.hub import pull
 from vssm.models import Ladder, Model, Variational
 from vssm.nn import State
 from vssm.sampling.paths import paths_after, paths_from
@@ -41,6 +43,7 @@ __all__ = ["Forecast", "Forecaster", "Stream", "forecast"]
 # model. On a GPU that takes some milliseconds and gigabytes: more would not make it busier.
 _MOST_PATHS = {"cpu": 2**12, "cuda": 2**16}
 _MOST_NUMBERS = {"cpu": 2**25, "cuda": 5 * 2**24}
+_LARGEST = 1e30  # of what is read, before it is scaled
 
 History = Tensor | np.ndarray | Sequence
 
@@ -142,8 +145,9 @@ class Forecaster:
     @classmethod
     def load(cls, run: str | Path, device: torch.device | str = "cpu") -> "Forecaster":
         """Reads a run folder of data set series."""
-        model = load(run, device)
-        fields = json.loads((Path(run) / "config.json").read_text()).get("data_meta")
+        folder = pull(run) if isinstance(run, str) and run.startswith("hf://") else pretrained.find(run)
+        model = load(folder, device)
+        fields = json.loads((folder / "config.json").read_text()).get("data_meta")
         if fields is None or fields.get("columns") is None:
             name = "unknown data" if fields is None else repr(fields.get("name"))
             raise ValueError(f"{str(run)!r} was trained on {name}; allowed: a run of data set 'series'")
@@ -199,7 +203,8 @@ class Forecaster:
         usual = type(seed) is int and -(2**63) <= seed < 2**63
         if usual and isinstance(self.model, Variational) and not set(options) - {"temperature"}:
             steps = -(-horizon // self.meta.patch)
-            x = paths_after(self.model, prompt, seed, first, samples, steps, **options)
+            temperature = check_temperature(options.get("temperature", 1.0))
+            x = paths_after(self.model, prompt, seed, first, samples, steps, temperature)
             return self._points(x, horizon)
         state = observe(self.model, prompt, seed=seed, rows=range(first, first + len(prompt)))
         return self._paths(state, horizon, samples, options)
@@ -213,7 +218,8 @@ class Forecaster:
             x = generate(self.model, length=steps, state=copies, observe="sample", **options).x
             x = x.unflatten(0, (state.batch, samples))
         else:
-            x = paths_from(self.model, state, samples, steps, **options)
+            temperature = check_temperature(options.get("temperature", 1.0))
+            x = paths_from(self.model, state, samples, steps, temperature)
         return self._points(x, horizon)
 
     def _points(self, x: Tensor, horizon: int) -> Tensor:
@@ -226,9 +232,7 @@ class Forecaster:
             horizon = trained
         if horizon is None:
             raise ValueError("horizon=None needs a run that knows its own; allowed: a whole number >= 1")
-        for name, value in (("horizon", horizon), ("samples", samples)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} is not allowed; allowed: a whole number >= 1")
+        horizon, _ = whole_number("horizon", horizon, 1), whole_number("samples", samples, 1)
         if trained is not None and horizon > trained:
             warnings.warn(
                 f"horizon={horizon} is longer than the {trained} steps of training: from step"
@@ -241,7 +245,7 @@ class Forecaster:
         self, history: History, times: np.ndarray | None
     ) -> tuple[Tensor, Tensor, np.ndarray | None, bool]:
         """Returns the last C steps of a history, (B, C, D) in float64, which are known, and their dates."""
-        x = torch.as_tensor(np.asarray(history, np.float64) if not isinstance(history, Tensor) else history)
+        x = _numbers("history", history)
         single, x = x.ndim == 2, x.to("cpu", torch.float64)
         shape, num = tuple(x.shape), len(self.columns)
         x = x[None] if single else x
@@ -250,8 +254,7 @@ class Forecaster:
                 f"history has shape {shape}; allowed: (steps, {num}) or (series, steps, {num}), one step and"
                 f" one series or more, of the columns {', '.join(self.columns)}"
             )
-        if times is not None and len(times) != x.shape[1]:
-            raise ValueError(f"times has {len(times)} dates; allowed: {x.shape[1]}, the steps of history")
+        times = _dates(times, x.shape[1], "history")
         if times is None and self.meta.cycles:
             raise ValueError("times is needed: the model was trained with the time features of its data")
         context = self.meta.context or x.shape[1]
@@ -263,7 +266,7 @@ class Forecaster:
             parts = zip(x.numpy(), known.numpy(), strict=True)
             x = torch.from_numpy(np.stack([fill_gaps(v, k, self.meta.fill) for v, k in parts]))
             largest = float(x.abs().max())
-        if largest > 1e30:
+        if largest > _LARGEST:
             raise ValueError(f"history has values up to {largest:g}; allowed: up to 1e30")
         return x, known, None if times is None else np.asarray(times)[-context:], single
 
@@ -359,14 +362,15 @@ class Stream:
             points: The points, in order.
             times: Their dates, (k,); needed by a model with time features.
         """
-        given = torch.as_tensor(np.asarray(points, np.float64) if not isinstance(points, Tensor) else points)
+        given = _numbers("points", points)
         given = given[None] if given.ndim == 1 else given
         if given.ndim != 2:
             raise ValueError(
                 f"points has shape {tuple(given.shape)}; allowed: (points, columns) or (columns,)"
             )
+        times = _dates(times, len(given), "points")
         for k in range(len(given)):
-            self._observe(given[k], None if times is None else np.asarray(times).reshape(-1)[k : k + 1])
+            self._observe(given[k], None if times is None else times[k : k + 1])
 
     def _observe(self, point: Tensor, time: np.ndarray | None) -> None:
         forecaster, meta = self._forecaster, self._forecaster.meta
@@ -385,23 +389,36 @@ class Stream:
         if not known.all():  # the past fills it, never the future
             filled = torch.zeros_like(point) if meta.fill == "zero" else self._points[0, -1]
             whole[0, -1] = torch.where(known, point, filled)
+        if float(whole[0, -1].abs().max()) > _LARGEST:
+            raise ValueError("points has values above 1e30; allowed: up to 1e30")
+        before = self._points, self._known, self._times
         self._points, self._known, self._times = whole, there, times
+        try:
+            self._read_last(time)
+        except ValueError:  # what was refused must not be read with the next point either
+            self._points, self._known, self._times = before
+            raise
+
+    def _read_last(self, time: np.ndarray | None) -> None:
+        """Takes the state past the last point."""
+        forecaster, meta = self._forecaster, self._forecaster.meta
         if meta.patch > 1:  # a step of the model may end at any point: read when asked for
             self._stale = True
             return
         if meta.length and self.position >= meta.length:
             self._renew()
             return
-        x = forecaster._rows((whole[:, -1:] - forecaster._mean) / forecaster._std)
+        x = forecaster._rows((self._points[:, -1:] - forecaster._mean) / forecaster._std)
         x = (x - in_season(self._centre, self._since, 1)) / self._width
         self._state = observe(forecaster.model, forecaster._prompt(x, time), self._state)
         self._since += 1
 
     def _renew(self) -> None:
         forecaster = self._forecaster
-        prompt, self._centre, self._width = forecaster._scaled(self._points, self._times)
-        self.renewed, self._stale, self._since = self.renewed + 1, False, 0
+        prompt, centre, width = forecaster._scaled(self._points, self._times)
         self._state = observe(forecaster.model, prompt, seed=self._seed)
+        self._centre, self._width = centre, width
+        self.renewed, self._stale, self._since = self.renewed + 1, False, 0
 
     def forecast(self, horizon: int | None = None, samples: int = 100, **options: Any) -> Forecast:  # noqa: ANN401
         """Draws sample paths of what comes next; the stream stays where it is."""
@@ -413,6 +430,30 @@ class Stream:
         paths = _placed(made, *forecaster._units(self._centre, self._width), first=self._since)
         times = _continued(self._times, horizon)
         return Forecast(forecaster._columns(paths, 1)[0], forecaster.columns, times)
+
+
+def _numbers(name: str, values: History) -> Tensor:
+    """Returns real numbers as a tensor; what is none is named."""
+    try:
+        x = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values, np.float64))
+    except (TypeError, ValueError):  # words, or rows of different lengths
+        x = None
+    if x is None or x.is_complex():
+        given = "complex" if x is not None else f"a {type(values).__name__} of other things"
+        raise ValueError(f"{name} is {given}; allowed: numbers, rows of equal length")
+    return x
+
+
+def _dates(times: np.ndarray | None, num: int, of: str) -> np.ndarray | None:
+    """Returns dates, one for each step, or None; what is none is named."""
+    if times is None:
+        return None
+    dates = np.asarray(times).reshape(-1)
+    if dates.dtype.kind != "M":
+        raise ValueError(f"times is {dates.dtype}; allowed: datetime64, one for each step")
+    if len(dates) != num:
+        raise ValueError(f"times has {len(dates)} dates; allowed: {num}, the steps of {of}")
+    return dates
 
 
 def _placed(made: Tensor, factor: Tensor, shift: Tensor, first: int = 0, out: Tensor | None = None) -> Tensor:

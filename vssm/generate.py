@@ -5,6 +5,7 @@ resume point never change what a seed gives.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,13 +14,15 @@ import torch
 from torch import Tensor
 
 from vssm import graphs as recorded
-from vssm.config import ModelConfig, check_choice
+from vssm.config import ModelConfig, check_choice, whole_number
 from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational
 from vssm.nn import State
 from vssm.sampling import BLIND, Noise, Options, read, sample
 from vssm.weights import first_weight
 
-__all__ = ["Generation", "generate", "observe"]
+__all__ = ["Generation", "check_temperature", "generate", "observe"]
+
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 class Generation(NamedTuple):
@@ -87,13 +90,16 @@ def generate(
         >>> torch.allclose(whole.x, torch.cat([half.x, rest.x], 1), atol=1e-6)
         True
     """
-    _check_options(model, length, chunk, recondition, passes, temperature, observe, cache, state)
+    length, passes = whole_number("length", length, 0), whole_number("passes", passes, 1)
+    chunk = None if chunk is None else whole_number("chunk", chunk, 1)
+    temperature = check_temperature(temperature)
+    _check_options(model, chunk, recondition, passes, observe, cache, state)
     device = first_weight(model).device
     if prompt is not None:
         prompt = _check_sequence(model, prompt, "prompt", device, steps=0)
     if state is not None:
         _check_state(model, state, device)
-    num = _check_num(num, prompt, state)
+    num = _check_num(None if num is None else whole_number("num", num, 1), prompt, state)
     if state is not None and state.batch != num:
         state = state.repeat(num)
     if state is not None and prompt is not None:
@@ -150,6 +156,19 @@ def observe(
     return _own(model, read(model, x, before, source), source)
 
 
+def check_temperature(temperature: float) -> float:
+    """Returns a temperature as a float; raises `ValueError` where logits or scales would overflow."""
+    try:
+        value = math.nan if isinstance(temperature, str | bytes) else float(temperature)
+    except (TypeError, ValueError, RuntimeError):
+        value = math.nan
+    if not 1e-30 <= value <= 1e6:
+        raise ValueError(
+            f"temperature={temperature!r} is not allowed; allowed: a number > 0, from 1e-30 to 1e6"
+        )
+    return value
+
+
 @lru_cache(maxsize=64)
 def _owner(config: ModelConfig) -> str:
     # Only what is not usual: a field that is new must not make a stranger of every older state.
@@ -177,42 +196,43 @@ def _noise_source(
         seeds = 0 if state is None else state["seed"]
     elif isinstance(seed, int) and not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed={seed} is not allowed; allowed: a whole number of 64 bits")
-    elif isinstance(seed, int):
+    elif isinstance(seed, int) and not isinstance(seed, bool):
         seeds = seed
     else:
-        seeds = torch.as_tensor(seed, dtype=torch.int64, device=device)
+        seeds = _whole_numbers("seed", seed, device)
         seeds = seeds.repeat(num) if seeds.ndim == 0 else seeds
     if rows is None:
         row = num if state is None else state["row"]
     else:
-        row = torch.as_tensor(rows, dtype=torch.int64, device=device)
+        row = _whole_numbers("rows", rows, device)
     for name, given in (("seed", seeds), ("rows", row)):
         if isinstance(given, Tensor) and given.shape != (num,):
             raise ValueError(f"{name} has shape {tuple(given.shape)}; allowed: ({num},), one for each row")
     return Noise(seeds, row, device=device)
 
 
+def _whole_numbers(name: str, values: Sequence[int] | Tensor | int, device: torch.device) -> Tensor:
+    """Returns numbers as an int64 tensor; fractions are refused, not cut off."""
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        tensor = None
+    if tensor is None or tensor.dtype not in _INTEGERS:
+        given = type(values).__name__ if tensor is None else str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} is {given}; allowed: whole numbers of 64 bits")
+    return tensor.to(device, torch.int64)
+
+
 def _check_options(
     model: Model,
-    length: int,
     chunk: int | None,
     recondition: bool,
     passes: int,
-    temperature: float,
     observe: str,
     cache: bool,
     state: State | None,
 ) -> None:
     kind = model.config.kind
-    for name, value, least in (
-        ("length", length, 0),
-        ("chunk", 1 if chunk is None else chunk, 1),
-        ("passes", passes, 1),
-    ):
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value} is not allowed; allowed: a whole number >= {least}")
-    if not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature={temperature} is not allowed; allowed: a number > 0")
     check_choice("observe", observe, ("mean", "sample"))
     if passes > 1 and isinstance(model, Ladder):
         raise ValueError(f"passes={passes} is for a vssm or tvae without levels; allowed: 1")
@@ -236,7 +256,7 @@ def _check_sequence(model: Model, x: Tensor, name: str, device: torch.device, st
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}; allowed: {device}, the device of the model")
     model.head.validate(x, name=name, steps=steps)
-    return x if model.head.tokens else x.to(first_weight(model).dtype)
+    return x.to(torch.int64 if model.head.tokens else first_weight(model).dtype)
 
 
 def _check_state(model: Model, state: State, device: torch.device) -> None:
@@ -253,8 +273,6 @@ def _check_state(model: Model, state: State, device: torch.device) -> None:
 
 def _check_num(num: int | None, prompt: Tensor | None, state: State | None) -> int:
     """Settles the number of rows: a prompt or state of one row serves any number."""
-    if num is not None and num < 1:
-        raise ValueError(f"num={num} is not allowed; allowed: a whole number >= 1")
     given = {}
     if prompt is not None:
         given["prompt"] = len(prompt)

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from vssm import noise
-from vssm.config import check_choice
+from vssm.config import check_choice, whole_number
 from vssm.distributions import Latents, Observation
 from vssm.models import VRNN, Autoregressive, Ladder, Model, Trajectory, Variational
 from vssm.models.ladder import Task
-from vssm.objectives import real_steps
+from vssm.objectives import checked, real_steps
 
 __all__ = ["estimates", "log_likelihood", "reconstruct"]
 
@@ -63,10 +63,15 @@ def log_likelihood(
         >>> log_likelihood(model, torch.zeros(2, 6, 3), prompt_length=3).shape
         torch.Size([2])
     """
-    model.head.validate(x)
-    if num_samples < 1:
-        raise ValueError(f"num_samples={num_samples} is not allowed; allowed: a whole number >= 1")
-    if not 0 <= prompt_length <= x.shape[1]:
+    x = checked(model, x)
+    num_samples = whole_number("num_samples", num_samples, 1)
+    prompt_length, seed = (
+        whole_number("prompt_length", prompt_length, 0),
+        whole_number("seed", seed, -(2**63)),
+    )
+    if seed >= 2**63:
+        raise ValueError(f"seed={seed} is not allowed; allowed: a whole number of 64 bits")
+    if prompt_length > x.shape[1]:
         raise ValueError(f"prompt_length={prompt_length} is not allowed; allowed: 0 to {x.shape[1]}")
     check_choice("prior", prior, ("uniform", "partial"))
     real = None if lengths is None else real_steps(x, lengths)

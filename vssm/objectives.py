@@ -7,10 +7,10 @@
     Ladder             ELBO of log p(x), with KL(q(z^l|x, z^{<l}) || p(z^l|z^{<l})) summed over the levels
                      + partial = ELBO of log p(x_{C+1:T} | x_{1:C}), by the same network
 
-Expectations over z_t that can be taken exactly are: the KL, and the partial term. The other is one
-draw with the straight-through Gumbel trick at temperature 1. In the partial term q_psi is a constant,
-so that ω learns from the encoder and never the other way round. The cut C is uniform in {0, ..., T},
-one for each sequence; that of a ladder in {1, ..., T - 1}.
+Expectations over z_t that can be taken exactly are: the KL, and the partial term. The other is one draw,
+through which gradients pass by the straight-through Gumbel trick at temperature 1, or by ReinMax. In the
+partial term q_psi is a constant, so that ω learns from the encoder and never the other way round. The cut C
+is uniform in {0, ..., T}, one for each sequence; that of a ladder in {1, ..., T - 1}.
 
 All terms are per sequence, (B,), in nats: `loss = -(reconstruction - kl + partial)`.
 """
@@ -48,6 +48,7 @@ def objective(
     shard: tuple[int, int] = (0, 1),
     lengths: Tensor | None = None,
     kl_weight: Tensor | None = None,
+    estimator: str = "gumbel",
 ) -> Terms:
     """Scores a batch of sequences for training.
 
@@ -63,6 +64,7 @@ def objective(
         lengths: The steps of each row that are real, (B,), where the rest is padding; the models are causal,
             so that padding changes nothing before it.
         kl_weight: What the KL counts in the loss, a number; 1 if not given. The terms are never weighed.
+        estimator: How gradients pass through a draw of latents: "gumbel" as in the paper, or "reinmax".
 
     Returns:
         The named terms, each (B,), differentiable; `terms.loss.mean()` is what a trainer minimises.
@@ -74,10 +76,11 @@ def objective(
         >>> terms.loss.shape, bool((terms.kl >= 0).all())
         (torch.Size([5]), True)
     """
-    model.head.validate(x, values=x.device.type == "cpu")
-    index, count = shard
-    if not 0 <= index < count:
+    x = checked(model, x, wait=False)
+    numbers = isinstance(shard, tuple) and [type(n) for n in shard] == [int, int]
+    if not numbers or not 0 <= shard[0] < shard[1]:
         raise ValueError(f"shard={shard} is not allowed; allowed: (index, count) with 0 <= index < count")
+    index, count = shard
     batch, length = x.shape[:2]
     rows = slice(index * batch, (index + 1) * batch)
     config = model.config
@@ -96,7 +99,7 @@ def objective(
         return gumbel_uniform(shape, x.device, generator)[rows]
 
     if isinstance(model, VRNN):
-        path = model(x, draw=lambda t, q_z: q_z.rsample(noise(1)))
+        path = model(x, draw=lambda t, q_z: q_z.rsample(noise(1), estimator))
         reconstruction = total(path.p_x.log_prob(x))
         kl = total(path.q_z.kl(path.p_z))
         return _weighed(_terms(reconstruction, kl, torch.zeros_like(reconstruction)), kl, kl_weight)
@@ -107,10 +110,11 @@ def objective(
 
         sizes = (config.levels, 2, batch * count, length, config.latents // config.levels, config.classes)
         noises = gumbel_uniform(sizes, x.device, generator)[:, :, rows].flatten(1, 2)
-        return _ladder_terms(model, x, cut, lengths, noises, kl_weight)
+        return _ladder_terms(model, x, cut, lengths, noises, kl_weight, estimator)
 
     q_z, _ = model.posterior(x)
-    z, kl = q_z.rsample_and_kl(noise(length), product_dtype(x.device))  # the decoder multiplies z first
+    # The decoder multiplies z first.
+    z, kl = q_z.rsample_and_kl(noise(length), product_dtype(x.device), estimator=estimator)
     p_x, _ = model.likelihood(z)
     if lengths is None:
         cut = torch.randint(0, length + 1, (batch * count,), device=x.device, generator=generator)[rows]
@@ -123,7 +127,13 @@ def objective(
 
 
 def _ladder_terms(
-    model: Ladder, x: Tensor, cut: Tensor, lengths: Tensor | None, noises: Tensor, kl_weight: Tensor | None
+    model: Ladder,
+    x: Tensor,
+    cut: Tensor,
+    lengths: Tensor | None,
+    noises: Tensor,
+    kl_weight: Tensor | None,
+    estimator: str,
 ) -> Terms:
     """Scores every sequence twice: as a whole, and what follows its cut; noises (L, 2 B, T, Z / L, N)."""
     task = model.task(x, torch.cat([torch.zeros_like(cut), cut]), lengths, copies=2)
@@ -133,7 +143,7 @@ def _ladder_terms(
         nonlocal kl
         q_z = model.rung(level).posterior(p_z, query, task.evidence[level])
         live = task.live[level]
-        z, own = q_z.rsample_and_kl(noises[level][:, : live.shape[1]], dtype, prior=p_z)
+        z, own = q_z.rsample_and_kl(noises[level][:, : live.shape[1]], dtype, p_z, estimator)
         kl = kl + torch.where(live, own, 0).sum(1)
         return z
 
@@ -143,6 +153,20 @@ def _ladder_terms(
     divergence, rest_divergence = kl.chunk(2)
     terms = _terms(reconstruction, divergence, rest - rest_divergence)
     return _weighed(terms, divergence + rest_divergence, kl_weight)
+
+
+def checked(model: Model, x: Tensor, wait: bool = True) -> Tensor:
+    """Returns sequences as a model scores them, tokens as int64; what does not fit is named.
+
+    Without `wait`, values on a GPU are not looked at.
+    """
+    model.head.validate(x, values=False)
+    device = next(model.parameters()).device
+    if x.device != device:
+        raise ValueError(f"x is on {x.device}; allowed: {device}, the device of the model")
+    if wait or device.type == "cpu":
+        model.head.validate(x)
+    return x.long() if model.head.tokens else x
 
 
 def real_steps(x: Tensor, lengths: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vssm.config import whole_number
 from vssm.distributions import Latents
 from vssm.generate import Generation, generate
 from vssm.models import Model, Variational
@@ -46,11 +47,18 @@ def pad(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         >>> x.shape, lengths, x[1, :, 0]
         (torch.Size([2, 3, 2]), tensor([3, 1]), tensor([1., 0., 0.]))
     """
-    if not sequences:
+    if not len(sequences):
         raise ValueError("sequences is empty; allowed: one sequence or more")
+    for k, sequence in enumerate(sequences):
+        if not isinstance(sequence, Tensor) or not sequence.ndim:
+            given = "a number" if isinstance(sequence, Tensor) else f"a {type(sequence).__name__}"
+            raise ValueError(f"sequence {k} is {given}; allowed: a torch tensor (steps, ...)")
     shapes = {tuple(sequence.shape[1:]) for sequence in sequences}
     if len(shapes) > 1 or len({sequence.dtype for sequence in sequences}) > 1:
-        raise ValueError(f"sequences have steps of shapes {sorted(shapes)}; allowed: one shape and dtype")
+        dtypes = sorted({str(sequence.dtype).removeprefix("torch.") for sequence in sequences})
+        raise ValueError(
+            f"sequences have steps of shapes {sorted(shapes)} and dtypes {dtypes}; allowed: one of each"
+        )
     lengths = torch.tensor([len(sequence) for sequence in sequences], device=sequences[0].device)
     return torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True), lengths
 
@@ -88,12 +96,13 @@ def generate_ragged(
         True
     """
     x, lengths = pad(prompts)
+    model.head.validate(x, name="prompts", values=False, steps=0)
+    device = next(model.parameters()).device
+    if x.device != device:
+        raise ValueError(f"prompts are on {x.device}; allowed: {device}, the device of the model")
     model.head.validate(x, name="prompts", steps=0)
-    if (
-        isinstance(model, Variational)
-        and not states
-        and not set(options) & {"chunk", "recondition", "passes"}
-    ):
+    length = whole_number("length", length, 0)
+    if isinstance(model, Variational) and not states and set(options) <= {"temperature", "observe"}:
         return _in_one_pass(model, x, lengths, length, seed, **options)
     made: dict[int, Generation] = {}
     for steps in sorted(set(lengths.tolist())):
@@ -121,11 +130,11 @@ def _in_one_pass(
     temperature: float = 1.0,
     observe: str = "mean",
 ) -> Ragged:
-    generate(model, num=1, length=0, temperature=temperature, observe=observe)  # for its checks
-    device, longest = prompts.device, prompts.shape[1]
-    rows = torch.arange(len(prompts), device=device)
-    source = Noise(torch.full_like(rows, seed), rows)
-    known = prompts if model.head.tokens else prompts.to(next(model.parameters()).dtype)
+    # For its checks, and the noise of the rows.
+    start = generate(model, num=len(prompts), length=0, temperature=temperature, observe=observe, seed=seed)
+    rows, device, longest = start.state["row"], prompts.device, prompts.shape[1]
+    source = Noise(start.state["seed"], rows)
+    known = prompts.to(torch.int64 if model.head.tokens else next(model.parameters()).dtype)
     q_z, _ = model.partial_posterior(known, cut=lengths, empty=length)
     new = torch.arange(longest + length, device=device) >= lengths[:, None]
     heat = torch.where(new, temperature, 1.0)[..., None]  # for what is new, not for latents of known data

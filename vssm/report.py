@@ -108,14 +108,14 @@ class _Files:
 
 
 def report(
-    run_folders: Iterable[str | Path],
+    run_folders: Iterable[str | Path] | str | Path,
     results_folder: str | Path | None = None,
     out: str | Path = "report.html",
 ) -> Path:
     """Writes one HTML page about runs and results.
 
     Arguments:
-        run_folders: Run folders to show and to compare; each holds one file of a run at least.
+        run_folders: A run folder, or those to show and to compare; each holds one file of a run at least.
         results_folder: A folder of result files, subfolders included.
         out: Where the page goes; its folder is made if it does not exist.
 
@@ -126,10 +126,12 @@ def report(
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = Path(folder, "log.jsonl").write_text("")
-        ...     page = report([folder], out=f"{folder}/report.html")
+        ...     page = report(folder, out=f"{folder}/report.html")
         ...     "config.json is missing" in page.read_text()
         True
     """
+    if isinstance(run_folders, str | Path):
+        run_folders = [run_folders]
     folders, files = [Path(folder) for folder in run_folders], _Files()
     if not folders and results_folder is None:
         raise ValueError("run_folders is empty and results_folder is None; allowed: at least one of the two")

@@ -28,7 +28,7 @@ from typing import Any
 
 from vssm.checkpoint import load
 from vssm.config import KINDS, PRESETS, ModelConfig, RunConfig, TrainConfig, check_choice
-from vssm.data import DataConfig
+from vssm.data import DataConfig, open_data
 from vssm.evaluate import evaluate_run
 from vssm.progress import Progress, choose_progress
 from vssm.results import result, write_result
@@ -253,6 +253,8 @@ def _run(
         return
     if plan.deadline is not None and time.monotonic() > plan.deadline:
         raise _TimeIsUp
+    if ray_address is None:
+        open_data(next(iter(configs.values())).data)  # what is wrong with it is wrong for all runs
     finish = partial(_record, plan) if stage == "seeds" else partial(_record_rate, plan, stage)
     rows = run_all(configs, folder, ray_address, progress, finish=finish)
     failed = [row for row in rows if row["status"] == "failed"]

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -64,9 +64,12 @@ def read_config(folder: str | Path) -> RunConfig:
         values = json.loads(path.read_bytes())
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is damaged: {error}") from None
     values.pop("data_meta", None)
+    for key in ("data", "train"):  # defaults in their place would train another model over this one
+        if key not in values:
+            raise ValueError(f"{str(path)!r} has no key {key!r}; allowed: a run folder written by vssm train")
     try:
         return RunConfig.from_dict(values)
     except ValueError as error:
@@ -136,6 +139,21 @@ class RunFolder:
         self.compare(config)
         self._claim()
         self._tidy()
+        if self._is_done() and not self._saved():
+            raise ValueError(
+                f"{str(self.path)!r} has weights but no checkpoint to go on from, and a new start would "
+                "replace them; allowed: a run with its checkpoint folder, or a new run under another name"
+            )
+
+    def _is_done(self) -> bool:
+        """Whether the weights are all that is left of a training: a copy of them, or a run that ended."""
+        if not (self.path / "weights.safetensors").exists():
+            return False
+        try:
+            ended = json.loads((self.path / "meta.json").read_bytes()).get("ended")
+        except (OSError, ValueError, AttributeError):
+            ended = None
+        return ended is not None or not self.log_path.exists()  # a run has a log before it has weights
 
     def _tidy(self) -> None:
         """Removes what a killed process was writing."""
@@ -151,6 +169,14 @@ class RunFolder:
     def save_weights(self, tensors: dict[str, Tensor]) -> None:
         """Writes the best weights."""
         write_atomically(self.path / "weights.safetensors", lambda path: save_file(tensors, path))
+
+    def has_weights(self) -> bool:
+        """Whether the best weights are there and whole."""
+        try:
+            with safe_open(self.path / "weights.safetensors", "pt"):
+                return True
+        except (OSError, SafetensorError):
+            return False
 
     def log(self, line: dict[str, Any]) -> None:
         """Appends to the log."""

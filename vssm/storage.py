@@ -5,6 +5,8 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 __all__ = ["write_atomically"]
 
 
@@ -21,6 +23,8 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
         ['note.txt']
     """
     path = Path(path)
+    if not path.name:
+        raise ValueError(f"path={str(path)!r} is not allowed; allowed: the name of a file")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         temporary.touch(exist_ok=False)
@@ -35,5 +39,11 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
             os.fsync(folder)  # the rename itself must reach the disk too
         finally:
             os.close(folder)
+    except (OSError, SafetensorError) as error:  # under the name that the user knows
+        if not isinstance(error, OSError) or error.errno is None:  # numpy tells how much it wrote, no more
+            raise OSError(f"{str(path)!r} could not be written: {error}") from None
+        if error.filename not in (None, str(temporary)):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         temporary.unlink(missing_ok=True)

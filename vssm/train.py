@@ -204,6 +204,9 @@ class _Training:
             expected = "FSDP2-wrapped module|Mismatch dtype between input and weight|.*capturable=True"
             warnings.filterwarnings("ignore", expected)
             logged = self.step
+            if self.step == self.total and self.best is None:  # the best weights were lost after the end
+                with self._stopping():
+                    self._validate()
             while self.step < self.total:
                 self._take_step()
                 self.progress.step(self.step)
@@ -252,7 +255,7 @@ class _Training:
         options, world = self.options, self.world
         x, lengths = _batch(self.train_split, self.index, world.device)
         with self._autocast():
-            rest = () if self.kl_weight is None and lengths is None else (lengths, self.kl_weight)
+            rest = lengths, self.kl_weight, options.estimator
             terms = self.parallel(objective, x, self.generator, (world.rank, world.size), *rest)
         self.optimizer.zero_grad()
         terms.loss.mean().backward()
@@ -383,6 +386,12 @@ class _Training:
                 self.saved, progress, parts = checkpoint
                 self.started = progress["started"]
                 best = math.nan if progress["best"] is None else progress["best"]
+                if not math.isnan(best) and not self.folder.has_weights():
+                    best = math.nan  # so that the next validation keeps what it sees
+                    self.progress.message(
+                        f"the best weights of {str(self.folder.path)!r} are damaged or gone; "
+                        "those of its next validation take their place"
+                    )
                 numbers = [progress[key] for key in ("step", "skipped", "streak", "seconds")] + [best]
             self.folder.cut_log(int(numbers[0]), self.progress.message)
             self.progress.message(

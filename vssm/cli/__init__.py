@@ -24,7 +24,7 @@ import tyro
 from vssm.cli.bench import Bench
 from vssm.cli.data import Data
 from vssm.cli.demo import Demo
-from vssm.cli.errors import box_as_line, mistakes_in_one_line
+from vssm.cli.errors import box_as_line, mistakes_in_one_line, stopped_by_signal
 from vssm.cli.evaluate import Evaluate
 from vssm.cli.forecast import Forecast
 from vssm.cli.generate import Generate
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(vssm.__version__)
         return
     name, rest = arguments[0], arguments[1:]
-    with mistakes_in_one_line():
+    with mistakes_in_one_line(), stopped_by_signal():
         check_choice("command", name, tuple(COMMANDS))
         _parse(name, rest).run()
 

@@ -1,6 +1,8 @@
 """The folder that a name on the command line stands for, and what it says of its data."""
 
+import filecmp
 import json
+import secrets
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +29,19 @@ def own_copy(folder: Path) -> Path:
     if shipped == folder:
         return folder
     copy = Path("runs") / folder.name
-    shutil.copytree(shipped, copy, dirs_exist_ok=True)
+    if not copy.exists():
+        begun = copy.with_name(f".{copy.name}.{secrets.token_hex(6)}.tmp")
+        try:
+            shutil.copytree(shipped, begun)
+            begun.rename(copy)
+        finally:
+            shutil.rmtree(begun, ignore_errors=True)
+    _, other, missing = filecmp.cmpfiles(shipped, copy, ("config.json", "weights.safetensors"), shallow=False)
+    if other or missing:
+        raise ValueError(
+            f"{str(copy)!r} is there and no copy of the shipped {folder.name!r}; "
+            f"allowed: {copy} for that run, or another name for it"
+        )
     return copy
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import tyro
 
+from vssm.cli.samples import check_targets
+
 __all__ = ["Forecast"]
 
 
@@ -44,6 +46,8 @@ class Forecast:
         from vssm.forecast_files import draw_fan, forecast_file, write_quantiles
         from vssm.train import choose_device
 
+        picture = self.out.with_suffix(".png") if self.out.name else self.out
+        check_targets(out=self.out, picture=picture)
         forecaster = Forecaster.load(self.run_folder, choose_device(self.device))
         options: dict[str, Any] = {"chunk": self.chunk} if self.chunk is not None else {}
         if self.recondition:
@@ -58,7 +62,6 @@ class Forecast:
         for note in notes:
             print(f"note: {note.message}", file=sys.stderr)
         write_quantiles(made, self.out, self.quantiles)
-        picture = self.out.with_suffix(".png")
         draw_fan(made, history, picture, forecaster.meta.context or 96)
         steps = made.mean.shape[0]
         print(f"forecast: {self.out}  {steps} steps of {len(made.columns)} columns\nfan chart: {picture}")

@@ -7,7 +7,7 @@ from typing import Literal
 import tyro
 
 from vssm.cli.folders import data_meta, local_folder
-from vssm.cli.samples import read_array, read_prompt, write_array, write_samples, write_texts
+from vssm.cli.samples import check_targets, read_array, read_prompt, write_array, write_samples, write_texts
 from vssm.storage import write_atomically
 
 __all__ = ["Generate"]
@@ -61,6 +61,8 @@ class Generate:
             raise ValueError(f"out={str(self.out)!r} is not allowed; allowed from a server: .npy or .txt")
         if self.passes != 1:
             raise ValueError(f"passes={self.passes} is not allowed; allowed from a server: 1")
+        state = self.state.with_suffix(".resume") if self.state.name else self.state
+        check_targets(out=self.out, state=state)
         url, _, model = self.run_folder.partition("://")[2].partition("/")
         options = {
             name: getattr(self, name)
@@ -84,7 +86,6 @@ class Generate:
         else:
             given = prompt if isinstance(prompt, str) else ""
             write_texts([given + made for made in answer.text], self.out)
-        state = self.state.with_suffix(".resume")
         write_atomically(state, lambda path: path.write_text(f"{answer.resume}\n"))
         print(f"samples: {self.out}  {answer.x.shape}\nstate: {state}, after step {answer.position}")
 
@@ -94,6 +95,7 @@ class Generate:
 
         if self.out.suffix not in (".npy", ".png", ".txt"):
             raise ValueError(f"out={str(self.out)!r} is not allowed; allowed: a name in .npy, .png or .txt")
+        check_targets(out=self.out, state=self.state)
         device = choose_device(self.device)
         folder = local_folder(self.run_folder)
         model, meta = vssm.load(folder, device), data_meta(folder)

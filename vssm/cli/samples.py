@@ -1,5 +1,6 @@
 """Prompts and samples as files: arrays, pictures and text."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,19 @@ if TYPE_CHECKING:
     from vssm.data import Meta
     from vssm.models import Model
 
-__all__ = ["read_array", "read_prompt", "write_array", "write_samples", "write_texts"]
+__all__ = ["check_targets", "read_array", "read_prompt", "write_array", "write_samples", "write_texts"]
+
+
+def check_targets(**paths: Path) -> None:
+    """Raises, before the work is done, unless files can be written there, each under a name of its own."""
+    for name, path in paths.items():
+        if not path.name or path.is_dir() or not path.absolute().parent.is_dir():
+            raise ValueError(f"{name}={str(path)!r} is not allowed; allowed: a file in a folder that exists")
+        if not os.access(path.absolute().parent, os.W_OK):
+            raise ValueError(f"{name}={str(path)!r} is not allowed; allowed: a file in a folder of yours")
+    if len({path.absolute() for path in paths.values()}) < len(paths):
+        given = ", ".join(f"{name}={str(path)!r}" for name, path in paths.items())
+        raise ValueError(f"{given} are one file; allowed: a name for each")
 
 
 def read_prompt(prompt: str, model: "Model", meta: "Meta | None") -> "torch.Tensor":
@@ -24,7 +37,13 @@ def read_prompt(prompt: str, model: "Model", meta: "Meta | None") -> "torch.Tens
         if meta is None or not model.head.tokens:
             raise ValueError(f"prompt={prompt!r} is not allowed; allowed for this model: a .npy file")
         return meta.encode(prompt)[None]
-    return torch.from_numpy(read_array(prompt).astype(np.int64 if model.head.tokens else np.float32))
+    array = read_array(prompt)
+    if not model.head.tokens:
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, and is named later
+            return torch.from_numpy(array.astype(np.float32))
+    if array.dtype.kind == "f" and not np.equal(np.mod(array, 1), 0).all():
+        raise ValueError(f"prompt={prompt!r} holds fractions or NaN; allowed for this model: whole numbers")
+    return torch.from_numpy(array.astype(np.int64))
 
 
 def read_array(prompt: str) -> "np.ndarray":

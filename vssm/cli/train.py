@@ -1,6 +1,7 @@
 """`vssm train`: one run."""
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from vssm.cli.options import RunOptions
@@ -21,6 +22,12 @@ class Train(RunOptions):
         from vssm.train import train
 
         if self.resume is not None:
+            usual = Train(resume=self.resume)
+            unused = [f.name for f in fields(self) if getattr(self, f.name) != getattr(usual, f.name)]
+            if unused:
+                print(
+                    f"note: --resume keeps the run's own settings, not {', '.join(unused)}", file=sys.stderr
+                )
             folder = train(None, self.resume, resume=True)
         else:
             folder = train(self.run_config(), self.out or Path("runs") / f"{self.name}-{self.model.kind}")

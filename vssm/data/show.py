@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vssm.data.dataset import Data, Meta
+from vssm.storage import write_atomically
 
 
 def describe(data: Data) -> dict[str, Any]:
@@ -60,7 +61,9 @@ def picture(data: Data, path: str | Path) -> Path:
     x, lengths = data.train.batch(index), data.train.real(index)
     if lengths is not None:  # padding is not drawn
         x[torch.arange(x.shape[1]) >= lengths[:, None]] = torch.nan
-    return draw(data.meta, x, path)
+    path = Path(path)
+    write_atomically(path, lambda file: draw(data.meta, x, file))
+    return path
 
 
 def draw(meta: Meta, x: Tensor, path: str | Path) -> Path:

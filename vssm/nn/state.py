@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vssm.config import check_device, whole_number
 from vssm.storage import write_atomically
 
 __all__ = ["State"]
@@ -88,7 +89,13 @@ class State:
 
     def select(self, index: "Tensor | list[int]") -> "State":
         """Picks, reorders or repeats batch rows; each row keeps its own noise."""
-        rows = torch.as_tensor(index, dtype=torch.int64, device=self.device)
+        given = torch.as_tensor(index)
+        if given.numel() and (given.dtype.is_floating_point or given.dtype == torch.bool):
+            dtype = str(given.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"index is {dtype}; allowed: row numbers, as mask.nonzero().flatten() gives them"
+            )
+        rows = given.to(self.device, torch.int64)
         if rows.ndim != 1 or (rows.numel() and not (-self.batch <= rows.min() and rows.max() < self.batch)):
             raise ValueError(f"index={rows.tolist()} does not fit; allowed: row numbers below {self.batch}")
         return self.map(lambda tensor: tensor[rows])
@@ -99,8 +106,7 @@ class State:
         Row r becomes the rows r * times ... r * times + times - 1 of the noise, so that the copies
         continue differently.
         """
-        if times < 1:
-            raise ValueError(f"times={times} is not allowed; allowed: a whole number >= 1")
+        times = whole_number("times", times, 1)
         state = self.map(lambda tensor: tensor.repeat_interleave(times, 0))
         if "row" in state.children:
             state.children["row"] = state["row"] * times + torch.arange(times, device=self.device).repeat(
@@ -171,6 +177,7 @@ class State:
 
         if not Path(path).is_file():
             raise ValueError(f"state file {str(path)!r} does not exist")
+        device = check_device(device)
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
                 metadata = file.metadata() or {}

@@ -1,6 +1,8 @@
 """Draws and expectations of categorical latents, each in one pass over the logits.
 
-    w = v + g,  g = -log(-log u)                      z = one_hot(argmax w), with the gradient of softmax(w)
+    w = v + g,  g = -log(-log u)                      z = one_hot(argmax w), with a gradient of `estimator`:
+    "gumbel"     that of softmax(w)                                                  (Jang et al., 2017)
+    "reinmax"    2 J((z + q) / 2) - J(q) / 2          J(p) = diag p - p p'           (Liu et al., 2023)
     KL(q || uniform) = sum_i sum_n q_in (log q_in + log N)                           q = softmax(v)
     KL(q || p)       = sum_i sum_n q_in (log q_in - log p_in)
     E_q log p        = sum_i sum_n q_in log p_in                                     p = softmax(v_p)
@@ -23,22 +25,38 @@ from torch import Tensor
 
 from vssm.ops.dispatch import choose_fused, needs_operator
 
-__all__ = ["at_least_float32", "expected_log_prob", "gumbel_one_hot", "kl_to_uniform", "sample_and_kl"]
+__all__ = [
+    "ESTIMATORS",
+    "at_least_float32",
+    "expected_log_prob",
+    "gumbel_one_hot",
+    "kl_to_uniform",
+    "sample_and_kl",
+]
 
+ESTIMATORS = ("gumbel", "reinmax")
 MAX_CLASSES = 1024
 """The kernels hold all classes of a component in registers."""
 
 
-def gumbel_one_hot(logits: Tensor, noise: Tensor) -> Tensor:
-    """Returns one-hot z by the Gumbel trick, with the gradient of the softmax at temperature 1.
+def gumbel_one_hot(logits: Tensor, noise: Tensor, estimator: str = "gumbel") -> Tensor:
+    """Returns one-hot z by the Gumbel trick; gradients pass as the estimator says.
 
     Arguments:
         logits: Finite, (..., Z, N).
         noise: Uniform numbers strictly inside (0, 1), broadcast against the logits.
+        estimator: "gumbel", or "reinmax", whose mean is the true gradient if the loss is quadratic in z.
     """
+    _check_estimator(estimator)
     perturbed = logits - torch.log(-torch.log(noise.to(logits.dtype)))
-    soft = perturbed.softmax(-1)
-    hard = torch.zeros_like(soft).scatter_(-1, perturbed.argmax(-1, keepdim=True), 1.0)
+    hard = torch.zeros_like(perturbed).scatter_(-1, perturbed.argmax(-1, keepdim=True), 1.0)
+    if estimator == "gumbel":
+        soft = perturbed.softmax(-1)
+    else:
+        q = logits.softmax(-1)
+        middle = 0.5 * (hard + q.detach())
+        # Its value is the middle, its gradient that of a softmax there.
+        soft = 2 * (logits + (middle.log() - logits).detach()).softmax(-1) - 0.5 * q
     return hard + (soft - soft.detach())  # the bracket is exactly 0: the value stays exactly one-hot
 
 
@@ -54,6 +72,7 @@ def sample_and_kl(
     dtype: torch.dtype | None = None,
     prior: Tensor | None = None,
     backend: str = "auto",
+    estimator: str = "gumbel",
 ) -> tuple[Tensor, Tensor]:
     """Draws one-hot z as `gumbel_one_hot` does, and returns the KL to a prior with it.
 
@@ -63,6 +82,7 @@ def sample_and_kl(
         dtype: The dtype of z, in which ones and zeros are exact; that of the KL if not given.
         prior: The logits of the prior, finite, (..., Z, N); gradients flow to them too. Uniform if not given.
         backend: "auto", "reference" or "triton".
+        estimator: "gumbel" or "reinmax", as for `gumbel_one_hot`.
 
     Returns:
         z (..., Z, N), and the KL (...) in float32, or float64 if the logits are.
@@ -74,10 +94,11 @@ def sample_and_kl(
     """
     if logits.dim() < 2:
         raise ValueError(f"logits has shape {tuple(logits.shape)}; allowed: (..., components, classes)")
+    _check_estimator(estimator)
     refusal = _refusal(logits, noise, "noise") or (prior is not None and _refusal(logits, prior, "prior"))
     if not choose_fused(backend, logits.device, logits.dtype, refusal or None):
         exact = at_least_float32(logits)
-        z, log_q = gumbel_one_hot(exact, noise), exact.log_softmax(-1)
+        z, log_q = gumbel_one_hot(exact, noise, estimator), exact.log_softmax(-1)
         if prior is None:
             kl = kl_to_uniform(log_q)
         else:
@@ -85,7 +106,7 @@ def sample_and_kl(
         return z if dtype is None else z.to(dtype), kl
     dtype = dtype or torch.float32
     if needs_operator(logits) or (prior is not None and needs_operator(prior)):
-        return _sample(logits, noise, prior, dtype)
+        return _sample(logits, noise, prior, dtype, estimator == "reinmax")
     return _kernels().sample_forward(logits, noise, prior, dtype)
 
 
@@ -117,6 +138,11 @@ def expected_log_prob(logits: Tensor, q: Tensor, backend: str = "auto") -> Tenso
     return _kernels().expected_forward(logits, q)
 
 
+def _check_estimator(estimator: str) -> None:
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"estimator={estimator!r} is unknown; allowed: 'gumbel', 'reinmax'")
+
+
 def _refusal(logits: Tensor, other: Tensor, name: str) -> str | None:
     """Says why the kernels can not take the inputs, None if they can."""
     if other.shape != logits.shape:
@@ -143,12 +169,14 @@ def _kernels():  # noqa: ANN202
 
 
 @torch.library.custom_op("vssm::sample_and_kl", mutates_args=())
-def _sample(logits: Tensor, noise: Tensor, prior: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _sample(
+    logits: Tensor, noise: Tensor, prior: Tensor | None, dtype: torch.dtype, reinmax: bool
+) -> tuple[Tensor, Tensor]:
     return _kernels().sample_forward(logits, noise, prior, dtype)
 
 
 @_sample.register_fake
-def _(logits, noise, prior, dtype):  # noqa: ANN001, ANN202
+def _(logits, noise, prior, dtype, reinmax):  # noqa: ANN001, ANN202
     return logits.new_empty(logits.shape, dtype=dtype), logits.new_empty(
         logits.shape[:-2], dtype=torch.float32
     )
@@ -156,13 +184,13 @@ def _(logits, noise, prior, dtype):  # noqa: ANN001, ANN202
 
 @torch.library.custom_op("vssm::sample_and_kl_backward", mutates_args=())
 def _sample_backward(
-    dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor, prior: Tensor | None
+    dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor, prior: Tensor | None, reinmax: bool
 ) -> tuple[Tensor, Tensor]:
-    return _kernels().sample_backward(dz, dkl, logits, noise, prior)
+    return _kernels().sample_backward(dz, dkl, logits, noise, prior, reinmax)
 
 
 @_sample_backward.register_fake
-def _(dz, dkl, logits, noise, prior):  # noqa: ANN001, ANN202
+def _(dz, dkl, logits, noise, prior, reinmax):  # noqa: ANN001, ANN202
     return logits.new_empty(logits.shape), logits.new_empty(0) if prior is None else prior.new_empty(
         prior.shape
     )
@@ -192,17 +220,18 @@ def _save_two(ctx, inputs, output) -> None:  # noqa: ANN001
     ctx.save_for_backward(*inputs[:2])
 
 
-def _save_three(ctx, inputs, output) -> None:  # noqa: ANN001
+def _save_draw(ctx, inputs, output) -> None:  # noqa: ANN001
     ctx.save_for_backward(*inputs[:3])
+    ctx.reinmax = inputs[4]
 
 
 def _sample_gradient(ctx, dz, dkl):  # noqa: ANN001, ANN202
     logits, noise, prior = ctx.saved_tensors
-    dv, dprior = _sample_backward(dz, dkl, logits, noise, prior)
-    return dv, None, None if prior is None else dprior, None
+    dv, dprior = _sample_backward(dz, dkl, logits, noise, prior, ctx.reinmax)
+    return dv, None, None if prior is None else dprior, None, None
 
 
-_sample.register_autograd(_sample_gradient, setup_context=_save_three)
+_sample.register_autograd(_sample_gradient, setup_context=_save_draw)
 _expected.register_autograd(
     lambda ctx, grad: (_expected_backward(grad, *ctx.saved_tensors), None), setup_context=_save_two
 )

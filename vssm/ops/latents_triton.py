@@ -3,7 +3,9 @@
 With s = v - max v, e = exp(s), S = sum_n e and q = e / S, and the Gumbel softmax r of v - log(-log u):
 
     z = one_hot(argmax_n e_n / -log u_n)              r_n ~ e_n / -log u_n
-    KL = sum_n q_n s_n - log(S / N)                   dv = r (dz - sum_n r_n dz_n) + dKL q (s - sum_n q_n s_n)
+    KL = sum_n q_n s_n - log(S / N)                   dv = J(r) dz + dKL q (s - sum_n q_n s_n)
+
+with J(r) dz = r (dz - sum_n r_n dz_n), or for "reinmax" 2 J((z + q) / 2) dz - J(q) dz / 2; and
 
 with s^p = v_p - max v_p in place of the uniform prior
 
@@ -62,6 +64,12 @@ def _gumbel(e, u):
     return e / -tl.log(tl.maximum(u, TINY))
 
 
+@triton.jit
+def _through_softmax(p, g):
+    """Returns J(p) g: a gradient of probabilities p as one of their logits."""
+    return p * (g - tl.sum(p * g, 1)[:, None])
+
+
 # fmt: off
 @triton.jit
 def _sample_kernel(v, u, p, z, kl, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr):
@@ -88,7 +96,8 @@ def _sample_kernel(v, u, p, z, kl, Z: tl.constexpr, N: tl.constexpr, BZ: tl.cons
 # fmt: off
 @triton.jit
 def _sample_backward_kernel(
-    dz, dkl, v, u, p, dv, dp, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr
+    dz, dkl, v, u, p, dv, dp, REINMAX: tl.constexpr,
+    Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr,
 ):
     # fmt: on
     step = tl.program_id(0).to(tl.int64)
@@ -99,16 +108,18 @@ def _sample_backward_kernel(
         s, e = _exponential(_load(v, index, live), column)
         r = _gumbel(e, _load(u, index, live))
         g = _load(dz, index, live)
-        r_mass = tl.sum(r, 1)
-        mass = tl.sum(e, 1)
-        r *= (1.0 / r_mass)[:, None]
-        q = e * (1.0 / mass)[:, None]
+        q = e * (1.0 / tl.sum(e, 1))[:, None]
+        if REINMAX:
+            hot = tl.where(tl.arange(0, BN)[None, :] == tl.argmax(r, 1)[:, None], 1.0, 0.0)
+            grad = 2.0 * _through_softmax(0.5 * (hot + q), g) - 0.5 * _through_softmax(q, g)
+        else:
+            grad = _through_softmax(r * (1.0 / tl.sum(r, 1))[:, None], g)
         if p is not None:
             t, f = _exponential(_load(p, index, live), column)
             s -= t
             grad_p = slope * (f * (1.0 / tl.sum(f, 1))[:, None] - q)
             tl.store(dp + index, grad_p.to(dp.dtype.element_ty), mask=live)
-        grad = r * (g - tl.sum(r * g, 1)[:, None]) + slope * q * (s - tl.sum(q * s, 1)[:, None])
+        grad += slope * _through_softmax(q, s)
         tl.store(dv + index, grad.to(dv.dtype.element_ty), mask=live)
 
 
@@ -144,13 +155,13 @@ def _expected_backward_kernel(
         tl.store(dv + index, (slope * difference).to(dv.dtype.element_ty), mask=live)
 
 
-def _launch(kernel, shape: torch.Size, *tensors: Tensor | None) -> None:
+def _launch(kernel, shape: torch.Size, *inputs: Tensor | bool | None) -> None:
     """Runs a kernel on all steps of tensors that belong to logits of a shape (..., Z, N)."""
     Z, N = shape[-2:]
     BN = triton.next_power_of_2(N)
     BZ = min(triton.next_power_of_2(Z), max(1, TILE // BN))
     if shape.numel():
-        kernel[(shape[:-2].numel(),)](*tensors, Z, N, BZ, BN, num_warps=max(1, min(4, BZ * BN // 256)))
+        kernel[(shape[:-2].numel(),)](*inputs, Z, N, BZ, BN, num_warps=max(1, min(4, BZ * BN // 256)))
 
 
 def sample_forward(
@@ -165,7 +176,7 @@ def sample_forward(
 
 
 def sample_backward(
-    dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor, prior: Tensor | None
+    dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor, prior: Tensor | None, reinmax: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of the logits and of the prior's, (..., Z, N); of nothing for no prior."""
     dv = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -173,7 +184,7 @@ def sample_backward(
         prior.shape, dtype=prior.dtype, device=prior.device
     )
     inputs = (None if t is None else t.contiguous() for t in (dz, dkl, logits, noise, prior))
-    _launch(_sample_backward_kernel, logits.shape, *inputs, dv, None if prior is None else dp)
+    _launch(_sample_backward_kernel, logits.shape, *inputs, dv, None if prior is None else dp, reinmax)
     return dv, dp
 
 
