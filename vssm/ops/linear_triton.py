@@ -52,6 +52,8 @@ SHARED = 227 * 1024
 """Bytes of shared memory of the largest devices."""
 LONGEST = 8192
 """The kernel that splits holds a row in registers."""
+SHORT = 128
+"""Columns of x up to which products of many rows norm them on the way, once for each tile of columns of y."""
 
 
 class Plan(NamedTuple):
@@ -262,6 +264,9 @@ def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
         BK //= 2
     # What is split in the kernel takes the room of one more tile.
     stages = min(how.stages, shared // (BK * row) - (how.split != "before"))
+    if how.split == "tf32" and split == 1:
+        # A loop can not load further ahead than it goes; room that it does not take is for other programs.
+        stages = min(stages, K // BK + 1)
     return how._replace(BK=BK, SPLIT=split, stages=stages)
 
 
@@ -291,7 +296,7 @@ def forward(
         )
         return y
     how = how or plan(M, N, K, _shared(x.device))
-    if scale is not None and how.split == "tf32":
+    if scale is not None and how.split == "tf32" and K > SHORT:
         x, scale = torch.nn.functional.rms_norm(x, (K,), scale, eps), None
     whole = how.SPLIT == 1
     out = y if whole else torch.empty((how.SPLIT, M, N), dtype=torch.float32, device=x.device)

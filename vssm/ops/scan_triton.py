@@ -149,7 +149,9 @@ class _Call(NamedTuple):
             "num_warps": 1,
         } | ({} if plan.registers is None else {"maxnreg": plan.registers})
 
-    def scan(self, plan: Plan, start: Tensor | None, every: int = 0, **results: Tensor | None) -> None:
+    def scan(
+        self, plan: Plan, start: Tensor | None, every: int = 0, share: int = 1, **results: Tensor | None
+    ) -> None:
         """Runs `_scan_kernel` for the results that it is given room for, from the inputs that they take."""
         dy, u, dt, A, B, C, D, z, dt_bias = self.inputs
         batch, length, channels = u.shape
@@ -161,7 +163,7 @@ class _Call(NamedTuple):
         chunks = triton.cdiv(length, plan.length)
         places = (results.get(name) for name in ("y", "end", "total", "local", "pull", "starts"))
         _scan_kernel[(batch * chunks * triton.cdiv(channels, plan.BD),)](
-            inputs, self.fixed_strides, start, *places, length, channels, plan.length, chunks,
+            inputs, self.fixed_strides, start, *places, length, channels, plan.length, chunks, share,
             LOG=(A.shape[1] - 1).bit_length(), BD=plan.BD, EVERY=every, POLYNOMIALS=plan.polynomials,
             AHEAD=plan.ahead, **self.settings(plan),
         )  # fmt: skip
@@ -208,20 +210,25 @@ def forward(
     dt_bias: Tensor | None,
     softplus: bool,
     h0: Tensor | None,
+    last: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Returns y (B, T, D) in the dtype of u and the last state (B, D, N) in float32."""
+    """Returns y (B, T, D) in the dtype of u and the last state (B, D, N) in float32, if asked for."""
     batch, length, channels = u.shape
     y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
-    end = torch.empty((batch, *A.shape), dtype=torch.float32, device=u.device)
+    end = torch.empty((batch if last else 0, *A.shape), dtype=torch.float32, device=u.device)
+    share = 1 if h0 is None or not batch else batch // len(h0)
     if u.numel() == 0:
-        return y, end.zero_() if h0 is None else end.copy_(h0)
+        return y, end.zero_() if h0 is None or not last else end.copy_(h0)
     call = _call(None, u, dt, A, B, C, D, z, dt_bias, softplus)
     plan = plan_forward(batch, length, channels, A.shape[1], _processors(u.device))
     chunks = triton.cdiv(length, plan.length)
     start = None if h0 is None else h0.contiguous()
     if chunks > 1:
+        if start is not None and share > 1:
+            start = start.repeat_interleave(share, 0)
+        share = 1
         start, _ = _enter_chunks(call, plan.length, start, None)
-    call.scan(plan, start, y=y, end=end)
+    call.scan(plan, start, share=share, y=y, end=end if last else None)
     return y, end
 
 

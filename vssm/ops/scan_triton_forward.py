@@ -28,7 +28,7 @@ from vssm.ops.scan_triton_steps import (
 @triton.jit(do_not_specialize=["T", "length", "chunks"])
 def _scan_kernel(
     inputs, strides, start, y, end, total, local, pull, starts, T, channels: tl.constexpr, length, chunks,
-    N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, EVERY: tl.constexpr,
+    share, N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, EVERY: tl.constexpr,
     POLYNOMIALS: tl.constexpr, AHEAD: tl.constexpr, SOFTPLUS: tl.constexpr, WORDS: tl.constexpr,
     EVEN: tl.constexpr, PTX: tl.constexpr,
 ):
@@ -36,7 +36,7 @@ def _scan_kernel(
     """Writes what it is given room for.
 
     y, end: out and the last h. total, local, pull: sum delta, local and pull of every chunk. starts: h before
-    every EVERY steps, (B, T / EVERY, N, D); only with one chunk.
+    every EVERY steps, (B, T / EVERY, N, D); only with one chunk. One h of `start` serves `share` chunks.
     """
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     blocks = tl.cdiv(channels, BD)
@@ -46,7 +46,7 @@ def _scan_kernel(
     first = item % chunks * length
     last = tl.minimum(first + length, T)
     if start is not None:
-        start += item * channels * N
+        start += (tl.program_id(0) // blocks // share).to(tl.int64) * channels * N
     states = _load_states(start, d, channels, N, LOG, BD)
     rates = _rates(A, d, channels, N, LOG, BD)
     zero = tl.zeros((BD,), tl.float32)
@@ -131,7 +131,7 @@ def _scan_kernel(
             for k in tl.static_range(K):
                 mask = d < tl.where(t0 + k < last, channels, 0)
                 _store(y + (b * T + t0) * channels + k * channels, d, outs[k], mask, EVEN)
-    if y is not None:
+    if end is not None:
         if last == T:
             _store_states(end + b * channels * N, states, d, channels, N, LOG, BD)
     if total is not None:
