@@ -38,6 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vssm.ops.early_triton import early
 from vssm.ops.scan_triton_backward import _backward_kernel
 from vssm.ops.scan_triton_forward import _combine_kernel, _scan_kernel
 from vssm.ops.scan_triton_lanes import SHARED_BYTES
@@ -165,7 +166,7 @@ class _Call(NamedTuple):
         _scan_kernel[(batch * chunks * triton.cdiv(channels, plan.BD),)](
             inputs, self.fixed_strides, start, *places, length, channels, plan.length, chunks, share,
             LOG=(A.shape[1] - 1).bit_length(), BD=plan.BD, EVERY=every, POLYNOMIALS=plan.polynomials,
-            AHEAD=plan.ahead, **self.settings(plan),
+            AHEAD=plan.ahead, **self.settings(plan), **early(u.device),
         )  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def _enter_chunks(
         if term is not None:
             _combine_kernel[(batch * triton.cdiv(A.numel(), 64),)](
                 term, total, A, initial, channels, chunks,
-                N=A.shape[1], BLOCK=64, AHEAD=16, REVERSE=reverse, num_warps=1,
+                N=A.shape[1], BLOCK=64, AHEAD=16, REVERSE=reverse, num_warps=1, **early(u.device),
             )  # fmt: skip
     return local, pull
 
