@@ -1,9 +1,9 @@
 """Kernels that start while the one before them still runs: programmatic dependent launch.
 
 Generation of few steps is a row of short kernels, between which the device would idle while the next one is
-launched and gets going. A kernel that is launched with `early` starts when all programs of the one before have
-called `_enter` or have ended. Until then it may compute addresses and prefetch weights; its own `_enter` waits
-for the end of the kernel before, when all that this one wrote can be seen. The rules:
+launched and gets going. A kernel that is launched with `early` starts when all programs of the one before
+have called `_enter` or have ended. Until then it may compute addresses and prefetch weights; its own `_enter`
+waits for the end of the kernel before, when all that this one wrote can be seen. The rules:
 
 - Nothing is loaded or stored before `_enter`. Memory is used again: a store that is too early would change
   what an earlier kernel still reads.
