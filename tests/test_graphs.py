@@ -206,7 +206,7 @@ def static_memory(model):
     found = set()
     for program in programs(model).values():
         if isinstance(program, graphs.OneShot):
-            found |= memory(*program.static, *program.fixed.leaves(), *program.recording.outputs.pieces)
+            found |= memory(*program.static, *program.fixed.leaves(), *program.recording.outputs.leaves())
         else:
             found |= memory(*program.carried.leaves(), *getattr(program, "caches", ()))
             for static, recording in program._blocks.values():
@@ -304,7 +304,7 @@ def test_a_tree_is_gathered_in_few_pieces():
     gathered = trees.Gathered(tree, {shared.data_ptr()})
     assert len(gathered.pieces) == 3
     copies = gathered.own(9), gathered.own(9)
-    for copy in (gathered.tree, *copies):
+    for copy in copies:
         for (name, made), expected in zip(copy.children.items(), tree.children.values(), strict=True):
             for a, b in zip(trees.leaves_of(made), trees.leaves_of(expected), strict=True):
                 assert torch.equal(a, b) and a.dtype == b.dtype, name
@@ -315,7 +315,7 @@ def test_a_tree_is_gathered_in_few_pieces():
     assert first.child("inner").child("b")["c"].stride() == (0, 1)
     assert first.child("inner").child("b").position == first.position == 9
     assert memory(first["x"], first.child("inner")["a"]).isdisjoint(
-        memory(second["x"], second.child("inner")["a"], *gathered.pieces)
+        memory(second["x"], second.child("inner")["a"], *gathered.leaves())
     )
 
 
