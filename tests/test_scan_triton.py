@@ -278,3 +278,15 @@ def test_addresses_pass_two_to_the_31():
     )  # fmt: skip
     assert relative_error(y[2:, last, 5:9][:, -100:], wanted[:, -100:]) < HALF
     assert relative_error(h[2:, 5:9], state) < HALF
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rates_of_several_blocks_at_once(dtype):
+    from vssm.ops import scan_triton
+
+    logs = [torch.randn(33, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    logs = [log.to(DEVICE, dtype) for log in logs]
+    made = scan_triton.decays(logs)
+    assert made.shape == (3, 33, 16) and made.dtype == torch.float32
+    assert ((made.double() / -torch.stack(logs).double().exp() - 1).abs() < 1e-6).all()

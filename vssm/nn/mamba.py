@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from vssm.config import ModelConfig
 from vssm.nn.state import State
 from vssm.ops import causal_conv_silu, selective_scan
+from vssm.ops.dispatch import choose_fused
 from vssm.ops.linear import Linear, linear
 from vssm.ops.norm import RMSNorm
 from vssm.ops.scan import scan_output
@@ -106,13 +107,19 @@ class MambaBlock(nn.Module):
         return self.mixer(x, state, self.norm, x, A, last)
 
 
-def decays(blocks: Iterable[nn.Module]) -> list[Tensor]:
-    """Returns A = -exp(A_log) of each block, in three launches for all; without a gradient.
+def decays(blocks: Iterable[nn.Module], backend: str = "auto") -> list[Tensor]:
+    """Returns A = -exp(A_log) of each block, made at once for all, by a kernel on a GPU; without a gradient.
 
     Nothing is returned where blocks are sharded (FSDP2): weights of theirs are whole inside `forward` only.
     """
-    logs = [block.mixer.A_log.detach().float() for block in blocks if isinstance(block, MambaBlock)]
+    logs = [block.mixer.A_log.detach() for block in blocks if isinstance(block, MambaBlock)]
     if not logs or hasattr(logs[0], "full_tensor"):
         return []
+    refusal = "it is unknown to torch.compile" if torch.compiler.is_compiling() else None
+    if choose_fused(backend, logs[0].device, logs[0].dtype, refusal):
+        from vssm.ops import scan_triton
+
+        return list(scan_triton.decays(logs))
+    logs = [log.float() for log in logs]
     # `_foreach_exp` would give 65536 numbers to one block of threads, which is slow.
     return list(torch.stack(logs).exp_().neg_())

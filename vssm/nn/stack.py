@@ -84,7 +84,7 @@ class Stack(nn.Module):
             e = e.float()  # the blocks add to it: a bfloat16 sum would round away what they add
         if self.positional:
             e = e + sinusoids(position, length, e.shape[2], e.device, e.dtype)
-        # Few steps on a GPU wait for launches: three for all blocks are less than two for each.
+        # Few steps on a GPU wait for launches: one for all blocks is less than two for each.
         known = decays(self.blocks) if e.is_cuda and not torch.is_grad_enabled() else []
         children: dict[str, Tensor | State] = {}
         for i, block in enumerate(self.blocks):

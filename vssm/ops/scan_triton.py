@@ -40,10 +40,10 @@ from torch import Tensor
 
 from vssm.ops.early_triton import early
 from vssm.ops.scan_triton_backward import _backward_kernel
-from vssm.ops.scan_triton_forward import _combine_kernel, _scan_kernel
+from vssm.ops.scan_triton_forward import _combine_kernel, _decays_kernel, _scan_kernel
 from vssm.ops.scan_triton_lanes import SHARED_BYTES
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "decays", "forward"]
 
 
 class Plan(NamedTuple):
@@ -231,6 +231,15 @@ def forward(
         start, _ = _enter_chunks(call, plan.length, start, None)
     call.scan(plan, start, share=share, y=y, end=end if last else None)
     return y, end
+
+
+def decays(logs: list[Tensor]) -> Tensor:
+    """Returns -exp of tensors of one shape, one after the other, (len(logs), ...) in float32."""
+    out = torch.empty((len(logs), *logs[0].shape), dtype=torch.float32, device=logs[0].device)
+    size = logs[0].numel()
+    inputs = tuple(log.contiguous() for log in logs)
+    _decays_kernel[(triton.cdiv(size, 256),)](inputs, out, size, BLOCK=256, num_warps=4, **early(out.device))
+    return out
 
 
 def backward(

@@ -179,3 +179,13 @@ def _combine_kernel(
                 row = b * chunks + c0 + k
             tl.store(local + row * channels * N + entry, value, mask=entry < limit)
             value = tl.exp2(rate * elapsed[k]) * value + terms[k]
+
+
+@triton.jit(do_not_specialize=["size"])
+def _decays_kernel(logs, out, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """Writes -exp of several tensors, side by side."""
+    _enter(EARLY)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    for i in tl.static_range(len(logs)):
+        log = tl.load(logs[i] + at, mask=at < size, other=0.0).to(tl.float32)
+        tl.store(out + i * size + at, -tl.exp(log), mask=at < size)
