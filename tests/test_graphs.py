@@ -265,6 +265,52 @@ def test_seeds_of_64_bits_are_replayed(seed, device, replays):
         generate(model, num=2, length=LENGTH, seed=True)
 
 
+def test_a_repeated_request_is_replayed_at_once(device, replays, monkeypatch):
+    """Without the checks and the ways that the first calls took, and with the same results."""
+    model = small_model("vssm").to(device)
+    check(model, replays, num=2, temperature=0.7)
+    expected = [
+        generate(model, num=2, length=LENGTH, seed=seed, temperature=0.7, graphs=False) for seed in (5, 0)
+    ]
+    module = sys.modules["vssm.generate"]
+    for name in ("sample", "first_weight", "_check_num", "_noise_source"):
+        monkeypatch.setattr(module, name, None)
+    same_results(generate(model, num=2, length=LENGTH, seed=5, temperature=0.7), expected[0])
+    same_results(generate(model, num=2, length=LENGTH, temperature=0.7), expected[1])
+    for other in ({"num": 3}, {"seed": torch.tensor(5)}, {"rows": [0, 1]}, {"graphs": False}, {"length": 4}):
+        with pytest.raises(TypeError, match="not callable"):
+            generate(model, **{"num": 2, "length": LENGTH, "temperature": 0.7, **other})
+
+
+def test_what_looks_like_a_known_request_is_checked(device):
+    """1.0, True and 1 are equal, and a tensor stays the same object while its value changes."""
+    model = small_model("vssm").to(device)
+    for _ in range(3):
+        generate(model, num=1, length=1, passes=1, temperature=1)
+    for name, value in (("length", 1.0), ("length", True), ("passes", True), ("num", True), ("num", 1.0)):
+        with pytest.raises(ValueError, match=rf"^{name}={value} is not allowed"):
+            generate(model, **{"num": 1, "length": 1, name: value})
+    with pytest.raises(ValueError, match=r"^seed is bool"):
+        generate(model, num=1, length=1, seed=True)
+    temperature = torch.tensor(1.0)
+    for value in (1.0, 0.01, 1.0, 0.01):
+        temperature.fill_(value)
+        made = generate(model, num=2, length=5, temperature=temperature, seed=3)
+        same_results(made, generate(model, num=2, length=5, temperature=value, seed=3, graphs=False))
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_what_is_watched_is_told_once_for_each_look(changed, device):
+    weight = torch.tensor(3, device=device)
+    watch = graphs.Watch(lambda model: weight + model.bias, 5, device)
+    model = torch.nn.Module()
+    model.bias = torch.tensor(2 + changed, device=device)
+    for _ in range(2):
+        watch.look(model)
+        assert watch.unchanged() != changed
+    assert not watch.unchanged(), "nothing was looked at since"
+
+
 @pytest.mark.parametrize("kind", PARALLEL)
 def test_generation_does_not_read_the_encoder(kind, device, replays):
     """So a program stays when only that changes."""

@@ -29,6 +29,8 @@ __all__ = ["LINE", "early"]
 
 EARLY = True
 """Whether kernels start early where the device can do it; False gives the same results, later."""
+JOINED = True
+"""Whether this goes for kernels that wait for a second stream too."""
 LINE = tl.constexpr(32)
 """Numbers of float32 in 128 bytes, which one prefetch fetches."""
 
@@ -54,9 +56,12 @@ def _prefetch(pointers):
     )
 
 
-def early(device: torch.device) -> dict[str, bool]:
-    """Returns the settings of a launch: the constant EARLY of the kernel, and how it is launched."""
-    if EARLY and device.type == "cuda" and _capable(device):
+def early(device: torch.device, joined: bool = False) -> dict[str, bool]:
+    """Returns the settings of a launch: the constant EARLY of the kernel, and how it is launched.
+
+    `joined` says that the kernel may read what a second stream has written.
+    """
+    if EARLY and (JOINED or not joined) and device.type == "cuda" and _capable(device):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
 

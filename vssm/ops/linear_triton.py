@@ -180,9 +180,10 @@ def _split_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _halves_kernel(
     high, low, down, high_w, low_w, down_w, bias, add, y, M, N, K, depth,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
+    _enter(EARLY)
     row, column = _place(M, N, BM, BN, GROUP)
     part = tl.program_id(1)
     k = tl.arange(0, BK)
@@ -323,6 +324,7 @@ def forward(
     sizes = {"BM": how.BM, "BN": how.BN, "BK": how.BK, "num_warps": how.warps, "num_stages": how.stages}
     if how.split == "before":
         operands = *_split(x, scale, eps), *halves_of(weight, _split)
+        sizes |= early(x.device, joined=True)  # halves of a weight come from the second stream of a recording
         _halves_kernel[grid](*operands, *ends, out, M, N, K, K // how.SPLIT, GROUP=8, **sizes)
     else:
         if scale is not None and not whole:
