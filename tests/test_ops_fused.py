@@ -580,3 +580,22 @@ def test_normal_draws_reach_into_the_tails():
 def test_normal_draw_refuses(change, message):
     with pytest.raises(ValueError, match=message):
         normal_draw(change(normal(2, 6)), noises(2, 3), backend="triton")
+
+
+@kernels
+@pytest.mark.parametrize("kind", ["vssm", "tvae"])
+def test_the_probe_of_a_recording_is_that_of_pytorch(kind):
+    """And it changes when a bit does."""
+    from vssm.sampling import parallel, probe_triton
+
+    model = small_model(kind).to(DEVICE)
+    place = torch.zeros((), dtype=torch.int64, pin_memory=DEVICE == "cuda")
+    seen = set()
+    for _ in range(2):
+        probe_triton.show((model.partial.blank, model.partial.norm.weight), place)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        assert place.item() == int(parallel._probe(model))
+        seen.add(place.item())
+        model.partial.norm.weight.data[3] += 1e-6
+    assert len(seen) == 2

@@ -76,7 +76,7 @@ class Recorder:
         """Records a function that reads static tensors; it runs once before, which compiles its kernels.
 
         The function must not hold the model: the programs of a model would keep it alive. What is watched is
-        looked at beside it, at the start.
+        looked at before.
         """
         if self.device.type != "cuda":
             return Recording(function(model), None, function, watch)
@@ -94,15 +94,10 @@ class Recorder:
                 graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             )
             try:
-                with capture:
+                with capture, weights.split():
                     if watch is not None:
-                        self.beside.wait_stream(self.stream)
-                        with torch.cuda.stream(self.beside):
-                            watch.look(model)
-                    with weights.split():
-                        outputs = function(model)
-                    if watch is not None:
-                        self.stream.wait_stream(self.beside)
+                        watch.look(model)
+                    outputs = function(model)
             finally:
                 torch.cuda.set_stream(current)  # a capture that fails leaves its own stream behind
         return Recording(outputs, graph)
@@ -133,36 +128,28 @@ class Recording(Generic[_T]):
 class Watch:
     """Looks at a number of the model at every replay: what was recorded holds while it is what it was.
 
-    The host reads it while the device still works on the rest.
+    It comes first in a recording, so the host can read it while the device works on the rest.
 
     Arguments:
-        function: Maps the model to the number, an int64 of the device.
+        show: Writes the number of a model to an int64 of the host, when the device gets there.
         expected: What it was.
         device: Where the model is.
     """
 
     _UNSEEN = -(2**62) + 1  # a number that is not there yet
 
-    def __init__(self, function: Callable[[Any], Tensor], expected: int, device: torch.device) -> None:
-        self._function, self._expected, self._device = function, expected, device
+    def __init__(self, show: Callable[[Any, Tensor], None], expected: int, device: torch.device) -> None:
+        self._show, self._expected, self._device = show, expected, device
         with torch.inference_mode(False):  # else it could be written to in that mode only
-            on_gpu = device.type == "cuda"
-            self._value = torch.full((), self._UNSEEN, device="cpu", pin_memory=on_gpu)
-            # External: part of a recording, and recorded again at every replay.
-            self._there = torch.cuda.Event(external=True) if on_gpu else None
+            self._value = torch.full((), self._UNSEEN, device="cpu", pin_memory=device.type == "cuda")
 
     def look(self, model: nn.Module) -> None:
-        """Brings the number to the host, some time."""
-        self._value.copy_(self._function(model), non_blocking=True)
-        if self._there is not None:
-            self._there.record(torch.cuda.current_stream(self._device))
+        self._show(model, self._value)
 
     def unchanged(self) -> bool:
-        """Says, once for each look, whether the number is as expected, when it is there."""
-        if self._there is not None:
-            self._there.synchronize()
-            if self._value.item() == self._UNSEEN:
-                torch.cuda.synchronize(self._device)
+        """Says, once for each look, whether the number is as expected; waits if it is not there yet."""
+        if self._device.type == "cuda" and self._value.item() == self._UNSEEN:
+            torch.cuda.current_stream(self._device).synchronize()
         value = self._value.item()
         self._value.fill_(self._UNSEEN)
         return value == self._expected

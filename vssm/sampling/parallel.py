@@ -25,6 +25,7 @@ from vssm import graphs
 from vssm.distributions import Latents
 from vssm.models import Variational
 from vssm.nn import State
+from vssm.ops import choose_backend
 from vssm.sampling.ahead import posterior_ahead
 from vssm.sampling.request import (
     BLIND,
@@ -167,7 +168,7 @@ def _empty_run(model: Variational, length: int, weights: list[Hashable], probed:
                 known.pop(next(iter(known)))
             q_z, state = model.partial_posterior(empty=length)
             probe = int(_probe(model))
-            run = _Empty(q_z, state, weights, probe, graphs.Watch(_probe, probe, q_z.raw.device))
+            run = _Empty(q_z, state, weights, probe, graphs.Watch(_show_probe, probe, q_z.raw.device))
             known[length] = run
         return run
 
@@ -177,6 +178,19 @@ def _probe(model: Variational) -> Tensor:
     assert model.partial.blank is not None
     bits = torch.cat([model.partial.blank, model.partial.norm.weight])
     return bits.view(torch.int64 if bits.nbytes % 8 == 0 else torch.uint8).sum()
+
+
+def _show_probe(model: Variational, place: Tensor) -> None:
+    """Writes the probe to memory of the host, without waiting for it."""
+    assert model.partial.blank is not None
+    weights = model.partial.blank, model.partial.norm.weight
+    whole = all(w.nbytes % 8 == w.storage_offset() * w.itemsize % 8 == 0 for w in weights)  # words of 64 bits
+    if whole and choose_backend("auto", weights[0].device, torch.float32) == "triton":
+        from vssm.sampling import probe_triton
+
+        probe_triton.show(weights, place)
+    else:
+        place.copy_(_probe(model), non_blocking=True)
 
 
 def _replayed(
