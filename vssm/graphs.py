@@ -14,8 +14,9 @@ what comes before the replay, so that is little: numbers are filled in, and all 
 options). It answers None when the plain path is to run: at the first call of a key, since most keys are
 asked for only once, and where recording failed. Weights are read where they are, so a program sees them
 change; it is dropped when they move or when their version shows that they were trained. `again` starts a
-program first, if no weight has moved, and looks for other changes while the device works. All programs of a
-model share one pool of memory: they run one after the other, and leave nothing there between calls.
+program first, if no weight has moved, and looks for other changes while the device works; what a recording
+takes for granted beside the weights, a `Watch` looks at on the device. All programs of a model share one pool
+of memory: they run one after the other, and leave nothing there between calls.
 """
 
 import threading
