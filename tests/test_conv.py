@@ -87,6 +87,21 @@ def test_real_sizes(dtype):
         assert torch.equal(some, same)
 
 
+@kernels
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("size", [(6, 5, 7, 4), (6, 35, 140, 4), (6, 2, 3, 3)])
+@pytest.mark.parametrize("times", [1, 2, 6])
+@torch.no_grad()
+def test_rows_share_a_state_and_leave_none(size, times, backend):
+    x, weight, bias, before = arguments(*size)
+    few = before[: 6 // times]
+    y, after = causal_conv_silu(x, weight, bias, few.repeat_interleave(times, 0), backend)
+    given, same = causal_conv_silu(x, weight, bias, few, backend)
+    assert torch.equal(given, y) and torch.equal(same, after)
+    given, none = causal_conv_silu(x, weight, bias, few, backend, last=False)
+    assert torch.equal(given, y) and none.shape == (0, size[3] - 1, size[2])
+
+
 def test_bad_input():
     x, weight, bias, _ = arguments(1, 2, 3, 4)
     with pytest.raises(ValueError, match="backend='cuda' is unknown; allowed: 'auto'"):

@@ -236,7 +236,7 @@ def test_a_stream_forecasts_as_the_state_of_all_points(kind):
     prompt = ((scaled - stream._centre[0]) / stream._width[0])[None].float()
     state = vssm.observe(own.model, prompt)
     made = own._paths(state, 5, 4, {}) * stream._width[0] + stream._centre[0]
-    expected = own._unscaled(made.double(), 1)[0]
+    expected = (made * torch.tensor(own.meta.std) + torch.tensor(own.meta.mean))[0]
     assert relative_error(stream.forecast(5, 4).samples, expected) < 1e-4
 
 
@@ -545,3 +545,11 @@ def test_sensor_example_runs_in_constant_memory(capsys):
     made = runpy.run_path(str(path))["follow"](points=200, every=100, steps=1)
     assert len(made) == 2 and made[1][1] - made[0][1] < 20, "MiB, of the second hundred points"
     assert "200 points" in capsys.readouterr().out
+
+
+def test_histories_that_leave_float32_are_named():
+    own = forecaster(mean=(0.0, 0.0, 0.0), std=(1e-20, 1.0, 1.0), windowed=None)
+    with pytest.raises(ValueError, match="x contains NaN or infinite values at row 0, step 0"):
+        own.forecast(np.full((9, 3), 1e25), 5, 4)
+    large = forecaster(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), windowed=None)
+    assert large.forecast(np.full((9, 3), 1e30), 5, 4).samples.shape == (4, 5, 3)

@@ -4,6 +4,7 @@ Without a GPU a recording runs its function again on the static tensors: all is 
 """
 
 import gc
+import sys
 import threading
 import warnings
 import weakref
@@ -13,6 +14,10 @@ import torch
 
 from tests.conftest import KINDS, relative_error, sequences, small_model
 from vssm import generate, graphs, observe, trees
+from vssm.config import ModelConfig
+from vssm.data import Meta
+from vssm.forecast import Forecaster
+from vssm.models import build
 from vssm.nn import State
 from vssm.nn.attention import AttentionBlock
 from vssm.sampling import stepwise
@@ -201,7 +206,7 @@ def static_memory(model):
     found = set()
     for program in programs(model).values():
         if isinstance(program, graphs.OneShot):
-            found |= memory(*program.static, *program.fixed.leaves(), *program.recording.outputs.pieces)
+            found |= memory(*program.static, *program.fixed.leaves(), *program.recording.outputs.leaves())
         else:
             found |= memory(*program.carried.leaves(), *getattr(program, "caches", ()))
             for static, recording in program._blocks.values():
@@ -260,6 +265,51 @@ def test_seeds_of_64_bits_are_replayed(seed, device, replays):
         generate(model, num=2, length=LENGTH, seed=True)
 
 
+def test_a_repeated_request_is_replayed_at_once(device, replays, monkeypatch):
+    """Without the checks and the ways that the first calls took, and with the same results."""
+    model = small_model("vssm").to(device)
+    check(model, replays, num=2, temperature=0.7)
+    expected = [
+        generate(model, num=2, length=LENGTH, seed=seed, temperature=0.7, graphs=False) for seed in (5, 0)
+    ]
+    module = sys.modules["vssm.generate"]
+    for name in ("sample", "first_weight", "_check_num", "_noise_source"):
+        monkeypatch.setattr(module, name, None)
+    same_results(generate(model, num=2, length=LENGTH, seed=5, temperature=0.7), expected[0])
+    same_results(generate(model, num=2, length=LENGTH, temperature=0.7), expected[1])
+    for other in ({"num": 3}, {"seed": torch.tensor(5)}, {"rows": [0, 1]}, {"graphs": False}, {"length": 4}):
+        with pytest.raises(TypeError, match="not callable"):
+            generate(model, **{"num": 2, "length": LENGTH, "temperature": 0.7, **other})
+
+
+def test_what_looks_like_a_known_request_is_checked(device):
+    """1.0, True and 1 are equal, and a tensor stays the same object while its value changes."""
+    model = small_model("vssm").to(device)
+    for _ in range(3):
+        generate(model, num=1, length=1, passes=1, temperature=1)
+    for name, value in (("length", 1.0), ("length", True), ("passes", True), ("num", True), ("num", 1.0)):
+        with pytest.raises(ValueError, match=rf"^{name}={value} is not allowed"):
+            generate(model, **{"num": 1, "length": 1, name: value})
+    with pytest.raises(ValueError, match=r"^seed is bool"):
+        generate(model, num=1, length=1, seed=True)
+    temperature = torch.tensor(1.0)
+    for value in (1.0, 0.01, 1.0, 0.01):
+        temperature.fill_(value)
+        made = generate(model, num=2, length=5, temperature=temperature, seed=3)
+        same_results(made, generate(model, num=2, length=5, temperature=value, seed=3, graphs=False))
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_what_is_watched_is_told_once_for_each_look(changed, device):
+    watch = graphs.Watch(lambda model, place: place.copy_(3 + model.bias, non_blocking=True), 5, device)
+    model = torch.nn.Module()
+    model.bias = torch.tensor(2 + changed, device=device)
+    for _ in range(2):
+        watch.look(model)
+        assert watch.unchanged() != changed
+    assert not watch.unchanged(), "nothing was looked at since"
+
+
 @pytest.mark.parametrize("kind", PARALLEL)
 def test_generation_does_not_read_the_encoder(kind, device, replays):
     """So a program stays when only that changes."""
@@ -299,7 +349,7 @@ def test_a_tree_is_gathered_in_few_pieces():
     gathered = trees.Gathered(tree, {shared.data_ptr()})
     assert len(gathered.pieces) == 3
     copies = gathered.own(9), gathered.own(9)
-    for copy in (gathered.tree, *copies):
+    for copy in copies:
         for (name, made), expected in zip(copy.children.items(), tree.children.values(), strict=True):
             for a, b in zip(trees.leaves_of(made), trees.leaves_of(expected), strict=True):
                 assert torch.equal(a, b) and a.dtype == b.dtype, name
@@ -310,7 +360,7 @@ def test_a_tree_is_gathered_in_few_pieces():
     assert first.child("inner").child("b")["c"].stride() == (0, 1)
     assert first.child("inner").child("b").position == first.position == 9
     assert memory(first["x"], first.child("inner")["a"]).isdisjoint(
-        memory(second["x"], second.child("inner")["a"], *gathered.pieces)
+        memory(second["x"], second.child("inner")["a"], *gathered.leaves())
     )
 
 
@@ -470,3 +520,106 @@ def test_nothing_is_recorded_on_a_cpu_or_when_not_asked(replays, monkeypatch):
         with torch.autocast("cpu", torch.bfloat16):
             generate(model, length=4)
     assert replays == {"recorded": 0, "replayed": 0}
+
+
+def paths_forecaster(device, kind="vssm", **options):
+    values = {
+        "features": 4,
+        "patch": 2,
+        "mean": (5.0, -3.0),
+        "std": (2.0, 0.5),
+        "windowed": "window",
+        **options,
+    }
+    meta = Meta(name="series", length=0, suggested_head="", columns=("a", "b"), **values)
+    model = small_model(kind, "gaussian-learned", features=values["features"]).to(device)
+    return Forecaster(model, meta)
+
+
+def plain_forecast(forecaster, *arguments, **options):
+    """The same without recordings."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "DEVICES", ())
+        return forecaster.forecast(*arguments, **options).samples
+
+
+def histories(num, seed=0):
+    return torch.randn(num, 12, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("options", [{}, {"separate": True, "features": 2}, {"season": 3}], ids=str)
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_replayed_paths_equal_plain(kind, options, device, replays):
+    own, before = paths_forecaster(device, kind, **options), None
+    for turn in range(4):
+        x, settings = histories(3, seed=turn), {"seed": turn - 1, "temperature": 0.8}
+        made = own.forecast(x, 9, 5, **settings).samples
+        same(made, plain_forecast(own, x, 9, 5, **settings))
+        assert before is None or not torch.equal(made, before), "other histories and seeds"
+        before = made
+    assert replays == {"recorded": 1, "replayed": 3}
+
+
+@pytest.mark.parametrize("num", [7, 8])
+def test_slabs_of_paths_replay_one_recording(num, device, replays, monkeypatch):
+    """The last slab is as large as the others, also where it has to make some paths again."""
+    own, x = paths_forecaster(device), histories(num)
+    whole = plain_forecast(own, x, 6, 4)
+    monkeypatch.setattr(sys.modules["vssm.forecast"], "_MOST_PATHS", dict.fromkeys(("cpu", "cuda"), 9))
+    same(plain_forecast(own, x, 6, 4), whole)
+    assert replays == {"recorded": 0, "replayed": 0}
+    same(own.forecast(x, 6, 4).samples, whole)
+    assert replays == {"recorded": 1, "replayed": 3}
+    same(own.forecast(x, 6, 4).samples, whole)
+    assert replays == {"recorded": 1, "replayed": 7}
+
+
+def test_paths_stay_as_they_are_and_follow_the_weights(device, replays):
+    own, x = paths_forecaster(device), histories(2)
+    made = [own.forecast(x, 6, 4, seed=seed).samples for seed in (0, 1, 2)]
+    copies = [paths.clone() for paths in made]
+    with torch.no_grad():
+        own.model.decoder.out.weight.mul_(1.5)
+    changed = own.forecast(x, 6, 4, seed=2).samples
+    same(changed, plain_forecast(own, x, 6, 4, seed=2))
+    assert relative_error(changed, made[2]) > 1e-3
+    own.model.decoder.out.weight.data.mul_(1.5)  # counts no version
+    for _ in range(3):
+        changed = own.forecast(x, 6, 4, seed=2).samples
+        same(changed, plain_forecast(own, x, 6, 4, seed=2))
+    assert all(torch.equal(paths, copy) for paths, copy in zip(made, copies, strict=True))
+
+
+def test_a_recording_of_paths_does_not_keep_the_model(device):
+    own = paths_forecaster(device)
+    for seed in range(3):
+        own.forecast(histories(2), 6, 4, seed=seed)
+    gone = weakref.ref(own.model)
+    del own
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_forecasts_on_a_gpu_are_those_of_a_cpu():
+    """At a width that all kernels take, with slabs and replays."""
+    torch.manual_seed(0)
+    config = ModelConfig(
+        kind="vssm", features=24, width=64, layers=2, latents=4, classes=16, head="gaussian-learned"
+    )
+    meta = Meta(
+        name="series", length=0, suggested_head="", columns=("a",), features=24, patch=24, windowed="last"
+    )
+    x = torch.randn(30, 120, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    model = build(config)
+    wanted = Forecaster(model, meta).forecast(x, 200, 60, seed=2).samples
+    own = Forecaster(model.cuda(), meta)
+    for numbers in (2**30, 2**18):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys.modules["vssm.forecast"], "_MOST_NUMBERS", {"cuda": numbers})
+            for _ in range(3):
+                made = own.forecast(x, 200, 60, seed=2).samples.cpu()
+        off = ((made - wanted).abs() / wanted.abs().amax()).amax((2, 3))
+        # Noise within rounding of the edge between two classes gives another path.
+        assert off.median() < 1e-5 and (off > 1e-4).float().mean() < 1e-2

@@ -13,6 +13,7 @@ from vssm.ops.draw import inverse_cdf
 from vssm.ops.embed import embed_sum
 from vssm.ops.latents import expected_log_prob, sample_and_kl
 from vssm.ops.norm import RMSNorm, rms_norm
+from vssm.ops.normal import normal_draw
 
 SINGLE, HALF = 1e-5, 1e-2  # relative, in norm
 
@@ -114,6 +115,28 @@ def test_one_row_of_logits_serves_all_noise():
     assert_selected(logits, noise, z)
     with pytest.raises(ValueError, match="do not repeat over noise"):  # its twin makes (1, 5, 3) of it
         inverse_cdf(logits, noise[0], backend="triton")
+
+
+@kernels
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize(
+    ("own", "shape"), [((2, 1, 5, 3), (2, 4, 5, 3)), ((2, 1, 1), (2, 3, 4)), ((3,), (2, 4, 3)), ((1,), (5,))]
+)
+def test_logits_serve_noise_in_the_dimensions_that_they_lack(own, shape, backend):
+    logits, noise = normal(*own, 7), noises(*shape)
+    z = inverse_cdf(logits, noise, backend=backend)
+    whole = logits.expand(*shape, 7).contiguous()
+    assert torch.equal(z, inverse_cdf(whole, noise, backend=backend))
+    assert_selected(whole, noise, z)
+
+
+@kernels
+def test_dimensions_that_logits_lack_must_be_neighbours():
+    logits, noise = normal(1, 5, 1, 7), noises(4, 5, 3)
+    with pytest.raises(ValueError, match="do not repeat over noise"):
+        inverse_cdf(logits, noise, backend="triton")
+    z = inverse_cdf(logits, noise)  # its twin does without
+    assert torch.equal(z, inverse_cdf(logits.expand(4, 5, 3, 7), noise, backend="reference"))
 
 
 @kernels
@@ -506,3 +529,73 @@ def test_embed_sum_refuses(latents, change, message):
     z = classes_of(latents, 2, 3)
     with pytest.raises(ValueError, match=message):
         embed_sum(z, change(normal(2 * latents, 4)), backend="triton")
+
+
+@kernels
+@torch.no_grad()
+def test_embed_sum_of_many_steps(monkeypatch):
+    from vssm.ops import embed_triton
+
+    monkeypatch.setattr(embed_triton, "MANY", 5)
+    for latents, classes, width, steps in ((4, 16, 64, 37), (3, 5, 70, 5), (1, 64, 33, 130)):
+        z, weight = classes_of(latents, classes, steps), normal(latents * classes, width)
+        wanted = embed_sum(z, weight.double(), backend="reference")
+        assert relative_error(embed_sum(z, weight, backend="triton"), wanted) < 1e-6
+
+
+@kernels
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("shape", [(2, 3, 4), (1, 24), (700, 3), (0, 5)], ids=str)
+def test_normal_draw(shape, learned):
+    w = 4 * normal(*shape[:-1], shape[-1] * (2 if learned else 1))
+    noise = noises(*shape).clamp(2.0**-24, 1 - 2.0**-24)
+    options = {"temperature": 0.7, "scale": None if learned else 0.1}
+    given = normal_draw(w, noise, **options, backend="triton")
+    wanted = normal_draw(w.double(), noise.double(), **options, backend="reference")
+    assert given.shape == shape and given.dtype == torch.float32
+    loc = w[..., : shape[-1]]
+    assert ((given - wanted).abs() <= 1e-6 * (loc.abs() + (wanted - loc).abs())).all()
+
+
+@kernels
+def test_normal_draws_reach_into_the_tails():
+    """The noise nearest to 0 and 1 that `vssm.noise` gives, and its middle."""
+    u = torch.tensor(
+        [2.0**-24, 2.0**-10, 0.5 - 2.0**-24, 0.5 + 2.0**-24, 0.9966, 1 - 2.0**-24], device=DEVICE
+    )
+    wanted = 2**0.5 * torch.erfinv(2 * u.double() - 1)
+    given = normal_draw(torch.zeros_like(u), u, scale=1.0, backend="triton")
+    assert ((given - wanted).abs() <= 1e-6 * wanted.abs()).all()
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.requires_grad_(), "it has no gradient"),
+        (lambda w: w.bfloat16(), "not all float32"),
+        (lambda w: w[:, :3], r"noise has shape \(2, 3\), w has \(2, 3\)"),
+    ],
+)
+def test_normal_draw_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        normal_draw(change(normal(2, 6)), noises(2, 3), backend="triton")
+
+
+@kernels
+@pytest.mark.parametrize("kind", ["vssm", "tvae"])
+def test_the_probe_of_a_recording_is_that_of_pytorch(kind):
+    """And it changes when a bit does."""
+    from vssm.sampling import parallel, probe_triton
+
+    model = small_model(kind).to(DEVICE)
+    place = torch.zeros((), dtype=torch.int64, pin_memory=DEVICE == "cuda")
+    seen = set()
+    for _ in range(2):
+        probe_triton.show((model.partial.blank, model.partial.norm.weight), place)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        assert place.item() == int(parallel._probe(model))
+        seen.add(place.item())
+        model.partial.norm.weight.data[3] += 1e-6
+    assert len(seen) == 2

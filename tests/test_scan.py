@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import relative_error
 from vssm.ops import choose_backend, selective_scan
+from vssm.ops.scan import scan_output
 from vssm.ops.scan_reference import selective_scan_reference
 
 KERNELS = ("numba",)
@@ -418,6 +419,23 @@ def test_bad_input_is_named(change, message):
     with pytest.raises(ValueError, match=message) as error:
         selective_scan(**{**arguments(2, 7, 5, 3), **change})
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("backend", ("reference", *KERNELS))
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_output_alone_from_states_that_sequences_share(backend, times):
+    values = arguments(6, 7, 5, 3)
+    few = {**values, "h0": values["h0"][: 6 // times]}
+    whole = {**values, "h0": few["h0"].repeat_interleave(times, 0)}
+    y, _ = selective_scan(**whole, backend=backend)
+    assert torch.equal(scan_output(**few, backend=backend), y)
+    h0 = few["h0"].clone().requires_grad_()
+    scan_output(**{**few, "h0": h0}, backend=backend).sum().backward()
+    expected = whole["h0"].clone().requires_grad_()
+    selective_scan(**{**whole, "h0": expected}, backend=backend)[0].sum().backward()
+    assert relative_error(h0.grad, expected.grad.unflatten(0, (-1, times)).sum(1)) < TOLERANCE
+    with pytest.raises(ValueError, match=r"h0 has shape \(4, 5, 3\); allowed: \(6, 5, 3\)"):
+        scan_output(**{**values, "h0": values["h0"][:4]}, backend=backend)
 
 
 def test_automatic_choice():

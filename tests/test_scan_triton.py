@@ -7,6 +7,7 @@ from tests.conftest import relative_error
 from tests.interpreter import DEVICE, INTERPRETED, kernels, needs_interpreter, run_interpreted
 from tests.test_scan import TENSORS, arguments, assert_close
 from vssm.ops import choose_backend, selective_scan
+from vssm.ops.scan import scan_output
 
 pytest.importorskip("triton")
 
@@ -110,6 +111,22 @@ def test_half_precision_in_float32_inside(small, dtype, states):
     for name in ("h", "A", "D", "dt_bias", "h0"):
         assert given[name].dtype == torch.float32
         assert relative_error(given[name], wanted[name]) < 1e-5
+
+
+@kernels
+@pytest.mark.parametrize(("length", "chunk"), [(4, 4), (7, 7), (8, 4), (0, 4)])
+@pytest.mark.parametrize("times", [1, 3, 6])
+@torch.no_grad()
+def test_output_alone_from_states_that_sequences_share(small, times, length, chunk):
+    small(chunk)
+    values = to_device(arguments(6, length, 40, 16))
+    few = values["h0"][: 6 // times].contiguous()
+    y, _ = selective_scan(**{**values, "h0": few.repeat_interleave(times, 0)}, backend="triton")
+    given = scan_output(**{**values, "h0": few}, backend="triton")
+    assert torch.equal(given, y)
+    without = {**values, "h0": None}
+    y, _ = selective_scan(**without, backend="triton")
+    assert torch.equal(scan_output(**without, backend="triton"), y)
 
 
 @kernels
@@ -261,3 +278,15 @@ def test_addresses_pass_two_to_the_31():
     )  # fmt: skip
     assert relative_error(y[2:, last, 5:9][:, -100:], wanted[:, -100:]) < HALF
     assert relative_error(h[2:, 5:9], state) < HALF
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rates_of_several_blocks_at_once(dtype):
+    from vssm.ops import scan_triton
+
+    logs = [torch.randn(33, 16, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    logs = [log.to(DEVICE, dtype) for log in logs]
+    made = scan_triton.decays(logs)
+    assert made.shape == (3, 33, 16) and made.dtype == torch.float32
+    assert ((made.double() / -torch.stack(logs).double().exp() - 1).abs() < 1e-6).all()

@@ -40,6 +40,7 @@ from vssm.ops.latents import (
     kl_to_uniform,
     sample_and_kl,
 )
+from vssm.ops.normal import bounded_scale, normal_draw
 
 __all__ = ["HEADS", "Head", "Latents", "Observation", "gumbel_uniform", "make_head"]
 
@@ -188,11 +189,15 @@ class Gaussian:
     """
 
     def __init__(self, w: Tensor, scale: float | None) -> None:
-        if scale is None:
-            self.loc, raw = w.chunk(2, dim=-1)
-            self.scale = _bounded_scale(raw, _MIN_SCALE)
-        else:
-            self.loc, self.scale = w, w.new_full((), scale)
+        self._w, self._fixed = w, scale
+        self.loc = w.chunk(2, dim=-1)[0] if scale is None else w
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """The standard deviations, (B, T, D), or () of one for all."""
+        if self._fixed is not None:
+            return self._w.new_full((), self._fixed)
+        return bounded_scale(self._w.chunk(2, dim=-1)[1], (_MIN_SCALE, _MAX_SCALE))
 
     @property
     def mean(self) -> Tensor:
@@ -207,8 +212,8 @@ class Gaussian:
         return -(error.square() / 2 + self.scale.log() + math.log(2 * math.pi) / 2).sum(-1)
 
     def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
-        normal = math.sqrt(2) * torch.erfinv(2 * noise.to(self.loc.dtype) - 1)
-        return self.loc + self.scale * _positive(temperature) * normal
+        bounds = _MIN_SCALE, _MAX_SCALE
+        return normal_draw(self._w, noise, _positive(temperature), self._fixed, bounds)
 
 
 class Bernoulli:
@@ -269,7 +274,7 @@ class LogisticMixture:
         self.width = 1 / (bins - 1)
         self.logits, raw_loc, raw_scale = w.unflatten(-1, (-1, 3, mixtures)).unbind(-2)  # (B, T, D, M)
         self.loc = raw_loc + (torch.arange(mixtures, dtype=w.dtype, device=w.device) + 0.5) / mixtures
-        self.scale = _bounded_scale(raw_scale, self.width / 10)
+        self.scale = bounded_scale(raw_scale, (self.width / 10, _MAX_SCALE))
 
     @property
     def mean(self) -> Tensor:
@@ -448,10 +453,3 @@ def _positive(temperature: float) -> float:
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature is {temperature}; allowed: positive numbers")
     return temperature
-
-
-def _bounded_scale(raw: Tensor, least: float) -> Tensor:
-    """Maps outputs to (least, 20): log scale has slope 1 at 0 and tails that never get flat."""
-    middle, reach = math.log(least * _MAX_SCALE) / 2, math.log(_MAX_SCALE / least) / 2
-    # softsign, since the gradient of tanh or sigmoid is exactly 0 in float32 once they saturate
-    return torch.exp(middle + reach * F.softsign(raw / reach))

@@ -7,12 +7,14 @@
 
 A model reads x''_{1:C} once, as `observe` does; the S paths of a series then start from copies of that state.
 In a vssm or tvae the paths of a series also share the partial posterior of the steps to come, so that only
-the decoder runs for every path, and for all steps at once.
+the decoder runs for every path, and for all steps at once (`vssm.sampling.paths`). One pass over the paths
+puts them into the units of the data: both scales are one factor and one shift.
 
 Legend: B series of N steps and D columns; C `context`; H `horizon`; S `samples`; x (B, N, D).
 """
 
 import json
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm import pretrained
+from vssm import graphs, pretrained
 from vssm.checkpoint import load
 from vssm.config import check_choice, check_type, whole_number
 from vssm.data import Meta
@@ -33,13 +35,14 @@ from vssm.generate import check_temperature, generate, observe
 from vssm.hub import pull
 from vssm.models import Ladder, Model, Variational, check_model
 from vssm.nn import State
-from vssm.sampling import Noise
+from vssm.sampling.paths import paths_after, paths_from
 
 __all__ = ["Forecast", "Forecaster", "Stream", "forecast"]
 
-# What a pass may hold, of all series together: paths, and their steps where these are made all at once.
+# What a slab of series may hold: paths and, where their steps are made all at once, steps times width of the
+# model. On a GPU that takes some milliseconds and gigabytes: more would not make it busier.
 _MOST_PATHS = {"cpu": 2**12, "cuda": 2**16}
-_MOST_STEPS = {"cpu": 2**19, "cuda": 2**23}
+_MOST_NUMBERS = {"cpu": 2**25, "cuda": 5 * 2**24}
 _LARGEST = 1e30  # of what is read, before it is scaled
 
 History = Tensor | np.ndarray | Sequence
@@ -167,24 +170,48 @@ class Forecaster:
         horizon = self._check(horizon, samples)
         x, _, times, single = self._read(history, times)
         prompt, centre, width = self._scaled(x, times)
-        num = len(prompt)
-        most = _MOST_PATHS[self.device.type]
-        if isinstance(self.model, Variational | Ladder):
-            most = min(most, _MOST_STEPS[self.device.type] * self.meta.patch // horizon)
-        slab = max(1, most // samples)
-        paths = []
+        factor, shift = self._units(centre, width)
+        num, paths = len(prompt), None
+        slab = self._slab(num, horizon, samples)
         for first in range(0, num, slab):
-            rows = range(first, min(first + slab, num))
-            state = observe(self.model, prompt[rows.start : rows.stop], seed=seed, rows=rows)
-            made = self._paths(state, horizon, samples, options)
-            own = slice(rows.start, rows.stop)
-            paths.append(_placed(made, centre[own], width[own]))
-        out = self._unscaled(torch.cat(paths), len(x))
+            if graphs.usable(self.device):
+                # Slabs of one size replay one recording: the last makes some paths again, of the same noise.
+                first = max(0, min(first, num - slab))
+            own = slice(first, min(first + slab, num))
+            made = self._paths_after(prompt[own], seed, first, horizon, samples, options)
+            if paths is None:
+                paths = made.new_empty(num, *made.shape[1:])
+            _placed(made, factor[own], shift[own], out=paths[own])
+        assert paths is not None
+        out = self._columns(paths, len(x))
         return Forecast(out[0] if single else out, self.columns, _continued(times, horizon))
 
     def stream(self, history: History, times: np.ndarray | None = None, seed: int = 0) -> "Stream":
         """Starts to follow one series, (N, D), point by point."""
         return Stream(self, history, times, seed)
+
+    def _slab(self, num: int, horizon: int, samples: int) -> int:
+        """Returns how many series are forecast at a time, of all as many."""
+        most = _MOST_PATHS[self.device.type]
+        if isinstance(self.model, Variational | Ladder):
+            steps = _MOST_NUMBERS[self.device.type] // self.model.config.width
+            most = min(most, steps // -(-horizon // self.meta.patch))
+        slabs = -(-num // max(1, most // samples))
+        return -(-num // slabs)
+
+    @torch.no_grad()
+    def _paths_after(
+        self, prompt: Tensor, seed: int, first: int, horizon: int, samples: int, options: dict[str, Any]
+    ) -> Tensor:
+        """Returns new steps of series from row `first` on in their scale, (rows, S, H, channels)."""
+        usual = type(seed) is int and -(2**63) <= seed < 2**63
+        if usual and isinstance(self.model, Variational) and not set(options) - {"temperature"}:
+            steps = -(-horizon // self.meta.patch)
+            temperature = check_temperature(options.get("temperature", 1.0))
+            x = paths_after(self.model, prompt, seed, first, samples, steps, temperature)
+            return self._points(x, horizon)
+        state = observe(self.model, prompt, seed=seed, rows=range(first, first + len(prompt)))
+        return self._paths(state, horizon, samples, options)
 
     @torch.no_grad()
     def _paths(self, state: State, horizon: int, samples: int, options: dict[str, Any]) -> Tensor:
@@ -193,10 +220,15 @@ class Forecaster:
         if set(options) - {"temperature"} or not isinstance(self.model, Variational):
             copies = state.repeat(samples)
             x = generate(self.model, length=steps, state=copies, observe="sample", **options).x
+            x = x.unflatten(0, (state.batch, samples))
         else:
-            x = _parallel_paths(self.model, state, steps, samples, **options)
-        rows = self.meta.to_rows(x.unflatten(0, (state.batch, samples)))
-        return rows[..., :horizon, : self.channels]
+            temperature = check_temperature(options.get("temperature", 1.0))
+            x = paths_from(self.model, state, samples, steps, temperature)
+        return self._points(x, horizon)
+
+    def _points(self, x: Tensor, horizon: int) -> Tensor:
+        """Returns steps of the model, (rows, S, T, features), as points, (rows, S, H, channels)."""
+        return self.meta.to_rows(x)[..., :horizon, : self.channels]
 
     def _check(self, horizon: int | None, samples: int) -> int:
         trained = self.meta.horizon
@@ -231,13 +263,15 @@ class Forecaster:
             raise ValueError("times is needed: the model was trained with the time features of its data")
         context = self.meta.context or x.shape[1]
         x = x[:, -context:]
-        known = torch.isfinite(x)
-        self._check_known(known)
-        if not known.all():
+        known, largest = torch.ones_like(x, dtype=torch.bool), float(x.abs().max())
+        if not math.isfinite(largest):  # one pass tells that nothing is missing, as is usual
+            known = torch.isfinite(x)
+            self._check_known(known)
             parts = zip(x.numpy(), known.numpy(), strict=True)
             x = torch.from_numpy(np.stack([fill_gaps(v, k, self.meta.fill) for v, k in parts]))
-        if x.abs().max() > _LARGEST:
-            raise ValueError(f"history has values up to {float(x.abs().max()):g}; allowed: up to 1e30")
+            largest = float(x.abs().max())
+        if largest > _LARGEST:
+            raise ValueError(f"history has values up to {largest:g}; allowed: up to 1e30")
         return x, known, None if times is None else np.asarray(times)[-context:], single
 
     def _check_known(self, known: Tensor) -> None:
@@ -277,18 +311,27 @@ class Forecaster:
         patch = self.meta.patch
         if x.shape[1] < patch:
             raise ValueError(f"history has {x.shape[1]} steps; allowed: {patch} or more, a step of the model")
-        x = x[:, x.shape[1] % patch :].unflatten(1, (-1, patch)).flatten(2)
-        return x.to(self.device, torch.float32)
+        x = x[:, x.shape[1] % patch :].unflatten(1, (-1, patch)).flatten(2).float()
+        # Here, since it would wait for the device there; a sum that is finite says that all numbers are.
+        self.model.head.validate(x, values=not math.isfinite(x.sum(dtype=torch.float64)))
+        return x.to(self.device)
 
     def _rows(self, x: Tensor) -> Tensor:
         """Returns (B, C, D) as the model has it: (B, C, D), or (B D, C, 1) when columns are apart."""
         return x.transpose(1, 2).flatten(0, 1)[..., None] if self.meta.separate else x
 
-    def _unscaled(self, paths: Tensor, num: int) -> Tensor:
-        """Returns paths (rows, S, H, channels) as (B, S, H, D) in the units of the data."""
+    def _units(self, centre: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the factor (rows, 1, channels) and shift (rows, P, channels) from the model to the data."""
+        std, mean = self._std, self._mean
         if self.meta.separate:
-            paths = paths.unflatten(0, (num, -1)).squeeze(-1).movedim(1, -1)
-        return paths * self._std.to(paths) + self._mean.to(paths)
+            std, mean = (column.repeat(len(centre) // len(column))[:, None, None] for column in (std, mean))
+        return (width * std).to(self.device), (centre * std + mean).to(self.device)
+
+    def _columns(self, paths: Tensor, num: int) -> Tensor:
+        """Returns paths (rows, S, H, channels) as (B, S, H, D)."""
+        if self.meta.separate:
+            return paths.unflatten(0, (num, -1)).squeeze(-1).movedim(1, -1)
+        return paths
 
 
 class Stream:
@@ -389,24 +432,9 @@ class Stream:
         if self._stale:
             self._renew()
         made = forecaster._paths(self._state, horizon, samples, options)
-        paths = _placed(made, self._centre, self._width, self._since)
+        paths = _placed(made, *forecaster._units(self._centre, self._width), first=self._since)
         times = _continued(self._times, horizon)
-        return Forecast(forecaster._unscaled(paths, 1)[0], forecaster.columns, times)
-
-
-def _parallel_paths(
-    model: Variational, state: State, horizon: int, samples: int, temperature: float = 1.0
-) -> Tensor:
-    """Does what `generate` does from `state.repeat(samples)`, (B S, H, D), with q_omega once a series."""
-    temperature = check_temperature(temperature)
-    q_z, _ = model.partial_posterior(empty=horizon, state=state.child("partial"))
-    copies = state.repeat(samples)
-    source = Noise(copies["seed"], copies["row"])
-    # Paths first: one row of logits then serves all of them without being copied.
-    u = source.latent(model, state.position, horizon).unflatten(0, (state.batch, samples)).transpose(0, 1)
-    z = q_z.sample(u, temperature).transpose(0, 1).flatten(0, 1)
-    p_x, _ = model.likelihood(z, copies.child("decoder"))
-    return p_x.sample(source.observation(model, state.position, horizon), temperature)
+        return Forecast(forecaster._columns(paths, 1)[0], forecaster.columns, times)
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -438,10 +466,10 @@ def _dates(times: np.ndarray | None, num: int, of: str) -> np.ndarray | None:
     return dates
 
 
-def _placed(made: Tensor, centre: Tensor, width: Tensor, first: int = 0) -> Tensor:
-    """Returns paths (rows, S, H, channels) in the scale of their columns; `first` as for `in_season`."""
-    centre = in_season(centre, first, made.shape[2])
-    return made * width[:, None].to(made) + centre[:, None].to(made)
+def _placed(made: Tensor, factor: Tensor, shift: Tensor, first: int = 0, out: Tensor | None = None) -> Tensor:
+    """Returns paths (rows, S, H, channels) in the units of the data; `first` as for `in_season`."""
+    shift = in_season(shift.to(made), first, made.shape[2])
+    return torch.addcmul(shift[:, None], made, factor[:, None].to(made), out=out)
 
 
 def _continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:

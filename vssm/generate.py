@@ -17,11 +17,12 @@ from vssm import graphs as recorded
 from vssm.config import ModelConfig, check_choice, check_flag, shown, whole_number
 from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational, check_model
 from vssm.nn import State
-from vssm.sampling import BLIND, Noise, Options, read, sample
+from vssm.sampling import BLIND, Noise, Options, read, repeat_variational, sample
 from vssm.weights import first_weight
 
 __all__ = ["Generation", "check_temperature", "generate", "observe"]
 
+_CONSTANTS = {type, str, int, float, bool, type(None)}
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
@@ -36,7 +37,6 @@ class Generation(NamedTuple):
     """Where to resume: `generate(model, length=..., state=state)`."""
 
 
-@torch.no_grad()
 def generate(
     model: Model,
     num: int | None = None,
@@ -90,35 +90,37 @@ def generate(
         >>> torch.allclose(whole.x, torch.cat([half.x, rest.x], 1), atol=1e-6)
         True
     """
-    length, passes = whole_number("length", length, 0), whole_number("passes", passes, 1)
-    chunk = None if chunk is None else whole_number("chunk", chunk, 1)
-    temperature = check_temperature(temperature)
     check_model(model)
-    for name, flag in (("recondition", recondition), ("cache", cache), ("graphs", graphs)):
-        check_flag(name, flag)
-    _check_options(model, chunk, recondition, passes, observe, cache, state)
-    device = first_weight(model).device
-    if prompt is not None:
-        prompt = _check_sequence(model, prompt, "prompt", device, steps=0)
-    if state is not None:
-        _check_state(model, state, device)
-    num = _check_num(None if num is None else whole_number("num", num, 1), prompt, state)
-    if state is not None and state.batch != num:
-        state = state.repeat(num)
-    if state is not None and prompt is not None:
-        prompt = prompt.expand(num, *prompt.shape[1:])
-    source = _noise_source(num, seed, rows, state, device)
-    if prompt is not None and prompt.shape[1] == 0:
-        prompt = None
-    if prompt is not None and state is not None and "blind" in state.children:
-        raise ValueError(f"prompt and state together are ambiguous here: {BLIND}")
-    options = Options(
-        length, chunk or max(length, 1), recondition or passes > 1, passes, temperature, observe == "sample"
-    )
-    before = state if state is not None and state.position else None
-    record = graphs and recorded.usable(device) and type(model) in (Autoregressive, Variational, VRNN, Ladder)
-    x, z, after = sample(model, prompt, before, source, options, cache, record)
-    return Generation(x, z, _own(model, after, source))
+    dials = length, chunk, recondition, passes, temperature, observe, cache, graphs
+    asked = type(model), model.config.kind, *dials, state is not None
+    # The same question has the same answer, if it is made of values that can not change.
+    plain = _CONSTANTS.issuperset(map(type, asked))
+    options = (_checked if plain else _checked.__wrapped__)(*asked)
+    if graphs and type(model) is Variational and prompt is None and state is None and rows is None:
+        made = _repeated(model, num, seed, options)
+        if made is not None:
+            return made
+    with torch.no_grad():
+        device = first_weight(model).device
+        if prompt is not None:
+            prompt = _check_sequence(model, prompt, "prompt", device, steps=0)
+        if state is not None:
+            _check_state(model, state, device)
+        num = _check_num(None if num is None else whole_number("num", num, 1), prompt, state)
+        if state is not None and state.batch != num:
+            state = state.repeat(num)
+        if state is not None and prompt is not None:
+            prompt = prompt.expand(num, *prompt.shape[1:])
+        source = _noise_source(num, seed, rows, state, device)
+        if prompt is not None and prompt.shape[1] == 0:
+            prompt = None
+        if prompt is not None and state is not None and "blind" in state.children:
+            raise ValueError(f"prompt and state together are ambiguous here: {BLIND}")
+        before = state if state is not None and state.position else None
+        kinds = (Autoregressive, Variational, VRNN, Ladder)
+        record = graphs and recorded.usable(device) and type(model) in kinds
+        x, z, after = sample(model, prompt, before, source, options, cache, record)
+        return Generation(x, z, _own(model, after, source))
 
 
 @torch.no_grad()
@@ -171,6 +173,20 @@ def check_temperature(temperature: float) -> float:
             f"temperature={shown(temperature)} is not allowed; allowed: a number > 0, from 1e-30 to 1e6"
         )
     return value
+
+
+def _repeated(
+    model: Variational, num: int | None, seed: int | Tensor | None, options: Options
+) -> Generation | None:
+    """Replays at once what was made from nothing before; None, if it was not or if there is more to check."""
+    num, seed = 1 if num is None else num, 0 if seed is None else seed
+    if type(num) is not int or num < 1 or type(seed) is not int or not -(2**63) <= seed < 2**63:
+        return None
+    made = repeat_variational(model, num, seed, options)
+    if made is None:
+        return None
+    after = made.child("state")
+    return Generation(made["x"], made["z"], State(after.children, after.position, _owner(model.config)))
 
 
 @lru_cache(maxsize=64)
@@ -227,32 +243,45 @@ def _whole_numbers(name: str, values: Sequence[int] | Tensor | int, device: torc
     return tensor.to(device, torch.int64)
 
 
-def _check_options(
-    model: Model,
+@lru_cache(maxsize=256, typed=True)
+def _checked(
+    model: type[Model],
+    kind: str,
+    length: int,
     chunk: int | None,
     recondition: bool,
     passes: int,
+    temperature: float,
     observe: str,
     cache: bool,
-    state: State | None,
-) -> None:
-    kind = model.config.kind
+    graphs: bool,
+    resumed: bool,
+) -> Options:
+    """Checks what does not depend on tensors; `resumed` says whether there is a state to go on from."""
+    length, passes = whole_number("length", length, 0), whole_number("passes", passes, 1)
+    chunk = None if chunk is None else whole_number("chunk", chunk, 1)
+    temperature = check_temperature(temperature)
+    for name, flag in (("recondition", recondition), ("cache", cache), ("graphs", graphs)):
+        check_flag(name, flag)
     check_choice("observe", observe, ("mean", "sample"))
-    if passes > 1 and isinstance(model, Ladder):
+    if passes > 1 and issubclass(model, Ladder):
         raise ValueError(f"passes={passes} is for a vssm or tvae without levels; allowed: 1")
-    if (chunk is not None or recondition or passes > 1) and not isinstance(model, Variational | Ladder):
+    if (chunk is not None or recondition or passes > 1) and not issubclass(model, Variational | Ladder):
         name = "recondition=True" if recondition else f"passes={passes}" if passes > 1 else f"chunk={chunk}"
         raise ValueError(
             f"{name} is for models that generate in parallel, not kind={kind!r}; allowed: vssm, tvae"
         )
-    if not cache and not isinstance(model, Autoregressive):
+    if not cache and not issubclass(model, Autoregressive):
         raise ValueError(
             f"cache=False is for autoregressive models, not kind={kind!r}; allowed: transformer, ssm, rnn"
         )
-    if not cache and state is not None:
+    if not cache and resumed:
         raise ValueError(
             "cache=False recomputes from the first step and can not use a state; allowed: a prompt"
         )
+    return Options(
+        length, chunk or max(length, 1), recondition or passes > 1, passes, temperature, observe == "sample"
+    )
 
 
 def _check_sequence(model: Model, x: Tensor, name: str, device: torch.device, steps: int = 1) -> Tensor:

@@ -14,8 +14,9 @@ what comes before the replay, so that is little: numbers are filled in, and all 
 options). It answers None when the plain path is to run: at the first call of a key, since most keys are
 asked for only once, and where recording failed. Weights are read where they are, so a program sees them
 change; it is dropped when they move or when their version shows that they were trained. `again` starts a
-program first, if no weight has moved, and looks for other changes while the device works. All programs of a
-model share one pool of memory: they run one after the other, and leave nothing there between calls.
+program first, if no weight has moved, and looks for other changes while the device works; what a recording
+takes for granted beside the weights, a `Watch` looks at on the device. All programs of a model share one pool
+of memory: they run one after the other, and leave nothing there between calls.
 """
 
 import threading
@@ -31,10 +32,10 @@ from torch import Tensor, nn
 
 from vssm.nn import State
 from vssm.ops.linear_weights import SplitWeights
-from vssm.trees import Gathered, copy, join, leaves_of, row_of
+from vssm.trees import Gathered, copy, join, leaves_of, row_of, zero
 from vssm.weights import places_of, weights_of
 
-__all__ = ["Decoder", "Loop", "OneShot", "Peek", "Recorder", "again", "attempt", "usable"]
+__all__ = ["Decoder", "Loop", "OneShot", "Recorder", "Watch", "again", "attempt", "usable"]
 
 DEVICES = ("cuda",)  # tests add "cpu", where a recording runs its function again
 PROGRAMS = 8  # kept for a model
@@ -70,18 +71,23 @@ class Recorder:
             self.stream, self.beside = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
             self.pool = torch.cuda.graph_pool_handle()
 
-    def record(self, model: nn.Module, function: Callable[[nn.Module], _T]) -> "Recording[_T]":
+    def record(
+        self, model: nn.Module, function: Callable[[nn.Module], _T], watch: "Watch | None" = None
+    ) -> "Recording[_T]":
         """Records a function that reads static tensors; it runs once before, which compiles its kernels.
 
-        The function must not hold the model: the programs of a model would keep it alive.
+        The function must not hold the model: the programs of a model would keep it alive. What is watched is
+        looked at before.
         """
         if self.device.type != "cuda":
-            return Recording(function(model), None, function)
+            return Recording(function(model), None, function, watch)
         current = torch.cuda.current_stream(self.device)
         graph, weights = torch.cuda.CUDAGraph(), SplitWeights(self.device, self.beside)
         with _capturing, torch.cuda.device(self.device):
             self.stream.wait_stream(current)
             with torch.cuda.stream(self.stream), weights.note():
+                if watch is not None:
+                    watch.look(model)
                 function(model)
             current.wait_stream(self.stream)
             # Other threads may allocate meanwhile: "global" would make that their error.
@@ -90,10 +96,12 @@ class Recorder:
             )
             try:
                 with capture, weights.split():
+                    if watch is not None:
+                        watch.look(model)
                     outputs = function(model)
             finally:
                 torch.cuda.set_stream(current)  # a capture that fails leaves its own stream behind
-        return Recording(outputs, graph, None)
+        return Recording(outputs, graph)
 
 
 class Recording(Generic[_T]):
@@ -103,35 +111,49 @@ class Recording(Generic[_T]):
         self,
         outputs: _T,
         graph: "torch.cuda.CUDAGraph | None",
-        function: Callable[[nn.Module], _T] | None,
+        function: Callable[[nn.Module], _T] | None = None,
+        watch: "Watch | None" = None,
     ) -> None:
-        self.outputs, self._graph, self._function = outputs, graph, function
+        self.outputs, self._graph, self._function, self._watch = outputs, graph, function, watch
 
     def replay(self, model: nn.Module) -> None:
         if self._graph is not None:
             self._graph.replay()
         elif self._function is not None:  # without a GPU
-            copy(map(row_of, self.outputs.leaves()), map(row_of, self._function(model).leaves()))
+            if self._watch is not None:
+                self._watch.look(model)
+            with torch.no_grad():
+                copy(map(row_of, self.outputs.leaves()), map(row_of, self._function(model).leaves()))
 
 
-class Peek:
-    """An integer from the device, to be read when it is there, without waiting for what comes after it."""
+class Watch:
+    """Looks at a number of the model at every replay: what was recorded holds while it is what it was.
 
-    def __init__(self, device: torch.device) -> None:
+    It comes first in a recording, so the host can read it while the device works on the rest.
+
+    Arguments:
+        show: Writes the number of a model to an int64 of the host, when the device gets there.
+        expected: What it was.
+        device: Where the model is.
+    """
+
+    _UNSEEN = -(2**62) + 1  # a number that is not there yet
+
+    def __init__(self, show: Callable[[Any, Tensor], None], expected: int, device: torch.device) -> None:
+        self._show, self._expected, self._device = show, expected, device
         with torch.inference_mode(False):  # else it could be written to in that mode only
-            on_gpu = device.type == "cuda"
-            self._value = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=on_gpu)
-            self._there = torch.cuda.Event() if on_gpu else None
+            self._value = torch.full((), self._UNSEEN, device="cpu", pin_memory=device.type == "cuda")
 
-    def take(self, value: Tensor) -> None:
-        self._value.copy_(value, non_blocking=True)
-        if self._there is not None:
-            self._there.record(torch.cuda.current_stream(value.device.index))
+    def look(self, model: nn.Module) -> None:
+        self._show(model, self._value)
 
-    def read(self) -> int:
-        if self._there is not None:
-            self._there.synchronize()
-        return int(self._value)
+    def unchanged(self) -> bool:
+        """Says, once for each look, whether the number is as expected; waits if it is not there yet."""
+        if self._device.type == "cuda" and self._value.item() == self._UNSEEN:
+            torch.cuda.current_stream(self._device).synchronize()
+        value = self._value.item()
+        self._value.fill_(self._UNSEEN)
+        return value == self._expected
 
 
 class OneShot:
@@ -143,7 +165,7 @@ class OneShot:
         fixed: More of them, which a call fills with a number or leaves as they are.
         constants: Other tensors and trees that the function reads, which must stay where and as they are;
             where they are outputs too, they are handed out themselves.
-        peek: Takes the output `probe` before the others are copied.
+        watch: What must be as it was for the outputs to be right.
     """
 
     def __init__(
@@ -154,18 +176,20 @@ class OneShot:
         inputs: State,
         fixed: State,
         constants: Iterable[object] = (),
-        peek: Peek | None = None,
+        watch: Watch | None = None,
     ) -> None:
         inputs, self.fixed = (
             tree.map(lambda t: t.clone(memory_format=torch.contiguous_format)) for tree in (inputs, fixed)
         )
-        self.static, self.constants, self.peek = list(inputs.leaves()), constants, peek
+        self.static, self.constants, self.watch = list(inputs.leaves()), constants, watch
         everything = State({**inputs.children, **self.fixed.children})
         shared = {tensor.data_ptr() for tensor in _tensors(constants)}
-        self.recording = recorder.record(model, partial(_gathered, function, everything, shared))
+        self.recording = recorder.record(model, partial(_gathered, function, everything, shared), watch)
 
-    def __call__(self, model: nn.Module, inputs: State, numbers: Mapping[str, int], position: int) -> State:
-        """Runs the function.
+    def __call__(
+        self, model: nn.Module, inputs: State, numbers: Mapping[str, int], position: int
+    ) -> State | None:
+        """Runs the function; None, if what is watched has changed.
 
         Arguments:
             model: The model.
@@ -178,9 +202,8 @@ class OneShot:
         if self.static:
             copy(self.static, inputs.leaves())
         self.recording.replay(model)
-        if self.peek is not None:
-            self.peek.take(self.recording.outputs.tree["probe"])
-        return self.recording.outputs.own(position)
+        made = self.recording.outputs.own(position)
+        return made if self.watch is None or self.watch.unchanged() else None
 
 
 class Loop:
@@ -199,9 +222,8 @@ class Loop:
         carried: State,
     ) -> None:
         self.recorder, self.step = recorder, step
-        zeros = carried.map(lambda t: torch.zeros_like(t, memory_format=torch.contiguous_format))
-        self._gathered = Gathered(State({"carried": zeros}))
-        self.carried = self._gathered.tree.child("carried")
+        self.carried = carried.map(lambda t: torch.zeros_like(t, memory_format=torch.contiguous_format))
+        self._gathered = Gathered(State({"carried": self.carried}))
         self._blocks: dict[int, tuple[list[Tensor], Recording[State]]] = {}
 
     def __call__(self, model: nn.Module, carried: State, feed: State) -> tuple[State, State]:
@@ -217,7 +239,7 @@ class Loop:
         """
         known = [name for name in self.carried.children if name in carried.children]
         if len(known) < len(self.carried.children):
-            torch._foreach_zero_(self._gathered.pieces)
+            zero(self.carried.leaves())
         for name in known:
             copy(leaves_of(self.carried.children[name]), leaves_of(carried.children[name]))
         steps = list(feed.leaves())

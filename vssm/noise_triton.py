@@ -12,20 +12,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vssm.ops.early_triton import _enter, early
+
 __all__ = ["uniform"]
 
 BLOCK = 256
 
 
+# fmt: off
 @triton.jit(do_not_specialize=["position", "length", "components", "tag", "total"])
-def _uniform_kernel(out, seed, row, start, position, length, components, tag, total, BLOCK: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def _uniform_kernel(
+    out, seed, row, start, position, length, components, tag, total,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+):
+    # fmt: on
+    _enter(EARLY)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if WIDE:
+        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = index < total
     words = (components + 3) // 4
     word = index % words
     step = index // words  # b * length + t
     b = step // length
-    where = position + step % length
+    where = position + (step % length).to(tl.int64)
     if start is not None:
         where += tl.load(start)
     key = tl.load(seed + b, mask=live, other=0)
@@ -47,7 +57,9 @@ def uniform(
     total = len(seed) * length * -(-components // 4)
     start, position = (position, 0) if isinstance(position, Tensor) else (None, position)
     if total:
+        sizes = (position, length, components, tag, total)
+        wide = 4 * (total + BLOCK) >= 2**31  # 64-bit divisions would take most of the time
         _uniform_kernel[(triton.cdiv(total, BLOCK),)](
-            out, seed.contiguous(), row.contiguous(), start, position, length, components, tag, total, BLOCK
+            out, seed.contiguous(), row.contiguous(), start, *sizes, BLOCK, wide, **early(out.device)
         )
     return out

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vssm.nn import State
 
-__all__ = ["Gathered", "copy", "describe", "join", "leaves_of", "row_of"]
+__all__ = ["Gathered", "copy", "describe", "join", "leaves_of", "row_of", "zero"]
 
 # Bytes from which a tensor has memory of its own: to gather it would take longer than to launch another copy,
 # and whoever keeps a small result must not keep a large one.
@@ -20,26 +20,24 @@ _ALIGNED = 256  # bytes, as of memory that is allocated: how products are made d
 
 
 class Gathered:
-    """Lays a tree out in a few pieces of memory that stay, of which `own` gives copies.
+    """Holds a tree of tensors that stay where they are, of which `own` gives copies in a few launches.
 
-    All tensors at the top share a piece, and so do those of each tree there: whoever keeps x keeps z, but not
-    the state.
+    All tensors at the top of a copy share a piece of memory, and so do those of each tree there: whoever
+    keeps x keeps z, but not the state.
 
     Arguments:
-        tree: What is to be laid out; it is copied there.
+        tree: The tree.
         shared: Addresses of tensors that never change: these are handed out themselves.
 
     Example:
         >>> gathered = Gathered(State({"x": torch.ones(2), "z": torch.zeros(3), "state": State({})}))
         >>> own = gathered.own(position=5)
-        >>> gathered.tree["x"].zero_(), own["x"], own.child("state").position, len(gathered.pieces)
-        (tensor([0., 0.]), tensor([1., 1.]), 5, 1)
+        >>> own["x"], own.child("state").position, len(gathered.pieces)
+        (tensor([1., 1.]), 5, 1)
     """
 
-    tree: State
-    """The tree in its place."""
-    pieces: list[Tensor]
-    """All of its memory."""
+    pieces: list[list[Tensor]]
+    """What is copied side by side, for each piece of a copy: a tensor, or the bytes of several."""
 
     def __init__(self, tree: State, shared: Collection[int] = ()) -> None:
         tensors = list(tree.leaves())
@@ -57,31 +55,32 @@ class Gathered:
         self._read_as: list[tuple[int, torch.dtype]] = []  # the pieces, and the types of the tensors in them
         self._where: list[tuple] = [()] * len(rows)  # for every tensor the item of `_read_as`, and its layout
         for group in groups.values():
-            piece, views = _side_by_side([rows[i] for i in group])
-            for i, view in zip(group, views, strict=True):
-                rows[i], read_as = view, (len(self.pieces), view.dtype)
+            parts, starts = _side_by_side([rows[i] for i in group])
+            for i, start in zip(group, starts, strict=True):
+                row, read_as = rows[i], (len(self.pieces), rows[i].dtype)
                 if read_as not in self._read_as:
                     self._read_as.append(read_as)
-                stride = view.expand_as(tensors[i]).stride()
-                offset = view.storage_offset() - piece.storage_offset()
-                self._where[i] = self._read_as.index(read_as), tensors[i].shape, stride, offset
-            self.pieces.append(piece)
+                layout = tensors[i].shape, row.expand_as(tensors[i]).stride(), start // row.itemsize
+                self._where[i] = self._read_as.index(read_as), *layout
+            self.pieces.append(parts)
+        self._rows = [row for row, at in zip(rows, self._where, strict=True) if at]
         self._tensors = [row.expand_as(tensor) for row, tensor in zip(rows, tensors, strict=True)]
         self._nodes: list[list[tuple[str, int]]] = []  # children by number; the last is the root
         self._number(tree, count())
-        self.tree = self._built(self._tensors, tree.position)
 
     def own(self, position: int) -> State:
         """Copies the tree; all parts of the copy are at that position."""
-        pieces = [piece.clone() for piece in self.pieces]
+        # As bytes, several tensors take one launch: `copy` needs one for each dtype, and gives 65536 numbers
+        # to a single block of threads, which is slow for the few tensors here.
+        pieces = [torch.cat(parts) if len(parts) > 1 else parts[0].clone() for parts in self.pieces]
         read_as = [pieces[piece].view(dtype) for piece, dtype in self._read_as]
         pairs = zip(self._where, self._tensors, strict=True)
         tensors = [read_as[at[0]].as_strided(*at[1:]) if at else shared for at, shared in pairs]
         return self._built(tensors, position)
 
     def leaves(self) -> Iterator[Tensor]:
-        """Yields the pieces."""
-        return iter(self.pieces)
+        """Yields what is copied."""
+        return iter(self._rows)
 
     def _number(self, tree: State, numbers: Iterator[int]) -> int:
         children = [
@@ -100,20 +99,14 @@ class Gathered:
         return root
 
 
-def _side_by_side(rows: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Copies dense tensors into one piece of memory; one that is alone stays where it is.
-
-    They are joined as bytes, in one launch: `copy` needs one for each dtype, and gives 65536 numbers to a
-    single block of threads, which is slow for the few tensors here.
-    """
+def _side_by_side(rows: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """Returns the parts that make dense tensors one piece of memory, and the byte where each starts there."""
     if len(rows) == 1:
-        return rows[0], rows
+        return rows, [0]
     gap = torch.empty(_ALIGNED, dtype=torch.uint8, device=rows[0].device)
-    parts = [(row.reshape(-1).view(torch.uint8), gap[: -row.nbytes % _ALIGNED]) for row in rows]
-    piece = torch.cat([part for pair in parts for part in pair])
-    starts = accumulate((len(data) + len(after) for data, after in parts), initial=0)
-    pairs = zip(starts, rows, strict=False)
-    return piece, [piece[at : at + row.nbytes].view(row.dtype).view(row.shape) for at, row in pairs]
+    pairs = [(row.reshape(-1).view(torch.uint8), gap[: -row.nbytes % _ALIGNED]) for row in rows]
+    starts = accumulate((len(data) + len(after) for data, after in pairs[:-1]), initial=0)
+    return [part for pair in pairs for part in pair], list(starts)
 
 
 def describe(state: State) -> Hashable:
@@ -138,6 +131,15 @@ def leaves_of(child: Tensor | State) -> list[Tensor]:
 def row_of(tensor: Tensor) -> Tensor:
     """Returns the one row of a tensor that shows it many times."""
     return tensor[:1] if tensor.ndim and tensor.shape[0] > 1 and tensor.stride(0) == 0 else tensor
+
+
+def zero(tensors: Iterable[Tensor]) -> None:
+    """Fills many tensors with zeros, those of one dtype in one launch."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    for group in groups.values():
+        torch._foreach_zero_(group)
 
 
 def copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:

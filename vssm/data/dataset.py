@@ -76,6 +76,8 @@ def in_season(centre: Tensor, first: int, num: int) -> Tensor:
         >>> in_season(torch.tensor([[[0.0], [1.0], [2.0]]]), -1, 5).flatten().tolist()
         [2.0, 0.0, 1.0, 2.0, 0.0]
     """
+    if centre.shape[1] == 1:
+        return centre.expand(-1, num, -1)
     return centre[:, torch.arange(first, first + num, device=centre.device) % centre.shape[1]]
 
 

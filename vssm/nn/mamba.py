@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from vssm.config import ModelConfig
 from vssm.nn.state import State
 from vssm.ops import causal_conv_silu, selective_scan
+from vssm.ops.dispatch import choose_fused
 from vssm.ops.linear import Linear, linear
 from vssm.ops.norm import RMSNorm
+from vssm.ops.scan import scan_output
 
 __all__ = ["MambaBlock", "MambaMixer", "decays"]
 
@@ -58,11 +60,14 @@ class MambaMixer(nn.Module):
         norm: nn.Module | None = None,
         add: Tensor | None = None,
         A: Tensor | None = None,
+        last: bool = True,
     ) -> tuple[Tensor, State]:
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step.
 
         `norm` is applied before, and `add`, (B, T, width), is added: kernels can do both on the way. `A` is
-        -exp(A_log) where it is known, (inner, N).
+        -exp(A_log) where it is known, (inner, N). With `last=False` the state that is returned holds nothing
+        but its position, and a state of fewer rows, B / S, may be given: each is where S neighbouring rows of
+        x start.
         """
         if torch.is_grad_enabled() and x.is_cuda:  # one product for each: no gradient has to be put together
             x = x if norm is None else norm(x)
@@ -71,21 +76,16 @@ class MambaMixer(nn.Module):
             u, z = self.in_proj(x, norm=norm).chunk(2, -1)
         taps = self.conv1d.weight.squeeze(1)
         assert self.conv1d.bias is not None
-        u, conv = causal_conv_silu(u, taps, self.conv1d.bias, None if state is None else state["conv"])
+        before = (None, None) if state is None else (state["conv"], state["ssm"])
+        u, conv = causal_conv_silu(u, taps, self.conv1d.bias, before[0], last=last)
         dt, B, C = self.x_proj(u).split([self.rank, self.states, self.states], -1)
-        y, h = selective_scan(
-            u,
-            linear(dt, self.dt_proj.weight),
-            -torch.exp(self.A_log.float()) if A is None else A,
-            B,
-            C,
-            D=self.D,
-            z=z,
-            dt_bias=self.dt_proj.bias,
-            softplus=True,
-            h0=None if state is None else state["ssm"],
-        )
+        A = -torch.exp(self.A_log.float()) if A is None else A
+        dt = linear(dt, self.dt_proj.weight)
+        inputs = (u, dt, A, B, C, self.D, z, self.dt_proj.bias, True, before[1])
         position = x.shape[1] + (0 if state is None else state.position)
+        if not last:
+            return self.out_proj(scan_output(*inputs), add), State({}, position)
+        y, h = selective_scan(*inputs)
         return self.out_proj(y, add), State({"conv": conv, "ssm": h}, position)
 
 
@@ -97,21 +97,29 @@ class MambaBlock(nn.Module):
         self.norm = RMSNorm(config.width, eps=1e-5)
         self.mixer = MambaMixer(config)
 
-    def forward(self, x: Tensor, state: State | None = None, A: Tensor | None = None) -> tuple[Tensor, State]:
+    def forward(
+        self, x: Tensor, state: State | None = None, A: Tensor | None = None, last: bool = True
+    ) -> tuple[Tensor, State]:
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step.
 
-        `A` is -exp(A_log) where it is known, (inner, N).
+        `A`, `last` and states of fewer rows are as for `MambaMixer`.
         """
-        return self.mixer(x, state, self.norm, x, A)
+        return self.mixer(x, state, self.norm, x, A, last)
 
 
-def decays(blocks: Iterable[nn.Module]) -> list[Tensor]:
-    """Returns A = -exp(A_log) of each block, in three launches for all; without a gradient.
+def decays(blocks: Iterable[nn.Module], backend: str = "auto") -> list[Tensor]:
+    """Returns A = -exp(A_log) of each block, made at once for all, by a kernel on a GPU; without a gradient.
 
     Nothing is returned where blocks are sharded (FSDP2): weights of theirs are whole inside `forward` only.
     """
-    logs = [block.mixer.A_log.detach().float() for block in blocks if isinstance(block, MambaBlock)]
+    logs = [block.mixer.A_log.detach() for block in blocks if isinstance(block, MambaBlock)]
     if not logs or hasattr(logs[0], "full_tensor"):
         return []
+    refusal = "it is unknown to torch.compile" if torch.compiler.is_compiling() else None
+    if choose_fused(backend, logs[0].device, logs[0].dtype, refusal):
+        from vssm.ops import scan_triton
+
+        return list(scan_triton.decays(logs))
+    logs = [log.float() for log in logs]
     # `_foreach_exp` would give 65536 numbers to one block of threads, which is slow.
     return list(torch.stack(logs).exp_().neg_())

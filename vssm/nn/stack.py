@@ -72,20 +72,25 @@ class Stack(nn.Module):
         """Maps the input of T steps to (B, T, outputs) and returns the state after the last step."""
         return self.run(self.embed(x), state)
 
-    def run(self, e: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Runs the blocks on inputs that are already embedded, e (B, T, width)."""
+    def run(self, e: Tensor, state: State | None = None, last: bool = True) -> tuple[Tensor, State]:
+        """Runs the blocks on inputs that are already embedded, e (B, T, width).
+
+        With `last=False` Mamba blocks do not write the state after the last step, theirs then holds but its
+        position, and they take a state of fewer rows, B / S: each is where S neighbouring rows of e start.
+        """
         position = 0 if state is None else state.position
         length = e.shape[1]
         if torch.is_autocast_enabled(e.device.type):
             e = e.float()  # the blocks add to it: a bfloat16 sum would round away what they add
         if self.positional:
             e = e + sinusoids(position, length, e.shape[2], e.device, e.dtype)
-        # Few steps on a GPU wait for launches: three for all blocks are less than two for each.
+        # Few steps on a GPU wait for launches: one for all blocks is less than two for each.
         known = decays(self.blocks) if e.is_cuda and not torch.is_grad_enabled() else []
         children: dict[str, Tensor | State] = {}
         for i, block in enumerate(self.blocks):
             before = None if state is None else state.child(str(i))
-            e, children[str(i)] = block(e, before, *known[i : i + 1])
+            options: dict[str, bool] = {} if last or not isinstance(block, MambaBlock) else {"last": False}
+            e, children[str(i)] = block(e, before, *known[i : i + 1], **options)
         return self.out(e, norm=self.norm), State(children, position + length)
 
     def blanks(self, batch: int, length: int) -> Tensor:

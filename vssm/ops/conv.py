@@ -15,7 +15,12 @@ __all__ = ["causal_conv_silu", "causal_conv_silu_reference"]
 
 
 def causal_conv_silu(
-    x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None = None, backend: str = "auto"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    state: Tensor | None = None,
+    backend: str = "auto",
+    last: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Convolves every channel with its own K taps, looking back only, and applies SiLU.
 
@@ -23,8 +28,10 @@ def causal_conv_silu(
         x: The input, (B, T, D).
         weight: The taps, oldest first, (D, K).
         bias: The bias, (D,).
-        state: The K - 1 inputs before x, (B, K - 1, D); zero if not given.
+        state: The K - 1 inputs before x, (B, K - 1, D); zero if not given. With fewer rows,
+            (B / S, K - 1, D), each is for S neighbouring rows of x.
         backend: "auto" (`triton` on CUDA, else `reference`), "reference" or "triton".
+        last: Whether the state to go on from is asked for; else it has no rows.
 
     Returns:
         y (B, T, D) and the state to go on from (B, K - 1, D).
@@ -34,24 +41,28 @@ def causal_conv_silu(
         >>> causal_conv_silu(x, weight, bias)[0].flatten()
         tensor([0.7311, 1.7616, 2.8577, 2.8577])
     """
-    if choose_backend(backend, x.device, x.dtype) != "triton":
-        return causal_conv_silu_reference(x, weight, bias, state)
     taps = weight.shape[1]
+    kernels = choose_backend(backend, x.device, x.dtype) == "triton"
     needed = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias, state)
     )
-    if x.numel() and not needed and not torch.compiler.is_compiling():
+    if kernels and x.numel() and not needed and not torch.compiler.is_compiling():
         from vssm.ops import conv_triton
 
-        after = x.new_empty(x.shape[0], taps - 1, x.shape[2])
-        return conv_triton.forward(x, weight, bias, state, after), after
+        after = x.new_empty(x.shape[0] if last else 0, taps - 1, x.shape[2])
+        return conv_triton.forward(x, weight, bias, state, after if last else None), after
+    if state is not None and len(state) != len(x):
+        state = state.repeat_interleave(len(x) // len(state), 0)
+    if not kernels:
+        y, after = causal_conv_silu_reference(x, weight, bias, state)
+        return y, after if last else after[:0]
     if x.shape[1] >= taps - 1:
         after = x[:, x.shape[1] - (taps - 1) :]
     elif state is None:
         after = F.pad(x, (0, 0, taps - 1 - x.shape[1], 0))
     else:
         after = torch.cat([state[:, x.shape[1] :].to(x.dtype), x], 1)
-    return _conv_silu(x, weight, bias, state), after
+    return _conv_silu(x, weight, bias, state), after if last else after[:0]
 
 
 def causal_conv_silu_reference(

@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vssm.ops.early_triton import _enter, early
+
 __all__ = ["backward", "forward"]
 
 _CHUNK = 32  # steps of a program
@@ -62,18 +64,20 @@ def _convolve(window, taps, shift, K: tl.constexpr):
 # fmt: off
 @triton.jit(do_not_specialize=["T", "chunks"])
 def _forward_kernel(
-    x, weight, bias, state, y, after, row, stride, T, channels, chunks,
-    K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    x, weight, bias, state, y, after, row, stride, T, channels, chunks, share,
+    K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
-    item = tl.program_id(0).to(tl.int64)
+    """One row of the state serves `share` neighbouring rows of x."""
+    _enter(EARLY)
+    item = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    b = item // chunks
-    first = (item % chunks * CHUNK).to(tl.int32)
+    b = (item // chunks).to(tl.int64)
+    first = item % chunks * CHUNK
     x += b * row
     y += b * T * channels
     if state is not None:
-        state += b * (K - 1) * channels
+        state += (item // chunks // share).to(tl.int64) * (K - 1) * channels
     taps = _taps(weight, d, channels, K)
     shift = tl.load(bias + d, mask=d < channels, other=0.0).to(tl.float32)
     window = ()
@@ -164,14 +168,15 @@ def forward(
     if x.numel() == 0:
         return y
     x = x if x.stride(2) == 1 else x.contiguous()
-    chunk, block = _CHUNK, _BLOCK
+    chunk, block = _CHUNK, min(_BLOCK, max(128, triton.next_power_of_2(channels)))
     if batch * triton.cdiv(length, chunk) * triton.cdiv(channels, block) < _FEW:
         chunk, block = 4, 128
     chunks = triton.cdiv(length, chunk)
     _forward_kernel[(batch * chunks, triton.cdiv(channels, block))](
         x, weight.contiguous(), bias, None if state is None else state.contiguous(), y, after,
-        x.stride(0), x.stride(1), length, channels, chunks,
+        x.stride(0), x.stride(1), length, channels, chunks, 1 if state is None else batch // len(state),
         K=weight.shape[1], CHUNK=chunk, BLOCK=block, num_warps=max(1, block // 256),
+        **early(x.device),
     )  # fmt: skip
     return y
 

@@ -10,8 +10,8 @@
 | z | result | (...) int64 |
 
 Integer sums are exact in any order: on every device a class of probability 0 has an empty interval. 2^30 is
-finer than the noise and leaves the total inside int32. Logits of batch 1, or with fewer leading dimensions,
-serve a whole batch of noise without being copied.
+finer than the noise and leaves the total inside int32. Logits with fewer leading dimensions, or with
+neighbouring dimensions of size 1, serve all of the noise there without being copied.
 
 On a GPU one kernel of `vssm.ops.draw_triton` reads each row of logits once and keeps nothing in between.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from vssm.ops.dispatch import choose_fused, needs_operator
 from vssm.ops.latents import at_least_float32
 
-__all__ = ["cumulative", "draws_fused", "inverse_cdf", "select"]
+__all__ = ["cumulative", "draws_fused", "inverse_cdf", "repeats", "select"]
 
 MAX_CLASSES = 1024
 """The kernel holds all classes of a row in registers."""
@@ -60,8 +60,7 @@ def draws_fused(logits: Tensor, noise: Tensor, backend: str = "auto") -> bool:
 
 def _refusal(logits: Tensor, noise: Tensor) -> str | None:
     """Says why the kernel can not take the inputs, None if it can."""
-    rows = _rows(logits)
-    if logits.dim() > noise.dim() + 1 or rows != noise.shape[noise.dim() - len(rows) :]:
+    if repeats(logits, noise) is None:
         return f"logits of shape {tuple(logits.shape)} do not repeat over noise of shape {tuple(noise.shape)}"
     if noise.device != logits.device or noise.dtype != torch.float32:
         return f"noise is {noise.dtype} on {noise.device}, not float32 on {logits.device}"
@@ -72,10 +71,26 @@ def _refusal(logits: Tensor, noise: Tensor) -> str | None:
     return None
 
 
-def _rows(logits: Tensor) -> torch.Size:
-    """Returns the leading dimensions of logits from the first on that is not 1."""
-    shape = logits.shape[:-1]
-    return shape[next((i for i, size in enumerate(shape) if size != 1), len(shape)) :]
+def repeats(logits: Tensor, noise: Tensor) -> tuple[int, int] | None:
+    """Returns how often a run of rows of the logits is repeated, and how many rows a run has.
+
+    None, where they are not runs: where the dimensions that logits lack are not next to each other.
+
+    Example:
+        >>> repeats(torch.zeros(2, 1, 3, 8), torch.zeros(2, 5, 3)), repeats(torch.zeros(8), torch.zeros(2, 5))
+        ((5, 3), (10, 1))
+    """
+    shape = noise.shape
+    if logits.dim() > noise.dim() + 1:
+        return None
+    own = (1,) * (noise.dim() + 1 - logits.dim()) + tuple(logits.shape[:-1])
+    lacking = [i for i, (given, size) in enumerate(zip(own, shape, strict=True)) if given != size]
+    if not lacking:
+        return 1, math.prod(shape)
+    first, last = lacking[0], lacking[-1]
+    if any(size != 1 for size in own[first : last + 1]):
+        return None
+    return math.prod(shape[first : last + 1]), math.prod(shape[last + 1 :])
 
 
 def cumulative(logits: Tensor) -> Tensor:
@@ -87,13 +102,14 @@ def select(table: Tensor, noise: Tensor) -> Tensor:
     """Returns the classes, (...) int64, that the noise selects in a table of `cumulative`."""
     total = table[..., -1]
     target = torch.minimum((noise * total).int(), total - 1)
-    shape = target.shape
-    while table.dim() > 1 and table.shape[0] == 1:
-        table = table[0]
-    if table.shape[:-1] != shape[len(shape) - table.dim() + 1 :]:
-        table = table.expand(*shape, -1)
-    # One row of the table serves all leading dimensions of the noise, moved last for `searchsorted`.
-    leading, trailing = shape[: len(shape) - table.dim() + 1], table.shape[:-1]
-    values = target.reshape(math.prod(leading), *trailing).movedim(0, -1).contiguous()
-    index = torch.searchsorted(table.contiguous(), values, right=True)
-    return index.movedim(-1, 0).reshape(shape)
+    own = (1,) * (target.dim() + 1 - table.dim()) + tuple(table.shape[:-1])
+    # A row of the table serves all of the noise in dimensions that it lacks, moved last for `searchsorted`.
+    shared = [i for i, size in enumerate(own) if size == 1]
+    kept = [i for i, size in enumerate(own) if size != 1]
+    values = target.permute(kept + shared)
+    moved = values.shape
+    values = values.reshape(*moved[: len(kept)], math.prod(moved[len(kept) :])).contiguous()
+    rows = table.reshape(*moved[: len(kept)], table.shape[-1]).contiguous()
+    index = torch.searchsorted(rows, values, right=True).view(moved)
+    back = sorted(range(len(own)), key=(kept + shared).__getitem__)
+    return index.permute(back)

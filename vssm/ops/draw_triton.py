@@ -1,8 +1,8 @@
 """The draws of `vssm.ops.draw` on a GPU: softmax, cumulative sum and search of a row in registers.
 
-Shapes: v (distinct, N), u and z (rows,); row r reads the logits r mod distinct. A program does BR rows, with
-the BN >= N classes of a row in neighbouring threads. Classes that are not there have no probability, and lie
-above every target. Addresses are 64-bit.
+Shapes: v (runs x run, N), u and z (runs x span,): a run of rows of the logits serves all of a span of noise,
+again and again. A program does BR rows, with the BN >= N classes of a row in neighbouring threads. Classes
+that are not there have no probability, and lie above every target. Addresses are 64-bit where needed.
 """
 
 # Kernels are written in the part of Python that Triton compiles.
@@ -15,6 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vssm.ops.draw import repeats
+from vssm.ops.early_triton import _enter, early
+
 __all__ = ["inverse_cdf"]
 
 TILE = 1024
@@ -23,13 +26,20 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["rows", "distinct", "temperature"])
-def _kernel(v, u, z, rows, distinct, temperature, N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "span", "run", "temperature"])
+def _kernel(
+    v, u, z, rows, span, run, temperature,
+    N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+):
     # fmt: on
-    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    _enter(EARLY)
+    row = tl.program_id(0) * BR + tl.arange(0, BR)
+    if WIDE:
+        row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    own = row // span * run + row % run
     n = tl.arange(0, BN)
     live, there = row < rows, (n < N)[None, :]
-    logits = tl.load(v + (row % distinct)[:, None] * N + n[None, :], mask=live[:, None] & there, other=0.0)
+    logits = tl.load(v + own[:, None] * N + n[None, :], mask=live[:, None] & there, other=0.0)
     s = tl.where(there, logits.to(tl.float32) / temperature, float("-inf"))
     e = tl.exp2((s - tl.max(s, 1)[:, None]) * LOG2E)
     parts = (e / tl.sum(e, 1)[:, None] * 1073741824.0).to(tl.int32)
@@ -46,8 +56,12 @@ def inverse_cdf(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
     N, rows = logits.shape[-1], noise.numel()
     BN = triton.next_power_of_2(N)
     BR = max(1, TILE // BN)
-    distinct = logits.numel() // N
     if rows:
+        shared = repeats(logits, noise)
+        assert shared is not None
+        times, run = shared
         inputs = (logits.contiguous(), noise.contiguous())
-        _kernel[(triton.cdiv(rows, BR),)](*inputs, z, rows, distinct, float(temperature), N, BR, BN)
+        wide = max(rows + BR, logits.numel()) >= 2**31  # 64-bit divisions would take most of the time
+        sizes = (rows, times * run, run, float(temperature))
+        _kernel[(triton.cdiv(rows, BR),)](*inputs, z, *sizes, N, BR, BN, wide, **early(z.device))
     return z

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from vssm.ops.scan_reference import selective_scan_reference
 
-__all__ = ["BACKENDS", "choose_backend", "selective_scan"]
+__all__ = ["BACKENDS", "choose_backend", "scan_output", "selective_scan"]
 
 BACKENDS = ("reference", "numba", "triton")
 _KERNELS = {"numba": "vssm.ops.scan_numba", "triton": "vssm.ops.scan_triton"}
@@ -110,17 +110,70 @@ def selective_scan(
         >>> torch.equal(y_tail, y[:, 1:])
         True
     """
-    _check_arguments(u, dt, A, B, C, D, z, dt_bias, h0)
+    return _chosen(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend, True)
+
+
+def scan_output(
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    softplus: bool = False,
+    h0: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Returns y of `selective_scan`, for sequences that share where they start and that nobody goes on from.
+
+    The state after the last step is not written. h0 may have fewer rows, (B / S, D, N): each is where S
+    neighbouring sequences start.
+
+    Example:
+        >>> u, dt = torch.ones(1, 3, 2), torch.ones(1, 3, 2)
+        >>> A, B, C = -torch.ones(2, 1), torch.ones(1, 3, 1), torch.ones(1, 3, 1)
+        >>> scan_output(u, dt, A, B, C)[0, :, 0]
+        tensor([1.0000, 1.3679, 1.5032])
+    """
+    return _chosen(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend, False)[0]
+
+
+def _chosen(
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    softplus: bool,
+    h0: Tensor | None,
+    backend: str,
+    last: bool,
+) -> tuple[Tensor, Tensor]:
+    """Checks the arguments and runs the chosen backend.
+
+    `last` says whether the last state is asked for; if not, h0 may have fewer rows.
+    """
+    _check_arguments(u, dt, A, B, C, D, z, dt_bias, h0, shared=not last)
     backend = choose_backend(backend, u.device, u.dtype)
+    tensors = (u, dt, A, B, C, D, z, dt_bias, h0)
+    direct = not torch.compiler.is_compiling() and not (
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    )
+    if backend == "triton" and direct:
+        return _kernels(backend).forward(u, dt, A, B, C, D, z, dt_bias, softplus, h0, last)
+    if h0 is not None and len(h0) != len(u):
+        h0 = h0.repeat_interleave(len(u) // len(h0), 0)
     if backend == "reference":
         return selective_scan_reference(u, dt, A, B, C, D, z, dt_bias, softplus, h0)
     if backend == "numba":  # knows float32 only; the triton kernels read every dtype as it is
         u, dt, A, B, C = (t.float() for t in (u, dt, A, B, C))
         D, z, dt_bias, h0 = (None if t is None else t.float() for t in (D, z, dt_bias, h0))
-    tensors = (u, dt, A, B, C, D, z, dt_bias, h0)
-    if torch.compiler.is_compiling() or (
-        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    ):
+    if not direct:
         return _scan(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend)
     # The dispatcher costs tens of microseconds a call, which a step-by-step loop would feel.
     return _kernels(backend).forward(u, dt, A, B, C, D, z, dt_bias, softplus, h0)
@@ -136,6 +189,7 @@ def _check_arguments(
     z: Tensor | None,
     dt_bias: Tensor | None,
     h0: Tensor | None,
+    shared: bool = False,
 ) -> None:
     if u.ndim != 3:
         raise ValueError(f"u has shape {tuple(u.shape)}; allowed: (batch, length, channels)")
@@ -143,6 +197,9 @@ def _check_arguments(
     if A.ndim != 2 or A.shape[0] != channels or A.shape[1] < 1:
         raise ValueError(f"A has shape {tuple(A.shape)}; allowed: ({channels}, states) with states >= 1")
     states = A.shape[1]
+    starts = batch
+    if shared and h0 is not None and h0.ndim and len(h0) and batch % len(h0) == 0:
+        starts = len(h0)
     expected = (
         ("dt", dt, (batch, length, channels)),
         ("B", B, (batch, length, states)),
@@ -150,7 +207,7 @@ def _check_arguments(
         ("D", D, (channels,)),
         ("z", z, (batch, length, channels)),
         ("dt_bias", dt_bias, (channels,)),
-        ("h0", h0, (batch, channels, states)),
+        ("h0", h0, (starts, channels, states)),
     )
     for name, tensor, shape in expected:
         if tensor is not None and tensor.shape != shape:

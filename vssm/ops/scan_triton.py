@@ -38,11 +38,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vssm.ops.early_triton import early
 from vssm.ops.scan_triton_backward import _backward_kernel
-from vssm.ops.scan_triton_forward import _combine_kernel, _scan_kernel
+from vssm.ops.scan_triton_forward import _combine_kernel, _decays_kernel, _scan_kernel
 from vssm.ops.scan_triton_lanes import SHARED_BYTES
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "decays", "forward"]
 
 
 class Plan(NamedTuple):
@@ -149,7 +150,9 @@ class _Call(NamedTuple):
             "num_warps": 1,
         } | ({} if plan.registers is None else {"maxnreg": plan.registers})
 
-    def scan(self, plan: Plan, start: Tensor | None, every: int = 0, **results: Tensor | None) -> None:
+    def scan(
+        self, plan: Plan, start: Tensor | None, every: int = 0, share: int = 1, **results: Tensor | None
+    ) -> None:
         """Runs `_scan_kernel` for the results that it is given room for, from the inputs that they take."""
         dy, u, dt, A, B, C, D, z, dt_bias = self.inputs
         batch, length, channels = u.shape
@@ -161,9 +164,9 @@ class _Call(NamedTuple):
         chunks = triton.cdiv(length, plan.length)
         places = (results.get(name) for name in ("y", "end", "total", "local", "pull", "starts"))
         _scan_kernel[(batch * chunks * triton.cdiv(channels, plan.BD),)](
-            inputs, self.fixed_strides, start, *places, length, channels, plan.length, chunks,
+            inputs, self.fixed_strides, start, *places, length, channels, plan.length, chunks, share,
             LOG=(A.shape[1] - 1).bit_length(), BD=plan.BD, EVERY=every, POLYNOMIALS=plan.polynomials,
-            AHEAD=plan.ahead, **self.settings(plan),
+            AHEAD=plan.ahead, **self.settings(plan), **early(u.device),
         )  # fmt: skip
 
 
@@ -192,7 +195,7 @@ def _enter_chunks(
         if term is not None:
             _combine_kernel[(batch * triton.cdiv(A.numel(), 64),)](
                 term, total, A, initial, channels, chunks,
-                N=A.shape[1], BLOCK=64, AHEAD=16, REVERSE=reverse, num_warps=1,
+                N=A.shape[1], BLOCK=64, AHEAD=16, REVERSE=reverse, num_warps=1, **early(u.device),
             )  # fmt: skip
     return local, pull
 
@@ -208,21 +211,35 @@ def forward(
     dt_bias: Tensor | None,
     softplus: bool,
     h0: Tensor | None,
+    last: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Returns y (B, T, D) in the dtype of u and the last state (B, D, N) in float32."""
+    """Returns y (B, T, D) in the dtype of u and the last state (B, D, N) in float32, if asked for."""
     batch, length, channels = u.shape
     y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
-    end = torch.empty((batch, *A.shape), dtype=torch.float32, device=u.device)
+    end = torch.empty((batch if last else 0, *A.shape), dtype=torch.float32, device=u.device)
+    share = 1 if h0 is None or not batch else batch // len(h0)
     if u.numel() == 0:
-        return y, end.zero_() if h0 is None else end.copy_(h0)
+        return y, end.zero_() if h0 is None or not last else end.copy_(h0)
     call = _call(None, u, dt, A, B, C, D, z, dt_bias, softplus)
     plan = plan_forward(batch, length, channels, A.shape[1], _processors(u.device))
     chunks = triton.cdiv(length, plan.length)
     start = None if h0 is None else h0.contiguous()
     if chunks > 1:
+        if start is not None and share > 1:
+            start = start.repeat_interleave(share, 0)
+        share = 1
         start, _ = _enter_chunks(call, plan.length, start, None)
-    call.scan(plan, start, y=y, end=end)
+    call.scan(plan, start, share=share, y=y, end=end if last else None)
     return y, end
+
+
+def decays(logs: list[Tensor]) -> Tensor:
+    """Returns -exp of tensors of one shape, one after the other, (len(logs), ...) in float32."""
+    out = torch.empty((len(logs), *logs[0].shape), dtype=torch.float32, device=logs[0].device)
+    size = logs[0].numel()
+    inputs = tuple(log.contiguous() for log in logs)
+    _decays_kernel[(triton.cdiv(size, 256),)](inputs, out, size, BLOCK=256, num_warps=4, **early(out.device))
+    return out
 
 
 def backward(

@@ -8,6 +8,7 @@
 import triton
 import triton.language as tl
 
+from vssm.ops.early_triton import _enter
 from vssm.ops.scan_triton_steps import (
     LOG2E,
     _decay,
@@ -28,16 +29,17 @@ from vssm.ops.scan_triton_steps import (
 @triton.jit(do_not_specialize=["T", "length", "chunks"])
 def _scan_kernel(
     inputs, strides, start, y, end, total, local, pull, starts, T, channels: tl.constexpr, length, chunks,
-    N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, EVERY: tl.constexpr,
+    share, N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, EVERY: tl.constexpr,
     POLYNOMIALS: tl.constexpr, AHEAD: tl.constexpr, SOFTPLUS: tl.constexpr, WORDS: tl.constexpr,
-    EVEN: tl.constexpr, PTX: tl.constexpr,
+    EVEN: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
     """Writes what it is given room for.
 
     y, end: out and the last h. total, local, pull: sum delta, local and pull of every chunk. starts: h before
-    every EVERY steps, (B, T / EVERY, N, D); only with one chunk.
+    every EVERY steps, (B, T / EVERY, N, D); only with one chunk. One h of `start` serves `share` chunks.
     """
+    _enter(EARLY)
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     blocks = tl.cdiv(channels, BD)
     item = (tl.program_id(0) // blocks).to(tl.int64)
@@ -46,7 +48,7 @@ def _scan_kernel(
     first = item % chunks * length
     last = tl.minimum(first + length, T)
     if start is not None:
-        start += item * channels * N
+        start += (tl.program_id(0) // blocks // share).to(tl.int64) * channels * N
     states = _load_states(start, d, channels, N, LOG, BD)
     rates = _rates(A, d, channels, N, LOG, BD)
     zero = tl.zeros((BD,), tl.float32)
@@ -131,7 +133,7 @@ def _scan_kernel(
             for k in tl.static_range(K):
                 mask = d < tl.where(t0 + k < last, channels, 0)
                 _store(y + (b * T + t0) * channels + k * channels, d, outs[k], mask, EVEN)
-    if y is not None:
+    if end is not None:
         if last == T:
             _store_states(end + b * channels * N, states, d, channels, N, LOG, BD)
     if total is not None:
@@ -145,10 +147,11 @@ def _scan_kernel(
 @triton.jit(do_not_specialize=["chunks"])
 def _combine_kernel(
     local, total, A, initial, channels, chunks,
-    N: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, REVERSE: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, REVERSE: tl.constexpr, EARLY: tl.constexpr,
 ):
     # fmt: on
     """Turns the local term of every chunk, in place, into the value that enters the chunk."""
+    _enter(EARLY)
     blocks = tl.cdiv(channels * N, BLOCK)
     b = (tl.program_id(0) // blocks).to(tl.int64)
     entry = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -176,3 +179,13 @@ def _combine_kernel(
                 row = b * chunks + c0 + k
             tl.store(local + row * channels * N + entry, value, mask=entry < limit)
             value = tl.exp2(rate * elapsed[k]) * value + terms[k]
+
+
+@triton.jit(do_not_specialize=["size"])
+def _decays_kernel(logs, out, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """Writes -exp of several tensors, side by side."""
+    _enter(EARLY)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    for i in tl.static_range(len(logs)):
+        log = tl.load(logs[i] + at, mask=at < size, other=0.0).to(tl.float32)
+        tl.store(out + i * size + at, -tl.exp(log), mask=at < size)

@@ -27,13 +27,14 @@ from vssm.models import VRNN, Ladder, Model, Variational
 from vssm.nn import State
 from vssm.sampling.ladder import read_ladder, sample_ladder
 from vssm.sampling.parallel import read_variational, sample_variational
+from vssm.sampling.parallel import repeat_variational as repeat_variational
 from vssm.sampling.request import BLIND as BLIND
 from vssm.sampling.request import Noise as Noise
 from vssm.sampling.request import Options as Options
 from vssm.sampling.request import Result as Result
 from vssm.sampling.stepwise import read_vrnn, sample_autoregressive, sample_recomputed, sample_vrnn
 
-__all__ = ["BLIND", "Noise", "Options", "Result", "read", "sample"]
+__all__ = ["BLIND", "Noise", "Options", "Result", "read", "repeat_variational", "sample"]
 
 
 def sample(

@@ -25,6 +25,7 @@ from vssm import graphs
 from vssm.distributions import Latents
 from vssm.models import Variational
 from vssm.nn import State
+from vssm.ops import choose_backend
 from vssm.sampling.ahead import posterior_ahead
 from vssm.sampling.request import (
     BLIND,
@@ -42,7 +43,7 @@ from vssm.sampling.request import (
 from vssm.trees import describe
 from vssm.weights import weights_of
 
-__all__ = ["read_variational", "sample_variational"]
+__all__ = ["read_variational", "repeat_variational", "sample_variational"]
 
 _EMPTY_RUNS = 8  # lengths whose all-empty pass is remembered
 
@@ -146,8 +147,8 @@ class _Empty(NamedTuple):
     state: State
     weights: list[Hashable]
     probe: int
-    seen: graphs.Peek
-    """What a replay says that the probe is now."""
+    watch: graphs.Watch
+    """Whether a replay still finds this probe."""
 
 
 _empty_runs: WeakKeyDictionary[Variational, dict[int, _Empty]] = WeakKeyDictionary()
@@ -166,8 +167,8 @@ def _empty_run(model: Variational, length: int, weights: list[Hashable], probed:
             while len(known) >= _EMPTY_RUNS:
                 known.pop(next(iter(known)))
             q_z, state = model.partial_posterior(empty=length)
-            probe = _probe(model)
-            run = _Empty(q_z, state, weights, int(probe), graphs.Peek(probe.device))
+            probe = int(_probe(model))
+            run = _Empty(q_z, state, weights, probe, graphs.Watch(_show_probe, probe, q_z.raw.device))
             known[length] = run
         return run
 
@@ -179,6 +180,19 @@ def _probe(model: Variational) -> Tensor:
     return bits.view(torch.int64 if bits.nbytes % 8 == 0 else torch.uint8).sum()
 
 
+def _show_probe(model: Variational, place: Tensor) -> None:
+    """Writes the probe to memory of the host, without waiting for it."""
+    assert model.partial.blank is not None
+    weights = model.partial.blank, model.partial.norm.weight
+    whole = all(w.nbytes % 8 == w.storage_offset() * w.itemsize % 8 == 0 for w in weights)  # words of 64 bits
+    if whole and choose_backend("auto", weights[0].device, torch.float32) == "triton":
+        from vssm.sampling import probe_triton
+
+        probe_triton.show(weights, place)
+    else:
+        place.copy_(_probe(model), non_blocking=True)
+
+
 def _replayed(
     model: Variational, prompt: Tensor | None, state: State | None, source: Noise, options: Options
 ) -> Result | None:
@@ -186,19 +200,15 @@ def _replayed(
     width = min(options.chunk, options.length) if prompt is None and state is None else 0
     inputs, end = packed(model, prompt, state, source), end_of(prompt, state, options)
     fixed = options, source.num, describe(inputs.tensors)
-
-    def key(empty: _Empty | None) -> Hashable:
-        return "one shot", fixed, None if empty is None else empty.q_z.raw.data_ptr()
-
     empty = _empty_runs.get(model, {}).get(width)
-    made = graphs.again(model, source.device, key(empty), *inputs, end)
+    made = graphs.again(model, source.device, _key(fixed, empty), *inputs, end)
     if made is None:
         weights = weights_of(model)
         empty = _empty_run(model, width, weights, probed=False) if width else None
         made = graphs.attempt(
             model,
             source.device,
-            key(empty),
+            _key(fixed, empty),
             lambda recorder: graphs.OneShot(
                 recorder,
                 model,
@@ -206,21 +216,34 @@ def _replayed(
                 inputs.tensors,
                 inputs.fixed(source),
                 empty or (),
-                None if empty is None else empty.seen,
+                None if empty is None else empty.watch,
             ),
             *inputs,
             end,
             weights=weights,
         )
-    # Last, since it waits for the device. If the weights were changed, unseen, `_variational` makes and
-    # remembers a new pass.
-    if made is None or (empty is not None and empty.seen.read() != empty.probe):
+    # None also if the weights were changed, unseen: `_variational` then makes and remembers a new pass.
+    return None if made is None else taken(made, source)
+
+
+def repeat_variational(model: Variational, num: int, seed: int, options: Options) -> State | None:
+    """Does what `_replayed` does from nothing with one seed, in less time; None if that is to find out."""
+    empty = _empty_runs.get(model, {}).get(min(options.chunk, options.length))
+    if empty is None or not graphs.usable(device := empty.q_z.raw.device):
         return None
-    return taken(made, source)
+    key = _key((options, num, _NOTHING), empty)
+    return graphs.again(model, device, key, State({}), {"seed": seed}, options.length)
+
+
+_NOTHING = describe(State({}))
+
+
+def _key(fixed: Hashable, empty: _Empty | None) -> Hashable:
+    return "one shot", fixed, None if empty is None else empty.q_z.raw.data_ptr()
 
 
 def _variational_tree(options: Options, empty: _Empty | None, model: Variational, inputs: State) -> State:
     """Does `_variational` on a tree of inputs, as it is recorded."""
     prompt, state, source = unpacked(inputs)
     made = _variational(model, prompt, state, source, options, empty)
-    return results(made, source, **({} if empty is None else {"probe": _probe(model)}))
+    return results(made, source)

@@ -162,12 +162,12 @@ def unpacked(inputs: State) -> tuple[Tensor | None, State | None, Noise]:
     return prompt, inputs.child("state") if "state" in given else None, source
 
 
-def results(made: Result, source: Noise, **more: Tensor) -> State:
+def results(made: Result, source: Noise) -> State:
     """Returns what a recording makes: x, z and the state to go on from, which has its noise too."""
     x, z, after = made
     assert z is not None and after is not None
     state = State({**after.children, "seed": source.seed, "row": source.row})
-    return State({"x": x, "z": z, "state": state, **more})
+    return State({"x": x, "z": z, "state": state})
 
 
 def taken(made: State, source: Noise) -> Result:
