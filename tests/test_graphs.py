@@ -304,10 +304,14 @@ def test_what_is_watched_is_told_once_for_each_look(changed, device):
     watch = graphs.Watch(lambda model, place: place.copy_(3 + model.bias, non_blocking=True), 5, device)
     model = torch.nn.Module()
     model.bias = torch.tensor(2 + changed, device=device)
+    watch.look(model)  # as it is recorded
     for _ in range(2):
+        watch.expect()
         watch.look(model)
         assert watch.unchanged() != changed
-    assert not watch.unchanged(), "nothing was looked at since"
+    watch.look(model)
+    watch.expect()
+    assert not watch.unchanged(), "what was seen before is not what a replay has seen"
 
 
 @pytest.mark.parametrize("kind", PARALLEL)

@@ -141,18 +141,29 @@ class Watch:
 
     def __init__(self, show: Callable[[Any, Tensor], None], expected: int, device: torch.device) -> None:
         self._show, self._expected, self._device = show, expected, device
+        self._looking = False  # whether a number may be on its way
         with torch.inference_mode(False):  # else it could be written to in that mode only
             self._value = torch.full((), self._UNSEEN, device="cpu", pin_memory=device.type == "cuda")
 
     def look(self, model: nn.Module) -> None:
+        self._looking = True
         self._show(model, self._value)
 
+    def expect(self) -> None:
+        """Comes before a replay: what `unchanged` reads is then what this replay has seen."""
+        if self._looking:  # while it was recorded, or by a replay that nobody asked about
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._value.fill_(self._UNSEEN)
+        self._looking = True
+
     def unchanged(self) -> bool:
-        """Says, once for each look, whether the number is as expected; waits if it is not there yet."""
+        """Says after a replay whether the number is as expected; waits if it is not there yet."""
         if self._device.type == "cuda" and self._value.item() == self._UNSEEN:
             torch.cuda.current_stream(self._device).synchronize()
         value = self._value.item()
         self._value.fill_(self._UNSEEN)
+        self._looking = value == self._UNSEEN
         return value == self._expected
 
 
@@ -201,6 +212,8 @@ class OneShot:
             self.fixed[name].fill_(number)
         if self.static:
             copy(self.static, inputs.leaves())
+        if self.watch is not None:
+            self.watch.expect()
         self.recording.replay(model)
         made = self.recording.outputs.own(position)
         return made if self.watch is None or self.watch.unchanged() else None

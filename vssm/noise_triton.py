@@ -12,21 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.early_triton import _enter, early
-
 __all__ = ["uniform"]
 
 BLOCK = 256
 
 
-# fmt: off
 @triton.jit(do_not_specialize=["position", "length", "components", "tag", "total"])
 def _uniform_kernel(
-    out, seed, row, start, position, length, components, tag, total,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+    out, seed, row, start, position, length, components, tag, total, BLOCK: tl.constexpr, WIDE: tl.constexpr
 ):
-    # fmt: on
-    _enter(EARLY)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if WIDE:
         index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -60,6 +54,6 @@ def uniform(
         sizes = (position, length, components, tag, total)
         wide = 4 * (total + BLOCK) >= 2**31  # 64-bit divisions would take most of the time
         _uniform_kernel[(triton.cdiv(total, BLOCK),)](
-            out, seed.contiguous(), row.contiguous(), start, *sizes, BLOCK, wide, **early(out.device)
+            out, seed.contiguous(), row.contiguous(), start, *sizes, BLOCK, wide
         )
     return out

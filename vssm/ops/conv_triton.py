@@ -23,8 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.early_triton import _enter, early
-
 __all__ = ["backward", "forward"]
 
 _CHUNK = 32  # steps of a program
@@ -65,11 +63,10 @@ def _convolve(window, taps, shift, K: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "chunks"])
 def _forward_kernel(
     x, weight, bias, state, y, after, row, stride, T, channels, chunks, share,
-    K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
     """One row of the state serves `share` neighbouring rows of x."""
-    _enter(EARLY)
     item = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b = (item // chunks).to(tl.int64)
@@ -176,7 +173,6 @@ def forward(
         x, weight.contiguous(), bias, None if state is None else state.contiguous(), y, after,
         x.stride(0), x.stride(1), length, channels, chunks, 1 if state is None else batch // len(state),
         K=weight.shape[1], CHUNK=chunk, BLOCK=block, num_warps=max(1, block // 256),
-        **early(x.device),
     )  # fmt: skip
     return y
 

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from vssm.ops.draw import repeats
-from vssm.ops.early_triton import _enter, early
 
 __all__ = ["inverse_cdf"]
 
@@ -29,10 +28,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit(do_not_specialize=["rows", "span", "run", "temperature"])
 def _kernel(
     v, u, z, rows, span, run, temperature,
-    N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+    N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr,
 ):
     # fmt: on
-    _enter(EARLY)
     row = tl.program_id(0) * BR + tl.arange(0, BR)
     if WIDE:
         row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
@@ -63,5 +61,5 @@ def inverse_cdf(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
         inputs = (logits.contiguous(), noise.contiguous())
         wide = max(rows + BR, logits.numel()) >= 2**31  # 64-bit divisions would take most of the time
         sizes = (rows, times * run, run, float(temperature))
-        _kernel[(triton.cdiv(rows, BR),)](*inputs, z, *sizes, N, BR, BN, wide, **early(z.device))
+        _kernel[(triton.cdiv(rows, BR),)](*inputs, z, *sizes, N, BR, BN, wide)
     return z

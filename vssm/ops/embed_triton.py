@@ -17,8 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.early_triton import _enter, early
-
 __all__ = ["embed_sum"]
 
 TILE = 4096
@@ -43,11 +41,9 @@ def _rows(weight, latent, classes, live, d, N, D):
 # fmt: off
 @triton.jit(do_not_specialize=["steps"])
 def _kernel(
-    z, weight, y, steps, N, D,
-    Z: tl.constexpr, BR: tl.constexpr, BZ: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr,
+    z, weight, y, steps, N, D, Z: tl.constexpr, BR: tl.constexpr, BZ: tl.constexpr, BD: tl.constexpr
 ):
     # fmt: on
-    _enter(EARLY)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     if BR == 1:
         step = tl.program_id(0).to(tl.int64)
@@ -77,5 +73,5 @@ def embed_sum(z: Tensor, weight: Tensor) -> Tensor:
     if y.numel():
         inputs = (z.contiguous(), weight.contiguous())
         grid = (triton.cdiv(steps, BR), triton.cdiv(D, BD))
-        _kernel[grid](*inputs, y, steps, len(weight) // Z, D, Z, BR, BZ, BD, **early(y.device))
+        _kernel[grid](*inputs, y, steps, len(weight) // Z, D, Z, BR, BZ, BD)
     return y

@@ -38,7 +38,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.early_triton import LINE, _enter, _prefetch, early
 from vssm.ops.linear_weights import halves_of
 
 __all__ = ["Plan", "forward", "plan"]
@@ -113,7 +112,6 @@ def _place(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
 def _tile_kernel(
     x, weight, bias, add, scale, squares, y, M, N, K, depth, stride, eps,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     # fmt: on
     row, column = _place(M, N, BM, BN, GROUP)
@@ -121,12 +119,7 @@ def _tile_kernel(
     k = tl.arange(0, BK)
     # Rows after the end are the first again: they are not stored.
     left = x + (row % M).to(tl.int64)[:, None] * stride + k[None, :]
-    own = weight + (column % N).to(tl.int64)[:, None] * K
-    right = own + k[None, :]
-    if EARLY and HALF:  # few rows wait for their weights, which are there before x is
-        for at in tl.range(part * depth, (part + 1) * depth, BK):
-            _prefetch(own + at + tl.arange(0, BK // LINE)[None, :] * LINE)
-    _enter(EARLY)
+    right = weight + (column % N).to(tl.int64)[:, None] * K + k[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
     square = tl.zeros((BM,), tl.float32)
     for at in tl.range(part * depth, (part + 1) * depth, BK):
@@ -157,11 +150,9 @@ def _tile_kernel(
 # fmt: off
 @triton.jit(do_not_specialize=["rows", "eps"])
 def _split_kernel(
-    x, scale, high, low, down, rows, stride, eps,
-    K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+    x, scale, high, low, down, rows, stride, eps, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr
 ):
     # fmt: on
-    _enter(EARLY)
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     k = tl.arange(0, BK)
     mask = (row < rows)[:, None] & (k < K)[None, :]
@@ -180,10 +171,9 @@ def _split_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _halves_kernel(
     high, low, down, high_w, low_w, down_w, bias, add, y, M, N, K, depth,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):
     # fmt: on
-    _enter(EARLY)
     row, column = _place(M, N, BM, BN, GROUP)
     part = tl.program_id(1)
     k = tl.arange(0, BK)
@@ -205,11 +195,9 @@ def _halves_kernel(
 # fmt: off
 @triton.jit(do_not_specialize=["total", "eps"])
 def _sum_kernel(
-    partial, squares, bias, add, y, total, N, K, eps,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    partial, squares, bias, add, y, total, N, K, eps, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ):
     # fmt: on
-    _enter(EARLY)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < total
     result = tl.load(partial + at, mask=mask, other=0.0)
@@ -226,18 +214,13 @@ def _sum_kernel(
 # fmt: off
 @triton.jit(do_not_specialize=["eps"])
 def _row_kernel(
-    x, weight, bias, add, scale, y, N, K, eps, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr
+    x, weight, bias, add, scale, y, N, K, eps, BN: tl.constexpr, BK: tl.constexpr
 ):
     # fmt: on
     """One row: every program reads BN rows of the weight."""
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    own = weight + (column % N).to(tl.int64)[:, None] * K
-    right = own + k[None, :]
-    if EARLY:
-        for at in tl.range(0, K, BK):
-            _prefetch(own + at + tl.arange(0, BK // LINE)[None, :] * LINE)
-    _enter(EARLY)
+    right = weight + (column % N).to(tl.int64)[:, None] * K + k[None, :]
     acc = tl.zeros((BN, BK), tl.float32)
     squares = tl.zeros((BK,), tl.float32)
     for at in tl.range(0, K, BK):
@@ -309,9 +292,8 @@ def forward(
     if M == 1:
         how = how or plan_row(N, K)
         _row_kernel[(triton.cdiv(N, how.BN),)](
-            x, weight, bias, add, scale, y, N, K, eps,
-            BN=how.BN, BK=how.BK, num_warps=how.warps, **early(x.device),
-        )  # fmt: skip
+            x, weight, bias, add, scale, y, N, K, eps, BN=how.BN, BK=how.BK, num_warps=how.warps
+        )
         return y
     how = how or plan(M, N, K, _shared(x.device))
     if scale is not None and how.split == "tf32" and K > SHORT:
@@ -324,16 +306,15 @@ def forward(
     sizes = {"BM": how.BM, "BN": how.BN, "BK": how.BK, "num_warps": how.warps, "num_stages": how.stages}
     if how.split == "before":
         operands = *_split(x, scale, eps), *halves_of(weight, _split)
-        sizes |= early(x.device, joined=True)  # halves of a weight come from the second stream of a recording
         _halves_kernel[grid](*operands, *ends, out, M, N, K, K // how.SPLIT, GROUP=8, **sizes)
     else:
         if scale is not None and not whole:
             squares = torch.empty((how.SPLIT, M), dtype=torch.float32, device=x.device)
         half = how.split == "tile"
         inputs = (x, weight, *ends, scale, squares, out, M, N, K, K // how.SPLIT, x.stride(0), eps)
-        _tile_kernel[grid](*inputs, HALF=half, GROUP=8, **sizes, **early(x.device))
+        _tile_kernel[grid](*inputs, HALF=half, GROUP=8, **sizes)
     if not whole:
-        blocks = {"SPLIT": how.SPLIT, "BLOCK": 256, "num_warps": 2, **early(x.device)}
+        blocks = {"SPLIT": how.SPLIT, "BLOCK": 256, "num_warps": 2}
         _sum_kernel[(triton.cdiv(M * N, 256),)](out, squares, bias, add, y, M * N, N, K, eps, **blocks)
     return y
 
@@ -345,8 +326,7 @@ def _split(x: Tensor, scale: Tensor | None = None, eps: float = 0.0) -> tuple[Te
     down = torch.empty(M, dtype=torch.float32, device=x.device)
     BK = triton.next_power_of_2(K)
     BR = max(1, 2048 // BK)
-    sizes = (M, x.stride(0), eps, K, BR, BK)
-    _split_kernel[(triton.cdiv(M, BR),)](x, scale, high, low, down, *sizes, **early(x.device))
+    _split_kernel[(triton.cdiv(M, BR),)](x, scale, high, low, down, M, x.stride(0), eps, K, BR, BK)
     return high, low, down
 
 

@@ -20,8 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.early_triton import _enter, early
-
 __all__ = ["draw"]
 
 BLOCK = 1024
@@ -60,10 +58,9 @@ def _erfinv(u):
 @triton.jit(do_not_specialize=["total", "factor", "middle", "reach"])
 def _kernel(
     w, u, x, total, factor, middle, reach,
-    D: tl.constexpr, LEARNED: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, LEARNED: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):
     # fmt: on
-    _enter(EARLY)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if WIDE:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -90,6 +87,6 @@ def draw(w: Tensor, noise: Tensor, factor: float, learned: tuple[float, float] |
         wide = 2 * (total + BLOCK) >= 2**31
         _kernel[(triton.cdiv(total, BLOCK),)](
             w.contiguous(), noise.contiguous(), x, total, float(factor), middle, reach,
-            noise.shape[-1], learned is not None, BLOCK, wide, **early(x.device),
+            noise.shape[-1], learned is not None, BLOCK, wide,
         )  # fmt: skip
     return x

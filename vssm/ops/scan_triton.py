@@ -38,7 +38,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.early_triton import early
 from vssm.ops.scan_triton_backward import _backward_kernel
 from vssm.ops.scan_triton_forward import _combine_kernel, _decays_kernel, _scan_kernel
 from vssm.ops.scan_triton_lanes import SHARED_BYTES
@@ -166,7 +165,7 @@ class _Call(NamedTuple):
         _scan_kernel[(batch * chunks * triton.cdiv(channels, plan.BD),)](
             inputs, self.fixed_strides, start, *places, length, channels, plan.length, chunks, share,
             LOG=(A.shape[1] - 1).bit_length(), BD=plan.BD, EVERY=every, POLYNOMIALS=plan.polynomials,
-            AHEAD=plan.ahead, **self.settings(plan), **early(u.device),
+            AHEAD=plan.ahead, **self.settings(plan),
         )  # fmt: skip
 
 
@@ -195,7 +194,7 @@ def _enter_chunks(
         if term is not None:
             _combine_kernel[(batch * triton.cdiv(A.numel(), 64),)](
                 term, total, A, initial, channels, chunks,
-                N=A.shape[1], BLOCK=64, AHEAD=16, REVERSE=reverse, num_warps=1, **early(u.device),
+                N=A.shape[1], BLOCK=64, AHEAD=16, REVERSE=reverse, num_warps=1,
             )  # fmt: skip
     return local, pull
 
@@ -238,7 +237,7 @@ def decays(logs: list[Tensor]) -> Tensor:
     out = torch.empty((len(logs), *logs[0].shape), dtype=torch.float32, device=logs[0].device)
     size = logs[0].numel()
     inputs = tuple(log.contiguous() for log in logs)
-    _decays_kernel[(triton.cdiv(size, 256),)](inputs, out, size, BLOCK=256, num_warps=4, **early(out.device))
+    _decays_kernel[(triton.cdiv(size, 256),)](inputs, out, size, BLOCK=256, num_warps=4)
     return out
 
 

@@ -8,7 +8,6 @@
 import triton
 import triton.language as tl
 
-from vssm.ops.early_triton import _enter
 from vssm.ops.scan_triton_steps import (
     LOG2E,
     _decay,
@@ -31,7 +30,7 @@ def _scan_kernel(
     inputs, strides, start, y, end, total, local, pull, starts, T, channels: tl.constexpr, length, chunks,
     share, N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, EVERY: tl.constexpr,
     POLYNOMIALS: tl.constexpr, AHEAD: tl.constexpr, SOFTPLUS: tl.constexpr, WORDS: tl.constexpr,
-    EVEN: tl.constexpr, PTX: tl.constexpr, EARLY: tl.constexpr,
+    EVEN: tl.constexpr, PTX: tl.constexpr,
 ):
     # fmt: on
     """Writes what it is given room for.
@@ -39,7 +38,6 @@ def _scan_kernel(
     y, end: out and the last h. total, local, pull: sum delta, local and pull of every chunk. starts: h before
     every EVERY steps, (B, T / EVERY, N, D); only with one chunk. One h of `start` serves `share` chunks.
     """
-    _enter(EARLY)
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     blocks = tl.cdiv(channels, BD)
     item = (tl.program_id(0) // blocks).to(tl.int64)
@@ -147,11 +145,10 @@ def _scan_kernel(
 @triton.jit(do_not_specialize=["chunks"])
 def _combine_kernel(
     local, total, A, initial, channels, chunks,
-    N: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, REVERSE: tl.constexpr, EARLY: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, REVERSE: tl.constexpr,
 ):
     # fmt: on
     """Turns the local term of every chunk, in place, into the value that enters the chunk."""
-    _enter(EARLY)
     blocks = tl.cdiv(channels * N, BLOCK)
     b = (tl.program_id(0) // blocks).to(tl.int64)
     entry = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -182,9 +179,8 @@ def _combine_kernel(
 
 
 @triton.jit(do_not_specialize=["size"])
-def _decays_kernel(logs, out, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _decays_kernel(logs, out, size, BLOCK: tl.constexpr):
     """Writes -exp of several tensors, side by side."""
-    _enter(EARLY)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     for i in tl.static_range(len(logs)):
         log = tl.load(logs[i] + at, mask=at < size, other=0.0).to(tl.float32)

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.early_triton import _enter, early
 from vssm.ops.scan_triton import _call
 from vssm.ops.scan_triton_steps import _load_states, _rates, _row, _scalars, _sigmoid, _softplus, _vector
 
@@ -29,10 +28,9 @@ _BD = 32  # channels of a program: one warp
 @triton.jit(do_not_specialize=["T"])
 def _ahead_kernel(
     inputs, strides, start, y, T, channels,
-    N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, WORDS: tl.constexpr, EARLY: tl.constexpr,
+    N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, WORDS: tl.constexpr,
 ):
     # fmt: on
-    _enter(EARLY)
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     s_dy, s_u, s_dt, s_B, s_C, s_z = strides
     blocks = tl.cdiv(channels, BD)
@@ -82,6 +80,5 @@ def forward(
         _ahead_kernel[(batch * triton.cdiv(channels, _BD),)](
             call.inputs, call.strides, None if h0 is None else h0.contiguous(), y, length, channels,
             N=states, LOG=(states - 1).bit_length(), BD=_BD, WORDS=call.words, num_warps=1,
-            **early(u.device),
         )  # fmt: skip
     return y

@@ -14,14 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.early_triton import _enter, early
-
 __all__ = ["show"]
 
 
 @triton.jit
-def _show_kernel(words, place, size: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    _enter(EARLY)
+def _show_kernel(words, place, size: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.int64)
     for i in tl.static_range(len(words)):
@@ -33,4 +30,4 @@ def show(weights: tuple[Tensor, ...], place: Tensor) -> None:
     """Writes the sum of all 64-bit words of some weights, of one shape, to a pinned int64 of the host."""
     words = tuple(weight.detach().contiguous().view(torch.int64) for weight in weights)
     size = words[0].numel()
-    _show_kernel[(1,)](words, place, size, triton.next_power_of_2(size), **early(words[0].device))
+    _show_kernel[(1,)](words, place, size, triton.next_power_of_2(size))
