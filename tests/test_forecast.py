@@ -25,6 +25,8 @@ from vssm.forecast_metrics import crps, energy_score, scores
 from vssm.progress import Progress
 from vssm.train import train
 
+HOURS = np.arange(9).astype("datetime64[h]")
+
 
 def meta(columns=("a", "b", "c"), **options):
     num = len(columns)
@@ -150,6 +152,25 @@ def test_time_features_follow_the_dates():
         own.forecast(history(), 5, 4)
 
 
+@pytest.mark.parametrize(
+    ("dates", "next_dates"),
+    [
+        (np.arange("2023-06", "2024-03", dtype="datetime64[M]"), ["2024-03-01", "2024-04-01", "2024-05-01"]),
+        (
+            np.arange("2023-06", "2024-03", dtype="datetime64[M]").astype("datetime64[D]") - 1,
+            ["2024-02-29", "2024-03-31", "2024-04-30"],
+        ),
+        (np.arange("2015", "2024", dtype="datetime64[Y]"), ["2024-01-01", "2025-01-01", "2026-01-01"]),
+        (np.datetime64("2024-02-20") + np.arange(9), ["2024-02-29", "2024-03-01", "2024-03-02"]),
+        (np.datetime64("2024-01-01") + 7 * np.arange(9), ["2024-03-04", "2024-03-11", "2024-03-18"]),
+    ],
+    ids=["first of the month", "last of the month", "years", "days", "weeks"],
+)
+def test_dates_go_on_by_the_calendar(dates, next_dates):
+    made = forecaster().forecast(history(), 3, 2, dates)
+    assert made.times.astype("datetime64[D]").astype(str).tolist() == next_dates
+
+
 def test_horizon_beyond_training_is_extrapolation():
     own = forecaster()
     with pytest.warns(
@@ -201,6 +222,9 @@ def test_missing_values_are_filled_as_in_training():
         ({"horizon": 0}, "horizon=0 is not allowed; allowed: a whole number >= 1"),
         ({"samples": 0}, "samples=0 is not allowed; allowed: a whole number >= 1"),
         ({"times": np.arange(3).astype("datetime64[h]")}, "times has 3 dates; allowed: 9"),
+        ({"times": HOURS[::-1]}, "times: 1970-01-01T07 comes after 1970-01-01T08; allowed: each .* in order"),
+        ({"times": HOURS[[0, *range(8)]]}, "times: 1970-01-01T00 is there twice; allowed: each date once"),
+        ({"times": np.where(np.arange(9) < 4, HOURS, np.datetime64("NaT"))}, "times has no date at step 4"),
     ],
 )
 def test_bad_requests_are_named(options, message):
@@ -259,6 +283,9 @@ def test_a_point_that_is_refused_leaves_a_stream_as_it_was(kind):
     for times, message in (
         (dates[9:10], "times has 1 dates; allowed: 2, the steps of points"),
         (["a", "b"], "times is <U1; allowed: datetime64"),
+        (dates[[9, 9]], "times: 1970-01-01T09 is there twice"),
+        (dates[8:10], "times: 1970-01-01T08 is there twice"),
+        (dates[[4, 9]], "times: 1970-01-01T04 comes after 1970-01-01T08"),
     ):
         with pytest.raises(ValueError, match=message):
             dated.observe(x[9:11], times)

@@ -389,7 +389,10 @@ class Stream:
         whole = torch.cat([self._points, point[None, None]], 1)[:, -context:]
         there = torch.cat([self._known, known[None, None]], 1)[:, -context:]
         forecaster._check_known(there)
-        times = None if time is None else np.concatenate([self._times, time])[-context:]  # type: ignore[list-item]
+        times = None
+        if time is not None and self._times is not None:
+            _check_order(np.concatenate([self._times[-1:], time]))
+            times = np.concatenate([self._times, time])[-context:]
         if not known.all():  # the past fills it, never the future
             filled = torch.zeros_like(point) if meta.fill == "zero" else self._points[0, -1]
             whole[0, -1] = torch.where(known, point, filled)
@@ -463,7 +466,19 @@ def _dates(times: np.ndarray | None, num: int, of: str) -> np.ndarray | None:
         raise ValueError(f"times is {dates.dtype}; allowed: datetime64, one for each step")
     if len(dates) != num:
         raise ValueError(f"times has {len(dates)} dates; allowed: {num}, the steps of {of}")
+    _check_order(dates)
     return dates
+
+
+def _check_order(dates: np.ndarray) -> None:
+    """Raises unless dates are known and follow each other."""
+    if np.isnat(dates).any():
+        raise ValueError(f"times has no date at step {int(np.isnat(dates).argmax())}; allowed: all of them")
+    late = ~(dates[1:] > dates[:-1])
+    if late.any():
+        k = int(late.argmax()) + 1
+        what = "is there twice" if dates[k] == dates[k - 1] else f"comes after {dates[k - 1]}"
+        raise ValueError(f"times: {dates[k]} {what}; allowed: each date once and in order")
 
 
 def _placed(made: Tensor, factor: Tensor, shift: Tensor, first: int = 0, out: Tensor | None = None) -> Tensor:
@@ -473,9 +488,24 @@ def _placed(made: Tensor, factor: Tensor, shift: Tensor, first: int = 0, out: Te
 
 
 def _continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:
-    """Returns the dates of the steps to come, each after the usual step."""
+    """Returns the dates of the steps to come, each after the usual step; that of a calendar is in months.
+
+    Example:
+        >>> _continued(np.array(["2023-10-31", "2023-11-30", "2023-12-31"], "M8[s]"), 2).astype("M8[D]")
+        array(['2024-01-31', '2024-02-29'], dtype='datetime64[D]')
+    """
     if times is None or len(times) < 2:
         return None
     times = times.astype("datetime64[s]")
+    ahead = np.arange(1, horizon + 1)
+    months = np.diff(times.astype("datetime64[M]").astype(np.int64))
+    into = times - times.astype("datetime64[M]")
+    left = (times.astype("datetime64[M]") + 1).astype("datetime64[s]") - times
+    if months[0] and (months == months[0]).all():
+        new = times[-1].astype("datetime64[M]") + months[0] * ahead
+        if (into == into[0]).all() and into[0] < np.timedelta64(28, "D"):  # the first of a month, say
+            return new.astype("datetime64[s]") + into[0]
+        if (left == left[0]).all():  # or the last
+            return (new + 1).astype("datetime64[s]") - left[0]
     step = np.median(np.diff(times).astype(np.int64)).astype("timedelta64[s]")
-    return times[-1] + step * np.arange(1, horizon + 1)
+    return times[-1] + step * ahead
