@@ -697,8 +697,13 @@ def test_bad_dates_are_named(tmp_path, change, parts):
     rows[change[0]][0] = change[1]
     path = write_csv(tmp_path / "a.csv", rows, header=["date", "a"])
     refused(series(path, context=4, horizon=2), path, *parts)
-    assert open_data(series(path, context=4, horizon=2, time="none")).meta.time is None
+    assert open_data(series(path, context=4, horizon=2, time="none")).meta.time == "none"
     refused(series(path, time="when"), "series.time", "'when'", "'date'")
+
+
+def test_two_columns_of_one_name_are_named(tmp_path):
+    path = write_csv(tmp_path / "a.csv", [[k, -k] for k in range(40)], header=["a", "a"])
+    refused(series(path, context=4, horizon=2), path, "column 'a' is there twice")
 
 
 def test_dates_of_any_zone_are_in_order(tmp_path):

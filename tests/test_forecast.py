@@ -5,7 +5,7 @@ import runpy
 import subprocess
 import sys
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ import vssm
 from tests.conftest import KINDS, relative_error, small_config, small_model
 from vssm.cli import main
 from vssm.config import RunConfig, TrainConfig
-from vssm.data import DataConfig, Meta, SeriesConfig
+from vssm.data import DataConfig, Meta, SeriesConfig, open_data
 from vssm.forecast import Forecast, Forecaster
 from vssm.forecast_files import draw_fan, read_history, write_quantiles
 from vssm.forecast_metrics import crps, energy_score, scores
@@ -440,13 +440,48 @@ def test_command_names_what_is_wrong_with_a_file(run_folder, tmp_path, capsys):
     new.write_text("\n".join([*lines[:20], lines[18], *lines[20:]]))
     refused(new, "line 21", "'date'", "comes after")
     new.write_text("\n".join([*lines[:20], lines[19], *lines[20:]]))
-    refused(new, "line 21", "is there twice")
+    refused(new, "line 21", "is there twice", "or --time none")
     new.write_text("\n".join([*lines[:20], "2020-01-32" + lines[20][10:], *lines[21:]]))
     refused(new, "line 21", "is no date")
     new.write_text("\n".join([*lines[:25], lines[25].rpartition(",")[0] + ",", *lines[26:]]))
     refused(new, "history is missing", "'heat'")
     refused(waves(tmp_path / "good.csv", 30), "o.txt", ".csv or .parquet", options=["--out", "o.txt"])
     assert not (tmp_path / "o.csv").exists()
+
+
+def test_command_takes_the_dates_it_is_told(run_folder, tmp_path):
+    def times(*options, header="date"):
+        new, out = waves(tmp_path / "new.csv", 30), tmp_path / "out.csv"
+        new.write_text(new.read_text().replace("date", header, 1))
+        common = ["--path", str(new), "--samples", "2", "--device", "cpu", "--out", str(out)]
+        main(["forecast", str(run_folder), *common, *options])
+        columns = out.read_text().partition("\n")[0].split(",")
+        return "time" in columns
+
+    assert times() and not times("--time", "none")
+    assert not times(header="when") and times("--time", "when", header="when")
+
+
+@pytest.mark.parametrize(("time", "dated"), [("when", True), ("none", False)])
+def test_a_run_remembers_its_column_of_dates(time, dated, tmp_path):
+    path = waves(tmp_path / "waves.csv")
+    path.write_text(path.read_text().replace("date", "when" if dated else "date", 1))
+    if not dated:  # as it was trained, so it forecasts
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join([*lines, lines[-1]]))
+    series = SeriesConfig(path=str(path), context=12, horizon=6, time=time)
+    own = open_data(DataConfig(name="series", series=series)).meta
+    forecaster = Forecaster(
+        small_model("vssm", features=2), Meta.from_json(json.loads(json.dumps(asdict(own))))
+    )
+    assert (read_history(forecaster, path).times is not None) == dated
+
+
+def test_command_names_a_shipped_model_of_other_data(tmp_path, capsys):
+    new = waves(tmp_path / "new.csv", 30)
+    with pytest.raises(SystemExit, match="2"):
+        main(["forecast", "mnist-small", "--path", str(new), "--out", str(tmp_path / "o.csv")])
+    assert "'mnist-small' was trained on 'mnist'; allowed: a run of data set" in capsys.readouterr().err
 
 
 def test_parquet_names_its_extra(monkeypatch, tmp_path):

@@ -18,17 +18,20 @@ _BANDS = (0.95, 0.8, 0.5)
 _MOST_COLUMNS = 12  # in one chart
 
 
-def read_history(forecaster: Forecaster, path: str | Path) -> Table:
+def read_history(forecaster: Forecaster, path: str | Path, time: str | None = None) -> Table:
     """Returns the columns that a forecaster was trained on, in its order, from a new file.
 
     Arguments:
         forecaster: What will read them.
         path: A CSV, .npy or Parquet file.
+        time: The column of dates; None takes that of training or finds it, "none" leaves dates out.
     """
     path, meta = Path(path), forecaster.meta
     if not path.is_file():
         raise ValueError(f"path={str(path)!r} does not exist; allowed: a CSV, .npy or Parquet file")
-    table = read_table(path, meta.time if meta.cycles else None)
+    if time is None and (meta.cycles or meta.time == "none"):
+        time = meta.time
+    table = read_table(path, time, meta.time, "time")
     for column in forecaster.columns:
         if column not in table.names:
             near = difflib.get_close_matches(column, table.names, n=1)
@@ -115,9 +118,15 @@ def draw_fan(made: Forecast, history: Table, path: str | Path, context: int = 96
 
 
 def forecast_file(
-    forecaster: Forecaster, path: str | Path, horizon: int | None, samples: int, seed: int, **options: object
+    forecaster: Forecaster,
+    path: str | Path,
+    horizon: int | None,
+    samples: int,
+    seed: int,
+    time: str | None = None,
+    **options: object,
 ) -> tuple[Forecast, Table]:
     """Returns the forecast of what comes after the last row of a file, and the file's table."""
-    table = read_history(forecaster, path)
+    table = read_history(forecaster, path, time)
     history = torch.from_numpy(np.where(np.isfinite(table.values), table.values, np.nan))
     return forecaster.forecast(history, horizon, samples, table.times, seed, **options), table

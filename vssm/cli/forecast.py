@@ -15,10 +15,12 @@ __all__ = ["Forecast"]
 class Forecast:
     """Forecasts what comes after a table file: quantiles as CSV or Parquet, and a fan chart."""
 
-    run_folder: tyro.conf.Positional[Path]
-    """A run folder of data set series."""
+    run_folder: tyro.conf.Positional[str]
+    """A run folder of data set series, or hf://OWNER/NAME."""
     path: Path
     """The history: a CSV, .npy or Parquet file with the columns of the run."""
+    time: str | None = None
+    """Column of dates; that of training by default, none leaves dates out."""
     horizon: int | None = None
     """Steps to forecast; those of training by default, more is extrapolation."""
     samples: int = 500
@@ -51,7 +53,9 @@ class Forecast:
             options["recondition"] = True
         if self.temperature != 1:
             options["temperature"] = self.temperature
-        made, history = forecast_file(forecaster, self.path, self.horizon, self.samples, self.seed, **options)
+        made, history = forecast_file(
+            forecaster, self.path, self.horizon, self.samples, self.seed, self.time, **options
+        )
         write_quantiles(made, self.out, self.quantiles)
         draw_fan(made, history, picture, forecaster.meta.context or 96)
         steps = made.mean.shape[0]

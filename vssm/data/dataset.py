@@ -206,7 +206,7 @@ class Meta:
     cycles: tuple[str, ...] = ()
     """Cycles of the calendar whose phase, as sine and cosine, are the last channels of a step."""
     time: str | None = None
-    """The column of dates."""
+    """The column of dates; none where they were left out."""
     fill: str | None = None
     """How missing values were filled."""
 

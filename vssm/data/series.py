@@ -125,7 +125,7 @@ def open_series(config: DataConfig) -> Data:
         season=options.season,
         separate=options.separate,
         cycles=cycles,
-        time=table.time,
+        time="none" if options.time == "none" else table.time,
         fill=options.fill,
     )
     return Data(config, meta, fit, lambda: windows("test"), [path])
@@ -176,12 +176,16 @@ def phases(times: np.ndarray, cycles: Sequence[str]) -> np.ndarray:
     return np.stack(parts, -1) if parts else np.empty((*times.shape, 0))
 
 
-def read_table(path: Path, time: str | None = None) -> Table:
+def read_table(
+    path: Path, time: str | None = None, usual: str | None = None, option: str = "series.time"
+) -> Table:
     """Returns the columns of a CSV, .npy or Parquet file that hold numbers, and the dates of its rows.
 
     Arguments:
         path: The file.
         time: The column of dates; None finds it by its name, "none" leaves dates out.
+        usual: The column of dates to look for first.
+        option: What `time` is called on the command line.
     """
     name = path.name.lower().removesuffix(".gz")
     if name.endswith((".parquet", ".pq")):
@@ -190,24 +194,29 @@ def read_table(path: Path, time: str | None = None) -> Table:
         table = _read_npy(path) if name.endswith(".npy") else _read_csv(path)
     if not table.places:
         raise ValueError(f"{path} has no rows")
+    for k, name in enumerate(table.names):
+        if name and name in table.names[:k]:
+            raise ValueError(f"{path}: column {name!r} is there twice; allowed: a name for each column")
     numeric = np.flatnonzero(np.isfinite(table.values).any(0))
     if not len(numeric):
         raise ValueError(f"{path} has no column of numbers")
-    dates = None if time == "none" else _time_column(table, time, path)
+    dates = None if time == "none" else _time_column(table, time, usual, option, path)
     return Table(
         tuple(table.names[k] for k in numeric),
         table.values[:, numeric],
         table.places,
-        None if dates is None else _times(table.texts[dates], dates, table.places, path),
+        None if dates is None else _times(table.texts[dates], dates, table.places, option, path),
         dates,
     )
 
 
-def _time_column(table: Table, time: str | None, path: Path) -> str | None:
+def _time_column(table: Table, time: str | None, usual: str | None, option: str, path: Path) -> str | None:
+    if time is None and usual in table.texts:
+        return usual
     if time is not None:
         if time not in table.texts:
             there = ", ".join(map(repr, table.texts)) or "none"
-            raise ValueError(f"series.time: {time!r} is no column of dates in {path}; available: {there}")
+            raise ValueError(f"{option}: {time!r} is no column of dates in {path}; available: {there}")
         return time
     named = [name for name in table.texts if name.strip().lower() in _TIME_NAMES]
     typed = [
@@ -218,17 +227,23 @@ def _time_column(table: Table, time: str | None, path: Path) -> str | None:
     return next(iter([*named, *typed]), None)
 
 
-def _times(cells: Sequence[object], name: str, places: list[str], path: Path) -> np.ndarray:
+def _times(cells: Sequence[object], name: str, places: list[str], option: str, path: Path) -> np.ndarray:
     """Returns dates (N,) in seconds, once they are in order."""
     if isinstance(cells, np.ndarray):
         times = cells.astype("datetime64[s]")
+        if np.isnat(times).any():
+            odd = int(np.isnat(times).argmax())
+            raise ValueError(
+                f"{path}: {places[odd]}, column {name!r} has no date; allowed: one for each row, or"
+                f" --{option} none to leave dates out"
+            )
     else:
         dates = [_date(cell) for cell in cells]
         if None in dates:
             odd = dates.index(None)
             raise ValueError(
                 f"{path}: {places[odd]}, column {name!r}: {cells[odd]!r} is no date; allowed: ISO 8601, as"
-                " 2016-07-01 13:00, or --series.time none to leave dates out"
+                f" 2016-07-01 13:00, or --{option} none to leave dates out"
             )
         times = np.array(dates, "datetime64[s]")
     steps = np.diff(times).astype(np.int64)
@@ -237,7 +252,7 @@ def _times(cells: Sequence[object], name: str, places: list[str], path: Path) ->
         what = "is there twice" if not steps[late - 1] else f"comes after {times[late - 1]}"
         raise ValueError(
             f"{path}: {places[late]}, column {name!r}: {times[late]} {what}; allowed: each date once and in"
-            " order, or --series.time none to leave dates out"
+            f" order, or --{option} none to leave dates out"
         )
     return times
 
