@@ -92,6 +92,11 @@ def test_text_from_train_to_prompt(tmp_path, monkeypatch, capsys):
     lines = (tmp_path / "t.txt").read_text()
     assert lines.startswith("the c")
     assert len(lines.rstrip("\n")) >= 12
+    capsys.readouterr()
+    main(["generate", "run", "--prompt", "the c", "--num", "1"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("the c") and "samples: samples.txt" in shown, "text is shown as text"
+    assert (tmp_path / "samples.txt").read_text().startswith("the c")
     assert "outside the vocabulary" in fails(capsys, "generate", "run", "--prompt", "QUIZ", "--out", "t.txt")
     assert "allowed: a .npy file" not in (tmp_path / "t.txt").read_text()
 

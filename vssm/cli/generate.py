@@ -39,8 +39,8 @@ class Generate:
     """Names the sample; 0, or the state's."""
     resume: Path | None = None
     """A state.safetensors to go on from."""
-    out: Path = Path("samples.npy")
-    """Where the samples go: .npy, .png or .txt."""
+    out: Path | None = None
+    """Where the samples go: .npy, .png or .txt; by default samples.npy, of text samples.txt."""
     state: Path = Path("state.safetensors")
     """Where the state to resume from goes."""
     device: str = "auto"
@@ -57,12 +57,14 @@ class Generate:
         from vssm.serve.client import Client
         from vssm.serve.run import read_secret
 
-        if self.out.suffix not in (".npy", ".txt"):
-            raise ValueError(f"out={str(self.out)!r} is not allowed; allowed from a server: .npy or .txt")
+        words = self.prompt is not None and not self.prompt.endswith(".npy")
+        out = self.out or Path("samples.txt" if words else "samples.npy")
+        if out.suffix not in (".npy", ".txt"):
+            raise ValueError(f"out={str(out)!r} is not allowed; allowed from a server: .npy or .txt")
         if self.passes != 1:
             raise ValueError(f"passes={self.passes} is not allowed; allowed from a server: 1")
         state = self.state.with_suffix(".resume") if self.state.name else self.state
-        check_targets(out=self.out, state=state)
+        check_targets(out=out, state=state)
         url, _, model = self.run_folder.partition("://")[2].partition("/")
         options = {
             name: getattr(self, name)
@@ -79,26 +81,30 @@ class Generate:
             else:
                 num = {"num": 16} if prompt is None else {}
                 answer = client.generate(prompt, **{**num, **options, "model": model or None})
-        if self.out.suffix == ".npy":
-            write_array(answer.x, self.out)
+        if out.suffix == ".npy":
+            write_array(answer.x, out)
         elif answer.text is None:
-            raise ValueError(f"out={str(self.out)!r} is for text; allowed for this model: .npy")
+            raise ValueError(f"out={str(out)!r} is for text; allowed for this model: .npy")
         else:
             given = prompt if isinstance(prompt, str) else ""
-            write_texts([given + made for made in answer.text], self.out)
+            print(write_texts([given + made for made in answer.text], out))
         write_atomically(state, lambda path: path.write_text(f"{answer.resume}\n"))
-        print(f"samples: {self.out}  {answer.x.shape}\nstate: {state}, after step {answer.position}")
+        print(f"samples: {out}  {answer.x.shape}\nstate: {state}, after step {answer.position}")
 
     def _compute(self) -> None:
         import vssm
         from vssm.train import choose_device
 
-        if self.out.suffix not in (".npy", ".png", ".txt"):
-            raise ValueError(f"out={str(self.out)!r} is not allowed; allowed: a name in .npy, .png or .txt")
-        check_targets(out=self.out, state=self.state)
+        out = self.out or Path("samples.npy")
+        if out.suffix not in (".npy", ".png", ".txt"):
+            raise ValueError(f"out={str(out)!r} is not allowed; allowed: a name in .npy, .png or .txt")
+        check_targets(out=out, state=self.state)
         device = choose_device(self.device)
         folder = local_folder(self.run_folder)
         model, meta = vssm.load(folder, device), data_meta(folder)
+        if self.out is None and meta is not None and meta.suggested_head == "categorical":
+            out = Path("samples.txt")
+            check_targets(out=out, state=self.state)
         state = None if self.resume is None else vssm.State.load(self.resume, device)
         prompt = None if self.prompt is None else read_prompt(self.prompt, model, meta).to(device)
         known = 0 if prompt is None else prompt.shape[1]
@@ -106,7 +112,7 @@ class Generate:
         if length is None:
             length = max(1, meta.length - known) if meta is not None and state is None else 28
         num = 16 if self.num is None and prompt is None and state is None else self.num
-        out = vssm.generate(
+        made = vssm.generate(
             model,
             num=num,
             length=length,
@@ -119,7 +125,7 @@ class Generate:
             seed=self.seed,
             state=state,
         )
-        x = out.x.cpu()
-        write_samples(x, None if prompt is None else prompt.cpu(), meta, self.out)
-        out.state.save(self.state)
-        print(f"samples: {self.out}  {tuple(x.shape)}\nstate: {self.state}, after step {out.state.position}")
+        x = made.x.cpu()
+        write_samples(x, None if prompt is None else prompt.cpu(), meta, out)
+        made.state.save(self.state)
+        print(f"samples: {out}  {tuple(x.shape)}\nstate: {self.state}, after step {made.state.position}")
