@@ -184,6 +184,34 @@ def test_stopwatch_keeps_to_its_budget(record, monkeypatch):
     assert "slow_ms_b1_t8" not in record.metrics
 
 
+def test_stopwatch_records_more_when_asked(record, monkeypatch):
+    taken = iter([1.0, 2.0, 3.0, 4.0, 5.0])
+    monkeypatch.setattr(timing, "wall", lambda call, device: next(taken))
+    timing.Stopwatch(CPU, repeats=5, seconds=4.0, warm=1, more=True).together(
+        record, {"ssm_ms_b1_t2": lambda: 0}
+    )
+    quantiles = {"ssm_p10_ms_b1_t2": 1.4, "ssm_p90_ms_b1_t2": 4.6}
+    assert record.metrics == {"ssm_ms_b1_t2": 3.0, **quantiles}
+
+    record.metrics.clear()
+    monkeypatch.setattr(timing, "wall", lambda call, device: 7.0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 8 * 2**20)
+    watch = timing.Stopwatch(torch.device("cuda"), repeats=1, seconds=4.0, warm=1, more=True)
+    watch.alone(record, "ssm_ms", "b1_", 2, lambda: 0)
+    assert record.metrics == {"ssm_ms_b1_t2": 7.0, "ssm_mib_b1_t2": 5.0}
+
+
+def test_generation_has_quantiles(tmp_path, capsys):
+    options = {"kinds": ["vssm"], "batches": [1], "lengths": [4], "repeats": 3, "peers": False, **TINY}
+    made = bench.main_generate(tmp_path / "a.json", plot=tmp_path / "a.png", **options)["metrics"]
+    for name in ("vssm", "vssm_prompted", "vssm_chunk1"):
+        low, middle, high = (made[f"{name}{part}_ms_b1_t4"] for part in ("_p10", "", "_p90"))
+        assert 0 < low <= middle <= high
+    assert "p10" not in capsys.readouterr().out, "the table has medians"
+
+
 def test_what_does_not_fit_is_noted(record):
     def greedy():
         raise torch.OutOfMemoryError("much too large")

@@ -6,6 +6,8 @@
 | `<kind>_prompted_ms_...` | the second half of T steps after the first                                   |
 | `<kind>_chunk<W>_ms_...` | T steps in four chunks (vssm and tvae)                                       |
 | `vssm_l<L>_...`          | the same of a vssm with L levels of latents                                  |
+| `..._p10_ms_...`, `p90`  | quantiles of any of these, where it was timed more than once                 |
+| `..._mib_...`            | most memory that tensors took, beside what was there before (CUDA)           |
 
 Beside them `transformers_gpt2_ms_...` and `transformers_mamba_ms_...`: models of transformers of the same
 width and depth, step by step with their own caches, at batch 1 and up to 256 steps.
@@ -90,7 +92,7 @@ def main_generate(
     ):
         check_whole(name, *values)
     repeats = (3 if cuda else 5) if repeats is None else repeats
-    stopwatch = Stopwatch(where, repeats, seconds_per_point, warm=3 if cuda else 1)
+    stopwatch = Stopwatch(where, repeats, seconds_per_point, warm=3 if cuda else 1, more=True)
     config = {
         "width": width,
         "layers": layers,
@@ -182,7 +184,7 @@ def _show(record: Record) -> None:
     """Prints a row a model and way, a column a size, and how far vssm is ahead of step-by-step models."""
     cells: dict[str, dict[tuple[int, int], float]] = {}
     for name, value in record.metrics.items():
-        match = re.fullmatch(r"(\w+?)_ms_b(\d+)_t(\d+)", name)
+        match = re.fullmatch(r"((?!.*_p[19]0_)\w+?)_ms_b(\d+)_t(\d+)", name)
         if match and value is not None:
             row = re.sub(r"_chunk\d+", " in four chunks", match[1]).replace("_prompted", " prompted")
             cells.setdefault(row, {})[int(match[2]), int(match[3])] = value

@@ -126,6 +126,9 @@ class Stopwatch:
     """What each may take in all after its first call; one timed call is always taken."""
     warm: int
     """Calls before the timed ones; fewer when they use up half of the budget."""
+    more: bool = False
+    """Whether to record the 10 % and 90 % quantiles and, of a call alone on CUDA, the most memory it took as
+    well: beside x_ms_y they are x_p10_ms_y, x_p90_ms_y and x_mib_y."""
 
     def __post_init__(self) -> None:
         check_whole("repeats", self.repeats)
@@ -138,13 +141,17 @@ class Stopwatch:
         return self.device.type == "cpu"
 
     def together(self, record: Record, calls: Mapping[str, Call]) -> None:
-        """Times calls in turns, so that a disturbance meets all of them, and records their medians.
+        """Times calls in turns, so that a disturbance meets all of them, and records what they took.
 
         A call whose number is known already, or that does not fit the device's memory, is left out; the
         latter is noted.
         """
         times: dict[str, list[float]] = {}
         spent: dict[str, float] = {}
+        watched = self.more and self.device.type == "cuda" and len(calls) == 1
+        before = torch.cuda.memory_allocated(self.device) if watched else 0
+        if watched:
+            torch.cuda.reset_peak_memory_stats(self.device)
         for name, call in calls.items():
             if name in record.metrics:
                 continue
@@ -167,7 +174,16 @@ class Stopwatch:
                     spent[name] += taken / 1e3
                 if taken is None:
                     del times[name]
-        record.add({name: statistics.median(taken) for name, taken in times.items()})
+        for name, taken in times.items():
+            median, *quantiles = spread(taken)
+            metrics: dict[str, float | None] = {name: median}
+            if self.more and len(taken) > 1:
+                for part, value in zip(("p10", "p90"), quantiles, strict=True):
+                    metrics[name.replace("_ms_", f"_{part}_ms_")] = value
+            if watched:
+                most = torch.cuda.max_memory_allocated(self.device) - before
+                metrics[name.replace("_ms_", "_mib_")] = most / 2**20
+            record.add(metrics)
 
     def alone(self, record: Record, series: str, where: str, length: int, call: Call) -> None:
         """Times one call of a series over lengths, unless a shorter one says that it breaks the budget."""
