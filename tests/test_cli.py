@@ -116,8 +116,14 @@ def test_text_from_train_to_prompt(tmp_path, monkeypatch, capsys):
             "seed=9223372036854775808 is not allowed",
         ),
         (["train", "digits", "--train.batch", "5000", "--smoke"], "batch=5000 is not allowed; allowed: 1 to"),
-        (["generate", "nowhere"], "'nowhere' has no config.json"),
-        (["evaluate", "nowhere"], "'nowhere' has no config.json"),
+        (["generate", "nowhere"], "'nowhere' does not exist; allowed: a run folder"),
+        (["evaluate", "nowhere"], "'nowhere' does not exist"),
+        (["forecast", "nowhere", "--path", "x.csv"], "'nowhere' does not exist"),
+        (["forecast", "mnist-small", "--path", "x.csv"], "'mnist-small' was trained on 'mnist'"),
+        (
+            ["train", "series", "--series.path", "x.csv"],
+            "found no x.csv in the place given, nor in .*; give its path",
+        ),
         (["generate", "nowhere", "--device", "gpu"], "device='gpu' is not there; allowed: 'cpu'"),
         (["generate"], "run"),
         (["bench", "nothing"], "nothing"),
@@ -150,6 +156,24 @@ def test_each_mistake_has_its_line_and_exit_code(error, code, line, capsys):
         raise error
     assert stop.value.code == code
     assert capsys.readouterr().err == line
+
+
+def test_a_stopped_training_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    def stop(config, folder, resume=False):
+        (folder / "config.json").parent.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vssm.train.train", stop)
+    folder = tmp_path / "run"
+    for arguments in (["digits", "--out", str(folder)], ["--resume", str(folder)]):
+        with pytest.raises(SystemExit) as ended:
+            main(["train", *arguments])
+        assert ended.value.code == 130
+        said = capsys.readouterr().err
+        assert said == (
+            f"to go on from the last checkpoint: vssm train --resume {folder}\nvssm: stopped by the user\n"
+        )
 
 
 def test_a_bug_keeps_its_traceback():

@@ -365,7 +365,7 @@ def test_a_folder_of_the_same_name_comes_first(shelf):
 
 
 def test_an_unknown_name_is_answered_with_those_there_are(shelf, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"^'digit' has no config.json; allowed: .* \('digits-small'\)$"):
+    with pytest.raises(ValueError, match=r"^'digit' does not exist; allowed: .* \('digits-small'\)$"):
         vssm.load("digit")
     monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"or a shipped model \(none in this version\)$"):

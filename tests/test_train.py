@@ -254,7 +254,7 @@ def test_ten_in_a_row_stop_the_run(term, log_every, tmp_path, monkeypatch):
 
 def test_mistakes_leave_no_folder(tmp_path):
     for config, message in (
-        (tiny(batch=38), "batch=38 is not allowed; allowed: 1 to 37, the training set"),
+        (tiny(batch=38), "batch=38 is not allowed; allowed: 1 to 37, the sequences of the training set"),
         (tiny(fsdp=True), "fsdp=True needs processes to shard over"),
         (tiny(device="cuda:99"), "device='cuda:99' is not there"),
         (replace(tiny(), model=small_config("rnn", "categorical")), "head='categorical' does not suit"),

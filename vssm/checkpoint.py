@@ -111,8 +111,9 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
 def _read_config(path: Path) -> ModelConfig:
     if not path.is_file():
         shipped = ", ".join(map(repr, pretrained.names())) or "none in this version"
+        lacks = "has no config.json" if path.parent.exists() else "does not exist"
         raise ValueError(
-            f"{str(path.parent)!r} has no config.json; allowed: a folder written by vssm.save, "
+            f"{str(path.parent)!r} {lacks}; allowed: a run folder, a folder written by vssm.save, "
             f"or a shipped model ({shipped})"
         )
     try:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -60,12 +61,13 @@ def demo(folder: Path) -> None:
     print(f"\n{time.perf_counter() - start:.0f} seconds in all. Look at:")
     for path in (page, *pictures):
         print(f"  {path}")
+    program = "vssm" if shutil.which("vssm") else str(Path(sys.executable).with_name("vssm"))
     print(
         "Try next:\n"
-        f"  vssm generate {folder / 'vssm'} --num 64 --out samples.png\n"
-        "  vssm generate mnist-best-small --num 64 --out digits.png\n"
-        "  vssm train mnist --out runs/mnist     (downloads MNIST, or --data-dir FOLDER)\n"
-        "  vssm --help"
+        f"  {program} generate {folder / 'vssm'} --num 64 --out samples.png\n"
+        f"  {program} generate mnist-best-small --num 64 --out one-shot.png\n"
+        f"  {program} train mnist --out runs/mnist     (downloads MNIST, or --data-dir FOLDER)\n"
+        f"  {program} --help"
     )
 
 

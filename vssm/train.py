@@ -128,7 +128,8 @@ class _Training:
         self.options, self.folder, self.world, self.progress = options, folder, world, progress
         if options.batch > len(data.train):
             raise ValueError(
-                f"batch={options.batch} is not allowed; allowed: 1 to {len(data.train)}, the training set"
+                f"batch={options.batch} is not allowed; allowed: 1 to {len(data.train)}, the sequences of the"
+                " training set (--train.batch)"
             )
         # Gradients are clipped and logged per value of x; those of whole sequences are in the thousands.
         self.values = data.train.x[0].numel() * data.train.filled

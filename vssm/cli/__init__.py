@@ -58,6 +58,8 @@ COMMANDS: dict[str, type] = {
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command that the arguments name."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if len(arguments) > 1 and arguments[0] == "help":
+        arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
         return

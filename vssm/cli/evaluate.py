@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -15,7 +16,7 @@ __all__ = ["Evaluate"]
 class Evaluate:
     """Measures a run on the test set: likelihoods, sample quality, generation times."""
 
-    run_folder: tyro.conf.Positional[Path]
+    run_folder: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
     """A run folder, or the name of a shipped model, which is copied to runs/NAME."""
     num_samples: int = 100
     """K, the latent draws of each likelihood estimate."""

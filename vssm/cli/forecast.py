@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -15,7 +15,7 @@ __all__ = ["Forecast"]
 class Forecast:
     """Forecasts what comes after a table file: quantiles as CSV or Parquet, and a fan chart."""
 
-    run_folder: tyro.conf.Positional[str]
+    run_folder: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
     """A run folder of data set series, or hf://OWNER/NAME."""
     path: Path
     """The history: a CSV, .npy or Parquet file with the columns of the run."""

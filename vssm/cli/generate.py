@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -17,7 +17,7 @@ __all__ = ["Generate"]
 class Generate:
     """Generates from a trained model: samples, a picture or text, and the state to resume from."""
 
-    run_folder: tyro.conf.Positional[str]
+    run_folder: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
     """A run folder, a folder of vssm.save, a shipped model's name, hf://OWNER/NAME, or http://SERVER[/MODEL]."""
     num: int | None = None
     """How many sequences; 16, or the rows of the prompt or state."""

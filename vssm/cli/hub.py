@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -12,9 +13,9 @@ __all__ = ["Pull", "Push"]
 class Push:
     """Uploads a model, its config and a model card to the Hugging Face hub."""
 
-    run_folder: tyro.conf.Positional[Path]
+    run_folder: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
     """A run folder, or a folder written by vssm.save."""
-    repo: tyro.conf.Positional[str]
+    repo: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="REPO")]]
     """OWNER/NAME."""
     private: bool = False
     """Whether only you can see it."""
@@ -29,7 +30,7 @@ class Push:
 class Pull:
     """Downloads a model from the Hugging Face hub and says where it is."""
 
-    repo: tyro.conf.Positional[str]
+    repo: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="REPO")]]
     """OWNER/NAME, or OWNER/NAME@REVISION."""
 
     def run(self) -> None:

@@ -1,7 +1,7 @@
 """Options that several commands share: those of a data set, and those of a training run."""
 
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Annotated, Self
 
 import tyro
 
@@ -15,7 +15,7 @@ __all__ = ["DataOptions", "RunOptions"]
 class DataOptions:
     """A data set."""
 
-    name: tyro.conf.Positional[str] = "digits"
+    name: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[DATA]")]] = "digits"
     """The data set: digits, mnist, cifar10, text, series, arrays or synthetic."""
     data_dir: str | None = None
     """Folder with the files; else $VSSM_DATA; else the user cache."""

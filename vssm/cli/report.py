@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -12,7 +13,7 @@ __all__ = ["Report"]
 class Report:
     """Makes one self-contained HTML page from run folders and results."""
 
-    run_folders: tyro.conf.Positional[tuple[Path, ...]]
+    run_folders: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="[RUN ...]")]]
     """Run folders to compare."""
     results: Path | None = None
     """A folder of result files."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -12,7 +13,7 @@ __all__ = ["Reproduce"]
 class Reproduce:
     """Repeats the paper's experiments, piece by piece: what is done already is skipped."""
 
-    data: tyro.conf.Positional[str]
+    data: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="DATA")]]
     """The data set: mnist, cifar10, or digits (small only)."""
     scale: str = "paper"
     """paper, or small: minutes on a CPU."""

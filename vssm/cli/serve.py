@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -14,7 +15,7 @@ __all__ = ["Serve"]
 class Serve:
     """Serves models over HTTP, with a page to play with at /; the shipped ones by default."""
 
-    models: tyro.conf.Positional[tuple[str, ...]] = ()
+    models: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[RUN ...]")]] = ()
     """Run folders, names of shipped models or hf://OWNER/NAME, each optionally after NAME=."""
     host: str = "127.0.0.1"
     """The address to listen on; one that others can reach needs --token-file or --insecure."""

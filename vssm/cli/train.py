@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from vssm.cli.folders import data_meta
 from vssm.cli.options import RunOptions
 
 __all__ = ["Train"]
@@ -28,7 +29,21 @@ class Train(RunOptions):
                 print(
                     f"note: --resume keeps the run's own settings, not {', '.join(unused)}", file=sys.stderr
                 )
-            folder = train(None, self.resume, resume=True)
-        else:
-            folder = train(self.run_config(), self.out or Path("runs") / f"{self.name}-{self.model.kind}")
-        print(f"run: {folder}\nnext: vssm generate {folder}   vssm evaluate {folder}   vssm report {folder}")
+        folder = self.resume or self.out or Path("runs") / f"{self.name}-{self.model.kind}"
+        started = self.resume is not None
+        try:
+            if self.resume is not None:
+                train(None, folder, resume=True)
+            else:
+                config = self.run_config()
+                started = not (folder / "config.json").exists()  # else it is another run's, and refused
+                train(config, folder)
+        except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
+            if started and (folder / "config.json").exists():
+                print(f"to go on from the last checkpoint: vssm train --resume {folder}", file=sys.stderr)
+            raise
+        # With several machines the folder may be on another.
+        meta = data_meta(folder) if (folder / "config.json").exists() else None
+        table = meta is not None and meta.columns is not None
+        first = f"forecast {folder} --path FILE" if table else f"generate {folder}"
+        print(f"run: {folder}\nnext: vssm {first}   vssm evaluate {folder}   vssm report {folder}")

@@ -70,7 +70,7 @@ def _checked(path: Path, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.
     if x.ndim != 3 or x.dtype.kind not in "fiu" or not x.shape[1] or not x.shape[2] or len(x) < _FEWEST:
         raise ValueError(
             f"{path}: x is {x.dtype} of shape {x.shape}; allowed: numbers (sequences, steps, features),"
-            f" {_FEWEST} sequences or more of one step or more"
+            f" {_FEWEST} sequences or more of one step or more; one number a step is a last size of 1"
         )
     with np.errstate(over="ignore"):  # what is too large becomes infinite, and is named below
         x = x.astype(np.float32)

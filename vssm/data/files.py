@@ -39,7 +39,11 @@ def data_folders(given: str | None) -> list[Path]:
 
 
 def locate(
-    names: Sequence[str], subfolders: Sequence[str], given: str | None, remote: Remote | None = None
+    names: Sequence[str],
+    subfolders: Sequence[str],
+    given: str | None,
+    remote: Remote | None = None,
+    own: bool = False,
 ) -> Path:
     """Returns the first file found in the data folders, else downloads it.
 
@@ -48,6 +52,7 @@ def locate(
         subfolders: Where in a data folder it may lie besides directly.
         given: The `dir` option.
         remote: Where the file can be had, if anywhere.
+        own: Whether it is a file of the user that was looked for as given before; only messages tell it.
 
     Returns:
         The path of a file that exists. Its content is not checked here.
@@ -59,8 +64,10 @@ def locate(
                 if (place / name).is_file():
                     return place / name
     places = " or ".join(map(str, folders)) or "any folder"
+    places = f"the place given, nor in {places}" if own else places
     missing = f"found no {' or '.join(names)} in {places} (nor in {', '.join(subfolders)} there)"
     advice = "give the folder that holds it with --data-dir or $VSSM_DATA"
+    advice = f"give its path, or {advice.removeprefix('give ')}" if own else advice
     if remote is None:
         raise ValueError(f"{missing}; {advice}")
     try:
@@ -88,7 +95,7 @@ def _download(remote: Remote) -> Path:
 def locate_own(path: str, subfolder: str, given: str | None) -> Path:
     """Returns the user's file `path`, as it is or inside the data folder (or its `subfolder`)."""
     own = Path(path).expanduser()
-    return own if own.is_file() else locate((path,), (subfolder,), given)
+    return own if own.is_file() else locate((path,), (subfolder,), given, own=True)
 
 
 def read_bytes(path: Path, limit: int = -1) -> bytes:

@@ -75,7 +75,7 @@ def open_series(config: DataConfig) -> Data:
         if end - first < window:
             raise ValueError(
                 f"{path} has {num} rows, {end - first} of them for {part}, fewer than series.context"
-                f" + horizon = {options.context} + {options.horizon} = {window}"
+                f" + horizon = {options.context} + {options.horizon} = {window}; allowed: less of either"
             )
 
     windowed = options.scale if options.scale in ("window", "last") else None
@@ -199,7 +199,10 @@ def read_table(
             raise ValueError(f"{path}: column {name!r} is there twice; allowed: a name for each column")
     numeric = np.flatnonzero(np.isfinite(table.values).any(0))
     if not len(numeric):
-        raise ValueError(f"{path} has no column of numbers")
+        raise ValueError(
+            f"{path} has no column of numbers; allowed: numbers with a decimal point, such as 3.5, in cells"
+            " that commas, semicolons or tabs separate"
+        )
     dates = None if time == "none" else _time_column(table, time, usual, option, path)
     return Table(
         tuple(table.names[k] for k in numeric),

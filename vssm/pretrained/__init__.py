@@ -1,6 +1,6 @@
 """Models that come with the package, each a folder here, so that real samples can be drawn offline.
 
-    vssm.load("mnist-small")        vssm generate mnist-small --num 64 --out digits.png
+    vssm.load("mnist-small")        vssm generate mnist-small --num 64 --out one-shot.png
 
 | file | what |
 | --- | --- |
