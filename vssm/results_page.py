@@ -11,6 +11,7 @@ import math
 import re
 import shutil
 import statistics
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,14 @@ def _page(results: Path) -> str:
     for path in sorted([*results.glob("*.json"), *results.glob("*/*.json")]):
         if path.parent.name not in (*_SCALES, "quality"):
             parts += _any_result(path, path.relative_to(results).as_posix())
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(map(_wrapped, parts)) + "\n"
+
+
+def _wrapped(part: str) -> str:
+    """Returns a part of the page, its text in lines of at most 128 characters; tables and the like stay."""
+    if part.startswith(("|", "#", "!", "-", " ")):
+        return part
+    return textwrap.fill(part, 128, break_long_words=False, break_on_hyphens=False)
 
 
 def _experiments(folder: Path, scale: str, title: str) -> list[str]:
@@ -92,9 +100,10 @@ def _experiments(folder: Path, scale: str, title: str) -> list[str]:
         f"## {title}",
         'The paper gives its numbers as figures only. In words it claims that the VSSM "competes with '
         'traditional models in terms of generation quality" and "produces decent results in only a fraction '
-        'of the time". Likelihoods are in nats a sequence, the mean over seeds with their range in brackets; '
-        "by importance sampling for models with latents, exact for the others. The second half is given the "
-        "first. Times are milliseconds for one sequence, and for its second half given its first.",
+        'of the time". Likelihoods are in nats a sequence, higher is better, the mean over seeds with their '
+        "range in brackets; by importance sampling for models with latents, exact for the others. The "
+        "second half is given the first. Times are milliseconds for one sequence, and for its second "
+        "half given its first.",
     ]
     found = [data for data in _DATA_SETS if scored_runs(folder, data)]
     if found:
@@ -201,9 +210,10 @@ def _quality(folder: Path) -> list[str]:
     parts = [
         "## Better than the paper",
         "Each row is a run that `vssm evaluate RUN --dials --result results/quality/DATA_NAME.json` keeps. "
-        "Likelihoods are in nats, by K draws of the latents of so many test sequences. FD is the Fréchet "
-        "distance of samples to the test set; the floor is that of as many training images. W: in chunks of "
-        "W steps, each re-conditioned on those before. S: in S passes over all steps. Passes and ms are "
+        "Likelihoods are in nats, by K draws of the latents of so many test sequences; higher is better. FD "
+        "is the Fréchet distance of samples to the test set; lower is better, and the floor is that of as "
+        "many training images. W: in chunks of W steps, each re-conditioned on those before. S: in S passes over all "
+        "steps. Passes and ms are "
         "those of one sequence in one shot: how often the networks run one after the other, and how long.",
     ]
     for task, results in tasks.items():
