@@ -423,6 +423,24 @@ def test_command_writes_quantiles_and_a_chart(run_folder, tmp_path, capsys, suff
     np.testing.assert_allclose(table["mean"][:12], direct.mean.flatten(), rtol=1e-5)
 
 
+def test_dates_are_read_as_in_training(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = waves(tmp_path / "date.csv", 60).read_text().splitlines()
+    (tmp_path / "day.csv").write_text("\n".join([lines[0].replace("date", "day"), *lines[1:]]))
+    mixed = [lines[0], lines[2], lines[1], *lines[3:]]
+    (tmp_path / "mixed.csv").write_text("\n".join(mixed))
+    small = ["--smoke", "--train.max-steps", "1", "--train.batch", "4"]
+    sizes = ["--series.context", "4", "--series.horizon", "2"]
+    for name, time in (("day", "day"), ("mixed", "none")):
+        path = f"{name}.csv"
+        main(["train", "series", "--series.path", path, "--series.time", time, *sizes, *small, "--out", name])
+        main(["forecast", name, "--path", path, "--samples", "3", "--out", f"of_{name}.csv"])
+        header = (tmp_path / f"of_{name}.csv").read_text().splitlines()[0]
+        assert header.startswith("step,time,column" if name == "day" else "step,column")
+    main(["forecast", "day", "--path", "date.csv", "--samples", "3", "--out", "other.csv"])
+    assert (tmp_path / "other.csv").read_text().startswith("step,time,column")
+
+
 def test_command_names_what_is_wrong_with_a_file(run_folder, tmp_path, capsys):
     def refused(path, *parts, options=()):
         with pytest.raises(SystemExit, match="2"):
