@@ -315,7 +315,7 @@ def test_what_can_not_be_evaluated_is_named(tmp_path):
     refused("dials=True is for models that generate in parallel, not kind='rnn'", good, dials=True)
     refused("device='gpu' is not there; allowed: 'auto', 'cpu'", good, device="gpu")
     assert not (run / "eval.json").exists()
-    with pytest.raises(ValueError, match=r"has no config\.json"):
+    with pytest.raises(ValueError, match=r"does not exist"):
         evaluate_run(tmp_path / "nowhere")
 
 
