@@ -17,6 +17,7 @@ from vssm.data import DataConfig, SyntheticConfig, draw, open_data
 from vssm.objectives import Terms, objective
 from vssm.optimize import learning_rate
 from vssm.progress import Bar, Lines
+from vssm.run_result import validations
 from vssm.train import TrainingStopped, _Training, parameter_groups, resolve
 
 
@@ -363,3 +364,15 @@ def test_three_hundred_steps_on_mnist_beat_independent_pixels(data_dir, tmp_path
     pixels = torch.distributions.Normal(mean, model.sigma).log_prob(data.valid.batch(slice(0, 512)))
     independent = float(pixels.sum((1, 2)).mean())
     assert valid["reconstruction"] - valid["kl"] > independent + 500
+
+
+@pytest.mark.parametrize(("select", "kept"), [("loss", [True, True, False]), ("bound", [True, False, True])])
+def test_weights_are_kept_by_loss_or_by_bound(select, kept, tmp_path, monkeypatch):
+    """The bound rises at the third validation, where the term of the partial posterior spoils the loss."""
+    seen = iter([(9.0, 2.0, 1.0, -8.0), (8.0, 2.0, 1.5, -7.5), (8.5, 3.0, 1.0, -10.5)])
+    means = lambda self: dict(zip(Terms._fields, next(seen), strict=True))  # noqa: E731
+    monkeypatch.setattr(_Training, "_validation_means", means)
+    folder = run(tiny("vssm", epochs=3, select=select), tmp_path / "run")
+    assert [line["best"] for line in log(folder, "valid")] == kept
+    best = {"loss": (8.0, 0.5, 2.0), "bound": (8.5, 2.0, 3.0)}[select]
+    assert tuple(validations(folder)[0].values()) == best

@@ -63,8 +63,9 @@ def sweep(
 
     Returns:
         The rows of `sweep.json`: `kind`, `learning_rate`, `seed`, `folder` (inside the sweep's), `status`
-        ("finished" or "failed"), `validation_loss` (the best), `seconds` and `reason`. The best of a kind has
-        the lowest median over seeds, where a run that failed counts as infinite.
+        ("finished" or "failed"), `validation_loss` (the best; minus the bound if `train.select` is "bound"),
+        `seconds` and `reason`. The best of a kind has the lowest median over seeds, where a run that failed
+        counts as infinite.
     """
     grid = _grid(base, learning_rates, seeds, kinds or (base.model.kind,))
     return run_all(grid, folder, ray_address, progress, num_cpus, num_gpus)

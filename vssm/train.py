@@ -293,9 +293,10 @@ class _Training:
         """Scores the validation set, always with the same noise, and keeps the best weights."""
         with self.learner.averaged():
             means = self._validation_means()
-            best = self.best is None or means["loss"] < self.best
+            score = means["loss"] if self.options.select == "loss" else means["kl"] - means["reconstruction"]
+            best = self.best is None or score < self.best
             if best:
-                self.best = means["loss"] if math.isfinite(means["loss"]) else None
+                self.best = score if math.isfinite(score) else None
                 tensors = self.world.whole(self.model.state_dict())
                 if self.world.rank == 0:
                     self.folder.save_weights(tensors)
