@@ -21,7 +21,7 @@ import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,6 @@ __all__ = ["reproduce"]
 
 _TRAINING_SETS = {"mnist": 54_000, "cifar10": 45_000, "digits": 1_294}  # without validation
 _FEATURES = {"mnist": 28, "cifar10": 96, "digits": 8}
-# The paper names neither batch nor decay. A vssm gains from more and noisier steps (experiments/LOG.md);
-# models without latents are at their best on validation after a sixth of the epochs, and then overfit.
-_WITHOUT_LATENTS = {"batch": 512, "weight_decay": 0.01, "ema": 0.999, "select": "loss"}
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,6 @@ class _Scale:
     num_samples: int
     max_sequences: int | None
     num_images: int
-    without_latents: Mapping[str, Any] = field(default_factory=dict)
-    """What training changes for kinds that have no latents."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +144,8 @@ def reproduce(
     base = replace(chosen.base, data=DataConfig(name=data, dir=data_dir))
     # Samples are drawn at the end, from the best weights.
     base = replace(base, train=replace(base.train, samples=0))
-    own = replace(base, train=replace(base.train, **chosen.without_latents))
-    bases = {
-        kind: replace(base if kind in ("tvae", "vrnn", "vssm") else own, model=replace(base.model, kind=kind))
-        for kind in kinds
-    }
     grid = {
-        f"{kind}-lr{rate!r}-seed0": _config(bases[kind], chosen.grid_epochs, rate, 0)
+        f"{kind}-lr{rate!r}-seed0": _config(base, chosen.grid_epochs, kind, rate, 0)
         for kind in kinds
         for rate in chosen.learning_rates
         if len(chosen.learning_rates) > 1
@@ -170,7 +160,7 @@ def reproduce(
         run(_missing(plan, grid, "grid"), out / ("runs" if whole else "grid"), stage="grid")
         ranked = {kind: _ranked(plan, grid, kind, "grid") or [min(chosen.learning_rates)] for kind in kinds}
         finals = {
-            f"{kind}-lr{rate!r}-seed0": _config(bases[kind], chosen.epochs, rate, 0)
+            f"{kind}-lr{rate!r}-seed0": _config(base, chosen.epochs, kind, rate, 0)
             for kind in kinds
             for rate in ranked[kind][:finalists]
             if finalists > 1
@@ -178,7 +168,7 @@ def reproduce(
         run(_missing(plan, finals, "finals"), out / "runs", stage="finals")
         rates = {kind: (_ranked(plan, finals, kind, "finals") or ranked[kind])[0] for kind in kinds}
         seeded = {
-            f"{kind}-lr{rates[kind]!r}-seed{seed}": _config(bases[kind], chosen.epochs, rates[kind], seed)
+            f"{kind}-lr{rates[kind]!r}-seed{seed}": _config(base, chosen.epochs, kind, rates[kind], seed)
             for seed in chosen.seeds  # every kind once before any twice
             for kind in kinds
         }
@@ -221,8 +211,7 @@ def _choose(
     if scale == "small":
         found = _small(data)
     else:
-        base = PRESETS[f"paper-{data}"]
-        found = _Scale(base, 200, 200, LEARNING_RATES, (0, 1, 2, 3, 4), 100, None, 10_000, _WITHOUT_LATENTS)
+        found = _Scale(PRESETS[f"paper-{data}"], 200, 200, LEARNING_RATES, (0, 1, 2, 3, 4), 100, None, 10_000)
     epochs = epochs or found.epochs
     return replace(
         found,
@@ -243,11 +232,11 @@ def _small(data: str) -> _Scale:
     return _Scale(RunConfig(model=model, train=options), 1.5, 0.2, (1e-2, 5e-3, 1e-3), (0,), 20, 500, 500)
 
 
-def _config(base: RunConfig, epochs: float, rate: float, seed: int) -> RunConfig:
+def _config(base: RunConfig, epochs: float, kind: str, rate: float, seed: int) -> RunConfig:
     steps_per_epoch = _TRAINING_SETS[base.data.name] // base.train.batch
     steps = None if epochs == int(epochs) else max(1, round(epochs * steps_per_epoch))
     options = replace(base.train, epochs=math.ceil(epochs), max_steps=steps, learning_rate=rate, seed=seed)
-    return replace(base, train=options)
+    return replace(base, model=replace(base.model, kind=kind), train=options)
 
 
 def _run(
