@@ -48,6 +48,7 @@ ORDER = (
     "labels",
     "report_style",
     "report",
+    "interrupts",
     "progress",
     "optimize",
     "learner",

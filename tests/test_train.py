@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import signal
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 
 import vssm
 from tests.conftest import KINDS, small_config, small_model
-from tests.training import DATA, StopAt, log, newest, result, run, stopped, tiny
+from tests.training import DATA, SignalAt, StopAt, log, newest, result, run, stopped, tiny
 from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, SyntheticConfig, draw, open_data
 from vssm.objectives import Terms, objective
@@ -376,3 +377,26 @@ def test_weights_are_kept_by_loss_or_by_bound(select, kept, tmp_path, monkeypatc
     assert [line["best"] for line in log(folder, "valid")] == kept
     best = {"loss": (8.0, 0.5, 2.0), "bound": (8.5, 2.0, 3.0)}[select]
     assert tuple(validations(folder)[0].values()) == best
+
+
+@pytest.mark.parametrize("minutes", [0.0, 9.0])  # a checkpoint at every step, or none yet
+def test_a_signal_saves_first_and_acts_then(minutes, tmp_path):
+    config, folder = tiny(checkpoint_minutes=minutes, log_every=50), tmp_path / "run"
+    before = signal.getsignal(signal.SIGINT)
+    progress = SignalAt(5, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, folder, progress=progress)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert (newest(folder).name, progress.messages[-1]) == ("step-00000005", "saved at step 5 of 12")
+    run(config, folder, resume=True)
+    whole = run(config, tmp_path / "whole")
+    assert (folder / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
+
+
+def test_a_second_signal_does_not_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        _Training, "_take_step", lambda self: [signal.raise_signal(signal.SIGINT) for _ in "12"]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny(), tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoint").exists()

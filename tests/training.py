@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 from unittest import mock
 
 import pytest
@@ -33,6 +34,20 @@ class StopAt(Progress):
     def step(self, step):
         if step == self.last:
             raise KeyboardInterrupt
+
+    def message(self, text):
+        self.messages.append(text)
+
+
+class SignalAt(Progress):
+    """Sends this process a signal after a step."""
+
+    def __init__(self, last, number):
+        self.last, self.number, self.messages = last, number, []
+
+    def step(self, step):
+        if step == self.last:
+            signal.raise_signal(self.number)
 
     def message(self, text):
         self.messages.append(text)

@@ -18,7 +18,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +34,7 @@ from vssm.data import Meta, Split, draw, open_data
 from vssm.distributed import World, choose_device, join
 from vssm.distributions import Head
 from vssm.generate import generate
+from vssm.interrupts import Interrupts
 from vssm.learner import Learner
 from vssm.models import Model, build
 from vssm.nn import BLOCKS
@@ -193,7 +194,10 @@ class _Training:
                 self.folder.describe(self._facts(ended=False))
         self.progress.start(self.step, self.total)
         self.tally.step.fill_(self.step)
-        with warnings.catch_warnings(), self._own_stream():
+        interrupts = Interrupts()
+        # Several processes would have to agree at every step on whether to save.
+        patient = interrupts.put_off() if self.world.size == 1 else nullcontext()
+        with warnings.catch_warnings(), self._own_stream(), patient:
             # Views that FSDP2 fears are never written in place; norms of bfloat16 on a CPU are merely slower;
             # the first steps of a run that will be recorded are not.
             expected = "FSDP2-wrapped module|Mismatch dtype between input and weight|.*capturable=True"
@@ -213,6 +217,12 @@ class _Training:
                 elif self.world.device.type == "cpu" and self.tally.stopped:
                     with self._stopping():
                         self.tally.fetch()
+                if interrupts.came is not None and self.step < self.total:
+                    with self._stopping():
+                        _, skipped, streak = self.tally.fetch()
+                        self._save(skipped, streak)
+                    self.progress.message(f"saved at step {self.step} of {self.total}")
+                    interrupts.act()
         if self.world.rank == 0:
             with self._stopping():
                 self._draw()

@@ -1,0 +1,55 @@
+"""Ctrl-C and SIGTERM, put off until work is saved."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+__all__ = ["Interrupts"]
+
+
+class Interrupts:
+    """Notes the first Ctrl-C or SIGTERM for later; a second one acts at once.
+
+    Example:
+        >>> interrupts = Interrupts()
+        >>> with interrupts.put_off():
+        ...     signal.raise_signal(signal.SIGINT)
+        ...     print("saved")
+        saved
+        >>> interrupts.came == signal.SIGINT  # and `act` would now raise KeyboardInterrupt
+        True
+    """
+
+    def __init__(self) -> None:
+        self.came: int | None = None
+        self._before: dict[int, object] = {}
+
+    @contextmanager
+    def put_off(self) -> Iterator[None]:
+        """Notes signals of what is inside; only the main thread of a process can."""
+        if threading.current_thread() is threading.main_thread():
+            for name in (signal.SIGINT, signal.SIGTERM):
+                # None: it was set from C, and could not be put back.
+                if signal.getsignal(name) not in (None, signal.SIG_IGN):
+                    self._before[name] = signal.signal(name, self._note)
+        try:
+            yield
+        finally:
+            self._restore()
+
+    def act(self) -> None:
+        """Does what the signal that came would have done."""
+        self._restore()
+        if self.came is not None:
+            signal.raise_signal(self.came)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = number
+        self._restore()  # whoever does not want to wait asks again
+
+    def _restore(self) -> None:
+        while self._before:
+            name, before = self._before.popitem()
+            signal.signal(name, before)  # type: ignore[arg-type]
