@@ -119,7 +119,7 @@ def kernels(monkeypatch):
     monkeypatch.setitem(sys.modules, "vssm.ops.scan_triton", stand_in)
     monkeypatch.setattr("vssm.ops.scan_triton", stand_in, raising=False)
     monkeypatch.setattr(scan_cuda, "_compile", lambda cases: None)
-    monkeypatch.setattr(scan_cuda, "_copy_bytes_per_ms", lambda device: 1e6)
+    monkeypatch.setattr(scan_cuda, "copy_bytes_per_ms", lambda device: 1e6)
     monkeypatch.setattr(scan_cuda, "_peak_mib", lambda call, device: 1.0)
     processors = SimpleNamespace(multi_processor_count=100)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
@@ -209,6 +209,7 @@ def test_generation_has_quantiles(tmp_path, capsys):
     for name in ("vssm", "vssm_prompted", "vssm_chunk1"):
         low, middle, high = (made[f"{name}{part}_ms_b1_t4"] for part in ("_p10", "", "_p90"))
         assert 0 < low <= middle <= high
+    assert 0 < made["vssm_floor_ms_b1_t4"] < made["vssm_ms_b1_t4"]
     assert "p10" not in capsys.readouterr().out, "the table has medians"
 
 
@@ -237,10 +238,13 @@ def test_a_result_is_taken_up_again(tmp_path, monkeypatch):
         "vssm_ms_b2_t4",
         "vssm_prompted_ms_b2_t4",
         "vssm_chunk1_ms_b2_t4",
+        "ssm_floor_ms_b2_t4",
+        "vssm_floor_ms_b2_t4",
     }
     assert all(value > 0 for value in first["metrics"].values())
     more = bench.main_generate(out, kinds=["ssm"], lengths=[4, 1], **options)
-    assert more["metrics"] == {**first["metrics"], "ssm_ms_b2_t1": more["metrics"]["ssm_ms_b2_t1"]}
+    new = {name: more["metrics"][name] for name in ("ssm_ms_b2_t1", "ssm_floor_ms_b2_t1")}
+    assert more["metrics"] == {**first["metrics"], **new}
     assert json.loads(out.read_text())["metrics"] == more["metrics"]
     with pytest.raises(ValueError, match=r"has width=16, this run 8; allowed: the same, a new name"):
         bench.main_generate(out, kinds=["ssm"], lengths=[4], **{**options, "width": 8})
@@ -248,14 +252,15 @@ def test_a_result_is_taken_up_again(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"has source='\w+', this run 'other code'"):
         bench.main_generate(out, kinds=["ssm"], lengths=[4], **options)
     anew = bench.main_generate(out, kinds=["ssm"], lengths=[1], restart=True, **options)
-    assert set(anew["metrics"]) == {"ssm_ms_b2_t1"}
+    assert set(anew["metrics"]) == set(new)
 
 
 def test_on_cuda_every_point_is_for_itself(record, monkeypatch):
     monkeypatch.setattr(timing.Stopwatch, "turns", False)
     watch = timing.Stopwatch(CPU, repeats=1, seconds=1.0, warm=3)
     bench.bench_generate(record, watch, ["ssm", "tvae"], [2, 1], [5], width=16, layers=1)
-    names = ("ssm_ms", "ssm_prompted_ms", "tvae_ms", "tvae_prompted_ms", "tvae_chunk1_ms")
+    names = ("ssm_floor_ms", "tvae_floor_ms", "ssm_ms", "ssm_prompted_ms")
+    names += ("tvae_ms", "tvae_prompted_ms", "tvae_chunk1_ms")
     assert list(record.metrics) == [f"{name}_b{batch}_t5" for batch in (1, 2) for name in names]
 
 
@@ -312,8 +317,10 @@ def test_training_metrics(tmp_path, monkeypatch, capsys):
         "rnn_tokens_per_second",
         "rnn_tokens_per_second_p10",
         "rnn_tokens_per_second_p90",
+        "rnn_ceiling_per_second",
         "rnn_parameters",
     }
+    assert made["metrics"]["rnn_tokens_per_second"] < made["metrics"]["rnn_ceiling_per_second"]
     assert made["metrics"]["rnn_tokens_per_second"] > 0
     assert made["config"]["data"].startswith("synthetic rows")
     assert re.search(r"rnn +[\d,]+ ", capsys.readouterr().out)
@@ -393,7 +400,7 @@ def test_a_vssm_with_levels_is_timed_under_its_own_name(tmp_path, monkeypatch, c
     assert trained["vssm_l2_tokens_per_second"] > 0
     assert trained["vssm_l2_parameters"] != trained["vssm_parameters"]
     generated = bench.main_generate(lengths=[4], batches=[1], repeats=1, peers=False, **options)["metrics"]
-    ways = ("ms", "prompted_ms", "chunk1_ms")
+    ways = ("ms", "prompted_ms", "chunk1_ms", "floor_ms")
     assert set(generated) == {f"{name}_{way}_b1_t4" for name in ("vssm", "vssm_l2") for way in ways}
     table1 = bench.main_table1(lengths=[2, 4, 8], repeats=1, **options)
     assert {"vssm_l2_train_exponent", "vssm_l2_sample_exponent"} <= set(table1["metrics"])

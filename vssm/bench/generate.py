@@ -8,6 +8,7 @@
 | `vssm_l<L>_...`          | the same of a vssm with L levels of latents                                  |
 | `..._p10_ms_...`, `p90`  | quantiles of any of these, where it was timed more than once                 |
 | `..._mib_...`            | most memory that tensors took, beside what was there before (CUDA)           |
+| `<kind>_floor_ms_...`    | what T steps from nothing take at least, see `bench.floor`                   |
 
 Beside them `transformers_gpt2_ms_...` and `transformers_mamba_ms_...`: models of transformers of the same
 width and depth, step by step with their own caches, at batch 1 and up to 256 steps.
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 
+from vssm.bench.floor import Rates, generation_floor_ms
 from vssm.bench.peers import PEERS, Peer, absence, remark
 from vssm.bench.plot import check_plot, plot_result
 from vssm.bench.record import Record, number, table, typed
@@ -130,7 +132,13 @@ def bench_generate(
     for name, options in options_of(kinds, levels).items():
         config = ModelConfig(features=_FEATURES, width=width, layers=layers, **options)
         models[name] = build(config).to(stopwatch.device)
+    rates = Rates.measure(stopwatch.device)
     for length, batch in itertools.product(sorted(set(lengths)), sorted(set(batches))):
+        floors = {
+            f"{name}_floor_ms_b{batch}_t{length}": generation_floor_ms(model, batch, length, rates)
+            for name, model in models.items()
+        }
+        record.add({name: floor for name, floor in floors.items() if name not in record.metrics})
         if stopwatch.turns:
             calls: dict[str, Callable[[], object]] = {}
             for name, model in models.items():
@@ -186,7 +194,8 @@ def _show(record: Record) -> None:
     for name, value in record.metrics.items():
         match = re.fullmatch(r"((?!.*_p[19]0_)\w+?)_ms_b(\d+)_t(\d+)", name)
         if match and value is not None:
-            row = re.sub(r"_chunk\d+", " in four chunks", match[1]).replace("_prompted", " prompted")
+            row = re.sub(r"_chunk\d+", " in four chunks", match[1])
+            row = row.replace("_prompted", " prompted").replace("_floor", ", floor")
             cells.setdefault(row, {})[int(match[2]), int(match[3])] = value
     places = sorted({place for row in cells.values() for place in row})
     rows = [[row, *(number(values.get(place)) for place in places)] for row, values in sorted(cells.items())]

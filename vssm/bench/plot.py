@@ -86,6 +86,6 @@ def _panels(name: str, metrics: Mapping[str, float]) -> list[tuple[str, bool, di
             put(title, match[1], int(match[3]), value)
         elif match := re.fullmatch(r"(\w+)_p(\d+)_ms_t(\d+)", key):
             put("forecasts, ms", f"{match[1]}, {match[2]} a step", int(match[3]), value)
-        elif match := re.fullmatch(r"((?!.*(?:prompted|chunk|p10|p90))\w+?)_ms_b(\d+)_t(\d+)", key):
+        elif match := re.fullmatch(r"((?!.*(?:prompted|chunk|p10|p90|floor))\w+?)_ms_b(\d+)_t(\d+)", key):
             put(f"from nothing, batch {match[2]}, ms", match[1], int(match[3]), value)
     return [(title, name == "train", lines) for title, lines in panels.items()]

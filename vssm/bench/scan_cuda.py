@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from vssm.bench.floor import copy_bytes_per_ms
 from vssm.bench.record import Record, number
 from vssm.bench.scan_peers import PEERS, absence, peer_scan
 from vssm.bench.timing import kernel, spread
@@ -57,7 +58,7 @@ def bench_scan_cuda(
         [(shape, torch.bfloat16, False) for shape in todo]
         + [(shape, dtype, True) for shape in unchecked for dtype in LIMITS]
     )
-    bytes_per_ms = _copy_bytes_per_ms(device) if todo else 0.0
+    bytes_per_ms = copy_bytes_per_ms(device) if todo else 0.0
     for shape in todo:
         record.add({"copy_gb_per_second": bytes_per_ms / 1e6, **_ours(shape, device, bytes_per_ms)})
     for shape in unchecked:
@@ -225,12 +226,6 @@ def _pick(tensors: dict[str, Tensor], some: Tensor) -> dict[str, Tensor]:
     """Returns the tensors with only the channels in some."""
     where = {"y": 2, "u": 2, "dt": 2, "z": 2, "h": 1, "h0": 1, "A": 0, "D": 0, "dt_bias": 0}
     return {name: t.index_select(where[name], some) if name in where else t for name, t in tensors.items()}
-
-
-def _copy_bytes_per_ms(device: torch.device) -> float:
-    """Returns how much a copy reads and writes together."""
-    source, target = (torch.empty(2**29, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2 * source.numel() / spread(kernel(lambda: target.copy_(source), device))[0]
 
 
 def _peak_mib(call: Callable[[], object], device: torch.device) -> float:

@@ -4,6 +4,7 @@
 | ----------------------------- | ------------------------------------------------------------------------- |
 | `<kind>_tokens_per_second`    | median over ten windows of steps, read from the run's own log             |
 | `<kind>_tokens_per_second_p10`, `_p90` | their quantiles                                                  |
+| `<kind>_ceiling_per_second`   | what no training of this model can exceed, see `bench.floor`              |
 | `<kind>_peak_memory_mib`      | most memory that tensors took (CUDA only)                                 |
 | `<kind>_parameters`           | the number of weights                                                     |
 | `vssm_l<L>_...`               | the same of a vssm with L levels of latents                               |
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 
+from vssm.bench.floor import Rates, training_ceiling
 from vssm.bench.peers import PEERS, Peer, absence, remark
 from vssm.bench.plot import check_plot, plot_result
 from vssm.bench.record import Record, number, table, typed
@@ -112,9 +114,14 @@ def main_train(
     }
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     record = Record("train", command, where, config, out, restart, dtype)
+    rates = Rates.measure(where)
     for name, options in models.items():
+        own = replace(run, model=replace(run.model, **options))
+        if f"{name}_ceiling_per_second" not in record.metrics:
+            ceiling = training_ceiling(own.model, own.train.batch * _LENGTH, rates)
+            record.add({f"{name}_ceiling_per_second": ceiling})
         if f"{name}_tokens_per_second" not in record.metrics:
-            _ours(record, name, replace(run, model=replace(run.model, **options)), where)
+            _ours(record, name, own, where)
     for peer in PEERS if peers else ():
         if f"{peer}_tokens_per_second" not in record.metrics:
             _theirs(record, peer, run, where)
@@ -123,6 +130,7 @@ def main_train(
             name,
             f"{speed:,.0f}",
             "–".join(f"{record.metrics[f'{name}_tokens_per_second_{part}']:,.0f}" for part in ("p10", "p90")),
+            f"{speed / ceiling:.0%}" if (ceiling := record.metrics.get(f"{name}_ceiling_per_second")) else "",
             number(record.metrics.get(f"{name}_peak_memory_mib")),
             f"{record.metrics[f'{name}_parameters']:,.0f}",
         ]
@@ -130,7 +138,7 @@ def main_train(
         if (speed := record.metrics.get(f"{name}_tokens_per_second")) is not None
     ]
     title = f"Training, {size['width']} wide, {size['layers']} layers, batch {run.train.batch}"
-    table(title, ["model", "tokens/s", "10–90 %", "peak MiB", "parameters"], rows)
+    table(title, ["model", "tokens/s", "10–90 %", "of the ceiling", "peak MiB", "parameters"], rows)
     made = record.made()
     if plot is not None:
         plot_result(made, plot)
