@@ -35,7 +35,7 @@ _SCALES = {
     "paper": ("The paper's experiments", "vssm reproduce mnist"),
     "small": ("The paper's experiments, small", "vssm reproduce mnist --scale small"),
 }
-_TIME = re.compile(r"(.+)_b(\d+)_t(\d+)")
+_TIME = re.compile(r"(.+?)_(?:b(\d+)_)?t(\d+)")
 
 
 def write_page(results: str | Path, page: str | Path) -> Path:
@@ -289,15 +289,16 @@ def _any_result(path: Path, name: str) -> list[str]:
     for metric, value in result["metrics"].items():
         match = _TIME.fullmatch(metric)
         if match:
-            times.setdefault((int(match[2]), int(match[3])), {})[match[1]] = value
+            times.setdefault((int(match[2] or 0), int(match[3])), {})[match[1]] = value
         else:
             rest[metric] = value
     parts = [f"## {name.removesuffix('.json')}"]
     if times:
-        columns = [f"{batch} x {length}" for batch, length in times]
+        columns = [f"{batch} x {length}" if batch else f"{length}" for batch, length in times]
         names = list(dict.fromkeys(metric for cells in times.values() for metric in cells))
         rows = [[f"`{n}`", *(_number(cells.get(n)) for cells in times.values())] for n in names]
-        parts.append(_table(["batch x length", *columns], rows))
+        head = "batch x length" if any(batch for batch, _ in times) else "length"
+        parts.append(_table([head, *columns], rows))
     if rest:
         parts.append(_table(["metric", "value"], [[f"`{n}`", _number(value)] for n, value in rest.items()]))
     return [*parts, _origins([result])]
