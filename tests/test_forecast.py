@@ -256,11 +256,9 @@ def test_a_stream_forecasts_as_the_state_of_all_points(kind):
     stream.observe(x[9])
     stream.observe(x[10:])
     assert stream.position == 12 and stream.renewed == 0
-    scaled = (torch.from_numpy(x) - torch.tensor(own.meta.mean)) / torch.tensor(own.meta.std)
-    prompt = ((scaled - stream._centre[0]) / stream._width[0])[None].float()
+    prompt = ((torch.from_numpy(x) - stream._shift[0]) / stream._factor[0])[None].float()
     state = vssm.observe(own.model, prompt)
-    made = own._paths(state, 5, 4, {}) * stream._width[0] + stream._centre[0]
-    expected = (made * torch.tensor(own.meta.std) + torch.tensor(own.meta.mean))[0]
+    expected = (own._paths(state, 5, 4, {}) * stream._factor[0] + stream._shift[0])[0]
     assert relative_error(stream.forecast(5, 4).samples, expected) < 1e-4
 
 
