@@ -614,7 +614,8 @@ def test_equal_scales_share_a_recording_and_others_do_not(device, replays):
 
 
 def test_replayed_histories_are_still_checked(device):
-    own, x = paths_forecaster(device, windowed=None, std=(1e-20, 1.0)), histories(2) * 1e-20
+    options = {"windowed": None, "mean": (0.0, 0.0), "std": (1e-20, 1.0)}
+    own, x = paths_forecaster(device, **options), histories(2) * 1e-20
     for _ in range(3):
         own.forecast(x, 6, 4)
     for value, message in (

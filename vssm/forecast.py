@@ -1,6 +1,6 @@
 """Forecasting: sample paths of what comes after a history, in the units of the data.
 
-A model reads the history once, in its own scale (`vssm.forecast_scale`), as `observe` does; the S paths of a
+A model reads the history once, in its own scale (`vssm.data.scale`), as `observe` does; the S paths of a
 series then start from copies of that state. In a vssm or tvae the paths of a series also share the partial
 posterior of the steps to come, so that only the decoder runs for every path, and for all steps at once
 (`vssm.sampling.paths`). One pass over the paths puts them into the units of the data.
@@ -24,8 +24,8 @@ from vssm import graphs, pretrained
 from vssm.checkpoint import load
 from vssm.config import check_choice, check_type, whole_number
 from vssm.data import Meta
+from vssm.data.scale import Scale
 from vssm.data.series import fill_gaps, phases
-from vssm.forecast_scale import Scale
 from vssm.generate import check_temperature, generate, observe
 from vssm.hub import pull
 from vssm.models import Ladder, Model, Variational, check_model

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from vssm import graphs
+from vssm.data.scale import Scale
 from vssm.distributions import Latents
-from vssm.forecast_scale import Scale
 from vssm.models import Variational
 from vssm.nn import State
 from vssm.sampling.request import Noise

@@ -15,8 +15,7 @@ season; clock (C, 2 x cycles). Rows are series, or columns of them where these a
 import torch
 from torch import Tensor
 
-from vssm.data import Meta
-from vssm.data.dataset import in_season, spread
+from vssm.data.dataset import Meta, in_season, spread
 
 __all__ = ["Scale"]
 
