@@ -14,6 +14,10 @@ Either operand is split into two numbers of 11 bits, and three of the four produ
 | more | "tf32"       | into tf32, by Triton, which needs no exponent                                    |
 | many | "before"     | into float16, by a kernel of its own, which does the norm too; weights of a      |
 |      |              | recording once for all of its products (`vssm.ops.linear_weights`)               |
+| tall | "once"       | into float16, in the kernel: a program keeps its columns of the weight, with the |
+|      |              | norm's scale in them, and goes over tiles of rows, of which it loads the next    |
+
+A product of fewer than 32 columns of x is float32 throughout as well: it waits for memory alone.
 
 Tensor cores multiply float16 and tf32 exactly and add up one tile; tiles are added in float32, since tensor
 cores cut off where float32 rounds.
@@ -54,6 +58,12 @@ LONGEST = 8192
 """The kernel that splits holds a row in registers."""
 SHORT = 128
 """Columns of x up to which products of many rows norm them on the way, once for each tile of columns of y."""
+
+
+TALL = 100_000
+"""Rows from which a product of few columns waits for x and y alone."""
+THIN = 32
+"""Columns of x from which tensor cores pay."""
 
 
 class Plan(NamedTuple):
@@ -143,6 +153,54 @@ def _tile_kernel(
     elif scale is not None:
         acc *= tl.rsqrt(square / K + eps)[:, None]
     at = (part * M + row).to(tl.int64)[:, None] * N + column[None, :]
+    mask = (row < M)[:, None] & (column < N)[None, :]
+    _finish(y, acc, bias, add, at, (column % N)[None, :], mask)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["M", "eps"])
+def _once_kernel(
+    x, weight, bias, add, scale, y, M, N, stride, eps,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):
+    # fmt: on
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    whole = (k < K)[None, :]
+    b = tl.load(weight + (column % N)[:, None] * K + k[None, :], mask=whole, other=0.0)
+    if scale is not None:
+        b *= tl.load(scale + k, mask=k < K, other=0.0)[None, :]
+    high_b, low_b, down_b = _halves(b)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM), tl.num_programs(0), num_stages=STAGES):
+        row = tile * BM + tl.arange(0, BM)
+        # Rows after the end are the first again: they are not stored.
+        left = x + (row % M).to(tl.int64)[:, None] * stride + k[None, :]
+        a = tl.load(left, mask=whole, other=0.0)
+        high, low, down = _halves(a)
+        total = tl.dot(low, tl.trans(high_b))
+        total = tl.dot(high, tl.trans(low_b), total)
+        total = tl.dot(high, tl.trans(high_b), total)
+        if scale is not None:
+            down *= tl.rsqrt(tl.sum(a * a, 1) / K + eps)
+        at = row.to(tl.int64)[:, None] * N + column[None, :]
+        mask = (row < M)[:, None] & (column < N)[None, :]
+        _finish(y, total * down[:, None] * down_b[None, :], bias, add, at, (column % N)[None, :], mask)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["M"])
+def _thin_kernel(
+    x, weight, bias, add, y, M, N, stride, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    # fmt: on
+    """Few columns of x: products and sums of single numbers, in their order."""
+    row, column = _place(M, N, BM, BN, 1)
+    left = x + (row % M).to(tl.int64) * stride
+    right = weight + (column % N) * K
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in tl.static_range(K):
+        acc += tl.load(left + k)[:, None] * tl.load(right + k)[None, :]
+    at = row.to(tl.int64)[:, None] * N + column[None, :]
     mask = (row < M)[:, None] & (column < N)[None, :]
     _finish(y, acc, bias, add, at, (column % N)[None, :], mask)
 
@@ -246,6 +304,8 @@ def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
     """Returns how a product of more than one row is cut up, on a device with that much shared memory."""
     if M >= MANY and N >= 512 and 512 <= K <= LONGEST:
         how = Plan(128, 128, 64, 1, 8, 3, "before")
+    elif M >= TALL and N > 64 and K <= 64:
+        how = Plan(128, 128, 64, 1, 8, 2)
     elif M > FEW:
         BM = 128 if triton.cdiv(M, 128) * triton.cdiv(N, 64) * K >= 128 * 128 else 64
         how = Plan(BM, 64, 32, 1, 4, 4, "tf32")
@@ -279,7 +339,7 @@ def forward(
     eps: float = 0.0,
     how: Plan | None = None,
 ) -> Tensor:
-    """Returns y (..., N) in float32, for K that 32 divides."""
+    """Returns y (..., N) in float32, for K that 32 divides, or of two rows and more for K below THIN."""
     N, K = weight.shape
     y = torch.empty((*x.shape[:-1], N), dtype=torch.float32, device=x.device)
     if not y.numel():
@@ -295,7 +355,21 @@ def forward(
             x, weight, bias, add, scale, y, N, K, eps, BN=how.BN, BK=how.BK, num_warps=how.warps
         )
         return y
+    if K < THIN:
+        x = x if scale is None else torch.nn.functional.rms_norm(x, (K,), scale, eps)
+        BM, BN = 32, min(128, triton.next_power_of_2(N))
+        grid = (triton.cdiv(M, BM) * triton.cdiv(N, BN),)
+        _thin_kernel[grid](x, weight, bias, add, y, M, N, x.stride(0), K, BM, BN, num_warps=4)
+        return y
     how = how or plan(M, N, K, _shared(x.device))
+    if how.split == "once":
+        columns = triton.cdiv(N, how.BN)
+        # As many programs as run at a time: what each does first is then done once.
+        programs = min(triton.cdiv(M, how.BM), max(1, PROCESSORS * (16 // how.warps) // columns))
+        sizes = {"K": K, "BM": how.BM, "BN": how.BN, "BK": triton.next_power_of_2(K), "STAGES": how.stages}
+        inputs = (x, weight, bias, add, scale, y, M, N, x.stride(0), eps)
+        _once_kernel[(programs, columns)](*inputs, **sizes, num_warps=how.warps)
+        return y
     if scale is not None and how.split == "tf32" and K > SHORT:
         x, scale = torch.nn.functional.rms_norm(x, (K,), scale, eps), None
     whole = how.SPLIT == 1
