@@ -95,8 +95,8 @@ def _refusal(
     K = weight.shape[1]
     if x.shape[-1] != K or (K % _DIVISOR and not (K < _DIVISOR and x.numel() > _FEW * K)):
         return (
-            f"weight has {K} columns; x needs as many, and {_DIVISOR} must divide them, or x has more than {_FEW}"
-            f" rows of fewer than {_DIVISOR}"
+            f"weight has {K} columns; x needs as many, and {_DIVISOR} must divide them, or x has more than"
+            f" {_FEW} rows of fewer than {_DIVISOR}"
         )
     if add is not None and add.shape != (*x.shape[:-1], len(weight)):
         return f"add has shape {tuple(add.shape)}, not that of the result"

@@ -62,6 +62,8 @@ SHORT = 128
 
 TALL = 100_000
 """Rows from which a product of few columns waits for x and y alone."""
+WARPS = 8
+"""Of programs that go over rows, as many as a multiprocessor has registers and shared memory for."""
 THIN = 32
 """Columns of x from which tensor cores pay."""
 
@@ -160,31 +162,38 @@ def _tile_kernel(
 # fmt: off
 @triton.jit(do_not_specialize=["M", "eps"])
 def _once_kernel(
-    x, weight, bias, add, scale, y, M, N, stride, eps,
-    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    x, weight, bias, add, scale, y, M, stride, eps, N: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
-    whole = (k < K)[None, :]
-    b = tl.load(weight + (column % N)[:, None] * K + k[None, :], mask=whole, other=0.0)
+    b = _columns(weight + (column % N)[:, None] * K, k[None, :], K, BK)
     if scale is not None:
-        b *= tl.load(scale + k, mask=k < K, other=0.0)[None, :]
+        b *= _columns(scale, k, K, BK)[None, :]
     high_b, low_b, down_b = _halves(b)
+    high_b, low_b = tl.trans(high_b), tl.trans(low_b)  # here, else they would go to shared memory every time
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM), tl.num_programs(0), num_stages=STAGES):
         row = tile * BM + tl.arange(0, BM)
-        # Rows after the end are the first again: they are not stored.
-        left = x + (row % M).to(tl.int64)[:, None] * stride + k[None, :]
-        a = tl.load(left, mask=whole, other=0.0)
+        # Rows after the end are the last again: they are not stored.
+        a = _columns(x + tl.minimum(row, M - 1).to(tl.int64)[:, None] * stride, k[None, :], K, BK)
         high, low, down = _halves(a)
-        total = tl.dot(low, tl.trans(high_b))
-        total = tl.dot(high, tl.trans(low_b), total)
-        total = tl.dot(high, tl.trans(high_b), total)
+        total = tl.dot(low, high_b)
+        total = tl.dot(high, low_b, total)
+        total = tl.dot(high, high_b, total)
         if scale is not None:
             down *= tl.rsqrt(tl.sum(a * a, 1) / K + eps)
         at = row.to(tl.int64)[:, None] * N + column[None, :]
         mask = (row < M)[:, None] & (column < N)[None, :]
         _finish(y, total * down[:, None] * down_b[None, :], bias, add, at, (column % N)[None, :], mask)
+
+
+@triton.jit
+def _columns(rows, k, K: tl.constexpr, BK: tl.constexpr):
+    """Loads K columns of rows, and zeros after them."""
+    if K == BK:
+        return tl.load(rows + k)
+    return tl.load(rows + k, mask=k < K, other=0.0)
 
 
 # fmt: off
@@ -365,10 +374,10 @@ def forward(
     if how.split == "once":
         columns = triton.cdiv(N, how.BN)
         # As many programs as run at a time: what each does first is then done once.
-        programs = min(triton.cdiv(M, how.BM), max(1, PROCESSORS * (16 // how.warps) // columns))
-        sizes = {"K": K, "BM": how.BM, "BN": how.BN, "BK": triton.next_power_of_2(K), "STAGES": how.stages}
-        inputs = (x, weight, bias, add, scale, y, M, N, x.stride(0), eps)
-        _once_kernel[(programs, columns)](*inputs, **sizes, num_warps=how.warps)
+        programs = min(triton.cdiv(M, how.BM), max(1, PROCESSORS * (WARPS // how.warps) // columns))
+        inputs = (x, weight, bias, add, scale, y, M, x.stride(0), eps, N, K)
+        sizes = (how.BM, how.BN, triton.next_power_of_2(K), how.stages)
+        _once_kernel[(programs, columns)](*inputs, *sizes, num_warps=how.warps)
         return y
     if scale is not None and how.split == "tf32" and K > SHORT:
         x, scale = torch.nn.functional.rms_norm(x, (K,), scale, eps), None
