@@ -366,9 +366,9 @@ def forward(
         return y
     if K < THIN:
         x = x if scale is None else torch.nn.functional.rms_norm(x, (K,), scale, eps)
-        BM, BN = 32, min(128, triton.next_power_of_2(N))
+        BM, BN = 64, min(128, triton.next_power_of_2(N))
         grid = (triton.cdiv(M, BM) * triton.cdiv(N, BN),)
-        _thin_kernel[grid](x, weight, bias, add, y, M, N, x.stride(0), K, BM, BN, num_warps=4)
+        _thin_kernel[grid](x, weight, bias, add, y, M, N, x.stride(0), K, BM, BN, num_warps=8)
         return y
     how = how or plan(M, N, K, _shared(x.device))
     if how.split == "once":
