@@ -13,7 +13,8 @@ Legend: B histories, S paths of each, T new steps; x (B, C, D); z (B S, T, Z); p
 """
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,44 +89,81 @@ def paths_from(
 ) -> Tensor:
     """Returns paths that go on from a state of `observe`, (B, S, T, D)."""
     q_z, _ = model.partial_posterior(empty=length, state=state.child("partial"))
-    source = Noise(state["seed"], state["row"])
-    return _decoded(model, q_z.raw, state.child("decoder"), source, samples, temperature)
+    decoder, own = state.child("decoder"), _own(state["seed"], state["row"], samples)
+    u, w = (noise(model, decoder.position, length) for noise in (own.latent, own.observation))
+    e = _embedded(model, q_z.raw, u, temperature)
+    return _decoded(model, e, decoder, w, temperature).unflatten(0, (-1, samples))
 
 
 def _read_on(
     model: Variational, prompt: Tensor, source: Noise, samples: int, length: int, temperature: float
 ) -> Tensor:
     """Reads histories and makes paths after them; the partial posterior goes over both at once."""
-    known = prompt.shape[1]
+    known, own = prompt.shape[1], _own(source.seed, source.row, samples)
+    # Reading is many short kernels of few rows: what all paths need takes their time, not its own.
+    drawing = _Beside(prompt.device, "drawing")
+    with drawing.stream:
+        u, w = own.latent(model, known, length), own.observation(model, known, length)
     q_z, _ = model.partial_posterior(prompt, empty=length)
-    z = Latents(q_z.raw[:, :known]).sample(source.latent(model, 0, known))
-    _, state = model.decoder(z)
-    return _decoded(model, q_z.raw[:, known:], state, source, samples, temperature)
+    reading = _Beside(prompt.device, "reading")
+    with reading.stream:
+        z = Latents(q_z.raw[:, :known]).sample(source.latent(model, 0, known))
+        _, state = model.decoder(z)
+    drawing.join()
+    e = _embedded(model, q_z.raw[:, known:], u, temperature)
+    reading.join()
+    return _decoded(model, e, state, w, temperature).unflatten(0, (-1, samples))
 
 
-def _decoded(
-    model: Variational, logits: Tensor, state: State, source: Noise, samples: int, temperature: float
-) -> Tensor:
-    """Draws paths and decodes them.
+class _Beside:
+    """Records what is done with `stream` beside the rest, from here until `join`.
+
+    What it reads must be kept until then: memory that is given back is used again. Where nothing is recorded,
+    things are done one after the other.
+    """
+
+    def __init__(self, device: torch.device, what: str) -> None:
+        self._own = None
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._own = _stream(device, what)
+            self._own.wait_stream(torch.cuda.current_stream(device))
+        self.stream = nullcontext() if self._own is None else torch.cuda.stream(self._own)
+
+    def join(self) -> None:
+        if self._own is not None:
+            torch.cuda.current_stream(self._own.device).wait_stream(self._own)
+
+
+@cache
+def _stream(device: torch.device, what: str) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # there are few: one capture at a time, so all share them
+
+
+def _own(seed: Tensor, row: Tensor, samples: int) -> Noise:
+    """Returns the noise of all paths of histories."""
+    rows = State({"seed": seed, "row": row}).repeat(samples)
+    return Noise(rows["seed"], rows["row"])
+
+
+def _embedded(model: Variational, logits: Tensor, u: Tensor, temperature: float) -> Tensor:
+    """Draws latents of paths and returns what the decoder reads, (B S, T, width).
 
     Arguments:
         model: The model.
-        logits: Those of the new steps, (B, T, Z, N).
-        state: That of the decoder after the histories.
-        source: The noise of the histories.
-        samples: S.
+        logits: Those of the new steps, (B, T, Z, N): one row serves all paths of a history.
+        u: Noise, (B S, T, Z).
         temperature: As for `generate`.
     """
-    batch, length = logits.shape[:2]
-    rows = State({"seed": source.seed, "row": source.row}).repeat(samples)
-    own = Noise(rows["seed"], rows["row"])
-    # One row of logits serves all paths of a history without being copied, and so does one state.
-    u = own.latent(model, state.position, length).unflatten(0, (batch, samples))
-    z = Latents(logits[:, None]).sample(u, temperature).flatten(0, 1)
-    start = state if model.config.block == "mamba" else state.repeat(samples)
-    w, _ = model.decoder.run(model.decoder.embed(z), start, last=False)
-    x = model.head(w).sample(own.observation(model, state.position, length), temperature)
-    return x.unflatten(0, (batch, samples))
+    z = Latents(logits[:, None]).sample(u.unflatten(0, (len(logits), -1)), temperature)
+    return model.decoder.embed(z.flatten(0, 1))
+
+
+def _decoded(model: Variational, e: Tensor, state: State, w: Tensor, temperature: float) -> Tensor:
+    """Decodes paths, (B S, T, D), that start from a state of B rows, with the noise w."""
+    # One state serves all paths of a history without being copied.
+    start = state if model.config.block == "mamba" else state.repeat(len(e) // state.batch)
+    made, _ = model.decoder.run(e, start, last=False)
+    return model.head(made).sample(w, temperature)
 
 
 def _packed(x: Tensor, clock: Tensor | None, seed: int, first: int, pinned: bool) -> Tensor:
