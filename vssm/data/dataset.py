@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vssm.data.config import DataConfig
 
-_LEAST_SPREAD = 0.1  # of a window, in deviations of its column: a constant context must not divide by zero
+LEAST_SPREAD = 0.1  # of a window, in deviations of its column: a constant context must not divide by zero
 
 SPLIT, BINARIZE_TRAIN, BINARIZE_TEST, SYNTHETIC_TRAIN, SYNTHETIC_TEST, DIGITS, ARRAYS = range(7)
 
@@ -46,7 +46,7 @@ def hold_out(
 
 
 def spread(
-    x: Tensor, centre: str = "window", season: int = 1, unit: Tensor | float = 1.0
+    x: Tensor, centre: str = "window", season: int = 1, least: Tensor | float = LEAST_SPREAD**2
 ) -> tuple[Tensor, Tensor]:
     """Returns the centres of every window, (B, P, D), and its deviation, (B, 1, D), a tenth at least.
 
@@ -56,7 +56,7 @@ def spread(
             deviation that a random walk of the same steps has after the C of them.
         season: P, steps of a season, each with a centre of its own (`in_season`); C is P at least, and what
             it has beyond whole seasons, at the start, does not count.
-        unit: The deviation of each column, (D,) or (B, 1, D); 1 where x is standardised by column.
+        least: Added to the variance, (D,) or (B, 1, D); that of data that is standardised by column.
 
     Example:
         >>> mean, deviation = spread(torch.tensor([[[1.0], [3.0]], [[5.0], [5.0]]]))
@@ -69,7 +69,7 @@ def spread(
     else:
         middle = x.mean(1)
         variance = (x - middle[:, None]).square().mean(1)
-    return middle, (variance.mean(1, keepdim=True) + (_LEAST_SPREAD * unit) ** 2).sqrt()
+    return middle, (variance.mean(1, keepdim=True) + least).sqrt()
 
 
 def in_season(centre: Tensor, first: int, num: int) -> Tensor:

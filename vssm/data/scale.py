@@ -15,7 +15,7 @@ season; clock (C, 2 x cycles). Rows are series, or columns of them where these a
 import torch
 from torch import Tensor
 
-from vssm.data.dataset import Meta, in_season, spread
+from vssm.data.dataset import LEAST_SPREAD, Meta, in_season, spread
 
 __all__ = ["Scale"]
 
@@ -36,6 +36,7 @@ class Scale:
         self._hash = hash(self._fixed)
         self.meta, self.device = meta, torch.device(device)
         self.mean, self.std = (torch.tensor(v, dtype=torch.float64, device=device) for v in (mean, std))
+        self._variance = (LEAST_SPREAD * self.std).square()
         self._least, self._most = min(std), max(map(abs, mean))
 
     def __hash__(self) -> int:
@@ -52,13 +53,16 @@ class Scale:
 
     def units(self, x: Tensor, first: int | Tensor = 0) -> tuple[Tensor, Tensor]:
         """Returns factor and shift of histories, of which the first is of row `first`."""
-        mean, std = self.mean, self.std
+        mean, std, least = self.mean, self.std, self._variance
         if self.meta.separate and len(std) > 1:
             column = (torch.arange(len(x), device=x.device) + first) % len(std)
-            mean, std = (value[column][:, None, None] for value in (mean, std))
+            mean, std, least = (value[column][:, None, None] for value in (mean, std, least))
         if self.meta.windowed is None:
             return std.expand(len(x), 1, -1), mean.expand(len(x), 1, -1)
-        shift, factor = spread(x, self.meta.windowed, self.meta.season, std)
+        if self.meta.windowed == "window" and self.meta.season == 1:  # the same in few kernels
+            variance, shift = torch.var_mean(x, 1, correction=0, keepdim=True)
+            return (variance + least).sqrt(), shift
+        shift, factor = spread(x, self.meta.windowed, self.meta.season, least)
         return factor, shift
 
     def steps(

@@ -192,8 +192,10 @@ def _once_kernel(
 def _columns(rows, k, K: tl.constexpr, BK: tl.constexpr):
     """Loads K columns of rows, and zeros after them."""
     if K == BK:
-        return tl.load(rows + k)
-    return tl.load(rows + k, mask=k < K, other=0.0)
+        values = tl.load(rows + k)
+    else:
+        values = tl.load(rows + k, mask=k < K, other=0.0)
+    return values
 
 
 # fmt: off

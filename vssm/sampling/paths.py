@@ -99,10 +99,11 @@ def _read_on(
     model: Variational, prompt: Tensor, source: Noise, samples: int, length: int, temperature: float
 ) -> Tensor:
     """Reads histories and makes paths after them; the partial posterior goes over both at once."""
-    known, own = prompt.shape[1], _own(source.seed, source.row, samples)
+    known = prompt.shape[1]
     # Reading is many short kernels of few rows: what all paths need takes their time, not its own.
     drawing = _Beside(prompt.device, "drawing")
     with drawing.stream:
+        own = _own(source.seed, source.row, samples)
         u, w = own.latent(model, known, length), own.observation(model, known, length)
     q_z, _ = model.partial_posterior(prompt, empty=length)
     reading = _Beside(prompt.device, "reading")
@@ -169,7 +170,7 @@ def _decoded(model: Variational, e: Tensor, state: State, w: Tensor, temperature
 def _packed(x: Tensor, clock: Tensor | None, seed: int, first: int, pinned: bool) -> Tensor:
     """Returns two whole numbers and then all others, as one vector of 8 bytes each."""
     known = 2 if clock is None else 2 + clock.numel()
-    given = torch.empty(known + x.numel(), dtype=torch.float64, pin_memory=pinned)
+    given = torch.empty(known + x.numel(), dtype=torch.float64, device="cpu", pin_memory=pinned)
     # By NumPy, which calls no other threads: to wake them takes longer than to copy.
     numbers = given.numpy()
     numbers[:2].view(np.int64)[:] = seed, first
