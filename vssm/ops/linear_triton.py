@@ -62,8 +62,6 @@ SHORT = 128
 
 TALL = 100_000
 """Rows from which a product of few columns waits for x and y alone."""
-WARPS = 8
-"""Of programs that go over rows, as many as a multiprocessor has registers and shared memory for."""
 THIN = 32
 """Columns of x from which tensor cores pay."""
 
@@ -311,12 +309,20 @@ def plan_row(N: int, K: int) -> Plan:
     return Plan(1, max(2, min(16, 256 // BK)), BK, 1, 8 if N <= 1024 and BK == 1024 else 4, 1)
 
 
+def plan_tall(N: int, K: int) -> Plan | None:
+    """Returns how a product of TALL rows is cut up, if not as others."""
+    return Plan(128, 128, 64, 1, 8, 2) if N > 64 and K <= 64 else None
+
+
 def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
     """Returns how a product of more than one row is cut up, on a device with that much shared memory."""
+    tall = plan_tall(N, K) if M >= TALL else None
+    if tall is not None and tall.split == "once":
+        return tall
     if M >= MANY and N >= 512 and 512 <= K <= LONGEST:
         how = Plan(128, 128, 64, 1, 8, 3, "before")
-    elif M >= TALL and N > 64 and K <= 64:
-        how = Plan(128, 128, 64, 1, 8, 2)
+    elif tall is not None:
+        how = tall
     elif M > FEW:
         BM = 128 if triton.cdiv(M, 128) * triton.cdiv(N, 64) * K >= 128 * 128 else 64
         how = Plan(BM, 64, 32, 1, 4, 4, "tf32")
@@ -376,7 +382,8 @@ def forward(
     if how.split == "once":
         columns = triton.cdiv(N, how.BN)
         # As many programs as run at a time: what each does first is then done once.
-        programs = min(triton.cdiv(M, how.BM), max(1, PROCESSORS * (WARPS // how.warps) // columns))
+        at_a_time = PROCESSORS * _resident(how, K, add is not None, _shared(x.device))
+        programs = min(triton.cdiv(M, how.BM), max(1, at_a_time // columns))
         inputs = (x, weight, bias, add, scale, y, M, x.stride(0), eps, N, K)
         sizes = (how.BM, how.BN, triton.next_power_of_2(K), how.stages)
         _once_kernel[(programs, columns)](*inputs, *sizes, num_warps=how.warps)
@@ -413,6 +420,15 @@ def _split(x: Tensor, scale: Tensor | None = None, eps: float = 0.0) -> tuple[Te
     BR = max(1, 2048 // BK)
     _split_kernel[(triton.cdiv(M, BR),)](x, scale, high, low, down, M, x.stride(0), eps, K, BR, BK)
     return high, low, down
+
+
+def _resident(how: Plan, K: int, add: bool, shared: int) -> int:
+    """Returns how many programs that go over rows run at a time on a multiprocessor."""
+    BK, tile = triton.next_power_of_2(K), 4 * how.BM * how.BN
+    ahead = (how.stages - 1) * (4 * how.BM * BK + tile * add)
+    # Beside what is loaded ahead: halves of the rows, or the result on its way out, and halves of the weight.
+    room = ahead + max(4 * how.BM * BK, tile) + 4 * how.BN * BK
+    return max(1, min(16 // how.warps, shared // (room + 1024)))
 
 
 def _shared(device: torch.device) -> int:
