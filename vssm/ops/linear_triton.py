@@ -158,63 +158,6 @@ def _tile_kernel(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["M", "eps"])
-def _once_kernel(
-    x, weight, bias, add, scale, y, M, stride, eps, N: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-):
-    # fmt: on
-    column = tl.program_id(1) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    b = _columns(weight + (column % N)[:, None] * K, k[None, :], K, BK)
-    if scale is not None:
-        b *= _columns(scale, k, K, BK)[None, :]
-    high_b, low_b, down_b = _halves(b)
-    high_b, low_b = tl.trans(high_b), tl.trans(low_b)  # here, else they would go to shared memory every time
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM), tl.num_programs(0), num_stages=STAGES):
-        row = tile * BM + tl.arange(0, BM)
-        # Rows after the end are the last again: they are not stored.
-        a = _columns(x + tl.minimum(row, M - 1).to(tl.int64)[:, None] * stride, k[None, :], K, BK)
-        high, low, down = _halves(a)
-        total = tl.dot(low, high_b)
-        total = tl.dot(high, low_b, total)
-        total = tl.dot(high, high_b, total)
-        if scale is not None:
-            down *= tl.rsqrt(tl.sum(a * a, 1) / K + eps)
-        at = row.to(tl.int64)[:, None] * N + column[None, :]
-        mask = (row < M)[:, None] & (column < N)[None, :]
-        _finish(y, total * down[:, None] * down_b[None, :], bias, add, at, (column % N)[None, :], mask)
-
-
-@triton.jit
-def _columns(rows, k, K: tl.constexpr, BK: tl.constexpr):
-    """Loads K columns of rows, and zeros after them."""
-    if K == BK:
-        values = tl.load(rows + k)
-    else:
-        values = tl.load(rows + k, mask=k < K, other=0.0)
-    return values
-
-
-# fmt: off
-@triton.jit(do_not_specialize=["M"])
-def _thin_kernel(
-    x, weight, bias, add, y, M, N, stride, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):
-    # fmt: on
-    """Few columns of x: products and sums of single numbers, in their order."""
-    row, column = _place(M, N, BM, BN, 1)
-    left = x + (row % M).to(tl.int64) * stride
-    right = weight + (column % N) * K
-    acc = tl.zeros((BM, BN), tl.float32)
-    for k in tl.static_range(K):
-        acc += tl.load(left + k)[:, None] * tl.load(right + k)[None, :]
-    at = row.to(tl.int64)[:, None] * N + column[None, :]
-    mask = (row < M)[:, None] & (column < N)[None, :]
-    _finish(y, acc, bias, add, at, (column % N)[None, :], mask)
-
-
-# fmt: off
 @triton.jit(do_not_specialize=["rows", "eps"])
 def _split_kernel(
     x, scale, high, low, down, rows, stride, eps, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr
@@ -303,6 +246,63 @@ def _row_kernel(
     _finish(y, result, bias, add, column, column % N, column < N)
 
 
+# fmt: off
+@triton.jit(do_not_specialize=["M", "eps"])
+def _once_kernel(
+    x, weight, bias, add, scale, y, M, stride, eps, N: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):
+    # fmt: on
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    b = _columns(weight + (column % N)[:, None] * K, k[None, :], K, BK)
+    if scale is not None:
+        b *= _columns(scale, k, K, BK)[None, :]
+    high_b, low_b, down_b = _halves(b)
+    high_b, low_b = tl.trans(high_b), tl.trans(low_b)  # here, else they would go to shared memory every time
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM), tl.num_programs(0), num_stages=STAGES):
+        row = tile * BM + tl.arange(0, BM)
+        # Rows after the end are the last again: they are not stored.
+        a = _columns(x + tl.minimum(row, M - 1).to(tl.int64)[:, None] * stride, k[None, :], K, BK)
+        high, low, down = _halves(a)
+        total = tl.dot(low, high_b)
+        total = tl.dot(high, low_b, total)
+        total = tl.dot(high, high_b, total)
+        if scale is not None:
+            down *= tl.rsqrt(tl.sum(a * a, 1) / K + eps)
+        at = row.to(tl.int64)[:, None] * N + column[None, :]
+        mask = (row < M)[:, None] & (column < N)[None, :]
+        _finish(y, total * down[:, None] * down_b[None, :], bias, add, at, (column % N)[None, :], mask)
+
+
+@triton.jit
+def _columns(rows, k, K: tl.constexpr, BK: tl.constexpr):
+    """Loads K columns of rows, and zeros after them."""
+    if K == BK:
+        values = tl.load(rows + k)
+    else:
+        values = tl.load(rows + k, mask=k < K, other=0.0)
+    return values
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["M"])
+def _thin_kernel(
+    x, weight, bias, add, y, M, N, stride, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    # fmt: on
+    """Few columns of x: products and sums of single numbers, in their order."""
+    row, column = _place(M, N, BM, BN, 1)
+    left = x + (row % M).to(tl.int64) * stride
+    right = weight + (column % N) * K
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in tl.static_range(K):
+        acc += tl.load(left + k)[:, None] * tl.load(right + k)[None, :]
+    at = row.to(tl.int64)[:, None] * N + column[None, :]
+    mask = (row < M)[:, None] & (column < N)[None, :]
+    _finish(y, acc, bias, add, at, (column % N)[None, :], mask)
+
+
 def plan_row(N: int, K: int) -> Plan:
     """Returns how a product of one row is cut up."""
     BK = min(1024, K & -K)
@@ -373,21 +373,10 @@ def forward(
         )
         return y
     if K < THIN:
-        x = x if scale is None else torch.nn.functional.rms_norm(x, (K,), scale, eps)
-        BM, BN = 64, min(128, triton.next_power_of_2(N))
-        grid = (triton.cdiv(M, BM) * triton.cdiv(N, BN),)
-        _thin_kernel[grid](x, weight, bias, add, y, M, N, x.stride(0), K, BM, BN, num_warps=8)
-        return y
+        return _thin(x, weight, bias, add, scale, eps, y)
     how = how or plan(M, N, K, _shared(x.device))
     if how.split == "once":
-        columns = triton.cdiv(N, how.BN)
-        # As many programs as run at a time: what each does first is then done once.
-        at_a_time = PROCESSORS * _resident(how, K, add is not None, _shared(x.device))
-        programs = min(triton.cdiv(M, how.BM), max(1, at_a_time // columns))
-        inputs = (x, weight, bias, add, scale, y, M, x.stride(0), eps, N, K)
-        sizes = (how.BM, how.BN, triton.next_power_of_2(K), how.stages)
-        _once_kernel[(programs, columns)](*inputs, *sizes, num_warps=how.warps)
-        return y
+        return _once(x, weight, bias, add, scale, eps, y, how)
     if scale is not None and how.split == "tf32" and K > SHORT:
         x, scale = torch.nn.functional.rms_norm(x, (K,), scale, eps), None
     whole = how.SPLIT == 1
@@ -408,6 +397,46 @@ def forward(
     if not whole:
         blocks = {"SPLIT": how.SPLIT, "BLOCK": 256, "num_warps": 2}
         _sum_kernel[(triton.cdiv(M * N, 256),)](out, squares, bias, add, y, M * N, N, K, eps, **blocks)
+    return y
+
+
+def _thin(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    add: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    y: Tensor,
+) -> Tensor:
+    """Writes a product of fewer than THIN columns of x."""
+    (N, K), M = weight.shape, len(x)
+    x = x if scale is None else torch.nn.functional.rms_norm(x, (K,), scale, eps)
+    BM, BN = 64, min(128, triton.next_power_of_2(N))
+    grid = (triton.cdiv(M, BM) * triton.cdiv(N, BN),)
+    _thin_kernel[grid](x, weight, bias, add, y, M, N, x.stride(0), K, BM, BN, num_warps=8)
+    return y
+
+
+def _once(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    add: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    y: Tensor,
+    how: Plan,
+) -> Tensor:
+    """Writes a product whose programs go over tiles of rows."""
+    (N, K), M = weight.shape, len(x)
+    columns = triton.cdiv(N, how.BN)
+    # As many programs as run at a time: what each does first is then done once.
+    at_a_time = PROCESSORS * _resident(how, K, add is not None, _shared(x.device))
+    programs = min(triton.cdiv(M, how.BM), max(1, at_a_time // columns))
+    inputs = (x, weight, bias, add, scale, y, M, x.stride(0), eps, N, K)
+    sizes = (how.BM, how.BN, triton.next_power_of_2(K), how.stages)
+    _once_kernel[(programs, columns)](*inputs, *sizes, num_warps=how.warps)
     return y
 
 
