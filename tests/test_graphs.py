@@ -8,7 +8,9 @@ import sys
 import threading
 import warnings
 import weakref
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -551,12 +553,23 @@ def histories(num, seed=0):
     return torch.randn(num, 12, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("options", [{}, {"separate": True, "features": 2}, {"season": 3}], ids=str)
+OTHERS = [
+    {},
+    {"separate": True, "features": 2},
+    {"season": 3},
+    {"windowed": None},
+    {"windowed": None, "separate": True, "features": 2},
+    {"cycles": ("day",), "features": 8},
+]
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=str)
 @pytest.mark.parametrize("kind", PARALLEL)
 def test_replayed_paths_equal_plain(kind, options, device, replays):
     own, before = paths_forecaster(device, kind, **options), None
     for turn in range(4):
-        x, settings = histories(3, seed=turn), {"seed": turn - 1, "temperature": 0.8}
+        times = np.arange(turn, turn + 12).astype("datetime64[h]")
+        x, settings = histories(3, seed=turn), {"seed": turn - 1, "temperature": 0.8, "times": times}
         made = own.forecast(x, 9, 5, **settings).samples
         same(made, plain_forecast(own, x, 9, 5, **settings))
         assert before is None or not torch.equal(made, before), "other histories and seeds"
@@ -576,6 +589,43 @@ def test_slabs_of_paths_replay_one_recording(num, device, replays, monkeypatch):
     assert replays == {"recorded": 1, "replayed": 3}
     same(own.forecast(x, 6, 4).samples, whole)
     assert replays == {"recorded": 1, "replayed": 7}
+
+
+def test_slabs_of_separate_columns_have_their_own_scale(device, replays, monkeypatch):
+    own, x = paths_forecaster(device, separate=True, features=2, windowed=None), histories(5)
+    whole = plain_forecast(own, x, 6, 4)
+    monkeypatch.setattr(sys.modules["vssm.forecast"], "_MOST_PATHS", dict.fromkeys(("cpu", "cuda"), 12))
+    for _ in range(2):
+        same(own.forecast(x, 6, 4).samples, whole)
+    assert replays == {"recorded": 1, "replayed": 7}
+
+
+def test_equal_scales_share_a_recording_and_others_do_not(device, replays):
+    own, x = paths_forecaster(device), histories(2)
+    for _ in range(2):
+        own.forecast(x, 6, 4)
+    again = Forecaster(own.model, replace(own.meta, columns=("c", "d")))
+    same(again.forecast(x, 6, 4).samples, plain_forecast(own, x, 6, 4))
+    assert replays == {"recorded": 1, "replayed": 2}
+    for changed in ({"std": (9.0, 0.5)}, {"windowed": "last"}):
+        other = Forecaster(own.model, replace(own.meta, **changed))
+        same(other.forecast(x, 6, 4).samples, plain_forecast(other, x, 6, 4))
+    assert replays == {"recorded": 1, "replayed": 2}
+
+
+def test_replayed_histories_are_still_checked(device):
+    options = {"windowed": None, "mean": (0.0, 0.0), "std": (1e-20, 1.0)}
+    own, x = paths_forecaster(device, **options), histories(2) * 1e-20
+    for _ in range(3):
+        own.forecast(x, 6, 4)
+    for value, message in (
+        (1e25, "x contains NaN or infinite"),
+        (1e31, "up to 1e\\+31"),
+        (torch.nan, "missing"),
+    ):
+        x[1, 3, 0] = value
+        with pytest.raises(ValueError, match=message):
+            own.forecast(x, 6, 4)
 
 
 def test_paths_stay_as_they_are_and_follow_the_weights(device, replays):

@@ -57,6 +57,8 @@ SIZES = [
     (70, 100, 64),
     (70, 40, 128),
     (130, 70, 96),
+    (70, 130, 4),
+    (66, 20, 31),
 ]
 
 
@@ -70,6 +72,28 @@ def test_matches_float64(size):
     given = linear(x, weight, bias, add, rms_norm(K), backend="triton")
     assert given.dtype == torch.float32
     assert relative_error(given, exact(x, weight, bias, add, rms_norm(K))) < SINGLE
+
+
+@kernels
+@torch.no_grad()
+def test_a_program_goes_over_all_of_its_rows(monkeypatch):
+    from vssm.ops import linear_triton
+
+    monkeypatch.setattr(linear_triton, "PROCESSORS", 1)
+    x, weight, norm = normal(150, 96), normal(20, 96, seed=1), rms_norm(96)
+    how = linear_triton.Plan(16, 16, 128, 1, 8, 2, "once")
+    given = linear_triton.forward(x, weight, None, None, norm.weight, norm.eps, how)
+    assert relative_error(given, exact(x, weight, norm=norm)) < SINGLE
+
+
+@kernels
+@torch.no_grad()
+def test_few_columns_need_more_rows():
+    whole, weight = normal(5, 14, 36), normal(128, 4, seed=1)
+    given = linear(whole[..., :4], weight, backend="triton")
+    assert relative_error(given, exact(whole[..., :4], weight)) < SINGLE
+    with pytest.raises(ValueError, match=r"weight has 4 columns.*more than 64 rows of fewer than 32"):
+        linear(whole[:4, :, :4], weight, backend="triton")
 
 
 @kernels
@@ -125,7 +149,7 @@ def test_a_norm_that_no_kernel_does_is_done_before(options):
 
 
 @kernels
-@pytest.mark.parametrize("split", ["tile", "tf32", "before"])
+@pytest.mark.parametrize("split", ["tile", "tf32", "before", "once"])
 @torch.no_grad()
 def test_every_way_to_split(split):
     """Each with and without parts of K, a norm, and rows, columns and K that no tile divides."""
@@ -139,7 +163,7 @@ def test_every_way_to_split(split):
     )
     x, norm = whole[:, 32:], rms_norm(192)
     x *= torch.logspace(-3, 3, 37).to(DEVICE)[:, None]
-    for parts in (1, 3):
+    for parts in (1,) if split == "once" else (1, 3):
         how = Plan(16, 16, 32, parts, 4, 2, split)
         given = forward(x, weight, bias, add, norm.weight, norm.eps, how)
         assert relative_error(given, exact(x, weight, bias, add, norm)) < SINGLE
@@ -230,7 +254,7 @@ def test_plans_cover_the_depth():
 
     for N, K in ((4096, 1024), (96, 2048), (2048, 64), (28, 1024), (40, 96), (7, 160), (600, 544)):
         assert K % plan_row(N, K).BK == 0
-        for M in (2, 16, 28, 64, 65, 448, 1024, 28672):
+        for M in (2, 16, 28, 64, 65, 448, 1024, 28672, 200_000):
             for shared in (227 * 1024, 99 * 1024):
                 how = plan(M, N, K, shared)
                 assert K % (how.SPLIT * how.BK) == 0 and how.BK >= 32
@@ -285,6 +309,7 @@ def test_autocast_is_refused():
 MODEL = [
     *((28, N, K) for N, K in ((4096, 1024), (96, 2048), (2048, 64), (1024, 2048), (28, 1024))),
     *((1, 4096, 1024), (16, 3072, 1024), (448, 1024, 2048), (1024, 4096, 1024), (3584, 96, 2048)),
+    *((100_000, 256, 64), (100_000, 36, 128), (100_000, 128, 4), (1800, 64, 24)),
 ]
 
 

@@ -17,7 +17,8 @@ from vssm.ops.dispatch import choose_fused, needs_operator, product_dtype
 
 __all__ = ["Linear", "linear"]
 
-_DIVISOR = 32  # of K, in the kernels
+_DIVISOR = 32  # of K, in the kernels; less where there are many rows
+_FEW = 64
 
 
 class Linear(nn.Linear):
@@ -91,8 +92,12 @@ def _refusal(
         return "all tensors must be float32 on one device"
     if product_dtype(x.device) is not None:
         return "autocast asks for another dtype"
-    if weight.shape[1] % _DIVISOR or x.shape[-1] != weight.shape[1]:
-        return f"weight has {weight.shape[1]} columns; x needs as many, and {_DIVISOR} must divide them"
+    K = weight.shape[1]
+    if x.shape[-1] != K or (K % _DIVISOR and not (K < _DIVISOR and x.numel() > _FEW * K)):
+        return (
+            f"weight has {K} columns; x needs as many, and {_DIVISOR} must divide them, or x has more than"
+            f" {_FEW} rows of fewer than {_DIVISOR}"
+        )
     if add is not None and add.shape != (*x.shape[:-1], len(weight)):
         return f"add has shape {tuple(add.shape)}, not that of the result"
     if getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee") not in ("ieee", "none"):

@@ -14,6 +14,10 @@ Either operand is split into two numbers of 11 bits, and three of the four produ
 | more | "tf32"       | into tf32, by Triton, which needs no exponent                                    |
 | many | "before"     | into float16, by a kernel of its own, which does the norm too; weights of a      |
 |      |              | recording once for all of its products (`vssm.ops.linear_weights`)               |
+| tall | "once"       | into float16, in the kernel: a program keeps its columns of the weight, with the |
+|      |              | norm's scale in them, and goes over tiles of rows, of which it loads the next    |
+
+A product of fewer than 32 columns of x is float32 throughout as well: it waits for memory alone.
 
 Tensor cores multiply float16 and tf32 exactly and add up one tile; tiles are added in float32, since tensor
 cores cut off where float32 rounds.
@@ -54,6 +58,12 @@ LONGEST = 8192
 """The kernel that splits holds a row in registers."""
 SHORT = 128
 """Columns of x up to which products of many rows norm them on the way, once for each tile of columns of y."""
+
+
+TALL = 100_000
+"""Rows from which a product of few columns waits for x and y alone."""
+THIN = 32
+"""Columns of x from which tensor cores pay."""
 
 
 class Plan(NamedTuple):
@@ -236,16 +246,83 @@ def _row_kernel(
     _finish(y, result, bias, add, column, column % N, column < N)
 
 
+# fmt: off
+@triton.jit(do_not_specialize=["M", "eps"])
+def _once_kernel(
+    x, weight, bias, add, scale, y, M, stride, eps, N: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):
+    # fmt: on
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    b = _columns(weight + (column % N)[:, None] * K, k[None, :], K, BK)
+    if scale is not None:
+        b *= _columns(scale, k, K, BK)[None, :]
+    high_b, low_b, down_b = _halves(b)
+    high_b, low_b = tl.trans(high_b), tl.trans(low_b)  # here, else they would go to shared memory every time
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM), tl.num_programs(0), num_stages=STAGES):
+        row = tile * BM + tl.arange(0, BM)
+        # Rows after the end are the last again: they are not stored.
+        a = _columns(x + tl.minimum(row, M - 1).to(tl.int64)[:, None] * stride, k[None, :], K, BK)
+        high, low, down = _halves(a)
+        total = tl.dot(low, high_b)
+        total = tl.dot(high, low_b, total)
+        total = tl.dot(high, high_b, total)
+        if scale is not None:
+            down *= tl.rsqrt(tl.sum(a * a, 1) / K + eps)
+        at = row.to(tl.int64)[:, None] * N + column[None, :]
+        mask = (row < M)[:, None] & (column < N)[None, :]
+        _finish(y, total * down[:, None] * down_b[None, :], bias, add, at, (column % N)[None, :], mask)
+
+
+@triton.jit
+def _columns(rows, k, K: tl.constexpr, BK: tl.constexpr):
+    """Loads K columns of rows, and zeros after them."""
+    if K == BK:
+        values = tl.load(rows + k)
+    else:
+        values = tl.load(rows + k, mask=k < K, other=0.0)
+    return values
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["M"])
+def _thin_kernel(
+    x, weight, bias, add, y, M, N, stride, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    # fmt: on
+    """Few columns of x: products and sums of single numbers, in their order."""
+    row, column = _place(M, N, BM, BN, 1)
+    left = x + (row % M).to(tl.int64) * stride
+    right = weight + (column % N) * K
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in tl.static_range(K):
+        acc += tl.load(left + k)[:, None] * tl.load(right + k)[None, :]
+    at = row.to(tl.int64)[:, None] * N + column[None, :]
+    mask = (row < M)[:, None] & (column < N)[None, :]
+    _finish(y, acc, bias, add, at, (column % N)[None, :], mask)
+
+
 def plan_row(N: int, K: int) -> Plan:
     """Returns how a product of one row is cut up."""
     BK = min(1024, K & -K)
     return Plan(1, max(2, min(16, 256 // BK)), BK, 1, 8 if N <= 1024 and BK == 1024 else 4, 1)
 
 
+def plan_tall(N: int, K: int) -> Plan | None:
+    """Returns how a product of TALL rows is cut up, if not as others."""
+    return Plan(128, 128, 64, 1, 8, 2) if N > 64 and K <= 64 else None
+
+
 def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
     """Returns how a product of more than one row is cut up, on a device with that much shared memory."""
+    tall = plan_tall(N, K) if M >= TALL else None
+    if tall is not None and tall.split == "once":
+        return tall
     if M >= MANY and N >= 512 and 512 <= K <= LONGEST:
         how = Plan(128, 128, 64, 1, 8, 3, "before")
+    elif tall is not None:
+        how = tall
     elif M > FEW:
         BM = 128 if triton.cdiv(M, 128) * triton.cdiv(N, 64) * K >= 128 * 128 else 64
         how = Plan(BM, 64, 32, 1, 4, 4, "tf32")
@@ -279,7 +356,7 @@ def forward(
     eps: float = 0.0,
     how: Plan | None = None,
 ) -> Tensor:
-    """Returns y (..., N) in float32, for K that 32 divides."""
+    """Returns y (..., N) in float32, for K that 32 divides, or of two rows and more for K below THIN."""
     N, K = weight.shape
     y = torch.empty((*x.shape[:-1], N), dtype=torch.float32, device=x.device)
     if not y.numel():
@@ -295,7 +372,11 @@ def forward(
             x, weight, bias, add, scale, y, N, K, eps, BN=how.BN, BK=how.BK, num_warps=how.warps
         )
         return y
+    if K < THIN:
+        return _thin(x, weight, bias, add, scale, eps, y)
     how = how or plan(M, N, K, _shared(x.device))
+    if how.split == "once":
+        return _once(x, weight, bias, add, scale, eps, y, how)
     if scale is not None and how.split == "tf32" and K > SHORT:
         x, scale = torch.nn.functional.rms_norm(x, (K,), scale, eps), None
     whole = how.SPLIT == 1
@@ -319,6 +400,46 @@ def forward(
     return y
 
 
+def _thin(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    add: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    y: Tensor,
+) -> Tensor:
+    """Writes a product of fewer than THIN columns of x."""
+    (N, K), M = weight.shape, len(x)
+    x = x if scale is None else torch.nn.functional.rms_norm(x, (K,), scale, eps)
+    BM, BN = 64, min(128, triton.next_power_of_2(N))
+    grid = (triton.cdiv(M, BM) * triton.cdiv(N, BN),)
+    _thin_kernel[grid](x, weight, bias, add, y, M, N, x.stride(0), K, BM, BN, num_warps=8)
+    return y
+
+
+def _once(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    add: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    y: Tensor,
+    how: Plan,
+) -> Tensor:
+    """Writes a product whose programs go over tiles of rows."""
+    (N, K), M = weight.shape, len(x)
+    columns = triton.cdiv(N, how.BN)
+    # As many programs as run at a time: what each does first is then done once.
+    at_a_time = PROCESSORS * _resident(how, K, add is not None, _shared(x.device))
+    programs = min(triton.cdiv(M, how.BM), max(1, at_a_time // columns))
+    inputs = (x, weight, bias, add, scale, y, M, x.stride(0), eps, N, K)
+    sizes = (how.BM, how.BN, triton.next_power_of_2(K), how.stages)
+    _once_kernel[(programs, columns)](*inputs, *sizes, num_warps=how.warps)
+    return y
+
+
 def _split(x: Tensor, scale: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
     """Returns high, low and down of the rows of x, normed before if there is a scale."""
     M, K = x.shape
@@ -328,6 +449,15 @@ def _split(x: Tensor, scale: Tensor | None = None, eps: float = 0.0) -> tuple[Te
     BR = max(1, 2048 // BK)
     _split_kernel[(triton.cdiv(M, BR),)](x, scale, high, low, down, M, x.stride(0), eps, K, BR, BK)
     return high, low, down
+
+
+def _resident(how: Plan, K: int, add: bool, shared: int) -> int:
+    """Returns how many programs that go over rows run at a time on a multiprocessor."""
+    BK, tile = triton.next_power_of_2(K), 4 * how.BM * how.BN
+    ahead = (how.stages - 1) * (4 * how.BM * BK + tile * add)
+    # Beside what is loaded ahead: halves of the rows, or the result on its way out, and halves of the weight.
+    room = ahead + max(4 * how.BM * BK, tile) + 4 * how.BN * BK
+    return max(1, min(16 // how.warps, shared // (room + 1024)))
 
 
 def _shared(device: torch.device) -> int:
