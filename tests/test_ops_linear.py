@@ -125,7 +125,7 @@ def test_a_norm_that_no_kernel_does_is_done_before(options):
 
 
 @kernels
-@pytest.mark.parametrize("split", ["tile", "tf32", "before"])
+@pytest.mark.parametrize("split", ["tile", "turned", "tf32", "before", "none"])
 @torch.no_grad()
 def test_every_way_to_split(split):
     """Each with and without parts of K, a norm, and rows, columns and K that no tile divides."""
