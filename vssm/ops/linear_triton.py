@@ -22,7 +22,7 @@ Tensor cores multiply float16 and tf32 exactly and add up one tile; tiles are ad
 cores cut off where float32 rounds.
 
 Few rows read weights as fast as memory gives them: so that all processors read, K is cut into SPLIT parts,
-whose sums a second kernel adds in their order. How a product is cut depends on its sizes only, and there are
+whose sums a second kernel adds in their order, or whoever reads them (`vssm.ops.conv_triton`). How a product is cut depends on its sizes only, and there are
 no atomics: results repeat bit for bit.
 
 Shapes: x (M, K), weight (N, K), bias (N,), add and y (M, N), scale (K,), partial (SPLIT, M, N), squares
@@ -43,7 +43,7 @@ from torch import Tensor
 
 from vssm.ops.linear_weights import halves_of
 
-__all__ = ["Plan", "forward", "plan"]
+__all__ = ["Parts", "Plan", "forward", "multiply", "plan"]
 
 FEW = 64
 """Rows up to which a product waits for its weights."""
@@ -77,6 +77,17 @@ class Plan(NamedTuple):
     """Tiles on their way from memory."""
     split: str = "tile"
     """Where numbers are split."""
+
+
+class Parts(NamedTuple):
+    """A product whose parts of K are still to be added."""
+
+    partial: Tensor
+    """The parts, (SPLIT, M, N)."""
+    squares: Tensor | None
+    """The parts of sum_k x_k^2, (SPLIT, M): rows are to be normed."""
+    K: int
+    eps: float
 
 
 ROWS = Plan(4, 8, 1024, 1, 8, 2, "none")
@@ -250,6 +261,15 @@ def _halves_kernel(
     _finish(y, acc, bias, add, at, (column % N)[None, :], mask)
 
 
+@triton.jit
+def add_parts(partial, at, mask, total, SPLIT: tl.constexpr):
+    """Adds what SPLIT parts, of `total` numbers each, have at a place."""
+    result = tl.load(partial + at, mask=mask, other=0.0)
+    for part in tl.static_range(1, SPLIT):
+        result += tl.load(partial + part * total + at, mask=mask, other=0.0)
+    return result
+
+
 # fmt: off
 @triton.jit(do_not_specialize=["total", "eps"])
 def _sum_kernel(
@@ -258,14 +278,9 @@ def _sum_kernel(
     # fmt: on
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < total
-    result = tl.load(partial + at, mask=mask, other=0.0)
-    for part in tl.static_range(1, SPLIT):
-        result += tl.load(partial + part * total + at, mask=mask, other=0.0)
+    result = add_parts(partial, at, mask, total, SPLIT)
     if squares is not None:
-        square = tl.load(squares + at // N, mask=mask, other=0.0)
-        for part in tl.static_range(1, SPLIT):
-            square += tl.load(squares + part * (total // N) + at // N, mask=mask, other=0.0)
-        result *= tl.rsqrt(square / K + eps)
+        result *= tl.rsqrt(add_parts(squares, at // N, mask, total // N, SPLIT) / K + eps)
     _finish(y, result, bias, add, at, at % N, mask)
 
 
@@ -378,22 +393,44 @@ def forward(
     how: Plan | None = None,
 ) -> Tensor:
     """Returns y (..., N) in float32, for K that 32 divides."""
-    N, K = weight.shape
-    y = torch.empty((*x.shape[:-1], N), dtype=torch.float32, device=x.device)
-    if not y.numel():
-        return y
+    made = multiply(x, weight, bias, add, scale, eps, how)
+    if isinstance(made, Tensor):
+        return made
+    (split, M, N), device = made.partial.shape, x.device
+    y = torch.empty((*x.shape[:-1], N), dtype=torch.float32, device=device)
+    bias, add = (None if t is None else t.contiguous() for t in (bias, add))
+    blocks = {"SPLIT": split, "BLOCK": 256, "num_warps": 2}
+    operands = made.partial, made.squares, bias, add, y, M * N, N, made.K, eps
+    _sum_kernel[(triton.cdiv(M * N, 256),)](*operands, **blocks)
+    return y
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    scale: Tensor | None = None,
+    eps: float = 0.0,
+    how: Plan | None = None,
+) -> Tensor | Parts:
+    """Does `forward` but for the parts of K, if there are any: neither are they added, nor bias and add."""
+    (N, K), shape = weight.shape, (*x.shape[:-1], len(weight))
     x = x.reshape(-1, K)
     x = x if x.stride(1) == 1 else x.contiguous()
     weight = weight.contiguous()
     bias, add, scale = (None if t is None else t.contiguous() for t in (bias, add, scale))
     M = len(x)
+    how = how or (plan(M, N, K, _shared(x.device)) if M > 1 else plan_row(N, K))
+    whole = how.SPLIT == 1 or M * N == 0
+    y = torch.empty(shape if whole else (how.SPLIT, M, N), dtype=torch.float32, device=x.device)
+    if M * N == 0:
+        return y
     if M == 1:
-        how = how or plan_row(N, K)
         _row_kernel[(triton.cdiv(N, how.BN),)](
             x, weight, bias, add, scale, y, N, K, eps, BN=how.BN, BK=how.BK, num_warps=how.warps
         )
         return y
-    how = how or plan(M, N, K, _shared(x.device))
     sizes = {"BM": how.BM, "BN": how.BN, "BK": how.BK, "num_warps": how.warps, "num_stages": how.stages}
     if how.split == "none":
         grid = triton.cdiv(N, how.BN), triton.cdiv(M, how.BM)
@@ -401,26 +438,21 @@ def forward(
         return y
     if scale is not None and how.split == "tf32" and K > SHORT:
         x, scale = torch.nn.functional.rms_norm(x, (K,), scale, eps), None
-    whole = how.SPLIT == 1
-    out = y if whole else torch.empty((how.SPLIT, M, N), dtype=torch.float32, device=x.device)
     squares = None
     ends = (bias, add) if whole else (None, None)
     grid = (triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN), how.SPLIT)
     if how.split == "before":
         operands = *_split(x, scale, eps), *halves_of(weight, _split)
-        _halves_kernel[grid](*operands, *ends, out, M, N, K, K // how.SPLIT, GROUP=8, **sizes)
+        _halves_kernel[grid](*operands, *ends, y, M, N, K, K // how.SPLIT, GROUP=8, **sizes)
     else:
         if scale is not None and not whole:
             squares = torch.empty((how.SPLIT, M), dtype=torch.float32, device=x.device)
-        inputs = (x, weight, *ends, scale, squares, out, M, N, K, K // how.SPLIT, x.stride(0), eps)
+        inputs = (x, weight, *ends, scale, squares, y, M, N, K, K // how.SPLIT, x.stride(0), eps)
         if how.split == "turned":
             _turned_kernel[(triton.cdiv(N, how.BN), how.SPLIT, triton.cdiv(M, how.BM))](*inputs, **sizes)
         else:
             _tile_kernel[grid](*inputs, HALF=how.split == "tile", GROUP=8, **sizes)
-    if not whole:
-        blocks = {"SPLIT": how.SPLIT, "BLOCK": 256, "num_warps": 2}
-        _sum_kernel[(triton.cdiv(M * N, 256),)](out, squares, bias, add, y, M * N, N, K, eps, **blocks)
-    return y
+    return y if whole else Parts(y, squares, K, eps)
 
 
 def _split(x: Tensor, scale: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
