@@ -113,7 +113,7 @@ def test_parts_of_a_product_are_added_on_the_way(size, state, monkeypatch):
     pytest.importorskip("triton")
     from vssm.ops import linear_triton
 
-    batch, length, channels, taps = size
+    batch, length, channels, _ = size
     _, weight, bias, before = arguments(*size, state)
     x, matrix = (torch.randn(shape, device=DEVICE) for shape in ((batch, length, 64), (2 * channels, 64)))
     matrix /= 8

@@ -22,8 +22,8 @@ Tensor cores multiply float16 and tf32 exactly and add up one tile; tiles are ad
 cores cut off where float32 rounds.
 
 Few rows read weights as fast as memory gives them: so that all processors read, K is cut into SPLIT parts,
-whose sums a second kernel adds in their order, or whoever reads them (`vssm.ops.conv_triton`). How a product is cut depends on its sizes only, and there are
-no atomics: results repeat bit for bit.
+whose sums a second kernel adds in their order, or whoever reads them (`vssm.ops.conv_triton`). How a product
+is cut depends on its sizes only, and there are no atomics: results repeat bit for bit.
 
 Shapes: x (M, K), weight (N, K), bias (N,), add and y (M, N), scale (K,), partial (SPLIT, M, N), squares
 (SPLIT, M), high and low (M, K) or (N, K), down = 2^e (M,) or (N,).
