@@ -53,6 +53,7 @@ SIZES = [
     (3, 20, 64),
     (17, 33, 96),
     (28, 96, 512),
+    (30, 1030, 256),
     (64, 5, 256),
     (70, 100, 64),
     (70, 40, 128),
@@ -139,7 +140,7 @@ def test_every_way_to_split(split):
     )
     x, norm = whole[:, 32:], rms_norm(192)
     x *= torch.logspace(-3, 3, 37).to(DEVICE)[:, None]
-    for parts in (1, 3):
+    for parts in (1,) if split == "none" else (1, 3):
         how = Plan(16, 16, 32, parts, 4, 2, split)
         given = forward(x, weight, bias, add, norm.weight, norm.eps, how)
         assert relative_error(given, exact(x, weight, bias, add, norm)) < SINGLE

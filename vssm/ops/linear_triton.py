@@ -90,7 +90,7 @@ class Parts(NamedTuple):
     eps: float
 
 
-ROWS = Plan(4, 8, 1024, 1, 8, 2, "none")
+ROWS = Plan(4, 8, 256, 1, 8, 9, "none")
 """How small products of few rows are cut up."""
 TURNED = (
     (2048, Plan(32, 128, 64, PROCESSORS, 8, 4, "turned")),
@@ -313,7 +313,7 @@ def _row_kernel(
 @triton.jit(do_not_specialize=["M", "eps"])
 def _rows_kernel(
     x, weight, bias, add, scale, y, M, N, K, stride, eps,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
     """A few rows: every program reads BM rows of x and BN of the weight, and needs nothing of the others."""
@@ -326,7 +326,7 @@ def _rows_kernel(
     for _ in tl.static_range(BM):
         sums = sums + (tl.zeros((BN, BK), tl.float32),)
         squares = squares + (tl.zeros((BK,), tl.float32),)
-    for at in tl.range(0, K, BK):
+    for at in tl.range(0, K, BK, num_stages=STAGES):  # without products of tiles, loads wait unless told
         b = tl.load(right + at)
         if scale is not None:
             factor = tl.load(scale + at + k)
@@ -365,7 +365,8 @@ def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
         BM = max(16, triton.next_power_of_2(M))
         large = [how for least, how in TURNED if least <= N and K >= 256]
         if not large and M * N * K <= SMALL and K % ROWS.BK == 0:
-            return ROWS
+            room = shared // (4 * ROWS.BK * (ROWS.BM + ROWS.BN))
+            return ROWS._replace(stages=min(ROWS.stages, K // ROWS.BK + 1, room))
         how = large[0]._replace(BM=BM) if large else Plan(BM, 16, 128, 1, 4, 4)
     tiles, split = triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN), 1
     programs = how.SPLIT if how.split == "turned" else (1 if how.split == "before" else 2) * PROCESSORS
@@ -434,7 +435,8 @@ def multiply(
     sizes = {"BM": how.BM, "BN": how.BN, "BK": how.BK, "num_warps": how.warps, "num_stages": how.stages}
     if how.split == "none":
         grid = triton.cdiv(N, how.BN), triton.cdiv(M, how.BM)
-        _rows_kernel[grid](x, weight, bias, add, scale, y, M, N, K, x.stride(0), eps, **sizes)
+        inputs = x, weight, bias, add, scale, y, M, N, K, x.stride(0), eps
+        _rows_kernel[grid](*inputs, STAGES=how.stages, **sizes)
         return y
     if scale is not None and how.split == "tf32" and K > SHORT:
         x, scale = torch.nn.functional.rms_norm(x, (K,), scale, eps), None
