@@ -137,6 +137,22 @@ def test_parts_of_a_product_are_added_on_the_way(size, state, monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(shared, wide, strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("size", [(1, 28), (2, 28), (16, 28)])
+@torch.no_grad()
+def test_real_sizes_of_product_and_convolution(size, state):
+    _, weight, bias, before = arguments(*size, 2048, 4, state)
+    x, matrix = torch.randn(*size, 1024, device="cuda"), torch.randn(4096, 1024, device="cuda") / 32
+    norm = RMSNorm(1024, eps=1e-5).to("cuda")
+    first, second = (linear_conv_silu(x, matrix, weight, bias, before, norm) for _ in range(2))
+    u, z = linear(x, matrix, norm=norm).chunk(2, -1)
+    y, after = causal_conv_silu(u, weight, bias, before)
+    for given, again, wanted in zip(first, second, (y, z, after), strict=True):
+        assert torch.equal(given, again)
+        assert relative_error(given, wanted) < 1e-6
+
+
 def test_gradients_reach_every_input_of_product_and_convolution():
     x, weight, bias, before = arguments(2, 5, 3, 4)
     matrix, norm = torch.randn(6, 3, device=DEVICE), RMSNorm(3, eps=1e-5).to(DEVICE)

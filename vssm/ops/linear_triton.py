@@ -423,7 +423,7 @@ def multiply(
     bias, add, scale = (None if t is None else t.contiguous() for t in (bias, add, scale))
     M = len(x)
     how = how or (plan(M, N, K, _shared(x.device)) if M > 1 else plan_row(N, K))
-    whole = how.SPLIT == 1 or M * N == 0
+    whole = how.SPLIT == 1 or M <= 1 or N == 0
     y = torch.empty(shape if whole else (how.SPLIT, M, N), dtype=torch.float32, device=x.device)
     if M * N == 0:
         return y
