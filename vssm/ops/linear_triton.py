@@ -93,10 +93,10 @@ class Parts(NamedTuple):
 ROWS = Plan(4, 8, 256, 1, 8, 9, "none")
 """How small products of few rows are cut up."""
 TURNED = (
-    (2048, Plan(32, 128, 64, PROCESSORS, 8, 4, "turned")),
-    (1024, Plan(32, 128, 64, PROCESSORS, 8, 4, "turned")),
+    (2048, Plan(32, 128, 64, PROCESSORS, 8, 5, "turned")),
+    (1024, Plan(32, 128, 64, PROCESSORS, 8, 5, "turned")),
 )
-"""How large ones are, by the columns from which: K into as many parts as there are programs at the most."""
+"""How large ones are, by the least number of columns: here SPLIT is the most programs, and BM for 32 rows."""
 
 
 @triton.jit
@@ -376,11 +376,11 @@ def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
     BK, row = how.BK, 4 * (how.BM + how.BN)
     while K // split % BK or 3 * BK * row > shared:
         BK //= 2
-    # What is split in the kernel takes the room of one more tile.
-    stages = min(how.stages, shared // (BK * row) - (how.split != "before"))
-    if how.split == "tf32" and split == 1:
+    # What is split in the kernel takes the room of one more tile, but a turned product splits in registers.
+    stages = min(how.stages, shared // (BK * row) - (how.split in ("tile", "tf32")))
+    if how.split == "turned" or (how.split == "tf32" and split == 1):
         # A loop can not load further ahead than it goes; room that it does not take is for other programs.
-        stages = min(stages, K // BK + 1)
+        stages = min(stages, K // split // BK + 1)
     return how._replace(BK=BK, SPLIT=split, stages=stages)
 
 
