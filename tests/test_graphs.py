@@ -370,6 +370,25 @@ def test_a_tree_is_gathered_in_few_pieces():
     )
 
 
+def test_a_tree_is_gathered_in_the_largest_words_that_fit():
+    long, single, half = torch.arange(64), torch.arange(5.0), torch.ones(3, dtype=torch.bfloat16)
+    groups = {
+        torch.int64: (long, long[:32], single[:4]),
+        torch.int32: (long, single[1:]),  # a start that no larger word has
+        torch.int16: (single, half),
+        torch.uint8: (half, torch.tensor([True])),
+    }
+    for word, tensors in groups.items():
+        tree = State({str(i): tensor for i, tensor in enumerate([*tensors, long[:0]])})
+        gathered = trees.Gathered(tree)
+        assert {part.dtype for part in gathered.pieces[0]} == {word}
+        assert all(len(part) for part in gathered.pieces[0]), "a part without words is slow to join"
+        for made, expected in zip(gathered.own(1).leaves(), tree.leaves(), strict=True):
+            assert torch.equal(made, expected) and made.dtype == expected.dtype
+    nothing = trees.Gathered(State({"a": long[:0], "b": half[:0]})).own(1)
+    assert nothing["a"].shape == nothing["b"].shape == (0,)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_weights_are_seen(kind, device, replays):
     model, other = small_model(kind).to(device), small_model(kind)

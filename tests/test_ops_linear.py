@@ -53,6 +53,7 @@ SIZES = [
     (3, 20, 64),
     (17, 33, 96),
     (28, 96, 512),
+    (30, 1030, 256),
     (64, 5, 256),
     (70, 100, 64),
     (70, 40, 128),
@@ -115,11 +116,15 @@ def test_rows_of_any_scale(rows):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
 @torch.no_grad()
 def test_what_is_not_finite_stays_so():
+    from vssm.ops.linear_triton import Plan, forward
+
     x, weight = normal(3, 64), normal(20, 64, seed=1)
     x[1, 5], x[2, 6] = float("inf"), float("nan")
-    given = linear(x, weight, backend="triton")
-    assert torch.isfinite(given[0]).all()
-    assert not torch.isfinite(given[1:]).any()
+    for how in (None, *(Plan(16, 16, 32, 1, 4, 2, split) for split in ("turned", "none"))):
+        given = forward(x, weight, how=how)
+        assert torch.isfinite(given[0]).all()
+        assert not torch.isfinite(given[1:]).any()
+        assert not torch.isfinite(forward(weight, x, how=how)[:, 1:]).any()
 
 
 @kernels
@@ -149,7 +154,7 @@ def test_a_norm_that_no_kernel_does_is_done_before(options):
 
 
 @kernels
-@pytest.mark.parametrize("split", ["tile", "tf32", "before", "once"])
+@pytest.mark.parametrize("split", ["tile", "turned", "tf32", "before", "once", "none"])
 @torch.no_grad()
 def test_every_way_to_split(split):
     """Each with and without parts of K, a norm, and rows, columns and K that no tile divides."""
@@ -163,7 +168,7 @@ def test_every_way_to_split(split):
     )
     x, norm = whole[:, 32:], rms_norm(192)
     x *= torch.logspace(-3, 3, 37).to(DEVICE)[:, None]
-    for parts in (1,) if split == "once" else (1, 3):
+    for parts in (1,) if split in ("once", "none") else (1, 3):
         how = Plan(16, 16, 32, parts, 4, 2, split)
         given = forward(x, weight, bias, add, norm.weight, norm.eps, how)
         assert relative_error(given, exact(x, weight, bias, add, norm)) < SINGLE
@@ -308,6 +313,7 @@ def test_autocast_is_refused():
 
 MODEL = [
     *((28, N, K) for N, K in ((4096, 1024), (96, 2048), (2048, 64), (1024, 2048), (28, 1024))),
+    *((56, N, K) for N, K in ((4096, 1024), (96, 2048), (1024, 2048))),
     *((1, 4096, 1024), (16, 3072, 1024), (448, 1024, 2048), (1024, 4096, 1024), (3584, 96, 2048)),
     *((100_000, 256, 64), (100_000, 36, 128), (100_000, 128, 4), (1800, 64, 24)),
 ]
