@@ -12,8 +12,8 @@ Either operand is split into two numbers of 11 bits, and three of the four produ
 | 1    |              | none: products are float32 throughout                                            |
 | few  | "tile"       | into float16, in the kernel; one exponent for a row of a tile, BK columns        |
 | more | "tf32"       | into tf32, by Triton, which needs no exponent                                    |
-| many | "before"     | into float16, by a kernel of its own, which does the norm too; weights of a      |
-|      |              | recording once for all of its products (`vssm.ops.linear_weights`)               |
+| many | "before"     | into float16, by a kernel of its own, which does the norm too; recordings keep   |
+|      |              | what it makes of weights (`vssm.ops.linear_weights`)                             |
 
 Tensor cores multiply float16 and tf32 exactly and add up one tile; tiles are added in float32, since tensor
 cores cut off where float32 rounds.
