@@ -39,7 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vssm.ops.scan_triton_backward import _backward_kernel
-from vssm.ops.scan_triton_forward import _combine_kernel, _decays_kernel, _scan_kernel
+from vssm.ops.scan_triton_forward import _combine_kernel, _decays_kernel, _lanes_kernel, _scan_kernel
 from vssm.ops.scan_triton_lanes import SHARED_BYTES
 
 __all__ = ["backward", "decays", "forward"]
@@ -49,14 +49,15 @@ class Plan(NamedTuple):
     """How a call is cut up; fixed by the sizes, so that a call repeats bit for bit."""
 
     length: int  # steps of a chunk of time
-    BD: int  # channels a program
+    BD: int  # lanes a program, times the channels of a lane
     K: int  # steps a block: loaded together; backward: from one kept state to the next
     registers: int | None  # a thread, at most
     ahead: bool  # B and C are loaded a block ahead, as the others always are
     polynomials: int = 0  # forward: states of a channel whose exponential is a polynomial
     programs: int = 0  # backward: at most
-    parts: int = 1  # backward: lanes a channel
+    parts: int = 1  # lanes a channel
     split: bool = True  # backward: chunks run side by side, not one after the other
+    warps: int = 1  # a program
 
 
 def _processors(device: torch.device) -> int:
@@ -146,7 +147,7 @@ class _Call(NamedTuple):
             "WORDS": self.words and states * self.inputs[4].element_size() % 8 == 0,
             "EVEN": channels * plan.parts % plan.BD == length % plan.K == plan.length % plan.K == 0,
             "PTX": _ptx(self.inputs[1]),
-            "num_warps": 1,
+            "num_warps": plan.warps,
         } | ({} if plan.registers is None else {"maxnreg": plan.registers})
 
     def scan(
@@ -161,6 +162,14 @@ class _Call(NamedTuple):
         elif results.get("pull") is not None:
             inputs = (dy, u, dt, A, B, C, None, z, dt_bias)
         chunks = triton.cdiv(length, plan.length)
+        if plan.parts > 1:
+            places = (results.get(name) for name in ("y", "end", "total", "local"))
+            _lanes_kernel[(batch * chunks * triton.cdiv(channels * plan.parts, plan.BD),)](
+                inputs, self.fixed_strides, start, *places, length, channels, plan.length, chunks, share,
+                LOG=plan.parts.bit_length() - 1, BD=plan.BD, POLYNOMIALS=plan.polynomials,
+                **self.settings(plan),
+            )  # fmt: skip
+            return
         places = (results.get(name) for name in ("y", "end", "total", "local", "pull", "starts"))
         _scan_kernel[(batch * chunks * triton.cdiv(channels, plan.BD),)](
             inputs, self.fixed_strides, start, *places, length, channels, plan.length, chunks, share,
