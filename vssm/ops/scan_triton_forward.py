@@ -8,7 +8,7 @@
 import triton
 import triton.language as tl
 
-from vssm.ops.scan_triton_lanes import _partner, _put_states, _spread, _sum_parts, _take_states
+from vssm.ops.scan_triton_lanes import _put_states, _spread, _sum_parts, _take_states
 from vssm.ops.scan_triton_steps import (
     LOG2E,
     _decay,
@@ -143,29 +143,27 @@ def _scan_kernel(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["T", "length", "chunks"])
+@triton.jit(do_not_specialize=["T"])
 def _lanes_kernel(
-    inputs, strides, start, y, end, total, local, T, channels: tl.constexpr, length, chunks, share,
+    inputs, strides, start, y, end, T, channels: tl.constexpr, share,
     N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, POLYNOMIALS: tl.constexpr,
     SOFTPLUS: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):
     # fmt: on
-    """Does what `_scan_kernel` does for few sequences: 2**LOG lanes share a channel, with N states each.
+    """Writes out and the last h of whole sequences: 2**LOG lanes share a channel, with N states each.
 
     Of every 2**LOG steps each lane of a channel does one, but for the states: softplus, gate and out.
     """
     PARTS: tl.constexpr = 1 << LOG
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     blocks = tl.cdiv(channels * PARTS, BD)
-    item = (tl.program_id(0) // blocks).to(tl.int64)
+    b = (tl.program_id(0) // blocks).to(tl.int64)
     lane = tl.arange(0, BD)
     d = tl.program_id(0) % blocks * (BD // PARTS) + lane // PARTS
     part = lane % PARTS
     mask = d < channels
     own = part * N  # the first state of a lane
-    b = item // chunks
-    first = item % chunks * length
-    last = tl.minimum(first + length, T)
+    last = T.to(tl.int64)  # so that places of steps are 64-bit
     zero = tl.zeros((BD,), tl.float32)
     states = ()
     if start is not None:
@@ -180,10 +178,9 @@ def _lanes_kernel(
         rates = rates + (rate.to(tl.float32) * LOG2E,)
     skip = _vector(D, d, channels, BD)
     bias = _vector(dt_bias, d, channels, BD)
-    elapsed = zero
-    next_vectors = _vectors(inputs, strides, b, first, last, d, part, channels, K, PARTS, EVEN)
-    next_rows = _rows(inputs, strides, b, first, last, own, N, K, WORDS, EVEN)
-    for t0 in range(first, last, K):
+    next_vectors = _vectors(inputs, strides, b, 0, last, d, part, channels, K, PARTS, EVEN)
+    next_rows = _rows(inputs, strides, b, 0, last, own, N, K, WORDS, EVEN)
+    for t0 in range(0, last, K):
         us, dts, zs, dys = next_vectors
         Bs, Cs = next_rows
         after = _next(t0, last, K, EVEN)
@@ -195,7 +192,6 @@ def _lanes_kernel(
             delta = deltas[j]
             if not EVEN:
                 delta = tl.where(step < last, delta, 0.0)
-            elapsed += delta
             x = us[j].to(tl.float32)
             drive = delta * x
             outs = ()
@@ -203,33 +199,23 @@ def _lanes_kernel(
                 delta_k = _spread(delta, k, LOG, BD, PTX)
                 drive_k = _spread(drive, k, LOG, BD, PTX)
                 row_B = _scalars(Bs[j * PARTS + k], B.dtype.element_ty, WORDS)
-                if y is not None:
-                    row_C = _scalars(Cs[j * PARTS + k], C.dtype.element_ty, WORDS)
+                row_C = _scalars(Cs[j * PARTS + k], C.dtype.element_ty, WORDS)
                 out = zero
                 new_states = ()
                 for n in tl.static_range(N):
                     decay = _decay(delta_k, rates[n], n < POLYNOMIALS)
                     state = decay * states[n] + drive_k * row_B[n]
                     new_states = new_states + (state,)
-                    if y is not None:
-                        out += state * row_C[n]
+                    out += state * row_C[n]
                 states = new_states
                 outs = outs + (out,)
-            if y is not None:
-                out = _sum_parts(outs, LOG, BD, PTX) + skip * x
-                if z is not None:
-                    out *= zs[j].to(tl.float32) * shares[j]
-                live = mask & (step < last)
-                _store(y + (b * T + t0) * channels, (j * PARTS + part) * channels + d, out, live, EVEN)
+            out = _sum_parts(outs, LOG, BD, PTX) + skip * x
+            if z is not None:
+                out *= zs[j].to(tl.float32) * shares[j]
+            at = (j * PARTS + part) * channels + d
+            _store(y + (b * T + t0) * channels, at, out, mask & (step < last), EVEN)
     if end is not None:
-        if last == T:
-            _put_states(end + b * channels * N * PARTS + d * (N * PARTS), states, own, mask, False)
-    if total is not None:
-        for level in tl.static_range(LOG):
-            elapsed += _partner(elapsed, level, BD, PTX)
-        tl.store(total + item * channels + d, elapsed, mask=mask & (part == 0))
-        place = local + item * channels * N * PARTS
-        _put_states(place + d * (N * PARTS), states, own, mask, False)
+        _put_states(end + b * channels * N * PARTS + d * (N * PARTS), states, own, mask, False)
 
 
 # fmt: off

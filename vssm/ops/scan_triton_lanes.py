@@ -24,7 +24,10 @@ TAKES = tl.constexpr([f"shfl.sync.idx.b32 $0, $1, {k}, 0x1e1f, 0xffffffff;" for 
 # What one of 1, 2, 4, 8 or 16 lanes has, for all of them.
 SPREADS = tl.constexpr(
     [
-        [f"shfl.sync.idx.b32 $0, $1, {k}, {(32 - (1 << log)) << 8 | 31}, 0xffffffff;" for k in range(1 << log)]
+        [
+            f"shfl.sync.idx.b32 $0, $1, {k}, {(32 - (1 << log)) << 8 | 31}, 0xffffffff;"
+            for k in range(1 << log)
+        ]
         for log in range(5)
     ]
 )
