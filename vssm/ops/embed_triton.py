@@ -100,7 +100,8 @@ def plan(steps: int, Z: int, D: int) -> Plan:
     if D > NARROW and steps >= MORE:
         groups = max(1, PROCESSORS // triton.cdiv(D, SLICE))
         BR = max(32, min(256, triton.next_power_of_2(triton.cdiv(steps, groups))))
-        return Plan(BR, SLICE, min(4, Z & -Z), BR // 16)
+        # As many threads as steps: a row is then looked up once, not by each thread that reads some of it.
+        return Plan(BR, SLICE, min(4, Z & -Z), BR // 32)
     BD = min(128, TILE // triton.next_power_of_2(Z), triton.next_power_of_2(D))
     return Plan(max(2, TOTAL // BD) if steps >= MANY and D <= NARROW else 1, BD)
 

@@ -21,14 +21,13 @@ SHARED_START = tl.constexpr(f"{{ .shared .align 16 .b8 kept[{SHARED_BYTES}]; mov
 # in one bit; what the first or second of a pair of lanes has, for both.
 EXCHANGES = tl.constexpr([f"shfl.sync.bfly.b32 $0, $1, {1 << k}, 0x1f, 0xffffffff;" for k in range(5)])
 TAKES = tl.constexpr([f"shfl.sync.idx.b32 $0, $1, {k}, 0x1e1f, 0xffffffff;" for k in range(2)])
-# What one of 1, 2, 4, 8 or 16 lanes has, for all of them.
+# What one of PARTS lanes has, for all of them: number PARTS + k is that of lane k.
 SPREADS = tl.constexpr(
-    [
-        [
-            f"shfl.sync.idx.b32 $0, $1, {k}, {(32 - (1 << log)) << 8 | 31}, 0xffffffff;"
-            for k in range(1 << log)
-        ]
-        for log in range(5)
+    [""]
+    + [
+        f"shfl.sync.idx.b32 $0, $1, {k}, {(32 - parts) << 8 | 31}, 0xffffffff;"
+        for parts in (1, 2, 4, 8, 16)
+        for k in range(parts)
     ]
 )
 
@@ -80,7 +79,7 @@ def _spread(x, STEP: tl.constexpr, LOG: tl.constexpr, WIDTH: tl.constexpr, PTX: 
     if LOG == 0:
         return x
     elif PTX:
-        SPREAD: tl.constexpr = SPREADS[LOG][STEP]
+        SPREAD: tl.constexpr = SPREADS[(1 << LOG) + STEP]
         return tl.inline_asm_elementwise(SPREAD, "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:
         return tl.gather(x, tl.arange(0, WIDTH) >> LOG << LOG | STEP, 0)
