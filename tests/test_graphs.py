@@ -411,6 +411,21 @@ def test_nothing_is_replayed_that_reads_where_a_weight_was(kind, device, replays
         check(model, replays, num=2, length=3)
 
 
+@pytest.mark.parametrize("kind", ["vssm", "ssm"])
+def test_one_element_that_is_written_without_a_version_is_seen(kind, device, replays):
+    model = small_model(kind).to(device)
+    first = check(model, replays, num=2).x
+    stack = model.decoder if kind == "vssm" else model.stack
+    weight = next(w for name, w in stack.named_parameters() if name.endswith("in_proj.weight"))
+    before, version = dict(replays), weight._version
+    weight.data[3, 5] += 1
+    assert weight._version == version
+    changed = generate(model, num=2, length=LENGTH, seed=2)
+    assert replays["replayed"] > before["replayed"] and replays["recorded"] == before["recorded"]
+    same_results(changed, generate(model, num=2, length=LENGTH, seed=2, graphs=False))
+    assert relative_error(changed.x, first) > TOLERANCE
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["vssm", "rnn"])
 def test_kept_halves_of_weights_follow_them(kind, replays):
