@@ -432,30 +432,53 @@ def test_nothing_is_replayed_that_reads_where_a_weight_was(kind, device, replays
         check(model, replays, num=2, length=3)
 
 
+@pytest.mark.parametrize("kind", ["vssm", "ssm"])
+def test_one_element_that_is_written_without_a_version_is_seen(kind, device, replays):
+    model = small_model(kind).to(device)
+    first = check(model, replays, num=2).x
+    stack = model.decoder if kind == "vssm" else model.stack
+    weight = next(w for name, w in stack.named_parameters() if name.endswith("in_proj.weight"))
+    before, version = dict(replays), weight._version
+    weight.data[3, 5] += 1
+    assert weight._version == version
+    changed = generate(model, num=2, length=LENGTH, seed=2)
+    assert replays["replayed"] > before["replayed"] and replays["recorded"] == before["recorded"]
+    same_results(changed, generate(model, num=2, length=LENGTH, seed=2, graphs=False))
+    assert relative_error(changed.x, first) > TOLERANCE
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["vssm", "rnn"])
-def test_weights_are_split_again_at_every_replay(kind, replays, monkeypatch):
-    """With rows and widths for which products read split weights: once in a recording, whatever it does."""
-    from vssm.ops import linear_triton
-
-    model, split, halves = small_model(kind, width=512).to("cuda"), [], linear_triton._split
-
-    def counting(x, *options):
-        if torch.cuda.is_current_stream_capturing() and isinstance(x, torch.nn.Parameter):
-            split.append(x)
-        return halves(x, *options)
-
-    monkeypatch.setattr(linear_triton, "_split", counting)
+def test_kept_halves_of_weights_follow_them(kind, replays):
+    """With rows and widths for which products read split weights."""
+    model = small_model(kind, width=512).to("cuda")
     rows = {"num": 16, "length": 28} if kind == "vssm" else {"num": 400, "length": 16}
     first = check(model, replays, **rows).x
-    assert split and len({id(weight) for weight in split}) == len(split)
-    before = dict(replays)
-    for weight in split:
-        weight.data.mul_(1.5)  # counts no version
-    changed = generate(model, seed=2, **rows)
-    assert replays["recorded"] == before["recorded"] and replays["replayed"] > before["replayed"]
-    same_results(changed, generate(model, seed=2, graphs=False, **rows))
-    assert relative_error(changed.x, first) > 1e-3
+    kept = dict(graphs._kept[model].recorder.weights._kept)
+    assert kept
+    for change in (
+        lambda w: w.data.mul_(1.5),  # counts no version
+        lambda w: w.data[3, 5].add_(1),
+        lambda w: w.data[3, 5].sub_(1),
+    ):
+        before = dict(replays)
+        for one in kept.values():
+            change(one.weight)
+        changed = generate(model, seed=2, **rows)
+        assert replays["recorded"] == before["recorded"] and replays["replayed"] > before["replayed"]
+        same_results(changed, generate(model, seed=2, graphs=False, **rows))
+        assert relative_error(changed.x, first) > 1e-6
+        first = changed.x
+    check(model, replays, **{**rows, "num": rows["num"] + 1})
+    assert dict(graphs._kept[model].recorder.weights._kept) == kept, "other recordings share them"
+    halves = weakref.ref(next(iter(kept.values())))
+    del kept, one
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0)
+    generate(model, seed=2, **rows)
+    gc.collect()
+    assert halves() is None, "and they go with them"
 
 
 def test_programs_are_bounded_and_the_oldest_goes(device, replays, monkeypatch):

@@ -15,8 +15,8 @@ Either operand is split into two numbers of 11 bits, and three of the four produ
 |      |              | columns of y fill the tensor cores and a weight is split once                    |
 |      | "tile"       | into float16, in the kernel; one exponent for a row of a tile, BK columns        |
 | more | "tf32"       | into tf32, by Triton, which needs no exponent                                    |
-| many | "before"     | into float16, by a kernel of its own, which does the norm too; weights of a      |
-|      |              | recording once for all of its products (`vssm.ops.linear_weights`)               |
+| many | "before"     | into float16, by a kernel of its own, which does the norm too; recordings keep   |
+|      |              | what it makes of weights (`vssm.ops.linear_weights`)                             |
 | tall | "once"       | into float16, in the kernel: a program keeps its columns of the weight, with the |
 |      |              | norm's scale in them, and goes over tiles of rows, of which it loads the next    |
 
