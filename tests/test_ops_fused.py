@@ -549,9 +549,11 @@ def test_embed_sum_of_slices(monkeypatch):
     from vssm.ops import embed_triton
 
     monkeypatch.setattr(embed_triton, "MORE", 5)
+    monkeypatch.setattr(embed_triton, "MANY", 100)
     for latents, classes, width, steps in ((4, 16, 300, 37), (3, 5, 257, 5), (6, 8, 264, 600)):
         how = embed_triton.plan(steps, latents, width)
-        assert how.BD == embed_triton.SLICE and latents % how.together == 0
+        assert (how.BR, how.BD) == ((64, 64) if steps >= 100 else (128, 32))
+        assert latents % how.together == 0
         z, weight = classes_of(latents, classes, steps), normal(latents * classes, width)
         wanted = embed_sum(z, weight.double(), backend="reference")
         assert relative_error(embed_sum(z, weight, backend="triton"), wanted) < 1e-6

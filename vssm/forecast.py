@@ -273,7 +273,7 @@ class Forecaster:
         if times is None and self.meta.cycles:
             raise ValueError("times is needed: the model was trained with the time features of its data")
         context = self.meta.context or x.shape[1]
-        x, known = x[:, -context:].to("cpu", torch.float64), None
+        x, known = _double(x[:, -context:].cpu()), None
         largest = _largest(x)
         if not math.isfinite(largest):  # one pass tells that nothing is missing, as is usual
             known = torch.isfinite(x)
@@ -472,9 +472,14 @@ def _numbers(name: str, values: History) -> Tensor:
     return x
 
 
+# By NumPy, which calls no other threads: to wake them takes longer than to do it.
+def _double(x: Tensor) -> Tensor:
+    """Returns numbers on a CPU in float64."""
+    return torch.from_numpy(x.numpy().astype(np.float64)) if x.dtype == torch.float32 else x.double()
+
+
 def _largest(x: Tensor) -> float:
     """Returns the largest magnitude of numbers on a CPU, NaN if one is."""
-    # By NumPy, which calls no other threads: to wake them takes longer than to look.
     values = x.numpy()
     return float(max(-values.min(), values.max()))
 

@@ -33,12 +33,8 @@ MANY = 4096
 """Steps from which a program takes several,"""
 NARROW = 256
 """if they have no more columns than this;"""
-MORE = 192
-"""and from which it takes a slice, if they have more."""
-SLICE = 32
-"""Columns of a slice: 128 bytes."""
-PROCESSORS = 132
-"""Multiprocessors of a device, each of which is to have a program."""
+MORE = 768
+"""Steps from which a program takes a slice of wider ones, whose part of the table then stays in its cache."""
 
 
 class Plan(NamedTuple):
@@ -98,10 +94,9 @@ def _kernel(
 def plan(steps: int, Z: int, D: int) -> Plan:
     """Returns how the sums of some steps are cut up."""
     if D > NARROW and steps >= MORE:
-        groups = max(1, PROCESSORS // triton.cdiv(D, SLICE))
-        BR = max(32, min(256, triton.next_power_of_2(triton.cdiv(steps, groups))))
         # As many threads as steps: a row is then looked up once, not by each thread that reads some of it.
-        return Plan(BR, SLICE, min(4, Z & -Z), BR // 32)
+        together = Z & -Z
+        return Plan(64, 64, min(4, together), 2) if steps >= MANY else Plan(128, 32, min(8, together), 4)
     BD = min(128, TILE // triton.next_power_of_2(Z), triton.next_power_of_2(D))
     return Plan(max(2, TOTAL // BD) if steps >= MANY and D <= NARROW else 1, BD)
 

@@ -100,11 +100,14 @@ class Parts(NamedTuple):
     eps: float
 
 
-ROWS = Plan(4, 8, 256, 1, 8, 9, "none")
-"""How small products of few rows are cut up."""
+ROWS = (
+    (64, Plan(1, 4, 1024, 1, 8, 1, "none")),
+    (2**31, Plan(4, 8, 256, 1, 4, 9, "none")),
+)
+"""How small products of few rows are cut up, by the largest number of columns."""
 TURNED = (
-    (2048, Plan(32, 128, 64, PROCESSORS, 8, 5, "turned")),
-    (1024, Plan(32, 128, 64, PROCESSORS, 8, 5, "turned")),
+    (2048, Plan(32, 128, 64, PROCESSORS, 8, 4, "turned")),
+    (1024, Plan(32, 64, 64, PROCESSORS, 4, 4, "turned")),
 )
 """How large ones are, by the least number of columns: here SPLIT is the most programs, and BM for 32 rows."""
 
@@ -441,9 +444,11 @@ def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
     else:
         BM = max(16, triton.next_power_of_2(M))
         large = [how for least, how in TURNED if least <= N and K >= 256]
-        if not large and M * N * K <= SMALL and K % ROWS.BK == 0:
-            room = shared // (4 * ROWS.BK * (ROWS.BM + ROWS.BN))
-            return ROWS._replace(stages=min(ROWS.stages, K // ROWS.BK + 1, room))
+        small = [how for most, how in ROWS if N <= most and K % how.BK == 0]
+        if not large and small and M * N * K <= SMALL:
+            how = small[0]
+            room = shared // (4 * how.BK * (how.BM + how.BN))
+            return how._replace(stages=min(how.stages, K // how.BK + 1, room))
         how = large[0]._replace(BM=BM) if large else Plan(BM, 16, 128, 1, 4, 4)
     tiles, split = triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN), 1
     programs = how.SPLIT if how.split == "turned" else (1 if how.split == "before" else 2) * PROCESSORS

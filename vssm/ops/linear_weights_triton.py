@@ -24,11 +24,11 @@ from vssm.ops.linear_weights import Kept
 
 __all__ = ["Renewal", "rows_of"]
 
-WORDS = 4096
+WORDS = 1024
 """Words of 64 bits that a program reads, about,"""
-BLOCK = 1024
+BLOCK = 512
 """and so many at a time."""
-WARPS = 4
+WARPS = 2
 
 STEP = tl.constexpr(0x1E3779B97F4A7C15)
 FIRST = tl.constexpr(0x3F58476D1CE4E5B9)

@@ -70,9 +70,9 @@ def _processors(device: torch.device) -> int:
 
 MOST_PARTS = 8
 """Lanes that share a channel forward, at most,"""
-WARPS = 16
+WARPS = 8
 """while a multiprocessor has no more warps than this,"""
-ALONE = 1024
+ALONE = 256
 """and of no longer sequences: more of time is run side by side, in chunks."""
 
 
@@ -92,12 +92,14 @@ def plan_forward(batch: int, length: int, channels: int, states: int, processors
     if parts > 1:
         warps = max(1, parts // 4)  # then it reads whole sectors of memory, 8 channels, of every step
         block = parts if parts >= 8 else 2 * parts
+        if length >= 64 and parts >= 8:  # longer runs of loads pay
+            warps, block = 2 * warps, 2 * parts
         return Plan(length, 32 * warps, block, None, True, parts=parts, warps=warps)
     warps = batch * triton.cdiv(channels, 64)
     K = 1 if length == 1 or states > 32 else 2
     # One in 16 exponentials as a polynomial: its instructions then take as long as the others' exponentials.
     polynomials = states // 16
-    if states > 16 or (warps < 2 * processors and length < 128):
+    if states > 16 or (warps < 4 * processors and length < 128):
         return Plan(length, 32, K, None, True, polynomials)
     if warps >= 6 * processors or length < 128:
         return Plan(length, 64, K, 128, False, polynomials)

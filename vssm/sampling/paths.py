@@ -77,8 +77,10 @@ def paths_after(
     task = _Task(x.shape, 0 if clock is None else clock.shape[1], scale, samples, length, temperature)
     given = _packed(x, clock, seed, first, pinned=device.type == "cuda")
     if graphs.usable(device) and type(model) is Variational:
-        make = partial(_Program, task, model)
-        made = graphs.attempt(model, device, ("paths", task), make, given, finish)
+        key = "paths", task
+        made = graphs.again(model, device, key, given, finish)
+        if made is None:
+            made = graphs.attempt(model, device, key, partial(_Program, task, model), given, finish)
         if made is not None:
             return made
     return finish(*_paths_of(task, given.to(device, non_blocking=True), model))
