@@ -552,7 +552,7 @@ def test_embed_sum_of_slices(monkeypatch):
     monkeypatch.setattr(embed_triton, "MANY", 100)
     for latents, classes, width, steps in ((4, 16, 300, 37), (3, 5, 257, 5), (6, 8, 264, 600)):
         how = embed_triton.plan(steps, latents, width)
-        assert (how.BR, how.BD) == ((64, 64) if steps >= 100 else (128, 32))
+        assert ((64, 64) if steps >= 100 else (128, 32)) == (how.BR, how.BD)
         assert latents % how.together == 0
         z, weight = classes_of(latents, classes, steps), normal(latents * classes, width)
         wanted = embed_sum(z, weight.double(), backend="reference")

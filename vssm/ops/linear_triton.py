@@ -444,7 +444,7 @@ def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
     else:
         BM = max(16, triton.next_power_of_2(M))
         large = [how for least, how in TURNED if least <= N and K >= 256]
-        small = [how for most, how in ROWS if N <= most and K % how.BK == 0]
+        small = [how for most, how in ROWS if most >= N and K % how.BK == 0]
         if not large and small and M * N * K <= SMALL:
             how = small[0]
             room = shared // (4 * how.BK * (how.BM + how.BN))
