@@ -426,7 +426,7 @@ def plan_row(N: int, K: int) -> Plan:
 
 def plan_tall(N: int, K: int) -> Plan | None:
     """Returns how a product of TALL rows is cut up, if not as others."""
-    return Plan(128, 128, 64, 1, 8, 2) if N > 64 and K <= 64 else None
+    return Plan(64, 64, K, 1, 4, 2, "once") if (N > 64 and K <= 64) or (N == 64 and K == 128) else None
 
 
 def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
