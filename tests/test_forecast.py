@@ -28,6 +28,7 @@ from vssm.progress import Progress
 from vssm.train import train
 
 HOURS = np.arange(9).astype("datetime64[h]")
+DAY = np.timedelta64(1, "D")
 
 
 def meta(columns=("a", "b", "c"), **options):
@@ -189,12 +190,12 @@ def test_time_features_follow_the_dates():
     [
         (np.arange("2023-06", "2024-03", dtype="datetime64[M]"), ["2024-03-01", "2024-04-01", "2024-05-01"]),
         (
-            np.arange("2023-06", "2024-03", dtype="datetime64[M]").astype("datetime64[D]") - 1,
+            np.arange("2023-06", "2024-03", dtype="datetime64[M]").astype("datetime64[D]") - DAY,
             ["2024-02-29", "2024-03-31", "2024-04-30"],
         ),
         (np.arange("2015", "2024", dtype="datetime64[Y]"), ["2024-01-01", "2025-01-01", "2026-01-01"]),
-        (np.datetime64("2024-02-20") + np.arange(9), ["2024-02-29", "2024-03-01", "2024-03-02"]),
-        (np.datetime64("2024-01-01") + 7 * np.arange(9), ["2024-03-04", "2024-03-11", "2024-03-18"]),
+        (np.datetime64("2024-02-20") + DAY * np.arange(9), ["2024-02-29", "2024-03-01", "2024-03-02"]),
+        (np.datetime64("2024-01-01") + 7 * DAY * np.arange(9), ["2024-03-04", "2024-03-11", "2024-03-18"]),
     ],
     ids=["first of the month", "last of the month", "years", "days", "weeks"],
 )

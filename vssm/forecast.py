@@ -518,15 +518,15 @@ def _continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:
     if times is None or len(times) < 2:
         return None
     times = times.astype("datetime64[s]")
-    ahead = np.arange(1, horizon + 1)
+    ahead, month = np.arange(1, horizon + 1), np.timedelta64(1, "M")
     months = np.diff(times.astype("datetime64[M]").astype(np.int64))
     into = times - times.astype("datetime64[M]")
-    left = (times.astype("datetime64[M]") + 1).astype("datetime64[s]") - times
+    left = (times.astype("datetime64[M]") + month).astype("datetime64[s]") - times
     if months[0] and (months == months[0]).all():
-        new = times[-1].astype("datetime64[M]") + months[0] * ahead
+        new = times[-1].astype("datetime64[M]") + months[0] * ahead * month
         if (into == into[0]).all() and into[0] < np.timedelta64(28, "D"):  # the first of a month, say
             return new.astype("datetime64[s]") + into[0]
         if (left == left[0]).all():  # or the last
-            return (new + 1).astype("datetime64[s]") - left[0]
+            return (new + month).astype("datetime64[s]") - left[0]
     step = np.median(np.diff(times).astype(np.int64)).astype("timedelta64[s]")
     return times[-1] + step * ahead
