@@ -19,6 +19,8 @@ from tests.conftest import KINDS, relative_error, small_config, small_model
 from vssm.cli import main
 from vssm.config import RunConfig, TrainConfig
 from vssm.data import DataConfig, Meta, SeriesConfig, open_data
+from vssm.data.dataset import in_season, spread
+from vssm.data.scale import Scale
 from vssm.forecast import Forecast, Forecaster
 from vssm.forecast_files import draw_fan, read_history, write_quantiles
 from vssm.forecast_metrics import crps, energy_score, scores
@@ -26,6 +28,7 @@ from vssm.progress import Progress
 from vssm.train import train
 
 HOURS = np.arange(9).astype("datetime64[h]")
+DAY = np.timedelta64(1, "D")
 
 
 def meta(columns=("a", "b", "c"), **options):
@@ -133,6 +136,36 @@ def test_each_step_of_a_season_has_its_own_centre(windowed):
         own.forecast(x[:3], 5, 4)
 
 
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize(("windowed", "season"), [(None, 1), ("window", 1), ("window", 4), ("last", 1)])
+def test_factor_and_shift_are_both_scales_at_once(windowed, season, separate):
+    own = meta(windowed=windowed, season=season, separate=separate)
+    scale, x = Scale(own), torch.from_numpy(history(series=2))
+    once = (x - scale.mean) / scale.std
+    middle, width = torch.zeros(2, 1, 3), torch.ones(2, 1, 3)
+    if windowed is not None:
+        middle, width = spread(once, windowed, season)
+    twice = (once - in_season(middle, -9, 9)) / width
+    rows = x.transpose(1, 2).flatten(0, 1)[..., None] if separate else x
+    factor, shift = scale.units(rows)
+    expected = twice.transpose(1, 2).reshape(6, 9, 1) if separate else twice
+    assert relative_error(scale.steps(rows, factor, shift), expected) < 1e-6
+    assert relative_error(scale.place(expected[:, None], factor, shift, first=-9)[:, 0], rows) < 1e-12
+    if separate:  # rows of a slab that starts in the middle of a series
+        assert all(
+            torch.equal(a, b[2:]) for a, b in zip(scale.units(rows[2:], 2), (factor, shift), strict=True)
+        )
+
+
+@pytest.mark.parametrize("windowed", [None, "window", "last"])
+@given(exponent=st.floats(0, 30), least=st.floats(-25, 5))
+def test_what_is_said_to_fit_is_finite(windowed, exponent, least):
+    scale, x = Scale(meta(windowed=windowed, std=(10.0**least, 1.0, 1.0))), torch.zeros(1, 9, 3)
+    x[0, -1], x[0, 3] = 10.0**exponent, -(10.0**exponent)
+    steps = scale.steps(x.double(), *scale.units(x.double()))
+    assert steps.isfinite().all() or not scale.fits(10.0**exponent)
+
+
 def test_slabs_change_nothing(monkeypatch):
     own, x = forecaster(), history(9, series=5)
     whole = own.forecast(x, 5, 4).samples
@@ -157,12 +190,12 @@ def test_time_features_follow_the_dates():
     [
         (np.arange("2023-06", "2024-03", dtype="datetime64[M]"), ["2024-03-01", "2024-04-01", "2024-05-01"]),
         (
-            np.arange("2023-06", "2024-03", dtype="datetime64[M]").astype("datetime64[D]") - 1,
+            np.arange("2023-06", "2024-03", dtype="datetime64[M]").astype("datetime64[D]") - DAY,
             ["2024-02-29", "2024-03-31", "2024-04-30"],
         ),
         (np.arange("2015", "2024", dtype="datetime64[Y]"), ["2024-01-01", "2025-01-01", "2026-01-01"]),
-        (np.datetime64("2024-02-20") + np.arange(9), ["2024-02-29", "2024-03-01", "2024-03-02"]),
-        (np.datetime64("2024-01-01") + 7 * np.arange(9), ["2024-03-04", "2024-03-11", "2024-03-18"]),
+        (np.datetime64("2024-02-20") + DAY * np.arange(9), ["2024-02-29", "2024-03-01", "2024-03-02"]),
+        (np.datetime64("2024-01-01") + 7 * DAY * np.arange(9), ["2024-03-04", "2024-03-11", "2024-03-18"]),
     ],
     ids=["first of the month", "last of the month", "years", "days", "weeks"],
 )
@@ -256,11 +289,9 @@ def test_a_stream_forecasts_as_the_state_of_all_points(kind):
     stream.observe(x[9])
     stream.observe(x[10:])
     assert stream.position == 12 and stream.renewed == 0
-    scaled = (torch.from_numpy(x) - torch.tensor(own.meta.mean)) / torch.tensor(own.meta.std)
-    prompt = ((scaled - stream._centre[0]) / stream._width[0])[None].float()
+    prompt = ((torch.from_numpy(x) - stream._shift[0]) / stream._factor[0])[None].float()
     state = vssm.observe(own.model, prompt)
-    made = own._paths(state, 5, 4, {}) * stream._width[0] + stream._centre[0]
-    expected = (made * torch.tensor(own.meta.std) + torch.tensor(own.meta.mean))[0]
+    expected = (own._paths(state, 5, 4, {}) * stream._factor[0] + stream._shift[0])[0]
     assert relative_error(stream.forecast(5, 4).samples, expected) < 1e-4
 
 

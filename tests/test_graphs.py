@@ -8,7 +8,9 @@ import sys
 import threading
 import warnings
 import weakref
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -368,6 +370,25 @@ def test_a_tree_is_gathered_in_few_pieces():
     )
 
 
+def test_a_tree_is_gathered_in_the_largest_words_that_fit():
+    long, single, half = torch.arange(64), torch.arange(5.0), torch.ones(3, dtype=torch.bfloat16)
+    groups = {
+        torch.int64: (long, long[:32], single[:4]),
+        torch.int32: (long, single[1:]),  # a start that no larger word has
+        torch.int16: (single, half),
+        torch.uint8: (half, torch.tensor([True])),
+    }
+    for word, tensors in groups.items():
+        tree = State({str(i): tensor for i, tensor in enumerate([*tensors, long[:0]])})
+        gathered = trees.Gathered(tree)
+        assert {part.dtype for part in gathered.pieces[0]} == {word}
+        assert all(len(part) for part in gathered.pieces[0]), "a part without words is slow to join"
+        for made, expected in zip(gathered.own(1).leaves(), tree.leaves(), strict=True):
+            assert torch.equal(made, expected) and made.dtype == expected.dtype
+    nothing = trees.Gathered(State({"a": long[:0], "b": half[:0]})).own(1)
+    assert nothing["a"].shape == nothing["b"].shape == (0,)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_weights_are_seen(kind, device, replays):
     model, other = small_model(kind).to(device), small_model(kind)
@@ -411,30 +432,53 @@ def test_nothing_is_replayed_that_reads_where_a_weight_was(kind, device, replays
         check(model, replays, num=2, length=3)
 
 
+@pytest.mark.parametrize("kind", ["vssm", "ssm"])
+def test_one_element_that_is_written_without_a_version_is_seen(kind, device, replays):
+    model = small_model(kind).to(device)
+    first = check(model, replays, num=2).x
+    stack = model.decoder if kind == "vssm" else model.stack
+    weight = next(w for name, w in stack.named_parameters() if name.endswith("in_proj.weight"))
+    before, version = dict(replays), weight._version
+    weight.data[3, 5] += 1
+    assert weight._version == version
+    changed = generate(model, num=2, length=LENGTH, seed=2)
+    assert replays["replayed"] > before["replayed"] and replays["recorded"] == before["recorded"]
+    same_results(changed, generate(model, num=2, length=LENGTH, seed=2, graphs=False))
+    assert relative_error(changed.x, first) > TOLERANCE
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["vssm", "rnn"])
-def test_weights_are_split_again_at_every_replay(kind, replays, monkeypatch):
-    """With rows and widths for which products read split weights: once in a recording, whatever it does."""
-    from vssm.ops import linear_triton
-
-    model, split, halves = small_model(kind, width=512).to("cuda"), [], linear_triton._split
-
-    def counting(x, *options):
-        if torch.cuda.is_current_stream_capturing() and isinstance(x, torch.nn.Parameter):
-            split.append(x)
-        return halves(x, *options)
-
-    monkeypatch.setattr(linear_triton, "_split", counting)
+def test_kept_halves_of_weights_follow_them(kind, replays):
+    """With rows and widths for which products read split weights."""
+    model = small_model(kind, width=512).to("cuda")
     rows = {"num": 16, "length": 28} if kind == "vssm" else {"num": 400, "length": 16}
     first = check(model, replays, **rows).x
-    assert split and len({id(weight) for weight in split}) == len(split)
-    before = dict(replays)
-    for weight in split:
-        weight.data.mul_(1.5)  # counts no version
-    changed = generate(model, seed=2, **rows)
-    assert replays["recorded"] == before["recorded"] and replays["replayed"] > before["replayed"]
-    same_results(changed, generate(model, seed=2, graphs=False, **rows))
-    assert relative_error(changed.x, first) > 1e-3
+    kept = dict(graphs._kept[model].recorder.weights._kept)
+    assert kept
+    for change in (
+        lambda w: w.data.mul_(1.5),  # counts no version
+        lambda w: w.data[3, 5].add_(1),
+        lambda w: w.data[3, 5].sub_(1),
+    ):
+        before = dict(replays)
+        for one in kept.values():
+            change(one.weight)
+        changed = generate(model, seed=2, **rows)
+        assert replays["recorded"] == before["recorded"] and replays["replayed"] > before["replayed"]
+        same_results(changed, generate(model, seed=2, graphs=False, **rows))
+        assert relative_error(changed.x, first) > 1e-6
+        first = changed.x
+    check(model, replays, **{**rows, "num": rows["num"] + 1})
+    assert dict(graphs._kept[model].recorder.weights._kept) == kept, "other recordings share them"
+    halves = weakref.ref(next(iter(kept.values())))
+    del kept, one
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0)
+    generate(model, seed=2, **rows)
+    gc.collect()
+    assert halves() is None, "and they go with them"
 
 
 def test_programs_are_bounded_and_the_oldest_goes(device, replays, monkeypatch):
@@ -551,12 +595,23 @@ def histories(num, seed=0):
     return torch.randn(num, 12, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("options", [{}, {"separate": True, "features": 2}, {"season": 3}], ids=str)
+OTHERS = [
+    {},
+    {"separate": True, "features": 2},
+    {"season": 3},
+    {"windowed": None},
+    {"windowed": None, "separate": True, "features": 2},
+    {"cycles": ("day",), "features": 8},
+]
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=str)
 @pytest.mark.parametrize("kind", PARALLEL)
 def test_replayed_paths_equal_plain(kind, options, device, replays):
     own, before = paths_forecaster(device, kind, **options), None
     for turn in range(4):
-        x, settings = histories(3, seed=turn), {"seed": turn - 1, "temperature": 0.8}
+        times = np.arange(turn, turn + 12).astype("datetime64[h]")
+        x, settings = histories(3, seed=turn), {"seed": turn - 1, "temperature": 0.8, "times": times}
         made = own.forecast(x, 9, 5, **settings).samples
         same(made, plain_forecast(own, x, 9, 5, **settings))
         assert before is None or not torch.equal(made, before), "other histories and seeds"
@@ -576,6 +631,43 @@ def test_slabs_of_paths_replay_one_recording(num, device, replays, monkeypatch):
     assert replays == {"recorded": 1, "replayed": 3}
     same(own.forecast(x, 6, 4).samples, whole)
     assert replays == {"recorded": 1, "replayed": 7}
+
+
+def test_slabs_of_separate_columns_have_their_own_scale(device, replays, monkeypatch):
+    own, x = paths_forecaster(device, separate=True, features=2, windowed=None), histories(5)
+    whole = plain_forecast(own, x, 6, 4)
+    monkeypatch.setattr(sys.modules["vssm.forecast"], "_MOST_PATHS", dict.fromkeys(("cpu", "cuda"), 12))
+    for _ in range(2):
+        same(own.forecast(x, 6, 4).samples, whole)
+    assert replays == {"recorded": 1, "replayed": 7}
+
+
+def test_equal_scales_share_a_recording_and_others_do_not(device, replays):
+    own, x = paths_forecaster(device), histories(2)
+    for _ in range(2):
+        own.forecast(x, 6, 4)
+    again = Forecaster(own.model, replace(own.meta, columns=("c", "d")))
+    same(again.forecast(x, 6, 4).samples, plain_forecast(own, x, 6, 4))
+    assert replays == {"recorded": 1, "replayed": 2}
+    for changed in ({"std": (9.0, 0.5)}, {"windowed": "last"}):
+        other = Forecaster(own.model, replace(own.meta, **changed))
+        same(other.forecast(x, 6, 4).samples, plain_forecast(other, x, 6, 4))
+    assert replays == {"recorded": 1, "replayed": 2}
+
+
+def test_replayed_histories_are_still_checked(device):
+    options = {"windowed": None, "mean": (0.0, 0.0), "std": (1e-20, 1.0)}
+    own, x = paths_forecaster(device, **options), histories(2) * 1e-20
+    for _ in range(3):
+        own.forecast(x, 6, 4)
+    for value, message in (
+        (1e25, "x contains NaN or infinite"),
+        (1e31, "up to 1e\\+31"),
+        (torch.nan, "missing"),
+    ):
+        x[1, 3, 0] = value
+        with pytest.raises(ValueError, match=message):
+            own.forecast(x, 6, 4)
 
 
 def test_paths_stay_as_they_are_and_follow_the_weights(device, replays):

@@ -544,6 +544,27 @@ def test_embed_sum_of_many_steps(monkeypatch):
 
 
 @kernels
+@torch.no_grad()
+def test_embed_sum_of_slices(monkeypatch):
+    from vssm.ops import embed_triton
+
+    monkeypatch.setattr(embed_triton, "MORE", 5)
+    monkeypatch.setattr(embed_triton, "MANY", 100)
+    for latents, classes, width, steps in ((4, 16, 300, 37), (3, 5, 257, 5), (6, 8, 264, 600)):
+        how = embed_triton.plan(steps, latents, width)
+        assert ((64, 64) if steps >= 100 else (128, 32)) == (how.BR, how.BD)
+        assert latents % how.together == 0
+        z, weight = classes_of(latents, classes, steps), normal(latents * classes, width)
+        wanted = embed_sum(z, weight.double(), backend="reference")
+        assert relative_error(embed_sum(z, weight, backend="triton"), wanted) < 1e-6
+        z[1, 0], z[2, -1] = classes, -1
+        assert (
+            embed_sum(z, weight, backend="triton").isnan().any(1).nonzero().ravel()
+            == torch.arange(1, 3, device=DEVICE)
+        ).all()
+
+
+@kernels
 @pytest.mark.parametrize("learned", [True, False])
 @pytest.mark.parametrize("shape", [(2, 3, 4), (1, 24), (700, 3), (0, 5)], ids=str)
 def test_normal_draw(shape, learned):

@@ -1,5 +1,6 @@
 """The products for generation against PyTorch's, interpreted without a GPU and compiled with one."""
 
+import types
 from typing import Any
 
 import pytest
@@ -53,10 +54,13 @@ SIZES = [
     (3, 20, 64),
     (17, 33, 96),
     (28, 96, 512),
+    (30, 1030, 256),
     (64, 5, 256),
     (70, 100, 64),
     (70, 40, 128),
     (130, 70, 96),
+    (70, 130, 4),
+    (66, 20, 31),
 ]
 
 
@@ -70,6 +74,28 @@ def test_matches_float64(size):
     given = linear(x, weight, bias, add, rms_norm(K), backend="triton")
     assert given.dtype == torch.float32
     assert relative_error(given, exact(x, weight, bias, add, rms_norm(K))) < SINGLE
+
+
+@kernels
+@torch.no_grad()
+def test_a_program_goes_over_all_of_its_rows(monkeypatch):
+    from vssm.ops import linear_triton
+
+    monkeypatch.setattr(linear_triton, "PROCESSORS", 1)
+    x, weight, norm = normal(150, 96), normal(20, 96, seed=1), rms_norm(96)
+    how = linear_triton.Plan(16, 16, 128, 1, 8, 2, "once")
+    given = linear_triton.forward(x, weight, None, None, norm.weight, norm.eps, how)
+    assert relative_error(given, exact(x, weight, norm=norm)) < SINGLE
+
+
+@kernels
+@torch.no_grad()
+def test_few_columns_need_more_rows():
+    whole, weight = normal(5, 14, 36), normal(128, 4, seed=1)
+    given = linear(whole[..., :4], weight, backend="triton")
+    assert relative_error(given, exact(whole[..., :4], weight)) < SINGLE
+    with pytest.raises(ValueError, match=r"weight has 4 columns.*more than 64 rows of fewer than 32"):
+        linear(whole[:4, :, :4], weight, backend="triton")
 
 
 @kernels
@@ -91,11 +117,15 @@ def test_rows_of_any_scale(rows):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
 @torch.no_grad()
 def test_what_is_not_finite_stays_so():
+    from vssm.ops.linear_triton import Plan, forward
+
     x, weight = normal(3, 64), normal(20, 64, seed=1)
     x[1, 5], x[2, 6] = float("inf"), float("nan")
-    given = linear(x, weight, backend="triton")
-    assert torch.isfinite(given[0]).all()
-    assert not torch.isfinite(given[1:]).any()
+    for how in (None, *(Plan(16, 16, 32, 1, 4, 2, split) for split in ("turned", "none"))):
+        given = forward(x, weight, how=how)
+        assert torch.isfinite(given[0]).all()
+        assert not torch.isfinite(given[1:]).any()
+        assert not torch.isfinite(forward(weight, x, how=how)[:, 1:]).any()
 
 
 @kernels
@@ -125,7 +155,7 @@ def test_a_norm_that_no_kernel_does_is_done_before(options):
 
 
 @kernels
-@pytest.mark.parametrize("split", ["tile", "tf32", "before"])
+@pytest.mark.parametrize("split", ["tile", "turned", "tf32", "before", "once", "none"])
 @torch.no_grad()
 def test_every_way_to_split(split):
     """Each with and without parts of K, a norm, and rows, columns and K that no tile divides."""
@@ -139,7 +169,7 @@ def test_every_way_to_split(split):
     )
     x, norm = whole[:, 32:], rms_norm(192)
     x *= torch.logspace(-3, 3, 37).to(DEVICE)[:, None]
-    for parts in (1, 3):
+    for parts in (1,) if split in ("once", "none") else (1, 3):
         how = Plan(16, 16, 32, parts, 4, 2, split)
         given = forward(x, weight, bias, add, norm.weight, norm.eps, how)
         assert relative_error(given, exact(x, weight, bias, add, norm)) < SINGLE
@@ -148,80 +178,146 @@ def test_every_way_to_split(split):
         assert ((given - exact(x, weight)).abs() <= SINGLE * scale).all()
 
 
-class Stream(torch.cpu.Stream):
-    """A stream that writes down what it is told."""
+class Noted:
+    """Halves as they are kept, without kernels."""
 
-    def __init__(self, name, log):
-        self.name, self.log = name, log
+    def __init__(self, weights, split):
+        self.kept = [types.SimpleNamespace(weight=weight, halves=split(weight)) for weight in weights]
+        self.renewed = 0
 
-    def wait_stream(self, stream):
-        self.log.append(f"{self.name} waits for {stream.name}")
-
-    def record_event(self):
-        return f"{self.log[-1]} on {self.name}"
-
-    def wait_event(self, event):
-        self.log.append(f"{self.name} waits for {event}")
+    def __call__(self, always=False):
+        self.renewed += 1
 
 
-def test_a_recording_splits_its_weights_once_and_beside():
+def test_a_recording_reads_kept_halves_of_parameters():
     log = []
-    main, beside = Stream("main", log), Stream("beside", log)
     weights = {name: nn.Parameter(torch.ones(2)) for name in "abc"}
 
     def split(weight):
-        log.append("split " + next((name for name, known in weights.items() if known is weight), "another"))
+        log.append(next((name for name, known in weights.items() if known is weight), "another"))
         return weight.detach() + 1, weight, weight
 
     def function():
         made = [halves_of(weights[name], split)[0] for name in "aba"]
         return torch.stack([*made, halves_of(2 * weights["c"], split)[0]])
 
-    recording = SplitWeights(torch.device("cpu"), beside)
-    with torch.cpu.stream(main), torch.no_grad():
-        with recording.split():
-            assert function()[0, 0] == 2
-        assert log == ["split a", "split b", "split a", "split another"], "nothing was noted"
-        with recording.note():
-            function()
-        log.clear()
-        for factor in (1, 3):
-            weights["a"].data.fill_(factor)  # counts no version
-            with recording.split():
-                made = function()
-            assert made[:, 0].tolist() == [factor + 1, 2, factor + 1, 3]
-            assert log == [
-                "beside waits for main",
-                "split a",
-                "split b",
-                "main waits for split a on beside",
-                "main waits for split b on beside",
-                "split another",
-                "main waits for beside",
-            ]
-            assert not recording._made
-            log.clear()
-        with pytest.raises(KeyError), recording.split():
-            raise KeyError
-        assert log[-1] == "main waits for beside"
-        log.clear()
+    own = SplitWeights()
+    with own.note() as noted:
         function()
-        assert log == ["split a", "split b", "split a", "split another"], "a plain call splits by itself"
+    assert noted == [weights["a"], weights["b"]] and log == ["a", "b", "a", "another"]
+    assert own.keep([]) is None
+    renewal = Noted(noted, split)
+    weights["a"].data.fill_(3)
+    log.clear()
+    with own.renewed(renewal):
+        assert function()[:, 0].tolist() == [2, 2, 2, 3]
+    assert log == ["another"] and renewal.renewed == 1
+    for end in (own.renewed(None), own.note()):
+        with pytest.raises(KeyError), end:
+            raise KeyError
+        log.clear()
+        assert function()[:, 0].tolist() == [4, 2, 4, 3]
+        assert log == ["a", "b", "a", "another"], "a plain call splits by itself"
+
+
+def test_weights_out_of_line_are_not_kept():
+    """Their bits could not be read many at a time."""
+    flat = torch.ones(2 * 64 + 1)
+    weights = [nn.Parameter(flat[1:].view(2, 64)), nn.Parameter(torch.ones(64, 2).T)]
+    with SplitWeights().note() as noted:
+        for weight in weights:
+            halves_of(weight, lambda w: (w, w, w))
+    assert not noted
 
 
 @kernels
 @torch.no_grad()
-def test_products_with_weights_split_before_are_the_same():
+def test_products_with_kept_halves_are_the_same():
     from vssm.ops.linear_triton import Plan, forward
 
     how = Plan(16, 16, 32, 1, 4, 2, "before")
-    x, weight, stream = normal(5, 64), nn.Parameter(normal(20, 64)), torch.get_device_module(DEVICE).Stream()
-    wanted, recording = forward(x, weight, how=how), SplitWeights(torch.device(DEVICE), stream)
-    with recording.note():
+    x, weight, own = normal(5, 64), nn.Parameter(normal(20, 64)), SplitWeights()
+    wanted = forward(x, weight, how=how)
+    with own.note() as noted:
         assert torch.equal(forward(x, weight, how=how), wanted)
-    with recording.split():
+    renewal = own.keep(noted)
+    with own.renewed(renewal):
         assert torch.equal(forward(x, weight, how=how), wanted)
     assert relative_error(wanted, exact(x, weight)) < SINGLE
+    weight.data[7, 5] = 1e3
+    changed = forward(x, weight, how=how)
+    with own.renewed(renewal):
+        assert torch.equal(forward(x, weight, how=how), changed)
+    assert not torch.equal(wanted, changed)
+
+
+def negate_upper(weight):
+    """Changes what is the sign of the upper half of a 64-bit word, of two words."""
+    weight[0, [1, 3]] *= -1
+
+
+@kernels
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w[20, 543].mul_(1 + 2**-23),
+        lambda w: w[3, 5].fill_(0),
+        lambda w: w[3, 5].neg_(),
+        negate_upper,
+        lambda w: w[8:16].neg_(),
+        lambda w: w[:8].mul_(2),
+        lambda w: w[:2].copy_(w[:2].flip(0)),
+        lambda w: w[0].copy_(w[0].roll(2)),
+        lambda w: w[:2, :2].copy_(w[:2, :2].flip(0)),
+    ],
+    ids=["last bit", "zero", "sign", "upper signs", "negated", "doubled", "rows", "rolled", "words"],
+)
+@torch.no_grad()
+def test_rows_are_split_again_when_a_bit_has_changed(change):
+    """And only those that share a mark."""
+    from vssm.ops.linear_triton import _split
+    from vssm.ops.linear_weights_triton import rows_of
+
+    weights = [nn.Parameter(normal(*shape)) for shape in ((21, 544), (21, 544), (5, 1024))]
+    own = SplitWeights()
+    renewal, rows = own.keep(weights), rows_of(544)
+    before = weights[1].clone()
+    change(weights[1].data)
+    changed = (before != weights[1]).any(1)
+    for kept in renewal.kept:
+        for half in kept.halves:
+            half.fill_(7)
+    renewal()
+    split = torch.zeros(24, dtype=torch.bool, device=DEVICE)
+    for row in changed.nonzero().ravel().tolist():
+        split[row // rows * rows : row // rows * rows + rows] = True
+    for i, kept in enumerate(renewal.kept):
+        again = split[:21] if i == 1 else torch.zeros(len(kept.weight), dtype=torch.bool, device=DEVICE)
+        for half, wanted in zip(kept.halves, _split(kept.weight), strict=True):
+            assert torch.equal(half[again], wanted[again]) and (half[~again] == 7).all()
+    assert changed.any()
+
+
+@kernels
+@torch.no_grad()
+def test_halves_are_shared_and_go_with_those_who_read_them():
+    a, b = nn.Parameter(normal(6, 512)), nn.Parameter(normal(6, 512))
+    own = SplitWeights()
+    first, second = own.keep([a]), own.keep([b, a])
+    assert second.kept[1] is first.kept[0] and len(own._kept) == 2
+    # What one has split again is right for the other, also when the weight is then as it was.
+    old = first.kept[0].halves[0].clone()
+    a.data.neg_()
+    first()
+    a.data.neg_()
+    second()
+    assert torch.equal(second.kept[1].halves[0], old)
+    del second
+    assert list(own._kept) == [id(a)]
+    a.data = a.data.clone()
+    assert own.keep([a]).kept[0] is not first.kept[0], "it has moved"
+    del first
+    assert not own._kept
 
 
 @kernels
@@ -230,12 +326,13 @@ def test_plans_cover_the_depth():
 
     for N, K in ((4096, 1024), (96, 2048), (2048, 64), (28, 1024), (40, 96), (7, 160), (600, 544)):
         assert K % plan_row(N, K).BK == 0
-        for M in (2, 16, 28, 64, 65, 448, 1024, 28672):
+        for M in (2, 16, 28, 64, 65, 448, 1024, 28672, 200_000):
             for shared in (227 * 1024, 99 * 1024):
                 how = plan(M, N, K, shared)
                 assert K % (how.SPLIT * how.BK) == 0 and how.BK >= 32
                 assert how.SPLIT == 1 or K // how.SPLIT >= 64
-                assert how.stages >= 2 and 4 * how.stages * how.BK * (how.BM + how.BN) <= shared
+                assert how.stages >= (1 if how.split == "none" else 2)
+                assert 4 * how.stages * how.BK * (how.BM + how.BN) <= shared
 
 
 def test_auto_is_pytorch_where_it_must_be():
@@ -284,7 +381,9 @@ def test_autocast_is_refused():
 
 MODEL = [
     *((28, N, K) for N, K in ((4096, 1024), (96, 2048), (2048, 64), (1024, 2048), (28, 1024))),
+    *((56, N, K) for N, K in ((4096, 1024), (96, 2048), (1024, 2048))),
     *((1, 4096, 1024), (16, 3072, 1024), (448, 1024, 2048), (1024, 4096, 1024), (3584, 96, 2048)),
+    *((100_000, 256, 64), (100_000, 36, 128), (100_000, 128, 4), (1800, 64, 24)),
 ]
 
 

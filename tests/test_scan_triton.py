@@ -87,6 +87,48 @@ def test_matches_float64_reference(small, batch, length, channels, states, chunk
 
 @kernels
 @pytest.mark.parametrize(
+    ("batch", "length", "channels", "states", "parts", "block", "warps"),
+    [
+        (1, 32, 4, 16, 16, 16, 1),
+        (2, 19, 10, 16, 16, 16, 4),
+        (2, 7, 10, 16, 8, 8, 2),
+        (1, 16, 8, 16, 8, 16, 2),
+        (2, 8, 16, 8, 4, 8, 1),
+        (1, 9, 17, 16, 2, 4, 1),
+        (1, 5, 3, 6, 2, 2, 1),
+    ],
+)
+@torch.no_grad()
+def test_lanes_that_share_a_channel(monkeypatch, batch, length, channels, states, parts, block, warps):
+    from vssm.ops import scan_triton
+
+    plan = scan_triton.Plan(length, 32 * warps, block, None, True, 1, parts=parts, warps=warps)
+    monkeypatch.setattr(scan_triton, "plan_forward", lambda *_: plan)
+    for given in (TENSORS, ("z",), ()):
+        values = to_device(arguments(batch, length, channels, states, given, given != ()))
+        exact = {name: v.double() if torch.is_tensor(v) else v for name, v in values.items()}
+        for made, wanted in zip(
+            selective_scan(**values, backend="triton"),
+            selective_scan(**exact, backend="reference"),
+            strict=True,
+        ):
+            assert relative_error(made, wanted) < 1e-6
+    values = to_device(arguments(batch, length, channels, states), torch.bfloat16)
+    exact = {name: v.double() if torch.is_tensor(v) else v for name, v in values.items()}
+    made, wanted = (
+        selective_scan(**kind, backend=backend)
+        for kind, backend in ((values, "triton"), (exact, "reference"))
+    )
+    assert relative_error(made[0], wanted[0]) < HALF and relative_error(made[1], wanted[1]) < 1e-5
+    shared = {**values, "h0": values["h0"][:1]}
+    assert torch.equal(
+        scan_output(**shared, backend="triton"),
+        scan_output(**{**shared, "h0": shared["h0"].repeat_interleave(batch, 0)}, backend="triton"),
+    )
+
+
+@kernels
+@pytest.mark.parametrize(
     ("given", "softplus"),
     [((), True), ((), False), (("D", "dt_bias"), False), (("z",), True), (("h0",), False)],
 )
@@ -239,6 +281,19 @@ def test_plans_fill_the_device():
         backward = scan_triton.plan_backward(batch, length, 2048, 16, 132)
         assert backward.split == (batch < 64)
         assert backward.length == min(length, 32)
+    # Lanes share a channel where there are few sequences, as far as states can be shared.
+    for batch, length, states, parts in (
+        (1, 256, 16, 8),
+        (1, 28, 16, 8),
+        (4, 28, 16, 4),
+        (4, 28, 15, 1),
+        (16, 28, 16, 1),
+        (1, 1, 16, 1),
+        (1, 1024, 16, 1),
+        (1, 28, 4, 4),
+    ):
+        plan = scan_triton.plan_forward(batch, length, 2048, states, 132)
+        assert plan.parts == parts and plan.K % parts == 0 and (parts == 1 or plan.length == length)
 
 
 @pytest.mark.gpu

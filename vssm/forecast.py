@@ -1,14 +1,9 @@
 """Forecasting: sample paths of what comes after a history, in the units of the data.
 
-    x' = (x - m_d) / s_d                 columns d, over the training rows (`Meta.mean`, `Meta.std`)
-    x'' = (x' - m) / s                   windows, over the last C steps of the history (`Meta.windowed`);
-                                         m may be the last of them instead of their mean, and each step of a
-                                         season may have its own (`Meta.season`)
-
-A model reads x''_{1:C} once, as `observe` does; the S paths of a series then start from copies of that state.
-In a vssm or tvae the paths of a series also share the partial posterior of the steps to come, so that only
-the decoder runs for every path, and for all steps at once (`vssm.sampling.paths`). One pass over the paths
-puts them into the units of the data: both scales are one factor and one shift.
+A model reads the history once, in its own scale (`vssm.data.scale`), as `observe` does; the S paths of a
+series then start from copies of that state. In a vssm or tvae the paths of a series also share the partial
+posterior of the steps to come, so that only the decoder runs for every path, and for all steps at once
+(`vssm.sampling.paths`). One pass over the paths puts them into the units of the data.
 
 Legend: B series of N steps and D columns; C `context`; H `horizon`; S `samples`; x (B, N, D).
 """
@@ -29,20 +24,20 @@ from vssm import graphs, pretrained
 from vssm.checkpoint import load
 from vssm.config import check_choice, check_type, whole_number
 from vssm.data import Meta
-from vssm.data.dataset import in_season, spread
+from vssm.data.scale import Scale
 from vssm.data.series import fill_gaps, phases
 from vssm.generate import check_temperature, generate, observe
 from vssm.hub import pull
 from vssm.models import Ladder, Model, Variational, check_model
 from vssm.nn import State
-from vssm.sampling.paths import paths_after, paths_from
+from vssm.sampling.paths import Finish, paths_after, paths_from
 
 __all__ = ["Forecast", "Forecaster", "Stream", "forecast"]
 
 # What a slab of series may hold: paths and, where their steps are made all at once, steps times width of the
 # model. On a GPU that takes some milliseconds and gigabytes: more would not make it busier.
 _MOST_PATHS = {"cpu": 2**12, "cuda": 2**16}
-_MOST_NUMBERS = {"cpu": 2**25, "cuda": 5 * 2**24}
+_MOST_NUMBERS = {"cpu": 2**25, "cuda": 6 * 2**24}
 _LARGEST = 1e30  # of what is read, before it is scaled
 
 History = Tensor | np.ndarray | Sequence
@@ -141,9 +136,7 @@ class Forecaster:
         self.model, self.meta, self.columns = model.eval(), meta, meta.columns
         self.device = next(model.parameters()).device
         self.channels = 1 if meta.separate else len(meta.columns)
-        num = len(meta.columns)
-        self._mean = torch.tensor(meta.mean or [0.0] * num, dtype=torch.float64)
-        self._std = torch.tensor(meta.std or [1.0] * num, dtype=torch.float64)
+        self._on_host, self._scale = Scale(meta), Scale(meta, self.device)
 
     @classmethod
     def load(cls, run: str | Path, device: torch.device | str = "cpu") -> "Forecaster":
@@ -169,19 +162,25 @@ class Forecaster:
         _check_options(options)
         horizon = self._check(horizon, samples)
         x, _, times, single = self._read(history, times)
-        prompt, centre, width = self._scaled(x, times)
-        factor, shift = self._units(centre, width)
-        num, paths = len(prompt), None
+        rows, clock = self._rows(x), self._clock(times)
+        num, recorded = len(rows), graphs.usable(self.device)
         slab = self._slab(num, horizon, samples)
+        paths: Tensor | None = None
+
+        def finish(made: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
+            """Copies the paths of the slab to theirs."""
+            nonlocal paths
+            made = self._points(made, horizon)
+            if paths is None:
+                paths = made.new_empty(num, *made.shape[1:])
+            return self._scale.place(made, factor, shift, out=paths[own])
+
         for first in range(0, num, slab):
-            if graphs.usable(self.device):
+            if recorded:
                 # Slabs of one size replay one recording: the last makes some paths again, of the same noise.
                 first = max(0, min(first, num - slab))
             own = slice(first, min(first + slab, num))
-            made = self._paths_after(prompt[own], seed, first, horizon, samples, options)
-            if paths is None:
-                paths = made.new_empty(num, *made.shape[1:])
-            _placed(made, factor[own], shift[own], out=paths[own])
+            self._paths_after(rows[own], clock, seed, first, horizon, samples, options, finish)
         assert paths is not None
         out = self._columns(paths, len(x))
         return Forecast(out[0] if single else out, self.columns, _continued(times, horizon))
@@ -201,30 +200,39 @@ class Forecaster:
 
     @torch.no_grad()
     def _paths_after(
-        self, prompt: Tensor, seed: int, first: int, horizon: int, samples: int, options: dict[str, Any]
-    ) -> Tensor:
-        """Returns new steps of series from row `first` on in their scale, (rows, S, H, channels)."""
+        self,
+        x: Tensor,
+        clock: Tensor | None,
+        seed: int,
+        first: int,
+        horizon: int,
+        samples: int,
+        options: dict[str, Any],
+        finish: Finish,
+    ) -> None:
+        """Gives `finish` new steps of histories from row `first` on, (rows, S, T, features)."""
+        steps = -(-horizon // self.meta.patch)
         usual = type(seed) is int and -(2**63) <= seed < 2**63
         if usual and isinstance(self.model, Variational) and not set(options) - {"temperature"}:
-            steps = -(-horizon // self.meta.patch)
             temperature = check_temperature(options.get("temperature", 1.0))
-            x = paths_after(self.model, prompt, seed, first, samples, steps, temperature)
-            return self._points(x, horizon)
-        state = observe(self.model, prompt, seed=seed, rows=range(first, first + len(prompt)))
-        return self._paths(state, horizon, samples, options)
+            settings = seed, first, samples, steps, temperature
+            paths_after(self.model, self._scale, x, clock, *settings, finish)
+            return
+        x = x.to(self.device)
+        factor, shift = self._scale.units(x, first)
+        prompt = self._scale.steps(x, factor, shift, None if clock is None else clock.to(self.device))
+        state = observe(self.model, prompt, seed=seed, rows=range(first, first + len(x)))
+        finish(self._paths(state, steps, samples, options), factor, shift)
 
     @torch.no_grad()
-    def _paths(self, state: State, horizon: int, samples: int, options: dict[str, Any]) -> Tensor:
-        """Returns new steps of every row of a state in its scale, (rows, S, H, channels)."""
-        steps = -(-horizon // self.meta.patch)
+    def _paths(self, state: State, steps: int, samples: int, options: dict[str, Any]) -> Tensor:
+        """Returns new steps of every row of a state in its scale, (rows, S, T, features)."""
         if set(options) - {"temperature"} or not isinstance(self.model, Variational):
             copies = state.repeat(samples)
             x = generate(self.model, length=steps, state=copies, observe="sample", **options).x
-            x = x.unflatten(0, (state.batch, samples))
-        else:
-            temperature = check_temperature(options.get("temperature", 1.0))
-            x = paths_from(self.model, state, samples, steps, temperature)
-        return self._points(x, horizon)
+            return x.unflatten(0, (state.batch, samples))
+        temperature = check_temperature(options.get("temperature", 1.0))
+        return paths_from(self.model, state, samples, steps, temperature)
 
     def _points(self, x: Tensor, horizon: int) -> Tensor:
         """Returns steps of the model, (rows, S, T, features), as points, (rows, S, H, channels)."""
@@ -247,11 +255,14 @@ class Forecaster:
 
     def _read(
         self, history: History, times: np.ndarray | None
-    ) -> tuple[Tensor, Tensor, np.ndarray | None, bool]:
-        """Returns the last C steps of a history, (B, C, D) in float64, which are known, and their dates."""
-        x = _numbers("history", history)
-        single, x = x.ndim == 2, x.to("cpu", torch.float64)
+    ) -> tuple[Tensor, Tensor | None, np.ndarray | None, bool]:
+        """Returns the last C steps of a history, (B, C, D) in float64, and their dates.
+
+        Second is which are known, None where all are.
+        """
+        x = _numbers("history", history).detach()
         shape, num = tuple(x.shape), len(self.columns)
+        single = x.ndim == 2
         x = x[None] if single else x
         if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != num or not len(x):
             raise ValueError(
@@ -262,17 +273,28 @@ class Forecaster:
         if times is None and self.meta.cycles:
             raise ValueError("times is needed: the model was trained with the time features of its data")
         context = self.meta.context or x.shape[1]
-        x = x[:, -context:]
-        known, largest = torch.ones_like(x, dtype=torch.bool), float(x.abs().max())
+        x, known = _double(x[:, -context:].cpu()), None
+        largest = _largest(x)
         if not math.isfinite(largest):  # one pass tells that nothing is missing, as is usual
             known = torch.isfinite(x)
             self._check_known(known)
             parts = zip(x.numpy(), known.numpy(), strict=True)
             x = torch.from_numpy(np.stack([fill_gaps(v, k, self.meta.fill) for v, k in parts]))
-            largest = float(x.abs().max())
+            largest = _largest(x)
         if largest > _LARGEST:
             raise ValueError(f"history has values up to {largest:g}; allowed: up to 1e30")
-        return x, known, None if times is None else np.asarray(times)[-context:], single
+        times = None if times is None else np.asarray(times)[-context:]
+        self._check_steps(x.shape[1])
+        if not self._scale.fits(largest):  # all of it has to be looked at
+            self._scaled(x, times)
+        return x, known, times, single
+
+    def _check_steps(self, steps: int) -> None:
+        season, patch = self.meta.season, self.meta.patch
+        if steps < season:
+            raise ValueError(f"history has {steps} steps; allowed: {season} or more, a season of the run")
+        if steps < patch:
+            raise ValueError(f"history has {steps} steps; allowed: {patch} or more, a step of the model")
 
     def _check_known(self, known: Tensor) -> None:
         if known.all():
@@ -293,39 +315,30 @@ class Forecaster:
             )
 
     def _scaled(self, x: Tensor, times: np.ndarray | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns what the model reads, (rows, C, features), and the centre and width of its windows."""
-        x = self._rows((x - self._mean) / self._std)
-        season, steps = self.meta.season, x.shape[1]
-        if steps < season:
-            raise ValueError(f"history has {steps} steps; allowed: {season} or more, a season of the run")
-        centre, width = x.new_zeros(len(x), 1, x.shape[2]), x.new_ones(len(x), 1, x.shape[2])
-        if self.meta.windowed is not None:
-            centre, width = spread(x, self.meta.windowed, season)
-        return self._prompt((x - in_season(centre, -steps, steps)) / width, times), centre, width
+        """Returns what the model reads of (B, C, D), (rows, T, features), and its factor and shift."""
+        rows = self._rows(x)
+        factor, shift = self._on_host.units(rows)
+        return self._prompt(rows, factor, shift, times), factor, shift
 
-    def _prompt(self, x: Tensor, times: np.ndarray | None) -> Tensor:
-        if self.meta.cycles:
-            assert times is not None
-            clock = torch.from_numpy(phases(times, self.meta.cycles)).expand(len(x), -1, -1)
-            x = torch.cat([x, clock], -1)
-        patch = self.meta.patch
-        if x.shape[1] < patch:
-            raise ValueError(f"history has {x.shape[1]} steps; allowed: {patch} or more, a step of the model")
-        x = x[:, x.shape[1] % patch :].unflatten(1, (-1, patch)).flatten(2).float()
+    def _prompt(
+        self, rows: Tensor, factor: Tensor, shift: Tensor, times: np.ndarray | None, since: int | None = None
+    ) -> Tensor:
+        """Returns what the model reads of rows, on its device."""
+        x = self._on_host.steps(rows, factor, shift, self._clock(times), since)
         # Here, since it would wait for the device there; a sum that is finite says that all numbers are.
         self.model.head.validate(x, values=not math.isfinite(x.sum(dtype=torch.float64)))
         return x.to(self.device)
 
+    def _clock(self, times: np.ndarray | None) -> Tensor | None:
+        """Returns the time features of dates, (C, 2 x cycles), where the model has some."""
+        if not self.meta.cycles:
+            return None
+        assert times is not None
+        return torch.from_numpy(phases(times, self.meta.cycles))
+
     def _rows(self, x: Tensor) -> Tensor:
         """Returns (B, C, D) as the model has it: (B, C, D), or (B D, C, 1) when columns are apart."""
         return x.transpose(1, 2).flatten(0, 1)[..., None] if self.meta.separate else x
-
-    def _units(self, centre: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the factor (rows, 1, channels) and shift (rows, P, channels) from the model to the data."""
-        std, mean = self._std, self._mean
-        if self.meta.separate:
-            std, mean = (column.repeat(len(centre) // len(column))[:, None, None] for column in (std, mean))
-        return (width * std).to(self.device), (centre * std + mean).to(self.device)
 
     def _columns(self, paths: Tensor, num: int) -> Tensor:
         """Returns paths (rows, S, H, channels) as (B, S, H, D)."""
@@ -349,7 +362,8 @@ class Stream:
         x, known, times, single = forecaster._read(history, times)
         if not single:
             raise ValueError("history is of several series; allowed: one, (steps, columns)")
-        self._points, self._known, self._times = x, known, times
+        self._points, self._times = x, times
+        self._known = torch.ones_like(x, dtype=torch.bool) if known is None else known
         self.renewed = -1
         """How often the state was made anew."""
         self._renew()
@@ -415,16 +429,15 @@ class Stream:
         if meta.length and self.position >= meta.length:
             self._renew()
             return
-        x = forecaster._rows((self._points[:, -1:] - forecaster._mean) / forecaster._std)
-        x = (x - in_season(self._centre, self._since, 1)) / self._width
-        self._state = observe(forecaster.model, forecaster._prompt(x, time), self._state)
+        last = forecaster._rows(self._points[:, -1:])
+        x = forecaster._prompt(last, self._factor, self._shift, time, self._since)
+        self._state = observe(forecaster.model, x, self._state)
         self._since += 1
 
     def _renew(self) -> None:
         forecaster = self._forecaster
-        prompt, centre, width = forecaster._scaled(self._points, self._times)
+        prompt, self._factor, self._shift = forecaster._scaled(self._points, self._times)
         self._state = observe(forecaster.model, prompt, seed=self._seed)
-        self._centre, self._width = centre, width
         self.renewed, self._stale, self._since = self.renewed + 1, False, 0
 
     def forecast(self, horizon: int | None = None, samples: int = 100, **options: Any) -> Forecast:  # noqa: ANN401
@@ -434,8 +447,10 @@ class Stream:
         horizon = forecaster._check(horizon, samples)
         if self._stale:
             self._renew()
-        made = forecaster._paths(self._state, horizon, samples, options)
-        paths = _placed(made, *forecaster._units(self._centre, self._width), first=self._since)
+        steps = -(-horizon // forecaster.meta.patch)
+        made = forecaster._points(forecaster._paths(self._state, steps, samples, options), horizon)
+        units = self._factor.to(made), self._shift.to(made)
+        paths = forecaster._scale.place(made, *units, first=self._since)
         times = _continued(self._times, horizon)
         return Forecast(forecaster._columns(paths, 1)[0], forecaster.columns, times)
 
@@ -455,6 +470,18 @@ def _numbers(name: str, values: History) -> Tensor:
         given = "complex" if x is not None else f"a {type(values).__name__} of other things"
         raise ValueError(f"{name} is {given}; allowed: numbers, rows of equal length")
     return x
+
+
+# By NumPy, which calls no other threads: to wake them takes longer than to do it.
+def _double(x: Tensor) -> Tensor:
+    """Returns numbers on a CPU in float64."""
+    return torch.from_numpy(x.numpy().astype(np.float64)) if x.dtype == torch.float32 else x.double()
+
+
+def _largest(x: Tensor) -> float:
+    """Returns the largest magnitude of numbers on a CPU, NaN if one is."""
+    values = x.numpy()
+    return float(max(-values.min(), values.max()))
 
 
 def _dates(times: np.ndarray | None, num: int, of: str) -> np.ndarray | None:
@@ -481,12 +508,6 @@ def _check_order(dates: np.ndarray) -> None:
         raise ValueError(f"times: {dates[k]} {what}; allowed: each date once and in order")
 
 
-def _placed(made: Tensor, factor: Tensor, shift: Tensor, first: int = 0, out: Tensor | None = None) -> Tensor:
-    """Returns paths (rows, S, H, channels) in the units of the data; `first` as for `in_season`."""
-    shift = in_season(shift.to(made), first, made.shape[2])
-    return torch.addcmul(shift[:, None], made, factor[:, None].to(made), out=out)
-
-
 def _continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:
     """Returns the dates of the steps to come, each after the usual step; that of a calendar is in months.
 
@@ -497,15 +518,15 @@ def _continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:
     if times is None or len(times) < 2:
         return None
     times = times.astype("datetime64[s]")
-    ahead = np.arange(1, horizon + 1)
+    ahead, month = np.arange(1, horizon + 1), np.timedelta64(1, "M")
     months = np.diff(times.astype("datetime64[M]").astype(np.int64))
     into = times - times.astype("datetime64[M]")
-    left = (times.astype("datetime64[M]") + 1).astype("datetime64[s]") - times
+    left = (times.astype("datetime64[M]") + month).astype("datetime64[s]") - times
     if months[0] and (months == months[0]).all():
-        new = times[-1].astype("datetime64[M]") + months[0] * ahead
+        new = times[-1].astype("datetime64[M]") + months[0] * ahead * month
         if (into == into[0]).all() and into[0] < np.timedelta64(28, "D"):  # the first of a month, say
             return new.astype("datetime64[s]") + into[0]
         if (left == left[0]).all():  # or the last
-            return (new + 1).astype("datetime64[s]") - left[0]
+            return (new + month).astype("datetime64[s]") - left[0]
     step = np.median(np.diff(times).astype(np.int64)).astype("timedelta64[s]")
     return times[-1] + step * ahead

@@ -16,7 +16,8 @@ asked for only once, and where recording failed. Weights are read where they are
 change; it is dropped when they move or when their version shows that they were trained. `again` starts a
 program first, if no weight has moved, and looks for other changes while the device works; what a recording
 takes for granted beside the weights, a `Watch` looks at on the device. All programs of a model share one pool
-of memory: they run one after the other, and leave nothing there between calls.
+of memory: they run one after the other, and leave nothing there between calls. Beside it they share halves of
+weights (`vssm.ops.linear_weights`), which every replay compares with the weights.
 """
 
 import threading
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from vssm.nn import State
-from vssm.ops.linear_weights import SplitWeights
+from vssm.ops.linear_weights import Renewal, SplitWeights
 from vssm.trees import Gathered, copy, join, leaves_of, row_of, zero
 from vssm.weights import places_of, weights_of
 
@@ -62,14 +63,12 @@ _T = TypeVar("_T", bound=_Outputs)
 
 
 class Recorder:
-    """Makes the recordings of a model: they share two streams and a pool of memory."""
+    """Makes the recordings of a model: they share a stream, a pool of memory and halves of weights."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.weights = device, SplitWeights()
         if device.type == "cuda":
-            # Weights are split beside the rest, which goes first where both are ready.
-            self.stream, self.beside = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
-            self.pool = torch.cuda.graph_pool_handle()
+            self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def record(
         self, model: nn.Module, function: Callable[[nn.Module], _T], watch: "Watch | None" = None
@@ -82,26 +81,29 @@ class Recorder:
         if self.device.type != "cuda":
             return Recording(function(model), None, function, watch)
         current = torch.cuda.current_stream(self.device)
-        graph, weights = torch.cuda.CUDAGraph(), SplitWeights(self.device, self.beside)
+        graph = torch.cuda.CUDAGraph()
         with _capturing, torch.cuda.device(self.device):
             self.stream.wait_stream(current)
-            with torch.cuda.stream(self.stream), weights.note():
-                if watch is not None:
-                    watch.look(model)
-                function(model)
+            with torch.cuda.stream(self.stream):
+                with self.weights.note() as noted:
+                    if watch is not None:
+                        watch.look(model)
+                    function(model)
+                renewal = self.weights.keep(noted)
             current.wait_stream(self.stream)
             # Other threads may allocate meanwhile: "global" would make that their error.
             capture = torch.cuda.graph(
                 graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
             )
             try:
-                with capture, weights.split():
-                    if watch is not None:
+                with capture:
+                    if watch is not None:  # first, since the host waits for it
                         watch.look(model)
-                    outputs = function(model)
+                    with self.weights.renewed(renewal):
+                        outputs = function(model)
             finally:
                 torch.cuda.set_stream(current)  # a capture that fails leaves its own stream behind
-        return Recording(outputs, graph)
+        return Recording(outputs, graph, weights=renewal)
 
 
 class Recording(Generic[_T]):
@@ -113,8 +115,10 @@ class Recording(Generic[_T]):
         graph: "torch.cuda.CUDAGraph | None",
         function: Callable[[nn.Module], _T] | None = None,
         watch: "Watch | None" = None,
+        weights: Renewal | None = None,
     ) -> None:
         self.outputs, self._graph, self._function, self._watch = outputs, graph, function, watch
+        self.weights = weights  # held: the graph reads them
 
     def replay(self, model: nn.Module) -> None:
         if self._graph is not None:

@@ -17,6 +17,7 @@ __all__ = ["Gathered", "copy", "describe", "join", "leaves_of", "row_of", "zero"
 # and whoever keeps a small result must not keep a large one.
 _LARGE = 1 << 20
 _ALIGNED = 256  # bytes, as of memory that is allocated: how products are made depends on it
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class Gathered:
@@ -37,7 +38,7 @@ class Gathered:
     """
 
     pieces: list[list[Tensor]]
-    """What is copied side by side, for each piece of a copy: a tensor, or the bytes of several."""
+    """What is copied side by side, for each piece of a copy: a tensor, or the words of several."""
 
     def __init__(self, tree: State, shared: Collection[int] = ()) -> None:
         tensors = list(tree.leaves())
@@ -70,7 +71,7 @@ class Gathered:
 
     def own(self, position: int) -> State:
         """Copies the tree; all parts of the copy are at that position."""
-        # As bytes, several tensors take one launch: `copy` needs one for each dtype, and gives 65536 numbers
+        # As words, several tensors take one launch: `copy` needs one for each dtype, and gives 65536 numbers
         # to a single block of threads, which is slow for the few tensors here.
         pieces = [torch.cat(parts) if len(parts) > 1 else parts[0].clone() for parts in self.pieces]
         read_as = [pieces[piece].view(dtype) for piece, dtype in self._read_as]
@@ -103,10 +104,13 @@ def _side_by_side(rows: list[Tensor]) -> tuple[list[Tensor], list[int]]:
     """Returns the parts that make dense tensors one piece of memory, and the byte where each starts there."""
     if len(rows) == 1:
         return rows, [0]
-    gap = torch.empty(_ALIGNED, dtype=torch.uint8, device=rows[0].device)
-    pairs = [(row.reshape(-1).view(torch.uint8), gap[: -row.nbytes % _ALIGNED]) for row in rows]
-    starts = accumulate((len(data) + len(after) for data, after in pairs[:-1]), initial=0)
-    return [part for pair in pairs for part in pair], list(starts)
+    # `torch.cat` copies large words at once, and is slow where a part is empty.
+    sizes = [size for row in rows for size in (row.nbytes, row.storage_offset() * row.itemsize)]
+    word = next(word for word in _WORDS if not any(size % word.itemsize for size in sizes))
+    gap = torch.empty(_ALIGNED // word.itemsize, dtype=word, device=rows[0].device)
+    pairs = [(row.reshape(-1).view(word), gap[: -row.nbytes % _ALIGNED // word.itemsize]) for row in rows]
+    starts = accumulate((word.itemsize * (len(data) + len(after)) for data, after in pairs[:-1]), initial=0)
+    return [part for pair in pairs for part in pair if len(part)] or [gap[:0]], list(starts)
 
 
 def describe(state: State) -> Hashable:

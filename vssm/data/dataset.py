@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vssm.data.config import DataConfig
 
-_LEAST_SPREAD = 0.1  # of a window, in deviations of its column: a constant context must not divide by zero
+LEAST_SPREAD = 0.1  # of a window, in deviations of its column: a constant context must not divide by zero
 
 SPLIT, BINARIZE_TRAIN, BINARIZE_TEST, SYNTHETIC_TRAIN, SYNTHETIC_TEST, DIGITS, ARRAYS = range(7)
 
@@ -45,15 +45,18 @@ def hold_out(
     return np.sort(order[cut:]), np.sort(order[:cut])
 
 
-def spread(x: Tensor, centre: str = "window", season: int = 1) -> tuple[Tensor, Tensor]:
+def spread(
+    x: Tensor, centre: str = "window", season: int = 1, least: Tensor | float = LEAST_SPREAD**2
+) -> tuple[Tensor, Tensor]:
     """Returns the centres of every window, (B, P, D), and its deviation, (B, 1, D), a tenth at least.
 
     Arguments:
-        x: The contexts of windows, (B, C, D), standardised by column.
+        x: The contexts of windows, (B, C, D).
         centre: "window" for the mean, with the deviation from it; "last" for the last value, with the
             deviation that a random walk of the same steps has after the C of them.
         season: P, steps of a season, each with a centre of its own (`in_season`); C is P at least, and what
             it has beyond whole seasons, at the start, does not count.
+        least: Added to the variance, (D,) or (B, 1, D); that of data that is standardised by column.
 
     Example:
         >>> mean, deviation = spread(torch.tensor([[[1.0], [3.0]], [[5.0], [5.0]]]))
@@ -66,7 +69,7 @@ def spread(x: Tensor, centre: str = "window", season: int = 1) -> tuple[Tensor, 
     else:
         middle = x.mean(1)
         variance = (x - middle[:, None]).square().mean(1)
-    return middle, (variance.mean(1, keepdim=True) + _LEAST_SPREAD**2).sqrt()
+    return middle, (variance.mean(1, keepdim=True) + least).sqrt()
 
 
 def in_season(centre: Tensor, first: int, num: int) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from vssm.config import ModelConfig
 from vssm.nn.state import State
 from vssm.ops import causal_conv_silu, selective_scan
+from vssm.ops.conv import linear_conv_silu
 from vssm.ops.dispatch import choose_fused
 from vssm.ops.linear import Linear, linear
 from vssm.ops.norm import RMSNorm
@@ -69,15 +70,16 @@ class MambaMixer(nn.Module):
         but its position, and a state of fewer rows, B / S, may be given: each is where S neighbouring rows of
         x start.
         """
-        if torch.is_grad_enabled() and x.is_cuda:  # one product for each: no gradient has to be put together
-            x = x if norm is None else norm(x)
-            u, z = (F.linear(x, half) for half in self.in_proj.weight.unflatten(0, (2, -1)).unbind())
-        else:
-            u, z = self.in_proj(x, norm=norm).chunk(2, -1)
         taps = self.conv1d.weight.squeeze(1)
         assert self.conv1d.bias is not None
         before = (None, None) if state is None else (state["conv"], state["ssm"])
-        u, conv = causal_conv_silu(u, taps, self.conv1d.bias, before[0], last=last)
+        convolution = taps, self.conv1d.bias, before[0]
+        if torch.is_grad_enabled() and x.is_cuda:  # one product for each: no gradient has to be put together
+            x = x if norm is None else norm(x)
+            u, z = (F.linear(x, half) for half in self.in_proj.weight.unflatten(0, (2, -1)).unbind())
+            u, conv = causal_conv_silu(u, *convolution, last=last)
+        else:
+            u, z, conv = linear_conv_silu(x, self.in_proj.weight, *convolution, norm, last=last)
         dt, B, C = self.x_proj(u).split([self.rank, self.states, self.states], -1)
         A = -torch.exp(self.A_log.float()) if A is None else A
         dt = linear(dt, self.dt_proj.weight)

@@ -7,11 +7,13 @@ Shapes: x, y (B, T, D); weight (D, K); bias (D,); state (B, K - 1, D), the last 
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from vssm.ops.dispatch import needs_operator
+from vssm.ops.linear import linear, linear_parts
 from vssm.ops.scan import choose_backend
 
-__all__ = ["causal_conv_silu", "causal_conv_silu_reference"]
+__all__ = ["causal_conv_silu", "causal_conv_silu_reference", "linear_conv_silu"]
 
 
 def causal_conv_silu(
@@ -63,6 +65,50 @@ def causal_conv_silu(
     else:
         after = torch.cat([state[:, x.shape[1] :].to(x.dtype), x], 1)
     return _conv_silu(x, weight, bias, state), after if last else after[:0]
+
+
+def linear_conv_silu(
+    x: Tensor,
+    weight: Tensor,
+    taps: Tensor,
+    bias: Tensor,
+    state: Tensor | None = None,
+    norm: nn.Module | None = None,
+    backend: str = "auto",
+    last: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Multiplies by a weight and convolves the first half of the product; the second is a gate.
+
+    Arguments:
+        x: The input, (B, T, W).
+        weight: The weight, (2 D, W).
+        taps: The taps of the convolution, (D, K).
+        bias: Its bias, (D,).
+        state: As for `causal_conv_silu`.
+        norm: Applied to x before.
+        backend: As for `linear` and `causal_conv_silu`.
+        last: Whether the state to go on from is asked for.
+
+    Returns:
+        y and the gate, (B, T, D), and the state to go on from (B, K - 1, D).
+
+    Example:
+        >>> x, weight, taps = torch.ones(1, 4, 1), torch.tensor([[1.0], [2.0]]), torch.ones(1, 3)
+        >>> y, gate, _ = linear_conv_silu(x, weight, taps, torch.zeros(1))
+        >>> y.flatten(), gate.flatten()
+        (tensor([0.7311, 1.7616, 2.8577, 2.8577]), tensor([2., 2., 2., 2.]))
+    """
+    others = [taps, bias] if state is None else [taps, bias, state]
+    multiply = linear if needs_operator(*others) else linear_parts
+    made = multiply(x, weight, norm=norm, backend=backend)
+    if isinstance(made, Tensor):
+        u, z = made.chunk(2, -1)
+        u, after = causal_conv_silu(u, taps, bias, state, backend, last)
+        return u, z, after
+    from vssm.ops import conv_triton
+
+    after = x.new_empty(len(x) if last else 0, taps.shape[1] - 1, len(taps))
+    return *conv_triton.forward_parts(made, x.shape[1], taps, bias, state, after if last else None), after
 
 
 def causal_conv_silu_reference(

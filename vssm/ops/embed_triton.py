@@ -3,8 +3,12 @@
 Shapes: z (steps, Z), weight (Z N, D), y (steps, D). Sums are float32. A class that is not there gives NaN
 rather than a read out of bounds. Addresses are 64-bit.
 
-Few steps have a program each, which reads all of their rows at once. Of many, a program takes several, one
-latent after the other: to start a program for each would take longer than its sums where rows are narrow.
+| steps | columns | a program                                                                               |
+| ----- | ------- | --------------------------------------------------------------------------------------- |
+| few   | any     | takes one step, and reads all of its rows at once                                       |
+| more  | many    | takes a slice of columns and many steps, some latents at a time: rows that several      |
+|       |         | steps select are then read from its own cache, where all of them would share the next   |
+| many  | few     | takes several, since to start one for each takes longer than its sums                   |
 """
 
 # Kernels are written in the part of Python that Triton compiles.
@@ -12,21 +16,37 @@ latent after the other: to start a program for each would take longer than its s
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["embed_sum"]
+__all__ = ["Plan", "embed_sum", "plan"]
 
 TILE = 4096
 """Elements that a program of one step holds."""
 TOTAL = 2048
-"""Sums that a program of several steps holds."""
+"""Sums that a program of several narrow steps holds."""
 MANY = 4096
 """Steps from which a program takes several,"""
 NARROW = 256
-"""if they have no more columns than this."""
+"""if they have no more columns than this;"""
+MORE = 768
+"""Steps from which a program takes a slice of wider ones, whose part of the table then stays in its cache."""
+
+
+class Plan(NamedTuple):
+    """How the sums are cut up."""
+
+    BR: int
+    """Steps of a program."""
+    BD: int
+    """Columns of a program."""
+    together: int = 1
+    """Latents that a program of several steps reads at a time; divides Z."""
+    warps: int = 4
 
 
 @triton.jit
@@ -41,7 +61,8 @@ def _rows(weight, latent, classes, live, d, N, D):
 # fmt: off
 @triton.jit(do_not_specialize=["steps"])
 def _kernel(
-    z, weight, y, steps, N, D, Z: tl.constexpr, BR: tl.constexpr, BZ: tl.constexpr, BD: tl.constexpr
+    z, weight, y, steps, N, D, Z: tl.constexpr, BR: tl.constexpr, BZ: tl.constexpr, BD: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     # fmt: on
     d = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -55,23 +76,40 @@ def _kernel(
         each = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
         live = each < steps
         total = tl.zeros((BR, BD), tl.float32)
-        for k in range(Z):
-            chosen = tl.load(z + each * Z + k, mask=live, other=0).to(tl.int64)
-            total += _rows(weight, k, chosen, live, d, N, D)
+        unknown = tl.zeros((BR,), tl.int32)
+        for first in range(0, Z, TOGETHER):
+            for j in tl.static_range(TOGETHER):
+                chosen = tl.load(z + each * Z + first + j, mask=live, other=0)
+                known = (chosen >= 0) & (chosen < N)
+                unknown += tl.where(known, 0, 1)
+                # The first class instead: its row is there to be read, and the sum is not kept.
+                row = (first + j) * N + tl.where(known, chosen, 0).to(tl.int32)
+                at = row.to(tl.int64)[:, None] * D + d[None, :]
+                total += tl.load(weight + at, mask=(d < D)[None, :]).to(tl.float32)
+        total = tl.where((unknown > 0)[:, None], float("nan"), total)
         mask = live[:, None] & (d < D)[None, :]
         tl.store(y + each[:, None] * D + d[None, :], total.to(y.dtype.element_ty), mask=mask)
 
 
-def embed_sum(z: Tensor, weight: Tensor) -> Tensor:
+def plan(steps: int, Z: int, D: int) -> Plan:
+    """Returns how the sums of some steps are cut up."""
+    if D > NARROW and steps >= MORE:
+        # As many threads as steps: a row is then looked up once, not by each thread that reads some of it.
+        together = Z & -Z
+        return Plan(64, 64, min(4, together), 2) if steps >= MANY else Plan(128, 32, min(8, together), 4)
+    BD = min(128, TILE // triton.next_power_of_2(Z), triton.next_power_of_2(D))
+    return Plan(max(2, TOTAL // BD) if steps >= MANY and D <= NARROW else 1, BD)
+
+
+def embed_sum(z: Tensor, weight: Tensor, how: Plan | None = None) -> Tensor:
     """Returns y (..., D) in the dtype of the weight."""
     Z, D = z.shape[-1], weight.shape[1]
     y = torch.empty((*z.shape[:-1], D), dtype=weight.dtype, device=weight.device)
-    BZ = triton.next_power_of_2(Z)
-    BD = min(128, TILE // BZ, triton.next_power_of_2(D))
     steps = z.numel() // Z
-    BR = max(2, TOTAL // BD) if steps >= MANY and D <= NARROW else 1
+    how = how or plan(steps, Z, D)
     if y.numel():
         inputs = (z.contiguous(), weight.contiguous())
-        grid = (triton.cdiv(steps, BR), triton.cdiv(D, BD))
-        _kernel[grid](*inputs, y, steps, len(weight) // Z, D, Z, BR, BZ, BD)
+        grid = (triton.cdiv(steps, how.BR), triton.cdiv(D, how.BD))
+        sizes = (len(weight) // Z, D, Z, how.BR, triton.next_power_of_2(Z), how.BD, how.together)
+        _kernel[grid](*inputs, y, steps, *sizes, num_warps=how.warps)
     return y

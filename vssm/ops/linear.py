@@ -9,15 +9,21 @@ On a GPU a float32 product runs on the units for single numbers, and one of few 
 `torch.compile`, and everywhere but on a GPU, PyTorch's own product runs.
 """
 
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.ops.dispatch import choose_fused, needs_operator, product_dtype
 
-__all__ = ["Linear", "linear"]
+if TYPE_CHECKING:
+    from vssm.ops.linear_triton import Parts
 
-_DIVISOR = 32  # of K, in the kernels
+__all__ = ["Linear", "linear", "linear_parts"]
+
+_DIVISOR = 32  # of K, in the kernels; less where there are many rows
+_FEW = 64
 
 
 class Linear(nn.Linear):
@@ -61,12 +67,7 @@ def linear(
         >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 4.0], [5.0, 6.0]]), torch.tensor([0.5, 0.0]))
         tensor([11.5000, 17.0000])
     """
-    if norm is not None and not (
-        isinstance(norm, nn.RMSNorm)
-        and norm.elementwise_affine
-        and norm.eps is not None
-        and norm.weight.shape == x.shape[-1:]
-    ):
+    if norm is not None and not _is_plain(norm, x):
         x, norm = norm(x), None
     skip = backend == "auto" and not x.is_cuda  # a step-by-step loop feels each of these questions
     if skip or not choose_fused(backend, x.device, x.dtype, _refusal(x, weight, bias, add, norm)):
@@ -74,10 +75,38 @@ def linear(
         return y if add is None else add + y
     from vssm.ops import linear_triton
 
+    return linear_triton.forward(x, weight, bias, add, *_scale_of(norm))
+
+
+def linear_parts(
+    x: Tensor, weight: Tensor, norm: nn.Module | None = None, backend: str = "auto"
+) -> "Tensor | Parts":
+    """Does `linear`, but may leave parts of the sums over K to be added by who reads the product."""
+    if norm is not None and not _is_plain(norm, x):
+        x, norm = norm(x), None
+    skip = backend == "auto" and not x.is_cuda
+    if skip or not choose_fused(backend, x.device, x.dtype, _refusal(x, weight, None, None, norm)):
+        return F.linear(x if norm is None else norm(x), weight)
+    from vssm.ops import linear_triton
+
+    return linear_triton.multiply(x, weight, None, None, *_scale_of(norm))
+
+
+def _is_plain(norm: nn.Module, x: Tensor) -> TypeGuard[nn.RMSNorm]:
+    """Says whether kernels can norm the rows of x on the way."""
+    return (
+        isinstance(norm, nn.RMSNorm)
+        and norm.elementwise_affine
+        and norm.eps is not None
+        and norm.weight.shape == x.shape[-1:]
+    )
+
+
+def _scale_of(norm: nn.RMSNorm | None) -> tuple[Tensor | None, float]:
     if norm is None:
-        return linear_triton.forward(x, weight, bias, add)
+        return None, 0.0
     assert norm.eps is not None
-    return linear_triton.forward(x, weight, bias, add, norm.weight, norm.eps)
+    return norm.weight, norm.eps
 
 
 def _refusal(
@@ -91,8 +120,12 @@ def _refusal(
         return "all tensors must be float32 on one device"
     if product_dtype(x.device) is not None:
         return "autocast asks for another dtype"
-    if weight.shape[1] % _DIVISOR or x.shape[-1] != weight.shape[1]:
-        return f"weight has {weight.shape[1]} columns; x needs as many, and {_DIVISOR} must divide them"
+    K = weight.shape[1]
+    if x.shape[-1] != K or (K % _DIVISOR and not (K < _DIVISOR and x.numel() > _FEW * K)):
+        return (
+            f"weight has {K} columns; x needs as many, and {_DIVISOR} must divide them, or x has more than"
+            f" {_FEW} rows of fewer than {_DIVISOR}"
+        )
     if add is not None and add.shape != (*x.shape[:-1], len(weight)):
         return f"add has shape {tuple(add.shape)}, not that of the result"
     if getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee") not in ("ieee", "none"):

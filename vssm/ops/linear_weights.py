@@ -1,91 +1,122 @@
-"""The split weights of a recording: made once for all of its products, and beside its other work.
+"""The split weights of recordings: kept from one replay to the next, and made again where a weight changed.
 
 A product of many rows reads a weight (N, K) as high, low (N, K) and down (N,), as `vssm.ops.linear_triton`
-says. To split it reads and writes all of its bytes, and a plain call does that before every product. A
-recording of `vssm.graphs` does it once for each weight, on a second stream: weights are there from the start,
-and what runs between large products leaves most of the memory's bandwidth free.
+says. A plain call makes these halves before every product, which reads and writes all of their bytes.
+Recordings of `vssm.graphs` share halves that stay. No version tells of every change: fused optimisers and
+writes through `.data` count none. So every replay reads all bits of its weights, which is half of the traffic
+of splitting them: each few rows have a mark, a number that all of their bits determine, which is kept beside
+their halves, and rows with another mark are split again, there and then, by the kernel that has read them
+(`vssm.ops.linear_weights_triton`). The host has no part in it.
 
-Halves are not kept from one call to the next: fused optimisers and changes through `.data` count no version,
-so only who reads a whole weight knows that it is the same, which is half of the traffic of splitting it. So
-every replay splits the weights as they are then; halves are memory of a recording, as many bytes as weights.
+Halves are as many bytes as the weights, and go with the last recording that reads them.
 """
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["SplitWeights", "halves_of"]
+__all__ = ["Kept", "Renewal", "SplitWeights", "halves_of"]
 
 Halves = tuple[Tensor, Tensor, Tensor]
 Split = Callable[[Tensor], Halves]
+
+_ALIGNED = 16  # bytes, of weights whose bits are read many at a time
 
 _recorded = threading.local()
 
 
 def halves_of(weight: Tensor, split: Split) -> Halves:
-    """Splits a weight, or returns what this thread's recording has made of it.
+    """Splits a weight, or returns what this thread's recording keeps of it.
 
     Example:
         >>> halves_of(torch.ones(2), lambda weight: (weight, 0 * weight, weight[:1]))[0]
         tensor([1., 1.])
     """
-    weights: SplitWeights | None = getattr(_recorded, "weights", None)
-    # Only a parameter is sure to be there before the recording starts, and to stay as it is.
-    if weights is None or not isinstance(weight, nn.Parameter):
+    find: Callable[[nn.Parameter], Halves | None] | None = getattr(_recorded, "find", None)
+    # Only a parameter is sure to be there before the recording starts, and to stay as it is while it runs.
+    if find is None or not isinstance(weight, nn.Parameter):
         return split(weight)
-    return weights._halves_of(weight, split)
+    return find(weight) or split(weight)
+
+
+class Kept:
+    """The halves of one weight, and the marks of the rows that they were made of."""
+
+    def __init__(self, weight: nn.Parameter, rows: int) -> None:
+        N, K = weight.shape
+        self.weight, self.address = weight, weight.data_ptr()
+        high, low = torch.empty((2, N, K), dtype=torch.float16, device=weight.device)
+        self.halves: Halves = high, low, torch.empty(N, dtype=torch.float32, device=weight.device)
+        self.marks = torch.empty(-(-N // rows), dtype=torch.int64, device=weight.device)
+
+
+class Renewal(Protocol):
+    """Splits rows of some weights that have changed."""
+
+    kept: list[Kept]
+
+    def __call__(self, always: bool = False) -> None: ...
 
 
 class SplitWeights:
-    """Splits the weights of one recording; halves are gone when its capture is over.
+    """Keeps the halves of a model's weights for its recordings."""
 
-    Arguments:
-        device: Where the weights are.
-        stream: Where they are split, while the current stream goes on.
-    """
-
-    def __init__(self, device: torch.device, stream: torch.Stream) -> None:
-        self._streams, self._stream = torch.get_device_module(device), stream
-        self._noted: dict[int, tuple[nn.Parameter, Split]] = {}
-        self._made: dict[int, Halves] = {}
-        self._there: dict[int, torch.Event] = {}  # of those that the current stream has not waited for
+    def __init__(self) -> None:
+        self._kept: WeakValueDictionary[int, Kept] = WeakValueDictionary()
 
     @contextmanager
-    def note(self) -> Iterator[None]:
-        """Notes, while a function runs, which weights it has split."""
-        _recorded.weights = self
-        try:
-            yield
-        finally:
-            _recorded.weights = None
+    def note(self) -> Iterator[list[nn.Parameter]]:
+        """Notes, while a function runs, which weights it splits."""
+        noted: dict[int, nn.Parameter] = {}
 
+        def find(weight: nn.Parameter) -> None:
+            if weight.is_contiguous() and weight.data_ptr() % _ALIGNED == 0:
+                noted[id(weight)] = weight
+
+        weights: list[nn.Parameter] = []
+        with _finding(find):
+            yield weights
+        weights += noted.values()
+
+    def keep(self, weights: list[nn.Parameter]) -> Renewal | None:
+        """Splits what is not kept yet; halves stay as long as what it returns, if there are any."""
+        if not weights:
+            return None
+        from vssm.ops import linear_weights_triton as kernels
+
+        all_kept, new = [], []
+        for weight in weights:
+            kept = self._kept.get(id(weight))
+            if kept is None or kept.address != weight.data_ptr():
+                kept = self._kept[id(weight)] = Kept(weight, kernels.rows_of(weight.shape[1]))
+                new.append(kept)
+            all_kept.append(kept)
+        if new:
+            kernels.Renewal(new)(always=True)
+        return kernels.Renewal(all_kept)
+
+    @staticmethod
     @contextmanager
-    def split(self) -> Iterator[None]:
-        """Splits all that was noted, for the same function to read while it is captured."""
-        if not self._noted:
+    def renewed(renewal: Renewal | None) -> Iterator[None]:
+        """Splits what has changed, for a function to read that is captured with it."""
+        if renewal is None:
             yield
             return
-        current = self._streams.current_stream()
-        self._stream.wait_stream(current)  # makes it part of the capture
-        try:
-            with self._streams.stream(self._stream):
-                for at, (weight, split) in self._noted.items():
-                    self._made[at] = split(weight)
-                    self._there[at] = self._stream.record_event()
-            with self.note():
-                yield
-        finally:
-            current.wait_stream(self._stream)  # a capture must not end before
-            self._made.clear()
+        renewal()
+        halves = {id(kept.weight): kept.halves for kept in renewal.kept}
+        with _finding(lambda weight: halves.get(id(weight))):
+            yield
 
-    def _halves_of(self, weight: nn.Parameter, split: Split) -> Halves:
-        at = id(weight)
-        if at not in self._made:
-            self._noted[at] = weight, split
-            return split(weight)
-        if at in self._there:
-            self._streams.current_stream().wait_event(self._there.pop(at))
-        return self._made[at]
+
+@contextmanager
+def _finding(find: Callable[[nn.Parameter], Halves | None]) -> Iterator[None]:
+    _recorded.find = find
+    try:
+        yield
+    finally:
+        _recorded.find = None

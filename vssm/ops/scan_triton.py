@@ -13,14 +13,17 @@ Backward, with g_t = dout_t silu(z_t) and l_t the gradient of h_t:
 Shapes: u, dt, z, out (B, T, D); A (D, N); B, C (B, T, N); D, dt_bias (D,); h, l (B, D, N).
 
 Forward, a thread owns whole channels and runs over time: the N states of a channel are N register variables
-(a tuple of vectors over channels), so sums over n cost no communication. Backward, PARTS lanes share the
-states of a channel. All is float32 inside; exp is exp2 with A scaled by log2(e), forward of some states by a
-polynomial, since the unit for it is what binds; addresses are 64-bit. A program is one warp.
+(a tuple of vectors over channels), so sums over n cost no communication. Backward, and forward where there
+are few sequences, PARTS lanes share the states of a channel. All is float32 inside; exp is exp2 with A scaled
+by log2(e), forward of some states by a polynomial, since the unit for it is what binds; addresses are 64-bit.
+A program is one warp, or some that do not know of each other.
 
 - `_scan_kernel` writes out, or the states before every so many steps, or summarises a chunk of time: h at its
   end is P h_start + local with P = exp(A sum delta), and the gradient that it hands back, a l of its first
   step, is P times the one handed to it + pull with pull = sum_t exp(A sum_{s <= t} delta_s) C_t g_t. One exp
   serves both. `_combine_kernel` chains the chunks of a long sequence; then all can run side by side.
+- `_lanes_kernel` writes out of few sequences: chunks would have to be run twice, and many lanes fill the
+  device without them. Of every PARTS steps each lane of a channel loads one and does what is not per state.
 - `_backward_kernel` runs a chunk forward and keeps h of every K-th step in shared memory (in a scratch if it
   does not fit), then walks back K steps at a time with their states in registers. Of every PARTS steps each
   lane of a channel loads one, does what is not per state (softplus, gate) and stores its gradients; `_share`
@@ -39,7 +42,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vssm.ops.scan_triton_backward import _backward_kernel
-from vssm.ops.scan_triton_forward import _combine_kernel, _decays_kernel, _scan_kernel
+from vssm.ops.scan_triton_forward import _combine_kernel, _decays_kernel, _lanes_kernel, _scan_kernel
 from vssm.ops.scan_triton_lanes import SHARED_BYTES
 
 __all__ = ["backward", "decays", "forward"]
@@ -49,14 +52,15 @@ class Plan(NamedTuple):
     """How a call is cut up; fixed by the sizes, so that a call repeats bit for bit."""
 
     length: int  # steps of a chunk of time
-    BD: int  # channels a program
+    BD: int  # lanes a program, times the channels of a lane
     K: int  # steps a block: loaded together; backward: from one kept state to the next
     registers: int | None  # a thread, at most
     ahead: bool  # B and C are loaded a block ahead, as the others always are
     polynomials: int = 0  # forward: states of a channel whose exponential is a polynomial
     programs: int = 0  # backward: at most
-    parts: int = 1  # backward: lanes a channel
+    parts: int = 1  # lanes a channel
     split: bool = True  # backward: chunks run side by side, not one after the other
+    warps: int = 1  # a program
 
 
 def _processors(device: torch.device) -> int:
@@ -64,13 +68,38 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
+MOST_PARTS = 8
+"""Lanes that share a channel forward, at most,"""
+WARPS = 8
+"""while a multiprocessor has no more warps than this,"""
+ALONE = 256
+"""and of no longer sequences: more of time is run side by side, in chunks."""
+
+
 def plan_forward(batch: int, length: int, channels: int, states: int, processors: int) -> Plan:
-    """Returns how `forward` runs: over the whole length at once if that fills the device, else in chunks."""
+    """Returns how `forward` runs: over the whole length at once if that fills the device, else in chunks.
+
+    Few sequences that are not long do fill it with several lanes a channel.
+    """
+    parts = 1
+    while (
+        1 < length <= ALONE
+        and 2 * parts <= MOST_PARTS
+        and states % (2 * parts) == 0
+        and 2 * parts * batch * channels <= 32 * WARPS * processors
+    ):
+        parts *= 2
+    if parts > 1:
+        warps = max(1, parts // 4)  # then it reads whole sectors of memory, 8 channels, of every step
+        block = parts if parts >= 8 else 2 * parts
+        if length >= 64 and parts >= 8:  # longer runs of loads pay
+            warps, block = 2 * warps, 2 * parts
+        return Plan(length, 32 * warps, block, None, True, parts=parts, warps=warps)
     warps = batch * triton.cdiv(channels, 64)
     K = 1 if length == 1 or states > 32 else 2
     # One in 16 exponentials as a polynomial: its instructions then take as long as the others' exponentials.
     polynomials = states // 16
-    if states > 16 or (warps < 2 * processors and length < 128):
+    if states > 16 or (warps < 4 * processors and length < 128):
         return Plan(length, 32, K, None, True, polynomials)
     if warps >= 6 * processors or length < 128:
         return Plan(length, 64, K, 128, False, polynomials)
@@ -146,7 +175,7 @@ class _Call(NamedTuple):
             "WORDS": self.words and states * self.inputs[4].element_size() % 8 == 0,
             "EVEN": channels * plan.parts % plan.BD == length % plan.K == plan.length % plan.K == 0,
             "PTX": _ptx(self.inputs[1]),
-            "num_warps": 1,
+            "num_warps": plan.warps,
         } | ({} if plan.registers is None else {"maxnreg": plan.registers})
 
     def scan(
@@ -166,6 +195,14 @@ class _Call(NamedTuple):
             inputs, self.fixed_strides, start, *places, length, channels, plan.length, chunks, share,
             LOG=(A.shape[1] - 1).bit_length(), BD=plan.BD, EVERY=every, POLYNOMIALS=plan.polynomials,
             AHEAD=plan.ahead, **self.settings(plan),
+        )  # fmt: skip
+
+    def scan_whole(self, plan: Plan, start: Tensor | None, share: int, y: Tensor, end: Tensor | None) -> None:
+        """Runs `_lanes_kernel`."""
+        batch, length, channels = self.inputs[1].shape
+        _lanes_kernel[(batch * triton.cdiv(channels * plan.parts, plan.BD),)](
+            self.inputs, self.fixed_strides, start, y, end, length, channels, share,
+            LOG=plan.parts.bit_length() - 1, BD=plan.BD, POLYNOMIALS=plan.polynomials, **self.settings(plan),
         )  # fmt: skip
 
 
@@ -228,7 +265,10 @@ def forward(
             start = start.repeat_interleave(share, 0)
         share = 1
         start, _ = _enter_chunks(call, plan.length, start, None)
-    call.scan(plan, start, share=share, y=y, end=end if last else None)
+    if plan.parts > 1:
+        call.scan_whole(plan, start, share, y, end if last else None)
+    else:
+        call.scan(plan, start, share=share, y=y, end=end if last else None)
     return y, end
 
 

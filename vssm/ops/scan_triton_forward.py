@@ -8,6 +8,7 @@
 import triton
 import triton.language as tl
 
+from vssm.ops.scan_triton_lanes import _put_states, _spread, _sum_parts, _take_states
 from vssm.ops.scan_triton_steps import (
     LOG2E,
     _decay,
@@ -139,6 +140,82 @@ def _scan_kernel(
         _store_states(local + item * channels * N, states, d, channels, N, LOG, BD)
         if pull is not None:
             _store_states(pull + item * channels * N, pulls, d, channels, N, LOG, BD)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["T"])
+def _lanes_kernel(
+    inputs, strides, start, y, end, T, channels: tl.constexpr, share,
+    N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, POLYNOMIALS: tl.constexpr,
+    SOFTPLUS: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+):
+    # fmt: on
+    """Writes out and the last h of whole sequences: 2**LOG lanes share a channel, with N states each.
+
+    Of every 2**LOG steps each lane of a channel does one, but for the states: softplus, gate and out.
+    """
+    PARTS: tl.constexpr = 1 << LOG
+    dy, u, dt, A, B, C, D, z, dt_bias = inputs
+    blocks = tl.cdiv(channels * PARTS, BD)
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    lane = tl.arange(0, BD)
+    d = tl.program_id(0) % blocks * (BD // PARTS) + lane // PARTS
+    part = lane % PARTS
+    mask = d < channels
+    own = part * N  # the first state of a lane
+    last = T.to(tl.int64)  # so that places of steps are 64-bit
+    zero = tl.zeros((BD,), tl.float32)
+    states = ()
+    if start is not None:
+        place = start + (tl.program_id(0) // blocks // share).to(tl.int64) * channels * N * PARTS
+        states = _take_states(place + d * (N * PARTS), own, mask, N, 1, False)
+    else:
+        for _ in tl.static_range(N):
+            states = states + (zero,)
+    rates = ()
+    for n in tl.static_range(N):
+        rate = tl.load(A + d * (N * PARTS) + own + n, mask=mask, other=0.0)
+        rates = rates + (rate.to(tl.float32) * LOG2E,)
+    skip = _vector(D, d, channels, BD)
+    bias = _vector(dt_bias, d, channels, BD)
+    next_vectors = _vectors(inputs, strides, b, 0, last, d, part, channels, K, PARTS, EVEN)
+    next_rows = _rows(inputs, strides, b, 0, last, own, N, K, WORDS, EVEN)
+    for t0 in range(0, last, K):
+        us, dts, zs, dys = next_vectors
+        Bs, Cs = next_rows
+        after = _next(t0, last, K, EVEN)
+        next_vectors = _vectors(inputs, strides, b, after, last, d, part, channels, K, PARTS, EVEN)
+        next_rows = _rows(inputs, strides, b, after, last, own, N, K, WORDS, EVEN)
+        deltas, _slopes, shares = _prepare(dts, zs, bias, len(zs), SOFTPLUS)
+        for j in tl.static_range(len(us)):
+            step = t0 + j * PARTS + part
+            delta = deltas[j]
+            if not EVEN:
+                delta = tl.where(step < last, delta, 0.0)
+            x = us[j].to(tl.float32)
+            drive = delta * x
+            outs = ()
+            for k in tl.static_range(PARTS):
+                delta_k = _spread(delta, k, LOG, BD, PTX)
+                drive_k = _spread(drive, k, LOG, BD, PTX)
+                row_B = _scalars(Bs[j * PARTS + k], B.dtype.element_ty, WORDS)
+                row_C = _scalars(Cs[j * PARTS + k], C.dtype.element_ty, WORDS)
+                out = zero
+                new_states = ()
+                for n in tl.static_range(N):
+                    decay = _decay(delta_k, rates[n], n < POLYNOMIALS)
+                    state = decay * states[n] + drive_k * row_B[n]
+                    new_states = new_states + (state,)
+                    out += state * row_C[n]
+                states = new_states
+                outs = outs + (out,)
+            out = _sum_parts(outs, LOG, BD, PTX) + skip * x
+            if z is not None:
+                out *= zs[j].to(tl.float32) * shares[j]
+            at = (j * PARTS + part) * channels + d
+            _store(y + (b * T + t0) * channels, at, out, mask & (step < last), EVEN)
+    if end is not None:
+        _put_states(end + b * channels * N * PARTS + d * (N * PARTS), states, own, mask, False)
 
 
 # fmt: off

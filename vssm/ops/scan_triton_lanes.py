@@ -1,7 +1,7 @@
-"""What the lanes of a warp do with and for each other in the backward kernel of the selective scan.
+"""What the lanes of a warp do with and for each other in the kernels of the selective scan.
 
-PARTS lanes in a row share the states of a channel, N each. With two lanes of eight states (FOLD) slot n of a
-lane need not be state n of its part: `_fold` says why.
+PARTS lanes in a row share the states of a channel, N each. Backward, with two lanes of eight states (FOLD)
+slot n of a lane need not be state n of its part: `_fold` says why.
 """
 
 # Kernels are written in the part of Python that Triton compiles: no star unpacking, no early return.
@@ -21,6 +21,15 @@ SHARED_START = tl.constexpr(f"{{ .shared .align 16 .b8 kept[{SHARED_BYTES}]; mov
 # in one bit; what the first or second of a pair of lanes has, for both.
 EXCHANGES = tl.constexpr([f"shfl.sync.bfly.b32 $0, $1, {1 << k}, 0x1f, 0xffffffff;" for k in range(5)])
 TAKES = tl.constexpr([f"shfl.sync.idx.b32 $0, $1, {k}, 0x1e1f, 0xffffffff;" for k in range(2)])
+# What one of PARTS lanes has, for all of them: number PARTS + k is that of lane k.
+SPREADS = tl.constexpr(
+    [""]
+    + [
+        f"shfl.sync.idx.b32 $0, $1, {k}, {(32 - parts) << 8 | 31}, 0xffffffff;"
+        for parts in (1, 2, 4, 8, 16)
+        for k in range(parts)
+    ]
+)
 
 
 @triton.jit
@@ -62,6 +71,46 @@ def _from_lane(x, LANE: tl.constexpr, PTX: tl.constexpr):
         return tl.inline_asm_elementwise(TAKE, "=f,f", [x], tl.float32, is_pure=True, pack=1)
     else:
         return tl.where(tl.arange(0, 32) % 2 == LANE, x, _exchange(x, 0, PTX))
+
+
+@triton.jit
+def _spread(x, STEP: tl.constexpr, LOG: tl.constexpr, WIDTH: tl.constexpr, PTX: tl.constexpr):
+    """Gives all 2**LOG lanes of a channel what lane STEP of them has; x is (WIDTH,)."""
+    if LOG == 0:
+        return x
+    elif PTX:
+        SPREAD: tl.constexpr = SPREADS[(1 << LOG) + STEP]
+        return tl.inline_asm_elementwise(SPREAD, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.gather(x, tl.arange(0, WIDTH) >> LOG << LOG | STEP, 0)
+
+
+@triton.jit
+def _partner(x, LEVEL: tl.constexpr, WIDTH: tl.constexpr, PTX: tl.constexpr):
+    """As `_exchange`, of a vector (WIDTH,) of several warps."""
+    if PTX:
+        EXCHANGE: tl.constexpr = EXCHANGES[LEVEL]
+        return tl.inline_asm_elementwise(EXCHANGE, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.gather(x, tl.arange(0, WIDTH) ^ (1 << LEVEL), 0)
+
+
+@triton.jit
+def _sum_parts(values, LOG: tl.constexpr, WIDTH: tl.constexpr, PTX: tl.constexpr):
+    """Returns for lane i of the 2**LOG of a channel the sum of values[i] over these lanes; all are (WIDTH,).
+
+    At every level a lane keeps half of the values and gives the other half to its partner.
+    """
+    lane = tl.arange(0, WIDTH)
+    for level in tl.static_range(LOG):
+        odd = (lane >> level) % 2 == 1
+        sums = ()
+        for i in tl.static_range(0, 1 << (LOG - level), 2):
+            keep = tl.where(odd, values[i + 1], values[i])
+            give = tl.where(odd, values[i], values[i + 1])
+            sums = sums + (keep + _partner(give, level, WIDTH, PTX),)
+        values = sums
+    return values[0]
 
 
 @triton.jit

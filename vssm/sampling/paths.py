@@ -5,62 +5,85 @@
 
 Path s of the history with row r reads the noise of row r S + s, as after `State.repeat(S)`.
 
-On a GPU, reading and all that follows is one CUDA graph from the second call of the same sizes on: seed and
-first row are numbers that are filled in, so slabs of as many histories replay one recording.
+On a GPU, reading and all that follows is one CUDA graph from the second call of the same sizes on. Histories,
+seed and first row go there in one copy that nobody waits for, so slabs of as many histories replay one
+recording, and the next starts before the last is done.
 
 Legend: B histories, S paths of each, T new steps; x (B, C, D); z (B S, T, Z); paths (B, S, T, D).
 """
 
-from functools import partial
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vssm import graphs
+from vssm.data.scale import Scale
 from vssm.distributions import Latents
 from vssm.models import Variational
 from vssm.nn import State
 from vssm.sampling.request import Noise
 
-__all__ = ["paths_after", "paths_from"]
+__all__ = ["Finish", "paths_after", "paths_from"]
+
+Finish = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Makes a result of paths, factor and shift, which it must not keep."""
+
+
+class _Task(NamedTuple):
+    """What is fixed in a recording."""
+
+    shape: torch.Size
+    """Of the histories, (B, C, channels)."""
+    cycles: int
+    """Columns of the time features."""
+    scale: Scale
+    samples: int
+    length: int
+    temperature: float
 
 
 def paths_after(
     model: Variational,
-    prompt: Tensor,
+    scale: Scale,
+    x: Tensor,
+    clock: Tensor | None,
     seed: int,
     first: int,
     samples: int,
     length: int,
-    temperature: float = 1.0,
+    temperature: float,
+    finish: Finish,
 ) -> Tensor:
-    """Returns paths after histories that are given as data, (B, S, T, D).
+    """Returns what `finish` makes of paths after histories, (B, S, T, D), and of their factor and shift.
 
     Arguments:
         model: The model.
-        prompt: The histories, (B, C, D), on the device of the model.
+        scale: That of the histories, on the device of the model.
+        x: The histories in the units of the data, (B, C, channels) in float64, in memory of the host.
+        clock: Time features, (C, 2 x cycles) in float64, in memory of the host.
         seed: Names the paths.
         first: The row of the first history; the others follow.
         samples: S, paths of each.
         length: T, new steps.
         temperature: As for `generate`.
+        finish: Copies the paths to where they stay.
     """
-    device, num = prompt.device, len(prompt)
-    numbers = {"seed": seed, "first": first}
-    sizes = samples, length, temperature
-
-    def make(recorder: graphs.Recorder) -> graphs.OneShot:
-        fixed = State({name: torch.full((num,), number, device=device) for name, number in numbers.items()})
-        return graphs.OneShot(recorder, model, partial(_paths_tree, *sizes), State({"prompt": prompt}), fixed)
-
+    device = scale.device
+    task = _Task(x.shape, 0 if clock is None else clock.shape[1], scale, samples, length, temperature)
+    given = _packed(x, clock, seed, first, pinned=device.type == "cuda")
     if graphs.usable(device) and type(model) is Variational:
-        key = "paths", prompt.shape, prompt.dtype, sizes
-        inputs = State({"prompt": prompt}), numbers, prompt.shape[1] + length
-        made = graphs.attempt(model, device, key, make, *inputs)
+        key = "paths", task
+        made = graphs.again(model, device, key, given, finish)
+        if made is None:
+            made = graphs.attempt(model, device, key, partial(_Program, task, model), given, finish)
         if made is not None:
-            return made["x"]
-    rows = torch.arange(first, first + num, device=device)
-    return _read_on(model, prompt, Noise(torch.full((num,), seed, device=device), rows), *sizes)
+            return made
+    return finish(*_paths_of(task, given.to(device, non_blocking=True), model))
 
 
 def paths_from(
@@ -68,8 +91,10 @@ def paths_from(
 ) -> Tensor:
     """Returns paths that go on from a state of `observe`, (B, S, T, D)."""
     q_z, _ = model.partial_posterior(empty=length, state=state.child("partial"))
-    source = Noise(state["seed"], state["row"])
-    return _decoded(model, q_z.raw, state.child("decoder"), source, samples, temperature)
+    decoder, own = state.child("decoder"), _own(state["seed"], state["row"], samples)
+    u, w = (noise(model, decoder.position, length) for noise in (own.latent, own.observation))
+    e = _embedded(model, q_z.raw, u, temperature)
+    return _decoded(model, e, decoder, w, temperature).unflatten(0, (-1, samples))
 
 
 def _read_on(
@@ -77,40 +102,117 @@ def _read_on(
 ) -> Tensor:
     """Reads histories and makes paths after them; the partial posterior goes over both at once."""
     known = prompt.shape[1]
+    # Reading is many short kernels of few rows: what all paths need takes their time, not its own.
+    drawing = _Beside(prompt.device, "drawing")
+    with drawing.stream:
+        own = _own(source.seed, source.row, samples)
+        u, w = own.latent(model, known, length), own.observation(model, known, length)
     q_z, _ = model.partial_posterior(prompt, empty=length)
-    z = Latents(q_z.raw[:, :known]).sample(source.latent(model, 0, known))
-    _, state = model.decoder(z)
-    return _decoded(model, q_z.raw[:, known:], state, source, samples, temperature)
+    reading = _Beside(prompt.device, "reading")
+    with reading.stream:
+        z = Latents(q_z.raw[:, :known]).sample(source.latent(model, 0, known))
+        _, state = model.decoder(z)
+    drawing.join()
+    e = _embedded(model, q_z.raw[:, known:], u, temperature)
+    reading.join()
+    return _decoded(model, e, state, w, temperature).unflatten(0, (-1, samples))
 
 
-def _decoded(
-    model: Variational, logits: Tensor, state: State, source: Noise, samples: int, temperature: float
-) -> Tensor:
-    """Draws paths and decodes them.
+class _Beside:
+    """Records what is done with `stream` beside the rest, from here until `join`.
+
+    What it reads must be kept until then: memory that is given back is used again. Where nothing is recorded,
+    things are done one after the other.
+    """
+
+    def __init__(self, device: torch.device, what: str) -> None:
+        self._own = None
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._own = _stream(device, what)
+            self._own.wait_stream(torch.cuda.current_stream(device))
+        self.stream = nullcontext() if self._own is None else torch.cuda.stream(self._own)
+
+    def join(self) -> None:
+        if self._own is not None:
+            torch.cuda.current_stream(self._own.device).wait_stream(self._own)
+
+
+@cache
+def _stream(device: torch.device, what: str) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # there are few: one capture at a time, so all share them
+
+
+def _own(seed: Tensor, row: Tensor, samples: int) -> Noise:
+    """Returns the noise of all paths of histories."""
+    rows = State({"seed": seed, "row": row}).repeat(samples)
+    return Noise(rows["seed"], rows["row"])
+
+
+def _embedded(model: Variational, logits: Tensor, u: Tensor, temperature: float) -> Tensor:
+    """Draws latents of paths and returns what the decoder reads, (B S, T, width).
 
     Arguments:
         model: The model.
-        logits: Those of the new steps, (B, T, Z, N).
-        state: That of the decoder after the histories.
-        source: The noise of the histories.
-        samples: S.
+        logits: Those of the new steps, (B, T, Z, N): one row serves all paths of a history.
+        u: Noise, (B S, T, Z).
         temperature: As for `generate`.
     """
-    batch, length = logits.shape[:2]
-    rows = State({"seed": source.seed, "row": source.row}).repeat(samples)
-    own = Noise(rows["seed"], rows["row"])
-    # One row of logits serves all paths of a history without being copied, and so does one state.
-    u = own.latent(model, state.position, length).unflatten(0, (batch, samples))
-    z = Latents(logits[:, None]).sample(u, temperature).flatten(0, 1)
-    start = state if model.config.block == "mamba" else state.repeat(samples)
-    w, _ = model.decoder.run(model.decoder.embed(z), start, last=False)
-    x = model.head(w).sample(own.observation(model, state.position, length), temperature)
-    return x.unflatten(0, (batch, samples))
+    z = Latents(logits[:, None]).sample(u.unflatten(0, (len(logits), -1)), temperature)
+    return model.decoder.embed(z.flatten(0, 1))
 
 
-def _paths_tree(samples: int, length: int, temperature: float, model: Variational, inputs: State) -> State:
-    """Makes paths of a tree of inputs, as it is recorded."""
-    prompt, first = inputs["prompt"], inputs["first"]
-    rows = first + torch.arange(len(prompt), device=prompt.device)
-    source = Noise(inputs["seed"], rows)
-    return State({"x": _read_on(model, prompt, source, samples, length, temperature)})
+def _decoded(model: Variational, e: Tensor, state: State, w: Tensor, temperature: float) -> Tensor:
+    """Decodes paths, (B S, T, D), that start from a state of B rows, with the noise w."""
+    # One state serves all paths of a history without being copied.
+    start = state if model.config.block == "mamba" else state.repeat(len(e) // state.batch)
+    made, _ = model.decoder.run(e, start, last=False)
+    return model.head(made).sample(w, temperature)
+
+
+def _packed(x: Tensor, clock: Tensor | None, seed: int, first: int, pinned: bool) -> Tensor:
+    """Returns two whole numbers and then all others, as one vector of 8 bytes each."""
+    known = 2 if clock is None else 2 + clock.numel()
+    given = torch.empty(known + x.numel(), dtype=torch.float64, device="cpu", pin_memory=pinned)
+    # By NumPy, which calls no other threads: to wake them takes longer than to copy.
+    numbers = given.numpy()
+    numbers[:2].view(np.int64)[:] = seed, first
+    if clock is not None:
+        numbers[2:known] = clock.numpy().reshape(-1)
+    numbers[known:].reshape(x.shape)[...] = x.numpy()
+    return given
+
+
+def _paths_of(task: _Task, given: Tensor, model: Variational) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns paths, factor and shift of what was packed and is on the device."""
+    shape, scale = task.shape, task.scale
+    num, known = shape[0], 2 + shape[1] * task.cycles
+    seed, first = given[:2].view(torch.int64)
+    clock = given[2:known].view(shape[1], task.cycles) if task.cycles else None
+    x = given[known:].view(shape)
+    factor, shift = scale.units(x, first)
+    prompt = scale.steps(x, factor, shift, clock)
+    model.head.validate(prompt, values=False)
+    source = Noise(seed.expand(num), first + torch.arange(num, device=given.device))
+    paths = _read_on(model, prompt, source, task.samples, task.length, task.temperature)
+    return paths, factor.to(paths), shift.to(paths)
+
+
+class _Program:
+    """Records `_paths_of`."""
+
+    def __init__(self, task: _Task, model: Variational, recorder: graphs.Recorder) -> None:
+        numbers = task.shape[1] * task.cycles + task.shape.numel()
+        self._given = torch.zeros(2 + numbers, dtype=torch.float64, device=recorder.device)
+        self._recording = recorder.record(model, partial(_paths_tree, task, self._given))
+
+    def __call__(self, model: Variational, given: Tensor, finish: Finish) -> Tensor:
+        self._given.copy_(given, non_blocking=True)
+        self._recording.replay(model)
+        made = self._recording.outputs
+        return finish(made["x"], made["factor"], made["shift"])
+
+
+def _paths_tree(task: _Task, given: Tensor, model: Any) -> State:  # noqa: ANN401
+    """Makes paths as they are recorded."""
+    x, factor, shift = _paths_of(task, given, model)
+    return State({"x": x, "factor": factor, "shift": shift})
