@@ -1,5 +1,6 @@
 """The benchmarks at sizes of milliseconds, and the meaning of the paper's Table 1, for all six models."""
 
+import collections
 import json
 import re
 import sys
@@ -201,6 +202,14 @@ def test_stopwatch_records_more_when_asked(record, monkeypatch):
     watch = timing.Stopwatch(torch.device("cuda"), repeats=1, seconds=4.0, warm=1, more=True)
     watch.alone(record, "ssm_ms", "b1_", 2, lambda: 0)
     assert record.metrics == {"ssm_ms_b1_t2": 7.0, "ssm_mib_b1_t2": 5.0}
+
+
+def test_short_calls_are_timed_more_often(record, monkeypatch):
+    took, calls = {"short": 0.5, "long": 40.0, "tiny": 0.01}, collections.Counter()
+    monkeypatch.setattr(timing, "wall", lambda call, device: took[call()])
+    made = {f"{name}_ms_t1": lambda name=name: calls.update([name]) or name for name in took}
+    timing.Stopwatch(CPU, repeats=2, seconds=9.0, warm=1, at_least=0.02).together(record, made)
+    assert calls == {"short": 1 + 40, "long": 1 + 2, "tiny": 1 + 100}  # one to warm up
 
 
 def test_generation_has_quantiles(tmp_path, capsys):

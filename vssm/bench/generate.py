@@ -71,7 +71,8 @@ def main_generate(
         lengths: Numbers of steps, T; 28, 256, 1024, 4096 on CUDA, 28, 256 on a CPU.
         width: Width of the models; 1024 on CUDA, 256 on a CPU.
         layers: Depth of every stack.
-        repeats: How often each call is timed; 3 times on CUDA, 5 times on a CPU.
+        repeats: How often each call is timed; by default for a tenth of a second, 3 times or more on CUDA,
+            5 on a CPU.
         seconds_per_point: What all calls for one number may take.
         peers: Whether to time the models of transformers.
         plot: Where a picture goes, .png or .svg.
@@ -93,8 +94,9 @@ def main_generate(
         ("layers", [layers]),
     ):
         check_whole(name, *values)
-    repeats = (3 if cuda else 5) if repeats is None else repeats
-    stopwatch = Stopwatch(where, repeats, seconds_per_point, warm=3 if cuda else 1, more=True)
+    at_least, repeats = (0.1, 3 if cuda else 5) if repeats is None else (0.0, repeats)
+    warm = 3 if cuda else 1
+    stopwatch = Stopwatch(where, repeats, seconds_per_point, warm, more=True, at_least=at_least)
     config = {
         "width": width,
         "layers": layers,
