@@ -26,7 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.linear_triton import Parts, add_parts
+from vssm.ops.linear_triton import Parts
+from vssm.ops.linear_triton_kernels import add_parts
 
 __all__ = ["backward", "forward", "forward_parts"]
 

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vssm.ops.linear_triton import _halves
+from vssm.ops.linear_triton_kernels import halves
 from vssm.ops.linear_weights import Kept
 
 __all__ = ["Renewal", "rows_of"]
@@ -74,7 +74,7 @@ def _renew_kernel(
             row = first + next_row + tl.arange(0, BR)
             mask = (row < N)[:, None] & (k < K)[None, :]
             at = row[:, None] * K + k[None, :]
-            large, small, factor = _halves(tl.load(weight + at, mask=mask, other=0.0))
+            large, small, factor = halves(tl.load(weight + at, mask=mask, other=0.0))
             tl.store(high + at, large, mask=mask)
             tl.store(low + at, small, mask=mask)
             tl.store(down + row, factor, mask=row < N)
