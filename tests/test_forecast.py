@@ -257,7 +257,10 @@ def test_missing_values_are_filled_as_in_training():
         ({"times": np.arange(3).astype("datetime64[h]")}, "times has 3 dates; allowed: 9"),
         ({"times": HOURS[::-1]}, "times: 1970-01-01T07 comes after 1970-01-01T08; allowed: each .* in order"),
         ({"times": HOURS[[0, *range(8)]]}, "times: 1970-01-01T00 is there twice; allowed: each date once"),
-        ({"times": np.where(np.arange(9) < 4, HOURS, np.datetime64("NaT"))}, "times has no date at step 4"),
+        (
+            {"times": np.where(np.arange(9) < 4, HOURS, np.datetime64("NaT", "h"))},
+            "times has no date at step 4",
+        ),
     ],
 )
 def test_bad_requests_are_named(options, message):

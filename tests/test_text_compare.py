@@ -69,7 +69,8 @@ def test_comparison_writes_bits_of_all_models(runs, tmp_path, capsys):
     out = tmp_path / "results" / "text.json"
     options = TextComparison(chunks=(1, 4, 50), num_samples=2, sequences=3, prompt="to ", out=out)
     compare_text(runs, options)
-    metrics = json.loads(out.read_text())["metrics"]
+    made = json.loads(out.read_text())
+    metrics, samples = made["metrics"], made["samples"]
     bits = {key for key in metrics if "bits" in key}
     assert bits == {
         "vssm_bits_per_char",
@@ -79,6 +80,7 @@ def test_comparison_writes_bits_of_all_models(runs, tmp_path, capsys):
     }
     assert all(0 < metrics[key] < 20 for key in bits) and metrics["vssm_ms_w4"] > 0
     assert metrics["vssm_l2_ms_w4"] > 0
+    assert {"vssm W = 4", "ssm"} <= set(samples) and all(text.startswith("to ") for text in samples.values())
     shown = capsys.readouterr().out
     assert "--- vssm W = 12\nto " in shown and "--- ssm\nto " in shown
 

@@ -114,10 +114,11 @@ def compare_text(folders: Sequence[Path], options: TextComparison) -> dict[str, 
         options: How.
 
     Returns:
-        The result, as written to `options.out`.
+        The result, as written to `options.out`, with the `samples`.
     """
     metrics: dict[str, float | None] = {}
     settings: dict[str, Any] = {}
+    samples: dict[str, str] = {}
     for folder in folders:
         model, data = _open(Path(folder), options.device)
         config, length = model.config, data.meta.length
@@ -145,8 +146,10 @@ def compare_text(folders: Sequence[Path], options: TextComparison) -> dict[str, 
         settings[kind] = json.loads((Path(folder) / "config.json").read_text())["model"]
         print(f"{kind}: " + "  ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
         for way, own in ways.items():
-            print(f"--- {kind}{way}\n{_sample(model, data.meta, options.prompt, own)}")
+            samples[f"{kind}{way}"] = _sample(model, data.meta, options.prompt, own)
+            print(f"--- {kind}{way}\n{samples[f'{kind}{way}']}")
     made = result("text", f"python -m vssm.text_compare {' '.join(sys.argv[1:])}", settings, metrics)
+    made["samples"] = samples
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_result(options.out, made)
