@@ -28,7 +28,7 @@ from vssm.progress import Progress
 from vssm.train import train
 
 HOURS = np.arange(9).astype("datetime64[h]")
-DAY = np.timedelta64(1, "D")
+DAY, NO_DATE = np.timedelta64(1, "D"), np.datetime64("NaT", "h")
 
 
 def meta(columns=("a", "b", "c"), **options):
@@ -258,7 +258,7 @@ def test_missing_values_are_filled_as_in_training():
         ({"times": HOURS[::-1]}, "times: 1970-01-01T07 comes after 1970-01-01T08; allowed: each .* in order"),
         ({"times": HOURS[[0, *range(8)]]}, "times: 1970-01-01T00 is there twice; allowed: each date once"),
         (
-            {"times": np.where(np.arange(9) < 4, HOURS, np.datetime64("NaT", "h"))},
+            {"times": np.where(np.arange(9) < 4, HOURS, NO_DATE)},
             "times has no date at step 4",
         ),
     ],
