@@ -319,3 +319,18 @@ def test_demo_refuses_a_folder_of_others(tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("years of work")
     assert "not a demo's" in fails(capsys, "demo", "--out", str(tmp_path))
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_metrics_are_shown_in_groups_and_in_words(capsys, monkeypatch):
+    from vssm.cli.display import show_metrics
+
+    monkeypatch.setenv("COLUMNS", "100")
+    show_metrics("run: test set", {"sequences": 3, "fd_w4": 12.5, "log_likelihood": 883.41})
+    shown = capsys.readouterr().out
+    words = [
+        "Likelihood, nats a sequence (more is better)",
+        *("log p(x)", "883.4100", "log_likelihood"),
+        *("in chunks of 4, re-conditioned", "12.5000", "fd_w4", "sequences", "3"),
+    ]
+    places = [shown.index(word) for word in words]
+    assert places == sorted(places)

@@ -251,6 +251,8 @@ class TrainConfig:
     """Highest learning rate of AdamW, reached after the warm-up; a cosine takes it to 0."""
     weight_decay: float = 0.01
     """Decay of matrices; vectors, A_log and the learned blank input have none."""
+    beta2: float = 0.999
+    """Decay of AdamW's second moment; a lower one forgets sooner, which can prevent jumps of the loss."""
     warmup: float = 0.02
     """Fraction of the steps in which the learning rate rises linearly."""
     kl_warmup: float = 0.0
@@ -309,7 +311,7 @@ class TrainConfig:
             check_number(name, getattr(self, name), 0)
         for name in ("learning_rate", "validate_every"):
             check_number(name, getattr(self, name), 0, above=True)
-        for name in ("warmup", "kl_warmup", "ema"):
+        for name in ("beta2", "warmup", "kl_warmup", "ema"):
             check_number(name, getattr(self, name), 0, below=1)
         for name in ("graph", "compile", "fsdp", "tensorboard"):
             if not isinstance(getattr(self, name), bool):  # not NumPy's, which JSON does not know

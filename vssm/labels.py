@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
-__all__ = ["GROUPS", "LABELS", "dial_curves", "dial_ways", "is_number", "label"]
+__all__ = ["GROUPS", "LABELS", "dial_curves", "dial_ways", "grouped", "is_number", "label"]
 
 LABELS = {
     "log_likelihood": "log p(x)",
@@ -46,6 +46,25 @@ GROUPS = (  # title, pattern of names, whether more (+1) or less (-1) is better
     ("Counts", r"\w+", 0),
 )
 _WAY = re.compile(r"one_shot|w(\d{1,9})(?:_s(\d{1,9}))?|s(\d{1,9})")
+
+
+def grouped(names: Iterable[str], num_groups: int = len(GROUPS)) -> list[tuple[str, int, list[str]]]:
+    """Returns the title of each group that has some of the metrics, its direction, and their names.
+
+    >>> grouped(["sequences", "fd_w4", "elbo", "fd_one_shot"])[:2]  # doctest: +NORMALIZE_WHITESPACE
+    [('Likelihood, nats a sequence (more is better)', 1, ['elbo']),
+     ('Fréchet distance of samples to the test set (less is better)', -1, ['fd_one_shot', 'fd_w4'])]
+    """
+    left, groups = list(dict.fromkeys(names)), []
+    order = {name: place for place, name in enumerate(LABELS)}
+    for title, pattern, direction in GROUPS[:num_groups]:
+        own = [name for name in left if re.fullmatch(pattern, name)]
+        own.sort(key=lambda name: order.get(name, len(order)))
+        left = [name for name in left if name not in own]
+        if own:
+            better = {1: " (more is better)", -1: " (less is better)", 0: ""}[direction]
+            groups.append((title + better, direction, own))
+    return groups
 
 
 def label(name: str) -> str:

@@ -38,6 +38,7 @@ class Learner:
         self.optimizer = torch.optim.AdamW(
             parameter_groups(model),
             self._rate if self._cuda else options.learning_rate,
+            betas=(0.9, options.beta2),
             weight_decay=options.weight_decay,
             fused=True,
             capturable=self._cuda,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vssm.chart import chart
-from vssm.labels import GROUPS, LABELS, dial_curves, dial_ways, is_number, label
+from vssm.labels import GROUPS, dial_curves, dial_ways, grouped, is_number, label
 from vssm.report_style import STYLE
 from vssm.storage import write_atomically
 
@@ -275,16 +275,10 @@ def _curves(run: _Run) -> str:
 
 def _metrics(caption: str, columns: Mapping[str, Mapping[str, Any]], num_groups: int = len(GROUPS)) -> str:
     """Makes a table of metrics, a row each, with the best of every row in bold."""
-    names = list(dict.fromkeys(name for metrics in columns.values() for name in metrics))
+    names = [name for metrics in columns.values() for name in metrics]
     rows: list[tuple[str, list[str]]] = []
-    order = {name: place for place, name in enumerate(LABELS)}
-    for title, pattern, direction in GROUPS[:num_groups]:
-        own = [name for name in names if re.fullmatch(pattern, name)]
-        own.sort(key=lambda name: order.get(name, len(order)))
-        names = [name for name in names if name not in own]
-        if own:
-            better = {1: " (more is better)", -1: " (less is better)", 0: ""}[direction]
-            rows.append((title + better, []))
+    for title, direction, own in grouped(names, num_groups):
+        rows.append((title, []))
         for name in own:
             values = [metrics.get(name) for metrics in columns.values()]
             numbers = [value for value in values if is_number(value)]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import tyro
 
-from vssm.cli.display import ProgressBar, show_table
+from vssm.cli.display import ProgressBar, show_metrics
 from vssm.cli.folders import own_copy
 
 __all__ = ["Evaluate"]
@@ -59,7 +59,7 @@ class Evaluate:
                 device=self.device,
                 progress=bar.show,
             )
-        show_table(f"{folder}: {self.splits} set", result["metrics"])
+        show_metrics(f"{folder}: {self.splits} set", result["metrics"])
         print(f"written: {folder / ('eval.json' if self.splits == 'test' else 'eval_valid.json')}")
         if self.result is not None:
             keep_result(folder, self.result, self.device)
