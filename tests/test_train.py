@@ -400,3 +400,15 @@ def test_a_second_signal_does_not_wait(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(tiny(), tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+def test_second_moments_decay_as_told(tmp_path):
+    """The first step of Adam has the same length whatever the decay, later ones do not."""
+    for steps, same in ((1, True), (3, False)):
+        folders = [
+            run(tiny("ssm", max_steps=steps, beta2=beta2), tmp_path / f"{steps}-{beta2}")
+            for beta2 in (0.999, 0.5)
+        ]
+        one, other = (load_file(newest(folder) / "weights.safetensors") for folder in folders)
+        close = [torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-6) for name in one]
+        assert all(close) == same
