@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 import vssm
 from tests.conftest import small_config
 from tests.training import StopAt, newest, result, run, stopped, tiny
+from vssm.data import ArraysConfig, DataConfig
 from vssm.runs import RunFolder, _checksum, read_config
 from vssm.train import TrainingStopped, train
 
@@ -349,3 +351,21 @@ def test_one_process_at_a_time(tmp_path):
         train(None, folder, resume=True)
     first.close()
     train(None, folder, resume=True)
+
+
+def test_data_that_changed_are_refused_and_nothing_is_lost(tmp_path):
+    values = np.random.default_rng(0).normal(size=(40, 6, 2)).astype(np.float32)
+    np.save(tmp_path / "x.npy", values)
+    data = DataConfig(name="arrays", arrays=ArraysConfig(path=str(tmp_path / "x.npy")))
+    config, folder = tiny(data=data), tmp_path / "run"
+    stopped(config, folder, step=4)
+    before = newest(folder)
+    np.save(tmp_path / "x.npy", values[:, ::-1])
+    with pytest.raises(
+        ValueError, match=r"training set of 'arrays' is another .*; allowed: the same data, or a"
+    ):
+        run(config, folder, resume=True)
+    assert newest(folder) == before
+    np.save(tmp_path / "x.npy", values)
+    run(config, folder, resume=True)
+    assert newest(folder) > before

@@ -143,6 +143,7 @@ class _Training:
             self.model = build(self.config.model)
         for name, split in (("training", data.train), ("validation", data.valid)):
             _check_values(self.model.head, split, f"the {name} set")
+        self.digest = data.train.digest()
         self.train_split, self.valid_split = (
             _place(split, world.device) for split in (data.train, data.valid)
         )
@@ -354,7 +355,7 @@ class _Training:
         parts = self.learner.parts()
         if self.world.rank == 0:
             progress = {"best": self.best, "skipped": skipped, "streak": streak}
-            progress |= {"seconds": self.seconds, "started": self.started}
+            progress |= {"seconds": self.seconds, "started": self.started, "data": self.digest}
             self.saved = self.folder.save_checkpoint(self.config, self.step, parts, progress)
 
     def _restore(self) -> None:
@@ -366,6 +367,7 @@ class _Training:
             if checkpoint is not None:
                 self.saved, progress, parts = checkpoint
                 self.started = progress["started"]
+                self._check_data(progress.get("data", self.digest))  # older versions did not write it
                 best = math.nan if progress["best"] is None else progress["best"]
                 if not math.isnan(best) and not self.folder.has_weights():
                     best = math.nan  # so that the next validation keeps what it sees
@@ -385,6 +387,15 @@ class _Training:
         self.best = None if math.isnan(best) else best
         self.tally.skipped, self.tally.streak = self.tally.skipped + skipped, self.tally.streak + streak
         self.learner.restore(parts, str(self.saved))
+
+    def _check_data(self, digest: list[float]) -> None:
+        """Raises `ValueError` if the training set is not the one that the run began with."""
+        least = 1e-6 * max(map(abs, self.digest))  # machines round in their own ways
+        if any(abs(a - b) > least for a, b in zip(digest, self.digest, strict=True)):
+            raise ValueError(
+                f"the training set of {self.config.data.name!r} is another than the one that"
+                f" {str(self.folder.path)!r} was trained on; allowed: the same data, or a new run"
+            )
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
