@@ -379,14 +379,21 @@ def test_weights_are_kept_by_loss_or_by_bound(select, kept, tmp_path, monkeypatc
     assert tuple(validations(folder)[0].values()) == best
 
 
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C does what it usually does; processes that are started in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield signal.SIGINT
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("minutes", [0.0, 9.0])  # a checkpoint at every step, or none yet
-def test_a_signal_saves_first_and_acts_then(minutes, tmp_path):
+def test_a_signal_saves_first_and_acts_then(minutes, ctrl_c, tmp_path):
     config, folder = tiny(checkpoint_minutes=minutes, log_every=50), tmp_path / "run"
-    before = signal.getsignal(signal.SIGINT)
-    progress = SignalAt(5, signal.SIGINT)
+    progress = SignalAt(5, ctrl_c)
     with pytest.raises(KeyboardInterrupt):
         run(config, folder, progress=progress)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(ctrl_c) is signal.default_int_handler
     assert (newest(folder).name, progress.messages[-1]) == ("step-00000005", "saved at step 5 of 12")
     run(config, folder, resume=True)
     whole = run(config, tmp_path / "whole")
@@ -412,3 +419,9 @@ def test_second_moments_decay_as_told(tmp_path):
         one, other = (load_file(newest(folder) / "weights.safetensors") for folder in folders)
         close = [torch.allclose(one[name], other[name], rtol=1e-4, atol=1e-6) for name in one]
         assert all(close) == same
+
+
+def test_an_ignored_signal_stays_ignored(ctrl_c, tmp_path):
+    signal.signal(ctrl_c, signal.SIG_IGN)
+    folder = run(tiny(), tmp_path / "run", progress=SignalAt(5, ctrl_c))
+    assert log(folder)[-1]["step"] == 12

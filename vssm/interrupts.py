@@ -15,10 +15,10 @@ class Interrupts:
     Example:
         >>> interrupts = Interrupts()
         >>> with interrupts.put_off():
-        ...     signal.raise_signal(signal.SIGINT)
+        ...     signal.raise_signal(signal.SIGTERM)
         ...     print("saved")
         saved
-        >>> interrupts.came == signal.SIGINT  # and `act` would now raise KeyboardInterrupt
+        >>> interrupts.came == signal.SIGTERM  # and `act` would now end the process
         True
     """
 
