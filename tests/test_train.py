@@ -400,10 +400,13 @@ def test_a_signal_saves_first_and_acts_then(minutes, ctrl_c, tmp_path):
     assert (folder / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
 
 
-def test_a_second_signal_does_not_wait(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        _Training, "_take_step", lambda self: [signal.raise_signal(signal.SIGINT) for _ in "12"]
-    )
+def test_a_second_signal_does_not_wait(ctrl_c, tmp_path, monkeypatch):
+    def twice(self):
+        signal.raise_signal(ctrl_c)
+        signal.raise_signal(ctrl_c)
+        pytest.fail("the second signal was put off as well")
+
+    monkeypatch.setattr(_Training, "_take_step", twice)
     with pytest.raises(KeyboardInterrupt):
         run(tiny(), tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoint").exists()
