@@ -32,6 +32,8 @@ from vssm.ops.linear_triton_kernels import add_parts
 __all__ = ["backward", "forward", "forward_parts"]
 
 _CHUNK = 32  # steps of a program
+_SHORT = 16  # steps of sequences of which a program loads
+_STEPS = 4  # at once, since it can not load far ahead
 _BLOCK = 512  # channels of a program
 _FEW = 256  # programs that do not fill a device: smaller ones then do
 _PROGRAMS = 8  # a multiprocessor, backward: each leaves partial sums
@@ -47,6 +49,15 @@ def _input(x, state, stride, t, T, d, channels, K: tl.constexpr):
         limit = tl.where(t < 0, channels, 0)
         value += tl.load(state + (t + K - 1) * channels + d, mask=d < limit, other=0.0).to(tl.float32)
     return value
+
+
+@triton.jit
+def _inputs(x, state, stride, t, T, d, channels, K: tl.constexpr, STEPS: tl.constexpr):
+    """Loads x of several steps from t on."""
+    values = ()
+    for i in tl.static_range(STEPS):
+        values = values + (_input(x, state, stride, t + i, T, d, channels, K),)
+    return values
 
 
 @triton.jit
@@ -69,10 +80,10 @@ def _convolve(window, taps, shift, K: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "chunks"])
 def _forward_kernel(
     x, weight, bias, state, y, after, row, stride, T, channels, chunks, share,
-    K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):
     # fmt: on
-    """One row of the state serves `share` neighbouring rows of x."""
+    """One row of the state serves `share` neighbouring rows of x; STEPS divides CHUNK."""
     item = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b = (item // chunks).to(tl.int64)
@@ -86,19 +97,22 @@ def _forward_kernel(
     window = ()
     for k in tl.static_range(K - 1):
         window = window + (_input(x, state, stride, first - (K - 1) + k, T, d, channels, K),)
-    following = _input(x, state, stride, first, T, d, channels, K)
-    for t in range(first, tl.minimum(first + CHUNK, T)):
-        window = window + (following,)
-        following = _input(x, state, stride, t + 1, T, d, channels, K)
-        s = _convolve(window, taps, shift, K)
-        at = tl.cast(t, tl.int64) * channels + d
-        tl.store(y + at, (s * tl.sigmoid(s)).to(y.dtype.element_ty), mask=d < channels)
-        window = window[1:]
+    following = _inputs(x, state, stride, first, T, d, channels, K, STEPS)
+    for t0 in range(first, tl.minimum(first + CHUNK, T), STEPS):
+        window = window + following
+        following = _inputs(x, state, stride, t0 + STEPS, T, d, channels, K, STEPS)
+        for i in tl.static_range(STEPS):
+            s = _convolve(window[i : i + K], taps, shift, K)
+            at = tl.cast(t0 + i, tl.int64) * channels + d
+            limit = tl.where(t0 + i < T, channels, 0)
+            tl.store(y + at, (s * tl.sigmoid(s)).to(y.dtype.element_ty), mask=d < limit)
+        window = window[STEPS:]
     if after is not None:
         limit = tl.where(first + CHUNK >= T, channels, 0)
         for k in tl.static_range(K - 1):
+            value = _input(x, state, stride, T - (K - 1) + k, T, d, channels, K)
             at = (b * (K - 1) + k) * channels + d
-            tl.store(after + at, window[k].to(after.dtype.element_ty), mask=d < limit)
+            tl.store(after + at, value.to(after.dtype.element_ty), mask=d < limit)
 
 
 # fmt: off
@@ -229,7 +243,8 @@ def forward(
     _forward_kernel[(batch * chunks, triton.cdiv(channels, block))](
         x, weight.contiguous(), bias, None if state is None else state.contiguous(), y, after,
         x.stride(0), x.stride(1), length, channels, chunks, 1 if state is None else batch // len(state),
-        K=weight.shape[1], CHUNK=chunk, BLOCK=block, num_warps=max(1, block // 256),
+        K=weight.shape[1], CHUNK=chunk, BLOCK=block, STEPS=_STEPS if length <= _SHORT else 1,
+        num_warps=max(1, block // 256),
     )  # fmt: skip
     return y
 

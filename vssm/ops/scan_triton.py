@@ -24,6 +24,8 @@ A program is one warp, or some that do not know of each other.
   serves both. `_combine_kernel` chains the chunks of a long sequence; then all can run side by side.
 - `_lanes_kernel` writes out of few sequences: chunks would have to be run twice, and many lanes fill the
   device without them. Of every PARTS steps each lane of a channel loads one and does what is not per state.
+- `_run_kernel` writes out of very many sequences that nobody goes on from, several short ones in a row: those
+  that start from the same h load it and A once. It makes dt of few numbers a step itself.
 - `_backward_kernel` runs a chunk forward and keeps h of every K-th step in shared memory (in a scratch if it
   does not fit), then walks back K steps at a time with their states in registers. Of every PARTS steps each
   lane of a channel loads one, does what is not per state (softplus, gate) and stores its gradients; `_share`
@@ -42,10 +44,16 @@ import triton.language as tl
 from torch import Tensor
 
 from vssm.ops.scan_triton_backward import _backward_kernel
-from vssm.ops.scan_triton_forward import _combine_kernel, _decays_kernel, _lanes_kernel, _scan_kernel
+from vssm.ops.scan_triton_forward import (
+    _combine_kernel,
+    _decays_kernel,
+    _lanes_kernel,
+    _run_kernel,
+    _scan_kernel,
+)
 from vssm.ops.scan_triton_lanes import SHARED_BYTES
 
-__all__ = ["backward", "decays", "forward"]
+__all__ = ["backward", "decays", "forward", "mixes"]
 
 
 class Plan(NamedTuple):
@@ -106,6 +114,28 @@ def plan_forward(batch: int, length: int, channels: int, states: int, processors
     # Four waves of programs, 16 a multiprocessor; or fewer, when chunks would be too short to be worth it.
     chunk = triton.cdiv(length * warps, 64 * processors)
     return Plan(32 if chunk <= 32 else triton.cdiv(chunk, 64) * 64, 64, K, 128, False, polynomials)
+
+
+RUN = 80
+"""Steps of a run of short sequences, at most."""
+MOST_MIXED = 8
+"""Columns of low, of which dt is made on the way, at most."""
+
+
+def plan_run(batch: int, length: int, channels: int, states: int, share: int, processors: int) -> int:
+    """Returns how many sequences of which `share` start alike make a run; 0 where runs do not pay."""
+    warps = batch * triton.cdiv(channels, 32)
+    if states > 16 or length == 0 or warps < 64 * processors:
+        return 0
+    most = max(1, min(RUN // length, warps // (64 * processors)))
+    return next(count for count in range(most, 0, -1) if share % count == 0)
+
+
+def mixes(u: Tensor, A: Tensor, mix: Tensor, h0: Tensor | None) -> bool:
+    """Says whether `forward` makes dt on the way, if it is asked for out alone."""
+    share = len(u) // len(h0) if h0 is not None and len(h0) else len(u)
+    sizes = (*u.shape, A.shape[1], share, _processors(u.device))
+    return mix.shape[1] <= MOST_MIXED and plan_run(*sizes) > 0
 
 
 def plan_summary(length: int, states: int, adjoint: bool) -> Plan:
@@ -205,6 +235,28 @@ class _Call(NamedTuple):
             LOG=plan.parts.bit_length() - 1, BD=plan.BD, POLYNOMIALS=plan.polynomials, **self.settings(plan),
         )  # fmt: skip
 
+    def scan_runs(self, count: int, start: Tensor | None, share: int, y: Tensor, mix: Tensor | None) -> None:
+        """Runs `_run_kernel` for runs of `count` sequences; dt is low where there is a mix."""
+        dy, u, dt, A, *others = self.inputs
+        batch, length, channels = u.shape
+        K = 2 if length % 2 == 0 else 1
+        settings = self.settings(Plan(length * count, 32, K, None, True))
+        steps = length * count > 1
+        runs = tuple((count * row, tl.constexpr(step if steps else 0)) for row, step in self.strides)
+        low = None
+        if mix is not None:
+            low, dt, mix = dt, None, mix.contiguous()
+        _run_kernel[(batch // count * triton.cdiv(channels, 32),)](
+            (dy, u, dt, A, *others), runs, low, mix, runs[2], start, y, length, channels, share // count,
+            SEQUENCES=count, R=0 if mix is None else mix.shape[1], LOG=(A.shape[1] - 1).bit_length(), BD=32,
+            POLYNOMIALS=A.shape[1] // 16, **settings,
+        )  # fmt: skip
+
+
+def _in_a_row(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Says whether sequences follow each other in memory as steps do."""
+    return all(t is None or len(t) <= 1 or t.stride(0) == t.shape[1] * t.stride(1) for t in tensors)
+
 
 def _call(dy, u, dt, A, B, C, D, z, dt_bias, softplus) -> _Call:  # noqa: ANN001
     # Rows may be strided: u and z are often halves of one tensor, dt, B and C parts of another.
@@ -248,8 +300,12 @@ def forward(
     softplus: bool,
     h0: Tensor | None,
     last: bool = True,
+    mix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns y (B, T, D) in the dtype of u and the last state (B, D, N) in float32, if asked for."""
+    """Returns y (B, T, D) in the dtype of u and the last state (B, D, N) in float32, if asked for.
+
+    With mix (D, R), where `mixes` says so, dt is (B, T, R) and its product with mix is the step sizes.
+    """
     batch, length, channels = u.shape
     y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     end = torch.empty((batch if last else 0, *A.shape), dtype=torch.float32, device=u.device)
@@ -260,6 +316,14 @@ def forward(
     plan = plan_forward(batch, length, channels, A.shape[1], _processors(u.device))
     chunks = triton.cdiv(length, plan.length)
     start = None if h0 is None else h0.contiguous()
+    if not last and (plan.parts == 1 or mix is not None):
+        alike = batch if h0 is None else share
+        count = plan_run(batch, length, channels, A.shape[1], alike, _processors(u.device))
+        if count > 1 and not _in_a_row(call.inputs[1:3] + call.inputs[4:6] + call.inputs[7:8]):
+            count = 1
+        if count > 1 or mix is not None:
+            call.scan_runs(count, start, alike, y, mix)
+            return y, end
     if chunks > 1:
         if start is not None and share > 1:
             start = start.repeat_interleave(share, 0)
