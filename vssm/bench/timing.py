@@ -23,7 +23,7 @@ from vssm.distributed import choose_device
 __all__ = ["Stopwatch", "best_ms", "check_whole", "kernel", "open_device", "options_of", "spread", "wall"]
 
 _CACHE = 256 * 2**20  # bytes that push everything else out of any L2 cache
-_MOST_CALLS = 100
+_MOST_CALLS = 500
 
 Call = Callable[[], object]
 
@@ -132,7 +132,8 @@ class Stopwatch:
     well: beside x_ms_y they are x_p10_ms_y, x_p90_ms_y and x_mib_y."""
 
     at_least: float = 0.0
-    """Seconds that short calls should take together: they are timed more often, 100 times at most."""
+    """Seconds that short calls should take together, 500 at most: they are timed more often and, since a GPU
+    that has little to do slows down its clock, warm up as long."""
 
     def __post_init__(self) -> None:
         check_whole("repeats", self.repeats)
@@ -219,7 +220,9 @@ class Stopwatch:
         """Returns the calls made and the seconds that all but the first, which may compile, took."""
         call()
         warm, spent = 1, 0.0
-        while warm < self.warm and spent < self.seconds / 2:
+        while spent < self.seconds / 2 and (
+            warm < self.warm or (spent < self.at_least and warm < _MOST_CALLS)
+        ):
             spent += wall(call, self.device) / 1e3
             warm += 1
         return warm, spent
