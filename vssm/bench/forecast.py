@@ -41,7 +41,7 @@ def main_forecast(
     context: int = 336,
     width: int = 64,
     layers: int = 2,
-    repeats: int = 3,
+    repeats: int | None = None,
     seconds_per_point: float = 20.0,
     plot: str | Path | None = None,
     restart: bool = False,
@@ -59,7 +59,7 @@ def main_forecast(
         context: Points of history.
         width: Width of the models.
         layers: Depth of every stack.
-        repeats: How often each call is timed.
+        repeats: How often each call is timed; by default for a tenth of a second, 3 times or more.
         seconds_per_point: What all calls for one number may take.
         plot: Where a picture goes, .png or .svg.
         restart: Whether to forget what `out` holds.
@@ -85,7 +85,8 @@ def main_forecast(
         check_whole(name, *values)
     if not 0 < max(patches, default=0) <= context:
         raise ValueError(f"patches={tuple(patches)} is not allowed; allowed: 1 to {context}, the context")
-    stopwatch = Stopwatch(where, repeats, seconds_per_point, warm=3 if cuda else 1)
+    at_least, repeats = (0.1, 3) if repeats is None else (0.0, repeats)
+    stopwatch = Stopwatch(where, repeats, seconds_per_point, warm=3 if cuda else 1, at_least=at_least)
     config = {"series": series, "paths": paths, "context": context, "width": width, "layers": layers}
     record = Record("forecast", command, where, config, out, restart)
     history = torch.randn(series, context, 1, generator=torch.Generator().manual_seed(0))
