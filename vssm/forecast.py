@@ -11,7 +11,6 @@ Legend: B series of N steps and D columns; C `context`; H `horizon`; S `samples`
 import json
 import math
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from vssm.config import check_choice, check_type, whole_number
 from vssm.data import Meta
 from vssm.data.scale import Scale
 from vssm.data.series import fill_gaps, phases
+from vssm.forecast_input import History, check_order, continued, dates_of, double, largest_of, numbers
 from vssm.generate import check_temperature, generate, observe
 from vssm.hub import pull
 from vssm.models import Ladder, Model, Variational, check_model
@@ -39,8 +39,6 @@ __all__ = ["Forecast", "Forecaster", "Stream", "forecast"]
 _MOST_PATHS = {"cpu": 2**12, "cuda": 2**16}
 _MOST_NUMBERS = {"cpu": 2**25, "cuda": 6 * 2**24}
 _LARGEST = 1e30  # of what is read, before it is scaled
-
-History = Tensor | np.ndarray | Sequence
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,7 @@ class Forecaster:
             self._paths_after(rows[own], clock, seed, first, horizon, samples, options, finish)
         assert paths is not None
         out = self._columns(paths, len(x))
-        return Forecast(out[0] if single else out, self.columns, _continued(times, horizon))
+        return Forecast(out[0] if single else out, self.columns, continued(times, horizon))
 
     def stream(self, history: History, times: np.ndarray | None = None, seed: int = 0) -> "Stream":
         """Starts to follow one series, (N, D), point by point."""
@@ -260,7 +258,7 @@ class Forecaster:
 
         Second is which are known, None where all are.
         """
-        x = _numbers("history", history).detach()
+        x = numbers("history", history).detach()
         shape, num = tuple(x.shape), len(self.columns)
         single = x.ndim == 2
         x = x[None] if single else x
@@ -269,18 +267,18 @@ class Forecaster:
                 f"history has shape {shape}; allowed: (steps, {num}) or (series, steps, {num}), one step and"
                 f" one series or more, of the columns {', '.join(self.columns)}"
             )
-        times = _dates(times, x.shape[1], "history")
+        times = dates_of(times, x.shape[1], "history")
         if times is None and self.meta.cycles:
             raise ValueError("times is needed: the model was trained with the time features of its data")
         context = self.meta.context or x.shape[1]
-        x, known = _double(x[:, -context:].cpu()), None
-        largest = _largest(x)
+        x, known = double(x[:, -context:].cpu()), None
+        largest = largest_of(x)
         if not math.isfinite(largest):  # one pass tells that nothing is missing, as is usual
             known = torch.isfinite(x)
             self._check_known(known)
             parts = zip(x.numpy(), known.numpy(), strict=True)
             x = torch.from_numpy(np.stack([fill_gaps(v, k, self.meta.fill) for v, k in parts]))
-            largest = _largest(x)
+            largest = largest_of(x)
         if largest > _LARGEST:
             raise ValueError(f"history has values up to {largest:g}; allowed: up to 1e30")
         times = None if times is None else np.asarray(times)[-context:]
@@ -380,13 +378,13 @@ class Stream:
             points: The points, in order.
             times: Their dates, (k,); needed by a model with time features.
         """
-        given = _numbers("points", points)
+        given = numbers("points", points)
         given = given[None] if given.ndim == 1 else given
         if given.ndim != 2:
             raise ValueError(
                 f"points has shape {tuple(given.shape)}; allowed: (points, columns) or (columns,)"
             )
-        times = _dates(times, len(given), "points")
+        times = dates_of(times, len(given), "points")
         for k in range(len(given)):
             self._observe(given[k], None if times is None else times[k : k + 1])
 
@@ -405,7 +403,7 @@ class Stream:
         forecaster._check_known(there)
         times = None
         if time is not None and self._times is not None:
-            _check_order(np.concatenate([self._times[-1:], time]))
+            check_order(np.concatenate([self._times[-1:], time]))
             times = np.concatenate([self._times, time])[-context:]
         if not known.all():  # the past fills it, never the future
             filled = torch.zeros_like(point) if meta.fill == "zero" else self._points[0, -1]
@@ -451,82 +449,10 @@ class Stream:
         made = forecaster._points(forecaster._paths(self._state, steps, samples, options), horizon)
         units = self._factor.to(made), self._shift.to(made)
         paths = forecaster._scale.place(made, *units, first=self._since)
-        times = _continued(self._times, horizon)
+        times = continued(self._times, horizon)
         return Forecast(forecaster._columns(paths, 1)[0], forecaster.columns, times)
 
 
 def _check_options(options: dict[str, Any]) -> None:
     for name in options:
         check_choice("option", name, ("chunk", "recondition", "temperature"))
-
-
-def _numbers(name: str, values: History) -> Tensor:
-    """Returns real numbers as a tensor; what is none is named."""
-    try:
-        x = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values, np.float64))
-    except (TypeError, ValueError):  # words, or rows of different lengths
-        x = None
-    if x is None or x.is_complex():
-        given = "complex" if x is not None else f"a {type(values).__name__} of other things"
-        raise ValueError(f"{name} is {given}; allowed: numbers, rows of equal length")
-    return x
-
-
-# By NumPy, which calls no other threads: to wake them takes longer than to do it.
-def _double(x: Tensor) -> Tensor:
-    """Returns numbers on a CPU in float64."""
-    return torch.from_numpy(x.numpy().astype(np.float64)) if x.dtype == torch.float32 else x.double()
-
-
-def _largest(x: Tensor) -> float:
-    """Returns the largest magnitude of numbers on a CPU, NaN if one is."""
-    values = x.numpy()
-    return float(max(-values.min(), values.max()))
-
-
-def _dates(times: np.ndarray | None, num: int, of: str) -> np.ndarray | None:
-    """Returns dates, one for each step, or None; what is none is named."""
-    if times is None:
-        return None
-    dates = np.asarray(times).reshape(-1)
-    if dates.dtype.kind != "M":
-        raise ValueError(f"times is {dates.dtype}; allowed: datetime64, one for each step")
-    if len(dates) != num:
-        raise ValueError(f"times has {len(dates)} dates; allowed: {num}, the steps of {of}")
-    _check_order(dates)
-    return dates
-
-
-def _check_order(dates: np.ndarray) -> None:
-    """Raises unless dates are known and follow each other."""
-    if np.isnat(dates).any():
-        raise ValueError(f"times has no date at step {int(np.isnat(dates).argmax())}; allowed: all of them")
-    late = ~(dates[1:] > dates[:-1])
-    if late.any():
-        k = int(late.argmax()) + 1
-        what = "is there twice" if dates[k] == dates[k - 1] else f"comes after {dates[k - 1]}"
-        raise ValueError(f"times: {dates[k]} {what}; allowed: each date once and in order")
-
-
-def _continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:
-    """Returns the dates of the steps to come, each after the usual step; that of a calendar is in months.
-
-    Example:
-        >>> _continued(np.array(["2023-10-31", "2023-11-30", "2023-12-31"], "M8[s]"), 2).astype("M8[D]")
-        array(['2024-01-31', '2024-02-29'], dtype='datetime64[D]')
-    """
-    if times is None or len(times) < 2:
-        return None
-    times = times.astype("datetime64[s]")
-    ahead, month = np.arange(1, horizon + 1), np.timedelta64(1, "M")
-    months = np.diff(times.astype("datetime64[M]").astype(np.int64))
-    into = times - times.astype("datetime64[M]")
-    left = (times.astype("datetime64[M]") + month).astype("datetime64[s]") - times
-    if months[0] and (months == months[0]).all():
-        new = times[-1].astype("datetime64[M]") + months[0] * ahead * month
-        if (into == into[0]).all() and into[0] < np.timedelta64(28, "D"):  # the first of a month, say
-            return new.astype("datetime64[s]") + into[0]
-        if (left == left[0]).all():  # or the last
-            return (new + month).astype("datetime64[s]") - left[0]
-    step = np.median(np.diff(times).astype(np.int64)).astype("timedelta64[s]")
-    return times[-1] + step * ahead

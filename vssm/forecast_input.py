@@ -1,0 +1,86 @@
+"""What a forecast is given: numbers and dates as users have them, checked.
+
+Legend: one date for each step, of a regular calendar or not; H steps to come.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["History", "check_order", "continued", "dates_of", "double", "largest_of", "numbers"]
+
+History = Tensor | np.ndarray | Sequence
+
+
+def numbers(name: str, values: History) -> Tensor:
+    """Returns real numbers as a tensor; what is none is named."""
+    try:
+        x = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values, np.float64))
+    except (TypeError, ValueError):  # words, or rows of different lengths
+        x = None
+    if x is None or x.is_complex():
+        given = "complex" if x is not None else f"a {type(values).__name__} of other things"
+        raise ValueError(f"{name} is {given}; allowed: numbers, rows of equal length")
+    return x
+
+
+# By NumPy, which calls no other threads: to wake them takes longer than to do it.
+def double(x: Tensor) -> Tensor:
+    """Returns numbers on a CPU in float64."""
+    return torch.from_numpy(x.numpy().astype(np.float64)) if x.dtype == torch.float32 else x.double()
+
+
+def largest_of(x: Tensor) -> float:
+    """Returns the largest magnitude of numbers on a CPU, NaN if one is."""
+    values = x.numpy()
+    return float(max(-values.min(), values.max()))
+
+
+def dates_of(times: np.ndarray | None, num: int, of: str) -> np.ndarray | None:
+    """Returns dates, one for each step, or None; what is none is named."""
+    if times is None:
+        return None
+    dates = np.asarray(times).reshape(-1)
+    if dates.dtype.kind != "M":
+        raise ValueError(f"times is {dates.dtype}; allowed: datetime64, one for each step")
+    if len(dates) != num:
+        raise ValueError(f"times has {len(dates)} dates; allowed: {num}, the steps of {of}")
+    check_order(dates)
+    return dates
+
+
+def check_order(dates: np.ndarray) -> None:
+    """Raises unless dates are known and follow each other."""
+    if np.isnat(dates).any():
+        raise ValueError(f"times has no date at step {int(np.isnat(dates).argmax())}; allowed: all of them")
+    late = ~(dates[1:] > dates[:-1])
+    if late.any():
+        k = int(late.argmax()) + 1
+        what = "is there twice" if dates[k] == dates[k - 1] else f"comes after {dates[k - 1]}"
+        raise ValueError(f"times: {dates[k]} {what}; allowed: each date once and in order")
+
+
+def continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:
+    """Returns the dates of the steps to come, each after the usual step; that of a calendar is in months.
+
+    Example:
+        >>> continued(np.array(["2023-10-31", "2023-11-30", "2023-12-31"], "M8[s]"), 2).astype("M8[D]")
+        array(['2024-01-31', '2024-02-29'], dtype='datetime64[D]')
+    """
+    if times is None or len(times) < 2:
+        return None
+    times = times.astype("datetime64[s]")
+    ahead, month = np.arange(1, horizon + 1), np.timedelta64(1, "M")
+    months = np.diff(times.astype("datetime64[M]").astype(np.int64))
+    into = times - times.astype("datetime64[M]")
+    left = (times.astype("datetime64[M]") + month).astype("datetime64[s]") - times
+    if months[0] and (months == months[0]).all():
+        new = times[-1].astype("datetime64[M]") + months[0] * ahead * month
+        if (into == into[0]).all() and into[0] < np.timedelta64(28, "D"):  # the first of a month, say
+            return new.astype("datetime64[s]") + into[0]
+        if (left == left[0]).all():  # or the last
+            return (new + month).astype("datetime64[s]") - left[0]
+    step = np.median(np.diff(times).astype(np.int64)).astype("timedelta64[s]")
+    return times[-1] + step * ahead
