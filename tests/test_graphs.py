@@ -570,7 +570,7 @@ def test_nothing_is_recorded_on_a_cpu_or_when_not_asked(replays, monkeypatch):
     assert replays == {"recorded": 0, "replayed": 0}
 
 
-def paths_forecaster(device, kind="vssm", **options):
+def paths_forecaster(device, kind="vssm", width=16, **options):
     values = {
         "features": 4,
         "patch": 2,
@@ -580,7 +580,7 @@ def paths_forecaster(device, kind="vssm", **options):
         **options,
     }
     meta = Meta(name="series", length=0, suggested_head="", columns=("a", "b"), **values)
-    model = small_model(kind, "gaussian-learned", features=values["features"]).to(device)
+    model = small_model(kind, "gaussian-learned", features=values["features"], width=width).to(device)
     return Forecaster(model, meta)
 
 
@@ -684,6 +684,20 @@ def test_paths_stay_as_they_are_and_follow_the_weights(device, replays):
         changed = own.forecast(x, 6, 4, seed=2).samples
         same(changed, plain_forecast(own, x, 6, 4, seed=2))
     assert all(torch.equal(paths, copy) for paths, copy in zip(made, copies, strict=True))
+
+
+@pytest.mark.gpu
+def test_paths_on_several_streams_follow_halves_of_weights():
+    """With rows and widths for which products read split weights."""
+    own, x = paths_forecaster("cuda", width=512), histories(100)
+    for seed in range(3):
+        own.forecast(x, 10, 4, seed=seed)
+    kept = list(graphs._kept[own.model].recorder.weights._kept.values())
+    assert kept
+    for factor in (1.5, 0.5):
+        for one in kept:
+            one.weight.data.mul_(factor)  # counts no version
+        same(own.forecast(x, 10, 4, seed=3).samples, plain_forecast(own, x, 10, 4, seed=3))
 
 
 def test_a_recording_of_paths_does_not_keep_the_model(device):

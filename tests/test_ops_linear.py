@@ -1,6 +1,7 @@
 """The products for generation against PyTorch's, interpreted without a GPU and compiled with one."""
 
 import types
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from tests.conftest import relative_error, small_model
 from tests.interpreter import DEVICE, kernels, needs_interpreter, run_interpreted
 from vssm import generate
 from vssm.nn import GRUBlock
-from vssm.ops import dispatch
+from vssm.ops import dispatch, linear_weights
 from vssm.ops import linear as module
 from vssm.ops.linear import Linear, linear
 from vssm.ops.linear_weights import SplitWeights, halves_of
 from vssm.ops.norm import RMSNorm
+from vssm.ops.streams import FILL, Beside
 
 SINGLE = 2e-6  # relative, in norm, against float64
 
@@ -205,19 +207,77 @@ def test_a_recording_reads_kept_halves_of_parameters():
     with own.note() as noted:
         function()
     assert noted == [weights["a"], weights["b"]] and log == ["a", "b", "a", "another"]
-    assert own.keep([]) is None
+    assert own.keep([]) == []
     renewal = Noted(noted, split)
     weights["a"].data.fill_(3)
     log.clear()
-    with own.renewed(renewal):
+    with own.renewed([renewal]):
         assert function()[:, 0].tolist() == [2, 2, 2, 3]
     assert log == ["another"] and renewal.renewed == 1
-    for end in (own.renewed(None), own.note()):
+    for end in (own.renewed([]), own.note()):
         with pytest.raises(KeyError), end:
             raise KeyError
         log.clear()
         assert function()[:, 0].tolist() == [4, 2, 4, 3]
         assert log == ["a", "b", "a", "another"], "a plain call splits by itself"
+
+
+def test_a_capture_waits_for_a_weight_where_it_first_reads_it(monkeypatch):
+    """And for what was not read, at its end, also when that comes early."""
+    log = []
+
+    class Logged:
+        def __init__(self, device, what, priority):
+            self.what, self.stream = what, nullcontext()
+            log.append(f"fork {what}")
+
+        def join(self):
+            log.append(f"join {self.what}")
+
+    monkeypatch.setattr(linear_weights, "Beside", Logged)
+    a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    halves = lambda weight: (weight, weight, weight)  # noqa: E731
+    renewals = [Noted([a], halves), Noted([b, c], halves)]
+    with SplitWeights().renewed(renewals):
+        log.append("start")
+        halves_of(nn.Parameter(torch.ones(2)), halves)
+        halves_of(a, halves)
+        log.append("first")
+        halves_of(c, halves)
+    ends = ["join weights 0", "join weights 1"]
+    assert log == ["fork weights 0", "fork weights 1", "start", ends[0], "first", ends[1], *ends]
+    log.clear()
+    with pytest.raises(KeyError), SplitWeights().renewed(renewals):
+        raise KeyError
+    assert log[2:] == ends and [renewal.renewed for renewal in renewals] == [2, 2]
+
+
+@pytest.mark.gpu
+def test_what_is_recorded_beside_is_waited_for_once_by_each_stream():
+    graph, x = torch.cuda.CUDAGraph(), torch.zeros(1 << 22, device="cuda")
+    first, second = x.clone(), x.clone()
+
+    def work():
+        slow = Beside(x.device, "slow", FILL)
+        with slow.stream:
+            for _ in range(20):
+                x.add_(1)
+        reading = Beside(x.device, "reading")
+        with reading.stream:
+            for _ in range(2):
+                slow.join()
+            first.copy_(x)
+        slow.join()
+        second.copy_(x)
+        reading.join()
+
+    work()
+    assert (first == 20).all() and (second == 20).all()
+    with torch.cuda.graph(graph):
+        work()
+    for turn in (2, 3):
+        graph.replay()
+        assert (first == 20 * turn).all() and (second == 20 * turn).all()
 
 
 def test_weights_out_of_line_are_not_kept():
@@ -240,13 +300,13 @@ def test_products_with_kept_halves_are_the_same():
     wanted = forward(x, weight, how=how)
     with own.note() as noted:
         assert torch.equal(forward(x, weight, how=how), wanted)
-    renewal = own.keep(noted)
-    with own.renewed(renewal):
+    renewals = own.keep(noted)
+    with own.renewed(renewals):
         assert torch.equal(forward(x, weight, how=how), wanted)
     assert relative_error(wanted, exact(x, weight)) < SINGLE
     weight.data[7, 5] = 1e3
     changed = forward(x, weight, how=how)
-    with own.renewed(renewal):
+    with own.renewed(renewals):
         assert torch.equal(forward(x, weight, how=how), changed)
     assert not torch.equal(wanted, changed)
 
@@ -280,18 +340,20 @@ def test_rows_are_split_again_when_a_bit_has_changed(change):
 
     weights = [nn.Parameter(normal(*shape)) for shape in ((21, 544), (21, 544), (5, 1024))]
     own = SplitWeights()
-    renewal, rows = own.keep(weights), rows_of(544)
+    renewals, rows = own.keep(weights), rows_of(544)
+    all_kept = [kept for renewal in renewals for kept in renewal.kept]
     before = weights[1].clone()
     change(weights[1].data)
     changed = (before != weights[1]).any(1)
-    for kept in renewal.kept:
+    for kept in all_kept:
         for half in kept.halves:
             half.fill_(7)
-    renewal()
+    for renewal in renewals:
+        renewal()
     split = torch.zeros(24, dtype=torch.bool, device=DEVICE)
     for row in changed.nonzero().ravel().tolist():
         split[row // rows * rows : row // rows * rows + rows] = True
-    for i, kept in enumerate(renewal.kept):
+    for i, kept in enumerate(all_kept):
         again = split[:21] if i == 1 else torch.zeros(len(kept.weight), dtype=torch.bool, device=DEVICE)
         for half, wanted in zip(kept.halves, _split(kept.weight), strict=True):
             assert torch.equal(half[again], wanted[again]) and (half[~again] == 7).all()
@@ -303,19 +365,19 @@ def test_rows_are_split_again_when_a_bit_has_changed(change):
 def test_halves_are_shared_and_go_with_those_who_read_them():
     a, b = nn.Parameter(normal(6, 512)), nn.Parameter(normal(6, 512))
     own = SplitWeights()
-    first, second = own.keep([a]), own.keep([b, a])
-    assert second.kept[1] is first.kept[0] and len(own._kept) == 2
+    (first,), (other, second) = own.keep([a]), own.keep([b, a])
+    assert second.kept == first.kept and other.kept[0].weight is b and len(own._kept) == 2
     # What one has split again is right for the other, also when the weight is then as it was.
     old = first.kept[0].halves[0].clone()
     a.data.neg_()
     first()
     a.data.neg_()
     second()
-    assert torch.equal(second.kept[1].halves[0], old)
-    del second
+    assert torch.equal(second.kept[0].halves[0], old)
+    del other, second
     assert list(own._kept) == [id(a)]
     a.data = a.data.clone()
-    assert own.keep([a]).kept[0] is not first.kept[0], "it has moved"
+    assert own.keep([a])[0].kept[0] is not first.kept[0], "it has moved"
     del first
     assert not own._kept
 

@@ -23,7 +23,7 @@ weights (`vssm.ops.linear_weights`), which every replay compares with the weight
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from vssm.nn import State
 from vssm.ops.linear_weights import Renewal, SplitWeights
+from vssm.ops.streams import MAIN
 from vssm.trees import Gathered, copy, join, leaves_of, row_of, zero
 from vssm.weights import places_of, weights_of
 
@@ -68,7 +69,7 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.device, self.weights = device, SplitWeights()
         if device.type == "cuda":
-            self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+            self.stream, self.pool = torch.cuda.Stream(device, priority=MAIN), torch.cuda.graph_pool_handle()
 
     def record(
         self, model: nn.Module, function: Callable[[nn.Module], _T], watch: "Watch | None" = None
@@ -89,7 +90,7 @@ class Recorder:
                     if watch is not None:
                         watch.look(model)
                     function(model)
-                renewal = self.weights.keep(noted)
+                renewals = self.weights.keep(noted)
             current.wait_stream(self.stream)
             # Other threads may allocate meanwhile: "global" would make that their error.
             capture = torch.cuda.graph(
@@ -99,11 +100,11 @@ class Recorder:
                 with capture:
                     if watch is not None:  # first, since the host waits for it
                         watch.look(model)
-                    with self.weights.renewed(renewal):
+                    with self.weights.renewed(renewals):
                         outputs = function(model)
             finally:
                 torch.cuda.set_stream(current)  # a capture that fails leaves its own stream behind
-        return Recording(outputs, graph, weights=renewal)
+        return Recording(outputs, graph, weights=renewals)
 
 
 class Recording(Generic[_T]):
@@ -115,7 +116,7 @@ class Recording(Generic[_T]):
         graph: "torch.cuda.CUDAGraph | None",
         function: Callable[[nn.Module], _T] | None = None,
         watch: "Watch | None" = None,
-        weights: Renewal | None = None,
+        weights: Sequence[Renewal] = (),
     ) -> None:
         self.outputs, self._graph, self._function, self._watch = outputs, graph, function, watch
         self.weights = weights  # held: the graph reads them

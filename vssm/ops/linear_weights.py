@@ -8,17 +8,22 @@ of splitting them: each few rows have a mark, a number that all of their bits de
 their halves, and rows with another mark are split again, there and then, by the kernel that has read them
 (`vssm.ops.linear_weights_triton`). The host has no part in it.
 
+A replay does so beside its other work: the weight that is read first has a kernel of its own, which its first
+product waits for, and the next product waits for all others, which by then had the time of the first.
+
 Halves are as many bytes as the weights, and go with the last recording that reads them.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+
+from vssm.ops.streams import FILL, Beside
 
 __all__ = ["Kept", "Renewal", "SplitWeights", "halves_of"]
 
@@ -83,10 +88,13 @@ class SplitWeights:
             yield weights
         weights += noted.values()
 
-    def keep(self, weights: list[nn.Parameter]) -> Renewal | None:
-        """Splits what is not kept yet; halves stay as long as what it returns, if there are any."""
+    def keep(self, weights: list[nn.Parameter]) -> list[Renewal]:
+        """Splits what is not kept yet, and returns what renews it, in the order in which it is read.
+
+        Halves stay as long as what is returned.
+        """
         if not weights:
-            return None
+            return []
         from vssm.ops import linear_weights_triton as kernels
 
         all_kept, new = [], []
@@ -98,19 +106,34 @@ class SplitWeights:
             all_kept.append(kept)
         if new:
             kernels.Renewal(new)(always=True)
-        return kernels.Renewal(all_kept)
+        return [kernels.Renewal(some) for some in (all_kept[:1], all_kept[1:]) if some]
 
     @staticmethod
     @contextmanager
-    def renewed(renewal: Renewal | None) -> Iterator[None]:
+    def renewed(renewals: Sequence[Renewal]) -> Iterator[None]:
         """Splits what has changed, for a function to read that is captured with it."""
-        if renewal is None:
-            yield
-            return
-        renewal()
-        halves = {id(kept.weight): kept.halves for kept in renewal.kept}
-        with _finding(lambda weight: halves.get(id(weight))):
-            yield
+        known: dict[int, tuple[Beside, Halves]] = {}
+        started: list[Beside] = []
+        with ExitStack() as streams:
+            for i, renewal in enumerate(renewals):
+                started.append(Beside(renewal.kept[0].weight.device, f"weights {i}", FILL))
+                streams.enter_context(started[i].stream)  # the next one follows it
+                renewal()
+                known |= {id(kept.weight): (started[i], kept.halves) for kept in renewal.kept}
+
+        def find(weight: nn.Parameter) -> Halves | None:
+            if id(weight) not in known:
+                return None
+            renewing, halves = known[id(weight)]
+            renewing.join()
+            return halves
+
+        try:
+            with _finding(find):
+                yield
+        finally:  # a capture can not end before, whoever has read what on which stream
+            for renewing in started:
+                renewing.join()
 
 
 @contextmanager

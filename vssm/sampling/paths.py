@@ -13,8 +13,7 @@ Legend: B histories, S paths of each, T new steps; x (B, C, D); z (B S, T, Z); p
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ from vssm.data.scale import Scale
 from vssm.distributions import Latents
 from vssm.models import Variational
 from vssm.nn import State
+from vssm.ops.streams import Beside
 from vssm.sampling.request import Noise
 
 __all__ = ["Finish", "paths_after", "paths_from"]
@@ -103,12 +103,12 @@ def _read_on(
     """Reads histories and makes paths after them; the partial posterior goes over both at once."""
     known = prompt.shape[1]
     # Reading is many short kernels of few rows: what all paths need takes their time, not its own.
-    drawing = _Beside(prompt.device, "drawing")
+    drawing = Beside(prompt.device, "drawing")
     with drawing.stream:
         own = _own(source.seed, source.row, samples)
         u, w = own.latent(model, known, length), own.observation(model, known, length)
     q_z, _ = model.partial_posterior(prompt, empty=length)
-    reading = _Beside(prompt.device, "reading")
+    reading = Beside(prompt.device, "reading")
     with reading.stream:
         z = Latents(q_z.raw[:, :known]).sample(source.latent(model, 0, known))
         _, state = model.decoder(z)
@@ -116,30 +116,6 @@ def _read_on(
     e = _embedded(model, q_z.raw[:, known:], u, temperature)
     reading.join()
     return _decoded(model, e, state, w, temperature).unflatten(0, (-1, samples))
-
-
-class _Beside:
-    """Records what is done with `stream` beside the rest, from here until `join`.
-
-    What it reads must be kept until then: memory that is given back is used again. Where nothing is recorded,
-    things are done one after the other.
-    """
-
-    def __init__(self, device: torch.device, what: str) -> None:
-        self._own = None
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._own = _stream(device, what)
-            self._own.wait_stream(torch.cuda.current_stream(device))
-        self.stream = nullcontext() if self._own is None else torch.cuda.stream(self._own)
-
-    def join(self) -> None:
-        if self._own is not None:
-            torch.cuda.current_stream(self._own.device).wait_stream(self._own)
-
-
-@cache
-def _stream(device: torch.device, what: str) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)  # there are few: one capture at a time, so all share them
 
 
 def _own(seed: Tensor, row: Tensor, samples: int) -> Noise:
