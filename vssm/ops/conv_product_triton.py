@@ -87,6 +87,6 @@ def forward(
     _kernel[(min(triton.cdiv(rows, _BM), _RESIDENT * PROCESSORS),)](
         x, taps.contiguous(), bias, None if state is None else state.contiguous(), weight.contiguous(), y,
         product, rows, length, stride, 1 if state is None else batch // len(state), N,
-        D=channels, K=taps.shape[1], BM=_BM, BN=max(16, triton.next_power_of_2(N)), num_warps=4,
+        D=channels, K=taps.shape[1], BM=_BM, BN=max(16, triton.next_power_of_2(N)), num_warps=4, num_stages=1,
     )  # fmt: skip
     return y, product

@@ -113,7 +113,9 @@ def plan_forward(batch: int, length: int, channels: int, states: int, processors
         return Plan(length, 64, K, 128, False, polynomials)
     # Four waves of programs, 16 a multiprocessor; or fewer, when chunks would be too short to be worth it.
     chunk = triton.cdiv(length * warps, 64 * processors)
-    return Plan(32 if chunk <= 32 else triton.cdiv(chunk, 64) * 64, 64, K, 128, False, polynomials)
+    if chunk <= 32:  # few programs: each has registers to load more at once
+        return Plan(32, 64, 4, None, True, polynomials)
+    return Plan(triton.cdiv(chunk, 64) * 64, 64, K, 128, False, polynomials)
 
 
 RUN = 80
@@ -143,7 +145,10 @@ def plan_summary(length: int, states: int, adjoint: bool) -> Plan:
     polynomials = 0 if adjoint else states // 8  # more than when out is written, which takes instructions too
     if states > 16:
         return Plan(length, 32, 1, None, False, polynomials)
-    return Plan(length, 32, 4, 128, False) if adjoint else Plan(length, 64, 2, 128, True, polynomials)
+    if adjoint:
+        return Plan(length, 32, 4, 128, False)
+    few = length <= 32  # as for `plan_forward`
+    return Plan(length, 64, 4 if few else 2, None if few else 128, True, polynomials)
 
 
 def plan_starts(length: int, states: int, dtype: torch.dtype) -> Plan:
