@@ -140,15 +140,16 @@ def mixes(u: Tensor, A: Tensor, mix: Tensor, h0: Tensor | None) -> bool:
     return mix.shape[1] <= MOST_MIXED and plan_run(*sizes) > 0
 
 
-def plan_summary(length: int, states: int, adjoint: bool) -> Plan:
-    """Returns how the chunks are summarised, with or without the adjoint."""
+def plan_summary(length: int, states: int, adjoint: bool, few: bool = False) -> Plan:
+    """Returns how chunks, few of them or many, are summarised, with or without the adjoint."""
     polynomials = 0 if adjoint else states // 8  # more than when out is written, which takes instructions too
     if states > 16:
         return Plan(length, 32, 1, None, False, polynomials)
     if adjoint:
         return Plan(length, 32, 4, 128, False)
-    few = length <= 32  # as for `plan_forward`
-    return Plan(length, 64, 4 if few else 2, None if few else 128, True, polynomials)
+    return (
+        Plan(length, 64, 4, None, True, polynomials) if few else Plan(length, 64, 2, 128, True, polynomials)
+    )
 
 
 def plan_starts(length: int, states: int, dtype: torch.dtype) -> Plan:
@@ -273,7 +274,7 @@ def _call(dy, u, dt, A, B, C, D, z, dt_bias, softplus) -> _Call:  # noqa: ANN001
 
 
 def _enter_chunks(
-    call: _Call, length: int, h0: Tensor | None, dh: Tensor | None
+    call: _Call, length: int, h0: Tensor | None, dh: Tensor | None, few: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Returns h before every chunk and, if dh is given, l after it: (B, chunks, D, N) in float32."""
     u, A = call.inputs[1], call.inputs[3]
@@ -282,7 +283,7 @@ def _enter_chunks(
     total = torch.empty((batch, chunks, channels), dtype=torch.float32, device=u.device)
     local = torch.empty((batch, chunks, *A.shape), dtype=torch.float32, device=u.device)
     pull = None if dh is None else torch.empty_like(local)
-    plan = plan_summary(length, A.shape[1], dh is not None)
+    plan = plan_summary(length, A.shape[1], dh is not None, few)
     call.scan(plan, None, total=total, local=local, pull=pull)
     for term, initial, reverse in ((local, h0, False), (pull, dh, True)):
         if term is not None:
@@ -333,7 +334,7 @@ def forward(
         if start is not None and share > 1:
             start = start.repeat_interleave(share, 0)
         share = 1
-        start, _ = _enter_chunks(call, plan.length, start, None)
+        start, _ = _enter_chunks(call, plan.length, start, None, few=plan.length <= 32)
     if plan.parts > 1:
         call.scan_whole(plan, start, share, y, end if last else None)
     else:
