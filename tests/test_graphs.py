@@ -3,12 +3,14 @@
 Without a GPU a recording runs its function again on the static tensors: all is tested but the capture.
 """
 
+import copy
 import gc
+import pickle
 import sys
 import threading
 import warnings
 import weakref
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
@@ -75,10 +77,7 @@ def same_states(a, b):
 def same_results(a, b):
     same(a.x, b.x)
     same(a.z, b.z)
-    same_states(
-        type(a.state)(dict(sorted(a.state.children.items())), a.state.position),
-        type(b.state)(dict(sorted(b.state.children.items())), b.state.position),
-    )
+    same_states(*(State(dict(sorted(some.children.items())), some.position) for some in (a.state, b.state)))
 
 
 def programs(model):
@@ -355,8 +354,8 @@ def test_a_tree_is_gathered_in_few_pieces():
     gathered = trees.Gathered(tree, {shared.data_ptr()})
     assert len(gathered.pieces) == 3
     copies = gathered.own(9), gathered.own(9)
-    for copy in copies:
-        for (name, made), expected in zip(copy.children.items(), tree.children.values(), strict=True):
+    for one in copies:
+        for (name, made), expected in zip(one.children.items(), tree.children.values(), strict=True):
             for a, b in zip(trees.leaves_of(made), trees.leaves_of(expected), strict=True):
                 assert torch.equal(a, b) and a.dtype == b.dtype, name
                 assert a.numel() == 0 or a is shared or a.data_ptr() % 16 == 0
@@ -368,6 +367,32 @@ def test_a_tree_is_gathered_in_few_pieces():
     assert memory(first["x"], first.child("inner")["a"]).isdisjoint(
         memory(second["x"], second.child("inner")["a"], *gathered.leaves())
     )
+
+
+def test_a_state_that_is_made_later_is_a_state():
+    made = []
+
+    def make():
+        made.append(1)
+        return {"h": torch.ones(2), "inner": State({"c": torch.zeros(2)}, 4)}
+
+    def later():
+        return trees.Later(make, 4, "me")
+
+    state = later()
+    assert isinstance(state, State) and (state.position, state.owner, made) == (4, "me", [])
+    assert state["h"] is state["h"] and state.batch == 2 and made == [1]
+    assert type(state) is State
+    for copied in (
+        copy.deepcopy(later()),
+        pickle.loads(pickle.dumps(later())),
+        replace(later()),
+        later().detach(),
+    ):
+        assert type(copied) is State
+        same_states(copied, state)
+    with pytest.raises(FrozenInstanceError):
+        later().position = 5
 
 
 def test_a_tree_is_gathered_in_the_largest_words_that_fit():

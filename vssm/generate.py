@@ -18,6 +18,7 @@ from vssm.config import ModelConfig, check_choice, check_flag, shown, whole_numb
 from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational, check_model
 from vssm.nn import State
 from vssm.sampling import BLIND, Noise, Options, read, repeat_variational, sample
+from vssm.trees import Later
 from vssm.weights import first_weight
 
 __all__ = ["Generation", "check_temperature", "generate", "observe"]
@@ -186,7 +187,8 @@ def _repeated(
     if made is None:
         return None
     after = made.child("state")
-    return Generation(made["x"], made["z"], State(after.children, after.position, _owner(model.config)))
+    owner = _owner(model.config)
+    return Generation(made["x"], made["z"], Later(lambda: after.children, after.position, owner))
 
 
 @lru_cache(maxsize=64)

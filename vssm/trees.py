@@ -3,15 +3,17 @@
 Trees are `State`s, whose tensors need not be batch first here.
 """
 
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, count
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vssm.nn import State
 
-__all__ = ["Gathered", "copy", "describe", "join", "leaves_of", "row_of", "zero"]
+__all__ = ["Gathered", "Later", "copy", "describe", "join", "leaves_of", "row_of", "zero"]
 
 # Bytes from which a tensor has memory of its own: to gather it would take longer than to launch another copy,
 # and whoever keeps a small result must not keep a large one.
@@ -53,51 +55,106 @@ class Gathered:
             if row.data_ptr() not in shared:
                 groups.setdefault(i if row.nbytes >= _LARGE else tops[i], []).append(i)
         self.pieces = []
-        self._read_as: list[tuple[int, torch.dtype]] = []  # the pieces, and the types of the tensors in them
-        self._where: list[tuple] = [()] * len(rows)  # for every tensor the item of `_read_as`, and its layout
+        self._where: list[tuple] = [()] * len(rows)  # for every tensor its piece, type and layout there
         for group in groups.values():
             parts, starts = _side_by_side([rows[i] for i in group])
             for i, start in zip(group, starts, strict=True):
-                row, read_as = rows[i], (len(self.pieces), rows[i].dtype)
-                if read_as not in self._read_as:
-                    self._read_as.append(read_as)
-                layout = tensors[i].shape, row.expand_as(tensors[i]).stride(), start // row.itemsize
-                self._where[i] = self._read_as.index(read_as), *layout
+                stride = rows[i].expand_as(tensors[i]).stride()
+                at = tensors[i].shape, stride, start // rows[i].itemsize
+                self._where[i] = len(self.pieces), rows[i].dtype, at
             self.pieces.append(parts)
         self._rows = [row for row, at in zip(rows, self._where, strict=True) if at]
         self._tensors = [row.expand_as(tensor) for row, tensor in zip(rows, tensors, strict=True)]
-        self._nodes: list[list[tuple[str, int]]] = []  # children by number; the last is the root
-        self._number(tree, count())
+        self._names = _numbered(tree, count())
 
     def own(self, position: int) -> State:
-        """Copies the tree; all parts of the copy are at that position."""
+        """Copies the tree; all parts of the copy are at that position.
+
+        Trees in it have their memory at once, their tensors when somebody asks for them.
+        """
         # As words, several tensors take one launch: `copy` needs one for each dtype, and gives 65536 numbers
         # to a single block of threads, which is slow for the few tensors here.
         pieces = [torch.cat(parts) if len(parts) > 1 else parts[0].clone() for parts in self.pieces]
-        read_as = [pieces[piece].view(dtype) for piece, dtype in self._read_as]
-        pairs = zip(self._where, self._tensors, strict=True)
-        tensors = [read_as[at[0]].as_strided(*at[1:]) if at else shared for at, shared in pairs]
-        return self._built(tensors, position)
+        children: _Children = {}
+        for name, numbers in self._names.items():
+            if isinstance(numbers, int):
+                children[name] = self._tensor(numbers, pieces)
+            else:  # holds the pieces that are its own only
+                own = {at[0]: pieces[at[0]] for i in _flat(numbers) if (at := self._where[i])}
+                children[name] = Later(partial(self._children, numbers, own, position), position)
+        return State(children, position)
 
     def leaves(self) -> Iterator[Tensor]:
         """Yields what is copied."""
         return iter(self._rows)
 
-    def _number(self, tree: State, numbers: Iterator[int]) -> int:
-        children = [
-            (name, self._number(child, numbers) if isinstance(child, State) else next(numbers))
-            for name, child in tree.children.items()
-        ]
-        self._nodes.append(children)
-        return len(self._tensors) + len(self._nodes) - 1
+    def _tensor(self, number: int, pieces: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
+        if not self._where[number]:
+            return self._tensors[number]
+        piece, dtype, layout = self._where[number]
+        return pieces[piece].view(dtype).as_strided(*layout)
 
-    def _built(self, tensors: list[Tensor], position: int) -> State:
-        made: list[Tensor | State] = [*tensors]
-        for children in self._nodes:
-            made.append(State({name: made[number] for name, number in children}, position))
-        root = made[-1]
-        assert isinstance(root, State)
-        return root
+    def _children(self, names: "_Names", pieces: Mapping[int, Tensor], position: int) -> "_Children":
+        return {
+            name: self._tensor(numbers, pieces)
+            if isinstance(numbers, int)
+            else State(self._children(numbers, pieces, position), position)
+            for name, numbers in names.items()
+        }
+
+
+class Later(State):
+    """A state whose children are made when they are asked for: most who generate look at x alone.
+
+    From then on it is a `State` like any other.
+
+    Arguments:
+        make: Makes them, in the place of children.
+
+    Example:
+        >>> state = Later(lambda: {"h": torch.zeros(2)}, position=3)
+        >>> state.position, state["h"] is state["h"], type(state).__name__
+        (3, True, 'State')
+    """
+
+    __slots__ = ()
+
+    def __init__(self, make: Callable[[], "_Children"], position: int = 0, owner: str = "") -> None:
+        _place_of_children.__set__(self, make)
+        for name, value in (("position", position), ("owner", owner)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def children(self) -> "_Children":  # pyright: ignore[reportIncompatibleVariableOverride]
+        made = _place_of_children.__get__(self)
+        if callable(made):
+            made = made()
+            _place_of_children.__set__(self, made)
+            object.__setattr__(self, "__class__", State)
+        return made
+
+    def __reduce__(self) -> tuple:
+        return State, (self.children, self.position, self.owner)
+
+
+_Children = dict[str, Tensor | State]
+_place_of_children: Any = State.__dict__["children"]
+_Names = dict[str, "int | _Names"]  # of a tree, with the numbers of its tensors
+
+
+def _numbered(tree: State, numbers: Iterator[int]) -> _Names:
+    return {
+        name: _numbered(child, numbers) if isinstance(child, State) else next(numbers)
+        for name, child in tree.children.items()
+    }
+
+
+def _flat(names: _Names) -> Iterator[int]:
+    for numbers in names.values():
+        if isinstance(numbers, int):
+            yield numbers
+        else:
+            yield from _flat(numbers)
 
 
 def _side_by_side(rows: list[Tensor]) -> tuple[list[Tensor], list[int]]:
