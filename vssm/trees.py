@@ -126,8 +126,8 @@ class Later(State):
 
     @property
     def children(self) -> "_Children":  # pyright: ignore[reportIncompatibleVariableOverride]
-        made = _place_of_children.__get__(self)
-        if callable(made):
+        made: Any = _place_of_children.__get__(self)
+        if not isinstance(made, dict):
             made = made()
             _place_of_children.__set__(self, made)
             object.__setattr__(self, "__class__", State)
