@@ -117,7 +117,6 @@ def test_parts_of_a_product_are_added_on_the_way(size, state, monkeypatch):
     _, weight, bias, before = arguments(*size, state)
     x, matrix = (torch.randn(shape, device=DEVICE) for shape in ((batch, length, 64), (2 * channels, 64)))
     matrix /= 8
-    following = torch.randn(6, channels, device=DEVICE)
     for split in (1, 2):
         how = linear_triton.Plan(16, 16, 32, split, 4, 2)
         monkeypatch.setattr(linear_triton, "plan", lambda *_, how=how: how)
@@ -126,16 +125,15 @@ def test_parts_of_a_product_are_added_on_the_way(size, state, monkeypatch):
             y, after = causal_conv_silu(u, weight, bias, before, "triton")
             options = {"state": before, "norm": norm, "backend": "triton"}
             for last in (True, False):
-                given = linear_conv_silu(x, matrix, weight, bias, following, **options, last=last)
+                given = linear_conv_silu(x, matrix, weight, bias, **options, last=last)
                 assert relative_error(given[0], y) < 1e-6 and torch.equal(given[1], z)
-                assert torch.equal(given[3], after if last else after[:0])
-            twin = linear_conv_silu(x, matrix, weight, bias, following, **{**options, "backend": "reference"})
-            for some, right in zip(given[:3], twin[:3], strict=True):
+                assert torch.equal(given[2], after if last else after[:0])
+            twin = linear_conv_silu(x, matrix, weight, bias, **{**options, "backend": "reference"})
+            for some, right in zip(given[:2], twin[:2], strict=True):
                 assert relative_error(some, right) < 1e-5
     if state and batch > 1:
-        inputs = x, matrix, weight, bias, following
-        shared = linear_conv_silu(*inputs, before[:1], None, "triton")
-        wide = linear_conv_silu(*inputs, before[:1].expand_as(before), None, "triton")
+        shared = linear_conv_silu(x, matrix, weight, bias, before[:1], None, "triton")
+        wide = linear_conv_silu(x, matrix, weight, bias, before[:1].expand_as(before), None, "triton")
         assert all(torch.equal(a, b) for a, b in zip(shared, wide, strict=True))
 
 
@@ -146,52 +144,22 @@ def test_parts_of_a_product_are_added_on_the_way(size, state, monkeypatch):
 def test_real_sizes_of_product_and_convolution(size, state):
     _, weight, bias, before = arguments(*size, 2048, 4, state)
     x, matrix = torch.randn(*size, 1024, device="cuda"), torch.randn(4096, 1024, device="cuda") / 32
-    following, norm = torch.randn(96, 2048, device="cuda"), RMSNorm(1024, eps=1e-5).to("cuda")
-    first, second = (linear_conv_silu(x, matrix, weight, bias, following, before, norm) for _ in range(2))
+    norm = RMSNorm(1024, eps=1e-5).to("cuda")
+    first, second = (linear_conv_silu(x, matrix, weight, bias, before, norm) for _ in range(2))
     u, z = linear(x, matrix, norm=norm).chunk(2, -1)
     y, after = causal_conv_silu(u, weight, bias, before)
-    for given, again, wanted in zip(first, second, (y, z, linear(y, following), after), strict=True):
+    for given, again, wanted in zip(first, second, (y, z, after), strict=True):
         assert torch.equal(given, again)
         assert relative_error(given, wanted) < 1e-6
 
 
 def test_gradients_reach_every_input_of_product_and_convolution():
     x, weight, bias, before = arguments(2, 5, 3, 4)
-    matrix, following = torch.randn(6, 3, device=DEVICE), torch.randn(2, 3, device=DEVICE)
-    norm = RMSNorm(3, eps=1e-5).to(DEVICE)
-    leaves = [t.detach().clone().requires_grad_() for t in (x, matrix, weight, bias, following, before)]
-    y, gate, product, after = linear_conv_silu(*leaves, norm)
-    total = (y * gate).sum() + after.square().sum() + product.square().sum()
+    matrix, norm = torch.randn(6, 3, device=DEVICE), RMSNorm(3, eps=1e-5).to(DEVICE)
+    leaves = [t.detach().clone().requires_grad_() for t in (x, matrix, weight, bias, before)]
+    y, gate, after = linear_conv_silu(*leaves, norm)
+    total = (y * gate).sum() + after.square().sum()
     assert all(grad.abs().sum() > 0 for grad in torch.autograd.grad(total, [*leaves, norm.weight]))
-
-
-@kernels
-@pytest.mark.parametrize(
-    ("length", "channels", "times"), [(4, 128, 5), (3, 64, 1), (1, 64, 10), (20, 64, 2), (4, 128, 0)]
-)
-@torch.no_grad()
-def test_very_many_sequences_are_convolved_and_multiplied_by_one_kernel(length, channels, times, monkeypatch):
-    pytest.importorskip("triton")
-    from vssm.ops import conv_product_triton
-
-    monkeypatch.setattr(conv_product_triton, "TALL", 1)
-    monkeypatch.setattr(conv_product_triton, "PROCESSORS", 1)
-    made = []
-    forward = conv_product_triton.forward
-    monkeypatch.setattr(conv_product_triton, "forward", lambda *inputs: made.append(1) or forward(*inputs))
-    _, weight, bias, before = arguments(10, length, channels, 4)
-    few = before[: 10 // times] if times else None
-    x, matrix = (torch.randn(s, device=DEVICE) for s in ((10, length, 32), (2 * channels, 32)))
-    following = torch.randn(36, channels, device=DEVICE)
-    given = linear_conv_silu(x, matrix, weight, bias, following, few, None, "triton", last=False)
-    assert made
-    exact = (None if t is None else t.double() for t in (x, matrix, weight, bias, following, few))
-    wanted = linear_conv_silu(*exact, None, "reference", last=False)
-    for some, right in zip(given[:3], wanted[:3], strict=True):
-        assert some.shape == right.shape and relative_error(some, right) < 1e-6
-    assert given[3].shape == (0, 3, channels)
-    apart = linear_conv_silu(x, matrix, weight, bias, following, few, None, "triton")
-    assert relative_error(given[0], apart[0]) < 1e-6 and len(made) == 1, "who goes on needs the state"
 
 
 def test_bad_input():

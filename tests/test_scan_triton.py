@@ -223,7 +223,7 @@ def test_plans_of_runs():
     for batch in (1000, 50_000, 10**6):
         for length in (1, 4, 28, 100):
             count = plan_run(batch, length, 128, 16, batch // 10, 132)
-            assert count == 0 or (batch // 10 % count == 0 and batch // count * 4 >= 64 * 132)
+            assert count == 0 or (batch // 10 % count == 0 and batch // count * 2 >= 32 * 132)
 
 
 @kernels

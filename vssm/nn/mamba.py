@@ -73,17 +73,14 @@ class MambaMixer(nn.Module):
         taps = self.conv1d.weight.squeeze(1)
         assert self.conv1d.bias is not None
         before = (None, None) if state is None else (state["conv"], state["ssm"])
-        convolution = taps, self.conv1d.bias
+        convolution = taps, self.conv1d.bias, before[0]
         if torch.is_grad_enabled() and x.is_cuda:  # one product for each: no gradient has to be put together
             x = x if norm is None else norm(x)
             u, z = (F.linear(x, half) for half in self.in_proj.weight.unflatten(0, (2, -1)).unbind())
-            u, conv = causal_conv_silu(u, *convolution, before[0], last=last)
-            chosen = self.x_proj(u)
+            u, conv = causal_conv_silu(u, *convolution, last=last)
         else:
-            u, z, chosen, conv = linear_conv_silu(
-                x, self.in_proj.weight, *convolution, self.x_proj.weight, before[0], norm, last=last
-            )
-        dt, B, C = chosen.split([self.rank, self.states, self.states], -1)
+            u, z, conv = linear_conv_silu(x, self.in_proj.weight, *convolution, norm, last=last)
+        dt, B, C = self.x_proj(u).split([self.rank, self.states, self.states], -1)
         A = -torch.exp(self.A_log.float()) if A is None else A
         mix = self.dt_proj.weight
         position = x.shape[1] + (0 if state is None else state.position)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.ops.dispatch import choose_backend, needs_operator
-from vssm.ops.linear import linear, linear_parts, runs_kernel
+from vssm.ops.linear import linear, linear_parts
 
 __all__ = ["causal_conv_silu", "causal_conv_silu_reference", "linear_conv_silu"]
 
@@ -71,66 +71,43 @@ def linear_conv_silu(
     weight: Tensor,
     taps: Tensor,
     bias: Tensor,
-    following: Tensor,
     state: Tensor | None = None,
     norm: nn.Module | None = None,
     backend: str = "auto",
     last: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Multiplies by a weight, convolves the first half of the product, and multiplies by the next weight.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Multiplies by a weight and convolves the first half of the product; the second is a gate.
 
     Arguments:
         x: The input, (B, T, W).
-        weight: The first weight, (2 D, W).
+        weight: The weight, (2 D, W).
         taps: The taps of the convolution, (D, K).
         bias: Its bias, (D,).
-        following: The next weight, (N, D).
         state: As for `causal_conv_silu`.
         norm: Applied to x before.
         backend: As for `linear` and `causal_conv_silu`.
         last: Whether the state to go on from is asked for.
 
     Returns:
-        y, which is what was convolved, and the second half of the first product, a gate, (B, T, D); the
-        second product, (B, T, N); and the state to go on from (B, K - 1, D).
+        y and the gate, (B, T, D), and the state to go on from (B, K - 1, D).
 
     Example:
         >>> x, weight, taps = torch.ones(1, 4, 1), torch.tensor([[1.0], [2.0]]), torch.ones(1, 3)
-        >>> y, gate, product, _ = linear_conv_silu(x, weight, taps, torch.zeros(1), torch.tensor([[2.0]]))
+        >>> y, gate, _ = linear_conv_silu(x, weight, taps, torch.zeros(1))
         >>> y.flatten(), gate.flatten()
         (tensor([0.7311, 1.7616, 2.8577, 2.8577]), tensor([2., 2., 2., 2.]))
-        >>> product.flatten()
-        tensor([1.4621, 3.5232, 5.7154, 5.7154])
     """
     others = [taps, bias] if state is None else [taps, bias, state]
-    direct = not needs_operator(*others)
-    made = (linear_parts if direct else linear)(x, weight, norm=norm, backend=backend)
-    after = x.new_empty(len(x) if last else 0, taps.shape[1] - 1, len(taps))
+    multiply = linear if needs_operator(*others) else linear_parts
+    made = multiply(x, weight, norm=norm, backend=backend)
     if isinstance(made, Tensor):
         u, z = made.chunk(2, -1)
-        if not last and direct and _in_one_kernel(u, following, backend):
-            from vssm.ops import conv_product_triton
+        u, after = causal_conv_silu(u, taps, bias, state, backend, last)
+        return u, z, after
+    from vssm.ops import conv_triton
 
-            y, product = conv_product_triton.forward(u, taps, bias, state, following)
-            return y, z, product, after
-        y, after = causal_conv_silu(u, taps, bias, state, backend, last)
-    else:
-        from vssm.ops import conv_triton
-
-        y, z = conv_triton.forward_parts(made, x.shape[1], taps, bias, state, after if last else None)
-    # Any size will do for the next product: kernels take it where they can.
-    return y, z, linear(y, following, backend="reference" if backend == "reference" else "auto"), after
-
-
-def _in_one_kernel(u: Tensor, following: Tensor, backend: str) -> bool:
-    """Says whether one kernel convolves u and multiplies."""
-    if backend == "reference" or (backend == "auto" and not u.is_cuda):
-        return False
-    if choose_backend(backend, u.device, u.dtype) != "triton":
-        return False
-    from vssm.ops import conv_product_triton
-
-    return conv_product_triton.takes(u, following) and runs_kernel(u, following, backend=backend)
+    after = x.new_empty(len(x) if last else 0, taps.shape[1] - 1, len(taps))
+    return *conv_triton.forward_parts(made, x.shape[1], taps, bias, state, after if last else None), after
 
 
 def causal_conv_silu_reference(

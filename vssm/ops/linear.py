@@ -20,7 +20,7 @@ from vssm.ops.dispatch import choose_fused, needs_operator, product_dtype
 if TYPE_CHECKING:
     from vssm.ops.linear_triton import Parts
 
-__all__ = ["Linear", "linear", "linear_parts", "runs_kernel"]
+__all__ = ["Linear", "linear", "linear_parts"]
 
 _DIVISOR = 32  # of K, in the kernels; less where there are many rows
 _FEW = 64
@@ -69,7 +69,8 @@ def linear(
     """
     if norm is not None and not _is_plain(norm, x):
         x, norm = norm(x), None
-    if not runs_kernel(x, weight, bias, add, norm, backend):
+    skip = backend == "auto" and not x.is_cuda  # a step-by-step loop feels each of these questions
+    if skip or not choose_fused(backend, x.device, x.dtype, _refusal(x, weight, bias, add, norm)):
         y = F.linear(x if norm is None else norm(x), weight, bias)
         return y if add is None else add + y
     from vssm.ops import linear_triton
@@ -83,25 +84,12 @@ def linear_parts(
     """Does `linear`, but may leave parts of the sums over K to be added by who reads the product."""
     if norm is not None and not _is_plain(norm, x):
         x, norm = norm(x), None
-    if not runs_kernel(x, weight, norm=norm, backend=backend):
+    skip = backend == "auto" and not x.is_cuda
+    if skip or not choose_fused(backend, x.device, x.dtype, _refusal(x, weight, None, None, norm)):
         return F.linear(x if norm is None else norm(x), weight)
     from vssm.ops import linear_triton
 
     return linear_triton.multiply(x, weight, None, None, *_scale_of(norm))
-
-
-def runs_kernel(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    add: Tensor | None = None,
-    norm: nn.RMSNorm | None = None,
-    backend: str = "auto",
-) -> bool:
-    """Says whether a kernel makes a product, rather than PyTorch."""
-    if backend == "auto" and not x.is_cuda:  # a step-by-step loop feels each of these questions
-        return False
-    return choose_fused(backend, x.device, x.dtype, _refusal(x, weight, bias, add, norm))
 
 
 def _is_plain(norm: nn.Module, x: Tensor) -> TypeGuard[nn.RMSNorm]:

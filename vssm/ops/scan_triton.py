@@ -115,7 +115,8 @@ def plan_forward(batch: int, length: int, channels: int, states: int, processors
     chunk = triton.cdiv(length * warps, 64 * processors)
     if chunk <= 32:  # few programs: each has registers to load more at once
         return Plan(32, 64, 4, None, True, polynomials)
-    return Plan(triton.cdiv(chunk, 64) * 64, 64, K, 128, False, polynomials)
+    # Twelve programs of 168 registers a multiprocessor load more at once than sixteen.
+    return Plan(triton.cdiv(chunk, 64) * 64, 64, 4, 168, False, polynomials)
 
 
 RUN = 80
@@ -126,10 +127,10 @@ MOST_MIXED = 8
 
 def plan_run(batch: int, length: int, channels: int, states: int, share: int, processors: int) -> int:
     """Returns how many sequences of which `share` start alike make a run; 0 where runs do not pay."""
-    warps = batch * triton.cdiv(channels, 32)
-    if states > 16 or length == 0 or warps < 64 * processors:
+    programs = batch * triton.cdiv(channels, 64)
+    if states > 16 or length == 0 or programs < 32 * processors:
         return 0
-    most = max(1, min(RUN // length, warps // (64 * processors)))
+    most = max(1, min(RUN // length, programs // (32 * processors)))
     return next(count for count in range(most, 0, -1) if share % count == 0)
 
 
@@ -147,16 +148,14 @@ def plan_summary(length: int, states: int, adjoint: bool, few: bool = False) -> 
         return Plan(length, 32, 1, None, False, polynomials)
     if adjoint:
         return Plan(length, 32, 4, 128, False)
-    return (
-        Plan(length, 64, 4, None, True, polynomials) if few else Plan(length, 64, 2, 128, True, polynomials)
-    )
+    return Plan(length, 64, 4, None if few else 128, few, polynomials)
 
 
 def plan_starts(length: int, states: int, dtype: torch.dtype) -> Plan:
     """Returns how the states before chunks are found, straight through time, for B of a dtype."""
-    # Like a summary, but with less in registers, which would not do otherwise.
-    plan = plan_summary(length, states, False)
-    return plan._replace(polynomials=0, ahead=plan.ahead and dtype == torch.bfloat16)
+    if states > 16:
+        return Plan(length, 32, 1, None, False)
+    return Plan(length, 64, 2, 128, dtype == torch.bfloat16)  # more would not fit registers
 
 
 def plan_backward(batch: int, length: int, channels: int, states: int, processors: int) -> Plan:
@@ -245,16 +244,17 @@ class _Call(NamedTuple):
         """Runs `_run_kernel` for runs of `count` sequences; dt is low where there is a mix."""
         dy, u, dt, A, *others = self.inputs
         batch, length, channels = u.shape
-        K = 2 if length % 2 == 0 else 1
-        settings = self.settings(Plan(length * count, 32, K, None, True))
+        # Two channels a lane, which share what it loads of B and C.
+        BD, K = 64, next(K for K in (4, 2, 1) if length % K == 0)
+        settings = self.settings(Plan(length * count, BD, K, 168, False))
         steps = length * count > 1
         runs = tuple((count * row, tl.constexpr(step if steps else 0)) for row, step in self.strides)
         low = None
         if mix is not None:
             low, dt, mix = dt, None, mix.contiguous()
-        _run_kernel[(batch // count * triton.cdiv(channels, 32),)](
+        _run_kernel[(batch // count * triton.cdiv(channels, BD),)](
             (dy, u, dt, A, *others), runs, low, mix, runs[2], start, y, length, channels, share // count,
-            SEQUENCES=count, R=0 if mix is None else mix.shape[1], LOG=(A.shape[1] - 1).bit_length(), BD=32,
+            SEQUENCES=count, R=0 if mix is None else mix.shape[1], LOG=(A.shape[1] - 1).bit_length(), BD=BD,
             POLYNOMIALS=A.shape[1] // 16, **settings,
         )  # fmt: skip
 
@@ -289,7 +289,7 @@ def _enter_chunks(
         if term is not None:
             _combine_kernel[(batch * triton.cdiv(A.numel(), 64),)](
                 term, total, A, initial, channels, chunks,
-                N=A.shape[1], BLOCK=64, AHEAD=16, REVERSE=reverse, num_warps=1,
+                N=A.shape[1], BLOCK=64, AHEAD=32, REVERSE=reverse, num_warps=1,
             )  # fmt: skip
     return local, pull
 

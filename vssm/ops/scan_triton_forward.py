@@ -259,15 +259,13 @@ def _run_kernel(
     column = _unknown_zero(T, PTX)
     last = (T * SEQUENCES).to(tl.int64)  # so that places of steps are 64-bit
     next_vectors = _vectors(inputs, strides, b, 0, last, d, 0, channels, K, 1, EVEN)
-    next_rows = _rows(inputs, strides, b, 0, last, column, N, K, WORDS, EVEN)
     next_lows = _low_rows(low, low_strides, b, 0, last, column, R, K, EVEN)
     for t0 in range(0, last, K):
         us, dts, zs, dys = next_vectors
-        Bs, Cs = next_rows
         lows = next_lows
         after = _next(t0, last, K, EVEN)
         next_vectors = _vectors(inputs, strides, b, after, last, d, 0, channels, K, 1, EVEN)
-        next_rows = _rows(inputs, strides, b, after, last, column, N, K, WORDS, EVEN)
+        Bs, Cs = _rows(inputs, strides, b, t0, last, column, N, K, WORDS, EVEN)
         next_lows = _low_rows(low, low_strides, b, after, last, column, R, K, EVEN)
         if R > 0:
             dts = ()
