@@ -172,61 +172,6 @@ def test_output_alone_from_states_that_sequences_share(small, times, length, chu
 
 
 @kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("batch", "length", "channels", "states", "times", "rank", "count"),
-    [
-        (24, 4, 40, 16, 12, 4, 6),
-        (24, 5, 32, 8, 8, 0, 4),
-        (12, 1, 32, 16, 6, 3, 3),
-        (12, 3, 33, 5, 0, 8, 4),
-        (12, 7, 32, 16, 1, 2, 1),
-    ],
-)
-@torch.no_grad()
-def test_runs_of_short_sequences(monkeypatch, batch, length, channels, states, times, rank, count, dtype):
-    """Of which those of a run start alike, and step sizes that are made on the way."""
-    from vssm.ops import scan_triton
-
-    monkeypatch.setattr(scan_triton, "plan_run", lambda *_: count)
-    made = []
-    run = scan_triton._Call.scan_runs
-    monkeypatch.setattr(scan_triton._Call, "scan_runs", lambda *inputs: made.append(1) or run(*inputs))
-    values = to_device(arguments(batch, length, channels, states), dtype)
-    values["h0"] = values["h0"][: batch // times].contiguous() if times else None
-    mix = None
-    if rank:
-        values["dt"], mix = (
-            torch.randn(*sizes, rank + 1, device=DEVICE)[..., :rank].to(dtype)
-            for sizes in ((batch, length), (channels,))
-        )
-    exact = {name: v.double() if torch.is_tensor(v) else v for name, v in values.items()}
-    wanted = scan_output(**exact, backend="reference", mix=None if mix is None else mix.double())
-    given = scan_output(**values, backend="triton", mix=mix)
-    assert made and relative_error(given, wanted) < (1e-6 if dtype == torch.float32 else HALF)
-    if mix is not None and dtype == torch.float32:
-        monkeypatch.setattr(scan_triton, "plan_run", lambda *_: 0)
-        made.clear()
-        assert relative_error(scan_output(**values, backend="triton", mix=mix), wanted) < 1e-6
-        assert not made, "few sequences have their step sizes made before"
-
-
-def test_plans_of_runs():
-    from vssm.ops.scan_triton import plan_run
-
-    assert plan_run(50_000, 4, 128, 16, 500, 132) == 20
-    assert plan_run(50_000, 30, 128, 16, 500, 132) == 2
-    assert plan_run(50_000, 120, 128, 16, 500, 132) == 1
-    assert plan_run(50_000, 4, 128, 16, 1, 132) == 1, "only sequences that start alike"
-    assert plan_run(50_000, 4, 128, 32, 500, 132) == 0, "many states do not fit registers"
-    assert plan_run(1024, 28, 64, 16, 1024, 132) == 0, "too few to fill the device"
-    for batch in (1000, 50_000, 10**6):
-        for length in (1, 4, 28, 100):
-            count = plan_run(batch, length, 128, 16, batch // 10, 132)
-            assert count == 0 or (batch // 10 % count == 0 and batch // count * 2 >= 32 * 132)
-
-
-@kernels
 def test_rows_need_not_be_aligned(small):
     small(4)
     values = to_device(arguments(1, 8, 16, 16))

@@ -82,12 +82,11 @@ class MambaMixer(nn.Module):
             u, z, conv = linear_conv_silu(x, self.in_proj.weight, *convolution, norm, last=last)
         dt, B, C = self.x_proj(u).split([self.rank, self.states, self.states], -1)
         A = -torch.exp(self.A_log.float()) if A is None else A
-        mix = self.dt_proj.weight
+        dt = linear(dt, self.dt_proj.weight)
+        inputs = (u, dt, A, B, C, self.D, z, self.dt_proj.bias, True, before[1])
         position = x.shape[1] + (0 if state is None else state.position)
         if not last:
-            inputs = (u, dt, A, B, C, self.D, z, self.dt_proj.bias, True, before[1])
-            return self.out_proj(scan_output(*inputs, mix=mix), add), State({}, position)
-        inputs = (u, linear(dt, mix), A, B, C, self.D, z, self.dt_proj.bias, True, before[1])
+            return self.out_proj(scan_output(*inputs), add), State({}, position)
         y, h = selective_scan(*inputs)
         return self.out_proj(y, add), State({"conv": conv, "ssm": h}, position)
 

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vssm.ops.dispatch import choose_backend, needs_operator
+from vssm.ops.dispatch import needs_operator
 from vssm.ops.linear import linear, linear_parts
+from vssm.ops.scan import choose_backend
 
 __all__ = ["causal_conv_silu", "causal_conv_silu_reference", "linear_conv_silu"]
 

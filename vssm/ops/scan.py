@@ -17,18 +17,54 @@ The two kernel backends each offer `forward` and `backward`; here they become on
 """
 
 import importlib
+import importlib.util
+import os
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from vssm.ops.dispatch import choose_backend
-from vssm.ops.linear import linear
 from vssm.ops.scan_reference import selective_scan_reference
 
-__all__ = ["scan_output", "selective_scan"]
+__all__ = ["BACKENDS", "choose_backend", "scan_output", "selective_scan"]
 
+BACKENDS = ("reference", "numba", "triton")
 _KERNELS = {"numba": "vssm.ops.scan_numba", "triton": "vssm.ops.scan_triton"}
+
+
+def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Returns the backend that will run; raises `ValueError` when the one asked for can not.
+
+    "auto" takes `triton` on CUDA, `numba` for float32 on a CPU and `reference` otherwise.
+
+    >>> choose_backend("auto", torch.device("cpu"), torch.float64)
+    'reference'
+    """
+    if backend == "auto":
+        if device.type == "cuda" and _triton_refusal(device, dtype) is None:
+            return "triton"
+        return "numba" if device.type == "cpu" and dtype == torch.float32 else "reference"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is unknown; allowed: 'auto', {', '.join(map(repr, BACKENDS))}")
+    refusal = None
+    if backend == "numba" and (device.type != "cpu" or dtype != torch.float32):
+        refusal = f"it runs float32 on a CPU, not {dtype} on {device.type}"
+    if backend == "triton":
+        refusal = _triton_refusal(device, dtype)
+    if refusal:
+        raise ValueError(f"backend={backend!r} can not run here: {refusal}; allowed: 'auto', 'reference'")
+    return backend
+
+
+def _triton_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Says why the Triton kernels can not run, or None when they can."""
+    if importlib.util.find_spec("vssm.ops.scan_triton") is None or importlib.util.find_spec("triton") is None:
+        return "the package 'triton' is not installed (pip install 'vssm[gpu]')"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"it needs a CUDA device, not {device.type} (or TRITON_INTERPRET=1 for a slow test run)"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it runs float32, bfloat16 and float16, not {dtype}"
+    return None
 
 
 def selective_scan(
@@ -89,13 +125,11 @@ def scan_output(
     softplus: bool = False,
     h0: Tensor | None = None,
     backend: str = "auto",
-    mix: Tensor | None = None,
 ) -> Tensor:
     """Returns y of `selective_scan`, for sequences that share where they start and that nobody goes on from.
 
     The state after the last step is not written. h0 may have fewer rows, (B / S, D, N): each is where S
-    neighbouring sequences start. With `mix`, (D, R), dt has R columns, and their product with it is the step
-    sizes: a kernel may do that on the way.
+    neighbouring sequences start.
 
     Example:
         >>> u, dt = torch.ones(1, 3, 2), torch.ones(1, 3, 2)
@@ -103,7 +137,7 @@ def scan_output(
         >>> scan_output(u, dt, A, B, C)[0, :, 0]
         tensor([1.0000, 1.3679, 1.5032])
     """
-    return _chosen(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend, False, mix)[0]
+    return _chosen(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend, False)[0]
 
 
 def _chosen(
@@ -119,22 +153,19 @@ def _chosen(
     h0: Tensor | None,
     backend: str,
     last: bool,
-    mix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Checks the arguments and runs the chosen backend.
 
     `last` says whether the last state is asked for; if not, h0 may have fewer rows.
     """
-    _check_arguments(u, dt, A, B, C, D, z, dt_bias, h0, mix, shared=not last)
+    _check_arguments(u, dt, A, B, C, D, z, dt_bias, h0, shared=not last)
     backend = choose_backend(backend, u.device, u.dtype)
-    tensors = (u, dt, A, B, C, D, z, dt_bias, h0, mix)
+    tensors = (u, dt, A, B, C, D, z, dt_bias, h0)
     direct = not torch.compiler.is_compiling() and not (
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     )
-    if mix is not None and not (backend == "triton" and direct and _kernels(backend).mixes(u, A, mix, h0)):
-        dt, mix = linear(dt, mix), None
     if backend == "triton" and direct:
-        return _kernels(backend).forward(u, dt, A, B, C, D, z, dt_bias, softplus, h0, last, mix)
+        return _kernels(backend).forward(u, dt, A, B, C, D, z, dt_bias, softplus, h0, last)
     if h0 is not None and len(h0) != len(u):
         h0 = h0.repeat_interleave(len(u) // len(h0), 0)
     if backend == "reference":
@@ -158,7 +189,6 @@ def _check_arguments(
     z: Tensor | None,
     dt_bias: Tensor | None,
     h0: Tensor | None,
-    mix: Tensor | None = None,
     shared: bool = False,
 ) -> None:
     if u.ndim != 3:
@@ -171,8 +201,7 @@ def _check_arguments(
     if shared and h0 is not None and h0.ndim and len(h0) and batch % len(h0) == 0:
         starts = len(h0)
     expected = (
-        ("mix", mix, (channels, dt.shape[-1] if dt.ndim else 0)),
-        ("dt", dt, (batch, length, channels if mix is None else mix.shape[-1])),
+        ("dt", dt, (batch, length, channels)),
         ("B", B, (batch, length, states)),
         ("C", C, (batch, length, states)),
         ("D", D, (channels,)),

@@ -24,8 +24,6 @@ A program is one warp, or some that do not know of each other.
   serves both. `_combine_kernel` chains the chunks of a long sequence; then all can run side by side.
 - `_lanes_kernel` writes out of few sequences: chunks would have to be run twice, and many lanes fill the
   device without them. Of every PARTS steps each lane of a channel loads one and does what is not per state.
-- `_run_kernel` writes out of very many sequences that nobody goes on from, several short ones in a row: those
-  that start from the same h load it and A once. It makes dt of few numbers a step itself.
 - `_backward_kernel` runs a chunk forward and keeps h of every K-th step in shared memory (in a scratch if it
   does not fit), then walks back K steps at a time with their states in registers. Of every PARTS steps each
   lane of a channel loads one, does what is not per state (softplus, gate) and stores its gradients; `_share`
@@ -44,16 +42,10 @@ import triton.language as tl
 from torch import Tensor
 
 from vssm.ops.scan_triton_backward import _backward_kernel
-from vssm.ops.scan_triton_forward import (
-    _combine_kernel,
-    _decays_kernel,
-    _lanes_kernel,
-    _run_kernel,
-    _scan_kernel,
-)
+from vssm.ops.scan_triton_forward import _combine_kernel, _decays_kernel, _lanes_kernel, _scan_kernel
 from vssm.ops.scan_triton_lanes import SHARED_BYTES
 
-__all__ = ["backward", "decays", "forward", "mixes"]
+__all__ = ["backward", "decays", "forward"]
 
 
 class Plan(NamedTuple):
@@ -84,10 +76,13 @@ ALONE = 256
 """and of no longer sequences: more of time is run side by side, in chunks."""
 
 
-def plan_forward(batch: int, length: int, channels: int, states: int, processors: int) -> Plan:
+def plan_forward(
+    batch: int, length: int, channels: int, states: int, processors: int, wide: bool = False
+) -> Plan:
     """Returns how `forward` runs: over the whole length at once if that fills the device, else in chunks.
 
-    Few sequences that are not long do fill it with several lanes a channel.
+    Few sequences that are not long do fill it with several lanes a channel. Wide numbers have more than 16
+    bits.
     """
     parts = 1
     while (
@@ -115,40 +110,21 @@ def plan_forward(batch: int, length: int, channels: int, states: int, processors
     chunk = triton.cdiv(length * warps, 64 * processors)
     if chunk <= 32:  # few programs: each has registers to load more at once
         return Plan(32, 64, 4, None, True, polynomials)
-    # Twelve programs of 168 registers a multiprocessor load more at once than sixteen.
-    return Plan(triton.cdiv(chunk, 64) * 64, 64, 4, 168, False, polynomials)
+    # Twelve programs of 168 registers a multiprocessor load more numbers of 16 bits at once than sixteen.
+    K, registers = (K, 128) if wide else (4, 168)
+    return Plan(triton.cdiv(chunk, 64) * 64, 64, K, registers, False, polynomials)
 
 
-RUN = 80
-"""Steps of a run of short sequences, at most."""
-MOST_MIXED = 8
-"""Columns of low, of which dt is made on the way, at most."""
-
-
-def plan_run(batch: int, length: int, channels: int, states: int, share: int, processors: int) -> int:
-    """Returns how many sequences of which `share` start alike make a run; 0 where runs do not pay."""
-    programs = batch * triton.cdiv(channels, 64)
-    if states > 16 or length == 0 or programs < 32 * processors:
-        return 0
-    most = max(1, min(RUN // length, programs // (32 * processors)))
-    return next(count for count in range(most, 0, -1) if share % count == 0)
-
-
-def mixes(u: Tensor, A: Tensor, mix: Tensor, h0: Tensor | None) -> bool:
-    """Says whether `forward` makes dt on the way, if it is asked for out alone."""
-    share = len(u) // len(h0) if h0 is not None and len(h0) else len(u)
-    sizes = (*u.shape, A.shape[1], share, _processors(u.device))
-    return mix.shape[1] <= MOST_MIXED and plan_run(*sizes) > 0
-
-
-def plan_summary(length: int, states: int, adjoint: bool, few: bool = False) -> Plan:
+def plan_summary(length: int, states: int, adjoint: bool, few: bool = False, wide: bool = False) -> Plan:
     """Returns how chunks, few of them or many, are summarised, with or without the adjoint."""
     polynomials = 0 if adjoint else states // 8  # more than when out is written, which takes instructions too
     if states > 16:
         return Plan(length, 32, 1, None, False, polynomials)
     if adjoint:
         return Plan(length, 32, 4, 128, False)
-    return Plan(length, 64, 4, None if few else 128, few, polynomials)
+    if few:
+        return Plan(length, 64, 4, None, True, polynomials)
+    return Plan(length, 64, 2 if wide else 4, 128, wide, polynomials)
 
 
 def plan_starts(length: int, states: int, dtype: torch.dtype) -> Plan:
@@ -240,29 +216,6 @@ class _Call(NamedTuple):
             LOG=plan.parts.bit_length() - 1, BD=plan.BD, POLYNOMIALS=plan.polynomials, **self.settings(plan),
         )  # fmt: skip
 
-    def scan_runs(self, count: int, start: Tensor | None, share: int, y: Tensor, mix: Tensor | None) -> None:
-        """Runs `_run_kernel` for runs of `count` sequences; dt is low where there is a mix."""
-        dy, u, dt, A, *others = self.inputs
-        batch, length, channels = u.shape
-        # Two channels a lane, which share what it loads of B and C.
-        BD, K = 64, next(K for K in (4, 2, 1) if length % K == 0)
-        settings = self.settings(Plan(length * count, BD, K, 168, False))
-        steps = length * count > 1
-        runs = tuple((count * row, tl.constexpr(step if steps else 0)) for row, step in self.strides)
-        low = None
-        if mix is not None:
-            low, dt, mix = dt, None, mix.contiguous()
-        _run_kernel[(batch // count * triton.cdiv(channels, BD),)](
-            (dy, u, dt, A, *others), runs, low, mix, runs[2], start, y, length, channels, share // count,
-            SEQUENCES=count, R=0 if mix is None else mix.shape[1], LOG=(A.shape[1] - 1).bit_length(), BD=BD,
-            POLYNOMIALS=A.shape[1] // 16, **settings,
-        )  # fmt: skip
-
-
-def _in_a_row(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Says whether sequences follow each other in memory as steps do."""
-    return all(t is None or len(t) <= 1 or t.stride(0) == t.shape[1] * t.stride(1) for t in tensors)
-
 
 def _call(dy, u, dt, A, B, C, D, z, dt_bias, softplus) -> _Call:  # noqa: ANN001
     # Rows may be strided: u and z are often halves of one tensor, dt, B and C parts of another.
@@ -283,7 +236,7 @@ def _enter_chunks(
     total = torch.empty((batch, chunks, channels), dtype=torch.float32, device=u.device)
     local = torch.empty((batch, chunks, *A.shape), dtype=torch.float32, device=u.device)
     pull = None if dh is None else torch.empty_like(local)
-    plan = plan_summary(length, A.shape[1], dh is not None, few)
+    plan = plan_summary(length, A.shape[1], dh is not None, few, wide=u.element_size() > 2)
     call.scan(plan, None, total=total, local=local, pull=pull)
     for term, initial, reverse in ((local, h0, False), (pull, dh, True)):
         if term is not None:
@@ -306,12 +259,8 @@ def forward(
     softplus: bool,
     h0: Tensor | None,
     last: bool = True,
-    mix: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns y (B, T, D) in the dtype of u and the last state (B, D, N) in float32, if asked for.
-
-    With mix (D, R), where `mixes` says so, dt is (B, T, R) and its product with mix is the step sizes.
-    """
+    """Returns y (B, T, D) in the dtype of u and the last state (B, D, N) in float32, if asked for."""
     batch, length, channels = u.shape
     y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     end = torch.empty((batch if last else 0, *A.shape), dtype=torch.float32, device=u.device)
@@ -319,17 +268,10 @@ def forward(
     if u.numel() == 0:
         return y, end.zero_() if h0 is None or not last else end.copy_(h0)
     call = _call(None, u, dt, A, B, C, D, z, dt_bias, softplus)
-    plan = plan_forward(batch, length, channels, A.shape[1], _processors(u.device))
+    wide = u.element_size() > 2
+    plan = plan_forward(batch, length, channels, A.shape[1], _processors(u.device), wide)
     chunks = triton.cdiv(length, plan.length)
     start = None if h0 is None else h0.contiguous()
-    if not last and (plan.parts == 1 or mix is not None):
-        alike = batch if h0 is None else share
-        count = plan_run(batch, length, channels, A.shape[1], alike, _processors(u.device))
-        if count > 1 and not _in_a_row(call.inputs[1:3] + call.inputs[4:6] + call.inputs[7:8]):
-            count = 1
-        if count > 1 or mix is not None:
-            call.scan_runs(count, start, alike, y, mix)
-            return y, end
     if chunks > 1:
         if start is not None and share > 1:
             start = start.repeat_interleave(share, 0)

@@ -16,7 +16,6 @@ from vssm.ops.scan_triton_steps import (
     _next,
     _prepare,
     _rates,
-    _row,
     _rows,
     _scalars,
     _store,
@@ -24,21 +23,6 @@ from vssm.ops.scan_triton_steps import (
     _vector,
     _vectors,
 )
-
-
-@triton.jit
-def _unknown_zero(T, PTX: tl.constexpr):
-    """Returns zero, but known only at run time and, for the compiler, another in every lane.
-
-    B and C then stay in vector registers; from uniform ones they would have to move at every use.
-    """
-    zero = 0
-    if PTX:
-        zero = tl.inline_asm_elementwise(
-            "{ .reg .u32 lane; mov.u32 lane, %laneid; mul.lo.u32 $0, $1, lane; }", "=r,r",
-            [tl.minimum(T, 0)], tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return zero
 
 
 # fmt: off
@@ -76,7 +60,14 @@ def _scan_kernel(
             products = products + (zero + 1.0,)
     skip = _vector(D, d, channels, BD)
     bias = _vector(dt_bias, d, channels, BD)
-    column = _unknown_zero(T, PTX)
+    column = 0
+    if PTX:
+        # Zero, but known only at run time and, for the compiler, another in every lane: B and C then stay in
+        # vector registers; from uniform ones they would have to move at every use.
+        column = tl.inline_asm_elementwise(
+            "{ .reg .u32 lane; mov.u32 lane, %laneid; mul.lo.u32 $0, $1, lane; }", "=r,r",
+            [tl.minimum(T, 0)], tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
     next_vectors = _vectors(inputs, strides, b, first, last, d, 0, channels, K, 1, EVEN)
     if AHEAD:
         next_rows = _rows(inputs, strides, b, first, last, column, N, K, WORDS, EVEN)
@@ -225,95 +216,6 @@ def _lanes_kernel(
             _store(y + (b * T + t0) * channels, at, out, mask & (step < last), EVEN)
     if end is not None:
         _put_states(end + b * channels * N * PARTS + d * (N * PARTS), states, own, mask, False)
-
-
-# fmt: off
-@triton.jit(do_not_specialize=["T", "share"])
-def _run_kernel(
-    inputs, strides, low, mix, low_strides, start, y, T, channels: tl.constexpr, share,
-    SEQUENCES: tl.constexpr, R: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr,
-    K: tl.constexpr, POLYNOMIALS: tl.constexpr, SOFTPLUS: tl.constexpr, WORDS: tl.constexpr,
-    EVEN: tl.constexpr, PTX: tl.constexpr,
-):
-    # fmt: on
-    """Writes out of SEQUENCES short sequences of T steps, one after the other, as if they were one.
-
-    All start from one h; what is fixed is loaded once for all of them, and loads of the next sequence do not
-    wait for the end of this one. One h of `start` serves `share` such runs. Strides are those of runs. Where
-    there is no dt, it is the product of low (B, T, R) and mix (D, R).
-    """
-    dy, u, dt, A, B, C, D, z, dt_bias = inputs
-    blocks = tl.cdiv(channels, BD)
-    b = (tl.program_id(0) // blocks).to(tl.int64)
-    d = tl.program_id(0) % blocks * BD + tl.arange(0, BD)
-    if start is not None:
-        start += (tl.program_id(0) // blocks // share).to(tl.int64) * channels * N
-    fresh = _load_states(start, d, channels, N, LOG, BD)
-    states = fresh
-    rates = _rates(A, d, channels, N, LOG, BD)
-    skip = _vector(D, d, channels, BD)
-    bias = _vector(dt_bias, d, channels, BD)
-    mixes = ()
-    for r in tl.static_range(R):
-        mixes = mixes + (tl.load(mix + d * R + r, mask=d < channels, other=0.0).to(tl.float32),)
-    column = _unknown_zero(T, PTX)
-    last = (T * SEQUENCES).to(tl.int64)  # so that places of steps are 64-bit
-    next_vectors = _vectors(inputs, strides, b, 0, last, d, 0, channels, K, 1, EVEN)
-    next_lows = _low_rows(low, low_strides, b, 0, last, column, R, K, EVEN)
-    for t0 in range(0, last, K):
-        us, dts, zs, dys = next_vectors
-        lows = next_lows
-        after = _next(t0, last, K, EVEN)
-        next_vectors = _vectors(inputs, strides, b, after, last, d, 0, channels, K, 1, EVEN)
-        Bs, Cs = _rows(inputs, strides, b, t0, last, column, N, K, WORDS, EVEN)
-        next_lows = _low_rows(low, low_strides, b, after, last, column, R, K, EVEN)
-        if R > 0:
-            dts = ()
-            for k in tl.static_range(K):
-                dt_k = lows[k][0].to(tl.float32) * mixes[0]
-                for r in tl.static_range(1, R):
-                    dt_k += lows[k][r].to(tl.float32) * mixes[r]
-                dts = dts + (dt_k,)
-        deltas, _slopes, shares = _prepare(dts, zs, bias, len(zs), SOFTPLUS)
-        if SEQUENCES > 1:
-            begins = t0 % T == 0
-            kept = ()
-            for n in tl.static_range(N):
-                kept = kept + (tl.where(begins, fresh[n], states[n]),)
-            states = kept
-        outs = ()
-        for k in tl.static_range(K):
-            x = us[k].to(tl.float32)
-            drive = deltas[k] * x
-            row_B = _scalars(Bs[k], B.dtype.element_ty, WORDS)
-            row_C = _scalars(Cs[k], C.dtype.element_ty, WORDS)
-            out = tl.zeros((BD,), tl.float32)
-            new_states = ()
-            for n in tl.static_range(N):
-                decay = _decay(deltas[k], rates[n], n < POLYNOMIALS)
-                state = decay * states[n] + drive * row_B[n]
-                new_states = new_states + (state,)
-                out += state * row_C[n]
-            states = new_states
-            out += skip * x
-            if z is not None:
-                out *= zs[k].to(tl.float32) * shares[k]
-            outs = outs + (out,)
-        for k in tl.static_range(K):
-            mask = d < tl.where(t0 + k < last, channels, 0)
-            _store(y + (b * last + t0) * channels + k * channels, d, outs[k], mask, EVEN)
-
-
-@triton.jit
-def _low_rows(low, strides, b, t0, last, column, R: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr):
-    """Loads low of the K steps from t0; steps from last on read the last row."""
-    rows = ()
-    for k in tl.static_range(K if R > 0 else 0):
-        step = k
-        if not EVEN:
-            step = tl.minimum(k, last - 1 - t0)
-        rows = rows + (_row(low + b * strides[0] + t0 * strides[1] + step * strides[1] + column, R, False),)
-    return rows
 
 
 # fmt: off

@@ -263,9 +263,7 @@ def _vectors(inputs, strides, b, t0, last, d, part, channels, K: tl.constexpr, P
             near = 0
             step = tl.minimum(k + part, last - 1 - t0)
         us = us + (_load(u + b * s_u[0] + t0 * s_u[1] + near * s_u[1], step * s_u[1] + d, mask, EVEN),)
-        if dt is not None:
-            dt_at = dt + b * s_dt[0] + t0 * s_dt[1] + near * s_dt[1]
-            dts = dts + (_load(dt_at, step * s_dt[1] + d, mask, EVEN),)
+        dts = dts + (_load(dt + b * s_dt[0] + t0 * s_dt[1] + near * s_dt[1], step * s_dt[1] + d, mask, EVEN),)
         if z is not None:
             zs = zs + (_load(z + b * s_z[0] + t0 * s_z[1] + near * s_z[1], step * s_z[1] + d, mask, EVEN),)
         if dy is not None:
