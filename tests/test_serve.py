@@ -88,7 +88,7 @@ def test_merged_jobs_give_the_bits_of_jobs_alone(models, kind, case):
         for number, rows in enumerate((1, 3, 1, 7, 2)):
             seed = torch.full((rows,), number)
             row = torch.arange(rows)
-            x = sequences(one.model, rows, 2 + (case == "read"))
+            x = sequences(one.model, rows, {"read": 3, "prompt": 1}.get(case, 2))
             given = {"prompt": x} if case in ("prompt", "read") else {}
             if case == "state":
                 given = {"state": observe(one.model, x, seed=number)}

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from vssm.generate import generate, observe
-from vssm.models import Ladder
 from vssm.nn import State
 from vssm.serve.models import Served, row_bytes, row_floor
 
@@ -91,8 +90,8 @@ class Job:
         if not self.served.parallel:
             return 1
         chunk = min(self.chunk or self.length, self.length)
-        apart = self.recondition or isinstance(self.served.model, Ladder)  # the prompt has a pass of its own
-        return max(1, min([chunk, self.length % chunk or chunk, *(known if apart else [])]))
+        # A prompt is embedded apart from what follows it, also where one pass goes over both.
+        return max(1, min([chunk, self.length % chunk or chunk, *known]))
 
 
 def _layout(state: State) -> Hashable:
