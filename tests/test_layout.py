@@ -39,6 +39,7 @@ ORDER = (
     "quality",
     "evaluate",
     "text_compare",
+    "forecast_input",
     "forecast",
     "forecast_files",
     "forecast_metrics",

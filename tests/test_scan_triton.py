@@ -1,11 +1,13 @@
 """The Triton kernels against the reference in float64, interpreted without a GPU and compiled with one."""
 
+import itertools
+
 import pytest
 import torch
 
 from tests.conftest import relative_error
 from tests.interpreter import DEVICE, INTERPRETED, kernels, needs_interpreter, run_interpreted
-from tests.test_scan import TENSORS, arguments, assert_close
+from tests.test_scan import OPTIONAL, TENSORS, arguments, assert_close
 from vssm.ops import choose_backend, selective_scan
 from vssm.ops.scan import scan_output
 
@@ -27,7 +29,7 @@ def small(monkeypatch):
     def plans(chunk, split=True, programs=3, polynomials=1):
         plan = scan_triton.Plan(chunk, 32, 2, None, True, polynomials)
         backward = plan._replace(programs=programs, split=split)
-        monkeypatch.setattr(scan_triton, "plan_forward", lambda *_: plan)
+        monkeypatch.setattr(scan_triton, "plan_forward", lambda *_, **__: plan)
         # Two lanes share a channel where its states (the fourth argument) can be halved.
         monkeypatch.setattr(
             scan_triton, "plan_backward", lambda *sizes: backward._replace(parts=2 - sizes[3] % 2)
@@ -103,7 +105,7 @@ def test_lanes_that_share_a_channel(monkeypatch, batch, length, channels, states
     from vssm.ops import scan_triton
 
     plan = scan_triton.Plan(length, 32 * warps, block, None, True, 1, parts=parts, warps=warps)
-    monkeypatch.setattr(scan_triton, "plan_forward", lambda *_: plan)
+    monkeypatch.setattr(scan_triton, "plan_forward", lambda *_, **__: plan)
     for given in (TENSORS, ("z",), ()):
         values = to_device(arguments(batch, length, channels, states, given, given != ()))
         exact = {name: v.double() if torch.is_tensor(v) else v for name, v in values.items()}
@@ -125,6 +127,128 @@ def test_lanes_that_share_a_channel(monkeypatch, batch, length, channels, states
         scan_output(**shared, backend="triton"),
         scan_output(**{**shared, "h0": shared["h0"].repeat_interleave(batch, 0)}, backend="triton"),
     )
+
+
+@pytest.fixture
+def rings(monkeypatch):
+    """Plans short sequences as long ones are planned; returns a list with an entry for every ring."""
+    from vssm.ops import scan_triton
+
+    ring = scan_triton.plan_forward(8, 4096, 2048, 16, 132)
+    chunks = scan_triton.Plan(8, 64, 2, None, True)
+    made = []
+    run = scan_triton._Call.scan_ring
+    monkeypatch.setattr(
+        scan_triton,
+        "plan_forward",
+        lambda *sizes, copies=True: chunks if sizes[1] % 8 or not copies else ring,
+    )
+    monkeypatch.setattr(scan_triton._Call, "scan_ring", lambda *inputs: made.append(1) or run(*inputs))
+    return made
+
+
+def assert_ring(values, rings, tolerance):
+    """Compares y and the last state with the reference in float64, and returns them."""
+    rings.clear()
+    exact = {name: v.double() if torch.is_tensor(v) else v for name, v in values.items()}
+    made = selective_scan(**values, backend="triton")
+    wanted = selective_scan(**exact, backend="reference")
+    assert len(rings) == 1
+    assert relative_error(made[0], wanted[0]) < tolerance and relative_error(made[1], wanted[1]) < 1e-5
+    return made
+
+
+@kernels
+@pytest.mark.parametrize("softplus", [True, False])
+@pytest.mark.parametrize(
+    "given", [given for size in range(5) for given in itertools.combinations(OPTIONAL, size)]
+)
+@torch.no_grad()
+def test_a_ring_with_every_optional_argument(rings, given, softplus):
+    length = 8 * (1 + len(given) + 2 * softplus)  # as many blocks as the ring has, fewer and more
+    # A step size that is not positive lets errors grow with the state.
+    tolerance = 1e-6 if softplus else 1e-5
+    assert_ring(to_device(arguments(1, length, 64, 16, given, softplus)), rings, tolerance)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("batch", "length", "channels", "states"), [(2, 40, 64, 16), (1, 40, 128, 8)])
+@torch.no_grad()
+def test_a_ring_of_every_dtype_from_states_that_sequences_share(
+    rings, batch, length, channels, states, dtype
+):
+    values = to_device(arguments(batch, length, channels, states), dtype)
+    first, second = (assert_ring(values, rings, 1e-6 if dtype == torch.float32 else HALF) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    other = (
+        torch.bfloat16 if dtype == torch.float32 else torch.float32
+    )  # B and C need not be of the dtype of u
+    assert_ring({**values, "B": values["B"].to(other), "C": values["C"].to(other)}, rings, HALF)
+    rings.clear()
+    shared = {**values, "h0": values["h0"][:1]}
+    assert torch.equal(
+        scan_output(**shared, backend="triton"),
+        scan_output(**{**shared, "h0": shared["h0"].repeat_interleave(batch, 0)}, backend="triton"),
+    )
+    assert len(rings) == 2
+
+
+@kernels
+@torch.no_grad()
+def test_what_cannot_be_copied_to_a_ring_is_cut_in_chunks(rings):
+    values = to_device(arguments(1, 16, 64, 16))
+    wanted = selective_scan(**values, backend="triton")
+    assert rings
+    rings.clear()
+
+    def moved(tensor):
+        moved = torch.cat((tensor[..., :1], tensor), 2)[..., 1:]
+        assert moved.data_ptr() % 16 != 0
+        return moved
+
+    pairs = ("u", "dt", "z"), ("B", "C")
+    others = [{name: moved(values[name])} for names in pairs for name in names]
+    # Rows that start at whole 16 bytes, but for those after the first.
+    others.append({"B": torch.cat((values["B"], values["B"][..., :1]), 2)[..., :16]})
+    # Half precision of one kind only, and the same for what lies together.
+    for names, dtype in ((pairs[0], torch.float16), (("u",), torch.bfloat16), (("C",), torch.bfloat16)):
+        others.append({name: values[name].to(dtype) for name in names})
+    for other in others:
+        y, h = selective_scan(**{**values, **other}, backend="triton")
+        half = any(value.dtype != torch.float32 for value in other.values())
+        assert relative_error(y, wanted[0]) < (HALF if half else 1e-6)
+        assert relative_error(h, wanted[1]) < (HALF if half else 1e-6)
+    assert not rings
+    # The whole blocks of an odd length are what a ring makes of them.
+    longer = to_device(arguments(1, 19, 64, 16))
+    y, h = selective_scan(**longer, backend="triton")
+    assert not rings
+    cuts = [
+        {name: longer[name][:, rows] for name in ("u", "dt", "B", "C", "z")}
+        for rows in (slice(0, 16), slice(16, 19))
+    ]
+    first, state = selective_scan(**{**longer, **cuts[0]}, backend="triton")
+    second, state = selective_scan(**{**longer, **cuts[1], "h0": state}, backend="triton")
+    assert len(rings) == 1
+    assert relative_error(torch.cat((first, second), 1), y) < 1e-6 and relative_error(state, h) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_ring_and_chunks_agree(monkeypatch, dtype):
+    from vssm.ops import scan_triton
+
+    values = to_device(arguments(4, 2048, 2048, 16), dtype)
+    plan = scan_triton.plan_forward
+    assert plan(*values["u"].shape, 16, scan_triton._processors(values["u"].device)).ring
+    first, second = (selective_scan(**values, backend="triton") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    monkeypatch.setattr(scan_triton, "plan_forward", lambda *sizes, **_: plan(*sizes, copies=False))
+    y, h = selective_scan(**values, backend="triton")
+    assert relative_error(first[0], y) < (1e-5 if dtype == torch.float32 else HALF)
+    assert relative_error(first[1], h) < 1e-5
 
 
 @kernels
@@ -275,12 +399,26 @@ def test_plans_fill_the_device():
     from vssm.ops import scan_triton
 
     # d_inner 2048, N 16 on 132 multiprocessors: only what has too few rows is cut in chunks.
-    for batch, length, chunks in ((1024, 28, 1), (256, 32, 1), (64, 1024, 1), (8, 4096, 32), (1, 65536, 256)):
+    for batch, length, chunks, ring in (
+        (1024, 28, 1, False),
+        (256, 32, 1, False),
+        (64, 1024, 1, False),
+        (8, 4096, 1, True),
+        (8, 4097, 33, False),
+        (3, 2048, 1, True),
+        (2, 2048, 64, False),
+        (1, 65536, 256, False),
+    ):
         plan = scan_triton.plan_forward(batch, length, 2048, 16, 132)
-        assert -(-length // plan.length) == chunks
+        assert -(-length // plan.length) == chunks and (plan.ring > 0) == ring
         backward = scan_triton.plan_backward(batch, length, 2048, 16, 132)
         assert backward.split == (batch < 64)
         assert backward.length == min(length, 32)
+    # A ring takes whole blocks of whole programs, and inputs that can be copied.
+    assert scan_triton.plan_forward(8, 4096, 2048, 8, 132).ring
+    for channels, states, copies in ((2080, 16, True), (2048, 12, True), (2048, 16, False)):
+        plan = scan_triton.plan_forward(8, 4096, channels, states, 132, copies=copies)
+        assert not plan.ring and plan.parts == 1 and plan.length < 4096
     # Lanes share a channel where there are few sequences, as far as states can be shared.
     for batch, length, states, parts in (
         (1, 256, 16, 8),

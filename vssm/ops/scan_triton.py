@@ -16,7 +16,7 @@ Forward, a thread owns whole channels and runs over time: the N states of a chan
 (a tuple of vectors over channels), so sums over n cost no communication. Backward, and forward where there
 are few sequences, PARTS lanes share the states of a channel. All is float32 inside; exp is exp2 with A scaled
 by log2(e), forward of some states by a polynomial, since the unit for it is what binds; addresses are 64-bit.
-A program is one warp, or some that do not know of each other.
+A program is one warp, or some that do not know of each other but for what `_ring_kernel` copies for all.
 
 - `_scan_kernel` writes out, or the states before every so many steps, or summarises a chunk of time: h at its
   end is P h_start + local with P = exp(A sum delta), and the gradient that it hands back, a l of its first
@@ -24,6 +24,8 @@ A program is one warp, or some that do not know of each other.
   serves both. `_combine_kernel` chains the chunks of a long sequence; then all can run side by side.
 - `_lanes_kernel` writes out of few sequences: chunks would have to be run twice, and many lanes fill the
   device without them. Of every PARTS steps each lane of a channel loads one and does what is not per state.
+- `_ring_kernel` writes out of some long sequences that come in whole blocks: it copies ahead into shared
+  memory what few warps would wait for, and so runs once over what chunks would run over twice.
 - `_backward_kernel` runs a chunk forward and keeps h of every K-th step in shared memory (in a scratch if it
   does not fit), then walks back K steps at a time with their states in registers. Of every PARTS steps each
   lane of a channel loads one, does what is not per state (softplus, gate) and stores its gradients; `_share`
@@ -44,6 +46,7 @@ from torch import Tensor
 from vssm.ops.scan_triton_backward import _backward_kernel
 from vssm.ops.scan_triton_forward import _combine_kernel, _decays_kernel, _lanes_kernel, _scan_kernel
 from vssm.ops.scan_triton_lanes import SHARED_BYTES
+from vssm.ops.scan_triton_ring import _ring_kernel
 
 __all__ = ["backward", "decays", "forward"]
 
@@ -61,6 +64,7 @@ class Plan(NamedTuple):
     parts: int = 1  # lanes a channel
     split: bool = True  # backward: chunks run side by side, not one after the other
     warps: int = 1  # a program
+    ring: int = 0  # forward: blocks of the ring in shared memory that inputs are copied to; 0: no ring
 
 
 def _processors(device: torch.device) -> int:
@@ -74,15 +78,29 @@ WARPS = 8
 """while a multiprocessor has no more warps than this,"""
 ALONE = 256
 """and of no longer sequences: more of time is run side by side, in chunks."""
+RING_WARPS = 2.9
+"""Warps of two lanes a channel that a multiprocessor must have for a ring to beat chunks.
+
+A step of a ring takes 71 ns, or 14.5 ns for every 2048 channels of a sequence if that is more; in chunks it
+takes 30 ns for these (H200, bfloat16, 16 states).
+"""
 
 
 def plan_forward(
-    batch: int, length: int, channels: int, states: int, processors: int, wide: bool = False
+    batch: int,
+    length: int,
+    channels: int,
+    states: int,
+    processors: int,
+    wide: bool = False,
+    copies: bool = True,
 ) -> Plan:
     """Returns how `forward` runs: over the whole length at once if that fills the device, else in chunks.
 
-    Few sequences that are not long do fill it with several lanes a channel. Wide numbers have more than 16
-    bits.
+    Few sequences that are not long do fill it with several lanes a channel, and some long ones with two lanes
+    and a ring. A ring has only whole blocks: with a length that is no multiple of 8 or channels that are none
+    of 64 there are chunks, as where `copies` says that inputs cannot be copied to it. Wide numbers have more
+    than 16 bits.
     """
     parts = 1
     while (
@@ -106,6 +124,10 @@ def plan_forward(
         return Plan(length, 32, K, None, True, polynomials)
     if warps >= 6 * processors or length < 128:
         return Plan(length, 64, K, 128, False, polynomials)
+    whole = states in (8, 16) and channels % 64 == length % 8 == 0
+    if copies and whole and 2 * batch * channels >= 32 * RING_WARPS * processors:
+        # Without a limit the compiler takes hardly more registers, in an order that waits longer for results.
+        return Plan(length, 128, 8, 72, True, parts=2, warps=4, ring=4)
     # Four waves of programs, 16 a multiprocessor; or fewer, when chunks would be too short to be worth it.
     chunk = triton.cdiv(length * warps, 64 * processors)
     if chunk <= 32:  # few programs: each has registers to load more at once
@@ -162,6 +184,17 @@ def _ptx(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.version.cuda is not None
 
 
+def _pieces(*tensors: Tensor | None) -> bool:
+    """Says whether the rows of the tensors are of one dtype that a ring takes and start at whole 16 bytes."""
+    given = [t for t in tensors if t is not None]
+    return given[0].dtype in (torch.float32, torch.bfloat16) and all(
+        t.dtype == given[0].dtype
+        and t.data_ptr() % 16 == 0
+        and all(size * t.element_size() % 16 == 0 for size in (t.stride(0), t.stride(1)))
+        for t in given
+    )
+
+
 class _Call(NamedTuple):
     """The tensors as the kernels take them (dy, u, dt, A, B, C, D, z, dt_bias) and what depends on them."""
 
@@ -175,6 +208,14 @@ class _Call(NamedTuple):
         """Strides of which those of time are compiled in: in registers they cost 6 % more instructions."""
         length = self.inputs[1].shape[1]
         return tuple((row, tl.constexpr(step if length > 1 else 0)) for row, step in self.strides)
+
+    @property
+    def copies(self) -> bool:
+        """Says whether the inputs can be copied to shared memory 16 bytes at a time, for a ring."""
+        _, u, dt, _, B, C, _, z, _ = self.inputs
+        if u.is_cuda and not (_ptx(u) and torch.cuda.get_device_properties(u.device).major >= 8):
+            return False
+        return _pieces(u, dt, z) and _pieces(B, C)
 
     def settings(self, plan: Plan) -> dict:
         _, length, channels = self.inputs[1].shape
@@ -214,6 +255,16 @@ class _Call(NamedTuple):
         _lanes_kernel[(batch * triton.cdiv(channels * plan.parts, plan.BD),)](
             self.inputs, self.fixed_strides, start, y, end, length, channels, share,
             LOG=plan.parts.bit_length() - 1, BD=plan.BD, POLYNOMIALS=plan.polynomials, **self.settings(plan),
+        )  # fmt: skip
+
+    def scan_ring(self, plan: Plan, start: Tensor | None, share: int, y: Tensor, end: Tensor | None) -> None:
+        """Runs `_ring_kernel`."""
+        batch, length, channels = self.inputs[1].shape
+        settings = self.settings(plan)
+        del settings["WORDS"], settings["EVEN"]  # as all that a ring takes is
+        _ring_kernel[(batch * channels * plan.parts // plan.BD,)](
+            self.inputs, self.fixed_strides, start, y, end, length, channels, share,
+            LOG=plan.parts.bit_length() - 1, BD=plan.BD, STAGES=plan.ring, **settings,
         )  # fmt: skip
 
 
@@ -268,8 +319,10 @@ def forward(
     if u.numel() == 0:
         return y, end.zero_() if h0 is None or not last else end.copy_(h0)
     call = _call(None, u, dt, A, B, C, D, z, dt_bias, softplus)
-    wide = u.element_size() > 2
-    plan = plan_forward(batch, length, channels, A.shape[1], _processors(u.device), wide)
+    sizes = (batch, length, channels, A.shape[1], _processors(u.device), u.element_size() > 2)
+    plan = plan_forward(*sizes)
+    if plan.ring and not call.copies:
+        plan = plan_forward(*sizes, copies=False)
     chunks = triton.cdiv(length, plan.length)
     start = None if h0 is None else h0.contiguous()
     if chunks > 1:
@@ -277,7 +330,9 @@ def forward(
             start = start.repeat_interleave(share, 0)
         share = 1
         start, _ = _enter_chunks(call, plan.length, start, None, few=plan.length <= 32)
-    if plan.parts > 1:
+    if plan.ring:
+        call.scan_ring(plan, start, share, y, end if last else None)
+    elif plan.parts > 1:
         call.scan_whole(plan, start, share, y, end if last else None)
     else:
         call.scan(plan, start, share=share, y=y, end=end if last else None)
