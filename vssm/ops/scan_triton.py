@@ -127,7 +127,7 @@ def plan_forward(
     whole = states in (8, 16) and channels % 64 == length % 8 == 0
     if copies and whole and 2 * batch * channels >= 32 * RING_WARPS * processors:
         # Without a limit the compiler takes hardly more registers, in an order that waits longer for results.
-        return Plan(length, 128, 8, 72, True, parts=2, warps=4, ring=4)
+        return Plan(length, 128, 8, 96 if wide else 72, True, parts=2, warps=4, ring=4)
     # Four waves of programs, 16 a multiprocessor; or fewer, when chunks would be too short to be worth it.
     chunk = triton.cdiv(length * warps, 64 * processors)
     if chunk <= 32:  # few programs: each has registers to load more at once
