@@ -293,7 +293,8 @@ def _enter_chunks(
         if term is not None:
             _combine_kernel[(batch * triton.cdiv(A.numel(), 64),)](
                 term, total, A, initial, channels, chunks,
-                N=A.shape[1], BLOCK=64, AHEAD=32, REVERSE=reverse, num_warps=1,
+                N=A.shape[1], BLOCK=64, AHEAD=min(32, triton.next_power_of_2(chunks)), REVERSE=reverse,
+                num_warps=1,
             )  # fmt: skip
     return local, pull
 
