@@ -216,7 +216,7 @@ class Forecaster:
             settings = seed, first, samples, steps, temperature
             paths_after(self.model, self._scale, x, clock, *settings, finish)
             return
-        x = x.to(self.device)
+        x = double(x).to(self.device)
         factor, shift = self._scale.units(x, first)
         prompt = self._scale.steps(x, factor, shift, None if clock is None else clock.to(self.device))
         state = observe(self.model, prompt, seed=seed, rows=range(first, first + len(x)))
@@ -254,7 +254,7 @@ class Forecaster:
     def _read(
         self, history: History, times: np.ndarray | None
     ) -> tuple[Tensor, Tensor | None, np.ndarray | None, bool]:
-        """Returns the last C steps of a history, (B, C, D) in float64, and their dates.
+        """Returns the last C steps of a history, (B, C, D) in float32 or float64, and their dates.
 
         Second is which are known, None where all are.
         """
@@ -271,10 +271,11 @@ class Forecaster:
         if times is None and self.meta.cycles:
             raise ValueError("times is needed: the model was trained with the time features of its data")
         context = self.meta.context or x.shape[1]
-        x, known = double(x[:, -context:].cpu()), None
+        x, known = x[:, -context:].cpu(), None
+        x = x if x.dtype == torch.float32 else double(x)
         largest = largest_of(x)
         if not math.isfinite(largest):  # one pass tells that nothing is missing, as is usual
-            known = torch.isfinite(x)
+            x, known = double(x), torch.isfinite(x)
             self._check_known(known)
             parts = zip(x.numpy(), known.numpy(), strict=True)
             x = torch.from_numpy(np.stack([fill_gaps(v, k, self.meta.fill) for v, k in parts]))
@@ -284,7 +285,7 @@ class Forecaster:
         times = None if times is None else np.asarray(times)[-context:]
         self._check_steps(x.shape[1])
         if not self._scale.fits(largest):  # all of it has to be looked at
-            self._scaled(x, times)
+            self._scaled(double(x), times)
         return x, known, times, single
 
     def _check_steps(self, steps: int) -> None:
@@ -360,7 +361,7 @@ class Stream:
         x, known, times, single = forecaster._read(history, times)
         if not single:
             raise ValueError("history is of several series; allowed: one, (steps, columns)")
-        self._points, self._times = x, times
+        self._points, self._times = double(x), times
         self._known = torch.ones_like(x, dtype=torch.bool) if known is None else known
         self.renewed = -1
         """How often the state was made anew."""

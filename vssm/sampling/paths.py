@@ -39,6 +39,8 @@ class _Task(NamedTuple):
 
     shape: torch.Size
     """Of the histories, (B, C, channels)."""
+    dtype: torch.dtype
+    """Theirs: float32 or float64."""
     cycles: int
     """Columns of the time features."""
     scale: Scale
@@ -64,7 +66,7 @@ def paths_after(
     Arguments:
         model: The model.
         scale: That of the histories, on the device of the model.
-        x: The histories in the units of the data, (B, C, channels) in float64, in memory of the host.
+        x: The histories in the units of the data, (B, C, channels), float32 or float64, on the host.
         clock: Time features, (C, 2 x cycles) in float64, in memory of the host.
         seed: Names the paths.
         first: The row of the first history; the others follow.
@@ -74,8 +76,9 @@ def paths_after(
         finish: Copies the paths to where they stay.
     """
     device = scale.device
-    task = _Task(x.shape, 0 if clock is None else clock.shape[1], scale, samples, length, temperature)
-    given = _packed(x, clock, seed, first, pinned=device.type == "cuda")
+    cycles = 0 if clock is None else clock.shape[1]
+    task = _Task(x.shape, x.dtype, cycles, scale, samples, length, temperature)
+    given = _packed(task, x, clock, seed, first, pinned=device.type == "cuda")
     if graphs.usable(device) and type(model) is Variational:
         key = "paths", task
         made = graphs.again(model, device, key, given, finish)
@@ -145,26 +148,32 @@ def _decoded(model: Variational, e: Tensor, state: State, w: Tensor, temperature
     return model.head(made).sample(w, temperature)
 
 
-def _packed(x: Tensor, clock: Tensor | None, seed: int, first: int, pinned: bool) -> Tensor:
-    """Returns two whole numbers and then all others, as one vector of 8 bytes each."""
-    known = 2 if clock is None else 2 + clock.numel()
-    given = torch.empty(known + x.numel(), dtype=torch.float64, device="cpu", pin_memory=pinned)
+def _sizes(task: _Task) -> tuple[int, int]:
+    """Returns where histories begin in what is packed, and its length, in words of 8 bytes."""
+    known = 2 + task.shape[1] * task.cycles
+    return known, known + -(-task.shape.numel() * task.dtype.itemsize // 8)
+
+
+def _packed(task: _Task, x: Tensor, clock: Tensor | None, seed: int, first: int, pinned: bool) -> Tensor:
+    """Returns two whole numbers, time features and histories as one vector of words."""
+    known, length = _sizes(task)
+    given = torch.empty(length, dtype=torch.float64, device="cpu", pin_memory=pinned)
     # By NumPy, which calls no other threads: to wake them takes longer than to copy.
-    numbers = given.numpy()
+    numbers, history = given.numpy(), x.numpy()
     numbers[:2].view(np.int64)[:] = seed, first
     if clock is not None:
         numbers[2:known] = clock.numpy().reshape(-1)
-    numbers[known:].reshape(x.shape)[...] = x.numpy()
+    numbers[known:].view(history.dtype)[: history.size].reshape(history.shape)[...] = history
     return given
 
 
 def _paths_of(task: _Task, given: Tensor, model: Variational) -> tuple[Tensor, Tensor, Tensor]:
     """Returns paths, factor and shift of what was packed and is on the device."""
     shape, scale = task.shape, task.scale
-    num, known = shape[0], 2 + shape[1] * task.cycles
+    num, (known, _) = shape[0], _sizes(task)
     seed, first = given[:2].view(torch.int64)
     clock = given[2:known].view(shape[1], task.cycles) if task.cycles else None
-    x = given[known:].view(shape)
+    x = given[known:].view(task.dtype)[: shape.numel()].view(shape).double()
     factor, shift = scale.units(x, first)
     prompt = scale.steps(x, factor, shift, clock)
     model.head.validate(prompt, values=False)
@@ -177,8 +186,7 @@ class _Program:
     """Records `_paths_of`."""
 
     def __init__(self, task: _Task, model: Variational, recorder: graphs.Recorder) -> None:
-        numbers = task.shape[1] * task.cycles + task.shape.numel()
-        self._given = torch.zeros(2 + numbers, dtype=torch.float64, device=recorder.device)
+        self._given = torch.zeros(_sizes(task)[1], dtype=torch.float64, device=recorder.device)
         self._recording = recorder.record(model, partial(_paths_tree, task, self._given))
 
     def __call__(self, model: Variational, given: Tensor, finish: Finish) -> Tensor:
