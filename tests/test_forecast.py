@@ -166,6 +166,17 @@ def test_what_is_said_to_fit_is_finite(windowed, exponent, least):
     assert steps.isfinite().all() or not scale.fits(10.0**exponent)
 
 
+@pytest.mark.parametrize("kind", ["vssm", "rnn"])
+@pytest.mark.parametrize("options", [{}, {"separate": True, "features": 1}, {"windowed": "window"}])
+@pytest.mark.parametrize("series", [None, 3])
+def test_single_precision_is_as_good_as_the_same_numbers_in_double(kind, options, series):
+    single = torch.as_tensor(history(series=series)).float()
+    one = forecaster(kind, **options)
+    expected = one.forecast(single.double(), 4, 2).samples
+    for same in (single, single.numpy(), single.double().numpy(), single.tolist()):
+        assert torch.equal(one.forecast(same, 4, 2).samples, expected)
+
+
 def test_slabs_change_nothing(monkeypatch):
     own, x = forecaster(), history(9, series=5)
     whole = own.forecast(x, 5, 4).samples
