@@ -9,7 +9,7 @@ demo: .venv/ready
 
 # One file at a time on each of two processes, each with one thread: more would wait for each other.
 test: .venv/ready-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .

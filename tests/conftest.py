@@ -14,7 +14,13 @@ settings.load_profile("vssm")
 KINDS = ("transformer", "ssm", "rnn", "tvae", "vrnn", "vssm")
 
 
+# Files of minutes come first: the last of several processes would otherwise work on one of them alone.
+LONGEST = ("test_tutorials.py", "test_scan_triton.py", "test_readme.py", "test_conv.py", "test_reproduce.py")
+
+
 def pytest_collection_modifyitems(items):
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
