@@ -15,8 +15,8 @@ from vssm import generate
 from vssm.nn import GRUBlock
 from vssm.ops import dispatch, linear_weights
 from vssm.ops import linear as module
-from vssm.ops.linear import Linear, linear
-from vssm.ops.linear_weights import SplitWeights, halves_of
+from vssm.ops.linear import Linear, Ready, linear, linear_ready, ready_parts
+from vssm.ops.linear_weights import SplitWeights, halves_of, launched
 from vssm.ops.norm import RMSNorm
 from vssm.ops.streams import FILL, Beside
 
@@ -132,6 +132,26 @@ def test_what_is_not_finite_stays_so():
 
 @kernels
 @torch.no_grad()
+def test_a_result_is_made_ready_for_the_next_product():
+    x, weight, after = normal(3, 130, 512), normal(544, 512, seed=1), normal(512, 544, seed=2)
+    add, norm = normal(3, 130, 544, seed=3), rms_norm(544)
+    made = linear_ready(x, weight, add, norm, len(after), "triton")
+    assert isinstance(made, Ready) and made.x.shape == add.shape
+    assert torch.equal(made.x, linear(x, weight, None, add, backend="triton"))
+    wanted = exact(made.x, after, norm=norm)
+    given = ready_parts(made, after)
+    given = given if isinstance(given, torch.Tensor) else given.partial.sum(0).view(wanted.shape)
+    assert relative_error(given, wanted) < SINGLE
+    # Not where the next product would not read halves, or the norm is another one.
+    for norm_, columns in ((norm, 20), (nn.LayerNorm(544).to(DEVICE), 512)):
+        plain = linear_ready(x, weight, add, norm_, columns, "triton" if columns == 20 else "reference")
+        assert isinstance(plain, torch.Tensor) and relative_error(plain, made.x.double()) < SINGLE
+    with pytest.raises(ValueError, match="the norm must be an RMSNorm"):
+        linear_ready(x, weight, add, nn.LayerNorm(544).to(DEVICE), 512, "triton")
+
+
+@kernels
+@torch.no_grad()
 def test_leading_dimensions_and_strides():
     whole, weight = normal(2, 3, 96), normal(20, 64, seed=1)
     for x in (whole[..., 32:], whole[:, ::2, :64], whole[0, 0, :64], normal(64, 2, 3).movedim(0, -1)):
@@ -235,21 +255,28 @@ def test_a_capture_waits_for_a_weight_where_it_first_reads_it(monkeypatch):
             log.append(f"join {self.what}")
 
     monkeypatch.setattr(linear_weights, "Beside", Logged)
-    a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    a, b, c, d = (nn.Parameter(torch.ones(2)) for _ in range(4))
     halves = lambda weight: (weight, weight, weight)  # noqa: E731
-    renewals = [Noted([a], halves), Noted([b, c], halves)]
+    renewals = [Noted([a], halves), Noted([b, c], halves), Noted([d], halves)]
     with SplitWeights().renewed(renewals):
         log.append("start")
         halves_of(nn.Parameter(torch.ones(2)), halves)
-        halves_of(a, halves)
-        log.append("first")
-        halves_of(c, halves)
-    ends = ["join weights 0", "join weights 1"]
-    assert log == ["fork weights 0", "fork weights 1", "start", ends[0], "first", ends[1], *ends]
+        launched()
+        for name, weight in (("a", a), ("b", b), ("c", c)):
+            halves_of(weight, halves)
+            log.append(f"product {name}")
+            launched()
+        launched()
+    fork, join = "fork weights", "join weights"
+    products = [join, "product a", fork, join, "product b", join, "product c", fork]
+    assert log == [fork, "start", *products, join, join, join]
+    assert [renewal.renewed for renewal in renewals] == [1, 1, 1]
     log.clear()
     with pytest.raises(KeyError), SplitWeights().renewed(renewals):
+        halves_of(d, halves)  # another order than before
         raise KeyError
-    assert log[2:] == ends and [renewal.renewed for renewal in renewals] == [2, 2]
+    assert log == [fork, fork, join, join, join]
+    assert [renewal.renewed for renewal in renewals] == [2, 1, 2]
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from vssm.nn.state import State
 from vssm.ops import causal_conv_silu, selective_scan
 from vssm.ops.conv import linear_conv_silu
 from vssm.ops.dispatch import choose_fused
-from vssm.ops.linear import Linear, linear
+from vssm.ops.linear import Linear, Ready, linear, linear_ready
 from vssm.ops.norm import RMSNorm
 from vssm.ops.scan import scan_output
 
@@ -56,27 +56,29 @@ class MambaMixer(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Ready,
         state: State | None = None,
         norm: nn.Module | None = None,
         add: Tensor | None = None,
         A: Tensor | None = None,
         last: bool = True,
-    ) -> tuple[Tensor, State]:
+        then: "MambaBlock | None" = None,
+    ) -> tuple[Tensor | Ready, State]:
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step.
 
         `norm` is applied before, and `add`, (B, T, width), is added: kernels can do both on the way. `A` is
         -exp(A_log) where it is known, (inner, N). With `last=False` the state that is returned holds nothing
         but its position, and a state of fewer rows, B / S, may be given: each is where S neighbouring rows of
-        x start.
+        x start. If it is known which block is `then` to read the result, that may come ready for it.
         """
+        given = x.x if isinstance(x, Ready) else x
         taps = self.conv1d.weight.squeeze(1)
         assert self.conv1d.bias is not None
         before = (None, None) if state is None else (state["conv"], state["ssm"])
         convolution = taps, self.conv1d.bias, before[0]
-        if torch.is_grad_enabled() and x.is_cuda:  # one product for each: no gradient has to be put together
-            x = x if norm is None else norm(x)
-            u, z = (F.linear(x, half) for half in self.in_proj.weight.unflatten(0, (2, -1)).unbind())
+        if torch.is_grad_enabled() and given.is_cuda:  # two products: no gradient has to be put together
+            given = given if norm is None else norm(given)
+            u, z = (F.linear(given, half) for half in self.in_proj.weight.unflatten(0, (2, -1)).unbind())
             u, conv = causal_conv_silu(u, *convolution, last=last)
         else:
             u, z, conv = linear_conv_silu(x, self.in_proj.weight, *convolution, norm, last=last)
@@ -84,11 +86,15 @@ class MambaMixer(nn.Module):
         A = -torch.exp(self.A_log.float()) if A is None else A
         dt = linear(dt, self.dt_proj.weight)
         inputs = (u, dt, A, B, C, self.D, z, self.dt_proj.bias, True, before[1])
-        position = x.shape[1] + (0 if state is None else state.position)
-        if not last:
-            return self.out_proj(scan_output(*inputs), add), State({}, position)
-        y, h = selective_scan(*inputs)
-        return self.out_proj(y, add), State({"conv": conv, "ssm": h}, position)
+        after = State({}, given.shape[1] + (0 if state is None else state.position))
+        if last:
+            y, h = selective_scan(*inputs)
+            after = State({"conv": conv, "ssm": h}, after.position)
+        else:
+            y = scan_output(*inputs)
+        if then is None or add is None:
+            return self.out_proj(y, add), after
+        return linear_ready(y, self.out_proj.weight, add, then.norm, len(then.mixer.in_proj.weight)), after
 
 
 class MambaBlock(nn.Module):
@@ -100,13 +106,18 @@ class MambaBlock(nn.Module):
         self.mixer = MambaMixer(config)
 
     def forward(
-        self, x: Tensor, state: State | None = None, A: Tensor | None = None, last: bool = True
-    ) -> tuple[Tensor, State]:
+        self,
+        x: Tensor | Ready,
+        state: State | None = None,
+        A: Tensor | None = None,
+        last: bool = True,
+        then: "MambaBlock | None" = None,
+    ) -> tuple[Tensor | Ready, State]:
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step.
 
-        `A`, `last` and states of fewer rows are as for `MambaMixer`.
+        `A`, `last`, states of fewer rows and `then` are as for `MambaMixer`.
         """
-        return self.mixer(x, state, self.norm, x, A, last)
+        return self.mixer(x, state, self.norm, x.x if isinstance(x, Ready) else x, A, last, then)
 
 
 def decays(blocks: Iterable[nn.Module], backend: str = "auto") -> list[Tensor]:

@@ -20,6 +20,7 @@ from vssm.nn.state import State
 from vssm.ops.embed import embed_sum
 from vssm.ops.linear import Linear
 from vssm.ops.norm import RMSNorm
+from vssm.ops.streams import Beside
 
 __all__ = ["BLOCKS", "LatentEmbedding", "Stack"]
 
@@ -70,7 +71,12 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Maps the input of T steps to (B, T, outputs) and returns the state after the last step."""
-        return self.run(self.embed(x), state)
+        beside = Beside(x.device, "decays")
+        with beside.stream:
+            known = self._decays(x.device)
+        e = self.embed(x)
+        beside.join()
+        return self._run(e, state, True, known)
 
     def run(self, e: Tensor, state: State | None = None, last: bool = True) -> tuple[Tensor, State]:
         """Runs the blocks on inputs that are already embedded, e (B, T, width).
@@ -78,20 +84,30 @@ class Stack(nn.Module):
         With `last=False` Mamba blocks do not write the state after the last step, theirs then holds but its
         position, and they take a state of fewer rows, B / S: each is where S neighbouring rows of e start.
         """
+        return self._run(e, state, last, self._decays(e.device))
+
+    def _run(self, e: Tensor, state: State | None, last: bool, known: list[Tensor]) -> tuple[Tensor, State]:
         position = 0 if state is None else state.position
         length = e.shape[1]
         if torch.is_autocast_enabled(e.device.type):
             e = e.float()  # the blocks add to it: a bfloat16 sum would round away what they add
         if self.positional:
             e = e + sinusoids(position, length, e.shape[2], e.device, e.dtype)
-        # Few steps on a GPU wait for launches: one for all blocks is less than two for each.
-        known = decays(self.blocks) if e.is_cuda and not torch.is_grad_enabled() else []
         children: dict[str, Tensor | State] = {}
+        fused = e.is_cuda and not torch.is_grad_enabled()
         for i, block in enumerate(self.blocks):
             before = None if state is None else state.child(str(i))
-            options: dict[str, bool] = {} if last or not isinstance(block, MambaBlock) else {"last": False}
-            e, children[str(i)] = block(e, before, *known[i : i + 1], **options)
+            if isinstance(block, MambaBlock):
+                A = known[i] if known else None
+                then = self.blocks[i + 1] if fused and i + 1 < len(self.blocks) else None
+                e, children[str(i)] = block(e, before, A, last, then)
+            else:
+                e, children[str(i)] = block(e, before)
         return self.out(e, norm=self.norm), State(children, position + length)
+
+    def _decays(self, device: torch.device) -> list[Tensor]:
+        # Few steps on a GPU wait for launches: one for all blocks is less than two for each.
+        return decays(self.blocks) if device.type == "cuda" and not torch.is_grad_enabled() else []
 
     def blanks(self, batch: int, length: int) -> Tensor:
         """Returns the learned blank input, embedded, (B, length, width)."""

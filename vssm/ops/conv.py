@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.ops.dispatch import needs_operator
-from vssm.ops.linear import linear, linear_parts
+from vssm.ops.linear import Ready, linear, linear_parts, ready_parts
 from vssm.ops.scan import choose_backend
 
 __all__ = ["causal_conv_silu", "causal_conv_silu_reference", "linear_conv_silu"]
@@ -68,7 +68,7 @@ def causal_conv_silu(
 
 
 def linear_conv_silu(
-    x: Tensor,
+    x: Tensor | Ready,
     weight: Tensor,
     taps: Tensor,
     bias: Tensor,
@@ -80,7 +80,7 @@ def linear_conv_silu(
     """Multiplies by a weight and convolves the first half of the product; the second is a gate.
 
     Arguments:
-        x: The input, (B, T, W).
+        x: The input, (B, T, W), or what `linear_ready` made of it, with this norm.
         weight: The weight, (2 D, W).
         taps: The taps of the convolution, (D, K).
         bias: Its bias, (D,).
@@ -100,7 +100,10 @@ def linear_conv_silu(
     """
     others = [taps, bias] if state is None else [taps, bias, state]
     multiply = linear if needs_operator(*others) else linear_parts
-    made = multiply(x, weight, norm=norm, backend=backend)
+    if isinstance(x, Ready):
+        made, x = ready_parts(x, weight), x.x
+    else:
+        made = multiply(x, weight, norm=norm, backend=backend)
     if isinstance(made, Tensor):
         u, z = made.chunk(2, -1)
         u, after = causal_conv_silu(u, taps, bias, state, backend, last)

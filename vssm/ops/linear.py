@@ -9,21 +9,30 @@ On a GPU a float32 product runs on the units for single numbers, and one of few 
 `torch.compile`, and everywhere but on a GPU, PyTorch's own product runs.
 """
 
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.ops.dispatch import choose_fused, needs_operator, product_dtype
+from vssm.ops.linear_weights import Halves
 
 if TYPE_CHECKING:
     from vssm.ops.linear_triton import Parts
 
-__all__ = ["Linear", "linear", "linear_parts"]
+__all__ = ["Linear", "Ready", "linear", "linear_parts", "linear_ready", "ready_parts"]
 
 _DIVISOR = 32  # of K, in the kernels; less where there are many rows
 _FEW = 64
+
+
+class Ready(NamedTuple):
+    """A tensor that was made ready for the product that reads it: its rows are normed and split already."""
+
+    x: Tensor
+    halves: Halves
+    """Those of `vssm.ops.linear_triton`, of norm(x)."""
 
 
 class Linear(nn.Linear):
@@ -78,6 +87,33 @@ def linear(
     return linear_triton.forward(x, weight, bias, add, *_scale_of(norm))
 
 
+def linear_ready(
+    x: Tensor, weight: Tensor, add: Tensor, norm: nn.Module, columns: int, backend: str = "auto"
+) -> Tensor | Ready:
+    """Does `linear`, and may make the result ready for the next product on the way.
+
+    Arguments:
+        x: As for `linear`.
+        weight: As for `linear`.
+        add: As for `linear`.
+        norm: Applied to the result before the next product.
+        columns: Those of the next product.
+        backend: As for `linear`.
+    """
+    refusal = _refusal(x, weight, None, add, None)
+    if not _is_plain(norm, add) or hasattr(norm.weight, "full_tensor"):  # FSDP2: whole inside `forward` only
+        refusal = "the norm must be an RMSNorm of the columns of the result, at hand"
+    elif len(weight) % _DIVISOR:
+        refusal = f"{_DIVISOR} must divide the columns of the result"
+    if not choose_fused(backend, x.device, x.dtype, refusal):
+        return linear(x, weight, None, add, backend=backend)
+    from vssm.ops import linear_triton
+
+    assert isinstance(norm, nn.RMSNorm) and norm.eps is not None
+    y, halves = linear_triton.forward_split(x, weight, add, columns, norm.weight, norm.eps)
+    return y if halves is None else Ready(y, halves)
+
+
 def linear_parts(
     x: Tensor, weight: Tensor, norm: nn.Module | None = None, backend: str = "auto"
 ) -> "Tensor | Parts":
@@ -90,6 +126,13 @@ def linear_parts(
     from vssm.ops import linear_triton
 
     return linear_triton.multiply(x, weight, None, None, *_scale_of(norm))
+
+
+def ready_parts(x: Ready, weight: Tensor) -> "Tensor | Parts":
+    """Does `linear_parts` with what `linear_ready` has made ready."""
+    from vssm.ops import linear_triton
+
+    return linear_triton.multiply(x.x, weight, halves=x.halves)
 
 
 def _is_plain(norm: nn.Module, x: Tensor) -> TypeGuard[nn.RMSNorm]:

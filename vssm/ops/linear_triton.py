@@ -40,14 +40,17 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vssm.ops import linear_triton_kernels as kernels
-from vssm.ops.linear_weights import halves_of
+from vssm.ops.linear_weights import Halves, halves_of, launched
 
-__all__ = ["Parts", "Plan", "forward", "multiply", "plan"]
+__all__ = ["Parts", "Plan", "forward", "forward_split", "multiply", "plan"]
 
 FEW = 64
 """Rows up to which a product waits for its weights."""
+SOME = 2048
+"""Rows up to which other products split in the kernel but once for each 64 rows and 128 columns."""
 MANY = 384
 """Rows from which it pays to split the weights before."""
 SMALL = 6 << 20
@@ -129,6 +132,8 @@ def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
         how = Plan(128, 128, 64, 1, 8, 3, "before")
     elif tall is not None:
         how = tall
+    elif FEW < M <= SOME and N >= 96:
+        how = Plan(64, 128, 32, PROCESSORS, 8, 4, "turned")
     elif M > FEW:
         BM = 128 if triton.cdiv(M, 128) * triton.cdiv(N, 64) * K >= 128 * 128 else 64
         how = Plan(BM, 64, 32, 1, 4, 4, "tf32")
@@ -168,13 +173,43 @@ def forward(
 ) -> Tensor:
     """Returns y (..., N) in float32, for K that 32 divides, or of two rows and more for K below THIN."""
     made = multiply(x, weight, bias, add, scale, eps, how)
+    return made if isinstance(made, Tensor) else _added(made, x.shape[:-1], bias, add)
+
+
+def forward_split(
+    x: Tensor, weight: Tensor, add: Tensor | None, columns: int, scale: Tensor, eps: float
+) -> tuple[Tensor, Halves | None]:
+    """Returns y as `forward` does, and its halves, if the kernel that adds its parts of K can split it.
+
+    Arguments:
+        x: The input, (..., K).
+        weight: The weight, (N, K).
+        add: Added to the result, (..., N).
+        columns: Those of the product that comes next, of y normed by scale and eps.
+        scale: Scale of that norm, (N,).
+        eps: That of the norm.
+    """
+    made = multiply(x, weight, None, add)
     if isinstance(made, Tensor):
-        return made
-    (split, M, N), device = made.partial.shape, x.device
-    y = torch.empty((*x.shape[:-1], N), dtype=torch.float32, device=device)
+        return made, None
+    _, M, N = made.partial.shape
+    if M < 2 or plan(M, columns, N, _shared(x.device)).split != "before":
+        return _added(made, x.shape[:-1], None, add), None
+    y = torch.empty((*x.shape[:-1], N), dtype=torch.float32, device=x.device)
+    add = None if add is None else add.contiguous()
+    halves = _room(M, N, x.device)
+    inputs = made.partial, add, scale.contiguous(), y, *halves, M, eps, N, len(made.partial)
+    kernels.sum_split_kernel[(M,)](*inputs, triton.next_power_of_2(N), num_warps=8)
+    return y, halves
+
+
+def _added(made: Parts, shape: torch.Size, bias: Tensor | None, add: Tensor | None) -> Tensor:
+    """Adds parts of K, bias and add."""
+    split, M, N = made.partial.shape
+    y = torch.empty((*shape, N), dtype=torch.float32, device=made.partial.device)
     bias, add = (None if t is None else t.contiguous() for t in (bias, add))
     blocks = {"SPLIT": split, "BLOCK": 256, "num_warps": 2}
-    operands = made.partial, made.squares, bias, add, y, M * N, N, made.K, eps
+    operands = made.partial, made.squares, bias, add, y, M * N, N, made.K, made.eps
     kernels.sum_kernel[(triton.cdiv(M * N, 256),)](*operands, **blocks)
     return y
 
@@ -187,8 +222,12 @@ def multiply(
     scale: Tensor | None = None,
     eps: float = 0.0,
     how: Plan | None = None,
+    halves: Halves | None = None,
 ) -> Tensor | Parts:
-    """Does `forward` but for the parts of K, if there are any: neither are they added, nor bias and add."""
+    """Does `forward` but for the parts of K, if there are any: neither are they added, nor bias and add.
+
+    Halves of x, normed, are those of `forward_split`.
+    """
     (N, K), shape = weight.shape, (*x.shape[:-1], len(weight))
     x = x.reshape(-1, K)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -215,14 +254,21 @@ def multiply(
         inputs = x, weight, bias, add, scale, y, M, N, K, x.stride(0), eps
         kernels.rows_kernel[grid](*inputs, STAGES=how.stages, **sizes)
         return y
-    if scale is not None and how.split == "tf32" and K > SHORT:
+    if scale is not None and M > FEW and how.split in ("tf32", "turned") and K > SHORT:
         x, scale = torch.nn.functional.rms_norm(x, (K,), scale, eps), None
     squares = None
     ends = (bias, add) if whole else (None, None)
     grid = (triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN), how.SPLIT)
     if how.split == "before":
-        operands = *_split(x, scale, eps), *halves_of(weight, _split)
-        kernels.halves_kernel[grid](*operands, *ends, y, M, N, K, K // how.SPLIT, GROUP=8, **sizes)
+        high, low, down = _split(x, scale, eps) if halves is None else halves
+        high_w, low_w, down_w = halves_of(weight, _split)
+        # Tiles that are described once are copied by a unit of their own, which computes no addresses.
+        rows, columns = [how.BM, how.BK], [how.BN, how.BK]
+        left = (*(TensorDescriptor.from_tensor(half, rows) for half in (high, low)), down)
+        right = (*(TensorDescriptor.from_tensor(half, columns) for half in (high_w, low_w)), down_w)
+        group = 8 if M <= 2048 else 4
+        kernels.halves_kernel[grid](*left, *right, *ends, y, M, N, K, K // how.SPLIT, GROUP=group, **sizes)
+        launched()
     else:
         if scale is not None and not whole:
             squares = torch.empty((how.SPLIT, M), dtype=torch.float32, device=x.device)
@@ -276,15 +322,19 @@ def _once(
     return y
 
 
-def _split(x: Tensor, scale: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+def _split(x: Tensor, scale: Tensor | None = None, eps: float = 0.0) -> Halves:
     """Returns high, low and down of the rows of x, normed before if there is a scale."""
     M, K = x.shape
-    high, low = torch.empty((2, M, K), dtype=torch.float16, device=x.device)
-    down = torch.empty(M, dtype=torch.float32, device=x.device)
+    halves = _room(M, K, x.device)
     BK = triton.next_power_of_2(K)
     BR = max(1, 2048 // BK)
-    kernels.split_kernel[(triton.cdiv(M, BR),)](x, scale, high, low, down, M, x.stride(0), eps, K, BR, BK)
-    return high, low, down
+    kernels.split_kernel[(triton.cdiv(M, BR),)](x, scale, *halves, M, x.stride(0), eps, K, BR, BK)
+    return halves
+
+
+def _room(M: int, K: int, device: torch.device) -> Halves:
+    high, low = torch.empty((2, M, K), dtype=torch.float16, device=device)
+    return high, low, torch.empty(M, dtype=torch.float32, device=device)
 
 
 def _resident(how: Plan, K: int, add: bool, shared: int) -> int:

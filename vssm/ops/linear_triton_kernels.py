@@ -20,6 +20,7 @@ __all__ = [
     "rows_kernel",
     "split_kernel",
     "sum_kernel",
+    "sum_split_kernel",
     "thin_kernel",
     "tile_kernel",
     "turned_kernel",
@@ -55,15 +56,21 @@ def _finish(y, result, bias, add, at, column, mask):
 
 
 @triton.jit
-def _place(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Returns the rows and columns of a program: those that run together share GROUP tiles of rows."""
+def _corner(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """Returns the first row and column of a program: those that run together share GROUP tiles of rows."""
     pid = tl.program_id(0)
     rows, columns = tl.cdiv(M, BM), tl.cdiv(N, BN)
     first = pid // (GROUP * columns) * GROUP
     height = tl.minimum(rows - first, GROUP)
     within = pid % (GROUP * columns)
-    row = (first + within % height) * BM + tl.arange(0, BM)
-    return row, (within // height) * BN + tl.arange(0, BN)
+    return (first + within % height) * BM, within // height * BN
+
+
+@triton.jit
+def _place(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
+    """Returns all rows and columns of a program."""
+    row, column = _corner(M, N, BM, BN, GROUP)
+    return row + tl.arange(0, BM), column + tl.arange(0, BN)
 
 
 # fmt: off
@@ -170,17 +177,16 @@ def halves_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):
     # fmt: on
-    row, column = _place(M, N, BM, BN, GROUP)
+    """Halves come as descriptors of their tensors: what is beyond the end is zero."""
+    first, left = _corner(M, N, BM, BN, GROUP)
     part = tl.program_id(1)
-    k = tl.arange(0, BK)
-    left = (row % M).to(tl.int64)[:, None] * K + k[None, :]
-    right = (column % N).to(tl.int64)[:, None] * K + k[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
     for at in tl.range(part * depth, (part + 1) * depth, BK):
-        a, b = tl.load(high + left + at), tl.load(high_w + right + at)
-        total = tl.dot(tl.load(low + left + at), tl.trans(b))
-        total = tl.dot(a, tl.trans(tl.load(low_w + right + at)), total)
+        a, b = high.load([first, at]), high_w.load([left, at])
+        total = tl.dot(low.load([first, at]), tl.trans(b))
+        total = tl.dot(a, tl.trans(low_w.load([left, at])), total)
         acc += tl.dot(a, tl.trans(b), total)
+    row, column = first + tl.arange(0, BM), left + tl.arange(0, BN)
     acc *= tl.load(down + row % M)[:, None]
     acc *= tl.load(down_w + column % N)[None, :]
     at = (part * M + row).to(tl.int64)[:, None] * N + column[None, :]
@@ -209,6 +215,29 @@ def sum_kernel(
     if squares is not None:
         result *= tl.rsqrt(add_parts(squares, at // N, mask, total // N, SPLIT) / K + eps)
     _finish(y, result, bias, add, at, at % N, mask)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["rows", "eps"])
+def sum_split_kernel(
+    partial, add, scale, y, high, low, down, rows, eps, K: tl.constexpr, SPLIT: tl.constexpr, BK: tl.constexpr
+):
+    # fmt: on
+    """Adds the parts of a row, and splits it, normed, as `split_kernel` does."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BK)[None, :]
+    mask = k < K
+    at = row * K + k
+    tile = add_parts(partial, at, mask, rows.to(tl.int64) * K, SPLIT)
+    if add is not None:
+        tile += tl.load(add + at, mask=mask, other=0.0)
+    tl.store(y + at, tile, mask=mask)
+    tile *= tl.rsqrt(tl.sum(tile * tile, 1) / K + eps)[:, None]
+    tile *= tl.load(scale + k, mask=mask, other=0.0)
+    large, small, factor = halves(tile)
+    tl.store(high + at, large, mask=mask)
+    tl.store(low + at, small, mask=mask)
+    tl.store(down + row + tl.arange(0, 1), factor)
 
 
 # fmt: off

@@ -8,15 +8,17 @@ of splitting them: each few rows have a mark, a number that all of their bits de
 their halves, and rows with another mark are split again, there and then, by the kernel that has read them
 (`vssm.ops.linear_weights_triton`). The host has no part in it.
 
-A replay does so beside its other work: the weight that is read first has a kernel of its own, which its first
-product waits for, and the next product waits for all others, which by then had the time of the first.
+A replay does so beside its other work, and not all at once, since what makes latents and what multiplies them
+wait for memory too: the weight that is read first is looked at from the start on, others when the product
+before them has been launched, two at a time. In a Mamba block these are the weight that ends it and the one
+that begins the next; scans, which wait for arithmetic, run meanwhile.
 
 Halves are as many bytes as the weights, and go with the last recording that reads them.
 """
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 
 from vssm.ops.streams import FILL, Beside
 
-__all__ = ["Kept", "Renewal", "SplitWeights", "halves_of"]
+__all__ = ["Halves", "Kept", "Renewal", "SplitWeights", "halves_of", "launched"]
 
 Halves = tuple[Tensor, Tensor, Tensor]
 Split = Callable[[Tensor], Halves]
@@ -47,6 +49,13 @@ def halves_of(weight: Tensor, split: Split) -> Halves:
     if find is None or not isinstance(weight, nn.Parameter):
         return split(weight)
     return find(weight) or split(weight)
+
+
+def launched() -> None:
+    """Tells this thread's recording that the product of the weight it was asked for last is on its way."""
+    after: Callable[[], None] | None = getattr(_recorded, "after", None)
+    if after is not None:
+        after()
 
 
 class Kept:
@@ -106,40 +115,52 @@ class SplitWeights:
             all_kept.append(kept)
         if new:
             kernels.Renewal(new)(always=True)
-        return [kernels.Renewal(some) for some in (all_kept[:1], all_kept[1:]) if some]
+        groups = [all_kept[:1], *(all_kept[i : i + 2] for i in range(1, len(all_kept), 2))]
+        return [kernels.Renewal(group) for group in groups]
 
     @staticmethod
     @contextmanager
     def renewed(renewals: Sequence[Renewal]) -> Iterator[None]:
         """Splits what has changed, for a function to read that is captured with it."""
-        known: dict[int, tuple[Beside, Halves]] = {}
-        started: list[Beside] = []
-        with ExitStack() as streams:
-            for i, renewal in enumerate(renewals):
-                started.append(Beside(renewal.kept[0].weight.device, f"weights {i}", FILL))
-                streams.enter_context(started[i].stream)  # the next one follows it
-                renewal()
-                known |= {id(kept.weight): (started[i], kept.halves) for kept in renewal.kept}
+        places = {id(kept.weight): (i, kept) for i, some in enumerate(renewals) for kept in some.kept}
+        last_ones = {id(some.kept[-1].weight): i for i, some in enumerate(renewals)}
+        started: dict[int, Beside] = {}
+        asked = 0
+
+        def start(group: int) -> None:
+            if group < len(renewals) and group not in started:
+                started[group] = Beside(renewals[group].kept[0].weight.device, "weights", FILL)
+                with started[group].stream:
+                    renewals[group]()
 
         def find(weight: nn.Parameter) -> Halves | None:
-            if id(weight) not in known:
+            nonlocal asked
+            if id(weight) not in places:
                 return None
-            renewing, halves = known[id(weight)]
-            renewing.join()
-            return halves
+            (group, kept), asked = places[id(weight)], id(weight)
+            start(group)
+            started[group].join()
+            return kept.halves
 
+        def after() -> None:
+            if asked in last_ones:
+                start(last_ones[asked] + 1)
+
+        start(0)
         try:
-            with _finding(find):
+            with _finding(find, after):
                 yield
         finally:  # a capture can not end before, whoever has read what on which stream
-            for renewing in started:
+            for renewing in started.values():
                 renewing.join()
 
 
 @contextmanager
-def _finding(find: Callable[[nn.Parameter], Halves | None]) -> Iterator[None]:
-    _recorded.find = find
+def _finding(
+    find: Callable[[nn.Parameter], Halves | None], after: Callable[[], None] | None = None
+) -> Iterator[None]:
+    _recorded.find, _recorded.after = find, after
     try:
         yield
     finally:
-        _recorded.find = None
+        _recorded.find = _recorded.after = None
