@@ -32,10 +32,10 @@ from vssm.ops.linear_triton_kernels import add_parts
 __all__ = ["backward", "forward", "forward_parts"]
 
 _CHUNK = 32  # steps of a program
-_SHORT = 16  # steps of sequences of which a program loads
-_STEPS = 4  # at once, since it can not load far ahead
 _BLOCK = 512  # channels of a program
 _FEW = 256  # programs that do not fill a device: smaller ones then do
+_WIDE_CHUNK, _WIDE_BLOCK = 16, 128  # the same for float32, of whose steps a program loads some at once:
+_SHORT, _SOME, _MANY = 16, 4, 8  # those of sequences of so many steps, and of longer ones
 _PROGRAMS = 8  # a multiprocessor, backward: each leaves partial sums
 
 
@@ -237,13 +237,16 @@ def forward(
         return y
     x = x if x.stride(2) == 1 else x.contiguous()
     chunk, block = _CHUNK, min(_BLOCK, max(128, triton.next_power_of_2(channels)))
-    if batch * triton.cdiv(length, chunk) * triton.cdiv(channels, block) < _FEW:
+    steps = _SOME if length <= _SHORT else 1
+    if x.dtype == torch.float32:
+        chunk, block, steps = _WIDE_CHUNK, _WIDE_BLOCK, _SOME if length <= _SHORT else _MANY
+    elif batch * triton.cdiv(length, chunk) * triton.cdiv(channels, block) < _FEW:
         chunk, block = 4, 128
     chunks = triton.cdiv(length, chunk)
     _forward_kernel[(batch * chunks, triton.cdiv(channels, block))](
         x, weight.contiguous(), bias, None if state is None else state.contiguous(), y, after,
         x.stride(0), x.stride(1), length, channels, chunks, 1 if state is None else batch // len(state),
-        K=weight.shape[1], CHUNK=chunk, BLOCK=block, STEPS=_STEPS if length <= _SHORT else 1,
+        K=weight.shape[1], CHUNK=chunk, BLOCK=block, STEPS=steps,
         num_warps=max(1, block // 256),
     )  # fmt: skip
     return y

@@ -43,7 +43,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vssm.ops import linear_triton_kernels as kernels
-from vssm.ops.linear_weights import Halves, halves_of, launched
+from vssm.ops.linear_weights import Halves, halves_of
 
 __all__ = ["Parts", "Plan", "forward", "forward_split", "multiply", "plan"]
 
@@ -268,7 +268,6 @@ def multiply(
         right = (*(TensorDescriptor.from_tensor(half, columns) for half in (high_w, low_w)), down_w)
         group = 8 if M <= 2048 else 4
         kernels.halves_kernel[grid](*left, *right, *ends, y, M, N, K, K // how.SPLIT, GROUP=group, **sizes)
-        launched()
     else:
         if scale is not None and not whole:
             squares = torch.empty((how.SPLIT, M), dtype=torch.float32, device=x.device)

@@ -8,10 +8,10 @@ of splitting them: each few rows have a mark, a number that all of their bits de
 their halves, and rows with another mark are split again, there and then, by the kernel that has read them
 (`vssm.ops.linear_weights_triton`). The host has no part in it.
 
-A replay does so beside its other work, and not all at once, since what makes latents and what multiplies them
-wait for memory too: the weight that is read first is looked at from the start on, others when the product
-before them has been launched, two at a time. In a Mamba block these are the weight that ends it and the one
-that begins the next; scans, which wait for arithmetic, run meanwhile.
+A replay does so beside its other work, a bit at a time, and beside large products, since what else there is
+waits for memory itself: the weight that is read first is looked at from the start on, others while a product
+before them runs, two at a time. In a Mamba block these are the weight that ends it and the one that begins
+the next.
 
 Halves are as many bytes as the weights, and go with the last recording that reads them.
 """
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from vssm.ops.streams import FILL, Beside
 
-__all__ = ["Halves", "Kept", "Renewal", "SplitWeights", "halves_of", "launched"]
+__all__ = ["Halves", "Kept", "Renewal", "SplitWeights", "halves_of"]
 
 Halves = tuple[Tensor, Tensor, Tensor]
 Split = Callable[[Tensor], Halves]
@@ -49,13 +49,6 @@ def halves_of(weight: Tensor, split: Split) -> Halves:
     if find is None or not isinstance(weight, nn.Parameter):
         return split(weight)
     return find(weight) or split(weight)
-
-
-def launched() -> None:
-    """Tells this thread's recording that the product of the weight it was asked for last is on its way."""
-    after: Callable[[], None] | None = getattr(_recorded, "after", None)
-    if after is not None:
-        after()
 
 
 class Kept:
@@ -123,9 +116,7 @@ class SplitWeights:
     def renewed(renewals: Sequence[Renewal]) -> Iterator[None]:
         """Splits what has changed, for a function to read that is captured with it."""
         places = {id(kept.weight): (i, kept) for i, some in enumerate(renewals) for kept in some.kept}
-        last_ones = {id(some.kept[-1].weight): i for i, some in enumerate(renewals)}
         started: dict[int, Beside] = {}
-        asked = 0
 
         def start(group: int) -> None:
             if group < len(renewals) and group not in started:
@@ -134,21 +125,18 @@ class SplitWeights:
                     renewals[group]()
 
         def find(weight: nn.Parameter) -> Halves | None:
-            nonlocal asked
             if id(weight) not in places:
                 return None
-            (group, kept), asked = places[id(weight)], id(weight)
+            group, kept = places[id(weight)]
             start(group)
             started[group].join()
+            if kept is renewals[group].kept[-1]:
+                start(group + 1)
             return kept.halves
-
-        def after() -> None:
-            if asked in last_ones:
-                start(last_ones[asked] + 1)
 
         start(0)
         try:
-            with _finding(find, after):
+            with _finding(find):
                 yield
         finally:  # a capture can not end before, whoever has read what on which stream
             for renewing in started.values():
@@ -156,11 +144,9 @@ class SplitWeights:
 
 
 @contextmanager
-def _finding(
-    find: Callable[[nn.Parameter], Halves | None], after: Callable[[], None] | None = None
-) -> Iterator[None]:
-    _recorded.find, _recorded.after = find, after
+def _finding(find: Callable[[nn.Parameter], Halves | None]) -> Iterator[None]:
+    _recorded.find = find
     try:
         yield
     finally:
-        _recorded.find = _recorded.after = None
+        _recorded.find = None
