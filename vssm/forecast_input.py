@@ -32,9 +32,8 @@ def double(x: Tensor) -> Tensor:
     return torch.from_numpy(x.numpy().astype(np.float64)) if x.dtype == torch.float32 else x.double()
 
 
-def largest_of(x: Tensor) -> float:
-    """Returns the largest magnitude of numbers on a CPU, NaN if one is."""
-    values = x.numpy()
+def largest_of(values: np.ndarray) -> float:
+    """Returns the largest magnitude of some numbers, NaN if one is."""
     return float(max(-values.min(), values.max()))
 
 
