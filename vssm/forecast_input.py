@@ -32,10 +32,9 @@ def double(x: Tensor) -> Tensor:
     return torch.from_numpy(x.numpy().astype(np.float64)) if x.dtype == torch.float32 else x.double()
 
 
-def largest_of(x: Tensor) -> float:
-    """Returns the largest magnitude of numbers on a CPU, NaN if one is."""
-    values = x.numpy()
-    return float(max(-values.min(), values.max()))
+def largest_of(values: np.ndarray) -> float:
+    """Returns the largest magnitude of some numbers, NaN if one is."""
+    return max(-float(values.min()), float(values.max()))  # NumPy compares single numbers slowly
 
 
 def dates_of(times: np.ndarray | None, num: int, of: str) -> np.ndarray | None:

@@ -46,6 +46,11 @@ _KEYS = 64  # remembered for a model as asked for once
 _BLOCKS = (16, 4, 1)  # steps in one recording of a loop
 _SOON = 2e-4  # seconds in which a replay that has nothing before it gets to its first number
 
+# What `torch.backends.cuda.matmul.fp32_precision` asks, which takes longer; older versions have neither.
+_precision: Callable[[str, str], str | None] = getattr(
+    torch._C, "_get_fp32_precision_getter", lambda backend, op: None
+)
+
 _capturing = threading.Lock()  # one capture at a time in a process
 _finding = threading.Lock()
 
@@ -340,6 +345,7 @@ class _Kept:
         self.programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()  # the last was used last
         self.recorder: Recorder | None = None
         self.stream: torch.cuda.Stream | None = None
+        self.handle: tuple[int, int] | None = None  # device and address of the stream
 
     def find(
         self, key: Hashable, at_once: bool, device: torch.device, make: Callable[[Recorder], Any]
@@ -364,11 +370,14 @@ class _Kept:
 
     def follow(self, device: torch.device) -> None:
         """Lets this thread's stream wait for the last replay: they all use the same memory."""
-        if device.type == "cuda":
+        if device.type != "cuda":
+            return
+        handle = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+        if handle != self.handle:  # in less time than the streams would be compared
             current = torch.cuda.current_stream(device.index)
-            if self.stream is not None and self.stream != current:
+            if self.stream is not None:
                 current.wait_stream(self.stream)
-            self.stream = current
+            self.stream, self.handle = current, handle
 
     def wait(self) -> None:
         """Waits for the last replay, before what it uses is freed."""
@@ -439,19 +448,18 @@ def again(model: nn.Module, device: torch.device, key: Hashable, *inputs: object
         places = places_of(model)
         if places.addresses != kept.places:
             return None
-        kept.programs.move_to_end(key)
         try:
             kept.follow(device)
             made = program(model, *inputs)
         except RuntimeError:  # happens again in `attempt`, which says so
             return None
+        kept.programs.move_to_end(key)
         return made if weights_of(model, places) == kept.weights else None
 
 
 def _whole(key: Hashable, device: torch.device) -> Hashable:
     """Adds to a key what is fixed in every recording."""
-    precision = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-    return key, device, precision, torch.is_inference_mode_enabled()
+    return key, device, _precision("cuda", "matmul"), torch.is_inference_mode_enabled()
 
 
 def _gathered(

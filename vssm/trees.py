@@ -66,6 +66,11 @@ class Gathered:
         self._rows = [row for row, at in zip(rows, self._where, strict=True) if at]
         self._tensors = [row.expand_as(tensor) for row, tensor in zip(rows, tensors, strict=True)]
         self._names = _numbered(tree, count())
+        self._pieces_of = {  # for every tree at the top
+            name: {at[0] for i in _flat(numbers) if (at := self._where[i])}
+            for name, numbers in self._names.items()
+            if not isinstance(numbers, int)
+        }
 
     def own(self, position: int) -> State:
         """Copies the tree; all parts of the copy are at that position.
@@ -80,7 +85,7 @@ class Gathered:
             if isinstance(numbers, int):
                 children[name] = self._tensor(numbers, pieces)
             else:  # holds the pieces that are its own only
-                own = {at[0]: pieces[at[0]] for i in _flat(numbers) if (at := self._where[i])}
+                own = {piece: pieces[piece] for piece in self._pieces_of[name]}
                 children[name] = Later(partial(self._children, numbers, own, position), position)
         return State(children, position)
 

@@ -7,7 +7,8 @@ Path s of the history with row r reads the noise of row r S + s, as after `State
 
 On a GPU, reading and all that follows is one CUDA graph from the second call of the same sizes on. Histories,
 seed and first row go there in one copy that nobody waits for, so slabs of as many histories replay one
-recording, and the next starts before the last is done.
+recording, and the next starts before the last is done. Until a replay starts the device has nothing to do, so
+what comes before it is little.
 
 Legend: B histories, S paths of each, T new steps; x (B, C, D); z (B S, T, Z); paths (B, S, T, D).
 """
@@ -23,18 +24,18 @@ from torch import Tensor
 from vssm import graphs
 from vssm.data.scale import Scale
 from vssm.distributions import Latents
-from vssm.models import Variational
+from vssm.models import Model, Variational
 from vssm.nn import State
 from vssm.ops.streams import Beside
 from vssm.sampling.request import Noise
 
-__all__ = ["Finish", "paths_after", "paths_from"]
+__all__ = ["Finish", "Task", "paths_after", "paths_from", "repeat_paths"]
 
 Finish = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Makes a result of paths, factor and shift, which it must not keep."""
 
 
-class _Task(NamedTuple):
+class Task(NamedTuple):
     """What is fixed in a recording."""
 
     shape: torch.Size
@@ -44,49 +45,59 @@ class _Task(NamedTuple):
     cycles: int
     """Columns of the time features."""
     scale: Scale
+    """That of the histories, on the device of the model."""
     samples: int
+    """S, paths of each."""
     length: int
+    """T, new steps."""
     temperature: float
+    """As for `generate`."""
 
 
 def paths_after(
-    model: Variational,
-    scale: Scale,
-    x: Tensor,
-    clock: Tensor | None,
-    seed: int,
-    first: int,
-    samples: int,
-    length: int,
-    temperature: float,
-    finish: Finish,
+    model: Variational, task: Task, x: Tensor, clock: Tensor | None, seed: int, first: int, finish: Finish
 ) -> Tensor:
     """Returns what `finish` makes of paths after histories, (B, S, T, D), and of their factor and shift.
 
     Arguments:
         model: The model.
-        scale: That of the histories, on the device of the model.
+        task: Sizes, scale and temperature.
         x: The histories in the units of the data, (B, C, channels), float32 or float64, on the host.
         clock: Time features, (C, 2 x cycles) in float64, in memory of the host.
         seed: Names the paths.
         first: The row of the first history; the others follow.
-        samples: S, paths of each.
-        length: T, new steps.
-        temperature: As for `generate`.
         finish: Copies the paths to where they stay.
     """
-    device = scale.device
-    cycles = 0 if clock is None else clock.shape[1]
-    task = _Task(x.shape, x.dtype, cycles, scale, samples, length, temperature)
-    given = _packed(task, x, clock, seed, first, pinned=device.type == "cuda")
+    device = task.scale.device
+    given = x.numpy(), None if clock is None else clock.numpy(), seed, first
     if graphs.usable(device) and type(model) is Variational:
-        key = "paths", task
-        made = graphs.again(model, device, key, given, finish)
-        if made is None:
-            made = graphs.attempt(model, device, key, partial(_Program, task, model), given, finish)
+        made = graphs.attempt(
+            model, device, ("paths", task), partial(_Program, task, model), finish, None, *given
+        )
         if made is not None:
             return made
-    return finish(*_paths_of(task, given.to(device, non_blocking=True), model))
+    words = _Parcel(task, device).packed(*given)
+    return finish(*_paths_of(task, words.to(device, non_blocking=True), model))
+
+
+def repeat_paths(
+    model: Model, task: Task, x: np.ndarray, seed: int, finish: Finish, fits: Callable[[], bool]
+) -> Tensor | None:
+    """Does what `paths_after` does from row 0 on and without dates, in less time; None if it is to find out.
+
+    Arguments:
+        model: The model.
+        task: What is asked for.
+        x: The histories in the units of the data, as many numbers as the task says, in that order.
+        seed: Names the paths.
+        finish: Copies the paths to where they stay.
+        fits: Says whether the histories can be read. It is asked while they are on their way to the device,
+            before anything reads them there.
+    """
+    device = task.scale.device
+    if not graphs.usable(device) or type(model) is not Variational:
+        return None
+    return graphs.again(model, device, ("paths", task), finish, fits, x, None, seed, 0)
 
 
 def paths_from(
@@ -148,26 +159,35 @@ def _decoded(model: Variational, e: Tensor, state: State, w: Tensor, temperature
     return model.head(made).sample(w, temperature)
 
 
-def _sizes(task: _Task) -> tuple[int, int]:
+def _sizes(task: Task) -> tuple[int, int]:
     """Returns where histories begin in what is packed, and its length, in words of 8 bytes."""
     known = 2 + task.shape[1] * task.cycles
     return known, known + -(-task.shape.numel() * task.dtype.itemsize // 8)
 
 
-def _packed(task: _Task, x: Tensor, clock: Tensor | None, seed: int, first: int, pinned: bool) -> Tensor:
-    """Returns two whole numbers, time features and histories as one vector of words."""
-    known, length = _sizes(task)
-    given = torch.empty(length, dtype=torch.float64, device="cpu", pin_memory=pinned)
-    # By NumPy, which calls no other threads: to wake them takes longer than to copy.
-    numbers, history = given.numpy(), x.numpy()
-    numbers[:2].view(np.int64)[:] = seed, first
-    if clock is not None:
-        numbers[2:known] = clock.numpy().reshape(-1)
-    numbers[known:].view(history.dtype)[: history.size].reshape(history.shape)[...] = history
-    return given
+class _Parcel:
+    """Memory of the host for two whole numbers, time features and histories, as one vector of words."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        known, length = _sizes(task)
+        pinned = device.type == "cuda"
+        self.words = torch.empty(length, dtype=torch.float64, device="cpu", pin_memory=pinned)
+        # By NumPy, which calls no other threads: to wake them takes longer than to copy.
+        numbers = self.words.numpy()
+        self._numbers, self._clock = numbers[:2].view(np.int64), numbers[2:known]
+        history = numbers[known:].view(np.float32 if task.dtype == torch.float32 else np.float64)
+        self._history = history[: task.shape.numel()].reshape(task.shape)
+
+    def packed(self, x: np.ndarray, clock: np.ndarray | None, seed: int, first: int) -> Tensor:
+        """Returns the words, filled."""
+        self._numbers[:] = seed, first
+        if clock is not None:
+            self._clock[:] = clock.reshape(-1)
+        self._history[...] = x.reshape(self._history.shape)
+        return self.words
 
 
-def _paths_of(task: _Task, given: Tensor, model: Variational) -> tuple[Tensor, Tensor, Tensor]:
+def _paths_of(task: Task, given: Tensor, model: Variational) -> tuple[Tensor, Tensor, Tensor]:
     """Returns paths, factor and shift of what was packed and is on the device."""
     shape, scale = task.shape, task.scale
     num, (known, _) = shape[0], _sizes(task)
@@ -185,18 +205,36 @@ def _paths_of(task: _Task, given: Tensor, model: Variational) -> tuple[Tensor, T
 class _Program:
     """Records `_paths_of`."""
 
-    def __init__(self, task: _Task, model: Variational, recorder: graphs.Recorder) -> None:
+    def __init__(self, task: Task, model: Variational, recorder: graphs.Recorder) -> None:
+        self._task, self._device = task, recorder.device
         self._given = torch.zeros(_sizes(task)[1], dtype=torch.float64, device=recorder.device)
         self._recording = recorder.record(model, partial(_paths_tree, task, self._given))
+        self._parcel = _Parcel(task, recorder.device)
+        self._read = torch.cuda.Event() if recorder.device.type == "cuda" else None
 
-    def __call__(self, model: Variational, given: Tensor, finish: Finish) -> Tensor:
-        self._given.copy_(given, non_blocking=True)
-        self._recording.replay(model)
+    def __call__(
+        self,
+        model: Variational,
+        finish: Finish,
+        fits: Callable[[], bool] | None,
+        *given: Any,  # noqa: ANN401
+    ) -> Tensor | None:
+        # To get memory takes longer than to ask whether the last replay, which has read it, is over.
+        own = self._read is None or self._read.query()
+        parcel = self._parcel if own else _Parcel(self._task, self._device)
+        self._given.copy_(parcel.packed(*given), non_blocking=True)
+        try:
+            if fits is not None and not fits():
+                return None
+            self._recording.replay(model)
+        finally:
+            if own and self._read is not None:
+                self._read.record(torch.cuda.current_stream(self._device))
         made = self._recording.outputs
         return finish(made["x"], made["factor"], made["shift"])
 
 
-def _paths_tree(task: _Task, given: Tensor, model: Any) -> State:  # noqa: ANN401
+def _paths_tree(task: Task, given: Tensor, model: Any) -> State:  # noqa: ANN401
     """Makes paths as they are recorded."""
     x, factor, shift = _paths_of(task, given, model)
     return State({"x": x, "factor": factor, "shift": shift})
