@@ -62,14 +62,15 @@ class MambaMixer(nn.Module):
         add: Tensor | None = None,
         A: Tensor | None = None,
         last: bool = True,
-        then: "MambaBlock | None" = None,
+        then: tuple[nn.Module, int] | None = None,
     ) -> tuple[Tensor | Ready, State]:
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step.
 
         `norm` is applied before, and `add`, (B, T, width), is added: kernels can do both on the way. `A` is
         -exp(A_log) where it is known, (inner, N). With `last=False` the state that is returned holds nothing
         but its position, and a state of fewer rows, B / S, may be given: each is where S neighbouring rows of
-        x start. If it is known which block is `then` to read the result, that may come ready for it.
+        x start. Where it is known which norm and how many columns the product has that is `then` to read the
+        result, that may come ready for it.
         """
         given = x.x if isinstance(x, Ready) else x
         taps = self.conv1d.weight.squeeze(1)
@@ -94,7 +95,7 @@ class MambaMixer(nn.Module):
             y = scan_output(*inputs)
         if then is None or add is None:
             return self.out_proj(y, add), after
-        return linear_ready(y, self.out_proj.weight, add, then.norm, len(then.mixer.in_proj.weight)), after
+        return linear_ready(y, self.out_proj.weight, add, *then), after
 
 
 class MambaBlock(nn.Module):
@@ -111,7 +112,7 @@ class MambaBlock(nn.Module):
         state: State | None = None,
         A: Tensor | None = None,
         last: bool = True,
-        then: "MambaBlock | None" = None,
+        then: tuple[nn.Module, int] | None = None,
     ) -> tuple[Tensor | Ready, State]:
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step.
 

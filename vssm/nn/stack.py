@@ -19,6 +19,7 @@ from vssm.nn.mamba import MambaBlock, decays
 from vssm.nn.state import State
 from vssm.ops.embed import embed_sum
 from vssm.ops.linear import Linear
+from vssm.ops.linear_weights import begin
 from vssm.ops.norm import RMSNorm
 from vssm.ops.streams import Beside
 
@@ -38,6 +39,14 @@ class LatentEmbedding(nn.Module):
         # Z rows are summed: this scale makes the sum of unit variance.
         self.weight = nn.Parameter(torch.randn(latents * classes, width) / math.sqrt(latents))
         self.latents, self.classes = latents, classes
+
+    def fetch(self) -> Beside:
+        """Brings the weight into the cache of a GPU, where that can be recorded beside other work."""
+        beside = Beside(self.weight.device, "fetch")
+        if beside.recorded:
+            with beside.stream:
+                self.weight.sum()
+        return beside
 
     def forward(self, z: Tensor) -> Tensor:
         """Maps z, (B, T, Z) classes or (B, T, Z, N) one-hot, to (B, T, width)."""
@@ -71,6 +80,7 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Maps the input of T steps to (B, T, outputs) and returns the state after the last step."""
+        begin()
         beside = Beside(x.device, "decays")
         with beside.stream:
             known = self._decays(x.device)
@@ -98,12 +108,19 @@ class Stack(nn.Module):
         for i, block in enumerate(self.blocks):
             before = None if state is None else state.child(str(i))
             if isinstance(block, MambaBlock):
-                A = known[i] if known else None
-                then = self.blocks[i + 1] if fused and i + 1 < len(self.blocks) else None
-                e, children[str(i)] = block(e, before, A, last, then)
+                then = self._after(i) if fused else None
+                e, children[str(i)] = block(e, before, known[i] if known else None, last, then)
             else:
                 e, children[str(i)] = block(e, before)
         return self.out(e, norm=self.norm), State(children, position + length)
+
+    def _after(self, i: int) -> tuple[nn.Module, int]:
+        """Returns the norm and the columns of the product that reads what a block makes."""
+        if i + 1 == len(self.blocks):
+            return self.norm, self.out.out_features
+        block = self.blocks[i + 1]
+        assert isinstance(block, MambaBlock)
+        return block.norm, block.mixer.in_proj.out_features
 
     def _decays(self, device: torch.device) -> list[Tensor]:
         # Few steps on a GPU wait for launches: one for all blocks is less than two for each.

@@ -9,7 +9,7 @@ On a GPU a float32 product runs on the units for single numbers, and one of few 
 `torch.compile`, and everywhere but on a GPU, PyTorch's own product runs.
 """
 
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +28,16 @@ _FEW = 64
 
 
 class Ready(NamedTuple):
-    """A tensor that was made ready for the product that reads it: its rows are normed and split already."""
+    """A tensor that was made ready for the product that reads it."""
 
     x: Tensor
-    halves: Halves
-    """Those of `vssm.ops.linear_triton`, of norm(x)."""
+    normed: Tensor | Halves
+    """norm(x), whole or in the halves of `vssm.ops.linear_triton`."""
+
+    @property
+    def product(self) -> tuple[Tensor, Halves | None]:
+        """What is to be multiplied, and its halves."""
+        return (self.normed, None) if isinstance(self.normed, Tensor) else (self.x, self.normed)
 
 
 class Linear(nn.Linear):
@@ -45,13 +50,13 @@ class Linear(nn.Linear):
         True
     """
 
-    def forward(self, x: Tensor, add: Tensor | None = None, norm: nn.Module | None = None) -> Tensor:
+    def forward(self, x: Tensor | Ready, add: Tensor | None = None, norm: nn.Module | None = None) -> Tensor:
         """Maps x (..., K) to (..., N), normed before by `norm`, and adds `add` (..., N)."""
         return linear(x, self.weight, self.bias, add, norm)
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | Ready,
     weight: Tensor,
     bias: Tensor | None = None,
     add: Tensor | None = None,
@@ -61,7 +66,7 @@ def linear(
     """Multiplies the rows of x by a weight, as `torch.nn.functional.linear` does.
 
     Arguments:
-        x: The input, (..., K).
+        x: The input, (..., K), or what `linear_ready` made of it, with this norm.
         weight: The weight, (N, K).
         bias: Added to every row, (N,).
         add: Added to the result, (..., N).
@@ -76,8 +81,13 @@ def linear(
         >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 4.0], [5.0, 6.0]]), torch.tensor([0.5, 0.0]))
         tensor([11.5000, 17.0000])
     """
+    if isinstance(x, Ready):
+        from vssm.ops import linear_triton
+
+        given, halves = x.product
+        return linear_triton.forward(given, weight, bias, add, halves=halves)
     if norm is not None and not _is_plain(norm, x):
-        x, norm = norm(x), None
+        x, norm = cast(Tensor, norm(x)), None
     skip = backend == "auto" and not x.is_cuda  # a step-by-step loop feels each of these questions
     if skip or not choose_fused(backend, x.device, x.dtype, _refusal(x, weight, bias, add, norm)):
         y = F.linear(x if norm is None else norm(x), weight, bias)
@@ -110,8 +120,8 @@ def linear_ready(
     from vssm.ops import linear_triton
 
     assert isinstance(norm, nn.RMSNorm) and norm.eps is not None
-    y, halves = linear_triton.forward_split(x, weight, add, columns, norm.weight, norm.eps)
-    return y if halves is None else Ready(y, halves)
+    y, normed = linear_triton.forward_split(x, weight, add, columns, norm.weight, norm.eps)
+    return y if normed is None else Ready(y, normed)
 
 
 def linear_parts(
@@ -132,7 +142,8 @@ def ready_parts(x: Ready, weight: Tensor) -> "Tensor | Parts":
     """Does `linear_parts` with what `linear_ready` has made ready."""
     from vssm.ops import linear_triton
 
-    return linear_triton.multiply(x.x, weight, halves=x.halves)
+    given, halves = x.product
+    return linear_triton.multiply(given, weight, halves=halves)
 
 
 def _is_plain(norm: nn.Module, x: Tensor) -> TypeGuard[nn.RMSNorm]:

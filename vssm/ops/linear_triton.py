@@ -120,18 +120,19 @@ def plan_row(N: int, K: int) -> Plan:
 
 def plan_tall(N: int, K: int) -> Plan | None:
     """Returns how a product of TALL rows is cut up, if not as others."""
-    return Plan(64, 64, K, 1, 4, 2, "once") if (N > 64 and K <= 64) or (N == 64 and K == 128) else None
+    if K > 128 or (K > 64 and N > 64):
+        return None
+    rows = 64 if N <= 64 and K <= 64 else 32
+    return Plan(rows, 64 if N <= 64 else 128, K, 1, 4, 3, "once")
 
 
 def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
     """Returns how a product of more than one row is cut up, on a device with that much shared memory."""
     tall = plan_tall(N, K) if M >= TALL else None
-    if tall is not None and tall.split == "once":
+    if tall is not None:
         return tall
     if M >= MANY and N >= 512 and 512 <= K <= LONGEST:
         how = Plan(128, 128, 64, 1, 8, 3, "before")
-    elif tall is not None:
-        how = tall
     elif FEW < M <= SOME and N >= 96:
         how = Plan(64, 128, 32, PROCESSORS, 8, 4, "turned")
     elif M > FEW:
@@ -170,37 +171,53 @@ def forward(
     scale: Tensor | None = None,
     eps: float = 0.0,
     how: Plan | None = None,
+    halves: Halves | None = None,
 ) -> Tensor:
-    """Returns y (..., N) in float32, for K that 32 divides, or of two rows and more for K below THIN."""
-    made = multiply(x, weight, bias, add, scale, eps, how)
+    """Returns y (..., N) in float32, for K that 32 divides, or of two rows and more for K below THIN.
+
+    Halves of x, normed, are those of `forward_split`.
+    """
+    made = multiply(x, weight, bias, add, scale, eps, how, halves)
     return made if isinstance(made, Tensor) else _added(made, x.shape[:-1], bias, add)
 
 
 def forward_split(
     x: Tensor, weight: Tensor, add: Tensor | None, columns: int, scale: Tensor, eps: float
-) -> tuple[Tensor, Halves | None]:
-    """Returns y as `forward` does, and its halves, if the kernel that adds its parts of K can split it.
+) -> tuple[Tensor, Halves | Tensor | None]:
+    """Returns y as `forward` does, and y normed if the kernel that adds its parts of K can do that too.
+
+    It is split, or whole, as the product takes it that comes next.
 
     Arguments:
         x: The input, (..., K).
         weight: The weight, (N, K).
         add: Added to the result, (..., N).
-        columns: Those of the product that comes next, of y normed by scale and eps.
-        scale: Scale of that norm, (N,).
+        columns: Those of the next product.
+        scale: Scale of the norm, (N,).
         eps: That of the norm.
     """
     made = multiply(x, weight, None, add)
     if isinstance(made, Tensor):
         return made, None
     _, M, N = made.partial.shape
-    if M < 2 or plan(M, columns, N, _shared(x.device)).split != "before":
+    how = plan(M, columns, N, _shared(x.device))
+    if how.split != "before" and not _normed_before(M, N, how):
         return _added(made, x.shape[:-1], None, add), None
     y = torch.empty((*x.shape[:-1], N), dtype=torch.float32, device=x.device)
+    halves = _room(M, N, x.device) if how.split == "before" else None
+    normed = torch.empty_like(y) if halves is None else None
     add = None if add is None else add.contiguous()
-    halves = _room(M, N, x.device)
-    inputs = made.partial, add, scale.contiguous(), y, *halves, M, eps, N, len(made.partial)
-    kernels.sum_split_kernel[(M,)](*inputs, triton.next_power_of_2(N), num_warps=8)
-    return y, halves
+    results = y, normed, *(halves or (None, None, None))
+    kernels.sum_split_kernel[(M,)](
+        made.partial, add, scale.contiguous(), *results, M, eps, N, len(made.partial),
+        triton.next_power_of_2(N), num_warps=8,
+    )  # fmt: skip
+    return y, normed if halves is None else halves
+
+
+def _normed_before(M: int, K: int, how: Plan) -> bool:
+    """Says whether rows are normed by a kernel of its own: on the way it would be once for each tile."""
+    return M > FEW and how.split in ("tf32", "turned") and K > SHORT
 
 
 def _added(made: Parts, shape: torch.Size, bias: Tensor | None, add: Tensor | None) -> Tensor:
@@ -224,10 +241,7 @@ def multiply(
     how: Plan | None = None,
     halves: Halves | None = None,
 ) -> Tensor | Parts:
-    """Does `forward` but for the parts of K, if there are any: neither are they added, nor bias and add.
-
-    Halves of x, normed, are those of `forward_split`.
-    """
+    """Does `forward` but for the parts of K, if there are any: neither are they added, nor bias and add."""
     (N, K), shape = weight.shape, (*x.shape[:-1], len(weight))
     x = x.reshape(-1, K)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -254,7 +268,7 @@ def multiply(
         inputs = x, weight, bias, add, scale, y, M, N, K, x.stride(0), eps
         kernels.rows_kernel[grid](*inputs, STAGES=how.stages, **sizes)
         return y
-    if scale is not None and M > FEW and how.split in ("tf32", "turned") and K > SHORT:
+    if scale is not None and _normed_before(M, K, how):
         x, scale = torch.nn.functional.rms_norm(x, (K,), scale, eps), None
     squares = None
     ends = (bias, add) if whole else (None, None)
@@ -293,9 +307,9 @@ def _thin(
     """Writes a product of fewer than THIN columns of x."""
     (N, K), M = weight.shape, len(x)
     x = x if scale is None else torch.nn.functional.rms_norm(x, (K,), scale, eps)
-    BM, BN = 64, min(128, triton.next_power_of_2(N))
+    BM, BN = 8, min(128, triton.next_power_of_2(N))
     grid = (triton.cdiv(M, BM) * triton.cdiv(N, BN),)
-    kernels.thin_kernel[grid](x, weight, bias, add, y, M, N, x.stride(0), K, BM, BN, num_warps=8)
+    kernels.thin_kernel[grid](x, weight, bias, add, y, M, N, x.stride(0), K, BM, BN, num_warps=1)
     return y
 
 

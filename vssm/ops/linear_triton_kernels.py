@@ -220,10 +220,11 @@ def sum_kernel(
 # fmt: off
 @triton.jit(do_not_specialize=["rows", "eps"])
 def sum_split_kernel(
-    partial, add, scale, y, high, low, down, rows, eps, K: tl.constexpr, SPLIT: tl.constexpr, BK: tl.constexpr
+    partial, add, scale, y, normed, high, low, down, rows, eps,
+    K: tl.constexpr, SPLIT: tl.constexpr, BK: tl.constexpr,
 ):
     # fmt: on
-    """Adds the parts of a row, and splits it, normed, as `split_kernel` does."""
+    """Adds the parts of a row, and norms it; that is split, as by `split_kernel`, unless it stays whole."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BK)[None, :]
     mask = k < K
@@ -234,10 +235,13 @@ def sum_split_kernel(
     tl.store(y + at, tile, mask=mask)
     tile *= tl.rsqrt(tl.sum(tile * tile, 1) / K + eps)[:, None]
     tile *= tl.load(scale + k, mask=mask, other=0.0)
-    large, small, factor = halves(tile)
-    tl.store(high + at, large, mask=mask)
-    tl.store(low + at, small, mask=mask)
-    tl.store(down + row + tl.arange(0, 1), factor)
+    if normed is not None:
+        tl.store(normed + at, tile, mask=mask)
+    else:
+        large, small, factor = halves(tile)
+        tl.store(high + at, large, mask=mask)
+        tl.store(low + at, small, mask=mask)
+        tl.store(down + row + tl.arange(0, 1), factor)
 
 
 # fmt: off
