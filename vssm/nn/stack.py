@@ -40,14 +40,6 @@ class LatentEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.randn(latents * classes, width) / math.sqrt(latents))
         self.latents, self.classes = latents, classes
 
-    def fetch(self) -> Beside:
-        """Brings the weight into the cache of a GPU, where that can be recorded beside other work."""
-        beside = Beside(self.weight.device, "fetch")
-        if beside.recorded:
-            with beside.stream:
-                self.weight.sum()
-        return beside
-
     def forward(self, z: Tensor) -> Tensor:
         """Maps z, (B, T, Z) classes or (B, T, Z, N) one-hot, to (B, T, width)."""
         if z.is_floating_point():
@@ -125,6 +117,14 @@ class Stack(nn.Module):
     def _decays(self, device: torch.device) -> list[Tensor]:
         # Few steps on a GPU wait for launches: one for all blocks is less than two for each.
         return decays(self.blocks) if device.type == "cuda" and not torch.is_grad_enabled() else []
+
+    def fetch(self) -> Beside:
+        """Brings what latents are looked up in to the cache of a GPU, where it is recorded beside the rest."""
+        beside = Beside(self.out.weight.device, "fetch")
+        if beside.recorded and isinstance(self.embed, LatentEmbedding):
+            with beside.stream:
+                self.embed.weight.sum()
+        return beside
 
     def blanks(self, batch: int, length: int) -> Tensor:
         """Returns the learned blank input, embedded, (B, length, width)."""

@@ -89,7 +89,7 @@ def _variational(
         else:
             q_z, ahead = model.partial_posterior(prompt, empty=width, state=partial)
         start, u, w = decoder, source.latent(model, position, known + width), None
-        fetching = model.decoder.embed.fetch()  # while latents are drawn, memory has nothing else to do
+        fetching = model.decoder.fetch()  # while latents are drawn, memory has nothing else to do
         if options.sample:
             w = source.observation(model, position, known + width)
         z = _draw(q_z, u, known, options.temperature)
