@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.conftest import relative_error
 from tests.interpreter import DEVICE, INTERPRETED, kernels, needs_interpreter, run_interpreted
@@ -48,10 +49,10 @@ def to_device(values, dtype=torch.float32):
     return {**values, "dt": values["dt"].to(dtype), "u": values["u"].to(dtype)}
 
 
-def outputs(values, backend="triton"):
+def outputs(values, backend="triton", function=selective_scan):
     """Returns y, h and the gradients by name, of random weights that do not depend on the backend."""
     leaves = {name: values[name].detach().requires_grad_() for name in TENSORS if values[name] is not None}
-    y, h = selective_scan(**{**values, **leaves}, backend=backend)
+    y, h = function(**{**values, **leaves}, backend=backend)
     # Numbers that every dtype has: the gradient that enters is the same for all.
     weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).bfloat16() for x in (y, h)]
     total = sum((x * weight.to(x)).sum() for x, weight in zip((y, h), weights, strict=True))
@@ -129,6 +130,12 @@ def test_lanes_that_share_a_channel(monkeypatch, batch, length, channels, states
     )
 
 
+def unaligned(tensor):
+    moved = torch.cat((tensor[..., :1], tensor), 2)[..., 1:]
+    assert moved.data_ptr() % 16 != 0
+    return moved
+
+
 @pytest.fixture
 def rings(monkeypatch):
     """Plans short sequences as long ones are planned; returns a list with an entry for every ring."""
@@ -202,13 +209,8 @@ def test_what_cannot_be_copied_to_a_ring_is_cut_in_chunks(rings):
     assert rings
     rings.clear()
 
-    def moved(tensor):
-        moved = torch.cat((tensor[..., :1], tensor), 2)[..., 1:]
-        assert moved.data_ptr() % 16 != 0
-        return moved
-
     pairs = ("u", "dt", "z"), ("B", "C")
-    others = [{name: moved(values[name])} for names in pairs for name in names]
+    others = [{name: unaligned(values[name])} for names in pairs for name in names]
     # Rows that start at whole 16 bytes, but for those after the first.
     others.append({"B": torch.cat((values["B"], values["B"][..., :1]), 2)[..., :16]})
     # Half precision of one kind only, and the same for what lies together.
@@ -249,6 +251,161 @@ def test_a_ring_and_chunks_agree(monkeypatch, dtype):
     y, h = selective_scan(**values, backend="triton")
     assert relative_error(first[0], y) < (1e-5 if dtype == torch.float32 else HALF)
     assert relative_error(first[1], h) < 1e-5
+
+
+@pytest.fixture
+def keeps(monkeypatch):
+    """Plans forwards that keep states; returns what plans so and a list of what ran."""
+    from vssm.ops import scan_triton
+
+    call, ran = scan_triton._Call, []
+    ring = scan_triton.plan_forward(8, 4096, 2048, 16, 132)
+    whole = scan_triton.Plan(4096, 32, 2, None, True, 1)
+    chunks = scan_triton.Plan(8, 64, 2, None, True)
+    scan, scan_ring, pull = call.scan, call.scan_ring, call.pull
+
+    def plans(way, chunk, split=True, span=2):
+        backward = scan_triton.Plan(chunk, 32, 2, None, True, programs=3, split=split)
+
+        def plan_forward(*_, copies=True):
+            return whole if way == "whole" else ring if copies else chunks
+
+        def plan_backward(*sizes):
+            return backward._replace(length=min(chunk, sizes[1]), parts=2 - sizes[3] % 2)
+
+        monkeypatch.setattr(scan_triton, "plan_forward", plan_forward)
+        monkeypatch.setattr(scan_triton, "plan_backward", plan_backward)
+        monkeypatch.setattr(scan_triton, "plan_span", lambda *_: span)
+
+    def note(*names):
+        ran.append(" ".join(name for name in names if name))
+
+    def noted_scan(*inputs, **results):
+        note(*(name for name in ("y", "local", "starts") if results.get(name) is not None))
+        scan(*inputs, **results)
+
+    def noted_ring(*inputs):
+        note("ring", inputs[-1] is not None and "starts")
+        scan_ring(*inputs)
+
+    monkeypatch.setattr(call, "scan", noted_scan)
+    monkeypatch.setattr(call, "scan_ring", noted_ring)
+    monkeypatch.setattr(call, "pull", lambda *inputs: note("pull") or pull(*inputs))
+    return plans, ran
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("way", "batch", "length", "channels", "states", "chunk", "split", "span", "given"),
+    [
+        ("whole", 1, 9, 16, 16, 2, True, 2, OPTIONAL),
+        ("whole", 2, 7, 16, 16, 4, False, 1, OPTIONAL),
+        ("whole", 1, 8, 32, 4, 4, True, 1, ("z", "h0")),
+        ("whole", 1, 14, 33, 3, 4, True, 3, ()),
+        ("whole", 2, 5, 8, 4, 4, True, 8, ("h0",)),
+        ("whole", 1, 7, 5, 17, 4, True, 1, ("dt_bias",)),
+        ("ring", 1, 24, 64, 8, 16, True, 1, OPTIONAL),
+        ("unaligned", 1, 24, 64, 8, 8, True, 2, ("h0",)),
+    ],
+)
+def test_a_backward_from_kept_states(keeps, way, batch, length, channels, states, chunk, split, span, given):
+    plans, ran = keeps
+    plans(way, chunk, split, span)
+    values = to_device(arguments(batch, length, channels, states, given, softplus=given != ()))
+    if way == "unaligned":
+        values["dt"] = unaligned(values["dt"])
+    assert_close(outputs(values), expected(values))
+    forward = {"whole": ["y starts"], "ring": ["ring starts"], "unaligned": ["local", "y starts"]}[way]
+    assert ran == forward + ["pull"] * split
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("way", "split", "length", "channels", "dtype"),
+    [("ring", True, 16, 64, torch.bfloat16), ("whole", False, 9, 16, torch.float16)],
+)
+def test_kept_states_change_no_more_than_rounding(keeps, monkeypatch, way, split, length, channels, dtype):
+    from vssm.ops import scan_triton
+
+    plans, ran = keeps
+    plans(way, 8, split, span=1)
+    values = to_device(arguments(1, length, channels, 16), dtype)
+    kept = outputs(values)
+    assert_close(kept, expected(values), HALF)
+    ran.clear()
+    monkeypatch.setattr(scan_triton, "kept_shape", lambda *_: (0,))
+    found = outputs(values)
+    assert ran == ["ring" if way == "ring" else "y", "local" if split else "starts"]
+    assert torch.equal(kept["y"], found["y"]) and torch.equal(kept["h"], found["h"])
+    for name in found:
+        rounded = found[name].dtype != torch.float32
+        assert relative_error(kept[name], found[name]) < (HALF if rounded else 1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("used", [0, 1])
+def test_gradients_of_one_output_from_kept_states(keeps, used):
+    plans, ran = keeps
+    plans("whole", 4)
+    values = to_device(arguments(1, 10, 16, 4))
+    exact = {name: v.double() if torch.is_tensor(v) else v for name, v in values.items()}
+
+    def grads(values, backend):
+        leaves = {name: values[name].detach().requires_grad_() for name in ("u", "dt", "A", "B", "h0")}
+        result = selective_scan(**{**values, **leaves}, backend=backend)[used]
+        found = torch.autograd.grad(result.square().sum(), list(leaves.values()))
+        return dict(zip(leaves, found, strict=True))
+
+    assert_close(grads(values, "triton"), grads(exact, "reference"))
+    assert ran == ["y starts", "pull"]
+
+
+@kernels
+def test_states_are_kept_only_for_a_graph(keeps):
+    plans, ran = keeps
+    plans("whole", 4)
+    values = to_device(arguments(1, 10, 8, 4))
+    selective_scan(**values, backend="triton")
+    scan_output(**values, backend="triton")
+    leaves = {name: values[name].detach().requires_grad_() for name in TENSORS}
+    with torch.no_grad():
+        selective_scan(**{**values, **leaves}, backend="triton")
+        compiled = torch.compile(selective_scan, backend="aot_eager")
+        compiled(**{**values, **leaves}, backend="triton")
+    assert ran == ["y"] * 4
+    ran.clear()
+    # One chunk needs no states.
+    outputs({**values, **{name: values[name][:, :4] for name in ("u", "dt", "B", "C", "z")}})
+    assert ran == ["y"]
+    arguments_of_op = (*(leaves[name] for name in TENSORS[:8]), True, leaves["h0"], "triton")
+    y, h, kept = torch.ops.vssm.selective_scan(*arguments_of_op)
+    assert y.requires_grad and h.requires_grad and not kept.requires_grad
+    assert kept.shape == (1, 3, 4, 8) and kept.dtype == torch.float32
+    assert torch.equal(kept[:, 0], leaves["h0"].transpose(1, 2))
+    assert torch.ops.vssm.selective_scan(*arguments_of_op, False)[2].shape == (0,)
+    torch.library.opcheck(
+        torch.ops.vssm.selective_scan.default,
+        arguments_of_op,
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+@kernels
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_kept_states_in_compiled_and_checkpointed_code(keeps, dynamic):
+    plans, _ = keeps
+    plans("whole", 4)
+    compiled = torch.compile(selective_scan, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+
+    def again(**values):
+        return checkpoint(selective_scan, **values, use_reentrant=False)
+
+    for length in (6, 9):
+        values = to_device(arguments(1, length, 8, 4))
+        wanted = outputs(values)
+        for function in (compiled, again):
+            given = outputs(values, function=function)
+            assert all(torch.equal(given[name], wanted[name]) for name in wanted)
 
 
 @kernels
@@ -373,6 +530,16 @@ def test_results_repeat_bit_for_bit(small, split):
 
 
 @kernels
+def test_results_from_kept_states_repeat_bit_for_bit(keeps):
+    plans, ran = keeps
+    plans("whole", 4)
+    values = to_device(arguments(2, 9, 8, 2))
+    first, second = outputs(values), outputs(values)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert ran == 2 * ["y starts", "pull"]
+
+
+@kernels
 def test_operator_is_registered_properly(small):
     small(4)
     values = to_device(arguments(1, 5, 4, 2))
@@ -395,9 +562,10 @@ def test_the_backend_says_where_it_runs():
 
 
 @kernels
-def test_plans_fill_the_device():
+def test_plans_fill_the_device(monkeypatch):
     from vssm.ops import scan_triton
 
+    monkeypatch.setattr(scan_triton, "_processors", lambda _: 132)
     # d_inner 2048, N 16 on 132 multiprocessors: only what has too few rows is cut in chunks.
     for batch, length, chunks, ring in (
         (1024, 28, 1, False),
@@ -414,6 +582,22 @@ def test_plans_fill_the_device():
         backward = scan_triton.plan_backward(batch, length, 2048, 16, 132)
         assert backward.split == (batch < 64)
         assert backward.length == min(length, 32)
+    # Long sequences whose forward is one pass keep states; with many of them a program walks over more.
+    for batch, length, chunks, span in (
+        (1024, 28, 0, 1),
+        (256, 32, 0, 1),
+        (64, 1024, 32, 8),
+        (32, 1024, 32, 4),
+        (8, 4096, 128, 4),
+        (8, 4097, 0, 4),
+        (3, 2048, 64, 1),
+        (1, 65536, 0, 8),
+        (1, 256, 0, 1),
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            shape = scan_triton.kept_shape(batch, length, 2048, 16, dtype, torch.device(DEVICE))
+            assert shape == ((batch, chunks, 16, 2048) if chunks else (0,))
+        assert scan_triton.plan_span(batch, -(-length // 32), 24 * 132 // 128) == span
     # A ring takes whole blocks of whole programs, and inputs that can be copied.
     assert scan_triton.plan_forward(8, 4096, 2048, 8, 132).ring
     for channels, states, copies in ((2080, 16, True), (2048, 12, True), (2048, 16, False)):
@@ -453,6 +637,22 @@ def test_real_sizes(batch, length, channels, dtype):
     given, again = outputs(values), outputs(values)
     assert_close(given, expected(values), 1e-5 if dtype == torch.float32 else HALF)
     assert all(torch.equal(given[name], again[name]) for name in given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("batch", "length", "channels"), [(8, 4104, 2048), (8, 1048, 2048), (32, 300, 2048), (64, 300, 2048)]
+)
+def test_kept_states_of_real_sizes(monkeypatch, batch, length, channels, dtype):
+    from vssm.ops import scan_triton
+
+    values = to_device(arguments(batch, length, channels, 16), dtype)
+    assert len(scan_triton.kept_shape(batch, length, channels, 16, dtype, values["u"].device)) > 1
+    given, again = outputs(values), outputs(values)
+    assert all(torch.equal(given[name], again[name]) for name in given)
+    monkeypatch.setattr(scan_triton, "kept_shape", lambda *_: (0,))
+    assert_close(given, outputs(values), 1e-5 if dtype == torch.float32 else HALF)
 
 
 @pytest.mark.gpu

@@ -161,9 +161,8 @@ def _chosen(
     _check_arguments(u, dt, A, B, C, D, z, dt_bias, h0, shared=not last)
     backend = choose_backend(backend, u.device, u.dtype)
     tensors = (u, dt, A, B, C, D, z, dt_bias, h0)
-    direct = not torch.compiler.is_compiling() and not (
-        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    )
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    direct = not torch.compiler.is_compiling() and not recorded
     if backend == "triton" and direct:
         return _kernels(backend).forward(u, dt, A, B, C, D, z, dt_bias, softplus, h0, last)
     if h0 is not None and len(h0) != len(u):
@@ -174,7 +173,8 @@ def _chosen(
         u, dt, A, B, C = (t.float() for t in (u, dt, A, B, C))
         D, z, dt_bias, h0 = (None if t is None else t.float() for t in (D, z, dt_bias, h0))
     if not direct:
-        return _scan(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend)
+        y, h, _ = _scan(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend, recorded)
+        return y, h
     # The dispatcher costs tens of microseconds a call, which a step-by-step loop would feel.
     return _kernels(backend).forward(u, dt, A, B, C, D, z, dt_bias, softplus, h0)
 
@@ -225,6 +225,14 @@ def _kernels(backend: str) -> ModuleType:
     return importlib.import_module(_KERNELS[backend])
 
 
+def _room(u: Tensor, A: Tensor, backend: str, keep: bool) -> Tensor:
+    """Returns room for the states that backward starts from; empty if none are kept."""
+    shape: tuple[int, ...] = (0,)
+    if keep and backend == "triton":
+        shape = _kernels(backend).kept_shape(*u.shape, A.shape[1], u.dtype, u.device)
+    return u.new_empty(shape, dtype=torch.float32)
+
+
 @torch.library.custom_op("vssm::selective_scan", mutates_args=())
 def _scan(
     u: Tensor,
@@ -238,16 +246,21 @@ def _scan(
     softplus: bool,
     h0: Tensor | None,
     backend: str,
-) -> tuple[Tensor, Tensor]:
-    return _kernels(backend).forward(u, dt, A, B, C, D, z, dt_bias, softplus, h0)
+    keep: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns y, the last state and, if some are to be kept for backward, states; no gradient of these."""
+    kept = _room(u, A, backend, keep)
+    options = {"kept": kept} if kept.numel() else {}
+    y, h = _kernels(backend).forward(u, dt, A, B, C, D, z, dt_bias, softplus, h0, **options)
+    return y, h, kept
 
 
 @_scan.register_fake
-def _(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend):  # noqa: ANN001, ANN202
+def _(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend, keep=True):  # noqa: ANN001, ANN202
     batch, _, channels = u.shape
-    return torch.empty_like(u, memory_format=torch.contiguous_format), u.new_empty(
-        batch, channels, A.shape[1], dtype=torch.float32
-    )
+    y = torch.empty_like(u, memory_format=torch.contiguous_format)
+    h = u.new_empty(batch, channels, A.shape[1], dtype=torch.float32)
+    return y, h, _room(u, A, backend, keep)
 
 
 @torch.library.custom_op("vssm::selective_scan_backward", mutates_args=())
@@ -264,16 +277,18 @@ def _scan_backward(
     dt_bias: Tensor | None,
     softplus: bool,
     h0: Tensor | None,
+    kept: Tensor,
     backend: str,
 ) -> list[Tensor]:
     """Returns the gradients of u, dt, A, B, C, D, z, dt_bias, h0; empty for an argument not given."""
-    grads = _kernels(backend).backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0)
+    options = {"kept": kept} if kept.numel() else {}
+    grads = _kernels(backend).backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0, **options)
     given = (u, dt, A, B, C, D, z, dt_bias, h0)
     return [u.new_empty(0) if t is None else grad for t, grad in zip(given, grads, strict=True)]
 
 
 @_scan_backward.register_fake
-def _(dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend):  # noqa: ANN001, ANN202
+def _(dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0, kept, backend):  # noqa: ANN001, ANN202
     return [
         torch.empty_like(t, memory_format=torch.contiguous_format) if t is not None else u.new_empty(0)
         for t in (u, dt, A, B, C, D, z, dt_bias, h0)
@@ -281,22 +296,23 @@ def _(dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend):  # noqa: AN
 
 
 def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
-    *tensors, softplus, h0, backend = inputs
-    ctx.save_for_backward(*tensors, h0)
+    *tensors, softplus, h0, backend, _ = inputs
+    ctx.save_for_backward(*tensors, h0, output[2])
+    ctx.mark_non_differentiable(output[2])
     ctx.softplus, ctx.backend = softplus, backend
     # The last state often has no gradient: one of zeros would be as large as the state.
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dy: Tensor | None, dh: Tensor | None) -> tuple:  # noqa: ANN001
-    u, dt, A, B, C, D, z, dt_bias, h0 = ctx.saved_tensors
+def _backward(ctx, dy: Tensor | None, dh: Tensor | None, _: None) -> tuple:  # noqa: ANN001
+    u, dt, A, B, C, D, z, dt_bias, h0, kept = ctx.saved_tensors
     dy = torch.zeros_like(u) if dy is None else dy
-    grads = _scan_backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, ctx.softplus, h0, ctx.backend)
+    grads = _scan_backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, ctx.softplus, h0, kept, ctx.backend)
     given = [
         grad if tensor is not None else None
         for grad, tensor in zip(grads, (u, dt, A, B, C, D, z, dt_bias, h0), strict=True)
     ]
-    return *given[:8], None, given[8], None
+    return *given[:8], None, given[8], None, None
 
 
 _scan.register_autograd(_backward, setup_context=_setup_context)

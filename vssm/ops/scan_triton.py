@@ -26,12 +26,18 @@ A program is one warp, or some that do not know of each other but for what `_rin
   device without them. Of every PARTS steps each lane of a channel loads one and does what is not per state.
 - `_ring_kernel` writes out of some long sequences that come in whole blocks: it copies ahead into shared
   memory what few warps would wait for, and so runs once over what chunks would run over twice.
+- `_pull_kernel` finds pull alone: it walks back, and so needs no product of decays.
 - `_backward_kernel` runs a chunk forward and keeps h of every K-th step in shared memory (in a scratch if it
   does not fit), then walks back K steps at a time with their states in registers. Of every PARTS steps each
   lane of a channel loads one, does what is not per state (softplus, gate) and stores its gradients; `_share`
   and `_gather` pass on what the other lanes need. Sums over channels (dB, dC) leave as one partial for the
   channels of a program, sums over time and batch (dA, dD, ddt_bias) as one per program; PyTorch adds the
   partials. No atomics: results repeat bit for bit.
+
+Where a forward that autograd records runs straight through time, it keeps h before every chunk of the
+backward (`kept_shape`), which need not find them again: with 16 states 2 bytes a channel and step until then,
+as much as u takes in bfloat16. A program of the backward can then walk back over several chunks in a row, a
+span, and only spans need a pull.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -44,11 +50,17 @@ import triton.language as tl
 from torch import Tensor
 
 from vssm.ops.scan_triton_backward import _backward_kernel
-from vssm.ops.scan_triton_forward import _combine_kernel, _decays_kernel, _lanes_kernel, _scan_kernel
+from vssm.ops.scan_triton_forward import (
+    _combine_kernel,
+    _decays_kernel,
+    _lanes_kernel,
+    _pull_kernel,
+    _scan_kernel,
+)
 from vssm.ops.scan_triton_lanes import SHARED_BYTES
 from vssm.ops.scan_triton_ring import _ring_kernel
 
-__all__ = ["backward", "decays", "forward"]
+__all__ = ["backward", "decays", "forward", "kept_shape"]
 
 
 class Plan(NamedTuple):
@@ -149,6 +161,13 @@ def plan_summary(length: int, states: int, adjoint: bool, few: bool = False, wid
     return Plan(length, 64, 2 if wide else 4, 128, wide, polynomials)
 
 
+def plan_pull(length: int, states: int, wide: bool = False) -> Plan:
+    """Returns how pull of spans of so many steps is found."""
+    if states > 16:
+        return Plan(length, 32, 1, None, False, states // 8)
+    return Plan(length, 64, 2 if wide else 4, 128, False, states // 8)
+
+
 def plan_starts(length: int, states: int, dtype: torch.dtype) -> Plan:
     """Returns how the states before chunks are found, straight through time, for B of a dtype."""
     if states > 16:
@@ -168,6 +187,38 @@ def plan_backward(batch: int, length: int, channels: int, states: int, processor
     programs = (16 if length <= 64 else 8) * processors
     split = batch * triton.cdiv(channels, 32) < 2 * programs
     return Plan(min(length, 64), 32, K, None, True, 0, programs, 1, split)
+
+
+SPAN = 8
+"""Chunks that a program of the backward walks in a row, at most: more would hardly save any more."""
+ROUNDS = 8
+"""Spans that a program must have for them to be that long: at the end few then wait for others."""
+
+
+def plan_span(batch: int, chunks: int, groups: int) -> int:
+    """Returns how many chunks are a span, for so many programs a block of channels."""
+    span = 1
+    while 2 * span <= min(SPAN, chunks) and batch * triton.cdiv(chunks, 2 * span) >= ROUNDS * groups:
+        span *= 2
+    return span
+
+
+def kept_shape(
+    batch: int, length: int, channels: int, states: int, dtype: torch.dtype, device: torch.device
+) -> tuple[int, ...]:
+    """Returns the shape of the states that `forward` keeps for `backward`, if a graph is recorded.
+
+    It is (B, chunks of the backward, N, D), or (0,) where there is one chunk only and where the forward runs
+    in chunks or with lanes that share a channel. Strides do not count: a trace does not know them.
+    """
+    sizes = (batch, length, channels, states, _processors(device))
+    chunk = plan_backward(*sizes).length
+    if length <= chunk:
+        return (0,)
+    plan = plan_forward(*sizes, dtype.itemsize > 2)
+    if plan.length < length or (plan.parts > 1 and not plan.ring):
+        return (0,)
+    return (batch, -(-length // chunk), states, channels)
 
 
 def _words(*tensors: Tensor) -> bool:
@@ -249,6 +300,17 @@ class _Call(NamedTuple):
             AHEAD=plan.ahead, **self.settings(plan),
         )  # fmt: skip
 
+    def pull(self, plan: Plan, total: Tensor, pull: Tensor) -> None:
+        """Runs `_pull_kernel`."""
+        dy, u, dt, A, _, C, _, z, dt_bias = self.inputs
+        batch, length, channels = u.shape
+        spans = triton.cdiv(length, plan.length)
+        _pull_kernel[(batch * spans * triton.cdiv(channels, plan.BD),)](
+            (dy, None, dt, A, None, C, None, z, dt_bias), self.fixed_strides, total, pull, length, channels,
+            plan.length, spans, LOG=(A.shape[1] - 1).bit_length(), BD=plan.BD, POLYNOMIALS=plan.polynomials,
+            AHEAD=plan.ahead, **self.settings(plan),
+        )  # fmt: skip
+
     def scan_whole(self, plan: Plan, start: Tensor | None, share: int, y: Tensor, end: Tensor | None) -> None:
         """Runs `_lanes_kernel`."""
         batch, length, channels = self.inputs[1].shape
@@ -257,14 +319,23 @@ class _Call(NamedTuple):
             LOG=plan.parts.bit_length() - 1, BD=plan.BD, POLYNOMIALS=plan.polynomials, **self.settings(plan),
         )  # fmt: skip
 
-    def scan_ring(self, plan: Plan, start: Tensor | None, share: int, y: Tensor, end: Tensor | None) -> None:
+    def scan_ring(
+        self,
+        plan: Plan,
+        start: Tensor | None,
+        share: int,
+        y: Tensor,
+        end: Tensor | None,
+        every: int,
+        starts: Tensor | None,
+    ) -> None:
         """Runs `_ring_kernel`."""
         batch, length, channels = self.inputs[1].shape
         settings = self.settings(plan)
         del settings["WORDS"], settings["EVEN"]  # as all that a ring takes is
         _ring_kernel[(batch * channels * plan.parts // plan.BD,)](
-            self.inputs, self.fixed_strides, start, y, end, length, channels, share,
-            LOG=plan.parts.bit_length() - 1, BD=plan.BD, STAGES=plan.ring, **settings,
+            self.inputs, self.fixed_strides, start, y, end, starts, length, channels, share,
+            LOG=plan.parts.bit_length() - 1, BD=plan.BD, EVERY=every, STAGES=plan.ring, **settings,
         )  # fmt: skip
 
 
@@ -275,6 +346,15 @@ def _call(dy, u, dt, A, B, C, D, z, dt_bias, softplus) -> _Call:  # noqa: ANN001
     dy, u, dt, B, C, z = rows
     A, D, dt_bias = (None if t is None else t.contiguous() for t in (A, D, dt_bias))
     return _Call((dy, u, dt, A, B, C, D, z, dt_bias), strides, softplus, _words(B, C))
+
+
+def _chain(term: Tensor, total: Tensor, A: Tensor, initial: Tensor | None, reverse: bool) -> None:
+    """Turns the term of every chunk, in place, into what enters the chunk, as `_combine_kernel` does."""
+    batch, chunks, channels, states = term.shape
+    _combine_kernel[(batch * triton.cdiv(A.numel(), 64),)](
+        term, total, A, initial, channels, chunks,
+        N=states, BLOCK=64, AHEAD=min(32, triton.next_power_of_2(chunks)), REVERSE=reverse, num_warps=1,
+    )  # fmt: skip
 
 
 def _enter_chunks(
@@ -289,14 +369,22 @@ def _enter_chunks(
     pull = None if dh is None else torch.empty_like(local)
     plan = plan_summary(length, A.shape[1], dh is not None, few, wide=u.element_size() > 2)
     call.scan(plan, None, total=total, local=local, pull=pull)
-    for term, initial, reverse in ((local, h0, False), (pull, dh, True)):
-        if term is not None:
-            _combine_kernel[(batch * triton.cdiv(A.numel(), 64),)](
-                term, total, A, initial, channels, chunks,
-                N=A.shape[1], BLOCK=64, AHEAD=min(32, triton.next_power_of_2(chunks)), REVERSE=reverse,
-                num_warps=1,
-            )  # fmt: skip
+    _chain(local, total, A, h0, reverse=False)
+    if pull is not None:
+        _chain(pull, total, A, dh, reverse=True)
     return local, pull
+
+
+def _leave_spans(call: _Call, length: int, dh: Tensor | None) -> Tensor:
+    """Returns l after every span of so many steps: (B, spans, D, N) in float32."""
+    u, A = call.inputs[1], call.inputs[3]
+    batch, T, channels = u.shape
+    spans = triton.cdiv(T, length)
+    total = torch.empty((batch, spans, channels), dtype=torch.float32, device=u.device)
+    pull = torch.empty((batch, spans, *A.shape), dtype=torch.float32, device=u.device)
+    call.pull(plan_pull(length, A.shape[1], wide=u.element_size() > 2), total, pull)
+    _chain(pull, total, A, dh, reverse=True)
+    return pull
 
 
 def forward(
@@ -311,8 +399,12 @@ def forward(
     softplus: bool,
     h0: Tensor | None,
     last: bool = True,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns y (B, T, D) in the dtype of u and the last state (B, D, N) in float32, if asked for."""
+    """Returns y (B, T, D) in the dtype of u and the last state (B, D, N) in float32, if asked for.
+
+    kept is room for the states that `backward` can start from, of a shape that `kept_shape` names.
+    """
     batch, length, channels = u.shape
     y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     end = torch.empty((batch if last else 0, *A.shape), dtype=torch.float32, device=u.device)
@@ -331,12 +423,14 @@ def forward(
             start = start.repeat_interleave(share, 0)
         share = 1
         start, _ = _enter_chunks(call, plan.length, start, None, few=plan.length <= 32)
+    every = 0 if kept is None else plan_backward(*sizes[:5]).length
     if plan.ring:
-        call.scan_ring(plan, start, share, y, end if last else None)
+        call.scan_ring(plan, start, share, y, end if last else None, every, kept)
     elif plan.parts > 1:
         call.scan_whole(plan, start, share, y, end if last else None)
     else:
-        call.scan(plan, start, share=share, y=y, end=end if last else None)
+        # Also in chunks, where strides do not allow the ring that sizes do.
+        call.scan(plan, start, every, share, y=y, end=end if last else None, starts=kept)
     return y, end
 
 
@@ -362,10 +456,11 @@ def backward(
     dt_bias: Tensor | None,
     softplus: bool,
     h0: Tensor | None,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of u, dt, A, B, C, D, z, dt_bias, h0; empty for an argument not given.
 
-    No dh stands for zeros.
+    No dh stands for zeros. kept is what `forward` kept, if it did.
     """
     batch, length, channels = u.shape
     states = A.shape[1]
@@ -379,9 +474,16 @@ def backward(
     call = _call(dy, u, dt, A, B, C, D, z, dt_bias, softplus)
     plan = plan_backward(batch, length, channels, states, _processors(u.device))
     chunks = triton.cdiv(length, plan.length)
-    spans = chunks if plan.split else 1
+    blocks = triton.cdiv(channels * plan.parts, plan.BD)
+    most = max(1, plan.programs // blocks)
+    each = 1 if plan.split else chunks
     start, adjoint = (None if t is None else t.contiguous() for t in (h0, dh))
-    if chunks > 1 and plan.split:
+    if chunks > 1 and kept is not None:
+        start = kept
+        if plan.split:
+            each = plan_span(batch, chunks, most)
+            adjoint = _leave_spans(call, each * plan.length, adjoint)
+    elif chunks > 1 and plan.split:
         if adjoint is None:
             adjoint = torch.zeros((batch, *A.shape), dtype=torch.float32, device=u.device)
         start, adjoint = _enter_chunks(call, plan.length, start, adjoint)
@@ -389,13 +491,14 @@ def backward(
         starts = torch.empty((batch, chunks, states, channels), dtype=torch.float32, device=u.device)
         call.scan(plan_starts(length, states, B.dtype), start, plan.length, starts=starts)
         start = starts
+    spans = triton.cdiv(chunks, each)
+    turned = chunks > 1 and (kept is not None or not plan.split)
     settings = call.settings(plan)
     settings["EVEN"] &= length % (2 * plan.K) == 0 and plan.length % (2 * plan.K) == 0
-    blocks = triton.cdiv(channels * plan.parts, plan.BD)
-    groups = min(batch * spans, max(1, plan.programs // blocks))
-    kept = 2 * triton.cdiv(plan.length, 2 * plan.K) * settings["N"] * plan.BD
+    groups = min(batch * spans, most)
+    room = 2 * triton.cdiv(plan.length, 2 * plan.K) * settings["N"] * plan.BD
     # Without PTX a scratch takes the place of shared memory.
-    shared = settings["PTX"] and settings["N"] % 4 == 0 and 4 * kept <= SHARED_BYTES
+    shared = settings["PTX"] and settings["N"] % 4 == 0 and 4 * room <= SHARED_BYTES
     fold = plan.parts == 2 and states == 16
     # Exchanges in PTX take element i to be in lane i: certain only where no tensor has more than one axis.
     settings["PTX"] &= fold
@@ -404,7 +507,7 @@ def backward(
     scratch, dBC, partial = (
         torch.empty(shape, dtype=torch.float32, device=u.device)
         for shape in (
-            (blocks * groups, 0 if shared else kept),
+            (blocks * groups, 0 if shared else room),
             (blocks, batch, length, rounds, 2, some, plan.parts),
             (groups, (states + 2) * channels),
         )
@@ -412,8 +515,8 @@ def backward(
     _backward_kernel[(blocks * groups,)](
         call.inputs, call.fixed_strides, start, adjoint, scratch,
         grads[0], grads[1], None if z is None else grads[6], None if h0 is None else grads[8], dBC, partial,
-        length, channels, plan.length, chunks, batch * spans, groups, spans,
-        PARTS=plan.parts, FOLD=fold, TURNED=chunks > 1 and not plan.split, SHARED=shared, **settings,
+        length, channels, plan.length, chunks, batch * spans, groups, spans, each,
+        PARTS=plan.parts, FOLD=fold, TURNED=turned, SHARED=shared, **settings,
     )  # fmt: skip
     sums = dBC.sum(0)
     if fold:  # lanes by their bits: bits 2, 0, 1 of the state, B or C, bit 3 of the state

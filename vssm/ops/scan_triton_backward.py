@@ -26,17 +26,18 @@ from vssm.ops.scan_triton_steps import LN2, LOG2E, _next, _prepare, _store, _vec
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["T", "length", "chunks", "items", "groups", "spans"])
+@triton.jit(do_not_specialize=["T", "length", "chunks", "items", "groups", "spans", "each"])
 def _backward_kernel(
     inputs, strides, start, adjoint, scratch, du, ddt, dz, dh0, dBC, partial,
-    T, channels: tl.constexpr, length, chunks, items, groups, spans,
+    T, channels: tl.constexpr, length, chunks, items, groups, spans, each,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, FOLD: tl.constexpr, TURNED: tl.constexpr,
     SOFTPLUS: tl.constexpr, WORDS: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):
     # fmt: on
     """Writes the gradients; adjoint is l after every span of chunks (item), start h before every chunk.
 
-    start is (B, chunks, D, STATES) or, if TURNED, (B, chunks, STATES, D). FOLD: lanes have their states in
+    start is (B, chunks, D, STATES) or, if TURNED, (B, chunks, STATES, D). Only then a span has several
+    chunks: `each`, but for the last of a sequence, which may have fewer. FOLD: lanes have their states in
     orders of their own, see `_fold`.
     """
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
@@ -80,8 +81,15 @@ def _backward_kernel(
             ls = _take_states(entry, first_state, mask, N, 1, FOLD)
         else:
             ls = _zeros(N, BD)
-        for chunk in range(chunks // spans):
-            number = (item + 1) * (chunks // spans) - 1 - chunk
+        count = chunks // spans  # 1 if not TURNED
+        if TURNED:
+            lowest = item % spans * each
+            count = tl.minimum(each, chunks - lowest)
+        for chunk in range(count):
+            if TURNED:
+                number = b * chunks + (lowest + count - 1 - chunk)
+            else:
+                number = (item + 1) * (chunks // spans) - 1 - chunk
             first = number % chunks * length
             last = tl.minimum(first + length, T)
             steps = (last - first).to(tl.int32)

@@ -22,7 +22,23 @@ from vssm.ops.scan_triton_steps import (
     _store_states,
     _vector,
     _vectors,
+    _zeros,
 )
+
+
+@triton.jit
+def _first_column(T, PTX: tl.constexpr):
+    """Returns zero, but known only at run time and, for the compiler, another in every lane.
+
+    B and C then stay in vector registers; from uniform ones they would have to move at every use.
+    """
+    column = 0
+    if PTX:
+        column = tl.inline_asm_elementwise(
+            "{ .reg .u32 lane; mov.u32 lane, %laneid; mul.lo.u32 $0, $1, lane; }", "=r,r",
+            [tl.minimum(T, 0)], tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return column
 
 
 # fmt: off
@@ -37,7 +53,8 @@ def _scan_kernel(
     """Writes what it is given room for.
 
     y, end: out and the last h. total, local, pull: sum delta, local and pull of every chunk. starts: h before
-    every EVERY steps, (B, T / EVERY, N, D); only with one chunk. One h of `start` serves `share` chunks.
+    every EVERY steps, (B, T / EVERY, N, D). One h of `start` serves `share` chunks. EVERY and length are
+    multiples of K.
     """
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     blocks = tl.cdiv(channels, BD)
@@ -60,18 +77,16 @@ def _scan_kernel(
             products = products + (zero + 1.0,)
     skip = _vector(D, d, channels, BD)
     bias = _vector(dt_bias, d, channels, BD)
-    column = 0
-    if PTX:
-        # Zero, but known only at run time and, for the compiler, another in every lane: B and C then stay in
-        # vector registers; from uniform ones they would have to move at every use.
-        column = tl.inline_asm_elementwise(
-            "{ .reg .u32 lane; mov.u32 lane, %laneid; mul.lo.u32 $0, $1, lane; }", "=r,r",
-            [tl.minimum(T, 0)], tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+    column = _first_column(T, PTX)
     next_vectors = _vectors(inputs, strides, b, first, last, d, 0, channels, K, 1, EVEN)
     if AHEAD:
         next_rows = _rows(inputs, strides, b, first, last, column, N, K, WORDS, EVEN)
     for t0 in range(first, last, K):
+        if starts is not None:
+            if t0 % EVERY == 0:
+                place = starts + (b * tl.cdiv(T, EVERY) + t0 // EVERY) * channels * N
+                for n in tl.static_range(N):
+                    _store(place + n * channels, d, states[n], d < channels, EVEN)
         us, dts, zs, dys = next_vectors
         after = _next(t0, last, K, EVEN)
         next_vectors = _vectors(inputs, strides, b, after, last, d, 0, channels, K, 1, EVEN)
@@ -80,11 +95,6 @@ def _scan_kernel(
             next_rows = _rows(inputs, strides, b, after, last, column, N, K, WORDS, EVEN)
         else:
             Bs, Cs = _rows(inputs, strides, b, t0, last, column, N, K, WORDS, EVEN)
-        if starts is not None:
-            if t0 % EVERY == 0:
-                place = starts + (b * tl.cdiv(T, EVERY) + t0 // EVERY) * channels * N
-                for n in tl.static_range(N):
-                    _store(place + n * channels, d, states[n], d < channels, EVEN)
         deltas, _slopes, shares = _prepare(dts, zs, bias, len(zs), SOFTPLUS)
         outs = ()
         for k in tl.static_range(K):
@@ -140,6 +150,61 @@ def _scan_kernel(
         _store_states(local + item * channels * N, states, d, channels, N, LOG, BD)
         if pull is not None:
             _store_states(pull + item * channels * N, pulls, d, channels, N, LOG, BD)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["T", "length", "spans"])
+def _pull_kernel(
+    inputs, strides, total, pull, T, channels: tl.constexpr, length, spans,
+    N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, POLYNOMIALS: tl.constexpr,
+    AHEAD: tl.constexpr, SOFTPLUS: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+):
+    # fmt: on
+    """Writes sum delta and pull of every span of time, for which it walks back and needs no states."""
+    dy, u, dt, A, B, C, D, z, dt_bias = inputs
+    blocks = tl.cdiv(channels, BD)
+    item = (tl.program_id(0) // blocks).to(tl.int64)
+    d = tl.program_id(0) % blocks * BD + tl.arange(0, BD)
+    b = item // spans
+    first = item % spans * length
+    last = tl.minimum(first + length, T)
+    final = first + (last - 1 - first) // K * K
+    rates = _rates(A, d, channels, N, LOG, BD)
+    pulls = _zeros(N, BD)
+    elapsed = tl.zeros((BD,), tl.float32)
+    bias = _vector(dt_bias, d, channels, BD)
+    column = _first_column(T, PTX)
+    next_vectors = _vectors(inputs, strides, b, final, last, d, 0, channels, K, 1, EVEN)
+    if AHEAD:
+        next_rows = _rows(inputs, strides, b, final, last, column, N, K, WORDS, EVEN)
+    for back in range(0, last - first, K):
+        t0 = final - back
+        _us, dts, zs, dys = next_vectors
+        before = tl.maximum(t0 - K, first)
+        next_vectors = _vectors(inputs, strides, b, before, last, d, 0, channels, K, 1, EVEN)
+        if AHEAD:
+            _Bs, Cs = next_rows
+            next_rows = _rows(inputs, strides, b, before, last, column, N, K, WORDS, EVEN)
+        else:
+            _Bs, Cs = _rows(inputs, strides, b, t0, last, column, N, K, WORDS, EVEN)
+        deltas, _slopes, shares = _prepare(dts, zs, bias, len(zs), SOFTPLUS)
+        for k in tl.static_range(K - 1, -1, -1):
+            delta = deltas[k]
+            g = dys[k].to(tl.float32)
+            if z is not None:
+                g *= zs[k].to(tl.float32) * shares[k]
+            if not EVEN:
+                delta = tl.where(t0 + k < last, delta, 0.0)
+                g = tl.where(t0 + k < last, g, 0.0)
+            elapsed += delta
+            row_C = _scalars(Cs[k], C.dtype.element_ty, WORDS)
+            new_pulls = ()
+            for n in tl.static_range(N):
+                decay = _decay(delta, rates[n], n < POLYNOMIALS)
+                new_pulls = new_pulls + (decay * (pulls[n] + g * row_C[n]),)
+            pulls = new_pulls
+    tl.store(total + item * channels + d, elapsed, mask=d < channels)
+    _store_states(pull + item * channels * N, pulls, d, channels, N, LOG, BD)
 
 
 # fmt: off

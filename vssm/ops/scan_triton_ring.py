@@ -13,7 +13,7 @@ Letters are those of `vssm.ops.scan_triton`.
 """
 
 # Kernels are written in the part of Python that Triton compiles: no star unpacking, no early return.
-# ruff: noqa: ANN001, ANN202, RET505, RUF005, RUF059
+# ruff: noqa: ANN001, ANN202, RET505, RUF005, RUF059, SIM102
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
@@ -168,13 +168,15 @@ def _ready(inputs, strides, b, t0, d, part, place, bias, skip, CHANNELS: tl.cons
 # fmt: off
 @triton.jit(do_not_specialize=["T"])
 def _ring_kernel(
-    inputs, strides, start, y, end, T, channels: tl.constexpr, share, N: tl.constexpr, LOG: tl.constexpr,
-    BD: tl.constexpr, K: tl.constexpr, STAGES: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr,
+    inputs, strides, start, y, end, starts, T, channels: tl.constexpr, share, N: tl.constexpr,
+    LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, EVERY: tl.constexpr, STAGES: tl.constexpr,
+    SOFTPLUS: tl.constexpr, PTX: tl.constexpr,
 ):
     # fmt: on
     """Writes out and the last h of whole sequences: `_lanes_kernel`, but for where values wait.
 
-    T is a multiple of K and channels of BD / 2**LOG; rows of inputs start at multiples of 16 bytes.
+    starts: h before every EVERY steps, a multiple of K, as `_scan_kernel` writes it. T is a multiple of K and
+    channels of BD / 2**LOG; rows of inputs start at multiples of 16 bytes.
     """
     PARTS: tl.constexpr = 1 << LOG
     CHANNELS: tl.constexpr = BD // PARTS
@@ -234,6 +236,12 @@ def _ring_kernel(
             tl.inline_asm_elementwise(WAIT, "=r,r", [lane], tl.int32, is_pure=False, pack=1)
             addresses = _copy(ring + free, addresses, jumps, i + (STAGES - 1) < count, SLOT // 16, BD)
         t0 = tl.cast(i, tl.int64) * K
+        # A branch costs least here, where all lanes have just waited for each other.
+        if starts is not None:
+            if i % (EVERY // K) == 0:
+                place = starts + (b * tl.cdiv(T, EVERY) + t0 // EVERY) * (channels * STATES)
+                for n in tl.static_range(N):
+                    tl.store(place + (own * channels + d) + n * channels, states[n])
         now = ready
         following = tl.where(here + SLOT == RING, 0, here + SLOT)
         # After the last block comes a slot of anything, which nobody uses.

@@ -248,7 +248,10 @@ def _scalars(row, dtype: tl.constexpr, WORDS: tl.constexpr):
 def _vectors(inputs, strides, b, t0, last, d, part, channels, K: tl.constexpr, PARTS: tl.constexpr,
              EVEN: tl.constexpr):
     # fmt: on
-    """Loads u, dt, z, dout of every PARTS-th of the K steps from t0, part steps on; none is after last."""
+    """Loads u, dt, z, dout of every PARTS-th of the K steps from t0, part steps on; none is after last.
+
+    Only dt must be given.
+    """
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     s_dy, s_u, s_dt, s_B, s_C, s_z = strides
     us = ()
@@ -262,7 +265,8 @@ def _vectors(inputs, strides, b, t0, last, d, part, channels, K: tl.constexpr, P
         if not EVEN:
             near = 0
             step = tl.minimum(k + part, last - 1 - t0)
-        us = us + (_load(u + b * s_u[0] + t0 * s_u[1] + near * s_u[1], step * s_u[1] + d, mask, EVEN),)
+        if u is not None:
+            us = us + (_load(u + b * s_u[0] + t0 * s_u[1] + near * s_u[1], step * s_u[1] + d, mask, EVEN),)
         dts = dts + (_load(dt + b * s_dt[0] + t0 * s_dt[1] + near * s_dt[1], step * s_dt[1] + d, mask, EVEN),)
         if z is not None:
             zs = zs + (_load(z + b * s_z[0] + t0 * s_z[1] + near * s_z[1], step * s_z[1] + d, mask, EVEN),)
@@ -277,7 +281,10 @@ def _vectors(inputs, strides, b, t0, last, d, part, channels, K: tl.constexpr, P
 def _rows(inputs, strides, b, t0, last, column, N: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr,
           EVEN: tl.constexpr):
     # fmt: on
-    """Loads N states from column on of B, C of the K steps from t0; steps from last on read the last row."""
+    """Loads N states from column on of B, C, where given, of the K steps from t0.
+
+    Steps from last on read the last row.
+    """
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     s_dy, s_u, s_dt, s_B, s_C, s_z = strides
     Bs = ()
@@ -287,7 +294,8 @@ def _rows(inputs, strides, b, t0, last, column, N: tl.constexpr, K: tl.constexpr
             step = k
         else:
             step = tl.minimum(k, last - 1 - t0)
-        Bs = Bs + (_row(B + b * s_B[0] + t0 * s_B[1] + step * s_B[1] + column, N, WORDS),)
+        if B is not None:
+            Bs = Bs + (_row(B + b * s_B[0] + t0 * s_B[1] + step * s_B[1] + column, N, WORDS),)
         if C is not None:
             Cs = Cs + (_row(C + b * s_C[0] + t0 * s_C[1] + step * s_C[1] + column, N, WORDS),)
     return Bs, Cs
