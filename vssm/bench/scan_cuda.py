@@ -2,7 +2,7 @@
 
 | name                           | what                                                                           |
 | ------------------------------ | ------------------------------------------------------------------------------ |
-| `fwd_ms`, `bwd_ms`             | the Triton kernels; `p10` and `p90` as on a CPU                                |
+| `fwd_ms`, `bwd_ms`             | the Triton kernels as in training: forward leaves states for backward; `p10` and `p90` as on a CPU |
 | `fwd_mib`, `bwd_mib`           | most memory while they ran, beyond their arguments                             |
 | `floor_ms`, `floor_bwd_ms`     | the larger of one exponential per state and step, 16 a clock and multiprocessor at 1.98 GHz, and of reading and writing every operand once at the speed of a copy measured in the same run |
 | `error_float32`, `error_bfloat16` | ‖given - reference‖ / ‖reference‖ with the reference in float64: the worst of y, h and all gradients |
@@ -160,12 +160,13 @@ def _ours(shape: "Shape", device: torch.device, bytes_per_ms: float) -> dict[str
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     exponentials = batch * length * channels * states / (processors * _EXPONENTIALS)
     values, dy, dh = arguments(shape, torch.bfloat16, False, device)
+    _, _, kept = _forward(values)
     metrics: dict[str, float] = {}
     # Forward moves u, dt, z and y; backward reads the first three and dy, and writes three gradients. B and
     # C, and their gradients, count as well; the rest is small.
     for what, floor, rows, call in (
-        ("fwd", "floor_ms", 4, partial(scan_triton.forward, **values)),
-        ("bwd", "floor_bwd_ms", 7, partial(scan_triton.backward, dy, dh, **values)),
+        ("fwd", "floor_ms", 4, partial(_forward, values)),
+        ("bwd", "floor_bwd_ms", 7, partial(scan_triton.backward, dy, dh, **values, kept=kept)),
     ):
         traffic = 2 * batch * length * (rows * channels + 2 * (rows // 3) * states)
         metrics[f"{floor}_{shape.name}"] = max(exponentials, traffic / bytes_per_ms)
@@ -218,8 +219,19 @@ def _run(values: dict[str, Any], dy: Tensor, dh: Tensor) -> dict[str, Tensor]:
     """Returns y, h and the gradients by name."""
     from vssm.ops import scan_triton
 
-    y, h = scan_triton.forward(**values)
-    return {"y": y, "h": h, **dict(zip(NAMES, scan_triton.backward(dy, dh, **values), strict=True))}
+    y, h, kept = _forward(values)
+    gradients = scan_triton.backward(dy, dh, **values, kept=kept)
+    return {"y": y, "h": h, **dict(zip(NAMES, gradients, strict=True))}
+
+
+def _forward(values: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns y, h and the states that are kept for backward, if any are, as where a graph is recorded."""
+    from vssm.ops import scan_triton
+
+    u, A = values["u"], values["A"]
+    shape = scan_triton.kept_shape(*u.shape, A.shape[1], u.dtype, u.device)
+    kept = torch.empty(shape, dtype=torch.float32, device=u.device) if len(shape) > 1 else None
+    return *scan_triton.forward(**values, kept=kept), kept
 
 
 def _pick(tensors: dict[str, Tensor], some: Tensor) -> dict[str, Tensor]:

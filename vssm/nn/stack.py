@@ -119,7 +119,7 @@ class Stack(nn.Module):
         return decays(self.blocks) if device.type == "cuda" and not torch.is_grad_enabled() else []
 
     def fetch(self) -> Beside:
-        """Brings what latents are looked up in to the cache of a GPU, where it is recorded beside the rest."""
+        """Brings the table of latents to the cache of a GPU, where that is recorded beside other work."""
         beside = Beside(self.out.weight.device, "fetch")
         if beside.recorded and isinstance(self.embed, LatentEmbedding):
             with beside.stream:
