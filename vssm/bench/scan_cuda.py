@@ -229,7 +229,8 @@ def _forward(values: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
     from vssm.ops import scan_triton
 
     u, A = values["u"], values["A"]
-    shape = scan_triton.kept_shape(*u.shape, A.shape[1], u.dtype, u.device)
+    batch, length, channels = u.shape
+    shape = scan_triton.kept_shape(batch, length, channels, A.shape[1], u.dtype, u.device)
     kept = torch.empty(shape, dtype=torch.float32, device=u.device) if len(shape) > 1 else None
     return *scan_triton.forward(**values, kept=kept), kept
 

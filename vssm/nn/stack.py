@@ -19,9 +19,7 @@ from vssm.nn.mamba import MambaBlock, decays
 from vssm.nn.state import State
 from vssm.ops.embed import embed_sum
 from vssm.ops.linear import Linear
-from vssm.ops.linear_weights import begin
 from vssm.ops.norm import RMSNorm
-from vssm.ops.streams import Beside
 
 __all__ = ["BLOCKS", "LatentEmbedding", "Stack"]
 
@@ -72,13 +70,7 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Maps the input of T steps to (B, T, outputs) and returns the state after the last step."""
-        begin()
-        beside = Beside(x.device, "decays")
-        with beside.stream:
-            known = self._decays(x.device)
-        e = self.embed(x)
-        beside.join()
-        return self._run(e, state, True, known)
+        return self.run(self.embed(x), state)
 
     def run(self, e: Tensor, state: State | None = None, last: bool = True) -> tuple[Tensor, State]:
         """Runs the blocks on inputs that are already embedded, e (B, T, width).
@@ -86,9 +78,6 @@ class Stack(nn.Module):
         With `last=False` Mamba blocks do not write the state after the last step, theirs then holds but its
         position, and they take a state of fewer rows, B / S: each is where S neighbouring rows of e start.
         """
-        return self._run(e, state, last, self._decays(e.device))
-
-    def _run(self, e: Tensor, state: State | None, last: bool, known: list[Tensor]) -> tuple[Tensor, State]:
         position = 0 if state is None else state.position
         length = e.shape[1]
         if torch.is_autocast_enabled(e.device.type):
@@ -97,6 +86,8 @@ class Stack(nn.Module):
             e = e + sinusoids(position, length, e.shape[2], e.device, e.dtype)
         children: dict[str, Tensor | State] = {}
         fused = e.is_cuda and not torch.is_grad_enabled()
+        # Few steps on a GPU wait for launches: one for all blocks is less than two for each.
+        known = decays(self.blocks) if fused else []
         for i, block in enumerate(self.blocks):
             before = None if state is None else state.child(str(i))
             if isinstance(block, MambaBlock):
@@ -113,18 +104,6 @@ class Stack(nn.Module):
         block = self.blocks[i + 1]
         assert isinstance(block, MambaBlock)
         return block.norm, block.mixer.in_proj.out_features
-
-    def _decays(self, device: torch.device) -> list[Tensor]:
-        # Few steps on a GPU wait for launches: one for all blocks is less than two for each.
-        return decays(self.blocks) if device.type == "cuda" and not torch.is_grad_enabled() else []
-
-    def fetch(self) -> Beside:
-        """Brings the table of latents to the cache of a GPU, where that is recorded beside other work."""
-        beside = Beside(self.out.weight.device, "fetch")
-        if beside.recorded and isinstance(self.embed, LatentEmbedding):
-            with beside.stream:
-                self.embed.weight.sum()
-        return beside
 
     def blanks(self, batch: int, length: int) -> Tensor:
         """Returns the learned blank input, embedded, (B, length, width)."""

@@ -9,9 +9,9 @@ their halves, and rows with another mark are split again, there and then, by the
 (`vssm.ops.linear_weights_triton`). The host has no part in it.
 
 A replay does so beside its other work, a bit at a time, and beside large products, since what else there is
-waits for memory itself: the weight that is read first is looked at while a stack embeds its input, others
-while a product before them runs, two at a time. In a Mamba block these are the weight that ends it and the
-one that begins the next.
+waits for memory itself: the weight that is read first is looked at when it is asked for, since a graph that
+starts with two branches starts late; others while a product before them runs, two at a time. In a Mamba block
+these are the weight that ends it and the one that begins the next.
 
 Halves are as many bytes as the weights, and go with the last recording that reads them.
 """
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from vssm.ops.streams import FILL, Beside
 
-__all__ = ["Halves", "Kept", "Renewal", "SplitWeights", "begin", "halves_of"]
+__all__ = ["Halves", "Kept", "Renewal", "SplitWeights", "halves_of"]
 
 Halves = tuple[Tensor, Tensor, Tensor]
 Split = Callable[[Tensor], Halves]
@@ -49,13 +49,6 @@ def halves_of(weight: Tensor, split: Split) -> Halves:
     if find is None or not isinstance(weight, nn.Parameter):
         return split(weight)
     return find(weight) or split(weight)
-
-
-def begin() -> None:
-    """Lets this thread's recording look at the weight that it reads first, beside what comes next."""
-    start: Callable[[int], None] | None = getattr(_recorded, "start", None)
-    if start is not None:
-        start(0)
 
 
 class Kept:
@@ -142,7 +135,7 @@ class SplitWeights:
             return kept.halves
 
         try:
-            with _finding(find, start):
+            with _finding(find):
                 yield
         finally:  # a capture can not end before, whoever has read what on which stream
             for renewing in started.values():
@@ -150,11 +143,9 @@ class SplitWeights:
 
 
 @contextmanager
-def _finding(
-    find: Callable[[nn.Parameter], Halves | None], start: Callable[[int], None] | None = None
-) -> Iterator[None]:
-    _recorded.find, _recorded.start = find, start
+def _finding(find: Callable[[nn.Parameter], Halves | None]) -> Iterator[None]:
+    _recorded.find = find
     try:
         yield
     finally:
-        _recorded.find = _recorded.start = None
+        _recorded.find = None

@@ -40,11 +40,6 @@ class Beside:
             self._own.wait_stream(torch.cuda.current_stream(device))
         self.stream = nullcontext() if self._own is None else torch.cuda.stream(self._own)
 
-    @property
-    def recorded(self) -> bool:
-        """Says whether something is recorded, that is, whether there is a stream beside the other."""
-        return self._own is not None
-
     def join(self) -> None:
         """Lets the current stream wait for what was done, if it does not yet."""
         if self._own is None:

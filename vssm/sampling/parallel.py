@@ -89,12 +89,10 @@ def _variational(
         else:
             q_z, ahead = model.partial_posterior(prompt, empty=width, state=partial)
         start, u, w = decoder, source.latent(model, position, known + width), None
-        fetching = model.decoder.fetch()  # while latents are drawn, memory has nothing else to do
         if options.sample:
             w = source.observation(model, position, known + width)
         z = _draw(q_z, u, known, options.temperature)
         x, decoder = _decode(model, z, start, w, options.temperature)
-        fetching.join()
         before = None if partial is None else expand_rows(partial, num)
         for _ in range(min(options.passes, width) - 1):
             z = posterior_ahead(model, x, before).sample(u, options.temperature)
