@@ -847,3 +847,15 @@ def test_forecasts_on_a_gpu_are_those_of_a_cpu():
         off = ((made - wanted).abs() / wanted.abs().amax()).amax((2, 3))
         # Noise within rounding of the edge between two classes gives another path.
         assert off.median() < 1e-5 and (off > 1e-4).float().mean() < 1e-2
+
+
+@pytest.mark.gpu
+def test_calls_with_other_seeds_need_not_wait_for_each_other():
+    """A seed is read from memory of the host, which the next call writes to."""
+    model = small_model("vssm").to("cuda")
+    seeds = [3, -5, 2**62, 3, 7, 0, -(2**63), 11]
+    wanted = [generate(model, num=3, length=8, seed=seed, graphs=False).x for seed in seeds]
+    for _ in range(3):
+        given = [generate(model, num=3, length=8, seed=seed).x for seed in seeds]
+    for seed, one, other in zip(seeds, given, wanted, strict=True):
+        assert torch.equal(one, other), seed

@@ -620,3 +620,13 @@ def test_the_probe_of_a_recording_is_that_of_pytorch(kind):
         seen.add(place.item())
         model.partial.norm.weight.data[3] += 1e-6
     assert len(seen) == 2
+
+
+@kernels
+@pytest.mark.parametrize("size", [1, 5, 1030])
+def test_a_number_of_the_host_fills_a_tensor(size):
+    from vssm.ops.tell_triton import tell
+
+    number, target = torch.tensor(-(2**62) - 3), torch.zeros(size, dtype=torch.int64, device=DEVICE)
+    tell(number.pin_memory() if DEVICE == "cuda" else number, target)
+    assert (target == -(2**62) - 3).all()

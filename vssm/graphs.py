@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from vssm.nn import State
+from vssm.ops import choose_backend
 from vssm.ops.linear_weights import Renewal, SplitWeights
 from vssm.ops.streams import MAIN
 from vssm.trees import Gathered, copy, join, leaves_of, row_of, zero
@@ -79,7 +80,7 @@ class Recorder:
             self.stream, self.pool = torch.cuda.Stream(device, priority=MAIN), torch.cuda.graph_pool_handle()
 
     def record(
-        self, model: nn.Module, function: Callable[[nn.Module], _T], watch: "Watch | None" = None
+        self, model: nn.Module, function: Callable[[nn.Module], _T], watch: "Watch | _Told | None" = None
     ) -> "Recording[_T]":
         """Records a function that reads static tensors; it runs once before, which compiles its kernels.
 
@@ -122,7 +123,7 @@ class Recording(Generic[_T]):
         outputs: _T,
         graph: "torch.cuda.CUDAGraph | None",
         function: Callable[[nn.Module], _T] | None = None,
-        watch: "Watch | None" = None,
+        watch: "Watch | _Told | None" = None,
         weights: Sequence[Renewal] = (),
     ) -> None:
         self.outputs, self._graph, self._function, self._watch = outputs, graph, function, watch
@@ -185,6 +186,27 @@ class Watch:
         return value == self._expected
 
 
+class _Told:
+    """Numbers that a recording reads from memory of the host, which takes less time than to fill tensors.
+
+    It reads them before what is watched: whoever has seen that may change them.
+    """
+
+    def __init__(self, watch: Watch, numbers: Iterable[str], fixed: State) -> None:
+        self._watch = watch
+        with torch.inference_mode(False):  # as in `Watch`
+            host = {name: torch.zeros((), dtype=torch.int64, pin_memory=True) for name in numbers}
+        self._pairs = [(number, fixed[name]) for name, number in host.items()]
+        self.values = {name: number.numpy() for name, number in host.items()}
+
+    def look(self, model: nn.Module) -> None:
+        from vssm.ops.tell_triton import tell
+
+        for number, target in self._pairs:
+            tell(number, target)
+        self._watch.look(model)
+
+
 class OneShot:
     """Records a function of a tree of tensors.
 
@@ -195,6 +217,7 @@ class OneShot:
         constants: Other tensors and trees that the function reads, which must stay where and as they are;
             where they are outputs too, they are handed out themselves.
         watch: What must be as it was for the outputs to be right.
+        numbers: Names of all that calls fill with a number.
     """
 
     def __init__(
@@ -206,6 +229,7 @@ class OneShot:
         fixed: State,
         constants: Iterable[object] = (),
         watch: Watch | None = None,
+        numbers: Iterable[str] = (),
     ) -> None:
         inputs, self.fixed = (
             tree.map(lambda t: t.clone(memory_format=torch.contiguous_format)) for tree in (inputs, fixed)
@@ -213,7 +237,12 @@ class OneShot:
         self.static, self.constants, self.watch = list(inputs.leaves()), constants, watch
         everything = State({**inputs.children, **self.fixed.children})
         shared = {tensor.data_ptr() for tensor in _tensors(constants)}
-        self.recording = recorder.record(model, partial(_gathered, function, everything, shared), watch)
+        told = None
+        if watch is not None and choose_backend("auto", recorder.device, torch.float32) == "triton":
+            told = _Told(watch, numbers, self.fixed)
+        self._told = {} if told is None else told.values
+        run = partial(_gathered, function, everything, shared)
+        self.recording = recorder.record(model, run, told or watch)
 
     def __call__(
         self, model: nn.Module, inputs: State, numbers: Mapping[str, int], position: int
@@ -226,12 +255,15 @@ class OneShot:
             numbers: What to fill some of the fixed ones with.
             position: Where all parts of the outputs are.
         """
-        for name, number in numbers.items():
-            self.fixed[name].fill_(number)
-        if self.static:
-            copy(self.static, inputs.leaves())
         if self.watch is not None:
             self.watch.expect()
+        for name, number in numbers.items():
+            if name in self._told:
+                self._told[name].fill(number)
+            else:
+                self.fixed[name].fill_(number)
+        if self.static:
+            copy(self.static, inputs.leaves())
         self.recording.replay(model)
         made = self.recording.outputs.own(position)
         return made if self.watch is None or self.watch.unchanged() else None

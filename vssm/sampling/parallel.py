@@ -217,6 +217,7 @@ def _replayed(
                 inputs.fixed(source),
                 empty or (),
                 None if empty is None else empty.watch,
+                inputs.numbers,
             ),
             *inputs,
             end,
