@@ -165,7 +165,7 @@ def _ours(shape: "Shape", device: torch.device, bytes_per_ms: float) -> dict[str
     # Forward moves u, dt, z and y; backward reads the first three and dy, and writes three gradients. B and
     # C, and their gradients, count as well; the rest is small.
     for what, floor, rows, call in (
-        ("fwd", "floor_ms", 4, partial(_forward, values)),
+        ("fwd", "floor_ms", 4, partial(scan_triton.forward, **values, kept=kept)),
         ("bwd", "floor_bwd_ms", 7, partial(scan_triton.backward, dy, dh, **values, kept=kept)),
     ):
         traffic = 2 * batch * length * (rows * channels + 2 * (rows // 3) * states)
