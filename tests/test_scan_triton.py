@@ -437,8 +437,7 @@ def test_half_precision_in_float32_inside(small, dtype, states):
 
 
 @kernels
-@pytest.mark.parametrize(("length", "chunk"), [(4, 4), (7, 7), (8, 4), (0, 4)])
-@pytest.mark.parametrize("times", [1, 3, 6])
+@pytest.mark.parametrize(("times", "length", "chunk"), [(1, 4, 4), (3, 7, 7), (6, 8, 4), (3, 4, 4), (2, 0, 4)])
 @torch.no_grad()
 def test_output_alone_from_states_that_sequences_share(small, times, length, chunk):
     small(chunk)
@@ -524,7 +523,7 @@ def test_cutting_a_sequence_and_carrying_the_state_changes_nothing(small):
 @pytest.mark.parametrize("split", [True, False])
 def test_results_repeat_bit_for_bit(small, split):
     small(4, split)
-    values = to_device(arguments(2, 5, 40, 2))
+    values = to_device(arguments(1, 5, 40, 2))
     first, second = outputs(values), outputs(values)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
