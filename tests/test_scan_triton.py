@@ -437,7 +437,9 @@ def test_half_precision_in_float32_inside(small, dtype, states):
 
 
 @kernels
-@pytest.mark.parametrize(("times", "length", "chunk"), [(1, 4, 4), (3, 7, 7), (6, 8, 4), (3, 4, 4), (2, 0, 4)])
+@pytest.mark.parametrize(
+    ("times", "length", "chunk"), [(1, 4, 4), (3, 7, 7), (6, 8, 4), (3, 4, 4), (2, 0, 4)]
+)
 @torch.no_grad()
 def test_output_alone_from_states_that_sequences_share(small, times, length, chunk):
     small(chunk)
