@@ -14,6 +14,8 @@ import vssm
 from vssm.cli import COMMANDS, main
 from vssm.cli.errors import mistakes_in_one_line
 from vssm.cli.folders import own_copy
+from vssm.cli.options import RunOptions
+from vssm.config import PRESETS
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,18 @@ def test_text_from_train_to_prompt(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "samples.txt").read_text().startswith("the c")
     assert "outside the vocabulary" in fails(capsys, "generate", "run", "--prompt", "QUIZ", "--out", "t.txt")
     assert "allowed: a .npy file" not in (tmp_path / "t.txt").read_text()
+
+
+def test_series_start_from_a_small_model():
+    own, general = PRESETS["series"], RunOptions()
+    chosen = RunOptions.default(["series", "--series.path", "x.csv"])
+    assert (chosen.name, chosen.model, chosen.train) == ("series", own.model, own.train)
+    for arguments, model in (
+        (["digits"], general.model),
+        (["series", "--preset", "best"], PRESETS["best"].model),
+        (["series", "--smoke"], PRESETS["smoke"].model),
+    ):
+        assert RunOptions.default(arguments).model == model
 
 
 @pytest.mark.parametrize(

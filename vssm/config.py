@@ -419,6 +419,11 @@ PRESETS: dict[str, RunConfig] = {
         ),
         train=TrainConfig(epochs=100, batch=256, learning_rate=2e-3, ema=0.999, validate_every=2.0),
     ),
+    "series": RunConfig(
+        data=DataConfig(name="series"),
+        model=ModelConfig(features=1, head="auto", width=96, layers=1, latents=1, classes=64),
+        train=TrainConfig(max_steps=3000, batch=64, ema=0.995),
+    ),
     "smoke": RunConfig(
         model=ModelConfig(
             features=1, head="auto", width=32, layers=1, state_size=4, heads=2, latents=4, classes=8
@@ -426,5 +431,5 @@ PRESETS: dict[str, RunConfig] = {
         train=TrainConfig(max_steps=20, batch=64, log_every=5, samples=16, num_valid=64),
     ),
 }
-"""Runs by name: the paper's two, with its settings; the best we know, with levels of latents that have spans;
-and one of seconds on a CPU."""
+"""Runs by name: the paper's two, with its settings; the best we know, with levels of latents that have spans; the
+size at which forecasts were compared, minutes on a CPU, which is where series start from; and one of seconds."""

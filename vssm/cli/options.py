@@ -46,7 +46,8 @@ class RunOptions(DataOptions):
     """A data set, a model and how it is trained."""
 
     preset: str | None = None
-    """Start from named settings: paper-mnist, paper-cifar10, best or smoke. Other options apply on top."""
+    """Start from named settings: paper-mnist, paper-cifar10, best, series (where series start from anyway) or
+    smoke. Other options apply on top."""
     smoke: bool = False
     """A run of seconds: a tiny model and a few steps."""
     model: ModelConfig = field(default_factory=lambda: ModelConfig(features=1, head="auto", width=128))
@@ -61,6 +62,8 @@ class RunOptions(DataOptions):
         """Returns the defaults that the preset on the command line sets."""
         start = cls()
         preset = _value_of("--preset", arguments)
+        if preset is None and arguments[:1] == ["series"]:
+            preset = "series"  # the general size would take hours on a CPU
         if preset is not None:
             check_choice("preset", preset, tuple(PRESETS))
             config = PRESETS[preset]
