@@ -431,5 +431,5 @@ PRESETS: dict[str, RunConfig] = {
         train=TrainConfig(max_steps=20, batch=64, log_every=5, samples=16, num_valid=64),
     ),
 }
-"""Runs by name: the paper's two, with its settings; the best we know, with levels of latents that have spans; the
-size at which forecasts were compared, minutes on a CPU, which is where series start from; and one of seconds."""
+"""Runs by name: the paper's two, with its settings; the best we know, with levels of latents that have spans;
+the size at which forecasts of ETTh1 were compared, which is where series start from; and one of seconds."""

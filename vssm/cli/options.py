@@ -46,8 +46,8 @@ class RunOptions(DataOptions):
     """A data set, a model and how it is trained."""
 
     preset: str | None = None
-    """Start from named settings: paper-mnist, paper-cifar10, best, series (where series start from anyway) or
-    smoke. Other options apply on top."""
+    """Start from named settings: paper-mnist, paper-cifar10, best, series or smoke; series do so from theirs.
+    Other options apply on top."""
     smoke: bool = False
     """A run of seconds: a tiny model and a few steps."""
     model: ModelConfig = field(default_factory=lambda: ModelConfig(features=1, head="auto", width=128))
