@@ -859,3 +859,21 @@ def test_calls_with_other_seeds_need_not_wait_for_each_other():
         given = [generate(model, num=3, length=8, seed=seed).x for seed in seeds]
     for seed, one, other in zip(seeds, given, wanted, strict=True):
         assert torch.equal(one, other), seed
+
+
+def test_a_number_of_the_host_is_read_before_what_is_watched(monkeypatch):
+    log = []
+    monkeypatch.setattr("vssm.ops.tell_triton.tell", lambda number, target: log.append("tell"), raising=False)
+    told = graphs._Told.__new__(graphs._Told)
+    told._watch, told._pairs = Mock(look=lambda model: log.append("look")), [(None, None)]
+    told.values = {"seed": Mock(fill=lambda number: log.append(number))}
+    told.look(None)
+    assert log == ["tell", "look"]
+    log.clear()
+    shot = graphs.OneShot.__new__(graphs.OneShot)
+    shot._told, shot.fixed, shot.static = told.values, {}, []
+    watch = {"expect": lambda: log.append("expect"), "unchanged": lambda: not log.append("unchanged")}
+    shot.watch = Mock(**watch)
+    shot.recording = Mock(replay=lambda model: log.append("replay"))
+    shot(None, State({}), {"seed": 7}, 0)
+    assert log == ["expect", 7, "replay", "unchanged"]

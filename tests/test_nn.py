@@ -1,5 +1,7 @@
 """Blocks and the stack: cut anywhere, causal, differentiable through the state; and the State itself."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -233,3 +235,43 @@ def test_a_gru_reads_fifty_thousand_rows():
         y, state = block(x)
         assert torch.allclose(y[-3:], block(x[-3:])[0], atol=1e-5)
         assert torch.isfinite(state["h"]).all()
+
+
+def test_a_block_makes_its_result_ready_only_where_nobody_else_sees_it():
+    stack = Stack(replace(small_config("ssm"), layers=3), torch.nn.Identity(), 5)
+    mixers = [block.mixer for block in stack.blocks]
+    assert [stack._after(i) for i in range(3)] == [
+        *((block.norm, len(block.mixer.in_proj.weight)) for block in stack.blocks[1:]),
+        (stack.norm, 5),
+    ]
+    for module, silent in (
+        (stack.blocks[1], {0, 1}),
+        (mixers[2], {1, 2}),
+        (stack.out, {2}),
+    ):
+        hook = module.register_forward_hook(lambda *_: None)
+        assert {i for i in range(3) if stack._after(i) is None} == silent
+        hook.remove()
+    stack.blocks[1] = torch.nn.Sequential(stack.blocks[1])
+    assert {i for i in range(3) if stack._after(i) is None} == {0, 1}
+
+
+@torch.no_grad()
+def test_a_last_product_that_is_listened_to_or_another_is_called():
+    block, x = make_block("mamba"), torch.randn(2, 5, 16)
+    then, seen = (block.norm, len(block.mixer.in_proj.weight)), []
+    wanted = block(x)[0]
+    hook = block.mixer.out_proj.register_forward_hook(lambda *_: seen.append(1))
+    assert torch.equal(block(x, then=then)[0], wanted) and seen == [1]
+    hook.remove()
+
+    class Twice(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer, self.weight = layer, layer.weight
+
+        def forward(self, y, add):
+            return 2 * self.layer(y) + add
+
+    block.mixer.out_proj = Twice(block.mixer.out_proj)
+    assert torch.allclose(block(x, then=then)[0], 2 * (wanted - x) + x, atol=1e-6)

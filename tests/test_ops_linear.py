@@ -153,6 +153,11 @@ def test_a_result_is_made_ready_for_the_next_product():
     assert isinstance(linear_ready(x, weight, add, norm, 512, "reference"), torch.Tensor)
     with pytest.raises(ValueError, match="the norm must be an RMSNorm"):
         linear_ready(x, weight, add, nn.LayerNorm(544).to(DEVICE), 512, "triton")
+    with pytest.raises(ValueError, match="all tensors must be float32"):
+        linear_ready(x, weight, add, rms_norm(544).bfloat16(), 512, "triton")
+    made = linear_ready(x, weight, add, norm, 512, "triton")
+    with pytest.raises(AssertionError, match="halves are not for a product"):
+        linear(made, after[:20])
 
 
 @kernels
@@ -423,8 +428,19 @@ def test_plans_cover_the_depth():
                 assert K % (how.SPLIT * how.BK) == 0 and how.BK >= 32
                 assert how.SPLIT == 1 or K // how.SPLIT >= 64
                 assert how.stages >= (1 if how.split == "none" else 2)
-                tiles = how.BM if how.split == "once" else how.BM + how.BN  # of which some are on their way
-                assert 4 * how.stages * how.BK * tiles <= shared
+                if how.split == "once":  # tiles on their way and at work, the weight, and what a launch takes
+                    ahead, made = 4 * how.BM * how.BK, 4 * how.BM * how.BN
+                    room = (how.stages - 1) * (ahead + made) + max(ahead, made) + 4 * how.BN * how.BK
+                    assert room + 1024 <= shared
+                else:
+                    assert 4 * how.stages * how.BK * (how.BM + how.BN) <= shared
+
+
+@torch.no_grad()
+def test_an_older_triton_leaves_products_to_pytorch(monkeypatch):
+    monkeypatch.setattr(module, "_has_descriptors", lambda: False)
+    with pytest.raises(ValueError, match=r"it needs Triton 3\.4 or more"):
+        linear(torch.ones(3, 64), torch.ones(2, 64), backend="triton")
 
 
 def test_auto_is_pytorch_where_it_must_be():

@@ -142,7 +142,7 @@ class Recording(Generic[_T]):
 class Watch:
     """Looks at a number of the model at every replay: what was recorded holds while it is what it was.
 
-    It comes first in a recording, so the host can read it while the device works on the rest.
+    It comes before all else but `_Told`, so the host can read it while the device works on the rest.
 
     Arguments:
         show: Writes the number of a model to an int64 of the host, when the device gets there.

@@ -2,7 +2,7 @@
 
 | name                           | what                                                                           |
 | ------------------------------ | ------------------------------------------------------------------------------ |
-| `fwd_ms`, `bwd_ms`             | the Triton kernels as in training: forward leaves states for backward; `p10` and `p90` as on a CPU |
+| `fwd_ms`, `bwd_ms`             | the Triton kernels as in training, where forward leaves states for backward, in memory that is there before; `p10` and `p90` as on a CPU |
 | `fwd_mib`, `bwd_mib`           | most memory while they ran, beyond their arguments                             |
 | `floor_ms`, `floor_bwd_ms`     | the larger of one exponential per state and step, 16 a clock and multiprocessor at 1.98 GHz, and of reading and writing every operand once at the speed of a copy measured in the same run |
 | `error_float32`, `error_bfloat16` | ‖given - reference‖ / ‖reference‖ with the reference in float64: the worst of y, h and all gradients |
@@ -174,6 +174,7 @@ def _ours(shape: "Shape", device: torch.device, bytes_per_ms: float) -> dict[str
         metrics[f"{what}_ms_{shape.name}"] = median
         metrics[f"{what}_p10_ms_{shape.name}"], metrics[f"{what}_p90_ms_{shape.name}"] = low, high
         metrics[f"{what}_mib_{shape.name}"] = _peak_mib(call, device)
+    metrics[f"fwd_mib_{shape.name}"] += 0 if kept is None else kept.nbytes / 2**20
     return metrics
 
 

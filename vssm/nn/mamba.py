@@ -26,7 +26,7 @@ from vssm.ops.linear import Linear, Ready, linear, linear_ready
 from vssm.ops.norm import RMSNorm
 from vssm.ops.scan import scan_output
 
-__all__ = ["MambaBlock", "MambaMixer", "decays"]
+__all__ = ["MambaBlock", "MambaMixer", "decays", "hooked"]
 
 _DT_RANGE = (1e-3, 1e-1)  # range of the initial step sizes, log-uniform
 _DT_FLOOR = 1e-4
@@ -93,7 +93,8 @@ class MambaMixer(nn.Module):
             after = State({"conv": conv, "ssm": h}, after.position)
         else:
             y = scan_output(*inputs)
-        if then is None or add is None:
+        # What is not this layer, or is listened to, is called: it may do more than multiply.
+        if then is None or add is None or type(self.out_proj) is not Linear or hooked(self.out_proj):
             return self.out_proj(y, add), after
         return linear_ready(y, self.out_proj.weight, add, *then), after
 
@@ -119,6 +120,11 @@ class MambaBlock(nn.Module):
         `A`, `last`, states of fewer rows and `then` are as for `MambaMixer`.
         """
         return self.mixer(x, state, self.norm, x.x if isinstance(x, Ready) else x, A, last, then)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Says whether somebody listens to what a module is given or makes."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def decays(blocks: Iterable[nn.Module], backend: str = "auto") -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vssm.config import ModelConfig
 from vssm.nn.attention import AttentionBlock
 from vssm.nn.gru import GRUBlock
-from vssm.nn.mamba import MambaBlock, decays
+from vssm.nn.mamba import MambaBlock, decays, hooked
 from vssm.nn.state import State
 from vssm.ops.embed import embed_sum
 from vssm.ops.linear import Linear
@@ -88,6 +88,7 @@ class Stack(nn.Module):
         fused = e.is_cuda and not torch.is_grad_enabled()
         # Few steps on a GPU wait for launches: one for all blocks is less than two for each.
         known = decays(self.blocks) if fused else []
+        known = known if len(known) == len(self.blocks) else []  # some may be wrapped in other modules
         for i, block in enumerate(self.blocks):
             before = None if state is None else state.child(str(i))
             if isinstance(block, MambaBlock):
@@ -97,13 +98,19 @@ class Stack(nn.Module):
                 e, children[str(i)] = block(e, before)
         return self.out(e, norm=self.norm), State(children, position + length)
 
-    def _after(self, i: int) -> tuple[nn.Module, int]:
-        """Returns the norm and the columns of the product that reads what a block makes."""
-        if i + 1 == len(self.blocks):
-            return self.norm, self.out.out_features
-        block = self.blocks[i + 1]
-        assert isinstance(block, MambaBlock)
-        return block.norm, block.mixer.in_proj.out_features
+    def _after(self, i: int) -> tuple[nn.Module, int] | None:
+        """Returns the norm and the columns of the product that reads what a block makes.
+
+        None, if what the block makes has to be a tensor, since others see it.
+        """
+        near = list(self.blocks[i : i + 2])
+        if any(not isinstance(b, MambaBlock) or hooked(b) or hooked(b.mixer) for b in near):
+            return None
+        if len(near) == 1:
+            return None if hooked(self.out) else (self.norm, len(self.out.weight))
+        following = near[1]
+        assert isinstance(following, MambaBlock)
+        return following.norm, len(following.mixer.in_proj.weight)
 
     def blanks(self, batch: int, length: int) -> Tensor:
         """Returns the learned blank input, embedded, (B, length, width)."""

@@ -9,6 +9,8 @@ On a GPU a float32 product runs on the units for single numbers, and one of few 
 `torch.compile`, and everywhere but on a GPU, PyTorch's own product runs.
 """
 
+import importlib.util
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard, cast
 
 import torch
@@ -110,11 +112,12 @@ def linear_ready(
         columns: Those of the next product.
         backend: As for `linear`.
     """
-    refusal = _refusal(x, weight, None, add, None)
     if not _is_plain(norm, add) or hasattr(norm.weight, "full_tensor"):  # FSDP2: whole inside `forward` only
         refusal = "the norm must be an RMSNorm of the columns of the result, at hand"
     elif len(weight) % _DIVISOR:
         refusal = f"{_DIVISOR} must divide the columns of the result"
+    else:
+        refusal = _refusal(x, weight, None, add, norm)
     if not choose_fused(backend, x.device, x.dtype, refusal):
         return linear(x, weight, None, add, backend=backend)
     from vssm.ops import linear_triton
@@ -144,6 +147,11 @@ def ready_parts(x: Ready, weight: Tensor) -> "Tensor | Parts":
 
     given, halves = x.product
     return linear_triton.multiply(given, weight, halves=halves)
+
+
+@cache
+def _has_descriptors() -> bool:
+    return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
 
 
 def _is_plain(norm: nn.Module, x: Tensor) -> TypeGuard[nn.RMSNorm]:
@@ -184,6 +192,8 @@ def _refusal(
         return f"add has shape {tuple(add.shape)}, not that of the result"
     if getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee") not in ("ieee", "none"):
         return "products may be less accurate than float32, which is faster"
+    if not _has_descriptors():
+        return "it needs Triton 3.4 or more"
     if x.is_cuda and (torch.version.cuda is None or torch.cuda.get_device_capability(x.device) < (8, 0)):
         return "it needs an NVIDIA GPU of compute capability 8.0 or more"
     return None

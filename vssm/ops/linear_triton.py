@@ -14,8 +14,10 @@ Either operand is split into two numbers of 11 bits, and three of the four produ
 |      | "turned"     | into tf32, in the kernel, where the weight is large: y^T = weight x^T, so that   |
 |      |              | columns of y fill the tensor cores and a weight is split once                    |
 |      | "tile"       | into float16, in the kernel; one exponent for a row of a tile, BK columns        |
-| more | "tf32"       | into tf32, by Triton, which needs no exponent                                    |
-| many | "before"     | into float16, by a kernel of its own, which does the norm too; recordings keep   |
+| more | "turned"     | as above, up to SOME rows, where there are columns enough                        |
+|      | "tf32"       | into tf32, by Triton, which needs no exponent                                    |
+| many | "before"     | into float16, by a kernel of its own, which does the norm too, or by the one     |
+|      |              | that adds the parts of the product before (`forward_split`); recordings keep     |
 |      |              | what it makes of weights (`vssm.ops.linear_weights`)                             |
 | tall | "once"       | into float16, in the kernel: a program keeps its columns of the weight, with the |
 |      |              | norm's scale in them, and goes over tiles of rows, of which it loads the next    |
@@ -40,7 +42,6 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vssm.ops import linear_triton_kernels as kernels
 from vssm.ops.linear_weights import Halves, halves_of
@@ -273,7 +274,10 @@ def multiply(
     squares = None
     ends = (bias, add) if whole else (None, None)
     grid = (triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN), how.SPLIT)
+    assert halves is None or how.split == "before", f"halves are not for a product that is cut up as {how}"
     if how.split == "before":
+        from triton.tools.tensor_descriptor import TensorDescriptor  # since Triton 3.4, as `linear` knows
+
         high, low, down = _split(x, scale, eps) if halves is None else halves
         high_w, low_w, down_w = halves_of(weight, _split)
         # Tiles that are described once are copied by a unit of their own, which computes no addresses.

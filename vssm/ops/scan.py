@@ -173,7 +173,10 @@ def _chosen(
         u, dt, A, B, C = (t.float() for t in (u, dt, A, B, C))
         D, z, dt_bias, h0 = (None if t is None else t.float() for t in (D, z, dt_bias, h0))
     if not direct:
-        y, h, _ = _scan(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend, recorded)
+        # An exported program is to take other sizes than it was traced with, which decide what is kept.
+        exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # PyTorch 2.7
+        keep = recorded and not exporting()
+        y, h, _ = _scan(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend, keep)
         return y, h
     # The dispatcher costs tens of microseconds a call, which a step-by-step loop would feel.
     return _kernels(backend).forward(u, dt, A, B, C, D, z, dt_bias, softplus, h0)

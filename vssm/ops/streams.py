@@ -28,7 +28,8 @@ class Beside:
 
     Arguments:
         device: Where it is done.
-        what: Names the stream: no two that are not joined yet may have the same name.
+        what: Names the stream: of two with the same name the second comes after the first, and to join the
+            first may be to wait for both.
         priority: One of those above.
     """
 
