@@ -409,6 +409,26 @@ def test_kept_states_in_compiled_and_checkpointed_code(keeps, dynamic):
 
 
 @kernels
+def test_an_exported_scan_takes_any_length(monkeypatch):
+    """Which states are kept depends on the length: an exported program keeps none."""
+    from vssm.ops import scan_triton
+
+    monkeypatch.setattr(scan_triton, "_processors", lambda device: 132)
+
+    class Scan(torch.nn.Module):
+        def forward(self, u, dt, A, B, C):
+            return selective_scan(u, dt, A, B, C, backend="triton")[0]
+
+    values = to_device(arguments(1, 64, 4, 2, ()))
+    inputs = [values[name].requires_grad_() for name in ("u", "dt", "A", "B", "C")]
+    steps = torch.export.Dim("T", min=2, max=4096)
+    lengths = [{1: steps}, {1: steps}, None, {1: steps}, {1: steps}]
+    exported = torch.export.export(Scan(), tuple(inputs), dynamic_shapes=(*lengths,))
+    outputs = [node for node in exported.graph.nodes if "selective_scan" in str(node.target)]
+    assert len(outputs) == 1 and outputs[0].args[-1] is False
+
+
+@kernels
 @pytest.mark.parametrize(
     ("given", "softplus"),
     [((), True), ((), False), (("D", "dt_bias"), False), (("z",), True), (("h0",), False)],
