@@ -27,6 +27,7 @@ from vssm.nn import State
 from vssm.nn.attention import AttentionBlock
 from vssm.sampling import stepwise
 from vssm.sampling.parallel import _empty_runs
+from vssm.watch import Told, Watch
 
 PARALLEL = ("tvae", "vssm")
 STEPWISE = ("transformer", "ssm", "rnn", "vrnn")
@@ -303,7 +304,7 @@ def test_what_looks_like_a_known_request_is_checked(device):
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_what_is_watched_is_told_once_for_each_look(changed, device):
-    watch = graphs.Watch(lambda model, place: place.copy_(3 + model.bias, non_blocking=True), 5, device)
+    watch = Watch(lambda model, place: place.copy_(3 + model.bias, non_blocking=True), 5, device)
     model = torch.nn.Module()
     model.bias = torch.tensor(2 + changed, device=device)
     watch.look(model)  # as it is recorded
@@ -864,7 +865,7 @@ def test_calls_with_other_seeds_need_not_wait_for_each_other():
 def test_a_number_of_the_host_is_read_before_what_is_watched(monkeypatch):
     log = []
     monkeypatch.setattr("vssm.ops.tell_triton.tell", lambda number, target: log.append("tell"), raising=False)
-    told = graphs._Told.__new__(graphs._Told)
+    told = Told.__new__(Told)
     told._watch, told._pairs = Mock(look=lambda model: log.append("look")), [(None, None)]
     told.values = {"seed": Mock(fill=lambda number: log.append(number))}
     told.look(None)

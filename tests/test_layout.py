@@ -30,6 +30,7 @@ ORDER = (
     "checkpoint",
     "weights",
     "trees",
+    "watch",
     "graphs",
     "sampling",
     "generate",

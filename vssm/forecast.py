@@ -25,7 +25,18 @@ from vssm.config import check_choice, check_type, whole_number
 from vssm.data import Meta
 from vssm.data.scale import Scale
 from vssm.data.series import fill_gaps, phases
-from vssm.forecast_input import History, check_order, continued, dates_of, double, largest_of, numbers
+from vssm.forecast_input import (
+    Asked,
+    History,
+    asked_for,
+    check_order,
+    continued,
+    dates_of,
+    double,
+    is_seed,
+    largest_of,
+    numbers,
+)
 from vssm.generate import check_temperature, generate, observe
 from vssm.hub import pull
 from vssm.models import Ladder, Model, Variational, check_model
@@ -109,17 +120,6 @@ def forecast(
     return forecaster.forecast(history, horizon, samples, times, seed, **options)
 
 
-class _Asked(NamedTuple):
-    """What a forecast is asked for beside seed and values, where that is as usual."""
-
-    shape: torch.Size
-    """Of the history."""
-    dtype: torch.dtype
-    horizon: int | None
-    samples: int
-    temperature: float
-
-
 class _Found(NamedTuple):
     """What that was found to mean; all that is left to check is the values of the history."""
 
@@ -156,7 +156,7 @@ class Forecaster:
         self.device = next(model.parameters()).device
         self.channels = 1 if meta.separate else len(meta.columns)
         self._on_host, self._scale = Scale(meta), Scale(meta, self.device)
-        self._found: dict[_Asked, _Found] = {}
+        self._found: dict[Asked, _Found] = {}
 
     @classmethod
     def load(cls, run: str | Path, device: torch.device | str = "cpu") -> "Forecaster":
@@ -179,7 +179,7 @@ class Forecaster:
         **options: Any,  # noqa: ANN401
     ) -> Forecast:
         """Does what `vssm.forecast` does."""
-        asked = _asked(history, horizon, samples, times, seed, options)
+        asked = asked_for(history, horizon, samples, times, seed, options)
         if asked is not None and (found := self._found.get(asked)) is not None:
             assert isinstance(history, Tensor)
             made = self._repeated(found, history, seed)
@@ -217,7 +217,7 @@ class Forecaster:
         """Starts to follow one series, (N, D), point by point."""
         return Stream(self, history, times, seed)
 
-    def _remember(self, asked: _Asked, rows: Tensor, horizon: int, single: bool) -> None:
+    def _remember(self, asked: Asked, rows: Tensor, horizon: int, single: bool) -> None:
         """Makes `_repeated` answer when the same is asked again; rows are those of the history."""
         trained = self.meta.horizon
         if not isinstance(self.model, Variational) or rows.dtype != asked.dtype:
@@ -271,7 +271,7 @@ class Forecaster:
         finish: Finish,
     ) -> None:
         """Gives `finish` new steps of histories from row `first` on, (rows, S, T, features)."""
-        if _is_seed(seed) and isinstance(self.model, Variational) and not set(options) - {"temperature"}:
+        if is_seed(seed) and isinstance(self.model, Variational) and not set(options) - {"temperature"}:
             temperature = check_temperature(options.get("temperature", 1.0))
             task = self._task(x, clock, horizon, samples, temperature)
             paths_after(self.model, task, x, clock, seed, first, finish)
@@ -528,27 +528,3 @@ class Stream:
 def _check_options(options: dict[str, Any]) -> None:
     for name in options:
         check_choice("option", name, ("chunk", "recondition", "temperature"))
-
-
-def _asked(
-    history: History,
-    horizon: int | None,
-    samples: int,
-    times: np.ndarray | None,
-    seed: int,
-    options: dict[str, Any],
-) -> _Asked | None:
-    """Returns what is asked for if it can be told from what was asked before, or None."""
-    if type(history) is not Tensor or not history.is_cpu or history.requires_grad or times is not None:
-        return None
-    temperature = options.get("temperature", 1.0)
-    if len(options) > ("temperature" in options) or type(temperature) is not float or not _is_seed(seed):
-        return None
-    # Types are looked at since True, 1 and 1.0 are equal, but not equally right.
-    if type(samples) is not int or not (horizon is None or type(horizon) is int):
-        return None
-    return _Asked(history.shape, history.dtype, horizon, samples, temperature)
-
-
-def _is_seed(seed: object) -> bool:
-    return type(seed) is int and -(2**63) <= seed < 2**63

@@ -4,12 +4,14 @@ Legend: one date for each step, of a regular calendar or not; H steps to come.
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["History", "check_order", "continued", "dates_of", "double", "largest_of", "numbers"]
+__all__ = ["Asked", "History", "asked_for", "check_order", "continued", "dates_of", "double", "is_seed"]
+__all__ += ["largest_of", "numbers"]
 
 History = Tensor | np.ndarray | Sequence
 
@@ -83,3 +85,39 @@ def continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:
             return (new + month).astype("datetime64[s]") - left[0]
     step = np.median(np.diff(times).astype(np.int64)).astype("timedelta64[s]")
     return times[-1] + step * ahead
+
+
+class Asked(NamedTuple):
+    """What a forecast is asked for beside seed and values, where that is as usual."""
+
+    shape: torch.Size
+    """Of the history."""
+    dtype: torch.dtype
+    horizon: int | None
+    samples: int
+    temperature: float
+
+
+def asked_for(
+    history: History,
+    horizon: int | None,
+    samples: int,
+    times: np.ndarray | None,
+    seed: int,
+    options: dict[str, Any],
+) -> Asked | None:
+    """Returns what is asked for if it can be told from what was asked before, or None."""
+    if type(history) is not Tensor or not history.is_cpu or history.requires_grad or times is not None:
+        return None
+    temperature = options.get("temperature", 1.0)
+    if len(options) > ("temperature" in options) or type(temperature) is not float or not is_seed(seed):
+        return None
+    # Types are looked at since True, 1 and 1.0 are equal, but not equally right.
+    if type(samples) is not int or not (horizon is None or type(horizon) is int):
+        return None
+    return Asked(history.shape, history.dtype, horizon, samples, temperature)
+
+
+def is_seed(seed: object) -> bool:
+    """Says whether a seed is one whole number of 64 bits."""
+    return type(seed) is int and -(2**63) <= seed < 2**63

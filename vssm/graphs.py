@@ -21,7 +21,6 @@ weights (`vssm.ops.linear_weights`), which every replay compares with the weight
 """
 
 import threading
-import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -37,15 +36,15 @@ from vssm.ops import choose_backend
 from vssm.ops.linear_weights import Renewal, SplitWeights
 from vssm.ops.streams import MAIN
 from vssm.trees import Gathered, copy, join, leaves_of, row_of, zero
+from vssm.watch import Told, Watch
 from vssm.weights import places_of, weights_of
 
-__all__ = ["Decoder", "Loop", "OneShot", "Recorder", "Watch", "again", "attempt", "usable"]
+__all__ = ["Decoder", "Loop", "OneShot", "Recorder", "again", "attempt", "usable"]
 
 DEVICES = ("cuda",)  # tests add "cpu", where a recording runs its function again
 PROGRAMS = 8  # kept for a model
 _KEYS = 64  # remembered for a model as asked for once
 _BLOCKS = (16, 4, 1)  # steps in one recording of a loop
-_SOON = 2e-4  # seconds in which a replay that has nothing before it gets to its first number
 
 # What `torch.backends.cuda.matmul.fp32_precision` asks, which takes longer; older versions have neither.
 _precision: Callable[[str, str], str | None] = getattr(
@@ -80,7 +79,7 @@ class Recorder:
             self.stream, self.pool = torch.cuda.Stream(device, priority=MAIN), torch.cuda.graph_pool_handle()
 
     def record(
-        self, model: nn.Module, function: Callable[[nn.Module], _T], watch: "Watch | _Told | None" = None
+        self, model: nn.Module, function: Callable[[nn.Module], _T], watch: Watch | Told | None = None
     ) -> "Recording[_T]":
         """Records a function that reads static tensors; it runs once before, which compiles its kernels.
 
@@ -123,7 +122,7 @@ class Recording(Generic[_T]):
         outputs: _T,
         graph: "torch.cuda.CUDAGraph | None",
         function: Callable[[nn.Module], _T] | None = None,
-        watch: "Watch | _Told | None" = None,
+        watch: Watch | Told | None = None,
         weights: Sequence[Renewal] = (),
     ) -> None:
         self.outputs, self._graph, self._function, self._watch = outputs, graph, function, watch
@@ -137,74 +136,6 @@ class Recording(Generic[_T]):
                 self._watch.look(model)
             with torch.no_grad():
                 copy(map(row_of, self.outputs.leaves()), map(row_of, self._function(model).leaves()))
-
-
-class Watch:
-    """Looks at a number of the model at every replay: what was recorded holds while it is what it was.
-
-    It comes before all else but `_Told`, so the host can read it while the device works on the rest.
-
-    Arguments:
-        show: Writes the number of a model to an int64 of the host, when the device gets there.
-        expected: What it was.
-        device: Where the model is.
-    """
-
-    _UNSEEN = -(2**62) + 1  # a number that is not there yet
-
-    def __init__(self, show: Callable[[Any, Tensor], None], expected: int, device: torch.device) -> None:
-        self._show, self._expected, self._device = show, expected, device
-        self._looking = False  # whether a number may be on its way
-        with torch.inference_mode(False):  # else it could be written to in that mode only
-            self._value = torch.full((), self._UNSEEN, device="cpu", pin_memory=device.type == "cuda")
-        self._seen = self._value.numpy()  # the same number, in less time
-
-    def look(self, model: nn.Module) -> None:
-        self._looking = True
-        self._show(model, self._value)
-
-    def expect(self) -> None:
-        """Comes before a replay: what `unchanged` reads is then what this replay has seen."""
-        if self._looking:  # while it was recorded, or by a replay that nobody asked about
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            self._seen.fill(self._UNSEEN)
-        self._looking = True
-
-    def unchanged(self) -> bool:
-        """Says after a replay whether the number is as expected; waits if it is not there yet."""
-        if self._device.type == "cuda":
-            # It comes first, so it is there soon; to wait for the device would be to wait for all the rest.
-            end = time.perf_counter() + _SOON
-            while self._seen == self._UNSEEN and time.perf_counter() < end:
-                pass
-            if self._seen == self._UNSEEN:
-                torch.cuda.current_stream(self._device).synchronize()
-        value = int(self._seen)
-        self._seen.fill(self._UNSEEN)
-        self._looking = value == self._UNSEEN
-        return value == self._expected
-
-
-class _Told:
-    """Numbers that a recording reads from memory of the host, which takes less time than to fill tensors.
-
-    It reads them before what is watched: whoever has seen that may change them.
-    """
-
-    def __init__(self, watch: Watch, numbers: Iterable[str], fixed: State) -> None:
-        self._watch = watch
-        with torch.inference_mode(False):  # as in `Watch`
-            host = {name: torch.zeros((), dtype=torch.int64, pin_memory=True) for name in numbers}
-        self._pairs = [(number, fixed[name]) for name, number in host.items()]
-        self.values = {name: number.numpy() for name, number in host.items()}
-
-    def look(self, model: nn.Module) -> None:
-        from vssm.ops.tell_triton import tell
-
-        for number, target in self._pairs:
-            tell(number, target)
-        self._watch.look(model)
 
 
 class OneShot:
@@ -239,7 +170,7 @@ class OneShot:
         shared = {tensor.data_ptr() for tensor in _tensors(constants)}
         told = None
         if watch is not None and choose_backend("auto", recorder.device, torch.float32) == "triton":
-            told = _Told(watch, numbers, self.fixed)
+            told = Told(watch, numbers, self.fixed)
         self._told = {} if told is None else told.values
         run = partial(_gathered, function, everything, shared)
         self.recording = recorder.record(model, run, told or watch)

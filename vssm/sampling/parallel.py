@@ -41,6 +41,7 @@ from vssm.sampling.request import (
     unpacked,
 )
 from vssm.trees import describe
+from vssm.watch import Watch
 from vssm.weights import weights_of
 
 __all__ = ["read_variational", "repeat_variational", "sample_variational"]
@@ -147,7 +148,7 @@ class _Empty(NamedTuple):
     state: State
     weights: list[Hashable]
     probe: int
-    watch: graphs.Watch
+    watch: Watch
     """Whether a replay still finds this probe."""
 
 
@@ -168,7 +169,7 @@ def _empty_run(model: Variational, length: int, weights: list[Hashable], probed:
                 known.pop(next(iter(known)))
             q_z, state = model.partial_posterior(empty=length)
             probe = int(_probe(model))
-            run = _Empty(q_z, state, weights, probe, graphs.Watch(_show_probe, probe, q_z.raw.device))
+            run = _Empty(q_z, state, weights, probe, Watch(_show_probe, probe, q_z.raw.device))
             known[length] = run
         return run
 
