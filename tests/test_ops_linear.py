@@ -3,6 +3,7 @@
 import types
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -441,6 +442,10 @@ def test_an_older_triton_leaves_products_to_pytorch(monkeypatch):
     monkeypatch.setattr(module, "_has_descriptors", lambda: False)
     with pytest.raises(ValueError, match=r"it needs Triton 3\.4 or more"):
         linear(torch.ones(3, 64), torch.ones(2, 64), backend="triton")
+    monkeypatch.undo()
+    absent = ModuleNotFoundError("No module named 'triton'")
+    monkeypatch.setattr("importlib.util.find_spec", Mock(side_effect=absent))
+    assert not module._has_descriptors.__wrapped__()
 
 
 def test_auto_is_pytorch_where_it_must_be():

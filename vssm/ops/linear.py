@@ -151,7 +151,10 @@ def ready_parts(x: Ready, weight: Tensor) -> "Tensor | Parts":
 
 @cache
 def _has_descriptors() -> bool:
-    return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
+    try:
+        return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
+    except ModuleNotFoundError:  # no Triton at all
+        return False
 
 
 def _is_plain(norm: nn.Module, x: Tensor) -> TypeGuard[nn.RMSNorm]:
