@@ -278,12 +278,15 @@ def test_card_shows_strange_names_as_they_are(tmp_path):
             ),
         ),
         RunConfig(
+            data=DataConfig(name="series", series=SeriesConfig(path="a.csv")), model=ModelConfig(features=1)
+        ),
+        RunConfig(
             data=DataConfig(name="text", text=TextConfig(unit="byte", length=33)),
             model=ModelConfig(kind="rnn", features=256, head="categorical", layers=1),
             train=TrainConfig(learning_rate=3e-5, seed=2, epochs=1),
         ),
     ],
-    ids=["mnist", "series", "text"],
+    ids=["mnist", "series", "whole series", "text"],
 )
 def test_the_command_of_a_card_makes_the_same_run(config, tmp_path, monkeypatch):
     from vssm.cli import main

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
-from vssm.config import ModelConfig, RunConfig
+from vssm.config import PRESETS, ModelConfig, RunConfig
 
 __all__ = ["FILES", "model_card", "pull", "push"]
 
@@ -260,7 +260,7 @@ def _command(run: RunConfig) -> str:
     """Returns the command that trains this run: what is not the default, and a few options that say most."""
     run = RunConfig.from_dict(_without_folders(run.to_dict()))
     words = ["vssm", "train", run.data.name]
-    default = RunConfig()
+    default = PRESETS["series"] if run.data.name == "series" else RunConfig()  # as the command starts from
     others = {name: getattr(default.data, name) for name in _SOURCES if name != run.data.name}
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, **others))  # not read for this data
     for part in ("data", "model", "train"):
