@@ -10,7 +10,7 @@ their halves, and rows with another mark are split again, there and then, by the
 
 A replay does so beside its other work, a bit at a time, and beside large products, since what else there is
 waits for memory itself: the weight that is read first is looked at when it is asked for, since a graph that
-starts with two branches starts late; others while a product before them runs, two at a time. In a Mamba block
+begins with two branches was slower; others while a product before them runs, two at a time. In a Mamba block
 these are the weight that ends it and the one that begins the next.
 
 Halves are as many bytes as the weights, and go with the last recording that reads them.
