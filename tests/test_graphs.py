@@ -296,10 +296,53 @@ def test_what_looks_like_a_known_request_is_checked(device):
     with pytest.raises(ValueError, match=r"^seed is bool"):
         generate(model, num=1, length=1, seed=True)
     temperature = torch.tensor(1.0)
-    for value in (1.0, 0.01, 1.0, 0.01):
+    for value in 3 * (1.0, 0.01):
         temperature.fill_(value)
         made = generate(model, num=2, length=5, temperature=temperature, seed=3)
         same_results(made, generate(model, num=2, length=5, temperature=value, seed=3, graphs=False))
+
+
+def _add(model):
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.01)
+
+
+def _move(model):
+    for weight in model.parameters():
+        weight.data = weight.data + 0.01
+
+
+def _replace(model):
+    weight = model.decoder.out.weight
+    model.decoder.out.weight = torch.nn.Parameter(weight.detach() + 0.01)
+
+
+@pytest.mark.parametrize("change", [_add, _move, _replace])
+def test_the_same_request_sees_other_weights(change, device, replays):
+    model = small_model("vssm").to(device)
+    for _ in range(2):
+        for _ in range(5):
+            made = generate(model, num=2, length=LENGTH, seed=4)
+        same_results(made, generate(model, num=2, length=LENGTH, seed=4, graphs=False))
+        assert replays["replayed"]
+        replays["replayed"] = 0
+        change(model)
+
+
+def test_the_same_request_elsewhere(device, replays):
+    """In other modes a recording is not what the plain path would do."""
+    model = small_model("vssm").to(device)
+    for _ in range(5):
+        generate(model, num=2, length=LENGTH, seed=4)
+    replays["replayed"] = 0
+    with torch.autocast(device.type, torch.bfloat16):
+        generate(model, num=2, length=LENGTH, seed=4)
+    with torch.inference_mode():
+        assert generate(model, num=2, length=LENGTH, seed=4).x.is_inference()
+    assert not replays["replayed"]
+    assert not generate(model, num=2, length=LENGTH, seed=4).x.is_inference()
+    assert replays["replayed"] == 1
 
 
 @pytest.mark.parametrize("changed", [False, True])

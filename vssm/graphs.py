@@ -25,7 +25,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,9 +37,9 @@ from vssm.ops.linear_weights import Renewal, SplitWeights
 from vssm.ops.streams import MAIN
 from vssm.trees import Gathered, copy, join, leaves_of, row_of, zero
 from vssm.watch import Told, Watch
-from vssm.weights import places_of, weights_of
+from vssm.weights import Places, places_of, unmoved, weights_of
 
-__all__ = ["Decoder", "Loop", "OneShot", "Recorder", "again", "attempt", "usable"]
+__all__ = ["Decoder", "Loop", "OneShot", "Recorder", "again", "attempt", "same", "usable"]
 
 DEVICES = ("cuda",)  # tests add "cpu", where a recording runs its function again
 PROGRAMS = 8  # kept for a model
@@ -297,15 +297,27 @@ class Decoder(Loop):
         return made, State({**after.children, "stack": State(blocks, end)}, end)
 
 
+class _Last(NamedTuple):
+    """The program of the last call, and what it was asked: to find it again takes no key."""
+
+    question: tuple
+    types: list[type]
+    settings: tuple
+    device: torch.device
+    key: Hashable
+    program: Callable[..., Any]
+
+
 class _Kept:
     """What is kept for one model."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.weights: list[Hashable] = []
-        self.places: list[int] = []
+        self.places = Places([], [], [])
         self.asked: OrderedDict[Hashable, bool] = OrderedDict()  # keys so far, and whether to record them
         self.programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()  # the last was used last
+        self.last: _Last | None = None
         self.recorder: Recorder | None = None
         self.stream: torch.cuda.Stream | None = None
         self.handle: tuple[int, int] | None = None  # device and address of the stream
@@ -328,8 +340,31 @@ class _Kept:
         self.programs[key] = make(self.recorder)
         while len(self.programs) > PROGRAMS:
             self.wait()
-            self.programs.popitem(last=False)
+            self.forget(next(iter(self.programs)))
         return self.programs[key]
+
+    def replay(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        key: Hashable,
+        program: Callable[..., Any],
+        *inputs: object,
+    ) -> Any:  # noqa: ANN401
+        """Returns what a program makes, or None if weights have moved or changed."""
+        if not unmoved(self.places):
+            return None
+        try:
+            self.follow(device)
+            made = program(model, *inputs)
+        except RuntimeError:  # happens again in `attempt`, which says so
+            return None
+        self.programs.move_to_end(key)
+        return made if weights_of(model, self.places) == self.weights else None
+
+    def forget(self, key: Hashable) -> None:
+        self.last = None
+        self.programs.pop(key, None)
 
     def follow(self, device: torch.device) -> None:
         """Lets this thread's stream wait for the last replay: they all use the same memory."""
@@ -351,6 +386,7 @@ class _Kept:
         self.wait()
         self.asked.clear()
         self.programs.clear()
+        self.last = None
 
 
 _kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
@@ -386,21 +422,31 @@ def attempt(
     with kept.lock:
         if weights != kept.weights:
             kept.clear()
-            kept.weights, kept.places = weights, places_of(model).addresses
+            kept.weights, kept.places = weights, places_of(model)
         try:
             kept.follow(device)
             program = kept.find(key, at_once, device, make)
             return None if program is None else program(model, *inputs)
         except RuntimeError as error:  # of CUDA, also when it is out of memory
-            kept.programs.pop(key, None)
+            kept.forget(key)
             kept.asked[key] = False
             why = str(error).partition("\n")[0]
             warnings.warn(f"generating without a CUDA graph, which could not be made: {why}", stacklevel=3)
             return None
 
 
-def again(model: nn.Module, device: torch.device, key: Hashable, *inputs: object) -> Any:  # noqa: ANN401
-    """Returns what a program makes that is there already, or None if `attempt` is to find out."""
+def again(
+    model: nn.Module, device: torch.device, key: Hashable, *inputs: object, question: tuple | None = None
+) -> Any:  # noqa: ANN401
+    """Returns what a program makes that is there already, or None if `attempt` is to find out.
+
+    Arguments:
+        model: The model.
+        device: Where it is.
+        key: All that is fixed in the program beside the model.
+        inputs: What the program is called with, after the model.
+        question: What `same` finds the program by when it is asked next, with other inputs.
+    """
     kept, key = _kept.get(model), _whole(key, device)
     if kept is None:
         return None
@@ -408,21 +454,40 @@ def again(model: nn.Module, device: torch.device, key: Hashable, *inputs: object
         program = kept.programs.get(key)
         if program is None:
             return None
-        places = places_of(model)
-        if places.addresses != kept.places:
+        made = kept.replay(model, device, key, program, *inputs)
+        if made is not None and question is not None:
+            kept.last = _Last(question, list(map(type, question)), _settings(), device, key, program)
+        return made
+
+
+def same(model: nn.Module, question: tuple, *inputs: object) -> Any:  # noqa: ANN401
+    """Does what `again` did at the last call of a model, if that had this question; None if not.
+
+    Only what can change between two calls is looked at, since the device waits for it.
+    """
+    kept = _kept.get(model)
+    if kept is None:
+        return None
+    with kept.lock:
+        last = kept.last
+        if (
+            last is None
+            or last.types != list(map(type, question))  # first: to compare tensors would fail
+            or last.question != question
+            or last.settings != _settings()
+            or not usable(last.device)
+        ):
             return None
-        try:
-            kept.follow(device)
-            made = program(model, *inputs)
-        except RuntimeError:  # happens again in `attempt`, which says so
-            return None
-        kept.programs.move_to_end(key)
-        return made if weights_of(model, places) == kept.weights else None
+        return kept.replay(model, last.device, last.key, last.program, *inputs)
 
 
 def _whole(key: Hashable, device: torch.device) -> Hashable:
     """Adds to a key what is fixed in every recording."""
-    return key, device, _precision("cuda", "matmul"), torch.is_inference_mode_enabled()
+    return key, device, _settings()
+
+
+def _settings() -> tuple:
+    return _precision("cuda", "matmul"), torch.is_inference_mode_enabled()
 
 
 def _gathered(

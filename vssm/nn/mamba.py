@@ -11,7 +11,7 @@ The state keeps `conv`, the last d_conv - 1 inputs of the convolution (B, d_conv
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -60,17 +60,17 @@ class MambaMixer(nn.Module):
         state: State | None = None,
         norm: nn.Module | None = None,
         add: Tensor | None = None,
-        A: Tensor | None = None,
+        A: Callable[[], Tensor] | None = None,
         last: bool = True,
         then: tuple[nn.Module, int] | None = None,
     ) -> tuple[Tensor | Ready, State]:
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step.
 
-        `norm` is applied before, and `add`, (B, T, width), is added: kernels can do both on the way. `A` is
-        -exp(A_log) where it is known, (inner, N). With `last=False` the state that is returned holds nothing
-        but its position, and a state of fewer rows, B / S, may be given: each is where S neighbouring rows of
-        x start. Where it is known which norm and how many columns the product has that is `then` to read the
-        result, that may come ready for it.
+        `norm` is applied before, and `add`, (B, T, width), is added: kernels can do both on the way. `A`
+        returns -exp(A_log), (inner, N), where that is known. With `last=False` the state that is returned
+        holds nothing but its position, and a state of fewer rows, B / S, may be given: each is where S
+        neighbouring rows of x start. Where it is known which norm and how many columns the product has that
+        is `then` to read the result, that may come ready for it.
         """
         given = x.x if isinstance(x, Ready) else x
         taps = self.conv1d.weight.squeeze(1)
@@ -84,9 +84,9 @@ class MambaMixer(nn.Module):
         else:
             u, z, conv = linear_conv_silu(x, self.in_proj.weight, *convolution, norm, last=last)
         dt, B, C = self.x_proj(u).split([self.rank, self.states, self.states], -1)
-        A = -torch.exp(self.A_log.float()) if A is None else A
         dt = linear(dt, self.dt_proj.weight)
-        inputs = (u, dt, A, B, C, self.D, z, self.dt_proj.bias, True, before[1])
+        decay = -torch.exp(self.A_log.float()) if A is None else A()
+        inputs = (u, dt, decay, B, C, self.D, z, self.dt_proj.bias, True, before[1])
         after = State({}, given.shape[1] + (0 if state is None else state.position))
         if last:
             y, h = selective_scan(*inputs)
@@ -111,7 +111,7 @@ class MambaBlock(nn.Module):
         self,
         x: Tensor | Ready,
         state: State | None = None,
-        A: Tensor | None = None,
+        A: Callable[[], Tensor] | None = None,
         last: bool = True,
         then: tuple[nn.Module, int] | None = None,
     ) -> tuple[Tensor | Ready, State]:

@@ -8,6 +8,8 @@ own one `blank`, a learned input: the start of a sequence or the paper's empty t
 """
 
 import math
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from vssm.nn.state import State
 from vssm.ops.embed import embed_sum
 from vssm.ops.linear import Linear
 from vssm.ops.norm import RMSNorm
+from vssm.ops.streams import Beside
 
 __all__ = ["BLOCKS", "LatentEmbedding", "Stack"]
 
@@ -86,16 +89,23 @@ class Stack(nn.Module):
             e = e + sinusoids(position, length, e.shape[2], e.device, e.dtype)
         children: dict[str, Tensor | State] = {}
         fused = e.is_cuda and not torch.is_grad_enabled()
-        # Few steps on a GPU wait for launches: one for all blocks is less than two for each.
-        known = decays(self.blocks) if fused else []
+        # Few steps on a GPU wait for launches: one for all blocks is less than two for each. Many have a long
+        # first product, which does not need it.
+        many = fused and length > 1 and not torch.compiler.is_compiling()
+        making = Beside(e.device, "decays") if many else None
+        with nullcontext() if making is None else making.stream:
+            known = decays(self.blocks) if fused else []
         known = known if len(known) == len(self.blocks) else []  # some may be wrapped in other modules
         for i, block in enumerate(self.blocks):
             before = None if state is None else state.child(str(i))
             if isinstance(block, MambaBlock):
                 then = self._after(i) if fused else None
-                e, children[str(i)] = block(e, before, known[i] if known else None, last, then)
+                A = partial(_joined, making, known[i]) if known else None
+                e, children[str(i)] = block(e, before, A, last, then)
             else:
                 e, children[str(i)] = block(e, before)
+        if making is not None:  # also where no block has asked for it
+            making.join()
         return self.out(e, norm=self.norm), State(children, position + length)
 
     def _after(self, i: int) -> tuple[nn.Module, int] | None:
@@ -116,6 +126,12 @@ class Stack(nn.Module):
         """Returns the learned blank input, embedded, (B, length, width)."""
         assert self.blank is not None
         return self.blank.expand(batch, length, -1)
+
+
+def _joined(making: Beside | None, made: Tensor) -> Tensor:
+    if making is not None:
+        making.join()
+    return made
 
 
 def sinusoids(position: int, length: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:

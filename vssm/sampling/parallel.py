@@ -228,16 +228,18 @@ def _replayed(
     return None if made is None else taken(made, source)
 
 
-def repeat_variational(model: Variational, num: int, seed: int, options: Options) -> State | None:
-    """Does what `_replayed` does from nothing with one seed, in less time; None if that is to find out."""
+def repeat_variational(
+    model: Variational, options: Options, question: tuple, inputs: State, numbers: dict[str, int], end: int
+) -> State | None:
+    """Does what `_replayed` does from nothing with one seed, in less time; None if that is to find out.
+
+    `question` is by what `graphs.same` then finds it, in still less; its second part is the number of rows.
+    """
     empty = _empty_runs.get(model, {}).get(min(options.chunk, options.length))
     if empty is None or not graphs.usable(device := empty.q_z.raw.device):
         return None
-    key = _key((options, num, _NOTHING), empty)
-    return graphs.again(model, device, key, State({}), {"seed": seed}, options.length)
-
-
-_NOTHING = describe(State({}))
+    key = _key((options, question[1], describe(inputs)), empty)
+    return graphs.again(model, device, key, inputs, numbers, end, question=question)
 
 
 def _key(fixed: Hashable, empty: _Empty | None) -> Hashable:
