@@ -13,9 +13,10 @@ what comes before the replay, so that is little: numbers are filled in, and all 
 `attempt` keeps the programs of a model, under keys that hold all that is fixed in them (sizes, positions,
 options). It answers None when the plain path is to run: at the first call of a key, since most keys are
 asked for only once, and where recording failed. Weights are read where they are, so a program sees them
-change; it is dropped when they move or when their version shows that they were trained. `again` starts a
-program first, if no weight has moved, and looks for other changes while the device works; what a recording
-takes for granted beside the weights, a `Watch` looks at on the device. All programs of a model share one pool
+change; it is dropped when they move or when their version shows that they were trained. `again` and `same`
+start a program first, and look for such changes while the device works: memory that it reads is held until
+then, or until the model is moved. What a recording takes for granted beside the weights, a `Watch` looks at
+on the device. All programs of a model share one pool
 of memory: they run one after the other, and leave nothing there between calls. Beside it they share halves of
 weights (`vssm.ops.linear_weights`), which every replay compares with the weights.
 """
@@ -24,6 +25,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -31,13 +33,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from vssm.nn import State
+from vssm.nn import Moving, State
 from vssm.ops import choose_backend
 from vssm.ops.linear_weights import Renewal, SplitWeights
-from vssm.ops.streams import MAIN
+from vssm.ops.streams import MAIN, Beside
 from vssm.trees import Gathered, copy, join, leaves_of, row_of, zero
 from vssm.watch import Told, Watch
-from vssm.weights import Places, places_of, unmoved, weights_of
+from vssm.weights import found_weights, weights_of
 
 __all__ = ["Decoder", "Loop", "OneShot", "Recorder", "again", "attempt", "same", "usable"]
 
@@ -79,12 +81,16 @@ class Recorder:
             self.stream, self.pool = torch.cuda.Stream(device, priority=MAIN), torch.cuda.graph_pool_handle()
 
     def record(
-        self, model: nn.Module, function: Callable[[nn.Module], _T], watch: Watch | Told | None = None
+        self,
+        model: nn.Module,
+        function: Callable[[nn.Module], _T],
+        watch: Watch | None = None,
+        told: Told | None = None,
     ) -> "Recording[_T]":
         """Records a function that reads static tensors; it runs once before, which compiles its kernels.
 
-        The function must not hold the model: the programs of a model would keep it alive. What is watched is
-        looked at before.
+        The function must not hold the model: the programs of a model would keep it alive. What is told and
+        what is watched comes before it.
         """
         if self.device.type != "cuda":
             return Recording(function(model), None, function, watch)
@@ -94,6 +100,8 @@ class Recorder:
             self.stream.wait_stream(current)
             with torch.cuda.stream(self.stream):
                 with self.weights.note() as noted:
+                    if told is not None:
+                        told.tell()
                     if watch is not None:
                         watch.look(model)
                     function(model)
@@ -105,10 +113,17 @@ class Recorder:
             )
             try:
                 with capture:
+                    begun = told is not None  # a graph that begins with two branches begins later
+                    if told is not None:
+                        told.tell()
+                    looking = Beside(self.device, "watch") if begun else None
                     if watch is not None:  # first, since the host waits for it
-                        watch.look(model)
-                    with self.weights.renewed(renewals):
+                        with nullcontext() if looking is None else looking.stream:
+                            watch.look(model)
+                    with self.weights.renewed(renewals, early=begun):
                         outputs = function(model)
+                    if looking is not None:
+                        looking.join()
             finally:
                 torch.cuda.set_stream(current)  # a capture that fails leaves its own stream behind
         return Recording(outputs, graph, weights=renewals)
@@ -122,7 +137,7 @@ class Recording(Generic[_T]):
         outputs: _T,
         graph: "torch.cuda.CUDAGraph | None",
         function: Callable[[nn.Module], _T] | None = None,
-        watch: Watch | Told | None = None,
+        watch: Watch | None = None,
         weights: Sequence[Renewal] = (),
     ) -> None:
         self.outputs, self._graph, self._function, self._watch = outputs, graph, function, watch
@@ -170,10 +185,10 @@ class OneShot:
         shared = {tensor.data_ptr() for tensor in _tensors(constants)}
         told = None
         if watch is not None and choose_backend("auto", recorder.device, torch.float32) == "triton":
-            told = Told(watch, numbers, self.fixed)
+            told = Told(numbers, self.fixed)
         self._told = {} if told is None else told.values
         run = partial(_gathered, function, everything, shared)
-        self.recording = recorder.record(model, run, told or watch)
+        self.recording = recorder.record(model, run, watch, told)
 
     def __call__(
         self, model: nn.Module, inputs: State, numbers: Mapping[str, int], position: int
@@ -314,7 +329,7 @@ class _Kept:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.weights: list[Hashable] = []
-        self.places = Places([], [], [])
+        self.held: list[Tensor] = []  # what the programs read stays there, whatever becomes of the model
         self.asked: OrderedDict[Hashable, bool] = OrderedDict()  # keys so far, and whether to record them
         self.programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()  # the last was used last
         self.last: _Last | None = None
@@ -351,8 +366,8 @@ class _Kept:
         program: Callable[..., Any],
         *inputs: object,
     ) -> Any:  # noqa: ANN401
-        """Returns what a program makes, or None if weights have moved or changed."""
-        if not unmoved(self.places):
+        """Returns what a program makes, or None if weights have moved or changed, which is seen after it."""
+        if not self.held[0].data_ptr():  # memory that was freed under all who hold it (FSDP)
             return None
         try:
             self.follow(device)
@@ -360,7 +375,7 @@ class _Kept:
         except RuntimeError:  # happens again in `attempt`, which says so
             return None
         self.programs.move_to_end(key)
-        return made if weights_of(model, self.places) == self.weights else None
+        return made if weights_of(model) == self.weights else None
 
     def forget(self, key: Hashable) -> None:
         self.last = None
@@ -386,10 +401,22 @@ class _Kept:
         self.wait()
         self.asked.clear()
         self.programs.clear()
-        self.last = None
+        self.last, self.weights, self.held = None, [], []
 
 
 _kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+
+
+def _release(model: nn.Module) -> None:
+    """Gives back what is kept for a model."""
+    with _finding:
+        kept = _kept.pop(model, None)
+    if kept is not None:
+        with kept.lock:
+            kept.clear()
+
+
+Moving.listeners.append(_release)
 
 
 def attempt(
@@ -422,7 +449,7 @@ def attempt(
     with kept.lock:
         if weights != kept.weights:
             kept.clear()
-            kept.weights, kept.places = weights, places_of(model)
+            kept.weights, kept.held = weights, [weight.detach() for weight in found_weights(model)]
         try:
             kept.follow(device)
             program = kept.find(key, at_once, device, make)

@@ -64,19 +64,17 @@ class Watch:
 class Told:
     """Numbers that a recording reads from memory of the host, which takes less time than to fill tensors.
 
-    It reads them before what is watched: whoever has seen that may change them.
+    It is told before what is watched: whoever has seen that may change them.
     """
 
-    def __init__(self, watch: Watch, numbers: Iterable[str], fixed: State) -> None:
-        self._watch = watch
+    def __init__(self, numbers: Iterable[str], fixed: State) -> None:
         with torch.inference_mode(False):  # as in `Watch`
             host = {name: torch.zeros((), dtype=torch.int64, pin_memory=True) for name in numbers}
         self._pairs = [(number, fixed[name]) for name, number in host.items()]
         self.values = {name: number.numpy() for name, number in host.items()}
 
-    def look(self, model: nn.Module) -> None:
+    def tell(self) -> None:
         from vssm.ops.tell_triton import tell
 
         for number, target in self._pairs:
             tell(number, target)
-        self._watch.look(model)

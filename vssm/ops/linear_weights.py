@@ -9,9 +9,9 @@ their halves, and rows with another mark are split again, there and then, by the
 (`vssm.ops.linear_weights_triton`). The host has no part in it.
 
 A replay does so beside its other work, a bit at a time, and beside large products, since what else there is
-waits for memory itself: the weight that is read first is looked at when it is asked for, since a graph that
-begins with two branches was slower; others while a product before them runs, two at a time. In a Mamba block
-these are the weight that ends it and the one that begins the next.
+waits for memory itself: the weight that is read first is looked at beside the draws, which are short, or when
+it is asked for, where a graph would begin with two branches; others while a product before them runs, two at
+a time. In a Mamba block these are the weight that ends it and the one that begins the next.
 
 Halves are as many bytes as the weights, and go with the last recording that reads them.
 """
@@ -113,8 +113,11 @@ class SplitWeights:
 
     @staticmethod
     @contextmanager
-    def renewed(renewals: Sequence[Renewal]) -> Iterator[None]:
-        """Splits what has changed, for a function to read that is captured with it."""
+    def renewed(renewals: Sequence[Renewal], early: bool = False) -> Iterator[None]:
+        """Splits what has changed, for a function to read that is captured with it.
+
+        The weight that is read first is looked at when it is asked for, or `early`, beside what comes before.
+        """
         places = {id(kept.weight): (i, kept) for i, some in enumerate(renewals) for kept in some.kept}
         started: dict[int, Beside] = {}
 
@@ -134,6 +137,8 @@ class SplitWeights:
                 start(group + 1)
             return kept.halves
 
+        if early:
+            start(0)
         try:
             with _finding(find):
                 yield
