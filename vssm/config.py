@@ -320,7 +320,9 @@ class TrainConfig:
             if not isinstance(getattr(self, name), bool):  # not NumPy's, which JSON does not know
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; allowed: True, False")
         if self.optimizer == "muon" and self.fsdp:
-            raise ValueError("optimizer='muon' needs whole matrices; allowed: 'adamw', or fsdp=False")
+            raise ValueError(
+                "optimizer='muon' needs whole matrices, fsdp=True shards them; allowed: 'adamw', or fsdp=False"
+            )
 
 
 def check_number(

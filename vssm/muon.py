@@ -88,16 +88,15 @@ class Muon(torch.optim.Optimizer):
         moments = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         gradients = torch.stack([parameter.grad for parameter in parameters])  # type: ignore[misc]
         if self.found_inf is not None:
-            # Where the gradient is the momentum, the momentum stays to the last bit, and all is finite.
+            # With the momentum as its gradient, the momentum stays as it is to the last bit; all is finite.
             bad = self.found_inf != 0
             gradients = torch.where(bad, torch.stack(moments), gradients)
             lr = torch.where(bad, 0.0, lr)
         torch._foreach_lerp_(moments, gradients.unbind(), 1 - momentum)
         ahead = gradients.lerp(torch.stack(moments), momentum)
         scale = 0.2 * math.sqrt(max(parameters[0].shape))
-        moves = ahead.copy_(orthogonalize(ahead)).mul_(
-            -scale * lr
-        )  # in rows, as the weights: foreach is quicker
+        # Into `ahead`, which lies in memory as the weights do: foreach has one kernel for such alone.
+        moves = ahead.copy_(orthogonalize(ahead)).mul_(-scale * lr)
         torch._foreach_mul_(parameters, 1 - weight_decay * lr)
         torch._foreach_add_(parameters, moves.unbind())
 
