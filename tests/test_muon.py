@@ -14,7 +14,7 @@ from vssm.distributed import World
 from vssm.learner import Learner
 from vssm.muon import Muon, orthogonalize
 from vssm.objectives import Terms, objective
-from vssm.optimize import block_matrices, parameter_groups
+from vssm.optimize import block_matrices, learning_rate, parameter_groups
 from vssm.runs import _checksum
 
 SHAPES = [(12, 40), (40, 12), (16, 16), (9, 32), (32, 1)]  # wide, tall, square, as x_proj, as dt_proj
@@ -171,6 +171,15 @@ def test_matrices_of_blocks_go_to_muon_and_all_else_to_adamw(kind):
     assert {group["weight_decay"] for group in muon.param_groups} == {0.01}
     (only,) = Learner(model, TrainConfig(), World(torch.device("cpu"))).optimizers
     assert sum(len(group["params"]) for group in only.param_groups) == len(names)
+
+
+def test_both_have_the_rate_of_the_step():
+    options = TrainConfig(optimizer="muon", warmup=0.5)
+    learner = Learner(small_model("rnn"), options, World(torch.device("cpu")))
+    for now in (1, 7):
+        learner.begin(now, 10)
+        rates = [group["lr"] for optimizer in learner.optimizers for group in optimizer.param_groups]
+        assert rates == [learning_rate(options, now, 10)] * 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -321,7 +321,7 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; allowed: True, False")
         if self.optimizer == "muon" and self.fsdp:
             raise ValueError(
-                "optimizer='muon' needs whole matrices, fsdp=True shards them; allowed: 'adamw', or fsdp=False"
+                "optimizer='muon' needs whole matrices, not fsdp=True; allowed: 'adamw', or fsdp=False"
             )
 
 
