@@ -227,10 +227,19 @@ def test_card_of_a_run(tmp_path):
         "MIT",
     ):
         assert line in body.splitlines()
+    assert "| training | AdamW, epochs: 7, batch: 256, learning rate: 0.0005," in body
     assert "vssm train mnist --binarize --model.kind vssm" in body
     assert "--train.epochs 7" in body
     assert "--train.learning-rate 0.0005" in body
     assert "someone" not in body
+
+
+def test_card_names_the_optimizer(tmp_path):
+    config = RunConfig(train=TrainConfig(optimizer="muon"))
+    save_run(tmp_path, config, name="digits", length=8, features=3)
+    body = model_card(tmp_path)
+    assert "| training | Muon and AdamW, epochs: 20," in body
+    assert "--train.optimizer muon" in body
 
 
 def test_card_of_a_model_that_was_saved_alone(tmp_path):

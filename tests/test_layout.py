@@ -52,6 +52,7 @@ ORDER = (
     "report",
     "interrupts",
     "progress",
+    "muon",
     "optimize",
     "learner",
     "runs",

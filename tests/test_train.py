@@ -150,8 +150,9 @@ def test_bfloat16_on_a_cpu_follows_float32(kind, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_never_wait_for_the_device(kind, tmp_path, monkeypatch):
+def test_steps_never_wait_for_the_device(kind, optimizer, tmp_path, monkeypatch):
     take = _Training._take_step
 
     def strict(training):
@@ -164,7 +165,8 @@ def test_steps_never_wait_for_the_device(kind, tmp_path, monkeypatch):
             torch.cuda.set_sync_debug_mode("default")
 
     monkeypatch.setattr(_Training, "_take_step", strict)
-    lines = log(run(tiny(kind, ema=0.9, device="cuda"), tmp_path / "run"), "train")
+    config = tiny(kind, ema=0.9, device="cuda", optimizer=optimizer)
+    lines = log(run(config, tmp_path / "run"), "train")
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 

@@ -28,6 +28,7 @@ from tests.training import run, tiny
 folder = Path(sys.argv[1])
 dist.init_process_group("gloo")  # one group for all: torchrun takes seconds to start
 run(tiny("tvae"), folder / "ddp", resume=True)
+run(tiny("ssm", optimizer="muon"), folder / "muon", resume=True)
 run(tiny("tvae", fsdp=True), folder / "fsdp", resume=True)
 run(tiny("vrnn", ema=0.8, num_valid=3, fsdp=True), folder / "resumed", resume=True)
 for rank in range(2):
@@ -74,6 +75,7 @@ def together(tmp_path_factory):
     ("name", "config"),
     [
         ("ddp", tiny("tvae")),
+        ("muon", tiny("ssm", optimizer="muon")),
         ("fsdp", tiny("tvae")),
         ("resumed", tiny("vrnn", ema=0.8, num_valid=3)),  # three rows for two processes: one is filled up
     ],

@@ -247,8 +247,10 @@ class TrainConfig:
     """Passes over the training set."""
     batch: int = 256
     """Sequences in a step, over all processes together."""
+    optimizer: str = "adamw"
+    """What moves the weights: "adamw", or "muon" for the matrices of the blocks and AdamW for the rest."""
     learning_rate: float = 1e-3
-    """Highest learning rate of AdamW, reached after the warm-up; a cosine takes it to 0."""
+    """Highest learning rate, reached after the warm-up; a cosine takes it to 0."""
     weight_decay: float = 0.01
     """Decay of matrices; vectors, A_log and the learned blank input have none."""
     beta2: float = 0.999
@@ -298,6 +300,7 @@ class TrainConfig:
         check_choice("precision", self.precision, ("auto", "float32", "bfloat16"))
         check_choice("estimator", self.estimator, ESTIMATORS)
         check_choice("select", self.select, ("loss", "bound"))
+        check_choice("optimizer", self.optimizer, ("adamw", "muon"))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ValueError(f"device={self.device!r} is unknown; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'")
         for name in ("epochs", "batch", "log_every"):
@@ -316,6 +319,10 @@ class TrainConfig:
         for name in ("graph", "compile", "fsdp", "tensorboard"):
             if not isinstance(getattr(self, name), bool):  # not NumPy's, which JSON does not know
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; allowed: True, False")
+        if self.optimizer == "muon" and self.fsdp:
+            raise ValueError(
+                "optimizer='muon' needs whole matrices, not fsdp=True; allowed: 'adamw', or fsdp=False"
+            )
 
 
 def check_number(

@@ -225,7 +225,8 @@ def _train_facts(run: RunConfig) -> list[tuple[str, str]]:
     options = run.train
     length = f"epochs: {options.epochs}" if options.max_steps is None else f"steps: {options.max_steps}"
     rest = f"batch: {options.batch}, learning rate: {options.learning_rate:g}, seed: {options.seed}"
-    return [("training", f"AdamW, {length}, {rest}; the weights that were best on validation")]
+    name = {"adamw": "AdamW", "muon": "Muon and AdamW"}[options.optimizer]
+    return [("training", f"{name}, {length}, {rest}; the weights that were best on validation")]
 
 
 def _metrics(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""What a step of training changes: the weights, the state of AdamW, and the moving average of the weights.
+"""What a step of training changes: the weights, the state of optimisers, the moving average of the weights.
 
     ema <- ema + (1 - min(decay, s / (s + 9))) (weights - ema)
 
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from vssm.config import TrainConfig
 from vssm.distributed import World
-from vssm.optimize import learning_rate, parameter_groups
+from vssm.muon import Muon
+from vssm.optimize import block_matrices, learning_rate, parameter_groups
 
 __all__ = ["Learner"]
 
 
 class Learner:
-    """Holds the weights of a model, what an optimiser knows of them, and their average.
+    """Holds the weights of a model, what one or two optimisers know of them, and their average.
 
     Arguments:
         model: The model, already spread over the processes.
@@ -35,14 +36,19 @@ class Learner:
         self._cuda = world.device.type == "cuda"
         # On a CUDA device numbers that change from step to step lie there, for recordings to read.
         self._rate, self._pace = (torch.zeros((), device=world.device) for _ in range(2))
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(model),
-            self._rate if self._cuda else options.learning_rate,
+        rate, decay = self._rate if self._cuda else options.learning_rate, options.weight_decay
+        matrices = block_matrices(model) if options.optimizer == "muon" else {}
+        self.adamw = torch.optim.AdamW(
+            parameter_groups(model, but=matrices),
+            rate,
             betas=(0.9, options.beta2),
-            weight_decay=options.weight_decay,
+            weight_decay=decay,
             fused=True,
             capturable=self._cuda,
         )
+        self.optimizers: list[torch.optim.Optimizer] = [self.adamw]
+        if matrices:
+            self.optimizers.append(Muon(matrices.values(), rate, weight_decay=decay))
         self.parameters = dict(model.named_parameters())
         self.ema = {n: p.detach().clone() for n, p in self.parameters.items()} if options.ema else {}
 
@@ -52,13 +58,14 @@ class Learner:
         if self._cuda:
             self._rate.fill_(rate)
         else:
-            for group in self.optimizer.param_groups:
+            for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
                 group["lr"] = rate
         self._pace.fill_(1 - min(self.options.ema, step / (step + 9)))
 
     def differentiate(self, loss: Tensor, values: float) -> Tensor:
         """Returns the norm of the gradient of a loss of so many values, per value, and clips the gradient."""
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), (self.options.clip or math.inf) * values)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]
@@ -66,9 +73,11 @@ class Learner:
 
     def update(self, good: Tensor) -> None:
         """Moves the weights, if the step is good, and their average."""
-        # As torch's GradScaler does it: the fused kernel then changes nothing, and nobody waits to know.
-        self.optimizer.found_inf = (~good).float()  # type: ignore[attr-defined]
-        self.optimizer.step()
+        # As torch's GradScaler does it: optimisers then change nothing, and nobody waits to know.
+        bad = (~good).float()
+        for optimizer in self.optimizers:
+            optimizer.found_inf = bad  # type: ignore[attr-defined]
+            optimizer.step()
         if self.ema:
             with torch.no_grad():
                 gaps = torch._foreach_sub(list(self.parameters.values()), list(self.ema.values()))
@@ -88,12 +97,7 @@ class Learner:
 
     def parts(self) -> dict[str, dict[str, Tensor]]:
         """Returns all of it by the names of the files of a checkpoint; every process must call this."""
-        optimizer = {
-            f"{name}.{key}": value
-            for name, parameter in self.parameters.items()
-            for key, value in self.optimizer.state[parameter].items()
-        }
-        parts = {"weights": self.parameters, "optimizer": optimizer}
+        parts = {"weights": self.parameters, "optimizer": self._state()}
         if self.ema:
             parts["ema"] = self.ema
         return {part: self.world.whole(tensors) for part, tensors in parts.items()}
@@ -101,12 +105,12 @@ class Learner:
     def restore(self, parts: dict[str, dict[str, Tensor]], source: str) -> None:
         """Takes up what `parts` returned, which the first process has read from `source`."""
         world = self.world
-        targets = {"weights": self.parameters, "optimizer": {}, "ema": self.ema}
-        for name, parameter in self.parameters.items():
-            state = self.optimizer.state[parameter]
+        # AdamW makes its state at the first step; Muon has had its own from the start.
+        for parameter in (parameter for group in self.adamw.param_groups for parameter in group["params"]):
+            state = self.adamw.state[parameter]
             state["step"] = torch.zeros((), device=world.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-            targets["optimizer"] |= {f"{name}.{key}": value for key, value in state.items()}
+        targets = {"weights": self.parameters, "optimizer": self._state(), "ema": self.ema}
         for part, tensors in targets.items():
             for name, target in tensors.items():
                 saved = parts.get(part, {}).get(name)
@@ -115,3 +119,12 @@ class Learner:
                 if world.rank == 0 and (saved is None or saved.shape != target.shape):
                     raise ValueError(f"{source!r} has no {part} {name!r} of shape {tuple(target.shape)}")
                 world.fill(target, saved)
+
+    def _state(self) -> dict[str, Tensor]:
+        """Returns what the optimisers know, by the parameter that they know it of."""
+        states = {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self.parameters.items()
+            for key, value in states.get(parameter, {}).items()
+        }

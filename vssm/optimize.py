@@ -8,7 +8,7 @@ Legend: s steps done, S steps in all.
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from vssm.config import TrainConfig
 from vssm.objectives import Terms
 
-__all__ = ["Replayed", "Tally", "TrainingStopped", "learning_rate", "mix", "parameter_groups"]
+__all__ = [
+    "Replayed",
+    "Tally",
+    "TrainingStopped",
+    "block_matrices",
+    "learning_rate",
+    "mix",
+    "parameter_groups",
+]
 
 _STREAK = 10  # steps in a row that may not be finite
 
@@ -26,8 +34,27 @@ class TrainingStopped(ValueError):
     """Raised when a training can not go on; what it has saved is good."""
 
 
-def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+def block_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the matrices inside blocks by name, which Muon moves; not A_log, whose rows are vectors.
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> [*block_matrices(build(ModelConfig(kind="rnn", features=3, width=8, layers=1)))]
+        ['stack.blocks.0.gru.weight_ih_l0', 'stack.blocks.0.gru.weight_hh_l0']
+    """
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if ".blocks." in name and parameter.ndim == 2 and not name.endswith("A_log")
+    }
+
+
+def parameter_groups(model: nn.Module, but: Collection[str] = ()) -> list[dict[str, Any]]:
     """Splits parameters for AdamW: matrices decay; vectors (norms, biases, D, blank) and A_log do not.
+
+    Arguments:
+        model: The model.
+        but: Names of parameters that something else moves.
 
     Example:
         >>> from vssm import ModelConfig, build
@@ -37,6 +64,8 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     """
     decayed, kept = [], []
     for name, parameter in model.named_parameters():
+        if name in but:
+            continue
         (decayed if parameter.ndim > 1 and not name.endswith("A_log") else kept).append(parameter)
     return [{"params": decayed}, {"params": kept, "weight_decay": 0.0}]
 

@@ -51,7 +51,7 @@ def sweep(
     Arguments:
         base: The run; its kind, learning rate and seed are replaced.
         folder: Where the run folders and `sweep.json` go; every machine of a cluster must see it.
-        learning_rates: Highest learning rates of AdamW.
+        learning_rates: Highest learning rates.
         seeds: Seeds of the training; the data are the same in all runs.
         kinds: Kinds of models; that of `base` when not given.
         ray_address: A Ray cluster: "auto", "HOST:PORT" or "ray://HOST:PORT", or "local" for one that is
