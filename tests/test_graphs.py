@@ -921,18 +921,22 @@ def test_a_model_that_is_moved_gives_back_what_is_kept(device):
     model = small_model("vssm").to(device)
     for _ in range(4):
         generate(model, num=2, length=LENGTH)
-    kept = graphs._kept[model]
-    assert kept.programs and kept.held and kept.last
+    kept, remembered = graphs._kept[model], _empty_runs[model]
+    assert kept.programs and kept.held and kept.last and remembered
+    model.to(device).float()
+    assert kept.programs and kept.held and kept.last and remembered, "it was there already"
     model.to(torch.float64)
-    assert model not in graphs._kept and not (kept.programs or kept.held or kept.last)
+    assert not (kept.programs or kept.held or kept.last or remembered)
     made = [generate(model, num=2, length=LENGTH) for _ in range(4)]
     assert made[-1].x.dtype == torch.float64
     same_results(made[-1], generate(model, num=2, length=LENGTH, graphs=False))
 
 
-def test_weights_that_a_recording_reads_are_held(device):
+def test_weights_that_a_recording_reads_are_held(device, replays):
     """It is started before anybody knows that the model has others."""
     model = small_model("vssm").to(device)
+    generate(model, num=2, length=LENGTH)
+    assert not graphs._kept[model].held, "nothing is recorded yet"
     for _ in range(4):
         generate(model, num=2, length=LENGTH)
     held = {tensor.data_ptr() for tensor in graphs._kept[model].held}
@@ -940,4 +944,8 @@ def test_weights_that_a_recording_reads_are_held(device):
     for weight in model.parameters():
         weight.data = weight.data.clone()
     assert held == {tensor.data_ptr() for tensor in graphs._kept[model].held}
-    same_results(generate(model, num=2, length=LENGTH), generate(model, num=2, length=LENGTH, graphs=False))
+    replays["replayed"] = 0
+    made = generate(model, num=2, length=LENGTH)
+    assert replays["replayed"] == 1, "in vain, once"
+    assert not graphs._kept[model].held
+    same_results(made, generate(model, num=2, length=LENGTH, graphs=False))

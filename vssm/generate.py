@@ -103,7 +103,7 @@ def generate(
     constant = _CONSTANTS.issuperset(map(type, asked))
     options = (_checked if constant else _checked.__wrapped__)(*asked)
     if graphs and constant and repeat is not None and isinstance(model, Variational):
-        made = repeat_variational(model, options, *repeat)
+        made = repeat_variational(model, num or 1, options, *repeat)
         if made is not None:
             return _made(model, made)
     with torch.no_grad():

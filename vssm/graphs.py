@@ -14,9 +14,10 @@ what comes before the replay, so that is little: numbers are filled in, and all 
 options). It answers None when the plain path is to run: at the first call of a key, since most keys are
 asked for only once, and where recording failed. Weights are read where they are, so a program sees them
 change; it is dropped when they move or when their version shows that they were trained. `again` and `same`
-start a program first, and look for such changes while the device works: memory that it reads is held until
-then, or until the model is moved. What a recording takes for granted beside the weights, a `Watch` looks at
-on the device. All programs of a model share one pool
+start a program first, and look for such changes while the device works. So the memory of the weights is held
+until a change is seen, by the next call or when the model is moved; it must not be freed under those who hold
+it (`untyped_storage().resize_`). What a recording takes for granted beside the weights, a `Watch` looks at on
+the device. All programs of a model share one pool
 of memory: they run one after the other, and leave nothing there between calls. Beside it they share halves of
 weights (`vssm.ops.linear_weights`), which every replay compares with the weights.
 """
@@ -89,8 +90,8 @@ class Recorder:
     ) -> "Recording[_T]":
         """Records a function that reads static tensors; it runs once before, which compiles its kernels.
 
-        The function must not hold the model: the programs of a model would keep it alive. What is told and
-        what is watched comes before it.
+        The function must not hold the model: the programs of a model would keep it alive. What is told comes
+        before it, and what is watched then, before it or beside it.
         """
         if self.device.type != "cuda":
             return Recording(function(model), None, function, watch)
@@ -120,10 +121,12 @@ class Recorder:
                     if watch is not None:  # first, since the host waits for it
                         with nullcontext() if looking is None else looking.stream:
                             watch.look(model)
-                    with self.weights.renewed(renewals, early=begun):
-                        outputs = function(model)
-                    if looking is not None:
-                        looking.join()
+                    try:
+                        with self.weights.renewed(renewals, early=begun):
+                            outputs = function(model)
+                    finally:  # else the end of the capture would fail, and hide why
+                        if looking is not None:
+                            looking.join()
             finally:
                 torch.cuda.set_stream(current)  # a capture that fails leaves its own stream behind
         return Recording(outputs, graph, weights=renewals)
@@ -183,8 +186,12 @@ class OneShot:
         self.static, self.constants, self.watch = list(inputs.leaves()), constants, watch
         everything = State({**inputs.children, **self.fixed.children})
         shared = {tensor.data_ptr() for tensor in _tensors(constants)}
-        told = None
-        if watch is not None and choose_backend("auto", recorder.device, torch.float32) == "triton":
+        told, numbers = None, tuple(numbers)
+        if (
+            watch is not None
+            and numbers
+            and choose_backend("auto", recorder.device, torch.float32) == "triton"
+        ):
             told = Told(numbers, self.fixed)
         self._told = {} if told is None else told.values
         run = partial(_gathered, function, everything, shared)
@@ -329,7 +336,7 @@ class _Kept:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.weights: list[Hashable] = []
-        self.held: list[Tensor] = []  # what the programs read stays there, whatever becomes of the model
+        self.held: list[Tensor] = []  # what the programs read stays there, also when the model gets others
         self.asked: OrderedDict[Hashable, bool] = OrderedDict()  # keys so far, and whether to record them
         self.programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()  # the last was used last
         self.last: _Last | None = None
@@ -338,7 +345,12 @@ class _Kept:
         self.handle: tuple[int, int] | None = None  # device and address of the stream
 
     def find(
-        self, key: Hashable, at_once: bool, device: torch.device, make: Callable[[Recorder], Any]
+        self,
+        model: nn.Module,
+        key: Hashable,
+        at_once: bool,
+        device: torch.device,
+        make: Callable[[Recorder], Any],
     ) -> Any:  # noqa: ANN401
         """Returns the program of a key, made if that is due, or None."""
         if key in self.programs:
@@ -352,6 +364,7 @@ class _Kept:
             return None
         if self.recorder is None or not self.programs:  # a pool that was given back can not be used again
             self.recorder = Recorder(device)
+        self.held = self.held or [weight.detach() for weight in found_weights(model)]
         self.programs[key] = make(self.recorder)
         while len(self.programs) > PROGRAMS:
             self.wait()
@@ -367,19 +380,25 @@ class _Kept:
         *inputs: object,
     ) -> Any:  # noqa: ANN401
         """Returns what a program makes, or None if weights have moved or changed, which is seen after it."""
-        if not self.held[0].data_ptr():  # memory that was freed under all who hold it (FSDP)
-            return None
         try:
             self.follow(device)
             made = program(model, *inputs)
         except RuntimeError:  # happens again in `attempt`, which says so
             return None
+        except BaseException:  # a loop may have recorded more, of weights that nobody has looked at
+            self.clear()
+            raise
+        if weights_of(model) != self.weights:
+            self.clear()
+            return None
         self.programs.move_to_end(key)
-        return made if weights_of(model) == self.weights else None
+        self.last = None if made is None else self.last  # else it would be started in vain next time
+        return made
 
     def forget(self, key: Hashable) -> None:
         self.last = None
         self.programs.pop(key, None)
+        self.held = self.held if self.programs else []
 
     def follow(self, device: torch.device) -> None:
         """Lets this thread's stream wait for the last replay: they all use the same memory."""
@@ -408,12 +427,12 @@ _kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
 
 
 def _release(model: nn.Module) -> None:
-    """Gives back what is kept for a model."""
-    with _finding:
-        kept = _kept.pop(model, None)
+    """Gives back what is kept for a model, if it has moved."""
+    kept = _kept.get(model)
     if kept is not None:
         with kept.lock:
-            kept.clear()
+            if kept.weights and weights_of(model) != kept.weights:
+                kept.clear()
 
 
 Moving.listeners.append(_release)
@@ -449,10 +468,10 @@ def attempt(
     with kept.lock:
         if weights != kept.weights:
             kept.clear()
-            kept.weights, kept.held = weights, [weight.detach() for weight in found_weights(model)]
+            kept.weights = weights
         try:
             kept.follow(device)
-            program = kept.find(key, at_once, device, make)
+            program = kept.find(model, key, at_once, device, make)
             return None if program is None else program(model, *inputs)
         except RuntimeError as error:  # of CUDA, also when it is out of memory
             kept.forget(key)

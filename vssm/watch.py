@@ -17,7 +17,7 @@ _SOON = 2e-4  # seconds in which a replay that has nothing before it gets to its
 class Watch:
     """Looks at a number of the model at every replay: what was recorded holds while it is what it was.
 
-    It comes before all else but what is `Told`, so the host can read it while the device works on the rest.
+    It comes before all else but what is `Told`, or beside it, so the host can read it while the device works.
 
     Arguments:
         show: Writes the number of a model to an int64 of the host, when the device gets there.

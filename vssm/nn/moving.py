@@ -1,4 +1,4 @@
-"""Models that say when they are moved, so that whoever keeps something of theirs can give it back."""
+"""Models that say when they may have moved, so that whoever keeps something of theirs can give it back."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ __all__ = ["Moving"]
 
 
 class Moving(nn.Module):
-    """A module that calls its listeners before it is moved to another device or dtype.
+    """A module that calls its listeners after it was asked to move to a device or dtype, even if it is there.
 
     Example:
         >>> Moving.listeners.append(print)
@@ -21,6 +21,7 @@ class Moving(nn.Module):
     listeners: ClassVar[list[Callable[[nn.Module], object]]] = []
 
     def _apply(self, *arguments: Any, **options: Any) -> "Moving":  # noqa: ANN401
+        moved = super()._apply(*arguments, **options)
         for listen in self.listeners:
             listen(self)
-        return super()._apply(*arguments, **options)
+        return moved

@@ -96,16 +96,18 @@ class Stack(nn.Module):
         with nullcontext() if making is None else making.stream:
             known = decays(self.blocks) if fused else []
         known = known if len(known) == len(self.blocks) else []  # some may be wrapped in other modules
-        for i, block in enumerate(self.blocks):
-            before = None if state is None else state.child(str(i))
-            if isinstance(block, MambaBlock):
-                then = self._after(i) if fused else None
-                A = partial(_joined, making, known[i]) if known else None
-                e, children[str(i)] = block(e, before, A, last, then)
-            else:
-                e, children[str(i)] = block(e, before)
-        if making is not None:  # also where no block has asked for it
-            making.join()
+        try:
+            for i, block in enumerate(self.blocks):
+                before = None if state is None else state.child(str(i))
+                if isinstance(block, MambaBlock):
+                    then = self._after(i) if fused else None
+                    A = partial(_joined, making, known[i]) if known else None
+                    e, children[str(i)] = block(e, before, A, last, then)
+                else:
+                    e, children[str(i)] = block(e, before)
+        finally:  # also where no block has asked for it: a capture must end on one stream
+            if making is not None:
+                making.join()
         return self.out(e, norm=self.norm), State(children, position + length)
 
     def _after(self, i: int) -> tuple[nn.Module, int] | None:

@@ -10,6 +10,7 @@ device starts blocks of threads of the most urgent one first:
 | `FILL`   | much work, which is needed late: it takes the room that the others leave       |
 """
 
+import threading
 from contextlib import nullcontext
 from functools import cache
 
@@ -37,7 +38,7 @@ class Beside:
         self._own = None
         self._joined: set[torch.cuda.Stream] = set()
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._own = _stream(device, what, priority)
+            self._own = _stream(device, what, priority, threading.get_ident())
             self._own.wait_stream(torch.cuda.current_stream(device))
         self.stream = nullcontext() if self._own is None else torch.cuda.stream(self._own)
 
@@ -52,5 +53,5 @@ class Beside:
 
 
 @cache
-def _stream(device: torch.device, what: str, priority: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=priority)  # few: one capture at a time, so all share them
+def _stream(device: torch.device, what: str, priority: int, thread: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=priority)  # few: a thread makes one capture at a time

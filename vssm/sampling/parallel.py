@@ -19,12 +19,12 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vssm import graphs
 from vssm.distributions import Latents
 from vssm.models import Variational
-from vssm.nn import State
+from vssm.nn import Moving, State
 from vssm.ops import choose_backend
 from vssm.sampling.ahead import posterior_ahead
 from vssm.sampling.request import (
@@ -156,6 +156,17 @@ _empty_runs: WeakKeyDictionary[Variational, dict[int, _Empty]] = WeakKeyDictiona
 _emptying = threading.Lock()
 
 
+def _release(model: nn.Module) -> None:
+    """Gives back what was remembered where a model was before it moved."""
+    with _emptying:
+        known = _empty_runs.get(model, {}) if isinstance(model, Variational) else {}
+        if known and next(iter(known.values())).weights != weights_of(model):
+            known.clear()
+
+
+Moving.listeners.append(_release)
+
+
 def _empty_run(model: Variational, length: int, weights: list[Hashable], probed: bool = True) -> _Empty:
     """Returns q_omega(z | ∅, ..., ∅), which is the same for every row: one row, remembered by length.
 
@@ -229,16 +240,22 @@ def _replayed(
 
 
 def repeat_variational(
-    model: Variational, options: Options, question: tuple, inputs: State, numbers: dict[str, int], end: int
+    model: Variational,
+    num: int,
+    options: Options,
+    question: tuple,
+    inputs: State,
+    numbers: dict[str, int],
+    end: int,
 ) -> State | None:
     """Does what `_replayed` does from nothing with one seed, in less time; None if that is to find out.
 
-    `question` is by what `graphs.same` then finds it, in still less; its second part is the number of rows.
+    `question` is by what `graphs.same` then finds it, in still less.
     """
     empty = _empty_runs.get(model, {}).get(min(options.chunk, options.length))
     if empty is None or not graphs.usable(device := empty.q_z.raw.device):
         return None
-    key = _key((options, question[1], describe(inputs)), empty)
+    key = _key((options, num, describe(inputs)), empty)
     return graphs.again(model, device, key, inputs, numbers, end, question=question)
 
 
