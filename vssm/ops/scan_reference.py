@@ -26,7 +26,7 @@ def selective_scan_reference(
     h0: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Returns y in the dtype of u, and the last state in float32 (float64 for float64 input)."""
-    batch, length, channels = u.shape
+    batch, _, channels = u.shape
     exact = torch.float64 if u.dtype == torch.float64 else torch.float32
     x, delta, A, B, C = (tensor.to(exact) for tensor in (u, dt, A, B, C))
     if dt_bias is not None:
@@ -36,9 +36,10 @@ def selective_scan_reference(
     h = x.new_zeros(batch, channels, A.shape[1]) if h0 is None else h0.to(exact)
     drive = delta * x
     outputs = []
-    for t in range(length):
-        h = torch.exp(delta[:, t, :, None] * A) * h + drive[:, t, :, None] * B[:, t, None, :]
-        outputs.append(torch.einsum("bdn,bn->bd", h, C[:, t]))
+    # Not by an index: its gradient would be a tensor of all steps, for every step.
+    for delta_t, drive_t, B_t, C_t in zip(*(steps.unbind(1) for steps in (delta, drive, B, C)), strict=True):
+        h = torch.exp(delta_t[..., None] * A) * h + drive_t[..., None] * B_t[:, None, :]
+        outputs.append(torch.einsum("bdn,bn->bd", h, C_t))
     y = torch.stack(outputs, 1) if outputs else torch.zeros_like(x)
     if D is not None:
         y = y + D.to(exact) * x
