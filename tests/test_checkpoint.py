@@ -1,7 +1,11 @@
 """A folder holds a model; what does not fit is named."""
 
 import json
+import os
 import resource
+import signal
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -177,3 +181,34 @@ def test_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
     assert (tmp_path / "weights.safetensors").read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 2
     assert load(tmp_path).config == model.config
+
+
+def test_what_a_killed_process_has_left_is_removed_later(tmp_path):
+    """But nothing that somebody may still write to, and nothing of other files."""
+    names = [
+        ".a.txt.0123456789ab.tmp",
+        ".a.txt.ba9876543210.tmp",
+        ".b.txt.0123456789ab.tmp",
+        ".a.txt.mine.tmp",
+    ]
+    for name in names:
+        (tmp_path / name).write_text("half")
+    for name in (names[0], *names[2:]):
+        os.utime(tmp_path / name, (0, 0))
+    write_atomically(tmp_path / "a.txt", lambda file: file.write_text("whole"))
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*names[1:], "a.txt"])
+    assert (tmp_path / "a.txt").read_text() == "whole"
+
+
+def test_a_killed_write_leaves_what_the_next_one_knows(tmp_path):
+    code = (
+        "import os, sys, signal\nfrom vssm.storage import write_atomically\n"
+        "write_atomically(sys.argv[1], lambda file: os.kill(os.getpid(), signal.SIGKILL))"
+    )
+    target = tmp_path / "w[1].txt"
+    done = subprocess.run([sys.executable, "-c", code, str(target)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    os.utime(left, (0, 0))
+    write_atomically(target, lambda file: file.write_text("whole"))
+    assert [file.name for file in tmp_path.iterdir()] == [target.name]

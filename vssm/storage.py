@@ -1,19 +1,25 @@
 """Files that are whole or absent: written under a temporary name, flushed to the disk, renamed."""
 
+import glob
 import os
 import secrets
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 __all__ = ["write_atomically"]
 
+_LEFT = 3600  # seconds after which nobody writes to a temporary file any more
+
 
 def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
     """Calls `write` on a temporary path in the same folder, then renames it to `path`.
 
-    A reader finds the old file or the new one, never half of one; if `write` fails, the old one stays.
+    A reader finds the old file or the new one, never half of one; if `write` fails, the old one stays. What
+    a process that was killed has left of the same file an hour ago or longer is removed.
 
     Example:
         >>> import tempfile
@@ -34,6 +40,7 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
+        _remove_left(path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)  # the rename itself must reach the disk too
@@ -47,3 +54,10 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _remove_left(path: Path) -> None:
+    with suppress(OSError):  # another process may do the same
+        for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 12}.tmp"):
+            if time.time() - left.stat().st_mtime > _LEFT:
+                left.unlink()
