@@ -701,6 +701,22 @@ def test_bad_dates_are_named(tmp_path, change, parts):
     refused(series(path, time="when"), "series.time", "'when'", "'date'")
 
 
+@pytest.mark.parametrize(
+    ("cells", "found"),
+    [
+        (DATES, "when"),
+        ([*DATES[:5], "soon", *DATES[6:]], None),
+        ([*DATES[:5], DATES[4], *DATES[6:]], None),
+        (["word"] * len(DATES), None),
+    ],
+)
+def test_dates_under_another_name_are_found_if_all_are_in_order(tmp_path, cells, found):
+    rows = [[word, cell, k] for k, (word, cell) in enumerate(zip("ab" * len(DATES), cells, strict=False))]
+    path = write_csv(tmp_path / "a.csv", rows, header=["word", "when", "a"])
+    meta = open_data(series(path, context=4, horizon=2)).meta
+    assert (meta.time, meta.columns) == (found, ("a",))
+
+
 def test_two_columns_of_one_name_are_named(tmp_path):
     path = write_csv(tmp_path / "a.csv", [[k, -k] for k in range(40)], header=["a", "a"])
     refused(series(path, context=4, horizon=2), path, "column 'a' is there twice")

@@ -55,7 +55,7 @@ class SeriesConfig:
     """One model for all columns, each a series of its own; else the columns of a row are one step."""
 
     time: str | None = None
-    """Column of dates (ISO 8601), found by its name when not given; none leaves dates out."""
+    """Column of dates (ISO 8601), found by its name or contents if not given; none leaves dates out."""
 
     time_features: bool = False
     """Add the phase of the day, the week and the year as channels, as far as the dates resolve them."""

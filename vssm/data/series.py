@@ -24,6 +24,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -183,7 +184,7 @@ def read_table(
 
     Arguments:
         path: The file.
-        time: The column of dates; None finds it by its name, "none" leaves dates out.
+        time: The column of dates; None finds it by its name or contents, "none" leaves dates out.
         usual: The column of dates to look for first.
         option: What `time` is called on the command line.
     """
@@ -225,9 +226,19 @@ def _time_column(table: Table, time: str | None, usual: str | None, option: str,
     typed = [
         name
         for name, cells in table.texts.items()
-        if isinstance(cells, np.ndarray) or (name.isdecimal() and _date(cells[0]) is not None)
+        if isinstance(cells, np.ndarray)
+        or (name.isdecimal() and _date(cells[0]) is not None)  # no name at all
+        or _in_order(cells)
     ]
     return next(iter([*named, *typed]), None)
+
+
+def _in_order(cells: Sequence[object]) -> bool:
+    """Says whether cells are dates, each after the one before: then that is what they are for."""
+    if _date(cells[0]) is None or _date(cells[-1]) is None:  # most texts
+        return False
+    dates = [date for date in map(_date, cells) if date is not None]
+    return len(dates) == len(cells) and all(a < b for a, b in pairwise(dates))
 
 
 def _times(cells: Sequence[object], name: str, places: list[str], option: str, path: Path) -> np.ndarray:
