@@ -330,6 +330,26 @@ def test_the_same_request_sees_other_weights(change, device, replays):
         change(model)
 
 
+@pytest.mark.parametrize("kind", ["vssm", "ssm"])
+def test_hooks_are_called_at_every_call(kind, device, replays):
+    model, seen = small_model(kind).to(device), []
+    for _ in range(4):
+        wanted = generate(model, num=2, length=LENGTH, seed=4)
+    stack = model.decoder if kind == "vssm" else model.stack
+    hook = stack.blocks[0].mixer.in_proj.register_forward_hook(lambda *_: seen.append(1))
+    for call in range(3):
+        seen.clear()
+        same_results(generate(model, num=2, length=LENGTH, seed=4), wanted)
+        steps = 1 if kind == "vssm" else LENGTH
+        assert len(seen) == steps or not call  # without a GPU also by what is replayed in vain
+    hook.remove()
+    seen.clear()
+    replays["replayed"] = 0
+    for _ in range(4):
+        same_results(generate(model, num=2, length=LENGTH, seed=4), wanted)
+    assert not seen and replays["replayed"]
+
+
 def test_the_same_request_elsewhere(device, replays):
     """In other modes a recording is not what the plain path would do."""
     model = small_model("vssm").to(device)

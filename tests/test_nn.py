@@ -270,8 +270,64 @@ def test_a_last_product_that_is_listened_to_or_another_is_called():
             super().__init__()
             self.layer, self.weight = layer, layer.weight
 
-        def forward(self, y, add):
-            return 2 * self.layer(y) + add
+        def forward(self, y):
+            return 2 * self.layer(y)
 
     block.mixer.out_proj = Twice(block.mixer.out_proj)
     assert torch.allclose(block(x, then=then)[0], 2 * (wanted - x) + x, atol=1e-6)
+
+
+class Adapted(torch.nn.Module):
+    """As adapters do it: takes the place of a layer, and adds to what it makes."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.extra = layer, torch.nn.Parameter(torch.zeros(layer.out_features))
+
+    def forward(self, x):
+        return self.layer(x) + self.extra
+
+
+LAYERS = [
+    "blocks.1.mixer.in_proj",
+    "blocks.1.mixer.x_proj",
+    "blocks.1.mixer.dt_proj",
+    "blocks.1.mixer.out_proj",
+    "out",
+]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_in_the_place_of_another_is_called(name):
+    torch.manual_seed(0)
+    stack = Stack(replace(small_config("ssm"), layers=2), torch.nn.Identity(), 5)
+    x = torch.randn(2, 6, small_config("ssm").width)
+    wanted, state = stack(x)
+    layer = Adapted(stack.get_submodule(name))
+    stack.set_submodule(name, layer)
+    for gradient in (True, False):
+        with torch.set_grad_enabled(gradient):
+            given, after = stack(x)
+            assert torch.allclose(given, wanted, atol=1e-6)
+            assert torch.allclose(after.child("1")["ssm"], state.child("1")["ssm"], atol=1e-6)
+    stack(x)[0].square().sum().backward()
+    assert layer.extra.grad.abs().sum() > 0
+    with torch.no_grad():
+        layer.extra.add_(4)
+        assert not torch.allclose(stack(x)[0], wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
+def test_who_listens_to_a_layer_sees_its_input_and_output(name):
+    torch.manual_seed(0)
+    stack = Stack(replace(small_config("ssm"), layers=2), torch.nn.Identity(), 5)
+    x, seen = torch.randn(2, 6, small_config("ssm").width), []
+    wanted = stack(x)[0]
+    layer = stack.get_submodule(name)
+    layer.register_forward_hook(lambda _, given, made: seen.append((given, made)))
+    assert torch.allclose(stack(x)[0], wanted, atol=1e-6)
+    ((given,), made) = seen[0]
+    assert len(seen) == 1 and torch.allclose(
+        made, torch.nn.functional.linear(given, layer.weight, layer.bias), atol=1e-6
+    )

@@ -12,14 +12,14 @@ what comes before the replay, so that is little: numbers are filled in, and all 
 
 `attempt` keeps the programs of a model, under keys that hold all that is fixed in them (sizes, positions,
 options). It answers None when the plain path is to run: at the first call of a key, since most keys are asked
-for only once, and where recording failed. Weights are read where they are, so a program sees them change; it
-is dropped when they move or when their version shows that they were trained. `again` and `same` start a
-program first, and look for such changes while the device works. So the memory of the weights is held until a
-change is seen, by the next call or when the model is moved; it must not be freed under those who hold it
-(`untyped_storage().resize_`). What a recording takes for granted beside the weights, a `Watch` looks at on
-the device. All programs of a model share one pool of memory: they run one after the other, and leave nothing
-there between calls. Beside it they share halves of weights (`vssm.ops.linear_weights`), which every replay
-compares with the weights.
+for only once, where recording failed, and while a module of the model has a hook. Weights are read where they
+are, so a program sees them change; it is dropped when they move or when their version shows that they were
+trained. `again` and `same` start a program first, and look for such changes while the device works. So the
+memory of the weights is held until a change is seen, by the next call or when the model is moved; it must not
+be freed under those who hold it (`untyped_storage().resize_`). What a recording takes for granted beside the
+weights, a `Watch` looks at on the device. All programs of a model share one pool of memory: they run one
+after the other, and leave nothing there between calls. Beside it they share halves of weights
+(`vssm.ops.linear_weights`), which every replay compares with the weights.
 """
 
 import threading
@@ -40,7 +40,7 @@ from vssm.ops.linear_weights import Renewal, SplitWeights
 from vssm.ops.streams import MAIN, Beside
 from vssm.trees import Gathered, copy, join, leaves_of, row_of, zero
 from vssm.watch import Told, Watch
-from vssm.weights import found_weights, weights_of
+from vssm.weights import found_weights, listened_to, weights_of
 
 __all__ = ["Decoder", "Loop", "OneShot", "Recorder", "again", "attempt", "same", "usable"]
 
@@ -461,6 +461,8 @@ def attempt(
     made = again(model, device, key, *inputs) if weights is None else None
     if made is not None:
         return made
+    if listened_to(model):  # at every call, not when it is recorded alone
+        return None
     weights = weights or weights_of(model)
     key = _whole(key, device)
     with _finding:

@@ -3,26 +3,46 @@
 import operator
 from collections.abc import Hashable
 from itertools import chain
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from vssm.models import Variational
 
-__all__ = ["first_weight", "found_weights", "weights_of"]
+__all__ = ["first_weight", "found_weights", "listened_to", "weights_of"]
 
 _version = operator.attrgetter("_version")
-_found: WeakKeyDictionary[nn.Module, tuple[list[dict], list, list[nn.Parameter]]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[nn.Module, "_Found"] = WeakKeyDictionary()
+
+
+class _Found(NamedTuple):
+    tables: list[dict]
+    """Of names, of modules and of weights."""
+    values: list
+    """All that was in them."""
+    weights: list[nn.Parameter]
+    hooks: list[dict]
 
 
 def weights_of(model: nn.Module) -> list[Hashable]:
-    """Returns where the weights are and how often they were changed, as far as their versions tell."""
+    """Returns where the weights are and how often they were changed, as far as their versions tell.
+
+    And whether somebody listens to a module: a replay would call nobody.
+    """
     weights = found_weights(model)
     try:
         versions = list(map(_version, weights))
     except RuntimeError:  # weights made in inference mode have none
         versions = []
-    return [model.training, weights[0].dtype, *map(Tensor.data_ptr, weights), *versions]
+    listened = any(_found[model].hooks)
+    return [model.training, listened, weights[0].dtype, *map(Tensor.data_ptr, weights), *versions]
+
+
+def listened_to(model: nn.Module) -> bool:
+    """Says whether a module of a model that generation calls has a hook."""
+    found_weights(model)
+    return any(_found[model].hooks)
 
 
 def first_weight(module: nn.Module) -> Tensor:
@@ -47,15 +67,17 @@ def found_weights(model: nn.Module) -> list[nn.Parameter]:
 
     An encoder is left out: only training and scores read it.
     """
-    tables, values, weights = _found.get(model, ((), (), ()))
-    held = chain.from_iterable(map(dict.values, tables))
-    if weights and sum(map(len, tables)) == len(values) and all(map(operator.is_, held, values)):
-        return weights
+    found = _found.get(model)
+    if found is not None and found.weights and sum(map(len, found.tables)) == len(found.values):
+        held = chain.from_iterable(map(dict.values, found.tables))
+        if all(map(operator.is_, held, found.values)):
+            return found.weights
     modules, unread = [model], model.encoder if isinstance(model, Variational) else None
     for module in modules:  # grows on the way
         modules += [child for child in module._modules.values() if child not in (None, unread)]
     # Some modules, and all weights, could be replaced: look at every table of names next time.
     tables = [table for m in modules for table in (m._modules, m._parameters) if table]
     weights = [weight for m in modules for weight in m._parameters.values() if weight is not None]
-    _found[model] = tables, [value for table in tables for value in table.values()], weights
+    hooks = [table for m in modules for table in (m._forward_hooks, m._forward_pre_hooks)]
+    _found[model] = _Found(tables, [value for table in tables for value in table.values()], weights, hooks)
     return weights

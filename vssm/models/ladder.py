@@ -37,7 +37,7 @@ from vssm.config import ModelConfig
 from vssm.distributions import Latents, Observation, make_head
 from vssm.models.autoregressive import embedding
 from vssm.nn import LatentEmbedding, MambaBlock, Moving, Stack, State
-from vssm.ops.linear import Linear
+from vssm.ops.linear import Linear, applied
 from vssm.ops.norm import RMSNorm
 
 __all__ = ["Ladder", "Rung", "Task"]
@@ -91,7 +91,7 @@ class Rung(nn.Module):
     def prior(self, h: Tensor) -> tuple[Latents, Tensor]:
         """Returns p(z^l_t | ...), and R_l h, the query of the posterior, (B, T, width)."""
         sizes = [self.update.out_features, self.update.in_features]
-        codes, query = self.prior_and_query(h, norm=self.norm).split(sizes, -1)
+        codes, query = applied(self.prior_and_query, h, norm=self.norm).split(sizes, -1)
         return self._latents(codes), query
 
     def posterior(self, p_z: Latents, query: Tensor, evidence: Tensor) -> Latents:

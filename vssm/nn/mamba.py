@@ -22,11 +22,11 @@ from vssm.nn.state import State
 from vssm.ops import causal_conv_silu, selective_scan
 from vssm.ops.conv import linear_conv_silu
 from vssm.ops.dispatch import choose_fused
-from vssm.ops.linear import Linear, Ready, linear, linear_ready
+from vssm.ops.linear import Linear, Ready, applied, linear, linear_ready, plain
 from vssm.ops.norm import RMSNorm
 from vssm.ops.scan import scan_output
 
-__all__ = ["MambaBlock", "MambaMixer", "decays", "hooked"]
+__all__ = ["MambaBlock", "MambaMixer", "decays"]
 
 _DT_RANGE = (1e-3, 1e-1)  # range of the initial step sizes, log-uniform
 _DT_FLOOR = 1e-4
@@ -77,26 +77,35 @@ class MambaMixer(nn.Module):
         assert self.conv1d.bias is not None
         before = (None, None) if state is None else (state["conv"], state["ssm"])
         convolution = taps, self.conv1d.bias, before[0]
-        if torch.is_grad_enabled() and given.is_cuda:  # two products: no gradient has to be put together
+        # Layers that are not plain are called, here and below: they may do more than multiply.
+        if not plain(self.in_proj):
+            u, z = applied(self.in_proj, given, norm=norm).chunk(2, -1)
+            u, conv = causal_conv_silu(u, *convolution, last=last)
+        elif torch.is_grad_enabled() and given.is_cuda:  # two products: no gradient has to be put together
             given = given if norm is None else norm(given)
             u, z = (F.linear(given, half) for half in self.in_proj.weight.unflatten(0, (2, -1)).unbind())
             u, conv = causal_conv_silu(u, *convolution, last=last)
         else:
             u, z, conv = linear_conv_silu(x, self.in_proj.weight, *convolution, norm, last=last)
         dt, B, C = self.x_proj(u).split([self.rank, self.states, self.states], -1)
-        dt = linear(dt, self.dt_proj.weight)
+        dt, bias = self.steps(dt)
         decay = -torch.exp(self.A_log.float()) if A is None else A()
-        inputs = (u, dt, decay, B, C, self.D, z, self.dt_proj.bias, True, before[1])
+        inputs = (u, dt, decay, B, C, self.D, z, bias, True, before[1])
         after = State({}, given.shape[1] + (0 if state is None else state.position))
         if last:
             y, h = selective_scan(*inputs)
             after = State({"conv": conv, "ssm": h}, after.position)
         else:
             y = scan_output(*inputs)
-        # What is not this layer, or is listened to, is called: it may do more than multiply.
-        if then is None or add is None or type(self.out_proj) is not Linear or hooked(self.out_proj):
-            return self.out_proj(y, add), after
+        if then is None or add is None or not plain(self.out_proj):
+            return applied(self.out_proj, y, add), after
         return linear_ready(y, self.out_proj.weight, add, *then), after
+
+    def steps(self, dt: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the step sizes before softplus, (B, T, inner), and what is to be added to them first."""
+        if plain(self.dt_proj):
+            return linear(dt, self.dt_proj.weight), self.dt_proj.bias
+        return applied(self.dt_proj, dt), torch.zeros_like(self.D)
 
 
 class MambaBlock(nn.Module):
@@ -120,11 +129,6 @@ class MambaBlock(nn.Module):
         `A`, `last`, states of fewer rows and `then` are as for `MambaMixer`.
         """
         return self.mixer(x, state, self.norm, x.x if isinstance(x, Ready) else x, A, last, then)
-
-
-def hooked(module: nn.Module) -> bool:
-    """Says whether somebody listens to what a module is given or makes."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def decays(blocks: Iterable[nn.Module], backend: str = "auto") -> list[Tensor]:

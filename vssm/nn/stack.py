@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from vssm.config import ModelConfig
 from vssm.nn.attention import AttentionBlock
 from vssm.nn.gru import GRUBlock
-from vssm.nn.mamba import MambaBlock, decays, hooked
+from vssm.nn.mamba import MambaBlock, decays
 from vssm.nn.state import State
 from vssm.ops.embed import embed_sum
-from vssm.ops.linear import Linear
+from vssm.ops.linear import Linear, applied, hooked, plain
 from vssm.ops.norm import RMSNorm
 from vssm.ops.streams import Beside
 
@@ -108,7 +108,7 @@ class Stack(nn.Module):
         finally:  # also where no block has asked for it: a capture must end on one stream
             if making is not None:
                 making.join()
-        return self.out(e, norm=self.norm), State(children, position + length)
+        return applied(self.out, e, norm=self.norm), State(children, position + length)
 
     def _after(self, i: int) -> tuple[nn.Module, int] | None:
         """Returns the norm and the columns of the product that reads what a block makes.
@@ -119,10 +119,11 @@ class Stack(nn.Module):
         if any(not isinstance(b, MambaBlock) or hooked(b) or hooked(b.mixer) for b in near):
             return None
         if len(near) == 1:
-            return None if hooked(self.out) else (self.norm, len(self.out.weight))
+            return (self.norm, len(self.out.weight)) if plain(self.out) else None
         following = near[1]
         assert isinstance(following, MambaBlock)
-        return following.norm, len(following.mixer.in_proj.weight)
+        layer = following.mixer.in_proj
+        return (following.norm, len(layer.weight)) if plain(layer) else None
 
     def blanks(self, batch: int, length: int) -> Tensor:
         """Returns the learned blank input, embedded, (B, length, width)."""

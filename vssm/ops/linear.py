@@ -23,7 +23,17 @@ from vssm.ops.linear_weights import Halves
 if TYPE_CHECKING:
     from vssm.ops.linear_triton import Parts
 
-__all__ = ["Linear", "Ready", "linear", "linear_parts", "linear_ready", "ready_parts"]
+__all__ = [
+    "Linear",
+    "Ready",
+    "applied",
+    "hooked",
+    "linear",
+    "linear_parts",
+    "linear_ready",
+    "plain",
+    "ready_parts",
+]
 
 _DIVISOR = 32  # of K, in the kernels; less where there are many rows
 _FEW = 64
@@ -55,6 +65,34 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor | Ready, add: Tensor | None = None, norm: nn.Module | None = None) -> Tensor:
         """Maps x (..., K) to (..., N), normed before by `norm`, and adds `add` (..., N)."""
         return linear(x, self.weight, self.bias, add, norm)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Says whether somebody listens to what a module is given or makes."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def plain(layer: nn.Module) -> bool:
+    """Says whether its weights say all that a layer does: it was not replaced (LoRA), and nobody listens."""
+    return type(layer) is Linear and not hooked(layer)
+
+
+def applied(
+    layer: nn.Module, x: Tensor | Ready, add: Tensor | None = None, norm: nn.Module | None = None
+) -> Tensor:
+    """Does what a `Linear` does; what is in the place of one is given the input, normed, and no more.
+
+    Example:
+        >>> x, y = torch.ones(4, 3), torch.ones(4, 2)
+        >>> layer = Linear(3, 2)
+        >>> torch.equal(applied(nn.Sequential(layer), x, add=y), layer(x, add=y))
+        True
+    """
+    if plain(layer):
+        return layer(x, add, norm)
+    x = x.x if isinstance(x, Ready) else x
+    y = layer(x if norm is None else norm(x))
+    return y if add is None else add + y
 
 
 def linear(

@@ -29,7 +29,6 @@ from vssm.models import Variational
 from vssm.nn import AttentionBlock, MambaBlock, MambaMixer, State
 from vssm.nn.stack import sinusoids
 from vssm.ops import causal_conv_silu, choose_backend, selective_scan
-from vssm.ops.linear import linear
 
 __all__ = ["posterior_ahead", "scan_ahead", "scan_ahead_reference"]
 
@@ -92,15 +91,16 @@ def _mamba_ahead(mixer: MambaMixer, s: Tensor, state: State | None) -> Tensor:
     u, z = mixer.in_proj(s).chunk(2, -1)
     u = _convolve_ahead(mixer.conv1d, u, None if state is None else state["conv"])
     dt, B, C = mixer.x_proj(u).split([mixer.rank, mixer.states, mixer.states], -1)
+    dt, bias = mixer.steps(dt)
     y = scan_ahead(
         u,
-        linear(dt, mixer.dt_proj.weight),
+        dt,
         -torch.exp(mixer.A_log.float()),
         B,
         C,
         mixer.D,
         z,
-        mixer.dt_proj.bias,
+        bias,
         None if state is None else state["ssm"],
     )
     return mixer.out_proj(y)
