@@ -350,6 +350,29 @@ def test_hooks_are_called_at_every_call(kind, device, replays):
     assert not seen and replays["replayed"]
 
 
+class Louder(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return 2 * self.layer(x)
+
+
+@pytest.mark.parametrize("kind", ["vssm", "ssm"])
+def test_a_module_with_the_weights_of_another_is_noticed(kind, device, replays):
+    model = small_model(kind).to(device)
+    for _ in range(4):
+        before = generate(model, num=2, length=LENGTH, seed=4)
+    mixer = (model.decoder if kind == "vssm" else model.stack).blocks[0].mixer
+    mixer.x_proj = Louder(mixer.x_proj)
+    replays["recorded"] = 0
+    for _ in range(4):
+        made = generate(model, num=2, length=LENGTH, seed=4)
+        same_results(made, generate(model, num=2, length=LENGTH, seed=4, graphs=False))
+    assert relative_error(made.x, before.x) > 1e-3 and replays["recorded"]
+
+
 def test_the_same_request_elsewhere(device, replays):
     """In other modes a recording is not what the plain path would do."""
     model = small_model("vssm").to(device)

@@ -23,20 +23,23 @@ class _Found(NamedTuple):
     """All that was in them."""
     weights: list[nn.Parameter]
     hooks: list[dict]
+    times: int
+    """How often something else was found: a module may be in the place of another, with the same weights."""
 
 
 def weights_of(model: nn.Module) -> list[Hashable]:
     """Returns where the weights are and how often they were changed, as far as their versions tell.
 
-    And whether somebody listens to a module: a replay would call nobody.
+    And how often modules were replaced, and whether somebody listens to one: a replay would call nobody.
     """
     weights = found_weights(model)
     try:
         versions = list(map(_version, weights))
     except RuntimeError:  # weights made in inference mode have none
         versions = []
-    listened = any(_found[model].hooks)
-    return [model.training, listened, weights[0].dtype, *map(Tensor.data_ptr, weights), *versions]
+    found = _found[model]
+    modules = model.training, any(found.hooks), found.times
+    return [*modules, weights[0].dtype, *map(Tensor.data_ptr, weights), *versions]
 
 
 def listened_to(model: nn.Module) -> bool:
@@ -79,5 +82,6 @@ def found_weights(model: nn.Module) -> list[nn.Parameter]:
     tables = [table for m in modules for table in (m._modules, m._parameters) if table]
     weights = [weight for m in modules for weight in m._parameters.values() if weight is not None]
     hooks = [table for m in modules for table in (m._forward_hooks, m._forward_pre_hooks)]
-    _found[model] = _Found(tables, [value for table in tables for value in table.values()], weights, hooks)
+    values = [value for table in tables for value in table.values()]
+    _found[model] = _Found(tables, values, weights, hooks, 0 if found is None else found.times + 1)
     return weights
