@@ -353,10 +353,10 @@ def test_hooks_are_called_at_every_call(kind, device, replays):
 class Louder(torch.nn.Module):
     def __init__(self, layer):
         super().__init__()
-        self.layer = layer
+        self.weight = layer.weight
 
     def forward(self, x):
-        return 2 * self.layer(x)
+        return 2 * torch.nn.functional.linear(x, self.weight)
 
 
 @pytest.mark.parametrize("kind", ["vssm", "ssm"])
