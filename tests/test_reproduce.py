@@ -310,6 +310,10 @@ def test_the_page_is_made_of_the_results_alone(done, tmp_path, capsys):
     ]
     assert write_page(results, page).read_text() == text
 
+    first.write_text(json.dumps({**read(first), "commit": "of another version"}))
+    text = write_page(results, page).read_text()  # whose times do not compare
+    assert re.search(r"- vssm against ssm: \+\d+\.\d nats in full, \+\d+\.\d in the second half\.\n", text)
+
     (results / "scan_epyc-2cores.json").write_text("{}")
     with pytest.raises(ValueError, match=r"scan_epyc-2cores.json' is damaged: KeyError\('metrics'\)"):
         write_page(results, page)

@@ -78,7 +78,7 @@ def _convolve(window, taps, shift, K: tl.constexpr):
 
 # fmt: off
 @triton.jit(do_not_specialize=["T", "chunks"])
-def _forward_kernel(
+def _conv_kernel(
     x, weight, bias, state, y, after, row, stride, T, channels, chunks, share,
     K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):
@@ -168,7 +168,7 @@ def _parts_kernel(
 
 # fmt: off
 @triton.jit(do_not_specialize=["T", "chunks", "items"])
-def _backward_kernel(
+def _conv_backward_kernel(
     x, weight, bias, state, dy, dx, dstate, partial, row, stride, T, channels, chunks, items,
     K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -243,7 +243,7 @@ def forward(
     elif batch * triton.cdiv(length, chunk) * triton.cdiv(channels, block) < _FEW:
         chunk, block = 4, 128
     chunks = triton.cdiv(length, chunk)
-    _forward_kernel[(batch * chunks, triton.cdiv(channels, block))](
+    _conv_kernel[(batch * chunks, triton.cdiv(channels, block))](
         x, weight.contiguous(), bias, None if state is None else state.contiguous(), y, after,
         x.stride(0), x.stride(1), length, channels, chunks, 1 if state is None else batch // len(state),
         K=weight.shape[1], CHUNK=chunk, BLOCK=block, STEPS=steps,
@@ -292,7 +292,7 @@ def backward(
     blocks = triton.cdiv(channels, _BLOCK)
     programs = min(batch * chunks, triton.cdiv(_PROGRAMS * processors, blocks))
     partial = torch.empty((programs, taps + 1, channels), dtype=torch.float32, device=x.device)
-    _backward_kernel[(programs, blocks)](
+    _conv_backward_kernel[(programs, blocks)](
         x, weight.contiguous(), bias, None if state is None else state.contiguous(), dy.contiguous(),
         dx, None if state is None else dstate, partial,
         x.stride(0), x.stride(1), length, channels, chunks, batch * chunks,

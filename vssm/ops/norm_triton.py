@@ -48,7 +48,7 @@ def _rate(x, eps, D: tl.constexpr):
 
 # fmt: off
 @triton.jit(do_not_specialize=["rows"])
-def _forward_kernel(x, weight, y, rows, eps, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
+def _norm_kernel(x, weight, y, rows, eps, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr):
     # fmt: on
     index, mask = _rows(tl.program_id(0) * BR, rows, D, BR, BD)
     d = tl.arange(0, BD)
@@ -59,7 +59,7 @@ def _forward_kernel(x, weight, y, rows, eps, D: tl.constexpr, BR: tl.constexpr, 
 
 # fmt: off
 @triton.jit(do_not_specialize=["rows"])
-def _backward_kernel(
+def _norm_backward_kernel(
     dy, x, weight, dx, parts, rows, eps, D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr
 ):
     # fmt: on
@@ -91,7 +91,7 @@ def forward(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor
         blocks = _blocks(x.shape[-1])
         rows = x.numel() // x.shape[-1]
         grid = (triton.cdiv(rows, blocks["BR"]),)
-        _forward_kernel[grid](x.contiguous(), weight.contiguous(), y, rows, eps, **blocks)
+        _norm_kernel[grid](x.contiguous(), weight.contiguous(), y, rows, eps, **blocks)
     return y
 
 
@@ -105,7 +105,7 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor,
     programs = min(triton.cdiv(rows, blocks["BR"]), PROGRAMS * _processors(x.device))
     parts = torch.empty((programs, x.shape[-1]), dtype=torch.float32, device=x.device)
     inputs = (tensor.contiguous() for tensor in (dy, x, weight))
-    _backward_kernel[(programs,)](*inputs, dx, parts, rows, eps, **blocks)
+    _norm_backward_kernel[(programs,)](*inputs, dx, parts, rows, eps, **blocks)
     return dx, parts.sum(0).to(weight.dtype)
 
 

@@ -27,12 +27,12 @@ A program is one warp, or some that do not know of each other but for what `_rin
 - `_ring_kernel` writes out of some long sequences that come in whole blocks: it copies ahead into shared
   memory what few warps would wait for, and so runs once over what chunks would run over twice.
 - `_pull_kernel` finds pull alone: it walks back, and so needs no product of decays.
-- `_backward_kernel` runs a chunk forward and keeps h of every K-th step in shared memory (in a scratch if it
-  does not fit), then walks back K steps at a time with their states in registers. Of every PARTS steps each
-  lane of a channel loads one, does what is not per state (softplus, gate) and stores its gradients; `_share`
-  and `_gather` pass on what the other lanes need. Sums over channels (dB, dC) leave as one partial for the
-  channels of a program, sums over time and batch (dA, dD, ddt_bias) as one per program; PyTorch adds the
-  partials. No atomics: results repeat bit for bit.
+- `_scan_backward_kernel` runs a chunk forward and keeps h of every K-th step in shared memory (in a scratch
+  if it does not fit), then walks back K steps at a time with their states in registers. Of every PARTS
+  steps each lane of a channel loads one, does what is not per state (softplus, gate) and stores its
+  gradients; `_share` and `_gather` pass on what the other lanes need. Sums over channels (dB, dC) leave as
+  one partial for the channels of a program, sums over time and batch (dA, dD, ddt_bias) as one per program;
+  PyTorch adds the partials. No atomics: results repeat bit for bit.
 
 Where a forward that autograd records runs straight through time, it keeps h before every chunk of the
 backward (`kept_shape`), which need not find them again: with 16 states 2 bytes a channel and step until then,
@@ -49,7 +49,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.scan_triton_backward import _backward_kernel
+from vssm.ops.scan_triton_backward import _scan_backward_kernel
 from vssm.ops.scan_triton_forward import (
     _combine_kernel,
     _decays_kernel,
@@ -386,7 +386,7 @@ def backward(
             (groups, (states + 2) * channels),
         )
     )
-    _backward_kernel[(blocks * groups,)](
+    _scan_backward_kernel[(blocks * groups,)](
         call.inputs, call.fixed_strides, start, adjoint, scratch,
         grads[0], grads[1], None if z is None else grads[6], None if h0 is None else grads[8], dBC, partial,
         length, channels, plan.length, chunks, batch * spans, groups, spans, each,

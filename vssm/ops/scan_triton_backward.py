@@ -27,7 +27,7 @@ from vssm.ops.scan_triton_steps import LN2, LOG2E, _next, _prepare, _store, _vec
 
 # fmt: off
 @triton.jit(do_not_specialize=["T", "length", "chunks", "items", "groups", "spans", "each"])
-def _backward_kernel(
+def _scan_backward_kernel(
     inputs, strides, start, adjoint, scratch, du, ddt, dz, dh0, dBC, partial,
     T, channels: tl.constexpr, length, chunks, items, groups, spans, each,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, FOLD: tl.constexpr, TURNED: tl.constexpr,
