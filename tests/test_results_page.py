@@ -8,7 +8,7 @@ from tests.test_report import DIALS, PNG
 from vssm.results_page import write_page
 
 
-def make_result(folder, name, metrics, **data):
+def make_result(folder, name, metrics, parts=None, **data):
     folder.mkdir(parents=True, exist_ok=True)
     made = {
         "name": name,
@@ -16,7 +16,7 @@ def make_result(folder, name, metrics, **data):
         "commit": "0123456789abcdef",
         "machine": {"gpu": "a GPU"},
         "command": f"vssm evaluate {name} --dials",
-        "config": {"data": {"name": "mnist", **data}},
+        "config": {"data": {"name": "mnist", **data}, **(parts or {})},
         "metrics": metrics,
     }
     (folder / f"{name}.json").write_text(json.dumps(made))
@@ -55,6 +55,16 @@ def test_quality_has_a_section_by_data_set(tmp_path):
     pictures = sorted(path.name for path in (tmp_path / "docs" / "pictures").iterdir())
     assert pictures == ["dials_mnist_base.png", "quality_mnist_base.png"]
     assert all(f"(pictures/{name})" in text for name in pictures)
+
+
+def test_a_run_is_shown_with_the_command_that_trained_it(tmp_path):
+    parts = {"model": {"features": 28, "width": 64}, "train": {"epochs": 3, "optimizer": "muon"}}
+    make_result(tmp_path / "results" / "quality", "mnist_mine", {"log_likelihood": 800.0}, parts)
+    page = write_page(tmp_path / "results", tmp_path / "results.md")
+    trained, scored = next(row[0] for row in rows_of(page) if "vssm train" in row[0]).split(", ")
+    assert scored == "`vssm evaluate mnist_mine --dials`"
+    options = "--train.epochs 3 --train.optimizer muon --out mnist_mine"
+    assert trained == f"`vssm train mnist --model.kind vssm --model.width 64 --model.head gaussian {options}`"
 
 
 def test_no_section_without_files(tmp_path):

@@ -18,7 +18,7 @@ from typing import Any
 
 from vssm.config import PRESETS, ModelConfig, RunConfig
 
-__all__ = ["FILES", "model_card", "pull", "push"]
+__all__ = ["FILES", "model_card", "pull", "push", "train_command"]
 
 FILES = ("config.json", "weights.safetensors", "README.md")
 _ADDRESS = re.compile(r"(?:hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^\s@]+))?")
@@ -131,7 +131,7 @@ def model_card(folder: str | Path, repo: str = "OWNER/NAME") -> str:
         "`config.json` and `weights.safetensors` are all that is read; neither can run code.",
     ]
     if trained:
-        sections += ["## Reproduce", _code(_command(run), "sh")]
+        sections += ["## Reproduce", _code(train_command(run), "sh")]
     sections += ["## Licence", "MIT"]
     return "\n\n".join(sections) + "\n"
 
@@ -257,7 +257,7 @@ def _code(text: str, language: str) -> str:
     return f"{fence}{language}\n{text}\n{fence}"
 
 
-def _command(run: RunConfig) -> str:
+def train_command(run: RunConfig) -> str:
     """Returns the command that trains this run: what is not the default, and a few options that say most."""
     run = RunConfig.from_dict(_without_folders(run.to_dict()))
     words = ["vssm", "train", run.data.name]

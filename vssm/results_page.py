@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from vssm.config import RunConfig
+from vssm.hub import train_command
 from vssm.labels import dial_curves, dial_ways, label
 from vssm.results_figures import (
     KINDS,
@@ -223,8 +225,17 @@ def _quality(folder: Path) -> list[str]:
             if (folder / f"{result['name']}.png").is_file():
                 shown = "three rows each in one shot, in four chunks, step by step, and of completions"
                 parts.append(f"![{result['name']}: {shown}](pictures/quality_{result['name']}.png)")
-        parts.append(_origins(results))
+        parts.append(_origins(_with_training(result) for result in results))
     return parts
+
+
+def _with_training(result: Result) -> Result:
+    """Puts the command that trained a run before the one that scored it."""
+    config, command = result["config"], result["command"]
+    if "train" not in config:
+        return result
+    run = RunConfig.from_dict({part: config[part] for part in ("data", "model", "train")})
+    return {**result, "command": f"{train_command(run)} --out {command.split()[2]}`, `{command}"}
 
 
 def _qualities(results: list[Result]) -> str:
