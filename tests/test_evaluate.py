@@ -162,6 +162,21 @@ def test_dials_add_curves_and_change_nothing_else(evaluated, digits_run):
     assert metrics["ms_one_shot"] < metrics["ms_w1"]
 
 
+def test_particles_add_likelihoods_and_change_nothing_else(evaluated, digits_run):
+    evaluation = (digits_run / "eval.json").read_bytes()
+    made = evaluate_run(digits_run, num_samples=5, num_images=300, particles=True)
+    (digits_run / "eval.json").write_bytes(evaluation)
+    assert made["command"] == "vssm evaluate digits-vssm --num-samples 5 --num-images 300 --particles"
+    metrics, before = made["metrics"], evaluated[0]["metrics"]
+    names = {"log_likelihood_particles", "partial_log_likelihood_particles"}
+    assert set(metrics) - set(before) == names
+    assert all(metrics[name] == before[name] for name in before if "log_likelihood" in name)
+    model, x = load(digits_run), open_data(DIGITS).test().batch(slice(None))
+    for name, cut in (("log_likelihood_particles", 0), ("partial_log_likelihood_particles", 4)):
+        alone = log_likelihood(model, x, 5, cut, method="particles").double().mean()
+        assert metrics[name] == pytest.approx(float(alone), rel=1e-4)
+
+
 def test_dials_without_images_are_times(tmp_path):
     metrics = evaluate_run(make_run(tmp_path / "run", "tvae", WAVES), quick=True, dials=True)["metrics"]
     assert {"ms_one_shot", "ms_w4", "ms_w3", "ms_w2", "ms_w1", "ms_s2", "ms_s4", "ms_s7"} < set(metrics)
@@ -313,6 +328,7 @@ def test_what_can_not_be_evaluated_is_named(tmp_path):
     refused("num_images=1 is not allowed; allowed: a whole number >= 2", good, num_images=1)
     refused("splits='train' is unknown", good, splits="train")
     refused("dials=True is for models that generate in parallel, not kind='rnn'", good, dials=True)
+    refused("particles=True is not for kind='rnn' with levels=1; allowed: vssm and", good, particles=True)
     refused("device='gpu' is not there; allowed: 'auto', 'cpu'", good, device="gpu")
     assert not (run / "eval.json").exists()
     with pytest.raises(ValueError, match=r"does not exist"):

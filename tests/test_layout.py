@@ -24,6 +24,7 @@ ORDER = (
     "distributed",
     "models",
     "objectives",
+    "particles",
     "likelihoods",
     "hub",
     "pretrained",

@@ -48,6 +48,7 @@ def evaluate_run(
     splits: str = "test",
     quick: bool = False,
     dials: bool = False,
+    particles: bool = False,
     classifier: str | Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -64,6 +65,8 @@ def evaluate_run(
         quick: At most 64 sequences, 10 draws and 256 images.
         dials: Whether to measure quality against time for vssm and tvae: Fréchet distances and times over
             chunk sizes W and passes S (see `vssm.quality`). For data without images, the times alone.
+        particles: Whether to estimate likelihoods by a particle filter as well (`..._particles`), for vssm
+            and tvae without levels and vrnn: closer to log p(x) with as many draws, and slower.
         classifier: A safetensors file for the classifier behind the Fréchet distances, read when it
             exists, else written. Without it the classifier is trained each time.
         progress: Called with (stage, done, total).
@@ -76,6 +79,7 @@ def evaluate_run(
         check_path("classifier", classifier)
     check_flag("quick", quick)
     check_flag("dials", dials)
+    check_flag("particles", particles)
     if progress is not None and not callable(progress):
         raise ValueError(
             f"progress is a {type(progress).__name__}; allowed: a function of stage, done, total"
@@ -93,6 +97,7 @@ def evaluate_run(
         "splits": splits,
         "quick": quick,
         "dials": dials,
+        "particles": particles,
     }
     check_choice("splits", splits, ("test", "valid"))
     if quick:
@@ -105,6 +110,11 @@ def evaluate_run(
         raise ValueError(
             f"dials=True is for models that generate in parallel, not kind={model.config.kind!r}; "
             "allowed: vssm, tvae"
+        )
+    if particles and isinstance(model, Autoregressive | Ladder):
+        raise ValueError(
+            f"particles=True is not for kind={model.config.kind!r} with levels={model.config.levels}; "
+            "allowed: vssm and tvae without levels, vrnn"
         )
     config, data = _open_run(folder, model)
     split = data.test() if splits == "test" else data.valid
@@ -120,6 +130,9 @@ def evaluate_run(
         metrics["num_samples"] = num_samples
     metrics |= _reconstruction(work, index)
     metrics |= _likelihoods(work, index, num_samples)
+    if particles:
+        found = _likelihoods(work, index, num_samples, "particles")
+        metrics |= {f"{name}_particles": nats for name, nats in found.items() if "log_likelihood" in name}
     metrics |= generation_times(work, 5 if quick else 21, dials)
     if data.meta.image_shape is not None and data.train.labels is not None and not model.head.tokens:
         metrics |= image_quality(work, num_images, classifier, dials)
@@ -171,19 +184,25 @@ def _reconstruction(work: Work, index: np.ndarray) -> dict[str, float]:
     return metrics
 
 
-def _likelihoods(work: Work, index: np.ndarray, num_samples: int) -> dict[str, float]:
-    """Measures log p(x), under both priors where there are two, and log p(x_{C+1:T} | x_{1:C})."""
+def _likelihoods(
+    work: Work, index: np.ndarray, num_samples: int, method: str = "importance"
+) -> dict[str, float]:
+    """Measures log p(x) and log p(x_{C+1:T} | x_{1:C}); by importance also under the other prior of two."""
     model = work.model
     cases = {"log_likelihood": (0, "uniform")}
-    if isinstance(model, Variational):
+    if isinstance(model, Variational) and method == "importance":
         cases["log_likelihood_empty_prior"] = (0, "partial")
     if work.cut:
         cases["partial_log_likelihood"] = (work.cut, "partial")
     totals, nums = dict.fromkeys(cases, 0.0), dict.fromkeys(cases, 0)
-    for first, x, lengths in work.batches("likelihoods", index):
+    stage, rows = "likelihoods", work.batch
+    if method == "particles":
+        stage = "likelihoods by particles"
+        rows *= 8 if work.device.type == "cuda" else 1  # single steps: a GPU wants many rows of each
+    for first, x, lengths in work.batches(stage, index):
         model.head.validate(x)
         real = None if lengths is None else real_steps(x, lengths)
-        found = estimates(model, x, num_samples, list(cases.values()), first, work.batch, real)
+        found = estimates(model, x, num_samples, list(cases.values()), first, rows, real, method)
         for (name, (cut, _)), nats in zip(cases.items(), found, strict=True):
             scored = nats if lengths is None else nats[lengths > cut]  # else nothing follows the cut
             totals[name] += float(scored.double().sum())

@@ -10,6 +10,8 @@ LABELS = {
     "log_likelihood": "log p(x)",
     "log_likelihood_empty_prior": "log p(x), prior of the empty prompt",
     "partial_log_likelihood": "log p(second half | first half)",
+    "log_likelihood_particles": "log p(x), by particles",
+    "partial_log_likelihood_particles": "log p(second half | first half), by particles",
     "elbo": "ELBO",
     "bits_per_dim": "bits per dimension",
     "bits_per_char": "bits per character",

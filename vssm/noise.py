@@ -28,12 +28,14 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-__all__ = ["LATENT", "OBSERVATION", "philox", "uniform"]
+__all__ = ["LATENT", "OBSERVATION", "PARTICLE", "philox", "uniform"]
 
 LATENT = 0
 """Stream of the latents z."""
 OBSERVATION = 1
 """Stream of the observations x given z."""
+PARTICLE = 2
+"""Stream of the choice among draws of the latents, in a particle filter."""
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -96,7 +98,7 @@ def uniform(
             tensor where only the device knows it; then it is not checked.
         length: Number of steps T.
         components: Numbers per step; the first n of them do not depend on how many are asked for.
-        stream: What the noise is for, `LATENT` or `OBSERVATION` (any integer in [0, 256)).
+        stream: What the noise is for, `LATENT`, `OBSERVATION` or `PARTICLE` (any integer in [0, 256)).
         draw: Number of a repeated draw, such as an importance sample, in [0, 2^24).
 
     Returns:

@@ -344,6 +344,7 @@ def _record(plan: _Plan, folder: Path) -> None:
         num_samples=plan.scale.num_samples,
         max_sequences=plan.scale.max_sequences,
         num_images=plan.scale.num_images,
+        particles=config.model.kind in ("tvae", "vrnn", "vssm"),
         device=config.train.device,
         classifier=plan.classifier,
     )

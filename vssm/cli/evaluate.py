@@ -26,6 +26,8 @@ class Evaluate:
     """Generated images for each Fréchet distance."""
     dials: bool = False
     """Measure quality against time as well, over chunk sizes and passes (vssm, tvae)."""
+    particles: bool = False
+    """Estimate likelihoods by a particle filter as well: closer, and slower (vssm, tvae, vrnn)."""
     splits: str = "test"
     """What to measure on: test, or valid while the test set stays closed."""
     quick: bool = False
@@ -53,6 +55,7 @@ class Evaluate:
                 max_sequences=self.max_sequences,
                 num_images=self.num_images,
                 dials=self.dials,
+                particles=self.particles,
                 splits=self.splits,
                 quick=self.quick,
                 batch=self.batch,

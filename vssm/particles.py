@@ -1,0 +1,162 @@
+"""How likely data is, by a particle filter: importance sampling that goes on from its better draws.
+
+    z_t^k ~ q_psi(z_t | x_{1:t}),    w_k <- w_k p(x_t | z_{1:t}^k) p(z_t^k) / q_psi(z_t^k | x_{1:t})
+    where few draws have most of the weight, (sum_k w_k)^2 < K/2 sum_k w_k^2:
+        log p <- log p + log 1/K sum_k w_k,    z_{1:t}^k drawn again in proportion to w_k,    w_k <- 1
+
+Importance sampling multiplies the weights of all steps, until one draw of K has nearly all the weight. Here K
+draws are left at every step, so that the estimate is much closer to log p(x). It is a lower bound in
+expectation all the same, as its exponential has p(x) as its mean. The price: steps one after the other.
+
+References:
+    Novel approach to nonlinear/non-Gaussian Bayesian state estimation (Gordon et al., 1993)
+    Filtering variational objectives (Maddison et al., 2017) https://arxiv.org/abs/1705.09279
+
+Legend: x (B, T, D) or tokens (B, T); K `num_samples`; C `cut`; particle k of sequence b is row k B + b.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vssm import noise
+from vssm.distributions import Latents
+from vssm.models import VRNN, Variational
+from vssm.nn import State
+
+__all__ = ["filtered", "latent_noise"]
+
+Step = Callable[[int, Tensor, State | None], tuple[Tensor, State]]
+"""From t, uniform numbers (K, B, 1, Z) and the state before to log weights (K, B) and the state after t."""
+
+
+def latent_noise(x: Tensor, seed: int, first: int, draws: range, latents: int) -> Tensor:
+    """Returns the uniform numbers of some draws of sequences that are numbered from `first`, (K, B, T, Z)."""
+    rows = torch.arange(first, first + len(x), device=x.device)
+    seeds = torch.full_like(rows, seed)
+    shape = (0, x.shape[1], latents)
+    return torch.stack([noise.uniform(seeds, rows, *shape, stream=noise.LATENT, draw=k) for k in draws])
+
+
+def filtered(
+    model: Variational | VRNN,
+    x: Tensor,
+    num_samples: int,
+    cases: list[tuple[int, str]],
+    seed: int,
+    rows: int,
+    mask: Tensor,
+) -> list[Tensor]:
+    """Returns one estimate, (B,), for each case (prompt length, prior); what they mean says `log_likelihood`.
+
+    Arguments:
+        model: A vssm or tvae without levels, or a vrnn.
+        x: The sequences.
+        num_samples: K.
+        cases: Prompt lengths and priors.
+        seed: Names the draws: without drawing again they are those of importance sampling.
+        rows: Particles of a pass, of as many sequences as fit, one at least.
+        mask: 1 for steps that count, 0 for padding, (B, T).
+    """
+    parts = []
+    size = max(1, rows // num_samples)
+    for first in range(0, len(x), size):
+        some, real = x[first : first + size], mask[first : first + size]
+        u = latent_noise(some, seed, first, range(num_samples), model.config.latents)
+        again = _again(some, seed, first)
+        if isinstance(model, VRNN):
+            nats = _run(_vrnn_step(model, some, real), u, again)
+            start = torch.zeros_like(nats[:, :1])
+            nats = torch.cat([start, nats], 1)  # log p(x_{1:t}) at t
+            parts.append([nats[:, -1] - nats[:, cut] for cut, _ in cases])
+        else:
+            steps = _variational_steps(model, some, cases, real)
+            parts.append([_run(step, u, again)[:, -1] for step in steps])
+    return [torch.cat(part) for part in zip(*parts, strict=True)]
+
+
+def _again(x: Tensor, seed: int, first: int) -> Tensor:
+    """Returns the uniform numbers with which particles are drawn again, (B, T)."""
+    rows = torch.arange(first, first + len(x), device=x.device)
+    return noise.uniform(torch.full_like(rows, seed), rows, 0, x.shape[1], 1, stream=noise.PARTICLE)[..., 0]
+
+
+def _run(step: Step, u: Tensor, again: Tensor) -> Tensor:
+    """Returns the estimates of the log-probability of the first steps, for each number of them, (B, T)."""
+    num, batch, length = u.shape[:3]
+    unmoved = torch.arange(num, device=u.device)[:, None].expand(num, batch)
+    log_w, log_p = torch.zeros(num, batch, device=u.device), torch.zeros(batch, device=u.device)
+    state, nats = None, []
+    for t in range(length):
+        more, state = step(t, u[:, :, t : t + 1], state)
+        log_w = log_w + more
+        mean = torch.logsumexp(log_w, 0) - math.log(num)
+        nats.append(log_p + mean)
+        if t + 1 == length:
+            break
+        w = log_w.softmax(0)
+        few = w.square().sum(0) * num > 2
+        log_p = torch.where(few, log_p + mean, log_p)
+        log_w = torch.where(few, 0.0, log_w)
+        chosen = torch.where(few, _choose(w, again[:, t]), unmoved)
+        state = state.select((chosen * batch + torch.arange(batch, device=u.device)).flatten())
+    return torch.stack(nats, 1)
+
+
+def _choose(w: Tensor, u: Tensor) -> Tensor:
+    """Returns K particles in proportion to their weights w (K, B), at even distances from u (B,) on.
+
+    Example:
+        >>> _choose(torch.tensor([[0.5], [0.0], [0.25], [0.25]]), torch.tensor([0.5])).flatten()
+        tensor([0, 0, 2, 3])
+    """
+    num = len(w)
+    ends = w.double().cumsum(0).T.contiguous()
+    points = (torch.arange(num, device=w.device) + u.double()[:, None]) / num * ends[:, -1:]
+    return torch.searchsorted(ends, points, right=True).clamp_(max=num - 1).T
+
+
+def _variational_steps(
+    model: Variational, x: Tensor, cases: list[tuple[int, str]], mask: Tensor
+) -> list[Step]:
+    """Returns the step of each case, which share a posterior."""
+    q_z, _ = model.posterior(x)
+
+    def step_of(cut: int, prior: str) -> Step:
+        p_z = None
+        if cut or prior == "partial":
+            p_z, _ = model.partial_posterior(x[:, :cut] if cut else None, empty=x.shape[1] - cut)
+        uniform = -model.config.latents * math.log(model.config.classes)
+
+        def step(t: int, u: Tensor, state: State | None) -> tuple[Tensor, State]:
+            at = slice(t, t + 1)
+            q_t = Latents(q_z.raw[:, at])
+            z = q_t.sample(u)
+            p_x, state = model.likelihood(z.flatten(0, 1), state)
+            log_p_z = uniform if p_z is None else Latents(p_z.raw[:, at]).log_prob(z)
+            log_w = log_p_z - q_t.log_prob(z)
+            if t >= cut:
+                log_w = log_w + p_x.log_prob(_repeated(x[:, at], len(u))).unflatten(0, u.shape[:2])
+            return log_w[..., 0] * mask[:, t], state
+
+        return step
+
+    return [step_of(cut, prior) for cut, prior in cases]
+
+
+def _vrnn_step(model: VRNN, x: Tensor, mask: Tensor) -> Step:
+    def step(t: int, u: Tensor, state: State | None) -> tuple[Tensor, State]:
+        x_t, flat = _repeated(x[:, t : t + 1], len(u)), u.flatten(0, 1)
+        h = model.memory(len(flat), state)
+        q_z = model.posterior(h, x_t)
+        z = q_z.sample(flat)
+        log_w = model.likelihood(h, z).log_prob(x_t) + model.prior(h).log_prob(z) - q_z.log_prob(z)
+        return log_w.view(u.shape[:2]) * mask[:, t], model.advance(x_t, z, state)
+
+    return step
+
+
+def _repeated(x: Tensor, times: int) -> Tensor:
+    return x.repeat(times, *[1] * (x.ndim - 1))
