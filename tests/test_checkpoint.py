@@ -1,12 +1,16 @@
 """A folder holds a model; what does not fit is named."""
 
+import errno
 import json
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
+import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -212,3 +216,37 @@ def test_a_killed_write_leaves_what_the_next_one_knows(tmp_path):
     os.utime(left, (0, 0))
     write_atomically(target, lambda file: file.write_text("whole"))
     assert [file.name for file in tmp_path.iterdir()] == [target.name]
+
+
+@pytest.mark.parametrize("how", ["device", "pipe"])
+def test_what_is_no_file_is_written_to_and_stays(how, tmp_path):
+    """As root, /dev/null would become a file."""
+    path = tmp_path / "null"
+    if how == "device":
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+            path.write_bytes(b"")
+        except OSError:
+            pytest.skip("making devices is not allowed here")
+        write_atomically(path, lambda file: file.write_text("lost"))
+        assert stat.S_ISCHR(path.stat().st_mode)
+        return
+    os.mkfifo(path)
+    read = []
+    reader = threading.Thread(target=lambda: read.append(path.read_text()))
+    reader.start()
+    write_atomically(path, lambda file: file.write_text("read"))
+    reader.join(10)
+    assert stat.S_ISFIFO(path.stat().st_mode) and read == ["read"]
+    assert [file.name for file in tmp_path.iterdir()] == ["null"]
+
+
+def test_a_disk_that_became_read_only_is_said_of_the_file_that_was_asked_for(tmp_path, monkeypatch):
+    def refuse(path, *_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    for name in ("touch", "unlink"):
+        monkeypatch.setattr(Path, name, refuse)
+    with pytest.raises(OSError, match="Read-only file system") as error:
+        write_atomically(tmp_path / "note.txt", lambda file: file.write_text("new"))
+    assert error.value.filename == str(tmp_path / "note.txt")

@@ -25,6 +25,7 @@ import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vssm.config import RunConfig
 from vssm.data import (
     NAMES,
     ArraysConfig,
@@ -1002,3 +1003,24 @@ def test_real_series_load(name, rows, columns):
     data = open_data(config)
     assert data.meta.features == columns and len(data.train) == int(0.7 * rows) - 35
     assert data.train.x.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"seed": 0.5}, "seed 0.5 is not in 0"),
+        ({"seed": True}, "seed True is not in 0"),
+        ({"dir": 5}, "dir 5 is not allowed; allowed: a path"),
+        ({"binarize": "no"}, "binarize 'no' is not allowed; allowed: True, False"),
+        ({"synthetic": {"num": 1e3}}, r"synthetic.num 1000.0 is not allowed; allowed: a whole number >= 10"),
+        ({"synthetic": {"length": float("nan")}}, "synthetic.length nan is not allowed; allowed: a whole"),
+        ({"text": {"length": True}}, "text.length True is not allowed; allowed: a whole number >= 1"),
+        ({"arrays": {"path": 5}}, "arrays.path 5 is not allowed; allowed: a path"),
+        ({"series": {"path": ["x"]}}, r"series.path \['x'\] is not allowed; allowed: a path"),
+        ({"series": {"separate": 1}}, "series.separate 1 is not allowed; allowed: True, False"),
+        ({"series": {"season": 2.0}}, "series.season 2.0 is not allowed; allowed: a whole number >= 1"),
+    ],
+)
+def test_what_a_config_file_may_hold_instead_of_options_is_named(values, message):
+    with pytest.raises(ValueError, match=message):
+        RunConfig.from_dict({"data": values})

@@ -12,10 +12,10 @@ from vssm.results_page import write_page
 from vssm.run_result import keep_result
 
 LOG = [
-    {"epoch": 1, "split": "valid", "loss": 9.0, "reconstruction": -5.0, "kl": 2.0},
-    {"epoch": 2, "split": "train", "loss": 1.0, "reconstruction": -1.0, "kl": 0.0},
-    {"epoch": 2, "split": "valid", "loss": 7.0, "reconstruction": -3.0, "kl": 2.5},
-    {"epoch": 3, "split": "valid", "loss": None, "reconstruction": None, "kl": None},
+    {"step": 10, "epoch": 1, "split": "valid", "loss": 9.0, "reconstruction": -5.0, "kl": 2.0},
+    {"step": 20, "epoch": 2, "split": "train", "loss": 1.0, "reconstruction": -1.0, "kl": 0.0},
+    {"step": 20, "epoch": 2, "split": "valid", "loss": 7.0, "reconstruction": -3.0, "kl": 2.5},
+    {"step": 30, "epoch": 3, "split": "valid", "loss": None, "reconstruction": None, "kl": None},
 ]
 
 
@@ -56,9 +56,10 @@ def test_a_torn_log_is_read_and_a_damaged_one_named(evaluated, tmp_path):
     log.write_text("\n".join([*lines, lines[0][:20]]))  # killed while it wrote
     keep_result(evaluated, path, "cpu")
     assert json.loads(path.read_text())["metrics"]["validation_loss"] == 7.0
-    log.write_text("\n".join([lines[0], lines[1][:20], *lines[2:]]))
-    with pytest.raises(ValueError, match=r"log.jsonl' line 2 is damaged: .*; allowed: without that line"):
-        keep_result(evaluated, path, "cpu")
+    for damaged in (lines[1][:20], "7", lines[1].replace("kl", "kn"), lines[1].replace("1.0", '"1.0"')):
+        log.write_text("\n".join([lines[0], damaged, *lines[2:]]))
+        with pytest.raises(ValueError, match=r"log.jsonl' line 2 is damaged: .*; allowed: without that line"):
+            keep_result(evaluated, path, "cpu")
     log.unlink()
     (evaluated / "meta.json").write_text('{"seconds"')
     with pytest.raises(ValueError, match=r"meta.json' is damaged: .*; allowed: without that file"):

@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 
 import vssm
 from tests.conftest import small_config
-from tests.training import StopAt, newest, result, run, stopped, tiny
+from tests.training import StopAt, log, newest, result, run, stopped, tiny
+from vssm import figures
 from vssm.data import ArraysConfig, DataConfig
-from vssm.runs import RunFolder, _checksum, read_config
+from vssm.runs import RunFolder, _checksum, read_config, read_log
 from vssm.train import TrainingStopped, train
 
 
@@ -162,6 +163,61 @@ def test_pickles_in_the_run_folder_are_not_read(file, unbroken, tmp_path):
     assert given == expected
 
 
+@pytest.mark.parametrize("line", [b"7", b"{}", b"[" * 10**5, b'{"step": 1, "epoci": 0.3}', b'{"step": "1"}'])
+def test_a_line_of_the_log_that_is_damaged_but_json_is_left_out(line, unbroken, tmp_path):
+    folder, shown = stopped(tiny(), tmp_path / "run", 7), StopAt(99)
+    path = folder / "log.jsonl"
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([lines[0], line, *lines[1:]]) + b"\n")
+    with pytest.raises(ValueError, match=r"log\.jsonl' line 2 is damaged: .*; allowed: without that line"):
+        read_log(folder)
+    run(None, folder, resume=True, progress=shown, pictures=True)
+    assert f"{str(path)!r} line 2 is damaged and was left out" in shown.messages
+    assert log(folder) == log(unbroken) and (folder / "curves.png").exists()
+
+
+def test_curves_are_drawn_around_a_damaged_line(unbroken, tmp_path):
+    (tmp_path / "log.jsonl").write_bytes(b"\xff\n{}\n" + (unbroken / "log.jsonl").read_bytes() + b'{"st')
+    figures.curves(tmp_path / "log.jsonl", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").exists()
+
+
+def test_what_was_measured_of_other_weights_is_set_aside(tmp_path):
+    folder = stopped(tiny(), tmp_path / "run", 4)
+    for name in ("eval.json", "eval_valid.json"):
+        (folder / name).write_text("of the weights at step 3")
+    run(None, folder, resume=True)
+    assert not (folder / "eval.json").exists() and not (folder / "eval_valid.json").exists()
+    assert (folder / "eval.json.old").read_text() == "of the weights at step 3"
+    (folder / "eval.json").write_text("of the last")
+    run(None, folder, resume=True)  # has ended: the weights stay as they are
+    assert (folder / "eval.json").read_text() == "of the last"
+
+
+def test_steps_of_nine_digits_come_after_those_of_eight(tmp_path):
+    folder, steps = RunFolder(tmp_path / "run"), (99_999_998, 99_999_999, 100_000_000)
+    for step in steps:
+        folder.save_checkpoint(tiny(), step, {"weights": {}}, {})
+    assert [path.name for path in folder._saved()] == ["step-99999999", "step-100000000"]
+    damage(tmp_path / "run" / "checkpoint" / "step-100000000" / "progress.json", "truncated")
+    checkpoint = folder.read_checkpoint(tiny(), lambda text: None)
+    assert checkpoint is not None and checkpoint.path.name == "step-99999999"
+    assert (tmp_path / "run" / "checkpoint" / "step-100000000.damaged").is_dir()
+
+
+def test_a_run_that_another_process_made_in_the_meantime_is_not_overwritten(unbroken, tmp_path, monkeypatch):
+    folder, claim = tmp_path / "run", RunFolder._claim
+
+    def late(self):
+        shutil.copytree(unbroken, folder, dirs_exist_ok=True)
+        claim(self)
+
+    monkeypatch.setattr(RunFolder, "_claim", late)
+    with pytest.raises(ValueError, match="is not empty; allowed: --resume"):
+        run(tiny(seed=1), folder)
+    assert result(folder) == result(unbroken)
+
+
 def test_half_written_folders_resume_or_start_again(unbroken, tmp_path):
     config, folder = tiny(), tmp_path / "run"
     folder.mkdir()
@@ -232,9 +288,12 @@ def test_resuming_never_trains_over_finished_weights(unbroken, tmp_path):
     (tmp_path / "copy").mkdir()
     for name in kept:
         shutil.copy(unbroken / name, tmp_path / "copy" / name)
+    unsure = shutil.copytree(ended, tmp_path / "unsure")
+    damage(unsure / "meta.json", "truncated")  # which says that the run has ended
     for folder, message in (
         (tmp_path / "saved", r"has no key 'data'; allowed: a run folder"),
         (ended, "has weights but no checkpoint to go on from"),
+        (unsure, "has weights but no checkpoint to go on from"),
         (tmp_path / "copy", "has weights but no checkpoint to go on from"),
     ):
         before = {name: (folder / name).read_bytes() for name in kept}

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import math
 import re
 import time
 from concurrent.futures import CancelledError
@@ -14,7 +15,7 @@ from fastapi.testclient import TestClient
 
 from tests.conftest import KINDS, sequences, small_model
 from tests.serving import IMAGE, error, served
-from vssm import State, generate, observe
+from vssm import State, generate, observe, save
 from vssm.serve.app import create_app
 from vssm.serve.engine import Engine, Job
 from vssm.serve.errors import Refused
@@ -410,6 +411,17 @@ def test_a_sealed_state_opens_only_unchanged_and_in_time():
     with pytest.raises(Refused) as refused:
         seal.open(sealed)
     assert refused.value.status == 410
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_model_that_can_only_answer_nonsense_is_not_served(value, tmp_path):
+    model = small_model("ssm", "categorical")
+    name, parameter = list(model.named_parameters())[-1]
+    torch.nn.init.constant_(parameter, value)
+    save(model, tmp_path / "model")
+    message = rf"model': tensor '{name}' holds NaN or infinity; allowed: finite weights"
+    with pytest.raises(ValueError, match=message):
+        open_models([str(tmp_path / "model")])
 
 
 def test_what_may_be_served_and_where(tmp_path, monkeypatch):

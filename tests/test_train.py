@@ -345,6 +345,11 @@ def test_bad_options_are_named(field, value, allowed):
         TrainConfig(**{field: value})
 
 
+def test_a_number_of_epochs_past_all_steps_is_no_validation_but_the_last(tmp_path):
+    folder = run(tiny(epochs=1, validate_every=1e308), tmp_path / "run")
+    assert [line["step"] for line in log(folder, "valid")] == [3]
+
+
 def test_bad_choices_are_named():
     with pytest.raises(
         ValueError, match=r"precision='bfloat' is unknown; allowed: .*did you mean 'bfloat16'"

@@ -32,10 +32,12 @@ from torch import Tensor
 
 from vssm.config import RunConfig
 from vssm.data import Meta
+from vssm.labels import is_number
 from vssm.storage import write_atomically
 
-__all__ = ["Checkpoint", "RunFolder", "finite", "read_config", "read_log"]
+__all__ = ["Checkpoint", "RunFolder", "finite", "read_config", "read_line", "read_log"]
 
+_TERMS = ("loss", "reconstruction", "kl")  # of every line; null where they were not finite
 _KEPT = 2  # checkpoints: the newest, and one more should that be damaged
 # What may differ on resume, since the result does not depend on it.
 _FREE = ("data.dir", "train.device", "train.checkpoint_minutes", "train.samples", "train.compile")
@@ -83,13 +85,29 @@ def read_log(folder: str | Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            kept.append(json.loads(line))
+            kept.append(read_line(line))
         except ValueError as error:
             if number < len(lines):
                 raise ValueError(
                     f"{str(path)!r} line {number} is damaged: {error}; allowed: without that line"
                 ) from None
     return kept
+
+
+def read_line(line: bytes) -> dict[str, Any]:
+    """Returns a line of a log; one that lacks what every line has is as damaged as one that is no JSON."""
+    try:
+        values = json.loads(line)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(values, dict):
+        raise ValueError("it is no JSON object")
+    for name in ("step", "epoch", *_TERMS):
+        if not is_number(values.get(name)) and not (name in _TERMS and values.get(name, "") is None):
+            raise ValueError(f"{name!r} is no number")
+    if values.get("split") not in ("train", "valid"):
+        raise ValueError("'split' is neither 'train' nor 'valid'")
+    return values
 
 
 class RunFolder:
@@ -131,14 +149,18 @@ class RunFolder:
         name = str(self.path)
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"run folder {name!r} is a file; allowed: a new name")
-        remains = self.path.iterdir() if self.path.exists() else ()
-        if any(not _is_temporary(file) and file.name != ".lock" for file in remains):
-            raise ValueError(f"run folder {name!r} is not empty; allowed: --resume {name}, or another name")
+        self._check_empty()  # a folder of others gets no lock
         self.path.mkdir(parents=True, exist_ok=True)
         self._claim()
+        self._check_empty()  # another process may have trained here until now
         self._tidy()
         text = json.dumps({**config.to_dict(), "data_meta": meta.to_json()}, indent=2) + "\n"
         write_atomically(self.path / "config.json", lambda path: path.write_text(text))
+
+    def _check_empty(self) -> None:
+        name, remains = str(self.path), self.path.iterdir() if self.path.exists() else ()
+        if any(not _is_temporary(file) and file.name != ".lock" for file in remains):
+            raise ValueError(f"run folder {name!r} is not empty; allowed: --resume {name}, or another name")
 
     def compare(self, config: RunConfig) -> None:
         """Raises unless the run in this folder has the same config in all that matters."""
@@ -164,9 +186,9 @@ class RunFolder:
         if not (self.path / "weights.safetensors").exists():
             return False
         try:
-            ended = json.loads((self.path / "meta.json").read_bytes()).get("ended")
-        except (OSError, ValueError, AttributeError):
-            ended = None
+            ended = json.loads((self.path / "meta.json").read_bytes())["ended"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return True  # a run has a whole meta.json before it has weights: it may have ended
         return ended is not None or not self.log_path.exists()  # a run has a log before it has weights
 
     def _tidy(self) -> None:
@@ -181,7 +203,10 @@ class RunFolder:
         write_atomically(self.path / "meta.json", lambda path: path.write_text(text))
 
     def save_weights(self, tensors: dict[str, Tensor]) -> None:
-        """Writes the best weights."""
+        """Writes the best weights; what was measured of those before is set aside as "eval.json.old"."""
+        for file in (self.path / "eval.json", self.path / "eval_valid.json"):
+            if file.exists():
+                file.replace(file.with_name(f"{file.name}.old"))
         write_atomically(self.path / "weights.safetensors", lambda path: save_file(tensors, path))
 
     def has_weights(self) -> bool:
@@ -204,9 +229,9 @@ class RunFolder:
         kept, lines = [], self.log_path.read_bytes().splitlines()
         for number, line in enumerate(lines, 1):
             try:
-                if json.loads(line)["step"] <= step:
+                if read_line(line)["step"] <= step:
                     kept.append(line + b"\n")
-            except (ValueError, KeyError, TypeError):
+            except ValueError:
                 if number < len(lines):  # a torn last line is what a kill leaves
                     warn(f"{str(self.log_path)!r} line {number} is damaged and was left out")
         write_atomically(self.log_path, lambda path: path.write_bytes(b"".join(kept)))
@@ -260,7 +285,8 @@ class RunFolder:
         than `config` is refused, and nothing is changed.
         """
         reasons = []
-        for path in reversed(self._saved()):
+        saved = self._saved()
+        for path in reversed(saved):
             try:
                 checkpoint = _read(path)
             except _Damaged as error:
@@ -269,11 +295,10 @@ class RunFolder:
             self._check_origin(checkpoint, config, warn)
             for reason in reasons:
                 warn(f"{reason}; going on from {path.name}")
-            for newer in self._saved():
-                if newer > path:
-                    aside = newer.with_name(f"{newer.name}.damaged")
-                    _remove(aside)
-                    newer.rename(aside)
+            for newer in saved[saved.index(path) + 1 :]:
+                aside = newer.with_name(f"{newer.name}.damaged")
+                _remove(aside)
+                newer.rename(aside)
             return checkpoint
         if reasons:
             raise ValueError(
@@ -298,7 +323,8 @@ class RunFolder:
 
     def _saved(self) -> list[Path]:
         """The checkpoints by their final name, oldest first."""
-        return sorted(path for path in self.checkpoints.glob("step-*") if path.name[5:].isdigit())
+        found = [path for path in self.checkpoints.glob("step-*") if path.name[5:].isdecimal()]
+        return sorted(found, key=lambda path: int(path.name[5:]))  # names have 8 digits, steps may have more
 
     @staticmethod
     def _discard(checkpoint: Path) -> None:

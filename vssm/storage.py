@@ -3,6 +3,8 @@
 import glob
 import os
 import secrets
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,7 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-__all__ = ["write_atomically"]
+__all__ = ["is_device", "write_atomically"]
 
 _LEFT = 3600  # seconds after which nobody writes to a temporary file any more
 
@@ -19,7 +21,8 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
     """Calls `write` on a temporary path in the same folder, then renames it to `path`.
 
     A reader finds the old file or the new one, never half of one; if `write` fails, the old one stays. What
-    a process that was killed has left of the same file an hour ago or longer is removed.
+    a process that was killed has left of the same file an hour ago or longer is removed. A device or a pipe,
+    such as /dev/null, is written to and stays what it is.
 
     Example:
         >>> import tempfile
@@ -31,6 +34,9 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
     path = Path(path)
     if not path.name:
         raise ValueError(f"path={str(path)!r} is not allowed; allowed: the name of a file")
+    if is_device(path):
+        _write_through(path, write)
+        return
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         temporary.touch(exist_ok=False)
@@ -53,7 +59,22 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that became read-only: what is to be said is why the write failed
+            temporary.unlink(missing_ok=True)
+
+
+def is_device(path: Path) -> bool:
+    """Says whether something is there that a file must not take the place of: a device or a pipe."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _write_through(path: Path, write: Callable[[Path], object]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        whole = Path(folder) / path.name  # some formats go by the end of the name
+        whole.touch()
+        write(whole)
+        with whole.open("rb") as file, path.open("wb") as out:
+            shutil.copyfileobj(file, out)
 
 
 def _remove_left(path: Path) -> None:

@@ -136,7 +136,7 @@ class _Training:
         self.values = data.train.x[0].numel() * data.train.filled
         self.steps_per_epoch = len(data.train) // options.batch
         self.total = min(options.epochs * self.steps_per_epoch, options.max_steps or 10**18)
-        self.validation_steps = max(1, round(options.validate_every * self.steps_per_epoch))
+        self.validation_steps = max(1, round(min(options.validate_every * self.steps_per_epoch, 1e18)))
 
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(mix(options.seed, "weights"))

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vssm.storage import write_atomically
+from vssm.storage import is_device, write_atomically
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +21,7 @@ def check_targets(**paths: Path) -> None:
     for name, path in paths.items():
         if not path.name or path.is_dir() or not path.absolute().parent.is_dir():
             raise ValueError(f"{name}={str(path)!r} is not allowed; allowed: a file in a folder that exists")
-        if not os.access(path.absolute().parent, os.W_OK):
+        if not os.access(path if is_device(path) else path.absolute().parent, os.W_OK):
             raise ValueError(f"{name}={str(path)!r} is not allowed; allowed: a file in a folder of yours")
     if len({path.absolute() for path in paths.values()}) < len(paths):
         given = ", ".join(f"{name}={str(path)!r}" for name, path in paths.items())

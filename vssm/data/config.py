@@ -1,6 +1,7 @@
 """Options of the data sets: small frozen dataclasses that the command line and run folders share."""
 
 import difflib
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,8 +14,20 @@ def _check_one_of(option: str, value: object, allowed: tuple[object, ...]) -> No
 
 
 def _check_at_least(option: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):  # config.json may hold anything
+        raise ValueError(f"{option} {value!r} is not allowed; allowed: a whole number >= {least}")
     if value < least:
         raise ValueError(f"{option} {value} is too small, the least is {least}")
+
+
+def _check_flag(option: str, value: object) -> None:
+    if not isinstance(value, bool):  # "no" would count as True
+        raise ValueError(f"{option} {value!r} is not allowed; allowed: True, False")
+
+
+def _check_path(option: str, value: object) -> None:
+    if value is not None and not isinstance(value, str | os.PathLike):
+        raise ValueError(f"{option} {value!r} is not allowed; allowed: a path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +78,9 @@ class SeriesConfig:
             object.__setattr__(self, "columns", tuple(self.columns))  # a list when read from JSON
         if isinstance(self.scale, bool):  # as configs of earlier runs have it
             object.__setattr__(self, "scale", "column" if self.scale else "none")
+        _check_path("series.path", self.path)
+        _check_flag("series.separate", self.separate)
+        _check_flag("series.time_features", self.time_features)
         _check_at_least("series.context", self.context, 1)
         _check_at_least("series.horizon", self.horizon, 1)
         _check_at_least("series.stride", self.stride, 1)
@@ -99,6 +115,7 @@ class TextConfig:
     """Tokens in a sequence."""
 
     def __post_init__(self) -> None:
+        _check_path("text.path", self.path)
         _check_one_of("text.unit", self.unit, ("char", "byte"))
         _check_at_least("text.length", self.length, 1)
 
@@ -110,6 +127,9 @@ class ArraysConfig:
     path: str | None = None
     """.npy file of x (sequences, steps, features), or .npz file of x and, where sequences are of different
     lengths, lengths; as given or inside the data folder."""
+
+    def __post_init__(self) -> None:
+        _check_path("arrays.path", self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +185,9 @@ class DataConfig:
             near = difflib.get_close_matches(self.name, NAMES, n=1, cutoff=0.4)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(f"data set {self.name!r} is unknown; {hint}known: {', '.join(NAMES)}")
-        if not 0 <= self.seed < 2**64:
+        _check_path("dir", self.dir)
+        _check_flag("binarize", self.binarize)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise ValueError(f"seed {self.seed} is not in 0 .. 2^64 - 1")
         if self.binarize and self.name not in ("digits", "mnist"):
             raise ValueError(f"binarize is for grey images (digits, mnist), not for {self.name!r}")
