@@ -107,3 +107,16 @@ def test_bad_methods_are_named():
         log_likelihood(small_model("vssm"), x, method="particle")
     with pytest.raises(ValueError, match=r"^method='particles' is not for models with levels; allowed:"):
         log_likelihood(small_model("vssm", levels=3), x, method="particles")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["tvae", "vrnn", "vssm"])
+@torch.no_grad()
+def test_on_a_gpu_as_on_a_cpu(kind):
+    model = small_model(kind, latents=2, classes=4, sigma=0.5)
+    x = torch.randn(64, 12, 3)
+    for options in ({}, {"prompt_length": 5}):
+        here = log_likelihood(model.cpu(), x, 32, method="particles", **options)
+        there = log_likelihood(model.cuda(), x.cuda(), 32, method="particles", **options).cpu()
+        # Rounding may choose other particles, so that single estimates differ.
+        assert (here - there).abs().median() < 0.5 and abs(here.mean() - there.mean()) < 0.5
