@@ -15,6 +15,8 @@ from tests.conftest import KINDS, small_config, small_model
 from tests.training import DATA, SignalAt, StopAt, log, newest, result, run, stopped, tiny
 from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, SyntheticConfig, draw, open_data
+from vssm.distributed import World
+from vssm.learner import Learner
 from vssm.objectives import Terms, objective
 from vssm.optimize import learning_rate
 from vssm.progress import Bar, Lines
@@ -430,3 +432,13 @@ def test_an_ignored_signal_stays_ignored(ctrl_c, tmp_path):
     signal.signal(ctrl_c, signal.SIG_IGN)
     folder = run(tiny(), tmp_path / "run", progress=SignalAt(5, ctrl_c))
     assert log(folder)[-1]["step"] == 12
+
+
+def test_a_bad_step_leaves_the_average_where_it_was():
+    learner = Learner(small_model("rnn"), TrainConfig(ema=0.5), World(torch.device("cpu")))
+    for step, good in ((1, True), (2, False)):
+        before = {name: average.clone() for name, average in learner.ema.items()}
+        learner.begin(step, 10)
+        learner.differentiate(sum(weight.square().sum() for weight in learner.parameters.values()), 1)
+        learner.update(torch.tensor(good))
+        assert {torch.equal(learner.ema[name], before[name]) for name in before} == {not good}
