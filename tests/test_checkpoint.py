@@ -4,9 +4,11 @@ import json
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -212,3 +214,22 @@ def test_a_killed_write_leaves_what_the_next_one_knows(tmp_path):
     os.utime(left, (0, 0))
     write_atomically(target, lambda file: file.write_text("whole"))
     assert [file.name for file in tmp_path.iterdir()] == [target.name]
+
+
+def test_a_file_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+    """The power may fail at any moment; the name itself is on the disk when the call returns."""
+    events, sync, replace = [], os.fsync, Path.replace
+
+    def synced(handle):
+        status = os.fstat(handle)
+        events.append("folder" if stat.S_ISDIR(status.st_mode) else status.st_size)
+        sync(handle)
+
+    def replaced(path, target):
+        events.append("rename")
+        return replace(path, target)
+
+    monkeypatch.setattr("vssm.storage.os.fsync", synced)
+    monkeypatch.setattr("vssm.storage.Path.replace", replaced)
+    write_atomically(tmp_path / "a.txt", lambda file: file.write_text("whole"))
+    assert events == [5, "rename", "folder"]

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -369,3 +370,19 @@ def test_data_that_changed_are_refused_and_nothing_is_lost(tmp_path):
     np.save(tmp_path / "x.npy", values)
     run(config, folder, resume=True)
     assert newest(folder) > before
+
+
+def test_a_checkpoint_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+    events, rename = [], Path.rename
+
+    def renamed(path, target):
+        events.append(f"{target.name}!")
+        return rename(path, target)
+
+    monkeypatch.setattr("vssm.runs._flush", lambda path: events.append(path.name))
+    monkeypatch.setattr("vssm.runs.Path.rename", renamed)
+    folder = RunFolder(tmp_path)
+    folder.log({"step": 3})
+    folder.save_checkpoint(tiny(), 3, {part: {"a": torch.zeros(2)} for part in ("weights", "ema")}, {})
+    files = ["log.jsonl", "weights.safetensors", "ema.safetensors", "progress.json", ".step-00000003.tmp"]
+    assert events == [*files, "step-00000003!", "checkpoint"]
