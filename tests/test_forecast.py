@@ -65,18 +65,20 @@ def test_paths_of_a_series_have_its_shape_and_differ(kind):
     assert several.samples.shape == (2, 6, 4, 3) and several.quantile(0.5).shape == (2, 4, 3)
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}], ids=str)
 @pytest.mark.parametrize("kind", ["vssm", "tvae", "rnn"])
-def test_forecasts_are_what_generate_makes_of_the_scaled_history(kind):
+def test_forecasts_are_what_generate_makes_of_the_scaled_history(kind, options):
     own, x = forecaster(kind), torch.from_numpy(history(9, series=2))
     scaled = (x - torch.tensor(own.meta.mean)) / torch.tensor(own.meta.std)
     centre = scaled.mean(1, keepdim=True)
     width = (scaled.var(1, correction=0, keepdim=True) + 0.01).sqrt()
     state = vssm.observe(own.model, ((scaled - centre) / width).float(), seed=3).repeat(4)
-    paths = vssm.generate(own.model, length=5, state=state, observe="sample").x.unflatten(0, (2, 4))
+    paths = vssm.generate(own.model, length=5, state=state, observe="sample", **options).x
+    paths = paths.unflatten(0, (2, 4))
     expected = (paths * width[:, None] + centre[:, None]) * torch.tensor(own.meta.std) + torch.tensor(
         own.meta.mean
     )
-    assert relative_error(own.forecast(x, 5, 4, seed=3).samples, expected) < 1e-5
+    assert relative_error(own.forecast(x, 5, 4, seed=3, **options).samples, expected) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["vssm", "ssm"])
@@ -678,3 +680,58 @@ def test_histories_that_leave_float32_are_named():
         own.forecast(np.full((9, 3), 1e25), 5, 4)
     large = forecaster(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), windowed=None)
     assert large.forecast(np.full((9, 3), 1e30), 5, 4).samples.shape == (4, 5, 3)
+
+
+@pytest.mark.parametrize("kind", ["vssm", "rnn"])
+def test_the_seed_of_a_stream_names_its_paths(kind):
+    own, x = forecaster(kind), history(20)
+    stream = own.stream(x[:9], seed=3)
+    assert relative_error(stream.forecast(5, 4).samples, own.forecast(x[:9], 5, 4, seed=3).samples) < 1e-5
+    stream.observe(x[9:15])  # the last makes the state anew
+    assert stream.renewed == 1
+    assert relative_error(stream.forecast(5, 4).samples, own.forecast(x[:15], 5, 4, seed=3).samples) < 1e-5
+
+
+@pytest.mark.parametrize("fill", ["zero", "previous", "linear"])
+def test_what_a_point_lacks_comes_from_the_past(fill):
+    x = history(11)
+    gaps, whole = x.copy(), x.copy()
+    gaps[9, 1], whole[9, 1] = np.nan, 0 if fill == "zero" else x[8, 1]
+    own = forecaster(fill=fill)
+    found = []
+    for points in (gaps, whole):
+        stream = own.stream(points[:9])
+        stream.observe(points[9:])
+        found.append(stream.forecast(5, 4).samples)
+    assert torch.equal(*found)
+
+
+def test_half_of_a_column_may_be_missing():
+    x = history(8)
+    x[[1, 3, 5, 6], 1] = np.nan
+    own = forecaster(fill="linear", context=8)
+    assert own.forecast(x, 5, 4).samples.isfinite().all()
+    x[7, 1] = np.nan
+    with pytest.raises(ValueError, match="is missing in 5 of the last 8 steps"):
+        own.forecast(x, 5, 4)
+
+
+def test_scores_equal_their_definitions():
+    paths, y = torch.randn(3, 6, 4, 2, dtype=torch.float64), torch.randn(3, 4, 2, dtype=torch.float64)
+    mean, std, naive = torch.tensor([[1.0, -2.0], [0.5, 3.0], [2.0, 0.2]], dtype=torch.float64)
+    found = scores(paths, y, mean, std, naive)
+    pinball = 0.0
+    for level in np.arange(1, 10) / 10:
+        gap = y - paths.quantile(level, 1)
+        pinball += float(torch.where(gap > 0, level * gap, (level - 1) * gap).sum())
+    assert found["wql"] == pytest.approx(2 * pinball / 9 / float(y.abs().sum()))
+    error = (paths.quantile(0.5, 1) - y).abs() / std
+    assert found["mae"] == pytest.approx(float(error.mean()))
+    assert found["mase"] == pytest.approx(float((error.mean((0, 1)) / naive).mean()))
+    scaled, target = (paths - mean) / std, (y - mean) / std
+    assert found["crps"] == pytest.approx(float(crps(scaled, target).mean()))
+    apart = [(scaled[:, k] - scaled[:, k - 1]).norm(dim=1) for k in range(6)]
+    energy = (scaled - target[:, None]).norm(dim=2).mean(1) - torch.stack(apart).mean(0) / 2
+    assert found["energy"] == pytest.approx(float(energy.mean()) / 2)  # over the root of four steps
+    inside = (y >= paths.quantile(0.1, 1)) & (y <= paths.quantile(0.9, 1))
+    assert found["coverage80"] == pytest.approx(float(inside.double().mean()))
