@@ -1002,3 +1002,20 @@ def test_real_series_load(name, rows, columns):
     data = open_data(config)
     assert data.meta.features == columns and len(data.train) == int(0.7 * rows) - 35
     assert data.train.x.isfinite().all()
+
+
+def test_every_row_of_a_part_is_forecast(tmp_path):
+    """Validation and test take the context of their first window from the part before."""
+    path = write_csv(tmp_path / "a.csv", np.arange(200.0)[:, None] * [1, -1])
+    data = open_data(series(path, context=10, horizon=5, scale="none"))
+    for split, low, high in ((data.train, 10, 140), (data.valid, 140, 160), (data.test(), 160, 200)):
+        ahead = split.batch(slice(None))[:, 10:, 0]
+        assert ahead.unique().tolist() == list(range(low, high))
+
+
+@pytest.mark.parametrize(("days", "cycles"), [(16, ("day",)), (21, ("day", "week"))])
+def test_a_cycle_counts_when_training_goes_through_it_twice(days, cycles, tmp_path):
+    """Seven tenths of the rows are for training: 11 days and 14.7."""
+    rows = [[d, k] for k, d in enumerate(DATES[: 24 * days])]
+    path = write_csv(tmp_path / "a.csv", rows, header=["date", "a"])
+    assert open_data(series(path, context=4, horizon=2, time_features=True)).meta.cycles == cycles
