@@ -142,8 +142,12 @@ def test_distances_match_their_parts(evaluated, digits_run):
     stepwise = generate(model, num=300, length=8, chunk=1, recondition=True).x
     prompt = test.batch(torch.arange(300) * 359 // 300)[:, :4]
     completed = torch.cat([prompt, generate(model, length=4, prompt=prompt).x], 1)
-    for name, x in (("fd_one_shot", one_shot), ("fd_w1", stepwise), ("fd_prompted", completed)):
+    train = data.train.batch(torch.arange(300) * 1294 // 300)
+    ways = {"fd_one_shot": one_shot, "fd_w1": stepwise, "fd_prompted": completed, "fd_floor": train}
+    for name, x in ways.items():
         assert metrics[name] == pytest.approx(distance(x), rel=1e-3)
+    hits = classifier(to_image(test.batch(slice(None)))).argmax(-1) == test.labels
+    assert metrics["classifier_accuracy"] == pytest.approx(float(hits.double().mean()), abs=1e-6)
     assert metrics["fd_floor"] < metrics["fd_prompted"] < metrics["fd_one_shot"]
 
 
