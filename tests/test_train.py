@@ -405,6 +405,16 @@ def test_a_signal_saves_first_and_acts_then(minutes, ctrl_c, tmp_path):
     assert (folder / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
 
 
+def test_a_signal_at_the_last_step_acts_when_all_is_written(ctrl_c, tmp_path):
+    """Else a sweep would go on with the next run."""
+    config, folder = tiny(), tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        run(config, folder, progress=SignalAt(12, ctrl_c))
+    assert signal.getsignal(ctrl_c) is signal.default_int_handler
+    assert json.loads((folder / "meta.json").read_text())["ended"] is not None
+    assert result(folder) == result(run(config, tmp_path / "whole"))
+
+
 def test_a_second_signal_does_not_wait(ctrl_c, tmp_path, monkeypatch):
     def twice(self):
         signal.raise_signal(ctrl_c)
