@@ -233,3 +233,15 @@ def test_a_file_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
     monkeypatch.setattr("vssm.storage.Path.replace", replaced)
     write_atomically(tmp_path / "a.txt", lambda file: file.write_text("whole"))
     assert events == [5, "rename", "folder"]
+
+
+def test_a_file_can_be_read_by_those_who_read_any_other(tmp_path):
+    """Some libraries put a file in the place of the temporary one that only its owner can read."""
+
+    def private(file):
+        file.unlink()
+        file.touch(mode=0o600)
+
+    (tmp_path / "usual.txt").touch()
+    write_atomically(tmp_path / "a.txt", private)
+    assert (tmp_path / "a.txt").stat().st_mode == (tmp_path / "usual.txt").stat().st_mode

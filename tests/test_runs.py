@@ -386,3 +386,13 @@ def test_a_checkpoint_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
     folder.save_checkpoint(tiny(), 3, {part: {"a": torch.zeros(2)} for part in ("weights", "ema")}, {})
     files = ["log.jsonl", "weights.safetensors", "ema.safetensors", "progress.json", ".step-00000003.tmp"]
     assert events == [*files, "step-00000003!", "checkpoint"]
+
+
+def test_a_resumed_run_has_the_date_that_it_was_started_at(tmp_path):
+    folder = stopped(tiny(), tmp_path / "run", 11)
+    path = newest(folder) / "progress.json"
+    record = json.loads(path.read_text()) | {"started": "2001-02-03T04:05:06+00:00"}
+    del record["checksum"]
+    path.write_text(json.dumps({**record, "checksum": _checksum(record)}))
+    meta = json.loads((run(None, folder, resume=True) / "meta.json").read_text())
+    assert meta["started"] == record["started"] < meta["ended"]
