@@ -1019,3 +1019,12 @@ def test_a_cycle_counts_when_training_goes_through_it_twice(days, cycles, tmp_pa
     rows = [[d, k] for k, d in enumerate(DATES[: 24 * days])]
     path = write_csv(tmp_path / "a.csv", rows, header=["date", "a"])
     assert open_data(series(path, context=4, horizon=2, time_features=True)).meta.cycles == cycles
+
+
+def test_splits_and_bits_of_digits_are_pinned():
+    """They must never change, or results of old runs would not compare."""
+    data = open_data(DataConfig(name="digits"))
+    assert data.test().labels[:8].tolist() == [3, 5, 0, 1, 4, 5, 9, 6]
+    assert data.valid.labels[:8].tolist() == [0, 7, 0, 8, 6, 1, 6, 1]
+    data = open_data(DataConfig(name="digits", binarize=True))
+    assert [int(split.x.sum()) for split in (data.train, data.valid, data.test())] == [25316, 2825, 7017]

@@ -253,3 +253,17 @@ def test_the_seed_names_the_draws_of_an_estimate(kind):
     first, again, other = (log_likelihood(model, x, 2, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.isclose(first, other).any()
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@torch.no_grad()
+def test_shards_of_a_ragged_batch_are_parts_of_the_whole(levels):
+    model = small_model("vssm", levels=levels, latents=4)
+    x, lengths = sequences(model, 6, 5), torch.tensor([5, 1, 3, 2, 5, 4])
+
+    def terms(rows, shard):
+        generator = torch.Generator().manual_seed(3)
+        return torch.stack(objective(model, x[rows], generator, shard, lengths[rows]))
+
+    parts = [terms(slice(2 * i, 2 * i + 2), (i, 3)) for i in range(3)]
+    torch.testing.assert_close(torch.cat(parts, 1), terms(slice(None), (0, 1)), rtol=1e-4, atol=1e-4)
