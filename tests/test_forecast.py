@@ -619,6 +619,44 @@ def test_naive_repeats_the_season(tmp_path):
     assert torch.equal(_naive(task), task.future[:, None].expand(-1, 5, -1, -1))
 
 
+def test_noise_of_the_naive_forecast_grows_with_the_seasons_ahead():
+    from vssm.forecast_compare import Comparison, _naive, _Task
+
+    series = SeriesConfig(context=6, horizon=7)
+    options = Comparison(series=series, season=3, samples=4000, windows=1)
+    task = _Task(options, None, np.random.default_rng(0).normal(size=(60, 1)))
+    change = task.history[0, 3:] - task.history[0, :-3]
+    expected = np.sqrt(np.square(change).mean() * np.array([1, 1, 1, 2, 2, 2, 3]))
+    np.testing.assert_allclose(_naive(task)[0, :, :, 0].std(0), expected, rtol=0.05)
+
+
+def test_scores_are_in_the_units_of_the_training_rows():
+    from vssm.forecast_compare import Comparison, _Task
+
+    options = Comparison(series=SeriesConfig(context=6, horizon=4), season=3)
+    values = np.random.default_rng(0).normal(size=(100, 2)) * [1, 5]
+    changed, rows = values.copy(), values[:70]
+    changed[70:] *= 9
+    for task in (_Task(options, None, values), _Task(options, None, changed)):
+        np.testing.assert_allclose(task.mean, rows.mean(0))
+        np.testing.assert_allclose(task.std, rows.std(0))
+        np.testing.assert_allclose(task.naive, np.abs(rows[3:] - rows[:-3]).mean(0) / rows.std(0))
+
+
+def test_the_temperature_is_the_best_on_validation(monkeypatch):
+    from vssm import forecast_compare
+    from vssm.forecast_compare import Comparison, _calibrated, _Task
+
+    def score(task, temperature):
+        assert task.options.part == "valid" and task.starts.min() >= 70 and task.starts.max() <= 76
+        return {"crps": abs(temperature - 2.0)}
+
+    monkeypatch.setattr(forecast_compare, "_rolled", lambda forecaster, task, ways: ways["temperature"])
+    monkeypatch.setattr(_Task, "score", score)
+    options = Comparison(series=SeriesConfig(context=6, horizon=4), season=3)
+    assert _calibrated(None, _Task(options, None, np.random.default_rng(0).normal(size=(100, 2)))) == 2.0
+
+
 def test_predictor_takes_the_place_of_one_of_gluonts(run_folder):
     pytest.importorskip("gluonts")
     with warnings.catch_warnings():

@@ -130,6 +130,17 @@ def test_jobs_that_differ_are_not_merged(models):
         off.submit(Job(one, seed, seed, 4))
 
 
+def test_a_batch_has_at_most_so_many_rows(models):
+    """A job that does not fit waits for the next, and one that never would is a batch of its own."""
+    one = models[0]
+    engine = Engine([one], max_rows=4)
+    jobs = [torch.zeros(rows, dtype=torch.int64) for rows in (2, 2, 1, 6, 3)]
+    futures = [engine.submit(Job(one, job, job, 4)) for job in jobs]
+    engine.start()
+    assert [future.result(30).rows for future in futures] == [4, 4, 4, 6, 4]
+    engine.close()
+
+
 def test_one_bad_job_does_not_hurt_the_others_and_a_cancelled_one_is_dropped(models):
     one = models[0]
     engine, seed = Engine([one]), torch.zeros(1, dtype=torch.int64)
