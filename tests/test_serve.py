@@ -190,6 +190,16 @@ def test_streamed_chunks_join_to_the_whole(client, model, options, pieces):
     )
 
 
+def test_a_stream_goes_on_from_chunk_to_chunk_where_no_state_is_kept(client):
+    ask = {"model": "vssm", "num": 2, "length": 7, "seed": 2, "chunk": 3}
+    *chunks, (_, done) = events(
+        client.post("/v1/generate", json={**ask, "stream": True, "keep": "none"}).text
+    )
+    assert done["resume"] is None and done["position"] == 7
+    made = np.concatenate([array(data) for _, data in chunks], 1)
+    close(made, array(post(client, "generate", **ask)))
+
+
 @pytest.mark.parametrize("options", [{}, {"stream": True}, {"chunk": 150}, {"chunk": 3, "recondition": True}])
 def test_large_requests_are_made_in_passes_of_bounded_size(client, models, options):
     plan = client.app.state.server.plan_generate(GenerateRequest(num=200, length=150, **options))
