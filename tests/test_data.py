@@ -1028,3 +1028,9 @@ def test_splits_and_bits_of_digits_are_pinned():
     assert data.valid.labels[:8].tolist() == [0, 7, 0, 8, 6, 1, 6, 1]
     data = open_data(DataConfig(name="digits", binarize=True))
     assert [int(split.x.sum()) for split in (data.train, data.valid, data.test())] == [25316, 2825, 7017]
+
+
+def test_a_digest_tells_values_apart_that_have_one_mean_and_one_middle():
+    flat, peak = (Split(torch.tensor(values).view(1, 3, 1)) for values in ([1.0, 1, 1], [0.0, 3, 0]))
+    assert flat.digest() == [1.0, 1.0, 0.5]
+    assert peak.digest() == [1.0, 3.0, 0.5]

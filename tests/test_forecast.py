@@ -168,6 +168,12 @@ def test_what_is_said_to_fit_is_finite(windowed, exponent, least):
     assert steps.isfinite().all() or not scale.fits(10.0**exponent)
 
 
+def test_small_numbers_far_from_a_mean_do_not_fit():
+    scale = Scale(meta(windowed=None, mean=(1e30, 0.0, 0.0), std=(1e-10, 1.0, 1.0)))
+    x = torch.zeros(1, 9, 3, dtype=torch.float64)
+    assert not scale.steps(x, *scale.units(x)).isfinite().all() and not scale.fits(0.0)
+
+
 @pytest.mark.parametrize("kind", ["vssm", "rnn"])
 @pytest.mark.parametrize("options", [{}, {"separate": True, "features": 1}, {"windowed": "window"}])
 @pytest.mark.parametrize("series", [None, 3])
@@ -209,8 +215,12 @@ def test_time_features_follow_the_dates():
         (np.arange("2015", "2024", dtype="datetime64[Y]"), ["2024-01-01", "2025-01-01", "2026-01-01"]),
         (np.datetime64("2024-02-20") + DAY * np.arange(9), ["2024-02-29", "2024-03-01", "2024-03-02"]),
         (np.datetime64("2024-01-01") + 7 * DAY * np.arange(9), ["2024-03-04", "2024-03-11", "2024-03-18"]),
+        (
+            np.datetime64("2024-02-20") + DAY * np.array([0, 1, 2, 3, 4, 5, 6, 7, 15]),
+            ["2024-03-07", "2024-03-08", "2024-03-09"],
+        ),
     ],
-    ids=["first of the month", "last of the month", "years", "days", "weeks"],
+    ids=["first of the month", "last of the month", "years", "days", "weeks", "days with a gap"],
 )
 def test_dates_go_on_by_the_calendar(dates, next_dates):
     made = forecaster().forecast(history(), 3, 2, dates)
