@@ -565,3 +565,22 @@ def test_a_bad_step_leaves_the_average_where_it_was():
         learner.differentiate(sum(weight.square().sum() for weight in learner.parameters.values()), 1)
         learner.update(torch.tensor(good))
         assert {torch.equal(learner.ema[name], before[name]) for name in before} == {not good}
+
+
+def test_steps_after_the_tenth_bad_one_do_not_change_what_is_said():
+    """On a GPU it is said at the next log point, some steps later."""
+    tally, bad = Tally(torch.device("cpu")), torch.tensor(False)
+    for _ in range(13):
+        tally.add(torch.tensor([math.nan, 0.0, math.nan, 0.0, 0.0]), bad)
+    with pytest.raises(TrainingStopped, match=r"^step 10: kl is not finite, for the tenth step in a row$"):
+        tally.fetch()
+
+
+def test_a_checkpoint_without_some_weights_is_refused():
+    learner = Learner(small_model("rnn"), TrainConfig(ema=0.5), World(torch.device("cpu")))
+    parts = {name: dict(part) for name, part in learner.parts().items()}
+    for part in ("weights", "ema"):
+        lacking = parts | {part: {k: v for k, v in parts[part].items() if k != "stack.blank"}}
+        with pytest.raises(ValueError, match=rf"^'there' has no {part} 'stack\.blank' of shape \(16,\)$"):
+            learner.restore(lacking, "there")
+    learner.restore(parts, "there")
