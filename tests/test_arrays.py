@@ -15,6 +15,7 @@ from vssm.checkpoint import load
 from vssm.cli import main
 from vssm.data import ArraysConfig, DataConfig, describe, open_data
 from vssm.evaluate import evaluate_run
+from vssm.learner import Learner
 from vssm.likelihoods import reconstruct
 
 MODELS = [*((kind, {}) for kind in KINDS), ("vssm", {"levels": 3})]
@@ -235,3 +236,45 @@ def test_the_whole_way_on_the_command_line(tmp_path, monkeypatch, capsys):
         main(["train", "arrays", "--smoke", "--arrays.path", "short.npz", "--out", "other"])
     assert stop.value.code == 2 and not (tmp_path / "other").exists()
     assert capsys.readouterr().err.endswith("short.npz: lengths is 5 at 0; allowed: 1 to 4\n")
+
+
+def test_gradients_are_told_per_real_value(tmp_path, monkeypatch):
+    write(tmp_path / "a.npz")
+    config = tiny("rnn", arrays(tmp_path / "a.npz"), max_steps=1, batch=8)
+    seen, differentiate = [], Learner.differentiate
+
+    def watched(learner, loss, values):
+        seen.append(values)
+        return differentiate(learner, loss, values)
+
+    monkeypatch.setattr(Learner, "differentiate", watched)
+    run(config, tmp_path / "run")
+    lengths = open_data(config.data).train.real(slice(None))
+    assert seen == [pytest.approx(3 * float(lengths.double().mean()))]
+
+
+def test_components_are_judged_by_the_sequences_that_have_their_step(tmp_path, monkeypatch):
+    write(tmp_path / "a.npz", num=120)
+    config = tiny("vssm", arrays(tmp_path / "a.npz"), max_steps=1, batch=8)
+    folder = run(config, tmp_path / "run")
+    model, test = load(folder), open_data(config.data).test()
+    with torch.no_grad():
+        p = model.posterior(test.batch(slice(None)))[0].probs.double()
+    missing = torch.arange(9) >= test.real(slice(None))[:, None]
+    p[missing] = torch.nan
+    kl = (p * (p * p.shape[-1]).log()).sum(-1).nanmean(0)  # (T, Z)
+    threshold = kl.flatten().sort().values[13:15].mean()
+    monkeypatch.setattr("vssm.evaluate._ACTIVE", float(threshold))
+    metrics = evaluate_run(folder, quick=True)["metrics"]
+    assert metrics["active_components"] == int((kl > threshold).sum()) == 13
+    aggregate = p.nanmean(0)
+    perplexity = (-(aggregate * aggregate.log()).sum(-1)).exp().mean()
+    assert metrics["code_perplexity"] == pytest.approx(float(perplexity), rel=1e-5)
+
+
+def test_splits_of_old_runs_stay(tmp_path):
+    """The test set and the validation set of a seed must never change."""
+    np.save(tmp_path / "a.npy", np.arange(30.0).reshape(30, 1, 1))
+    data = open_data(arrays(tmp_path / "a.npy", seed=3))
+    assert data.test().x.flatten().tolist() == [3, 4, 28]
+    assert data.valid.x.flatten().tolist() == [8, 15, 29]

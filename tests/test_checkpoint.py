@@ -250,3 +250,34 @@ def test_a_disk_that_became_read_only_is_said_of_the_file_that_was_asked_for(tmp
     with pytest.raises(OSError, match="Read-only file system") as error:
         write_atomically(tmp_path / "note.txt", lambda file: file.write_text("new"))
     assert error.value.filename == str(tmp_path / "note.txt")
+
+
+def test_a_file_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+    """The power may fail at any moment; the name itself is on the disk when the call returns."""
+    events, sync, replace = [], os.fsync, Path.replace
+
+    def synced(handle):
+        status = os.fstat(handle)
+        events.append("folder" if stat.S_ISDIR(status.st_mode) else status.st_size)
+        sync(handle)
+
+    def replaced(path, target):
+        events.append("rename")
+        return replace(path, target)
+
+    monkeypatch.setattr("vssm.storage.os.fsync", synced)
+    monkeypatch.setattr("vssm.storage.Path.replace", replaced)
+    write_atomically(tmp_path / "a.txt", lambda file: file.write_text("whole"))
+    assert events == [5, "rename", "folder"]
+
+
+def test_a_file_can_be_read_by_those_who_read_any_other(tmp_path):
+    """Some libraries put a file in the place of the temporary one that only its owner can read."""
+
+    def private(file):
+        file.unlink()
+        file.touch(mode=0o600)
+
+    (tmp_path / "usual.txt").touch()
+    write_atomically(tmp_path / "a.txt", private)
+    assert (tmp_path / "a.txt").stat().st_mode == (tmp_path / "usual.txt").stat().st_mode

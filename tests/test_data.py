@@ -1024,3 +1024,35 @@ def test_real_series_load(name, rows, columns):
 def test_what_a_config_file_may_hold_instead_of_options_is_named(values, message):
     with pytest.raises(ValueError, match=message):
         RunConfig.from_dict({"data": values})
+
+
+def test_every_row_of_a_part_is_forecast(tmp_path):
+    """Validation and test take the context of their first window from the part before."""
+    path = write_csv(tmp_path / "a.csv", np.arange(200.0)[:, None] * [1, -1])
+    data = open_data(series(path, context=10, horizon=5, scale="none"))
+    for split, low, high in ((data.train, 10, 140), (data.valid, 140, 160), (data.test(), 160, 200)):
+        ahead = split.batch(slice(None))[:, 10:, 0]
+        assert ahead.unique().tolist() == list(range(low, high))
+
+
+@pytest.mark.parametrize(("days", "cycles"), [(16, ("day",)), (21, ("day", "week"))])
+def test_a_cycle_counts_when_training_goes_through_it_twice(days, cycles, tmp_path):
+    """Seven tenths of the rows are for training: 11 days and 14.7."""
+    rows = [[d, k] for k, d in enumerate(DATES[: 24 * days])]
+    path = write_csv(tmp_path / "a.csv", rows, header=["date", "a"])
+    assert open_data(series(path, context=4, horizon=2, time_features=True)).meta.cycles == cycles
+
+
+def test_splits_and_bits_of_digits_are_pinned():
+    """They must never change, or results of old runs would not compare."""
+    data = open_data(DataConfig(name="digits"))
+    assert data.test().labels[:8].tolist() == [3, 5, 0, 1, 4, 5, 9, 6]
+    assert data.valid.labels[:8].tolist() == [0, 7, 0, 8, 6, 1, 6, 1]
+    data = open_data(DataConfig(name="digits", binarize=True))
+    assert [int(split.x.sum()) for split in (data.train, data.valid, data.test())] == [25316, 2825, 7017]
+
+
+def test_a_digest_tells_values_apart_that_have_one_mean_and_one_middle():
+    flat, peak = (Split(torch.tensor(values).view(1, 3, 1)) for values in ([1.0, 1, 1], [0.0, 3, 0]))
+    assert flat.digest() == [1.0, 1.0, 0.5]
+    assert peak.digest() == [1.0, 3.0, 0.5]

@@ -6,15 +6,16 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from tests.conftest import KINDS, small_config
-from vssm import build, generate, load, log_likelihood, save
+from vssm import build, evaluate, generate, load, log_likelihood, save
 from vssm.data import DataConfig, SyntheticConfig, TextConfig, open_data
 from vssm.evaluate import evaluate_run
-from vssm.frechet import features, frechet_distance, train_classifier
-from vssm.quality import observed, ways_to_sample
+from vssm.frechet import Classifier, features, frechet_distance, train_classifier
+from vssm.quality import Work, image_quality, observed, ways_to_sample
 from vssm.results import commit, result, write_result
 
 TIMES = ("_ms_b1", "_ms_b16", "timing_spread")
@@ -142,8 +143,12 @@ def test_distances_match_their_parts(evaluated, digits_run):
     stepwise = generate(model, num=300, length=8, chunk=1, recondition=True).x
     prompt = test.batch(torch.arange(300) * 359 // 300)[:, :4]
     completed = torch.cat([prompt, generate(model, length=4, prompt=prompt).x], 1)
-    for name, x in (("fd_one_shot", one_shot), ("fd_w1", stepwise), ("fd_prompted", completed)):
+    train = data.train.batch(torch.arange(300) * 1294 // 300)
+    ways = {"fd_one_shot": one_shot, "fd_w1": stepwise, "fd_prompted": completed, "fd_floor": train}
+    for name, x in ways.items():
         assert metrics[name] == pytest.approx(distance(x), rel=1e-3)
+    hits = classifier(to_image(test.batch(slice(None)))).argmax(-1) == test.labels
+    assert metrics["classifier_accuracy"] == pytest.approx(float(hits.double().mean()), abs=1e-6)
     assert metrics["fd_floor"] < metrics["fd_prompted"] < metrics["fd_one_shot"]
 
 
@@ -367,3 +372,43 @@ def test_commit_is_that_of_the_package(monkeypatch, tmp_path):
         assert found.removesuffix("-dirty") == run.stdout.strip()
     monkeypatch.setattr("vssm.results.__file__", str(tmp_path / "site-packages" / "vssm" / "results.py"))
     assert commit() is None
+
+
+@pytest.mark.parametrize("kind", ["ssm", "vssm"])
+@torch.no_grad()
+def test_batches_change_nothing_but_the_noise(kind, monkeypatch):
+    """Of eight sequences, three a batch: the last is not full, and none has the noise of another."""
+    seeds, estimates, reconstruct = [], evaluate.estimates, evaluate.reconstruct
+
+    def estimated(model, x, num_samples, cases, seed, *rest):
+        seeds.append(seed)
+        return estimates(model, x, num_samples, cases, seed, *rest)
+
+    def reconstructed(model, x, seed, lengths):
+        seeds.append(seed)
+        return reconstruct(model, x, seed, lengths)
+
+    monkeypatch.setattr(evaluate, "estimates", estimated)
+    monkeypatch.setattr(evaluate, "reconstruct", reconstructed)
+    data, model, found = open_data(WAVES), build(small_config(kind, layers=1)), []
+    for batch in (3, 8):
+        work = Work(model, data, data.test(), batch, torch.device("cpu"), None)
+        index = np.arange(8)
+        found.append(evaluate._reconstruction(work, index) | evaluate._likelihoods(work, index, 1))
+    assert seeds == [0, 3, 6, 0, 3, 6, 0, 0]
+    drawn = {"mse", "reconstruction", "elbo", *(name for name in found[0] if "log_likelihood" in name)}
+    steady = [{n: v for n, v in each.items() if kind == "ssm" or n not in drawn} for each in found]
+    assert steady[0] == pytest.approx(steady[1], rel=1e-4) and len(steady[0]) > 2
+
+
+def test_images_do_not_depend_on_the_batch(monkeypatch):
+    classifier = Classifier((8, 8, 1), 10)
+    monkeypatch.setattr("vssm.quality.train_classifier", lambda *_: classifier)
+    monkeypatch.setattr("vssm.quality.features", lambda _, images: images.flatten(1).double())
+    monkeypatch.setattr("vssm.quality.frechet_distance", lambda a, b: float(a.std(0).sum()))
+    data, model = open_data(DIGITS), build(small_config("tvae", features=8, layers=1))
+    few, many = (
+        image_quality(Work(model, data, data.test(), batch, torch.device("cpu"), None), 20, None)
+        for batch in (7, 20)
+    )
+    assert few == pytest.approx(many, rel=1e-4)

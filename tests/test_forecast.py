@@ -65,18 +65,20 @@ def test_paths_of_a_series_have_its_shape_and_differ(kind):
     assert several.samples.shape == (2, 6, 4, 3) and several.quantile(0.5).shape == (2, 4, 3)
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}], ids=str)
 @pytest.mark.parametrize("kind", ["vssm", "tvae", "rnn"])
-def test_forecasts_are_what_generate_makes_of_the_scaled_history(kind):
+def test_forecasts_are_what_generate_makes_of_the_scaled_history(kind, options):
     own, x = forecaster(kind), torch.from_numpy(history(9, series=2))
     scaled = (x - torch.tensor(own.meta.mean)) / torch.tensor(own.meta.std)
     centre = scaled.mean(1, keepdim=True)
     width = (scaled.var(1, correction=0, keepdim=True) + 0.01).sqrt()
     state = vssm.observe(own.model, ((scaled - centre) / width).float(), seed=3).repeat(4)
-    paths = vssm.generate(own.model, length=5, state=state, observe="sample").x.unflatten(0, (2, 4))
+    paths = vssm.generate(own.model, length=5, state=state, observe="sample", **options).x
+    paths = paths.unflatten(0, (2, 4))
     expected = (paths * width[:, None] + centre[:, None]) * torch.tensor(own.meta.std) + torch.tensor(
         own.meta.mean
     )
-    assert relative_error(own.forecast(x, 5, 4, seed=3).samples, expected) < 1e-5
+    assert relative_error(own.forecast(x, 5, 4, seed=3, **options).samples, expected) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["vssm", "ssm"])
@@ -166,6 +168,12 @@ def test_what_is_said_to_fit_is_finite(windowed, exponent, least):
     assert steps.isfinite().all() or not scale.fits(10.0**exponent)
 
 
+def test_small_numbers_far_from_a_mean_do_not_fit():
+    scale = Scale(meta(windowed=None, mean=(1e30, 0.0, 0.0), std=(1e-10, 1.0, 1.0)))
+    x = torch.zeros(1, 9, 3, dtype=torch.float64)
+    assert not scale.steps(x, *scale.units(x)).isfinite().all() and not scale.fits(0.0)
+
+
 @pytest.mark.parametrize("kind", ["vssm", "rnn"])
 @pytest.mark.parametrize("options", [{}, {"separate": True, "features": 1}, {"windowed": "window"}])
 @pytest.mark.parametrize("series", [None, 3])
@@ -207,8 +215,12 @@ def test_time_features_follow_the_dates():
         (np.arange("2015", "2024", dtype="datetime64[Y]"), ["2024-01-01", "2025-01-01", "2026-01-01"]),
         (np.datetime64("2024-02-20") + DAY * np.arange(9), ["2024-02-29", "2024-03-01", "2024-03-02"]),
         (np.datetime64("2024-01-01") + 7 * DAY * np.arange(9), ["2024-03-04", "2024-03-11", "2024-03-18"]),
+        (
+            np.datetime64("2024-02-20") + DAY * np.array([0, 1, 2, 3, 4, 5, 6, 7, 15]),
+            ["2024-03-07", "2024-03-08", "2024-03-09"],
+        ),
     ],
-    ids=["first of the month", "last of the month", "years", "days", "weeks"],
+    ids=["first of the month", "last of the month", "years", "days", "weeks", "days with a gap"],
 )
 def test_dates_go_on_by_the_calendar(dates, next_dates):
     made = forecaster().forecast(history(), 3, 2, dates)
@@ -617,6 +629,44 @@ def test_naive_repeats_the_season(tmp_path):
     assert torch.equal(_naive(task), task.future[:, None].expand(-1, 5, -1, -1))
 
 
+def test_noise_of_the_naive_forecast_grows_with_the_seasons_ahead():
+    from vssm.forecast_compare import Comparison, _naive, _Task
+
+    series = SeriesConfig(context=6, horizon=7)
+    options = Comparison(series=series, season=3, samples=4000, windows=1)
+    task = _Task(options, None, np.random.default_rng(0).normal(size=(60, 1)))
+    change = task.history[0, 3:] - task.history[0, :-3]
+    expected = np.sqrt(np.square(change).mean() * np.array([1, 1, 1, 2, 2, 2, 3]))
+    np.testing.assert_allclose(_naive(task)[0, :, :, 0].std(0), expected, rtol=0.05)
+
+
+def test_scores_are_in_the_units_of_the_training_rows():
+    from vssm.forecast_compare import Comparison, _Task
+
+    options = Comparison(series=SeriesConfig(context=6, horizon=4), season=3)
+    values = np.random.default_rng(0).normal(size=(100, 2)) * [1, 5]
+    changed, rows = values.copy(), values[:70]
+    changed[70:] *= 9
+    for task in (_Task(options, None, values), _Task(options, None, changed)):
+        np.testing.assert_allclose(task.mean, rows.mean(0))
+        np.testing.assert_allclose(task.std, rows.std(0))
+        np.testing.assert_allclose(task.naive, np.abs(rows[3:] - rows[:-3]).mean(0) / rows.std(0))
+
+
+def test_the_temperature_is_the_best_on_validation(monkeypatch):
+    from vssm import forecast_compare
+    from vssm.forecast_compare import Comparison, _calibrated, _Task
+
+    def score(task, temperature):
+        assert task.options.part == "valid" and task.starts.min() >= 70 and task.starts.max() <= 76
+        return {"crps": abs(temperature - 2.0)}
+
+    monkeypatch.setattr(forecast_compare, "_rolled", lambda forecaster, task, ways: ways["temperature"])
+    monkeypatch.setattr(_Task, "score", score)
+    options = Comparison(series=SeriesConfig(context=6, horizon=4), season=3)
+    assert _calibrated(None, _Task(options, None, np.random.default_rng(0).normal(size=(100, 2)))) == 2.0
+
+
 def test_predictor_takes_the_place_of_one_of_gluonts(run_folder):
     pytest.importorskip("gluonts")
     with warnings.catch_warnings():
@@ -678,3 +728,58 @@ def test_histories_that_leave_float32_are_named():
         own.forecast(np.full((9, 3), 1e25), 5, 4)
     large = forecaster(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), windowed=None)
     assert large.forecast(np.full((9, 3), 1e30), 5, 4).samples.shape == (4, 5, 3)
+
+
+@pytest.mark.parametrize("kind", ["vssm", "rnn"])
+def test_the_seed_of_a_stream_names_its_paths(kind):
+    own, x = forecaster(kind), history(20)
+    stream = own.stream(x[:9], seed=3)
+    assert relative_error(stream.forecast(5, 4).samples, own.forecast(x[:9], 5, 4, seed=3).samples) < 1e-5
+    stream.observe(x[9:15])  # the last makes the state anew
+    assert stream.renewed == 1
+    assert relative_error(stream.forecast(5, 4).samples, own.forecast(x[:15], 5, 4, seed=3).samples) < 1e-5
+
+
+@pytest.mark.parametrize("fill", ["zero", "previous", "linear"])
+def test_what_a_point_lacks_comes_from_the_past(fill):
+    x = history(11)
+    gaps, whole = x.copy(), x.copy()
+    gaps[9, 1], whole[9, 1] = np.nan, 0 if fill == "zero" else x[8, 1]
+    own = forecaster(fill=fill)
+    found = []
+    for points in (gaps, whole):
+        stream = own.stream(points[:9])
+        stream.observe(points[9:])
+        found.append(stream.forecast(5, 4).samples)
+    assert torch.equal(*found)
+
+
+def test_half_of_a_column_may_be_missing():
+    x = history(8)
+    x[[1, 3, 5, 6], 1] = np.nan
+    own = forecaster(fill="linear", context=8)
+    assert own.forecast(x, 5, 4).samples.isfinite().all()
+    x[7, 1] = np.nan
+    with pytest.raises(ValueError, match="is missing in 5 of the last 8 steps"):
+        own.forecast(x, 5, 4)
+
+
+def test_scores_equal_their_definitions():
+    paths, y = torch.randn(3, 6, 4, 2, dtype=torch.float64), torch.randn(3, 4, 2, dtype=torch.float64)
+    mean, std, naive = torch.tensor([[1.0, -2.0], [0.5, 3.0], [2.0, 0.2]], dtype=torch.float64)
+    found = scores(paths, y, mean, std, naive)
+    pinball = 0.0
+    for level in np.arange(1, 10) / 10:
+        gap = y - paths.quantile(level, 1)
+        pinball += float(torch.where(gap > 0, level * gap, (level - 1) * gap).sum())
+    assert found["wql"] == pytest.approx(2 * pinball / 9 / float(y.abs().sum()))
+    error = (paths.quantile(0.5, 1) - y).abs() / std
+    assert found["mae"] == pytest.approx(float(error.mean()))
+    assert found["mase"] == pytest.approx(float((error.mean((0, 1)) / naive).mean()))
+    scaled, target = (paths - mean) / std, (y - mean) / std
+    assert found["crps"] == pytest.approx(float(crps(scaled, target).mean()))
+    apart = [(scaled[:, k] - scaled[:, k - 1]).norm(dim=1) for k in range(6)]
+    energy = (scaled - target[:, None]).norm(dim=2).mean(1) - torch.stack(apart).mean(0) / 2
+    assert found["energy"] == pytest.approx(float(energy.mean()) / 2)  # over the root of four steps
+    inside = (y >= paths.quantile(0.1, 1)) & (y <= paths.quantile(0.9, 1))
+    assert found["coverage80"] == pytest.approx(float(inside.double().mean()))

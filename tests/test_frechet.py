@@ -140,3 +140,18 @@ def test_file_is_reused_and_another_is_refused(digits, tmp_path):
 def test_images_that_can_not_be_learned(images, labels, message):
     with pytest.raises(ValueError, match=message):
         train_classifier(images, labels, 2)
+
+
+def test_the_classifier_learns_from_clamped_images_with_noise(monkeypatch):
+    seen, forward = [], Classifier.forward
+
+    def watched(classifier, images):
+        seen.append(images)
+        return forward(classifier, images)
+
+    monkeypatch.setattr(Classifier, "forward", watched)
+    train_classifier(torch.full((256, 8, 8, 1), 3.0), torch.zeros(256, dtype=torch.int64), 2)
+    assert len(seen) == 4
+    for images in seen:
+        assert float(images.mean()) == pytest.approx(1, abs=2e-3)
+        assert float(images.std()) == pytest.approx(0.05, rel=0.05)

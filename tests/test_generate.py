@@ -9,6 +9,7 @@ from tests.conftest import KINDS, relative_error, sequences, small_model
 from tests.interpreter import INTERPRETED, run_interpreted
 from vssm import State, generate, observe
 from vssm.sampling.ahead import posterior_ahead, scan_ahead, scan_ahead_reference
+from vssm.sampling.parallel import _empty_runs
 
 PARALLEL = ("tvae", "vssm")
 AUTOREGRESSIVE = ("transformer", "ssm", "rnn")
@@ -405,3 +406,45 @@ def test_bad_states_are_named():
     with pytest.raises(ValueError, match="can not use a state"):
         ssm = small_model("ssm")
         generate(ssm, length=2, state=observe(ssm, x), cache=False)
+
+
+@pytest.mark.parametrize("kind", AUTOREGRESSIVE)
+def test_noise_that_is_drawn_in_portions_is_the_same_noise(kind, monkeypatch):
+    model = small_model(kind)
+    options = {"prompt": sequences(model, 2, 2), "length": 7, "seed": 3, "observe": "sample"}
+    whole = generate(model, **options).x
+    monkeypatch.setattr("vssm.sampling.stepwise._NOISE_STEPS", 3)
+    same(generate(model, **options).x, whole)
+
+
+@pytest.mark.parametrize("kind", AUTOREGRESSIVE)
+def test_recomputation_has_the_options_of_the_cache(kind):
+    model = small_model(kind)
+    for options in ({"temperature": 0.3}, {"temperature": 3.0, "observe": "sample"}):
+        cached, recomputed = (
+            generate(model, num=2, length=4, cache=cache, **options).x for cache in (True, False)
+        )
+        same(recomputed, cached)
+
+
+@pytest.mark.parametrize(
+    "options", [*({"kind": kind} for kind in KINDS), {"kind": "vssm", "levels": 3}], ids=str
+)
+def test_temperature_multiplies_the_scale_of_an_observation(options):
+    model = small_model(**options)
+
+    def noise(temperature):
+        mean, sample = (
+            generate(model, num=4, length=1, temperature=temperature, observe=what).x
+            for what in ("mean", "sample")
+        )
+        return sample - mean
+
+    same(noise(0.25), 0.25 * noise(1.0))
+
+
+def test_the_last_empty_passes_are_remembered():
+    model = small_model("vssm", width=8, layers=1)
+    for length in range(1, 12):
+        generate(model, length=length)
+    assert list(_empty_runs[model]) == list(range(4, 12))

@@ -14,6 +14,7 @@ from tests.conftest import relative_error, sequences, small_config, small_model
 from vssm import generate, graphs, load, log_likelihood, objective, observe, save
 from vssm.config import ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig
+from vssm.evaluate import _reconstruction
 from vssm.models import Ladder
 from vssm.nn import State
 from vssm.ragged import generate_ragged
@@ -335,3 +336,33 @@ def test_spans_come_back_from_json():
     config = small_config("vssm", levels=2, latents=4, spans=(3, 1))
     again = ModelConfig.from_dict(json.loads(json.dumps(config.to_dict())))
     assert again == config and hash(again) == hash(config)
+
+
+def test_what_explains_a_step_has_read_all_that_follows():
+    """One layer reads backwards only; a second one would read forwards what that found."""
+    model = small_model("vssm", levels=2, latents=4, layers=1)
+    x = sequences(model, 1, 5).requires_grad_()
+    evidence = model.task(x, torch.zeros(1, dtype=torch.int64)).evidence[0][0]
+    for t in range(5):
+        (reach,) = torch.autograd.grad(evidence[t].sum(), x, retain_graph=True)
+        assert (reach[0].abs().sum(1) > 0).tolist() == [step >= t for step in range(5)]
+
+
+@SPANS
+@torch.no_grad()
+def test_samples_of_the_head_do_not_depend_on_chunks(spans):
+    model = small_model("vssm", levels=2, latents=4, spans=spans)
+    options = {"observe": "sample", "temperature": 0.7}
+    whole = generate(model, num=2, length=6, seed=1, **options).x
+    assert relative_error(generate(model, num=2, length=6, seed=1, chunk=4, **options).x, whole) < 1e-5
+    first = generate(model, num=2, length=2, seed=1, **options)
+    rest = generate(model, length=4, state=first.state, **options).x
+    assert relative_error(torch.cat([first.x, rest], 1), whole) < 1e-5
+
+
+@torch.no_grad()
+def test_only_latents_that_begin_are_components():
+    model = small_model("vssm", levels=3, latents=6, spans=(4, 2, 1))
+    x = sequences(model, 5, 9)
+    work = SimpleNamespace(model=model, batches=lambda stage, index: [(0, x, None)])
+    assert _reconstruction(work, range(5))["components"] == 2 * (3 + 5 + 9)

@@ -198,3 +198,72 @@ def test_the_estimator_changes_the_gradient_of_the_latents_alone(options):
     assert changed and not any(name.startswith("head.") for name in changed)
     with pytest.raises(ValueError, match=r"^estimator='exact' is unknown; allowed: 'gumbel', 'reinmax'"):
         objective(model, x, estimator="exact")
+
+
+@pytest.mark.parametrize("lengths", [[4], [2, 4]], ids=str)
+@pytest.mark.parametrize("levels", [1, 2])
+def test_cuts_are_all_that_the_documentation_says(levels, lengths, monkeypatch):
+    """From nothing to everything; a ladder always knows a step and always has one to explain."""
+    model = small_model("vssm", levels=levels, latents=4, width=8, layers=1)
+    name, seen = "partial_posterior" if levels == 1 else "task", []
+    real = getattr(model, name)
+
+    def watched(x, cut, *rest, **options):
+        seen.append(cut[-len(x) :])
+        return real(x, cut, *rest, **options)
+
+    monkeypatch.setattr(model, name, watched)
+    given = torch.tensor(lengths).repeat(300 // len(lengths))
+    objective(model, torch.rand(300, 4, 3), lengths=given if len(lengths) > 1 else None)
+    for length in lengths:
+        own = set(seen[0][given == length].tolist())
+        assert own == set(range(length + 1) if levels == 1 else range(1, length))
+
+
+def test_the_weight_of_the_kl_counts_for_both_bounds_of_a_ladder(monkeypatch):
+    """With a KL of 1 for each: two steps at two levels, and the one step after the cut again."""
+    model = small_model("vssm", levels=2, latents=4)
+    real = Latents.rsample_and_kl
+
+    def constant(q_z, *rest):
+        z, kl = real(q_z, *rest)
+        return z, torch.ones_like(kl)
+
+    monkeypatch.setattr(Latents, "rsample_and_kl", constant)
+    x = sequences(model, 3, 2)
+    none, once = (objective(model, x, torch.Generator().manual_seed(0), kl_weight=w).loss for w in (0, 1))
+    torch.testing.assert_close(once - none, torch.full((3,), 6.0))
+
+
+@torch.no_grad()
+def test_the_kl_of_a_vrnn_is_from_its_prior_to_its_posterior():
+    model = small_model("vrnn")
+    x = sequences(model, 3, 1)  # whose only latents do not depend on a draw
+    h = model.memory(3)
+    q, p = model.posterior(h, x).log_probs, model.prior(h).log_probs
+    expected = (q.exp() * (q - p)).sum((1, 2, 3))
+    assert relative_error(objective(model, x).kl, expected) < 1e-5
+    assert relative_error((p.exp() * (p - q)).sum((1, 2, 3)), expected) > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["vssm", "vrnn"])
+def test_the_seed_names_the_draws_of_an_estimate(kind):
+    model = small_model(kind)
+    x = sequences(model, 3, 4)
+    first, again, other = (log_likelihood(model, x, 2, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.isclose(first, other).any()
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@torch.no_grad()
+def test_shards_of_a_ragged_batch_are_parts_of_the_whole(levels):
+    model = small_model("vssm", levels=levels, latents=4)
+    x, lengths = sequences(model, 6, 5), torch.tensor([5, 1, 3, 2, 5, 4])
+
+    def terms(rows, shard):
+        generator = torch.Generator().manual_seed(3)
+        return torch.stack(objective(model, x[rows], generator, shard, lengths[rows]))
+
+    parts = [terms(slice(2 * i, 2 * i + 2), (i, 3)) for i in range(3)]
+    torch.testing.assert_close(torch.cat(parts, 1), terms(slice(None), (0, 1)), rtol=1e-4, atol=1e-4)

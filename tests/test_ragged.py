@@ -121,6 +121,16 @@ def test_row_has_the_likelihood_of_the_row_alone(kind, lengths, prompt):
     torch.testing.assert_close(together[0], alone_[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("options", [{}, {"prior": "partial"}, {"prompt_length": 2}], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_short_row_beside_a_long_one_has_its_likelihood(kind, options):
+    model = MODELS[kind, "gaussian"]
+    x = sequences(model, 2, 7)
+    together = vssm.log_likelihood(model, x, 3, lengths=torch.tensor([3, 7]), **options)
+    alone_ = vssm.log_likelihood(model, x[:1, :3], 3, **options)  # the noise of row 0
+    torch.testing.assert_close(together[0], alone_[0], rtol=1e-4, atol=1e-4)
+
+
 def test_full_lengths_change_nothing():
     for kind in ("ssm", "transformer"):
         model = MODELS[kind, "gaussian"]

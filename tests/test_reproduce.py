@@ -19,6 +19,9 @@ import vssm.reproduce
 from tests.conftest import small_model
 from vssm import pretrained
 from vssm.cli import main
+from vssm.config import RunConfig, TrainConfig
+from vssm.data import DataConfig
+from vssm.data.dataset import hold_out
 from vssm.progress import Progress
 from vssm.reproduce import reproduce
 from vssm.results_page import write_page
@@ -389,3 +392,18 @@ def test_shipped_models_are_whole_and_small():
         }
         x = vssm.generate(vssm.load(name), num=2, length=28).x
         assert torch.isfinite(x).all()
+
+
+def test_parts_of_an_epoch_are_counted_in_steps():
+    base = RunConfig(data=DataConfig(name="mnist"), train=TrainConfig(batch=64))
+    part, whole = (vssm.reproduce._config(base, epochs, "ssm", 1e-3, 7) for epochs in (1.5, 3.0))
+    assert (part.train.epochs, part.train.max_steps) == (2, 1264)  # of 843 steps
+    assert (whole.train.epochs, whole.train.max_steps) == (3, None)
+    assert (part.model.kind, part.train.learning_rate, part.train.seed) == ("ssm", 1e-3, 7)
+    assert [vssm.reproduce._epochs(config) for config in (part, whole)] == [round(1264 / 843, 4), 3]
+
+
+def test_training_sets_have_the_sizes_that_steps_are_counted_by():
+    totals = {"mnist": 60_000, "cifar10": 50_000, "digits": 1797 - 359}
+    sizes = {name: len(hold_out(total, seed=0)[0]) for name, total in totals.items()}
+    assert sizes == vssm.reproduce._TRAINING_SETS

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -428,3 +429,29 @@ def test_data_that_changed_are_refused_and_nothing_is_lost(tmp_path):
     np.save(tmp_path / "x.npy", values)
     run(config, folder, resume=True)
     assert newest(folder) > before
+
+
+def test_a_checkpoint_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+    events, rename = [], Path.rename
+
+    def renamed(path, target):
+        events.append(f"{target.name}!")
+        return rename(path, target)
+
+    monkeypatch.setattr("vssm.runs._flush", lambda path: events.append(path.name))
+    monkeypatch.setattr("vssm.runs.Path.rename", renamed)
+    folder = RunFolder(tmp_path)
+    folder.log({"step": 3})
+    folder.save_checkpoint(tiny(), 3, {part: {"a": torch.zeros(2)} for part in ("weights", "ema")}, {})
+    files = ["log.jsonl", "weights.safetensors", "ema.safetensors", "progress.json", ".step-00000003.tmp"]
+    assert events == [*files, "step-00000003!", "checkpoint"]
+
+
+def test_a_resumed_run_has_the_date_that_it_was_started_at(tmp_path):
+    folder = stopped(tiny(), tmp_path / "run", 11)
+    path = newest(folder) / "progress.json"
+    record = json.loads(path.read_text()) | {"started": "2001-02-03T04:05:06+00:00"}
+    del record["checksum"]
+    path.write_text(json.dumps({**record, "checksum": _checksum(record)}))
+    meta = json.loads((run(None, folder, resume=True) / "meta.json").read_text())
+    assert meta["started"] == record["started"] < meta["ended"]

@@ -131,6 +131,17 @@ def test_jobs_that_differ_are_not_merged(models):
         off.submit(Job(one, seed, seed, 4))
 
 
+def test_a_batch_has_at_most_so_many_rows(models):
+    """A job that does not fit waits for the next, and one that never would is a batch of its own."""
+    one = models[0]
+    engine = Engine([one], max_rows=4)
+    jobs = [torch.zeros(rows, dtype=torch.int64) for rows in (2, 2, 1, 6, 3)]
+    futures = [engine.submit(Job(one, job, job, 4)) for job in jobs]
+    engine.start()
+    assert [future.result(30).rows for future in futures] == [4, 4, 4, 6, 4]
+    engine.close()
+
+
 def test_one_bad_job_does_not_hurt_the_others_and_a_cancelled_one_is_dropped(models):
     one = models[0]
     engine, seed = Engine([one]), torch.zeros(1, dtype=torch.int64)
@@ -178,6 +189,16 @@ def test_streamed_chunks_join_to_the_whole(client, model, options, pieces):
         array(post(client, "resume", resume=done["resume"], length=2)),
         array(post(client, "resume", resume=whole["resume"], length=2)),
     )
+
+
+def test_a_stream_goes_on_from_chunk_to_chunk_where_no_state_is_kept(client):
+    ask = {"model": "vssm", "num": 2, "length": 7, "seed": 2, "chunk": 3}
+    *chunks, (_, done) = events(
+        client.post("/v1/generate", json={**ask, "stream": True, "keep": "none"}).text
+    )
+    assert done["resume"] is None and done["position"] == 7
+    made = np.concatenate([array(data) for _, data in chunks], 1)
+    close(made, array(post(client, "generate", **ask)))
 
 
 @pytest.mark.parametrize("options", [{}, {"stream": True}, {"chunk": 150}, {"chunk": 3, "recondition": True}])

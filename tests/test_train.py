@@ -5,6 +5,7 @@ import json
 import math
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from tests.conftest import KINDS, small_config, small_model
 from tests.training import DATA, SignalAt, StopAt, log, newest, result, run, stopped, tiny
 from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, SyntheticConfig, draw, open_data
+from vssm.distributed import World
+from vssm.learner import Learner
 from vssm.objectives import Terms, objective
-from vssm.optimize import learning_rate
-from vssm.progress import Bar, Lines
+from vssm.optimize import Tally, learning_rate
+from vssm.progress import Bar, Lines, Progress
 from vssm.run_result import validations
 from vssm.train import TrainingStopped, _Training, parameter_groups, resolve
 
@@ -407,6 +410,16 @@ def test_a_signal_saves_first_and_acts_then(minutes, ctrl_c, tmp_path):
     assert (folder / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
 
 
+def test_a_signal_at_the_last_step_acts_when_all_is_written(ctrl_c, tmp_path):
+    """Else a sweep would go on with the next run."""
+    config, folder = tiny(), tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        run(config, folder, progress=SignalAt(12, ctrl_c))
+    assert signal.getsignal(ctrl_c) is signal.default_int_handler
+    assert json.loads((folder / "meta.json").read_text())["ended"] is not None
+    assert result(folder) == result(run(config, tmp_path / "whole"))
+
+
 def test_a_second_signal_does_not_wait(ctrl_c, tmp_path, monkeypatch):
     def twice(self):
         signal.raise_signal(ctrl_c)
@@ -435,3 +448,144 @@ def test_an_ignored_signal_stays_ignored(ctrl_c, tmp_path):
     signal.signal(ctrl_c, signal.SIG_IGN)
     folder = run(tiny(), tmp_path / "run", progress=SignalAt(5, ctrl_c))
     assert log(folder)[-1]["step"] == 12
+
+
+def watch(monkeypatch):
+    """Notes what every training step and every validation batch is given."""
+    steps, validations = [], []
+
+    def watched(model, x, generator, *rest):
+        (steps if torch.is_grad_enabled() else validations).append((x.clone(), generator.initial_seed()))
+        return objective(model, x, generator, *rest)
+
+    monkeypatch.setattr("vssm.train.objective", watched)
+    return steps, validations
+
+
+def test_every_epoch_has_an_order_and_every_step_a_noise_of_its_own(tmp_path, monkeypatch):
+    steps, validations = watch(monkeypatch)
+    run(tiny("rnn", epochs=2, batch=3, validate_every=0.5, checkpoint_minutes=9), tmp_path / "run")
+    first, second = (torch.cat([x for x, _ in part]) for part in (steps[:12], steps[12:]))
+    assert len(first) == len(first.flatten(1).unique(dim=0)) == 36
+    assert not torch.equal(first, second)
+    assert len({seed for _, seed in steps}) == 24
+    # Two batches a validation, the second filled up, of noise that is the same every time.
+    assert len(validations) == 8
+    assert [seed for _, seed in validations] == [seed for _, seed in validations[:2]] * 4
+    assert len({seed for _, seed in validations}) == 2
+
+
+def test_the_kl_counts_more_from_step_to_step(tmp_path, monkeypatch):
+    seen = []
+
+    def watched(model, x, generator, shard, lengths=None, weight=None, estimator=None):
+        seen.append((None if weight is None else round(float(weight), 4), estimator))
+        return objective(model, x, generator, shard, lengths, weight, estimator or "gumbel")
+
+    monkeypatch.setattr("vssm.train.objective", watched)
+    config = tiny("vssm", max_steps=6, kl_warmup=0.5, estimator="reinmax", validate_every=9)
+    run(config, tmp_path / "run")
+    weights = [0.0, 0.3333, 0.6667, 1.0, 1.0, 1.0]
+    assert seen == [*((weight, "reinmax") for weight in weights), (None, None)]  # the last is a validation
+
+
+def test_gradients_are_clipped_and_told_per_value():
+    learner = Learner(small_model("rnn"), TrainConfig(clip=0.25), World(torch.device("cpu")))
+    weights = list(learner.parameters.values())
+    whole = 2 * math.sqrt(sum(float(weight.detach().square().sum()) for weight in weights))
+    for _ in range(2):  # gradients of the step before do not count
+        norm = learner.differentiate(sum(weight.square().sum() for weight in weights), 8)
+        assert float(norm) == pytest.approx(whole / 8, rel=1e-5)
+        clipped = math.sqrt(sum(float(weight.grad.square().sum()) for weight in weights))
+        assert clipped == pytest.approx(0.25 * 8, rel=1e-4) and clipped < whole
+
+
+def test_the_average_follows_fast_at_first():
+    learner = Learner(small_model("rnn"), TrainConfig(ema=0.2), World(torch.device("cpu")))
+    for step, pace in ((1, 0.9), (3, 0.8)):  # 1 / 10 and 3 / 12, of which 0.2 is less
+        before = {name: average.clone() for name, average in learner.ema.items()}
+        learner.begin(step, 10)
+        learner.differentiate(sum(weight.square().sum() for weight in learner.parameters.values()), 1)
+        learner.update(torch.tensor(True))
+        for name, weight in learner.parameters.items():
+            expected = before[name] + pace * (weight.detach() - before[name])
+            torch.testing.assert_close(learner.ema[name], expected)
+
+
+def test_a_log_point_has_the_means_since_the_last():
+    tally, good = Tally(torch.device("cpu")), torch.tensor(True)
+    for value, finite in ((1.0, good), (3.0, good), (math.nan, ~good)):
+        tally.add(torch.full((5,), value), finite)
+    assert tally.fetch() == (dict.fromkeys(Tally.names, 2.0), 1, 1)
+    tally.add(torch.full((5,), 7.0), good)
+    assert tally.fetch() == (dict.fromkeys(Tally.names, 7.0), 1, 0)
+    assert all(map(math.isnan, tally.fetch()[0].values()))
+
+
+def test_samples_are_of_the_average_of_the_weights(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("vssm.train.draw", lambda meta, x, path: drawn.append(x))
+    folder = run(tiny("rnn", samples=2, epochs=2, ema=0.8), tmp_path / "run")
+    assert log(folder, "valid")[-1]["best"]  # so the weights that were kept are the last average
+    assert torch.equal(drawn[-1], vssm.generate(vssm.load(folder), num=2, length=5, seed=0).x)
+
+
+def test_a_resumed_run_goes_on_counting(tmp_path, monkeypatch):
+    poison(monkeypatch, {2})
+    folder = stopped(tiny(), tmp_path / "run", 11)
+    before = json.loads((newest(folder) / "progress.json").read_text())
+    run(None, folder, resume=True)
+    assert [line["skipped"] for line in log(folder, "train")] == [0, *[1] * 11]
+    last = json.loads((folder / "log.jsonl").read_text().splitlines()[-1])
+    assert last["seconds"] > before["seconds"] > 0
+
+
+def test_checkpoints_are_minutes_apart_and_times_are_those_of_the_clock(tmp_path, monkeypatch):
+    """Every step takes a minute."""
+    now, saved, save = [0.0], [], _Training._save
+
+    class Clock(Progress):
+        def step(self, step):
+            now[0] += 60
+
+    def watched(training, *rest):
+        saved.append(training.step)
+        save(training, *rest)
+
+    monkeypatch.setattr("vssm.train.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(_Training, "_save", watched)
+    config = tiny(checkpoint_minutes=5.0, log_every=2, validate_every=9)
+    lines = (run(config, tmp_path / "run", progress=Clock()) / "log.jsonl").read_text().splitlines()
+    assert saved == [6, 12]  # a log point comes every other step
+    train = [line for line in map(json.loads, lines) if line["split"] == "train"]
+    assert [line["seconds"] for line in train] == [60 * line["step"] for line in train]
+    assert {line["tokens_per_second"] for line in train} == {1.0}  # twelve sequences of five steps a minute
+
+
+def test_a_bad_step_leaves_the_average_where_it_was():
+    learner = Learner(small_model("rnn"), TrainConfig(ema=0.5), World(torch.device("cpu")))
+    for step, good in ((1, True), (2, False)):
+        before = {name: average.clone() for name, average in learner.ema.items()}
+        learner.begin(step, 10)
+        learner.differentiate(sum(weight.square().sum() for weight in learner.parameters.values()), 1)
+        learner.update(torch.tensor(good))
+        assert {torch.equal(learner.ema[name], before[name]) for name in before} == {not good}
+
+
+def test_steps_after_the_tenth_bad_one_do_not_change_what_is_said():
+    """On a GPU it is said at the next log point, some steps later."""
+    tally, bad = Tally(torch.device("cpu")), torch.tensor(False)
+    for _ in range(13):
+        tally.add(torch.tensor([math.nan, 0.0, math.nan, 0.0, 0.0]), bad)
+    with pytest.raises(TrainingStopped, match=r"^step 10: kl is not finite, for the tenth step in a row$"):
+        tally.fetch()
+
+
+def test_a_checkpoint_without_some_weights_is_refused():
+    learner = Learner(small_model("rnn"), TrainConfig(ema=0.5), World(torch.device("cpu")))
+    parts = {name: dict(part) for name, part in learner.parts().items()}
+    for part in ("weights", "ema"):
+        lacking = parts | {part: {k: v for k, v in parts[part].items() if k != "stack.blank"}}
+        with pytest.raises(ValueError, match=rf"^'there' has no {part} 'stack\.blank' of shape \(16,\)$"):
+            learner.restore(lacking, "there")
+    learner.restore(parts, "there")

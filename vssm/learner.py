@@ -72,7 +72,7 @@ class Learner:
         return norm / values
 
     def update(self, good: Tensor) -> None:
-        """Moves the weights, if the step is good, and their average."""
+        """Moves the weights and their average, if the step is good."""
         # As torch's GradScaler does it: optimisers then change nothing, and nobody waits to know.
         bad = (~good).float()
         for optimizer in self.optimizers:
@@ -81,7 +81,7 @@ class Learner:
         if self.ema:
             with torch.no_grad():
                 gaps = torch._foreach_sub(list(self.parameters.values()), list(self.ema.values()))
-                torch._foreach_mul_(gaps, self._pace)
+                torch._foreach_mul_(gaps, self._pace * good)
                 torch._foreach_add_(list(self.ema.values()), gaps)
 
     @contextmanager

@@ -230,6 +230,7 @@ class _Training:
                 self.folder.describe(self._facts(ended=True))
         if self.board is not None:
             self.board.close()
+        interrupts.act()  # of the last step: whoever trains one run after another must not go on
 
     def _take_step(self) -> None:
         options, world = self.options, self.world
