@@ -255,6 +255,27 @@ def test_where_files_go_is_checked_before_the_work(run_folder, tmp_path, monkeyp
     )
 
 
+def test_samples_do_not_replace_what_they_were_made_from(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    np.save("samples.npy", np.zeros((1, 4, 8), np.float32))
+    main(["generate", run_folder, "--num", "1", "--length", "2", "--out", "g.npy", "--state", "st.npy"])
+    Path("link.npy").symlink_to("samples.npy")
+    Path("token.txt").write_text("secret")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for folder in (run_folder, "http://x:1"):
+        for options, message in (
+            (["--prompt", "samples.npy"], "prompt='samples.npy', out='samples.npy' are one file; allowed: a"),
+            (["--prompt", "link.npy", "--out", "samples.npy"], "prompt='link.npy', out='samples.npy' are"),
+            (["--resume", "st.npy", "--out", "st.npy"], "resume='st.npy', out='st.npy' are one file"),
+            (["--token-file", "token.txt", "--out", "token.txt"], "token_file='token.txt', out='token.txt'"),
+        ):
+            assert message in fails(capsys, "generate", folder, *options)
+    assert "are one file" in fails(
+        capsys, "generate", run_folder, "--prompt", "g.npy", "--state", "g.npy", "--out", "x.npy"
+    )
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_a_full_disk_is_said_of_the_file_that_did_not_fit(run_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "samples.npy").write_bytes(b"old")

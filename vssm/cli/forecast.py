@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from vssm.cli.samples import check_targets
+from vssm.cli.samples import check_inputs_stay, check_targets
 
 __all__ = ["Forecast"]
 
@@ -47,6 +47,7 @@ class Forecast:
 
         picture = self.out.with_suffix(".png") if self.out.name else self.out
         check_targets(out=self.out, picture=picture)
+        check_inputs_stay({"path": self.path}, out=self.out, picture=picture)
         forecaster = Forecaster.load(self.run_folder, choose_device(self.device))
         options: dict[str, Any] = {"chunk": self.chunk} if self.chunk is not None else {}
         if self.recondition:

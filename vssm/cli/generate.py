@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 import tyro
 
 from vssm.cli.folders import data_meta, local_folder
-from vssm.cli.samples import check_targets, read_array, read_prompt, write_array, write_samples, write_texts
+from vssm.cli.samples import (
+    check_inputs_stay,
+    check_targets,
+    read_array,
+    read_prompt,
+    write_array,
+    write_samples,
+    write_texts,
+)
 from vssm.storage import write_atomically
 
 __all__ = ["Generate"]
@@ -64,7 +72,7 @@ class Generate:
         if self.passes != 1:
             raise ValueError(f"passes={self.passes} is not allowed; allowed from a server: 1")
         state = self.state.with_suffix(".resume") if self.state.name else self.state
-        check_targets(out=out, state=state)
+        self._check_files(out, state)
         url, _, model = self.run_folder.partition("://")[2].partition("/")
         options = {
             name: getattr(self, name)
@@ -91,6 +99,13 @@ class Generate:
         write_atomically(state, lambda path: path.write_text(f"{answer.resume}\n"))
         print(f"samples: {out}  {answer.x.shape}\nstate: {state}, after step {answer.position}")
 
+    def _check_files(self, out: Path, state: Path) -> None:
+        """Raises, before the work is done, if a file can not be written or would replace one that is read."""
+        check_targets(out=out, state=state)
+        prompt = Path(self.prompt) if self.prompt is not None and self.prompt.endswith(".npy") else None
+        check_inputs_stay({"prompt": prompt, "token_file": self.token_file}, out=out, state=state)
+        check_inputs_stay({"resume": self.resume}, out=out)  # whose place the new state may take
+
     def _compute(self) -> None:
         import vssm
         from vssm.train import choose_device
@@ -98,13 +113,15 @@ class Generate:
         out = self.out or Path("samples.npy")
         if out.suffix not in (".npy", ".png", ".txt"):
             raise ValueError(f"out={str(out)!r} is not allowed; allowed: a name in .npy, .png or .txt")
-        check_targets(out=out, state=self.state)
+        if self.out is not None:  # else its name follows the data
+            self._check_files(out, self.state)
         device = choose_device(self.device)
         folder = local_folder(self.run_folder)
         model, meta = vssm.load(folder, device), data_meta(folder)
-        if self.out is None and meta is not None and meta.suggested_head == "categorical":
-            out = Path("samples.txt")
-            check_targets(out=out, state=self.state)
+        if self.out is None:
+            words = meta is not None and meta.suggested_head == "categorical"
+            out = Path("samples.txt" if words else "samples.npy")
+            self._check_files(out, self.state)
         state = None if self.resume is None else vssm.State.load(self.resume, device)
         prompt = None if self.prompt is None else read_prompt(self.prompt, model, meta).to(device)
         known = 0 if prompt is None else prompt.shape[1]
