@@ -270,10 +270,23 @@ def test_samples_do_not_replace_what_they_were_made_from(run_folder, tmp_path, m
             (["--token-file", "token.txt", "--out", "token.txt"], "token_file='token.txt', out='token.txt'"),
         ):
             assert message in fails(capsys, "generate", folder, *options)
-    assert "are one file" in fails(
-        capsys, "generate", run_folder, "--prompt", "g.npy", "--state", "g.npy", "--out", "x.npy"
-    )
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_state_replaces_states_alone(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    weights = Path(shutil.copy(Path(run_folder, "weights.safetensors"), tmp_path))
+    notes = Path("notes.txt")
+    notes.write_text("years of work")
+    for path in (weights, notes):
+        before = path.read_bytes()
+        message = fails(capsys, "generate", run_folder, "--state", str(path))
+        assert f"state='{path}' is there and no state; allowed: a new name, or an older state's" in message
+        assert path.read_bytes() == before and not Path("samples.npy").exists()
+    Path("empty").touch()
+    for _ in range(2):
+        main(["generate", run_folder, "--num", "1", "--state", "empty"])
+        assert vssm.State.load("empty").position == 8
 
 
 def test_a_full_disk_is_said_of_the_file_that_did_not_fit(run_folder, tmp_path, monkeypatch, capsys):

@@ -9,6 +9,7 @@ import tyro
 from vssm.cli.folders import data_meta, local_folder
 from vssm.cli.samples import (
     check_inputs_stay,
+    check_state_target,
     check_targets,
     read_array,
     read_prompt,
@@ -113,6 +114,8 @@ class Generate:
         out = self.out or Path("samples.npy")
         if out.suffix not in (".npy", ".png", ".txt"):
             raise ValueError(f"out={str(out)!r} is not allowed; allowed: a name in .npy, .png or .txt")
+        check_targets(state=self.state)
+        check_state_target(self.state)
         if self.out is not None:  # else its name follows the data
             self._check_files(out, self.state)
         device = choose_device(self.device)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_inputs_stay",
+    "check_state_target",
     "check_targets",
     "read_array",
     "read_prompt",
@@ -42,6 +43,17 @@ def check_inputs_stay(inputs: "dict[str, Path | None]", **targets: Path) -> None
         for target in targets.items():
             if path is not None:
                 _check_apart((name, path), target)
+
+
+def check_state_target(state: Path) -> None:
+    """Raises, before the work is done, if a state would replace a file that is none, such as weights."""
+    from vssm.nn import State
+
+    if not state.exists() or State.is_saved_at(state):
+        return
+    if state.is_file() and not state.stat().st_size:  # as mktemp leaves it
+        return
+    raise ValueError(f"state={str(state)!r} is there and no state; allowed: a new name, or an older state's")
 
 
 def _check_apart(*named: tuple[str, Path]) -> None:
