@@ -18,7 +18,7 @@ class Report:
     results: Path | None = None
     """A folder of result files."""
     out: Path = Path("report.html")
-    """Where the page goes."""
+    """Where the page goes: .html or .htm."""
     page: Path | None = None
     """Write the results page instead, as Markdown with figures beside it: docs/results.md."""
 
