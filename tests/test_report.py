@@ -347,6 +347,7 @@ def test_a_page_does_not_replace_a_file_of_a_run(option, allowed, tmp_path, caps
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([], "neither RUN nor --results is given; allowed: one of them, or both"),
         (["nowhere"], "run_folders has 'nowhere', which is no folder; allowed: run folders of vssm train"),
         (["."], "run_folders has '.', which holds no run; allowed: run folders of vssm train"),
         (["--results", "."], "results_folder='.' holds no result with metrics; allowed: a folder of result"),
