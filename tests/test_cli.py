@@ -85,6 +85,20 @@ def test_generate_writes_samples_and_a_state_that_resumes(run_folder, tmp_path, 
     assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_is_left_of_a_sequence_after_a_state(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["generate", run_folder, "--num", "2", "--length", "5"])
+    main(["generate", run_folder, "--resume", "state.safetensors", "--out", "rest.npy"])
+    assert np.load("rest.npy").shape == (2, 3, 8)
+    np.save("nine.npy", np.zeros((1, 9, 8), np.float32))
+    for options, known in ((["--resume", "state.safetensors"], 8), (["--prompt", "nine.npy"], 9)):
+        message = fails(capsys, "generate", run_folder, *options, "--out", "none.npy")
+        assert f"nothing is left of the training data's 8 steps after {known}; allowed: --length" in message
+        assert not Path("none.npy").exists()
+        main(["generate", run_folder, *options, "--out", "more.npy", "--length", "2", "--state", "other"])
+        assert np.load("more.npy").shape[1] == 2
+
+
 def test_text_from_train_to_prompt(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "poem.txt").write_text("the cat sat on the mat. " * 400)
@@ -222,12 +236,18 @@ def test_bad_generate_options(run_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert "chunk=0" in fails(capsys, "generate", run_folder, "--chunk", "0")
     assert "num=0" in fails(capsys, "generate", run_folder, "--num", "0")
+    for folder in (run_folder, "http://x:1"):
+        for length in ("0", "-2"):
+            message = fails(capsys, "generate", folder, "--length", length)
+            assert f"length={length} is not allowed; allowed: a whole number >= 1" in message
     assert "allowed: a name in .npy" in fails(capsys, "generate", run_folder, "--out", "x.jpg")
     assert "allowed for this model: a .npy file" in fails(capsys, "generate", run_folder, "--prompt", "words")
     (tmp_path / "bad.npy").write_bytes(b"\x80\x04\x95pickle")
     assert "bad.npy' is damaged" in fails(capsys, "generate", run_folder, "--prompt", "bad.npy")
     np.save("objects.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     assert "objects.npy' is damaged" in fails(capsys, "generate", run_folder, "--prompt", "objects.npy")
+    np.save("flat.npy", np.zeros(8))
+    assert "prompt has shape (8,)" in fails(capsys, "generate", run_folder, "--prompt", "flat.npy")
     (tmp_path / "bad.safetensors").write_bytes(b"nothing")
     assert "is damaged" in fails(capsys, "generate", run_folder, "--resume", "bad.safetensors")
     assert "text" in fails(capsys, "generate", run_folder, "--out", "x.txt")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -17,7 +17,11 @@ from vssm.cli.samples import (
     write_samples,
     write_texts,
 )
+from vssm.config import whole_number
 from vssm.storage import write_atomically
+
+if TYPE_CHECKING:
+    from vssm.data import Meta
 
 __all__ = ["Generate"]
 
@@ -31,7 +35,8 @@ class Generate:
     num: int | None = None
     """How many sequences; 16, or the rows of the prompt or state."""
     length: int | None = None
-    """How many new steps; by default what is left of a sequence as long as the training data's."""
+    """How many new steps, 1 or more; by default what is left of a sequence as long as the training data's
+    (28 where a folder does not say how long those are)."""
     prompt: str | None = None
     """What comes first: a .npy file (batch, steps, features), or text."""
     chunk: int | None = None
@@ -58,6 +63,8 @@ class Generate:
     """The token that a server asks for."""
 
     def run(self) -> None:
+        if self.length is not None:
+            whole_number("length", self.length, 1)
         if self.run_folder.startswith(("http://", "https://")):
             return self._ask_server()
         return self._compute()
@@ -127,10 +134,10 @@ class Generate:
             self._check_files(out, self.state)
         state = None if self.resume is None else vssm.State.load(self.resume, device)
         prompt = None if self.prompt is None else read_prompt(self.prompt, model, meta).to(device)
-        known = 0 if prompt is None else prompt.shape[1]
-        length = self.length
-        if length is None:
-            length = max(1, meta.length - known) if meta is not None and state is None else 28
+        known = 0 if state is None else state.position
+        if prompt is not None and prompt.ndim > 1:  # else it is refused below
+            known += prompt.shape[1]
+        length = self.length or _steps_left(known, meta)
         num = 16 if self.num is None and prompt is None and state is None else self.num
         made = vssm.generate(
             model,
@@ -149,3 +156,15 @@ class Generate:
         write_samples(x, None if prompt is None else prompt.cpu(), meta, out)
         made.state.save(self.state)
         print(f"samples: {out}  {tuple(x.shape)}\nstate: {self.state}, after step {made.state.position}")
+
+
+def _steps_left(known: int, meta: "Meta | None") -> int:
+    """Returns how many steps a sequence as long as the training data's has after those that are known."""
+    if meta is None:
+        return 28
+    if known >= meta.length:
+        raise ValueError(
+            f"nothing is left of the training data's {meta.length} steps after {known}; "
+            "allowed: --length of 1 or more"
+        )
+    return meta.length - known
