@@ -512,6 +512,18 @@ def test_command_names_what_is_wrong_with_a_file(run_folder, tmp_path, capsys):
     assert not (tmp_path / "o.csv").exists()
 
 
+@pytest.mark.parametrize(
+    ("levels", "given"),
+    [("0.1 1.5", "1.5"), ("-0.1", "-0.1"), ("nan", "nan"), ("0.5 0.1 0.50", "0.5 twice")],
+)
+def test_command_names_a_wrong_quantile_before_any_work(levels, given, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["forecast", "nowhere", "--path", "nothing.csv", "--quantiles", *levels.split()])
+    line = f"vssm: quantiles has {given}; allowed: numbers from 0 to 1, each once\n"
+    assert capsys.readouterr().err == line
+
+
 def test_command_keeps_the_history(run_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     history = waves(tmp_path / "dates.csv", 30).read_text()

@@ -26,7 +26,7 @@ class Forecast:
     samples: int = 500
     """Sample paths to draw."""
     quantiles: tuple[float, ...] = (0.025, 0.1, 0.25, 0.5, 0.75, 0.9, 0.975)
-    """The quantiles to write."""
+    """The quantiles to write, from 0 to 1, each once."""
     chunk: int | None = None
     """Generate so many steps at a time (vssm, tvae)."""
     recondition: bool = False
@@ -42,11 +42,12 @@ class Forecast:
 
     def run(self) -> None:
         from vssm.forecast import Forecaster
-        from vssm.forecast_files import draw_fan, forecast_file, write_quantiles
+        from vssm.forecast_files import check_quantiles, draw_fan, forecast_file, write_quantiles
         from vssm.train import choose_device
 
         picture = self.out.with_suffix(".png") if self.out.name else self.out
         check_targets(out=self.out, picture=picture)
+        check_quantiles(self.out, self.quantiles)
         check_inputs_stay({"path": self.path}, out=self.out, picture=picture)
         forecaster = Forecaster.load(self.run_folder, choose_device(self.device))
         options: dict[str, Any] = {"chunk": self.chunk} if self.chunk is not None else {}
