@@ -85,6 +85,16 @@ def test_generate_writes_samples_and_a_state_that_resumes(run_folder, tmp_path, 
     assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_reconditioning_without_chunks_is_noted(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    note = "note: --recondition changes no sample without --chunk: all steps are one\n"
+    for options, notes in (([], note), (["--chunk", "2"], "")):
+        main(["generate", run_folder, "--num", "1", "--recondition", *options])
+        assert capsys.readouterr().err == notes
+    vssm.save(vssm.build(vssm.ModelConfig(kind="rnn", features=3, width=8, layers=1)), "rnn")
+    assert "recondition=True is for models that" in fails(capsys, "generate", "rnn", "--recondition")
+
+
 def test_what_is_left_of_a_sequence_after_a_state(run_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     main(["generate", run_folder, "--num", "2", "--length", "5"])

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from vssm.cli.options import note_idle_recondition
 from vssm.cli.samples import check_inputs_stay, check_targets
 
 __all__ = ["Forecast"]
@@ -30,7 +31,7 @@ class Forecast:
     chunk: int | None = None
     """Generate so many steps at a time (vssm, tvae)."""
     recondition: bool = False
-    """Read each generated chunk before making the next (vssm, tvae)."""
+    """Read each generated chunk before making the next (vssm, tvae); of use with --chunk."""
     seed: int = 0
     """Names the paths."""
     temperature: float = 1.0
@@ -58,6 +59,7 @@ class Forecast:
         made, history = forecast_file(
             forecaster, self.path, self.horizon, self.samples, self.seed, self.time, **options
         )
+        note_idle_recondition(self.recondition, self.chunk)
         write_quantiles(made, self.out, self.quantiles)
         draw_fan(made, history, picture, forecaster.meta.context or 96)
         steps = made.mean.shape[0]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from vssm.cli.folders import data_meta, local_folder
+from vssm.cli.options import note_idle_recondition
 from vssm.cli.samples import (
     check_inputs_stay,
     check_state_target,
@@ -42,7 +43,8 @@ class Generate:
     chunk: int | None = None
     """Generate so many steps at a time (vssm, tvae)."""
     recondition: bool = False
-    """Read each generated chunk before making the next (vssm, tvae)."""
+    """Read each generated chunk before making the next (vssm, tvae); without --chunk only the state
+    has read what was made."""
     passes: int = 1
     """Parallel passes over each chunk: 1 is one shot, more come closer to step by step (vssm, tvae)."""
     temperature: float = 1.0
@@ -97,6 +99,7 @@ class Generate:
             else:
                 num = {"num": 16} if prompt is None else {}
                 answer = client.generate(prompt, **{**num, **options, "model": model or None})
+        note_idle_recondition(self.recondition, self.chunk)
         if out.suffix == ".npy":
             write_array(answer.x, out)
         elif answer.text is None:
@@ -152,6 +155,7 @@ class Generate:
             seed=self.seed,
             state=state,
         )
+        note_idle_recondition(self.recondition, self.chunk)
         x = made.x.cpu()
         write_samples(x, None if prompt is None else prompt.cpu(), meta, out)
         made.state.save(self.state)

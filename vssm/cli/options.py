@@ -1,5 +1,6 @@
-"""Options that several commands share: those of a data set, and those of a training run."""
+"""Options that several commands share: those of a data set, of a training run, and of generating."""
 
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Self
 
@@ -8,7 +9,7 @@ import tyro
 from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig, check_choice
 from vssm.data import ArraysConfig, DataConfig, SeriesConfig, SyntheticConfig, TextConfig
 
-__all__ = ["DataOptions", "RunOptions"]
+__all__ = ["DataOptions", "RunOptions", "note_idle_recondition"]
 
 
 @dataclass
@@ -71,6 +72,12 @@ class RunOptions(DataOptions):
         if "--smoke" in arguments:
             start = replace(start, model=PRESETS["smoke"].model, train=PRESETS["smoke"].train)
         return start
+
+
+def note_idle_recondition(recondition: bool, chunk: int | None) -> None:
+    """Says so if steps are read before the next chunk, but there is no next one."""
+    if recondition and chunk is None:
+        print("note: --recondition changes no sample without --chunk: all steps are one", file=sys.stderr)
 
 
 def _value_of(flag: str, arguments: list[str]) -> str | None:
