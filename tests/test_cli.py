@@ -236,6 +236,17 @@ def test_sigterm_is_said_and_leaves_no_half_written_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_every_command_takes_the_same_seeds(seed, capsys):
+    for command in (
+        ["train", "digits", "--smoke", "--train.seed"],
+        *(["generate", folder, "--seed"] for folder in ("nowhere", "http://x:1")),
+        ["forecast", "nowhere", "--path", "x.csv", "--seed"],
+    ):
+        line = f"seed={seed} is not allowed; allowed: a whole number >= 0 and < {2**63}"
+        assert line in fails(capsys, *command, str(seed))
+
+
 def test_unknown_flag_suggests_the_nearest(capsys):
     message = fails(capsys, "train", "digits", "--model.knd", "vssm")
     assert "--model.knd" in message

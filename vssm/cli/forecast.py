@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from vssm.cli.options import note_idle_recondition
+from vssm.cli.options import check_seed, note_idle_recondition
 from vssm.cli.samples import check_inputs_stay, check_targets
 
 __all__ = ["Forecast"]
@@ -33,7 +33,7 @@ class Forecast:
     recondition: bool = False
     """Read each generated chunk before making the next (vssm, tvae); of use with --chunk."""
     seed: int = 0
-    """Names the paths."""
+    """Names the paths, 0 to 2^63 - 1."""
     temperature: float = 1.0
     """Above 1 for wider intervals."""
     out: Path = Path("forecast.csv")
@@ -46,6 +46,7 @@ class Forecast:
         from vssm.forecast_files import check_quantiles, draw_fan, forecast_file, write_quantiles
         from vssm.train import choose_device
 
+        check_seed(self.seed)
         picture = self.out.with_suffix(".png") if self.out.name else self.out
         check_targets(out=self.out, picture=picture)
         check_quantiles(self.out, self.quantiles)

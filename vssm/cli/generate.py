@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from vssm.cli.folders import data_meta, local_folder
-from vssm.cli.options import note_idle_recondition
+from vssm.cli.options import check_seed, note_idle_recondition
 from vssm.cli.samples import (
     check_inputs_stay,
     check_state_target,
@@ -52,7 +52,7 @@ class Generate:
     observe: Literal["mean", "sample"] = "mean"
     """Return the mean of the observation head, or a sample of it."""
     seed: int | None = None
-    """Names the sample; 0, or the state's."""
+    """Names the sample, 0 to 2^63 - 1; by default 0, or the state's."""
     resume: Path | None = None
     """A state.safetensors to go on from."""
     out: Path | None = None
@@ -65,6 +65,7 @@ class Generate:
     """The token that a server asks for."""
 
     def run(self) -> None:
+        check_seed(self.seed)
         if self.length is not None:
             whole_number("length", self.length, 1)
         if self.run_folder.startswith(("http://", "https://")):

@@ -6,10 +6,10 @@ from typing import Annotated, Self
 
 import tyro
 
-from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig, check_choice
+from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig, check_choice, check_number
 from vssm.data import ArraysConfig, DataConfig, SeriesConfig, SyntheticConfig, TextConfig
 
-__all__ = ["DataOptions", "RunOptions", "note_idle_recondition"]
+__all__ = ["DataOptions", "RunOptions", "check_seed", "note_idle_recondition"]
 
 
 @dataclass
@@ -21,7 +21,7 @@ class DataOptions:
     data_dir: str | None = None
     """Folder with the files; else $VSSM_DATA; else the user cache."""
     split_seed: int = 0
-    """Fixes the validation split, binarisation, synthetic data and the test set of arrays."""
+    """Fixes the validation split, binarisation, synthetic data and the test set of arrays; 0 to 2^64 - 1."""
     binarize: bool = False
     """Black and white images, drawn once."""
     series: SeriesConfig = field(default_factory=SeriesConfig)
@@ -72,6 +72,12 @@ class RunOptions(DataOptions):
         if "--smoke" in arguments:
             start = replace(start, model=PRESETS["smoke"].model, train=PRESETS["smoke"].train)
         return start
+
+
+def check_seed(seed: int | None) -> None:
+    """Raises unless a seed is one that training takes, too; in Python noise takes negative ones as well."""
+    if seed is not None:
+        check_number("seed", seed, 0, below=2**63, whole=True)
 
 
 def note_idle_recondition(recondition: bool, chunk: int | None) -> None:
