@@ -85,6 +85,30 @@ def test_generate_writes_samples_and_a_state_that_resumes(run_folder, tmp_path, 
     assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_reconditioning_without_chunks_is_noted(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    note = "note: --recondition changes no sample without --chunk: all steps are one\n"
+    for options, notes in (([], note), (["--chunk", "2"], "")):
+        main(["generate", run_folder, "--num", "1", "--recondition", *options])
+        assert capsys.readouterr().err == notes
+    vssm.save(vssm.build(vssm.ModelConfig(kind="rnn", features=3, width=8, layers=1)), "rnn")
+    assert "recondition=True is for models that" in fails(capsys, "generate", "rnn", "--recondition")
+
+
+def test_what_is_left_of_a_sequence_after_a_state(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["generate", run_folder, "--num", "2", "--length", "5"])
+    main(["generate", run_folder, "--resume", "state.safetensors", "--out", "rest.npy"])
+    assert np.load("rest.npy").shape == (2, 3, 8)
+    np.save("nine.npy", np.zeros((1, 9, 8), np.float32))
+    for options, known in ((["--resume", "state.safetensors"], 8), (["--prompt", "nine.npy"], 9)):
+        message = fails(capsys, "generate", run_folder, *options, "--out", "none.npy")
+        assert f"nothing is left of the training data's 8 steps after {known}; allowed: --length" in message
+        assert not Path("none.npy").exists()
+        main(["generate", run_folder, *options, "--out", "more.npy", "--length", "2", "--state", "other"])
+        assert np.load("more.npy").shape[1] == 2
+
+
 def test_text_from_train_to_prompt(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "poem.txt").write_text("the cat sat on the mat. " * 400)
@@ -212,6 +236,17 @@ def test_sigterm_is_said_and_leaves_no_half_written_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_every_command_takes_the_same_seeds(seed, capsys):
+    for command in (
+        ["train", "digits", "--smoke", "--train.seed"],
+        *(["generate", folder, "--seed"] for folder in ("nowhere", "http://x:1")),
+        ["forecast", "nowhere", "--path", "x.csv", "--seed"],
+    ):
+        line = f"seed={seed} is not allowed; allowed: a whole number >= 0 and < {2**63}"
+        assert line in fails(capsys, *command, str(seed))
+
+
 def test_unknown_flag_suggests_the_nearest(capsys):
     message = fails(capsys, "train", "digits", "--model.knd", "vssm")
     assert "--model.knd" in message
@@ -222,12 +257,18 @@ def test_bad_generate_options(run_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert "chunk=0" in fails(capsys, "generate", run_folder, "--chunk", "0")
     assert "num=0" in fails(capsys, "generate", run_folder, "--num", "0")
+    for folder in (run_folder, "http://x:1"):
+        for length in ("0", "-2"):
+            message = fails(capsys, "generate", folder, "--length", length)
+            assert f"length={length} is not allowed; allowed: a whole number >= 1" in message
     assert "allowed: a name in .npy" in fails(capsys, "generate", run_folder, "--out", "x.jpg")
     assert "allowed for this model: a .npy file" in fails(capsys, "generate", run_folder, "--prompt", "words")
     (tmp_path / "bad.npy").write_bytes(b"\x80\x04\x95pickle")
     assert "bad.npy' is damaged" in fails(capsys, "generate", run_folder, "--prompt", "bad.npy")
     np.save("objects.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     assert "objects.npy' is damaged" in fails(capsys, "generate", run_folder, "--prompt", "objects.npy")
+    np.save("flat.npy", np.zeros(8))
+    assert "prompt has shape (8,)" in fails(capsys, "generate", run_folder, "--prompt", "flat.npy")
     (tmp_path / "bad.safetensors").write_bytes(b"nothing")
     assert "is damaged" in fails(capsys, "generate", run_folder, "--resume", "bad.safetensors")
     assert "text" in fails(capsys, "generate", run_folder, "--out", "x.txt")
@@ -253,6 +294,40 @@ def test_where_files_go_is_checked_before_the_work(run_folder, tmp_path, monkeyp
     assert fails(capsys, "data", "digits", "--picture", "nowhere/x.png") == (
         "vssm: No such file or directory: nowhere/x.png\n"
     )
+
+
+def test_samples_do_not_replace_what_they_were_made_from(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    np.save("samples.npy", np.zeros((1, 4, 8), np.float32))
+    main(["generate", run_folder, "--num", "1", "--length", "2", "--out", "g.npy", "--state", "st.npy"])
+    Path("link.npy").symlink_to("samples.npy")
+    Path("token.txt").write_text("secret")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for folder in (run_folder, "http://x:1"):
+        for options, message in (
+            (["--prompt", "samples.npy"], "prompt='samples.npy', out='samples.npy' are one file; allowed: a"),
+            (["--prompt", "link.npy", "--out", "samples.npy"], "prompt='link.npy', out='samples.npy' are"),
+            (["--resume", "st.npy", "--out", "st.npy"], "resume='st.npy', out='st.npy' are one file"),
+            (["--token-file", "token.txt", "--out", "token.txt"], "token_file='token.txt', out='token.txt'"),
+        ):
+            assert message in fails(capsys, "generate", folder, *options)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_state_replaces_states_alone(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    weights = Path(shutil.copy(Path(run_folder, "weights.safetensors"), tmp_path))
+    notes = Path("notes.txt")
+    notes.write_text("years of work")
+    for path in (weights, notes):
+        before = path.read_bytes()
+        message = fails(capsys, "generate", run_folder, "--state", str(path))
+        assert f"state='{path}' is there and no state; allowed: a new name, or an older state's" in message
+        assert path.read_bytes() == before and not Path("samples.npy").exists()
+    Path("empty").touch()
+    for _ in range(2):
+        main(["generate", run_folder, "--num", "1", "--state", "empty"])
+        assert vssm.State.load("empty").position == 8
 
 
 def test_a_full_disk_is_said_of_the_file_that_did_not_fit(run_folder, tmp_path, monkeypatch, capsys):

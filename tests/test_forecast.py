@@ -524,6 +524,37 @@ def test_command_names_what_is_wrong_with_a_file(run_folder, tmp_path, capsys):
     assert not (tmp_path / "o.csv").exists()
 
 
+@pytest.mark.parametrize(
+    ("levels", "given"),
+    [("0.1 1.5", "1.5"), ("-0.1", "-0.1"), ("nan", "nan"), ("0.5 0.1 0.50", "0.5 twice")],
+)
+def test_command_names_a_wrong_quantile_before_any_work(levels, given, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["forecast", "nowhere", "--path", "nothing.csv", "--quantiles", *levels.split()])
+    line = f"vssm: quantiles has {given}; allowed: numbers from 0 to 1, each once\n"
+    assert capsys.readouterr().err == line
+
+
+def test_command_notes_reconditioning_without_chunks(run_folder, tmp_path, capsys):
+    new, out = waves(tmp_path / "new.csv", 30), tmp_path / "out.csv"
+    options = ["--path", str(new), "--samples", "2", "--out", str(out)]
+    main(["forecast", str(run_folder), *options, "--recondition"])
+    assert capsys.readouterr().err.startswith("note: --recondition changes no sample without --chunk")
+
+
+def test_command_keeps_the_history(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    history = waves(tmp_path / "dates.csv", 30).read_text()
+    (tmp_path / "link.csv").symlink_to("dates.csv")
+    for path in ("dates.csv", "link.csv"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["forecast", str(run_folder), "--path", path, "--samples", "2", "--out", "dates.csv"])
+        line = f"vssm: path='{path}', out='dates.csv' are one file; allowed: a name for each\n"
+        assert capsys.readouterr().err == line
+    assert (tmp_path / "dates.csv").read_text() == history and not (tmp_path / "dates.png").exists()
+
+
 def test_command_takes_the_dates_it_is_told(run_folder, tmp_path):
     def times(*options, header="date"):
         new, out = waves(tmp_path / "new.csv", 30), tmp_path / "out.csv"

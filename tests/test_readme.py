@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from vssm.cli import main
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "docs" / "guide.md"]
 
@@ -54,3 +56,13 @@ def test_commands_run(page, tmp_path):
             assert run.returncode == 0, f"{line}\n{run.stderr}"
             ran += 1
     assert ran
+
+
+def test_options_of_training_are_those_of_the_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    known = re.findall(r"--train\.[\w-]+", capsys.readouterr().out)
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        text = page.read_text()
+        assert set(re.findall(r"--train\.[\w-]+", text)) <= set(known), page.name
+        assert not re.findall(r"`train\.\w+ [^`]+`", text), f"{page.name}: a value without a dash"

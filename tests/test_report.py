@@ -331,8 +331,23 @@ def test_nothing_to_report(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("option", "allowed"), [("--out", ".html or .htm"), ("--page", ".md")], ids=("html", "markdown")
+)
+def test_a_page_does_not_replace_a_file_of_a_run(option, allowed, tmp_path, capsys):
+    from vssm.cli import main
+
+    config = make_run(tmp_path / "mine") / "config.json"
+    before = config.read_bytes()
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", "--results", str(config.parent), option, str(config)])
+    line = f"vssm: {option[2:]}='{config}' is not allowed; allowed: a name in {allowed}\n"
+    assert capsys.readouterr().err == line and config.read_bytes() == before
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([], "neither RUN nor --results is given; allowed: one of them, or both"),
         (["nowhere"], "run_folders has 'nowhere', which is no folder; allowed: run folders of vssm train"),
         (["."], "run_folders has '.', which holds no run; allowed: run folders of vssm train"),
         (["--results", "."], "results_folder='.' holds no result with metrics; allowed: a folder of result"),

@@ -270,7 +270,7 @@ class TrainConfig:
     """Whose weights are kept: those of the validation with the lowest "loss", or with the highest "bound" on
     log p(x), in which the term of the partial posterior has no say."""
     seed: int = 0
-    """Fixes the first weights, the order of the data and all noise."""
+    """Fixes the first weights, the order of the data and all noise; 0 to 2^63 - 1."""
     max_steps: int | None = None
     """Ends the run, and its learning rate schedule, after fewer steps than the epochs have."""
     validate_every: float = 1.0

@@ -12,7 +12,7 @@ from vssm.data.series import Table, read_table, select
 from vssm.forecast import Forecast, Forecaster
 from vssm.storage import write_atomically
 
-__all__ = ["draw_fan", "read_history", "write_quantiles"]
+__all__ = ["check_quantiles", "draw_fan", "read_history", "write_quantiles"]
 
 _BANDS = (0.95, 0.8, 0.5)
 _MOST_COLUMNS = 12  # in one chart
@@ -43,17 +43,38 @@ def read_history(forecaster: Forecaster, path: str | Path, time: str | None = No
     return select(table, forecaster.columns, path)
 
 
+def check_quantiles(path: str | Path, levels: Sequence[float]) -> None:
+    """Raises unless `write_quantiles` can write these levels under this name.
+
+    Example:
+        >>> check_quantiles("out.csv", [0.1, 1.5])
+        Traceback (most recent call last):
+        ValueError: quantiles has 1.5; allowed: numbers from 0 to 1, each once
+    """
+    if Path(path).suffix not in (".csv", ".parquet"):
+        raise ValueError(f"out={str(path)!r} is not allowed; allowed: a name in .csv or .parquet")
+    columns = [_column_name(level) for level in levels]
+    for level, column in zip(levels, columns, strict=True):
+        twice = columns.count(column) > 1
+        if twice or not 0 <= level <= 1:
+            given = f"{level:g}{' twice' if twice else ''}"
+            raise ValueError(f"quantiles has {given}; allowed: numbers from 0 to 1, each once")
+
+
+def _column_name(level: float) -> str:
+    return f"q{level:g}"
+
+
 def write_quantiles(made: Forecast, path: str | Path, levels: Sequence[float]) -> None:
     """Writes one line for each step and column: step, time where known, column, mean and quantiles.
 
     Arguments:
         made: The forecast of one series.
         path: A name in .csv or .parquet.
-        levels: The quantiles, from 0 to 1.
+        levels: The quantiles, from 0 to 1, each once.
     """
     path = Path(path)
-    if path.suffix not in (".csv", ".parquet"):
-        raise ValueError(f"out={str(path)!r} is not allowed; allowed: a name in .csv or .parquet")
+    check_quantiles(path, levels)
     steps, num = made.mean.shape
     columns: dict[str, np.ndarray] = {"step": np.repeat(np.arange(1, steps + 1), num)}
     if made.times is not None:
@@ -61,7 +82,7 @@ def write_quantiles(made: Forecast, path: str | Path, levels: Sequence[float]) -
     columns["column"] = np.tile(np.array(made.columns), steps)
     columns["mean"] = made.mean.flatten().cpu().numpy()
     for level in levels:
-        columns[f"q{level:g}"] = made.quantile(level).flatten().cpu().numpy()
+        columns[_column_name(level)] = made.quantile(level).flatten().cpu().numpy()
     if path.suffix == ".csv":
         rows = zip(*(column.tolist() for column in columns.values()), strict=True)
         write_atomically(path, lambda file: _write_csv(file, list(columns), [list(row) for row in rows]))

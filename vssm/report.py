@@ -117,7 +117,7 @@ def report(
     Arguments:
         run_folders: A run folder, or those to show and to compare; each holds one file of a run at least.
         results_folder: A folder of result files, subfolders included.
-        out: Where the page goes; its folder is made if it does not exist.
+        out: Where the page goes, a name in .html or .htm; its folder is made if it does not exist.
 
     Returns:
         The path of the page.
@@ -135,6 +135,9 @@ def report(
     folders, files = [Path(folder) for folder in run_folders], _Files()
     if not folders and results_folder is None:
         raise ValueError("run_folders is empty and results_folder is None; allowed: at least one of the two")
+    out = Path(out)
+    if out.suffix not in (".html", ".htm"):  # not over a file of a run
+        raise ValueError(f"out={str(out)!r} is not allowed; allowed: a name in .html or .htm")
     runs: dict[str, _Run] = {}
     for folder in folders:
         run = _read_run(folder, files)
@@ -146,7 +149,6 @@ def report(
     sections |= {f"Run {name}": _run(run) for name, run in runs.items()}
     sections |= {f"Results: {name}": _results(found) for name, found in results.items()}
     page = _page(sections, files.notices)
-    out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     # JSON may hold a lone surrogate, UTF-8 may not.
     write_atomically(out, lambda path: path.write_bytes(page.encode("utf-8", "replace")))

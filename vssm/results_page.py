@@ -45,12 +45,14 @@ def write_page(results: str | Path, page: str | Path) -> Path:
 
     Arguments:
         results: The folder of result files.
-        page: Where the page goes.
+        page: Where the page goes, a name in .md.
 
     Returns:
         `page`.
     """
     results, page = Path(results), Path(page)
+    if page.suffix != ".md":  # not over a result
+        raise ValueError(f"page={str(page)!r} is not allowed; allowed: a name in .md")
     if not [*results.glob("*.json"), *results.glob("*/*.json")]:
         what = "holds no results" if results.is_dir() else "is no folder"
         raise ValueError(f"results={str(results)!r} {what}; allowed: a folder of result files")

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from vssm.cli.samples import check_targets
+from vssm.cli.options import check_seed, note_idle_recondition
+from vssm.cli.samples import check_inputs_stay, check_targets
 
 __all__ = ["Forecast"]
 
@@ -26,13 +27,13 @@ class Forecast:
     samples: int = 500
     """Sample paths to draw."""
     quantiles: tuple[float, ...] = (0.025, 0.1, 0.25, 0.5, 0.75, 0.9, 0.975)
-    """The quantiles to write."""
+    """The quantiles to write, from 0 to 1, each once."""
     chunk: int | None = None
     """Generate so many steps at a time (vssm, tvae)."""
     recondition: bool = False
-    """Read each generated chunk before making the next (vssm, tvae)."""
+    """Read each generated chunk before making the next (vssm, tvae); of use with --chunk."""
     seed: int = 0
-    """Names the paths."""
+    """Names the paths, 0 to 2^63 - 1."""
     temperature: float = 1.0
     """Above 1 for wider intervals."""
     out: Path = Path("forecast.csv")
@@ -42,11 +43,14 @@ class Forecast:
 
     def run(self) -> None:
         from vssm.forecast import Forecaster
-        from vssm.forecast_files import draw_fan, forecast_file, write_quantiles
+        from vssm.forecast_files import check_quantiles, draw_fan, forecast_file, write_quantiles
         from vssm.train import choose_device
 
+        check_seed(self.seed)
         picture = self.out.with_suffix(".png") if self.out.name else self.out
         check_targets(out=self.out, picture=picture)
+        check_quantiles(self.out, self.quantiles)
+        check_inputs_stay({"path": self.path}, out=self.out, picture=picture)
         forecaster = Forecaster.load(self.run_folder, choose_device(self.device))
         options: dict[str, Any] = {"chunk": self.chunk} if self.chunk is not None else {}
         if self.recondition:
@@ -56,6 +60,7 @@ class Forecast:
         made, history = forecast_file(
             forecaster, self.path, self.horizon, self.samples, self.seed, self.time, **options
         )
+        note_idle_recondition(self.recondition, self.chunk)
         write_quantiles(made, self.out, self.quantiles)
         draw_fan(made, history, picture, forecaster.meta.context or 96)
         steps = made.mean.shape[0]

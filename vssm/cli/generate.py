@@ -2,13 +2,27 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from vssm.cli.folders import data_meta, local_folder
-from vssm.cli.samples import check_targets, read_array, read_prompt, write_array, write_samples, write_texts
+from vssm.cli.options import check_seed, note_idle_recondition
+from vssm.cli.samples import (
+    check_inputs_stay,
+    check_state_target,
+    check_targets,
+    read_array,
+    read_prompt,
+    write_array,
+    write_samples,
+    write_texts,
+)
+from vssm.config import whole_number
 from vssm.storage import write_atomically
+
+if TYPE_CHECKING:
+    from vssm.data import Meta
 
 __all__ = ["Generate"]
 
@@ -22,13 +36,15 @@ class Generate:
     num: int | None = None
     """How many sequences; 16, or the rows of the prompt or state."""
     length: int | None = None
-    """How many new steps; by default what is left of a sequence as long as the training data's."""
+    """How many new steps, 1 or more; by default what is left of a sequence as long as the training data's
+    (28 where a folder does not say how long those are)."""
     prompt: str | None = None
     """What comes first: a .npy file (batch, steps, features), or text."""
     chunk: int | None = None
     """Generate so many steps at a time (vssm, tvae)."""
     recondition: bool = False
-    """Read each generated chunk before making the next (vssm, tvae)."""
+    """Read each generated chunk before making the next (vssm, tvae); without --chunk only the state
+    has read what was made."""
     passes: int = 1
     """Parallel passes over each chunk: 1 is one shot, more come closer to step by step (vssm, tvae)."""
     temperature: float = 1.0
@@ -36,7 +52,7 @@ class Generate:
     observe: Literal["mean", "sample"] = "mean"
     """Return the mean of the observation head, or a sample of it."""
     seed: int | None = None
-    """Names the sample; 0, or the state's."""
+    """Names the sample, 0 to 2^63 - 1; by default 0, or the state's."""
     resume: Path | None = None
     """A state.safetensors to go on from."""
     out: Path | None = None
@@ -49,6 +65,9 @@ class Generate:
     """The token that a server asks for."""
 
     def run(self) -> None:
+        check_seed(self.seed)
+        if self.length is not None:
+            whole_number("length", self.length, 1)
         if self.run_folder.startswith(("http://", "https://")):
             return self._ask_server()
         return self._compute()
@@ -64,7 +83,7 @@ class Generate:
         if self.passes != 1:
             raise ValueError(f"passes={self.passes} is not allowed; allowed from a server: 1")
         state = self.state.with_suffix(".resume") if self.state.name else self.state
-        check_targets(out=out, state=state)
+        self._check_files(out, state)
         url, _, model = self.run_folder.partition("://")[2].partition("/")
         options = {
             name: getattr(self, name)
@@ -81,6 +100,7 @@ class Generate:
             else:
                 num = {"num": 16} if prompt is None else {}
                 answer = client.generate(prompt, **{**num, **options, "model": model or None})
+        note_idle_recondition(self.recondition, self.chunk)
         if out.suffix == ".npy":
             write_array(answer.x, out)
         elif answer.text is None:
@@ -91,6 +111,13 @@ class Generate:
         write_atomically(state, lambda path: path.write_text(f"{answer.resume}\n"))
         print(f"samples: {out}  {answer.x.shape}\nstate: {state}, after step {answer.position}")
 
+    def _check_files(self, out: Path, state: Path) -> None:
+        """Raises, before the work is done, if a file can not be written or would replace one that is read."""
+        check_targets(out=out, state=state)
+        prompt = Path(self.prompt) if self.prompt is not None and self.prompt.endswith(".npy") else None
+        check_inputs_stay({"prompt": prompt, "token_file": self.token_file}, out=out, state=state)
+        check_inputs_stay({"resume": self.resume}, out=out)  # whose place the new state may take
+
     def _compute(self) -> None:
         import vssm
         from vssm.train import choose_device
@@ -98,19 +125,23 @@ class Generate:
         out = self.out or Path("samples.npy")
         if out.suffix not in (".npy", ".png", ".txt"):
             raise ValueError(f"out={str(out)!r} is not allowed; allowed: a name in .npy, .png or .txt")
-        check_targets(out=out, state=self.state)
+        check_targets(state=self.state)
+        check_state_target(self.state)
+        if self.out is not None:  # else its name follows the data
+            self._check_files(out, self.state)
         device = choose_device(self.device)
         folder = local_folder(self.run_folder)
         model, meta = vssm.load(folder, device), data_meta(folder)
-        if self.out is None and meta is not None and meta.suggested_head == "categorical":
-            out = Path("samples.txt")
-            check_targets(out=out, state=self.state)
+        if self.out is None:
+            words = meta is not None and meta.suggested_head == "categorical"
+            out = Path("samples.txt" if words else "samples.npy")
+            self._check_files(out, self.state)
         state = None if self.resume is None else vssm.State.load(self.resume, device)
         prompt = None if self.prompt is None else read_prompt(self.prompt, model, meta).to(device)
-        known = 0 if prompt is None else prompt.shape[1]
-        length = self.length
-        if length is None:
-            length = max(1, meta.length - known) if meta is not None and state is None else 28
+        known = 0 if state is None else state.position
+        if prompt is not None and prompt.ndim > 1:  # else it is refused below
+            known += prompt.shape[1]
+        length = self.length or _steps_left(known, meta)
         num = 16 if self.num is None and prompt is None and state is None else self.num
         made = vssm.generate(
             model,
@@ -125,7 +156,20 @@ class Generate:
             seed=self.seed,
             state=state,
         )
+        note_idle_recondition(self.recondition, self.chunk)
         x = made.x.cpu()
         write_samples(x, None if prompt is None else prompt.cpu(), meta, out)
         made.state.save(self.state)
         print(f"samples: {out}  {tuple(x.shape)}\nstate: {self.state}, after step {made.state.position}")
+
+
+def _steps_left(known: int, meta: "Meta | None") -> int:
+    """Returns how many steps a sequence as long as the training data's has after those that are known."""
+    if meta is None:
+        return 28
+    if known >= meta.length:
+        raise ValueError(
+            f"nothing is left of the training data's {meta.length} steps after {known}; "
+            "allowed: --length of 1 or more"
+        )
+    return meta.length - known

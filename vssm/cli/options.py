@@ -1,14 +1,15 @@
-"""Options that several commands share: those of a data set, and those of a training run."""
+"""Options that several commands share: those of a data set, of a training run, and of generating."""
 
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Self
 
 import tyro
 
-from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig, check_choice
+from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig, check_choice, check_number
 from vssm.data import ArraysConfig, DataConfig, SeriesConfig, SyntheticConfig, TextConfig
 
-__all__ = ["DataOptions", "RunOptions"]
+__all__ = ["DataOptions", "RunOptions", "check_seed", "note_idle_recondition"]
 
 
 @dataclass
@@ -20,7 +21,7 @@ class DataOptions:
     data_dir: str | None = None
     """Folder with the files; else $VSSM_DATA; else the user cache."""
     split_seed: int = 0
-    """Fixes the validation split, binarisation, synthetic data and the test set of arrays."""
+    """Fixes the validation split, binarisation, synthetic data and the test set of arrays; 0 to 2^64 - 1."""
     binarize: bool = False
     """Black and white images, drawn once."""
     series: SeriesConfig = field(default_factory=SeriesConfig)
@@ -71,6 +72,18 @@ class RunOptions(DataOptions):
         if "--smoke" in arguments:
             start = replace(start, model=PRESETS["smoke"].model, train=PRESETS["smoke"].train)
         return start
+
+
+def check_seed(seed: int | None) -> None:
+    """Raises unless a seed is one that training takes, too; in Python noise takes negative ones as well."""
+    if seed is not None:
+        check_number("seed", seed, 0, below=2**63, whole=True)
+
+
+def note_idle_recondition(recondition: bool, chunk: int | None) -> None:
+    """Says so if steps are read before the next chunk, but there is no next one."""
+    if recondition and chunk is None:
+        print("note: --recondition changes no sample without --chunk: all steps are one", file=sys.stderr)
 
 
 def _value_of(flag: str, arguments: list[str]) -> str | None:

@@ -18,7 +18,7 @@ class Report:
     results: Path | None = None
     """A folder of result files."""
     out: Path = Path("report.html")
-    """Where the page goes."""
+    """Where the page goes: .html or .htm."""
     page: Path | None = None
     """Write the results page instead, as Markdown with figures beside it: docs/results.md."""
 
@@ -31,4 +31,6 @@ class Report:
                 raise ValueError("run_folders are for the HTML page, not for page; allowed: results")
             print(f"page: {write_page(self.results or Path('results'), self.page)}")
             return
+        if not self.run_folders and self.results is None:
+            raise ValueError("neither RUN nor --results is given; allowed: one of them, or both")
         print(f"report: {report(self.run_folders, self.results, self.out)}")

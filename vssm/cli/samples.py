@@ -1,6 +1,7 @@
 """Prompts and samples as files: arrays, pictures and text."""
 
 import os
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,16 @@ if TYPE_CHECKING:
     from vssm.data import Meta
     from vssm.models import Model
 
-__all__ = ["check_targets", "read_array", "read_prompt", "write_array", "write_samples", "write_texts"]
+__all__ = [
+    "check_inputs_stay",
+    "check_state_target",
+    "check_targets",
+    "read_array",
+    "read_prompt",
+    "write_array",
+    "write_samples",
+    "write_texts",
+]
 
 
 def check_targets(**paths: Path) -> None:
@@ -23,8 +33,32 @@ def check_targets(**paths: Path) -> None:
             raise ValueError(f"{name}={str(path)!r} is not allowed; allowed: a file in a folder that exists")
         if not os.access(path if is_device(path) else path.absolute().parent, os.W_OK):
             raise ValueError(f"{name}={str(path)!r} is not allowed; allowed: a file in a folder of yours")
-    if len({path.absolute() for path in paths.values()}) < len(paths):
-        given = ", ".join(f"{name}={str(path)!r}" for name, path in paths.items())
+    for one, other in combinations(paths.items(), 2):
+        _check_apart(one, other)
+
+
+def check_inputs_stay(inputs: "dict[str, Path | None]", **targets: Path) -> None:
+    """Raises, before the work is done, if a file that is read would be replaced by one that is written."""
+    for name, path in inputs.items():
+        for target in targets.items():
+            if path is not None:
+                _check_apart((name, path), target)
+
+
+def check_state_target(state: Path) -> None:
+    """Raises, before the work is done, if a state would replace a file that is none, such as weights."""
+    from vssm.nn import State
+
+    if not state.exists() or State.is_saved_at(state):
+        return
+    if state.is_file() and not state.stat().st_size:  # as mktemp leaves it
+        return
+    raise ValueError(f"state={str(state)!r} is there and no state; allowed: a new name, or an older state's")
+
+
+def _check_apart(*named: tuple[str, Path]) -> None:
+    if len({os.path.realpath(path) for _, path in named}) < len(named):  # links are followed
+        given = ", ".join(f"{name}={str(path)!r}" for name, path in named)
         raise ValueError(f"{given} are one file; allowed: a name for each")
 
 

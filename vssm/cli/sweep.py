@@ -19,7 +19,7 @@ class Sweep(RunOptions):
     learning_rates: tuple[float, ...] = (1e-2, 5e-3, 1e-3, 5e-4, 1e-4)
     """The learning rates; the paper's grid by default."""
     seeds: tuple[int, ...] = (0,)
-    """The seeds."""
+    """The seeds, each 0 to 2^63 - 1."""
     ray_address: str | None = None
     """Run side by side on a Ray cluster: auto, local, or an address."""
 

@@ -186,6 +186,24 @@ class State:
             raise ValueError(f"state file {str(path)!r} is damaged: {error}") from None
         return cls._from_file(f"file {str(path)!r}", metadata, tensors)
 
+    @staticmethod
+    def is_saved_at(path: str | Path) -> bool:
+        """Says whether there is a file that `save` wrote; only its header is read.
+
+        Example:
+            >>> State.is_saved_at("weights.safetensors")
+            False
+        """
+        from safetensors import SafetensorError, safe_open
+
+        if not Path(path).is_file():
+            return False
+        try:
+            with safe_open(path, framework="pt") as file:
+                return (file.metadata() or {}).get("format") == _FORMAT
+        except SafetensorError:
+            return False
+
     @classmethod
     def from_bytes(cls, content: bytes, device: torch.device | str = "cpu") -> "State":
         """Reads what `to_bytes` gave.
