@@ -328,6 +328,8 @@ def test_a_state_replaces_states_alone(run_folder, tmp_path, monkeypatch, capsys
     for _ in range(2):
         main(["generate", run_folder, "--num", "1", "--state", "empty"])
         assert vssm.State.load("empty").position == 8
+    main(["generate", str(run_folder), "--num", "1", "--state", "/dev/null"])  # nobody wants it
+    assert not Path("/dev/null").is_file()
 
 
 def test_a_full_disk_is_said_of_the_file_that_did_not_fit(run_folder, tmp_path, monkeypatch, capsys):

@@ -49,7 +49,7 @@ def check_state_target(state: Path) -> None:
     """Raises, before the work is done, if a state would replace a file that is none, such as weights."""
     from vssm.nn import State
 
-    if not state.exists() or State.is_saved_at(state):
+    if not state.exists() or is_device(state) or State.is_saved_at(state):
         return
     if state.is_file() and not state.stat().st_size:  # as mktemp leaves it
         return
