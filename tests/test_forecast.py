@@ -257,6 +257,23 @@ def test_missing_values_are_filled_as_in_training():
         own.forecast(gaps, 5, 4)
 
 
+def test_columns_of_a_table_are_taken_by_their_names():
+    pandas = pytest.importorskip("pandas")
+    own, x = forecaster(), history()
+    right = own.forecast(x, 5, 4).samples
+    table = pandas.DataFrame(x, columns=list("abc"), index=HOURS)
+    for columns in (table[["c", "a", "b"]], table.assign(note="words"), pandas.DataFrame(x)):
+        assert torch.equal(own.forecast(columns, 5, 4).samples, right)
+    stream, same = own.stream(table[["b", "c", "a"]]), own.stream(x)
+    stream.observe(table.iloc[-1][["c", "b", "a"]])
+    same.observe(x[-1])
+    assert torch.equal(stream.forecast(5, 4).samples, same.forecast(5, 4).samples)
+    with pytest.raises(ValueError, match=r"^history has no column 'b'; allowed: a, b, c, in any order$"):
+        own.forecast(table.rename(columns={"b": "B"}), 5, 4)
+    plain = Forecaster(small_model("vssm", features=3))  # has no names to look for
+    assert torch.equal(plain.forecast(table, 5, 4).samples, plain.forecast(x, 5, 4).samples)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -96,7 +96,8 @@ def forecast(
     Arguments:
         model: A run folder of data set series, a `Forecaster`, or a model.
         history: (N, D) steps of one series or (B, N, D) of several, in the units of the data; NaN where a
-            value is missing. The model reads the last `context` steps that it was trained with.
+            value is missing. Of a pandas DataFrame the columns of the run are taken by their names. The model
+            reads the last `context` steps that it was trained with.
         horizon: H, the steps to forecast; by default those of training. More is extrapolation, and warned of.
         samples: S, the number of paths of every series.
         meta: How the data was scaled; with a model only, which then forecasts what it reads, unscaled.
@@ -329,7 +330,7 @@ class Forecaster:
 
         Second is which are known, None where all are.
         """
-        x = numbers("history", history).detach()
+        x = numbers("history", history, self.columns).detach()
         shape, num = tuple(x.shape), len(self.columns)
         single = x.ndim == 2
         x = x[None] if single else x
@@ -450,7 +451,7 @@ class Stream:
             points: The points, in order.
             times: Their dates, (k,); needed by a model with time features.
         """
-        given = numbers("points", points)
+        given = numbers("points", points, self._forecaster.columns)
         given = given[None] if given.ndim == 1 else given
         if given.ndim != 2:
             raise ValueError(

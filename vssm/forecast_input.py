@@ -16,8 +16,15 @@ __all__ += ["largest_of", "numbers"]
 History = Tensor | np.ndarray | Sequence
 
 
-def numbers(name: str, values: History) -> Tensor:
-    """Returns real numbers as a tensor; what is none is named."""
+def numbers(name: str, values: History, columns: tuple[str, ...]) -> Tensor:
+    """Returns real numbers as a tensor; what is none is named.
+
+    Arguments:
+        name: What the message calls them.
+        values: The numbers; of a table whose columns have names, or of a row of it, those that are wanted.
+        columns: The names that are wanted, in order.
+    """
+    values = _by_name(name, values, columns)
     try:
         x = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values, np.float64))
     except (TypeError, ValueError):  # words, or rows of different lengths
@@ -26,6 +33,20 @@ def numbers(name: str, values: History) -> Tensor:
         given = "complex" if x is not None else f"a {type(values).__name__} of other things"
         raise ValueError(f"{name} is {given}; allowed: numbers, rows of equal length")
     return x
+
+
+def _by_name(name: str, values: History, columns: tuple[str, ...]) -> History:
+    """Returns the columns of a table of pandas, or the cells of a row, in order; other values as they are."""
+    labels = getattr(values, "columns", getattr(values, "index", ()))
+    labels = () if callable(labels) else list(labels)  # a list has a method of that name
+    if not any(isinstance(label, str) for label in labels):  # numbers of columns and dates of rows name none
+        return values
+    missing = [column for column in columns if column not in labels]
+    if not missing:
+        return values[list(columns)]  # type: ignore[index]
+    if columns == tuple(map(str, range(len(columns)))):  # what the model was trained on had no names
+        return values
+    raise ValueError(f"{name} has no column {missing[0]!r}; allowed: {', '.join(columns)}, in any order")
 
 
 # By NumPy, which calls no other threads: to wake them takes longer than to do it.
