@@ -215,6 +215,18 @@ def test_dates_go_on_by_the_calendar(dates, next_dates):
     assert made.times.astype("datetime64[D]").astype(str).tolist() == next_dates
 
 
+def test_uneven_dates_are_noted_and_go_on_by_the_usual_step():
+    dates = np.datetime64("2024-05-01") + DAY * np.array([0, 1, 2, 4, 5, 6, 7, 8, 9])
+    note = r"^dates are uneven: 2024-05-05\S* comes right after 2024-05-03\S*; the forecast takes all steps"
+    with pytest.warns(UserWarning, match=note):
+        made = forecaster().forecast(history(), 2, 2, dates)
+    assert made.times.astype("datetime64[D]").astype(str).tolist() == ["2024-05-11", "2024-05-12"]
+    months = np.arange("2023-06", "2024-04", dtype="datetime64[M]")
+    with pytest.warns(UserWarning, match=r"2023-09-01\S* comes right after 2023-07-01"):
+        made = forecaster().forecast(history(), 2, 2, np.delete(months, 2))
+    assert made.times.astype("datetime64[D]").astype(str).tolist() == ["2024-04-01", "2024-05-01"]
+
+
 def test_horizon_beyond_training_is_extrapolation():
     own = forecaster()
     with pytest.warns(

@@ -3,12 +3,15 @@
 Legend: one date for each step, of a regular calendar or not; H steps to come.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from vssm.data.dates import calendar_step, uneven_dates, usual_seconds
 
 __all__ = ["Asked", "History", "asked_for", "check_order", "continued", "dates_of", "double", "is_seed"]
 __all__ += ["largest_of", "numbers"]
@@ -87,6 +90,8 @@ def check_order(dates: np.ndarray) -> None:
 def continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:
     """Returns the dates of the steps to come, each after the usual step; that of a calendar is in months.
 
+    Dates that are not evenly apart are warned of.
+
     Example:
         >>> continued(np.array(["2023-10-31", "2023-11-30", "2023-12-31"], "M8[s]"), 2).astype("M8[D]")
         array(['2024-01-31', '2024-02-29'], dtype='datetime64[D]')
@@ -94,18 +99,19 @@ def continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:
     if times is None or len(times) < 2:
         return None
     times = times.astype("datetime64[s]")
+    uneven = uneven_dates(times)
+    if uneven is not None:
+        warnings.warn(f"{uneven}; the forecast takes all steps as one, the usual", stacklevel=4)
     ahead, month = np.arange(1, horizon + 1), np.timedelta64(1, "M")
-    months = np.diff(times.astype("datetime64[M]").astype(np.int64))
-    into = times - times.astype("datetime64[M]")
-    left = (times.astype("datetime64[M]") + month).astype("datetime64[s]") - times
-    if months[0] and (months == months[0]).all():
-        new = times[-1].astype("datetime64[M]") + months[0] * ahead * month
-        if (into == into[0]).all() and into[0] < np.timedelta64(28, "D"):  # the first of a month, say
-            return new.astype("datetime64[s]") + into[0]
-        if (left == left[0]).all():  # or the last
-            return (new + month).astype("datetime64[s]") - left[0]
-    step = np.median(np.diff(times).astype(np.int64)).astype("timedelta64[s]")
-    return times[-1] + step * ahead
+    calendar = calendar_step(times)
+    if calendar is None:
+        return times[-1] + np.timedelta64(usual_seconds(times), "s") * ahead
+    months, from_end = calendar
+    last = times[-1].astype("datetime64[M]")
+    new = last + months * ahead * month
+    if from_end:
+        return (new + month).astype("datetime64[s]") - ((last + month).astype("datetime64[s]") - times[-1])
+    return new.astype("datetime64[s]") + (times[-1] - last.astype("datetime64[s]"))
 
 
 class Asked(NamedTuple):
