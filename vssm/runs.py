@@ -126,14 +126,18 @@ class RunFolder:
                 f"run folder {str(self.path)!r} is in use by another process; allowed: one at a time"
             ) from None
 
-    def create(self, config: RunConfig, meta: Meta) -> None:
-        """Starts a run in a folder that does not exist, is empty, or has remains of a killed start."""
+    def check_new(self) -> None:
+        """Raises unless the folder does not exist, is empty, or has remains of a killed start."""
         name = str(self.path)
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"run folder {name!r} is a file; allowed: a new name")
         remains = self.path.iterdir() if self.path.exists() else ()
         if any(not _is_temporary(file) and file.name != ".lock" for file in remains):
             raise ValueError(f"run folder {name!r} is not empty; allowed: --resume {name}, or another name")
+
+    def create(self, config: RunConfig, meta: Meta) -> None:
+        """Starts a run in a new folder."""
+        self.check_new()
         self.path.mkdir(parents=True, exist_ok=True)
         self._claim()
         self._tidy()
