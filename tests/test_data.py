@@ -19,6 +19,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pooch
 import pytest
 import torch
 import tyro
@@ -118,7 +119,7 @@ def test_config_fields_are_documented(cls, capsys):
     ("make", "parts"),
     [
         (lambda: DataConfig(name="mnits"), ("data set", "'mnits'", "did you mean 'mnist'?", *NAMES)),
-        (lambda: DataConfig(seed=-1), ("seed", "-1")),
+        (lambda: DataConfig(seed=-1), ("seed=-1 (--split-seed) is not allowed; allowed: 0 to 2^64 - 1",)),
         (lambda: DataConfig(name="text", binarize=True), ("binarize", "'text'", "mnist")),
         (lambda: SeriesConfig(fill="nearest"), ("series.fill", "'nearest'", "zero, previous, linear")),
         (lambda: SeriesConfig(horizon=0), ("series.horizon", "0", "1")),
@@ -282,7 +283,10 @@ def test_download_with_another_checksum_names_both_and_leaves_nothing(server, tm
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # pooch leaves a socket open
 @pytest.mark.parametrize("reason", ["not there", "no server", "no pooch"])
-def test_failed_download_says_what_was_looked_for_and_how_to_give_it(server, tmp_path, monkeypatch, reason):
+def test_failed_download_says_what_was_looked_for_and_how_to_give_it(
+    server, tmp_path, monkeypatch, reason, caplog
+):
+    monkeypatch.setattr(pooch.get_logger(), "handlers", [caplog.handler])
     url = "http://127.0.0.1:9/a.txt" if reason == "no server" else f"{server}/a.txt"
     if reason == "no pooch":
         monkeypatch.setitem(sys.modules, "pooch", None)
@@ -302,6 +306,7 @@ def test_failed_download_says_what_was_looked_for_and_how_to_give_it(server, tmp
     ):
         assert part in message
     assert "\n" not in message
+    assert not caplog.records  # one line is all that is said
     del caught
     gc.collect()
 

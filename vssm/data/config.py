@@ -166,6 +166,6 @@ class DataConfig:
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(f"data set {self.name!r} is unknown; {hint}known: {', '.join(NAMES)}")
         if not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed {self.seed} is not in 0 .. 2^64 - 1")
+            raise ValueError(f"seed={self.seed} (--split-seed) is not allowed; allowed: 0 to 2^64 - 1")
         if self.binarize and self.name not in ("digits", "mnist"):
             raise ValueError(f"binarize is for grey images (digits, mnist), not for {self.name!r}")

@@ -89,7 +89,13 @@ def _download(remote: Remote) -> Path:
     assert folder is not None
     if (folder / remote.file).is_file():  # another process was quicker; pooch would replace a damaged file
         return folder / remote.file
-    return Path(pooch.retrieve(remote.url, f"sha256:{remote.sha256}", fname=remote.file, path=folder))
+    logger = pooch.get_logger()
+    level = logger.level
+    logger.setLevel("WARNING")  # what it is about to do would stand before the one line that says why not
+    try:
+        return Path(pooch.retrieve(remote.url, f"sha256:{remote.sha256}", fname=remote.file, path=folder))
+    finally:
+        logger.setLevel(level)
 
 
 def locate_own(path: str, subfolder: str, given: str | None) -> Path:
