@@ -63,6 +63,15 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
         folder: A folder that `save` or a training wrote, "hf://OWNER/NAME[@REVISION]" on the hub, or the name
             of a model in `vssm.pretrained`; a folder of that name, where there is one, comes first.
         device: Where the weights go.
+
+    Returns:
+        The model, ready to train, score or generate.
+
+    Example:
+        >>> import vssm
+        >>> model = vssm.load("mnist-small")
+        >>> model.config.kind, vssm.generate(model, num=1, length=2).x.shape
+        ('vssm', torch.Size([1, 2, 28]))
     """
     check_path("folder", folder)
     if isinstance(folder, str) and folder.startswith("hf://"):
