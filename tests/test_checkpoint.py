@@ -78,7 +78,10 @@ def edit_weights(folder, change):
         (lambda f: (f / "config.json").write_bytes(b"\x80\x04\x95"), "config.json' is damaged"),
         (lambda f: (f / "config.json").write_text("[]"), "has no key 'model'"),
         (lambda f: (f / "config.json").unlink(), "has no config.json"),
-        (lambda f: (f / "weights.safetensors").unlink(), "has no weights.safetensors"),
+        (
+            lambda f: (f / "weights.safetensors").unlink(),
+            "has no weights.*; allowed: a run folder once it has",
+        ),
         (
             lambda f: (f / "weights.safetensors").write_bytes(b"\x80\x04\x95pickle"),
             "weights.safetensors' is damaged",
@@ -131,6 +134,25 @@ def test_a_save_that_is_killed_between_its_files_leaves_the_new_model(options, t
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load(tmp_path).config == new.config
+
+
+@pytest.mark.parametrize("key", ["data", "train"])
+def test_a_model_is_never_saved_over_a_run(key, tmp_path):
+    save(small_model("vssm"), tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, key: {}}))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=r"is a run, .*; allowed: a new folder, or one .* vssm.save$"):
+        save(small_model("ssm"), tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_file_is_no_folder_for_a_model(tmp_path):
+    (tmp_path / "note").write_text("mine")
+    for place in ("note", "note/below/it"):
+        with pytest.raises(ValueError, match=r"^folder=.*note' is a file; allowed: a folder, or a new name$"):
+            save(small_model("ssm"), tmp_path / place)
+    assert (tmp_path / "note").read_text() == "mine"
 
 
 def test_weights_without_their_config_are_those_of_config_json(tmp_path):

@@ -383,6 +383,9 @@ def test_run_folder_that_exists_is_left_alone(run_folder, capsys):
     message = fails(capsys, "train", "digits", "--smoke", "--out", run_folder)
     assert "--resume" in message
     assert Path(run_folder, "meta.json").read_bytes() == before
+    # Before anything is read that takes time: data that is not there is not even looked for.
+    lost = ("series", "--series.path", "lost.csv", "--out", run_folder)
+    assert fails(capsys, "train", *lost) == message
 
 
 def test_resuming_says_which_options_it_does_not_use(run_folder, capsys):

@@ -119,7 +119,7 @@ def test_config_fields_are_documented(cls, capsys):
     ("make", "parts"),
     [
         (lambda: DataConfig(name="mnits"), ("data set", "'mnits'", "did you mean 'mnist'?", *NAMES)),
-        (lambda: DataConfig(seed=-1), ("seed", "-1")),
+        (lambda: DataConfig(seed=-1), ("seed=-1 (--split-seed) is not allowed; allowed: 0 to 2^64 - 1",)),
         (lambda: DataConfig(name="text", binarize=True), ("binarize", "'text'", "mnist")),
         (lambda: SeriesConfig(fill="nearest"), ("series.fill", "'nearest'", "zero, previous, linear")),
         (lambda: SeriesConfig(horizon=0), ("series.horizon", "0", "1")),
@@ -702,6 +702,7 @@ def test_bad_dates_are_named(tmp_path, change, parts):
     refused(series(path, time="when"), "series.time", "'when'", "'date'")
 
 
+@pytest.mark.filterwarnings("ignore:.* is left out")
 @pytest.mark.parametrize(
     ("cells", "found"),
     [
@@ -723,6 +724,7 @@ def test_two_columns_of_one_name_are_named(tmp_path):
     refused(series(path, context=4, horizon=2), path, "column 'a' is there twice")
 
 
+@pytest.mark.filterwarnings("ignore:.* dates are uneven")
 def test_dates_of_any_zone_are_in_order(tmp_path):
     rows = [
         ["2020-01-01T00:00:00+02:00", 1],
@@ -746,6 +748,7 @@ TABLES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.* is left out")
 @pytest.mark.parametrize("name", TABLES)
 def test_csv_dialects(tmp_path, name):
     (tmp_path / name).write_text(TABLES[name] + TABLES[name].splitlines(keepends=True)[-1] * 20, newline="")
@@ -757,6 +760,61 @@ def test_csv_dialects(tmp_path, name):
         "names.csv": ("a, quoted", "b"),
     }
     assert data.meta.columns == expected.get(name, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "note"),
+    [
+        ("t;v", "{k};0,{k}", "column 'v' is left out: line 2 has '0,0', which is no number; allowed: a dec"),
+        (
+            "t,v",
+            '{k},"1,{k}"',
+            "column 'v' is left out: line 2 has '1,0', which is no number; allowed: a dec",
+        ),
+        (
+            "t,place,v",
+            "{k},x,{k}%",
+            r"column 'v' is left out \(and 1 more\): line 2 has '0%', which is no num",
+        ),
+        ("t,place", "{k},x", "column 'place' is left out: line 2 has 'x', which is no number$"),
+    ],
+)
+def test_columns_that_are_left_out_are_noted(tmp_path, header, row, note):
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join([header, *(row.format(k=k) for k in range(30))]))
+    with pytest.warns(UserWarning, match=f"a.csv: {note}"):
+        data = open_data(series(path, context=2, horizon=1))
+    assert data.meta.columns == ("t",)
+    open_data(series(path, context=2, horizon=1, columns=("t",)))  # others are not wanted, and no news
+
+
+def test_dates_that_are_wanted_or_left_out_by_the_user_are_not_noted(tmp_path):
+    rows = [[f"2020-01-{k:02}", k] for k in range(1, 29)]
+    for name in ("date", "when"):
+        path = write_csv(tmp_path / "a.csv", rows, header=[name, "a"])
+        for time in (None, name, "none"):
+            open_data(series(path, context=2, horizon=1, time=time))
+
+
+def test_uneven_dates_are_noted(tmp_path):
+    days = [f"2020-0{m}-{d:02}" for m in (1, 2) for d in range(1, 29) if d % 7]
+    path = write_csv(tmp_path / "a.csv", [[d, k] for k, d in enumerate(days)], header=["date", "a"])
+    with pytest.warns(
+        UserWarning, match=r"a.csv: dates are uneven: 2020-01-08\S* comes right after 2020-01-06"
+    ):
+        open_data(series(path, context=2, horizon=1))
+    months = [f"{y}-{m:02}-01" for y in range(2010, 2014) for m in range(1, 13)]
+    even = [[d, k] for k, d in enumerate(months)]
+    open_data(series(write_csv(path, even, header=["date", "a"]), context=2, horizon=1))
+    write_csv(path, even[:7] + even[8:], header=["date", "a"])
+    with pytest.warns(UserWarning, match=r"2010-09-01\S* comes right after 2010-07-01"):
+        open_data(series(path, context=2, horizon=1))
+
+
+def test_csv_in_another_encoding_is_refused(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes("a,température\n1,2\n".encode("latin-1"))
+    refused(series(path), path, "line 1 has byte 0xe9, which is no UTF-8; allowed: a file saved as UTF-8")
 
 
 @settings(max_examples=25, deadline=None)
@@ -782,6 +840,7 @@ def test_columns_are_chosen_by_name_or_position(tmp_path):
     refused(series(path, columns=("date",)), "'date'", "HUFL, HULL, OT")
 
 
+@pytest.mark.filterwarnings("ignore:.* is left out")
 def test_missing_values_are_placed_and_filled(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("name,a,b\nx,,1\nx,2,2\nx,NA,3\nx,nan,inf\nx,8,5\n" + "x,9,9\n" * 20)
@@ -851,6 +910,7 @@ def test_parquet_needs_its_extra(tmp_path, monkeypatch):
     refused(series(tmp_path / "a.parquet"), "pyarrow", "pip install 'vssm[forecast]'")
 
 
+@pytest.mark.filterwarnings("ignore:.* is left out")
 def test_parquet_series(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -1008,8 +1068,8 @@ def test_real_series_load(name, rows, columns):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"seed": 0.5}, "seed 0.5 is not in 0"),
-        ({"seed": True}, "seed True is not in 0"),
+        ({"seed": 0.5}, r"seed=0.5 \(--split-seed\) is not allowed"),
+        ({"seed": True}, r"seed=True \(--split-seed\) is not allowed"),
         ({"dir": 5}, "dir 5 is not allowed; allowed: a path"),
         ({"binarize": "no"}, "binarize 'no' is not allowed; allowed: True, False"),
         ({"synthetic": {"num": 1e3}}, r"synthetic.num 1000.0 is not allowed; allowed: a whole number >= 10"),

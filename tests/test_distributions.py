@@ -309,6 +309,28 @@ def test_validate_finds_numbers_that_are_not_finite(value):
         make_head("gaussian", 3).validate(x)
 
 
+@pytest.mark.parametrize("head", ["bernoulli", "logistic-mixture"])
+@pytest.mark.parametrize(
+    ("value", "given"), [(1.5, "is 1.5"), (-0.1, "is -0.1"), (math.nan, "contains NaN .*")]
+)
+def test_heads_of_the_unit_interval_refuse_other_values(head, value, given):
+    x = torch.rand(2, 5, 3)
+    x[0, 0, :2] = torch.tensor([0.0, 1.0])
+    make_head(head, 3).validate(x)  # grey values
+    x[1, 3, 2] = value
+    with pytest.raises(
+        ValueError, match=rf"^x {given} at row 1, step 3; allowed: 0 to 1 with head '{head}'$"
+    ):
+        make_head(head, 3).validate(x)
+
+
+@pytest.mark.parametrize("head", ["bernoulli", "logistic-mixture"])
+@pytest.mark.parametrize("size", [1.0, 30.0, 1e4])
+def test_heads_of_the_unit_interval_accept_their_own_mean(head, size):
+    own = make_head(head, 40)
+    own.validate(own(normal(20, 50, own.size) * size).mean)
+
+
 def test_validate_accepts_empty_sequences_where_told():
     for head, x in (
         ("gaussian", torch.zeros(2, 0, 3)),

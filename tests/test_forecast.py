@@ -227,6 +227,18 @@ def test_dates_go_on_by_the_calendar(dates, next_dates):
     assert made.times.astype("datetime64[D]").astype(str).tolist() == next_dates
 
 
+def test_uneven_dates_are_noted_and_go_on_by_the_usual_step():
+    dates = np.datetime64("2024-05-01") + DAY * np.array([0, 1, 2, 4, 5, 6, 7, 8, 9])
+    note = r"^dates are uneven: 2024-05-05\S* comes right after 2024-05-03\S*; the forecast takes all steps"
+    with pytest.warns(UserWarning, match=note):
+        made = forecaster().forecast(history(), 2, 2, dates)
+    assert made.times.astype("datetime64[D]").astype(str).tolist() == ["2024-05-11", "2024-05-12"]
+    months = np.arange("2023-06", "2024-04", dtype="datetime64[M]")
+    with pytest.warns(UserWarning, match=r"2023-09-01\S* comes right after 2023-07-01"):
+        made = forecaster().forecast(history(), 2, 2, np.delete(months, 2))
+    assert made.times.astype("datetime64[D]").astype(str).tolist() == ["2024-04-01", "2024-05-01"]
+
+
 def test_horizon_beyond_training_is_extrapolation():
     own = forecaster()
     with pytest.warns(
@@ -267,6 +279,23 @@ def test_missing_values_are_filled_as_in_training():
     gaps[2:8, 1] = np.nan
     with pytest.raises(ValueError, match=r"column 'b' is missing in 7 of the last 9 steps; allowed: half"):
         own.forecast(gaps, 5, 4)
+
+
+def test_columns_of_a_table_are_taken_by_their_names():
+    pandas = pytest.importorskip("pandas")
+    own, x = forecaster(), history()
+    right = own.forecast(x, 5, 4).samples
+    table = pandas.DataFrame(x, columns=list("abc"), index=HOURS)
+    for columns in (table[["c", "a", "b"]], table.assign(note="words"), pandas.DataFrame(x)):
+        assert torch.equal(own.forecast(columns, 5, 4).samples, right)
+    stream, same = own.stream(table[["b", "c", "a"]]), own.stream(x)
+    stream.observe(table.iloc[-1][["c", "b", "a"]])
+    same.observe(x[-1])
+    assert torch.equal(stream.forecast(5, 4).samples, same.forecast(5, 4).samples)
+    with pytest.raises(ValueError, match=r"^history has no column 'b'; allowed: a, b, c, in any order$"):
+        own.forecast(table.rename(columns={"b": "B"}), 5, 4)
+    plain = Forecaster(small_model("vssm", features=3))  # has no names to look for
+    assert torch.equal(plain.forecast(table, 5, 4).samples, plain.forecast(x, 5, 4).samples)
 
 
 @pytest.mark.parametrize(

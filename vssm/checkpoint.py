@@ -28,6 +28,12 @@ _METADATA = "vssm"  # the key in the metadata of the weights that has the text o
 def save(model: Model, folder: str | Path) -> None:
     """Writes a model to a folder, which is made if it does not exist.
 
+    A model that was saved there before is replaced; a run of `vssm train` is not.
+
+    Arguments:
+        model: Any of the six models.
+        folder: Where it goes.
+
     Example:
         >>> import tempfile, torch, vssm
         >>> model = vssm.build(vssm.ModelConfig(kind="ssm", features=3, width=8, layers=1))
@@ -40,6 +46,7 @@ def save(model: Model, folder: str | Path) -> None:
     check_model(model)
     check_path("folder", folder)
     folder = Path(folder)
+    _check_target(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     text = json.dumps({"format": FORMAT, "model": model.config.to_dict()}, indent=2) + "\n"
@@ -56,6 +63,15 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
         folder: A folder that `save` or a training wrote, "hf://OWNER/NAME[@REVISION]" on the hub, or the name
             of a model in `vssm.pretrained`; a folder of that name, where there is one, comes first.
         device: Where the weights go.
+
+    Returns:
+        The model, ready to train, score or generate.
+
+    Example:
+        >>> import vssm
+        >>> model = vssm.load("mnist-small")
+        >>> model.config.kind, vssm.generate(model, num=1, length=2).x.shape
+        ('vssm', torch.Size([1, 2, 28]))
     """
     check_path("folder", folder)
     if isinstance(folder, str) and folder.startswith("hf://"):
@@ -68,7 +84,8 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
     path = folder / "weights.safetensors"
     if not path.is_file():
         raise ValueError(
-            f"{str(folder)!r} has no weights.safetensors; allowed: a folder written by vssm.save"
+            f"{str(folder)!r} has no weights.safetensors; allowed: a run folder once it has weights, "
+            "or a folder written by vssm.save"
         )
     tensors, own = _read_weights(path, device)
     if own is not None and own != config:
@@ -106,6 +123,24 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
         if isinstance(part, torch.nn.RNNBase):
             part.flatten_parameters()  # cuDNN wants them side by side, and would copy them at every call
     return model.requires_grad_(True)
+
+
+def _check_target(folder: Path) -> None:
+    """Raises unless a model may be written to a folder: no file is in the way, no run is replaced."""
+    for place in (folder, *folder.parents):
+        if place.exists() and not place.is_dir():
+            raise ValueError(
+                f"folder={str(folder)!r}: {str(place)!r} is a file; allowed: a folder, or a new name"
+            )
+    try:
+        values = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):  # there is none, or none that a run could go on with
+        return
+    if isinstance(values, dict) and ("data" in values or "train" in values):
+        raise ValueError(
+            f"folder={str(folder)!r} is a run, whose weights and settings would be lost; "
+            "allowed: a new folder, or one written by vssm.save"
+        )
 
 
 def _read_config(path: Path) -> ModelConfig:

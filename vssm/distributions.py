@@ -42,11 +42,13 @@ from vssm.ops.latents import (
 )
 from vssm.ops.normal import bounded_scale, normal_draw
 
-__all__ = ["HEADS", "Head", "Latents", "Observation", "gumbel_uniform", "make_head"]
+__all__ = ["HEADS", "HEADS_IN_UNIT", "Head", "Latents", "Observation", "gumbel_uniform", "make_head"]
 
 LARGEST = 1e15  # of a value of x: its square, and sums of that, stay far from infinity
+HEADS_IN_UNIT = ("bernoulli", "logistic-mixture")  # whose x lies in [0, 1]
 HEADS = ("gaussian", "gaussian-learned", "bernoulli", "categorical", "logistic-mixture")
 _MIN_SCALE, _MAX_SCALE = 1e-3, 20.0
+_ROUNDING = 1e-5  # by which the mean of a head may leave [0, 1]: what a model made, it reads
 
 
 class Observation(Protocol):
@@ -102,7 +104,8 @@ class Head:
         """Raises a ValueError unless x has the shape, dtype and range of this head.
 
         Arguments:
-            x: Sequences, (B, T, D) finite floats, or (B, T) integers in [0, D) for tokens.
+            x: Sequences, (B, T, D) finite floats, in [0, 1] for `HEADS_IN_UNIT`, or (B, T) integers in [0, D)
+                for tokens.
             name: What the message calls x.
             values: Whether the range is checked too, which waits for the device of x.
             steps: The fewest steps that are allowed.
@@ -138,14 +141,17 @@ class Head:
                 given = f"{name} is {int(x[row, step])} at row {row}, step {step}"
                 raise ValueError(f"{given}; allowed: 0 to {self.features - 1}")
             return
-        bad = ~(x.float().abs() <= LARGEST)
+        unit = self.name in HEADS_IN_UNIT
+        offset, most = (0.5, 0.5 + _ROUNDING) if unit else (0.0, LARGEST)
+        bad = ~((x.float() - offset).abs() <= most)  # NaN too
         if bad.any():
             row, step, feature = bad.nonzero()[0].tolist()
             value = float(x[row, step, feature])
             given = (
                 f"{name} is {value:g}" if math.isfinite(value) else f"{name} contains NaN or infinite values"
             )
-            raise ValueError(f"{given} at row {row}, step {step}; allowed: finite numbers up to {LARGEST:g}")
+            allowed = f"0 to 1 with head {self.name!r}" if unit else f"finite numbers up to {LARGEST:g}"
+            raise ValueError(f"{given} at row {row}, step {step}; allowed: {allowed}")
 
 
 def make_head(name: str, features: int, sigma: float = 0.1, mixtures: int = 5, bins: int = 256) -> Head:

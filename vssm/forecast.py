@@ -96,7 +96,8 @@ def forecast(
     Arguments:
         model: A run folder of data set series, a `Forecaster`, or a model.
         history: (N, D) steps of one series or (B, N, D) of several, in the units of the data; NaN where a
-            value is missing. The model reads the last `context` steps that it was trained with.
+            value is missing. Of a pandas DataFrame the columns of the run are taken by their names. The model
+            reads the last `context` steps that it was trained with.
         horizon: H, the steps to forecast; by default those of training. More is extrapolation, and warned of.
         samples: S, the number of paths of every series.
         meta: How the data was scaled; with a model only, which then forecasts what it reads, unscaled.
@@ -135,6 +136,15 @@ class Forecaster:
     Arguments:
         model: Any of the six models, of numbers.
         meta: What the run says of its data; a plain model has features without names and no scale.
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> model = build(ModelConfig(kind="ssm", features=2, width=8, layers=1))
+        >>> known = {"name": "series", "length": 6, "suggested_head": "gaussian-learned"}
+        >>> own = Forecaster(model, Meta(**known, features=2, columns=("load", "heat"), context=4, horizon=2))
+        >>> made = own.forecast(np.zeros((4, 2)), samples=3)
+        >>> made.columns, made.samples.shape
+        (('load', 'heat'), torch.Size([3, 2, 2]))
     """
 
     def __init__(self, model: Model, meta: Meta | None = None) -> None:
@@ -160,7 +170,33 @@ class Forecaster:
 
     @classmethod
     def load(cls, run: str | Path, device: torch.device | str = "cpu") -> "Forecaster":
-        """Reads a run folder of data set series."""
+        """Reads a run folder of data set series.
+
+        Arguments:
+            run: The folder, or "hf://OWNER/NAME[@REVISION]" on the hub.
+            device: Where the model goes.
+
+        Returns:
+            The forecaster of the run, with the names and the scale of its columns.
+
+        Example:
+            >>> import tempfile
+            >>> from vssm.config import ModelConfig, RunConfig, TrainConfig
+            >>> from vssm.data import DataConfig, SeriesConfig
+            >>> from vssm.progress import Progress
+            >>> from vssm.train import train
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     np.savetxt(f"{folder}/wave.csv", np.sin(np.arange(40)), header="load", comments="")
+            ...     series = SeriesConfig(path=f"{folder}/wave.csv", context=4, horizon=2)
+            ...     config = RunConfig(
+            ...         data=DataConfig(name="series", series=series),
+            ...         model=ModelConfig(kind="ssm", features=1, head="auto", width=8, layers=1),
+            ...         train=TrainConfig(max_steps=1, batch=4, samples=0, num_valid=4),
+            ...     )
+            ...     own = Forecaster.load(train(config, f"{folder}/run", progress=Progress()))
+            >>> own.columns, own.forecast(np.zeros((4, 1)), samples=3).samples.shape
+            (('load',), torch.Size([3, 2, 1]))
+        """
         folder = pull(run) if isinstance(run, str) and run.startswith("hf://") else pretrained.find(run)
         model = load(folder, device)
         fields = json.loads((folder / "config.json").read_text()).get("data_meta")
@@ -178,7 +214,27 @@ class Forecaster:
         seed: int = 0,
         **options: Any,  # noqa: ANN401
     ) -> Forecast:
-        """Does what `vssm.forecast` does."""
+        """Draws sample paths of the steps after a history, as `vssm.forecast` does.
+
+        Arguments:
+            history: (N, D) steps of one series or (B, N, D) of several, as for `vssm.forecast`.
+            horizon: H, the steps to forecast; by default those of training.
+            samples: S, the number of paths of every series.
+            times: The dates of the history, (N,) datetime64.
+            seed: Names the paths.
+            options: `chunk`, `recondition` and `temperature`, as in `generate`.
+
+        Returns:
+            The paths, with their quantiles.
+
+        Example:
+            >>> from vssm import ModelConfig, build
+            >>> own = Forecaster(build(ModelConfig(kind="ssm", features=2, width=8, layers=1)))
+            >>> days = np.arange("2024-02-26", "2024-02-29", dtype="M8[D]")
+            >>> made = own.forecast(np.zeros((3, 2)), horizon=2, samples=5, times=days)
+            >>> made.samples.shape, made.times.astype("M8[D]").astype(str).tolist()
+            (torch.Size([5, 2, 2]), ['2024-02-29', '2024-03-01'])
+        """
         asked = asked_for(history, horizon, samples, times, seed, options)
         if asked is not None and (found := self._found.get(asked)) is not None:
             assert isinstance(history, Tensor)
@@ -214,7 +270,24 @@ class Forecaster:
         return Forecast(out[0] if single else out, self.columns, continued(times, horizon))
 
     def stream(self, history: History, times: np.ndarray | None = None, seed: int = 0) -> "Stream":
-        """Starts to follow one series, (N, D), point by point."""
+        """Starts to follow one series, point by point.
+
+        Arguments:
+            history: (N, D) steps of the series so far.
+            times: Their dates, (N,) datetime64; then points have dates too.
+            seed: Names the paths.
+
+        Returns:
+            The stream, which has read the history.
+
+        Example:
+            >>> from vssm import ModelConfig, build
+            >>> own = Forecaster(build(ModelConfig(kind="ssm", features=2, width=8, layers=1)))
+            >>> stream = own.stream(np.zeros((3, 2)))
+            >>> stream.observe([0.5, 1.0])
+            >>> stream.position, stream.forecast(horizon=2, samples=5).samples.shape
+            (4, torch.Size([5, 2, 2]))
+        """
         return Stream(self, history, times, seed)
 
     def _remember(self, asked: Asked, rows: Tensor, horizon: int, single: bool) -> None:
@@ -329,7 +402,7 @@ class Forecaster:
 
         Second is which are known, None where all are.
         """
-        x = numbers("history", history).detach()
+        x = numbers("history", history, self.columns).detach()
         shape, num = tuple(x.shape), len(self.columns)
         single = x.ndim == 2
         x = x[None] if single else x
@@ -450,7 +523,7 @@ class Stream:
             points: The points, in order.
             times: Their dates, (k,); needed by a model with time features.
         """
-        given = numbers("points", points)
+        given = numbers("points", points, self._forecaster.columns)
         given = given[None] if given.ndim == 1 else given
         if given.ndim != 2:
             raise ValueError(

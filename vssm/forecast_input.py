@@ -3,6 +3,7 @@
 Legend: one date for each step, of a regular calendar or not; H steps to come.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,14 +11,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vssm.data.dates import calendar_step, uneven_dates, usual_seconds
+
 __all__ = ["Asked", "History", "asked_for", "check_order", "continued", "dates_of", "double", "is_seed"]
 __all__ += ["largest_of", "numbers"]
 
 History = Tensor | np.ndarray | Sequence
 
 
-def numbers(name: str, values: History) -> Tensor:
-    """Returns real numbers as a tensor; what is none is named."""
+def numbers(name: str, values: History, columns: tuple[str, ...]) -> Tensor:
+    """Returns real numbers as a tensor; what is none is named.
+
+    Arguments:
+        name: What the message calls them.
+        values: The numbers; of a table whose columns have names, or of a row of it, those that are wanted.
+        columns: The names that are wanted, in order.
+    """
+    values = _by_name(name, values, columns)
     try:
         x = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values, np.float64))
     except (TypeError, ValueError):  # words, or rows of different lengths
@@ -26,6 +36,20 @@ def numbers(name: str, values: History) -> Tensor:
         given = "complex" if x is not None else f"a {type(values).__name__} of other things"
         raise ValueError(f"{name} is {given}; allowed: numbers, rows of equal length")
     return x
+
+
+def _by_name(name: str, values: History, columns: tuple[str, ...]) -> History:
+    """Returns the columns of a table of pandas, or the cells of a row, in order; other values as they are."""
+    labels = getattr(values, "columns", getattr(values, "index", ()))
+    labels = () if callable(labels) else list(labels)  # a list has a method of that name
+    if not any(isinstance(label, str) for label in labels):  # numbers of columns and dates of rows name none
+        return values
+    missing = [column for column in columns if column not in labels]
+    if not missing:
+        return values[list(columns)]  # type: ignore[index]
+    if columns == tuple(map(str, range(len(columns)))):  # what the model was trained on had no names
+        return values
+    raise ValueError(f"{name} has no column {missing[0]!r}; allowed: {', '.join(columns)}, in any order")
 
 
 # By NumPy, which calls no other threads: to wake them takes longer than to do it.
@@ -66,6 +90,8 @@ def check_order(dates: np.ndarray) -> None:
 def continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:
     """Returns the dates of the steps to come, each after the usual step; that of a calendar is in months.
 
+    Dates that are not evenly apart are warned of.
+
     Example:
         >>> continued(np.array(["2023-10-31", "2023-11-30", "2023-12-31"], "M8[s]"), 2).astype("M8[D]")
         array(['2024-01-31', '2024-02-29'], dtype='datetime64[D]')
@@ -73,18 +99,19 @@ def continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:
     if times is None or len(times) < 2:
         return None
     times = times.astype("datetime64[s]")
+    uneven = uneven_dates(times)
+    if uneven is not None:
+        warnings.warn(f"{uneven}; the forecast takes all steps as one, the usual", stacklevel=4)
     ahead, month = np.arange(1, horizon + 1), np.timedelta64(1, "M")
-    months = np.diff(times.astype("datetime64[M]").astype(np.int64))
-    into = times - times.astype("datetime64[M]")
-    left = (times.astype("datetime64[M]") + month).astype("datetime64[s]") - times
-    if months[0] and (months == months[0]).all():
-        new = times[-1].astype("datetime64[M]") + months[0] * ahead * month
-        if (into == into[0]).all() and into[0] < np.timedelta64(28, "D"):  # the first of a month, say
-            return new.astype("datetime64[s]") + into[0]
-        if (left == left[0]).all():  # or the last
-            return (new + month).astype("datetime64[s]") - left[0]
-    step = np.median(np.diff(times).astype(np.int64)).astype("timedelta64[s]")
-    return times[-1] + step * ahead
+    calendar = calendar_step(times)
+    if calendar is None:
+        return times[-1] + np.timedelta64(usual_seconds(times), "s") * ahead
+    months, from_end = calendar
+    last = times[-1].astype("datetime64[M]")
+    new = last + months * ahead * month
+    if from_end:
+        return (new + month).astype("datetime64[s]") - ((last + month).astype("datetime64[s]") - times[-1])
+    return new.astype("datetime64[s]") + (times[-1] - last.astype("datetime64[s]"))
 
 
 class Asked(NamedTuple):

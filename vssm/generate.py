@@ -29,7 +29,15 @@ _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 class Generation(NamedTuple):
-    """What `generate` made."""
+    """What `generate` made.
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> made = generate(build(ModelConfig(kind="rnn", features=3, width=8, layers=1)), num=2, length=4)
+        >>> x, z, state = made
+        >>> made
+        Generation(x=(2, 4, 3), z=None, state=State(position=4, stack/0/h (2, 8), last (2, 1, 3), and 2 more))
+    """
 
     x: Tensor
     """The new steps only, (B, length, D), or (B, length) tokens."""
@@ -37,6 +45,10 @@ class Generation(NamedTuple):
     """Their latents, (B, length, Z); None for an autoregressive model."""
     state: State
     """Where to resume: `generate(model, length=..., state=state)`."""
+
+    def __repr__(self) -> str:
+        x, z = (None if values is None else tuple(values.shape) for values in (self.x, self.z))
+        return f"Generation(x={x}, z={z}, state={self.state!r})"
 
 
 def generate(

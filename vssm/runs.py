@@ -144,23 +144,24 @@ class RunFolder:
                 f"run folder {str(self.path)!r} is in use by another process; allowed: one at a time"
             ) from None
 
-    def create(self, config: RunConfig, meta: Meta) -> None:
-        """Starts a run in a folder that does not exist, is empty, or has remains of a killed start."""
+    def check_new(self) -> None:
+        """Raises unless the folder does not exist, is empty, or has remains of a killed start."""
         name = str(self.path)
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"run folder {name!r} is a file; allowed: a new name")
-        self._check_empty()  # a folder of others gets no lock
+        remains = self.path.iterdir() if self.path.exists() else ()
+        if any(not _is_temporary(file) and file.name != ".lock" for file in remains):
+            raise ValueError(f"run folder {name!r} is not empty; allowed: --resume {name}, or another name")
+
+    def create(self, config: RunConfig, meta: Meta) -> None:
+        """Starts a run in a new folder."""
+        self.check_new()  # a folder of others gets no lock
         self.path.mkdir(parents=True, exist_ok=True)
         self._claim()
-        self._check_empty()  # another process may have trained here until now
+        self.check_new()  # another process may have trained here until now
         self._tidy()
         text = json.dumps({**config.to_dict(), "data_meta": meta.to_json()}, indent=2) + "\n"
         write_atomically(self.path / "config.json", lambda path: path.write_text(text))
-
-    def _check_empty(self) -> None:
-        name, remains = str(self.path), self.path.iterdir() if self.path.exists() else ()
-        if any(not _is_temporary(file) and file.name != ".lock" for file in remains):
-            raise ValueError(f"run folder {name!r} is not empty; allowed: --resume {name}, or another name")
 
     def compare(self, config: RunConfig) -> None:
         """Raises unless the run in this folder has the same config in all that matters."""

@@ -1,5 +1,6 @@
 """`vssm train`: one run."""
 
+import os
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,6 +21,11 @@ class Train(RunOptions):
     """Go on with the run in this folder, with its own settings."""
 
     def run(self) -> None:
+        folder = self.resume or self.out or Path("runs") / f"{self.name}-{self.model.kind}"
+        if self.resume is None and os.environ.get("RANK", "0") == "0":  # the first of several starts the run
+            from vssm.runs import RunFolder
+
+            RunFolder(folder).check_new()  # before all that takes time
         from vssm.train import train
 
         if self.resume is not None:
@@ -29,7 +35,6 @@ class Train(RunOptions):
                 print(
                     f"note: --resume keeps the run's own settings, not {', '.join(unused)}", file=sys.stderr
                 )
-        folder = self.resume or self.out or Path("runs") / f"{self.name}-{self.model.kind}"
         started = self.resume is not None
         try:
             if self.resume is not None:

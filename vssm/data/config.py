@@ -188,6 +188,6 @@ class DataConfig:
         _check_path("dir", self.dir)
         _check_flag("binarize", self.binarize)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed {self.seed} is not in 0 .. 2^64 - 1")
+            raise ValueError(f"seed={self.seed} (--split-seed) is not allowed; allowed: 0 to 2^64 - 1")
         if self.binarize and self.name not in ("digits", "mnist"):
             raise ValueError(f"binarize is for grey images (digits, mnist), not for {self.name!r}")

@@ -15,12 +15,14 @@ The phases are sine and cosine of the time in each cycle of the calendar (day, w
 a column is missing for more than half of the steps is left out; other gaps are filled.
 
 In CSV, the first line is a header when no cell of it is a number. A column without any number (dates,
-names) is left out, and so is one with a name such as `date`, `time` or `index`, unless it is asked for.
+names) is left out with a warning, unless it is that of the dates, and so is one with a name such as `date`,
+`time` or `index`, unless it is asked for. Dates that are not evenly apart are warned of.
 """
 
 import csv
 import difflib
 import io
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -30,8 +32,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vssm.data.config import DataConfig
+from vssm.data.config import DataConfig, SeriesConfig
 from vssm.data.dataset import Data, Meta, Split
+from vssm.data.dates import uneven_dates
 from vssm.data.files import locate_own, read_bytes
 
 _TIME_NAMES = {"", "date", "datetime", "time", "timestamp", "index"}
@@ -52,7 +55,7 @@ class Table:
     time: str | None = None
     """The name of the column of dates."""
     texts: dict[str, Sequence[object]] = field(default_factory=dict)
-    """The cells of columns without numbers."""
+    """The cells of other columns without numbers."""
 
 
 def open_series(config: DataConfig) -> Data:
@@ -61,7 +64,8 @@ def open_series(config: DataConfig) -> Data:
     if options.path is None:
         raise ValueError("series.path is needed: a CSV, .npy or Parquet file")
     path = locate_own(options.path, "timeseries", config.dir)
-    table = select(read_table(path, options.time), options.columns, path)
+    whole = read_table(path, options.time)
+    table = select(whole, options.columns, path)
     values = filled(table, options.fill, path)
     known = np.isfinite(table.values)
 
@@ -79,6 +83,9 @@ def open_series(config: DataConfig) -> Data:
                 f" + horizon = {options.context} + {options.horizon} = {window}; allowed: less of either"
             )
 
+    for note in (_left_out(whole, options), None if table.times is None else uneven_dates(table.times)):
+        if note is not None:
+            warnings.warn(f"{path}: {note}", stacklevel=3)
     windowed = options.scale if options.scale in ("window", "last") else None
     mean, std = None, None
     if options.scale != "none":
@@ -130,6 +137,35 @@ def open_series(config: DataConfig) -> Data:
         fill=options.fill,
     )
     return Data(config, meta, fit, lambda: windows("test"), [path])
+
+
+def _left_out(table: Table, options: SeriesConfig) -> str | None:
+    """Says which columns hold no numbers, where the user may think that they do."""
+    if options.columns is not None:  # others are not wanted
+        return None
+    names = [
+        name
+        for name, cells in table.texts.items()
+        if not isinstance(cells, np.ndarray)  # dates by their type
+        and name.strip().lower() not in _TIME_NAMES
+        and not (options.time == "none" and _date(cells[0]) is not None)  # dates that are not wanted
+    ]
+    if not names:
+        return None
+    odd = {name: _odd_cell(table.texts[name]) for name in names}
+    name = max(names, key=lambda name: any(map(str.isdigit, odd[name][1])))  # more likely meant as numbers
+    place, cell = odd[name]
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    allowed = "; allowed: a decimal point" if "," in cell else ""
+    return (
+        f"column {name!r} is left out{more}: {table.places[place]} has {cell!r}, which is no number{allowed}"
+    )
+
+
+def _odd_cell(cells: Sequence[object]) -> tuple[int, str]:
+    """Returns the first cell of a column of text that is neither missing nor a number, and where it is."""
+    texts = ["" if cell is None else str(cell) for cell in cells]
+    return next(((k, text) for k, text in enumerate(texts) if _number(text) is None), (0, texts[0]))
 
 
 def _whole_windows(known: np.ndarray, window: int, stride: int) -> torch.Tensor:
@@ -211,6 +247,7 @@ def read_table(
         table.places,
         None if dates is None else _times(table.texts[dates], dates, table.places, option, path),
         dates,
+        {name: cells for name, cells in table.texts.items() if name != dates},
     )
 
 
@@ -280,8 +317,15 @@ def _date(cell: object) -> datetime | None:
 
 
 def _read_csv(path: Path) -> Table:
-    # Only names can hold other characters than ASCII, and a name with U+FFFD does no harm.
-    text = read_bytes(path).decode("utf-8-sig", errors="replace")
+    content = read_bytes(path)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        byte = error.object[error.start]
+        raise ValueError(
+            f"{path}: line {line} has byte 0x{byte:02x}, which is no UTF-8; allowed: a file saved as UTF-8"
+        ) from error
     first = text.lstrip("\r\n").partition("\n")[0]
     # A comma beside another separator is a decimal comma or part of a name.
     delimiter = next((d for d in "\t;" if d in first), ",")

@@ -21,6 +21,7 @@ from vssm.storage import write_atomically
 __all__ = ["State"]
 
 _FORMAT = "vssm-state-1"
+_SHOWN = 2  # tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class State:
         (3, tensor([2., 0.]))
         >>> state.repeat(2)["h"].flatten()
         tensor([0., 0., 1., 1., 2., 2.])
+        >>> state
+        State(position=7, h (3, 1))
     """
 
     children: dict[str, "Tensor | State"]
@@ -41,6 +44,14 @@ class State:
     """The number of steps read so far."""
     owner: str = ""
     """The model that this state belongs to, in words; empty below the model."""
+
+    def __repr__(self) -> str:
+        """Names the first tensors by their shapes: numbers would fill the screen."""
+        tensors: dict[str, Tensor] = {}
+        self._flatten("", tensors, {})
+        parts = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
+        shown = parts[:_SHOWN] + [f"and {len(parts) - _SHOWN} more"] * (len(parts) > _SHOWN)
+        return f"State({', '.join([f'position={self.position}', *shown])})"
 
     def __getitem__(self, name: str) -> Tensor:
         child = self.children[name]

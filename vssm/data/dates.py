@@ -1,0 +1,53 @@
+"""The usual step of dates: months of a calendar, or a number of seconds.
+
+Legend: times (N,) datetime64[s], ascending, N at least 2.
+"""
+
+import numpy as np
+
+__all__ = ["calendar_step", "uneven_dates", "usual_seconds"]
+
+_MONTH = np.timedelta64(1, "M")
+
+
+def calendar_step(times: np.ndarray) -> tuple[int, bool] | None:
+    """Returns the usual step in months, and whether dates lie as far from the end of their month.
+
+    None where dates keep no place in their month: then they go by seconds.
+
+    Example:
+        >>> calendar_step(np.array(["2023-10-31", "2023-11-30", "2023-12-31"], "M8[s]"))
+        (1, True)
+    """
+    starts = times.astype("datetime64[M]")
+    months = int(np.median(np.diff(starts.astype(np.int64))))
+    if not months:
+        return None
+    into = times - starts.astype("datetime64[s]")
+    if (into == into[0]).all() and into[0] < np.timedelta64(28, "D"):  # the first of a month, say
+        return months, False
+    left = (starts + _MONTH).astype("datetime64[s]") - times
+    return (months, True) if (left == left[0]).all() else None  # or the last
+
+
+def usual_seconds(times: np.ndarray) -> int:
+    """Returns the usual step in seconds."""
+    return int(np.median(np.diff(times).astype(np.int64)))
+
+
+def uneven_dates(times: np.ndarray) -> str | None:
+    """Says which dates are the first that are not one usual step apart; None where all are.
+
+    Example:
+        >>> print(uneven_dates(np.array(["2024-05-01", "2024-05-02", "2024-05-03", "2024-05-05"], "M8[s]")))
+        dates are uneven: 2024-05-05T00:00:00 comes right after 2024-05-03T00:00:00
+    """
+    calendar = calendar_step(times)
+    if calendar is None:
+        odd = np.diff(times).astype(np.int64) != usual_seconds(times)
+    else:
+        odd = np.diff(times.astype("datetime64[M]").astype(np.int64)) != calendar[0]
+    if not odd.any():
+        return None
+    first = int(odd.argmax())
+    return f"dates are uneven: {times[first + 1]} comes right after {times[first]}"
