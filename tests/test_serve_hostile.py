@@ -203,7 +203,7 @@ FILES = {
 @pytest.mark.parametrize("name", FILES)
 def test_bad_array_files(client, name):
     refused = error(client.post("/v1/generate", json={"prompt_npy": FILES[name]}), 422)
-    assert refused["param"] == "prompt"
+    assert refused["param"] == "prompt_npy"
     error(client.post("/v1/observe", json={"x_npy": FILES[name]}), 422)
     if name in ("pickle", "pickle in an array", "promises more", "code in the header"):
         with pytest.raises(ValueError, match=r"\.npy file"):

@@ -167,7 +167,7 @@ def read_sequences(
         raise Refused(422, "invalid", f"{name} and {name}_npy were both given; allowed: one", name)
     if value is None and npy is None:
         return None
-    head = served.model.head
+    head, name = served.model.head, name if npy is None else f"{name}_npy"
     try:
         if isinstance(value, str):
             if not served.text or served.meta is None:
