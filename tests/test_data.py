@@ -811,10 +811,14 @@ def test_uneven_dates_are_noted(tmp_path):
         open_data(series(path, context=2, horizon=1))
 
 
-def test_csv_in_another_encoding_is_refused(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_bytes("a,température\n1,2\n".encode("latin-1"))
-    refused(series(path), path, "line 1 has byte 0xe9, which is no UTF-8; allowed: a file saved as UTF-8")
+def test_csv_in_another_encoding_is_noted_or_refused(tmp_path):
+    path = write_csv(tmp_path / "a.csv", [[k, -k] for k in range(200)], header=["a", "b"])
+    text = path.read_text().replace("b", "température", 1)
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.warns(UserWarning, match=r"a\.csv: line 1 has characters that are no UTF-8$"):
+        assert open_data(series(path, context=4, horizon=2)).meta.columns == ("a", "temp\ufffdrature")
+    path.write_bytes(text.encode("utf-16"))
+    refused(series(path), path, "has bytes of zero, as UTF-16 has; allowed: a file saved as UTF-8")
 
 
 @settings(max_examples=25, deadline=None)

@@ -225,10 +225,14 @@ def test_dates_go_on_by_the_calendar(dates, next_dates):
 
 def test_uneven_dates_are_noted_and_go_on_by_the_usual_step():
     dates = np.datetime64("2024-05-01") + DAY * np.array([0, 1, 2, 4, 5, 6, 7, 8, 16])
-    note = r"^dates are uneven: 2024-05-05\S* comes right after 2024-05-03\S*; the forecast takes all steps"
+    note = r"^dates are uneven: 2024-05-05\S* comes right after 2024-05-03\S*; dates of the forecast go on in"
     with pytest.warns(UserWarning, match=note):
         made = forecaster().forecast(history(), 2, 2, dates)
     assert made.times.astype("datetime64[D]").astype(str).tolist() == ["2024-05-18", "2024-05-19"]
+    workdays = np.datetime64("2024-05-02") + DAY * np.array([0, 1, 4, 5, 6, 7, 8, 11, 12])
+    with pytest.warns(UserWarning, match=r"2024-05-06\S* comes right after 2024-05-03"):
+        made = forecaster().forecast(history(), 2, 2, workdays)
+    assert made.times.astype("datetime64[D]").astype(str).tolist() == ["2024-05-15", "2024-05-16"]
     months = np.arange("2023-06", "2024-04", dtype="datetime64[M]")
     with pytest.warns(UserWarning, match=r"2023-09-01\S* comes right after 2023-07-01"):
         made = forecaster().forecast(history(), 2, 2, np.delete(months, 2))
@@ -284,6 +288,8 @@ def test_columns_of_a_table_are_taken_by_their_names():
     table = pandas.DataFrame(x, columns=list("abc"), index=HOURS)
     for columns in (table[["c", "a", "b"]], table.assign(note="words"), pandas.DataFrame(x)):
         assert torch.equal(own.forecast(columns, 5, 4).samples, right)
+    many = own.forecast([table, table[["b", "a", "c"]]], 5, 4).samples
+    assert torch.equal(many, own.forecast(np.stack([x, x]), 5, 4).samples)
     stream, same = own.stream(table[["b", "c", "a"]]), own.stream(x)
     stream.observe(table.iloc[-1][["c", "b", "a"]])
     same.observe(x[-1])
@@ -291,6 +297,7 @@ def test_columns_of_a_table_are_taken_by_their_names():
     with pytest.raises(ValueError, match=r"^history has no column 'b'; allowed: a, b, c, in any order$"):
         own.forecast(table.rename(columns={"b": "B"}), 5, 4)
     plain = Forecaster(small_model("vssm", features=3))  # has no names to look for
+    plain.columns = ("2", "4", "7")  # numbers of columns are no names either
     assert torch.equal(plain.forecast(table, 5, 4).samples, plain.forecast(x, 5, 4).samples)
 
 

@@ -40,6 +40,8 @@ def numbers(name: str, values: History, columns: tuple[str, ...]) -> Tensor:
 
 def _by_name(name: str, values: History, columns: tuple[str, ...]) -> History:
     """Returns the columns of a table of pandas, or the cells of a row, in order; other values as they are."""
+    if isinstance(values, list | tuple) and values and hasattr(values[0], "columns"):  # tables of many series
+        return [np.asarray(_by_name(name, table, columns)) for table in values]
     labels = getattr(values, "columns", getattr(values, "index", ()))
     labels = () if callable(labels) else list(labels)  # a list has a method of that name
     if not any(isinstance(label, str) for label in labels):  # numbers of columns and dates of rows name none
@@ -47,7 +49,7 @@ def _by_name(name: str, values: History, columns: tuple[str, ...]) -> History:
     missing = [column for column in columns if column not in labels]
     if not missing:
         return values[list(columns)]  # type: ignore[index]
-    if columns == tuple(map(str, range(len(columns)))):  # what the model was trained on had no names
+    if all(map(str.isdecimal, columns)):  # what the model was trained on had no names
         return values
     raise ValueError(f"{name} has no column {missing[0]!r}; allowed: {', '.join(columns)}, in any order")
 
@@ -101,7 +103,7 @@ def continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:
     times = times.astype("datetime64[s]")
     uneven = uneven_dates(times)
     if uneven is not None:
-        warnings.warn(f"{uneven}; the forecast takes all steps as one, the usual", stacklevel=4)
+        warnings.warn(f"{uneven}; dates of the forecast go on in the usual step", stacklevel=4)
     ahead, month = np.arange(1, horizon + 1), np.timedelta64(1, "M")
     calendar = calendar_step(times)
     if calendar is None:

@@ -4,9 +4,10 @@
     where few draws have most of the weight, (sum_k w_k)^2 < K/2 sum_k w_k^2:
         log p <- log p + log 1/K sum_k w_k,    z_{1:t}^k drawn again in proportion to w_k,    w_k <- 1
 
-Importance sampling multiplies the weights of all steps, until one draw of K has nearly all the weight. Here K
-draws are left at every step, so that the estimate is much closer to log p(x). It is a lower bound in
-expectation all the same, as its exponential has p(x) as its mean. The price: steps one after the other.
+Importance sampling multiplies the weights of all steps, until one draw of K has nearly all the weight. Here
+many draws count at every step, so that the estimate is much closer to log p(x). It is a lower bound in
+expectation all the same, as its exponential has p(x) as its mean; with a prompt the estimate of a vrnn, a
+difference of two, is none. The price: steps one after the other, and K sequences in memory at once.
 
 References:
     Novel approach to nonlinear/non-Gaussian Bayesian state estimation (Gordon et al., 1993)
@@ -70,10 +71,10 @@ def filtered(
             nats = _run(_vrnn_step(model, some, real), u, again)
             start = torch.zeros_like(nats[:, :1])
             nats = torch.cat([start, nats], 1)  # log p(x_{1:t}) at t
-            parts.append([nats[:, -1] - nats[:, cut] for cut, _ in cases])
+            parts.append([(nats[:, -1] - nats[:, cut]).float() for cut, _ in cases])
         else:
             steps = _variational_steps(model, some, cases, real)
-            parts.append([_run(step, u, again)[:, -1] for step in steps])
+            parts.append([_run(step, u, again)[:, -1].float() for step in steps])
     return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
@@ -87,21 +88,20 @@ def _run(step: Step, u: Tensor, again: Tensor) -> Tensor:
     """Returns the estimates of the log-probability of the first steps, for each number of them, (B, T)."""
     num, batch, length = u.shape[:3]
     unmoved = torch.arange(num, device=u.device)[:, None].expand(num, batch)
-    log_w, log_p = torch.zeros(num, batch, device=u.device), torch.zeros(batch, device=u.device)
+    log_w = torch.zeros(num, batch, device=u.device)  # of a mean weight of 1
+    log_p = torch.zeros(batch, dtype=torch.float64, device=u.device)  # a sum over all steps
     state, nats = None, []
     for t in range(length):
         more, state = step(t, u[:, :, t : t + 1], state)
-        log_w = log_w + more
-        mean = torch.logsumexp(log_w, 0) - math.log(num)
-        nats.append(log_p + mean)
-        if t + 1 == length:
-            break
+        mean = torch.logsumexp(log_w + more, 0) - math.log(num)
+        log_p, log_w = log_p + mean, log_w + more - mean
+        nats.append(log_p)
         w = log_w.softmax(0)
         few = w.square().sum(0) * num > 2
-        log_p = torch.where(few, log_p + mean, log_p)
-        log_w = torch.where(few, 0.0, log_w)
-        chosen = torch.where(few, _choose(w, again[:, t]), unmoved)
-        state = state.select((chosen * batch + torch.arange(batch, device=u.device)).flatten())
+        if t + 1 < length and few.any():
+            log_w = torch.where(few, 0.0, log_w)
+            chosen = torch.where(few, _choose(w, again[:, t]), unmoved)
+            state = state.select((chosen * batch + torch.arange(batch, device=u.device)).flatten())
     return torch.stack(nats, 1)
 
 

@@ -9,6 +9,7 @@ The same files always give the same page, so a test can compare it with the one 
 
 import math
 import re
+import shlex
 import shutil
 import statistics
 import textwrap
@@ -227,7 +228,8 @@ def _with_training(result: Result) -> Result:
     if "train" not in config:
         return result
     run = RunConfig.from_dict({part: config[part] for part in ("data", "model", "train")})
-    return {**result, "command": f"{train_command(run)} --out {command.split()[2]}`, `{command}"}
+    out = shlex.quote(shlex.split(command)[2])
+    return {**result, "command": f"{train_command(run)} --out {out}`, `{command}"}
 
 
 def _qualities(results: list[Result]) -> str:

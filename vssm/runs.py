@@ -8,6 +8,7 @@
 | `log.jsonl` | one JSON object a line: a log point ("split": "train") or a validation ("split": "valid") |
 | `checkpoint/step-N/` | where to resume: `weights`, `optimizer`, `ema` (.safetensors), `progress.json` |
 | `curves.png`, `samples.png` | pictures of the log and of samples |
+| `eval.json.old` | what `vssm evaluate` found of weights that better ones have replaced since |
 
 Files are written under a temporary name, flushed to the disk and renamed; a checkpoint is a folder that is
 written that way as a whole. `progress.json` has the SHA-256 of its neighbours and of itself, so damage is

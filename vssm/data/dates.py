@@ -20,7 +20,7 @@ def calendar_step(times: np.ndarray) -> tuple[int, bool] | None:
         (1, True)
     """
     starts = times.astype("datetime64[M]")
-    months = int(np.median(np.diff(starts.astype(np.int64))))
+    months = _most_frequent(np.diff(starts.astype(np.int64)))
     if not months:
         return None
     into = times - starts.astype("datetime64[s]")
@@ -31,8 +31,14 @@ def calendar_step(times: np.ndarray) -> tuple[int, bool] | None:
 
 
 def usual_seconds(times: np.ndarray) -> int:
-    """Returns the usual step in seconds."""
-    return int(np.median(np.diff(times).astype(np.int64)))
+    """Returns the usual step in seconds, that of business days being a day."""
+    return _most_frequent(np.diff(times).astype(np.int64))
+
+
+def _most_frequent(steps: np.ndarray) -> int:
+    """Returns the most frequent step, the shortest of several."""
+    values, counts = np.unique(steps, return_counts=True)
+    return int(values[counts.argmax()])
 
 
 def uneven_dates(times: np.ndarray) -> str | None:

@@ -156,10 +156,9 @@ def _left_out(table: Table, options: SeriesConfig) -> str | None:
     name = max(names, key=lambda name: any(map(str.isdigit, odd[name][1])))  # more likely meant as numbers
     place, cell = odd[name]
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    why = f"{table.places[place]} has {cell!r}, which is no number" if _number(cell) is None else "it is text"
     allowed = "; allowed: a decimal point" if "," in cell else ""
-    return (
-        f"column {name!r} is left out{more}: {table.places[place]} has {cell!r}, which is no number{allowed}"
-    )
+    return f"column {name!r} is left out{more}: {why}{allowed}"
 
 
 def _odd_cell(cells: Sequence[object]) -> tuple[int, str]:
@@ -318,14 +317,13 @@ def _date(cell: object) -> datetime | None:
 
 def _read_csv(path: Path) -> Table:
     content = read_bytes(path)
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        byte = error.object[error.start]
-        raise ValueError(
-            f"{path}: line {line} has byte 0x{byte:02x}, which is no UTF-8; allowed: a file saved as UTF-8"
-        ) from error
+    if b"\0" in content:
+        raise ValueError(f"{path} has bytes of zero, as UTF-16 has; allowed: a file saved as UTF-8")
+    # Only names can hold other characters than ASCII, and a name with U+FFFD does no harm.
+    text = content.decode("utf-8-sig", errors="replace")
+    if "\ufffd" in text:
+        line = text[: text.index("\ufffd")].count("\n") + 1
+        warnings.warn(f"{path}: line {line} has characters that are no UTF-8", stacklevel=2)
     first = text.lstrip("\r\n").partition("\n")[0]
     # A comma beside another separator is a decimal comma or part of a name.
     delimiter = next((d for d in "\t;" if d in first), ",")
