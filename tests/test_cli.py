@@ -212,6 +212,10 @@ def test_a_stopped_training_says_how_to_go_on(tmp_path, monkeypatch, capsys):
         assert said == (
             f"to go on from the last checkpoint: vssm train --resume {folder}\nvssm: stopped by the user\n"
         )
+    (folder / "meta.json").write_text('{"ended": "2026-01-02"}')  # stopped at its last step
+    with pytest.raises(SystemExit):
+        main(["train", "--resume", str(folder)])
+    assert capsys.readouterr().err == "vssm: stopped by the user\n"
 
 
 def test_a_bug_keeps_its_traceback():

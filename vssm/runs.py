@@ -164,6 +164,13 @@ class RunFolder:
         text = json.dumps({**config.to_dict(), "data_meta": meta.to_json()}, indent=2) + "\n"
         write_atomically(self.path / "config.json", lambda path: path.write_text(text))
 
+    def has_ended(self) -> bool:
+        """Says whether the training is finished, as far as meta.json can be read."""
+        try:
+            return json.loads((self.path / "meta.json").read_bytes())["ended"] is not None
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
     def compare(self, config: RunConfig) -> None:
         """Raises unless the run in this folder has the same config in all that matters."""
         for key, given, saved in _differing(config, read_config(self.path)):

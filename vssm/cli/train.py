@@ -21,10 +21,10 @@ class Train(RunOptions):
     """Go on with the run in this folder, with its own settings."""
 
     def run(self) -> None:
+        from vssm.runs import RunFolder
+
         folder = self.resume or self.out or Path("runs") / f"{self.name}-{self.model.kind}"
         if self.resume is None and os.environ.get("RANK", "0") == "0":  # the first of several starts the run
-            from vssm.runs import RunFolder
-
             RunFolder(folder).check_new()  # before all that takes time
         from vssm.train import train
 
@@ -44,7 +44,7 @@ class Train(RunOptions):
                 started = not (folder / "config.json").exists()  # else it is another run's, and refused
                 train(config, folder)
         except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
-            if started and (folder / "config.json").exists():
+            if started and (folder / "config.json").exists() and not RunFolder(folder).has_ended():
                 print(f"to go on from the last checkpoint: vssm train --resume {folder}", file=sys.stderr)
             raise
         # With several machines the folder may be on another.
