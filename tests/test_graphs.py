@@ -25,7 +25,7 @@ from vssm.forecast import Forecaster
 from vssm.models import build
 from vssm.nn import State
 from vssm.nn.attention import AttentionBlock
-from vssm.sampling import stepwise
+from vssm.sampling import slabs, stepwise
 from vssm.sampling.parallel import _empty_runs
 from vssm.watch import Watch
 
@@ -113,6 +113,68 @@ def test_replayed_equals_plain(kind, what, device, replays, monkeypatch):
     check(model, replays, state=observe(model, prompt, seed=4), prompt=prompt, observe=what)
     resumed = generate(model, num=2, length=3, graphs=False).state
     check(model, replays, state=resumed, observe=what)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize(
+    "options", [*({"kind": kind} for kind in KINDS), {"kind": "vssm", "levels": 2, "latents": 4}], ids=str
+)
+def test_slabs_of_rows_equal_all_rows_at_once(options, recorded, device, replays, monkeypatch):
+    model = small_model(**options).to(device)
+    kind, parallel = options["kind"], options["kind"] in PARALLEL
+    prompts, seeds = sequences(model, 5, 4).to(device), torch.arange(5, device=device) + 7
+    read = observe(model, prompts[:, :2], seed=3)
+    starts = [
+        {"num": 5},
+        {"num": 5, "prompt": prompts[:1]},
+        {"prompt": prompts, "seed": seeds},
+        {"state": read},
+    ]
+    starts += [{"state": read, "prompt": prompts}]
+    starts += (
+        [{"num": 5, "chunk": 3, "recondition": True}, {"prompt": prompts, "length": 0}] if parallel else []
+    )
+    wholes = [generate(model, graphs=False, **{"length": 6} | start) for start in starts]
+    sizes, join = [], slabs._joined
+    monkeypatch.setattr(slabs, "MOST_NUMBERS", 2 * 6 * model.config.width)  # two rows of six steps
+    monkeypatch.setattr(slabs, "_joined", lambda parts, num: sizes.append(len(parts)) or join(parts, num))
+    for start, whole in zip(starts, wholes, strict=True):
+        sizes.clear()
+        for _ in range(3):
+            made = generate(model, graphs=recorded, **{"length": 6} | start)
+            same_results(made, whole)
+            rests = [
+                generate(model, length=3, state=state, graphs=False) for state in (made.state, whole.state)
+            ]
+            same_results(*rests)
+        assert bool(sizes) == (parallel or (kind != "vrnn" and len(start.get("prompt", ())) > 1))
+    assert bool(replays["replayed"]) == recorded
+    same_states(observe(model, prompts[:, :2], seed=3), read)
+    sizes.clear()
+    monkeypatch.setattr(slabs, "MOST_NUMBERS", 1)
+    same_states(observe(model, prompts[:, :2], seed=3), read)
+    assert bool(sizes) == (kind != "vrnn")
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_slabs_share_what_all_rows_share(kind, device, monkeypatch):
+    model = small_model(kind).to(device)
+    monkeypatch.setattr(slabs, "MOST_NUMBERS", 2 * 5 * model.config.width)  # two rows
+    made = generate(model, num=5, length=5)
+    assert all(tensor.stride(0) == 0 for tensor in made.state.child("blind").leaves())
+    assert all(tensor.stride(0) > 0 for tensor in made.state.child("decoder").leaves())
+
+
+@pytest.mark.gpu
+def test_memory_does_not_grow_with_the_number_of_sequences():
+    model = small_model("vssm", width=256, layers=2).to("cuda")
+    peaks = []
+    for num in (256, 2048):  # one slab, and eight
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        generate(model, num=num, length=1024, graphs=False)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] < 2 * peaks[0]
 
 
 @pytest.mark.parametrize("kind", PARALLEL)

@@ -32,6 +32,7 @@ from vssm.sampling.request import BLIND as BLIND
 from vssm.sampling.request import Noise as Noise
 from vssm.sampling.request import Options as Options
 from vssm.sampling.request import Result as Result
+from vssm.sampling.slabs import in_slabs
 from vssm.sampling.stepwise import read_vrnn, sample_autoregressive, sample_recomputed, sample_vrnn
 
 __all__ = ["BLIND", "Noise", "Options", "Result", "read", "repeat_variational", "sample"]
@@ -57,10 +58,19 @@ def sample(
         cache: False recomputes the whole prefix at every step.
         record: Whether calls that repeat are recorded and replayed.
     """
-    if isinstance(model, Variational):
-        return sample_variational(model, prompt, state, source, options, record)
-    if isinstance(model, Ladder):
-        return sample_ladder(model, prompt, state, source, options, record)
+    if isinstance(model, Variational | Ladder):
+
+        def make(prompt: Tensor | None, state: State | None, source: Noise) -> State:
+            if isinstance(model, Ladder):
+                x, z, after = sample_ladder(model, prompt, state, source, options, record)
+            else:
+                x, z, after = sample_variational(model, prompt, state, source, options, record)
+            assert z is not None
+            return State({"x": x, "z": z} if after is None else {"x": x, "z": z, "state": after})
+
+        steps = min(options.chunk, options.length) + (0 if prompt is None else prompt.shape[1])
+        made = in_slabs(make, model, source.num, steps, prompt, state, source)
+        return made["x"], made["z"], made.child("state") if "state" in made.children else None
     if isinstance(model, VRNN):
         return sample_vrnn(model, prompt, state, source, options, record)
     if cache:
@@ -70,10 +80,12 @@ def sample(
 
 def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:
     """Reads known data, (B, C, D) or tokens, and returns the state after it."""
-    if isinstance(model, Variational):
-        return read_variational(model, x, state, source)
-    if isinstance(model, Ladder):
-        return read_ladder(model, x, state)
     if isinstance(model, VRNN):
         return read_vrnn(model, x, state, source)
-    return model(x, state)[1]
+
+    def make(x: Tensor, state: State | None, source: Noise) -> State:
+        if isinstance(model, Variational):
+            return read_variational(model, x, state, source)
+        return read_ladder(model, x, state) if isinstance(model, Ladder) else model(x, state)[1]
+
+    return in_slabs(make, model, len(x), x.shape[1], x, state, source)

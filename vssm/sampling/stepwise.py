@@ -15,6 +15,7 @@ from vssm.models import VRNN, Autoregressive
 from vssm.nn import State, reserve, trim
 from vssm.nn.stack import sinusoids
 from vssm.sampling.request import Noise, Options, Result, expand_rows, nothing, portable
+from vssm.sampling.slabs import in_slabs
 from vssm.trees import describe, join
 
 __all__ = ["read_vrnn", "sample_autoregressive", "sample_recomputed", "sample_vrnn"]
@@ -35,7 +36,8 @@ def sample_autoregressive(
     """Algorithms "RNN sampling" and "SSM sampling", and the Transformer with a key-value cache."""
     num = source.num
     if prompt is not None:
-        state = _read_autoregressive(model, prompt, state, record)
+        read = partial(_read_autoregressive, model, record)
+        state = in_slabs(read, model, len(prompt), prompt.shape[1], prompt, state)
     state = None if state is None else expand_rows(state, num)
     position = 0 if state is None else state.position
     if options.length == 0:
@@ -73,7 +75,7 @@ def sample_autoregressive(
     return torch.cat(xs, 1), None, trim(state)
 
 
-def _read_autoregressive(model: Autoregressive, prompt: Tensor, state: State | None, record: bool) -> State:
+def _read_autoregressive(model: Autoregressive, record: bool, prompt: Tensor, state: State | None) -> State:
     if record and model.config.block != "gru":  # whose layer is one call already
         before: dict[str, Tensor | State] = {} if state is None else {"state": portable(model, state)}
         inputs = State({**before, "prompt": prompt})

@@ -1,0 +1,64 @@
+"""Many sequences in slabs of rows, so that the memory of a pass does not grow with their number.
+
+All steps of all rows at once is what parallel generation takes its memory for: a thousand sequences of four
+thousand steps would need some 240 GB at width 1024. A slab of 4 GB keeps a GPU as busy, and rows do not touch
+one another, so slabs change results by rounding at most.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from vssm.models import Model
+from vssm.nn import State
+from vssm.sampling.request import Noise
+from vssm.trees import row_of
+
+__all__ = ["in_slabs"]
+
+MOST_NUMBERS = 2**26  # of a slab: rows times steps times width of the model
+
+_Rows = Tensor | State | Noise | None
+
+
+def in_slabs(make: Callable[..., State], model: Model, num: int, steps: int, *inputs: _Rows) -> State:
+    """Returns what `make` makes of all rows, from as many of them at a time as a slab may hold.
+
+    Arguments:
+        make: Maps inputs of some rows to a tree of as many rows.
+        model: The model.
+        num: The number of rows.
+        steps: The steps of a row that are in memory at once.
+        inputs: What it is made of, each of all rows, or of one row for all.
+    """
+    most = max(1, MOST_NUMBERS // max(1, steps * model.config.width))
+    if num <= most:
+        return make(*inputs)
+    size = -(-num // -(-num // most))  # of slabs that are as equal as can be: they replay one recording
+    slabs = [slice(first, first + size) for first in range(0, num, size)]
+    return _joined([make(*(_part(given, rows) for given in inputs)) for rows in slabs], num)
+
+
+def _part(given: _Rows, rows: slice) -> _Rows:
+    if isinstance(given, Noise):
+        return Noise(given.seed[rows], given.row[rows])
+    if isinstance(given, State):
+        return given.map(lambda tensor: tensor[rows])
+    return given if given is None or len(given) == 1 else given[rows]
+
+
+def _joined(states: Sequence[State], num: int) -> State:
+    """Joins what slabs made, but for what only some of them have: a replay adds the noise to its state."""
+    first, *others = states
+    children: dict[str, Tensor | State] = {}
+    for name, child in first.children.items():
+        if not all(name in other.children for other in others):
+            continue
+        if isinstance(child, State):
+            children[name] = _joined([state.child(name) for state in states], num)
+        elif len(row := row_of(child)) < len(child):  # the same for all rows
+            children[name] = row.expand(num, *child.shape[1:])
+        else:
+            children[name] = torch.cat([state[name] for state in states])
+    return State(children, first.position, first.owner)
