@@ -1,11 +1,12 @@
 """Many sequences in slabs of rows, so that the memory of a pass does not grow with their number.
 
 All steps of all rows at once is what parallel generation takes its memory for: a thousand sequences of four
-thousand steps would need some 240 GB at width 1024. A slab of 4 GB keeps a GPU as busy, and rows do not touch
+thousand steps would need some 240 GB at width 1024. A slab of 15 GB keeps a GPU as busy, and rows do not touch
 one another, so slabs change results by rounding at most.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,10 +15,13 @@ from vssm.models import Model
 from vssm.nn import State
 from vssm.sampling.request import Noise
 from vssm.trees import row_of
+from vssm.weights import first_weight
 
 __all__ = ["in_slabs"]
 
-MOST_NUMBERS = 2**26  # of a slab: rows times steps times width of the model
+_BYTES = 60  # that a pass takes for each row, step and unit of the width of a model
+_SHARE = 8  # a slab takes about this part of a GPU's memory: smaller ones are slower
+_MOST_NUMBERS = 2**26  # rows times steps times width in a slab on a CPU
 
 _Rows = Tensor | State | Noise | None
 
@@ -32,12 +36,20 @@ def in_slabs(make: Callable[..., State], model: Model, num: int, steps: int, *in
         steps: The steps of a row that are in memory at once.
         inputs: What it is made of, each of all rows, or of one row for all.
     """
-    most = max(1, MOST_NUMBERS // max(1, steps * model.config.width))
+    most = max(1, most_numbers(first_weight(model).device) // max(1, steps * model.config.width))
     if num <= most:
         return make(*inputs)
     size = -(-num // -(-num // most))  # of slabs that are as equal as can be: they replay one recording
     slabs = [slice(first, first + size) for first in range(0, num, size)]
     return _joined([make(*(_part(given, rows) for given in inputs)) for rows in slabs], num)
+
+
+@lru_cache(maxsize=16)
+def most_numbers(device: torch.device) -> int:
+    """Returns how many numbers of the width of a model a slab may have, over all rows and steps."""
+    if device.type != "cuda":
+        return _MOST_NUMBERS
+    return torch.cuda.get_device_properties(device).total_memory // (_SHARE * _BYTES)
 
 
 def _part(given: _Rows, rows: slice) -> _Rows:
