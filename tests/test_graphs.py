@@ -136,7 +136,9 @@ def test_slabs_of_rows_equal_all_rows_at_once(options, recorded, device, replays
     )
     wholes = [generate(model, graphs=False, **{"length": 6} | start) for start in starts]
     sizes, join = [], slabs._joined
-    monkeypatch.setattr(slabs, "MOST_NUMBERS", 2 * 6 * model.config.width)  # two rows of six steps
+    monkeypatch.setattr(
+        slabs, "most_numbers", lambda device: 2 * 6 * model.config.width
+    )  # two rows of six steps
     monkeypatch.setattr(slabs, "_joined", lambda parts, num: sizes.append(len(parts)) or join(parts, num))
     for start, whole in zip(starts, wholes, strict=True):
         sizes.clear()
@@ -151,7 +153,7 @@ def test_slabs_of_rows_equal_all_rows_at_once(options, recorded, device, replays
     assert bool(replays["replayed"]) == recorded
     same_states(observe(model, prompts[:, :2], seed=3), read)
     sizes.clear()
-    monkeypatch.setattr(slabs, "MOST_NUMBERS", 1)
+    monkeypatch.setattr(slabs, "most_numbers", lambda device: 1)
     same_states(observe(model, prompts[:, :2], seed=3), read)
     assert bool(sizes) == (kind != "vrnn")
 
@@ -159,14 +161,15 @@ def test_slabs_of_rows_equal_all_rows_at_once(options, recorded, device, replays
 @pytest.mark.parametrize("kind", PARALLEL)
 def test_slabs_share_what_all_rows_share(kind, device, monkeypatch):
     model = small_model(kind).to(device)
-    monkeypatch.setattr(slabs, "MOST_NUMBERS", 2 * 5 * model.config.width)  # two rows
+    monkeypatch.setattr(slabs, "most_numbers", lambda device: 2 * 5 * model.config.width)  # two rows
     made = generate(model, num=5, length=5)
     assert all(tensor.stride(0) == 0 for tensor in made.state.child("blind").leaves())
     assert all(tensor.stride(0) > 0 for tensor in made.state.child("decoder").leaves())
 
 
 @pytest.mark.gpu
-def test_memory_does_not_grow_with_the_number_of_sequences():
+def test_memory_does_not_grow_with_the_number_of_sequences(monkeypatch):
+    monkeypatch.setattr(slabs, "most_numbers", lambda device: 2**26)
     model = small_model("vssm", width=256, layers=2).to("cuda")
     peaks = []
     for num in (256, 2048):  # one slab, and eight

@@ -1,8 +1,8 @@
 """Many sequences in slabs of rows, so that the memory of a pass does not grow with their number.
 
 All steps of all rows at once is what parallel generation takes its memory for: a thousand sequences of four
-thousand steps would need some 240 GB at width 1024. A slab of 15 GB keeps a GPU as busy, and rows do not touch
-one another, so slabs change results by rounding at most.
+thousand steps would need some 240 GB at width 1024. A slab of 15 GB keeps a GPU as busy, and rows do not
+touch one another, so slabs change results by rounding at most.
 """
 
 from collections.abc import Callable, Sequence
