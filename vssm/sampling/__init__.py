@@ -23,7 +23,7 @@ On a GPU, a call that is made a second time is recorded as a CUDA graph and repl
 
 from torch import Tensor
 
-from vssm.models import VRNN, Ladder, Model, Variational
+from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational
 from vssm.nn import State
 from vssm.sampling.ladder import read_ladder, sample_ladder
 from vssm.sampling.parallel import read_variational, sample_variational
@@ -33,7 +33,13 @@ from vssm.sampling.request import Noise as Noise
 from vssm.sampling.request import Options as Options
 from vssm.sampling.request import Result as Result
 from vssm.sampling.slabs import in_slabs
-from vssm.sampling.stepwise import read_vrnn, sample_autoregressive, sample_recomputed, sample_vrnn
+from vssm.sampling.stepwise import (
+    read_autoregressive,
+    read_vrnn,
+    sample_autoregressive,
+    sample_recomputed,
+    sample_vrnn,
+)
 
 __all__ = ["BLIND", "Noise", "Options", "Result", "read", "repeat_variational", "sample"]
 
@@ -82,10 +88,12 @@ def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:
     """Reads known data, (B, C, D) or tokens, and returns the state after it."""
     if isinstance(model, VRNN):
         return read_vrnn(model, x, state, source)
+    if isinstance(model, Autoregressive):
+        return read_autoregressive(model, x, state)
 
     def make(x: Tensor, state: State | None, source: Noise) -> State:
-        if isinstance(model, Variational):
-            return read_variational(model, x, state, source)
-        return read_ladder(model, x, state) if isinstance(model, Ladder) else model(x, state)[1]
+        if isinstance(model, Ladder):
+            return read_ladder(model, x, state)
+        return read_variational(model, x, state, source)
 
     return in_slabs(make, model, len(x), x.shape[1], x, state, source)

@@ -18,7 +18,7 @@ from vssm.sampling.request import Noise, Options, Result, expand_rows, nothing, 
 from vssm.sampling.slabs import in_slabs
 from vssm.trees import describe, join
 
-__all__ = ["read_vrnn", "sample_autoregressive", "sample_recomputed", "sample_vrnn"]
+__all__ = ["read_autoregressive", "read_vrnn", "sample_autoregressive", "sample_recomputed", "sample_vrnn"]
 
 _NOISE_STEPS = 1024  # steps of noise drawn ahead of the loop
 _WORTH = 64  # steps from which recording a loop pays within one call
@@ -36,8 +36,7 @@ def sample_autoregressive(
     """Algorithms "RNN sampling" and "SSM sampling", and the Transformer with a key-value cache."""
     num = source.num
     if prompt is not None:
-        read = partial(_read_autoregressive, model, record)
-        state = in_slabs(read, model, len(prompt), prompt.shape[1], prompt, state)
+        state = read_autoregressive(model, prompt, state, record)
     state = None if state is None else expand_rows(state, num)
     position = 0 if state is None else state.position
     if options.length == 0:
@@ -75,8 +74,18 @@ def sample_autoregressive(
     return torch.cat(xs, 1), None, trim(state)
 
 
-def _read_autoregressive(model: Autoregressive, record: bool, prompt: Tensor, state: State | None) -> State:
-    if record and model.config.block != "gru":  # whose layer is one call already
+def read_autoregressive(
+    model: Autoregressive, prompt: Tensor, state: State | None, record: bool = False
+) -> State:
+    """Returns the state after known data."""
+    if model.config.block == "gru":  # reads step by step in one call: slabs would read one after the other
+        return model(prompt, state)[1]
+    read = partial(_read_rows, model, record)
+    return in_slabs(read, model, len(prompt), prompt.shape[1], prompt, state)
+
+
+def _read_rows(model: Autoregressive, record: bool, prompt: Tensor, state: State | None) -> State:
+    if record:
         before: dict[str, Tensor | State] = {} if state is None else {"state": portable(model, state)}
         inputs = State({**before, "prompt": prompt})
         made = graphs.attempt(
