@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.conftest import KINDS, relative_error, sequences, small_model
-from vssm import generate, graphs, observe, trees
+from vssm import generate, graphs, observe, sampling, trees
 from vssm.config import ModelConfig
 from vssm.data import Meta
 from vssm.forecast import Forecaster
@@ -158,6 +158,42 @@ def test_slabs_of_rows_equal_all_rows_at_once(options, recorded, device, replays
     monkeypatch.setattr(slabs, "most_numbers", lambda device: 1)
     same_states(observe(model, prompts[:, :2], seed=3), read)
     assert bool(sizes) == (kind not in ("rnn", "vrnn"))
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_long_sequences_are_made_in_chunks_that_fit(recorded, device, monkeypatch):
+    model = small_model("vssm").to(device)
+    prompts = sequences(model, 2, 3).to(device)
+    starts = [{"num": 2}, {"prompt": prompts}, {"state": observe(model, prompts)}, {"num": 2, "chunk": 8}]
+    wholes = [generate(model, length=11, graphs=False, **start) for start in starts]
+    monkeypatch.setattr(slabs, "_SHORTEST", 2)
+    monkeypatch.setattr(slabs, "most_numbers", lambda device: 2 * 7 * model.config.width)  # seven steps
+    chunks = []
+    draw = sampling.parallel._draw
+    monkeypatch.setattr(
+        sampling.parallel,
+        "_draw",
+        lambda q_z, u, *rest: chunks.append(tuple(u.shape[:2])) or draw(q_z, u, *rest),
+    )
+    seen = []
+    for start, whole in zip(starts, wholes, strict=True):
+        for _ in range(3):
+            chunks.clear()
+            same_results(generate(model, length=11, graphs=recorded, **start), whole)
+            seen += [list(chunks)] if not recorded else []
+    if not recorded:
+        # Two chunks of six and five steps; with a prompt of three, three chunks of four.
+        split = [[(2, 6), (2, 5)], [(2, 7), (2, 4), (2, 3)], [(2, 6), (2, 5)], [(2, 6), (2, 5)]]
+        assert seen == [chunked for chunked in split for _ in range(3)]
+
+
+@pytest.mark.parametrize("options", [{"recondition": True}, {"passes": 2}, {"recondition": True, "chunk": 4}])
+def test_chunks_that_mean_something_stay(options, monkeypatch):
+    model = small_model("vssm")
+    whole = generate(model, num=2, length=9, **options)
+    monkeypatch.setattr(slabs, "_SHORTEST", 2)
+    monkeypatch.setattr(slabs, "most_numbers", lambda device: 3 * model.config.width)
+    same_results(generate(model, num=2, length=9, **options), whole)
 
 
 @pytest.mark.parametrize("kind", PARALLEL)

@@ -32,7 +32,7 @@ from vssm.sampling.request import BLIND as BLIND
 from vssm.sampling.request import Noise as Noise
 from vssm.sampling.request import Options as Options
 from vssm.sampling.request import Result as Result
-from vssm.sampling.slabs import in_slabs
+from vssm.sampling.slabs import fitting, in_slabs
 from vssm.sampling.stepwise import (
     read_autoregressive,
     read_vrnn,
@@ -74,7 +74,10 @@ def sample(
             assert z is not None
             return State({"x": x, "z": z} if after is None else {"x": x, "z": z, "state": after})
 
-        steps = min(options.chunk, options.length) + (0 if prompt is None else prompt.shape[1])
+        known = 0 if prompt is None else prompt.shape[1]
+        if isinstance(model, Variational):
+            options = fitting(model, options, source.num, known)
+        steps = known + min(options.chunk, options.length)
         made = in_slabs(make, model, source.num, steps, prompt, state, source)
         return made["x"], made["z"], made.child("state") if "state" in made.children else None
     if isinstance(model, VRNN):

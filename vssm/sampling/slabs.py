@@ -1,8 +1,8 @@
-"""Many sequences in slabs of rows, so that the memory of a pass does not grow with their number.
+"""Many sequences in slabs, so that the memory of a pass does not grow with their number and length.
 
 All steps of all rows at once is what parallel generation takes its memory for: a thousand sequences of four
-thousand steps would need some 240 GB at width 1024. A slab of 15 GB keeps a GPU as busy, and rows do not
-touch one another, so slabs change results by rounding at most.
+thousand steps would need some 240 GB at width 1024. A GPU is as busy with 15 GB of them. A vssm goes through
+time in chunks, and what is still too much is made in slabs of rows: neither changes results but by rounding.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,17 +13,36 @@ from torch import Tensor
 
 from vssm.models import Model
 from vssm.nn import State
-from vssm.sampling.request import Noise
+from vssm.sampling.request import Noise, Options
 from vssm.trees import row_of
 from vssm.weights import first_weight
 
-__all__ = ["in_slabs"]
+__all__ = ["fitting", "in_slabs"]
 
 _BYTES = 60  # that a pass takes for each row, step and unit of the width of a model
 _SHARE = 8  # a slab takes about this part of a GPU's memory: smaller ones are slower
 _MOST_NUMBERS = 2**26  # rows times steps times width in a slab on a CPU
+_SHORTEST = 256  # steps of a chunk: with fewer, rows are divided
 
 _Rows = Tensor | State | Noise | None
+
+
+def fitting(model: Model, options: Options, num: int, known: int) -> Options:
+    """Returns options with chunks that fit a slab, of a model that makes them as fast as all steps at once.
+
+    Arguments:
+        model: The model.
+        options: What is asked for.
+        num: The number of rows.
+        known: The steps of the prompt, which are in memory with the first chunk.
+    """
+    if options.recondition or model.config.block != "mamba":  # chunks mean more, or take longer
+        return options
+    room = most_numbers(first_weight(model).device) // (num * model.config.width) - known
+    chunk = min(options.chunk, max(room, _SHORTEST))
+    if chunk == options.chunk:
+        return options
+    return options._replace(chunk=-(-options.length // -(-options.length // chunk)))  # of one size
 
 
 def in_slabs(make: Callable[..., State], model: Model, num: int, steps: int, *inputs: _Rows) -> State:
