@@ -25,6 +25,7 @@ from vssm.forecast import Forecaster
 from vssm.models import build
 from vssm.nn import State
 from vssm.nn.attention import AttentionBlock
+from vssm.recording import Recording
 from vssm.sampling import slabs, stepwise
 from vssm.sampling.parallel import _empty_runs
 from vssm.watch import Watch
@@ -45,7 +46,7 @@ def device(request, monkeypatch):
 def replays(monkeypatch):
     """Counts what is recorded and replayed."""
     counts = {"recorded": 0, "replayed": 0}
-    record, replay = graphs.Recorder.record, graphs.Recording.replay
+    record, replay = graphs.Recorder.record, Recording.replay
 
     def counting_record(*arguments):
         counts["recorded"] += 1
@@ -56,7 +57,7 @@ def replays(monkeypatch):
         return replay(*arguments)
 
     monkeypatch.setattr(graphs.Recorder, "record", counting_record)
-    monkeypatch.setattr(graphs.Recording, "replay", counting_replay)
+    monkeypatch.setattr(Recording, "replay", counting_replay)
     return counts
 
 

@@ -32,6 +32,7 @@ ORDER = (
     "weights",
     "trees",
     "watch",
+    "recording",
     "graphs",
     "sampling",
     "generate",

@@ -29,6 +29,7 @@ _TIMED = (
     "distributions",
     "objectives",
     "weights",
+    "recording",
     "graphs",
     "sampling",
     "generate",

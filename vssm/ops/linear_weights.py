@@ -2,7 +2,7 @@
 
 A product of many rows reads a weight (N, K) as high, low (N, K) and down (N,), as `vssm.ops.linear_triton`
 says. A plain call makes these halves before every product, which reads and writes all of their bytes.
-Recordings of `vssm.graphs` share halves that stay. No version tells of every change: fused optimisers and
+Recordings of `vssm.recording` share halves that stay. No version tells of every change: fused optimisers and
 writes through `.data` count none. So every replay reads all bits of its weights, which is half of the traffic
 of splitting them: each few rows have a mark, a number that all of their bits determine, which is kept beside
 their halves, and rows with another mark are split again, there and then, by the kernel that has read them
