@@ -188,6 +188,11 @@ def test_mistakes_give_one_line(arguments, message, tmp_path, monkeypatch, capsy
             2,
             "vssm: out of memory (tried to allocate 2.00 gib); allowed: less at once\n",
         ),
+        (
+            RuntimeError("Storage size calculation overflowed with sizes=[9000000000000000000, 8]"),
+            2,
+            "vssm: out of memory; allowed: less at once\n",
+        ),
         (BrokenPipeError(32, "Broken pipe"), 1, ""),
         (KeyboardInterrupt(), 130, "vssm: stopped by the user\n"),
     ],
