@@ -36,7 +36,7 @@ from vssm.data import Meta
 from vssm.labels import is_number
 from vssm.storage import write_atomically
 
-__all__ = ["Checkpoint", "RunFolder", "finite", "read_config", "read_line", "read_log"]
+__all__ = ["Checkpoint", "RunFolder", "claim", "finite", "read_config", "read_line", "read_log"]
 
 _TERMS = ("loss", "reconstruction", "kl")  # of every line; null where they were not finite
 _KEPT = 2  # checkpoints: the newest, and one more should that be damaged
@@ -111,6 +111,31 @@ def read_line(line: bytes) -> dict[str, Any]:
     return values
 
 
+def claim(folder: Path, what: str) -> IO[str] | None:
+    """Keeps other processes from a folder until what is returned is closed, or this process ends.
+
+    Arguments:
+        folder: A folder that exists; it gets a file `.lock`, which stays.
+        what: What the message calls it.
+
+    Returns:
+        An open file; None on Windows, where nothing is claimed.
+    """
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    lock = (folder / ".lock").open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ValueError(
+            f"{what} {str(folder)!r} is in use by another process; allowed: one at a time"
+        ) from None
+    return lock
+
+
 class RunFolder:
     """Reads and writes one run folder.
 
@@ -132,18 +157,7 @@ class RunFolder:
 
     def _claim(self) -> None:
         """Keeps other processes from training in this folder until `close`, or the end of this one."""
-        if sys.platform == "win32":
-            return
-        import fcntl
-
-        self._lock = (self.path / ".lock").open("a")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise ValueError(
-                f"run folder {str(self.path)!r} is in use by another process; allowed: one at a time"
-            ) from None
+        self._lock = claim(self.path, "run folder")
 
     def check_new(self) -> None:
         """Raises unless the folder does not exist, is empty, or has remains of a killed start."""
