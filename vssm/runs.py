@@ -8,7 +8,7 @@
 | `log.jsonl` | one JSON object a line: a log point ("split": "train") or a validation ("split": "valid") |
 | `checkpoint/step-N/` | where to resume: `weights`, `optimizer`, `ema` (.safetensors), `progress.json` |
 | `curves.png`, `samples.png` | pictures of the log and of samples |
-| `eval.json.old` | what `vssm evaluate` found of weights that better ones have replaced since |
+| `eval.json.old` | what `vssm evaluate` found of weights that better ones have replaced, then or since |
 
 Files are written under a temporary name, flushed to the disk and renamed; a checkpoint is a folder that is
 written that way as a whole. `progress.json` has the SHA-256 of its neighbours and of itself, so damage is
@@ -158,6 +158,20 @@ class RunFolder:
     def _claim(self) -> None:
         """Keeps other processes from training in this folder until `close`, or the end of this one."""
         self._lock = claim(self.path, "run folder")
+
+    def is_in_training(self) -> bool:
+        """Says whether a process trains in this folder now; on Windows nobody can tell."""
+        lock = self.path / ".lock"
+        if sys.platform == "win32" or not lock.is_file():
+            return False
+        import fcntl
+
+        with lock.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back as the file is closed
+            except BlockingIOError:
+                return True
+        return False
 
     def check_new(self) -> None:
         """Raises unless the folder does not exist, is empty, or has remains of a killed start."""
