@@ -1,10 +1,13 @@
 """The command line: the whole way on a tiny run, and one line for every mistake."""
 
+import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -185,6 +188,11 @@ def test_mistakes_give_one_line(arguments, message, tmp_path, monkeypatch, capsy
             2,
             "vssm: out of memory (tried to allocate 2.00 gib); allowed: less at once\n",
         ),
+        (
+            RuntimeError("Storage size calculation overflowed with sizes=[9000000000000000000, 8]"),
+            2,
+            "vssm: out of memory; allowed: less at once\n",
+        ),
         (BrokenPipeError(32, "Broken pipe"), 1, ""),
         (KeyboardInterrupt(), 130, "vssm: stopped by the user\n"),
     ],
@@ -238,6 +246,57 @@ def test_sigterm_is_said_and_leaves_no_half_written_file(tmp_path):
         assert process.stderr.read() == "vssm: stopped by SIGTERM\n"
     assert process.returncode == 143
     assert not list(tmp_path.iterdir())
+
+
+# An import that waits, and goes on when it fails, as some of NumPy's do.
+SLOW = """
+import time
+try:
+    print("waiting", flush=True)
+    time.sleep(60)
+except BaseException:
+    pass
+"""
+
+
+def interrupted(command, slow, folder):
+    """Sends Ctrl-C to a command at the import of a module, and returns its exit status and its lines."""
+    (folder / f"{slow}.py").write_text(SLOW)
+    root = Path(__file__).parents[1]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{root}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGINT)
+        return process.wait(timeout=60), process.communicate()[1].splitlines()
+
+
+@pytest.mark.parametrize("slow", ["torch", "tyro"])
+@pytest.mark.parametrize("way", ["module", "script"])
+def test_ctrl_c_during_imports_is_one_line(way, slow, tmp_path):
+    command = ["-m", "vssm"]
+    if way == "script":
+        project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+        module, function = project["scripts"]["vssm"].split(":")
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "vssm").write_text(f"from {module} import {function}\n{function}()\n")
+        command = [str(tmp_path / "bin" / "vssm")]
+    assert interrupted([*command, "train"], slow, tmp_path) == (130, ["vssm: stopped by the user"])
+
+
+def test_ctrl_c_during_imports_of_other_programs_is_theirs(tmp_path):
+    code = "try:\n    import vssm\nexcept ImportError:\n    raise SystemExit(7)"
+    assert interrupted(["-c", code], "torch", tmp_path) == (7, [])  # torch was interrupted, and is empty
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63])

@@ -930,6 +930,46 @@ def test_parquet_series(tmp_path):
     refused(series(path), path, "cannot be read")
 
 
+@pytest.mark.parametrize("name", ["a.csv", "headerless.csv", "a.parquet"])
+def test_columns_of_true_and_false_are_ones_and_zeros(tmp_path, name):
+    path, open_flags = tmp_path / name, [k % 3 == 0 for k in range(30)]
+    if path.suffix == ".csv":
+        rows = [[k, str(flag), "" if k == 1 else str(flag).lower()] for k, flag in enumerate(open_flags)]
+        write_csv(path, rows, header=["a", "open", "gap"] if name == "a.csv" else None)
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        gap = [None if k == 1 else flag for k, flag in enumerate(open_flags)]
+        parquet.write_table(pyarrow.table({"a": range(30), "open": open_flags, "gap": gap}), path)
+    data = open_data(series(path, fill="previous", context=2, horizon=2, scale="none"))
+    assert data.meta.columns == (("0", "1", "2") if name == "headerless.csv" else ("a", "open", "gap"))
+    assert data.train.x[0].tolist() == [[0, 1, 1], [1, 0, 1], [2, 0, 0], [3, 1, 1]]
+
+
+def test_a_first_line_of_true_and_false_is_no_header(tmp_path):
+    path = write_csv(tmp_path / "a.csv", [["true", "false"], ["false", "false"]] * 15)
+    data = open_data(series(path, context=1, horizon=1, scale="none"))
+    assert data.train.x[0].tolist() == [[1, 0], [0, 0]]
+
+
+def test_words_beside_true_and_false_are_text(tmp_path):
+    rows = [[k, "maybe" if k == 7 else "true"] for k in range(30)]
+    path = write_csv(tmp_path / "a.csv", rows, header=["a", "b"])
+    with pytest.warns(UserWarning, match="column 'b' is left out: line 2 has 'true', which is no number"):
+        assert open_data(series(path, context=2, horizon=1)).meta.columns == ("a",)
+
+
+def test_categories_of_parquet_are_noted(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    columns = {"a": range(30), "place": pyarrow.array(["x", "y"] * 15).dictionary_encode()}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    with pytest.warns(UserWarning, match="column 'place' is left out: row 1 has 'x', which is no number"):
+        assert open_data(series(tmp_path / "a.parquet", context=2, horizon=1)).meta.columns == ("a",)
+
+
 def test_synthetic_has_any_size_and_is_not_independent_in_time():
     config = DataConfig(name="synthetic", synthetic=SyntheticConfig(length=257, features=3, num=51))
     data = open_data(config)

@@ -13,11 +13,13 @@ from safetensors.torch import save_file
 
 from tests.conftest import KINDS, small_config
 from vssm import build, evaluate, generate, load, log_likelihood, save
+from vssm.cli import main
 from vssm.data import DataConfig, SyntheticConfig, TextConfig, open_data
 from vssm.evaluate import evaluate_run
 from vssm.frechet import Classifier, features, frechet_distance, train_classifier
 from vssm.quality import Work, image_quality, observed, ways_to_sample
 from vssm.results import commit, result, write_result
+from vssm.runs import RunFolder, claim
 
 TIMES = ("_ms_b1", "_ms_b16", "timing_spread")
 
@@ -337,6 +339,46 @@ def test_what_can_not_be_evaluated_is_named(tmp_path):
     assert not (run / "eval.json").exists()
     with pytest.raises(ValueError, match=r"does not exist"):
         evaluate_run(tmp_path / "nowhere")
+
+
+def test_weights_replaced_in_the_meantime_are_not_given_the_result_of_those_before(tmp_path):
+    run = make_run(tmp_path / "run", "rnn", WAVES)
+    weights = load(run).state_dict()
+    write_result(run / "eval.json", {"metrics": {"elbo": 1.0}})
+    replaced = []
+
+    def train(stage, done, total):
+        if not replaced:
+            RunFolder(run).save_weights(weights)
+            replaced.append(stage)
+
+    with pytest.warns(UserWarning, match=r"replaced the weights of '.*run' since .* is in eval\.json\.old$"):
+        made = evaluate_run(run, quick=True, progress=train)
+    assert not (run / "eval.json").exists()
+    assert json.loads((run / "eval.json.old").read_text()) == made
+    made = evaluate_run(run, quick=True)
+    assert json.loads((run / "eval.json").read_text()) == made
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no folder is claimed")
+def test_a_run_that_is_still_being_trained_is_noted_and_not_kept(tmp_path, capsys):
+    run = make_run(tmp_path / "run", "rnn", WAVES)
+    assert not RunFolder(run).is_in_training()  # it has no lock
+    arguments = ["evaluate", str(run), "--quick", "--device", "cpu"]
+    note = f"note: '{run}' is still being trained: its best weights so far\n"
+    training = claim(run, "run folder")
+    with training:
+        main(arguments)
+        assert capsys.readouterr().err.startswith(note)
+        with pytest.raises(SystemExit, match="2"):
+            main([*arguments, "--result", str(tmp_path / "kept.json")])
+        assert capsys.readouterr().err == (
+            f"vssm: result is not for '{run}', which is still being trained; "
+            "allowed: once that has ended or was stopped\n"
+        )
+    main(arguments)
+    assert note not in capsys.readouterr().err
+    claim(run, "run folder").close()  # to look is not to claim
 
 
 def test_failed_write_leaves_the_old_evaluation(tmp_path, monkeypatch):

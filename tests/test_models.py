@@ -140,6 +140,15 @@ def test_paper_scale_sizes():
         ({"kind": "vsm"}, "kind='vsm' is unknown; allowed: .*did you mean 'vssm'"),
         ({"head": "gausian"}, "head='gausian' is unknown; allowed: .*did you mean 'gaussian'"),
         ({"features": 0}, "features=0 is not allowed; allowed: a whole number >= 1"),
+        (
+            {"width": 10**12},
+            "width=1000000000000 is not allowed; allowed: a whole number >= 1 and < 10000000",
+        ),
+        (
+            {"classes": 10**18},
+            f"classes={10**18} is not allowed; allowed: a whole number >= 2 and < 10000000",
+        ),
+        ({"levels": 2, "spans": (10**18, 1)}, "spans=.* one whole number >= 1 and < 10000000 for each level"),
         ({"width": -4}, "width=-4"),
         ({"layers": 0}, "layers=0"),
         ({"state_size": 0}, "state_size=0"),

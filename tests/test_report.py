@@ -330,6 +330,11 @@ def test_nothing_to_report(tmp_path):
     assert not out.parent.exists()
 
 
+def test_the_end_of_a_name_may_be_in_capitals(tmp_path):
+    path = report([make_run(tmp_path / "mine")], out=tmp_path / "Report.HTML")
+    assert path.name == "Report.HTML" and "Run mine" in path.read_text()
+
+
 @pytest.mark.parametrize(
     ("option", "allowed"), [("--out", ".html or .htm"), ("--page", ".md")], ids=("html", "markdown")
 )

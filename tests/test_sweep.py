@@ -92,6 +92,22 @@ def test_in_this_process_stopped_and_started_again(tmp_path):
     assert table(tmp_path)["runs"] == rows
 
 
+def test_one_sweep_at_a_time_in_a_folder(tmp_path):
+    class Second(Progress):
+        """Starts another sweep there while the first is on."""
+
+        def message(self, text):
+            if text.startswith("sweep"):
+                with pytest.raises(ValueError, match=f"^sweep folder '{tmp_path}' is in use by another proc"):
+                    sweep(BASE, tmp_path, (1e-2,), progress=Progress())
+                refused.append(text)
+
+    refused = []
+    rows = sweep(BASE, tmp_path, (1e-2,), progress=Second())
+    assert len(refused) == 1 and [row["status"] for row in rows] == ["finished"]
+    assert sweep(BASE, tmp_path, (1e-2,), progress=Progress()) == rows  # it is free again
+
+
 def test_other_settings_do_not_pass_for_a_run_that_ended(tmp_path):
     sweep(BASE, tmp_path, (1e-3,), progress=Progress())
     before = written_at(tmp_path)

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import signal
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,13 +16,14 @@ import vssm
 from tests.conftest import KINDS, small_config, small_model
 from tests.training import DATA, SignalAt, StopAt, log, newest, result, run, stopped, tiny
 from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig
-from vssm.data import DataConfig, SyntheticConfig, draw, open_data
+from vssm.data import DataConfig, SeriesConfig, SyntheticConfig, draw, open_data
 from vssm.distributed import World
 from vssm.learner import Learner
 from vssm.objectives import Terms, objective
 from vssm.optimize import Tally, learning_rate
 from vssm.progress import Bar, Lines, Progress
 from vssm.run_result import validations
+from vssm.runs import RunFolder
 from vssm.train import TrainingStopped, _Training, parameter_groups, resolve
 
 
@@ -211,6 +213,22 @@ def test_noise_of_a_shard_is_that_of_the_whole():
             assert torch.allclose(term, torch.cat(pieces), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match=r"shard=\(2, 2\) is not allowed"):
         objective(model, x, shard=(2, 2))
+
+
+def test_the_first_of_many_processes_alone_notes_what_is_odd_about_the_data(tmp_path):
+    days = [f"2020-01-{day:02}" for day in range(1, 31) if day != 9]
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(["date,a", *(f"{day},{k}" for k, day in enumerate(days))]))
+    data = DataConfig(name="series", series=SeriesConfig(path=str(path), context=2, horizon=1))
+    said = []
+    for rank in range(2):
+        world, folder = World(torch.device("cpu"), rank, size=2), RunFolder(tmp_path / "run")
+        with warnings.catch_warnings(record=True) as notes:
+            warnings.simplefilter("always")
+            _Training(tiny(data=data), folder, world, Progress(), resume=False)
+        folder.close()
+        said.append(len([note for note in notes if "dates are uneven" in str(note.message)]))
+    assert said == [1, 0]
 
 
 def poison(monkeypatch, steps, term="reconstruction"):

@@ -23,6 +23,7 @@ __all__ += ["shown", "whole_number"]
 FORMAT = 1
 """Version of `config.json` and its folder; raised when an older reader would misunderstand it."""
 KINDS = ("transformer", "ssm", "rnn", "tvae", "vrnn", "vssm")
+_SIZES_BELOW = 10_000_000  # of a model: PyTorch breaks at sizes that no address can have
 
 Config = TypeVar("Config")
 
@@ -121,7 +122,7 @@ class ModelConfig:
         (128, 4)
         >>> ModelConfig(kind="vssm", features=28, width=-1)
         Traceback (most recent call last):
-        ValueError: width=-1 is not allowed; allowed: a whole number >= 1
+        ValueError: width=-1 is not allowed; allowed: a whole number >= 1 and < 10000000
     """
 
     kind: str = "vssm"
@@ -164,13 +165,9 @@ class ModelConfig:
         check_choice("kind", self.kind, KINDS)
         check_choice("head", self.head, ("auto", *HEADS))
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
             if field.type is int:
                 least = 2 if field.name in ("classes", "bins") else 1
-                if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                    raise ValueError(
-                        f"{field.name}={value!r} is not allowed; allowed: a whole number >= {least}"
-                    )
+                check_number(field.name, getattr(self, field.name), least, below=_SIZES_BELOW, whole=True)
         if (
             isinstance(self.sigma, bool)
             or not isinstance(self.sigma, int | float)
@@ -180,11 +177,11 @@ class ModelConfig:
         if self.levels > 1 and self.kind != "vssm":
             raise ValueError(f"levels={self.levels} is not for kind={self.kind!r}; allowed: vssm")
         listed = isinstance(self.spans, list | tuple)
-        whole = listed and all(type(span) is int and span >= 1 for span in self.spans)
+        whole = listed and all(type(span) is int and 1 <= span < _SIZES_BELOW for span in self.spans)
         if not whole or (self.spans and (self.levels == 1 or len(self.spans) != self.levels)):
             raise ValueError(
-                f"spans={self.spans!r} is not allowed with levels={self.levels}; "
-                "allowed: one whole number >= 1 for each level of two or more, or none"
+                f"spans={self.spans!r} is not allowed with levels={self.levels}; allowed: one whole number"
+                f" >= 1 and < {_SIZES_BELOW} for each level of two or more, or none"
             )
         object.__setattr__(self, "spans", tuple(self.spans))  # JSON has lists
         if self.latents % self.levels:

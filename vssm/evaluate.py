@@ -13,6 +13,7 @@ Legend: x (B, T, D) or tokens (B, T); K `num_samples`; C `prompt_length`, `cut`.
 import inspect
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,9 @@ def evaluate_run(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measures the best weights of a run and writes `eval.json` (`eval_valid.json`) to its folder.
+
+    Where a training has replaced the weights in the meantime it warns, and writes `eval.json.old` instead:
+    `eval.json` is of the weights that lie beside it.
 
     Arguments:
         folder: The run folder: `config.json` with `model` and `data`, and `weights.safetensors`.
@@ -105,6 +109,7 @@ def evaluate_run(
         max_sequences = min(max_sequences or 64, 64)
 
     folder, device = Path(folder), _choose_device(str(device))
+    measured = _version(folder / "weights.safetensors")
     model = load(folder, device).eval().requires_grad_(False)
     if dials and not dials_of(model):
         raise ValueError(
@@ -141,8 +146,24 @@ def evaluate_run(
     if model.config.block == "mamba":
         settings["backend"] = choose_backend("auto", device, torch.float32)
     made = result(folder.resolve().name, _command(folder, given), {**config, "evaluate": settings}, metrics)
-    write_result(folder / ("eval.json" if splits == "test" else "eval_valid.json"), made)
+    path = folder / ("eval.json" if splits == "test" else "eval_valid.json")
+    if _version(folder / "weights.safetensors") != measured:
+        path = path.with_name(f"{path.name}.old")
+        warnings.warn(
+            f"a training has replaced the weights of {str(folder)!r} since they were read; what was found of "
+            f"those before is in {path.name}",
+            stacklevel=2,
+        )
+    write_result(path, made)
     return made
+
+
+def _version(path: Path) -> tuple[int, int, int] | None:
+    """Returns what changes when a file is replaced by another; None without a file."""
+    if not path.is_file():
+        return None
+    facts = path.stat()
+    return facts.st_ino, facts.st_mtime_ns, facts.st_size
 
 
 def _reconstruction(work: Work, index: np.ndarray) -> dict[str, float]:

@@ -1,12 +1,15 @@
-"""Ctrl-C and SIGTERM, put off until work is saved."""
+"""Ctrl-C and SIGTERM: put off until work is saved, and in one line while a command is still imported."""
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
-__all__ = ["Interrupts"]
+__all__ = ["Interrupts", "command_ends_at_once"]
 
 
 class Interrupts:
@@ -53,3 +56,38 @@ class Interrupts:
         while self._before:
             name, before = self._before.popitem()
             signal.signal(name, before)  # type: ignore[arg-type]
+
+
+@contextmanager
+def command_ends_at_once() -> Iterator[None]:
+    """Ends the command line with one line when Ctrl-C comes inside, where nothing but imports is done.
+
+    Other programs that import the package get their `KeyboardInterrupt`, as from any import.
+    """
+    own = (
+        _is_command()
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT)
+        is signal.default_int_handler  # else it is ignored, or others' to use
+    )
+    if not own:
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"vssm: stopped by the user\n")
+    os._exit(130)  # an exception would be lost in imports that go on without a module that fails
+
+
+def _is_command() -> bool:
+    """Says whether this process is `vssm`, or `python -m vssm` or one of its modules."""
+    program = sys.argv[0] if sys.argv else ""
+    if program == "-m":  # Python is still looking for the module, and imports the package that it is in
+        return any(argument.split(".")[0] == "vssm" for argument in sys.orig_argv)
+    return Path(program).stem == "vssm" or Path(program) == Path(__file__).with_name("__main__.py")

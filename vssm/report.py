@@ -136,7 +136,7 @@ def report(
     if not folders and results_folder is None:
         raise ValueError("run_folders is empty and results_folder is None; allowed: at least one of the two")
     out = Path(out)
-    if out.suffix not in (".html", ".htm"):  # not over a file of a run
+    if out.suffix.lower() not in (".html", ".htm"):  # not over a file of a run
         raise ValueError(f"out={str(out)!r} is not allowed; allowed: a name in .html or .htm")
     runs: dict[str, _Run] = {}
     for folder in folders:

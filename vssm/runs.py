@@ -8,7 +8,7 @@
 | `log.jsonl` | one JSON object a line: a log point ("split": "train") or a validation ("split": "valid") |
 | `checkpoint/step-N/` | where to resume: `weights`, `optimizer`, `ema` (.safetensors), `progress.json` |
 | `curves.png`, `samples.png` | pictures of the log and of samples |
-| `eval.json.old` | what `vssm evaluate` found of weights that better ones have replaced since |
+| `eval.json.old` | what `vssm evaluate` found of weights that better ones have replaced, then or since |
 
 Files are written under a temporary name, flushed to the disk and renamed; a checkpoint is a folder that is
 written that way as a whole. `progress.json` has the SHA-256 of its neighbours and of itself, so damage is
@@ -36,7 +36,7 @@ from vssm.data import Meta
 from vssm.labels import is_number
 from vssm.storage import write_atomically
 
-__all__ = ["Checkpoint", "RunFolder", "finite", "read_config", "read_line", "read_log"]
+__all__ = ["Checkpoint", "RunFolder", "claim", "finite", "read_config", "read_line", "read_log"]
 
 _TERMS = ("loss", "reconstruction", "kl")  # of every line; null where they were not finite
 _KEPT = 2  # checkpoints: the newest, and one more should that be damaged
@@ -111,6 +111,31 @@ def read_line(line: bytes) -> dict[str, Any]:
     return values
 
 
+def claim(folder: Path, what: str) -> IO[str] | None:
+    """Keeps other processes from a folder until what is returned is closed, or this process ends.
+
+    Arguments:
+        folder: A folder that exists; it gets a file `.lock`, which stays.
+        what: What the message calls it.
+
+    Returns:
+        An open file; None on Windows, where nothing is claimed.
+    """
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    lock = (folder / ".lock").open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ValueError(
+            f"{what} {str(folder)!r} is in use by another process; allowed: one at a time"
+        ) from None
+    return lock
+
+
 class RunFolder:
     """Reads and writes one run folder.
 
@@ -132,18 +157,21 @@ class RunFolder:
 
     def _claim(self) -> None:
         """Keeps other processes from training in this folder until `close`, or the end of this one."""
-        if sys.platform == "win32":
-            return
+        self._lock = claim(self.path, "run folder")
+
+    def is_in_training(self) -> bool:
+        """Says whether a process trains in this folder now; on Windows nobody can tell."""
+        lock = self.path / ".lock"
+        if sys.platform == "win32" or not lock.is_file():
+            return False
         import fcntl
 
-        self._lock = (self.path / ".lock").open("a")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise ValueError(
-                f"run folder {str(self.path)!r} is in use by another process; allowed: one at a time"
-            ) from None
+        with lock.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back as the file is closed
+            except BlockingIOError:
+                return True
+        return False
 
     def check_new(self) -> None:
         """Raises unless the folder does not exist, is empty, or has remains of a killed start."""

@@ -15,14 +15,14 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from vssm.config import RunConfig
 from vssm.progress import Progress, choose_progress
-from vssm.runs import RunFolder, read_config
+from vssm.runs import RunFolder, claim, read_config
 from vssm.storage import write_atomically
 from vssm.train import train
 
@@ -50,7 +50,8 @@ def sweep(
 
     Arguments:
         base: The run; its kind, learning rate and seed are replaced.
-        folder: Where the run folders and `sweep.json` go; every machine of a cluster must see it.
+        folder: Where the run folders and `sweep.json` go, of one sweep at a time; every machine of a cluster
+            must see it.
         learning_rates: Highest learning rates.
         seeds: Seeds of the training; the data are the same in all runs.
         kinds: Kinds of models; that of `base` when not given.
@@ -68,7 +69,12 @@ def sweep(
         counts as infinite.
     """
     grid = _grid(base, learning_rates, seeds, kinds or (base.model.kind,))
-    return run_all(grid, folder, ray_address, progress, num_cpus, num_gpus)
+    folder = Path(folder).resolve()
+    _check(grid, folder, ray_address)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Another sweep would find runs in use, record them as failed, and write sweep.json over this one's.
+    with claim(folder, "sweep folder") or nullcontext():
+        return run_all(grid, folder, ray_address, progress, num_cpus, num_gpus)
 
 
 def run_all(
@@ -95,15 +101,8 @@ def run_all(
     Returns:
         The rows of `sweep.json`, as `sweep` does.
     """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        raise ValueError(
-            "sweep was started by torchrun; allowed: one process, with ray_address for many GPUs"
-        )
-    if ray_address is not None:
-        _import_ray()
     folder = Path(folder).resolve()
-    for name, config in configs.items():
-        _check_same(config, folder / name)
+    _check(configs, folder, ray_address)
     folder.mkdir(parents=True, exist_ok=True)
 
     ended = {name: row for name, config in configs.items() if (row := _ended(config, folder / name))}
@@ -143,6 +142,18 @@ def _grid(
         for seed in seeds
     ]
     return {f"{c.model.kind}-lr{c.train.learning_rate!r}-seed{c.train.seed}": c for c in configs}
+
+
+def _check(configs: Mapping[str, RunConfig], folder: Path, ray_address: str | None) -> None:
+    """Raises when the runs can not be started like this, before anything is written."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise ValueError(
+            "sweep was started by torchrun; allowed: one process, with ray_address for many GPUs"
+        )
+    if ray_address is not None:
+        _import_ray()
+    for name, config in configs.items():
+        _check_same(config, folder / name)
 
 
 def _check_same(config: RunConfig, folder: Path) -> None:

@@ -124,7 +124,10 @@ class _Training:
     ) -> None:
         options = config.train
         _check_options(options, world)
-        data = open_data(config.data)
+        with warnings.catch_warnings():
+            if world.rank > 0:  # the first says what is odd about the data
+                warnings.simplefilter("ignore", UserWarning)
+            data = open_data(config.data)
         self.config, self.meta = resolve(config, data.meta), data.meta
         self.options, self.folder, self.world, self.progress = options, folder, world, progress
         if options.batch > len(data.train):

@@ -19,6 +19,9 @@ from collections.abc import Iterator
 
 __all__ = ["box_as_line", "mistakes_in_one_line", "stopped_by_signal", "warnings_in_one_line"]
 
+# On a CPU, on a GPU, and of a tensor with more bytes than an address can have.
+_NO_MEMORY = "can't allocate memory|out of memory|Storage size calculation overflowed"
+
 
 @contextlib.contextmanager
 def mistakes_in_one_line() -> Iterator[None]:
@@ -29,7 +32,7 @@ def mistakes_in_one_line() -> Iterator[None]:
         _fail(str(error))
     except (MemoryError, RuntimeError) as error:  # torch has no error of its own for it on a CPU
         text = " ".join(str(error).split())
-        if isinstance(error, RuntimeError) and not re.search("can't allocate memory|out of memory", text):
+        if isinstance(error, RuntimeError) and not re.search(_NO_MEMORY, text):
             raise
         asked = re.search(r"(?:tried to allocate|Tried to allocate) [\d.]+ \w+", text)
         _fail(f"out of memory{f' ({asked[0].lower()})' if asked else ''}; allowed: less at once")

@@ -1,5 +1,6 @@
 """`vssm evaluate`: how good a run is."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -42,12 +43,20 @@ class Evaluate:
     def run(self) -> None:
         from vssm.evaluate import evaluate_run
         from vssm.run_result import check_result_path, keep_result
+        from vssm.runs import RunFolder
 
         if self.result is not None:
             check_result_path(self.result)
             if self.splits != "test":
                 raise ValueError(f"splits={self.splits!r} is not allowed with result; allowed: 'test'")
         folder = own_copy(self.run_folder)
+        if RunFolder(folder).is_in_training():
+            if self.result is not None:  # it would have weights, log and samples of different moments
+                raise ValueError(
+                    f"result is not for {str(folder)!r}, which is still being trained; "
+                    "allowed: once that has ended or was stopped"
+                )
+            print(f"note: {str(folder)!r} is still being trained: its best weights so far", file=sys.stderr)
         with ProgressBar() as bar:
             result = evaluate_run(
                 folder,
@@ -63,7 +72,9 @@ class Evaluate:
                 progress=bar.show,
             )
         show_metrics(f"{folder}: {self.splits} set", result["metrics"])
-        print(f"written: {folder / ('eval.json' if self.splits == 'test' else 'eval_valid.json')}")
+        written = folder / ("eval.json" if self.splits == "test" else "eval_valid.json")
+        if written.is_file():  # else better weights came in the meantime, which is said
+            print(f"written: {written}")
         if self.result is not None:
             keep_result(folder, self.result, self.device)
             print(f"kept: {self.result}")

@@ -14,9 +14,10 @@ of a Mamba block settle over empty tokens; with a season a step they need not ke
 The phases are sine and cosine of the time in each cycle of the calendar (day, week, year). A window in which
 a column is missing for more than half of the steps is left out; other gaps are filled.
 
-In CSV, the first line is a header when no cell of it is a number. A column without any number (dates,
-names) is left out with a warning, unless it is that of the dates, and so is one with a name such as `date`,
-`time` or `index`, unless it is asked for. Dates that are not evenly apart are warned of.
+In CSV, the first line is a header when no cell of it is a number, true or false. A column of true and false
+is read as 1 and 0. A column without any number (dates, names) is left out with a warning, unless it is that
+of the dates, and so is one with a name such as `date`, `time` or `index`, unless it is asked for. Dates that
+are not evenly apart are warned of.
 """
 
 import csv
@@ -39,6 +40,7 @@ from vssm.data.files import locate_own, read_bytes
 
 _TIME_NAMES = {"", "date", "datetime", "time", "timestamp", "index"}
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
+_FLAGS = {"true": 1.0, "false": 0.0}
 _CYCLES = {"day": 86_400, "week": 604_800, "year": 31_556_952}  # seconds
 
 
@@ -341,12 +343,15 @@ def _read_csv(path: Path) -> Table:
             raise ValueError(f"{path}: line {line} has {len(row)} cells, the first line has {width}")
     names = tuple(map(str, range(width)))
     cells = [_number(cell) for cell in rows[0][1]]
-    if None in cells and not any(cell is not None and np.isfinite(cell) for cell in cells):
+    flagged = any(cell.strip().lower() in _FLAGS for cell in rows[0][1])
+    if None in cells and not flagged and not any(cell is not None and np.isfinite(cell) for cell in cells):
         names = tuple(name.strip() for name in rows.pop(0)[1])
 
     columns, texts = [], {}
     for name, column in zip(names, zip(*(row for _, row in rows), strict=True), strict=False):
         numbers = [_number(cell) for cell in column]
+        if None in numbers and None not in (flags := [_flag(cell) for cell in column]):
+            numbers = flags
         odd = next((k for k, number in enumerate(numbers) if number is None), None)
         if odd is not None and any(number is not None and np.isfinite(number) for number in numbers):
             raise ValueError(f"{path}: line {rows[odd][0]}, column {name!r}: {column[odd]!r} is not a number")
@@ -363,6 +368,12 @@ def _number(cell: str) -> float | None:
         return float(cell)
     except ValueError:
         return float("nan") if cell.strip().lower() in _MISSING else None
+
+
+def _flag(cell: str) -> float | None:
+    """Returns 1 or 0 for true or false, NaN for a cell that is missing, None for anything else."""
+    text = cell.strip().lower()
+    return float("nan") if text in _MISSING else _FLAGS.get(text)
 
 
 def _read_npy(path: Path) -> Table:
@@ -390,19 +401,18 @@ def _read_parquet(path: Path) -> Table:
         table = parquet.read_table(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    types = pyarrow.types
+    numeric = (types.is_integer, types.is_floating, types.is_decimal, types.is_boolean)
     names, columns, texts = [], [], {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         kind = column.type
-        if pyarrow.types.is_timestamp(kind) or pyarrow.types.is_date(kind):
+        if types.is_timestamp(kind) or types.is_date(kind):
             texts[name] = column.to_numpy().astype("datetime64[s]")
-        elif pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
-            texts[name] = column.to_pylist()
-        if any(
-            test(kind)
-            for test in (pyarrow.types.is_integer, pyarrow.types.is_floating, pyarrow.types.is_decimal)
-        ):
+        elif any(test(kind) for test in numeric):
             names.append(name)
             columns.append(column.cast(pyarrow.float64()).to_numpy())
+        elif types.is_string(kind) or types.is_large_string(kind) or types.is_dictionary(kind):
+            texts[name] = column.to_pylist()
     values = np.stack(columns, 1) if columns else np.empty((table.num_rows, 0))
     return Table(tuple(names), values, _row_places(table.num_rows), texts=texts)
 
