@@ -29,7 +29,7 @@ from vssm.nn import State
 from vssm.ops import choose_backend
 from vssm.ops.linear_weights import Renewal, SplitWeights
 from vssm.ops.streams import MAIN, Beside
-from vssm.trees import Gathered, copy, join, leaves_of, row_of, zero
+from vssm.trees import Gathered, copy, join, leaves_like, leaves_of, row_of, zero
 from vssm.watch import Told, Watch
 
 __all__ = ["Decoder", "Loop", "OneShot", "Recorder", "Recording"]
@@ -229,7 +229,8 @@ class Loop:
         if len(known) < len(self.carried.children):
             zero(self.carried.leaves())
         for name in known:
-            copy(leaves_of(self.carried.children[name]), leaves_of(carried.children[name]))
+            static, given = self.carried.children[name], carried.children[name]
+            copy(leaves_of(static), leaves_like(static, given))  # a state that was loaded has another order
         steps = list(feed.leaves())
         length, done = steps[0].shape[1], 0
         made: list[Tensor] = []

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vssm.nn import State
 
-__all__ = ["Gathered", "Later", "copy", "describe", "join", "leaves_of", "row_of", "zero"]
+__all__ = ["Gathered", "Later", "copy", "describe", "join", "leaves_like", "leaves_of", "row_of", "zero"]
 
 # Bytes from which a tensor has memory of its own: to gather it would take longer than to launch another copy,
 # and whoever keeps a small result must not keep a large one.
@@ -192,6 +192,21 @@ def join(parts: list[State]) -> State:
 def leaves_of(child: Tensor | State) -> list[Tensor]:
     """Returns all tensors of a tree, or the tensor."""
     return [child] if isinstance(child, Tensor) else list(child.leaves())
+
+
+def leaves_like(tree: Tensor | State, other: Tensor | State) -> list[Tensor]:
+    """Returns all tensors of another tree with the names of a tree, in the order of the tree.
+
+    Example:
+        >>> a, b = torch.zeros(1), torch.ones(1)
+        >>> leaves_like(State({"a": a, "b": b}), State({"b": b, "a": a}))
+        [tensor([0.]), tensor([1.])]
+    """
+    if isinstance(tree, Tensor) or isinstance(other, Tensor):
+        return leaves_of(other)
+    return [
+        leaf for name, child in tree.children.items() for leaf in leaves_like(child, other.children[name])
+    ]
 
 
 def row_of(tensor: Tensor) -> Tensor:

@@ -250,7 +250,7 @@ class State:
                     parent, _, leaf = name.rpartition("/")
                     nodes[name] = cls({}, positions[name])
                     nodes[parent].children[leaf] = nodes[name]
-            for name, tensor in tensors.items():
+            for name, tensor in sorted(tensors.items()):  # a file has them in any order
                 parent, _, leaf = name.rpartition("/")
                 nodes[parent].children[leaf] = tensor
         except (AssertionError, AttributeError, KeyError, ValueError) as error:

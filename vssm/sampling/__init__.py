@@ -17,6 +17,8 @@ before it: a second dial between the same ends.
 Every random number is a function of (seed, row, position, component), so chunk size, batch split and
 resume point never change what a seed gives.
 
+Calls that are too large for one pass are made in pieces (see `vssm.sampling.slabs`).
+
 On a GPU, a call that is made a second time is recorded as a CUDA graph and replayed from then on (see
 `vssm.graphs`).
 """
@@ -74,11 +76,11 @@ def sample(
             assert z is not None
             return State({"x": x, "z": z} if after is None else {"x": x, "z": z, "state": after})
 
-        known = 0 if prompt is None else prompt.shape[1]
+        known, reads = 0 if prompt is None else prompt.shape[1], prompt is not None or state is not None
         if isinstance(model, Variational):
-            options = fitting(model, options, source.num, known)
-        steps = known + min(options.chunk, options.length)
-        made = in_slabs(make, model, source.num, steps, prompt, state, source)
+            options = fitting(model, options, source.num, known, reads)
+        steps, reads = known + min(options.chunk, options.length), reads or options.recondition
+        made = in_slabs(make, model, source.num, steps, reads, prompt, state, source)
         return made["x"], made["z"], made.child("state") if "state" in made.children else None
     if isinstance(model, VRNN):
         return sample_vrnn(model, prompt, state, source, options, record)
@@ -99,4 +101,4 @@ def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:
             return read_ladder(model, x, state)
         return read_variational(model, x, state, source)
 
-    return in_slabs(make, model, len(x), x.shape[1], x, state, source)
+    return in_slabs(make, model, len(x), x.shape[1], True, x, state, source)

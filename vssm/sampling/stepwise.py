@@ -81,7 +81,7 @@ def read_autoregressive(
     if model.config.block == "gru":  # reads step by step in one call: slabs would read one after the other
         return model(prompt, state)[1]
     read = partial(_read_rows, model, record)
-    return in_slabs(read, model, len(prompt), prompt.shape[1], prompt, state)
+    return in_slabs(read, model, len(prompt), prompt.shape[1], False, prompt, state)
 
 
 def _read_rows(model: Autoregressive, record: bool, prompt: Tensor, state: State | None) -> State:
