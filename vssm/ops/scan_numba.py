@@ -29,13 +29,9 @@ same input gives the same bits.
 """
 # ruff: noqa: ANN001, ANN202 (numba infers the types of kernels)
 
-import functools
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 from numba import njit
 from torch import Tensor
@@ -76,11 +72,11 @@ from vssm.ops.operands import (
     read_numbers,
     read_states,
     read_vector,
-    table_of,
     write,
     write_states,
     written,
 )
+from vssm.ops.tasks import cut, kernel, run, total
 from vssm.ops.vectors import (
     BLOCK,
     FLUSH,
@@ -115,9 +111,6 @@ from vssm.ops.vectors import (
 __all__ = ["backward", "forward"]
 
 STEPS = 32  # the trace of that many steps fits the fastest cache
-GROUP = 8  # tiles, at most
-BATCHES = 16  # partial sums of dA, dD and ddt_bias, at most
-INLINE = 1 << 18  # with fewer (b, t, d, n) elements, waking a second thread costs more than it saves
 
 # Offsets in bytes: in a record of the trace, in the scratch memory of a thread, and in that of a tile.
 TRACE_Q, TRACE_S, TRACE_SUMS, RECORD = BLOCK, 2 * BLOCK, 3 * BLOCK, 3 * BLOCK + ROW
@@ -129,13 +122,6 @@ BOUNDED, TILE_DD, TILE_DBIAS = 0, ROW, 2 * ROW
 DELTA, DRIVE, SLOPE, OUT, DDRIVE, DDELTA, TILE = (3 * ROW + i * ROWS for i in range(7))
 
 _compile: Any = njit(**options)
-
-
-def _kernel(function: Callable) -> Callable:
-    try:
-        return njit(error_model="numpy", nogil=True, cache=True)(function)
-    except RuntimeError:  # there is no folder that could hold the compiled kernel
-        return njit(error_model="numpy", nogil=True)(function)
 
 
 @_compile
@@ -286,7 +272,7 @@ def finish_backward(words, b, start, steps, channel, scratch, tile):
     written(words, DZ, b, start, channel, steps, dz)
 
 
-@_kernel
+@kernel
 def _forward(words, scratch):
     hints, length, states = scratch + HINTS, load_word(words, LENGTH), -(-load_word(words, COUNT) // 4) * 4
     B_buffer, C_buffer = scratch + NUMBERS, scratch + NUMBERS + 4 * STEPS * states
@@ -325,7 +311,7 @@ def _forward(words, scratch):
     set_float_mode(mode)
 
 
-@_kernel
+@kernel
 def _backward(words, scratch):
     hints, length, states = scratch + HINTS, load_word(words, LENGTH), -(-load_word(words, COUNT) // 4) * 4
     chunks, numbers = -(-length // STEPS), 4 * STEPS * states
@@ -410,60 +396,23 @@ def _backward(words, scratch):
     set_float_mode(mode)
 
 
-@functools.cache
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    # A forked child has none of its parent's threads, so it must not find its parent's pool.
-    return ThreadPoolExecutor(threads, "vssm-scan")
-
-
-@functools.lru_cache
-def _cut(batch: int, channels: int) -> tuple[int, int, int, int]:
-    """Returns the batch rows of a task, the tiles of a group, and the number of batch parts and of groups."""
-    per_task = max(1, -(-batch // BATCHES))
-    parts, tiles = -(-batch // per_task), -(-channels // LANES)
-    # A large group shares more, small groups keep more threads busy.
-    per_group = min(GROUP, max(GROUP // 2, parts * tiles // 16))
-    return per_task, per_group, parts, -(-tiles // per_group)
-
-
-def _work(kernel: Callable, words: int, scratch: int, memory: tuple) -> None:
-    kernel(words, scratch)
-
-
-def _run(kernel: Callable, rows: tuple, wholes: tuple, softplus: bool, tiles: int, tables: int) -> None:
-    """Runs all tasks of a kernel, in several threads if it pays.
+def run_scan(function: Callable, rows: tuple, wholes: tuple, softplus: bool, tiles: int, tables: int) -> None:
+    """Runs all tasks of a kernel with the memory that it needs.
 
     Arguments:
-        kernel: `_forward` or `_backward`.
+        function: The kernel.
         rows: The operands that have strides, in the order of their words, from u on.
         wholes: The other operands, in the order of their words, from A on.
         softplus: Whether dt passes through softplus.
         tiles: How many tiles of a group keep their steps at the same time.
         tables: How many arrays of states a tile keeps.
     """
-    (batch, length, channels), count = rows[0].shape, wholes[0].shape[1]
-    per_task, per_group, parts, groups = _cut(batch, channels)
-    tasks, states = parts * groups, -(-count // 4) * 4
-    sizes = (tasks, per_task, per_group, batch, length, channels, count, softplus)
-    table, copies = table_of(sizes, rows, wholes)
-    address = table.buffer_info()[0]
-    small = batch * length * channels * count < INLINE
-    threads = 1 if small else min(torch.get_num_threads(), tasks)
+    batch, _, channels = rows[0].shape
+    _, per_group, _, _ = cut(batch, channels)
+    count = wholes[0].shape[1]
+    states = -(-count // 4) * 4
     size = NUMBERS + 16 * STEPS * states + TILE * tiles + ROW * per_group * (1 + states * tables)
-    scratch = torch.empty(threads * size // 4)
-    start = scratch.data_ptr()
-    others = []
-    if threads > 1:
-        pool = _pool(os.getpid(), torch.get_num_threads())
-        # Each holds on to the memory it works in, even if this thread is interrupted before it is done.
-        memory = (table, scratch, copies, rows)
-        others = [pool.submit(_work, kernel, address, start + size * i, memory) for i in range(1, threads)]
-    if tasks:
-        kernel(address, start)
-    for other in others:
-        # All tasks are drawn by now, so a thread that has not begun has nothing left to do.
-        if not other.cancel():
-            other.result()
+    run(function, rows, wholes, count, size, softplus)
 
 
 def forward(
@@ -481,7 +430,7 @@ def forward(
     """Returns y and the last state; the arguments are those of `selective_scan`."""
     batch, length, channels = u.shape
     y, h = torch.empty(batch, length, channels), torch.empty(batch, channels, A.shape[1])
-    _run(_forward, (u, dt, z, B, C, y, None, None, None), (A, D, dt_bias, h0, h), softplus, 1, 2)
+    run_scan(_forward, (u, dt, z, B, C, y, None, None, None), (A, D, dt_bias, h0, h), softplus, 1, 2)
     return y, h
 
 
@@ -501,7 +450,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of u, dt, A, B, C, D, z, dt_bias and h0; empty for an argument that is None."""
     (batch, length, channels), count = u.shape, A.shape[1]
-    _, per_group, parts, groups = _cut(batch, channels)
+    _, per_group, parts, groups = cut(batch, channels)
     dh = torch.zeros(batch, channels, count) if dh is None else dh
     du, ddt = torch.empty(batch, length, channels), torch.empty(batch, length, channels)
     dz = None if z is None else torch.empty(batch, length, channels)
@@ -509,12 +458,7 @@ def backward(
     dA, dD, dbias = (torch.empty(parts, *shape) for shape in ((channels, count), (channels,), (channels,)))
     dB, dC = torch.empty(groups, batch, length, count), torch.empty(groups, batch, length, count)
     rows, wholes = (u, dt, z, B, C, dy, du, ddt, dz), (A, D, dt_bias, h0, dh, dB, dC, dA, dD, dbias, dh0)
-    _run(_backward, rows, wholes, softplus, per_group, 3 + max(1, -(-length // STEPS)))
-    dD, dbias = None if D is None else _total(dD), None if dt_bias is None else _total(dbias)
-    grads = (du, ddt, _total(dA), _total(dB), _total(dC), dD, dz, dbias, dh0)
+    run_scan(_backward, rows, wholes, softplus, per_group, 3 + max(1, -(-length // STEPS)))
+    dD, dbias = None if D is None else total(dD), None if dt_bias is None else total(dbias)
+    grads = (du, ddt, total(dA), total(dB), total(dC), dD, dz, dbias, dh0)
     return tuple(u.new_empty(0) if grad is None else grad for grad in grads)
-
-
-def _total(parts: Tensor) -> Tensor:
-    # Not torch's sum, whose order of additions is its own affair.
-    return parts[0] if len(parts) == 1 else torch.from_numpy(np.add.reduce(parts.numpy(), axis=0))

@@ -25,8 +25,6 @@ from vssm.ops.scan_numba import (
     STEPS,
     TILE,
     _compile,
-    _kernel,
-    _run,
     clear,
     draw_task,
     finish_forward,
@@ -34,7 +32,9 @@ from vssm.ops.scan_numba import (
     read_decay,
     read_numbers,
     read_states,
+    run_scan,
 )
+from vssm.ops.tasks import kernel
 from vssm.ops.vectors import (
     FLUSH,
     LANES,
@@ -71,7 +71,7 @@ def look_ahead(tile, A2, h, B, B_stride, C, C_stride, y, steps, states):
         store(h + ROW * n, kept)
 
 
-@_kernel
+@kernel
 def _forward(words, scratch):
     length, states = load_word(words, LENGTH), -(-load_word(words, COUNT) // 4) * 4
     B_buffer, C_buffer = scratch + NUMBERS, scratch + NUMBERS + 4 * STEPS * states
@@ -115,5 +115,5 @@ def forward(
     """Returns y; the arguments are those of `scan_ahead`."""
     dt, A, B, C, D, z, dt_bias = (t.float() for t in (dt, A, B, C, D, z, dt_bias))
     y = torch.empty(u.shape)
-    _run(_forward, (u, dt, z, B, C, y, None, None, None), (A, D, dt_bias, h0, None), True, 1, 2)
+    run_scan(_forward, (u, dt, z, B, C, y, None, None, None), (A, D, dt_bias, h0, None), True, 1, 2)
     return y
