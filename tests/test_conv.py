@@ -2,13 +2,21 @@
 
 from functools import partial
 
+import hypothesis
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import strategies as st
 
 from tests.conftest import relative_error
 from tests.interpreter import DEVICE, kernels, needs_interpreter, run_interpreted
-from vssm.ops.conv import _conv_silu, causal_conv_silu, causal_conv_silu_reference, linear_conv_silu
+from vssm.ops.conv import (
+    MAX_TAPS,
+    _conv_silu,
+    causal_conv_silu,
+    causal_conv_silu_reference,
+    linear_conv_silu,
+)
 from vssm.ops.linear import linear
 from vssm.ops.norm import RMSNorm
 
@@ -20,11 +28,11 @@ def test_in_the_interpreter():
     run_interpreted(__file__)
 
 
-def arguments(batch, length, channels, taps, state=True, dtype=torch.float32):
+def arguments(batch, length, channels, taps, state=True, dtype=torch.float32, device=DEVICE):
     """The input as one half of a tensor, as a Mamba block makes it."""
-    x = torch.randn(batch, length, 2 * channels, device=DEVICE).to(dtype)[..., :channels]
-    weight, bias = torch.randn(channels, taps, device=DEVICE), torch.randn(channels, device=DEVICE)
-    before = torch.randn(batch, taps - 1, channels, device=DEVICE).to(dtype) if state else None
+    x = torch.randn(batch, length, 2 * channels, device=device).to(dtype)[..., :channels]
+    weight, bias = torch.randn(channels, taps, device=device), torch.randn(channels, device=device)
+    before = torch.randn(batch, taps - 1, channels, device=device).to(dtype) if state else None
     return x, weight, bias, before
 
 
@@ -69,11 +77,68 @@ def test_kernels_follow_the_twin(size, state):
     assert torch.equal(after, wanted[1])
 
 
-@kernels
-def test_the_operator_is_well_formed():
-    pytest.importorskip("triton")
-    values = [t.requires_grad_() for t in arguments(2, 5, 3, 4)]
-    torch.library.opcheck(_conv_silu, tuple(values))
+sizes = st.tuples(*map(st.integers, (1, 1, 1, 1), (20, 70, 40, MAX_TAPS)))
+
+
+@hypothesis.given(size=sizes, state=st.booleans(), contiguous=st.booleans())
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_numba_follows_the_twin_in_float64(size, state, contiguous):
+    values = arguments(*size, state, device="cpu")
+    if contiguous:
+        values = values[0].mT.contiguous().mT, *values[1:]  # steps are next to each other, channels are not
+    dy, dafter = torch.randn(size[:3]), torch.randn(size[0], size[3] - 1, size[2])
+    exact = [None if t is None else t.double() for t in values]
+    wanted = results(causal_conv_silu_reference, exact, dy.double(), dafter.double())
+    numba = partial(causal_conv_silu, backend="numba")
+    given, again = (results(numba, values, dy, dafter) for _ in range(2))
+    for some, right, same in zip(given, wanted, again, strict=True):
+        assert some.shape == right.shape and torch.equal(some, same)
+        assert some.numel() == 0 or relative_error(some.double(), right) < 1e-5
+    with torch.no_grad():
+        y, after = numba(*values)
+    assert torch.equal(y, given[0]) and torch.equal(after, given[1])
+
+
+@torch.no_grad()
+def test_numba_does_not_depend_on_where_it_is_cut_or_on_threads():
+    x, weight, bias, before = arguments(9, 70, 37, 4, device="cpu")
+    y, after = causal_conv_silu(x, weight, bias, before, "numba")
+    for cut in (1, 2, 33, 69):
+        first, middle = causal_conv_silu(x[:, :cut], weight, bias, before, "numba")
+        second, end = causal_conv_silu(x[:, cut:], weight, bias, middle, "numba")
+        assert torch.equal(torch.cat([first, second], 1), y) and torch.equal(end, after)
+        assert torch.equal(causal_conv_silu(x[:5], weight, bias, before[:5], "numba")[0], y[:5])
+    threads = torch.get_num_threads()
+    try:
+        for other in (1, 3):
+            torch.set_num_threads(other)
+            assert torch.equal(causal_conv_silu(x, weight, bias, before, "numba")[0], y)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@torch.no_grad()
+def test_a_state_does_not_hold_on_to_the_whole_input():
+    x, weight, bias, _ = arguments(1, 50, 8, 4, device="cpu")
+    _, after = causal_conv_silu(x, weight, bias)
+    assert after.untyped_storage().nbytes() == after.nbytes
+
+
+def test_taps_that_the_kernel_has_no_room_for():
+    x, weight, bias, before = arguments(1, 5, 3, MAX_TAPS + 1, device="cpu")
+    y, after = causal_conv_silu(x, weight, bias, before)
+    wanted, end = causal_conv_silu_reference(x, weight, bias, before)
+    assert torch.equal(y, wanted) and torch.equal(after, end)
+    with pytest.raises(ValueError, match="up to 16 taps, not 17; allowed: 'auto', 'reference'"):
+        causal_conv_silu(x, weight, bias, before, "numba")
+
+
+@pytest.mark.parametrize("backend", ["numba", pytest.param("triton", marks=kernels)])
+def test_the_operator_is_well_formed(backend):
+    pytest.importorskip(backend)
+    device = DEVICE if backend == "triton" else "cpu"
+    values = [t.requires_grad_() for t in arguments(2, 5, 3, 4, device=device)]
+    torch.library.opcheck(_conv_silu, (*values, backend))
 
 
 @pytest.mark.gpu
@@ -89,13 +154,12 @@ def test_real_sizes(dtype):
         assert torch.equal(some, same)
 
 
-@kernels
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "numba", pytest.param("triton", marks=kernels)])
 @pytest.mark.parametrize("size", [(6, 5, 7, 4), (6, 35, 140, 4), (6, 2, 3, 3)])
 @pytest.mark.parametrize("times", [1, 2, 6])
 @torch.no_grad()
 def test_rows_share_a_state_and_leave_none(size, times, backend):
-    x, weight, bias, before = arguments(*size)
+    x, weight, bias, before = arguments(*size, device="cpu" if backend == "numba" else DEVICE)
     few = before[: 6 // times]
     y, after = causal_conv_silu(x, weight, bias, few.repeat_interleave(times, 0), backend)
     given, same = causal_conv_silu(x, weight, bias, few, backend)

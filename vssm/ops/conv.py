@@ -3,7 +3,13 @@
     s_t = bias + sum_k weight_k x_{t - K + 1 + k}          y_t = silu(s_t)          k = 0 ... K - 1
 
 Shapes: x, y (B, T, D); weight (D, K); bias (D,); state (B, K - 1, D), the last K - 1 inputs.
+
+Backends are those of the scan: `vssm.ops.conv_numba` and `vssm.ops.conv_triton` each offer `forward` and
+`backward`, which become one operator.
 """
+
+import importlib
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +20,9 @@ from vssm.ops.linear import Ready, linear, linear_parts, ready_parts
 from vssm.ops.scan import choose_backend
 
 __all__ = ["causal_conv_silu", "causal_conv_silu_reference", "linear_conv_silu"]
+
+MAX_TAPS = 16
+"""The `numba` kernels hold a window of inputs in the fastest cache."""
 
 
 def causal_conv_silu(
@@ -32,7 +41,7 @@ def causal_conv_silu(
         bias: The bias, (D,).
         state: The K - 1 inputs before x, (B, K - 1, D); zero if not given. With fewer rows,
             (B / S, K - 1, D), each is for S neighbouring rows of x.
-        backend: "auto" (`triton` on CUDA, else `reference`), "reference" or "triton".
+        backend: "auto", "reference", "numba" or "triton", as for `selective_scan`.
         last: Whether the state to go on from is asked for; else it has no rows.
 
     Returns:
@@ -44,27 +53,33 @@ def causal_conv_silu(
         tensor([0.7311, 1.7616, 2.8577, 2.8577])
     """
     taps = weight.shape[1]
-    kernels = choose_backend(backend, x.device, x.dtype) == "triton"
+    chosen = _choose(backend, x, taps)
     needed = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, weight, bias, state)
     )
-    if kernels and x.numel() and not needed and not torch.compiler.is_compiling():
-        from vssm.ops import conv_triton
-
+    direct = not needed and not torch.compiler.is_compiling()
+    if chosen == "triton" and direct and x.numel():
         after = x.new_empty(x.shape[0] if last else 0, taps - 1, x.shape[2])
-        return conv_triton.forward(x, weight, bias, state, after if last else None), after
+        return _kernels(chosen).forward(x, weight, bias, state, after if last else None), after
     if state is not None and len(state) != len(x):
         state = state.repeat_interleave(len(x) // len(state), 0)
-    if not kernels:
+    if chosen == "reference":
         y, after = causal_conv_silu_reference(x, weight, bias, state)
         return y, after if last else after[:0]
-    if x.shape[1] >= taps - 1:
+    if chosen == "numba":  # knows float32 only
+        weight, bias, state = weight.float(), bias.float(), None if state is None else state.float()
+    if not last:
+        after = x.new_empty(0, taps - 1, x.shape[2])
+    elif x.shape[1] >= taps - 1:
         after = x[:, x.shape[1] - (taps - 1) :]
+        after = after.clone() if direct else after  # x may be a part of something large
     elif state is None:
         after = F.pad(x, (0, 0, taps - 1 - x.shape[1], 0))
     else:
         after = torch.cat([state[:, x.shape[1] :].to(x.dtype), x], 1)
-    return _conv_silu(x, weight, bias, state), after if last else after[:0]
+    if direct:  # the dispatcher costs tens of microseconds a call
+        return _kernels(chosen).forward(x, weight, bias, state), after
+    return _conv_silu(x, weight, bias, state, chosen), after
 
 
 def linear_conv_silu(
@@ -132,40 +147,55 @@ def causal_conv_silu_reference(
     return F.silu(y), padded[:, length:]
 
 
-@torch.library.custom_op("vssm::conv_silu", mutates_args=())
-def _conv_silu(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> Tensor:
-    from vssm.ops import conv_triton
+def _choose(backend: str, x: Tensor, taps: int) -> str:
+    """Returns the backend that runs; `numba` has room for few taps only, and gains nothing at one step."""
+    chosen = choose_backend(backend, x.device, x.dtype)
+    if chosen == "numba" and backend == "auto" and (taps > MAX_TAPS or x.shape[1] == 1):
+        return "reference"
+    if chosen != "numba" or taps <= MAX_TAPS:
+        return chosen
+    raise ValueError(
+        f"backend='numba' can not run here: it takes up to {MAX_TAPS} taps, not {taps}; "
+        "allowed: 'auto', 'reference'"
+    )
 
-    return conv_triton.forward(x, weight, bias, state)
+
+def _kernels(backend: str) -> ModuleType:
+    # Imported at first use: numba and triton take a second to load and not everybody needs them.
+    return importlib.import_module(f"vssm.ops.conv_{backend}")
+
+
+@torch.library.custom_op("vssm::conv_silu", mutates_args=())
+def _conv_silu(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, backend: str) -> Tensor:
+    return _kernels(backend).forward(x, weight, bias, state)
 
 
 @_conv_silu.register_fake
-def _(x, weight, bias, state):  # noqa: ANN001, ANN202
+def _(x, weight, bias, state, backend):  # noqa: ANN001, ANN202
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("vssm::conv_silu_backward", mutates_args=())
 def _conv_silu_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from vssm.ops import conv_triton
-
-    return conv_triton.backward(dy, x, weight, bias, state)
+    return _kernels(backend).backward(dy, x, weight, bias, state)
 
 
 @_conv_silu_backward.register_fake
-def _(dy, x, weight, bias, state):  # noqa: ANN001, ANN202
+def _(dy, x, weight, bias, state, backend):  # noqa: ANN001, ANN202
     like = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, weight, bias)]
     return *like, x.new_empty(0) if state is None else torch.empty_like(state)
 
 
 def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(*inputs[:4])
+    ctx.backend = inputs[4]
 
 
 def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
-    *grads, dstate = _conv_silu_backward(dy, *ctx.saved_tensors)
-    return *grads, dstate if ctx.saved_tensors[3] is not None else None
+    *grads, dstate = _conv_silu_backward(dy, *ctx.saved_tensors, ctx.backend)
+    return *grads, dstate if ctx.saved_tensors[3] is not None else None, None
 
 
 _conv_silu.register_autograd(_backward, setup_context=_setup_context)
