@@ -14,16 +14,20 @@
 | z | first result of `sample_and_kl` | (..., Z, N) one-hot |
 | KL, E_q log p | | (...) |
 
-On a GPU the kernels of `vssm.ops.latents_triton` read logits of any half or single precision once, compute in
-float32 and keep nothing for backward but their inputs. Elsewhere PyTorch does it, in float32 or float64.
+On a GPU the kernels of `vssm.ops.latents_triton` read logits of any half or single precision once, on a CPU
+those of `vssm.ops.latents_numba` logits in float32. They compute in float32 and keep nothing for backward but
+their inputs. Elsewhere PyTorch does it, in float32 or float64.
 """
 
+import importlib
 import math
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from vssm.ops.dispatch import choose_fused, needs_operator
+from vssm.ops.dispatch import needs_operator
+from vssm.ops.scan import choose_backend
 
 __all__ = [
     "ESTIMATORS",
@@ -82,7 +86,7 @@ def sample_and_kl(
         noise: Uniform numbers strictly inside (0, 1), (..., Z, N), which get no gradient.
         dtype: The dtype of z, in which ones and zeros are exact; that of the KL if not given.
         prior: The logits of the prior, finite, (..., Z, N); gradients flow to them too. Uniform if not given.
-        backend: "auto", "reference" or "triton".
+        backend: "auto", "reference", "numba" or "triton".
         estimator: "gumbel" or "reinmax", as for `gumbel_one_hot`.
 
     Returns:
@@ -97,7 +101,8 @@ def sample_and_kl(
         raise ValueError(f"logits has shape {tuple(logits.shape)}; allowed: (..., components, classes)")
     _check_estimator(estimator)
     refusal = _refusal(logits, noise, "noise") or (prior is not None and _refusal(logits, prior, "prior"))
-    if not choose_fused(backend, logits.device, logits.dtype, refusal or None):
+    chosen = _choose(backend, logits, refusal or None)
+    if chosen == "reference":
         exact = at_least_float32(logits)
         z, log_q = gumbel_one_hot(exact, noise, estimator), exact.log_softmax(-1)
         if prior is None:
@@ -107,8 +112,8 @@ def sample_and_kl(
         return z if dtype is None else z.to(dtype), kl
     dtype = dtype or torch.float32
     if needs_operator(logits) or (prior is not None and needs_operator(prior)):
-        return _sample(logits, noise, prior, dtype, estimator == "reinmax")
-    return _kernels().sample_forward(logits, noise, prior, dtype)
+        return _sample(logits, noise, prior, dtype, estimator == "reinmax", chosen)
+    return _kernels(chosen).sample_forward(logits, noise, prior, dtype)
 
 
 def expected_log_prob(logits: Tensor, q: Tensor, backend: str = "auto") -> Tensor:
@@ -117,7 +122,7 @@ def expected_log_prob(logits: Tensor, q: Tensor, backend: str = "auto") -> Tenso
     Arguments:
         logits: Those of p, finite, (..., Z, N); gradients flow to them.
         q: The logits of q, finite, (..., Z, N). If they need a gradient too, PyTorch does it all.
-        backend: "auto", "reference" or "triton".
+        backend: "auto", "reference", "numba" or "triton".
 
     Returns:
         The expectation, (...), in float32, or float64 if the logits are.
@@ -131,17 +136,28 @@ def expected_log_prob(logits: Tensor, q: Tensor, backend: str = "auto") -> Tenso
     refusal = _refusal(logits, q, "q")
     if torch.is_grad_enabled() and q.requires_grad:
         refusal = "q requires a gradient"
-    if not choose_fused(backend, logits.device, logits.dtype, refusal):
+    chosen = _choose(backend, logits, refusal)
+    if chosen == "reference":
         p, q = (at_least_float32(values).log_softmax(-1) for values in (logits, q))
         return (q.exp() * p).sum((-2, -1))
     if needs_operator(logits):
-        return _expected(logits, q)
-    return _kernels().expected_forward(logits, q)
+        return _expected(logits, q, chosen)
+    return _kernels(chosen).expected_forward(logits, q)
 
 
 def _check_estimator(estimator: str) -> None:
     if estimator not in ESTIMATORS:
         raise ValueError(f"estimator={estimator!r} is unknown; allowed: {', '.join(map(repr, ESTIMATORS))}")
+
+
+def _choose(backend: str, logits: Tensor, refusal: str | None) -> str:
+    """Returns the backend that runs; raises `ValueError` when the one asked for can not."""
+    chosen = choose_backend(backend, logits.device, logits.dtype)
+    if refusal is None or chosen == "reference":
+        return chosen
+    if backend == "auto":
+        return "reference"
+    raise ValueError(f"backend={backend!r} can not run here: {refusal}; allowed: 'auto', 'reference'")
 
 
 def _refusal(logits: Tensor, other: Tensor, name: str) -> str | None:
@@ -152,8 +168,9 @@ def _refusal(logits: Tensor, other: Tensor, name: str) -> str | None:
         return f"{name} is on {other.device}, not on {logits.device} as the logits"
     if other.dtype == torch.float64:
         return f"{name} has dtype float64"
-    if logits.shape[-1] > MAX_CLASSES:
-        return f"there are {logits.shape[-1]} classes, more than {MAX_CLASSES}"
+    if not 0 < logits.shape[-1] <= MAX_CLASSES:
+        many = f"more than {MAX_CLASSES}" if logits.shape[-1] else "not one"
+        return f"there are {logits.shape[-1]} classes, {many}"
     return None
 
 
@@ -162,22 +179,20 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _kernels():  # noqa: ANN202
-    # Imported at first use: triton takes a second to load and not everybody has it.
-    from vssm.ops import latents_triton
-
-    return latents_triton
+def _kernels(backend: str) -> ModuleType:
+    # Imported at first use: numba and triton take a second to load and not everybody needs them.
+    return importlib.import_module(f"vssm.ops.latents_{backend}")
 
 
 @torch.library.custom_op("vssm::sample_and_kl", mutates_args=())
 def _sample(
-    logits: Tensor, noise: Tensor, prior: Tensor | None, dtype: torch.dtype, reinmax: bool
+    logits: Tensor, noise: Tensor, prior: Tensor | None, dtype: torch.dtype, reinmax: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
-    return _kernels().sample_forward(logits, noise, prior, dtype)
+    return _kernels(backend).sample_forward(logits, noise, prior, dtype)
 
 
 @_sample.register_fake
-def _(logits, noise, prior, dtype, reinmax):  # noqa: ANN001, ANN202
+def _(logits, noise, prior, dtype, reinmax, backend):  # noqa: ANN001, ANN202
     return logits.new_empty(logits.shape, dtype=dtype), logits.new_empty(
         logits.shape[:-2], dtype=torch.float32
     )
@@ -185,54 +200,56 @@ def _(logits, noise, prior, dtype, reinmax):  # noqa: ANN001, ANN202
 
 @torch.library.custom_op("vssm::sample_and_kl_backward", mutates_args=())
 def _sample_backward(
-    dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor, prior: Tensor | None, reinmax: bool
+    dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor, prior: Tensor | None, reinmax: bool, backend: str
 ) -> tuple[Tensor, Tensor]:
-    return _kernels().sample_backward(dz, dkl, logits, noise, prior, reinmax)
+    return _kernels(backend).sample_backward(dz, dkl, logits, noise, prior, reinmax)
 
 
 @_sample_backward.register_fake
-def _(dz, dkl, logits, noise, prior, reinmax):  # noqa: ANN001, ANN202
+def _(dz, dkl, logits, noise, prior, reinmax, backend):  # noqa: ANN001, ANN202
     return logits.new_empty(logits.shape), logits.new_empty(0) if prior is None else prior.new_empty(
         prior.shape
     )
 
 
 @torch.library.custom_op("vssm::expected_log_prob", mutates_args=())
-def _expected(logits: Tensor, q: Tensor) -> Tensor:
-    return _kernels().expected_forward(logits, q)
+def _expected(logits: Tensor, q: Tensor, backend: str) -> Tensor:
+    return _kernels(backend).expected_forward(logits, q)
 
 
 @_expected.register_fake
-def _(logits, q):  # noqa: ANN001, ANN202
+def _(logits, q, backend):  # noqa: ANN001, ANN202
     return logits.new_empty(logits.shape[:-2], dtype=torch.float32)
 
 
 @torch.library.custom_op("vssm::expected_log_prob_backward", mutates_args=())
-def _expected_backward(grad: Tensor, logits: Tensor, q: Tensor) -> Tensor:
-    return _kernels().expected_backward(grad, logits, q)
+def _expected_backward(grad: Tensor, logits: Tensor, q: Tensor, backend: str) -> Tensor:
+    return _kernels(backend).expected_backward(grad, logits, q)
 
 
 @_expected_backward.register_fake
-def _(grad, logits, q):  # noqa: ANN001, ANN202
+def _(grad, logits, q, backend):  # noqa: ANN001, ANN202
     return logits.new_empty(logits.shape)
 
 
 def _save_two(ctx, inputs, output) -> None:  # noqa: ANN001
     ctx.save_for_backward(*inputs[:2])
+    ctx.backend = inputs[2]
 
 
 def _save_draw(ctx, inputs, output) -> None:  # noqa: ANN001
     ctx.save_for_backward(*inputs[:3])
-    ctx.reinmax = inputs[4]
+    ctx.reinmax, ctx.backend = inputs[4:]
 
 
 def _sample_gradient(ctx, dz, dkl):  # noqa: ANN001, ANN202
     logits, noise, prior = ctx.saved_tensors
-    dv, dprior = _sample_backward(dz, dkl, logits, noise, prior, ctx.reinmax)
-    return dv, None, None if prior is None else dprior, None, None
+    dv, dprior = _sample_backward(dz, dkl, logits, noise, prior, ctx.reinmax, ctx.backend)
+    return dv, None, None if prior is None else dprior, None, None, None
 
 
 _sample.register_autograd(_sample_gradient, setup_context=_save_draw)
 _expected.register_autograd(
-    lambda ctx, grad: (_expected_backward(grad, *ctx.saved_tensors), None), setup_context=_save_two
+    lambda ctx, grad: (_expected_backward(grad, *ctx.saved_tensors, ctx.backend), None, None),
+    setup_context=_save_two,
 )

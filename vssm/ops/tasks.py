@@ -43,23 +43,21 @@ def cut(batch: int, channels: int) -> tuple[int, int, int, int]:
     return per_task, per_group, parts, -(-tiles // per_group)
 
 
-def run(
-    function: Callable, rows: tuple, wholes: tuple, count: int, size: int, softplus: bool = False
-) -> None:
+def run(function: Callable, rows: tuple, wholes: tuple, count: int, size: int, flag: bool = False) -> None:
     """Runs all tasks of a kernel, in several threads if it pays.
 
     Arguments:
         function: The kernel.
         rows: The operands that have strides, in the order of their words; the first is (B, T, D).
         wholes: The other operands, in the order of their words.
-        count: How many numbers a channel has at every step: states of a scan, taps of a convolution.
+        count: How many numbers a channel has at every step: states of a scan, taps of a convolution, classes.
         size: The bytes that a thread works in.
-        softplus: Whether a scan passes dt through softplus.
+        flag: The last of the sizes in the table, of which every kernel has its own.
     """
     batch, length, channels = rows[0].shape
     per_task, per_group, parts, groups = cut(batch, channels)
     tasks = parts * groups
-    sizes = (tasks, per_task, per_group, batch, length, channels, count, softplus)
+    sizes = (tasks, per_task, per_group, batch, length, channels, count, flag)
     table, copies = table_of(sizes, rows, wholes)
     address = table.buffer_info()[0]
     small = batch * length * channels * count < INLINE

@@ -1,4 +1,4 @@
-"""Vectors of float32 numbers for numba code, and the functions of them that the scan needs.
+"""Vectors of float32 numbers for numba code, and the functions of them that kernels need.
 
 A *row* is LANES numbers, what one register holds; a *block* is four rows. A processor can start two
 multiply-adds a cycle but each takes four cycles: the four independent rows of a block keep it busy.
@@ -9,7 +9,7 @@ p is a polynomial, a minimax fit with a relative error of 4e-7. q has no constan
 adds it to 1, so that a decay very close to 1 loses no digits.
 
 Memory is named by its address, a 64-bit integer. numba's cache of compiled kernels watches the file of the
-kernel only: after a change here, touch `scan_numba.py`.
+kernel only: after a change here, touch the files that end in `_numba.py`.
 """
 # ruff: noqa: ANN001, ANN002, ANN201, ANN202, ANN401 (numba infers the types)
 
@@ -114,6 +114,18 @@ def _power(builder, x):
     bits = ir.VectorType(_int, x.type.count)
     shift = ir.Constant(bits, [23] * bits.count)
     return builder.bitcast(builder.shl(builder.bitcast(x, bits), shift), x.type)
+
+
+def _exponent(builder, x):
+    bits = ir.VectorType(_int, x.type.count)
+    exponent = builder.lshr(builder.bitcast(x, bits), ir.Constant(bits, [23] * bits.count))
+    return builder.sitofp(builder.sub(exponent, ir.Constant(bits, [126] * bits.count)), x.type)
+
+
+def _mantissa(builder, x):
+    bits = ir.VectorType(_int, x.type.count)
+    digits = builder.and_(builder.bitcast(x, bits), ir.Constant(bits, [0x7FFFFF] * bits.count))
+    return builder.bitcast(builder.or_(digits, ir.Constant(bits, [0x3F000000] * bits.count)), x.type)
 
 
 def _exceeds(builder, x, y):
@@ -228,6 +240,10 @@ transpose = _operation(_transpose, types.none)  # LANES rows of LANES numbers
 power = _operation(_power)  # 2^k from k + ROUND
 maximum = _operation(lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), y, x))
 minimum = _operation(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), y, x))
+exponent = _operation(_exponent)  # k of x = 2^k m with 1/2 <= m < 1, for a normal x > 0
+mantissa = _operation(_mantissa)  # and m
+if_less = _operation(lambda b, x, y, then, other: b.select(b.fcmp_ordered("<", x, y), then, other))
+if_equal = _operation(lambda b, x, y, then, other: b.select(b.fcmp_ordered("==", x, y), then, other))
 exceeds = _operation(_exceeds, types.boolean)  # whether x > y anywhere
 prefetch = _operation(_prefetch, types.none)
 draw = _operation(_draw, types.int64)  # the next number of a counter that threads share
@@ -274,6 +290,25 @@ def exp2(x, y, bounded):
 def exp(x):
     q, s = exp2(minimum(maximum(x, -87.0), 87.0), LOG2E, True)
     return muladd(q, s, s)
+
+
+@inline
+def log(x):
+    """k log(2) + log(1 + f) with x = 2^k (1 + f), 1 + f around 1; the polynomial is that of Cephes' logf."""
+    k, m = exponent(x), mantissa(x)
+    f = if_less(m, 0.7071067811865476, m + m, m) - 1.0
+    k = if_less(m, 0.7071067811865476, k - 1.0, k)
+    p = muladd(f, 0.070376836292, -0.11514610310)
+    p = muladd(f, p, 0.11676998740)
+    p = muladd(f, p, -0.12420140846)
+    p = muladd(f, p, 0.14249322787)
+    p = muladd(f, p, -0.16668057665)
+    p = muladd(f, p, 0.20000714765)
+    p = muladd(f, p, -0.24999993993)
+    p = muladd(f, p, 0.33333331174)
+    square = f * f
+    p = muladd(k, -2.12194440e-4, p * f * square - 0.5 * square)  # log(2) in two parts: the first is exact
+    return muladd(k, 0.693359375, f + p)
 
 
 @inline
