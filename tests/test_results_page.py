@@ -78,3 +78,20 @@ def test_damaged_quality_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"mnist_base\.json' is damaged"):
         write_page(tmp_path / "results", tmp_path / "results.md")
     assert not (tmp_path / "results.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("metrics", {"vssm_crps": "low"}, "metric vssm_crps is no number"),
+        ("config", None, "config is no JSON object"),
+        ("command", 3, "command is no text"),
+        ("name", ["forecast"], "name is no text"),
+    ],
+)
+def test_damaged_benchmarks_are_named(part, value, message, tmp_path):
+    make_result(tmp_path / "results", "speed", {"ms": 1.0})
+    path = tmp_path / "results" / "speed.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), part: value}))
+    with pytest.raises(ValueError, match=rf"speed\.json' is damaged: .*{message}.*; allowed: a result file$"):
+        write_page(tmp_path / "results", tmp_path / "results.md")
