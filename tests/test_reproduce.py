@@ -305,7 +305,7 @@ def test_the_page_is_made_of_the_results_alone(done, tmp_path, capsys):
     assert "No run of this scale is committed yet; `vssm reproduce mnist` makes them." in text
     assert re.search(r"- vssm against ssm: \+\d+\.\d nats in full, \+\d+\.\d in the second half; ", text)
     scan = read(results / "scan_epyc-2cores.json")
-    assert f"| `fwd_ms` | {scan['metrics']['fwd_ms_b16_t256']:.4g} |" in text
+    assert f"| 16 x 256 | **{scan['metrics']['fwd_ms_b16_t256']:.4g}** |" in text
     commit, day = scan["commit"][:12], scan["date"][:10]
     assert f"`vssm bench scan --device cpu` | AMD EPYC, 2 cores | {commit} | {day} |" in text
     assert sorted(path.name for path in (page.parent / "pictures").iterdir()) == [
@@ -325,11 +325,18 @@ def test_the_page_is_made_of_the_results_alone(done, tmp_path, capsys):
 
 
 def test_the_committed_page_is_up_to_date(tmp_path):
-    page = write_page(ROOT / "results", tmp_path / "results.md")
+    (tmp_path / "results").symlink_to(ROOT / "results")
+    page = write_page(tmp_path / "results", tmp_path / "docs" / "results.md")
     committed = (ROOT / "docs" / "results.md").read_text()
     assert page.read_text() == committed, "vssm report --results results --page docs/results.md"
-    for picture in re.findall(r"\]\((pictures/[^)]+)\)", committed):
-        assert (ROOT / "docs" / picture).is_file()
+    pictures, files = (
+        re.findall(r"\]\((pictures/[^)]+)\)", committed),
+        re.findall(r"^\[.+\]: (.+)$", committed, re.M),
+    )
+    assert pictures
+    assert files
+    for path in (*pictures, *files):
+        assert (ROOT / "docs" / path).is_file(), path
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ _COLOURS: dict[str, str] = dict(
 )
 _SHOWN_COLUMNS = 4  # of the samples, in the figure
 _STORED_COLUMNS = 16
+_JSON = {dict: "JSON object", str: "text"}
+_ENVELOPE = {"metrics": dict, "machine": dict, "config": dict, "name": str, "command": str, "date": str}
 
 Result = dict[str, Any]
 
@@ -32,15 +34,20 @@ def scored_runs(folder: Path, data: str) -> dict[str, list[Result]]:
 
 
 def read_results(paths: Iterable[Path]) -> list[Result]:
+    """Reads result files, and adds to each its own `path`; a file that is damaged is named."""
     results = []
     for path in sorted(paths):
         try:
             values = json.loads(path.read_bytes())
-            if not isinstance(values["metrics"], dict) or not isinstance(values["machine"], dict):
-                raise TypeError("metrics and machine are no JSON objects")
+            for part, kind in _ENVELOPE.items():
+                if not isinstance(values[part], kind):
+                    raise TypeError(f"{part} is no {_JSON[kind]}")
+            for name, value in values["metrics"].items():
+                if value is not None and not isinstance(value, int | float):
+                    raise TypeError(f"metric {name} is no number")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{str(path)!r} is damaged: {error!r}; allowed: a result file") from None
-        results.append(values)
+        results.append({**values, "path": path})
     return results
 
 
