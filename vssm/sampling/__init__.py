@@ -25,7 +25,7 @@ On a GPU, a call that is made a second time is recorded as a CUDA graph and repl
 
 from torch import Tensor
 
-from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational
+from vssm.models import VRNN, Ladder, Model, Variational
 from vssm.nn import State
 from vssm.sampling.ladder import read_ladder, sample_ladder
 from vssm.sampling.parallel import read_variational, sample_variational
@@ -93,7 +93,7 @@ def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:
     """Reads known data, (B, C, D) or tokens, and returns the state after it."""
     if isinstance(model, VRNN):
         return read_vrnn(model, x, state, source)
-    if isinstance(model, Autoregressive):
+    if not isinstance(model, Variational | Ladder):  # also what wraps a model, as in `sample`
         return read_autoregressive(model, x, state)
 
     def make(x: Tensor, state: State | None, source: Noise) -> State:
