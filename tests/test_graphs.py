@@ -213,6 +213,21 @@ def test_long_sequences_are_made_in_chunks_that_fit(recorded, device, slab, monk
     assert not divided
 
 
+@pytest.mark.parametrize("room", [1, 200, 256, 300, 1000])
+def test_chunks_are_not_short(room, slab):
+    """Those that fit are made; where these would have fewer than 256 steps, rows are divided instead."""
+    slab(4 * room)
+    model = small_model("vssm")
+    for length in (1, 255, 256, 257, 300, 511, 512, 513, 1000, 1024, 4095):
+        for chunk in (length, 100, 290):
+            options = sampling.Options(length, chunk, False, 1, 1.0, False)
+            fits = slabs.fitting(model, options, 4, 0, False).chunk
+            if min(chunk, length) <= max(room, 256):
+                assert fits == chunk
+            else:
+                assert fits <= chunk and 256 <= fits <= max(room, 511)
+
+
 def test_only_a_vssm_makes_chunks_of_its_own(slab, monkeypatch):
     model = small_model("tvae")
     whole = generate(model, num=4, length=9)

@@ -44,7 +44,8 @@ def fitting(model: Model, options: Options, num: int, known: int, reads: bool) -
     most = max(room, _SHORTEST)
     if min(options.chunk, options.length) <= most:
         return options
-    return options._replace(chunk=-(-options.length // -(-options.length // most)))  # of one size
+    count = max(1, min(-(-options.length // most), options.length // _SHORTEST))
+    return options._replace(chunk=min(options.chunk, -(-options.length // count)))  # of one size
 
 
 def in_slabs(
