@@ -31,6 +31,7 @@ from vssm.recording import Recording
 from vssm.sampling import slabs, stepwise
 from vssm.sampling.parallel import _empty_runs
 from vssm.watch import Watch
+from vssm.weights import first_weight
 
 PARALLEL = ("tvae", "vssm")
 STEPWISE = ("transformer", "ssm", "rnn", "vrnn")
@@ -292,6 +293,31 @@ def test_slabs_take_less_memory_than_one_pass(kind, slab):
             state = observe(model, x)
         most.append(live.most)
     assert most[1] - state_bytes(state) < (most[0] - state_bytes(state)) / 3
+
+
+@pytest.mark.parametrize("layers", [1, 4, 12])
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [(kind, start) for kind in PARALLEL for start in ("nothing", "prompt", "read")]
+    + [("transformer", "read"), ("ssm", "read")],
+)
+def test_a_slab_takes_what_is_expected(kind, start, layers):
+    sizes = {"features": 8, "width": 64, "latents": 8, "classes": 8}
+    model = small_model(kind, layers=layers, **sizes)
+    x, num, steps = sequences(model, 12, 96), 12, 96
+    live = Live()
+    live.seen |= {weight.untyped_storage()._cdata for weight in model.parameters()}
+    with live:
+        if start == "read":
+            observe(model, x)
+        elif start == "prompt":
+            generate(model, prompt=x, length=96, graphs=False)
+            steps = 2 * 96
+        else:
+            generate(model, num=num, length=96, graphs=False)
+    reads = kind in PARALLEL and start != "nothing"
+    expected = num * steps * slabs._bytes_of_step(model, first_weight(model), reads)
+    assert 0.6 < live.most / expected < 1.25
 
 
 def state_bytes(state):

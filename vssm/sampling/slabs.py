@@ -88,10 +88,13 @@ def bytes_of_slab(device: torch.device) -> int:
 def _bytes_of_step(model: Model, weight: Tensor, reads: bool) -> int:
     """Returns about what a pass takes for a row and step, as measured on an H200 from nothing.
 
-    Products and scan of one block are in memory at a time; logits of latents and head beside them.
+    Products and scan of one block are in memory at a time; logits of latents and head beside them. Keys and
+    values of all blocks of attention stay, and hold on to the queries, with which they were made.
     """
     config = model.config
     numbers = config.width * (5 * config.expand + 5) + 4 * model.head.size
+    if config.block == "attention":  # who reads has such a stack beside the decoder
+        numbers += 3 * config.width * config.layers * (2 if reads else 1)
     if reads:
         numbers += 3 * config.latents * config.classes
     return numbers * weight.itemsize
