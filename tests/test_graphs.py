@@ -27,7 +27,7 @@ from vssm.forecast import Forecaster
 from vssm.models import build
 from vssm.nn import State
 from vssm.nn.attention import AttentionBlock
-from vssm.recording import Recording
+from vssm.recording import OneShot, Recording
 from vssm.sampling import slabs, stepwise
 from vssm.sampling.parallel import _empty_runs
 from vssm.watch import Watch
@@ -183,7 +183,8 @@ def test_slabs_of_rows_equal_all_rows_at_once(options, recorded, device, replays
             same_results(*rests)
         read_apart = kind in ("transformer", "ssm") and len(start.get("prompt", ())) > 1
         assert bool(divided) == (parallel or read_apart)
-    assert bool(replays["replayed"]) == recorded
+    # Steps that follow one another are replayed; passes that were divided are not even recorded.
+    assert bool(replays["replayed"]) == bool(replays["recorded"]) == (recorded and not parallel)
     divided = slab(1)
     same_states(observe(model, prompts[:, :2], seed=3), read)
     assert bool(divided) == (kind not in ("rnn", "vrnn"))
@@ -247,13 +248,41 @@ def test_chunks_that_mean_something_stay(options, slab, monkeypatch):
     same_results(generate(model, num=2, length=9, **options), whole)
 
 
+@pytest.mark.parametrize("rows", [2, 1])
 @pytest.mark.parametrize("kind", PARALLEL)
-def test_slabs_share_what_all_rows_share(kind, device, slab):
+def test_slabs_share_what_all_rows_share(kind, rows, device, slab):
+    """Where there is room for one row only, two are made: the states of single rows would not be shared."""
     model = small_model(kind).to(device)
-    slab(2 * 5)  # two rows
-    made = generate(model, num=5, length=5)
-    assert all(tensor.stride(0) == 0 for tensor in made.state.child("blind").leaves())
-    assert all(tensor.stride(0) > 0 for tensor in made.state.child("decoder").leaves())
+    for prompt in (None, sequences(model, 1, 3).to(device)):
+        whole = generate(model, num=5, length=5, prompt=prompt, graphs=False)
+        divided = slab(rows * (5 if prompt is None else 8))
+        made = generate(model, num=5, length=5, prompt=prompt)
+        assert divided
+        same_results(made, whole)
+        assert all(tensor.stride(0) == 0 for tensor in made.state.child("blind").leaves())
+        assert all(tensor.stride(0) > 0 for tensor in made.state.child("decoder").leaves())
+        slab(2**20)
+
+
+def test_rows_of_a_slab(slab):
+    model = small_model("ssm")
+    slab(12)
+    assert [slabs.rows_of_slab(model, 5, steps, False) for steps in (0, 1, 2, 3, 4, 6, 12, 13)] == (
+        [5, 5, 5, 3, 3, 2, 1, 1]
+    )
+    assert [slabs.rows_of_slab(model, num, 12, False, least=2) for num in (1, 2, 3, 5, 6)] == [1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("kind", ["transformer", "ssm"])
+def test_prompts_that_are_read_in_slabs_are_not_recorded(kind, device, replays, slab):
+    model = small_model(kind).to(device)
+    prompts = sequences(model, 5, 4).to(device)
+    slab(2 * 4)
+    for _ in range(3):
+        generate(model, prompt=prompts, length=0)
+    assert replays["recorded"] == 0
+    check(model, replays, prompt=prompts[:2])  # fits: both parts are
+    assert sum(isinstance(program, OneShot) for program in programs(model).values()) == 1
 
 
 class Live(TorchDispatchMode):

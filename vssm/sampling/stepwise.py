@@ -15,7 +15,7 @@ from vssm.models import VRNN, Autoregressive
 from vssm.nn import State, reserve, trim
 from vssm.nn.stack import sinusoids
 from vssm.sampling.request import Noise, Options, Result, expand_rows, nothing, portable
-from vssm.sampling.slabs import in_slabs
+from vssm.sampling.slabs import in_slabs, rows_of_slab
 from vssm.trees import describe, join
 
 __all__ = ["read_autoregressive", "read_vrnn", "sample_autoregressive", "sample_recomputed", "sample_vrnn"]
@@ -80,8 +80,9 @@ def read_autoregressive(
     """Returns the state after known data."""
     if model.config.block == "gru":  # reads step by step in one call: slabs would read one after the other
         return model(prompt, state)[1]
-    read = partial(_read_rows, model, record)
-    return in_slabs(read, model, len(prompt), prompt.shape[1], False, prompt, state)
+    num = len(prompt)
+    rows = rows_of_slab(model, num, prompt.shape[1], False)
+    return in_slabs(partial(_read_rows, model, record and rows == num), rows, num, prompt, state)
 
 
 def _read_rows(model: Autoregressive, record: bool, prompt: Tensor, state: State | None) -> State:
