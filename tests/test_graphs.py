@@ -27,7 +27,7 @@ from vssm.forecast import Forecaster
 from vssm.models import build
 from vssm.nn import State
 from vssm.nn.attention import AttentionBlock
-from vssm.recording import OneShot, Recording
+from vssm.recording import OneShot, Recorder, Recording
 from vssm.sampling import slabs, stepwise
 from vssm.sampling.parallel import _empty_runs
 from vssm.watch import Watch
@@ -49,7 +49,7 @@ def device(request, monkeypatch):
 def replays(monkeypatch):
     """Counts what is recorded and replayed."""
     counts = {"recorded": 0, "replayed": 0}
-    record, replay = graphs.Recorder.record, Recording.replay
+    record, replay = Recorder.record, Recording.replay
 
     def counting_record(*arguments):
         counts["recorded"] += 1
@@ -59,7 +59,7 @@ def replays(monkeypatch):
         counts["replayed"] += 1
         return replay(*arguments)
 
-    monkeypatch.setattr(graphs.Recorder, "record", counting_record)
+    monkeypatch.setattr(Recorder, "record", counting_record)
     monkeypatch.setattr(Recording, "replay", counting_replay)
     return counts
 
@@ -460,7 +460,7 @@ def static_memory(model):
     """Where the programs of a model read and write."""
     found = set()
     for program in programs(model).values():
-        if isinstance(program, graphs.OneShot):
+        if isinstance(program, OneShot):
             found |= memory(*program.static, *program.fixed.leaves(), *program.recording.outputs.leaves())
         else:
             found |= memory(*program.carried.leaves(), *getattr(program, "caches", ()))
@@ -871,7 +871,7 @@ def test_a_failed_recording_falls_back_with_one_warning(device, monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("out of memory: tried 8 GiB\nand more lines")
 
-    monkeypatch.setattr(graphs.Recorder, "record", fail)
+    monkeypatch.setattr(Recorder, "record", fail)
     model = small_model("vssm").to(device)
     expected = generate(model, num=2, length=4, graphs=False).x
     generate(model, num=2, length=4)
@@ -1202,7 +1202,7 @@ def test_calls_with_other_seeds_need_not_wait_for_each_other():
 
 def test_a_number_of_the_host_changes_only_after_what_is_watched_was_seen():
     log = []
-    shot = graphs.OneShot.__new__(graphs.OneShot)
+    shot = OneShot.__new__(OneShot)
     shot._told = {"seed": Mock(fill=lambda number: log.append(number))}
     shot.fixed, shot.static = {}, []
     watch = {"expect": lambda: log.append("expect"), "unchanged": lambda: not log.append("unchanged")}

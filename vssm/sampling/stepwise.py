@@ -14,6 +14,7 @@ from vssm import graphs
 from vssm.models import VRNN, Autoregressive
 from vssm.nn import State, reserve, trim
 from vssm.nn.stack import sinusoids
+from vssm.recording import Decoder, Loop, OneShot, Recorder
 from vssm.sampling.request import Noise, Options, Result, expand_rows, nothing, portable
 from vssm.sampling.slabs import in_slabs, rows_of_slab
 from vssm.trees import describe, join
@@ -93,7 +94,7 @@ def _read_rows(model: Autoregressive, record: bool, prompt: Tensor, state: State
             model,
             prompt.device,
             ("read", describe(inputs)),
-            lambda recorder: graphs.OneShot(recorder, model, _autoregressive_tree, inputs, State({})),
+            lambda recorder: OneShot(recorder, model, _autoregressive_tree, inputs, State({})),
             inputs,
             {},
             prompt.shape[1] + (0 if state is None else state.position),
@@ -111,7 +112,7 @@ def _autoregressive_tree(model: Autoregressive, inputs: State) -> State:
 def _looped(
     model: Autoregressive | VRNN,
     key: tuple,
-    make: Callable[[graphs.Recorder, int], graphs.Loop],
+    make: Callable[[Recorder, int], Loop],
     carried: State,
     feed: Callable[[int, int], State],
     length: int,
@@ -150,13 +151,13 @@ def _looped(
 
 
 def _autoregressive_loop(
-    recorder: graphs.Recorder, model: Autoregressive, num: int, room: int, options: Options
-) -> graphs.Loop:
+    recorder: Recorder, model: Autoregressive, num: int, room: int, options: Options
+) -> Loop:
     p_x, stack = model.next(1, None)  # for the shapes
     e, last = model.pending(num, None), p_x.mean.expand(num, *p_x.mean.shape[1:])
     if not room:
         carried = State({"e": e, "last": last, "stack": stack.expand(num)})
-        return graphs.Loop(recorder, partial(_autoregressive_step, options), carried)
+        return Loop(recorder, partial(_autoregressive_step, options), carried)
     caches = []
     for block in stack.children.values():
         assert isinstance(block, State)
@@ -165,7 +166,7 @@ def _autoregressive_loop(
     codes = sinusoids(0, room, e.shape[2], e.device, e.dtype)
     at = torch.zeros(1, dtype=torch.int64, device=e.device)
     step = partial(_transformer_step, options, codes)
-    return graphs.Decoder(recorder, step, State({"e": e, "last": last, "at": at}), caches)
+    return Decoder(recorder, step, State({"e": e, "last": last, "at": at}), caches)
 
 
 def _autoregressive_step(
@@ -288,9 +289,7 @@ def _vrnn_carried(model: VRNN, num: int, state: State | None) -> State:
     return State({"h": model.memory(num, None)}) if state is None else state
 
 
-def _vrnn_loop(
-    recorder: graphs.Recorder, model: VRNN, num: int, step: Callable[..., tuple[State, State]]
-) -> graphs.Loop:
+def _vrnn_loop(recorder: Recorder, model: VRNN, num: int, step: Callable[..., tuple[State, State]]) -> Loop:
     h = model.memory(1)
     z = model.prior(h).mode
-    return graphs.Loop(recorder, step, model.advance(model.likelihood(h, z).mean, z).expand(num))
+    return Loop(recorder, step, model.advance(model.likelihood(h, z).mean, z).expand(num))
