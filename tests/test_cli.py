@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import vssm
+from vssm import interrupts
 from vssm.cli import COMMANDS, main
 from vssm.cli.errors import mistakes_in_one_line
 from vssm.cli.folders import own_copy
@@ -282,9 +283,9 @@ def interrupted(command, slow, folder):
 
 
 @pytest.mark.parametrize("slow", ["torch", "tyro"])
-@pytest.mark.parametrize("way", ["module", "script"])
+@pytest.mark.parametrize("way", ["module", "one word", "script"])
 def test_ctrl_c_during_imports_is_one_line(way, slow, tmp_path):
-    command = ["-m", "vssm"]
+    command = ["-mvssm"] if way == "one word" else ["-m", "vssm"]
     if way == "script":
         project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
         module, function = project["scripts"]["vssm"].split(":")
@@ -297,6 +298,30 @@ def test_ctrl_c_during_imports_is_one_line(way, slow, tmp_path):
 def test_ctrl_c_during_imports_of_other_programs_is_theirs(tmp_path):
     code = "try:\n    import vssm\nexcept ImportError:\n    raise SystemExit(7)"
     assert interrupted(["-c", code], "torch", tmp_path) == (7, [])  # torch was interrupted, and is empty
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "__init__.py").write_text(code)
+    assert interrupted(["-m", "other.tool", "vssm"], "torch", tmp_path) == (7, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "own"),
+    [
+        ("-m vssm", True),
+        ("-mvssm train", True),
+        ("-m vssm.pretrained digits", True),
+        ("-u -W ignore -X importtime -Im vssm train", True),
+        ("-Wignore -Xdev -OOmvssm", True),
+        ("--check-hash-based-pycs never -m vssm", True),
+        ("-m other.tool vssm", False),
+        ("-mother vssm -m vssm", False),
+        ("-W vssm -Xmvssm -m other", False),
+        ("-m vssmore", False),
+    ],
+)
+def test_which_module_is_the_command(words, own, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", *words.split()])
+    assert interrupts._is_command() == own
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63])

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.conftest import KINDS, small_config
-from vssm import build, evaluate, generate, load, log_likelihood, save
+from vssm import build, evaluate, generate, load, log_likelihood, runs, save
 from vssm.cli import main
 from vssm.data import DataConfig, SyntheticConfig, TextConfig, open_data
 from vssm.evaluate import evaluate_run
@@ -358,6 +358,47 @@ def test_weights_replaced_in_the_meantime_are_not_given_the_result_of_those_befo
     assert json.loads((run / "eval.json.old").read_text()) == made
     made = evaluate_run(run, quick=True)
     assert json.loads((run / "eval.json").read_text()) == made
+
+
+@pytest.mark.parametrize("order", ["weights, result", "result, weights", "weights, their result, result"])
+def test_weights_that_come_as_a_result_is_written(order, tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", "rnn", WAVES)
+    weights, theirs = load(run).state_dict(), {"metrics": {"elbo": 1.0}}
+
+    def train(*arguments):
+        RunFolder(run).save_weights(weights)
+        if "their" in order:
+            write_result(run / "eval.json", theirs)
+
+    def write(path, made):
+        if order == "weights, result":
+            train()
+        write_result(path, made)
+        if order == "result, weights":
+            train()
+
+    monkeypatch.setattr(evaluate, "write_result", write)
+    with pytest.warns(UserWarning, match=r"replaced the weights of '.*run' since .* is in eval\.json\.old$"):
+        made = evaluate_run(run, quick=True, progress=train if "their" in order else None)
+    assert json.loads((run / "eval.json.old").read_text()) == made
+    assert (run / "eval.json").exists() == ("their" in order)
+    if "their" in order:
+        assert json.loads((run / "eval.json").read_text()) == theirs
+
+
+def test_a_result_that_comes_as_weights_are_written(tmp_path, monkeypatch):
+    run, made = make_run(tmp_path / "run", "rnn", WAVES), []
+    weights = load(run).state_dict()
+
+    def save(tensors, path):
+        made.append(evaluate_run(run, quick=True))
+        assert (run / "eval.json").exists()
+        save_file(tensors, path)
+
+    monkeypatch.setattr(runs, "save_file", save)
+    RunFolder(run).save_weights(weights)
+    assert not (run / "eval.json").exists()
+    assert json.loads((run / "eval.json.old").read_text()) == made[0]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no folder is claimed")

@@ -79,6 +79,17 @@ def test_prompt_equals_observe_then_generate(kind):
     )
 
 
+@pytest.mark.parametrize("kind", ["transformer", "ssm", "rnn"])
+def test_a_wrapped_model_reads_as_the_one_inside(kind):
+    model = small_model(kind)
+    wrapped, x = torch.compile(model, backend="eager"), sequences(model, 3, 6)
+    assert not isinstance(wrapped, type(model))
+    states = [observe(each, x[:, 4:], observe(each, x[:, :4])) for each in (wrapped, model)]
+    same_states(*states)
+    assert states[0].owner == states[1].owner
+    same(*(generate(each, length=3, state=states[0]).x for each in (wrapped, model)))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_prompt_serves_many_rows(kind):
     model = small_model(kind)

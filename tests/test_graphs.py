@@ -27,10 +27,11 @@ from vssm.forecast import Forecaster
 from vssm.models import build
 from vssm.nn import State
 from vssm.nn.attention import AttentionBlock
-from vssm.recording import Recording
+from vssm.recording import OneShot, Recorder, Recording
 from vssm.sampling import slabs, stepwise
 from vssm.sampling.parallel import _empty_runs
 from vssm.watch import Watch
+from vssm.weights import first_weight
 
 PARALLEL = ("tvae", "vssm")
 STEPWISE = ("transformer", "ssm", "rnn", "vrnn")
@@ -48,7 +49,7 @@ def device(request, monkeypatch):
 def replays(monkeypatch):
     """Counts what is recorded and replayed."""
     counts = {"recorded": 0, "replayed": 0}
-    record, replay = graphs.Recorder.record, Recording.replay
+    record, replay = Recorder.record, Recording.replay
 
     def counting_record(*arguments):
         counts["recorded"] += 1
@@ -58,7 +59,7 @@ def replays(monkeypatch):
         counts["replayed"] += 1
         return replay(*arguments)
 
-    monkeypatch.setattr(graphs.Recorder, "record", counting_record)
+    monkeypatch.setattr(Recorder, "record", counting_record)
     monkeypatch.setattr(Recording, "replay", counting_replay)
     return counts
 
@@ -182,7 +183,8 @@ def test_slabs_of_rows_equal_all_rows_at_once(options, recorded, device, replays
             same_results(*rests)
         read_apart = kind in ("transformer", "ssm") and len(start.get("prompt", ())) > 1
         assert bool(divided) == (parallel or read_apart)
-    assert bool(replays["replayed"]) == recorded
+    # Steps that follow one another are replayed; passes that were divided are not even recorded.
+    assert bool(replays["replayed"]) == bool(replays["recorded"]) == (recorded and not parallel)
     divided = slab(1)
     same_states(observe(model, prompts[:, :2], seed=3), read)
     assert bool(divided) == (kind not in ("rnn", "vrnn"))
@@ -213,6 +215,21 @@ def test_long_sequences_are_made_in_chunks_that_fit(recorded, device, slab, monk
     assert not divided
 
 
+@pytest.mark.parametrize("room", [1, 200, 256, 300, 1000])
+def test_chunks_are_not_short(room, slab):
+    """Those that fit are made; where these would have fewer than 256 steps, rows are divided instead."""
+    slab(4 * room)
+    model = small_model("vssm")
+    for length in (1, 255, 256, 257, 300, 511, 512, 513, 1000, 1024, 4095):
+        for chunk in (length, 100, 290):
+            options = sampling.Options(length, chunk, False, 1, 1.0, False)
+            fits = slabs.fitting(model, options, 4, 0, False).chunk
+            if min(chunk, length) <= max(room, 256):
+                assert fits == chunk
+            else:
+                assert fits <= chunk and 256 <= fits <= max(room, 511)
+
+
 def test_only_a_vssm_makes_chunks_of_its_own(slab, monkeypatch):
     model = small_model("tvae")
     whole = generate(model, num=4, length=9)
@@ -231,13 +248,41 @@ def test_chunks_that_mean_something_stay(options, slab, monkeypatch):
     same_results(generate(model, num=2, length=9, **options), whole)
 
 
+@pytest.mark.parametrize("rows", [2, 1])
 @pytest.mark.parametrize("kind", PARALLEL)
-def test_slabs_share_what_all_rows_share(kind, device, slab):
+def test_slabs_share_what_all_rows_share(kind, rows, device, slab):
+    """Where there is room for one row only, two are made: the states of single rows would not be shared."""
     model = small_model(kind).to(device)
-    slab(2 * 5)  # two rows
-    made = generate(model, num=5, length=5)
-    assert all(tensor.stride(0) == 0 for tensor in made.state.child("blind").leaves())
-    assert all(tensor.stride(0) > 0 for tensor in made.state.child("decoder").leaves())
+    for prompt in (None, sequences(model, 1, 3).to(device)):
+        whole = generate(model, num=5, length=5, prompt=prompt, graphs=False)
+        divided = slab(rows * (5 if prompt is None else 8))
+        made = generate(model, num=5, length=5, prompt=prompt)
+        assert divided
+        same_results(made, whole)
+        assert all(tensor.stride(0) == 0 for tensor in made.state.child("blind").leaves())
+        assert all(tensor.stride(0) > 0 for tensor in made.state.child("decoder").leaves())
+        slab(2**20)
+
+
+def test_rows_of_a_slab(slab):
+    model = small_model("ssm")
+    slab(12)
+    assert [slabs.rows_of_slab(model, 5, steps, False) for steps in (0, 1, 2, 3, 4, 6, 12, 13)] == (
+        [5, 5, 5, 3, 3, 2, 1, 1]
+    )
+    assert [slabs.rows_of_slab(model, num, 12, False, least=2) for num in (1, 2, 3, 5, 6)] == [1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("kind", ["transformer", "ssm"])
+def test_prompts_that_are_read_in_slabs_are_not_recorded(kind, device, replays, slab):
+    model = small_model(kind).to(device)
+    prompts = sequences(model, 5, 4).to(device)
+    slab(2 * 4)
+    for _ in range(3):
+        generate(model, prompt=prompts, length=0)
+    assert replays["recorded"] == 0
+    check(model, replays, prompt=prompts[:2])  # fits: both parts are
+    assert sum(isinstance(program, OneShot) for program in programs(model).values()) == 1
 
 
 class Live(TorchDispatchMode):
@@ -277,6 +322,31 @@ def test_slabs_take_less_memory_than_one_pass(kind, slab):
             state = observe(model, x)
         most.append(live.most)
     assert most[1] - state_bytes(state) < (most[0] - state_bytes(state)) / 3
+
+
+@pytest.mark.parametrize("layers", [1, 4, 12])
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [(kind, start) for kind in PARALLEL for start in ("nothing", "prompt", "read")]
+    + [("transformer", "read"), ("ssm", "read")],
+)
+def test_a_slab_takes_what_is_expected(kind, start, layers):
+    sizes = {"features": 8, "width": 64, "latents": 8, "classes": 8}
+    model = small_model(kind, layers=layers, **sizes)
+    x, num, steps = sequences(model, 12, 96), 12, 96
+    live = Live()
+    live.seen |= {weight.untyped_storage()._cdata for weight in model.parameters()}
+    with live:
+        if start == "read":
+            observe(model, x)
+        elif start == "prompt":
+            generate(model, prompt=x, length=96, graphs=False)
+            steps = 2 * 96
+        else:
+            generate(model, num=num, length=96, graphs=False)
+    reads = kind in PARALLEL and start != "nothing"
+    expected = num * steps * slabs._bytes_of_step(model, first_weight(model), reads)
+    assert 0.6 < live.most / expected < 1.25
 
 
 def state_bytes(state):
@@ -390,7 +460,7 @@ def static_memory(model):
     """Where the programs of a model read and write."""
     found = set()
     for program in programs(model).values():
-        if isinstance(program, graphs.OneShot):
+        if isinstance(program, OneShot):
             found |= memory(*program.static, *program.fixed.leaves(), *program.recording.outputs.leaves())
         else:
             found |= memory(*program.carried.leaves(), *getattr(program, "caches", ()))
@@ -801,7 +871,7 @@ def test_a_failed_recording_falls_back_with_one_warning(device, monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("out of memory: tried 8 GiB\nand more lines")
 
-    monkeypatch.setattr(graphs.Recorder, "record", fail)
+    monkeypatch.setattr(Recorder, "record", fail)
     model = small_model("vssm").to(device)
     expected = generate(model, num=2, length=4, graphs=False).x
     generate(model, num=2, length=4)
@@ -1132,7 +1202,7 @@ def test_calls_with_other_seeds_need_not_wait_for_each_other():
 
 def test_a_number_of_the_host_changes_only_after_what_is_watched_was_seen():
     log = []
-    shot = graphs.OneShot.__new__(graphs.OneShot)
+    shot = OneShot.__new__(OneShot)
     shot._told = {"seed": Mock(fill=lambda number: log.append(number))}
     shot.fixed, shot.static = {}, []
     watch = {"expect": lambda: log.append("expect"), "unchanged": lambda: not log.append("unchanged")}

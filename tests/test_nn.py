@@ -216,15 +216,36 @@ def test_a_state_goes_through_bytes():
             State.from_bytes(damaged)
 
 
-def test_a_large_batch_of_a_gru_is_read_in_parts(monkeypatch):
-    block = make_block("gru")
-    x, h = torch.randn(5, 7, 16), torch.randn(5, 16)
-    wanted = [block(x, state) for state in (None, State({"h": h}, 3))]
-    monkeypatch.setattr("vssm.nn.gru._MOST_GATES", 2 * 3 * 7 * 16)
-    for state, (y, after) in zip((None, State({"h": h}, 3)), wanted, strict=True):
-        given, last = block(x, state)
-        assert torch.allclose(given, y, atol=1e-6) and torch.allclose(last["h"], after["h"], atol=1e-6)
-        assert last.position == after.position
+@pytest.mark.parametrize(
+    ("most", "shapes"),
+    [
+        (7 * 5, [(5, 7)]),
+        (3 * 5, [(5, 3), (5, 3), (5, 1)]),
+        (5, [(5, 1)] * 7),
+        (3, [(3, 1)] * 7 + [(2, 1)] * 7),  # one step of all rows is too much
+        (0, [(1, 1)] * 5 * 7),
+    ],
+)
+def test_a_large_batch_of_a_gru_is_read_in_parts_of_time(most, shapes, monkeypatch):
+    block, seen = make_block("gru"), []
+    x, h = (torch.randn(5, *shape, requires_grad=True) for shape in ((7, 16), (16,)))
+    states = None, State({"h": h}, 3), State({"h": h[:1].expand(5, 16)}, 3)
+
+    def results(state):
+        y, last = block(x, state)
+        inputs = [x, *block.parameters(), *([] if state is None else [h])]
+        return y, last["h"], *torch.autograd.grad(y.square().sum() + last["h"].sum(), inputs), last.position
+
+    wanted = [results(state) for state in states]
+    monkeypatch.setattr("vssm.nn.gru._MOST_GATES", most * 3 * 16)
+    block.gru.register_forward_hook(lambda gru, inputs, outputs: seen.append(tuple(inputs[0].shape[:2])))
+    for state, want in zip(states, wanted, strict=True):
+        seen.clear()
+        made = results(state)
+        assert seen == shapes
+        assert made[-1] == want[-1]
+        for a, b in zip(made[:-1], want[:-1], strict=True):
+            assert a.shape == b.shape and relative_error(a, b) < 1e-6
 
 
 @pytest.mark.gpu

@@ -180,6 +180,29 @@ def test_on_ray(tmp_path):
     assert (tmp_path / "results" / "digits_rnn_seed0.png").is_file()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no folder is claimed")
+def test_kinds_side_by_side_in_one_folder(tmp_path):
+    options = {"scale": "small", "learning_rates": (5e-3,), "epochs": 1}
+    begun = []
+
+    class Others(Progress):
+        """Starts other calls while the first one trains."""
+
+        def step(self, step):
+            if not begun:
+                begun.append(step)
+                with pytest.raises(ValueError, match=r"1 of 1 runs failed; rnn-.* is in use by another proc"):
+                    digits(tmp_path, kinds=("rnn",), **options)
+                assert digits(tmp_path, kinds=("ssm",), **options) == []
+
+    assert digits(tmp_path, kinds=("rnn",), progress=Others(), **options) == [] and begun
+    assert digits(tmp_path, kinds=("rnn", "ssm"), **options) == []
+    assert {path.stem for path in (tmp_path / "results").glob("*.json")} == {
+        "digits_rnn_seed0",
+        "digits_ssm_seed0",
+    }
+
+
 def failing(reason, rates):
     """Runs that end as `rates` say: with a loss, or diverged where it is None."""
 

@@ -14,6 +14,7 @@ import inspect
 import json
 import math
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,14 +148,19 @@ def evaluate_run(
         settings["backend"] = choose_backend("auto", device, torch.float32)
     made = result(folder.resolve().name, _command(folder, given), {**config, "evaluate": settings}, metrics)
     path = folder / ("eval.json" if splits == "test" else "eval_valid.json")
-    if _version(folder / "weights.safetensors") != measured:
-        path = path.with_name(f"{path.name}.old")
+    aside, weights = path.with_name(f"{path.name}.old"), folder / "weights.safetensors"
+    replaced = _version(weights) != measured
+    write_result(aside if replaced else path, made)
+    if not replaced and _version(weights) != measured:  # just now: they may have come before it was written
+        replaced = True
+        with suppress(FileNotFoundError):  # where the training has set it aside already
+            path.replace(aside)
+    if replaced:
         warnings.warn(
             f"a training has replaced the weights of {str(folder)!r} since they were read; what was found of "
-            f"those before is in {path.name}",
+            f"those before is in {aside.name}",
             stacklevel=2,
         )
-    write_result(path, made)
     return made
 
 

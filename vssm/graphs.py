@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from vssm.nn import Moving
-from vssm.recording import Decoder, Loop, OneShot, Recorder
+from vssm.recording import Recorder
 from vssm.weights import found_weights, listened_to, weights_of
 
-__all__ = ["Decoder", "Loop", "OneShot", "Recorder", "again", "attempt", "same", "usable"]
+__all__ = ["again", "attempt", "same", "usable"]
 
 DEVICES = ("cuda",)  # tests add "cpu", where a recording runs its function again
 PROGRAMS = 8  # kept for a model

@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM: put off until work is saved, and in one line while a command is still imported."""
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -89,5 +90,17 @@ def _is_command() -> bool:
     """Says whether this process is `vssm`, or `python -m vssm` or one of its modules."""
     program = sys.argv[0] if sys.argv else ""
     if program == "-m":  # Python is still looking for the module, and imports the package that it is in
-        return any(argument.split(".")[0] == "vssm" for argument in sys.orig_argv)
+        return _module().split(".")[0] == "vssm"
     return Path(program).stem == "vssm" or Path(program) == Path(__file__).with_name("__main__.py")
+
+
+def _module() -> str:
+    """Returns what Python was told to run by -m: the rest of that word, or the next one."""
+    words = iter(sys.orig_argv[1:])
+    for word in words:
+        option = re.match(r"-[A-Za-z]*?([mWX])(.*)", word)  # -W and -X have values too
+        if option is not None:
+            value = option[2] or next(words, "")
+            if option[1] == "m":
+                return value
+    return ""

@@ -13,6 +13,10 @@
 A piece whose JSON lies in RESULTS is done, whatever OUT holds; a run that was begun goes on from its last
 checkpoint. So the command can be killed at any moment, on any machine, and given again. Checkpoints of
 runs that have ended are deleted: at the paper's scale thirty runs would take 70 GB.
+
+Calls of different kinds, or of different seeds at one learning rate, may be on side by side in one OUT, so no
+call claims it as a sweep does: their runs are different folders, and a run that another process trains is
+refused. The `sweep.json` beside the run folders is that of the call that wrote it last; nothing reads it.
 """
 
 import dataclasses

@@ -24,6 +24,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -241,10 +242,14 @@ class RunFolder:
 
     def save_weights(self, tensors: dict[str, Tensor]) -> None:
         """Writes the best weights; what was measured of those before is set aside as "eval.json.old"."""
-        for file in (self.path / "eval.json", self.path / "eval_valid.json"):
-            if file.exists():
-                file.replace(file.with_name(f"{file.name}.old"))
+        self._set_aside()  # first: killed in between, this leaves no result beside weights that it is not of
         write_atomically(self.path / "weights.safetensors", lambda path: save_file(tensors, path))
+        self._set_aside()  # what an evaluation of those before has written meanwhile
+
+    def _set_aside(self) -> None:
+        for file in (self.path / "eval.json", self.path / "eval_valid.json"):
+            with suppress(FileNotFoundError):
+                file.replace(file.with_name(f"{file.name}.old"))
 
     def has_weights(self) -> bool:
         """Whether the best weights are there and whole."""

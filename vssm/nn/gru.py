@@ -38,14 +38,22 @@ class GRUBlock(nn.Module):
         return x + y, State({"h": h}, position)
 
     def _layer(self, x: Tensor, h: Tensor | None) -> tuple[Tensor, Tensor]:
-        rows = max(1, _MOST_GATES // (3 * x.shape[1] * x.shape[2]))
-        if len(x) > rows:
-            parts = zip(x.split(rows), x.split(rows) if h is None else h.split(rows), strict=True)
-            made = [self._layer(part, None if h is None else start) for part, start in parts]
-            y, last = (torch.cat(values) for values in zip(*made, strict=True))
-            return y, last
-        y, last = self.gru(x, None if h is None else h[None].contiguous())
-        return y, last[0]
+        """Reads many steps, and where their gates are too many for a call, some steps after the others.
+
+        Rows are divided only where one step of all is too much: each part of them goes through all steps.
+        """
+        h = x.new_zeros(len(x), x.shape[2]) if h is None else h
+        rows = max(1, _MOST_GATES // (3 * x.shape[2]))
+        steps = max(1, rows // max(1, len(x)))
+        ys, lasts = [], []
+        for part, last in zip(x.split(rows), h.split(rows), strict=True):
+            made, now = [], last[None].contiguous()
+            for some in part.split(steps, 1):
+                y, now = self.gru(some, now)
+                made.append(y)
+            ys.append(_joined(made, 1))
+            lasts.append(now[0])
+        return _joined(ys, 0), _joined(lasts, 0)
 
     def _cell(self, x: Tensor, h: Tensor) -> Tensor:
         weights, biases = (
@@ -56,3 +64,7 @@ class GRUBlock(nn.Module):
             return torch.gru_cell(self.norm(x)[:, 0], h, *weights, *biases)
         gates = linear(x[:, 0], weights[0], norm=self.norm), linear(h, weights[1])
         return torch.ops.aten._thnn_fused_gru_cell(*gates, h, *biases)[0]  # what `gru_cell` does
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -20,12 +20,14 @@ resume point never change what a seed gives.
 Calls that are too large for one pass are made in pieces (see `vssm.sampling.slabs`).
 
 On a GPU, a call that is made a second time is recorded as a CUDA graph and replayed from then on (see
-`vssm.graphs`).
+`vssm.graphs`), unless its rows are divided.
 """
+
+from functools import partial
 
 from torch import Tensor
 
-from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational
+from vssm.models import VRNN, Ladder, Model, Variational
 from vssm.nn import State
 from vssm.sampling.ladder import read_ladder, sample_ladder
 from vssm.sampling.parallel import read_variational, sample_variational
@@ -34,7 +36,7 @@ from vssm.sampling.request import BLIND as BLIND
 from vssm.sampling.request import Noise as Noise
 from vssm.sampling.request import Options as Options
 from vssm.sampling.request import Result as Result
-from vssm.sampling.slabs import fitting, in_slabs
+from vssm.sampling.slabs import fitting, in_slabs, rows_of_slab
 from vssm.sampling.stepwise import (
     read_autoregressive,
     read_vrnn,
@@ -67,21 +69,7 @@ def sample(
         record: Whether calls that repeat are recorded and replayed.
     """
     if isinstance(model, Variational | Ladder):
-
-        def make(prompt: Tensor | None, state: State | None, source: Noise) -> State:
-            if isinstance(model, Ladder):
-                x, z, after = sample_ladder(model, prompt, state, source, options, record)
-            else:
-                x, z, after = sample_variational(model, prompt, state, source, options, record)
-            assert z is not None
-            return State({"x": x, "z": z} if after is None else {"x": x, "z": z, "state": after})
-
-        known, reads = 0 if prompt is None else prompt.shape[1], prompt is not None or state is not None
-        if isinstance(model, Variational):
-            options = fitting(model, options, source.num, known, reads)
-        steps, reads = known + min(options.chunk, options.length), reads or options.recondition
-        made = in_slabs(make, model, source.num, steps, reads, prompt, state, source)
-        return made["x"], made["z"], made.child("state") if "state" in made.children else None
+        return _sample_in_parallel(model, prompt, state, source, options, record)
     if isinstance(model, VRNN):
         return sample_vrnn(model, prompt, state, source, options, record)
     if cache:
@@ -89,16 +77,44 @@ def sample(
     return sample_recomputed(model, prompt, state, source, options)
 
 
+def _sample_in_parallel(
+    model: Variational | Ladder,
+    prompt: Tensor | None,
+    state: State | None,
+    source: Noise,
+    options: Options,
+    record: bool,
+) -> Result:
+    num, known, least = source.num, 0 if prompt is None else prompt.shape[1], 1
+    reads = prompt is not None or state is not None
+    if isinstance(model, Ladder):
+        run = partial(sample_ladder, model)
+    else:
+        run = partial(sample_variational, model)
+        options = fitting(model, options, num, known, reads)
+        if state is None and (prompt is None or len(prompt) == 1) and not options.recondition:
+            least = 2  # these share a state, which can not be seen of one row
+    steps, reads = known + min(options.chunk, options.length), reads or options.recondition
+    rows = rows_of_slab(model, num, steps, reads, least)
+    record = record and rows == num
+
+    def make(prompt: Tensor | None, state: State | None, source: Noise) -> State:
+        x, z, after = run(prompt, state, source, options, record)
+        assert z is not None
+        return State({"x": x, "z": z} if after is None else {"x": x, "z": z, "state": after})
+
+    made = in_slabs(make, rows, num, prompt, state, source)
+    return made["x"], made["z"], made.child("state") if "state" in made.children else None
+
+
 def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:
     """Reads known data, (B, C, D) or tokens, and returns the state after it."""
     if isinstance(model, VRNN):
         return read_vrnn(model, x, state, source)
-    if isinstance(model, Autoregressive):
+    if not isinstance(model, Variational | Ladder):  # also what wraps a model, as in `sample`
         return read_autoregressive(model, x, state)
 
-    def make(x: Tensor, state: State | None, source: Noise) -> State:
-        if isinstance(model, Ladder):
-            return read_ladder(model, x, state)
-        return read_variational(model, x, state, source)
-
-    return in_slabs(make, model, len(x), x.shape[1], True, x, state, source)
+    rows = rows_of_slab(model, len(x), x.shape[1], True)
+    if isinstance(model, Ladder):
+        return in_slabs(partial(read_ladder, model), rows, len(x), x, state)
+    return in_slabs(partial(read_variational, model), rows, len(x), x, state, source)

@@ -15,6 +15,7 @@ from vssm import graphs
 from vssm.distributions import Latents
 from vssm.models import Ladder
 from vssm.nn import State
+from vssm.recording import OneShot
 from vssm.sampling.request import (
     BLIND,
     Noise,
@@ -109,7 +110,7 @@ def _replayed(
         model,
         source.device,
         ("ladder", options, source.num, describe(inputs.tensors)),
-        lambda recorder: graphs.OneShot(
+        lambda recorder: OneShot(
             recorder, model, partial(_ladder_tree, options), inputs.tensors, inputs.fixed(source)
         ),
         *inputs,

@@ -26,6 +26,7 @@ from vssm.distributions import Latents
 from vssm.models import Variational
 from vssm.nn import Moving, State
 from vssm.ops import choose_backend
+from vssm.recording import OneShot
 from vssm.sampling.ahead import posterior_ahead
 from vssm.sampling.request import (
     BLIND,
@@ -221,7 +222,7 @@ def _replayed(
             model,
             source.device,
             _key(fixed, empty),
-            lambda recorder: graphs.OneShot(
+            lambda recorder: OneShot(
                 recorder,
                 model,
                 partial(_variational_tree, options, empty),

@@ -27,6 +27,7 @@ from vssm.distributions import Latents
 from vssm.models import Model, Variational
 from vssm.nn import State
 from vssm.ops.streams import Beside
+from vssm.recording import Recorder
 from vssm.sampling.request import Noise
 
 __all__ = ["Finish", "Task", "paths_after", "paths_from", "repeat_paths"]
@@ -205,7 +206,7 @@ def _paths_of(task: Task, given: Tensor, model: Variational) -> tuple[Tensor, Te
 class _Program:
     """Records `_paths_of`."""
 
-    def __init__(self, task: Task, model: Variational, recorder: graphs.Recorder) -> None:
+    def __init__(self, task: Task, model: Variational, recorder: Recorder) -> None:
         self._task, self._device = task, recorder.device
         self._given = torch.zeros(_sizes(task)[1], dtype=torch.float64, device=recorder.device)
         self._recording = recorder.record(model, partial(_paths_tree, task, self._given))

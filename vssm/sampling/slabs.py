@@ -3,7 +3,8 @@
 All steps of all rows at once is what parallel generation takes its memory for: a thousand sequences of four
 thousand steps would need some 240 GB at the paper's scale. A GPU is as busy with 15 GB of them. So a vssm
 goes through long sequences in chunks of time, and what is still too much is made in slabs of rows. Neither
-changes results but by rounding. Slabs of one size count as calls that repeat: the second is recorded.
+changes results but by rounding. Slabs are not recorded, though one is like the other: what keeps a device
+busy gains nothing by it, and the memory of a recording stays.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from vssm.sampling.request import Noise, Options
 from vssm.trees import row_of
 from vssm.weights import first_weight
 
-__all__ = ["fitting", "in_slabs"]
+__all__ = ["fitting", "in_slabs", "rows_of_slab"]
 
 _SHARE = 8  # a slab takes about this part of a GPU's memory: smaller ones are slower
 _CPU_BYTES = 2**32  # of a slab on a CPU
@@ -44,33 +45,42 @@ def fitting(model: Model, options: Options, num: int, known: int, reads: bool) -
     most = max(room, _SHORTEST)
     if min(options.chunk, options.length) <= most:
         return options
-    return options._replace(chunk=-(-options.length // -(-options.length // most)))  # of one size
+    count = max(1, min(-(-options.length // most), options.length // _SHORTEST))
+    return options._replace(chunk=min(options.chunk, -(-options.length // count)))  # of one size
 
 
-def in_slabs(
-    make: Callable[..., State], model: Model, num: int, steps: int, reads: bool, *inputs: _Rows
-) -> State:
-    """Returns what `make` makes of all rows, from as many of them at a time as a slab may hold.
+def rows_of_slab(model: Model, num: int, steps: int, reads: bool, least: int = 1) -> int:
+    """Returns how many rows are made at a time: all, or as many as makes slabs as equal as can be.
 
     Arguments:
-        make: Maps inputs of some rows to a tree of as many rows.
         model: The model.
         num: The number of rows.
         steps: The steps of a row that are in memory at once.
         reads: Whether every row has latents of its own, as after a prompt or a state.
-        inputs: What it is made of, each of all rows; a tensor may be one row for all.
+        least: The fewest rows of a slab, whatever they take.
     """
     weight = first_weight(model)
-    most = max(1, bytes_of_slab(weight.device) // max(1, steps * _bytes_of_step(model, weight, reads)))
-    if num <= most:
+    most = bytes_of_slab(weight.device) // max(1, steps * _bytes_of_step(model, weight, reads))
+    return -(-num // -(-num // max(most, least)))
+
+
+def in_slabs(make: Callable[..., State], rows: int, num: int, *inputs: _Rows) -> State:
+    """Returns what `make` makes of all rows, from some of them at a time.
+
+    Arguments:
+        make: Maps inputs of some rows to a tree of as many rows.
+        rows: How many.
+        num: The number of all rows.
+        inputs: What it is made of, each of all rows; a tensor may be one row for all.
+    """
+    if rows >= num:
         return make(*inputs)
-    size = -(-num // -(-num // most))  # of slabs that are as equal as can be
     whole = None
-    for first in range(0, num, size):
-        rows = slice(first, first + size)
-        made = make(*(_part(given, rows) for given in inputs))
+    for first in range(0, num, rows):
+        some = slice(first, first + rows)
+        made = make(*(_part(given, some) for given in inputs))
         whole = _room(made, num) if whole is None else whole
-        _put(whole, made, rows)
+        _put(whole, made, some)
         del made  # states may be views of all that a pass made
     assert whole is not None
     return whole
@@ -87,10 +97,13 @@ def bytes_of_slab(device: torch.device) -> int:
 def _bytes_of_step(model: Model, weight: Tensor, reads: bool) -> int:
     """Returns about what a pass takes for a row and step, as measured on an H200 from nothing.
 
-    Products and scan of one block are in memory at a time; logits of latents and head beside them.
+    Products and scan of one block are in memory at a time; logits of latents and head beside them. Keys and
+    values of all blocks of attention stay, and hold on to the queries, with which they were made.
     """
     config = model.config
     numbers = config.width * (5 * config.expand + 5) + 4 * model.head.size
+    if config.block == "attention":  # who reads has such a stack beside the decoder
+        numbers += 3 * config.width * config.layers * (2 if reads else 1)
     if reads:
         numbers += 3 * config.latents * config.classes
     return numbers * weight.itemsize
@@ -98,6 +111,7 @@ def _bytes_of_step(model: Model, weight: Tensor, reads: bool) -> int:
 
 def _part(given: _Rows, rows: slice) -> _Rows:
     if isinstance(given, Noise):
+        assert given.start is None, "only recordings have a start, and slabs are not recorded"
         return Noise(given.seed[rows], given.row[rows])
     if isinstance(given, State):
         return given.map(lambda tensor: tensor[rows])
@@ -112,7 +126,7 @@ def _room(made: State, num: int) -> State:
             children[name] = _room(child, num)
         elif len(row := row_of(child)) < len(child):
             children[name] = row.clone().expand(num, *child.shape[1:])
-        elif name not in ("seed", "row"):  # which replays add to the state, and the caller to all
+        else:
             children[name] = child.new_empty(num, *child.shape[1:])
     return State(children, made.position, made.owner)
 

@@ -14,8 +14,9 @@ from vssm import graphs
 from vssm.models import VRNN, Autoregressive
 from vssm.nn import State, reserve, trim
 from vssm.nn.stack import sinusoids
+from vssm.recording import Decoder, Loop, OneShot, Recorder
 from vssm.sampling.request import Noise, Options, Result, expand_rows, nothing, portable
-from vssm.sampling.slabs import in_slabs
+from vssm.sampling.slabs import in_slabs, rows_of_slab
 from vssm.trees import describe, join
 
 __all__ = ["read_autoregressive", "read_vrnn", "sample_autoregressive", "sample_recomputed", "sample_vrnn"]
@@ -80,8 +81,9 @@ def read_autoregressive(
     """Returns the state after known data."""
     if model.config.block == "gru":  # reads step by step in one call: slabs would read one after the other
         return model(prompt, state)[1]
-    read = partial(_read_rows, model, record)
-    return in_slabs(read, model, len(prompt), prompt.shape[1], False, prompt, state)
+    num = len(prompt)
+    rows = rows_of_slab(model, num, prompt.shape[1], False)
+    return in_slabs(partial(_read_rows, model, record and rows == num), rows, num, prompt, state)
 
 
 def _read_rows(model: Autoregressive, record: bool, prompt: Tensor, state: State | None) -> State:
@@ -92,7 +94,7 @@ def _read_rows(model: Autoregressive, record: bool, prompt: Tensor, state: State
             model,
             prompt.device,
             ("read", describe(inputs)),
-            lambda recorder: graphs.OneShot(recorder, model, _autoregressive_tree, inputs, State({})),
+            lambda recorder: OneShot(recorder, model, _autoregressive_tree, inputs, State({})),
             inputs,
             {},
             prompt.shape[1] + (0 if state is None else state.position),
@@ -110,7 +112,7 @@ def _autoregressive_tree(model: Autoregressive, inputs: State) -> State:
 def _looped(
     model: Autoregressive | VRNN,
     key: tuple,
-    make: Callable[[graphs.Recorder, int], graphs.Loop],
+    make: Callable[[Recorder, int], Loop],
     carried: State,
     feed: Callable[[int, int], State],
     length: int,
@@ -149,13 +151,13 @@ def _looped(
 
 
 def _autoregressive_loop(
-    recorder: graphs.Recorder, model: Autoregressive, num: int, room: int, options: Options
-) -> graphs.Loop:
+    recorder: Recorder, model: Autoregressive, num: int, room: int, options: Options
+) -> Loop:
     p_x, stack = model.next(1, None)  # for the shapes
     e, last = model.pending(num, None), p_x.mean.expand(num, *p_x.mean.shape[1:])
     if not room:
         carried = State({"e": e, "last": last, "stack": stack.expand(num)})
-        return graphs.Loop(recorder, partial(_autoregressive_step, options), carried)
+        return Loop(recorder, partial(_autoregressive_step, options), carried)
     caches = []
     for block in stack.children.values():
         assert isinstance(block, State)
@@ -164,7 +166,7 @@ def _autoregressive_loop(
     codes = sinusoids(0, room, e.shape[2], e.device, e.dtype)
     at = torch.zeros(1, dtype=torch.int64, device=e.device)
     step = partial(_transformer_step, options, codes)
-    return graphs.Decoder(recorder, step, State({"e": e, "last": last, "at": at}), caches)
+    return Decoder(recorder, step, State({"e": e, "last": last, "at": at}), caches)
 
 
 def _autoregressive_step(
@@ -287,9 +289,7 @@ def _vrnn_carried(model: VRNN, num: int, state: State | None) -> State:
     return State({"h": model.memory(num, None)}) if state is None else state
 
 
-def _vrnn_loop(
-    recorder: graphs.Recorder, model: VRNN, num: int, step: Callable[..., tuple[State, State]]
-) -> graphs.Loop:
+def _vrnn_loop(recorder: Recorder, model: VRNN, num: int, step: Callable[..., tuple[State, State]]) -> Loop:
     h = model.memory(1)
     z = model.prior(h).mode
-    return graphs.Loop(recorder, step, model.advance(model.likelihood(h, z).mean, z).expand(num))
+    return Loop(recorder, step, model.advance(model.likelihood(h, z).mean, z).expand(num))
