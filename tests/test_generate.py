@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import KINDS, relative_error, sequences, small_model
 from tests.interpreter import INTERPRETED, run_interpreted
-from vssm import State, generate, observe
+from vssm import State, generate, load, log_likelihood, objective, observe, save
 from vssm.sampling.ahead import posterior_ahead, scan_ahead, scan_ahead_reference
 from vssm.sampling.parallel import _empty_runs
 
@@ -79,15 +79,20 @@ def test_prompt_equals_observe_then_generate(kind):
     )
 
 
-@pytest.mark.parametrize("kind", ["transformer", "ssm", "rnn"])
-def test_a_wrapped_model_reads_as_the_one_inside(kind):
-    model = small_model(kind)
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
+@pytest.mark.parametrize("options", [{"kind": kind} for kind in KINDS] + [{"kind": "vssm", "levels": 3}])
+def test_a_wrapped_model_is_used_as_the_one_inside(options, tmp_path):
+    model = small_model(**options)
     wrapped, x = torch.compile(model, backend="eager"), sequences(model, 3, 6)
     assert not isinstance(wrapped, type(model))
     states = [observe(each, x[:, 4:], observe(each, x[:, :4])) for each in (wrapped, model)]
     same_states(*states)
     assert states[0].owner == states[1].owner
     same(*(generate(each, length=3, state=states[0]).x for each in (wrapped, model)))
+    same(*(log_likelihood(each, x, num_samples=2) for each in (wrapped, model)))
+    same(*(objective(each, x, torch.Generator().manual_seed(0)).loss for each in (wrapped, model)))
+    save(wrapped, tmp_path)
+    same(*(generate(each, num=2, length=3).x for each in (load(tmp_path), model)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vssm import pretrained
 from vssm.config import FORMAT, ModelConfig, check_device, check_path
-from vssm.models import Model, build, check_model
+from vssm.models import Model, build, inner_model
 from vssm.storage import write_atomically
 
 __all__ = ["load", "save"]
@@ -43,7 +43,7 @@ def save(model: Model, folder: str | Path) -> None:
         >>> all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters()))
         True
     """
-    check_model(model)
+    model = inner_model(model)
     check_path("folder", folder)
     folder = Path(folder)
     _check_target(folder)

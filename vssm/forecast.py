@@ -39,7 +39,7 @@ from vssm.forecast_input import (
 )
 from vssm.generate import check_temperature, generate, observe
 from vssm.hub import pull
-from vssm.models import Ladder, Model, Variational, check_model
+from vssm.models import Ladder, Model, Variational, inner_model
 from vssm.nn import State
 from vssm.sampling.paths import Finish, Task, paths_after, paths_from, repeat_paths
 
@@ -148,7 +148,7 @@ class Forecaster:
     """
 
     def __init__(self, model: Model, meta: Meta | None = None) -> None:
-        check_model(model)
+        model = inner_model(model)
         if meta is not None:
             check_type("meta", meta, Meta, "the Meta of a data set")
         if model.head.tokens:

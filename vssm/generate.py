@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vssm import graphs as recorded
 from vssm.config import ModelConfig, check_choice, check_flag, shown, whole_number
-from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational, check_model
+from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational, inner_model
 from vssm.nn import State
 from vssm.sampling import BLIND, Noise, Options, read, repeat_variational, sample
 from vssm.trees import Later
@@ -109,7 +109,7 @@ def generate(
     made = None if repeat is None else recorded.same(model, *repeat)
     if made is not None:
         return _made(model, made)
-    check_model(model)
+    model = inner_model(model)
     asked = type(model), model.config.kind, *dials, state is not None
     # The same question has the same answer, if it is made of values that can not change.
     constant = _CONSTANTS.issuperset(map(type, asked))
@@ -166,7 +166,7 @@ def observe(
         >>> torch.allclose(generate(model, length=5, state=state).x, generate(model, length=5, prompt=x).x)
         True
     """
-    check_model(model)
+    model = inner_model(model)
     device = first_weight(model).device
     x = _check_sequence(model, x, "x", device)
     if state is not None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vssm.config import check_choice, whole_number
 from vssm.distributions import Latents, Observation
-from vssm.models import VRNN, Autoregressive, Ladder, Model, Trajectory, Variational
+from vssm.models import VRNN, Autoregressive, Ladder, Model, Trajectory, Variational, inner_model
 from vssm.models.ladder import Task
 from vssm.objectives import checked, real_steps
 from vssm.particles import filtered, latent_noise
@@ -69,6 +69,7 @@ def log_likelihood(
         >>> log_likelihood(model, torch.zeros(2, 6, 3), prompt_length=3).shape
         torch.Size([2])
     """
+    model = inner_model(model)
     x = checked(model, x)
     num_samples = whole_number("num_samples", num_samples, 1)
     prompt_length, seed = (

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vssm.config import check_choice, check_number, check_type, shown
 from vssm.distributions import Latents, gumbel_uniform
-from vssm.models import VRNN, Autoregressive, Ladder, Model, check_model
+from vssm.models import VRNN, Autoregressive, Ladder, Model, inner_model
 from vssm.ops.dispatch import product_dtype
 from vssm.ops.latents import ESTIMATORS
 
@@ -79,6 +79,7 @@ def objective(
         >>> terms.loss.shape, bool((terms.kl >= 0).all())
         (torch.Size([5]), True)
     """
+    given, model = model, inner_model(model)
     x = checked(model, x, wait=False)
     numbers = isinstance(shard, tuple) and [type(n) for n in shard] == [int, int]
     if not numbers or not 0 <= shard[0] < shard[1]:
@@ -101,7 +102,7 @@ def objective(
         return (steps if real is None else torch.where(real, steps, 0)).sum(1)
 
     if isinstance(model, Autoregressive):
-        p_x, _ = model(x)
+        p_x, _ = given(x)  # which may be compiled
         log_likelihood = total(p_x.log_prob(x))
         return _terms(log_likelihood, torch.zeros_like(log_likelihood), torch.zeros_like(log_likelihood))
 
@@ -171,7 +172,6 @@ def checked(model: Model, x: Tensor, wait: bool = True) -> Tensor:
 
     Without `wait`, values on a GPU are not looked at.
     """
-    check_model(model)
     model.head.validate(x, values=False)
     device = next(model.parameters()).device
     if x.device != device:

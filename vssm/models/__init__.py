@@ -10,7 +10,7 @@ from vssm.models.vrnn import VRNN as VRNN
 from vssm.models.vrnn import Trajectory as Trajectory
 
 __all__ = ["MODELS", "VRNN", "Autoregressive", "Ladder", "Model", "Trajectory", "Variational", "build"]
-__all__ += ["check_model"]
+__all__ += ["inner_model"]
 
 Model = Autoregressive | Variational | VRNN | Ladder
 
@@ -38,13 +38,22 @@ def build(config: ModelConfig) -> Model:
     return model
 
 
-def check_model(model: object) -> None:
-    """Raises `ValueError` unless it is one of the models, or wraps one and shows its config.
+def inner_model(model: object) -> Model:
+    """Returns a model, or the one inside a module that shows its config, as `torch.compile` makes them.
 
     Example:
-        >>> check_model("mnist-small")
+        >>> import torch
+        >>> model = build(ModelConfig(kind="ssm", features=3, width=8, layers=1))
+        >>> inner_model(torch.compile(model)) is model
+        True
+        >>> inner_model("mnist-small")
         Traceback (most recent call last):
         ValueError: model is a str; allowed: a model of vssm.build or vssm.load
     """
-    if not isinstance(getattr(model, "config", None), ModelConfig):
-        raise ValueError(f"model is a {type(model).__name__}; allowed: a model of vssm.build or vssm.load")
+    if isinstance(model, Model):
+        return model
+    if isinstance(model, nn.Module) and isinstance(getattr(model, "config", None), ModelConfig):
+        for module in model.modules():
+            if isinstance(module, Model):
+                return module
+    raise ValueError(f"model is a {type(model).__name__}; allowed: a model of vssm.build or vssm.load")
