@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.conftest import KINDS, relative_error, sequences, small_model
 from vssm import log_likelihood, objective
@@ -267,3 +268,16 @@ def test_shards_of_a_ragged_batch_are_parts_of_the_whole(levels):
 
     parts = [terms(slice(2 * i, 2 * i + 2), (i, 3)) for i in range(3)]
     torch.testing.assert_close(torch.cat(parts, 1), terms(slice(None), (0, 1)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"kind": kind} for kind in KINDS] + [{"kind": "vssm", "levels": 3}])
+def test_activations_can_be_checkpointed(options):
+    model = small_model(**options)
+    x, weights = sequences(model, 2, 5), list(model.parameters())
+
+    def loss():
+        return objective(model, x, torch.Generator().manual_seed(0)).loss.mean()
+
+    wanted = torch.autograd.grad(loss(), weights)
+    given = torch.autograd.grad(checkpoint(loss, use_reentrant=False), weights)
+    assert all(torch.equal(a, b) for a, b in zip(given, wanted, strict=True))

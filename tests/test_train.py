@@ -41,6 +41,19 @@ def test_overfits_eight_sequences(tmp_path):
     assert most - 0.15 < nats < most
 
 
+def test_epochs_that_end_before_max_steps_are_noted(tmp_path):
+    shown = StopAt(1)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny("ssm", epochs=2, max_steps=50), tmp_path / "few", progress=shown)
+    assert shown.messages[0] == "note: 2 epochs end after 6 steps, before max_steps=50 (--train.epochs)"
+    shown = StopAt(1)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny("ssm", epochs=20, max_steps=50), tmp_path / "many", progress=shown)
+    assert not any("max_steps" in message for message in shown.messages)
+    # A table of any size gets the steps that the page on forecasting promises.
+    assert PRESETS["series"].train.max_steps == 3000 <= PRESETS["series"].train.epochs
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_model_trains_and_its_folder_loads(kind, tmp_path):
     folder = run(tiny(kind, epochs=2, checkpoint_minutes=9), tmp_path / "run")

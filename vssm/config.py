@@ -426,7 +426,8 @@ PRESETS: dict[str, RunConfig] = {
     "series": RunConfig(
         data=DataConfig(name="series"),
         model=ModelConfig(features=1, head="auto", width=96, layers=1, latents=1, classes=64),
-        train=TrainConfig(max_steps=3000, batch=64, ema=0.995),
+        # Steps say how long it takes, whatever the size of the table: epochs of a small one are a few steps.
+        train=TrainConfig(epochs=10_000, max_steps=3000, batch=64, ema=0.995),
     ),
     "smoke": RunConfig(
         model=ModelConfig(

@@ -139,6 +139,11 @@ class _Training:
         self.values = data.train.x[0].numel() * data.train.filled
         self.steps_per_epoch = len(data.train) // options.batch
         self.total = min(options.epochs * self.steps_per_epoch, options.max_steps or 10**18)
+        if world.rank == 0 and self.total < (options.max_steps or 0):
+            progress.message(
+                f"note: {options.epochs} epochs end after {self.total} steps, before max_steps="
+                f"{options.max_steps} (--train.epochs)"
+            )
         self.validation_steps = max(1, round(min(options.validate_every * self.steps_per_epoch, 1e18)))
 
         with torch.random.fork_rng(devices=[]):

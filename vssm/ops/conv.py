@@ -194,8 +194,9 @@ def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
 
 
 def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
-    *grads, dstate = _conv_silu_backward(dy, *ctx.saved_tensors, ctx.backend)
-    return *grads, dstate if ctx.saved_tensors[3] is not None else None, None
+    saved = ctx.saved_tensors  # once: activation checkpointing makes them again for every look
+    *grads, dstate = _conv_silu_backward(dy, *saved, ctx.backend)
+    return *grads, dstate if saved[3] is not None else None, None
 
 
 _conv_silu.register_autograd(_backward, setup_context=_setup_context)
