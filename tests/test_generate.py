@@ -96,6 +96,15 @@ def test_a_wrapped_model_is_used_as_the_one_inside(options, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [{"num": 10**9, "length": 10**6}, {"num": 1, "length": 10**12}])
+def test_what_can_not_fit_is_refused_at_once(kind, size):
+    with pytest.raises(
+        ValueError, match=r"^num=1\d* and length=1\d* would take [\d,]+ GB; allowed: less at once"
+    ):
+        generate(small_model(kind), **size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_prompt_serves_many_rows(kind):
     model = small_model(kind)
     prompt = sequences(model, 1, 4)

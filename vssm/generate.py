@@ -6,6 +6,7 @@ resume point never change what a seed gives.
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -125,6 +126,7 @@ def generate(
         if state is not None:
             _check_state(model, state, device)
         num = _check_num(None if num is None else whole_number("num", num, 1), prompt, state)
+        _check_room(model, num, options.length, device)
         if state is not None and state.batch != num:
             state = state.repeat(num)
         if state is not None and prompt is not None:
@@ -331,6 +333,30 @@ def _check_state(model: Model, state: State, device: torch.device) -> None:
         )
     if state.device != device:
         raise ValueError(f"state is on {state.device}; allowed: {device}, the device of the model")
+
+
+def _check_room(model: Model, num: int, length: int, device: torch.device) -> None:
+    """Raises `ValueError` where x and z alone would not fit: nothing else would stop a slip of the keyboard
+    before the system does, which takes the whole process with it."""
+    numbers = 1 if model.head.tokens else model.config.features
+    numbers += 0 if isinstance(model, Autoregressive) else model.config.latents
+    room, needed = _memory(device), 4 * num * length * numbers
+    if room and needed > room:
+        raise ValueError(
+            f"num={num} and length={length} would take {needed / 1e9:,.0f} GB; "
+            f"allowed: less at once, of the {room / 1e9:,.0f} GB of {device}"
+        )
+
+
+@lru_cache(maxsize=16)
+def _memory(device: torch.device) -> int:
+    """Returns the bytes that a device has; 0 where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return 0
 
 
 def _check_num(num: int | None, prompt: Tensor | None, state: State | None) -> int:
