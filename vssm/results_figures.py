@@ -149,6 +149,7 @@ def _draw_bars(axes: Any, runs: dict[str, list[Result]]) -> None:  # noqa: ANN40
             [group * (len(runs) + 1) + (len(runs) - 1) / 2 for group in range(2)], ["full", "partial"]
         )
         ax.set_title(title, fontsize=9)
+    axes[0].set_ylim(top=axes[0].get_ylim()[1] * (1 + 0.06 * len(runs)))  # room for the legend over the bars
     axes[0].legend(fontsize=7)
 
 
