@@ -111,7 +111,7 @@ def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:
     """Reads known data, (B, C, D) or tokens, and returns the state after it."""
     if isinstance(model, VRNN):
         return read_vrnn(model, x, state, source)
-    if not isinstance(model, Variational | Ladder):  # also what wraps a model, as in `sample`
+    if not isinstance(model, Variational | Ladder):
         return read_autoregressive(model, x, state)
 
     rows = rows_of_slab(model, len(x), x.shape[1], True)
