@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -212,19 +213,33 @@ def test_a_stopped_training_says_how_to_go_on(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("vssm.train.train", stop)
-    folder = tmp_path / "run"
+    folder = tmp_path / "my run"
     for arguments in (["digits", "--out", str(folder)], ["--resume", str(folder)]):
         with pytest.raises(SystemExit) as ended:
             main(["train", *arguments])
         assert ended.value.code == 130
         said = capsys.readouterr().err
         assert said == (
-            f"to go on from the last checkpoint: vssm train --resume {folder}\nvssm: stopped by the user\n"
+            f"to go on from the last checkpoint: vssm train --resume '{folder}'\nvssm: stopped by the user\n"
         )
     (folder / "meta.json").write_text('{"ended": "2026-01-02"}')  # stopped at its last step
     with pytest.raises(SystemExit):
         main(["train", "--resume", str(folder)])
     assert capsys.readouterr().err == "vssm: stopped by the user\n"
+
+
+def test_commands_that_are_printed_can_be_pasted(run_folder, tmp_path, monkeypatch, capsys):
+    def copy(config, folder, resume=False):
+        shutil.copytree(run_folder, folder)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vssm.train.train", copy)
+    main(["train", "digits", "--out", "my run"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "run: my run"
+    commands = [shlex.split(f"vssm {part}") for part in said[1].removeprefix("next: vssm ").split("   vssm ")]
+    assert commands == [["vssm", name, "my run"] for name in ("generate", "evaluate", "report")]
+    assert "allowed: --resume 'my run', or" in fails(capsys, "train", "digits", "--out", "my run")
 
 
 def test_a_bug_keeps_its_traceback():
