@@ -77,8 +77,10 @@ def test_generate_writes_samples_and_a_state_that_resumes(run_folder, tmp_path, 
     main(["generate", run_folder, "--num", "3", "--length", "8", "--seed", "4"])
     whole = np.load("samples.npy", allow_pickle=False)
     assert whole.shape == (3, 8, 8)
-    main(["generate", run_folder, "--num", "3", "--length", "5", "--seed", "4", "--out", "a.npy"])
-    main(["generate", run_folder, "--resume", "state.safetensors", "--length", "3", "--out", "b.npy"])
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.npy"], "a state is kept when asked for"
+    half = ["--num", "3", "--length", "5", "--seed", "4", "--out", "a.npy", "--state", "half.safetensors"]
+    main(["generate", run_folder, *half])
+    main(["generate", run_folder, "--resume", "half.safetensors", "--length", "3", "--out", "b.npy"])
     joined = np.concatenate([np.load("a.npy"), np.load("b.npy")], 1)
     np.testing.assert_allclose(joined, whole, atol=1e-5)
     np.save("prompt.npy", whole[:, :4])
@@ -102,15 +104,15 @@ def test_reconditioning_without_chunks_is_noted(run_folder, tmp_path, monkeypatc
 
 def test_what_is_left_of_a_sequence_after_a_state(run_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    main(["generate", run_folder, "--num", "2", "--length", "5"])
-    main(["generate", run_folder, "--resume", "state.safetensors", "--out", "rest.npy"])
+    main(["generate", run_folder, "--num", "2", "--length", "5", "--state", "s"])
+    main(["generate", run_folder, "--resume", "s", "--out", "rest.npy", "--state", "s"])
     assert np.load("rest.npy").shape == (2, 3, 8)
     np.save("nine.npy", np.zeros((1, 9, 8), np.float32))
-    for options, known in ((["--resume", "state.safetensors"], 8), (["--prompt", "nine.npy"], 9)):
+    for options, known in ((["--resume", "s"], 8), (["--prompt", "nine.npy"], 9)):
         message = fails(capsys, "generate", run_folder, *options, "--out", "none.npy")
         assert f"nothing is left of the training data's 8 steps after {known}; allowed: --length" in message
         assert not Path("none.npy").exists()
-        main(["generate", run_folder, *options, "--out", "more.npy", "--length", "2", "--state", "other"])
+        main(["generate", run_folder, *options, "--out", "more.npy", "--length", "2"])
         assert np.load("more.npy").shape[1] == 2
 
 
@@ -394,8 +396,21 @@ def test_where_files_go_is_checked_before_the_work(run_folder, tmp_path, monkeyp
     ):
         assert message in fails(capsys, "generate", run_folder, *options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.npy"], "nothing was written"
-    assert fails(capsys, "data", "digits", "--picture", "nowhere/x.png") == (
-        "vssm: No such file or directory: nowhere/x.png\n"
+    for name in ("--out", "--picture"):
+        assert fails(capsys, "data", "digits", name, "nowhere/x.png") == (
+            "vssm: out='nowhere/x.png' is not allowed; allowed: a file in a folder that exists\n"
+        )
+
+
+def test_the_picture_of_data_goes_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for options, name in (([], "digits.png"), (["--out", "a.png"], "a.png"), (["--picture", "b"], "b")):
+        main(["data", "digits", *options])
+        assert capsys.readouterr().out.endswith(f"picture: {name}\n")
+        assert Path(name).read_bytes().startswith(b"\x89PNG")
+    Path("table.csv").write_text("1,2\n" * 200)
+    assert "series.path='table.csv', out='table.csv' are one file" in fails(
+        capsys, "data", "series", "--series.path", "table.csv", "--out", "table.csv"
     )
 
 
