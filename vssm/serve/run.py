@@ -107,7 +107,7 @@ def check_exposure(host: str, token: str | None, insecure: bool) -> bool:
 
 def only_local(settings: Settings, host: str) -> Settings:
     """Returns settings for a server that answers to the names of this machine alone."""
-    return replace(settings, hosts=(*_LOCAL, host))
+    return replace(settings, hosts=tuple(dict.fromkeys((*_LOCAL, host))))
 
 
 def drain_seconds(settings: Settings) -> int:

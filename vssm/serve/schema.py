@@ -8,7 +8,10 @@ refused.
 import ast
 import base64
 import binascii
+import difflib
+import json
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -27,6 +30,7 @@ __all__ = [
     "ObserveRequest",
     "Reply",
     "ResumeRequest",
+    "mistake",
     "read_array",
     "read_sequences",
 ]
@@ -48,6 +52,29 @@ _Keep = Annotated[
     Field(description="Where the state waits to be resumed: here, sealed in the answer, or not at all."),
 ]
 _Resume = Annotated[str, Field(min_length=2, description="`resume` of an answer.")]
+
+
+# What each field takes, for who sent something else.
+_COUNT, _FLAG, _ARRAY = "a whole number >= 1", "true or false", "nested lists of numbers, or a text"
+_NPY, _LONGEST_NAME = "a .npy file in base64", 64
+_ALLOWED = {
+    "num": _COUNT,
+    "length": _COUNT,
+    "chunk": _COUNT,
+    "every": _COUNT,
+    "recondition": _FLAG,
+    "stream": _FLAG,
+    "temperature": "a number > 0, at most 100",
+    "observe": "'mean' or 'sample'",
+    "seed": "a whole number from -2^63 to 2^63 - 1",
+    "keep": "'server', 'client' or 'none'",
+    "model": "a name of /v1/models",
+    "prompt": _ARRAY,
+    "prompt_npy": _NPY,
+    "x": _ARRAY,
+    "x_npy": _NPY,
+    "resume": "`resume` of an answer",
+}
 
 
 class _Strict(BaseModel):
@@ -157,6 +184,38 @@ class ErrorReply(BaseModel):
     """The one form of every error."""
 
     error: ErrorDetail
+
+
+def mistake(ask: type[BaseModel], error: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Says in one line what is wrong with a request, and in which field.
+
+    Arguments:
+        ask: What was expected.
+        error: What pydantic says; its words are for programmers, and only where it is is taken.
+
+    Example:
+        >>> mistake(ResumeRequest, {"type": "extra_forbidden", "loc": ("body", "resum"), "input": ""})[0]
+        "field 'resum' is unknown; allowed: num, length, ..., keep, resume (did you mean resume?)"
+        >>> mistake(GenerateRequest, {"type": "int_type", "loc": ("body", "num"), "input": 1.5})
+        ('num=1.5 is not allowed; allowed: a whole number >= 1', 'num')
+    """
+    fields, place = ask.model_fields, error["loc"][1:2]
+    if not place:
+        return "the body is no object; allowed: a JSON object of fields", None
+    name = str(place[0])
+    if name not in fields:
+        nearest = difflib.get_close_matches(name, fields, n=1)
+        hint = f" (did you mean {nearest[0]}?)" if nearest else ""
+        name = name[:_LONGEST_NAME]
+        return f"field {name!r} is unknown; allowed: {', '.join(fields)}{hint}", name
+    value = error["input"]
+    if error["type"] == "missing":
+        what = f"{name} is missing"
+    elif isinstance(value, list | dict) or len(str(value)) > _LONGEST_NAME:  # too much to repeat
+        what = f"{name} is not allowed"
+    else:
+        what = f"{name}={json.dumps(value)} is not allowed"
+    return f"{what}; allowed: {_ALLOWED[name]}", name
 
 
 def read_sequences(
