@@ -226,6 +226,25 @@ def test_a_place_can_be_resumed_many_times_and_forked(client, keep):
     assert post(client, "generate", keep="none")["resume"] is None
 
 
+def test_what_is_left_of_a_sequence_is_the_default_and_nothing_is_refused():
+    models = [served("vssm", meta=IMAGE), served("ssm", meta=IMAGE), served("rnn")]
+    with TestClient(create_app(models)) as client:
+        for name in ("vssm", "ssm"):
+            first = post(client, "generate", model=name, length=4)
+            rest = post(client, "resume", resume=first["resume"])
+            assert array(rest).shape == (1, 2, 3) and rest["position"] == 6
+            full = {"model": name, "prompt": [[0] * 3] * 6}
+            for route, ask in (("resume", {"resume": rest["resume"]}), ("generate", full)):
+                refused = error(client.post(f"/v1/{route}", json=ask), 422)
+                assert refused["param"] == "length"
+                assert refused["message"] == (
+                    "nothing is left of the training data's 6 steps after 6; allowed: length of 1 or more"
+                )
+                assert array(post(client, route, **ask, length=1)).shape == (1, 1, 3)
+        first = post(client, "generate", model="rnn")  # how long its data are is not known
+        assert array(post(client, "resume", resume=first["resume"])).shape == (1, 28, 3)
+
+
 def test_observed_data_are_read_before_what_follows(client, models):
     model = models[0].model
     x = sequences(model, 2, 5)

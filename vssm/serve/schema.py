@@ -86,7 +86,9 @@ class _Dials(_Strict):
         None, ge=1, description="How many sequences; one prompt or state serves any number."
     )
     length: int | None = Field(
-        None, ge=1, description="How many new steps; the rest of a sequence by default."
+        None,
+        ge=1,
+        description="How many new steps; the rest of a sequence as long as the training data's by default.",
     )
     chunk: int | None = Field(None, ge=1, description="Make so many steps at a time (vssm, tvae).")
     recondition: bool = Field(False, description="Read each chunk before making the next (vssm, tvae).")
