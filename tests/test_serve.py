@@ -226,6 +226,13 @@ def test_a_place_can_be_resumed_many_times_and_forked(client, keep):
     assert post(client, "generate", keep="none")["resume"] is None
 
 
+@pytest.mark.parametrize("seed", [-1, -(2**63), 2**63 - 1])
+def test_seeds_are_those_of_python(client, models, seed):
+    close(
+        array(post(client, "generate", length=4, seed=seed)), generate(models[0].model, length=4, seed=seed).x
+    )
+
+
 def test_what_is_left_of_a_sequence_is_the_default_and_nothing_is_refused():
     models = [served("vssm", meta=IMAGE), served("ssm", meta=IMAGE), served("rnn")]
     with TestClient(create_app(models)) as client:

@@ -37,7 +37,12 @@ __all__ = [
 
 _INT64 = 2**63
 _MAX_HEADER = 4096
-_Seed = Annotated[int, Field(ge=-_INT64, lt=_INT64, description="Names the sample.")]
+# All that `vssm.generate` takes: programs make seeds by hashes, half of them negative. Commands take those
+# of training, from 0 on (vssm.cli.options.check_seed).
+_Seed = Annotated[
+    int,
+    Field(ge=-_INT64, lt=_INT64, description="Names the sample: any whole number of 64 bits, as in Python."),
+]
 _Model = Annotated[str | None, Field(max_length=64, description="One of /v1/models; the first by default.")]
 _Array = Annotated[
     list[Any] | str | None,
