@@ -169,7 +169,11 @@ def test_series_start_from_a_small_model():
             ["train", "series", "--series.path", "x.csv"],
             "found no x.csv in the place given, nor in .*; give its path",
         ),
-        (["generate", "nowhere", "--device", "gpu"], "device='gpu' is not there; allowed: 'cpu'"),
+        (["generate", "nowhere", "--device", "gpu"], "device='gpu' is not there; allowed: 'auto', 'cpu'"),
+        (
+            ["generate", "nowhere", "--device", "cuda:99"],
+            "device='cuda:99' is not there; allowed: 'auto', 'cpu'",
+        ),
         (["generate"], "run"),
         (["bench", "nothing"], "nothing"),
     ],
@@ -402,6 +406,16 @@ def test_where_files_go_is_checked_before_the_work(run_folder, tmp_path, monkeyp
         )
 
 
+@pytest.mark.parametrize(("flag", "why"), [(os.ST_RDONLY, "read-only file system"), (0, "permission denied")])
+def test_why_a_folder_can_not_be_written_to_is_said(run_folder, tmp_path, monkeypatch, capsys, flag, why):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((0,) * 8 + (flag, 255)))
+    out = tmp_path / "a.npy"
+    assert fails(capsys, "generate", run_folder, "--out", str(out)) == (
+        f"vssm: out='{out}' can not be written ({why}); allowed: a file in a folder of yours\n"
+    )
+
+
 def test_the_picture_of_data_goes_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for options, name in (([], "digits.png"), (["--out", "a.png"], "a.png"), (["--picture", "b"], "b")):
@@ -493,7 +507,7 @@ def test_bad_prompt_files_are_named_from_a_folder_and_from_a_server(
             f"vssm: prompt='{name}.npy' is damaged or holds no numbers; allowed: a .npy file of numbers\n"
         }
     lines = {fails(capsys, "generate", f, "--prompt", "lost.npy") for f in (run_folder, "http://x:1")}
-    assert lines == {"vssm: No such file or directory: lost.npy\n"}
+    assert lines == {"vssm: prompt='lost.npy' is no file; allowed: a .npy file of numbers\n"}
 
 
 def test_run_folder_that_exists_is_left_alone(run_folder, capsys):

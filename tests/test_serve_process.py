@@ -110,6 +110,12 @@ def test_the_command_line_client(server, tmp_path, monkeypatch, capsys):
     assert np.load("d.npy").shape == (3, 2, 3), "what is left of a sequence"
     message = fails(capsys, "generate", url, "--state", "c.npy")
     assert "state='c.npy' is there and no state of a server; allowed: a new name, or" in message
+    for options, name in (
+        (["--resume", "lost", "--out", "e.npy"], "resume"),
+        (["--token-file", "lost"], "token_file"),
+    ):
+        assert f"{name}='lost' " in (message := fails(capsys, "generate", url, *options))
+        assert "; allowed: " in message
     message = fails(capsys, "generate", url, "--resume", "c.npy", "--out", "e.npy")
     assert "resume='c.npy' holds no state of a server; allowed: what --state wrote of one" in message
     assert "unknown" in fails(capsys, "generate", f"{url}/nothing")

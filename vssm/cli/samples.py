@@ -6,7 +6,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vssm.storage import is_device, write_atomically
+from vssm.storage import is_device, why_read_only, write_atomically
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,8 +34,11 @@ def check_targets(**paths: Path) -> None:
     for name, path in paths.items():
         if not path.name or path.is_dir() or not path.absolute().parent.is_dir():
             raise ValueError(f"{name}={str(path)!r} is not allowed; allowed: a file in a folder that exists")
-        if not os.access(path if is_device(path) else path.absolute().parent, os.W_OK):
-            raise ValueError(f"{name}={str(path)!r} is not allowed; allowed: a file in a folder of yours")
+        place = path if is_device(path) else path.absolute().parent
+        if why := why_read_only(place):
+            raise ValueError(
+                f"{name}={str(path)!r} can not be written ({why}); allowed: a file in a folder of yours"
+            )
     for one, other in combinations(paths.items(), 2):
         _check_apart(one, other)
 
@@ -68,6 +71,8 @@ def check_place_target(state: Path) -> None:
 
 def read_place(path: Path) -> str:
     """Returns the place to resume from, as a server named it, that a file holds."""
+    if not path.exists() or path.is_dir():
+        raise ValueError(f"resume={str(path)!r} is no file; allowed: what --state wrote of a server")
     place = _place(path)
     if place is None:
         raise ValueError(
@@ -115,6 +120,8 @@ def read_array(prompt: str) -> "np.ndarray":
     """Returns the numbers in the .npy file of a prompt."""
     import numpy as np
 
+    if not Path(prompt).exists() or Path(prompt).is_dir():
+        raise ValueError(f"prompt={prompt!r} is no file; allowed: a .npy file of numbers")
     with Path(prompt).open("rb") as file:
         try:
             array = np.lib.format.read_array(file, allow_pickle=False)
