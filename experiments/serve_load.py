@@ -104,8 +104,16 @@ def requests(names: list[str], features: int) -> list[dict[str, Any]]:
         made += [
             {"num": 1, "seed": seed, "keep": "none"},
             {"num": 16, "seed": seed},
-            {"num": 1, "seed": seed, "prompt": prompt, "keep": "none"},
-            {"num": 4, "seed": seed, "prompt": prompt, "chunk": 2, "recondition": True, "keep": "none"},
+            {"num": 1, "seed": seed, "prompt": prompt, "length": 14, "keep": "none"},
+            {
+                "num": 4,
+                "seed": seed,
+                "prompt": prompt,
+                "length": 14,
+                "chunk": 2,
+                "recondition": True,
+                "keep": "none",
+            },
             {"num": 1, "seed": seed, "chunk": 7, "stream": True, "keep": "none"},
         ]
         made += [{"num": 1, "seed": seed, "model": name, "keep": "none"} for name in others]

@@ -316,9 +316,7 @@ def test_bad_options(function, options, message):
 
 def test_cuda_that_is_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(
-        ValueError, match="device='cuda' is not there, CUDA devices: 0; allowed: 'auto', 'cpu'"
-    ):
+    with pytest.raises(ValueError, match="device='cuda' is not there; allowed: 'auto', 'cpu'"):
         bench.main_generate(device="cuda")
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -76,8 +77,10 @@ def test_generate_writes_samples_and_a_state_that_resumes(run_folder, tmp_path, 
     main(["generate", run_folder, "--num", "3", "--length", "8", "--seed", "4"])
     whole = np.load("samples.npy", allow_pickle=False)
     assert whole.shape == (3, 8, 8)
-    main(["generate", run_folder, "--num", "3", "--length", "5", "--seed", "4", "--out", "a.npy"])
-    main(["generate", run_folder, "--resume", "state.safetensors", "--length", "3", "--out", "b.npy"])
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.npy"], "a state is kept when asked for"
+    half = ["--num", "3", "--length", "5", "--seed", "4", "--out", "a.npy", "--state", "half.safetensors"]
+    main(["generate", run_folder, *half])
+    main(["generate", run_folder, "--resume", "half.safetensors", "--length", "3", "--out", "b.npy"])
     joined = np.concatenate([np.load("a.npy"), np.load("b.npy")], 1)
     np.testing.assert_allclose(joined, whole, atol=1e-5)
     np.save("prompt.npy", whole[:, :4])
@@ -101,15 +104,15 @@ def test_reconditioning_without_chunks_is_noted(run_folder, tmp_path, monkeypatc
 
 def test_what_is_left_of_a_sequence_after_a_state(run_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    main(["generate", run_folder, "--num", "2", "--length", "5"])
-    main(["generate", run_folder, "--resume", "state.safetensors", "--out", "rest.npy"])
+    main(["generate", run_folder, "--num", "2", "--length", "5", "--state", "s"])
+    main(["generate", run_folder, "--resume", "s", "--out", "rest.npy", "--state", "s"])
     assert np.load("rest.npy").shape == (2, 3, 8)
     np.save("nine.npy", np.zeros((1, 9, 8), np.float32))
-    for options, known in ((["--resume", "state.safetensors"], 8), (["--prompt", "nine.npy"], 9)):
+    for options, known in ((["--resume", "s"], 8), (["--prompt", "nine.npy"], 9)):
         message = fails(capsys, "generate", run_folder, *options, "--out", "none.npy")
         assert f"nothing is left of the training data's 8 steps after {known}; allowed: --length" in message
         assert not Path("none.npy").exists()
-        main(["generate", run_folder, *options, "--out", "more.npy", "--length", "2", "--state", "other"])
+        main(["generate", run_folder, *options, "--out", "more.npy", "--length", "2"])
         assert np.load("more.npy").shape[1] == 2
 
 
@@ -166,7 +169,11 @@ def test_series_start_from_a_small_model():
             ["train", "series", "--series.path", "x.csv"],
             "found no x.csv in the place given, nor in .*; give its path",
         ),
-        (["generate", "nowhere", "--device", "gpu"], "device='gpu' is not there; allowed: 'cpu'"),
+        (["generate", "nowhere", "--device", "gpu"], "device='gpu' is not there; allowed: 'auto', 'cpu'"),
+        (
+            ["generate", "nowhere", "--device", "cuda:99"],
+            "device='cuda:99' is not there; allowed: 'auto', 'cpu'",
+        ),
         (["generate"], "run"),
         (["bench", "nothing"], "nothing"),
     ],
@@ -212,19 +219,33 @@ def test_a_stopped_training_says_how_to_go_on(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("vssm.train.train", stop)
-    folder = tmp_path / "run"
+    folder = tmp_path / "my run"
     for arguments in (["digits", "--out", str(folder)], ["--resume", str(folder)]):
         with pytest.raises(SystemExit) as ended:
             main(["train", *arguments])
         assert ended.value.code == 130
         said = capsys.readouterr().err
         assert said == (
-            f"to go on from the last checkpoint: vssm train --resume {folder}\nvssm: stopped by the user\n"
+            f"to go on from the last checkpoint: vssm train --resume '{folder}'\nvssm: stopped by the user\n"
         )
     (folder / "meta.json").write_text('{"ended": "2026-01-02"}')  # stopped at its last step
     with pytest.raises(SystemExit):
         main(["train", "--resume", str(folder)])
     assert capsys.readouterr().err == "vssm: stopped by the user\n"
+
+
+def test_commands_that_are_printed_can_be_pasted(run_folder, tmp_path, monkeypatch, capsys):
+    def copy(config, folder, resume=False):
+        shutil.copytree(run_folder, folder)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vssm.train.train", copy)
+    main(["train", "digits", "--out", "my run"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "run: my run"
+    commands = [shlex.split(f"vssm {part}") for part in said[1].removeprefix("next: vssm ").split("   vssm ")]
+    assert commands == [["vssm", name, "my run"] for name in ("generate", "evaluate", "report")]
+    assert "allowed: --resume 'my run', or" in fails(capsys, "train", "digits", "--out", "my run")
 
 
 def test_a_bug_keeps_its_traceback():
@@ -379,8 +400,31 @@ def test_where_files_go_is_checked_before_the_work(run_folder, tmp_path, monkeyp
     ):
         assert message in fails(capsys, "generate", run_folder, *options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.npy"], "nothing was written"
-    assert fails(capsys, "data", "digits", "--picture", "nowhere/x.png") == (
-        "vssm: No such file or directory: nowhere/x.png\n"
+    for name in ("--out", "--picture"):
+        assert fails(capsys, "data", "digits", name, "nowhere/x.png") == (
+            "vssm: out='nowhere/x.png' is not allowed; allowed: a file in a folder that exists\n"
+        )
+
+
+@pytest.mark.parametrize(("flag", "why"), [(os.ST_RDONLY, "read-only file system"), (0, "permission denied")])
+def test_why_a_folder_can_not_be_written_to_is_said(run_folder, tmp_path, monkeypatch, capsys, flag, why):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((0,) * 8 + (flag, 255)))
+    out = tmp_path / "a.npy"
+    assert fails(capsys, "generate", run_folder, "--out", str(out)) == (
+        f"vssm: out='{out}' can not be written ({why}); allowed: a file in a folder of yours\n"
+    )
+
+
+def test_the_picture_of_data_goes_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for options, name in (([], "digits.png"), (["--out", "a.png"], "a.png"), (["--picture", "b"], "b")):
+        main(["data", "digits", *options])
+        assert capsys.readouterr().out.endswith(f"picture: {name}\n")
+        assert Path(name).read_bytes().startswith(b"\x89PNG")
+    Path("table.csv").write_text("1,2\n" * 200)
+    assert "series.path='table.csv', out='table.csv' are one file" in fails(
+        capsys, "data", "series", "--series.path", "table.csv", "--out", "table.csv"
     )
 
 
@@ -463,7 +507,7 @@ def test_bad_prompt_files_are_named_from_a_folder_and_from_a_server(
             f"vssm: prompt='{name}.npy' is damaged or holds no numbers; allowed: a .npy file of numbers\n"
         }
     lines = {fails(capsys, "generate", f, "--prompt", "lost.npy") for f in (run_folder, "http://x:1")}
-    assert lines == {"vssm: No such file or directory: lost.npy\n"}
+    assert lines == {"vssm: prompt='lost.npy' is no file; allowed: a .npy file of numbers\n"}
 
 
 def test_run_folder_that_exists_is_left_alone(run_folder, capsys):

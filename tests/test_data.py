@@ -774,7 +774,12 @@ def test_csv_dialects(tmp_path, name):
         (
             "t,place,v",
             "{k},x,{k}%",
-            r"column 'v' is left out \(and 1 more\): line 2 has '0%', which is no num",
+            r"column 'v' is left out \(and so is 'place'\): line 2 has '0%', which is no num",
+        ),
+        (
+            "t,a,b,c,d,e,f,v",
+            "{k},x,x,x,x,x,x,{k}%",
+            r"column 'v' is left out \(and so are 'a', 'b', 'c', 'd', 2 more\): line 2 has '0%'",
         ),
         ("t,place", "{k},x", "column 'place' is left out: line 2 has 'x', which is no number$"),
     ],

@@ -441,6 +441,7 @@ def test_result_tells_nothing_about_its_maker(tmp_path):
     made = result("x", "vssm train /home/me/run --seed 1", config, {"loss": math.inf, "steps": 3})
     assert made["config"] == {"data": {"dir": "data", "columns": ["a", "c"]}, "width": 3}
     assert made["command"] == "vssm train run --seed 1"
+    assert result("x", "vssm train '/home/the me/a run'", {}, {})["command"] == "vssm train 'a run'"
     assert made["metrics"] == {"loss": None, "steps": 3}
     assert set(made["machine"]) == {"cpu", "cores", "gpu", "torch", "python", "system"}
     with pytest.raises(ValueError, match="metric 'name' is 'vssm'; allowed: a number"):

@@ -628,12 +628,21 @@ def test_parquet_names_its_extra(monkeypatch, tmp_path):
         write_quantiles(Forecast(torch.zeros(2, 3, 1), ("a",)), tmp_path / "a.parquet", [0.5])
 
 
-def test_chart_without_dates(tmp_path):
+def test_chart_without_dates(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
     from vssm.data.series import Table
 
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *a, **k: (save(figure, *a, **k), drawn.append(figure))
+    )
     table = Table(("a$",), np.arange(20.0)[:, None], [])
     draw_fan(Forecast(torch.randn(9, 4, 1), ("a$",)), table, tmp_path / "fan.png")
     assert (tmp_path / "fan.png").stat().st_size > 1000
+    (legend,), (axes,) = drawn[0].legends, drawn[0].axes
+    assert [text.get_text() for text in legend.get_texts()] == ["history", "95%", "80%", "50%", "median"]
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent()), "no line is covered"
 
 
 def test_levels_are_for_vssm():

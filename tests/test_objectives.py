@@ -281,3 +281,24 @@ def test_activations_can_be_checkpointed(options):
     wanted = torch.autograd.grad(loss(), weights)
     given = torch.autograd.grad(checkpoint(loss, use_reentrant=False), weights)
     assert all(torch.equal(a, b) for a, b in zip(given, wanted, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_function_around_it_gives_the_same(kind):
+    model = small_model(kind)
+    x = sequences(model, 3, 6)
+
+    def loss(x):
+        return objective(model, x).loss.mean()
+
+    compiled, found = torch.compile(loss, backend="eager"), []
+    for function in (loss, compiled):
+        torch.manual_seed(3)
+        model.zero_grad()
+        value = function(x)
+        value.backward()
+        found.append((value, [p.grad for p in model.parameters() if p.grad is not None]))
+    (value, gradients), (other, others) = found
+    torch.testing.assert_close(other, value)
+    torch.testing.assert_close(others, gradients)

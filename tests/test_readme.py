@@ -58,6 +58,20 @@ def test_commands_run(page, tmp_path):
     assert ran
 
 
+def test_links_lead_to_files():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "experiments").glob("*.md")]
+    kinds = (r"\]\(([^)#\s]+)", r"^\[[^]]+\]: (\S+)", r'src="([^"]+)"')
+    links = [
+        (page, link)
+        for page in pages
+        for kind in kinds
+        for link in re.findall(kind, page.read_text(), re.MULTILINE)
+        if "://" not in link
+    ]
+    assert len(links) > 50
+    assert not [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()]
+
+
 def test_options_of_training_are_those_of_the_command(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])

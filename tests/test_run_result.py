@@ -74,14 +74,15 @@ def test_a_model_without_its_log_is_kept(evaluated, tmp_path):
 
 def test_command_keeps_what_the_page_shows(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "waves", "tvae", WAVES)
-    main(["evaluate", "waves", "--quick", "--dials", "--result", "results/quality/waves_tvae.json"])
+    make_run(tmp_path / "my waves", "tvae", WAVES)
+    main(["evaluate", "my waves", "--quick", "--dials", "--result", "results/quality/waves_tvae.json"])
     made = json.loads((tmp_path / "results/quality/waves_tvae.json").read_text())
-    assert made["command"] == "vssm evaluate waves --quick --dials"
+    assert made["command"] == "vssm evaluate 'my waves' --quick --dials"
     assert made["metrics"]["passes"] == 1
     assert not (tmp_path / "results/quality/waves_tvae.png").exists()  # no images
     assert "kept: results/quality/waves_tvae.json" in capsys.readouterr().out
     text = write_page("results", "results.md").read_text()
+    assert "--out 'my waves'" in text
     assert "| in 7 passes |" in text
     assert "dials_waves_tvae.png" not in text  # no distances, no curves
 

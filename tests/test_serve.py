@@ -226,6 +226,32 @@ def test_a_place_can_be_resumed_many_times_and_forked(client, keep):
     assert post(client, "generate", keep="none")["resume"] is None
 
 
+@pytest.mark.parametrize("seed", [-1, -(2**63), 2**63 - 1])
+def test_seeds_are_those_of_python(client, models, seed):
+    close(
+        array(post(client, "generate", length=4, seed=seed)), generate(models[0].model, length=4, seed=seed).x
+    )
+
+
+def test_what_is_left_of_a_sequence_is_the_default_and_nothing_is_refused():
+    models = [served("vssm", meta=IMAGE), served("ssm", meta=IMAGE), served("rnn")]
+    with TestClient(create_app(models)) as client:
+        for name in ("vssm", "ssm"):
+            first = post(client, "generate", model=name, length=4)
+            rest = post(client, "resume", resume=first["resume"])
+            assert array(rest).shape == (1, 2, 3) and rest["position"] == 6
+            full = {"model": name, "prompt": [[0] * 3] * 6}
+            for route, ask in (("resume", {"resume": rest["resume"]}), ("generate", full)):
+                refused = error(client.post(f"/v1/{route}", json=ask), 422)
+                assert refused["param"] == "length"
+                assert refused["message"] == (
+                    "nothing is left of the training data's 6 steps after 6; allowed: length of 1 or more"
+                )
+                assert array(post(client, route, **ask, length=1)).shape == (1, 1, 3)
+        first = post(client, "generate", model="rnn")  # how long its data are is not known
+        assert array(post(client, "resume", resume=first["resume"])).shape == (1, 28, 3)
+
+
 def test_observed_data_are_read_before_what_follows(client, models):
     model = models[0].model
     x = sequences(model, 2, 5)
@@ -273,12 +299,12 @@ def test_prompts_as_lists_file_and_text(client, models):
         ({"num": 257}, "num", "at most 256"),
         ({"length": 4097}, "length", "at most 4096"),
         ({"num": 256, "length": 4096}, "num", "at most 65536"),
-        ({"num": 0}, "num", "greater than or equal to 1"),
-        ({"num": "2"}, "num", "valid integer"),
+        ({"num": 0}, "num", "num=0 is not allowed; allowed: a whole number >= 1"),
+        ({"num": "2"}, "num", 'num="2" is not allowed; allowed: a whole number >= 1'),
         ({"model": "ssm", "chunk": 2}, "chunk", "vssm or tvae"),
         ({"model": "rnn", "recondition": True}, "recondition", "vssm or tvae"),
         ({"every": 2}, "every", "step-by-step"),
-        ({"temperature": 0}, "temperature", "greater than 0"),
+        ({"temperature": 0}, "temperature", "temperature=0 is not allowed; allowed: a number > 0, at most"),
         ({"temperature": 1e-300}, None, "allowed: a number > 0, from 1e-30 to 1e6"),
         ({"observe": "mode"}, "observe", "'mean' or 'sample'"),
         ({"prompt": [[1, 2]]}, "prompt", "allowed: (batch, length, 3)"),
@@ -286,14 +312,40 @@ def test_prompts_as_lists_file_and_text(client, models):
         ({"prompt": "text"}, "prompt", "numbers"),
         ({"prompt": []}, "prompt", "allowed"),
         ({"prompt": [[1, 2, 3]], "prompt_npy": "AAAA"}, "prompt", "both given"),
-        ({"seed": 2**63}, "seed", "less than"),
-        ({"colour": 1}, "colour", "not permitted"),
+        (
+            {"seed": 2**63},
+            "seed",
+            "=9223372036854775808 is not allowed; allowed: a whole number from -2^63 to",
+        ),
+        ({"stream": None}, "stream", "stream=null is not allowed; allowed: true or false"),
+        ({"keep": True}, "keep", "keep=true is not allowed; allowed: 'server', 'client' or 'none'"),
+        ({"model": "m" * 65}, "model", "model is not allowed; allowed: a name of /v1/models"),
+        ({"prompt": 3}, "prompt", "prompt=3 is not allowed; allowed: nested lists of numbers, or a text"),
+        ({"prompt_npy": []}, "prompt_npy", "prompt_npy is not allowed; allowed: a .npy file in base64"),
+        ({"colour": 1}, "colour", "field 'colour' is unknown; allowed: num, length,"),
+        ({"nmu": 1}, "nmu", "prompt_npy (did you mean num?)"),
+        ({"a\nb": 1}, "a\nb", r"field 'a\nb' is unknown; allowed: num"),
+        ([1], None, "the body is no object; allowed: a JSON object of fields"),
+        (None, None, "the body is no object; allowed: a JSON object of fields"),
     ],
 )
 def test_refusals_name_the_field(client, body, param, words):
-    refused = error(client.post("/v1/generate", json=body), 422)
+    kind = {"content-type": "application/json"}
+    refused = error(client.post("/v1/generate", content=json.dumps(body), headers=kind), 422)
     assert refused["param"] == param
     assert words in refused["message"]
+
+
+def test_every_field_has_words_for_what_it_takes(client):
+    schemas = client.get("/openapi.json").json()["components"]["schemas"]
+    for route, other in (("generate", {}), ("resume", {"resume": "h.x"}), ("observe", {})):
+        names = list(schemas[f"{route.title()}Request"]["properties"])
+        assert len(names) > 5
+        for name in names:
+            refused = error(client.post(f"/v1/{route}", json={**other, name: {}}), 422)
+            assert refused["message"].startswith(f"{name} is not allowed; allowed: ")
+    refused = error(client.post("/v1/resume", json={}), 422)
+    assert refused["message"] == "resume is missing; allowed: `resume` of an answer"
 
 
 def test_a_full_queue_is_429_and_says_when_to_come_back(models):

@@ -314,6 +314,12 @@ def test_other_sites_can_not_call_a_local_server():
         )
 
 
+def test_a_local_server_names_each_of_its_names_once():
+    with TestClient(create_app([served("vssm")], only_local(Settings(), "127.0.0.1"))) as client:
+        refused = error(client.get("/healthz", headers={"host": "example.org"}), 421)
+    assert refused["message"].endswith("; allowed: 127.0.0.1, localhost, ::1")
+
+
 def test_a_local_server_answers_to_every_way_of_writing_its_name():
     with TestClient(create_app([served("vssm")], only_local(Settings(), "127.0.0.2"))) as client:
         for host in ("[::1]", "[::1]:8000", "LOCALHOST:80", "127.0.0.1", "127.0.0.2:8000"):

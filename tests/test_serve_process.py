@@ -95,14 +95,29 @@ def test_the_example_of_the_documents_runs(server, capsys):
 def test_the_command_line_client(server, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     url = server[1]
-    main(["generate", url, "--num", "3", "--length", "4", "--seed", "2"])
+    main(["generate", f"{url}/ssm", "--length", "2"])
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.npy"], "a state is kept when asked for"
+    main(["generate", url, "--num", "3", "--length", "4", "--seed", "2", "--state", "a.state"])
     assert np.load("samples.npy").shape == (3, 4, 3)
-    main(["generate", f"{url}/ssm", "--length", "2", "--out", "b.npy", "--state", "b.resume"])
-    main(["generate", url, "--resume", "state.resume", "--length", "2", "--out", "c.npy"])
+    assert "state: a.state, after step 4\n" in capsys.readouterr().out
+    for _ in range(2):  # the second takes the place of the first
+        main(
+            ["generate", url, "--resume", "a.state", "--length", "2", "--out", "c.npy", "--state", "b.state"]
+        )
     assert np.load("c.npy").shape == (3, 2, 3)
     np.save("prompt.npy", np.load("samples.npy"))
     main(["generate", url, "--prompt", "prompt.npy", "--out", "d.npy"])
     assert np.load("d.npy").shape == (3, 2, 3), "what is left of a sequence"
+    message = fails(capsys, "generate", url, "--state", "c.npy")
+    assert "state='c.npy' is there and no state of a server; allowed: a new name, or" in message
+    for options, name in (
+        (["--resume", "lost", "--out", "e.npy"], "resume"),
+        (["--token-file", "lost"], "token_file"),
+    ):
+        assert f"{name}='lost' " in (message := fails(capsys, "generate", url, *options))
+        assert "; allowed: " in message
+    message = fails(capsys, "generate", url, "--resume", "c.npy", "--out", "e.npy")
+    assert "resume='c.npy' holds no state of a server; allowed: what --state wrote of one" in message
     assert "unknown" in fails(capsys, "generate", f"{url}/nothing")
     assert "allowed from a server: .npy" in fails(capsys, "generate", url, "--out", "x.png")
     assert "is for text" in fails(capsys, "generate", url, "--out", "x.txt")

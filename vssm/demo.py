@@ -1,6 +1,7 @@
 """The demo: three small models of 8 x 8 digits, trained, compared, raced and reported, offline."""
 
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -61,10 +62,10 @@ def demo(folder: Path) -> None:
     print(f"\n{time.perf_counter() - start:.0f} seconds in all. Look at:")
     for path in (page, *pictures):
         print(f"  {path}")
-    program = "vssm" if shutil.which("vssm") else str(Path(sys.executable).with_name("vssm"))
+    program = "vssm" if shutil.which("vssm") else shlex.quote(str(Path(sys.executable).with_name("vssm")))
     print(
         "Try next:\n"
-        f"  {program} generate {folder / 'vssm'} --num 64 --out samples.png\n"
+        f"  {program} generate {shlex.quote(str(folder / 'vssm'))} --num 64 --out samples.png\n"
         f"  {program} generate mnist-best-small --num 64 --out one-shot.png\n"
         f"  {program} train mnist --out runs/mnist     (downloads MNIST, or --data-dir FOLDER)\n"
         f"  {program} --help"

@@ -28,10 +28,12 @@ def choose_device(name: str) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        raise ValueError(f"device={name!r} is not there, CUDA devices: {count}; allowed: 'auto', 'cpu'")
-    return check_device(name)
+    try:
+        return check_device(name)
+    except ValueError:  # whose list has no "auto", which only we know
+        there = ["auto", "cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        allowed = ", ".join(map(repr, there))
+        raise ValueError(f"device={name!r} is not there; allowed: {allowed}") from None
 
 
 @dataclass(frozen=True)

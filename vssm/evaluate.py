@@ -13,6 +13,7 @@ Legend: x (B, T, D) or tokens (B, T); K `num_samples`; C `prompt_length`, `cut`.
 import inspect
 import json
 import math
+import shlex
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -287,4 +288,4 @@ def _command(folder: Path, given: dict[str, Any]) -> str:
         for name, value in given.items()
         if value != defaults[name]
     ]
-    return f"vssm evaluate {folder.resolve().name}{''.join(options)}"
+    return f"vssm evaluate {shlex.quote(folder.resolve().name)}{''.join(options)}"

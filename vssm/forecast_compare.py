@@ -13,6 +13,7 @@ validation part, and the scores at temperature 1 stand beside.
 
 import json
 import math
+import shlex
 import sys
 import time
 import warnings
@@ -140,9 +141,8 @@ def compare(options: Comparison, show: Callable[[str], None] = print) -> dict[st
             "deepar_epochs": options.deepar_epochs,
             "deepar_context": options.deepar_context or options.series.horizon,
         }
-        made = result(
-            f"forecast {name}", f"python -m vssm.forecast_compare {' '.join(sys.argv[1:])}", settings, metrics
-        )
+        command = f"python -m vssm.forecast_compare {shlex.join(sys.argv[1:])}"
+        made = result(f"forecast {name}", command, settings, metrics)
         write_result(out, made)
     return made
 

@@ -132,7 +132,8 @@ def draw_fan(made: Forecast, history: Table, path: str | Path, context: int = 96
             )
         axes.plot(ahead, made.quantile(0.5)[:, k].cpu(), color="tab:blue", linewidth=1, label="median")
         axes.set_ylabel(names[k].replace("$", r"\$"), fontsize=8)
-    figure.axes[0].legend(fontsize=6, ncols=5, loc="upper left")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=6, ncols=5, loc="outside upper center")  # over no line
     if dated:
         figure.autofmt_xdate()
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))

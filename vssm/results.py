@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import subprocess
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -49,7 +50,7 @@ def result(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": machine(),
-        "command": " ".join(map(_without_folder, command.split(" "))),
+        "command": shlex.join(map(_without_folder, shlex.split(command))),
         "config": _without_folders(config),
         "metrics": numbers,
     }

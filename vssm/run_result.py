@@ -7,7 +7,6 @@
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from vssm.models import Model
 from vssm.quality import observed, ways_to_sample
 from vssm.results import write_result
 from vssm.runs import read_config, read_log
-from vssm.storage import write_atomically
+from vssm.storage import why_read_only, write_atomically
 from vssm.train import choose_device
 
 __all__ = ["check_result_path", "draw_grid", "keep_result", "shown_ways", "validations"]
@@ -38,8 +37,12 @@ def check_result_path(path: Path) -> None:
     if path.suffix != ".json":
         raise ValueError(f"result={str(path)!r} is not allowed; allowed: a file that ends in .json")
     first = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.is_dir() or not first.is_dir() or not os.access(first, os.W_OK):
+    if path.is_dir() or not first.is_dir():
         raise ValueError(f"result={str(path)!r} is not allowed; allowed: a file in a folder of yours")
+    if why := why_read_only(first):
+        raise ValueError(
+            f"result={str(path)!r} can not be written ({why}); allowed: a file in a folder of yours"
+        )
 
 
 def keep_result(folder: str | Path, path: str | Path, device: str = "auto") -> None:

@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -181,7 +182,8 @@ class RunFolder:
             raise ValueError(f"run folder {name!r} is a file; allowed: a new name")
         remains = self.path.iterdir() if self.path.exists() else ()
         if any(not _is_temporary(file) and file.name != ".lock" for file in remains):
-            raise ValueError(f"run folder {name!r} is not empty; allowed: --resume {name}, or another name")
+            again = f"--resume {shlex.quote(name)}"
+            raise ValueError(f"run folder {name!r} is not empty; allowed: {again}, or another name")
 
     def create(self, config: RunConfig, meta: Meta) -> None:
         """Starts a run in a new folder."""

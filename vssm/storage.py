@@ -1,5 +1,6 @@
 """Files that are whole or absent: written under a temporary name, flushed to the disk, renamed."""
 
+import errno
 import glob
 import os
 import secrets
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-__all__ = ["is_device", "write_atomically"]
+__all__ = ["is_device", "why_read_only", "write_atomically"]
 
 _LEFT = 3600  # seconds after which nobody writes to a temporary file any more
 
@@ -66,6 +67,20 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
 def is_device(path: Path) -> bool:
     """Says whether something is there that a file must not take the place of: a device or a pipe."""
     return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def why_read_only(place: Path) -> str | None:
+    """Says why a folder or a device can not be written to, as far as that is known before; None if it can.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     why_read_only(Path(folder)) is None
+        True
+    """
+    if os.access(place, os.W_OK):
+        return None
+    locked = os.statvfs(place).f_flag & os.ST_RDONLY
+    return os.strerror(errno.EROFS if locked else errno.EACCES).lower()
 
 
 def _write_through(path: Path, write: Callable[[Path], object]) -> None:

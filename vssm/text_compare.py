@@ -15,6 +15,7 @@ Legend: x (B, T) tokens; T `length`; W `chunk`; K `num_samples`.
 
 import json
 import math
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -148,7 +149,7 @@ def compare_text(folders: Sequence[Path], options: TextComparison) -> dict[str, 
         for way, own in ways.items():
             samples[f"{kind}{way}"] = _sample(model, data.meta, options.prompt, own)
             print(f"--- {kind}{way}\n{samples[f'{kind}{way}']}")
-    made = result("text", f"python -m vssm.text_compare {' '.join(sys.argv[1:])}", settings, metrics)
+    made = result("text", f"python -m vssm.text_compare {shlex.join(sys.argv[1:])}", settings, metrics)
     made["samples"] = samples
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)

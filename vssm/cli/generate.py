@@ -10,9 +10,11 @@ from vssm.cli.folders import data_meta, local_folder
 from vssm.cli.options import check_seed, note_idle_recondition
 from vssm.cli.samples import (
     check_inputs_stay,
+    check_place_target,
     check_state_target,
     check_targets,
     read_array,
+    read_place,
     read_prompt,
     write_array,
     write_samples,
@@ -29,7 +31,7 @@ __all__ = ["Generate"]
 
 @dataclass
 class Generate:
-    """Generates from a trained model: samples, a picture or text, and the state to resume from."""
+    """Generates from a trained model: samples, a picture or text, and a state to resume from."""
 
     run_folder: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
     """A run folder, a folder of vssm.save, a shipped model's name, hf://OWNER/NAME, or http://SERVER[/MODEL]."""
@@ -54,11 +56,11 @@ class Generate:
     seed: int | None = None
     """Names the sample, 0 to 2^63 - 1; by default 0, or the state's."""
     resume: Path | None = None
-    """A state.safetensors to go on from."""
+    """What --state wrote, to go on from."""
     out: Path | None = None
     """Where the samples go: .npy, .png or .txt; by default samples.npy, of text samples.txt."""
-    state: Path = Path("state.safetensors")
-    """Where the state to resume from goes."""
+    state: Path | None = None
+    """Where the state to resume from goes, for example state.safetensors; by default it is not kept."""
     device: str = "auto"
     """Where to run: auto, cpu or cuda."""
     token_file: Path | None = None
@@ -82,21 +84,24 @@ class Generate:
             raise ValueError(f"out={str(out)!r} is not allowed; allowed from a server: .npy or .txt")
         if self.passes != 1:
             raise ValueError(f"passes={self.passes} is not allowed; allowed from a server: 1")
-        state = self.state.with_suffix(".resume") if self.state.name else self.state
-        self._check_files(out, state)
+        self._check_files(out)
+        if self.state is not None:
+            check_place_target(self.state)
         url, _, model = self.run_folder.partition("://")[2].partition("/")
         options = {
             name: getattr(self, name)
             for name in ("num", "length", "chunk", "recondition", "temperature", "observe", "seed")
         }
         options = {name: value for name, value in options.items() if value is not None}
+        if self.state is None:  # the server need not keep what nobody can ask for
+            options["keep"] = "none"
         token = None if self.token_file is None else read_secret(self.token_file, "token_file")
         prompt = self.prompt
         if prompt is not None and prompt.endswith(".npy"):
             prompt = read_array(prompt)
         with Client(f"{self.run_folder.partition('://')[0]}://{url}", token) as client:
             if self.resume is not None:
-                answer = client.resume(self.resume.read_text().strip(), **options)
+                answer = client.resume(read_place(self.resume), **options)
             else:
                 num = {"num": 16} if prompt is None else {}
                 answer = client.generate(prompt, **{**num, **options, "model": model or None})
@@ -108,14 +113,17 @@ class Generate:
         else:
             given = prompt if isinstance(prompt, str) else ""
             print(write_texts([given + made for made in answer.text], out))
-        write_atomically(state, lambda path: path.write_text(f"{answer.resume}\n"))
-        print(f"samples: {out}  {answer.x.shape}\nstate: {state}, after step {answer.position}")
+        print(f"samples: {out}  {answer.x.shape}")
+        if self.state is not None:
+            write_atomically(self.state, lambda path: path.write_text(f"{answer.resume}\n"))
+            print(f"state: {self.state}, after step {answer.position}")
 
-    def _check_files(self, out: Path, state: Path) -> None:
+    def _check_files(self, out: Path) -> None:
         """Raises, before the work is done, if a file can not be written or would replace one that is read."""
-        check_targets(out=out, state=state)
+        targets = {"out": out} if self.state is None else {"out": out, "state": self.state}
+        check_targets(**targets)
         prompt = Path(self.prompt) if self.prompt is not None and self.prompt.endswith(".npy") else None
-        check_inputs_stay({"prompt": prompt, "token_file": self.token_file}, out=out, state=state)
+        check_inputs_stay({"prompt": prompt, "token_file": self.token_file}, **targets)
         check_inputs_stay({"resume": self.resume}, out=out)  # whose place the new state may take
 
     def _compute(self) -> None:
@@ -125,17 +133,18 @@ class Generate:
         out = self.out or Path("samples.npy")
         if out.suffix not in (".npy", ".png", ".txt"):
             raise ValueError(f"out={str(out)!r} is not allowed; allowed: a name in .npy, .png or .txt")
-        check_targets(state=self.state)
-        check_state_target(self.state)
+        if self.state is not None:
+            check_targets(state=self.state)
+            check_state_target(self.state)
         if self.out is not None:  # else its name follows the data
-            self._check_files(out, self.state)
+            self._check_files(out)
         device = choose_device(self.device)
         folder = local_folder(self.run_folder)
         model, meta = vssm.load(folder, device), data_meta(folder)
         if self.out is None:
             words = meta is not None and meta.suggested_head == "categorical"
             out = Path("samples.txt" if words else "samples.npy")
-            self._check_files(out, self.state)
+            self._check_files(out)
         state = None if self.resume is None else vssm.State.load(self.resume, device)
         prompt = None if self.prompt is None else read_prompt(self.prompt, model, meta).to(device)
         known = 0 if state is None else state.position
@@ -159,8 +168,10 @@ class Generate:
         note_idle_recondition(self.recondition, self.chunk)
         x = made.x.cpu()
         write_samples(x, None if prompt is None else prompt.cpu(), meta, out)
-        made.state.save(self.state)
-        print(f"samples: {out}  {tuple(x.shape)}\nstate: {self.state}, after step {made.state.position}")
+        print(f"samples: {out}  {tuple(x.shape)}")
+        if self.state is not None:
+            made.state.save(self.state)
+            print(f"state: {self.state}, after step {made.state.position}")
 
 
 def _steps_left(known: int, meta: "Meta | None") -> int:

@@ -75,7 +75,11 @@ class RunOptions(DataOptions):
 
 
 def check_seed(seed: int | None) -> None:
-    """Raises unless a seed is one that training takes, too; in Python noise takes negative ones as well."""
+    """Raises unless a seed is one that every command takes.
+
+    Training starts from 0, and one range for all commands is easier to remember than two. Python and the
+    server take what noise is a function of: any whole number of 64 bits.
+    """
     if seed is not None:
         check_number("seed", seed, 0, below=2**63, whole=True)
 

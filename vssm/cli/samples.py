@@ -1,11 +1,12 @@
 """Prompts and samples as files: arrays, pictures and text."""
 
 import os
+import re
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vssm.storage import is_device, write_atomically
+from vssm.storage import is_device, why_read_only, write_atomically
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,9 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_inputs_stay",
+    "check_place_target",
     "check_state_target",
     "check_targets",
     "read_array",
+    "read_place",
     "read_prompt",
     "write_array",
     "write_samples",
@@ -31,8 +34,11 @@ def check_targets(**paths: Path) -> None:
     for name, path in paths.items():
         if not path.name or path.is_dir() or not path.absolute().parent.is_dir():
             raise ValueError(f"{name}={str(path)!r} is not allowed; allowed: a file in a folder that exists")
-        if not os.access(path if is_device(path) else path.absolute().parent, os.W_OK):
-            raise ValueError(f"{name}={str(path)!r} is not allowed; allowed: a file in a folder of yours")
+        place = path if is_device(path) else path.absolute().parent
+        if why := why_read_only(place):
+            raise ValueError(
+                f"{name}={str(path)!r} can not be written ({why}); allowed: a file in a folder of yours"
+            )
     for one, other in combinations(paths.items(), 2):
         _check_apart(one, other)
 
@@ -49,11 +55,41 @@ def check_state_target(state: Path) -> None:
     """Raises, before the work is done, if a state would replace a file that is none, such as weights."""
     from vssm.nn import State
 
-    if not state.exists() or is_device(state) or State.is_saved_at(state):
-        return
-    if state.is_file() and not state.stat().st_size:  # as mktemp leaves it
-        return
-    raise ValueError(f"state={str(state)!r} is there and no state; allowed: a new name, or an older state's")
+    if not _is_free(state) and not State.is_saved_at(state):
+        raise ValueError(
+            f"state={str(state)!r} is there and no state; allowed: a new name, or an older state's"
+        )
+
+
+def check_place_target(state: Path) -> None:
+    """Raises, before the work is done, if a state of a server would replace a file that is none."""
+    if not _is_free(state) and _place(state) is None:
+        raise ValueError(
+            f"state={str(state)!r} is there and no state of a server; allowed: a new name, or that of one"
+        )
+
+
+def read_place(path: Path) -> str:
+    """Returns the place to resume from, as a server named it, that a file holds."""
+    if not path.exists() or path.is_dir():
+        raise ValueError(f"resume={str(path)!r} is no file; allowed: what --state wrote of a server")
+    place = _place(path)
+    if place is None:
+        raise ValueError(
+            f"resume={str(path)!r} holds no state of a server; allowed: what --state wrote of one"
+        )
+    return place
+
+
+def _place(path: Path) -> str | None:
+    content = path.read_bytes()
+    # A handle or a sealed state (vssm.serve.resume): one word.
+    return content.strip().decode() if re.fullmatch(rb"[hs]\.[\w=-]+\s*", content) else None
+
+
+def _is_free(path: Path) -> bool:
+    """Says whether nothing is lost when a file is written here."""
+    return not path.exists() or is_device(path) or not path.stat().st_size  # as mktemp leaves it
 
 
 def _check_apart(*named: tuple[str, Path]) -> None:
@@ -84,6 +120,8 @@ def read_array(prompt: str) -> "np.ndarray":
     """Returns the numbers in the .npy file of a prompt."""
     import numpy as np
 
+    if not Path(prompt).exists() or Path(prompt).is_dir():
+        raise ValueError(f"prompt={prompt!r} is no file; allowed: a .npy file of numbers")
     with Path(prompt).open("rb") as file:
         try:
             array = np.lib.format.read_array(file, allow_pickle=False)

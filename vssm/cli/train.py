@@ -1,6 +1,7 @@
 """`vssm train`: one run."""
 
 import os
+import shlex
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -35,7 +36,7 @@ class Train(RunOptions):
                 print(
                     f"note: --resume keeps the run's own settings, not {', '.join(unused)}", file=sys.stderr
                 )
-        started = self.resume is not None
+        started, pasted = self.resume is not None, shlex.quote(str(folder))  # as a shell reads it
         try:
             if self.resume is not None:
                 train(None, folder, resume=True)
@@ -45,10 +46,10 @@ class Train(RunOptions):
                 train(config, folder)
         except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
             if started and (folder / "config.json").exists() and not RunFolder(folder).has_ended():
-                print(f"to go on from the last checkpoint: vssm train --resume {folder}", file=sys.stderr)
+                print(f"to go on from the last checkpoint: vssm train --resume {pasted}", file=sys.stderr)
             raise
         # With several machines the folder may be on another.
         meta = data_meta(folder) if (folder / "config.json").exists() else None
         table = meta is not None and meta.columns is not None
-        first = f"forecast {folder} --path FILE" if table else f"generate {folder}"
-        print(f"run: {folder}\nnext: vssm {first}   vssm evaluate {folder}   vssm report {folder}")
+        first = f"forecast {pasted} --path FILE" if table else f"generate {pasted}"
+        print(f"run: {folder}\nnext: vssm {first}   vssm evaluate {pasted}   vssm report {pasted}")

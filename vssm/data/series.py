@@ -40,6 +40,7 @@ from vssm.data.files import locate_own, read_bytes
 
 _TIME_NAMES = {"", "date", "datetime", "time", "timestamp", "index"}
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
+_MOST_NAMED = 5  # columns in a note, beside the one that it is about
 _FLAGS = {"true": 1.0, "false": 0.0}
 _CYCLES = {"day": 86_400, "week": 604_800, "year": 31_556_952}  # seconds
 
@@ -157,7 +158,10 @@ def _left_out(table: Table, options: SeriesConfig) -> str | None:
     odd = {name: _odd_cell(table.texts[name]) for name in names}
     name = max(names, key=lambda name: any(map(str.isdigit, odd[name][1])))  # more likely meant as numbers
     place, cell = odd[name]
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    others = [repr(other) for other in names if other != name]
+    if len(others) > _MOST_NAMED:
+        others = [*others[: _MOST_NAMED - 1], f"{len(others) - _MOST_NAMED + 1} more"]
+    more = f" (and so {'are' if len(others) > 1 else 'is'} {', '.join(others)})" if others else ""
     why = f"{table.places[place]} has {cell!r}, which is no number" if _number(cell) is None else "it is text"
     allowed = "; allowed: a decimal point" if "," in cell else ""
     return f"column {name!r} is left out{more}: {why}{allowed}"

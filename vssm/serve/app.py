@@ -29,6 +29,7 @@ from vssm.serve.schema import (
     ObserveRequest,
     Reply,
     ResumeRequest,
+    mistake,
 )
 from vssm.serve.service import Service, json_response
 from vssm.serve.settings import Settings
@@ -46,6 +47,7 @@ _STYLE = (
     "body{font:1rem/1.5 system-ui;max-width:50rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
     "pre{overflow:auto;padding:.5rem;border:1px solid}td{vertical-align:top;padding:0 .8rem 0 0}</style>"
 )
+_BODIES = {"/v1/generate": GenerateRequest, "/v1/resume": ResumeRequest, "/v1/observe": ObserveRequest}
 _CODES = (400, 401, 403, 404, 408, 410, 413, 415, 422, 429, 504)
 _ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": ErrorReply} for code in _CODES}
 
@@ -125,11 +127,9 @@ def _add_errors(app: FastAPI) -> None:
         return json_response(error.body(), error.status, error.headers)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]  # has the input as well, which is not repeated
-        param = ".".join(str(part) for part in first["loc"][1:2])
-        message = f"{param or 'body'}: {first['msg']}"
-        return json_response(Refused(422, "invalid", message, param or None).body(), 422)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        message, param = mistake(_BODIES[request.scope["route"].path], error.errors()[0])
+        return json_response(Refused(422, "invalid", message, param).body(), 422)
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:

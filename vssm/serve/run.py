@@ -107,7 +107,7 @@ def check_exposure(host: str, token: str | None, insecure: bool) -> bool:
 
 def only_local(settings: Settings, host: str) -> Settings:
     """Returns settings for a server that answers to the names of this machine alone."""
-    return replace(settings, hosts=(*_LOCAL, host))
+    return replace(settings, hosts=tuple(dict.fromkeys((*_LOCAL, host))))
 
 
 def drain_seconds(settings: Settings) -> int:
@@ -117,6 +117,8 @@ def drain_seconds(settings: Settings) -> int:
 
 def read_secret(path: Path, name: str) -> str:
     """Returns the one line of a file that holds a secret."""
+    if not path.exists():  # a pipe is as good as a file
+        raise ValueError(f"{name}={str(path)!r} does not exist; allowed: a file with the secret")
     secret = path.read_bytes().decode(errors="replace").strip()
     if len(secret) < 16 or not secret.isascii() or not secret.isprintable() or " " in secret:
         raise ValueError(f"{name}={str(path)!r} holds no secret; allowed: one word of 16 or more characters")

@@ -8,7 +8,10 @@ refused.
 import ast
 import base64
 import binascii
+import difflib
+import json
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -27,13 +30,19 @@ __all__ = [
     "ObserveRequest",
     "Reply",
     "ResumeRequest",
+    "mistake",
     "read_array",
     "read_sequences",
 ]
 
 _INT64 = 2**63
 _MAX_HEADER = 4096
-_Seed = Annotated[int, Field(ge=-_INT64, lt=_INT64, description="Names the sample.")]
+# All that `vssm.generate` takes: programs make seeds by hashes, half of them negative. Commands take those
+# of training, from 0 on (vssm.cli.options.check_seed).
+_Seed = Annotated[
+    int,
+    Field(ge=-_INT64, lt=_INT64, description="Names the sample: any whole number of 64 bits, as in Python."),
+]
 _Model = Annotated[str | None, Field(max_length=64, description="One of /v1/models; the first by default.")]
 _Array = Annotated[
     list[Any] | str | None,
@@ -50,6 +59,29 @@ _Keep = Annotated[
 _Resume = Annotated[str, Field(min_length=2, description="`resume` of an answer.")]
 
 
+# What each field takes, for who sent something else.
+_COUNT, _FLAG, _ARRAY = "a whole number >= 1", "true or false", "nested lists of numbers, or a text"
+_NPY, _LONGEST_NAME = "a .npy file in base64", 64
+_ALLOWED = {
+    "num": _COUNT,
+    "length": _COUNT,
+    "chunk": _COUNT,
+    "every": _COUNT,
+    "recondition": _FLAG,
+    "stream": _FLAG,
+    "temperature": "a number > 0, at most 100",
+    "observe": "'mean' or 'sample'",
+    "seed": "a whole number from -2^63 to 2^63 - 1",
+    "keep": "'server', 'client' or 'none'",
+    "model": "a name of /v1/models",
+    "prompt": _ARRAY,
+    "prompt_npy": _NPY,
+    "x": _ARRAY,
+    "x_npy": _NPY,
+    "resume": "`resume` of an answer",
+}
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -59,7 +91,9 @@ class _Dials(_Strict):
         None, ge=1, description="How many sequences; one prompt or state serves any number."
     )
     length: int | None = Field(
-        None, ge=1, description="How many new steps; the rest of a sequence by default."
+        None,
+        ge=1,
+        description="How many new steps; the rest of a sequence as long as the training data's by default.",
     )
     chunk: int | None = Field(None, ge=1, description="Make so many steps at a time (vssm, tvae).")
     recondition: bool = Field(False, description="Read each chunk before making the next (vssm, tvae).")
@@ -157,6 +191,38 @@ class ErrorReply(BaseModel):
     """The one form of every error."""
 
     error: ErrorDetail
+
+
+def mistake(ask: type[BaseModel], error: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Says in one line what is wrong with a request, and in which field.
+
+    Arguments:
+        ask: What was expected.
+        error: What pydantic says; its words are for programmers, and only where it is is taken.
+
+    Example:
+        >>> mistake(ResumeRequest, {"type": "extra_forbidden", "loc": ("body", "resum"), "input": ""})[0]
+        "field 'resum' is unknown; allowed: num, length, ..., keep, resume (did you mean resume?)"
+        >>> mistake(GenerateRequest, {"type": "int_type", "loc": ("body", "num"), "input": 1.5})
+        ('num=1.5 is not allowed; allowed: a whole number >= 1', 'num')
+    """
+    fields, place = ask.model_fields, error["loc"][1:2]
+    if not place:
+        return "the body is no object; allowed: a JSON object of fields", None
+    name = str(place[0])
+    if name not in fields:
+        nearest = difflib.get_close_matches(name, fields, n=1)
+        hint = f" (did you mean {nearest[0]}?)" if nearest else ""
+        name = name[:_LONGEST_NAME]
+        return f"field {name!r} is unknown; allowed: {', '.join(fields)}{hint}", name
+    value = error["input"]
+    if error["type"] == "missing":
+        what = f"{name} is missing"
+    elif isinstance(value, list | dict) or len(str(value)) > _LONGEST_NAME:  # too much to repeat
+        what = f"{name} is not allowed"
+    else:
+        what = f"{name}={json.dumps(value)} is not allowed"
+    return f"{what}; allowed: {_ALLOWED[name]}", name
 
 
 def read_sequences(

@@ -86,7 +86,7 @@ class Service:
         num = ask.num or given
         if given not in (1, num):
             raise _invalid("num", num, f"{given}, the rows of the prompt")
-        length = ask.length or max(1, served.length - known)
+        length = ask.length or _steps_left(served, known)
         self._check_dials(served, ask, num, length, known, "prompt")
         keep = self._keep(ask.keep)
         size = self._weigh(served, num, known + length, keep)
@@ -101,7 +101,7 @@ class Service:
         num = ask.num or state.batch
         if state.batch not in (1, num):
             raise _invalid("num", num, f"{state.batch}, the rows of the state")
-        length = ask.length or max(1, served.length - state.position)
+        length = ask.length or _steps_left(served, state.position)
         known = state.position if served.row_bytes[1] else 0  # what the state has no memory of costs nothing
         self._check_dials(served, ask, num, length, known, "resume")
         keep = self._keep(ask.keep)
@@ -347,6 +347,16 @@ class _Stream(StreamingResponse):
 async def _gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _steps_left(served: Served, known: int) -> int:
+    """Returns the steps of a sequence after those that are known, by the rule of `vssm generate`."""
+    if served.meta is None:
+        return served.length
+    if known >= served.length:
+        left = f"nothing is left of the training data's {served.length} steps after {known}"
+        raise Refused(422, "invalid", f"{left}; allowed: length of 1 or more", "length")
+    return served.length - known
 
 
 def _steps(served: Served, x: Tensor) -> dict[str, Any]:
