@@ -1,5 +1,6 @@
 """The command line: the whole way on a tiny run, and one line for every mistake."""
 
+import functools
 import os
 import re
 import resource
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import vssm
-from vssm import interrupts
+from vssm import interrupts, threads
 from vssm.cli import COMMANDS, main
 from vssm.cli.errors import mistakes_in_one_line
 from vssm.cli.folders import own_copy
@@ -342,7 +343,30 @@ def test_ctrl_c_during_imports_of_other_programs_is_theirs(tmp_path):
 def test_which_module_is_the_command(words, own, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["-m"])
     monkeypatch.setattr(sys, "orig_argv", ["python", *words.split()])
-    assert interrupts._is_command() == own
+    assert interrupts.is_command() == own
+
+
+@pytest.mark.skipif(not hasattr(os, "getloadavg"), reason="this system does not tell its load")
+def test_threads_of_commands_sleep_soon_and_those_of_others_as_they_please(tmp_path, monkeypatch):
+    command = tmp_path / "vssm"  # named as the one that is installed
+    command.write_text("import os, vssm\nprint(os.environ.get('GOMP_SPINCOUNT'))")
+    shown = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
+    bare = {key: value for key, value in os.environ.items() if key not in threads._SETTINGS}
+    for program, settings, wanted in (
+        ([str(command)], {}, ("100\n", "10000\n")),
+        ([str(command)], {"GOMP_SPINCOUNT": "7"}, ("7\n",)),
+        ([str(command)], {"OMP_WAIT_POLICY": "ACTIVE"}, ("None\n",)),
+        (["-c", command.read_text()], {}, ("None\n",)),
+    ):
+        assert shown([sys.executable, *program], env=bare | settings).stdout in wanted
+    monkeypatch.setattr(threads, "is_command", lambda: True)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for load, wanted in ((0.2, "10000"), (1.5, "100")):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        monkeypatch.setenv("GOMP_SPINCOUNT", "1")  # so that what it was before comes back
+        monkeypatch.delenv("GOMP_SPINCOUNT")
+        threads.sleep_soon()
+        assert os.environ["GOMP_SPINCOUNT"] == wanted
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63])

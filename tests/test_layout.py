@@ -52,6 +52,7 @@ ORDER = (
     "report_style",
     "report",
     "interrupts",
+    "threads",
     "progress",
     "muon",
     "optimize",

@@ -8,8 +8,10 @@ samples = vssm.generate(model, num=16, length=28).x
 """
 
 from vssm.interrupts import command_ends_at_once
+from vssm.threads import sleep_soon
 
 with command_ends_at_once():  # PyTorch takes seconds
+    sleep_soon()
     from vssm import ops as ops
     from vssm.checkpoint import load as load
     from vssm.checkpoint import save as save

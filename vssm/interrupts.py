@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["Interrupts", "command_ends_at_once"]
+__all__ = ["Interrupts", "command_ends_at_once", "is_command"]
 
 
 class Interrupts:
@@ -66,7 +66,7 @@ def command_ends_at_once() -> Iterator[None]:
     Other programs that import the package get their `KeyboardInterrupt`, as from any import.
     """
     own = (
-        _is_command()
+        is_command()
         and threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGINT)
         is signal.default_int_handler  # else it is ignored, or others' to use
@@ -86,7 +86,7 @@ def _end(number: int, frame: FrameType | None) -> None:
     os._exit(130)  # an exception would be lost in imports that go on without a module that fails
 
 
-def _is_command() -> bool:
+def is_command() -> bool:
     """Says whether this process is `vssm`, or `python -m vssm` or one of its modules."""
     program = sys.argv[0] if sys.argv else ""
     if program == "-m":  # Python is still looking for the module, and imports the package that it is in
