@@ -12,10 +12,10 @@ _SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def sleep_soon() -> None:
-    """Lets the threads of a command sleep when they wait for each other; to be called before PyTorch is loaded.
+    """Lets threads of a command sleep when they wait for each other; to be called before PyTorch is loaded.
 
-    GNU OpenMP, which PyTorch's builds for Linux use, lets threads that wait spin for milliseconds. Where another
-    program wants the processor, that is the time that the thread needs which they wait for: with one of two
+    GNU OpenMP, which PyTorch's builds for Linux use, lets threads that wait spin for milliseconds. Where
+    another program wants the processor, that is the time which the thread needs that they wait for: with one of two
     cores busy a step of training took twenty times as long. Short spins cost nothing on an idle machine, very
     short ones do. What the user has set stays as it is, and programs that import the package are left alone.
     """
