@@ -13,10 +13,11 @@ _SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 def sleep_soon() -> None:
     """Lets threads of a command sleep when they wait for each other; to be called before PyTorch is loaded.
 
-    GNU OpenMP, which PyTorch's builds for Linux use, lets threads that wait spin for milliseconds. Where another
-    program wants the processor, they take it from the thread that they wait for: with one of two cores busy a
-    step of training took ten times as long. Fewer rounds are better still there, but cost time on an idle
-    machine. What the user has set stays as it is, and programs that import the package are left alone.
+    GNU OpenMP, which PyTorch's builds for Linux use, lets threads that wait spin for milliseconds. Where
+    another program wants the processor, they take it from the thread that they wait for: with one of two
+    cores busy a step of training took ten times as long. Fewer rounds are better still there, but cost time
+    on an idle machine. What the user has set stays as it is, and programs that import the package are left
+    alone.
     """
     if is_command() and not any(name in os.environ for name in _SETTINGS):
         os.environ["GOMP_SPINCOUNT"] = _SPINS
