@@ -188,6 +188,17 @@ def test_stopwatch_keeps_to_its_budget(record, monkeypatch):
     assert "slow_ms_b1_t8" not in record.metrics
 
 
+def test_long_calls_are_warmed_up_less(record, monkeypatch):
+    calls = []
+    monkeypatch.setattr(timing, "wall", lambda call, device: 1e3 * call())
+    watch = timing.Stopwatch(CPU, repeats=1, seconds=100.0, warm=3, at_least=0.5)
+    for steps in (1, 2, 8, 16):  # as long as a second for each step; 16 steps are expected to take 16 s
+        watch.alone(record, "ssm_ms", "b1_", steps, lambda steps=steps: calls.append(steps) or steps)
+    assert calls == 4 * [1] + 2 * [2] + 2 * [8] + [16]
+    assert record.notes["ssm_ms_b1_t8"] == "warmed up by 1 calls, not 3: it takes long"
+    assert record.notes["ssm_ms_b1_t16"] == "warmed up by 0 calls, not 3: it takes long"
+
+
 def test_stopwatch_records_more_when_asked(record, monkeypatch):
     taken = iter([1.0, 2.0, 3.0, 4.0, 5.0])
     monkeypatch.setattr(timing, "wall", lambda call, device: next(taken))
@@ -258,6 +269,8 @@ def test_a_result_is_taken_up_again(tmp_path, monkeypatch):
     more = bench.main_generate(out, kinds=["ssm"], lengths=[4, 1], **options)
     new = {name: more["metrics"][name] for name in ("ssm_ms_b2_t1", "ssm_floor_ms_b2_t1")}
     assert more["metrics"] == {**first["metrics"], **new}
+    again = first["command"].replace("ssm vssm", "ssm").replace("--lengths 4", "--lengths 4 1")
+    assert more["command"] == f"{first['command']} && {again}"
     assert json.loads(out.read_text())["metrics"] == more["metrics"]
     with pytest.raises(ValueError, match=r"has width=16, this run 8; allowed: the same, a new name"):
         bench.main_generate(out, kinds=["ssm"], lengths=[4], **{**options, "width": 8})

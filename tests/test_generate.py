@@ -473,3 +473,23 @@ def test_the_last_empty_passes_are_remembered():
     for length in range(1, 12):
         generate(model, length=length)
     assert list(_empty_runs[model]) == list(range(4, 12))
+
+
+def test_chunks_from_nothing_share_one_empty_pass(monkeypatch):
+    model, passes = small_model("vssm", width=8, layers=1), []
+    run = model.partial_posterior
+
+    def counted(x=None, empty=0, state=None):
+        passes.append(empty)
+        return run(x, empty=empty, state=state)
+
+    monkeypatch.setattr(model, "partial_posterior", counted)
+    whole, chunks = (generate(model, num=3, length=11, chunk=chunk, seed=5) for chunk in (None, 4))
+    assert passes == [11]
+    same(chunks.x, whole.x)
+    same(generate(model, length=4, state=chunks.state).x, generate(model, length=4, state=whole.state).x)
+    del passes[:]
+    monkeypatch.setattr("vssm.sampling.parallel._EMPTY_STEPS", 11)
+    long = generate(model, num=2, length=12, chunk=5, seed=5)  # one row of 12 steps is more than two of 5
+    assert passes == [5, 5, 2]
+    same(long.x, generate(model, num=2, length=12, seed=5).x)

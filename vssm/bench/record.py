@@ -78,6 +78,7 @@ class Record:
         self.config = json.loads(json.dumps(self.config))  # tuples as a file has them
         self.metrics: dict[str, float | None] = {}
         self.notes: dict[str, str] = {}
+        self._before: list[str] = []  # commands that the file has numbers of
         if self.out is not None:
             if self.out.is_dir():
                 raise ValueError(f"out={str(self.out)!r} is a folder; allowed: the name of a JSON file")
@@ -109,8 +110,9 @@ class Record:
         self.note(name, told)
 
     def made(self) -> dict[str, Any]:
-        """Returns the result so far, in the envelope of all results."""
-        return result(self.name, self.command, {**self.config, "notes": self.notes}, self.metrics)
+        """Returns the result so far, in the envelope of all results, with all commands that made it."""
+        made = result(self.name, self.command, {**self.config, "notes": self.notes}, self.metrics)
+        return {**made, "command": " && ".join([*self._before, made["command"]])}
 
     def write(self) -> None:
         """Writes what there is, if the record has a file."""
@@ -128,7 +130,8 @@ class Record:
                 f"out={str(path)!r} is damaged or no result; allowed: a new name, or --restart"
             ) from None
         given = {"name": found.get("name"), "machine": found.get("machine"), **config}
-        own = {**self.made()["config"], "name": self.name, "machine": machine()}
+        made = self.made()
+        own = {**made["config"], "name": self.name, "machine": machine()}
         own.pop("notes")
         for key in own:
             if own.get(key) != given.get(key):
@@ -137,6 +140,8 @@ class Record:
                     "allowed: the same, a new name, or --restart"
                 )
         self.metrics, self.notes = metrics, notes
+        commands = str(found.get("command")).split(" && ")
+        self._before = [command for command in commands if command != made["command"]]
 
 
 def typed(what: str, function: Callable[..., object], given: Mapping[str, Any]) -> str:

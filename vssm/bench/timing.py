@@ -24,6 +24,7 @@ __all__ = ["Stopwatch", "best_ms", "check_whole", "kernel", "open_device", "opti
 
 _CACHE = 256 * 2**20  # bytes that push everything else out of any L2 cache
 _MOST_CALLS = 500
+_LONG, _ENDLESS = 1.0, 10.0  # seconds of a call that one call warms up, or none: its start is lost in it
 
 Call = Callable[[], object]
 
@@ -126,7 +127,7 @@ class Stopwatch:
     seconds: float
     """What each may take in all after its first call; one timed call is always taken."""
     warm: int
-    """Calls before the timed ones; fewer when they use up half of the budget."""
+    """Calls before the timed ones; fewer when they use up half of the budget or take long."""
     more: bool = False
     """Whether to record the 10 % and 90 % quantiles and, of a call alone on CUDA, the most memory it took as
     well: beside x_ms_y they are x_p10_ms_y, x_p90_ms_y and x_mib_y."""
@@ -145,12 +146,13 @@ class Stopwatch:
         """Whether calls take turns: a CPU has other work that disturbs, a GPU memory that is short."""
         return self.device.type == "cpu"
 
-    def together(self, record: Record, calls: Mapping[str, Call]) -> None:
+    def together(self, record: Record, calls: Mapping[str, Call], expected: float = 0.0) -> None:
         """Times calls in turns, so that a disturbance meets all of them, and records what they took.
 
         A call whose number is known already, or that does not fit the device's memory, is left out; the
-        latter is noted.
+        latter is noted. Those that are `expected` to take long, in seconds, are timed after fewer others.
         """
+        most_warm = 0 if expected > _ENDLESS else 1 if expected > _LONG else self.warm
         times: dict[str, list[float]] = {}
         spent: dict[str, float] = {}
         watched = self.more and self.device.type == "cuda" and len(calls) == 1
@@ -162,12 +164,11 @@ class Stopwatch:
                 continue
             record.notes.pop(name, None)
             with self._memory(record, name):
-                warm, spent[name] = self._warm_up(call)
+                warm, spent[name] = self._warm_up(call, most_warm)
                 times[name] = []
                 if warm < self.warm:
-                    record.note(
-                        name, f"warmed up by {warm} calls, not {self.warm}: {self.seconds:g} s a point"
-                    )
+                    why = f"{self.seconds:g} s a point" if most_warm == self.warm else "it takes long"
+                    record.note(name, f"warmed up by {warm} calls, not {self.warm}: {why}")
         for turn in range(max(self.repeats, _MOST_CALLS)):
             for name in list(times):
                 if times[name] and spent[name] >= self.seconds:
@@ -208,7 +209,7 @@ class Stopwatch:
             told = f"left out: {steps} steps took {taken / 1e3:.1f} s, so two calls pass {self.seconds:g} s"
             record.note(name, told)
             return
-        self.together(record, {name: call})
+        self.together(record, {name: call}, seconds)
 
     def tidy(self) -> None:
         """Gives memory back, so that one call does not take it from the next."""
@@ -216,12 +217,14 @@ class Stopwatch:
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _warm_up(self, call: Call) -> tuple[int, float]:
+    def _warm_up(self, call: Call, most: int) -> tuple[int, float]:
         """Returns the calls made and the seconds that all but the first, which may compile, took."""
+        if most == 0:
+            return 0, 0.0
         call()
         warm, spent = 1, 0.0
         while spent < self.seconds / 2 and (
-            warm < self.warm or (spent < self.at_least and warm < _MOST_CALLS)
+            warm < most or (most == self.warm and spent < self.at_least and warm < _MOST_CALLS)
         ):
             spent += wall(call, self.device) / 1e3
             warm += 1

@@ -48,6 +48,7 @@ from vssm.weights import weights_of
 __all__ = ["read_variational", "repeat_variational", "sample_variational"]
 
 _EMPTY_RUNS = 8  # lengths whose all-empty pass is remembered
+_EMPTY_STEPS = 4096  # of one row, whose pass takes little memory
 
 
 def sample_variational(
@@ -83,11 +84,13 @@ def _variational(
     partial = None if state is None else state.child("blind" if blind else "partial")
     decoder = None if state is None else state.child("decoder")
     xs, zs = [], []
+    if empty is None and state is None and prompt is None and options.length:
+        empty = _empty_run(model, _empty_steps(options, num), weights_of(model))
     for first in range(0, options.length, options.chunk):
         known = 0 if prompt is None else prompt.shape[1]
         width = min(options.chunk, options.length - first)
-        if partial is None and prompt is None:
-            q_z, ahead, *_ = empty or _empty_run(model, width, weights_of(model))
+        if empty is not None and first + width <= empty.q_z.raw.shape[1]:
+            q_z, ahead = Latents(empty.q_z.raw[:, first : first + width]), empty.state
         else:
             q_z, ahead = model.partial_posterior(prompt, empty=width, state=partial)
         start, u, w = decoder, source.latent(model, position, known + width), None
@@ -168,6 +171,16 @@ def _release(model: nn.Module) -> None:
 Moving.listeners.append(_release)
 
 
+def _empty_steps(options: Options, num: int) -> int:
+    """Returns over how many empty tokens one row runs at once before all rows are made from nothing.
+
+    All, for all chunks, unless data comes between or they would take more memory than a chunk of all rows.
+    """
+    if options.recondition or options.length > max(_EMPTY_STEPS, num * options.chunk):
+        return min(options.chunk, options.length)
+    return options.length
+
+
 def _empty_run(model: Variational, length: int, weights: list[Hashable], probed: bool = True) -> _Empty:
     """Returns q_omega(z | ∅, ..., ∅), which is the same for every row: one row, remembered by length.
 
@@ -210,14 +223,14 @@ def _replayed(
     model: Variational, prompt: Tensor | None, state: State | None, source: Noise, options: Options
 ) -> Result | None:
     """Replays `_variational`, or returns None if it is to run itself."""
-    width = min(options.chunk, options.length) if prompt is None and state is None else 0
+    steps = _empty_steps(options, source.num) if prompt is None and state is None else 0
     inputs, end = packed(model, prompt, state, source), end_of(prompt, state, options)
     fixed = options, source.num, describe(inputs.tensors)
-    empty = _empty_runs.get(model, {}).get(width)
+    empty = _empty_runs.get(model, {}).get(steps)
     made = graphs.again(model, source.device, _key(fixed, empty), *inputs, end)
     if made is None:
         weights = weights_of(model)
-        empty = _empty_run(model, width, weights, probed=False) if width else None
+        empty = _empty_run(model, steps, weights, probed=False) if steps else None
         made = graphs.attempt(
             model,
             source.device,
@@ -253,7 +266,7 @@ def repeat_variational(
 
     `question` is by what `graphs.same` then finds it, in still less.
     """
-    empty = _empty_runs.get(model, {}).get(min(options.chunk, options.length))
+    empty = _empty_runs.get(model, {}).get(_empty_steps(options, num))
     if empty is None or not graphs.usable(device := empty.q_z.raw.device):
         return None
     key = _key((options, num, describe(inputs)), empty)
