@@ -143,6 +143,13 @@ def test_scan_metrics_on_cuda(kernels, record, monkeypatch):
     monkeypatch.setattr(
         scan_cuda, "absence", lambda peer: None if peer == "transformers" else "not installed"
     )
+    monkeypatch.setattr(
+        scan_cuda,
+        "_apart",
+        lambda peer, shapes, device: (
+            told for shape in shapes for told in scan_cuda._peer(peer, shape, device)
+        ),
+    )
     kernels.wrong = 1e-3
     shapes = [Shape(2, 5, 37, 3), Shape(1, 70, 3, 2)]
     scan_cuda.bench_scan_cuda(record, shapes, CPU, check=True, peers=True)
@@ -164,6 +171,41 @@ def test_scan_metrics_on_cuda(kernels, record, monkeypatch):
     assert record.notes["transformers_fwd_ms_b1_t70"].startswith("not run: a loop of 70 steps")
     headings, rows = scan_cuda.headings_and_rows(record, shapes)
     assert len(rows) == 4 and all(len(row) == len(headings) for row in rows)
+
+
+def test_a_peer_is_timed_in_a_process_of_its_own():
+    shapes = [Shape(1, 70, 3, 2), Shape(2, 5, 3, 2)]
+    (long, why), (name, taken), *_ = scan_cuda._apart("transformers", shapes, CPU)
+    assert long == "transformers_fwd_ms_b1_t70" and why.startswith("not run: a loop of 70 steps")
+    assert name == "transformers_fwd_ms_b2_t5" and taken > 0
+
+
+def test_a_peer_that_hangs_is_killed(monkeypatch, tmp_path):
+    script = tmp_path / "peer.py"
+    script.write_text(
+        "import sys, time\n"
+        "for shape in sys.argv[4:]:\n"
+        "    if shape == '1x5x3x2': sys.exit(1)\n"
+        "    print('told: [\"mambapy_fwd_ms_b%s_t%s\", 0.5]' % tuple(shape.split('x')[:2]), flush=True)\n"
+        "    print('a remark', flush=True)\n"
+        "    if shape == '2x5x3x2': time.sleep(60)\n"
+        "    print('told: null', flush=True)\n"
+    )
+    popen = scan_cuda.subprocess.Popen
+    monkeypatch.setattr(
+        scan_cuda.subprocess,
+        "Popen",
+        lambda command, **options: popen([command[0], str(script), *command[3:]], **options),
+    )
+    monkeypatch.setattr(scan_cuda, "_PEER_SECONDS", 2.0)
+    shapes = [Shape(3, 5, 3, 2), Shape(2, 5, 3, 2), Shape(1, 5, 3, 2), Shape(4, 5, 3, 2)]
+    assert dict(scan_cuda._apart("mambapy", shapes, CPU)) == {
+        "mambapy_fwd_ms_b3_t5": 0.5,
+        "mambapy_fwd_ms_b2_t5": 0.5,
+        "mambapy_bwd_ms_b2_t5": "stopped: took more than 2 s",
+        "mambapy_fwd_ms_b1_t5": "stopped: ended its process",
+        "mambapy_fwd_ms_b4_t5": 0.5,
+    }
 
 
 def test_times_and_quantiles():
@@ -194,8 +236,8 @@ def test_long_calls_are_warmed_up_less(record, monkeypatch):
     watch = timing.Stopwatch(CPU, repeats=1, seconds=100.0, warm=3, at_least=0.5)
     for steps in (1, 2, 8, 16):  # as long as a second for each step; 16 steps are expected to take 16 s
         watch.alone(record, "ssm_ms", "b1_", steps, lambda steps=steps: calls.append(steps) or steps)
-    assert calls == 4 * [1] + 2 * [2] + 2 * [8] + [16]
-    assert record.notes["ssm_ms_b1_t8"] == "warmed up by 1 calls, not 3: it takes long"
+    assert calls == 4 * [1] + 3 * [2] + 3 * [8] + [16]
+    assert record.notes["ssm_ms_b1_t8"] == "warmed up by 2 calls, not 3: it takes long"
     assert record.notes["ssm_ms_b1_t16"] == "warmed up by 0 calls, not 3: it takes long"
 
 

@@ -18,7 +18,7 @@ import vssm
 from vssm.ops import choose_backend
 from vssm.results import commit, machine, result, write_result
 
-__all__ = ["Record", "number", "table", "typed"]
+__all__ = ["Record", "failure", "number", "table", "typed"]
 
 _PACKAGES = ("torch", "triton", "numba", "transformers", "mambapy")
 _TIMED = (
@@ -104,10 +104,7 @@ class Record:
 
     def fail(self, name: str, error: Exception) -> None:
         """Notes how code of others failed."""
-        told = "does not fit the device's memory"
-        if not isinstance(error, torch.OutOfMemoryError):
-            told = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-        self.note(name, told)
+        self.note(name, failure(error))
 
     def made(self) -> dict[str, Any]:
         """Returns the result so far, in the envelope of all results, with all commands that made it."""
@@ -142,6 +139,17 @@ class Record:
         self.metrics, self.notes = metrics, notes
         commands = str(found.get("command")).split(" && ")
         self._before = [command for command in commands if command != made["command"]]
+
+
+def failure(error: Exception) -> str:
+    """Says how code of others failed, in one line.
+
+    >>> failure(TypeError("no such\\nargument"))
+    'failed: TypeError: no such'
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return "does not fit the device's memory"
+    return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def typed(what: str, function: Callable[..., object], given: Mapping[str, Any]) -> str:

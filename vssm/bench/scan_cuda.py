@@ -14,9 +14,12 @@ in all others. Compiling takes seconds a kernel, so every case is first run in a
 fills Triton's cache.
 """  # noqa: E501
 
+import itertools
+import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +27,7 @@ import torch
 from torch import Tensor
 
 from vssm.bench.floor import copy_bytes_per_ms
-from vssm.bench.record import Record, number
+from vssm.bench.record import Record, failure, number
 from vssm.bench.scan_peers import PEERS, absence, peer_scan
 from vssm.bench.timing import kernel, spread
 from vssm.ops.scan_reference import selective_scan_reference
@@ -47,6 +50,8 @@ NAMES = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "h0")
 _EXPONENTIALS = 16 * 1.98e6  # a multiprocessor and millisecond
 _FEW_STEPS = 64  # backward of transformers' loop fills a tensor of all steps for every step, and that of
 # associative_scan, with 4,096 of them, was not there after seven minutes on an H200 (torch 2.11)
+_PEER_SECONDS = 60.0  # for each number of a peer, compilation included
+_PEER, _MARK = "peer", "told: "  # of processes that time a peer, and of what they say
 
 
 def bench_scan_cuda(
@@ -72,10 +77,18 @@ def bench_scan_cuda(
             metrics |= {name: error}
             metrics[f"same_bits_{shape.name}"] = min(float(same), metrics.get(f"same_bits_{shape.name}", 1.0))
         record.add(metrics)
+    torch.cuda.empty_cache()  # peers have processes of their own
     for peer in PEERS if peers else ():
-        for shape in shapes:
-            if f"{peer}_fwd_ms_{shape.name}" not in record.metrics:
-                _peer(record, peer, shape, device)
+        unmeasured = [shape for shape in shapes if f"{peer}_fwd_ms_{shape.name}" not in record.metrics]
+        if reason := absence(peer):
+            for shape in unmeasured:
+                record.note(f"{peer}_fwd_ms_{shape.name}", reason)
+            continue
+        for name, found in _apart(peer, unmeasured, device):
+            if isinstance(found, str):
+                record.note(name, found)
+            else:
+                record.add({name: found})
 
 
 def arguments(
@@ -179,40 +192,76 @@ def _ours(shape: "Shape", device: torch.device, bytes_per_ms: float) -> dict[str
     return metrics
 
 
-def _peer(record: Record, peer: str, shape: "Shape", device: torch.device) -> None:
-    """Times a peer, or notes why it can not run."""
-    name = f"{peer}_fwd_ms_{shape.name}"
+def _peer(peer: str, shape: "Shape", device: torch.device) -> Iterator[tuple[str, float | str]]:
+    """Times a peer: names and their milliseconds or MiB, or why there are none."""
+    forward, backward = f"{peer}_fwd_ms_{shape.name}", f"{peer}_bwd_ms_{shape.name}"
     elements = shape.batch * shape.length * shape.channels * shape.states
-    reason = absence(peer)
     many = shape.length > _FEW_STEPS
     if peer == "transformers" and many:
-        reason = f"not run: a loop of {shape.length} steps would take minutes, at most {_FEW_STEPS} are run"
-    if peer == "associative_scan" and elements >= 2**31:
-        reason = f"not run: {elements} elements need 64-bit addresses in its generated code"
-    if reason is not None:
-        record.note(name, reason)
+        told = f"not run: a loop of {shape.length} steps would take minutes, at most {_FEW_STEPS} are run"
+        yield forward, told
         return
-    values, dy, _ = arguments(shape, torch.bfloat16, False, device)
-    del values["h0"]
+    if peer == "associative_scan" and elements >= 2**31:
+        yield forward, f"not run: {elements} elements need 64-bit addresses in its generated code"
+        return
+    name = forward
     try:
+        values, dy, _ = arguments(shape, torch.bfloat16, False, device)
+        del values["h0"]
         scan = _scan_of(peer)
         with torch.no_grad():
-            metrics = {name: spread(kernel(lambda: scan(**values), device))[0]}
-            metrics[f"{peer}_fwd_mib_{shape.name}"] = _peak_mib(lambda: scan(**values), device)
-        record.add(metrics)
-        name = f"{peer}_bwd_ms_{shape.name}"
+            yield forward, spread(kernel(lambda: scan(**values), device))[0]
+            yield f"{peer}_fwd_mib_{shape.name}", _peak_mib(lambda: scan(**values), device)
+        name = backward
         if peer == "associative_scan" and many:
-            record.note(
-                name, f"not run: {shape.length} steps would take minutes, at most {_FEW_STEPS} are run"
-            )
+            yield name, f"not run: {shape.length} steps would take minutes, at most {_FEW_STEPS} are run"
             return
         leaves = {key: values[key].detach().requires_grad_() for key in NAMES[:8]}
         y = scan(**leaves, softplus=True)
-        backward = partial(torch.autograd.grad, y, list(leaves.values()), dy, retain_graph=True)
-        record.add({name: spread(kernel(backward, device, most=20))[0]})
+        gradients = partial(torch.autograd.grad, y, list(leaves.values()), dy, retain_graph=True)
+        yield backward, spread(kernel(gradients, device, most=20))[0]
     except Exception as error:  # prototypes of others fail in ways of their own
-        record.fail(name, error)
-    finally:
+        yield name, failure(error)
+
+
+def _apart(peer: str, shapes: Sequence["Shape"], device: torch.device) -> Iterator[tuple[str, float | str]]:
+    """Yields what `_peer` does for all shapes, from a process that is killed where it hangs: not all of them
+    end (see `_FEW_STEPS`)."""
+    left, known = list(shapes), set()
+    while left:
+        command = [sys.executable, "-m", "vssm.bench.scan_cuda", _PEER, peer, str(device), *map(_sizes, left)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        try:
+            while left:
+                watchdog = threading.Timer(_PEER_SECONDS, process.kill)
+                watchdog.start()
+                line = process.stdout.readline()
+                late = watchdog.finished.is_set()
+                watchdog.cancel()
+                if not line:
+                    place = left.pop(0).name
+                    forward, backward = (f"{peer}_{way}_ms_{place}" for way in ("fwd", "bwd"))
+                    why = f"took more than {_PEER_SECONDS:g} s" if late else "ended its process"
+                    yield backward if forward in known else forward, f"stopped: {why}"
+                    break
+                if not line.startswith(_MARK):
+                    print(line, end="", flush=True)
+                elif told := json.loads(line.removeprefix(_MARK)):
+                    known.add(told[0])
+                    yield told[0], told[1]
+                else:
+                    left.pop(0)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def _tell_peer(peer: str, device: str, *shapes: str) -> None:
+    """Prints what `_peer` yields for each shape, and null after it."""
+    for shape in shapes:
+        for told in itertools.chain(_peer(peer, _shape(shape), torch.device(device)), [None]):
+            print(f"{_MARK}{json.dumps(told)}", flush=True)
         torch.cuda.empty_cache()
 
 
@@ -259,7 +308,7 @@ def _peak_mib(call: Callable[[], object], device: torch.device) -> float:
 def _compile(cases: Sequence[tuple["Shape", torch.dtype, bool]]) -> None:
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "vssm.bench.scan_cuda", "x".join(map(str, shape)), str(dtype), str(state)]
+            [sys.executable, "-m", "vssm.bench.scan_cuda", _sizes(shape), str(dtype), str(state)]
         )
         for shape, dtype, state in cases
     ]
@@ -268,13 +317,23 @@ def _compile(cases: Sequence[tuple["Shape", torch.dtype, bool]]) -> None:
 
 
 def _compile_one(shape: str, dtype: str, state: str) -> None:
-    from vssm.bench.scan import Shape
-
-    sizes = Shape(*map(int, shape.split("x")))
     dtypes = {str(known): known for known in LIMITS}
-    _run(*arguments(sizes, dtypes[dtype], state == "True", torch.device("cuda")))
+    _run(*arguments(_shape(shape), dtypes[dtype], state == "True", torch.device("cuda")))
     torch.cuda.synchronize()
 
 
+def _sizes(shape: "Shape") -> str:
+    return "x".join(map(str, shape))
+
+
+def _shape(sizes: str) -> "Shape":
+    from vssm.bench.scan import Shape
+
+    return Shape(*map(int, sizes.split("x")))
+
+
 if __name__ == "__main__":
-    _compile_one(*sys.argv[1:])
+    if sys.argv[1] == _PEER:
+        _tell_peer(*sys.argv[2:])
+    else:
+        _compile_one(*sys.argv[1:])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 __all__ = ["PEERS", "absence", "peer_scan"]
 
-PEERS = ("mambapy", "associative_scan", "transformers")
+PEERS = ("mambapy", "transformers", "associative_scan")
 
 
 def absence(peer: str) -> str | None:
