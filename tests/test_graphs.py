@@ -264,6 +264,41 @@ def test_slabs_share_what_all_rows_share(kind, rows, device, slab):
         slab(2**20)
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_transformer_whose_cache_would_not_fit_is_divided(recorded, device, replays, slab, monkeypatch):
+    model = small_model("transformer").to(device)
+    prompts, seeds = sequences(model, 5, 4).to(device), torch.arange(5, device=device) + 7
+    read = observe(model, prompts[:, :2], seed=3)
+    starts = [{"num": 5}, {"num": 5, "prompt": prompts[:1]}, {"prompt": prompts, "seed": seeds}]
+    starts += [{"state": read}, {"prompt": prompts, "length": 0}]
+    wholes = [generate(model, graphs=False, **{"length": 6} | start) for start in starts]
+    divided = slab(2**30)
+    monkeypatch.setattr(sampling, "rows_of_cache", lambda model, num, steps: 2)
+    for start, whole in zip(starts, wholes, strict=True):
+        divided.clear()
+        for _ in range(3):
+            made = generate(model, graphs=recorded, **{"length": 6} | start)
+            same_results(made, whole)
+            rests = [
+                generate(model, length=3, state=state, graphs=False) for state in (made.state, whole.state)
+            ]
+            same_results(*rests)
+        assert divided
+    assert bool(replays["replayed"]) == recorded
+
+
+def test_rows_of_a_cache(monkeypatch):
+    model = small_model("transformer")
+    row = 2 * 16 * 2 * 4  # keys and values of a step: width, layers, bytes
+    assert slabs.rows_of_cache(model, 10**9, 10**9) == 10**9, "a CPU is not divided"
+    monkeypatch.setattr(slabs, "_bytes_of_device", lambda device: 10 * 100 * row)
+    assert slabs.rows_of_cache(model, 2, 100) == 2  # 750 of 900
+    # The state of 3 leaves room for one more with its copies, 600 of 375; that of 6 none for 375.
+    assert [slabs.rows_of_cache(model, num, 100) for num in (3, 5, 6)] == [1, 1, 6]
+    assert slabs.rows_of_cache(model, 30, 10) == 15  # as equal as can be, of 16
+    assert slabs.rows_of_cache(small_model("ssm"), 100, 100) == 100
+
+
 def test_rows_of_a_slab(slab):
     model = small_model("ssm")
     slab(12)

@@ -27,7 +27,7 @@ from functools import partial
 
 from torch import Tensor
 
-from vssm.models import VRNN, Ladder, Model, Variational
+from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational
 from vssm.nn import State
 from vssm.sampling.ladder import read_ladder, sample_ladder
 from vssm.sampling.parallel import read_variational, sample_variational
@@ -36,7 +36,7 @@ from vssm.sampling.request import BLIND as BLIND
 from vssm.sampling.request import Noise as Noise
 from vssm.sampling.request import Options as Options
 from vssm.sampling.request import Result as Result
-from vssm.sampling.slabs import fitting, in_slabs, rows_of_slab
+from vssm.sampling.slabs import fitting, in_slabs, rows_of_cache, rows_of_slab
 from vssm.sampling.stepwise import (
     read_autoregressive,
     read_vrnn,
@@ -73,8 +73,30 @@ def sample(
     if isinstance(model, VRNN):
         return sample_vrnn(model, prompt, state, source, options, record)
     if cache:
-        return sample_autoregressive(model, prompt, state, source, options, record)
+        return _sample_with_cache(model, prompt, state, source, options, record)
     return sample_recomputed(model, prompt, state, source, options)
+
+
+def _sample_with_cache(
+    model: Autoregressive,
+    prompt: Tensor | None,
+    state: State | None,
+    source: Noise,
+    options: Options,
+    record: bool,
+) -> Result:
+    before = (0 if prompt is None else prompt.shape[1]) + (0 if state is None else state.position)
+    rows = rows_of_cache(model, source.num, before + options.length)
+    if rows == source.num:
+        return sample_autoregressive(model, prompt, state, source, options, record)
+
+    def make(prompt: Tensor | None, state: State | None, source: Noise) -> State:
+        x, _, after = sample_autoregressive(model, prompt, state, source, options, record)
+        assert after is not None, "something was made or read"
+        return State({"x": x, "state": after})
+
+    made = in_slabs(make, rows, source.num, prompt, state, source)
+    return made["x"], None, made.child("state")
 
 
 def _sample_in_parallel(

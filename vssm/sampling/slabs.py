@@ -5,6 +5,10 @@ thousand steps would need some 240 GB at the paper's scale. A GPU is as busy wit
 goes through long sequences in chunks of time, and what is still too much is made in slabs of rows. Neither
 changes results but by rounding. Slabs are not recorded, though one is like the other: what keeps a device
 busy gains nothing by it, and the memory of a recording stays.
+
+A transformer that goes step by step has slabs for another reason: it needs several times the keys and values
+that its state ends with. It is divided where that would not fit a GPU, and its steps are recorded all the
+same.
 """
 
 from collections.abc import Callable
@@ -19,10 +23,12 @@ from vssm.sampling.request import Noise, Options
 from vssm.trees import row_of
 from vssm.weights import first_weight
 
-__all__ = ["fitting", "in_slabs", "rows_of_slab"]
+__all__ = ["fitting", "in_slabs", "rows_of_cache", "rows_of_slab"]
 
 _SHARE = 8  # a slab takes about this part of a GPU's memory: smaller ones are slower
 _CPU_BYTES = 2**32  # of a slab on a CPU
+_COPIES = 3.75  # of its keys and values that a recorded transformer takes, as measured on an H200
+_USABLE = 0.9  # of a GPU's memory
 _SHORTEST = 256  # steps of a chunk: with fewer, rows are divided
 
 _Rows = Tensor | State | Noise | None
@@ -64,6 +70,25 @@ def rows_of_slab(model: Model, num: int, steps: int, reads: bool, least: int = 1
     return -(-num // -(-num // max(most, least)))
 
 
+def rows_of_cache(model: Model, num: int, steps: int) -> int:
+    """Returns how many rows are made at a time step by step: all, if their keys and values leave room.
+
+    Arguments:
+        model: The model.
+        num: The number of rows.
+        steps: The steps of a row at the end, those of prompt and state among them.
+    """
+    weight, config = first_weight(model), model.config
+    usable = _USABLE * _bytes_of_device(weight.device)
+    if config.block != "attention" or not usable:
+        return num
+    row = 2 * config.width * config.layers * steps * weight.itemsize
+    room = usable - num * row  # beside the state of all rows
+    if num * row * _COPIES <= usable or room < row * _COPIES:
+        return num
+    return -(-num // -(-num // int(room / (row * _COPIES))))
+
+
 def in_slabs(make: Callable[..., State], rows: int, num: int, *inputs: _Rows) -> State:
     """Returns what `make` makes of all rows, from some of them at a time.
 
@@ -89,9 +114,12 @@ def in_slabs(make: Callable[..., State], rows: int, num: int, *inputs: _Rows) ->
 @lru_cache(maxsize=16)
 def bytes_of_slab(device: torch.device) -> int:
     """Returns how much memory a slab may take."""
-    if device.type != "cuda":
-        return _CPU_BYTES
-    return torch.cuda.get_device_properties(device).total_memory // _SHARE
+    return _bytes_of_device(device) // _SHARE or _CPU_BYTES
+
+
+def _bytes_of_device(device: torch.device) -> int:
+    """Returns the memory of a GPU, and 0 of a CPU, whose programs share it."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def _bytes_of_step(model: Model, weight: Tensor, reads: bool) -> int:
