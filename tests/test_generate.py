@@ -493,3 +493,26 @@ def test_chunks_from_nothing_share_one_empty_pass(monkeypatch):
     long = generate(model, num=2, length=12, chunk=5, seed=5)  # one row of 12 steps is more than two of 5
     assert passes == [5, 5, 2]
     same(long.x, generate(model, num=2, length=12, seed=5).x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_default_dtype_of_pytorch_changes_nothing(kind, dtype):
+    model = small_model(kind)
+    x = sequences(model, 2, 40)
+
+    def results():
+        torch.manual_seed(1)
+        made = generate(model, prompt=x[:, :5], length=7, seed=1)
+        loss = objective(model, x).loss.mean()
+        gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        return made.x, log_likelihood(model, x, 3), loss, *(g for g in gradients if g is not None)
+
+    wanted = results()
+    torch.set_default_dtype(dtype)
+    try:
+        given = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(given, wanted, strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b)

@@ -452,7 +452,7 @@ def gumbel_uniform(
         generator: Source of randomness on that device; the default generator when None.
     """
     # torch.rand can return 0: one source of the NaNs of F.gumbel_softmax (pytorch #22442, #41663, #101620).
-    return torch.rand(shape, device=device, generator=generator).clamp_(min=2.0**-25)
+    return torch.rand(shape, dtype=torch.float32, device=device, generator=generator).clamp_(min=2.0**-25)
 
 
 def _positive(temperature: float) -> float:

@@ -119,7 +119,7 @@ def estimates(
         real: Which steps count, (B, T); all by default.
         method: One of `METHODS`.
     """
-    mask = torch.ones(x.shape[:2], device=x.device) if real is None else real.float()
+    mask = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device) if real is None else real.float()
     if isinstance(model, Autoregressive):
         p_x, _ = model(x)
         log_p_x = p_x.log_prob(x) * mask

@@ -117,7 +117,7 @@ def objective(
         return _weighed(_terms(reconstruction, kl, torch.zeros_like(reconstruction)), kl, kl_weight)
 
     if isinstance(model, Ladder):
-        share = torch.rand(batch * count, device=x.device, generator=generator)[rows]
+        share = torch.rand(batch * count, dtype=torch.float32, device=x.device, generator=generator)[rows]
         cut = 1 + (share * ((length if lengths is None else lengths) - 1)).long()
 
         sizes = (config.levels, 2, batch * count, length, config.latents // config.levels, config.classes)
@@ -131,7 +131,7 @@ def objective(
     if lengths is None:
         cut = torch.randint(0, length + 1, (batch * count,), device=x.device, generator=generator)[rows]
     else:
-        share = torch.rand(batch * count, device=x.device, generator=generator)[rows]
+        share = torch.rand(batch * count, dtype=torch.float32, device=x.device, generator=generator)[rows]
         cut = (share * (lengths + 1)).long()
     q_partial, _ = model.partial_posterior(x, cut=cut)
     kl, partial = total(kl), total(q_partial.expected_log_prob(q_z.detach()))
@@ -149,7 +149,7 @@ def _ladder_terms(
 ) -> Terms:
     """Scores every sequence twice: as a whole, and what follows its cut; noises (L, 2 B, T, Z / L, N)."""
     task = model.task(x, torch.cat([torch.zeros_like(cut), cut]), lengths, copies=2)
-    kl, dtype = torch.zeros(len(task.new), device=x.device), product_dtype(x.device)
+    kl, dtype = torch.zeros(len(task.new), dtype=torch.float32, device=x.device), product_dtype(x.device)
 
     def draw(level: int, p_z: Latents, query: Tensor) -> Tensor:
         nonlocal kl

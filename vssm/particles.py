@@ -88,7 +88,7 @@ def _run(step: Step, u: Tensor, again: Tensor) -> Tensor:
     """Returns the estimates of the log-probability of the first steps, for each number of them, (B, T)."""
     num, batch, length = u.shape[:3]
     unmoved = torch.arange(num, device=u.device)[:, None].expand(num, batch)
-    log_w = torch.zeros(num, batch, device=u.device)  # of a mean weight of 1
+    log_w = torch.zeros(num, batch, dtype=torch.float32, device=u.device)  # of a mean weight of 1
     log_p = torch.zeros(batch, dtype=torch.float64, device=u.device)  # a sum over all steps
     state, nats = None, []
     for t in range(length):

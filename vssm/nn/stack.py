@@ -139,6 +139,8 @@ def _joined(making: Beside | None, made: Tensor) -> Tensor:
 
 def sinusoids(position: int, length: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Returns the position code of Vaswani et al. (2017), (length, width): any length, no parameters."""
-    rates = torch.exp(torch.arange(0, width, 2, device=device) * (-math.log(10000.0) / width))
+    rates = torch.exp(
+        torch.arange(0, width, 2, dtype=torch.float32, device=device) * (-math.log(10000.0) / width)
+    )
     angles = torch.arange(position, position + length, device=device)[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], -1)[:, :width].to(dtype)

@@ -24,7 +24,6 @@ file only: after a change of what it imports, touch this one.
 
 from typing import Any
 
-import torch
 from numba import njit
 from torch import Tensor
 
@@ -52,7 +51,7 @@ from vssm.ops.operands import (
     write,
     written,
 )
-from vssm.ops.tasks import cut, kernel, run, total
+from vssm.ops.tasks import cut, kernel, room, run, total
 from vssm.ops.vectors import (
     FLUSH,
     LANES,
@@ -201,7 +200,7 @@ def _backward(words, scratch):
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> Tensor:
     """Returns y (B, T, D); the arguments are those of `causal_conv_silu`, in float32."""
-    y, taps = torch.empty(x.shape), weight.T.contiguous()[None]
+    y, taps = room(*x.shape), weight.T.contiguous()[None]
     run(_forward, (x, taps, state, None, None, y, None, None, None), (None, None, bias), taps.shape[1], SIZE)
     return y
 
@@ -212,8 +211,8 @@ def backward(
     """Returns the gradients of x, weight, bias and state; the last is empty if there is no state."""
     batch, _, channels = x.shape
     parts, taps = cut(batch, channels)[2], weight.T.contiguous()[None]
-    dx, dtaps, dbias = torch.empty(x.shape), torch.empty(parts, *taps.shape[1:]), torch.empty(parts, channels)
-    dstate = None if state is None else torch.empty(state.shape)
+    dx, dtaps, dbias = room(*x.shape), room(parts, *taps.shape[1:]), room(parts, channels)
+    dstate = None if state is None else room(*state.shape)
     rows = (x, taps, state, None, None, dy, dx, dtaps, dstate)
     run(_backward, rows, (None, None, bias, *[None] * 6, dbias), taps.shape[1], SIZE)
-    return dx, total(dtaps).T.contiguous(), total(dbias), torch.empty(0) if dstate is None else dstate
+    return dx, total(dtaps).T.contiguous(), total(dbias), room(0) if dstate is None else dstate

@@ -48,7 +48,7 @@ from vssm.ops.operands import (
     read_states,
     write_states,
 )
-from vssm.ops.tasks import kernel, run
+from vssm.ops.tasks import kernel, room, run
 from vssm.ops.vectors import (
     FLUSH,
     LANES,
@@ -258,7 +258,7 @@ def sample_forward(
     logits: Tensor, noise: Tensor, prior: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Returns z (..., Z, N) in the given dtype and the KL (...)."""
-    z, each = torch.empty(logits.shape), _each(logits)
+    z, each = room(*logits.shape), _each(logits)
     _run(_sample, each, v=logits, u=noise, v_p=prior, z=z)
     return z.to(dtype), _steps(each, logits)
 
@@ -267,7 +267,7 @@ def sample_backward(
     dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor, prior: Tensor | None, reinmax: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of the logits and of the prior's, (..., Z, N); of nothing for no prior."""
-    dv, dp = torch.empty(logits.shape), torch.empty(0 if prior is None else prior.shape)
+    dv, dp = room(*logits.shape), room(*(0,) if prior is None else prior.shape)
     _run(_sample_backward, _each(logits, dkl), logits, noise, prior, dz, dv, dp, reinmax)
     return dv, dp
 
@@ -281,7 +281,7 @@ def expected_forward(logits: Tensor, q: Tensor) -> Tensor:
 
 def expected_backward(grad: Tensor, logits: Tensor, q: Tensor) -> Tensor:
     """Returns the gradient of the logits of p, (..., Z, N)."""
-    dv = torch.empty(logits.shape)
+    dv = room(*logits.shape)
     _run(_expected_backward, _each(logits, grad), v=q, v_p=logits, dv_p=dv)
     return dv
 
@@ -289,7 +289,7 @@ def expected_backward(grad: Tensor, logits: Tensor, q: Tensor) -> Tensor:
 def _each(logits: Tensor, steps: Tensor | None = None) -> Tensor:
     """Returns room for a number of every component, (1, 1, components), or those of its step repeated."""
     if steps is None:
-        return torch.empty(1, 1, math.prod(logits.shape[:-1]))
+        return room(1, 1, math.prod(logits.shape[:-1]))
     return steps.float()[..., None].expand(logits.shape[:-1]).reshape(1, 1, -1)
 
 

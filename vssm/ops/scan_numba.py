@@ -32,7 +32,6 @@ same input gives the same bits.
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from numba import njit
 from torch import Tensor
 
@@ -76,7 +75,7 @@ from vssm.ops.operands import (
     write_states,
     written,
 )
-from vssm.ops.tasks import cut, kernel, run, total
+from vssm.ops.tasks import cut, kernel, room, run, total
 from vssm.ops.vectors import (
     BLOCK,
     FLUSH,
@@ -429,7 +428,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns y and the last state; the arguments are those of `selective_scan`."""
     batch, length, channels = u.shape
-    y, h = torch.empty(batch, length, channels), torch.empty(batch, channels, A.shape[1])
+    y, h = room(batch, length, channels), room(batch, channels, A.shape[1])
     run_scan(_forward, (u, dt, z, B, C, y, None, None, None), (A, D, dt_bias, h0, h), softplus, 1, 2)
     return y, h
 
@@ -451,12 +450,12 @@ def backward(
     """Returns the gradients of u, dt, A, B, C, D, z, dt_bias and h0; empty for an argument that is None."""
     (batch, length, channels), count = u.shape, A.shape[1]
     _, per_group, parts, groups = cut(batch, channels)
-    dh = torch.zeros(batch, channels, count) if dh is None else dh
-    du, ddt = torch.empty(batch, length, channels), torch.empty(batch, length, channels)
-    dz = None if z is None else torch.empty(batch, length, channels)
-    dh0 = None if h0 is None else torch.empty(batch, channels, count)
-    dA, dD, dbias = (torch.empty(parts, *shape) for shape in ((channels, count), (channels,), (channels,)))
-    dB, dC = torch.empty(groups, batch, length, count), torch.empty(groups, batch, length, count)
+    dh = room(batch, channels, count).zero_() if dh is None else dh
+    du, ddt = room(batch, length, channels), room(batch, length, channels)
+    dz = None if z is None else room(batch, length, channels)
+    dh0 = None if h0 is None else room(batch, channels, count)
+    dA, dD, dbias = (room(parts, *shape) for shape in ((channels, count), (channels,), (channels,)))
+    dB, dC = room(groups, batch, length, count), room(groups, batch, length, count)
     rows, wholes = (u, dt, z, B, C, dy, du, ddt, dz), (A, D, dt_bias, h0, dh, dB, dC, dA, dD, dbias, dh0)
     run_scan(_backward, rows, wholes, softplus, per_group, 3 + max(1, -(-length // STEPS)))
     dD, dbias = None if D is None else total(dD), None if dt_bias is None else total(dbias)

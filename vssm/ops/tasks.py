@@ -18,7 +18,7 @@ from torch import Tensor
 from vssm.ops.operands import table_of
 from vssm.ops.vectors import LANES
 
-__all__ = ["cut", "kernel", "run", "total"]
+__all__ = ["cut", "kernel", "room", "run", "total"]
 
 GROUP = 8  # tiles, at most
 BATCHES = 16  # partial sums over batch rows, at most
@@ -31,6 +31,11 @@ def kernel(function: Callable) -> Callable:
         return njit(error_model="numpy", nogil=True, cache=True)(function)
     except RuntimeError:  # there is no folder that could hold the compiled kernel
         return njit(error_model="numpy", nogil=True)(function)
+
+
+def room(*shape: int) -> Tensor:
+    """Returns memory for results of a kernel: float32 on the CPU, whatever PyTorch's defaults are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 @functools.lru_cache
@@ -62,7 +67,7 @@ def run(function: Callable, rows: tuple, wholes: tuple, count: int, size: int, f
     address = table.buffer_info()[0]
     small = batch * length * channels * count < INLINE
     threads = 1 if small else min(torch.get_num_threads(), tasks)
-    scratch = torch.empty(threads * size // 4)
+    scratch = room(threads * size // 4)
     start = scratch.data_ptr()
     others = []
     if threads > 1:

@@ -112,7 +112,7 @@ def nothing(model: Model, num: int, source: Noise) -> tuple[Tensor, Tensor | Non
     )
     if model.head.tokens:
         return torch.empty(num, 0, dtype=torch.int64, device=device), z
-    return torch.empty(num, 0, model.config.features, device=device), z
+    return torch.empty(num, 0, model.config.features, dtype=torch.float32, device=device), z
 
 
 class Inputs(NamedTuple):
