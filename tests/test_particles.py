@@ -120,3 +120,21 @@ def test_on_a_gpu_as_on_a_cpu(kind):
         there = log_likelihood(model.cuda(), x.cuda(), 32, method="particles", **options).cpu()
         # Rounding may choose other particles, so that single estimates differ.
         assert (here - there).abs().median() < 0.5 and abs(here.mean() - there.mean()) < 0.5
+
+
+@pytest.mark.parametrize("method", ["importance", "particles"])
+@pytest.mark.parametrize("kind", ["tvae", "vrnn", "vssm"])
+def test_parts_of_a_batch_have_the_estimates_of_the_whole(kind, method):
+    model = small_model(kind)
+    x = sequences(model, 5, 6)
+    whole = log_likelihood(model, x, 4, method=method, seed=3)
+    parts = [
+        log_likelihood(model, x[rows], 4, method=method, seed=3, rows=rows)
+        for rows in ([0, 3], torch.tensor([4, 1]), [2])
+    ]
+    same = log_likelihood(model, x[3:], 4, method=method, seed=3, rows=3)
+    assert torch.allclose(same, whole[3:], rtol=1e-4)
+    assert torch.allclose(torch.cat(parts), whole[[0, 3, 4, 1, 2]], rtol=1e-4)
+    for rows in ([0], [0.5] * 5, [0, 1, 2, 3, -1], [0, 1, 2, 3, 2**32], -1, 2**32 - 4, True, None):
+        with pytest.raises(ValueError, match="rows do not fit; allowed: 5 whole numbers from 0 to 2"):
+            log_likelihood(model, x, 4, method=method, rows=rows)

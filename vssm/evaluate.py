@@ -36,6 +36,7 @@ from vssm.results import result, write_result
 
 __all__ = ["evaluate_run"]
 
+_SEED = 0  # of all draws: which a sequence gets says its number, not the batch that it is in
 _ACTIVE = 0.01  # nats
 
 
@@ -182,7 +183,7 @@ def _reconstruction(work: Work, index: np.ndarray) -> dict[str, float]:
         sums[name] = sums.get(name, 0) + value.double()
 
     for first, x, lengths in work.batches("reconstruction", index):
-        p_x, q_z, p_z = reconstruct(model, x, first, lengths)
+        p_x, q_z, p_z = reconstruct(model, x, _SEED, lengths, first)
         real = (x.new_ones(x.shape[:2]) if lengths is None else real_steps(x, lengths)).float()
         if not model.head.tokens:
             error = (x - p_x.mean).square().mean(2) * real
@@ -230,7 +231,8 @@ def _likelihoods(
     for first, x, lengths in work.batches(stage, index):
         model.head.validate(x)
         real = None if lengths is None else real_steps(x, lengths)
-        found = estimates(model, x, num_samples, list(cases.values()), first, rows, real, method)
+        wanted = list(cases.values())
+        found = estimates(model, x, num_samples, wanted, _SEED, rows, real, method, first)
         for (name, (cut, _)), nats in zip(cases.items(), found, strict=True):
             scored = nats if lengths is None else nats[lengths > cut]  # else nothing follows the cut
             totals[name] += float(scored.double().sum())

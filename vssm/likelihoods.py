@@ -14,7 +14,7 @@ Legend: x (B, T, D) or tokens (B, T); K `num_samples`; C `prompt_length`, `cut`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ def log_likelihood(
     seed: int = 0,
     lengths: Tensor | None = None,
     method: str = "importance",
+    rows: Sequence[int] | Tensor | int = 0,
 ) -> Tensor:
     """Estimates log p(x_{C+1:T} | x_{1:C}) for every sequence.
 
@@ -54,11 +55,13 @@ def log_likelihood(
         prior: For vssm and tvae at C = 0: "uniform", or "partial" for q_omega(z | ∅), the prior that
             unconditional generation draws from. With C > 0 it is always q_omega(z | x_{1:C}). A model with
             levels has one prior, its own.
-        seed: Names the draws: equal seeds give equal estimates, however the batch is split.
+        seed: Names the draws: equal seeds and rows give equal estimates.
         lengths: The steps of each row that are real, (B,), where the rest is padding.
         method: How K draws of latents are used: "importance", as in the paper, or "particles", a particle
             filter, which is much closer to log p(x) for as many draws and takes the steps one after the
             other. A model with levels has "importance" alone.
+        rows: Which rows of the noise the sequences draw from, or the first of them; 0 to B - 1 by default.
+            A part of a batch that is given its own has the estimates of the whole.
 
     Returns:
         Nats, (B,).
@@ -87,7 +90,24 @@ def log_likelihood(
             f"prompt_length={prompt_length} is not allowed; allowed: 0 to {int(lengths.min())}, in lengths"
         )
     check_method(model, method)
-    return estimates(model, x, num_samples, [(prompt_length, prior)], seed, _ROWS_PER_PASS, real, method)[0]
+    numbers = _numbers(x, rows)
+    case = [(prompt_length, prior)]
+    return estimates(model, x, num_samples, case, seed, _ROWS_PER_PASS, real, method, numbers)[0]
+
+
+def _numbers(x: Tensor, rows: Sequence[int] | Tensor | int) -> Tensor:
+    """Returns the row of the noise of each sequence: as given, or those from a first one on."""
+    told = f"rows do not fit; allowed: {len(x)} whole numbers from 0 to 2^32 - 1, or the first of them"
+    if type(rows) is int and 0 <= rows <= 2**32 - len(x):
+        return torch.arange(rows, rows + len(x), device=x.device)
+    try:
+        given = torch.as_tensor(rows)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(told) from None
+    whole = not (given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool)
+    if given.shape != (len(x),) or not whole or bool(((given < 0) | (given >= 2**32)).any()):
+        raise ValueError(told)
+    return given.to(x.device, torch.int64)
 
 
 def check_method(model: Model, method: str) -> None:
@@ -106,6 +126,7 @@ def estimates(
     rows: int,
     real: Tensor | None = None,
     method: str = "importance",
+    numbers: Tensor | int = 0,
 ) -> list[Tensor]:
     """Returns one estimate, (B,), for each case (prompt length, prior), all from the same draws.
 
@@ -118,7 +139,9 @@ def estimates(
         rows: Sequences of a pass.
         real: Which steps count, (B, T); all by default.
         method: One of `METHODS`.
+        numbers: Which row of the noise each sequence has, (B,), or the first of them.
     """
+    numbers = _numbers(x, numbers) if isinstance(numbers, int) else numbers
     mask = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device) if real is None else real.float()
     if isinstance(model, Autoregressive):
         p_x, _ = model(x)
@@ -126,7 +149,7 @@ def estimates(
         return [log_p_x[:, cut:].sum(1) for cut, _ in cases]
     if method == "particles":
         assert not isinstance(model, Ladder)
-        return filtered(model, x, num_samples, cases, seed, rows, mask)
+        return filtered(model, x, num_samples, cases, seed, rows, mask, numbers)
 
     totals: list[Tensor] = []
     weights_of = {VRNN: _vrnn_weights, Ladder: _ladder_weights, Variational: _variational_weights}[
@@ -136,7 +159,7 @@ def estimates(
     step = max(1, rows // max(1, len(x)))
     for first in range(0, num_samples, step):
         draws = range(first, min(first + step, num_samples))
-        u = latent_noise(x, seed, 0, draws, model.config.latents)
+        u = latent_noise(x, seed, numbers, draws, model.config.latents)
         parts = [torch.logsumexp(weights, 0) for weights in weigh(u)]
         totals = [torch.logaddexp(a, b) for a, b in zip(totals, parts, strict=True)] if totals else parts
     nats = [total - math.log(num_samples) for total in totals]
@@ -238,15 +261,16 @@ def _vrnn_weights(
 
 
 def reconstruct(
-    model: Model, x: Tensor, seed: int, lengths: Tensor | None = None
+    model: Model, x: Tensor, seed: int, lengths: Tensor | None = None, first: int = 0
 ) -> tuple[Observation, Latents | None, Latents | None]:
     """Returns p(x|z) for one draw of z, with the posterior and the prior of z; p(x) without latents.
 
-    Of sequences with `lengths`, (B,), only what is said of their real steps means something.
+    Of sequences with `lengths`, (B,), only what is said of their real steps means something. The noise is
+    that of the rows from `first` on.
     """
     if isinstance(model, Autoregressive):
         return model(x)[0], None, None
-    u = latent_noise(x, seed, 0, range(1), model.config.latents)[0]
+    u = latent_noise(x, seed, _numbers(x, first), range(1), model.config.latents)[0]
     if isinstance(model, VRNN):
         path = model(x, draw=lambda t, q_z: q_z.sample(u[:, t : t + 1]))
         return path.p_x, path.q_z, path.p_z

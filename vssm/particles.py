@@ -33,9 +33,8 @@ Step = Callable[[int, Tensor, State | None], tuple[Tensor, State]]
 """From t, uniform numbers (K, B, 1, Z) and the state before to log weights (K, B) and the state after t."""
 
 
-def latent_noise(x: Tensor, seed: int, first: int, draws: range, latents: int) -> Tensor:
-    """Returns the uniform numbers of some draws of sequences that are numbered from `first`, (K, B, T, Z)."""
-    rows = torch.arange(first, first + len(x), device=x.device)
+def latent_noise(x: Tensor, seed: int, rows: Tensor, draws: range, latents: int) -> Tensor:
+    """Returns the uniform numbers of some draws of sequences that have these rows, (B,); (K, B, T, Z)."""
     seeds = torch.full_like(rows, seed)
     shape = (0, x.shape[1], latents)
     return torch.stack([noise.uniform(seeds, rows, *shape, stream=noise.LATENT, draw=k) for k in draws])
@@ -49,6 +48,7 @@ def filtered(
     seed: int,
     rows: int,
     mask: Tensor,
+    numbers: Tensor,
 ) -> list[Tensor]:
     """Returns one estimate, (B,), for each case (prompt length, prior); what they mean says `log_likelihood`.
 
@@ -60,13 +60,15 @@ def filtered(
         seed: Names the draws: without drawing again they are those of importance sampling.
         rows: Particles of a pass, of as many sequences as fit, one at least.
         mask: 1 for steps that count, 0 for padding, (B, T).
+        numbers: The row of the noise of each sequence, (B,).
     """
     parts = []
     size = max(1, rows // num_samples)
     for first in range(0, len(x), size):
         some, real = x[first : first + size], mask[first : first + size]
-        u = latent_noise(some, seed, first, range(num_samples), model.config.latents)
-        again = _again(some, seed, first)
+        own = numbers[first : first + size]
+        u = latent_noise(some, seed, own, range(num_samples), model.config.latents)
+        again = _again(some, seed, own)
         if isinstance(model, VRNN):
             nats = _run(_vrnn_step(model, some, real), u, again)
             start = torch.zeros_like(nats[:, :1])
@@ -78,9 +80,8 @@ def filtered(
     return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
-def _again(x: Tensor, seed: int, first: int) -> Tensor:
+def _again(x: Tensor, seed: int, rows: Tensor) -> Tensor:
     """Returns the uniform numbers with which particles are drawn again, (B, T)."""
-    rows = torch.arange(first, first + len(x), device=x.device)
     return noise.uniform(torch.full_like(rows, seed), rows, 0, x.shape[1], 1, stream=noise.PARTICLE)[..., 0]
 
 
