@@ -304,3 +304,15 @@ def test_a_file_can_be_read_by_those_who_read_any_other(tmp_path):
     (tmp_path / "usual.txt").touch()
     write_atomically(tmp_path / "a.txt", private)
     assert (tmp_path / "a.txt").stat().st_mode == (tmp_path / "usual.txt").stat().st_mode
+
+
+def test_a_model_that_could_not_be_loaded_is_not_saved(tmp_path):
+    model = small_model("vssm")
+    save(model, tmp_path / "good")
+    before = (tmp_path / "good" / "weights.safetensors").read_bytes()
+    torch.nn.utils.parametrizations.weight_norm(model.decoder.out)
+    with pytest.raises(
+        ValueError, match=r"differs from what its config builds in .*; allowed: the same tensors"
+    ):
+        save(model, tmp_path / "good")
+    assert (tmp_path / "good" / "weights.safetensors").read_bytes() == before

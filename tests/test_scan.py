@@ -443,3 +443,15 @@ def test_automatic_choice():
     assert choose_backend("auto", cpu, torch.float32) == "numba"
     assert choose_backend("auto", cpu, torch.bfloat16) == "reference"
     assert choose_backend("auto", cuda, torch.float64) == "reference"
+
+
+@pytest.mark.parametrize("name", ["A", "B", "h0"])
+def test_complex_numbers_and_other_things_are_refused(name):
+    values = {"u": torch.ones(1, 3, 2), "dt": torch.ones(1, 3, 2), "A": -torch.ones(2, 1)}
+    values |= {"B": torch.ones(1, 3, 1), "C": torch.ones(1, 3, 1), "h0": torch.zeros(1, 2, 1)}
+    for wrong, told in (
+        (values[name].to(torch.complex64), "torch.complex64"),
+        (values[name].numpy(), "ndarray"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is {told}; allowed: a tensor of real numbers"):
+            selective_scan(**{**values, name: wrong})

@@ -49,6 +49,7 @@ def save(model: Model, folder: str | Path) -> None:
     _check_target(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    _check_own(model, tensors)
     text = json.dumps({"format": FORMAT, "model": model.config.to_dict()}, indent=2) + "\n"
     write_atomically(folder / "weights.safetensors", lambda path: save_file(tensors, path, {_METADATA: text}))
     write_atomically(folder / "config.json", lambda path: path.write_text(text))
@@ -65,7 +66,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
         device: Where the weights go.
 
     Returns:
-        The model, ready to train, score or generate.
+        The model in float32, ready to train, score or generate.
 
     Example:
         >>> import vssm
@@ -123,6 +124,20 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
         if isinstance(part, torch.nn.RNNBase):
             part.flatten_parameters()  # cuDNN wants them side by side, and would copy them at every call
     return model.requires_grad_(True)
+
+
+def _check_own(model: Model, tensors: dict[str, Tensor]) -> None:
+    """Raises unless a model has what its config says: `load` could not read anything else."""
+    with torch.device("meta"):
+        expected = {name: tensor.shape for name, tensor in build(model.config).state_dict().items()}
+    given = {name: tensor.shape for name, tensor in tensors.items()}
+    if given != expected:
+        names = sorted(name for name in {**given, **expected} if given.get(name) != expected.get(name))
+        raise ValueError(
+            f"the model differs from what its config builds in {', '.join(names[:3])}"
+            + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            + "; allowed: the same tensors, without parametrizations or new layers"
+        )
 
 
 def _check_target(folder: Path) -> None:

@@ -160,8 +160,15 @@ def reproduce(
     run = partial(_run, plan=plan, ray_address=ray_address, progress=_Until(show, deadline))
     finals: dict[str, RunConfig] = {}
     seeded: dict[str, RunConfig] = {}
+
+    def todo(configs: Mapping[str, RunConfig], stage: str) -> Mapping[str, RunConfig]:
+        left = _missing(plan, configs, stage)
+        if done := len(configs) - len(left):
+            show.message(f"{stage}: {done} of {len(configs)} are in {results} already and not run again")
+        return left
+
     try:
-        run(_missing(plan, grid, "grid"), out / ("runs" if whole else "grid"), stage="grid")
+        run(todo(grid, "grid"), out / ("runs" if whole else "grid"), stage="grid")
         ranked = {kind: _ranked(plan, grid, kind, "grid") or [min(chosen.learning_rates)] for kind in kinds}
         finals = {
             f"{kind}-lr{rate!r}-seed0": _config(base, chosen.epochs, kind, rate, 0)
@@ -169,14 +176,14 @@ def reproduce(
             for rate in ranked[kind][:finalists]
             if finalists > 1
         }
-        run(_missing(plan, finals, "finals"), out / "runs", stage="finals")
+        run(todo(finals, "finals"), out / "runs", stage="finals")
         rates = {kind: (_ranked(plan, finals, kind, "finals") or ranked[kind])[0] for kind in kinds}
         seeded = {
             f"{kind}-lr{rates[kind]!r}-seed{seed}": _config(base, chosen.epochs, kind, rates[kind], seed)
             for seed in chosen.seeds  # every kind once before any twice
             for kind in kinds
         }
-        run(_missing(plan, seeded, "seeds"), out / "runs", stage="seeds")
+        run(todo(seeded, "seeds"), out / "runs", stage="seeds")
     except _TimeIsUp:
         show.message(f"stopped after {(time.monotonic() - start) / 60:.1f} minutes; the same call goes on")
     if any(plan.results.glob(f"{data}_*_seed*.json")):

@@ -29,6 +29,7 @@ from vssm.ops.scan_reference import selective_scan_reference
 __all__ = ["BACKENDS", "choose_backend", "scan_output", "selective_scan"]
 
 BACKENDS = ("reference", "numba", "triton")
+_NAMES = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "h0")
 _KERNELS = {"numba": "vssm.ops.scan_numba", "triton": "vssm.ops.scan_triton"}
 
 
@@ -96,7 +97,7 @@ def selective_scan(
         backend: "auto", "reference", "numba" or "triton".
 
     Returns:
-        y (B, T, D) in the dtype of u, and the state after the last step (B, D, N) in float32.
+        y (B, T, D) in the dtype of u, and the state after the last step (B, D, N) in float32 (or float64).
         Gradients flow from both outputs to every tensor argument.
 
     Example:
@@ -194,6 +195,13 @@ def _check_arguments(
     h0: Tensor | None,
     shared: bool = False,
 ) -> None:
+    for name, tensor in zip(_NAMES, (u, dt, A, B, C, D, z, dt_bias, h0), strict=True):
+        if (tensor is None and name in _NAMES[5:]) or (
+            isinstance(tensor, Tensor) and not tensor.is_complex()
+        ):
+            continue
+        told = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ValueError(f"{name} is {told}; allowed: a tensor of real numbers")
     if u.ndim != 3:
         raise ValueError(f"u has shape {tuple(u.shape)}; allowed: (batch, length, channels)")
     batch, length, channels = u.shape
