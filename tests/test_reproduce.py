@@ -117,6 +117,7 @@ def test_what_is_done_is_not_done_again(done, tmp_path, monkeypatch):
     shown = Messages()
     assert digits(copy, progress=shown, **BUDGET) == []  # scored again, not trained again
     assert any("1 runs, 1 of them ended before" in text for text in shown.texts)
+    assert any(re.search(r"^seeds: \d of \d are in .* already and not run again$", t) for t in shown.texts)
     assert read(piece)["metrics"]["log_likelihood"] == scored["log_likelihood"]
     after = {path: path.stat().st_mtime_ns for path in copy.glob("results/*.json")}
     assert [path for path in before if before[path] != after[path]] == [piece]
