@@ -186,6 +186,8 @@ class _Training:
         self.seconds, self.started = 0.0, datetime.now(UTC).isoformat(timespec="seconds")
         self.saved: Path | None = None
         self.drawn = -math.inf
+        # A resumed run may be killed again before pictures are drawn: first it saves how far it came.
+        self.may_draw = not resume
         if world.rank == 0:
             if resume and (folder.path / "config.json").exists():
                 folder.reopen(self.config)
@@ -275,7 +277,7 @@ class _Training:
         return values
 
     def _log_point(self, steps: int, validating: bool) -> None:
-        """Reads the terms from the device, and does what is due: log, validation, checkpoint."""
+        """Reads the terms from the device, and does what is due: log, validation, checkpoint, pictures."""
         means, skipped, streak = self.tally.fetch()
         now = time.monotonic()
         tokens = steps * self.options.batch * self.meta.length * self.train_split.filled
@@ -293,6 +295,9 @@ class _Training:
         if self.world.agree([float(due)])[0]:
             self._save(skipped, streak)
             self.checkpointed = time.monotonic()
+        drawing = validating and self.world.rank == 0 and self.may_draw
+        if drawing and time.monotonic() - self.drawn > _PICTURE_SECONDS:  # a kill meanwhile loses no step
+            self._draw()
         self.window = time.monotonic()
 
     def _log(self, split: str, values: dict[str, Any]) -> None:
@@ -321,8 +326,6 @@ class _Training:
                 if self.world.rank == 0:
                     self.folder.save_weights(tensors)
         self._log("valid", {**means, "best": best})
-        if self.world.rank == 0 and time.monotonic() - self.drawn > _PICTURE_SECONDS:
-            self._draw()
 
     def _validation_means(self) -> dict[str, float]:
         options, world = self.options, self.world
@@ -366,6 +369,7 @@ class _Training:
             progress = {"best": self.best, "skipped": skipped, "streak": streak}
             progress |= {"seconds": self.seconds, "started": self.started, "data": self.digest}
             self.saved = self.folder.save_checkpoint(self.config, self.step, parts, progress)
+        self.may_draw = True
 
     def _restore(self) -> None:
         """Takes up the newest good checkpoint, which rank 0 reads for all."""
