@@ -20,6 +20,7 @@ from tests.conftest import small_config
 from tests.training import StopAt, log, newest, result, run, stopped, tiny
 from vssm import figures
 from vssm.data import ArraysConfig, DataConfig
+from vssm.progress import Progress
 from vssm.runs import RunFolder, _checksum, read_config, read_log
 from vssm.train import TrainingStopped, train
 
@@ -64,6 +65,35 @@ def test_best_weights_that_were_lost_are_made_again_from_the_end(how, unbroken, 
     assert any("best weights" in text and "are damaged or gone" in text for text in shown.messages)
     last = load_file(newest(folder) / "weights.safetensors")
     assert all(torch.equal(tensor, last[name]) for name, tensor in vssm.load(folder).state_dict().items())
+
+
+class Delete(Progress):
+    """Deletes a file or folder of a run after its last validation."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def line(self, line):
+        if (line["step"], line["split"]) == (12, "valid"):
+            shutil.rmtree(self.path) if self.path.is_dir() else self.path.unlink()
+
+
+def test_a_config_that_was_deleted_during_the_training_is_written_again(unbroken, tmp_path):
+    folder = tmp_path / "run"
+    run(tiny(), folder, progress=Delete(folder / "config.json"))
+    assert (folder / "config.json").read_bytes() == (unbroken / "config.json").read_bytes()
+    assert result(folder) == result(unbroken) and RunFolder(folder).has_ended()
+
+
+@pytest.mark.parametrize("file", ["", "weights.safetensors"])
+def test_weights_that_were_deleted_during_the_training_are_no_good_end(file, tmp_path):
+    folder = tmp_path / "run"
+    message = rf"^the best weights of '{folder}' were damaged or deleted .* checkpoint: '{folder}.*00012'$"
+    with pytest.raises(TrainingStopped, match=message):
+        run(tiny(), folder, progress=Delete(folder / file))
+    assert not RunFolder(folder).has_ended()
+    run(None, folder, resume=True)
+    assert RunFolder(folder).has_ended() and vssm.load(folder).config.kind == "rnn"
 
 
 def test_without_a_good_checkpoint_nothing_is_loaded(tmp_path):

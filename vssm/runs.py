@@ -192,6 +192,10 @@ class RunFolder:
         self._claim()
         self.check_new()  # another process may have trained here until now
         self._tidy()
+        self.write_config(config, meta)
+
+    def write_config(self, config: RunConfig, meta: Meta) -> None:
+        """Writes config.json."""
         text = json.dumps({**config.to_dict(), "data_meta": meta.to_json()}, indent=2) + "\n"
         write_atomically(self.path / "config.json", lambda path: path.write_text(text))
 

@@ -237,6 +237,7 @@ class _Training:
         if self.world.rank == 0:
             with self._stopping():
                 self._draw()
+                self._check_whole()
                 self.folder.describe(self._facts(ended=True))
         if self.board is not None:
             self.board.close()
@@ -362,6 +363,16 @@ class _Training:
                 x = generate(self.model, num=num, length=self.meta.length, seed=self.options.seed).x
             write_atomically(self.folder.path / "samples.png", lambda path: draw(self.meta, x, path))
         self.drawn = time.monotonic()
+
+    def _check_whole(self) -> None:
+        """Raises unless the folder is a model at the end, whatever was deleted in the meantime."""
+        if not (self.folder.path / "config.json").exists():
+            self.folder.write_config(self.config, self.meta)
+        if not self.folder.has_weights():
+            raise TrainingStopped(
+                f"the best weights of {str(self.folder.path)!r} were damaged or deleted during the training; "
+                "allowed: resume it, which keeps those of its end"
+            )
 
     def _save(self, skipped: int, streak: int) -> None:
         parts = self.learner.parts()
