@@ -38,12 +38,14 @@ def damage(path, how):
         content[len(content) // 2] ^= 1
     elif how == "pickle":
         content = bytearray(pickle.dumps({"weights": os.system}))
+    elif how == "nested":
+        content = bytearray(b"[" * 10**5)
     path.unlink()
     if how != "missing":
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize("how", ["truncated", "flipped", "pickle", "missing"])
+@pytest.mark.parametrize("how", ["truncated", "flipped", "pickle", "nested", "missing"])
 @pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors", "progress.json"])
 def test_damaged_checkpoint_is_named_and_the_one_before_is_used(how, file, unbroken, tmp_path):
     folder = stopped(tiny(), tmp_path / "run", 7)
@@ -321,10 +323,14 @@ def test_resuming_never_trains_over_finished_weights(unbroken, tmp_path):
         shutil.copy(unbroken / name, tmp_path / "copy" / name)
     unsure = shutil.copytree(ended, tmp_path / "unsure")
     damage(unsure / "meta.json", "truncated")  # which says that the run has ended
+    deep = shutil.copytree(ended, tmp_path / "deep")
+    damage(deep / "meta.json", "nested")
+    assert not RunFolder(deep).has_ended()
     for folder, message in (
         (tmp_path / "saved", r"has no key 'data'; allowed: a run folder"),
         (ended, "has weights but no checkpoint to go on from"),
         (unsure, "has weights but no checkpoint to go on from"),
+        (deep, "has weights but no checkpoint to go on from"),
         (tmp_path / "copy", "has weights but no checkpoint to go on from"),
     ):
         before = {name: (folder / name).read_bytes() for name in kept}
