@@ -1,6 +1,7 @@
 """What `evaluate_run` measures is what its parts say, for every kind of model and data, and repeats."""
 
 import dataclasses
+import errno
 import json
 import math
 import subprocess
@@ -434,6 +435,35 @@ def test_failed_write_leaves_the_old_evaluation(tmp_path, monkeypatch):
         write_result(tmp_path / "eval.json", {"metrics": {"elbo": 2.0}})
     assert (tmp_path / "eval.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["eval.json"]
+
+
+def test_what_can_not_be_written_is_shown(tmp_path, monkeypatch, capsys):
+    run = make_run(tmp_path / "run", "rnn", WAVES)
+
+    def full_disk(path, made):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(evaluate, "write_result", full_disk)
+    with pytest.raises(SystemExit, match="2"):
+        main(["evaluate", str(run), "--quick", "--device", "cpu"])
+    out, err = capsys.readouterr()
+    assert "log_likelihood" in out and "written:" not in out
+    assert err.splitlines()[-1] == f"vssm: No space left on device: {run / 'eval.json'}"
+    with pytest.raises(OSError, match=rf"^\[Errno {errno.ENOSPC}\] No space") as caught:
+        evaluate_run(run, quick=True)
+    assert caught.value.result["metrics"]["sequences"] == 8
+
+
+def test_a_folder_that_is_read_only_is_named_before_the_work(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", "rnn", WAVES)
+    monkeypatch.setattr("vssm.storage.os.access", lambda place, mode: False)
+    stages = []
+    message = (
+        rf"^folder='{run}' can not be written to \(permission denied\); allowed: a run folder of yours, "
+    )
+    with pytest.raises(ValueError, match=message):
+        evaluate_run(run, quick=True, progress=lambda *stage: stages.append(stage))
+    assert not stages
 
 
 def test_result_tells_nothing_about_its_maker(tmp_path):

@@ -281,3 +281,60 @@ def test_damaged_benchmarks_are_named(part, value, message, tmp_path):
     path.write_text(json.dumps({**json.loads(path.read_text()), part: value}))
     with pytest.raises(ValueError, match=rf"speed\.json' is damaged: .*{message}.*; allowed: a result file$"):
         write_page(tmp_path / "results", tmp_path / "results.md")
+
+
+SCORES = {"parameters": 2_000_000, "epochs": 5, "learning_rate": 0.01, "log_likelihood": 3.0}
+SCORES |= {"partial_log_likelihood": 2.0, "generate_ms_b1": 4.0, "prompted_ms_b1": 3.0, "train_seconds": 9.0}
+
+
+def make_paper(folder, kind, nulls=(), tried=()):
+    """A scored run and one of the grid, with null for some of their metrics."""
+    parts = {"model": {"kind": kind}, "train": {"seed": 0}}
+    scored = {name: None if name in nulls else value for name, value in SCORES.items()}
+    make_result(folder, f"mnist_{kind}_seed0", scored, parts)
+    path = folder / f"mnist_{kind}_seed0.json"
+    curve = {"epoch": [1, 5], "validation_elbo": [None, None if "log_likelihood" in nulls else 1.0]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "curve": curve}))
+    metrics = {"validation_loss": None, "epochs": 1, "learning_rate": 0.01}
+    make_result(folder / "grid", f"mnist_{kind}_lr0.01", metrics | dict.fromkeys(tried), parts)
+
+
+def test_metrics_of_the_paper_that_are_not_finite_are_dashes(tmp_path):
+    folder = tmp_path / "results" / "paper"
+    make_paper(folder, "ssm")
+    make_paper(folder, "vssm", {"log_likelihood"})
+    page = write_page(tmp_path / "results", tmp_path / "results.md")
+    assert ["vssm", "1", "2 M", "5", "0.01", "–", "2.0", "4.00", "3.00", "9"] in rows_of(page)
+    verdict = (
+        "- vssm against ssm: – nats in full, +0.0 in the second half; 1.0 times faster to draw a sequence."
+    )
+    assert verdict in page.read_text()
+    for kind in ("ssm", "vssm"):
+        make_paper(folder, kind, SCORES)
+    page = write_page(tmp_path / "results", tmp_path / "results.md")
+    assert ["vssm", "1", *["–"] * 8] in rows_of(page)
+    assert "- vssm against ssm: – nats in full, – in the second half.\n" in page.read_text()
+    assert ["ssm", "1", "diverged"] in rows_of(page)
+
+
+def test_files_of_the_paper_without_what_is_needed_are_named(tmp_path):
+    folder, page = tmp_path / "results" / "paper", tmp_path / "results.md"
+    make_paper(folder, "ssm", tried=("epochs", "learning_rate"))
+    with pytest.raises(ValueError, match=r"lr0\.01\.json' is damaged: .*metrics\.epochs is no number"):
+        write_page(tmp_path / "results", page)
+    make_paper(folder, "ssm")
+    path = folder / "mnist_ssm_seed0.json"
+    good = json.loads(path.read_text())
+    for values, message in (
+        ({"config": {**good["config"], "model": {}}}, r"KeyError\('kind'\)"),
+        ({"config": {**good["config"], "model": {"kind": ["ssm"]}}}, r".*config\.model\.kind is no text"),
+        ({"config": {**good["config"], "train": {}}}, r"KeyError\('seed'\)"),
+        ({"curve": None}, "TypeError"),
+    ):
+        path.write_text(json.dumps({**good, **values}))
+        with pytest.raises(ValueError, match=rf"^'{path}' is damaged: {message}.*; allowed: a result file$"):
+            write_page(tmp_path / "results", page)
+    path.write_text("[" * 10**5)
+    with pytest.raises(ValueError, match=rf"^'{path}' is damaged: RecursionError"):
+        write_page(tmp_path / "results", page)
+    assert not page.exists()

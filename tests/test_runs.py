@@ -20,6 +20,7 @@ from tests.conftest import small_config
 from tests.training import StopAt, log, newest, result, run, stopped, tiny
 from vssm import figures
 from vssm.data import ArraysConfig, DataConfig
+from vssm.progress import Progress
 from vssm.runs import RunFolder, _checksum, read_config, read_log
 from vssm.train import TrainingStopped, train
 
@@ -37,12 +38,14 @@ def damage(path, how):
         content[len(content) // 2] ^= 1
     elif how == "pickle":
         content = bytearray(pickle.dumps({"weights": os.system}))
+    elif how == "nested":
+        content = bytearray(b"[" * 10**5)
     path.unlink()
     if how != "missing":
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize("how", ["truncated", "flipped", "pickle", "missing"])
+@pytest.mark.parametrize("how", ["truncated", "flipped", "pickle", "nested", "missing"])
 @pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors", "progress.json"])
 def test_damaged_checkpoint_is_named_and_the_one_before_is_used(how, file, unbroken, tmp_path):
     folder = stopped(tiny(), tmp_path / "run", 7)
@@ -64,6 +67,35 @@ def test_best_weights_that_were_lost_are_made_again_from_the_end(how, unbroken, 
     assert any("best weights" in text and "are damaged or gone" in text for text in shown.messages)
     last = load_file(newest(folder) / "weights.safetensors")
     assert all(torch.equal(tensor, last[name]) for name, tensor in vssm.load(folder).state_dict().items())
+
+
+class Delete(Progress):
+    """Deletes a file or folder of a run after its last validation."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def line(self, line):
+        if (line["step"], line["split"]) == (12, "valid"):
+            shutil.rmtree(self.path) if self.path.is_dir() else self.path.unlink()
+
+
+def test_a_config_that_was_deleted_during_the_training_is_written_again(unbroken, tmp_path):
+    folder = tmp_path / "run"
+    run(tiny(), folder, progress=Delete(folder / "config.json"))
+    assert (folder / "config.json").read_bytes() == (unbroken / "config.json").read_bytes()
+    assert result(folder) == result(unbroken) and RunFolder(folder).has_ended()
+
+
+@pytest.mark.parametrize("file", ["", "weights.safetensors"])
+def test_weights_that_were_deleted_during_the_training_are_no_good_end(file, tmp_path):
+    folder = tmp_path / "run"
+    message = rf"^the best weights of '{folder}' were damaged or deleted .* checkpoint: '{folder}.*00012'$"
+    with pytest.raises(TrainingStopped, match=message):
+        run(tiny(), folder, progress=Delete(folder / file))
+    assert not RunFolder(folder).has_ended()
+    run(None, folder, resume=True)
+    assert RunFolder(folder).has_ended() and vssm.load(folder).config.kind == "rnn"
 
 
 def test_without_a_good_checkpoint_nothing_is_loaded(tmp_path):
@@ -291,10 +323,14 @@ def test_resuming_never_trains_over_finished_weights(unbroken, tmp_path):
         shutil.copy(unbroken / name, tmp_path / "copy" / name)
     unsure = shutil.copytree(ended, tmp_path / "unsure")
     damage(unsure / "meta.json", "truncated")  # which says that the run has ended
+    deep = shutil.copytree(ended, tmp_path / "deep")
+    damage(deep / "meta.json", "nested")
+    assert not RunFolder(deep).has_ended()
     for folder, message in (
         (tmp_path / "saved", r"has no key 'data'; allowed: a run folder"),
         (ended, "has weights but no checkpoint to go on from"),
         (unsure, "has weights but no checkpoint to go on from"),
+        (deep, "has weights but no checkpoint to go on from"),
         (tmp_path / "copy", "has weights but no checkpoint to go on from"),
     ):
         before = {name: (folder / name).read_bytes() for name in kept}

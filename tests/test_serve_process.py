@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.server
 import json
 import re
 import signal
@@ -133,6 +134,83 @@ def test_a_server_that_is_not_there_is_named(capsys):
     ):
         client.generate()
     assert refused.value.type == "unreachable"
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://[::1"])
+def test_an_address_that_is_none_is_named(url, capsys):
+    with pytest.raises(ValueError, match=r"^url='.*' is not allowed \(Invalid port.*\); allowed: an address"):
+        Client(url)
+    assert "is not allowed (Invalid port: " in fails(capsys, "generate", url)
+
+
+@pytest.fixture(scope="module")
+def foreign():
+    """A server of something else, which answers everything with 200 and `answer`."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            for name, value in self.server.headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(self.server.answer)
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self.do_GET()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.headers, server.answer = {}, b""
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def answers(**values):
+    """An answer of ours, with other values."""
+    told = {"x": [[[0.5]]], "text": None, "position": 1, "resume": None, "timing": {}, **values}
+    return json.dumps(told).encode()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"<html>", b"{}", b"[]", b"[" * 10**5, b'{"x": "abc"}', b'{"x": [[1, 2]]}']
+    + [answers(x=x) for x in ("abc", None, {}, 3, [], [["a"]], [[1], [1, 2]], [[None]], [[10**30]])],
+)
+def test_a_server_of_something_else_is_named(answer, foreign, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    foreign.headers, foreign.answer = {}, answer
+    url = f"http://127.0.0.1:{foreign.server_port}"
+    message = f"{url} does not answer as vssm serve does; allowed: the address of one that runs"
+    with Client(url, retries=0) as client:
+        calls = [client.generate, client.models, lambda: client.resume("a")]
+        if b"resume" not in answer:
+            calls.append(lambda: client.observe("a"))
+        for call in calls:
+            with pytest.raises(ServerError, match=re.escape(message)) as refused:
+                call()
+            assert refused.value.type == "foreign"
+    assert message in fails(capsys, "generate", url)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("answer", [b"data: []\n\n", b"data: {\n\n", b"event: error\ndata: {}\n\n"])
+def test_a_stream_of_something_else_is_named(answer, foreign):
+    foreign.headers, foreign.answer = {}, answer
+    with Client(f"http://127.0.0.1:{foreign.server_port}") as client:
+        with pytest.raises(ServerError, match="does not answer as vssm serve does"):
+            list(client.stream())
+        foreign.headers = {"content-encoding": "gzip"}
+        for call in (client.generate, lambda: list(client.stream())):
+            with pytest.raises(ServerError, match="does not answer as vssm serve does"):
+                call()
+        foreign.headers, foreign.answer = {}, answers()
+        assert client.generate().x.shape == (1, 1, 1)
 
 
 def test_wrong_ways_to_start(folders, tmp_path, capsys):

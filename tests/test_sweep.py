@@ -156,7 +156,10 @@ def test_the_best_has_the_lowest_median_for_every_kind(tmp_path, fake_train):
 def test_a_damaged_meta_file_is_no_run_that_ended(tmp_path, fake_train):
     losses, calls = fake_train
     losses[1e-3, 0] = 2.0
-    for damage in (b"", b"\x80\x04\x95", b"[]", b'{"ended": "now"}', b'{"ended": null, "seconds": 1}'):
+    values = [("[1]", "1"), ('"low"', "1"), ("1" + "0" * 400, "1"), ("2.0", '"1"'), ("2.0", "1" + "0" * 400)]
+    facts = [f'{{"ended": "now", "best_validation_loss": {a}, "seconds": {b}}}'.encode() for a, b in values]
+    facts += [b"", b"\x80\x04\x95", b"[]", b'{"ended": "now"}', b'{"ended": null, "seconds": 1}']
+    for damage in (*facts, b"[" * 10**5):
         (tmp_path / NAMES[2]).mkdir(exist_ok=True)
         (tmp_path / NAMES[2] / "meta.json").write_bytes(damage)
         calls.clear()

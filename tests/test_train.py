@@ -318,6 +318,25 @@ def test_pictures_are_drawn_and_show_the_last_weights(tmp_path):
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_that_is_killed_whenever_it_draws_goes_on(tmp_path, monkeypatch):
+    """Pictures come after a checkpoint, those of a resumed run after its first."""
+    unbroken = run(tiny(), tmp_path / "unbroken")
+    drawing = []
+
+    def killed(training):
+        drawing.append((training.step, newest(training.folder.path).name))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Training, "_draw", killed)
+        stopped(tiny(), tmp_path / "run", 99)
+        for config in (tiny(), tiny(checkpoint_minutes=9)):  # the second saves at the end alone
+            with pytest.raises(KeyboardInterrupt):
+                run(config, tmp_path / "run", resume=True)
+    assert drawing == [(3, "step-00000003"), (6, "step-00000006"), (12, "step-00000012")]
+    assert result(run(None, tmp_path / "run", resume=True)) == result(unbroken)
+
+
 def test_progress_speaks_of_what_matters(tmp_path, capsys, monkeypatch):
     poison(monkeypatch, {2})
     for shown in (Lines(), Bar()):

@@ -33,11 +33,20 @@ from vssm.ops import choose_backend
 from vssm.quality import Progress, Work, generation_times, image_quality, passes_at_once, spread
 from vssm.quality import dials as dials_of
 from vssm.results import result, write_result
+from vssm.storage import why_read_only
 
-__all__ = ["evaluate_run"]
+__all__ = ["UnwrittenResult", "evaluate_run"]
 
 _SEED = 0  # of all draws: which a sequence gets says its number, not the batch that it is in
 _ACTIVE = 0.01  # nats
+
+
+class UnwrittenResult(OSError):
+    """Raised when a result could not be written; it is in `result`, since it took long to find."""
+
+    def __init__(self, error: OSError, result: dict[str, Any]) -> None:
+        super().__init__(error.errno, error.strerror or str(error), error.filename)
+        self.result = result
 
 
 @torch.no_grad()
@@ -124,6 +133,10 @@ def evaluate_run(
             f"particles=True is not for kind={model.config.kind!r} with levels={model.config.levels}; "
             "allowed: vssm and tvae without levels, vrnn"
         )
+    if why := why_read_only(folder):
+        raise ValueError(
+            f"folder={str(folder)!r} can not be written to ({why}); allowed: a run folder of yours, or a copy"
+        )
     config, data = _open_run(folder, model)
     split = data.test() if splits == "test" else data.valid
     work = Work(model, data, split, batch, device, progress)
@@ -150,20 +163,29 @@ def evaluate_run(
         settings["backend"] = choose_backend("auto", device, torch.float32)
     made = result(folder.resolve().name, _command(folder, given), {**config, "evaluate": settings}, metrics)
     path = folder / ("eval.json" if splits == "test" else "eval_valid.json")
-    aside, weights = path.with_name(f"{path.name}.old"), folder / "weights.safetensors"
+    try:
+        replaced = _write(path, made, measured)
+    except OSError as error:
+        raise UnwrittenResult(error, made) from None
+    if replaced:
+        warnings.warn(
+            f"a training has replaced the weights of {str(folder)!r} since they were read; what was found of "
+            f"those before is in {path.name}.old",
+            stacklevel=2,
+        )
+    return made
+
+
+def _write(path: Path, made: dict[str, Any], measured: tuple[int, int, int] | None) -> bool:
+    """Writes a result beside its weights, or aside where others replaced them; says whether they did."""
+    aside, weights = path.with_name(f"{path.name}.old"), path.with_name("weights.safetensors")
     replaced = _version(weights) != measured
     write_result(aside if replaced else path, made)
     if not replaced and _version(weights) != measured:  # just now: they may have come before it was written
         replaced = True
         with suppress(FileNotFoundError):  # where the training has set it aside already
             path.replace(aside)
-    if replaced:
-        warnings.warn(
-            f"a training has replaced the weights of {str(folder)!r} since they were read; what was found of "
-            f"those before is in {aside.name}",
-            stacklevel=2,
-        )
-    return made
+    return replaced
 
 
 def _version(path: Path) -> tuple[int, int, int] | None:

@@ -17,8 +17,10 @@ _COLOURS: dict[str, str] = dict(
 )
 _SHOWN_COLUMNS = 4  # of the samples, in the figure
 _STORED_COLUMNS = 16
-_JSON = {dict: "JSON object", str: "text"}
+_JSON = {dict: "JSON object", list: "list", str: "text", int: "whole number", float: "number"}
 _ENVELOPE = {"metrics": dict, "machine": dict, "config": dict, "name": str, "command": str, "date": str}
+_SCORED = {"config.model.kind": str, "config.train.seed": int, "curve.epoch": list}
+_SCORED |= {"curve.validation_elbo": list}
 
 Result = dict[str, Any]
 
@@ -26,26 +28,34 @@ Result = dict[str, Any]
 def scored_runs(folder: Path, data: str) -> dict[str, list[Result]]:
     """Returns the scored runs of a data set by kind, each with its seeds in order."""
     found: dict[str, list[Result]] = {}
-    for result in read_results(folder.glob(f"{data}_*_seed*.json")):
+    for result in read_results(folder.glob(f"{data}_*_seed*.json"), _SCORED):
         found.setdefault(result["config"]["model"]["kind"], []).append(result)
     for results in found.values():
         results.sort(key=lambda result: result["config"]["train"]["seed"])
     return {kind: found[kind] for kind in KINDS if kind in found}
 
 
-def read_results(paths: Iterable[Path]) -> list[Result]:
-    """Reads result files, and adds to each its own `path`; a file that is damaged is named."""
+def read_results(paths: Iterable[Path], needs: Mapping[str, type] | None = None) -> list[Result]:
+    """Reads result files, and adds to each its own `path`; a file that is damaged is named.
+
+    Arguments:
+        paths: The files.
+        needs: What each must have beside the envelope: types by names such as "config.model.kind".
+    """
     results = []
     for path in sorted(paths):
         try:
             values = json.loads(path.read_bytes())
-            for part, kind in _ENVELOPE.items():
-                if not isinstance(values[part], kind):
-                    raise TypeError(f"{part} is no {_JSON[kind]}")
+            for name, kind in {**_ENVELOPE, **(needs or {})}.items():
+                value = values
+                for part in name.split("."):
+                    value = value[part]
+                if not isinstance(value, int | float if kind is float else kind):
+                    raise TypeError(f"{name} is no {_JSON[kind]}")
             for name, value in values["metrics"].items():
                 if value is not None and not isinstance(value, int | float):
                     raise TypeError(f"metric {name} is no number")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{str(path)!r} is damaged: {error!r}; allowed: a result file") from None
         results.append({**values, "path": path})
     return results
@@ -137,20 +147,24 @@ def _draw_bars(axes: Any, runs: dict[str, list[Result]]) -> None:  # noqa: ANN40
     )
     for ax, (title, names, form) in zip(axes, panels, strict=True):
         for place, (kind, results) in enumerate(runs.items()):
+            label: str | None = kind  # of its first bar
             for group, name in enumerate(names):
-                values = [result["metrics"][name] for result in results]
+                values = [result["metrics"].get(name) for result in results]
+                values = [value for value in values if value is not None]
+                if not values:
+                    continue
                 mean, x = statistics.fmean(values), group * (len(runs) + 1) + place
                 reach = [[mean - min(values)], [max(values) - mean]]
-                ax.bar(
-                    x, mean, color=_COLOURS[kind], yerr=reach, capsize=2, label=kind if not group else None
-                )
+                ax.bar(x, mean, color=_COLOURS[kind], yerr=reach, capsize=2, label=label)
+                label = None
                 ax.annotate(f"{mean:{form}}", (x, mean), ha="center", va="bottom", fontsize=7)
         ax.set_xticks(
             [group * (len(runs) + 1) + (len(runs) - 1) / 2 for group in range(2)], ["full", "partial"]
         )
         ax.set_title(title, fontsize=9)
     axes[0].set_ylim(top=axes[0].get_ylim()[1] * (1 + 0.06 * len(runs)))  # room for the legend over the bars
-    axes[0].legend(fontsize=7)
+    if axes[0].containers:
+        axes[0].legend(fontsize=7)
 
 
 def _picture(folder: Path, result: Result) -> Any:  # noqa: ANN401

@@ -1,6 +1,7 @@
 """The paper's experiments on the results page: likelihoods, times, verdicts, the grid of learning rates."""
 
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ _PAPER = (
     "models with latents, exact for the others), median and range over seeds; in the middle the test set; on "
     "the right samples, three rows from nothing and three that complete the upper half of a test image.",
 )
+_TRIED = {"config.model.kind": str, "metrics.epochs": float, "metrics.learning_rate": float}
+_TRIED |= {"metrics.validation_loss": object}  # or null
 _SMALL = "The same on a CPU: small models, few steps and fewer learning rates. Columns are those from above."
 
 
@@ -53,9 +56,9 @@ def _data_set(folder: Path, scale: str, data: str) -> list[str]:
     runs = scored_runs(folder, data)
     columns = {
         "seeds": lambda metrics: f"{len(metrics)}",
-        "size": lambda metrics: f"{metrics[0]['parameters'] / 1e6:.3g} M",
-        "epochs": lambda metrics: short(metrics[0]["epochs"]),
-        "rate": lambda metrics: f"{metrics[0]['learning_rate']:g}",
+        "size": lambda metrics: _first(metrics, "parameters", lambda value: f"{value / 1e6:.3g} M"),
+        "epochs": lambda metrics: _first(metrics, "epochs", short),
+        "rate": lambda metrics: _first(metrics, "learning_rate", lambda value: f"{value:g}"),
         "log p(x)": lambda metrics: _spread(metrics, "log_likelihood", 1),
         "by particles": lambda metrics: _spread(metrics, "log_likelihood_particles", 1),
         "second half": lambda metrics: _spread(metrics, "partial_log_likelihood", 1),
@@ -79,13 +82,12 @@ def _verdicts(runs: dict[str, list[Result]]) -> list[str]:
     """Says in sentences how the vssm stands to the others."""
     lines = []
     for other in [kind for kind in runs if "vssm" in runs and kind != "vssm"]:
-        full, half = (
-            _mean(runs["vssm"], name) - _mean(runs[other], name)
-            for name in ("log_likelihood", "partial_log_likelihood")
-        )
-        line = f"- vssm against {other}: {_signed(full)} nats in full, {_signed(half)} in the second half"
-        if len({result["commit"] for kind in ("vssm", other) for result in runs[kind]}) == 1:
-            ratio = _mean(runs[other], "generate_ms_b1") / _mean(runs["vssm"], "generate_ms_b1")
+        pair = runs["vssm"], runs[other]
+        full, half = (_ahead(*pair, name) for name in ("log_likelihood", "partial_log_likelihood"))
+        line = f"- vssm against {other}: {full} nats in full, {half} in the second half"
+        own, theirs = (_mean(results, "generate_ms_b1") for results in pair)
+        if own and theirs and len({result.get("commit") for results in pair for result in results}) == 1:
+            ratio = theirs / own
             speed = f"{ratio:.1f} times faster" if ratio >= 1 else f"{1 / ratio:.1f} times slower"
             line += f"; {speed} to draw a sequence"
         lines.append(f"{line}.")
@@ -95,8 +97,10 @@ def _verdicts(runs: dict[str, list[Result]]) -> list[str]:
 def _grid(folder: Path, data: str) -> list[str]:
     found: dict[tuple[str, float], dict[float, Result]] = {}
     for stage in ("grid", "finals"):
-        for result in read_results(folder.glob(f"{stage}/{data}_*_lr*.json")):
+        for result in read_results(folder.glob(f"{stage}/{data}_*_lr*.json"), _TRIED):
             row = result["config"]["model"]["kind"], result["metrics"]["epochs"]
+            if row[0] not in KINDS:
+                continue
             found.setdefault(row, {})[result["metrics"]["learning_rate"]] = result
     if not found:
         return []
@@ -119,19 +123,35 @@ def _grid(folder: Path, data: str) -> list[str]:
     return details("How the learning rates were chosen", [about, losses])
 
 
-def _mean(results: list[Result], name: str) -> float:
-    return statistics.fmean(result["metrics"][name] for result in results)
+def _mean(results: list[Result], name: str) -> float | None:
+    """Returns None where a run has no such value: what is left says nothing about all of them."""
+    values = [result["metrics"].get(name) for result in results]
+    return None if None in values else statistics.fmean(values)
+
+
+def _ahead(ours: list[Result], theirs: list[Result], name: str) -> str:
+    """Writes by how much our mean is above theirs."""
+    own, other = _mean(ours, name), _mean(theirs, name)
+    return "–" if own is None or other is None else _signed(own - other)
+
+
+def _first(metrics: list[dict[str, Any]], name: str, write: Callable[[float], str]) -> str:
+    """Writes what is the same for all seeds."""
+    value = metrics[0].get(name)
+    return "–" if value is None else write(value)
 
 
 def _spread(metrics: list[dict[str, Any]], name: str, digits: int) -> str:
-    """Writes the mean and, of several values, their range.
+    """Writes the mean and, of several values, their range; a dash where none is finite.
 
     >>> _spread([{"a": 1.0}, {"a": 2.0}], "a", 1), _spread([{"a": 1.0}], "a", 1), _spread([{}], "a", 1)
     ('1.5 (1.0 to 2.0)', '1.0', '')
+    >>> _spread([{"a": None}], "a", 1)
+    '–'
     """
     values = [m[name] for m in metrics if m.get(name) is not None]
     if not values:
-        return ""
+        return "–" if any(name in m for m in metrics) else ""
     mean = f"{statistics.fmean(values):.{digits}f}"
     return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 

@@ -22,7 +22,7 @@ def quality(folder: Path) -> list[str]:
         Parts of the page, none when there are no such results.
     """
     tasks: dict[str, list[Result]] = {}
-    for result in read_results(folder.glob("*.json")):
+    for result in read_results(folder.glob("*.json"), {"config.data.name": str}):
         data = result["config"]["data"]
         binary = "binarised " if data.get("binarize") else ""
         tasks.setdefault(f"{binary}{data['name']}", []).append(result)

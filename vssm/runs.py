@@ -192,6 +192,10 @@ class RunFolder:
         self._claim()
         self.check_new()  # another process may have trained here until now
         self._tidy()
+        self.write_config(config, meta)
+
+    def write_config(self, config: RunConfig, meta: Meta) -> None:
+        """Writes config.json."""
         text = json.dumps({**config.to_dict(), "data_meta": meta.to_json()}, indent=2) + "\n"
         write_atomically(self.path / "config.json", lambda path: path.write_text(text))
 
@@ -199,7 +203,7 @@ class RunFolder:
         """Says whether the training is finished, as far as meta.json can be read."""
         try:
             return json.loads((self.path / "meta.json").read_bytes())["ended"] is not None
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return False
 
     def compare(self, config: RunConfig) -> None:
@@ -227,7 +231,7 @@ class RunFolder:
             return False
         try:
             ended = json.loads((self.path / "meta.json").read_bytes())["ended"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return True  # a run has a whole meta.json before it has weights: it may have ended
         return ended is not None or not self.log_path.exists()  # a run has a log before it has weights
 
@@ -390,7 +394,7 @@ def _read(path: Path) -> Checkpoint:
         if record.pop("checksum") != _checksum(record) or path.name != f"step-{record['step']:08d}":
             raise _Damaged("progress.json differs from its checksum")
         files: dict[str, str] = record.pop("files")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _Damaged(f"progress.json: {error}") from None
     parts = {}
     for name, checksum in files.items():

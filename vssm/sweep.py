@@ -178,9 +178,11 @@ def _ended(config: RunConfig, folder: Path) -> dict[str, Any] | None:
         if not facts["ended"]:
             return None
         loss, seconds = facts["best_validation_loss"], facts["seconds"]
-    except (OSError, ValueError, KeyError, TypeError):
+        loss = loss if loss is not None and math.isfinite(loss) else None
+        if not math.isfinite(seconds):
+            return None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    loss = loss if loss is not None and math.isfinite(loss) else None
     return _row(config, folder, status="finished", validation_loss=loss, seconds=seconds, reason=None)
 
 

@@ -186,6 +186,8 @@ class _Training:
         self.seconds, self.started = 0.0, datetime.now(UTC).isoformat(timespec="seconds")
         self.saved: Path | None = None
         self.drawn = -math.inf
+        # A resumed run may be killed again before pictures are drawn: first it saves how far it came.
+        self.may_draw = not resume
         if world.rank == 0:
             if resume and (folder.path / "config.json").exists():
                 folder.reopen(self.config)
@@ -235,6 +237,7 @@ class _Training:
         if self.world.rank == 0:
             with self._stopping():
                 self._draw()
+                self._check_whole()
                 self.folder.describe(self._facts(ended=True))
         if self.board is not None:
             self.board.close()
@@ -275,7 +278,7 @@ class _Training:
         return values
 
     def _log_point(self, steps: int, validating: bool) -> None:
-        """Reads the terms from the device, and does what is due: log, validation, checkpoint."""
+        """Reads the terms from the device, and does what is due: log, validation, checkpoint, pictures."""
         means, skipped, streak = self.tally.fetch()
         now = time.monotonic()
         tokens = steps * self.options.batch * self.meta.length * self.train_split.filled
@@ -293,6 +296,9 @@ class _Training:
         if self.world.agree([float(due)])[0]:
             self._save(skipped, streak)
             self.checkpointed = time.monotonic()
+        drawing = validating and self.world.rank == 0 and self.may_draw
+        if drawing and time.monotonic() - self.drawn > _PICTURE_SECONDS:  # a kill meanwhile loses no step
+            self._draw()
         self.window = time.monotonic()
 
     def _log(self, split: str, values: dict[str, Any]) -> None:
@@ -321,8 +327,6 @@ class _Training:
                 if self.world.rank == 0:
                     self.folder.save_weights(tensors)
         self._log("valid", {**means, "best": best})
-        if self.world.rank == 0 and time.monotonic() - self.drawn > _PICTURE_SECONDS:
-            self._draw()
 
     def _validation_means(self) -> dict[str, float]:
         options, world = self.options, self.world
@@ -360,12 +364,23 @@ class _Training:
             write_atomically(self.folder.path / "samples.png", lambda path: draw(self.meta, x, path))
         self.drawn = time.monotonic()
 
+    def _check_whole(self) -> None:
+        """Raises unless the folder is a model at the end, whatever was deleted in the meantime."""
+        if not (self.folder.path / "config.json").exists():
+            self.folder.write_config(self.config, self.meta)
+        if not self.folder.has_weights():
+            raise TrainingStopped(
+                f"the best weights of {str(self.folder.path)!r} were damaged or deleted during the training; "
+                "allowed: resume it, which keeps those of its end"
+            )
+
     def _save(self, skipped: int, streak: int) -> None:
         parts = self.learner.parts()
         if self.world.rank == 0:
             progress = {"best": self.best, "skipped": skipped, "streak": streak}
             progress |= {"seconds": self.seconds, "started": self.started, "data": self.digest}
             self.saved = self.folder.save_checkpoint(self.config, self.step, parts, progress)
+        self.may_draw = True
 
     def _restore(self) -> None:
         """Takes up the newest good checkpoint, which rank 0 reads for all."""

@@ -41,7 +41,7 @@ class Evaluate:
     """Where to run: auto, cpu or cuda."""
 
     def run(self) -> None:
-        from vssm.evaluate import evaluate_run
+        from vssm.evaluate import UnwrittenResult, evaluate_run
         from vssm.run_result import check_result_path, keep_result
         from vssm.runs import RunFolder
 
@@ -57,21 +57,26 @@ class Evaluate:
                     "allowed: once that has ended or was stopped"
                 )
             print(f"note: {str(folder)!r} is still being trained: its best weights so far", file=sys.stderr)
-        with ProgressBar() as bar:
-            result = evaluate_run(
-                folder,
-                num_samples=self.num_samples,
-                max_sequences=self.max_sequences,
-                num_images=self.num_images,
-                dials=self.dials,
-                particles=self.particles,
-                splits=self.splits,
-                quick=self.quick,
-                batch=self.batch,
-                device=self.device,
-                progress=bar.show,
-            )
-        show_metrics(f"{folder}: {self.splits} set", result["metrics"])
+        title = f"{folder}: {self.splits} set"
+        try:
+            with ProgressBar() as bar:
+                result = evaluate_run(
+                    folder,
+                    num_samples=self.num_samples,
+                    max_sequences=self.max_sequences,
+                    num_images=self.num_images,
+                    dials=self.dials,
+                    particles=self.particles,
+                    splits=self.splits,
+                    quick=self.quick,
+                    batch=self.batch,
+                    device=self.device,
+                    progress=bar.show,
+                )
+        except UnwrittenResult as error:
+            show_metrics(title, error.result["metrics"])
+            raise
+        show_metrics(title, result["metrics"])
         written = folder / ("eval.json" if self.splits == "test" else "eval_valid.json")
         if written.is_file():  # else better weights came in the meantime, which is said
             print(f"written: {written}")

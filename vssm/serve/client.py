@@ -58,7 +58,12 @@ class Client:
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         self._url, self._retries, self._httpx = url.rstrip("/"), retries, httpx
         # The environment's proxies are not for us: a server is named in full, often on this machine.
-        self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout, trust_env=False)
+        try:
+            self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout, trust_env=False)
+        except httpx.InvalidURL as error:
+            raise ValueError(
+                f"url={url!r} is not allowed ({error}); allowed: an address like 'http://127.0.0.1:8000'"
+            ) from None
 
     def __enter__(self) -> "Client":
         return self
@@ -72,20 +77,26 @@ class Client:
 
     def models(self) -> list[dict[str, Any]]:
         """Returns what is served, the default first."""
-        return self._call("GET", "/v1/models")["models"]
+        models = self._call("GET", "/v1/models").get("models")
+        if not isinstance(models, list) or not all(isinstance(one, dict) for one in models):
+            raise self._foreign()
+        return models
 
     def generate(self, prompt: np.ndarray | str | None = None, **options: Any) -> Answer:  # noqa: ANN401
         """Generates; options are those of POST /v1/generate: model, num, length, chunk, seed and so on."""
-        return _answer(self._call("POST", "/v1/generate", _with_array(options, "prompt", prompt)))
+        return self._answer("/v1/generate", _with_array(options, "prompt", prompt))
 
     def resume(self, resume: str, **options: Any) -> Answer:  # noqa: ANN401
         """Goes on from `Answer.resume`; options are those of POST /v1/resume."""
-        return _answer(self._call("POST", "/v1/resume", {**options, "resume": resume}))
+        return self._answer("/v1/resume", {**options, "resume": resume})
 
     def observe(self, x: np.ndarray | str, resume: str | None = None, **options: Any) -> str:  # noqa: ANN401
         """Reads data, after what was read before, and returns where to resume from."""
         body = _with_array({**options, "resume": resume}, "x", x)
-        return self._call("POST", "/v1/observe", body)["resume"]
+        told = self._call("POST", "/v1/observe", body)
+        if "resume" not in told:
+            raise self._foreign()
+        return told["resume"]
 
     def stream(self, prompt: np.ndarray | str | None = None, **options: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401
         """Yields events as they come: chunks, with "from" and "x", then one with "resume"."""
@@ -102,13 +113,14 @@ class Client:
                     if field == "event":
                         name = value
                     elif field == "data":
-                        event = json.loads(value)
+                        event = self._object(value)
                         if name == "error":
-                            error = event["error"]
-                            raise ServerError(200, error["type"], error["message"], error["param"])
+                            raise self._told(event)
                         yield event
         except self._httpx.TransportError as error:
             raise self._unreachable(error) from None
+        except self._httpx.DecodingError:
+            raise self._foreign() from None
         if name != "done":
             raise ServerError(200, "cut", f"the answer of {self._url} ended too early")
 
@@ -120,15 +132,51 @@ class Client:
             except self._httpx.TransportError as error:
                 if not left:
                     raise self._unreachable(error) from None
+            except self._httpx.DecodingError:
+                raise self._foreign() from None
             else:
                 if reply.status_code == 200:
-                    return reply.json()
+                    return self._object(reply.content)
                 if reply.status_code not in _AGAIN or not left:
                     raise _error(reply)
                 asked = reply.headers.get("retry-after", "")
                 wait = max(wait, min(_LONGEST, float(asked) if asked.isdecimal() else 0))
             time.sleep(wait)
         raise AssertionError
+
+    def _answer(self, path: str, body: dict[str, Any]) -> Answer:
+        told = self._call("POST", path, body)
+        try:
+            x = np.array(told["x"])
+            if x.dtype.kind not in "fi" or x.ndim not in (2, 3):
+                raise self._foreign()
+            x = x.astype(np.float32) if x.dtype.kind == "f" else x
+            return Answer(x, told["text"], told["position"], told["resume"], told["timing"])
+        except (KeyError, ValueError):  # of rows of different lengths
+            raise self._foreign() from None
+
+    def _object(self, text: str | bytes) -> dict[str, Any]:
+        """Reads a JSON object, which is all that a server of ours sends."""
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict):
+            raise self._foreign()
+        return values
+
+    def _told(self, event: dict[str, Any]) -> ServerError:
+        """Returns the error that came in the middle of a stream."""
+        try:
+            error = event["error"]
+            return ServerError(200, error["type"], error["message"], error["param"])
+        except (KeyError, TypeError):
+            return self._foreign()
+
+    def _foreign(self) -> ServerError:
+        """Something else listens there, such as the page of a router."""
+        message = f"{self._url} does not answer as vssm serve does; allowed: the address of one that runs"
+        return ServerError(200, "foreign", message)
 
     def _unreachable(self, error: Exception) -> ServerError:
         what = str(error) or type(error).__name__
@@ -144,12 +192,6 @@ def _with_array(options: dict[str, Any], name: str, value: np.ndarray | str | No
         np.save(file, np.asarray(value), allow_pickle=False)
         body[f"{name}_npy"] = base64.b64encode(file.getvalue()).decode()
     return body
-
-
-def _answer(body: dict[str, Any]) -> Answer:
-    x = np.array(body["x"])
-    x = x.astype(np.float32) if x.dtype.kind == "f" else x
-    return Answer(x, body["text"], body["position"], body["resume"], body["timing"])
 
 
 def _error(reply: Any) -> ServerError:  # noqa: ANN401
