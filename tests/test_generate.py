@@ -133,6 +133,16 @@ def test_states_can_be_rebatched_saved_and_continued_twice(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", PARALLEL)
+def test_a_state_can_be_forked_again_and_again(kind):
+    model = small_model(kind)
+    state = observe(model, sequences(model, 1, 3))
+    for _ in range(10):
+        made = generate(model, num=20, length=1, state=state, recondition=True, observe="sample")
+        assert len(made.x.unique(dim=0)) == 20
+        state = made.state.select([19])
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
 def test_unconditional_generation_runs_the_partial_posterior_on_one_row(kind, monkeypatch):
     model = small_model(kind)
     run, batches = model.partial.run, []

@@ -150,6 +150,25 @@ def test_state_select_and_repeat_rebatch_every_leaf():
         state.repeat(0)
 
 
+def test_rows_of_forks_of_forks_stay_words_of_32_bits():
+    most = 2**32 - 1
+    rows = torch.tensor([0, 7, most // 20 - 1, most // 20, 2**31 + 5, most])
+    forked = State({"row": rows}).repeat(20)["row"].view(6, 20)
+    assert torch.equal(forked[:3], rows[:3, None] * 20 + torch.arange(20))  # as long as they fit
+    assert forked.min() >= 0 and forked.max() <= most
+    assert len(forked.unique()) == 120
+    alone = [State({"row": row[None]}).repeat(20)["row"] for row in rows]
+    assert torch.equal(torch.stack(alone), forked)  # whatever else is in the batch
+    # In Python's own integers.
+    mixed = [most, 19]
+    for i, word in enumerate(mixed):
+        word = ((word ^ word >> 16) * 0x7FEB352D) & most
+        word = ((word ^ word >> 15) * 0x846CA68B) & most
+        mixed[i] = word ^ word >> 16
+    assert forked[5, 19] == sum(mixed) & most
+    assert len(State({"row": rows[-1:]}).repeat(100_000)["row"].unique()) == 100_000
+
+
 def test_state_detach_cuts_the_graph():
     state = State({"h": torch.ones(1, 2, requires_grad=True) * 2}, 1)
     assert state["h"].requires_grad

@@ -22,6 +22,7 @@ __all__ = ["State"]
 
 _FORMAT = "vssm-state-1"
 _SHOWN = 2  # tensors
+_MASK = 2**32 - 1  # of a row of the noise, which is a word of 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +116,14 @@ class State:
         """Repeats every row `times` times, next to each other; the copies get noise of their own.
 
         Row r becomes the rows r * times ... r * times + times - 1 of the noise, so that the copies
-        continue differently.
+        continue differently. Where these would pass 2^32 - 1, as after many forks of forks, copy c of it
+        becomes mix(r) + mix(c) mod 2^32, a fixed hash: copies of one row still differ from one another, and
+        from those of another row but for a chance in 2^32.
         """
         times = whole_number("times", times, 1)
         state = self.map(lambda tensor: tensor.repeat_interleave(times, 0))
         if "row" in state.children:
-            state.children["row"] = state["row"] * times + torch.arange(times, device=self.device).repeat(
-                self.batch
-            )
+            state.children["row"] = _forked(self["row"], times).flatten()
         return state
 
     @classmethod
@@ -265,3 +266,25 @@ class State:
                 child._flatten(path, tensors, positions)
             else:
                 tensors[path] = child
+
+
+def _forked(row: Tensor, times: int) -> Tensor:
+    """Returns the rows of the noise of `times` copies of every row, (B, times)."""
+    copy, row = torch.arange(times, device=row.device), row[:, None]
+    # Chosen on the device, which is not waited for; for all copies of a row alike, or two could meet.
+    fits = row * times + (times - 1) <= _MASK
+    return torch.where(fits, row * times + copy, (_mixed(row) + _mixed(copy)) & _MASK)
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """Returns lowbias32 of words of 32 bits, a hash that no two of them share.
+
+    A product may wrap to a negative number of 64 bits: its low half is right all the same.
+
+    References:
+        https://nullprogram.com/blog/2018/07/31/
+    """
+    words = words & _MASK
+    words = ((words ^ (words >> 16)) * 0x7FEB352D) & _MASK
+    words = ((words ^ (words >> 15)) * 0x846CA68B) & _MASK
+    return words ^ (words >> 16)
