@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 from itertools import pairwise
 
 import numpy as np
@@ -75,6 +76,25 @@ def test_half_precision_makes_the_sample_of_float32(kind, levels):
     given, expected = (vssm.generate(model, **options) for model in (half, whole))
     assert (given.z == expected.z).double().mean() > 0.9  # as above
     assert relative_error(given.x, expected.x) < 0.2
+
+
+@pytest.mark.parametrize("head", ["gaussian", "categorical"])
+@pytest.mark.parametrize(("kind", "levels"), MODELS)
+def test_a_state_of_any_precision_is_gone_on_from(kind, levels, head):
+    half, whole = half_and_whole(kind, levels, head)
+    x = sequences(half, 2, 7)
+    ways = [(half, False), (whole, False), (whole, True), (copy.deepcopy(whole).double(), False)]
+    for before, after in itertools.product(ways, ways):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=before[1]):
+            state = vssm.observe(before[0], x)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=after[1]):
+            made = vssm.generate(after[0], length=3, state=state)
+            assert vssm.observe(after[0], x, state).position == 14
+        assert made.x.isfinite().all() and made.state.position == 10
+    own = vssm.observe(whole, x)
+    wide = own.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    given, expected = (vssm.generate(whole, length=3, state=state).x for state in (wide, own))
+    assert torch.allclose(given, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("head", ["gaussian", "categorical"])

@@ -1,11 +1,13 @@
 """Blocks and the stack: cut anywhere, causal, differentiable through the state; and the State itself."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -175,6 +177,15 @@ def test_state_detach_cuts_the_graph():
     assert not state.detach()["h"].requires_grad
 
 
+@pytest.mark.parametrize("other", [torch.float64, "gpus", "meta", None, torch.ones(1)])
+def test_a_state_moves_to_a_device_only(other):
+    state = make_state()
+    for move in (state.to, lambda device: State.from_bytes(state.to_bytes(), device)):
+        with pytest.raises(ValueError, match=r"^device='.*' is not there; allowed: 'cpu'[^\n]*$"):
+            move(other)
+    assert torch.equal(state.to("cpu").to(torch.device("cpu"))["row"], state["row"])
+
+
 def test_state_file_round_trip(tmp_path):
     state = make_state()
     state.save(tmp_path / "state.safetensors")
@@ -202,6 +213,26 @@ def test_state_file_damaged_or_foreign_is_named(tmp_path):
         State.load(path)
     with pytest.raises(ValueError, match="does not exist"):
         State.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "positions"),
+    [
+        ({}, '{"": 5}'),
+        ({"h": torch.ones(2, 3)}, "[" * 100_000),
+        ({"h": torch.ones(2, 3)}, json.dumps({"/".join("a" * n): 5 for n in range(2000)})),
+        ({"h": torch.ones(2, 3)}, '{"": true}'),
+        ({"h": torch.ones(2, 3)}, '{"": -1}'),
+        ({"h": torch.ones(2, 3), "k": torch.ones(3, 3)}, '{"": 5}'),
+        ({"h": torch.tensor(1.0)}, '{"": 5}'),
+        ({"h": torch.ones(2, 3)}, '{"": 5, "h": 5}'),
+    ],
+)
+def test_state_file_that_holds_no_state_is_named(tensors, positions, tmp_path):
+    metadata = {"format": "vssm-state-1", "owner": "kind=vssm", "positions": positions}
+    (tmp_path / "state.safetensors").write_bytes(save(tensors, metadata))
+    with pytest.raises(ValueError, match=r"^file '.*state\.safetensors' is damaged: [^\n]*$"):
+        State.load(tmp_path / "state.safetensors")
 
 
 def test_states_join_along_the_batch_and_part_again():

@@ -22,6 +22,7 @@ __all__ = ["State"]
 
 _FORMAT = "vssm-state-1"
 _SHOWN = 2  # tensors
+_DEEPEST = 16  # states in one another, in a file; those of the models are four
 _MASK = 2**32 - 1  # of a row of the noise, which is a word of 32 bits
 
 
@@ -96,8 +97,9 @@ class State:
         return self.map(Tensor.detach)
 
     def to(self, device: torch.device | str) -> "State":
-        """Moves all tensors to a device."""
-        return self.map(lambda tensor: tensor.to(device))
+        """Moves all tensors to a device; none is cast, since seeds and rows are whole numbers."""
+        found = check_device(device)
+        return self.map(lambda tensor: tensor.to(found))
 
     def select(self, index: "Tensor | list[int]") -> "State":
         """Picks, reorders or repeats batch rows; each row keeps its own noise."""
@@ -228,6 +230,7 @@ class State:
         from safetensors import SafetensorError
         from safetensors.torch import load
 
+        device = check_device(device)
         try:
             tensors = {name: tensor.to(device) for name, tensor in load(content).items()}
         except SafetensorError as error:
@@ -243,7 +246,8 @@ class State:
             )
         try:
             positions = json.loads(metadata["positions"])
-            assert all(isinstance(position, int) for position in positions.values())
+            assert all(type(position) is int and position >= 0 for position in positions.values())
+            assert all(name.count("/") < _DEEPEST for name in positions)
             root = cls({}, positions[""], metadata["owner"])
             nodes = {"": root}
             for name in sorted(positions, key=lambda name: name.count("/")):
@@ -254,8 +258,15 @@ class State:
             for name, tensor in sorted(tensors.items()):  # a file has them in any order
                 parent, _, leaf = name.rpartition("/")
                 nodes[parent].children[leaf] = tensor
-        except (AssertionError, AttributeError, KeyError, ValueError) as error:
+        except (AssertionError, AttributeError, KeyError, ValueError, RecursionError) as error:
             raise ValueError(f"{name_of_file} is damaged: {error!r} in its positions") from None
+        if not tensors or not tensors.keys().isdisjoint(nodes):
+            raise ValueError(
+                f"{name_of_file} is damaged: it has {'names twice' if tensors else 'no tensors'}"
+            )
+        rows = {tensor.shape[:1] for tensor in tensors.values()}
+        if len(rows) > 1 or () in rows:
+            raise ValueError(f"{name_of_file} is damaged: its tensors are not all of one number of rows")
         return root
 
     def _flatten(self, prefix: str, tensors: dict[str, Tensor], positions: dict[str, int]) -> None:
