@@ -1,5 +1,6 @@
 """Blocks and the stack: cut anywhere, causal, differentiable through the state; and the State itself."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -169,6 +170,18 @@ def test_rows_of_forks_of_forks_stay_words_of_32_bits():
         mixed[i] = word ^ word >> 16
     assert forked[5, 19] == sum(mixed) & most
     assert len(State({"row": rows[-1:]}).repeat(100_000)["row"].unique()) == 100_000
+
+
+@pytest.mark.parametrize("index", [slice(0, 2), "01", None, [[0], [1, 2]], {0: 1}])
+def test_what_is_no_row_numbers_selects_nothing(index):
+    with pytest.raises(ValueError, match=r"^index=.* is not allowed; allowed: row numbers below 3$"):
+        make_state().select(index)
+
+
+def test_a_state_equals_itself_only():
+    state = make_state()
+    assert state == state and state != copy.deepcopy(state)
+    assert len({state, state, copy.deepcopy(state)}) == 2
 
 
 def test_state_detach_cuts_the_graph():

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vssm.config import check_device, whole_number
+from vssm.config import check_device, shown, whole_number
 from vssm.storage import write_atomically
 
 __all__ = ["State"]
@@ -26,7 +26,7 @@ _DEEPEST = 16  # states in one another, in a file; those of the models are four
 _MASK = 2**32 - 1  # of a row of the noise, which is a word of 32 bits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # tensors have no one answer to ==: states are told apart
 class State:
     """Creates a state from named tensors (batch first) and nested states.
 
@@ -103,7 +103,12 @@ class State:
 
     def select(self, index: "Tensor | list[int]") -> "State":
         """Picks, reorders or repeats batch rows; each row keeps its own noise."""
-        given = torch.as_tensor(index)
+        try:
+            given = torch.as_tensor(index)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise ValueError(
+                f"index={shown(index)} is not allowed; allowed: row numbers below {self.batch}"
+            ) from None
         if given.numel() and (given.dtype.is_floating_point or given.dtype == torch.bool):
             dtype = str(given.dtype).removeprefix("torch.")
             raise ValueError(
