@@ -6,11 +6,13 @@ resume point never change what a seed gives.
 
 import dataclasses
 import math
+import operator
 import os
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -245,6 +247,7 @@ def _noise_source(
 ) -> Noise:
     seeds: Tensor | int
     row: Tensor | int
+    seed = operator.index(seed) if isinstance(seed, np.integer) else seed
     if seed is None:
         seeds = 0 if state is None else state["seed"]
     elif isinstance(seed, int) and not -(2**63) <= seed < 2**63:
