@@ -24,7 +24,7 @@ from vssm.sampling import BLIND, Noise, Options, read, repeat_variational, sampl
 from vssm.trees import Later
 from vssm.weights import first_weight
 
-__all__ = ["Generation", "check_temperature", "generate", "observe"]
+__all__ = ["Generation", "check_room", "check_temperature", "generate", "observe"]
 
 _CONSTANTS = {type, str, int, float, bool, type(None)}
 _NOTHING = State({})
@@ -130,7 +130,7 @@ def generate(
         if state is not None:
             state = _check_state(model, state, device)
         num = _check_num(None if num is None else whole_number("num", num, 1), prompt, state)
-        _check_room(model, num, options.length, device)
+        check_room(model, num, options.length, device)
         if state is not None and state.batch != num:
             state = state.repeat(num)
         if state is not None and prompt is not None:
@@ -446,7 +446,7 @@ def _within(shape: Sequence[int], wanted: tuple[int | range, ...]) -> bool:
     )
 
 
-def _check_room(model: Model, num: int, length: int, device: torch.device) -> None:
+def check_room(model: Model, num: int, length: int, device: torch.device) -> None:
     """Raises `ValueError` where x and z alone would not fit: nothing else would stop a slip of the keyboard
     before the system does, which takes the whole process with it."""
     numbers = 1 if model.head.tokens else model.config.features
