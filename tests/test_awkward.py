@@ -2,6 +2,8 @@
 
 import copy
 import inspect
+import itertools
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 import vssm
 from tests.conftest import KINDS, relative_error, sequences, small_model
 from tests.training import tiny
+from vssm.config import RunConfig, TrainConfig
 from vssm.evaluate import evaluate_run
 from vssm.likelihoods import reconstruct
 from vssm.ragged import generate_ragged
@@ -79,6 +82,25 @@ def test_half_precision_makes_the_sample_of_float32(kind, levels):
 
 @pytest.mark.parametrize("head", ["gaussian", "categorical"])
 @pytest.mark.parametrize(("kind", "levels"), MODELS)
+def test_a_state_of_any_precision_is_gone_on_from(kind, levels, head):
+    half, whole = half_and_whole(kind, levels, head)
+    x = sequences(half, 2, 7)
+    ways = [(half, False), (whole, False), (whole, True), (copy.deepcopy(whole).double(), False)]
+    for before, after in itertools.product(ways, ways):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=before[1]):
+            state = vssm.observe(before[0], x)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=after[1]):
+            made = vssm.generate(after[0], length=3, state=state)
+            assert vssm.observe(after[0], x, state).position == 14
+        assert made.x.isfinite().all() and made.state.position == 10
+    own = vssm.observe(whole, x)
+    wide = own.map(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    given, expected = (vssm.generate(whole, length=3, state=state).x for state in (wide, own))
+    assert torch.allclose(given, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", ["gaussian", "categorical"])
+@pytest.mark.parametrize(("kind", "levels"), MODELS)
 def test_nothing_is_refused_or_gives_nothing(kind, levels, head):
     model = small_model(kind, head, levels=levels, latents=4)
     x = sequences(model, 2, 7)
@@ -126,6 +148,45 @@ def test_whole_numbers_of_numpy_and_torch_are_whole_numbers(kind, levels):
         assert torch.equal(nats, vssm.log_likelihood(model, x, 3, prompt_length=2, seed=7))
         made = vssm.forecast(model, x, horizon=number(4), samples=number(3))
         assert made.samples.shape == (2, 3, 4, 3)
+
+
+def test_numbers_of_numpy_are_those_of_python_in_a_config():
+    sizes = {"features": np.int64(3), "width": np.uint8(16), "levels": np.int32(2), "latents": np.uint64(4)}
+    config = vssm.ModelConfig(**sizes, spans=(np.int64(4), 1), sigma=np.float32(0.2))
+    run = RunConfig(model=config, train=TrainConfig(epochs=np.int32(2), clip=np.float16(0.5)))
+    plain = json.loads(json.dumps(run.to_dict()))
+    assert plain["model"]["spans"] == [4, 1] and plain["train"]["epochs"] == 2
+    assert type(config.features) is int and type(config.sigma) is float
+    assert RunConfig.from_dict(plain) == run
+    for wrong in ({"features": np.float32(3)}, {"features": np.bool_(True)}, {"features": np.int64(0)}):
+        with pytest.raises(
+            ValueError, match=r"^features=.* is not allowed; allowed: a whole number >= 1 and"
+        ):
+            vssm.ModelConfig(**wrong)
+    for wrong in (np.float32("nan"), np.bool_(True)):
+        with pytest.raises(ValueError, match=r"^sigma=.* is not allowed; allowed: a number > 0"):
+            vssm.ModelConfig(features=3, sigma=wrong)
+
+
+@pytest.mark.parametrize("weight", [np.float32(0.5), np.float64(0.5), np.int64(2)])
+def test_a_weight_of_the_kl_may_be_of_numpy(weight):
+    model = small_model("vssm")
+    x = sequences(model, 2, 5)
+    given, expected = (
+        vssm.objective(model, x, torch.Generator().manual_seed(0), kl_weight=w).loss
+        for w in (weight, float(weight))
+    )
+    assert torch.equal(given, expected) and given.requires_grad
+
+
+@pytest.mark.parametrize(("kind", "levels"), [("vssm", 1), ("ssm", 1)])
+def test_seeds_of_numpy_are_those_of_python(kind, levels):
+    model = small_model(kind, levels=levels)
+    expected = vssm.generate(model, length=3, seed=5, observe="sample").x
+    for dtype in (np.uint64, np.uint32, np.uint16, np.int8, np.int64):
+        assert torch.equal(vssm.generate(model, length=3, seed=dtype(5), observe="sample").x, expected)
+    with pytest.raises(ValueError, match=r"^seed=18446744073709551615 is not allowed; allowed: a whole"):
+        vssm.generate(model, length=3, seed=np.uint64(2**64 - 1))
 
 
 @pytest.mark.parametrize(("kind", "levels"), MODELS)

@@ -210,6 +210,24 @@ def test_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
     assert load(tmp_path).config == model.config
 
 
+@pytest.mark.parametrize("name", ["a" * 255, "ä" * 127, "a" * 237, "a" * 238, "b" * 250 + ".png"])
+def test_a_name_may_be_as_long_as_the_system_allows(name, tmp_path):
+    left = []
+    for text in ("old", "new"):
+
+        def write(file, text=text):
+            left.append(file)
+            file.write_text(text)
+
+        write_atomically(tmp_path / name, write)
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "new"
+    left[0].write_text("half")  # by a process that was killed
+    os.utime(left[0], (0, 0))
+    write_atomically(tmp_path / name, lambda file: file.write_text("newer"))
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
 def test_what_a_killed_process_has_left_is_removed_later(tmp_path):
     """But nothing that somebody may still write to, and nothing of other files."""
     names = [

@@ -1,5 +1,7 @@
 """One seed gives one sample, however it is made."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -130,6 +132,65 @@ def test_states_can_be_rebatched_saved_and_continued_twice(kind, tmp_path):
     other = generate(model, length=3, state=out.state, seed=9, observe="sample").x
     assert relative_error(other, more) > 1e-3, "another seed, another continuation"
     same(generate(model, length=3, state=out.state).x, more)
+
+
+def damaged(state, path, change):
+    """The state with one entry changed, or without it where the change gives None."""
+    first, _, rest = path.partition("/")
+    children = dict(state.children)
+    children[first] = damaged(state.child(first), rest, change) if rest else change(children.get(first))
+    if children[first] is None:
+        del children[first]
+    return State(children, state.position, state.owner)
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "message"),
+    [
+        ("seed", lambda _: None, "state has no 'seed'; allowed: 'partial', 'decoder', 'seed', 'row'"),
+        ("row", lambda _: None, "state has no 'row'; "),
+        ("partial/1/conv", lambda _: None, "state has no 'partial/1/conv'; allowed: 'partial/1/conv', "),
+        ("decoder/0", lambda _: None, "state has no 'decoder/0'; "),
+        ("more", lambda _: torch.ones(2), "state has an unknown 'more'; "),
+        (
+            "decoder/0/ssm",
+            lambda t: t[:, 1:],
+            "state has 'decoder/0/ssm' of shape (2, 31, 4); allowed: (2, 32",
+        ),
+        ("decoder/0/ssm", lambda t: t[:1], "state has 'decoder/0/ssm' of shape (1, 32, 4); "),
+        ("decoder/0/ssm", lambda t: t.long(), "state has 'decoder/0/ssm' of dtype int64; allowed: float32"),
+        ("row", lambda t: t.float(), "state has 'row' of dtype float32; allowed: int64"),
+        ("seed", lambda t: t[0], "state has no seed for each row in 'seed'; "),
+        ("decoder/0", lambda _: torch.ones(2), "state has a Tensor in 'decoder/0'; allowed: a State"),
+        ("decoder/0/ssm", lambda _: [1], "state has a list in 'decoder/0/ssm'; allowed: a tensor"),
+        ("decoder/0", lambda s: State(s.children, 4), "state is at position 4 in 'decoder/0/'; allowed: 3"),
+    ],
+)
+def test_what_is_wrong_in_a_state_is_named(path, change, message):
+    model = small_model("vssm")
+    state = damaged(observe(model, sequences(model, 2, 3)), path, change)
+    for use in (lambda: generate(model, length=2, state=state), lambda: observe(model, PROMPT, state)):
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            use()
+
+
+def test_states_without_tensors_or_a_position_are_named():
+    model = small_model("vssm")
+    owner = observe(model, PROMPT).owner
+    with pytest.raises(ValueError, match=r"^state has no 'partial'; "):
+        generate(model, length=2, state=State({}, 3, owner))
+    with pytest.raises(ValueError, match=r"^state.position='3' is not allowed; allowed: a whole number >= 0"):
+        generate(model, length=2, state=State({}, "3", owner))
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_a_state_can_be_forked_again_and_again(kind):
+    model = small_model(kind)
+    state = observe(model, sequences(model, 1, 3))
+    for _ in range(10):
+        made = generate(model, num=20, length=1, state=state, recondition=True, observe="sample")
+        assert len(made.x.unique(dim=0)) == 20
+        state = made.state.select([19])
 
 
 @pytest.mark.parametrize("kind", PARALLEL)
@@ -425,7 +486,7 @@ def test_bad_states_are_named():
     with pytest.raises(ValueError, match="state has 2 rows; allowed: 1, the rows of x"):
         observe(model, x[:1], observe(model, x))
     with pytest.raises(ValueError, match="state is on meta; allowed: cpu"):
-        generate(model, length=2, state=out.state.to("meta"))
+        generate(model, length=2, state=out.state.map(lambda tensor: tensor.to("meta")))
     with pytest.raises(ValueError, match="no steps; allowed: one step or more"):
         observe(model, x[:, :0])
     with pytest.raises(ValueError, match="can not use a state"):

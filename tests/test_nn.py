@@ -1,11 +1,14 @@
 """Blocks and the stack: cut anywhere, causal, differentiable through the state; and the State itself."""
 
+import copy
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -150,10 +153,50 @@ def test_state_select_and_repeat_rebatch_every_leaf():
         state.repeat(0)
 
 
+def test_rows_of_forks_of_forks_stay_words_of_32_bits():
+    most = 2**32 - 1
+    rows = torch.tensor([0, 7, most // 20 - 1, most // 20, 2**31 + 5, most])
+    forked = State({"row": rows}).repeat(20)["row"].view(6, 20)
+    assert torch.equal(forked[:3], rows[:3, None] * 20 + torch.arange(20))  # as long as they fit
+    assert forked.min() >= 0 and forked.max() <= most
+    assert len(forked.unique()) == 120
+    alone = [State({"row": row[None]}).repeat(20)["row"] for row in rows]
+    assert torch.equal(torch.stack(alone), forked)  # whatever else is in the batch
+    # In Python's own integers.
+    mixed = [most, 19]
+    for i, word in enumerate(mixed):
+        word = ((word ^ word >> 16) * 0x7FEB352D) & most
+        word = ((word ^ word >> 15) * 0x846CA68B) & most
+        mixed[i] = word ^ word >> 16
+    assert forked[5, 19] == sum(mixed) & most
+    assert len(State({"row": rows[-1:]}).repeat(100_000)["row"].unique()) == 100_000
+
+
+@pytest.mark.parametrize("index", [slice(0, 2), "01", None, [[0], [1, 2]], {0: 1}])
+def test_what_is_no_row_numbers_selects_nothing(index):
+    with pytest.raises(ValueError, match=r"^index=.* is not allowed; allowed: row numbers below 3$"):
+        make_state().select(index)
+
+
+def test_a_state_equals_itself_only():
+    state = make_state()
+    assert state == state and state != copy.deepcopy(state)
+    assert len({state, state, copy.deepcopy(state)}) == 2
+
+
 def test_state_detach_cuts_the_graph():
     state = State({"h": torch.ones(1, 2, requires_grad=True) * 2}, 1)
     assert state["h"].requires_grad
     assert not state.detach()["h"].requires_grad
+
+
+@pytest.mark.parametrize("other", [torch.float64, "gpus", "meta", None, torch.ones(1)])
+def test_a_state_moves_to_a_device_only(other):
+    state = make_state()
+    for move in (state.to, lambda device: State.from_bytes(state.to_bytes(), device)):
+        with pytest.raises(ValueError, match=r"^device='.*' is not there; allowed: 'cpu'[^\n]*$"):
+            move(other)
+    assert torch.equal(state.to("cpu").to(torch.device("cpu"))["row"], state["row"])
 
 
 def test_state_file_round_trip(tmp_path):
@@ -183,6 +226,26 @@ def test_state_file_damaged_or_foreign_is_named(tmp_path):
         State.load(path)
     with pytest.raises(ValueError, match="does not exist"):
         State.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "positions"),
+    [
+        ({}, '{"": 5}'),
+        ({"h": torch.ones(2, 3)}, "[" * 100_000),
+        ({"h": torch.ones(2, 3)}, json.dumps({"/".join("a" * n): 5 for n in range(2000)})),
+        ({"h": torch.ones(2, 3)}, '{"": true}'),
+        ({"h": torch.ones(2, 3)}, '{"": -1}'),
+        ({"h": torch.ones(2, 3), "k": torch.ones(3, 3)}, '{"": 5}'),
+        ({"h": torch.tensor(1.0)}, '{"": 5}'),
+        ({"h": torch.ones(2, 3)}, '{"": 5, "h": 5}'),
+    ],
+)
+def test_state_file_that_holds_no_state_is_named(tensors, positions, tmp_path):
+    metadata = {"format": "vssm-state-1", "owner": "kind=vssm", "positions": positions}
+    (tmp_path / "state.safetensors").write_bytes(save(tensors, metadata))
+    with pytest.raises(ValueError, match=r"^file '.*state\.safetensors' is damaged: [^\n]*$"):
+        State.load(tmp_path / "state.safetensors")
 
 
 def test_states_join_along_the_batch_and_part_again():

@@ -168,3 +168,21 @@ def test_bad_batches_are_named():
         generate_ragged(model, [torch.zeros(4, 3), torch.full((2, 3), torch.nan)], 3)
     with pytest.raises(ValueError, match="temperature=0"):
         generate_ragged(model, [torch.zeros(4, 3)], 3, temperature=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ragged_prompts_have_the_checks_of_others(kind):
+    model = small_model(kind)
+    prompts = [torch.rand(n, 3) for n in (4, 2, 4)]
+    with pytest.raises(ValueError, match=r"^num=3 and length=1000000000000 would take .* GB; allowed: less"):
+        generate_ragged(model, prompts, 10**12)
+    with pytest.raises(ValueError, match=r"^model is a str; allowed: a model of"):
+        generate_ragged("mnist-small", prompts, 4)
+    for states in (False, True):
+        with pytest.raises(ValueError, match=r"^seed has shape \(2,\); allowed: \(3,\), one for each row"):
+            generate_ragged(model, prompts, 4, seed=torch.tensor([1, 2]), states=states)
+        seeds = torch.tensor([7, 8, 9])
+        together = generate_ragged(model, prompts, 4, seed=seeds, states=states, observe="sample").x
+        for row in range(3):
+            single = alone(model, prompts, row, 4, seed=int(seeds[row]), observe="sample").x
+            assert relative_error(together[row], single[0]) < 1e-4

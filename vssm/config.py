@@ -106,6 +106,22 @@ def check_device(device: object) -> torch.device:
     return torch.device("cpu") if found.type == "cpu" else found  # "cpu:0" is not a name to all libraries
 
 
+def _make_plain(config: object) -> None:
+    """Makes numbers of Python of those of NumPy, which JSON does not know."""
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
+        plain = (
+            tuple(map(_plain, value)) if isinstance(value, tuple | list) else _plain(value)
+        )  # JSON has lists
+        object.__setattr__(config, field.name, plain)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, np.integer):
+        return operator.index(value)
+    return float(value) if isinstance(value, np.floating) else value
+
+
 def _allowed(value: object, allowed: tuple[str, ...]) -> str:
     nearest = difflib.get_close_matches(str(value), allowed, n=1)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
@@ -162,6 +178,7 @@ class ModelConfig:
     """Grey levels of the logistic-mixture head: x takes the values k / (bins - 1)."""
 
     def __post_init__(self) -> None:
+        _make_plain(self)
         check_choice("kind", self.kind, KINDS)
         check_choice("head", self.head, ("auto", *HEADS))
         for field in dataclasses.fields(self):
@@ -183,7 +200,6 @@ class ModelConfig:
                 f"spans={self.spans!r} is not allowed with levels={self.levels}; allowed: one whole number"
                 f" >= 1 and < {_SIZES_BELOW} for each level of two or more, or none"
             )
-        object.__setattr__(self, "spans", tuple(self.spans))  # JSON has lists
         if self.latents % self.levels:
             raise ValueError(
                 f"latents={self.latents} is not divisible by levels={self.levels}; "
@@ -294,6 +310,7 @@ class TrainConfig:
     """Also writes event files for TensorBoard (extra "track")."""
 
     def __post_init__(self) -> None:
+        _make_plain(self)
         check_choice("precision", self.precision, ("auto", "float32", "bfloat16"))
         check_choice("estimator", self.estimator, ESTIMATORS)
         check_choice("select", self.select, ("loss", "bound"))
@@ -325,8 +342,10 @@ class TrainConfig:
 def check_number(
     name: str, value: object, least: float, below: float = math.inf, whole: bool = False, above: bool = False
 ) -> None:
-    """Raises unless `least` <= value < `below` (`least` < value when `above`)."""
-    number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    """Raises unless `least` <= value < `below` (`least` < value when `above`), be it Python's or NumPy's."""
+    # Not NumPy's unsigned ones as weights: one less than 0 is not -1 there.
+    types = (int, np.integer) if whole else (int, float, np.signedinteger, np.floating)
+    number = isinstance(value, types) and not isinstance(value, bool)
     if number and (value > least if above else value >= least) and value < below:  # type: ignore[operator]
         return
     allowed = f"a {'whole ' if whole else ''}number {'>' if above else '>='} {least}"

@@ -6,11 +6,13 @@ resume point never change what a seed gives.
 
 import dataclasses
 import math
+import operator
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,10 +24,12 @@ from vssm.sampling import BLIND, Noise, Options, read, repeat_variational, sampl
 from vssm.trees import Later
 from vssm.weights import first_weight
 
-__all__ = ["Generation", "check_temperature", "generate", "observe"]
+__all__ = ["Generation", "check_room", "check_temperature", "generate", "observe"]
 
 _CONSTANTS = {type, str, int, float, bool, type(None)}
 _NOTHING = State({})
+_INTEGER = (torch.int64,)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
@@ -124,9 +128,9 @@ def generate(
         if prompt is not None:
             prompt = _check_sequence(model, prompt, "prompt", device, steps=0)
         if state is not None:
-            _check_state(model, state, device)
+            state = _check_state(model, state, device)
         num = _check_num(None if num is None else whole_number("num", num, 1), prompt, state)
-        _check_room(model, num, options.length, device)
+        check_room(model, num, options.length, device)
         if state is not None and state.batch != num:
             state = state.repeat(num)
         if state is not None and prompt is not None:
@@ -172,7 +176,7 @@ def observe(
     device = first_weight(model).device
     x = _check_sequence(model, x, "x", device)
     if state is not None:
-        _check_state(model, state, device)
+        state = _check_state(model, state, device)
         if state.batch != len(x):
             raise ValueError(f"state has {state.batch} rows; allowed: {len(x)}, the rows of x")
         if "blind" in state.children:
@@ -243,6 +247,7 @@ def _noise_source(
 ) -> Noise:
     seeds: Tensor | int
     row: Tensor | int
+    seed = operator.index(seed) if isinstance(seed, np.integer) else seed
     if seed is None:
         seeds = 0 if state is None else state["seed"]
     elif isinstance(seed, int) and not -(2**63) <= seed < 2**63:
@@ -323,7 +328,8 @@ def _check_sequence(model: Model, x: Tensor, name: str, device: torch.device, st
     return x.to(torch.int64 if model.head.tokens else first_weight(model).dtype)
 
 
-def _check_state(model: Model, state: State, device: torch.device) -> None:
+def _check_state(model: Model, state: State, device: torch.device) -> State:
+    """Returns a state as the model keeps it: numbers of another precision are cast."""
     if not isinstance(state, State):
         raise ValueError(f"state is a {type(state).__name__}; allowed: a State from generate or observe")
     if state.owner != _owner(model.config):
@@ -331,11 +337,116 @@ def _check_state(model: Model, state: State, device: torch.device) -> None:
             f"state belongs to another model ({state.owner or 'unknown'}); "
             f"allowed: a state of {_owner(model.config)}"
         )
-    if state.device != device:
-        raise ValueError(f"state is on {state.device}; allowed: {device}, the device of the model")
+    whole_number("state.position", state.position, 0)
+    seed, blind = state.children.get("seed"), "blind" in state.children
+    if seed is not None and not (isinstance(seed, Tensor) and seed.ndim == 1):
+        raise ValueError("state has no seed for each row in 'seed'; allowed: a tensor (rows,)")
+    rows = 1 if seed is None else len(seed)  # that there is none is said below
+    steps = state.position if model.config.block == "attention" else min(state.position, 1)
+    last = len(model.decoder.blocks) if isinstance(model, Ladder) else model.config.layers
+    dtypes = (first_weight(model).dtype,)
+    if torch.is_autocast_enabled(device.type):  # products choose their precision, and what is kept follows
+        dtypes += _FLOATS[:3]
+    return _fitted(state, _layout(model.config, blind, last, rows, steps, dtypes), state.position, device)
 
 
-def _check_room(model: Model, num: int, length: int, device: torch.device) -> None:
+class _Kept(NamedTuple):
+    """What a model keeps under a name."""
+
+    shape: tuple[int | range, ...]
+    dtypes: tuple[torch.dtype, ...]
+    """Others are cast to the first of them."""
+
+
+_Layout = dict[str, Any]  # of _Kept, and of the layouts of nested states
+
+
+@lru_cache(maxsize=256)
+def _layout(
+    config: ModelConfig, blind: bool, last: int, rows: int, steps: int, dtypes: tuple[torch.dtype, ...]
+) -> _Layout:
+    """Returns what is in a state that has read `steps`; `last` blocks come last, after those of levels."""
+    noise: _Layout = dict.fromkeys(("seed", "row"), _Kept((rows,), _INTEGER))
+    if steps == 0:
+        return noise
+    width, inner = config.width, config.inner
+    if config.block == "attention":
+        cache = _Kept((rows, config.heads, steps, width // config.heads), dtypes)
+        block = {"k": cache, "v": cache}
+    elif config.block == "gru":
+        block = {"h": _Kept((rows, width), dtypes)}
+    else:
+        ssm = _Kept((rows, inner, config.state_size), _FLOATS)
+        block = {"conv": _Kept((rows, config.conv - 1, inner), dtypes), "ssm": ssm}
+    stack, decoder = (dict.fromkeys(map(str, range(n)), block) for n in (config.layers, last))
+    if config.kind == "vrnn":
+        return {"stack": stack, "h": _Kept((rows, 1, width), dtypes), **noise}
+    if config.levels > 1:
+        levels: _Layout = dict.fromkeys(map(str, range(config.levels)), block)
+        for i, span in enumerate(config.spans if blind else ()):
+            if span > 1:
+                shape = rows, range(1, span), config.latents // config.levels
+                levels[f"held{i}"] = _Kept(shape, _INTEGER)
+        return {"blind" if blind else "trunk": {**levels, "decoder": decoder}, **noise}
+    if config.kind in ("tvae", "vssm"):
+        return {"blind" if blind else "partial": stack, "decoder": decoder, **noise}
+    tokens = config.head == "categorical"
+    x = _Kept((rows, 1), _INTEGER) if tokens else _Kept((rows, 1, config.features), _FLOATS)
+    return {"stack": stack, "last": x, **noise}
+
+
+def _fitted(state: State, layout: _Layout, position: int, device: torch.device, path: str = "") -> State:
+    """Returns the state itself where nothing is to be cast; raises `ValueError` that names what is wrong."""
+    children, cast = state.children, {}
+    if children.keys() != layout.keys():
+        _check_names(children, layout, path)
+    if state.position != position:
+        raise ValueError(f"state is at position {shown(state.position)} in {path!r}; allowed: {position}")
+    for name, child in children.items():
+        kept = layout[name]
+        if isinstance(child, State) and isinstance(kept, dict):
+            fitted = _fitted(child, kept, position, device, f"{path}{name}/")
+        elif isinstance(child, Tensor) and isinstance(kept, _Kept):
+            if child.shape == kept.shape and child.dtype in kept.dtypes and child.device == device:
+                continue  # as almost always, and a call that is replayed has little time
+            fitted = _fitted_tensor(child, kept, device, path + name)
+        else:
+            wanted = "a State" if isinstance(kept, dict) else "a tensor"
+            raise ValueError(f"state has a {type(child).__name__} in {path + name!r}; allowed: {wanted}")
+        if fitted is not child:
+            cast[name] = fitted
+    return State({**children, **cast}, state.position, state.owner) if cast else state
+
+
+def _check_names(children: dict[str, Tensor | State], layout: _Layout, path: str) -> None:
+    missing = [n for n in layout if n not in children and not n.startswith("held")]  # none may be held
+    unknown = [n for n in children if n not in layout]
+    if missing or unknown:
+        wrong = f"no {path + missing[0]!r}" if missing else f"an unknown {path + str(unknown[0])!r}"
+        raise ValueError(f"state has {wrong}; allowed: {', '.join(repr(path + name) for name in layout)}")
+
+
+def _fitted_tensor(tensor: Tensor, kept: _Kept, device: torch.device, name: str) -> Tensor:
+    if tensor.device != device:
+        raise ValueError(f"state is on {tensor.device}; allowed: {device}, the device of the model")
+    if not _within(tensor.shape, kept.shape):
+        allowed = ", ".join(f"{n[0]} to {n[-1]}" if isinstance(n, range) else str(n) for n in kept.shape)
+        raise ValueError(f"state has {name!r} of shape {tuple(tensor.shape)}; allowed: ({allowed})")
+    if tensor.dtype in kept.dtypes:
+        return tensor
+    if not tensor.is_floating_point() or kept.dtypes == _INTEGER:
+        given, allowed = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, kept.dtypes[0]))
+        raise ValueError(f"state has {name!r} of dtype {given}; allowed: {allowed}")
+    return tensor.to(kept.dtypes[0])
+
+
+def _within(shape: Sequence[int], wanted: tuple[int | range, ...]) -> bool:
+    return len(shape) == len(wanted) and all(
+        n in size if isinstance(size, range) else n == size for n, size in zip(shape, wanted, strict=True)
+    )
+
+
+def check_room(model: Model, num: int, length: int, device: torch.device) -> None:
     """Raises `ValueError` where x and z alone would not fit: nothing else would stop a slip of the keyboard
     before the system does, which takes the whole process with it."""
     numbers = 1 if model.head.tokens else model.config.features

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from vssm.config import whole_number
 from vssm.distributions import Latents
-from vssm.generate import Generation, generate
-from vssm.models import Model, Variational
+from vssm.generate import Generation, check_room, generate
+from vssm.models import Model, Variational, inner_model
 from vssm.nn import State
 from vssm.sampling import Noise
 
@@ -68,7 +68,7 @@ def generate_ragged(
     model: Model,
     prompts: Sequence[Tensor],
     length: int,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     states: bool = False,
     **options: Any,  # noqa: ANN401
 ) -> Ragged:
@@ -82,7 +82,7 @@ def generate_ragged(
         model: Any of the six models.
         prompts: Each (C_b, D), or (C_b,) tokens, on the device of the model; C_b may be 0.
         length: The number of new steps of every row.
-        seed: Names the sample.
+        seed: Names the sample; one for all rows, or one for each, (B,).
         states: Whether to return where each row can be resumed.
         options: Those of `generate`: `chunk`, `recondition`, `temperature`, `observe`.
 
@@ -95,6 +95,7 @@ def generate_ragged(
         >>> torch.allclose(together[1], alone[0], atol=1e-5)
         True
     """
+    model = inner_model(model)
     x, lengths = pad(prompts)
     model.head.validate(x, name="prompts", values=False, steps=0)
     device = next(model.parameters()).device
@@ -102,12 +103,15 @@ def generate_ragged(
         raise ValueError(f"prompts are on {x.device}; allowed: {device}, the device of the model")
     model.head.validate(x, name="prompts", steps=0)
     length = whole_number("length", length, 0)
+    check_room(model, len(x), length, device)
     if isinstance(model, Variational) and not states and set(options) <= {"temperature", "observe"}:
         return _in_one_pass(model, x, lengths, length, seed, **options)
+    seeds = generate(model, num=len(x), length=0, seed=seed).state["seed"]  # checked for all rows together
     made: dict[int, Generation] = {}
     for steps in sorted(set(lengths.tolist())):
         rows = (lengths == steps).nonzero().flatten().tolist()
-        out = generate(model, prompt=x[rows, :steps], length=length, seed=seed, rows=rows, **options)
+        own = seed if isinstance(seed, int) else seeds[rows]
+        out = generate(model, prompt=x[rows, :steps], length=length, seed=own, rows=rows, **options)
         for k, row in enumerate(rows):
             here = slice(k, k + 1)
             z = None if out.z is None else out.z[here]
@@ -126,7 +130,7 @@ def _in_one_pass(
     prompts: Tensor,
     lengths: Tensor,
     length: int,
-    seed: int,
+    seed: int | Tensor,
     temperature: float = 1.0,
     observe: str = "mean",
 ) -> Ragged:

@@ -2,6 +2,7 @@
 
 import errno
 import glob
+import hashlib
 import os
 import secrets
 import shutil
@@ -15,6 +16,8 @@ from safetensors import SafetensorError
 
 __all__ = ["is_device", "why_read_only", "write_atomically"]
 
+_LONGEST = 255  # bytes of a name, on most systems
+_MORE = len(f"..{secrets.token_hex(6)}.tmp")
 _LEFT = 3600  # seconds after which nobody writes to a temporary file any more
 
 
@@ -38,7 +41,7 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
     if is_device(path):
         _write_through(path, write)
         return
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    temporary = path.with_name(f".{_start(path)}.{secrets.token_hex(6)}.tmp")
     try:
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode
@@ -92,8 +95,19 @@ def _write_through(path: Path, write: Callable[[Path], object]) -> None:
             shutil.copyfileobj(file, out)
 
 
+def _start(path: Path) -> str:
+    """Returns what the temporary name starts with: the name, or as much of it as leaves room for the rest.
+
+    A name may have 255 bytes, and one that was cut has its hash in it: it is that of no other file.
+    """
+    name = os.fsencode(path.name)
+    if len(name) + _MORE <= _LONGEST:
+        return path.name
+    return name[:100].decode(errors="ignore") + "." + hashlib.sha256(name).hexdigest()[:16]
+
+
 def _remove_left(path: Path) -> None:
     with suppress(OSError):  # another process may do the same
-        for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 12}.tmp"):
+        for left in path.parent.glob(f".{glob.escape(_start(path))}.{'[0-9a-f]' * 12}.tmp"):
             if time.time() - left.stat().st_mtime > _LEFT:
                 left.unlink()

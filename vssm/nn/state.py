@@ -15,16 +15,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vssm.config import check_device, whole_number
+from vssm.config import check_device, shown, whole_number
 from vssm.storage import write_atomically
 
 __all__ = ["State"]
 
 _FORMAT = "vssm-state-1"
 _SHOWN = 2  # tensors
+_DEEPEST = 16  # states in one another, in a file; those of the models are four
+_MASK = 2**32 - 1  # of a row of the noise, which is a word of 32 bits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # tensors have no one answer to ==: states are told apart
 class State:
     """Creates a state from named tensors (batch first) and nested states.
 
@@ -95,12 +97,18 @@ class State:
         return self.map(Tensor.detach)
 
     def to(self, device: torch.device | str) -> "State":
-        """Moves all tensors to a device."""
-        return self.map(lambda tensor: tensor.to(device))
+        """Moves all tensors to a device; none is cast, since seeds and rows are whole numbers."""
+        found = check_device(device)
+        return self.map(lambda tensor: tensor.to(found))
 
     def select(self, index: "Tensor | list[int]") -> "State":
         """Picks, reorders or repeats batch rows; each row keeps its own noise."""
-        given = torch.as_tensor(index)
+        try:
+            given = torch.as_tensor(index)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise ValueError(
+                f"index={shown(index)} is not allowed; allowed: row numbers below {self.batch}"
+            ) from None
         if given.numel() and (given.dtype.is_floating_point or given.dtype == torch.bool):
             dtype = str(given.dtype).removeprefix("torch.")
             raise ValueError(
@@ -115,14 +123,14 @@ class State:
         """Repeats every row `times` times, next to each other; the copies get noise of their own.
 
         Row r becomes the rows r * times ... r * times + times - 1 of the noise, so that the copies
-        continue differently.
+        continue differently. Where these would pass 2^32 - 1, as after many forks of forks, copy c of it
+        becomes mix(r) + mix(c) mod 2^32, a fixed hash: copies of one row still differ from one another, and
+        from those of another row but for a chance in 2^32.
         """
         times = whole_number("times", times, 1)
         state = self.map(lambda tensor: tensor.repeat_interleave(times, 0))
         if "row" in state.children:
-            state.children["row"] = state["row"] * times + torch.arange(times, device=self.device).repeat(
-                self.batch
-            )
+            state.children["row"] = _forked(self["row"], times).flatten()
         return state
 
     @classmethod
@@ -227,6 +235,7 @@ class State:
         from safetensors import SafetensorError
         from safetensors.torch import load
 
+        device = check_device(device)
         try:
             tensors = {name: tensor.to(device) for name, tensor in load(content).items()}
         except SafetensorError as error:
@@ -242,7 +251,8 @@ class State:
             )
         try:
             positions = json.loads(metadata["positions"])
-            assert all(isinstance(position, int) for position in positions.values())
+            assert all(type(position) is int and position >= 0 for position in positions.values())
+            assert all(name.count("/") < _DEEPEST for name in positions)
             root = cls({}, positions[""], metadata["owner"])
             nodes = {"": root}
             for name in sorted(positions, key=lambda name: name.count("/")):
@@ -253,8 +263,15 @@ class State:
             for name, tensor in sorted(tensors.items()):  # a file has them in any order
                 parent, _, leaf = name.rpartition("/")
                 nodes[parent].children[leaf] = tensor
-        except (AssertionError, AttributeError, KeyError, ValueError) as error:
+        except (AssertionError, AttributeError, KeyError, ValueError, RecursionError) as error:
             raise ValueError(f"{name_of_file} is damaged: {error!r} in its positions") from None
+        if not tensors or not tensors.keys().isdisjoint(nodes):
+            raise ValueError(
+                f"{name_of_file} is damaged: it has {'names twice' if tensors else 'no tensors'}"
+            )
+        rows = {tensor.shape[:1] for tensor in tensors.values()}
+        if len(rows) > 1 or () in rows:
+            raise ValueError(f"{name_of_file} is damaged: its tensors are not all of one number of rows")
         return root
 
     def _flatten(self, prefix: str, tensors: dict[str, Tensor], positions: dict[str, int]) -> None:
@@ -265,3 +282,25 @@ class State:
                 child._flatten(path, tensors, positions)
             else:
                 tensors[path] = child
+
+
+def _forked(row: Tensor, times: int) -> Tensor:
+    """Returns the rows of the noise of `times` copies of every row, (B, times)."""
+    copy, row = torch.arange(times, device=row.device), row[:, None]
+    # Chosen on the device, which is not waited for; for all copies of a row alike, or two could meet.
+    fits = row * times + (times - 1) <= _MASK
+    return torch.where(fits, row * times + copy, (_mixed(row) + _mixed(copy)) & _MASK)
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """Returns lowbias32 of words of 32 bits, a hash that no two of them share.
+
+    A product may wrap to a negative number of 64 bits: its low half is right all the same.
+
+    References:
+        https://nullprogram.com/blog/2018/07/31/
+    """
+    words = words & _MASK
+    words = ((words ^ (words >> 16)) * 0x7FEB352D) & _MASK
+    words = ((words ^ (words >> 15)) * 0x846CA68B) & _MASK
+    return words ^ (words >> 16)
