@@ -885,12 +885,37 @@ def test_missing_values_are_placed_and_filled(tmp_path):
         ("a,b\n1,2\n3,1e300\n", ("'b'", "1e+300")),
         ("a\n" + "1\n" * 150, ("150 rows", "105", "96 + 96 = 192")),
         ("a\n" + "x" * 200000, ("line", "field")),
+        ('a,b\n1,2\n"1" ,2\n3,4\n', ("line 3", "',' expected after '\"'")),
     ],
 )
 def test_bad_csv_is_named(tmp_path, content, parts):
     path = tmp_path / "a.csv"
     path.write_text(content)
     refused(series(path), path, *parts)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [{}, {250: '6"'}, {250: '"6 in'}, dict.fromkeys(range(120, 300), "x" * 1000)],
+    ids=["to the end", "to another quote", "to a quote before a word", "for long"],
+)
+@pytest.mark.parametrize("row", [100, 299])
+def test_a_quote_that_is_not_closed_takes_no_rows(tmp_path, later, row):
+    notes = later | {row: '"5 in'}
+    lines = [f"{k},{-k},{notes.get(k, 'none')}" for k in range(300)]
+    (tmp_path / "a.csv").write_text("\n".join(["a,b,note", *lines]))
+    place = f"line {min(k for k, note in notes.items() if note.startswith(chr(34))) + 2} "
+    refused(series(tmp_path / "a.csv", context=4, horizon=2), "a.csv", place, "quote that is not closed")
+
+
+@pytest.mark.filterwarnings("ignore:.* is left out")
+def test_cells_in_quotes_hold_commas_and_quotes(tmp_path):
+    notes = ['5" pipe', "a, b", '"', 'say ""x"", "y"', ""] * 8
+    rows = [[k, note, str(-k)] for k, note in enumerate(notes)]
+    path = write_csv(tmp_path / "a.csv", rows, header=["a", 'note, "quoted"', "b"])
+    path.write_text(path.read_text().replace(",-3\n", ', "-3"\n'))  # spaces may come before a quote
+    data = open_data(series(path, context=1, horizon=1, scale="none"))
+    assert data.meta.columns == ("a", "b") and data.train.x[3].tolist() == [[3, -3], [4, -4]]
 
 
 def test_series_needs_a_path():

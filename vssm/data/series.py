@@ -333,11 +333,7 @@ def _read_csv(path: Path) -> Table:
     first = text.lstrip("\r\n").partition("\n")[0]
     # A comma beside another separator is a decimal comma or part of a name.
     delimiter = next((d for d in "\t;" if d in first), ",")
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True)
-    try:
-        rows = [(reader.line_num, row) for row in reader if row]
-    except csv.Error as error:
-        raise ValueError(f"{path}: line {reader.line_num}: {error}") from error
+    rows = _csv_rows(text, delimiter, path)
     if not rows:
         raise ValueError(f"{path} is empty")
 
@@ -364,6 +360,33 @@ def _read_csv(path: Path) -> Table:
         columns.append(np.full(len(rows), np.nan) if odd is not None else np.array(numbers))
     values = np.stack(columns, 1) if columns else np.empty((0, width))
     return Table(names, values, [f"line {line}" for line, _ in rows], texts=texts)
+
+
+def _csv_rows(text: str, delimiter: str, path: Path) -> list[tuple[int, list[str]]]:
+    """Returns the rows of a CSV text that are not empty, each with its line.
+
+    A cell ends on the line where it begins: a quote that is not closed would take all lines to the next one.
+    """
+    lines = io.StringIO(text, newline="")
+    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
+    rows, line, error = [], 0, None
+    while True:
+        line += 1
+        try:
+            row = next(reader, None)
+        except csv.Error as caught:
+            row, error = None, caught
+        if reader.line_num > line or "unexpected end" in str(error):
+            raise ValueError(
+                f"{path}: line {line} has a quote that is not closed on it; allowed: a whole cell in quotes,"
+                ' with "" for a quote inside, and no line break'
+            )
+        if error is not None:
+            raise ValueError(f"{path}: line {line}: {error}") from error
+        if row is None:
+            return rows
+        if row:
+            rows.append((line, row))
 
 
 def _number(cell: str) -> float | None:
