@@ -842,11 +842,40 @@ def test_csv_gives_back_every_number(tmp_path_factory, data):
 def test_columns_are_chosen_by_name_or_position(tmp_path):
     rows = [[f"2020-01-{k:02}", k, 10 * k, 100 * k] for k in range(1, 29)]
     path = write_csv(tmp_path / "a.csv", rows, header=["date", "HUFL", "HULL", "OT"])
-    data = open_data(series(path, columns=("OT", "0"), context=2, horizon=1, scale="none"))
+    data = open_data(series(path, columns=("OT", "1"), context=2, horizon=1, scale="none"))
     assert data.meta.columns == ("OT", "HUFL") and data.train.x[0, 0].tolist() == [100, 1]
     refused(series(path, columns=("HUFLL",)), "series.columns", "'HUFLL'", "HUFL, HULL, OT", "did you mean")
-    refused(series(path, columns=("3",)), "'3'", "HUFL, HULL, OT")
+    for position in "04":  # of the dates, and of nothing
+        refused(series(path, columns=(position,)), f"'{position}' is no column", "HUFL, HULL, OT")
     refused(series(path, columns=("date",)), "'date'", "HUFL, HULL, OT")
+
+
+@pytest.mark.parametrize("name", ["header.csv", "headerless.csv", "a.parquet"])
+def test_a_position_is_that_in_the_file(tmp_path, name):
+    path, rows = tmp_path / name, [[f"2020-01-{k:02}", "word", k, -k] for k in range(1, 29)]
+    names = ["date", "note", "x", "y"] if name != "headerless.csv" else ["0", "1", "2", "3"]
+    if path.suffix == ".csv":
+        write_csv(path, rows, header=names if name == "header.csv" else None)
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table(dict(zip(names, zip(*rows, strict=True), strict=True))), path)
+    data = open_data(series(path, columns=("3", "2"), context=2, horizon=1, scale="none"))
+    assert data.meta.columns == (names[3], names[2]) and data.train.x[0, 0].tolist() == [-1, 1]
+    for position in "014":
+        refused(series(path, columns=("2", position)), f"'{position}' is no column of numbers", names[2])
+    for columns in (("2", "2"), (names[2], "2"), ("2", names[3], names[2])):
+        refused(
+            series(path, columns=columns), "series.columns", f"has '{names[2]}' twice", "each column once"
+        )
+
+
+def test_a_column_without_numbers_keeps_its_position(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(90.0).reshape(30, 3) * [np.nan, 1, 1])
+    data = open_data(series(tmp_path / "a.npy", columns=("1",), context=2, horizon=1, scale="none"))
+    assert data.train.x[0, 0].tolist() == [1]
+    refused(series(tmp_path / "a.npy", columns=("0",)), "'0' is no column of numbers", "available: 1, 2")
 
 
 @pytest.mark.filterwarnings("ignore:.* is left out")

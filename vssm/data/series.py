@@ -59,6 +59,8 @@ class Table:
     """The name of the column of dates."""
     texts: dict[str, Sequence[object]] = field(default_factory=dict)
     """The cells of other columns without numbers."""
+    positions: Sequence[int] = ()
+    """Where in the file each column is, from 0."""
 
 
 def open_series(config: DataConfig) -> Data:
@@ -253,6 +255,7 @@ def read_table(
         None if dates is None else _times(table.texts[dates], dates, table.places, option, path),
         dates,
         {name: cells for name, cells in table.texts.items() if name != dates},
+        [table.positions[k] if table.positions else k for k in numeric.tolist()],
     )
 
 
@@ -430,18 +433,19 @@ def _read_parquet(path: Path) -> Table:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     types = pyarrow.types
     numeric = (types.is_integer, types.is_floating, types.is_decimal, types.is_boolean)
-    names, columns, texts = [], [], {}
-    for name, column in zip(table.column_names, table.columns, strict=True):
+    names, columns, texts, positions = [], [], {}, []
+    for k, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
         kind = column.type
         if types.is_timestamp(kind) or types.is_date(kind):
             texts[name] = column.to_numpy().astype("datetime64[s]")
         elif any(test(kind) for test in numeric):
             names.append(name)
+            positions.append(k)
             columns.append(column.cast(pyarrow.float64()).to_numpy())
         elif types.is_string(kind) or types.is_large_string(kind) or types.is_dictionary(kind):
             texts[name] = column.to_pylist()
     values = np.stack(columns, 1) if columns else np.empty((table.num_rows, 0))
-    return Table(tuple(names), values, _row_places(table.num_rows), texts=texts)
+    return Table(tuple(names), values, _row_places(table.num_rows), texts=texts, positions=positions)
 
 
 def _row_places(num: int) -> list[str]:
@@ -449,30 +453,41 @@ def _row_places(num: int) -> list[str]:
 
 
 def select(table: Table, columns: tuple[str, ...] | None, path: Path) -> Table:
-    """Returns the table with the columns asked for, by name or position; without times when none are."""
-    available = ", ".join(table.names)
+    """Returns the table with the columns asked for, by name or position in the file.
+
+    All but those of times when none are.
+    """
     if columns is None:
         index = [k for k, name in enumerate(table.names) if name.strip().lower() not in _TIME_NAMES]
         if not index:
             raise ValueError(
-                f"{path} has no column of numbers besides {available}; choose with --series.columns"
+                f"{path} has no column of numbers besides {', '.join(table.names)};"
+                " choose with --series.columns"
             )
     else:
-        index = []
-        for column in columns:
-            if column in table.names:
-                index.append(table.names.index(column))
-            elif column.isdecimal() and int(column) < len(table.names):
-                index.append(int(column))
-            else:
-                near = difflib.get_close_matches(column, table.names, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
+        index = [_find(table, column, path) for column in columns]
+        for k, name in enumerate(table.names):
+            if index.count(k) > 1:
                 raise ValueError(
-                    f"series.columns: {column!r} is no column of numbers in {path};"
-                    f" {hint}available: {available}"
+                    f"series.columns {', '.join(columns)} has {name!r} twice; allowed: each column once"
                 )
     names = tuple(table.names[k] for k in index)
     return Table(names, table.values[:, index], table.places, table.times, table.time)
+
+
+def _find(table: Table, column: str, path: Path) -> int:
+    """Returns the index in a table of the column that has this name, or else this position in the file."""
+    if column in table.names:
+        return table.names.index(column)
+    named = column == table.time or column in table.texts
+    if column.isdecimal() and not named and int(column) in table.positions:
+        return table.positions.index(int(column))
+    near = difflib.get_close_matches(column, table.names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(
+        f"series.columns: {column!r} is no column of numbers in {path};"
+        f" {hint}available: {', '.join(table.names)}"
+    )
 
 
 def filled(table: Table, fill: str | None, path: Path) -> np.ndarray:
