@@ -514,6 +514,15 @@ def test_an_array_of_fractions_is_no_prompt_of_tokens(tmp_path, monkeypatch, cap
     assert np.load("samples.npy").shape == (1, 2)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int64", "bool"])
+def test_whole_numbers_are_no_prompt_of_pixels(dtype, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    np.save("pixels.npy", np.ones((2, 14, 28), dtype))
+    message = fails(capsys, "generate", "mnist-small", "--prompt", "pixels.npy")
+    assert f"prompt='pixels.npy' holds {dtype}; allowed for this model: floats" in message
+    assert not Path("samples.npy").exists()
+
+
 def test_bad_prompt_files_are_named_from_a_folder_and_from_a_server(
     run_folder, tmp_path, monkeypatch, capsys
 ):

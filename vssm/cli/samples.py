@@ -109,6 +109,11 @@ def read_prompt(prompt: str, model: "Model", meta: "Meta | None") -> "torch.Tens
         return meta.encode(prompt)[None]
     array = read_array(prompt)
     if not model.head.tokens:
+        if array.dtype.kind != "f":  # pixels of 0 to 255, most likely
+            raise ValueError(
+                f"prompt={prompt!r} holds {array.dtype}; allowed for this model: floats,"
+                " as its data has them, such as pixels from 0 to 1"
+            )
         with np.errstate(over="ignore"):  # what is too large becomes infinite, and is named later
             return torch.from_numpy(array.astype(np.float32))
     if array.dtype.kind == "f" and not np.equal(np.mod(array, 1), 0).all():
