@@ -557,7 +557,9 @@ def test_bad_prompt_files_are_named_from_a_folder_and_from_a_server(
     np.save("words.npy", np.array(["a", "b"]))
     with open("zip.npy", "wb") as file:  # noqa: PTH123
         np.savez(file, x=np.zeros(3))
-    for name in ("bad", "none", "words", "zip"):
+    np.save("header.npy", np.zeros((2, 3)))
+    Path("header.npy").write_bytes(Path("header.npy").read_bytes().replace(b")", b" ", 1))
+    for name in ("bad", "none", "words", "zip", "header"):
         lines = {fails(capsys, "generate", f, "--prompt", f"{name}.npy") for f in (run_folder, "http://x:1")}
         assert lines == {
             f"vssm: prompt='{name}.npy' is damaged or holds no numbers; allowed: a .npy file of numbers\n"

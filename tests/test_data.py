@@ -689,6 +689,8 @@ def test_dates_give_the_phases_of_the_calendar(tmp_path):
         ((5, "2020-13-01 05:00"), ("line 7", "'date'", "'2020-13-01 05:00' is no date", "ISO 8601")),
         ((5, "01/02/2020"), ("line 7", "is no date")),
         ((5, ""), ("line 7", "'' is no date")),
+        ((0, "0001-01-01T00:00+05:00"), ("line 2", "'0001-01-01T00:00+05:00' is no date")),
+        ((5, "9999-12-31T20:00-05:00"), ("line 7", "'9999-12-31T20:00-05:00' is no date")),
         ((5, DATES[4]), ("line 7", "2020-01-01T04:00:00 is there twice", "--series.time none")),
         ((5, DATES[2]), ("line 7", "2020-01-01T02:00:00 comes after 2020-01-01T04:00:00")),
     ],
@@ -965,6 +967,13 @@ def test_npy_series(tmp_path, packed):
     refused(series(tmp_path / "b.npy"), "b.npy", "(3, 3, 3)")
     path.write_bytes(path.read_bytes()[:100])
     refused(series(path), path)
+
+
+@pytest.mark.parametrize("end", [b")", b"}"])
+def test_a_damaged_header_of_npy_is_named(tmp_path, end):
+    np.save(tmp_path / "a.npy", np.zeros((30, 3)))
+    (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes().replace(end, b" ", 1))
+    refused(series(tmp_path / "a.npy"), "a.npy is no plain .npy array: its header is damaged")
 
 
 def test_parquet_needs_its_extra(tmp_path, monkeypatch):

@@ -128,12 +128,14 @@ def read_array(prompt: str) -> "np.ndarray":
     """Returns the numbers in the .npy file of a prompt."""
     import numpy as np
 
+    from vssm.data.files import DAMAGED_NPY
+
     if not Path(prompt).exists() or Path(prompt).is_dir():
         raise ValueError(f"prompt={prompt!r} is no file; allowed: a .npy file of numbers")
     with Path(prompt).open("rb") as file:
         try:
             array = np.lib.format.read_array(file, allow_pickle=False)
-        except (ValueError, EOFError):  # numpy's own words advise to unpickle
+        except DAMAGED_NPY:  # numpy's own words advise to unpickle
             array = None
     if array is None or array.dtype.kind not in "biuf":
         raise ValueError(f"prompt={prompt!r} is damaged or holds no numbers; allowed: a .npy file of numbers")

@@ -36,7 +36,7 @@ import torch
 from vssm.data.config import DataConfig, SeriesConfig
 from vssm.data.dataset import Data, Meta, Split
 from vssm.data.dates import uneven_dates
-from vssm.data.files import locate_own, read_bytes
+from vssm.data.files import DAMAGED_NPY, locate_own, read_bytes
 
 _TIME_NAMES = {"", "date", "datetime", "time", "timestamp", "index"}
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
@@ -319,9 +319,9 @@ def _times(cells: Sequence[object], name: str, places: list[str], option: str, p
 def _date(cell: object) -> datetime | None:
     try:
         date = datetime.fromisoformat(str(cell).strip())
-    except ValueError:
+        return date if date.tzinfo is None else date.astimezone(UTC).replace(tzinfo=None)
+    except (ValueError, OverflowError):  # before year 1 or after 9999 in UTC
         return None
-    return date if date.tzinfo is None else date.astimezone(UTC).replace(tzinfo=None)
 
 
 def _read_csv(path: Path) -> Table:
@@ -411,6 +411,8 @@ def _read_npy(path: Path) -> Table:
         values = np.lib.format.read_array(io.BytesIO(read_bytes(path)), allow_pickle=False)
     except ValueError as error:
         raise ValueError(f"{path} is no plain .npy array: {str(error).splitlines()[0]}") from error
+    except DAMAGED_NPY as error:
+        raise ValueError(f"{path} is no plain .npy array: its header is damaged") from error
     if values.ndim not in (1, 2) or values.dtype.kind not in "fiub":
         raise ValueError(
             f"{path} holds {values.dtype} of shape {values.shape}, expected numbers of shape (N, D)"
