@@ -784,6 +784,9 @@ def test_csv_dialects(tmp_path, name):
             r"column 'v' is left out \(and so are 'a', 'b', 'c', 'd', 2 more\): line 2 has '0%'",
         ),
         ("t,place", "{k},x", "column 'place' is left out: line 2 has 'x', which is no number$"),
+        ("t,v", "{k},", "column 'v' is left out: all of its values are missing or not finite$"),
+        ("t,v", "{k},inf", "column 'v' is left out: all of its values are missing or not finite$"),
+        ("t,v,place", "{k},NA,x1", r"column 'place' is left out \(and so is 'v'\): line 2 has 'x1'"),
     ],
 )
 def test_columns_that_are_left_out_are_noted(tmp_path, header, row, note):
@@ -1036,6 +1039,21 @@ def test_categories_of_parquet_are_noted(tmp_path):
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     with pytest.warns(UserWarning, match="column 'place' is left out: row 1 has 'x', which is no number"):
         assert open_data(series(tmp_path / "a.parquet", context=2, horizon=1)).meta.columns == ("a",)
+
+
+def test_missing_columns_of_parquet_are_noted(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    for kind, cell, why in (
+        ("float64", None, "all of its values are missing"),
+        ("string", None, "all of its values"),
+        ("string", "7", "it is text"),
+    ):
+        columns = {"a": range(30), "b": pyarrow.array([cell] * 30, kind)}
+        parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+        with pytest.warns(UserWarning, match=f"column 'b' is left out: {why}"):
+            assert open_data(series(tmp_path / "a.parquet", context=2, horizon=1)).meta.columns == ("a",)
 
 
 def test_synthetic_has_any_size_and_is_not_independent_in_time():

@@ -164,7 +164,12 @@ def _left_out(table: Table, options: SeriesConfig) -> str | None:
     if len(others) > _MOST_NAMED:
         others = [*others[: _MOST_NAMED - 1], f"{len(others) - _MOST_NAMED + 1} more"]
     more = f" (and so {'are' if len(others) > 1 else 'is'} {', '.join(others)})" if others else ""
-    why = f"{table.places[place]} has {cell!r}, which is no number" if _number(cell) is None else "it is text"
+    if _number(cell) is None:
+        why = f"{table.places[place]} has {cell!r}, which is no number"
+    elif _has_numbers(table.texts[name]):
+        why = "it is text"
+    else:
+        why = "all of its values are missing or not finite"
     allowed = "; allowed: a decimal point" if "," in cell else ""
     return f"column {name!r} is left out{more}: {why}{allowed}"
 
@@ -173,6 +178,11 @@ def _odd_cell(cells: Sequence[object]) -> tuple[int, str]:
     """Returns the first cell of a column of text that is neither missing nor a number, and where it is."""
     texts = ["" if cell is None else str(cell) for cell in cells]
     return next(((k, text) for k, text in enumerate(texts) if _number(text) is None), (0, texts[0]))
+
+
+def _has_numbers(cells: Sequence[object]) -> bool:
+    numbers = (_number(str(cell)) for cell in cells)
+    return any(number is not None and np.isfinite(number) for number in numbers)
 
 
 def _whole_windows(known: np.ndarray, window: int, stride: int) -> torch.Tensor:
@@ -248,13 +258,17 @@ def read_table(
             " that commas, semicolons or tabs separate"
         )
     dates = None if time == "none" else _time_column(table, time, usual, option, path)
+    texts = {name: cells for name, cells in table.texts.items() if name != dates}
+    for k, name in enumerate(table.names):
+        if k not in numeric and name not in table.texts:  # all of it is missing
+            texts[name] = table.values[:, k].tolist()
     return Table(
         tuple(table.names[k] for k in numeric),
         table.values[:, numeric],
         table.places,
         None if dates is None else _times(table.texts[dates], dates, table.places, option, path),
         dates,
-        {name: cells for name, cells in table.texts.items() if name != dates},
+        texts,
         [table.positions[k] if table.positions else k for k in numeric.tolist()],
     )
 
