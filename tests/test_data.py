@@ -225,6 +225,55 @@ def test_meta_survives_json_and_refuses_newer_fields(tmp_path):
         Meta.from_json(meta.to_json() | {"colour": 1})
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("context", "x", "a whole number >= 1"),
+        ("context", -1, "a whole number >= 1"),
+        ("patch", 0, "a whole number >= 1"),
+        ("season", True, "a whole number >= 1"),
+        ("length", 2.5, "a whole number >= 1"),
+        ("name", None, "text"),
+        ("windowed", "first", "None, window, last"),
+        ("separate", "no", "True, False"),
+        ("image_shape", [2, 2], "height, width, channels"),
+        ("cycles", None, "a list of names"),
+        ("columns", "ab", "a list of names"),
+        ("columns", ["a"], "1 finite numbers"),
+        ("mean", [0.0], "2 finite numbers"),
+        ("mean", [0.0, "x"], "2 finite numbers"),
+        ("mean", None, "mean and std, or neither"),
+        ("std", [1.0, 1.0, 1.0], "2 finite numbers"),
+        ("std", [1.0, float("nan")], "2 finite numbers"),
+        ("std", [1.0, 0.0], "numbers > 0"),
+        ("features", 3, "2, for 2 columns"),
+    ],
+)
+def test_meta_that_can_not_be_is_named(field, value, allowed):
+    meta = Meta(
+        name="series",
+        features=2,
+        length=6,
+        suggested_head="gaussian",
+        columns=("a", "b"),
+        mean=(0.0, 1.0),
+        std=(1.0, 2.0),
+        context=4,
+        horizon=2,
+    )
+    with pytest.raises(
+        ValueError, match=rf"^data_meta\.\w+=.* is not allowed; allowed: ({allowed}).*$"
+    ) as caught:
+        Meta.from_json(meta.to_json() | {field: value})
+    named = "mean" if field == "columns" and value == ["a"] else field  # two for one column
+    assert str(caught.value).startswith(f"data_meta.{named}=")
+    for lost in ("name", "features", "length", "suggested_head"):
+        with pytest.raises(ValueError, match=f"^metadata of data has no {lost}$"):
+            Meta.from_json({name: value for name, value in meta.to_json().items() if name != lost})
+    with pytest.raises(ValueError, match=r"^data_meta=\[\] is not allowed"):
+        Meta.from_json([])
+
+
 def test_meta_maps_rows_to_images_of_any_height():
     meta = Meta(name="cifar10", features=6, length=2, suggested_head="gaussian", image_shape=(2, 2, 3))
     x = torch.linspace(-0.1, 1.1, 36).reshape(2, 3, 6)
