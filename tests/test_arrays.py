@@ -119,6 +119,11 @@ def test_damaged_files_are_named_and_nothing_is_unpickled(tmp_path):
         "object.npy": (tmp_path / "object.npy").read_bytes(),
         "bits.npz": whole[:200] + bytes(byte ^ 255 for byte in whole[200:400]) + whole[400:],
     }
+    np.save(tmp_path / "x.npy", X)
+    plain = (tmp_path / "x.npy").read_bytes()
+    entry = whole.index(b"PK\x01\x02")
+    contents |= {f"{k}.npy": plain.replace(end, b" ", 1) for k, end in enumerate((b")", b"}"))}
+    contents |= {f"{k}.npz": whole[:k] + b"\x01" + whole[k + 1 :] for k in (entry + 8, entry + 10)}
     with zipfile.ZipFile(tmp_path / "raw.npz", "w") as file:
         file.writestr("x", b"123")
     with pytest.raises(ValueError, match=r"raw\.npz: x is \|S3 of shape \(\); allowed: numbers"):

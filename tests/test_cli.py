@@ -514,6 +514,40 @@ def test_an_array_of_fractions_is_no_prompt_of_tokens(tmp_path, monkeypatch, cap
     assert np.load("samples.npy").shape == (1, 2)
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int64", "bool"])
+def test_whole_numbers_are_no_prompt_of_pixels(dtype, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    np.save("pixels.npy", np.ones((2, 14, 28), dtype))
+    message = fails(capsys, "generate", "mnist-small", "--prompt", "pixels.npy")
+    assert f"prompt='pixels.npy' holds {dtype}; allowed for this model: floats" in message
+    assert not Path("samples.npy").exists()
+
+
+def test_one_sequence_is_a_prompt(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    half = np.random.default_rng(0).random((14, 28), np.float32)
+    for name, prompt in (("one", half), ("batch", half[None])):
+        np.save(f"{name}.npy", prompt)
+        main(["generate", "mnist-small", "--prompt", f"{name}.npy", "--out", f"{name}_made.npy"])
+    assert np.load("one_made.npy").shape == (1, 14, 28)
+    assert np.array_equal(np.load("one_made.npy"), np.load("batch_made.npy"))
+    main(["generate", "mnist-small", "--prompt", "one.npy", "--num", "2", "--out", "many.png"])
+    vssm.save(vssm.build(vssm.ModelConfig(features=5, width=8, layers=1, head="categorical")), "tokens")
+    np.save("tokens.npy", np.arange(5))
+    main(["generate", "tokens", "--prompt", "tokens.npy", "--length", "2"])
+    assert np.load("samples.npy").shape == (1, 2)
+
+
+@pytest.mark.parametrize("shape", [(14, 29), (2, 28, 27), (1, 1, 28, 28)])
+def test_a_prompt_of_another_shape_is_named_before_its_steps_are_counted(
+    shape, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    np.save("a.npy", np.zeros(shape))
+    message = fails(capsys, "generate", "mnist-small", "--prompt", "a.npy")
+    assert f"prompt has shape {shape}; allowed: (batch, length, 28)" in message
+
+
 def test_bad_prompt_files_are_named_from_a_folder_and_from_a_server(
     run_folder, tmp_path, monkeypatch, capsys
 ):
@@ -523,7 +557,9 @@ def test_bad_prompt_files_are_named_from_a_folder_and_from_a_server(
     np.save("words.npy", np.array(["a", "b"]))
     with open("zip.npy", "wb") as file:  # noqa: PTH123
         np.savez(file, x=np.zeros(3))
-    for name in ("bad", "none", "words", "zip"):
+    np.save("header.npy", np.zeros((2, 3)))
+    Path("header.npy").write_bytes(Path("header.npy").read_bytes().replace(b")", b" ", 1))
+    for name in ("bad", "none", "words", "zip", "header"):
         lines = {fails(capsys, "generate", f, "--prompt", f"{name}.npy") for f in (run_folder, "http://x:1")}
         assert lines == {
             f"vssm: prompt='{name}.npy' is damaged or holds no numbers; allowed: a .npy file of numbers\n"

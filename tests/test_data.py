@@ -225,6 +225,55 @@ def test_meta_survives_json_and_refuses_newer_fields(tmp_path):
         Meta.from_json(meta.to_json() | {"colour": 1})
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("context", "x", "a whole number >= 1"),
+        ("context", -1, "a whole number >= 1"),
+        ("patch", 0, "a whole number >= 1"),
+        ("season", True, "a whole number >= 1"),
+        ("length", 2.5, "a whole number >= 1"),
+        ("name", None, "text"),
+        ("windowed", "first", "None, window, last"),
+        ("separate", "no", "True, False"),
+        ("image_shape", [2, 2], "height, width, channels"),
+        ("cycles", None, "a list of names"),
+        ("columns", "ab", "a list of names"),
+        ("columns", ["a"], "1 finite numbers"),
+        ("mean", [0.0], "2 finite numbers"),
+        ("mean", [0.0, "x"], "2 finite numbers"),
+        ("mean", None, "mean and std, or neither"),
+        ("std", [1.0, 1.0, 1.0], "2 finite numbers"),
+        ("std", [1.0, float("nan")], "2 finite numbers"),
+        ("std", [1.0, 0.0], "numbers > 0"),
+        ("features", 3, "2, for 2 columns"),
+    ],
+)
+def test_meta_that_can_not_be_is_named(field, value, allowed):
+    meta = Meta(
+        name="series",
+        features=2,
+        length=6,
+        suggested_head="gaussian",
+        columns=("a", "b"),
+        mean=(0.0, 1.0),
+        std=(1.0, 2.0),
+        context=4,
+        horizon=2,
+    )
+    with pytest.raises(
+        ValueError, match=rf"^data_meta\.\w+=.* is not allowed; allowed: ({allowed}).*$"
+    ) as caught:
+        Meta.from_json(meta.to_json() | {field: value})
+    named = "mean" if field == "columns" and value == ["a"] else field  # two for one column
+    assert str(caught.value).startswith(f"data_meta.{named}=")
+    for lost in ("name", "features", "length", "suggested_head"):
+        with pytest.raises(ValueError, match=f"^metadata of data has no {lost}$"):
+            Meta.from_json({name: value for name, value in meta.to_json().items() if name != lost})
+    with pytest.raises(ValueError, match=r"^data_meta=\[\] is not allowed"):
+        Meta.from_json([])
+
+
 def test_meta_maps_rows_to_images_of_any_height():
     meta = Meta(name="cifar10", features=6, length=2, suggested_head="gaussian", image_shape=(2, 2, 3))
     x = torch.linspace(-0.1, 1.1, 36).reshape(2, 3, 6)
@@ -689,6 +738,8 @@ def test_dates_give_the_phases_of_the_calendar(tmp_path):
         ((5, "2020-13-01 05:00"), ("line 7", "'date'", "'2020-13-01 05:00' is no date", "ISO 8601")),
         ((5, "01/02/2020"), ("line 7", "is no date")),
         ((5, ""), ("line 7", "'' is no date")),
+        ((0, "0001-01-01T00:00+05:00"), ("line 2", "'0001-01-01T00:00+05:00' is no date")),
+        ((5, "9999-12-31T20:00-05:00"), ("line 7", "'9999-12-31T20:00-05:00' is no date")),
         ((5, DATES[4]), ("line 7", "2020-01-01T04:00:00 is there twice", "--series.time none")),
         ((5, DATES[2]), ("line 7", "2020-01-01T02:00:00 comes after 2020-01-01T04:00:00")),
     ],
@@ -782,6 +833,9 @@ def test_csv_dialects(tmp_path, name):
             r"column 'v' is left out \(and so are 'a', 'b', 'c', 'd', 2 more\): line 2 has '0%'",
         ),
         ("t,place", "{k},x", "column 'place' is left out: line 2 has 'x', which is no number$"),
+        ("t,v", "{k},", "column 'v' is left out: all of its values are missing or not finite$"),
+        ("t,v", "{k},inf", "column 'v' is left out: all of its values are missing or not finite$"),
+        ("t,v,place", "{k},NA,x1", r"column 'place' is left out \(and so is 'v'\): line 2 has 'x1'"),
     ],
 )
 def test_columns_that_are_left_out_are_noted(tmp_path, header, row, note):
@@ -842,11 +896,40 @@ def test_csv_gives_back_every_number(tmp_path_factory, data):
 def test_columns_are_chosen_by_name_or_position(tmp_path):
     rows = [[f"2020-01-{k:02}", k, 10 * k, 100 * k] for k in range(1, 29)]
     path = write_csv(tmp_path / "a.csv", rows, header=["date", "HUFL", "HULL", "OT"])
-    data = open_data(series(path, columns=("OT", "0"), context=2, horizon=1, scale="none"))
+    data = open_data(series(path, columns=("OT", "1"), context=2, horizon=1, scale="none"))
     assert data.meta.columns == ("OT", "HUFL") and data.train.x[0, 0].tolist() == [100, 1]
     refused(series(path, columns=("HUFLL",)), "series.columns", "'HUFLL'", "HUFL, HULL, OT", "did you mean")
-    refused(series(path, columns=("3",)), "'3'", "HUFL, HULL, OT")
+    for position in "04":  # of the dates, and of nothing
+        refused(series(path, columns=(position,)), f"'{position}' is no column", "HUFL, HULL, OT")
     refused(series(path, columns=("date",)), "'date'", "HUFL, HULL, OT")
+
+
+@pytest.mark.parametrize("name", ["header.csv", "headerless.csv", "a.parquet"])
+def test_a_position_is_that_in_the_file(tmp_path, name):
+    path, rows = tmp_path / name, [[f"2020-01-{k:02}", "word", k, -k] for k in range(1, 29)]
+    names = ["date", "note", "x", "y"] if name != "headerless.csv" else ["0", "1", "2", "3"]
+    if path.suffix == ".csv":
+        write_csv(path, rows, header=names if name == "header.csv" else None)
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.table(dict(zip(names, zip(*rows, strict=True), strict=True))), path)
+    data = open_data(series(path, columns=("3", "2"), context=2, horizon=1, scale="none"))
+    assert data.meta.columns == (names[3], names[2]) and data.train.x[0, 0].tolist() == [-1, 1]
+    for position in "014":
+        refused(series(path, columns=("2", position)), f"'{position}' is no column of numbers", names[2])
+    for columns in (("2", "2"), (names[2], "2"), ("2", names[3], names[2])):
+        refused(
+            series(path, columns=columns), "series.columns", f"has '{names[2]}' twice", "each column once"
+        )
+
+
+def test_a_column_without_numbers_keeps_its_position(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(90.0).reshape(30, 3) * [np.nan, 1, 1])
+    data = open_data(series(tmp_path / "a.npy", columns=("1",), context=2, horizon=1, scale="none"))
+    assert data.train.x[0, 0].tolist() == [1]
+    refused(series(tmp_path / "a.npy", columns=("0",)), "'0' is no column of numbers", "available: 1, 2")
 
 
 @pytest.mark.filterwarnings("ignore:.* is left out")
@@ -885,12 +968,37 @@ def test_missing_values_are_placed_and_filled(tmp_path):
         ("a,b\n1,2\n3,1e300\n", ("'b'", "1e+300")),
         ("a\n" + "1\n" * 150, ("150 rows", "105", "96 + 96 = 192")),
         ("a\n" + "x" * 200000, ("line", "field")),
+        ('a,b\n1,2\n"1" ,2\n3,4\n', ("line 3", "',' expected after '\"'")),
     ],
 )
 def test_bad_csv_is_named(tmp_path, content, parts):
     path = tmp_path / "a.csv"
     path.write_text(content)
     refused(series(path), path, *parts)
+
+
+@pytest.mark.parametrize(
+    "later",
+    [{}, {250: '6"'}, {250: '"6 in'}, dict.fromkeys(range(120, 300), "x" * 1000)],
+    ids=["to the end", "to another quote", "to a quote before a word", "for long"],
+)
+@pytest.mark.parametrize("row", [100, 299])
+def test_a_quote_that_is_not_closed_takes_no_rows(tmp_path, later, row):
+    notes = later | {row: '"5 in'}
+    lines = [f"{k},{-k},{notes.get(k, 'none')}" for k in range(300)]
+    (tmp_path / "a.csv").write_text("\n".join(["a,b,note", *lines]))
+    place = f"line {min(k for k, note in notes.items() if note.startswith(chr(34))) + 2} "
+    refused(series(tmp_path / "a.csv", context=4, horizon=2), "a.csv", place, "quote that is not closed")
+
+
+@pytest.mark.filterwarnings("ignore:.* is left out")
+def test_cells_in_quotes_hold_commas_and_quotes(tmp_path):
+    notes = ['5" pipe', "a, b", '"', 'say ""x"", "y"', ""] * 8
+    rows = [[k, note, str(-k)] for k, note in enumerate(notes)]
+    path = write_csv(tmp_path / "a.csv", rows, header=["a", 'note, "quoted"', "b"])
+    path.write_text(path.read_text().replace(",-3\n", ', "-3"\n'))  # spaces may come before a quote
+    data = open_data(series(path, context=1, horizon=1, scale="none"))
+    assert data.meta.columns == ("a", "b") and data.train.x[3].tolist() == [[3, -3], [4, -4]]
 
 
 def test_series_needs_a_path():
@@ -911,6 +1019,13 @@ def test_npy_series(tmp_path, packed):
     refused(series(tmp_path / "b.npy"), "b.npy", "(3, 3, 3)")
     path.write_bytes(path.read_bytes()[:100])
     refused(series(path), path)
+
+
+@pytest.mark.parametrize("end", [b")", b"}"])
+def test_a_damaged_header_of_npy_is_named(tmp_path, end):
+    np.save(tmp_path / "a.npy", np.zeros((30, 3)))
+    (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes().replace(end, b" ", 1))
+    refused(series(tmp_path / "a.npy"), "a.npy is no plain .npy array: its header is damaged")
 
 
 def test_parquet_needs_its_extra(tmp_path, monkeypatch):
@@ -973,6 +1088,21 @@ def test_categories_of_parquet_are_noted(tmp_path):
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     with pytest.warns(UserWarning, match="column 'place' is left out: row 1 has 'x', which is no number"):
         assert open_data(series(tmp_path / "a.parquet", context=2, horizon=1)).meta.columns == ("a",)
+
+
+def test_missing_columns_of_parquet_are_noted(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    for kind, cell, why in (
+        ("float64", None, "all of its values are missing"),
+        ("string", None, "all of its values"),
+        ("string", "7", "it is text"),
+    ):
+        columns = {"a": range(30), "b": pyarrow.array([cell] * 30, kind)}
+        parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+        with pytest.warns(UserWarning, match=f"column 'b' is left out: {why}"):
+            assert open_data(series(tmp_path / "a.parquet", context=2, horizon=1)).meta.columns == ("a",)
 
 
 def test_synthetic_has_any_size_and_is_not_independent_in_time():

@@ -41,7 +41,7 @@ class Generate:
     """How many new steps, 1 or more; by default what is left of a sequence as long as the training data's
     (28 where a folder does not say how long those are)."""
     prompt: str | None = None
-    """What comes first: a .npy file (batch, steps, features), or text."""
+    """What comes first: a .npy file (batch, steps, features), of one sequence (steps, features), or text."""
     chunk: int | None = None
     """Generate so many steps at a time (vssm, tvae)."""
     recondition: bool = False
@@ -148,7 +148,8 @@ class Generate:
         state = None if self.resume is None else vssm.State.load(self.resume, device)
         prompt = None if self.prompt is None else read_prompt(self.prompt, model, meta).to(device)
         known = 0 if state is None else state.position
-        if prompt is not None and prompt.ndim > 1:  # else it is refused below
+        if prompt is not None:
+            model.head.validate(prompt, "prompt", values=False, steps=0)  # else features may count as steps
             known += prompt.shape[1]
         length = self.length or _steps_left(known, meta)
         num = 16 if self.num is None and prompt is None and state is None else self.num

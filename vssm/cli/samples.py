@@ -99,7 +99,7 @@ def _check_apart(*named: tuple[str, Path]) -> None:
 
 
 def read_prompt(prompt: str, model: "Model", meta: "Meta | None") -> "torch.Tensor":
-    """Returns what a prompt holds, the name of a .npy file or text, as the model takes it."""
+    """Returns what a prompt holds, the name of a .npy file or text, as a batch that the model takes."""
     import numpy as np
     import torch
 
@@ -109,23 +109,33 @@ def read_prompt(prompt: str, model: "Model", meta: "Meta | None") -> "torch.Tens
         return meta.encode(prompt)[None]
     array = read_array(prompt)
     if not model.head.tokens:
+        if array.dtype.kind != "f":  # pixels of 0 to 255, most likely
+            raise ValueError(
+                f"prompt={prompt!r} holds {array.dtype}; allowed for this model: floats,"
+                " as its data has them, such as pixels from 0 to 1"
+            )
+        if array.ndim == 2 and array.shape[1] == model.head.features:  # one sequence
+            array = array[None]
         with np.errstate(over="ignore"):  # what is too large becomes infinite, and is named later
             return torch.from_numpy(array.astype(np.float32))
     if array.dtype.kind == "f" and not np.equal(np.mod(array, 1), 0).all():
         raise ValueError(f"prompt={prompt!r} holds fractions or NaN; allowed for this model: whole numbers")
-    return torch.from_numpy(array.astype(np.int64))
+    array = array.astype(np.int64)
+    return torch.from_numpy(array[None] if array.ndim == 1 else array)
 
 
 def read_array(prompt: str) -> "np.ndarray":
     """Returns the numbers in the .npy file of a prompt."""
     import numpy as np
 
+    from vssm.data.files import DAMAGED_NPY
+
     if not Path(prompt).exists() or Path(prompt).is_dir():
         raise ValueError(f"prompt={prompt!r} is no file; allowed: a .npy file of numbers")
     with Path(prompt).open("rb") as file:
         try:
             array = np.lib.format.read_array(file, allow_pickle=False)
-        except (ValueError, EOFError):  # numpy's own words advise to unpickle
+        except DAMAGED_NPY:  # numpy's own words advise to unpickle
             array = None
     if array is None or array.dtype.kind not in "biuf":
         raise ValueError(f"prompt={prompt!r} is damaged or holds no numbers; allowed: a .npy file of numbers")

@@ -9,6 +9,7 @@ others a tenth is validation.
 """
 
 import io
+import lzma
 import zipfile
 import zlib
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 
 from vssm.data.config import DataConfig
 from vssm.data.dataset import ARRAYS, Data, Meta, Split, hold_out
-from vssm.data.files import locate_own, read_bytes
+from vssm.data.files import DAMAGED_NPY, locate_own, read_bytes
 
 _FEWEST = 10  # sequences
 
@@ -53,11 +54,12 @@ def _read(path: Path) -> dict[str, np.ndarray]:
             return {"x": file}
         return {name: np.asarray(file[name]) for name in file.files}  # what is no array comes as bytes
     except (
-        ValueError,
-        EOFError,
-        MemoryError,
+        *DAMAGED_NPY,
         zipfile.BadZipFile,
         zlib.error,
+        lzma.LZMAError,
+        OSError,  # of bz2
+        RuntimeError,  # a flipped bit asks for a password, or for a method that zipfile does not have
     ):  # numpy's own words advise to unpickle
         raise ValueError(f"{path} is damaged or no file of plain arrays; allowed: .npy or .npz") from None
 

@@ -38,7 +38,8 @@ class SeriesConfig:
     """CSV, .npy or Parquet file (CSV and .npy also .gz), as given or inside the data folder."""
 
     columns: tuple[str, ...] | None = None
-    """Names, or positions from 0, of the columns to use; all columns of numbers when not given."""
+    """Names, or positions in the file from 0 (the dates count), of the columns to use; all columns of numbers
+    when not given."""
 
     context: int = 96
     """Steps of a window that are known."""

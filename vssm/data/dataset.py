@@ -8,11 +8,12 @@ the key (seed, stream): unlike numpy's distributions, those bits never change be
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -185,6 +186,14 @@ class Split:
         return self.x.as_strided((reach + 1,), (1,))
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Meta:
     """Describes sequences well enough to show, decode or unscale generated ones without the data.
@@ -235,12 +244,72 @@ class Meta:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Meta":
-        """Returns the metadata that `to_json` gave, also after a trip through a JSON file."""
+        """Returns the metadata that `to_json` gave, also after a trip through a JSON file.
+
+        Raises a ValueError that names the field where one is missing or can not be.
+        """
+        if not isinstance(fields, dict):
+            raise ValueError(f"data_meta={fields!r} is not allowed; allowed: the fields of a run's data")
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):
             raise ValueError(f"metadata of data has unknown fields: {', '.join(unknown)}")
+        for name in ("name", "features", "length", "suggested_head"):
+            if name not in fields:
+                raise ValueError(f"metadata of data has no {name}")
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-        return cls(**values)
+        meta = cls(**values)
+        meta._check()
+        return meta
+
+    def _check(self) -> None:
+        """Raises unless all fields are of their types and fit each other; a file may hold anything."""
+        for name in ("features", "length", "patch", "season", "levels", "context", "horizon"):
+            value, optional = getattr(self, name), name in ("levels", "context", "horizon")
+            if not (_is_whole(value) or (optional and value is None)):
+                self._refuse(name, "a whole number >= 1")
+        for name in ("name", "suggested_head", "vocabulary", "time", "fill"):
+            value, optional = getattr(self, name), name not in ("name", "suggested_head")
+            if not (isinstance(value, str) or (optional and value is None)):
+                self._refuse(name, "text")
+        if self.windowed not in (None, "window", "last"):
+            self._refuse("windowed", "None, window, last")
+        if not isinstance(self.separate, bool):
+            self._refuse("separate", "True, False")
+        shape = self.image_shape
+        if shape is not None and not (
+            isinstance(shape, tuple) and len(shape) == 3 and all(map(_is_whole, shape))
+        ):
+            self._refuse("image_shape", "height, width, channels")
+        for name in ("columns", "cycles"):
+            value = getattr(self, name)
+            texts = isinstance(value, tuple) and all(isinstance(text, str) for text in value)
+            if not (texts or (name == "columns" and value is None)):
+                self._refuse(name, "a list of names")
+        self._check_columns()
+
+    def _check_columns(self) -> None:
+        """Raises unless what is known of columns is of their number, and that of the features."""
+        if (self.mean is None) != (self.std is None):
+            self._refuse("std" if self.std is None else "mean", "mean and std, or neither")
+        num = None if self.columns is None else len(self.columns)
+        for name in ("mean", "std"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not (isinstance(value, tuple) and all(map(_is_finite, value)) and len(value) == num):
+                self._refuse(name, f"{num or 0} finite numbers, one for each of columns")
+            if name == "std" and min(value, default=1) <= 0:
+                self._refuse(name, "numbers > 0")
+        if num is None:
+            return
+        features = self.patch * ((1 if self.separate else num) + 2 * len(self.cycles))
+        if self.features != features:
+            self._refuse(
+                "features", f"{features}, for {num} columns, patch={self.patch} and cycles={self.cycles}"
+            )
+
+    def _refuse(self, name: str, allowed: str) -> NoReturn:
+        raise ValueError(f"data_meta.{name}={getattr(self, name)!r} is not allowed; allowed: {allowed}")
 
     def to_image(self, x: Tensor) -> Tensor:
         """Returns sequences of rows (B, T, D) as images (B, T, width, channels), clamped to [0, 1]."""

@@ -6,10 +6,14 @@ Nothing that lies on disk is ever replaced or deleted: a damaged file is named a
 import gzip
 import hashlib
 import os
+import tokenize
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+# What numpy raises where a .npy file is damaged: the last two come from the parser of its header.
+DAMAGED_NPY = (ValueError, EOFError, MemoryError, SyntaxError, tokenize.TokenError)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ import torch
 from vssm.data.config import DataConfig, SeriesConfig
 from vssm.data.dataset import Data, Meta, Split
 from vssm.data.dates import uneven_dates
-from vssm.data.files import locate_own, read_bytes
+from vssm.data.files import DAMAGED_NPY, locate_own, read_bytes
 
 _TIME_NAMES = {"", "date", "datetime", "time", "timestamp", "index"}
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
@@ -59,6 +59,8 @@ class Table:
     """The name of the column of dates."""
     texts: dict[str, Sequence[object]] = field(default_factory=dict)
     """The cells of other columns without numbers."""
+    positions: Sequence[int] = ()
+    """Where in the file each column is, from 0."""
 
 
 def open_series(config: DataConfig) -> Data:
@@ -162,7 +164,12 @@ def _left_out(table: Table, options: SeriesConfig) -> str | None:
     if len(others) > _MOST_NAMED:
         others = [*others[: _MOST_NAMED - 1], f"{len(others) - _MOST_NAMED + 1} more"]
     more = f" (and so {'are' if len(others) > 1 else 'is'} {', '.join(others)})" if others else ""
-    why = f"{table.places[place]} has {cell!r}, which is no number" if _number(cell) is None else "it is text"
+    if _number(cell) is None:
+        why = f"{table.places[place]} has {cell!r}, which is no number"
+    elif _has_numbers(table.texts[name]):
+        why = "it is text"
+    else:
+        why = "all of its values are missing or not finite"
     allowed = "; allowed: a decimal point" if "," in cell else ""
     return f"column {name!r} is left out{more}: {why}{allowed}"
 
@@ -171,6 +178,11 @@ def _odd_cell(cells: Sequence[object]) -> tuple[int, str]:
     """Returns the first cell of a column of text that is neither missing nor a number, and where it is."""
     texts = ["" if cell is None else str(cell) for cell in cells]
     return next(((k, text) for k, text in enumerate(texts) if _number(text) is None), (0, texts[0]))
+
+
+def _has_numbers(cells: Sequence[object]) -> bool:
+    numbers = (_number(str(cell)) for cell in cells)
+    return any(number is not None and np.isfinite(number) for number in numbers)
 
 
 def _whole_windows(known: np.ndarray, window: int, stride: int) -> torch.Tensor:
@@ -246,13 +258,18 @@ def read_table(
             " that commas, semicolons or tabs separate"
         )
     dates = None if time == "none" else _time_column(table, time, usual, option, path)
+    texts = {name: cells for name, cells in table.texts.items() if name != dates}
+    for k, name in enumerate(table.names):
+        if k not in numeric and name not in table.texts:  # all of it is missing
+            texts[name] = table.values[:, k].tolist()
     return Table(
         tuple(table.names[k] for k in numeric),
         table.values[:, numeric],
         table.places,
         None if dates is None else _times(table.texts[dates], dates, table.places, option, path),
         dates,
-        {name: cells for name, cells in table.texts.items() if name != dates},
+        texts,
+        [table.positions[k] if table.positions else k for k in numeric.tolist()],
     )
 
 
@@ -316,9 +333,9 @@ def _times(cells: Sequence[object], name: str, places: list[str], option: str, p
 def _date(cell: object) -> datetime | None:
     try:
         date = datetime.fromisoformat(str(cell).strip())
-    except ValueError:
+        return date if date.tzinfo is None else date.astimezone(UTC).replace(tzinfo=None)
+    except (ValueError, OverflowError):  # before year 1 or after 9999 in UTC
         return None
-    return date if date.tzinfo is None else date.astimezone(UTC).replace(tzinfo=None)
 
 
 def _read_csv(path: Path) -> Table:
@@ -333,11 +350,7 @@ def _read_csv(path: Path) -> Table:
     first = text.lstrip("\r\n").partition("\n")[0]
     # A comma beside another separator is a decimal comma or part of a name.
     delimiter = next((d for d in "\t;" if d in first), ",")
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, skipinitialspace=True)
-    try:
-        rows = [(reader.line_num, row) for row in reader if row]
-    except csv.Error as error:
-        raise ValueError(f"{path}: line {reader.line_num}: {error}") from error
+    rows = _csv_rows(text, delimiter, path)
     if not rows:
         raise ValueError(f"{path} is empty")
 
@@ -366,6 +379,33 @@ def _read_csv(path: Path) -> Table:
     return Table(names, values, [f"line {line}" for line, _ in rows], texts=texts)
 
 
+def _csv_rows(text: str, delimiter: str, path: Path) -> list[tuple[int, list[str]]]:
+    """Returns the rows of a CSV text that are not empty, each with its line.
+
+    A cell ends on the line where it begins: a quote that is not closed would take all lines to the next one.
+    """
+    lines = io.StringIO(text, newline="")
+    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
+    rows, line, error = [], 0, None
+    while True:
+        line += 1
+        try:
+            row = next(reader, None)
+        except csv.Error as caught:
+            row, error = None, caught
+        if reader.line_num > line or "unexpected end" in str(error):
+            raise ValueError(
+                f"{path}: line {line} has a quote that is not closed on it; allowed: a whole cell in quotes,"
+                ' with "" for a quote inside, and no line break'
+            )
+        if error is not None:
+            raise ValueError(f"{path}: line {line}: {error}") from error
+        if row is None:
+            return rows
+        if row:
+            rows.append((line, row))
+
+
 def _number(cell: str) -> float | None:
     """Returns the number in a cell, NaN when it says that there is none, None when it is something else."""
     try:
@@ -385,6 +425,8 @@ def _read_npy(path: Path) -> Table:
         values = np.lib.format.read_array(io.BytesIO(read_bytes(path)), allow_pickle=False)
     except ValueError as error:
         raise ValueError(f"{path} is no plain .npy array: {str(error).splitlines()[0]}") from error
+    except DAMAGED_NPY as error:
+        raise ValueError(f"{path} is no plain .npy array: its header is damaged") from error
     if values.ndim not in (1, 2) or values.dtype.kind not in "fiub":
         raise ValueError(
             f"{path} holds {values.dtype} of shape {values.shape}, expected numbers of shape (N, D)"
@@ -407,18 +449,19 @@ def _read_parquet(path: Path) -> Table:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     types = pyarrow.types
     numeric = (types.is_integer, types.is_floating, types.is_decimal, types.is_boolean)
-    names, columns, texts = [], [], {}
-    for name, column in zip(table.column_names, table.columns, strict=True):
+    names, columns, texts, positions = [], [], {}, []
+    for k, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
         kind = column.type
         if types.is_timestamp(kind) or types.is_date(kind):
             texts[name] = column.to_numpy().astype("datetime64[s]")
         elif any(test(kind) for test in numeric):
             names.append(name)
+            positions.append(k)
             columns.append(column.cast(pyarrow.float64()).to_numpy())
         elif types.is_string(kind) or types.is_large_string(kind) or types.is_dictionary(kind):
             texts[name] = column.to_pylist()
     values = np.stack(columns, 1) if columns else np.empty((table.num_rows, 0))
-    return Table(tuple(names), values, _row_places(table.num_rows), texts=texts)
+    return Table(tuple(names), values, _row_places(table.num_rows), texts=texts, positions=positions)
 
 
 def _row_places(num: int) -> list[str]:
@@ -426,30 +469,41 @@ def _row_places(num: int) -> list[str]:
 
 
 def select(table: Table, columns: tuple[str, ...] | None, path: Path) -> Table:
-    """Returns the table with the columns asked for, by name or position; without times when none are."""
-    available = ", ".join(table.names)
+    """Returns the table with the columns asked for, by name or position in the file.
+
+    All but those of times when none are.
+    """
     if columns is None:
         index = [k for k, name in enumerate(table.names) if name.strip().lower() not in _TIME_NAMES]
         if not index:
             raise ValueError(
-                f"{path} has no column of numbers besides {available}; choose with --series.columns"
+                f"{path} has no column of numbers besides {', '.join(table.names)};"
+                " choose with --series.columns"
             )
     else:
-        index = []
-        for column in columns:
-            if column in table.names:
-                index.append(table.names.index(column))
-            elif column.isdecimal() and int(column) < len(table.names):
-                index.append(int(column))
-            else:
-                near = difflib.get_close_matches(column, table.names, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
+        index = [_find(table, column, path) for column in columns]
+        for k, name in enumerate(table.names):
+            if index.count(k) > 1:
                 raise ValueError(
-                    f"series.columns: {column!r} is no column of numbers in {path};"
-                    f" {hint}available: {available}"
+                    f"series.columns {', '.join(columns)} has {name!r} twice; allowed: each column once"
                 )
     names = tuple(table.names[k] for k in index)
     return Table(names, table.values[:, index], table.places, table.times, table.time)
+
+
+def _find(table: Table, column: str, path: Path) -> int:
+    """Returns the index in a table of the column that has this name, or else this position in the file."""
+    if column in table.names:
+        return table.names.index(column)
+    named = column == table.time or column in table.texts
+    if column.isdecimal() and not named and int(column) in table.positions:
+        return table.positions.index(int(column))
+    near = difflib.get_close_matches(column, table.names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(
+        f"series.columns: {column!r} is no column of numbers in {path};"
+        f" {hint}available: {', '.join(table.names)}"
+    )
 
 
 def filled(table: Table, fill: str | None, path: Path) -> np.ndarray:
