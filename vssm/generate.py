@@ -10,7 +10,7 @@ import operator
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from vssm.config import ModelConfig, check_choice, check_flag, shown, whole_numb
 from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational, inner_model
 from vssm.nn import State
 from vssm.sampling import BLIND, Noise, Options, read, repeat_variational, sample
+from vssm.sampling.layout import fitted
 from vssm.trees import Later
 from vssm.weights import first_weight
 
@@ -28,8 +29,6 @@ __all__ = ["Generation", "check_room", "check_temperature", "generate", "observe
 
 _CONSTANTS = {type, str, int, float, bool, type(None)}
 _NOTHING = State({})
-_INTEGER = (torch.int64,)
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
@@ -337,113 +336,7 @@ def _check_state(model: Model, state: State, device: torch.device) -> State:
             f"state belongs to another model ({state.owner or 'unknown'}); "
             f"allowed: a state of {_owner(model.config)}"
         )
-    whole_number("state.position", state.position, 0)
-    seed, blind = state.children.get("seed"), "blind" in state.children
-    if seed is not None and not (isinstance(seed, Tensor) and seed.ndim == 1):
-        raise ValueError("state has no seed for each row in 'seed'; allowed: a tensor (rows,)")
-    rows = 1 if seed is None else len(seed)  # that there is none is said below
-    steps = state.position if model.config.block == "attention" else min(state.position, 1)
-    last = len(model.decoder.blocks) if isinstance(model, Ladder) else model.config.layers
-    dtypes = (first_weight(model).dtype,)
-    if torch.is_autocast_enabled(device.type):  # products choose their precision, and what is kept follows
-        dtypes += _FLOATS[:3]
-    return _fitted(state, _layout(model.config, blind, last, rows, steps, dtypes), state.position, device)
-
-
-class _Kept(NamedTuple):
-    """What a model keeps under a name."""
-
-    shape: tuple[int | range, ...]
-    dtypes: tuple[torch.dtype, ...]
-    """Others are cast to the first of them."""
-
-
-_Layout = dict[str, Any]  # of _Kept, and of the layouts of nested states
-
-
-@lru_cache(maxsize=256)
-def _layout(
-    config: ModelConfig, blind: bool, last: int, rows: int, steps: int, dtypes: tuple[torch.dtype, ...]
-) -> _Layout:
-    """Returns what is in a state that has read `steps`; `last` blocks come last, after those of levels."""
-    noise: _Layout = dict.fromkeys(("seed", "row"), _Kept((rows,), _INTEGER))
-    if steps == 0:
-        return noise
-    width, inner = config.width, config.inner
-    if config.block == "attention":
-        cache = _Kept((rows, config.heads, steps, width // config.heads), dtypes)
-        block = {"k": cache, "v": cache}
-    elif config.block == "gru":
-        block = {"h": _Kept((rows, width), dtypes)}
-    else:
-        ssm = _Kept((rows, inner, config.state_size), _FLOATS)
-        block = {"conv": _Kept((rows, config.conv - 1, inner), dtypes), "ssm": ssm}
-    stack, decoder = (dict.fromkeys(map(str, range(n)), block) for n in (config.layers, last))
-    if config.kind == "vrnn":
-        return {"stack": stack, "h": _Kept((rows, 1, width), dtypes), **noise}
-    if config.levels > 1:
-        levels: _Layout = dict.fromkeys(map(str, range(config.levels)), block)
-        for i, span in enumerate(config.spans if blind else ()):
-            if span > 1:
-                shape = rows, range(1, span), config.latents // config.levels
-                levels[f"held{i}"] = _Kept(shape, _INTEGER)
-        return {"blind" if blind else "trunk": {**levels, "decoder": decoder}, **noise}
-    if config.kind in ("tvae", "vssm"):
-        return {"blind" if blind else "partial": stack, "decoder": decoder, **noise}
-    tokens = config.head == "categorical"
-    x = _Kept((rows, 1), _INTEGER) if tokens else _Kept((rows, 1, config.features), _FLOATS)
-    return {"stack": stack, "last": x, **noise}
-
-
-def _fitted(state: State, layout: _Layout, position: int, device: torch.device, path: str = "") -> State:
-    """Returns the state itself where nothing is to be cast; raises `ValueError` that names what is wrong."""
-    children, cast = state.children, {}
-    if children.keys() != layout.keys():
-        _check_names(children, layout, path)
-    if state.position != position:
-        raise ValueError(f"state is at position {shown(state.position)} in {path!r}; allowed: {position}")
-    for name, child in children.items():
-        kept = layout[name]
-        if isinstance(child, State) and isinstance(kept, dict):
-            fitted = _fitted(child, kept, position, device, f"{path}{name}/")
-        elif isinstance(child, Tensor) and isinstance(kept, _Kept):
-            if child.shape == kept.shape and child.dtype in kept.dtypes and child.device == device:
-                continue  # as almost always, and a call that is replayed has little time
-            fitted = _fitted_tensor(child, kept, device, path + name)
-        else:
-            wanted = "a State" if isinstance(kept, dict) else "a tensor"
-            raise ValueError(f"state has a {type(child).__name__} in {path + name!r}; allowed: {wanted}")
-        if fitted is not child:
-            cast[name] = fitted
-    return State({**children, **cast}, state.position, state.owner) if cast else state
-
-
-def _check_names(children: dict[str, Tensor | State], layout: _Layout, path: str) -> None:
-    missing = [n for n in layout if n not in children and not n.startswith("held")]  # none may be held
-    unknown = [n for n in children if n not in layout]
-    if missing or unknown:
-        wrong = f"no {path + missing[0]!r}" if missing else f"an unknown {path + str(unknown[0])!r}"
-        raise ValueError(f"state has {wrong}; allowed: {', '.join(repr(path + name) for name in layout)}")
-
-
-def _fitted_tensor(tensor: Tensor, kept: _Kept, device: torch.device, name: str) -> Tensor:
-    if tensor.device != device:
-        raise ValueError(f"state is on {tensor.device}; allowed: {device}, the device of the model")
-    if not _within(tensor.shape, kept.shape):
-        allowed = ", ".join(f"{n[0]} to {n[-1]}" if isinstance(n, range) else str(n) for n in kept.shape)
-        raise ValueError(f"state has {name!r} of shape {tuple(tensor.shape)}; allowed: ({allowed})")
-    if tensor.dtype in kept.dtypes:
-        return tensor
-    if not tensor.is_floating_point() or kept.dtypes == _INTEGER:
-        given, allowed = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, kept.dtypes[0]))
-        raise ValueError(f"state has {name!r} of dtype {given}; allowed: {allowed}")
-    return tensor.to(kept.dtypes[0])
-
-
-def _within(shape: Sequence[int], wanted: tuple[int | range, ...]) -> bool:
-    return len(shape) == len(wanted) and all(
-        n in size if isinstance(size, range) else n == size for n, size in zip(shape, wanted, strict=True)
-    )
+    return fitted(model, state, device)
 
 
 def check_room(model: Model, num: int, length: int, device: torch.device) -> None:
