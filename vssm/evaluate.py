@@ -78,7 +78,7 @@ def evaluate_run(
         batch: Sequences of a pass; by default what suits the device and the length.
         device: "auto" takes a GPU when there is one.
         splits: "test", or "valid" to look while the test set stays closed.
-        quick: At most 64 sequences, 10 draws and 256 images.
+        quick: At most 64 sequences, 10 draws and 256 images, for which a classifier is trained first.
         dials: Whether to measure quality against time for vssm and tvae: Fréchet distances and times over
             chunk sizes W and passes S (see `vssm.quality`). For data without images, the times alone.
         particles: Whether to estimate likelihoods by a particle filter as well (`..._particles`), for vssm

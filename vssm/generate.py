@@ -160,7 +160,8 @@ def observe(
         model: Any of the six models.
         x: What was observed, (B, C, D), or (B, C) tokens, C >= 1.
         state: What came before.
-        seed: Names the latents that are drawn for x, and what is generated later.
+        seed: Names the latents that are drawn for x, and what is generated later. All rows that go on from
+            one row of the state share its latents; with a prompt every row draws its own (vssm, tvae, vrnn).
         rows: Which rows of the noise to use.
 
     Example:
