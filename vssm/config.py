@@ -6,11 +6,13 @@ import math
 import operator
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vssm.data.config import DataConfig
 from vssm.distributions import HEADS
@@ -18,7 +20,9 @@ from vssm.ops.latents import ESTIMATORS
 
 __all__ = ["FORMAT", "KINDS", "PRESETS", "ModelConfig", "RunConfig", "TrainConfig"]
 __all__ += ["check_choice", "check_device", "check_flag", "check_number", "check_path", "check_type"]
-__all__ += ["shown", "whole_number"]
+__all__ += ["shown", "whole_number", "whole_numbers"]
+
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 FORMAT = 1
 """Version of `config.json` and its folder; raised when an older reader would misunderstand it."""
@@ -74,6 +78,18 @@ def whole_number(name: str, value: object, least: int) -> int:
     if number is None or number < least:
         raise ValueError(f"{name}={shown(value)} is not allowed; allowed: a whole number >= {least}")
     return number
+
+
+def whole_numbers(name: str, values: Sequence[int] | Tensor | int, device: torch.device) -> Tensor:
+    """Returns numbers as an int64 tensor; fractions are refused, not cut off."""
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        tensor = None
+    if tensor is None or tensor.dtype not in _INTEGERS:
+        given = type(values).__name__ if tensor is None else str(tensor.dtype).removeprefix("torch.")
+        raise ValueError(f"{name} is {given}; allowed: whole numbers of 64 bits")
+    return tensor.to(device, torch.int64)
 
 
 def shown(value: object) -> str:

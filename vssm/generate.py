@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vssm import graphs as recorded
-from vssm.config import ModelConfig, check_choice, check_flag, shown, whole_number
+from vssm.config import ModelConfig, check_choice, check_flag, shown, whole_number, whole_numbers
 from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational, inner_model
 from vssm.nn import State
 from vssm.sampling import BLIND, Noise, Options, read, repeat_variational, sample
@@ -29,7 +29,6 @@ __all__ = ["Generation", "check_room", "check_temperature", "generate", "observe
 
 _CONSTANTS = {type, str, int, float, bool, type(None)}
 _NOTHING = State({})
-_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 class Generation(NamedTuple):
@@ -255,28 +254,16 @@ def _noise_source(
     elif isinstance(seed, int) and not isinstance(seed, bool):
         seeds = seed
     else:
-        seeds = _whole_numbers("seed", seed, device)
+        seeds = whole_numbers("seed", seed, device)
         seeds = seeds.repeat(num) if seeds.ndim == 0 else seeds
     if rows is None:
         row = num if state is None else state["row"]
     else:
-        row = _whole_numbers("rows", rows, device)
+        row = whole_numbers("rows", rows, device)
     for name, given in (("seed", seeds), ("rows", row)):
         if isinstance(given, Tensor) and given.shape != (num,):
             raise ValueError(f"{name} has shape {tuple(given.shape)}; allowed: ({num},), one for each row")
     return Noise(seeds, row, device=device)
-
-
-def _whole_numbers(name: str, values: Sequence[int] | Tensor | int, device: torch.device) -> Tensor:
-    """Returns numbers as an int64 tensor; fractions are refused, not cut off."""
-    try:
-        tensor = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        tensor = None
-    if tensor is None or tensor.dtype not in _INTEGERS:
-        given = type(values).__name__ if tensor is None else str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"{name} is {given}; allowed: whole numbers of 64 bits")
-    return tensor.to(device, torch.int64)
 
 
 @lru_cache(maxsize=256, typed=True)

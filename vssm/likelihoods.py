@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from vssm.config import check_choice, whole_number
+from vssm.config import check_choice, whole_number, whole_numbers
 from vssm.distributions import Latents, Observation
 from vssm.models import VRNN, Autoregressive, Ladder, Model, Trajectory, Variational, inner_model
 from vssm.models.ladder import Task
@@ -97,17 +97,14 @@ def log_likelihood(
 
 def _numbers(x: Tensor, rows: Sequence[int] | Tensor | int) -> Tensor:
     """Returns the row of the noise of each sequence: as given, or those from a first one on."""
-    told = f"rows do not fit; allowed: {len(x)} whole numbers from 0 to 2^32 - 1, or the first of them"
     if type(rows) is int and 0 <= rows <= 2**32 - len(x):
         return torch.arange(rows, rows + len(x), device=x.device)
-    try:
-        given = torch.as_tensor(rows)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ValueError(told) from None
-    whole = not (given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool)
-    if given.shape != (len(x),) or not whole or bool(((given < 0) | (given >= 2**32)).any()):
-        raise ValueError(told)
-    return given.to(x.device, torch.int64)
+    given = whole_numbers("rows", rows, x.device)
+    if given.shape != (len(x),) or bool(((given < 0) | (given >= 2**32)).any()):
+        raise ValueError(
+            f"rows do not fit; allowed: {len(x)} whole numbers from 0 to 2^32 - 1, or the first of them"
+        )
+    return given
 
 
 def check_method(model: Model, method: str) -> None:
