@@ -137,18 +137,19 @@ def unaligned(tensor):
 
 
 @pytest.fixture
-def rings(monkeypatch):
+def rings(monkeypatch, request):
     """Plans short sequences as long ones are planned; returns a list with an entry for every ring."""
     from vssm.ops import scan_triton
+    from vssm.ops.scan_triton_plans import _plan_ring
 
-    ring = scan_triton.plan_forward(8, 4096, 2048, 16, 132)
+    ring = _plan_ring(8, getattr(request, "param", 2), wide=False)._replace(length=4096)
     chunks = scan_triton.Plan(8, 64, 2, None, True)
     made = []
     run = scan_triton._Call.scan_ring
     monkeypatch.setattr(
         scan_triton,
         "plan_forward",
-        lambda *sizes, copies=True: chunks if sizes[1] % 8 or not copies else ring,
+        lambda *sizes, copies=True, **_: chunks if sizes[1] % 8 or not copies else ring,
     )
     monkeypatch.setattr(scan_triton._Call, "scan_ring", lambda *inputs: made.append(1) or run(*inputs))
     return made
@@ -180,7 +181,11 @@ def test_a_ring_with_every_optional_argument(rings, given, softplus):
 
 @kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("batch", "length", "channels", "states"), [(2, 40, 64, 16), (1, 40, 128, 8)])
+@pytest.mark.parametrize(
+    ("rings", "batch", "length", "channels", "states"),
+    [(2, 2, 40, 64, 16), (2, 1, 40, 128, 8), (4, 1, 40, 64, 8), (8, 2, 24, 64, 16)],
+    indirect=["rings"],  # lanes a channel
+)
 @torch.no_grad()
 def test_a_ring_of_every_dtype_from_states_that_sequences_share(
     rings, batch, length, channels, states, dtype
@@ -236,15 +241,51 @@ def test_what_cannot_be_copied_to_a_ring_is_cut_in_chunks(rings):
     assert relative_error(torch.cat((first, second), 1), y) < 1e-6 and relative_error(state, h) < 1e-6
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@kernels
+@pytest.mark.parametrize(
+    ("batch", "length", "states", "parts", "block"),
+    [(1, 96, 16, 8, 32), (2, 80, 16, 4, 16), (1, 72, 16, 8, 8), (1, 64, 8, 4, 16)],
+)
 @torch.no_grad()
-def test_a_ring_and_chunks_agree(monkeypatch, dtype):
+def test_few_sequences_by_a_ring(monkeypatch, batch, length, states, parts, block):
     from vssm.ops import scan_triton
 
-    values = to_device(arguments(4, 2048, 2048, 16), dtype)
+    plan = scan_triton.plan_forward(batch, length, 64, states, 2, wide=True)
+    assert plan.ring and plan.parts == parts and block == plan.K
+    monkeypatch.setattr(scan_triton, "_processors", lambda _: 2)
+    values = to_device(arguments(batch, length, 64, states))
+    exact = {name: v.double() if torch.is_tensor(v) else v for name, v in values.items()}
+    made = selective_scan(**values, backend="triton")
+    for given, wanted in zip(made, selective_scan(**exact, backend="reference"), strict=True):
+        assert relative_error(given, wanted) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "length", "channels"), [(1, 256, 2048), (1, 1024, 2048), (4, 64, 512)])
+def test_gradients_of_few_sequences_by_a_ring(batch, length, channels):
+    from vssm.ops import scan_triton
+
+    device = torch.device(DEVICE)
+    assert len(scan_triton.kept_shape(batch, length, channels, 16, torch.float32, device)) == 4
+    values = to_device(arguments(batch, length, channels, 16))
+    wanted = expected(values)
+    assert_close(outputs(values), wanted)
+    # What can not be copied has kept states all the same.
+    assert_close(outputs({**values, "dt": unaligned(values["dt"])}), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [1, 2, 4])
+@torch.no_grad()
+def test_a_ring_and_chunks_agree(monkeypatch, batch, dtype):
+    from vssm.ops import scan_triton
+
+    values = to_device(arguments(batch, 2048, 2048, 16), dtype)
     plan = scan_triton.plan_forward
-    assert plan(*values["u"].shape, 16, scan_triton._processors(values["u"].device)).ring
+    wide = dtype == torch.float32
+    processors = scan_triton._processors(values["u"].device)
+    assert (plan(*values["u"].shape, 16, processors, wide).ring > 0) == (wide or batch == 4)
     first, second = (selective_scan(**values, backend="triton") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     monkeypatch.setattr(scan_triton, "plan_forward", lambda *sizes, **_: plan(*sizes, copies=False))
@@ -267,7 +308,7 @@ def keeps(monkeypatch):
     def plans(way, chunk, split=True, span=2):
         backward = scan_triton.Plan(chunk, 32, 2, None, True, programs=3, split=split)
 
-        def plan_forward(*_, copies=True):
+        def plan_forward(*_, copies=True, **__):
             return whole if way == "whole" else ring if copies else chunks
 
         def plan_backward(*sizes):
@@ -598,7 +639,7 @@ def test_plans_fill_the_device(monkeypatch):
         (2, 2048, 64, False),
         (1, 65536, 256, False),
     ):
-        plan = scan_triton.plan_forward(batch, length, 2048, 16, 132)
+        plan = scan_triton.plan_forward(batch, length, 2048, 16, 132)  # numbers of 16 bits
         assert -(-length // plan.length) == chunks and (plan.ring > 0) == ring
         backward = scan_triton.plan_backward(batch, length, 2048, 16, 132)
         assert backward.split == (batch < 64)
@@ -617,7 +658,9 @@ def test_plans_fill_the_device(monkeypatch):
     ):
         for dtype in (torch.float32, torch.bfloat16):
             shape = scan_triton.kept_shape(batch, length, 2048, 16, dtype, torch.device(DEVICE))
-            assert shape == ((batch, chunks, 16, 2048) if chunks else (0,))
+            ring = dtype == torch.float32 and batch == 1  # of eight lanes
+            kept = length // 32 if ring else chunks
+            assert shape == ((batch, kept, 16, 2048) if kept else (0,))
         assert scan_triton.plan_span(batch, -(-length // 32), 24 * 132 // 128) == span
     # A ring takes whole blocks of whole programs, and inputs that can be copied.
     assert scan_triton.plan_forward(8, 4096, 2048, 8, 132).ring
@@ -637,6 +680,28 @@ def test_plans_fill_the_device(monkeypatch):
     ):
         plan = scan_triton.plan_forward(batch, length, 2048, states, 132)
         assert plan.parts == parts and plan.K % parts == 0 and (parts == 1 or plan.length == length)
+    # Few sequences of float32 that are not short have a ring, unless there are more than lanes are good for.
+    for batch, length, channels, states, parts in (
+        (1, 1024, 2048, 16, 8),
+        (2, 4096, 2048, 16, 8),
+        (4, 1024, 2048, 16, 4),
+        (8, 1024, 2048, 16, 2),
+        (1, 1024, 2048, 8, 1),
+        (1, 1024, 1024, 16, 1),
+        (1, 256, 1024, 16, 8),
+        (1, 256, 2048, 8, 4),
+        (1, 64, 64, 16, 8),
+    ):
+        plan = scan_triton.plan_forward(batch, length, channels, states, 132, wide=True)
+        assert plan.parts == parts and (plan.ring > 0) == (parts > 1) and length % plan.K == 0
+        other = scan_triton.plan_forward(batch, length, channels, states, 132, wide=True, copies=False)
+        assert not other.ring and (other.parts > 1) == (length <= 256)
+        assert (
+            scan_triton.plan_forward(
+                batch, length, channels, states, 132, wide=True, copies=False, lanes=False
+            ).parts
+            == 1
+        )
 
 
 @pytest.mark.gpu

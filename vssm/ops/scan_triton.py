@@ -24,8 +24,9 @@ A program is one warp, or some that do not know of each other but for what `_rin
   serves both. `_combine_kernel` chains the chunks of a long sequence; then all can run side by side.
 - `_lanes_kernel` writes out of few sequences: chunks would have to be run twice, and many lanes fill the
   device without them. Of every PARTS steps each lane of a channel loads one and does what is not per state.
-- `_ring_kernel` writes out of some long sequences that come in whole blocks: it copies ahead into shared
-  memory what few warps would wait for, and so runs once over what chunks would run over twice.
+- `_ring_kernel` writes out of some long sequences, and of few that are not short, that come in whole blocks:
+  it copies ahead into shared memory what few warps would wait for, and so runs once over what chunks would
+  run over twice.
 - `_pull_kernel` finds pull alone: it walks back, and so needs no product of decays.
 - `_scan_backward_kernel` runs a chunk forward and keeps h of every K-th step in shared memory (in a scratch
   if it does not fit), then walks back K steps at a time with their states in registers. Of every PARTS
@@ -289,7 +290,7 @@ def forward(
     sizes = (batch, length, channels, A.shape[1], _processors(u.device), u.element_size() > 2)
     plan = plan_forward(*sizes)
     if plan.ring and not call.copies:
-        plan = plan_forward(*sizes, copies=False)
+        plan = plan_forward(*sizes, copies=False, lanes=kept is None)
     chunks = triton.cdiv(length, plan.length)
     start = None if h0 is None else h0.contiguous()
     if chunks > 1:

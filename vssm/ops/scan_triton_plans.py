@@ -40,13 +40,18 @@ MOST_PARTS = 8
 WARPS = 8
 """while a multiprocessor has no more warps than this,"""
 ALONE = 256
-"""and of no longer sequences: more of time is run side by side, in chunks."""
+"""and of no longer sequences: more of time is run side by side, in chunks, unless there is a ring."""
+SHORT = 64
+"""Steps from which a ring pays; before, lanes that load for themselves have started sooner."""
 RING_WARPS = 2.9
-"""Warps of two lanes a channel that a multiprocessor must have for a ring to beat chunks.
+"""Warps that a multiprocessor must have for a ring of two lanes a channel, or of more, to beat chunks.
 
-A step of a ring takes 71 ns, or 14.5 ns for every 2048 channels of a sequence if that is more; in chunks it
-takes 30 ns for these (H200, bfloat16, 16 states).
+A step of a ring of two lanes takes 71 ns, or 14.5 ns for every 2048 channels of a sequence if that is more;
+one of eight lanes, which has float32 and one sequence, 24 ns. In chunks it takes 30 ns for these 2048
+channels (H200, 16 states).
 """
+RING_STEPS = {2: 8, 4: 16, 8: 32}
+"""Steps of a block of a ring by its lanes a channel, at most."""
 
 
 def plan_forward(
@@ -57,23 +62,30 @@ def plan_forward(
     processors: int,
     wide: bool = False,
     copies: bool = True,
+    lanes: bool = True,
 ) -> Plan:
     """Returns how `forward` runs: over the whole length at once if that fills the device, else in chunks.
 
-    Few sequences that are not long do fill it with several lanes a channel, and some long ones with two lanes
-    and a ring. A ring has only whole blocks: with a length that is no multiple of 8 or channels that are none
-    of 64 there are chunks, as where `copies` says that inputs cannot be copied to it. Wide numbers have more
-    than 16 bits.
+    Few sequences that are not long do fill it with several lanes a channel, and some long ones with lanes and
+    a ring. A ring has only whole blocks: with a length that is no multiple of 8 or channels that are none of
+    64 there are lanes without one or chunks, as where `copies` says that inputs cannot be copied to it.
+    Without `lanes`, which keep no states for a backward, there are chunks. Wide numbers have more than 16
+    bits.
     """
     parts = 1
     while (
-        1 < length <= ALONE
-        and 2 * parts <= MOST_PARTS
+        2 * parts <= MOST_PARTS
         and states % (2 * parts) == 0
         and 2 * parts * batch * channels <= 32 * WARPS * processors
     ):
         parts *= 2
-    if parts > 1:
+    whole = copies and states in (8, 16) and channels % 64 == length % 8 == 0
+    if whole and wide and length >= SHORT:  # numbers of 16 bits are not worth more than two lanes
+        most = min(parts, states // 2)  # a lane reads two states at a time
+        filled = most * batch * channels >= 32 * RING_WARPS * processors
+        if most > 2 and (length <= ALONE or filled):
+            return _plan_ring(length, most, wide)
+    if lanes and parts > 1 and 1 < length <= ALONE:
         warps = max(1, parts // 4)  # then it reads whole sectors of memory, 8 channels, of every step
         block = parts if parts >= 8 else 2 * parts
         if length >= 64 and parts >= 8:  # longer runs of loads pay
@@ -87,10 +99,8 @@ def plan_forward(
         return Plan(length, 32, K, None, True, polynomials)
     if warps >= 6 * processors or length < 128:
         return Plan(length, 64, K, 128, False, polynomials)
-    whole = states in (8, 16) and channels % 64 == length % 8 == 0
-    if copies and whole and 2 * batch * channels >= 32 * RING_WARPS * processors:
-        # Without a limit the compiler takes hardly more registers, in an order that waits longer for results.
-        return Plan(length, 128, 8, 96 if wide else 72, True, parts=2, warps=4, ring=4)
+    if whole and 2 * batch * channels >= 32 * RING_WARPS * processors:
+        return _plan_ring(length, 2, wide)
     # Four waves of programs, 16 a multiprocessor; or fewer, when chunks would be too short to be worth it.
     chunk = triton.cdiv(length * warps, 64 * processors)
     if chunk <= 32:  # few programs: each has registers to load more at once
@@ -98,6 +108,14 @@ def plan_forward(
     # Twelve programs of 168 registers a multiprocessor load more numbers of 16 bits at once than sixteen.
     K, registers = (K, 128) if wide else (4, 168)
     return Plan(triton.cdiv(chunk, 64) * 64, 64, K, registers, False, polynomials)
+
+
+def _plan_ring(length: int, parts: int, wide: bool) -> Plan:
+    """Returns how a ring with so many lanes a channel runs over a length that 8 divides."""
+    K = min(RING_STEPS[parts], length & -length)
+    # Without a limit the compiler takes hardly more registers, in an order that waits longer for results.
+    registers = None if parts > 2 else 96 if wide else 72
+    return Plan(length, 128, K, registers, True, parts=parts, warps=4, ring=4)
 
 
 def plan_summary(length: int, states: int, adjoint: bool, few: bool = False, wide: bool = False) -> Plan:

@@ -56,7 +56,7 @@ def _load_value(shared, pointer, PTX: tl.constexpr):
 
 @triton.jit
 def _load_row(shared, pointer, N: tl.constexpr, PTX: tl.constexpr):
-    """Loads N adjacent values, whole 64-bit words, for every lane, a tuple of float32; as `_load_value`."""
+    """Loads N adjacent values, whole 32-bit words, for every lane, a tuple of float32; as `_load_value`."""
     values = ()
     if PTX:
         words = ()
@@ -66,11 +66,16 @@ def _load_row(shared, pointer, N: tl.constexpr, PTX: tl.constexpr):
                 "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [shared + 16 * i],
                 (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
             )  # fmt: skip
-        if WORDS % 4 == 2:
+        if WORDS % 4 >= 2:
             words = words + tl.inline_asm_elementwise(
                 "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [shared + WORDS // 4 * 16],
                 (tl.int32, tl.int32), is_pure=False, pack=1,
             )  # fmt: skip
+        if WORDS % 2 == 1:
+            last = tl.inline_asm_elementwise(
+                "ld.shared.b32 $0, [$1];", "=r,r", [shared + (WORDS - 1) * 4], tl.int32, is_pure=False, pack=1
+            )
+            words = words + (last,)
         for i in tl.static_range(len(words)):
             if pointer.dtype.element_ty == tl.bfloat16:
                 values = values + ((words[i] << 16).to(tl.float32, bitcast=True),)
