@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import KINDS, sequences, small_model
-from vssm import State, load, log_likelihood, observe, save
+from vssm import State, generate, load, log_likelihood, observe, save
 from vssm.storage import write_atomically
 
 
@@ -105,6 +106,37 @@ def test_what_does_not_fit_is_named(damage, message, tmp_path):
     damage(tmp_path)
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
+
+
+def flip(file, place):
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("place", [-1, -1000, -100_000])
+def test_a_bit_that_was_flipped_is_found(place, tmp_path):
+    model = small_model("vssm")
+    weights, state = tmp_path / "weights.safetensors", tmp_path / "state"
+    save(model, tmp_path)
+    with safe_open(weights, "pt") as file:
+        text = file.metadata()["vssm"]
+    generate(model, num=20, length=3).state.save(state)
+    for file, read in ((weights, lambda: load(tmp_path)), (state, lambda: State.load(state))):
+        whole = file.read_bytes()
+        flip(file, max(place, -len(whole) // 2))
+        with pytest.raises(ValueError, match=f"{file.name}' is damaged: it differs from its checksum; allow"):
+            read()
+        file.write_bytes(whole)
+        read()
+    content = bytearray(state.read_bytes())
+    content[-1] ^= 1
+    with pytest.raises(ValueError, match=r"^state is damaged: it differs from its checksum"):
+        State.from_bytes(bytes(content))
+    # What was written before there were checksums is read as it is.
+    save_file(load_file(weights), weights, {"vssm": text})
+    flip(weights, -1)
+    load(tmp_path)
 
 
 def save_killed_between_the_files(model, folder):

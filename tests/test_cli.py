@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import vssm
 from vssm import interrupts, threads
@@ -403,6 +404,17 @@ def test_bad_generate_options(run_folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "bad.safetensors").write_bytes(b"nothing")
     assert "is damaged" in fails(capsys, "generate", run_folder, "--resume", "bad.safetensors")
     assert "text" in fails(capsys, "generate", run_folder, "--out", "x.txt")
+
+
+def test_weights_that_are_no_numbers_generate_nothing(capsys, run_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = vssm.load(run_folder)
+    name, parameter = list(model.named_parameters())[-1]
+    torch.nn.init.constant_(parameter, torch.nan)
+    vssm.save(model, "model")
+    message = f"tensor {name!r} holds NaN or infinity; allowed: finite weights"
+    assert message in fails(capsys, "generate", "model", "--length", "3")
+    assert not list(tmp_path.glob("samples*"))
 
 
 def test_a_wrong_number_is_named_without_the_words_of_the_parser(capsys):

@@ -59,7 +59,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_used(how, file, unbro
     assert "\n" not in shown.messages[0]
 
 
-@pytest.mark.parametrize("how", ["truncated", "missing"])
+@pytest.mark.parametrize("how", ["truncated", "flipped", "missing"])
 def test_best_weights_that_were_lost_are_made_again_from_the_end(how, unbroken, tmp_path):
     folder, shown = shutil.copytree(unbroken, tmp_path / "run"), StopAt(99)
     damage(folder / "weights.safetensors", how)

@@ -18,9 +18,9 @@ from torch import Tensor
 from vssm import pretrained
 from vssm.config import FORMAT, ModelConfig, check_device, check_path
 from vssm.models import Model, build, inner_model
-from vssm.storage import write_atomically
+from vssm.storage import check_checksum, with_checksum, write_atomically
 
-__all__ = ["load", "save"]
+__all__ = ["load", "load_finite", "save"]
 
 _METADATA = "vssm"  # the key in the metadata of the weights that has the text of their config.json
 
@@ -51,7 +51,8 @@ def save(model: Model, folder: str | Path) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     _check_own(model, tensors)
     text = json.dumps({"format": FORMAT, "model": model.config.to_dict()}, indent=2) + "\n"
-    write_atomically(folder / "weights.safetensors", lambda path: save_file(tensors, path, {_METADATA: text}))
+    metadata = with_checksum(tensors, {_METADATA: text})
+    write_atomically(folder / "weights.safetensors", lambda path: save_file(tensors, path, metadata))
     write_atomically(folder / "config.json", lambda path: path.write_text(text))
 
 
@@ -126,6 +127,15 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
     return model.requires_grad_(True)
 
 
+def load_finite(folder: str | Path, device: torch.device | str = "cpu") -> Model:
+    """Does what `load` does, for models that answer: numbers that are none would look like any others."""
+    model = load(folder, device)
+    odd = next((name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()), None)
+    if odd is not None:
+        raise ValueError(f"{str(folder)!r}: tensor {odd!r} holds NaN or infinity; allowed: finite weights")
+    return model
+
+
 def _check_own(model: Model, tensors: dict[str, Tensor]) -> None:
     """Raises unless a model has what its config says: `load` could not read anything else."""
     with torch.device("meta"):
@@ -176,12 +186,14 @@ def _read_config(path: Path) -> ModelConfig:
 def _read_weights(path: Path, device: torch.device) -> tuple[dict[str, Tensor], ModelConfig | None]:
     """Returns the tensors, and the config that they carry, if they do."""
     try:
-        with safe_open(path, "pt", device=str(device)) as file:
-            text = (file.metadata() or {}).get(_METADATA)
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{str(path)!r} is damaged: {error}") from None
-    return tensors, None if text is None else _parse_config(text, path)
+    check_checksum(repr(str(path)), tensors, metadata)
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    return tensors, _parse_config(metadata[_METADATA], path) if _METADATA in metadata else None
 
 
 def _parse_config(text: str, path: Path) -> ModelConfig:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vssm import graphs, pretrained
-from vssm.checkpoint import load
+from vssm.checkpoint import load_finite
 from vssm.config import check_choice, check_type, whole_number
 from vssm.data import Meta
 from vssm.data.scale import Scale
@@ -198,7 +198,7 @@ class Forecaster:
             (('load',), torch.Size([3, 2, 1]))
         """
         folder = pull(run) if isinstance(run, str) and run.startswith("hf://") else pretrained.find(run)
-        model = load(folder, device)
+        model = load_finite(folder, device)
         fields = json.loads((folder / "config.json").read_text()).get("data_meta")
         if fields is None or fields.get("columns") is None:
             name = "unknown data" if fields is None else repr(fields.get("name"))

@@ -36,7 +36,7 @@ from torch import Tensor
 from vssm.config import RunConfig
 from vssm.data import Meta
 from vssm.labels import is_number
-from vssm.storage import write_atomically
+from vssm.storage import check_checksum, with_checksum, write_atomically
 
 __all__ = ["Checkpoint", "RunFolder", "claim", "finite", "read_config", "read_line", "read_log"]
 
@@ -249,7 +249,8 @@ class RunFolder:
     def save_weights(self, tensors: dict[str, Tensor]) -> None:
         """Writes the best weights; what was measured of those before is set aside as "eval.json.old"."""
         self._set_aside()  # first: killed in between, this leaves no result beside weights that it is not of
-        write_atomically(self.path / "weights.safetensors", lambda path: save_file(tensors, path))
+        metadata = with_checksum(tensors, {})
+        write_atomically(self.path / "weights.safetensors", lambda path: save_file(tensors, path, metadata))
         self._set_aside()  # what an evaluation of those before has written meanwhile
 
     def _set_aside(self) -> None:
@@ -259,11 +260,14 @@ class RunFolder:
 
     def has_weights(self) -> bool:
         """Whether the best weights are there and whole."""
+        path = self.path / "weights.safetensors"
         try:
-            with safe_open(self.path / "weights.safetensors", "pt"):
-                return True
-        except (OSError, SafetensorError):
+            with safe_open(path, "pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                check_checksum(str(path), tensors, file.metadata() or {})
+        except (OSError, SafetensorError, ValueError):
             return False
+        return True
 
     def log(self, line: dict[str, Any]) -> None:
         """Appends to the log."""

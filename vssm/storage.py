@@ -8,13 +8,20 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-__all__ = ["is_device", "why_read_only", "write_atomically"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["check_checksum", "is_device", "why_read_only", "with_checksum", "write_atomically"]
+
+_CHECKSUM = "crc32"  # the key of it in the metadata of a safetensors file
 
 _LONGEST = 255  # bytes of a name, on most systems
 _MORE = len(f"..{secrets.token_hex(6)}.tmp")
@@ -65,6 +72,44 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
     finally:
         with suppress(OSError):  # a disk that became read-only: what is to be said is why the write failed
             temporary.unlink(missing_ok=True)
+
+
+def with_checksum(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> dict[str, str]:
+    """Returns the metadata of a safetensors file with a checksum of it and of the tensors, on a CPU.
+
+    Example:
+        >>> import torch
+        >>> with_checksum({"h": torch.ones(2)}, {"format": "1"})
+        {'format': '1', 'crc32': '...'}
+    """
+    return {**metadata, _CHECKSUM: _checksum(tensors, metadata)}
+
+
+def check_checksum(name: str, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> None:
+    """Raises where tensors and metadata, read from a file, are not those that it was written with.
+
+    Files of versions that wrote no checksum are taken as they are.
+    """
+    rest = dict(metadata)
+    found = rest.pop(_CHECKSUM, None)
+    if found is not None and found != _checksum(tensors, rest):
+        raise ValueError(
+            f"{name} is damaged: it differs from its checksum; allowed: a file as it was written"
+        )
+
+
+def _checksum(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> str:
+    import torch  # which takes seconds, and who calls this has
+
+    total = 0
+    for key in sorted(metadata):
+        total = zlib.crc32(f"{key}={metadata[key]}\n".encode(), total)
+    for key in sorted(tensors):
+        tensor = tensors[key]
+        total = zlib.crc32(f"{key}={tensor.dtype}{tuple(tensor.shape)}\n".encode(), total)
+        content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        total = zlib.crc32(content.numpy().data, total)
+    return f"{total:08x}"
 
 
 def is_device(path: Path) -> bool:

@@ -128,6 +128,7 @@ class Generate:
 
     def _compute(self) -> None:
         import vssm
+        from vssm.checkpoint import load_finite
         from vssm.train import choose_device
 
         out = self.out or Path("samples.npy")
@@ -140,7 +141,7 @@ class Generate:
             self._check_files(out)
         device = choose_device(self.device)
         folder = local_folder(self.run_folder)
-        model, meta = vssm.load(folder, device), data_meta(folder)
+        model, meta = load_finite(folder, device), data_meta(folder)
         if self.out is None:
             words = meta is not None and meta.suggested_head == "categorical"
             out = Path("samples.txt" if words else "samples.npy")

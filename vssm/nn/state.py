@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vssm.config import check_device, shown, whole_number
-from vssm.storage import write_atomically
+from vssm.storage import check_checksum, with_checksum, write_atomically
 
 __all__ = ["State"]
 
@@ -187,7 +187,7 @@ class State:
         self._flatten("", tensors, positions)
         metadata = {"format": _FORMAT, "owner": self.owner, "positions": json.dumps(positions)}
         leaves = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        return save(leaves, metadata)
+        return save(leaves, with_checksum(leaves, metadata))
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "State":
@@ -198,12 +198,12 @@ class State:
             raise ValueError(f"state file {str(path)!r} does not exist")
         device = check_device(device)
         try:
-            with safe_open(path, framework="pt", device=str(device)) as file:
+            with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise ValueError(f"state file {str(path)!r} is damaged: {error}") from None
-        return cls._from_file(f"file {str(path)!r}", metadata, tensors)
+        return cls._from_file(f"file {str(path)!r}", metadata, tensors).to(device)
 
     @staticmethod
     def is_saved_at(path: str | Path) -> bool:
@@ -237,11 +237,11 @@ class State:
 
         device = check_device(device)
         try:
-            tensors = {name: tensor.to(device) for name, tensor in load(content).items()}
+            tensors = load(content)
         except SafetensorError as error:
             raise ValueError(f"state of {len(content)} bytes is damaged: {error}") from None
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        return cls._from_file("state", header.get("__metadata__", {}), tensors)
+        return cls._from_file("state", header.get("__metadata__", {}), tensors).to(device)
 
     @classmethod
     def _from_file(cls, name_of_file: str, metadata: dict[str, str], tensors: dict[str, Tensor]) -> "State":
@@ -249,6 +249,7 @@ class State:
             raise ValueError(
                 f"{name_of_file} has format {metadata.get('format')!r}; allowed: {_FORMAT!r}, a saved state"
             )
+        check_checksum(name_of_file, tensors, metadata)
         try:
             positions = json.loads(metadata["positions"])
             assert all(type(position) is int and position >= 0 for position in positions.values())

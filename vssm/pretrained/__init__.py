@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from vssm.hub import model_card
-from vssm.storage import write_atomically
+from vssm.storage import with_checksum, write_atomically
 
 __all__ = ["export", "find", "names", "write_card"]
 
@@ -81,7 +81,8 @@ def export(run: str | Path, folder: str | Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     rounded = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     text = json.dumps(values, indent=2) + "\n"
-    write_atomically(folder / "weights.safetensors", lambda path: save_file(rounded, path))
+    metadata = with_checksum(rounded, {})
+    write_atomically(folder / "weights.safetensors", lambda path: save_file(rounded, path, metadata))
     write_atomically(folder / "config.json", lambda path: path.write_text(text))
     write_card(folder)
     return folder

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vssm import pretrained
-from vssm.checkpoint import load
+from vssm.checkpoint import load_finite
 from vssm.data import Meta
 from vssm.generate import generate
 from vssm.hub import pull
@@ -92,10 +92,7 @@ def open_models(sources: Sequence[str], device: str = "cpu") -> list[Served]:
         name = name or re.sub(r"[^\w.-]", "-", Path(place.removeprefix("hf://").rstrip("/")).name)
         if not re.fullmatch(r"\w[\w.-]{0,63}", name) or any(other.name == name for other in served):
             raise ValueError(f"model name {name!r} is not allowed; allowed: NAME=FOLDER, each name once")
-        model = load(place, device).eval()
-        odd = next((key for key, value in model.state_dict().items() if not value.isfinite().all()), None)
-        if odd is not None:  # answers would be null, or tokens that look like any others
-            raise ValueError(f"{place!r}: tensor {odd!r} holds NaN or infinity; allowed: finite weights")
+        model = load_finite(place, device).eval()
         served.append(Served(name, model, _meta(place)))
     return served
 
