@@ -112,7 +112,9 @@ def plan_forward(
 
 def _plan_ring(length: int, parts: int, wide: bool) -> Plan:
     """Returns how a ring with so many lanes a channel runs over a length that 8 divides."""
-    K = min(RING_STEPS[parts], length & -length)
+    K = RING_STEPS[parts]
+    while length % K:  # no bits of it: a trace may not know the length
+        K //= 2
     # Without a limit the compiler takes hardly more registers, in an order that waits longer for results.
     registers = None if parts > 2 else 96 if wide else 72
     return Plan(length, 128, K, registers, True, parts=parts, warps=4, ring=4)
