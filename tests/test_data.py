@@ -1295,3 +1295,24 @@ def test_a_digest_tells_values_apart_that_have_one_mean_and_one_middle():
     flat, peak = (Split(torch.tensor(values).view(1, 3, 1)) for values in ([1.0, 1, 1], [0.0, 3, 0]))
     assert flat.digest() == [1.0, 1.0, 0.5]
     assert peak.digest() == [1.0, 3.0, 0.5]
+
+
+def test_images_are_moved_by_a_pixel_as_often_as_asked():
+    from vssm.data.images import moved
+
+    x = torch.rand(2000, 5, 4 * 3)
+    made = moved(x, 0.6, 3, torch.Generator().manual_seed(0))
+    # What comes to a pixel off the edges is one of its neighbours, with all of its channels.
+    image, given = made.view(2000, 5, 4, 3), x.view(2000, 5, 4, 3)
+    steps = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
+    found = torch.stack([(image[:, 2, 1] == given[:, 2 + i, 1 + j]).all(-1) for i, j in steps])
+    assert (found.sum(0) == 1).all()
+    counts = dict(zip(steps, found.sum(1).tolist(), strict=True))
+    assert abs(counts.pop((0, 0)) - 2000 * (0.4 + 0.6 / 9)) < 120
+    assert all(abs(count - 2000 * 0.6 / 9) < 60 for count in counts.values())
+    up = found[steps.index((-1, 0))]
+    assert torch.equal(made[up][:, 1:], x[up][:, :-1]) and torch.equal(made[up][:, 0], x[up][:, 0])
+    # Parts of a batch are moved as the whole is.
+    parts = [moved(x[i * 500 :][:500], 0.6, 3, torch.Generator().manual_seed(0), (i, 4)) for i in range(4)]
+    assert torch.equal(torch.cat(parts), made)
+    assert torch.equal(moved(x, 0.0, 3), x)

@@ -177,13 +177,14 @@ def test_particles_add_likelihoods_and_change_nothing_else(evaluated, digits_run
     (digits_run / "eval.json").write_bytes(evaluation)
     assert made["command"] == "vssm evaluate digits-vssm --num-samples 5 --num-images 300 --particles"
     metrics, before = made["metrics"], evaluated[0]["metrics"]
-    names = {"log_likelihood_particles", "partial_log_likelihood_particles"}
-    assert set(metrics) - set(before) == names
+    cases = {"log_likelihood": (0, "uniform"), "log_likelihood_empty_prior": (0, "partial")}
+    cases |= {"partial_log_likelihood": (4, "partial")}
+    assert set(metrics) - set(before) == {f"{name}_particles" for name in cases}
     assert all(metrics[name] == before[name] for name in before if "log_likelihood" in name)
     model, x = load(digits_run), open_data(DIGITS).test().batch(slice(None))
-    for name, cut in (("log_likelihood_particles", 0), ("partial_log_likelihood_particles", 4)):
-        alone = log_likelihood(model, x, 5, cut, method="particles").double().mean()
-        assert metrics[name] == pytest.approx(float(alone), rel=1e-4)
+    for name, (cut, prior) in cases.items():
+        alone = log_likelihood(model, x, 5, cut, prior, method="particles").double().mean()
+        assert metrics[f"{name}_particles"] == pytest.approx(float(alone), rel=1e-4)
 
 
 def test_dials_without_images_are_times(tmp_path):
@@ -391,10 +392,10 @@ def test_a_result_that_comes_as_weights_are_written(tmp_path, monkeypatch):
     run, made = make_run(tmp_path / "run", "rnn", WAVES), []
     weights = load(run).state_dict()
 
-    def save(tensors, path):
+    def save(tensors, path, metadata):
         made.append(evaluate_run(run, quick=True))
         assert (run / "eval.json").exists()
-        save_file(tensors, path)
+        save_file(tensors, path, metadata)
 
     monkeypatch.setattr(runs, "save_file", save)
     RunFolder(run).save_weights(weights)

@@ -34,7 +34,9 @@ NAMES = {  # those that design and page rely on
     *("generate_ms_b1", "prompted_ms_b1", "validation_loss", "parameters"),
 }
 LATENT = {"elbo", "reconstruction", "kl", "log_likelihood_empty_prior"}
-LATENT |= {"log_likelihood_particles", "partial_log_likelihood_particles"}
+LATENT |= {
+    f"{name}_particles" for name in ("log_likelihood", "log_likelihood_empty_prior", "partial_log_likelihood")
+}
 
 
 def read(path):

@@ -539,6 +539,31 @@ def test_the_kl_counts_more_from_step_to_step(tmp_path, monkeypatch):
     assert seen == [*((weight, "reinmax") for weight in weights), (None, None)]  # the last is a validation
 
 
+def test_images_are_moved_in_training_alone(tmp_path, monkeypatch):
+    seen = {}
+
+    def watched(model, x, *rest):
+        seen[share].append((torch.is_grad_enabled(), x))
+        return objective(model, x, *rest)
+
+    monkeypatch.setattr("vssm.train.objective", watched)
+    for share in (0.0, 0.5):
+        seen[share] = []
+        config = tiny("vssm", DataConfig(name="digits"), max_steps=4, batch=64, shift=share, num_valid=32)
+        folder = run(config, tmp_path / f"{share}")
+    for (training, plain), (_, x) in zip(seen[0.0], seen[0.5], strict=True):
+        equal = (plain == x).flatten(1).all(1).double().mean()
+        assert 0.3 < equal < 0.8 if training else equal == 1
+    again = stopped(config, tmp_path / "stopped", 2)
+    assert log(run(None, again, resume=True)) == log(folder)
+    with pytest.raises(
+        ValueError, match=r"^shift=0.5 is for images, data set 'synthetic' has none; allowed: 0 \(--train.sh"
+    ):
+        run(tiny(shift=0.5), tmp_path / "none")
+    with pytest.raises(ValueError, match=r"^shift=1 is not allowed; allowed: a number >= 0 and < 1"):
+        TrainConfig(shift=1)
+
+
 def test_gradients_are_clipped_and_told_per_value():
     learner = Learner(small_model("rnn"), TrainConfig(clip=0.25), World(torch.device("cpu")))
     weights = list(learner.parameters.values())

@@ -291,6 +291,8 @@ class TrainConfig:
     of which latents are otherwise never used."""
     estimator: str = "gumbel"
     """How gradients pass through draws of latents: "gumbel", the paper's, or "reinmax"."""
+    shift: float = 0.0
+    """Share of the images of a step that are moved, by a pixel at most, against overfitting; for images."""
     clip: float = 1.0
     """Largest norm of the gradient of the loss per value of x; 0 does not clip."""
     ema: float = 0.0
@@ -344,7 +346,7 @@ class TrainConfig:
             check_number(name, getattr(self, name), 0)
         for name in ("learning_rate", "validate_every"):
             check_number(name, getattr(self, name), 0, above=True)
-        for name in ("beta2", "warmup", "kl_warmup", "ema"):
+        for name in ("beta2", "warmup", "kl_warmup", "shift", "ema"):
             check_number(name, getattr(self, name), 0, below=1)
         for name in ("graph", "compile", "fsdp", "tensorboard"):
             if not isinstance(getattr(self, name), bool):  # not NumPy's, which JSON does not know

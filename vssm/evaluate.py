@@ -238,10 +238,10 @@ def _reconstruction(work: Work, index: np.ndarray) -> dict[str, float]:
 def _likelihoods(
     work: Work, index: np.ndarray, num_samples: int, method: str = "importance"
 ) -> dict[str, float]:
-    """Measures log p(x) and log p(x_{C+1:T} | x_{1:C}); by importance also under the other prior of two."""
+    """Measures log p(x) under either prior, where there are two, and log p(x_{C+1:T} | x_{1:C})."""
     model = work.model
     cases = {"log_likelihood": (0, "uniform")}
-    if isinstance(model, Variational) and method == "importance":
+    if isinstance(model, Variational):
         cases["log_likelihood_empty_prior"] = (0, "partial")
     if work.cut:
         cases["partial_log_likelihood"] = (work.cut, "partial")

@@ -11,6 +11,7 @@ LABELS = {
     "log_likelihood_empty_prior": "log p(x), prior of the empty prompt",
     "partial_log_likelihood": "log p(second half | first half)",
     "log_likelihood_particles": "log p(x), by particles",
+    "log_likelihood_empty_prior_particles": "log p(x), prior of the empty prompt, by particles",
     "partial_log_likelihood_particles": "log p(second half | first half), by particles",
     "elbo": "ELBO",
     "bits_per_dim": "bits per dimension",

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from vssm import figures
 from vssm.config import RunConfig, TrainConfig, check_flag, check_path, check_type
 from vssm.data import Meta, Split, draw, open_data
+from vssm.data.images import moved
 from vssm.distributed import World, choose_device, join
 from vssm.distributions import HEADS_IN_UNIT, Head
 from vssm.generate import generate
@@ -130,6 +131,11 @@ class _Training:
             data = open_data(config.data)
         self.config, self.meta = resolve(config, data.meta), data.meta
         self.options, self.folder, self.world, self.progress = options, folder, world, progress
+        if options.shift and data.meta.image_shape is None:
+            raise ValueError(
+                f"shift={options.shift:g} is for images, data set {data.meta.name!r} has none; allowed: 0"
+                " (--train.shift)"
+            )
         if options.batch > len(data.train):
             raise ValueError(
                 f"batch={options.batch} is not allowed; allowed: 1 to {len(data.train)}, the sequences of the"
@@ -266,9 +272,12 @@ class _Training:
         """Does all of a step that happens on the device."""
         options, world = self.options, self.world
         x, lengths = _batch(self.train_split, self.index, world.device)
+        shard = world.rank, world.size
+        if options.shift and self.meta.image_shape is not None:
+            x = moved(x, options.shift, self.meta.image_shape[2], self.generator, shard)
         with self._autocast():
             rest = lengths, self.kl_weight, options.estimator
-            terms = self.parallel(objective, x, self.generator, (world.rank, world.size), *rest)
+            terms = self.parallel(objective, x, self.generator, shard, *rest)
         norm = self.learner.differentiate(terms.loss.mean(), self.values)
         means = world.average(torch.stack([term.detach().mean() for term in terms]))
         values = torch.cat([means, norm[None]])
