@@ -86,7 +86,7 @@ def moved(
     (batch, height, size), device = x.shape, x.device
     draws = torch.rand(3, batch * count, dtype=torch.float32, device=device, generator=generator)
     chosen, *places = draws[:, index * batch : (index + 1) * batch].unbind()
-    image = x.view(batch, height, size // channels, channels)
+    image = x.reshape(batch, height, size // channels, channels)
     for axis, place in enumerate(places, 1):
         length = image.shape[axis]
         step = ((3 * place).long() - 1) * (chosen < share)
