@@ -1298,7 +1298,7 @@ def test_a_digest_tells_values_apart_that_have_one_mean_and_one_middle():
 
 
 def test_images_are_moved_by_a_pixel_as_often_as_asked():
-    from vssm.data.images import moved
+    from vssm.data.feed import moved
 
     x = torch.rand(2000, 5, 4 * 3)
     made = moved(x, 0.6, 3, torch.Generator().manual_seed(0))

@@ -631,7 +631,7 @@ def test_parquet_names_its_extra(monkeypatch, tmp_path):
 def test_chart_without_dates(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
-    from vssm.data.series import Table
+    from vssm.data.table import Table
 
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(

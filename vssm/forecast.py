@@ -24,7 +24,8 @@ from vssm.checkpoint import load_finite
 from vssm.config import check_choice, check_type, whole_number
 from vssm.data import Meta
 from vssm.data.scale import Scale
-from vssm.data.series import fill_gaps, phases
+from vssm.data.series import phases
+from vssm.data.table import fill_gaps
 from vssm.forecast_input import (
     Asked,
     History,

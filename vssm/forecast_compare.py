@@ -30,7 +30,7 @@ from torch import Tensor
 from vssm.config import ModelConfig, RunConfig, TrainConfig, check_choice
 from vssm.data import DataConfig, SeriesConfig
 from vssm.data.files import locate_own
-from vssm.data.series import Table, filled, read_table, select
+from vssm.data.table import Table, filled, read_table, select
 from vssm.forecast import Forecaster
 from vssm.forecast_metrics import scores
 from vssm.results import result, write_result

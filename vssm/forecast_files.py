@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vssm.data.series import Table, read_table, select
+from vssm.data.table import Table, read_table, select
 from vssm.forecast import Forecast, Forecaster
 from vssm.storage import write_atomically
 

@@ -30,10 +30,9 @@ from torch import Tensor, nn
 
 from vssm import figures
 from vssm.config import RunConfig, TrainConfig, check_flag, check_path, check_type
-from vssm.data import Meta, Split, draw, open_data
-from vssm.data.images import moved
+from vssm.data import Meta, draw, open_data
+from vssm.data.feed import check_values, moved, place, take
 from vssm.distributed import World, choose_device, join
-from vssm.distributions import HEADS_IN_UNIT, Head
 from vssm.generate import generate
 from vssm.interrupts import Interrupts
 from vssm.learner import Learner
@@ -50,7 +49,6 @@ from vssm.storage import write_atomically
 __all__ = ["TrainingStopped", "choose_device", "parameter_groups", "resolve", "train"]
 
 _PICTURE_SECONDS = 30  # between two pictures, so that short runs do not spend their time on drawing
-_DEVICE_SHARE = 4  # data lives on a GPU when it takes less than one part in so many of the free memory
 
 
 def train(
@@ -156,10 +154,10 @@ class _Training:
             torch.default_generator.manual_seed(mix(options.seed, "weights"))
             self.model = build(self.config.model)
         for name, split in (("training", data.train), ("validation", data.valid)):
-            _check_values(self.model.head, split, f"the {name} set")
+            check_values(self.model.head, split, f"the {name} set")
         self.digest = data.train.digest()
         self.train_split, self.valid_split = (
-            _place(split, world.device) for split in (data.train, data.valid)
+            place(split, world.device) for split in (data.train, data.valid)
         )
 
         if options.compile:
@@ -271,7 +269,7 @@ class _Training:
     def _update(self) -> Tensor:
         """Does all of a step that happens on the device."""
         options, world = self.options, self.world
-        x, lengths = _batch(self.train_split, self.index, world.device)
+        x, lengths = take(self.train_split, self.index, world.device)
         shard = world.rank, world.size
         if options.shift and self.meta.image_shape is not None:
             x = moved(x, options.shift, self.meta.image_shape[2], self.generator, shard)
@@ -355,7 +353,7 @@ class _Training:
     def _score(self) -> Tensor:
         """Returns the terms of the sequences at `valid_index`, stacked."""
         world = self.world
-        x, lengths = _batch(self.valid_split, self.valid_index, world.device)
+        x, lengths = take(self.valid_split, self.valid_index, world.device)
         with self._autocast():
             rest = () if lengths is None else (lengths,)
             return torch.stack(self.call(objective, x, self.generator, (world.rank, world.size), *rest))
@@ -488,33 +486,6 @@ def _check_options(options: TrainConfig, world: World) -> None:
         raise ValueError("fsdp=True needs processes to shard over; allowed: under torchrun, or fsdp=False")
     if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("tensorboard=True needs TensorBoard; install it with: pip install 'vssm[track]'")
-
-
-def _check_values(head: Head, split: Split, name: str) -> None:
-    """Checks once what a model would otherwise have to check at every step."""
-    if not len(split):
-        raise ValueError(f"{name} is empty; allowed: at least one sequence")
-    for first in range(0, len(split), 4096):
-        x = split.batch(slice(first, first + 4096))
-        head.validate(x, name=f"{name} from row {first}", values=False)
-        if head.name in HEADS_IN_UNIT and (x.min() < 0 or x.max() > 1):  # the head is what to change here
-            raise ValueError(
-                f"head={head.name!r} is for values in [0, 1], {name} has others; allowed: 'auto'"
-            )
-        head.validate(x, name=f"{name} from row {first}")
-
-
-def _batch(split: Split, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Returns the sequences at `index`, and their lengths where they differ."""
-    index = index.to(split.x.device)
-    return split.batch(index, device), split.real(index, device)
-
-
-def _place(split: Split, device: torch.device) -> Split:
-    """Moves a split to a GPU where it fits well."""
-    if device.type == "cuda" and split.nbytes < torch.cuda.mem_get_info(device)[0] // _DEVICE_SHARE:
-        return split.to(device)
-    return split
 
 
 def _open_board(folder: Path, step: int) -> Any:  # noqa: ANN401

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from vssm.data.config import DataConfig
 from vssm.data.dataset import BINARIZE_TEST, BINARIZE_TRAIN, DIGITS, Data, Meta, Split, hold_out, random_bits
@@ -59,42 +58,6 @@ _CIFAR10_ARCHIVE = Remote(
 _CIFAR10_FOLDERS = ("cifar-10-batches-bin", "cifar10", "cifar10/cifar-10-batches-bin")
 _CIFAR10_RECORD = 1 + 3 * 32 * 32  # a class, then the red, green and blue planes
 _CIFAR10_BYTES = 10000 * _CIFAR10_RECORD
-
-
-def moved(
-    x: Tensor,
-    share: float,
-    channels: int,
-    generator: torch.Generator | None = None,
-    shard: tuple[int, int] = (0, 1),
-) -> Tensor:
-    """Moves some images by -1, 0 or 1 rows, and as many columns, each as often; edges are repeated.
-
-    Arguments:
-        x: Images, (B, height, width * channels).
-        share: How many of them.
-        channels: The values of a pixel.
-        generator: The source of the draws.
-        shard: Which part of a larger batch x is, as for `vssm.objective`.
-
-    Example:
-        >>> x = torch.arange(9.0).view(1, 3, 3).expand(1000, 3, 3)
-        >>> sorted(set(moved(x, 0.5, channels=1)[:, 1, 1].tolist()))  # what comes to the middle
-        [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
-    """
-    index, count = shard
-    (batch, height, size), device = x.shape, x.device
-    draws = torch.rand(3, batch * count, dtype=torch.float32, device=device, generator=generator)
-    chosen, *places = draws[:, index * batch : (index + 1) * batch].unbind()
-    image = x.reshape(batch, height, size // channels, channels)
-    for axis, place in enumerate(places, 1):
-        length = image.shape[axis]
-        step = ((3 * place).long() - 1) * (chosen < share)
-        source = (torch.arange(length, device=device) + step[:, None]).clamp(0, length - 1)
-        view = [batch, 1, 1, 1]
-        view[axis] = length
-        image = image.gather(axis, source.view(view).expand(image.shape))
-    return image.reshape(x.shape)
 
 
 def _image_data(
