@@ -4,6 +4,8 @@ import dataclasses
 import errno
 import json
 import math
+import shutil
+import signal
 import subprocess
 import sys
 
@@ -333,7 +335,8 @@ def test_what_can_not_be_evaluated_is_named(tmp_path):
     refused("lost.txt", {**good, "data": {"name": "text", "dir": str(tmp_path), "text": {"path": lost}}})
     refused("num_samples=0 is not allowed", good, num_samples=0)
     refused("num_samples=1.5 is not allowed; allowed: a whole number >= 1", good, num_samples=1.5)
-    refused("num_images=1 is not allowed; allowed: a whole number >= 2", good, num_images=1)
+    refused("num_images=1 is not allowed; allowed: 0 for no distances, or 2 and more", good, num_images=1)
+    refused("num_images=-1 is not allowed; allowed: a whole number >= 0", good, num_images=-1)
     refused("splits='train' is unknown", good, splits="train")
     refused("dials=True is for models that generate in parallel, not kind='rnn'", good, dials=True)
     refused("particles=True is not for kind='rnn' with levels=1; allowed: vssm and", good, particles=True)
@@ -422,6 +425,120 @@ def test_a_run_that_is_still_being_trained_is_noted_and_not_kept(tmp_path, capsy
     main(arguments)
     assert note not in capsys.readouterr().err
     claim(run, "run folder").close()  # to look is not to claim
+
+
+STAGES = ("reconstruction", "likelihoods", "likelihoods by particles", "generation times", "fd_w2")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_evaluation_that_is_stopped_goes_on(stage, digits_run, tmp_path, capsys):
+    run, seen = tmp_path / "run", []
+    shutil.copytree(digits_run, run, ignore=shutil.ignore_patterns("eval*"))
+    options = {"num_samples": 3, "num_images": 50, "particles": True, "max_sequences": 70, "batch": 20}
+
+    def stop(at, done, total):
+        seen.append((at, done))
+        if at == stage and done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_run(run, **options, progress=stop)
+    assert not (run / "eval.json").exists()
+    first, seen[:] = list(seen), []
+    made = evaluate_run(run, **options, progress=lambda at, done, total: seen.append((at, done)))
+    assert [path.name for path in run.glob("eval*")] == ["eval.json"]
+    before = STAGES[: STAGES.index(stage)]
+    again = {at for at, done in seen if done == 0} & set(before)
+    assert not again  # what had been measured is not measured again
+    if "likelihoods" in stage:
+        assert (stage, first[-1][1]) in seen and (stage, 0) not in seen
+    fresh = evaluate_run(run, **options)
+    assert steady(made["metrics"]) == steady(fresh["metrics"])
+    assert list(made["metrics"]) == list(fresh["metrics"])
+
+
+@pytest.mark.parametrize("change", ["options", "weights", "damage", "no object", "full disk"])
+def test_what_was_kept_of_another_evaluation_is_not_taken(change, tmp_path, monkeypatch):
+    run, stages = make_run(tmp_path / "run", "vssm", WAVES), []
+
+    def stop(stage, done, total):
+        if stage == "generation times":
+            raise KeyboardInterrupt
+
+    if change == "full disk":
+
+        def full_disk(path, write):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+        monkeypatch.setattr("vssm.journal.write_atomically", full_disk)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_run(run, quick=True, progress=stop)
+    part, options = run / "eval.part.json", {}
+    assert part.exists() == (change != "full disk")
+    if change == "options":
+        options["num_samples"] = 4
+    elif change == "weights":
+        RunFolder(run).save_weights(load(run).state_dict())
+    elif change == "damage":
+        part.write_bytes(part.read_bytes()[:-9])
+    elif change == "no object":
+        part.write_text("[" * 100_000)
+    evaluate_run(run, quick=True, **options, progress=lambda *stage: stages.append(stage))
+    assert {"reconstruction", "likelihoods"} <= {stage for stage, done, _ in stages if done == 0}
+    assert not part.exists()
+
+
+def test_an_evaluation_that_is_killed_goes_on(tmp_path):
+    run = make_run(tmp_path / "run", "vssm", WAVES)
+    program = """
+import os, signal, sys
+import vssm.journal
+from vssm.evaluate import evaluate_run
+
+vssm.journal._PAUSE = 0
+
+def kill(stage, done, total):
+    if (stage, done) == ("likelihoods", 6):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+evaluate_run(sys.argv[1], num_samples=3, batch=3, progress=kill)
+"""
+    killed = subprocess.run([sys.executable, "-c", program, str(run)], capture_output=True, text=True)
+    assert killed.returncode == -9, killed.stderr
+    kept = json.loads((run / "eval.part.json").read_text())["parts"]
+    assert set(kept) == {"reconstruction", "likelihoods"} and kept["likelihoods"]["done"] == 6
+    seen = []
+    made = evaluate_run(
+        run, num_samples=3, batch=3, progress=lambda stage, done, total: seen.append((stage, done))
+    )
+    assert [at for at in seen if at[0] in ("reconstruction", "likelihoods")] == [
+        ("likelihoods", 6),
+        ("likelihoods", 8),
+    ]
+    alone = evaluate_run(run, num_samples=3, batch=3)
+    assert steady(made["metrics"]) == steady(alone["metrics"])
+
+
+def test_the_command_says_that_it_goes_on(tmp_path, monkeypatch, capsys):
+    run = make_run(tmp_path / "run", "rnn", WAVES)
+
+    def stopped(*arguments):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(evaluate, "generation_times", stopped)
+    with pytest.raises(SystemExit, match="143"):
+        main(["evaluate", str(run), "--quick", "--device", "cpu"])
+    note = "note: what was found so far is kept; the same command goes on from there"
+    assert capsys.readouterr().err.splitlines()[-2:] == ["vssm: stopped by SIGTERM", note]
+    assert (run / "eval.part.json").exists()
+
+
+def test_no_distances_are_measured_of_no_images(digits_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(digits_run, run, ignore=shutil.ignore_patterns("eval*"))
+    made = evaluate_run(run, num_samples=2, num_images=0, max_sequences=5)
+    assert made["command"] == "vssm evaluate run --num-samples 2 --max-sequences 5 --num-images 0"
+    assert not [name for name in made["metrics"] if "fd_" in name or "classifier" in name]
 
 
 def test_failed_write_leaves_the_old_evaluation(tmp_path, monkeypatch):

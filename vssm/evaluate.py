@@ -26,13 +26,14 @@ from torch import Tensor
 from vssm.checkpoint import load
 from vssm.config import RunConfig, check_choice, check_flag, check_path, whole_number
 from vssm.data import Data, open_data
+from vssm.journal import Journal
 from vssm.likelihoods import estimates, reconstruct
 from vssm.models import Autoregressive, Ladder, Model, Variational
 from vssm.objectives import real_steps
 from vssm.ops import choose_backend
 from vssm.quality import Progress, Work, generation_times, image_quality, passes_at_once, spread
 from vssm.quality import dials as dials_of
-from vssm.results import result, write_result
+from vssm.results import commit, machine, result, write_result
 from vssm.storage import why_read_only
 
 __all__ = ["UnwrittenResult", "evaluate_run"]
@@ -68,13 +69,14 @@ def evaluate_run(
     """Measures the best weights of a run and writes `eval.json` (`eval_valid.json`) to its folder.
 
     Where a training has replaced the weights in the meantime it warns, and writes `eval.json.old` instead:
-    `eval.json` is of the weights that lie beside it.
+    `eval.json` is of the weights that lie beside it. What was found before it was stopped or killed is kept
+    in `eval.part.json`; the same call goes on from there, if weights, version and machine are the same.
 
     Arguments:
         folder: The run folder: `config.json` with `model` and `data`, and `weights.safetensors`.
         num_samples: K, the latent draws of every likelihood estimate.
         max_sequences: Score only so many sequences, spread evenly over the split.
-        num_images: Samples for every Fréchet distance, at most as many as the split has.
+        num_images: Samples for every Fréchet distance, at most as many as the split has; 0 for no distances.
         batch: Sequences of a pass; by default what suits the device and the length.
         device: "auto" takes a GPU when there is one.
         splits: "test", or "valid" to look while the test set stays closed.
@@ -101,7 +103,9 @@ def evaluate_run(
             f"progress is a {type(progress).__name__}; allowed: a function of stage, done, total"
         )
     num_samples = whole_number("num_samples", num_samples, 1)
-    num_images = whole_number("num_images", num_images, 2)
+    num_images = whole_number("num_images", num_images, 0)
+    if num_images == 1:
+        raise ValueError("num_images=1 is not allowed; allowed: 0 for no distances, or 2 and more")
     max_sequences = None if max_sequences is None else whole_number("max_sequences", max_sequences, 1)
     batch = None if batch is None else whole_number("batch", batch, 1)
     given = {
@@ -139,8 +143,50 @@ def evaluate_run(
         )
     config, data = _open_run(folder, model)
     split = data.test() if splits == "test" else data.valid
-    work = Work(model, data, split, batch, device, progress)
-    index = spread(len(split), max_sequences)
+    path = folder / ("eval.json" if splits == "test" else "eval_valid.json")
+    subject = {
+        **given,
+        "device": str(device),
+        "weights": measured,
+        "data": [config["data"], len(split)],
+        "commit": commit(),
+        "machine": machine(),
+    }
+    with Journal(path.with_suffix(".part.json"), subject) as journal:
+        work = Work(model, data, split, batch, device, progress, journal)
+        index, repeats = spread(len(split), max_sequences), 5 if quick else 21
+        metrics = _metrics(work, index, num_samples, num_images, repeats, dials, particles, classifier)
+        settings = {**given, "device": device.type, "backend": None}
+        if model.config.block == "mamba":
+            settings["backend"] = choose_backend("auto", device, torch.float32)
+        made = result(
+            folder.resolve().name, _command(folder, given), {**config, "evaluate": settings}, metrics
+        )
+        try:
+            replaced = _write(path, made, measured)
+        except OSError as error:
+            raise UnwrittenResult(error, made) from None
+    if replaced:
+        warnings.warn(
+            f"a training has replaced the weights of {str(folder)!r} since they were read; what was found of "
+            f"those before is in {path.name}.old",
+            stacklevel=2,
+        )
+    return made
+
+
+def _metrics(
+    work: Work,
+    index: np.ndarray,
+    num_samples: int,
+    num_images: int,
+    repeats: int,
+    dials: bool,
+    particles: bool,
+    classifier: str | Path | None,
+) -> dict[str, float]:
+    """Measures all that there is of a model, but for what the journal has already."""
+    model, data = work.model, work.data
     metrics: dict[str, float] = {
         "sequences": len(index),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -149,31 +195,16 @@ def evaluate_run(
     }
     if not isinstance(model, Autoregressive):
         metrics["num_samples"] = num_samples
-    metrics |= _reconstruction(work, index)
+    metrics |= work.journal.measure("reconstruction", lambda: _reconstruction(work, index))
     metrics |= _likelihoods(work, index, num_samples)
     if particles:
         found = _likelihoods(work, index, num_samples, "particles")
         metrics |= {f"{name}_particles": nats for name, nats in found.items() if "log_likelihood" in name}
-    metrics |= generation_times(work, 5 if quick else 21, dials)
-    if data.meta.image_shape is not None and data.train.labels is not None and not model.head.tokens:
+    metrics |= work.journal.measure("times", lambda: generation_times(work, repeats, dials))
+    labelled_images = data.meta.image_shape is not None and data.train.labels is not None
+    if num_images and labelled_images and not model.head.tokens:
         metrics |= image_quality(work, num_images, classifier, dials)
-
-    settings = {**given, "device": device.type, "backend": None}
-    if model.config.block == "mamba":
-        settings["backend"] = choose_backend("auto", device, torch.float32)
-    made = result(folder.resolve().name, _command(folder, given), {**config, "evaluate": settings}, metrics)
-    path = folder / ("eval.json" if splits == "test" else "eval_valid.json")
-    try:
-        replaced = _write(path, made, measured)
-    except OSError as error:
-        raise UnwrittenResult(error, made) from None
-    if replaced:
-        warnings.warn(
-            f"a training has replaced the weights of {str(folder)!r} since they were read; what was found of "
-            f"those before is in {path.name}.old",
-            stacklevel=2,
-        )
-    return made
+    return metrics
 
 
 def _write(path: Path, made: dict[str, Any], measured: tuple[int, int, int] | None) -> bool:
@@ -245,12 +276,14 @@ def _likelihoods(
         cases["log_likelihood_empty_prior"] = (0, "partial")
     if work.cut:
         cases["partial_log_likelihood"] = (work.cut, "partial")
-    totals, nums = dict.fromkeys(cases, 0.0), dict.fromkeys(cases, 0)
     stage, rows = "likelihoods", work.batch
     if method == "particles":
         stage = "likelihoods by particles"
         rows *= 8 if work.device.type == "cuda" else 1  # single steps: a GPU wants many rows of each
-    for first, x, lengths in work.batches(stage, index):
+    nothing = {"done": 0, "totals": dict.fromkeys(cases, 0.0), "nums": dict.fromkeys(cases, 0)}
+    kept = work.journal.get(stage) or nothing
+    totals, nums = dict(kept["totals"]), dict(kept["nums"])
+    for first, x, lengths in work.batches(stage, index, kept["done"]):
         model.head.validate(x)
         real = None if lengths is None else real_steps(x, lengths)
         wanted = list(cases.values())
@@ -259,6 +292,7 @@ def _likelihoods(
             scored = nats if lengths is None else nats[lengths > cut]  # else nothing follows the cut
             totals[name] += float(scored.double().sum())
             nums[name] += len(scored)
+        work.journal[stage] = {"done": first + len(x), "totals": dict(totals), "nums": dict(nums)}
     metrics = {name: total / nums[name] for name, total in totals.items() if nums[name]}
     lengths = work.split.real(index)
     steps = work.length if lengths is None else float(lengths.double().mean())

@@ -31,6 +31,7 @@ from torch import Tensor
 from vssm.data import Data, Split
 from vssm.frechet import features, frechet_distance, train_classifier
 from vssm.generate import generate
+from vssm.journal import Journal
 from vssm.models import Ladder, Model, Variational
 
 __all__ = [
@@ -112,8 +113,10 @@ class Work:
         batch: int | None,
         device: torch.device,
         progress: Progress | None,
+        journal: Journal | None = None,
     ) -> None:
         self.model, self.data, self.split, self.device = model, data, split, device
+        self.journal = journal or Journal()
         self.length = data.meta.length
         self.cut = self.length // 2
         steps = 2**15 if device.type == "cuda" else 2**13
@@ -121,16 +124,18 @@ class Work:
         self.observed = observed(model, data.meta.levels)
         self.progress: Progress = progress or (lambda stage, done, total: None)
 
-    def ranges(self, stage: str, num: int) -> Iterator[range]:
-        """Yields the ranges of a batch each that make up `num`, and tells how far it is."""
-        for first in range(0, num, self.batch):
+    def ranges(self, stage: str, num: int, done: int = 0) -> Iterator[range]:
+        """Yields ranges of a batch each that make up `num`, after what is done, and tells how far it is."""
+        for first in range(done, num, self.batch):
             self.progress(stage, first, num)
             yield range(first, min(first + self.batch, num))
         self.progress(stage, num, num)
 
-    def batches(self, stage: str, index: np.ndarray) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    def batches(
+        self, stage: str, index: np.ndarray, done: int = 0
+    ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         """Yields the sequences at `index`: the position of the first of a batch, x, and lengths if any."""
-        for rows in self.ranges(stage, len(index)):
+        for rows in self.ranges(stage, len(index), done):
             own = index[rows.start : rows.stop]
             yield rows.start, self.split.batch(own, self.device), self.split.real(own, self.device)
 
@@ -200,6 +205,9 @@ def image_quality(
         curves: Whether to measure the passes as well, alone and with chunks.
     """
     model, cut, split = work.model, work.cut, work.split
+    ways, kept = _scored_ways(work, curves), work.journal.get("images") or {}
+    if ways.keys() <= kept.keys():
+        return kept
     train, to_image = work.data.train, work.data.meta.to_image
     assert train.labels is not None
     assert split.labels is not None
@@ -222,7 +230,10 @@ def image_quality(
         "fd_floor": frechet_distance(floor, reference),
     }
     prompts = split.batch(spread(len(split), num))[:, :cut]
-    for name, options in _scored_ways(work, curves).items():
+    for name, options in ways.items():
+        if name in kept:
+            metrics[name] = kept[name]
+            continue
         found = []
         for rows in work.ranges(name, num):
             own: Options = {**options, "rows": rows}
@@ -234,6 +245,7 @@ def image_quality(
             )
         made = torch.cat(found)
         metrics[name] = frechet_distance(made, reference) if torch.isfinite(made).all() else math.nan
+        work.journal["images"] = dict(metrics)
     return metrics
 
 

@@ -8,6 +8,7 @@
 | `log.jsonl` | one JSON object a line: a log point ("split": "train") or a validation ("split": "valid") |
 | `checkpoint/step-N/` | where to resume: `weights`, `optimizer`, `ema` (.safetensors), `progress.json` |
 | `curves.png`, `samples.png` | pictures of the log and of samples |
+| `eval.part.json` | what an evaluation that was stopped has found, for the same one to go on with |
 | `eval.json.old` | what `vssm evaluate` found of weights that better ones have replaced, then or since |
 
 Files are written under a temporary name, flushed to the disk and renamed; a checkpoint is a folder that is

@@ -24,7 +24,7 @@ class Evaluate:
     max_sequences: int | None = None
     """Use only so many test sequences, spread evenly over the set."""
     num_images: int = 10_000
-    """Generated images for each Fréchet distance."""
+    """Generated images for each Fréchet distance; 0 for no distances."""
     dials: bool = False
     """Measure quality against time as well, over chunk sizes and passes (vssm, tvae)."""
     particles: bool = False
@@ -75,6 +75,9 @@ class Evaluate:
                 )
         except UnwrittenResult as error:
             show_metrics(title, error.result["metrics"])
+            raise
+        except (KeyboardInterrupt, SystemExit):
+            print("note: what was found so far is kept; the same command goes on from there", file=sys.stderr)
             raise
         show_metrics(title, result["metrics"])
         written = folder / ("eval.json" if self.splits == "test" else "eval_valid.json")
