@@ -36,6 +36,15 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory):
+    """The classifiers of these tests are nobody else's."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setattr("vssm.frechet.cache_folder", lambda: folder)
+        yield
+
+
 def make_run(folder, kind, data, **options):
     """A run folder as training leaves it, of a small model with fresh weights."""
     torch.manual_seed(1)
@@ -622,7 +631,7 @@ def test_batches_change_nothing(kind):
 
 def test_images_do_not_depend_on_the_batch(monkeypatch):
     classifier = Classifier((8, 8, 1), 10)
-    monkeypatch.setattr("vssm.quality.train_classifier", lambda *_: classifier)
+    monkeypatch.setattr("vssm.quality.cached_classifier", lambda *_: classifier)
     monkeypatch.setattr("vssm.quality.features", lambda _, images: images.flatten(1).double())
     monkeypatch.setattr("vssm.quality.frechet_distance", lambda a, b: float(a.std(0).sum()))
     data, model = open_data(DIGITS), build(small_config("tvae", features=8, layers=1))

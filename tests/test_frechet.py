@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vssm.data import DataConfig, open_data
-from vssm.frechet import Classifier, features, frechet_distance, train_classifier
+from vssm.frechet import Classifier, cached_classifier, features, frechet_distance, train_classifier
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -127,6 +127,42 @@ def test_file_is_reused_and_another_is_refused(digits, tmp_path):
     path.write_bytes(b"\x80\x04\x95pickle")
     with pytest.raises(ValueError, match="is damaged"):
         train_classifier(images, labels, 10, path=path)
+
+
+@pytest.mark.parametrize("trouble", ["none", "damaged", "flipped", "read-only", "no pooch"])
+def test_the_cache_saves_a_training_and_never_fails(trouble, digits, tmp_path, monkeypatch):
+    images, labels = digits
+    folder = tmp_path / "cache"
+    monkeypatch.setattr("vssm.frechet.cache_folder", lambda: None if trouble == "no pooch" else folder)
+    if trouble == "read-only":
+        folder.write_text("a file where the folder should be")
+    steps = []
+
+    def classifier():
+        steps.clear()
+        return cached_classifier(
+            images, labels, 10, torch.device("cpu"), lambda *step: steps.append(step)
+        ).state_dict()
+
+    first, trained = classifier(), len(steps)
+    assert trained > 1
+    files = list(folder.rglob("*.safetensors"))
+    assert len(files) == (0 if trouble in ("read-only", "no pooch") else 1)
+    if trouble == "damaged":
+        files[0].write_bytes(b"\x80\x04\x95pickle")
+    elif trouble == "flipped":
+        content = bytearray(files[0].read_bytes())
+        content[-100] ^= 1
+        files[0].write_bytes(content)
+    again = classifier()
+    assert steps == [(1, 1)] if trouble == "none" else len(steps) == trained
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    classifier()
+    assert len(steps) == (trained if trouble in ("read-only", "no pooch") else 1)  # what was damaged is new
+    images.mul_(0.5)
+    classifier()
+    images.mul_(2)
+    assert len(steps) == trained  # other images
 
 
 @pytest.mark.parametrize(

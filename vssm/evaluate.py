@@ -80,13 +80,13 @@ def evaluate_run(
         batch: Sequences of a pass; by default what suits the device and the length.
         device: "auto" takes a GPU when there is one.
         splits: "test", or "valid" to look while the test set stays closed.
-        quick: At most 64 sequences, 10 draws and 256 images, for which a classifier is trained first.
+        quick: At most 64 sequences, 10 draws and 256 images; their classifier is trained the first time.
         dials: Whether to measure quality against time for vssm and tvae: Fréchet distances and times over
             chunk sizes W and passes S (see `vssm.quality`). For data without images, the times alone.
         particles: Whether to estimate likelihoods by a particle filter as well (`..._particles`), for vssm
             and tvae without levels and vrnn: closer to log p(x) with as many draws, and slower.
         classifier: A safetensors file for the classifier behind the Fréchet distances, read when it
-            exists, else written. Without it the classifier is trained each time.
+            exists, else written; in the user's cache by default.
         progress: Called with (stage, done, total).
 
     Returns:

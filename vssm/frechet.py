@@ -22,6 +22,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -30,9 +31,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from vssm.storage import write_atomically
+from vssm.data.files import cache_folder
+from vssm.storage import check_checksum, with_checksum, write_atomically
 
-__all__ = ["Classifier", "features", "frechet_distance", "train_classifier"]
+__all__ = ["Classifier", "cached_classifier", "features", "frechet_distance", "train_classifier"]
 
 _RECIPE = {
     "channels": [32, 64, 128],
@@ -136,8 +138,33 @@ def train_classifier(
     _fit(classifier.to(device), images, labels, torch.device(device), progress)
     classifier.requires_grad_(False)
     if path is not None:
-        tensors = {name: tensor.cpu() for name, tensor in classifier.state_dict().items()}
-        write_atomically(path, lambda file: save_file(tensors, file, {"identity": identity}))
+        _write(classifier, Path(path), identity)
+    return classifier
+
+
+def cached_classifier(
+    images: Tensor, labels: Tensor, num_classes: int, device: torch.device, progress: Progress
+) -> Classifier:
+    """Trains the classifier as `train_classifier` does, or takes it from the user's cache.
+
+    What lies there was trained on the same images, by the same version of torch, on the same kind of device,
+    so that figures do not depend on it. A cache that can not be read or written costs time, no more.
+    """
+    folder = cache_folder()
+    if folder is None:
+        return train_classifier(images, labels, num_classes, device, progress)
+    identity = _identity(images, labels, num_classes)
+    made_by = hashlib.sha256(f"{identity} {torch.__version__} {device.type}".encode()).hexdigest()
+    path = folder / "classifiers" / f"{made_by[:20]}.safetensors"
+    if path.is_file():
+        with suppress(ValueError):
+            classifier = train_classifier(images, labels, num_classes, device, path=path)
+            progress(1, 1)
+            return classifier
+    classifier = train_classifier(images, labels, num_classes, device, progress)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(classifier, path, identity)
     return classifier
 
 
@@ -172,16 +199,24 @@ def _identity(images: Tensor, labels: Tensor, num_classes: int) -> str:
     return digest.hexdigest()
 
 
+def _write(classifier: Classifier, path: Path, identity: str) -> None:
+    tensors = {name: tensor.cpu() for name, tensor in classifier.state_dict().items()}
+    metadata = with_checksum(tensors, {"identity": identity})
+    write_atomically(path, lambda file: save_file(tensors, file, metadata))
+
+
 def _read(classifier: Classifier, path: Path, identity: str) -> None:
     """Fills the classifier from a file, unless that was trained in another way or on other images."""
     try:
         with safe_open(path, framework="pt") as file:
-            found = (file.metadata() or {}).get("identity")
+            metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"classifier {str(path)!r} is damaged: {error}; allowed: without that file"
         ) from None
+    check_checksum(f"classifier {str(path)!r}", tensors, metadata)
+    found = metadata.get("identity")
     if found != identity:
         raise ValueError(
             f"classifier {str(path)!r} has identity {str(found)[:12]}; allowed: {identity[:12]}, "

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from vssm.data import Data, Split
-from vssm.frechet import features, frechet_distance, train_classifier
+from vssm.frechet import cached_classifier, features, frechet_distance, train_classifier
 from vssm.generate import generate
 from vssm.journal import Journal
 from vssm.models import Ladder, Model, Variational
@@ -201,7 +201,7 @@ def image_quality(
     Arguments:
         work: What is measured; its data are images with labels.
         num_images: Samples for every distance, at most as many as the split has.
-        path: Where the classifier is kept, if it is.
+        path: Where the classifier is kept; in the user's cache by default.
         curves: Whether to measure the passes as well, alone and with chunks.
     """
     model, cut, split = work.model, work.cut, work.split
@@ -211,14 +211,12 @@ def image_quality(
     train, to_image = work.data.train, work.data.meta.to_image
     assert train.labels is not None
     assert split.labels is not None
-    classifier = train_classifier(
-        to_image(train.batch(slice(None))),
-        train.labels,
-        int(train.labels.max()) + 1,
-        work.device,
-        lambda done, total: work.progress("classifier", done, total),
-        path,
-    )
+    learnt = to_image(train.batch(slice(None))), train.labels, int(train.labels.max()) + 1, work.device
+
+    def tell(done: int, total: int) -> None:
+        work.progress("classifier", done, total)
+
+    classifier = cached_classifier(*learnt, tell) if path is None else train_classifier(*learnt, tell, path)
     num = min(num_images, len(split))
     real = to_image(split.batch(slice(None)))
     reference = features(classifier, real)

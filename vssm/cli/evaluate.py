@@ -32,7 +32,7 @@ class Evaluate:
     splits: str = "test"
     """What to measure on: test, or valid while the test set stays closed."""
     quick: bool = False
-    """Take at most 64 sequences, 10 draws and 256 images; a classifier for these is trained first."""
+    """Take at most 64 sequences, 10 draws and 256 images; their classifier is trained the first time."""
     batch: int | None = None
     """Sequences of a pass; what suits the device by default."""
     result: Path | None = None
