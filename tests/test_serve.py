@@ -465,9 +465,9 @@ def test_states_are_kept_for_a_time_up_to_a_number_and_a_size():
 def test_a_sealed_state_opens_only_unchanged_and_in_time():
     now = [0.0]
     seal = Seal(b"k" * 32, 10, lambda: now[0])
-    sealed = seal.seal("m", state_of(40))
-    name, state = seal.open(sealed)
-    assert (name, state.position, state["h"].shape) == ("m", 1, (1, 10))
+    sealed = seal.seal("m", "12ab", state_of(40))
+    name, weights, state = seal.open(sealed)
+    assert (name, weights, state.position, state["h"].shape) == ("m", "12ab", 1, (1, 10))
     raw = bytearray(base64.urlsafe_b64decode(sealed[2:]))
     for place in (0, 40, len(raw) - 1):
         changed = bytearray(raw)

@@ -12,12 +12,14 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
 from fastapi.testclient import TestClient
 
 from tests.serving import error, served
 from tests.test_serve import wait_until_ready
 from vssm.serve.app import create_app
 from vssm.serve.errors import Refused
+from vssm.serve.models import Served
 from vssm.serve.run import only_local
 from vssm.serve.schema import read_array, read_sequences
 from vssm.serve.settings import Settings
@@ -224,6 +226,26 @@ def test_forged_and_evicted_handles(client):
             error(client.post("/v1/resume", json={"resume": forged, "length": 1}), 403)["type"]
             == "resume_forged"
         )
+
+
+def test_a_sealed_state_of_other_weights_is_refused():
+    one, same, other = served("ssm"), served("ssm"), served("ssm")
+    with torch.no_grad():
+        next(other.model.parameters()).view(-1)[0] += 1
+    other = Served("ssm", other.model)
+    key, answers = b"k" * 32, []
+    for model in (one, same, other):
+        with TestClient(create_app([model], key=key)) as client:
+            wait_until_ready(client)
+            if not answers:
+                answers.append(client.post("/v1/generate", json={"length": 2, "keep": "client"}).json())
+            answers.append(client.post("/v1/resume", json={"resume": answers[0]["resume"], "length": 1}))
+    assert answers[1].json()["x"] == answers[2].json()["x"]
+    refused = error(answers[3], 410)
+    assert (refused["type"], refused["param"]) == ("resume_outdated", "resume")
+    assert refused["message"] == (
+        "resume is of other weights of model 'ssm' than those here; allowed: one of these"
+    )
 
 
 def test_nothing_that_was_sent_is_logged(client, caplog):

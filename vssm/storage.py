@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["check_checksum", "is_device", "why_read_only", "with_checksum", "write_atomically"]
+__all__ = ["check_checksum", "checksum", "is_device", "why_read_only", "with_checksum", "write_atomically"]
 
 _CHECKSUM = "crc32"  # the key of it in the metadata of a safetensors file
 
@@ -82,7 +82,7 @@ def with_checksum(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) 
         >>> with_checksum({"h": torch.ones(2)}, {"format": "1"})
         {'format': '1', 'crc32': '...'}
     """
-    return {**metadata, _CHECKSUM: _checksum(tensors, metadata)}
+    return {**metadata, _CHECKSUM: checksum(tensors, metadata)}
 
 
 def check_checksum(name: str, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> None:
@@ -92,16 +92,23 @@ def check_checksum(name: str, tensors: Mapping[str, "Tensor"], metadata: Mapping
     """
     rest = dict(metadata)
     found = rest.pop(_CHECKSUM, None)
-    if found is not None and found != _checksum(tensors, rest):
+    if found is not None and found != checksum(tensors, rest):
         raise ValueError(
             f"{name} is damaged: it differs from its checksum; allowed: a file as it was written"
         )
 
 
-def _checksum(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> str:
+def checksum(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str] | None = None) -> str:
+    """Returns the CRC-32 of tensors on a CPU, with their names and shapes, and of metadata.
+
+    Example:
+        >>> import torch
+        >>> checksum({"h": torch.ones(2)}) == checksum({"h": torch.zeros(2)})
+        False
+    """
     import torch  # which takes seconds, and who calls this has
 
-    total = 0
+    total, metadata = 0, metadata or {}
     for key in sorted(metadata):
         total = zlib.crc32(f"{key}={metadata[key]}\n".encode(), total)
     for key in sorted(tensors):

@@ -8,7 +8,7 @@ machine: `row_floor` measures it, and the engine pads smaller batches up to it.
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from vssm.data import Meta
 from vssm.generate import generate
 from vssm.hub import pull
 from vssm.models import Ladder, Model, Variational
+from vssm.storage import checksum
 
 __all__ = ["Served", "open_models", "row_bytes", "row_floor"]
 
@@ -39,6 +40,11 @@ class Served:
     """Rows times steps that a pass needs for bits not to depend on the batch."""
     row_bytes: tuple[int, int] = (0, 0)
     """Bytes of the state of one sequence: those that it always has, and those of each step."""
+    weights: str = field(init=False)
+    """A checksum of the weights, by which states of others under the same name are told apart."""
+
+    def __post_init__(self) -> None:
+        self.weights = checksum({name: tensor.cpu() for name, tensor in self.model.state_dict().items()})
 
     @property
     def parallel(self) -> bool:

@@ -4,7 +4,7 @@ A handle is a random name ("h.") of a state in this process. A sealed state ("s.
 that any process with the same key can go on from it:
 
     s. base64url( HMAC-SHA256(key, rest) | rest )
-    rest = 4-byte length | JSON {"model", "expires"} | safetensors
+    rest = 4-byte length | JSON {"model", "weights", "expires"} | safetensors
 
 Nothing of a sealed state is parsed before its seal has been compared, in constant time.
 """
@@ -102,14 +102,15 @@ class Seal:
     def __init__(self, key: bytes, seconds: float, clock: Callable[[], float] = time.time) -> None:
         self._key, self._seconds, self._clock = key, seconds, clock
 
-    def seal(self, model: str, state: State) -> str:
-        """Returns a sealed state."""
-        head = json.dumps({"model": model, "expires": self._clock() + self._seconds}).encode()
+    def seal(self, model: str, weights: str, state: State) -> str:
+        """Returns a sealed state of a model, with the checksum of the weights that made it."""
+        facts = {"model": model, "weights": weights, "expires": self._clock() + self._seconds}
+        head = json.dumps(facts).encode()
         rest = len(head).to_bytes(4, "little") + head + state.to_bytes()
         return "s." + base64.urlsafe_b64encode(self._mac(rest) + rest).decode()
 
-    def open(self, sealed: str) -> tuple[str, State]:
-        """Returns the model and the state that were sealed; what was changed or is too old is refused."""
+    def open(self, sealed: str) -> tuple[str, str, State]:
+        """Returns model, weights and state as they were sealed; what was changed or is too old is refused."""
         try:
             content = base64.b64decode(sealed.removeprefix("s."), altchars=b"-_", validate=True)
         except (binascii.Error, ValueError):
@@ -123,7 +124,7 @@ class Seal:
         head = json.loads(rest[4:cut])
         if head["expires"] <= self._clock():
             raise Refused(410, "resume_expired", "resume has expired; allowed: a recent one", "resume")
-        return head["model"], State.from_bytes(rest[cut:])
+        return head["model"], head.get("weights", ""), State.from_bytes(rest[cut:])
 
     def _mac(self, content: bytes) -> bytes:
         return hmac.new(self._key, content, hashlib.sha256).digest()

@@ -228,7 +228,10 @@ class Service:
         resume = None
         if keep != "none":
             assert done.state is not None
-            resume = (self.store.put if keep == "server" else self.seal.seal)(served.name, done.state)
+            if keep == "server":
+                resume = self.store.put(served.name, done.state)
+            else:
+                resume = self.seal.seal(served.name, served.weights, done.state)
         return {"model": served.name, "position": done.position, "resume": resume}
 
     def _keep(self, keep: str | None) -> str:
@@ -246,8 +249,19 @@ class Service:
         return self.models[name]
 
     def _resume(self, resume: str) -> tuple[Served, State]:
-        name, state = (self.seal.open if resume.startswith("s.") else self.store.get)(resume)
-        return self._model(name), state
+        if not resume.startswith("s."):
+            name, state = self.store.get(resume)
+            return self._model(name), state
+        name, weights, state = self.seal.open(resume)
+        served = self._model(name)
+        if weights != served.weights:  # the model was trained on, or another took its name
+            raise Refused(
+                410,
+                "resume_outdated",
+                f"resume is of other weights of model {name!r} than those here; allowed: one of these",
+                "resume",
+            )
+        return served, state
 
     def _check_dials(
         self,
