@@ -1,5 +1,6 @@
 """One seed gives one sample, however it is made."""
 
+import copy
 import re
 
 import pytest
@@ -215,6 +216,70 @@ def test_unconditional_generation_runs_the_partial_posterior_on_one_row(kind, mo
         parameter.grad = torch.randn_like(parameter)
     torch.optim.AdamW(model.partial.parameters(), lr=0.1, fused=True).step()  # counts no version
     assert relative_error(generate(model, num=5, length=7, seed=1).x, changed) > 1e-3
+
+
+def fused_step(weights):
+    """One step of an optimiser that counts no versions."""
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    torch.optim.AdamW(weights, lr=0.3, fused=True).step()
+
+
+UNSEEN = {
+    "an optimiser of the last layer": lambda partial: fused_step([partial.out.weight, partial.out.bias]),
+    "an optimiser of the blocks": lambda partial: fused_step(list(partial.blocks.parameters())),
+    "data": lambda partial: partial.out.weight.data.mul_(5),
+    "data of a block": lambda partial: next(iter(partial.blocks.parameters())).data.mul_(-2),
+}
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("change", UNSEEN)
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_an_empty_pass_of_weights_that_changed_unseen_is_not_taken(kind, change, graphs):
+    model = small_model(kind)
+    options = {"num": 4, "length": 6, "seed": 1, "graphs": graphs}
+    first, versions = generate(model, **options), [w._version for w in model.parameters()]
+    UNSEEN[change](model.partial)
+    assert versions == [w._version for w in model.parameters()]
+    changed = generate(model, **options)
+    fresh = generate(copy.deepcopy(model), **options)
+    assert torch.equal(changed.z, fresh.z) and torch.equal(changed.x, fresh.x)
+    assert not torch.equal(changed.z, first.z)
+
+
+def test_one_number_that_changed_unseen_is_seen_without_graphs():
+    model = small_model("vssm")
+    first = generate(model, num=8, length=6, seed=1).z
+    model.partial.out.weight.data[1, 1] += 9
+    changed = generate(model, num=8, length=6, seed=1, graphs=False).z
+    assert torch.equal(changed, generate(copy.deepcopy(model), num=8, length=6, seed=1).z)
+    assert not torch.equal(changed, first)
+
+
+def test_a_remembered_pass_is_of_one_precision_and_for_every_mode():
+    model, options = small_model("vssm"), {"num": 64, "length": 12, "seed": 1}
+    with torch.inference_mode():
+        generate(model, **options)
+    plain = generate(model, **options)
+    assert not any(leaf.is_inference() for leaf in plain.state.leaves())
+    with torch.autocast("cpu", torch.bfloat16):
+        half = generate(model, **options).z
+        assert torch.equal(half, generate(copy.deepcopy(model), **options).z)
+    assert torch.equal(generate(model, **options).z, plain.z)
+    assert not torch.equal(half, plain.z), "precision matters here"
+
+
+@pytest.mark.parametrize("num", [1, 3])
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_a_state_that_is_written_to_changes_no_other(kind, num):
+    model, options = small_model(kind), {"num": num, "length": 4, "seed": 1}
+    made = generate(model, **options)
+    before = generate(model, length=4, state=made.state).x
+    for leaf in generate(model, **options).state.leaves():
+        leaf.zero_()
+    same(generate(model, length=4, state=made.state).x, before)
+    same(generate(model, length=4, state=generate(model, **options).state).x, before)
 
 
 @pytest.mark.parametrize("kind", PARALLEL)

@@ -847,6 +847,27 @@ def test_one_element_that_is_written_without_a_version_is_seen(kind, device, rep
     assert relative_error(changed.x, first) > TOLERANCE
 
 
+@pytest.mark.parametrize("kind", ["vssm", "tvae"])
+def test_an_optimiser_of_a_part_of_the_weights_is_seen(kind, device, replays):
+    model = small_model(kind).to(device)
+    check(model, replays, num=2)
+    first = generate(model, num=2, length=LENGTH, seed=2)  # which `graphs.same` may find
+    weights = list(model.partial.blocks.parameters())  # no part of the probe
+    versions = [weight._version for weight in weights]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    torch.optim.AdamW(weights, lr=0.3, fused=True).step()
+    assert versions == [weight._version for weight in weights]
+    changed = generate(model, num=2, length=LENGTH, seed=2)
+    same_results(changed, generate(model, num=2, length=LENGTH, seed=2, graphs=False))
+    assert not torch.equal(changed.z, first.z)
+    before = replays["replayed"]
+    for _ in range(3):
+        again = generate(model, num=2, length=LENGTH, seed=2)
+    same_results(again, changed)
+    assert replays["replayed"] > before
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["vssm", "rnn"])
 def test_kept_halves_of_weights_follow_them(kind, replays):

@@ -141,7 +141,7 @@ def generate(
         before = state if state is not None and state.position else None
         kinds = (Autoregressive, Variational, VRNN, Ladder)
         record = graphs and recorded.usable(device) and type(model) in kinds
-        x, z, after = sample(model, prompt, before, source, options, cache, record)
+        x, z, after = sample(model, prompt, before, source, options, cache, record, graphs)
         return Generation(x, z, _own(model, after, source))
 
 

@@ -23,7 +23,7 @@ from vssm.nn import Moving
 from vssm.recording import Recorder
 from vssm.weights import found_weights, listened_to, weights_of
 
-__all__ = ["again", "attempt", "same", "usable"]
+__all__ = ["again", "attempt", "forget_last", "same", "usable"]
 
 DEVICES = ("cuda",)  # tests add "cpu", where a recording runs its function again
 PROGRAMS = 8  # kept for a model
@@ -253,6 +253,14 @@ def same(model: nn.Module, question: tuple, *inputs: object) -> Any:  # noqa: AN
         ):
             return None
         return kept.replay(model, last.device, last.key, last.program, *inputs)
+
+
+def forget_last(model: nn.Module) -> None:
+    """Makes `same` find nothing until `again` has answered once more."""
+    kept = _kept.get(model)
+    if kept is not None:
+        with kept.lock:
+            kept.last = None
 
 
 def _whole(key: Hashable, device: torch.device) -> Hashable:

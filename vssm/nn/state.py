@@ -30,6 +30,8 @@ _MASK = 2**32 - 1  # of a row of the noise, which is a word of 32 bits
 class State:
     """Creates a state from named tensors (batch first) and nested states.
 
+    Tensors may be views that rows or states share: they are not to be written to.
+
     Example:
         >>> state = State({"h": torch.arange(3.0)[:, None]}, position=7)
         >>> state.batch, state.select([2, 0])["h"].flatten()

@@ -56,6 +56,7 @@ def sample(
     options: Options,
     cache: bool = True,
     record: bool = False,
+    remember: bool = True,
 ) -> Result:
     """Makes new steps after a prompt, a state or nothing, with the algorithm of the model.
 
@@ -67,9 +68,10 @@ def sample(
         options: What is asked for.
         cache: False recomputes the whole prefix at every step.
         record: Whether calls that repeat are recorded and replayed.
+        remember: Whether what depends on the weights alone is kept for the next call.
     """
     if isinstance(model, Variational | Ladder):
-        return _sample_in_parallel(model, prompt, state, source, options, record)
+        return _sample_in_parallel(model, prompt, state, source, options, record, remember)
     if isinstance(model, VRNN):
         return sample_vrnn(model, prompt, state, source, options, record)
     if cache:
@@ -106,13 +108,14 @@ def _sample_in_parallel(
     source: Noise,
     options: Options,
     record: bool,
+    remember: bool,
 ) -> Result:
     num, known, least = source.num, 0 if prompt is None else prompt.shape[1], 1
     reads = prompt is not None or state is not None
     if isinstance(model, Ladder):
         run = partial(sample_ladder, model)
     else:
-        run = partial(sample_variational, model)
+        run = partial(sample_variational, model, remember=remember)
         options = fitting(model, options, num, known, reads)
         if state is None and (prompt is None or len(prompt) == 1) and not options.recondition:
             least = 2  # these share a state, which can not be seen of one row

@@ -14,18 +14,20 @@ f the decoder and the observation head.
 
 import threading
 from collections.abc import Hashable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vssm import graphs
 from vssm.distributions import Latents
 from vssm.models import Variational
 from vssm.nn import Moving, State
 from vssm.ops import choose_backend
+from vssm.ops.dispatch import product_dtype
 from vssm.recording import OneShot
 from vssm.sampling.ahead import posterior_ahead
 from vssm.sampling.request import (
@@ -43,12 +45,13 @@ from vssm.sampling.request import (
 )
 from vssm.trees import describe
 from vssm.watch import Watch
-from vssm.weights import weights_of
+from vssm.weights import first_weight, weights_of
 
 __all__ = ["read_variational", "repeat_variational", "sample_variational"]
 
 _EMPTY_RUNS = 8  # lengths whose all-empty pass is remembered
 _EMPTY_STEPS = 4096  # of one row, whose pass takes little memory
+_LOOKS = 64  # numbers of a weight that are looked at
 
 
 def sample_variational(
@@ -58,10 +61,17 @@ def sample_variational(
     source: Noise,
     options: Options,
     record: bool,
+    remember: bool = True,
 ) -> Result:
-    """Runs the algorithm below, or replays it."""
+    """Runs the algorithm below, or replays it; `remember` allows an all-empty pass of before."""
     made = _replayed(model, prompt, state, source, options) if record and options.length else None
-    return made or _variational(model, prompt, state, source, options)
+    if made is not None:
+        return made
+    empty = None
+    if state is None and prompt is None and options.length:
+        steps = _empty_steps(options, source.num)
+        empty = _remembered(model, steps) if remember else _Pass(*model.partial_posterior(empty=steps))
+    return _variational(model, prompt, state, source, options, empty)
 
 
 def _variational(
@@ -70,7 +80,7 @@ def _variational(
     state: State | None,
     source: Noise,
     options: Options,
-    empty: "_Empty | None" = None,
+    empty: "_Pass | _Empty | None",
 ) -> Result:
     """Algorithms "VSSM sampling" (one chunk) and "VSSM chunk sampling"."""
     num, position = source.num, 0 if state is None else state.position
@@ -84,8 +94,6 @@ def _variational(
     partial = None if state is None else state.child("blind" if blind else "partial")
     decoder = None if state is None else state.child("decoder")
     xs, zs = [], []
-    if empty is None and state is None and prompt is None and options.length:
-        empty = _empty_run(model, _empty_steps(options, num), weights_of(model))
     for first in range(0, options.length, options.chunk):
         known = 0 if prompt is None else prompt.shape[1]
         width = min(options.chunk, options.length - first)
@@ -145,12 +153,25 @@ def _draw(q_z: Latents, u: Tensor, known: int, temperature: float) -> Tensor:
     return torch.cat([old.sample(u[:, :known]), new.sample(u[:, known:], temperature)], 1)
 
 
+class _Pass(NamedTuple):
+    """An all-empty pass."""
+
+    q_z: Latents
+    state: State
+
+
 class _Empty(NamedTuple):
     """The all-empty pass over some length, and what it was made with."""
 
     q_z: Latents
     state: State
     weights: list[Hashable]
+    dtype: torch.dtype | None
+    """Of products, by autocast."""
+    looks: list[Tensor]
+    """Views of some numbers of every weight."""
+    seen: int
+    """What they were."""
     probe: int
     watch: Watch
     """Whether a replay still finds this probe."""
@@ -181,26 +202,70 @@ def _empty_steps(options: Options, num: int) -> int:
     return options.length
 
 
+def _remembered(model: Variational, length: int) -> _Pass:
+    """Returns an all-empty pass, as remembered or new, whose state is the caller's own."""
+    run = _empty_run(model, length, weights_of(model))
+    return _Pass(run.q_z, run.state.map(Tensor.clone))
+
+
 def _empty_run(model: Variational, length: int, weights: list[Hashable], probed: bool = True) -> _Empty:
     """Returns q_omega(z | ∅, ..., ∅), which is the same for every row: one row, remembered by length.
 
-    To probe the weights waits for the device; `probed=False` leaves it to the caller.
+    To look at the weights waits for the device; `probed=False` leaves it to the caller.
     """
+    dtype = product_dtype(first_weight(model).device)
     with _emptying:
+        _listen_to_optimisers()
         known = _empty_runs.setdefault(model, {})
         run = known.get(length)
-        if run is None or run.weights != weights or (probed and run.probe != int(_probe(model))):
+        if (
+            run is None
+            or (run.weights, run.dtype) != (weights, dtype)
+            or (probed and run.seen != _sum(run.looks))
+        ):
             while len(known) >= _EMPTY_RUNS:
                 known.pop(next(iter(known)))
-            q_z, state = model.partial_posterior(empty=length)
-            probe = int(_probe(model))
-            run = _Empty(q_z, state, weights, probe, Watch(_show_probe, probe, q_z.raw.device))
+            with torch.inference_mode(False), torch.no_grad():  # it is for calls in other modes too
+                q_z, state = model.partial_posterior(empty=length)
+                probe = int(_probe(model))
+                looks = [_some_numbers(weight) for weight in model.partial.parameters()]
+                watch = Watch(_show_probe, probe, q_z.raw.device)
+                run = _Empty(q_z, state, weights, dtype, looks, _sum(looks), probe, watch)
             known[length] = run
         return run
 
 
+def _some_numbers(weight: Tensor) -> Tensor:
+    """Returns a view of some numbers of a weight, from its first to its last where they lie side by side."""
+    numbers = weight.detach()
+    row = numbers.view(-1) if numbers.is_contiguous() else numbers[(0,) * (numbers.ndim - 1)]
+    return row[:: max(1, len(row) // _LOOKS)]
+
+
+def _sum(looks: list[Tensor]) -> int:
+    """Returns the sum of the bits of some numbers: writes through `.data` count no version."""
+    return int(torch.cat(looks).double().view(torch.int64).sum())
+
+
+def _forget_moved(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Forgets the passes of models whose weights an optimiser has moved: fused ones count no version."""
+    if not any(_empty_runs.values()):
+        return
+    moved = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    with _emptying:
+        for model, known in list(_empty_runs.items()):
+            if known and not moved.isdisjoint(map(id, model.partial.parameters())):
+                known.clear()
+                graphs.forget_last(model)
+
+
+@cache
+def _listen_to_optimisers() -> None:
+    register_optimizer_step_post_hook(_forget_moved)
+
+
 def _probe(model: Variational) -> Tensor:
-    """Looks at some of the weights: fused optimisers change them without counting a version."""
+    """Looks at two of the weights, as a replay does: whatever trains all of them changes these too."""
     assert model.partial.blank is not None
     bits = torch.cat([model.partial.blank, model.partial.norm.weight])
     return bits.view(torch.int64 if bits.nbytes % 8 == 0 else torch.uint8).sum()
