@@ -466,7 +466,9 @@ def test_an_evaluation_that_is_stopped_goes_on(stage, digits_run, tmp_path, caps
     assert list(made["metrics"]) == list(fresh["metrics"])
 
 
-@pytest.mark.parametrize("change", ["options", "weights", "damage", "no object", "full disk"])
+@pytest.mark.parametrize(
+    "change", ["options", "weights", "data", "classifier", "code", "damage", "no object", "full disk"]
+)
 def test_what_was_kept_of_another_evaluation_is_not_taken(change, tmp_path, monkeypatch):
     run, stages = make_run(tmp_path / "run", "vssm", WAVES), []
 
@@ -488,6 +490,14 @@ def test_what_was_kept_of_another_evaluation_is_not_taken(change, tmp_path, monk
         options["num_samples"] = 4
     elif change == "weights":
         RunFolder(run).save_weights(load(run).state_dict())
+    elif change == "data":
+        other = DataConfig(name="synthetic", synthetic=SyntheticConfig(length=7, features=3, num=40), seed=1)
+        config = json.loads((run / "config.json").read_text()) | {"data": dataclasses.asdict(other)}
+        (run / "config.json").write_text(json.dumps(config))
+    elif change == "classifier":
+        options["classifier"] = tmp_path / "other.safetensors"
+    elif change == "code":
+        monkeypatch.setattr(evaluate, "source", lambda: "another")
     elif change == "damage":
         part.write_bytes(part.read_bytes()[:-9])
     elif change == "no object":

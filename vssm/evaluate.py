@@ -33,7 +33,7 @@ from vssm.objectives import real_steps
 from vssm.ops import choose_backend
 from vssm.quality import Progress, Work, generation_times, image_quality, passes_at_once, spread
 from vssm.quality import dials as dials_of
-from vssm.results import commit, machine, result, write_result
+from vssm.results import machine, result, source, write_result
 from vssm.storage import why_read_only
 
 __all__ = ["UnwrittenResult", "evaluate_run"]
@@ -70,7 +70,7 @@ def evaluate_run(
 
     Where a training has replaced the weights in the meantime it warns, and writes `eval.json.old` instead:
     `eval.json` is of the weights that lie beside it. What was found before it was stopped or killed is kept
-    in `eval.part.json`; the same call goes on from there, if weights, version and machine are the same.
+    in `eval.part.json`; the same call goes on from there, if weights, data, code and machine are the same.
 
     Arguments:
         folder: The run folder: `config.json` with `model` and `data`, and `weights.safetensors`.
@@ -148,8 +148,9 @@ def evaluate_run(
         **given,
         "device": str(device),
         "weights": measured,
-        "data": [config["data"], len(split)],
-        "commit": commit(),
+        "data": [config["data"], len(split), split.digest()],
+        "classifier": None if classifier is None else str(classifier),
+        "source": source(),
         "machine": machine(),
     }
     with Journal(path.with_suffix(".part.json"), subject) as journal:

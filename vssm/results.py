@@ -6,6 +6,7 @@
 name, and of an absolute path only the last part.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import shlex
 import subprocess
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch
 
 from vssm.storage import write_atomically
 
-__all__ = ["commit", "machine", "result", "write_result"]
+__all__ = ["commit", "machine", "result", "source", "write_result"]
 
 
 def result(
@@ -81,6 +83,20 @@ def commit() -> str | None:
     if _git(package, "rev-parse", "--show-prefix") != f"{package.name}/":
         return None
     return _git(package, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+@cache
+def source() -> str:
+    """Returns a digest of the code of this package: a commit does not tell of changes, or is not known.
+
+    Example:
+        >>> source() == source(), len(source())
+        (True, 16)
+    """
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
