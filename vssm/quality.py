@@ -63,7 +63,7 @@ def dials(model: Model) -> tuple[str, ...]:
 
 
 def passes_at_once(model: Model, length: int) -> int:
-    """Returns how often the networks run, one after the other, for a sample of `length` in one call."""
+    """Returns the rounds of draws, one after the other, of a sample of `length`: levels, or else steps."""
     if isinstance(model, Ladder):
         return model.config.levels
     return 1 if isinstance(model, Variational) else length

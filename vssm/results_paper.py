@@ -21,7 +21,8 @@ _PAPER = (
     "second half is given the first. Times are milliseconds for one sequence, and for its second "
     "half given its first, with the version that made the run; they are compared where it is the same.",
     "Pictures show on the left the bound on the validation log-likelihood during training (the ELBO for "
-    "models with latents, exact for the others), median and range over seeds; in the middle the test set; on "
+    "models with latents, exact for the others), median and range over seeds, without that of the second "
+    "half, which the paper draws too; in the middle the test set; on "
     "the right samples, three rows from nothing and three that complete the upper half of a test image.",
 )
 _TRIED = {"config.model.kind": str, "metrics.epochs": float, "metrics.learning_rate": float}

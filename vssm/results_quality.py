@@ -34,8 +34,8 @@ def quality(folder: Path) -> list[str]:
         "Likelihoods are in nats, by K draws of the latents of so many test sequences; higher is better. FD "
         "is the Fréchet distance of samples to the test set; lower is better, and the floor is that of as "
         "many training images. W: in chunks of W steps, each re-conditioned on those before. S: in S "
-        "passes over all steps. Passes and ms are those of one sequence in one shot: how often the networks "
-        "run one after the other, and how long.",
+        "passes over all steps. Passes and ms are those of one sequence in one shot: the rounds of draws, "
+        "one after the other, and how long they take.",
     ]
     for task, results in tasks.items():
         parts += [f"### {task}", _qualities(results)]
