@@ -467,7 +467,8 @@ def test_an_evaluation_that_is_stopped_goes_on(stage, digits_run, tmp_path, caps
 
 
 @pytest.mark.parametrize(
-    "change", ["options", "weights", "data", "classifier", "code", "damage", "no object", "full disk"]
+    "change",
+    ["options", "weights", "data", "classifier", "code", "damage", "no object", "other parts", "full disk"],
 )
 def test_what_was_kept_of_another_evaluation_is_not_taken(change, tmp_path, monkeypatch):
     run, stages = make_run(tmp_path / "run", "vssm", WAVES), []
@@ -484,7 +485,7 @@ def test_what_was_kept_of_another_evaluation_is_not_taken(change, tmp_path, monk
         monkeypatch.setattr("vssm.journal.write_atomically", full_disk)
     with pytest.raises(KeyboardInterrupt):
         evaluate_run(run, quick=True, progress=stop)
-    part, options = run / "eval.part.json", {}
+    options, (part,) = {}, [*run.glob("eval.part-*.json"), run / "none"][:1]
     assert part.exists() == (change != "full disk")
     if change == "options":
         options["num_samples"] = 4
@@ -500,11 +501,18 @@ def test_what_was_kept_of_another_evaluation_is_not_taken(change, tmp_path, monk
         monkeypatch.setattr(evaluate, "source", lambda: "another")
     elif change == "damage":
         part.write_bytes(part.read_bytes()[:-9])
+    elif change == "other parts":
+        content = json.loads(part.read_text())
+        content["parts"]["reconstruction"]["mse"] = 123.0
+        part.write_text(json.dumps(content))
     elif change == "no object":
         part.write_text("[" * 100_000)
     evaluate_run(run, quick=True, **options, progress=lambda *stage: stages.append(stage))
     assert {"reconstruction", "likelihoods"} <= {stage for stage, done, _ in stages if done == 0}
-    assert not part.exists()
+    if change in ("options", "data", "classifier", "code"):
+        assert part.exists()  # for the evaluation that it is of
+    else:
+        assert not part.exists()
 
 
 def test_an_evaluation_that_is_killed_goes_on(tmp_path):
@@ -524,7 +532,8 @@ evaluate_run(sys.argv[1], num_samples=3, batch=3, progress=kill)
 """
     killed = subprocess.run([sys.executable, "-c", program, str(run)], capture_output=True, text=True)
     assert killed.returncode == -9, killed.stderr
-    kept = json.loads((run / "eval.part.json").read_text())["parts"]
+    (part,) = run.glob("eval.part-*.json")
+    kept = json.loads(part.read_text())["parts"]
     assert set(kept) == {"reconstruction", "likelihoods"} and kept["likelihoods"]["done"] == 6
     seen = []
     made = evaluate_run(
@@ -549,7 +558,14 @@ def test_the_command_says_that_it_goes_on(tmp_path, monkeypatch, capsys):
         main(["evaluate", str(run), "--quick", "--device", "cpu"])
     note = "note: what was found so far is kept; the same command goes on from there"
     assert capsys.readouterr().err.splitlines()[-2:] == ["vssm: stopped by SIGTERM", note]
-    assert (run / "eval.part.json").exists()
+    assert list(run.glob("eval.part-*.json"))
+    monkeypatch.setattr("vssm.journal.write_atomically", lambda *_: None)  # as on a full disk
+    main_again = ["evaluate", str(run), "--num-samples", "2", "--device", "cpu"]
+    for part in run.glob("eval.part-*.json"):
+        part.unlink()
+    with pytest.raises(SystemExit, match="143"):
+        main(main_again)
+    assert note not in capsys.readouterr().err
 
 
 def test_no_distances_are_measured_of_no_images(digits_run, tmp_path):

@@ -70,7 +70,7 @@ def evaluate_run(
 
     Where a training has replaced the weights in the meantime it warns, and writes `eval.json.old` instead:
     `eval.json` is of the weights that lie beside it. What was found before it was stopped or killed is kept
-    in `eval.part.json`; the same call goes on from there, if weights, data, code and machine are the same.
+    in `eval.part-….json`; the same call goes on from there, if weights, data, code and machine are the same.
 
     Arguments:
         folder: The run folder: `config.json` with `model` and `data`, and `weights.safetensors`.

@@ -156,8 +156,8 @@ def cached_classifier(
     identity = _identity(images, labels, num_classes)
     made_by = hashlib.sha256(f"{identity} {torch.__version__} {device.type}".encode()).hexdigest()
     path = folder / "classifiers" / f"{made_by[:20]}.safetensors"
-    if path.is_file():
-        with suppress(ValueError):
+    with suppress(ValueError, OSError):  # damaged, or in a folder of somebody else
+        if path.is_file():
             classifier = train_classifier(images, labels, num_classes, device, path=path)
             progress(1, 1)
             return classifier

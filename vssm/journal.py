@@ -1,5 +1,6 @@
 """What a long measurement has found so far, kept on disk: the same one goes on where it was stopped."""
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -12,17 +13,19 @@ from vssm.storage import write_atomically
 
 __all__ = ["Journal"]
 
-_PAUSE = 5.0  # seconds between writes: what a kill may lose
+_PAUSE = 5.0  # seconds between writes
 
 
 class Journal:
     """Keeps parts of a measurement by name; as a context it removes its file once all went well.
 
-    A file of another measurement, or one that is damaged, is taken for none. A disk that is full costs what
-    is kept, never the measurement.
+    Every measurement has a file of its own, and one that is damaged is taken for none. A disk that is full
+    costs what is kept, never the measurement. A kill costs the part that was being measured, and what was
+    kept in the last five seconds.
 
     Arguments:
-        path: The file; without one, parts are kept in memory alone.
+        path: The file, to whose name a hash of the subject is added; without one, parts are kept in memory
+            alone.
         subject: What is measured and how, ready for JSON: parts that were found of another are not taken.
 
     Example:
@@ -34,14 +37,14 @@ class Journal:
         ...         raise KeyboardInterrupt
         ...     with Journal(path, {"K": 10}) as journal:
         ...         print(journal.get("likelihoods"))
-        ...     path.exists()
+        ...     list(Path(folder).iterdir())
         {'done': 3}
-        False
+        []
     """
 
     def __init__(self, path: Path | None = None, subject: Mapping[str, Any] | None = None) -> None:
-        self._path = path
-        self._subject = json.loads(json.dumps(subject))
+        self._subject = _digest(subject)
+        self._path = None if path is None else path.with_stem(f"{path.stem}-{self._subject[:8]}")
         self._parts = self._read()
         self._written = time.monotonic()
 
@@ -75,16 +78,21 @@ class Journal:
     def _read(self) -> dict[str, Any]:
         try:
             content = json.loads(self._path.read_bytes()) if self._path is not None else None
+            if not isinstance(content, dict) or content.get("subject") != self._subject:
+                return {}
+            parts = content.get("parts")
+            return parts if isinstance(parts, dict) and content.get("digest") == _digest(parts) else {}
         except (OSError, ValueError, RecursionError):
             return {}
-        if not isinstance(content, dict) or content.get("subject") != self._subject:
-            return {}
-        return content["parts"] if isinstance(content.get("parts"), dict) else {}
 
     def _write(self) -> None:
         if self._path is None or not self._parts:
             return
-        text = json.dumps({"subject": self._subject, "parts": self._parts})
+        content = {"subject": self._subject, "digest": _digest(self._parts), "parts": self._parts}
         with suppress(OSError):
-            write_atomically(self._path, lambda file: file.write_text(text))
+            write_atomically(self._path, lambda file: file.write_text(json.dumps(content)))
         self._written = time.monotonic()
+
+
+def _digest(content: Any) -> str:  # noqa: ANN401
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

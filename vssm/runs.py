@@ -8,7 +8,7 @@
 | `log.jsonl` | one JSON object a line: a log point ("split": "train") or a validation ("split": "valid") |
 | `checkpoint/step-N/` | where to resume: `weights`, `optimizer`, `ema` (.safetensors), `progress.json` |
 | `curves.png`, `samples.png` | pictures of the log and of samples |
-| `eval.part.json` | what an evaluation that was stopped has found, for the same one to go on with |
+| `eval.part-*.json` | what an evaluation that was stopped has found, for the same one to go on with |
 | `eval.json.old` | what `vssm evaluate` found of weights that better ones have replaced, then or since |
 
 Files are written under a temporary name, flushed to the disk and renamed; a checkpoint is a folder that is
@@ -258,6 +258,8 @@ class RunFolder:
         for file in (self.path / "eval.json", self.path / "eval_valid.json"):
             with suppress(FileNotFoundError):
                 file.replace(file.with_name(f"{file.name}.old"))
+            for part in self.path.glob(f"{file.stem}.part-*.json"):  # nobody could go on with it
+                part.unlink(missing_ok=True)
 
     def has_weights(self) -> bool:
         """Whether the best weights are there and whole."""

@@ -77,7 +77,9 @@ class Evaluate:
             show_metrics(title, error.result["metrics"])
             raise
         except (KeyboardInterrupt, SystemExit):
-            print("note: what was found so far is kept; the same command goes on from there", file=sys.stderr)
+            if any(folder.glob("eval*.part-*.json")):
+                note = "what was found so far is kept; the same command goes on from there"
+                print(f"note: {note}", file=sys.stderr)
             raise
         show_metrics(title, result["metrics"])
         written = folder / ("eval.json" if self.splits == "test" else "eval_valid.json")
