@@ -139,6 +139,32 @@ def test_other_settings_do_not_pass_for_what_is_done(done):
         path.unlink()
 
 
+@pytest.mark.parametrize(
+    ("piece", "damage"),
+    [
+        ("grid/digits_ssm_lr0.01.json", lambda c: c.pop("metrics")),
+        ("grid/digits_ssm_lr0.01.json", lambda c: c.update(metrics=[])),
+        ("grid/digits_ssm_lr0.01.json", lambda c: c["metrics"].update(validation_loss="x")),
+        ("grid/digits_ssm_lr0.01.json", lambda c: c["metrics"].update(validation_loss=float("nan"))),
+        ("grid/digits_ssm_lr0.01.json", None),
+        ("digits_ssm_seed0.json", lambda c: c.update(metrics={})),
+        ("digits_ssm_seed0.png", None),
+        ("digits_ssm_seed0.png", 100),
+    ],
+)
+def test_damaged_results_are_named(piece, damage, done, tmp_path):
+    results = shutil.copytree(done / "results", tmp_path / "results")
+    path = results / piece
+    if callable(damage):
+        content = read(path)
+        damage(content)
+        path.write_text(json.dumps(content))
+    else:
+        path.write_bytes(b"[" * 100_000 if damage is None else path.read_bytes()[:damage])
+    with pytest.raises(ValueError, match=rf"{path.name}' is damaged: .*; allowed: without that file$"):
+        digits(tmp_path / "out", results=results, **BUDGET)
+
+
 class Slow(Messages):
     """Is at its tenth step for three seconds."""
 

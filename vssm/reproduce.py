@@ -284,17 +284,21 @@ def _missing(plan: _Plan, configs: Mapping[str, RunConfig], stage: str) -> dict[
     for name, config in configs.items():
         path = plan.piece(config, stage)
         if path.exists():
-            _check_same(path, config)
+            _check_same(path, config, "log_likelihood" if stage == "seeds" else "validation_loss")
         else:
             missing[name] = config
     return missing
 
 
-def _check_same(path: Path, config: RunConfig) -> None:
+def _check_same(path: Path, config: RunConfig, metric: str) -> None:
+    """Raises unless a result is of these settings and has the metric that it is there for."""
     try:
-        values = json.loads(path.read_bytes())["config"]
+        content = json.loads(path.read_bytes())
+        values, found = content["config"], content["metrics"][metric]
         saved = RunConfig.from_dict({part: values[part] for part in ("data", "model", "train")})
-    except (ValueError, KeyError, TypeError) as error:
+        if found is not None and not math.isfinite(found):  # a run that diverged has null
+            raise ValueError(f"its {metric} is {found}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is damaged: {error}; allowed: without that file") from None
     given, kept = (dataclasses.asdict(_comparable(c)) for c in (config, saved))
     for part in given:

@@ -171,7 +171,10 @@ def _picture(folder: Path, result: Result) -> Any:  # noqa: ANN401
     from matplotlib.image import imread
 
     path = folder / f"{result['name']}.png"
-    return imread(path) if path.is_file() else None
+    try:
+        return imread(path) if path.is_file() else None
+    except (OSError, ValueError, SyntaxError) as error:  # the last is what Pillow says of other files
+        raise ValueError(f"{str(path)!r} is damaged: {error}; allowed: without that file") from None
 
 
 def draw_dials(metrics: Mapping[str, Any], path: str | Path) -> bool:
