@@ -39,6 +39,7 @@ ORDER = (
     "ragged",
     "results",
     "frechet",
+    "journal",
     "quality",
     "evaluate",
     "text_compare",

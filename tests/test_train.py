@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import shutil
 import signal
 import warnings
 from dataclasses import replace
@@ -102,6 +103,51 @@ def test_stop_and_resume_equals_unbroken(kind, options, tmp_path):
     assert result(run(config, folder, resume=True)) == result(whole)
     before = result(folder)
     assert result(run(None, folder, resume=True)) == before  # a run that has ended stays as it is
+
+
+def test_a_run_starts_from_the_weights_of_another(tmp_path):
+    first = run(tiny("ssm", max_steps=6), tmp_path / "first")
+    plain = replace(tiny("ssm", max_steps=4, learning_rate=1e-9), model=RunConfig().model)
+    onward = replace(plain, train=replace(plain.train, init=str(first)))
+    again = run(onward, tmp_path / "again")
+    assert vssm.load(again).config == vssm.load(first).config  # which were not given again
+    moved = vssm.load(again).state_dict()
+    for name, tensor in vssm.load(first).state_dict().items():
+        torch.testing.assert_close(moved[name], tensor, rtol=0, atol=1e-6)
+    stopped(onward, tmp_path / "stopped", 2)
+    shutil.rmtree(first)  # a checkpoint has all that is needed
+    run(None, tmp_path / "stopped", resume=True)
+    resumed = vssm.load(tmp_path / "stopped").state_dict()
+    assert all(torch.equal(resumed[name], moved[name]) for name in moved)
+
+
+def test_a_start_that_does_not_fit_is_refused(tmp_path):
+    first = str(run(tiny("ssm", max_steps=2), tmp_path / "first"))
+
+    def refused(message, config):
+        with pytest.raises(ValueError, match=message):
+            run(config, tmp_path / "second")
+        assert not (tmp_path / "second").exists()
+
+    config = tiny("ssm", max_steps=2)
+    other = replace(config, train=replace(config.train, init=first), model=replace(config.model, width=24))
+    refused(
+        rf"^width=24 is not that of init='{first}'; allowed: 8, or to leave it out \(--model\.width\)$",
+        other,
+    )
+    digits = replace(
+        config,
+        train=replace(config.train, init=first),
+        model=RunConfig().model,
+        data=DataConfig(name="digits"),
+    )
+    refused(
+        r"has 3 features and head 'gaussian', data set 'digits' 8 and 'gaussian'; allowed: a model", digits
+    )
+    lost = replace(config, train=replace(config.train, init=str(tmp_path / "nowhere")))
+    refused(r"nowhere' does not exist; allowed: a run folder", lost)
+    with pytest.raises(ValueError, match="init='' is not allowed; allowed: a folder, or a shipped model"):
+        TrainConfig(init="")
 
 
 def test_average_of_the_weights_is_what_is_kept(tmp_path):

@@ -300,6 +300,9 @@ class TrainConfig:
     select: str = "loss"
     """Whose weights are kept: those of the validation with the lowest "loss", or with the highest "bound" on
     log p(x), in which the term of the partial posterior has no say."""
+    init: str | None = None
+    """A run, a folder of `vssm.save` or a shipped model to start from instead of random weights, to train
+    it on or to fine-tune it; the new run has its model settings."""
     seed: int = 0
     """Fixes the first weights, the order of the data and all noise; 0 to 2^63 - 1."""
     max_steps: int | None = None
@@ -351,6 +354,8 @@ class TrainConfig:
         for name in ("graph", "compile", "fsdp", "tensorboard"):
             if not isinstance(getattr(self, name), bool):  # not NumPy's, which JSON does not know
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; allowed: True, False")
+        if self.init is not None and (not isinstance(self.init, str) or not self.init):
+            raise ValueError(f"init={shown(self.init)} is not allowed; allowed: a folder, or a shipped model")
         if self.optimizer == "muon" and self.fsdp:
             raise ValueError(
                 "optimizer='muon' needs whole matrices, not fsdp=True; allowed: 'adamw', or fsdp=False"

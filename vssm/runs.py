@@ -376,6 +376,10 @@ class RunFolder:
                 f"allowed: those of this run (move it out of {str(self.path)!r} to go on from the one before)"
             )
 
+    def has_checkpoint(self) -> bool:
+        """Whether there is one, whole or not."""
+        return bool(self._saved())
+
     def _saved(self) -> list[Path]:
         """The checkpoints by their final name, oldest first."""
         found = [path for path in self.checkpoints.glob("step-*") if path.name[5:].isdecimal()]

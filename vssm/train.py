@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from vssm import figures
+from vssm.checkpoint import load_finite
 from vssm.config import RunConfig, TrainConfig, check_flag, check_path, check_type
 from vssm.data import Meta, draw, open_data
 from vssm.data.feed import check_values, moved, place, take
@@ -104,6 +105,19 @@ def resolve(config: RunConfig, meta: Meta) -> RunConfig:
     return replace(config, model=replace(config.model, features=meta.features, head=head, bins=bins))
 
 
+def _first_model(config: RunConfig, place: str) -> tuple[RunConfig, Model]:
+    """Returns the model that a run starts from, and the config with its settings."""
+    model = load_finite(place)
+    for field in fields(config.model):
+        own, given = getattr(model.config, field.name), getattr(config.model, field.name)
+        if given not in (own, getattr(RunConfig().model, field.name)):
+            raise ValueError(
+                f"{field.name}={given!r} is not that of init={place!r}; allowed: {own!r}, or to leave it out "
+                f"(--model.{field.name.replace('_', '-')})"
+            )
+    return replace(config, model=model.config), model
+
+
 class _Call(nn.Module):
     """Makes any function of a model a forward pass, which is what DDP and FSDP2 hook into."""
 
@@ -127,7 +141,16 @@ class _Training:
             if world.rank > 0:  # the first says what is odd about the data
                 warnings.simplefilter("ignore", UserWarning)
             data = open_data(config.data)
+        first = None
+        if options.init is not None and not (resume and folder.has_checkpoint()):
+            config, first = _first_model(config, options.init)
         self.config, self.meta = resolve(config, data.meta), data.meta
+        if first is not None and first.config != self.config.model:
+            raise ValueError(
+                f"init={options.init!r} has {first.config.features} features and head "
+                f"{first.config.head!r}, data set {data.meta.name!r} {data.meta.features} and "
+                f"{self.config.model.head!r}; allowed: a model of the same (--train.init)"
+            )
         self.options, self.folder, self.world, self.progress = options, folder, world, progress
         if options.shift and data.meta.image_shape is None:
             raise ValueError(
@@ -152,7 +175,7 @@ class _Training:
 
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(mix(options.seed, "weights"))
-            self.model = build(self.config.model)
+            self.model = build(self.config.model) if first is None else first
         for name, split in (("training", data.train), ("validation", data.valid)):
             check_values(self.model.head, split, f"the {name} set")
         self.digest = data.train.digest()
