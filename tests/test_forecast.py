@@ -654,24 +654,75 @@ def test_levels_are_for_vssm():
     assert _model("rnn", options) == replace(levels, kind="rnn", levels=1)
 
 
-def test_comparison_writes_the_metrics_of_every_model(tmp_path):
-    from vssm.forecast_compare import Comparison, compare
+def comparison(tmp_path, **options):
+    """Returns a small comparison of models on waves."""
+    from vssm.forecast_compare import Comparison
 
     path = waves(tmp_path / "waves.csv")
-    options = Comparison(
-        series=SeriesConfig(path=str(path), context=12, horizon=6, separate=True),
-        model=small_config("vssm", head="auto", width=8, layers=1),
-        train=TrainConfig(max_steps=2, batch=16, samples=0, num_valid=8, device="cpu"),
-        models=("naive", "vssm", "rnn"),
-        samples=7,
-        season=6,
-        chunk=2,
-        calibrate=True,
-        shapes=("2x3x9",),
-        runs=tmp_path / "runs",
-        out=tmp_path / "results" / "waves.json",
-    )
-    lines = []
+    values = {
+        "series": SeriesConfig(path=str(path), context=12, horizon=6, separate=True),
+        "model": small_config("vssm", head="auto", width=8, layers=1),
+        "train": TrainConfig(max_steps=2, batch=16, samples=0, num_valid=8, device="cpu"),
+        "models": ("naive", "vssm", "rnn"),
+        "samples": 7,
+        "season": 6,
+        "chunk": 2,
+        "calibrate": True,
+        "shapes": ("2x3x9",),
+        "runs": tmp_path / "runs",
+        "out": tmp_path / "results" / "waves.json",
+    }
+    return Comparison(**(values | options))
+
+
+class StopAtValidation(Progress):
+    """Stops a training once it has weights."""
+
+    def line(self, line):
+        if line["split"] == "valid":
+            raise KeyboardInterrupt
+
+
+def test_comparison_finishes_a_run_that_was_stopped(tmp_path, monkeypatch):
+    from vssm import forecast_compare
+    from vssm.runs import RunFolder
+
+    steps = TrainConfig(max_steps=4, batch=16, samples=0, num_valid=8, validate_every=0.1, device="cpu")
+    options = comparison(tmp_path, models=("rnn",), train=steps, calibrate=False, shapes=())
+    whole = forecast_compare.compare(replace(options, runs=tmp_path / "whole"))["metrics"]
+    folder = options.runs / "waves-rnn"
+    with monkeypatch.context() as patch:
+        patch.setattr(forecast_compare, "train", lambda *a, **k: train(*a, **k, progress=StopAtValidation()))
+        with pytest.raises(KeyboardInterrupt):
+            forecast_compare.compare(options)
+    assert (folder / "weights.safetensors").exists() and not RunFolder(folder).has_ended()
+    made = forecast_compare.compare(options)["metrics"]
+    assert RunFolder(folder).has_ended() and made["rnn_crps"] == whole["rnn_crps"]
+    monkeypatch.setattr(forecast_compare, "train", lambda *_, **__: pytest.fail("it has ended"))
+    assert forecast_compare.compare(options)["metrics"]["rnn_crps"] == whole["rnn_crps"]
+
+
+def test_comparison_refuses_runs_of_other_settings(tmp_path, monkeypatch):
+    from vssm import forecast_compare
+
+    options = comparison(tmp_path, models=("rnn",), calibrate=False, shapes=())
+    forecast_compare.compare(options)
+    written = options.out.read_text()
+    monkeypatch.setattr(forecast_compare, "train", lambda *_, **__: pytest.fail("before any training"))
+    for change, message in (
+        ({"model": replace(options.model, width=16)}, "model.width=16 differs from 8 of the run in .*rnn"),
+        ({"train": replace(options.train, max_steps=3)}, "train.max_steps=3 differs from 2 of the run"),
+        ({"series": replace(options.series, horizon=5)}, "data.series.horizon=5 differs from 6 of the run"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            forecast_compare.compare(replace(options, models=("vssm", "rnn"), **change))
+    assert options.out.read_text() == written
+
+
+def test_comparison_writes_the_metrics_of_every_model(tmp_path):
+    from vssm.forecast_compare import compare
+
+    options, lines = comparison(tmp_path), []
     compare(options, lines.append)
     written = json.loads(options.out.read_text())
     metrics = written["metrics"]

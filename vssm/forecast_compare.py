@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from vssm.data.table import Table, filled, read_table, select
 from vssm.forecast import Forecaster
 from vssm.forecast_metrics import scores
 from vssm.results import result, write_result
+from vssm.runs import RunFolder
 from vssm.train import choose_device, train
 
 __all__ = ["Comparison", "compare", "main"]
@@ -89,7 +90,8 @@ class Comparison:
     shapes: tuple[str, ...] = ("1x100x336",)
     """What is timed: series x paths x steps."""
     runs: Path = Path("runs/forecast")
-    """The folder for our runs; one that is there is not trained again."""
+    """The folder for our runs: one that has ended is not trained again, one that was stopped goes on, and one
+    with other settings is refused."""
     out: Path | None = None
     """Where the result goes; results/forecast/<data set>.json by default."""
 
@@ -118,6 +120,16 @@ def compare(options: Comparison, show: Callable[[str], None] = print) -> dict[st
     table = select(read_table(path, options.series.time), options.series.columns, path)
     task = _Task(options, table, filled(table, options.series.fill, path))
     name = path.name.split(".")[0]
+    runs = {
+        kind: _Run(
+            options.runs / f"{name}-{kind}",
+            RunConfig(data=data, model=_model(kind, options), train=options.train),
+        )
+        for kind in options.models
+        if kind in _OURS
+    }
+    for run in runs.values():  # before any is trained
+        RunFolder(run.folder).check_same(run.config)
     out = options.out or Path("results/forecast") / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     metrics: dict[str, float | None] = {
@@ -128,7 +140,7 @@ def compare(options: Comparison, show: Callable[[str], None] = print) -> dict[st
     }
     made = {}
     for kind in options.models:
-        for label, numbers in _forecaster(kind, task, data, name, shapes).items():
+        for label, numbers in _forecaster(kind, task, runs.get(kind), shapes).items():
             metrics |= {f"{label}_{key}": value for key, value in numbers.items()}
             show(f"{label}: " + "  ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
         settings = {
@@ -145,6 +157,16 @@ def compare(options: Comparison, show: Callable[[str], None] = print) -> dict[st
         made = result(f"forecast {name}", command, settings, metrics)
         write_result(out, made)
     return made
+
+
+class _Run(NamedTuple):
+    folder: Path
+    config: RunConfig
+
+    def finish(self) -> None:
+        """Trains from wherever the run is."""
+        if not RunFolder(self.folder).has_ended():
+            train(self.config, self.folder, resume=(self.folder / "config.json").exists())
 
 
 class _Task:
@@ -178,7 +200,7 @@ class _Task:
 
 
 def _forecaster(
-    kind: str, task: _Task, data: DataConfig, name: str, shapes: list[tuple[int, int, int]]
+    kind: str, task: _Task, run: _Run | None, shapes: list[tuple[int, int, int]]
 ) -> dict[str, dict[str, float]]:
     """Returns the scores and times of a forecaster, and of its variants, by name."""
     options = task.options
@@ -188,11 +210,9 @@ def _forecaster(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # GluonTS's own
             return {kind: _deepar(task, shapes)}
-    folder = options.runs / f"{name}-{kind}"
-    config = RunConfig(data=data, model=_model(kind, options), train=options.train)
-    if not (folder / "weights.safetensors").exists():
-        train(config, folder)
-    forecaster = Forecaster.load(folder, choose_device(options.train.device))
+    assert run is not None
+    run.finish()
+    forecaster = Forecaster.load(run.folder, choose_device(options.train.device))
     temperature = _calibrated(forecaster, task) if options.calibrate and options.part == "test" else 1.0
     variants: dict[str, dict[str, Any]] = {kind: {"temperature": temperature}, f"{kind}_t1": {}}
     if temperature == 1:
@@ -202,7 +222,7 @@ def _forecaster(
         variants[f"{kind}_w{options.chunk}"] = ways
     made = {label: task.score(_rolled(forecaster, task, ways)) for label, ways in variants.items()}
     made[kind]["temperature"] = temperature
-    made[kind]["train_seconds"] = json.loads((folder / "meta.json").read_text())["seconds"]
+    made[kind]["train_seconds"] = json.loads((run.folder / "meta.json").read_text())["seconds"]
     made[kind]["parameters"] = sum(p.numel() for p in forecaster.model.parameters())
     one = _first_column(forecaster)
     for series, paths, steps in shapes:

@@ -215,6 +215,18 @@ class RunFolder:
                 "allowed: the same, or another run folder"
             )
 
+    def check_same(self, config: RunConfig) -> None:
+        """Raises when the folder has a run with other settings, which must not pass for the one asked for.
+
+        Unlike in `compare`, the config may leave open what the data gives: features, head "auto" and bins.
+        """
+        if not (self.path / "config.json").exists():
+            return
+        saved = read_config(self.path).model
+        head = saved.head if config.model.head == "auto" else config.model.head
+        model = dataclasses.replace(config.model, features=saved.features, head=head, bins=saved.bins)
+        self.compare(dataclasses.replace(config, model=model))
+
     def reopen(self, config: RunConfig) -> None:
         """Makes ready to resume the run."""
         self.compare(config)

@@ -22,7 +22,7 @@ from typing import Any
 
 from vssm.config import RunConfig
 from vssm.progress import Progress, choose_progress
-from vssm.runs import RunFolder, claim, read_config
+from vssm.runs import RunFolder, claim
 from vssm.storage import write_atomically
 from vssm.train import train
 
@@ -153,17 +153,7 @@ def _check(configs: Mapping[str, RunConfig], folder: Path, ray_address: str | No
     if ray_address is not None:
         _import_ray()
     for name, config in configs.items():
-        _check_same(config, folder / name)
-
-
-def _check_same(config: RunConfig, folder: Path) -> None:
-    """Raises when the folder has a run with other settings, which must not pass for this one."""
-    if not (folder / "config.json").exists():
-        return
-    saved = read_config(folder).model
-    head = saved.head if config.model.head == "auto" else config.model.head
-    model = replace(config.model, features=saved.features, head=head, bins=saved.bins)  # the data gave these
-    RunFolder(folder).compare(replace(config, model=model))
+        RunFolder(folder / name).check_same(config)
 
 
 def _row(config: RunConfig, folder: Path, **values: Any) -> dict[str, Any]:  # noqa: ANN401
