@@ -8,7 +8,7 @@
 p_W is the model that generates in chunks of W and reads each before the next (`recondition=True`), so that
 c(t) = W floor((t - 1) / W) steps are known when z_t is drawn; W = T is one shot. It is estimated with K
 draws, a bound as well. A vssm with L levels is named vssm_lL; its log p(x) is that of one shot, and its bits
-by W are not measured. Times are of one sequence of T characters.
+by W are not measured. Runs of one kind are named as their folders. Times are of one sequence of T characters.
 
 Legend: x (B, T) tokens; T `length`; W `chunk`; K `num_samples`.
 """
@@ -18,6 +18,7 @@ import math
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from vssm import noise
 from vssm.checkpoint import load
-from vssm.config import RunConfig
+from vssm.config import RunConfig, whole_number
 from vssm.data import Data, Meta, open_data
 from vssm.distributions import Latents
 from vssm.generate import generate
@@ -79,6 +80,7 @@ def chunked_bits(model: Variational, x: Tensor, chunk: int, num_samples: int = 2
         >>> 0 < bits < 8
         True
     """
+    chunk, num_samples = whole_number("chunk", chunk, 1), whole_number("num_samples", num_samples, 1)
     q_z, p_z = model.posterior(x)[0], _chunked_prior(model, x, chunk)
     rows = torch.arange(len(x), device=x.device)
     shape = (0, x.shape[1], model.config.latents)
@@ -111,26 +113,30 @@ def compare_text(folders: Sequence[Path], options: TextComparison) -> dict[str, 
     """Measures runs of data set text on their test set, and prints a table and a sample of each.
 
     Arguments:
-        folders: Run folders, of one text.
+        folders: Run folders, one or more, of one text, unit and length.
         options: How.
 
     Returns:
         The result, as written to `options.out`, with the `samples`.
     """
+    for chunk in options.chunks:
+        whole_number("chunks", chunk, 1)
+    whole_number("num_samples", options.num_samples, 1)
+    sequences = whole_number("sequences", options.sequences, 1)
+    if not folders:
+        raise ValueError("runs is empty; allowed: one run folder of data set 'text' or more")
+    folders = [Path(folder) for folder in folders]
+    opened = [_open(folder, options.device) for folder in folders]
+    names = _names(folders, [model for model, _ in opened])
+    _check_one_text(folders, [data for _, data in opened])
+    meta, split = opened[0][1].meta, opened[0][1].test()
+    _encode_prompt(meta, options.prompt)
+    length, num = meta.length, min(sequences, len(split))
+    x = split.batch(torch.arange(num) * len(split) // num, options.device)
     metrics: dict[str, float | None] = {}
     settings: dict[str, Any] = {}
     samples: dict[str, str] = {}
-    for folder in folders:
-        model, data = _open(Path(folder), options.device)
-        config, length = model.config, data.meta.length
-        kind = config.kind if config.levels == 1 else f"{config.kind}_l{config.levels}"
-        split = data.test()
-        rows = (
-            torch.arange(min(options.sequences, len(split)))
-            * len(split)
-            // min(options.sequences, len(split))
-        )
-        x = split.batch(rows, options.device)
+    for name, folder, (model, _) in zip(names, folders, opened, strict=True):
         numbers: dict[str, float] = {"bits_per_char": _bits(model, x, options.num_samples)}
         numbers["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         numbers["ms"] = _milliseconds(model, length, {})
@@ -143,12 +149,12 @@ def compare_text(folders: Sequence[Path], options: TextComparison) -> dict[str, 
                 numbers[f"ms_w{chunk}"] = _milliseconds(model, length, own)
                 ways[f" W = {chunk}"] = own
             del ways[""]
-        metrics |= {f"{kind}_{key}": value for key, value in numbers.items()}
-        settings[kind] = json.loads((Path(folder) / "config.json").read_text())["model"]
-        print(f"{kind}: " + "  ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
+        metrics |= {f"{name}_{key}": value for key, value in numbers.items()}
+        settings[name] = json.loads((folder / "config.json").read_text())["model"]
+        print(f"{name}: " + "  ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
         for way, own in ways.items():
-            samples[f"{kind}{way}"] = _sample(model, data.meta, options.prompt, own)
-            print(f"--- {kind}{way}\n{samples[f'{kind}{way}']}")
+            samples[f"{name}{way}"] = _sample(model, meta, options.prompt, own)
+            print(f"--- {name}{way}\n{samples[f'{name}{way}']}")
     made = result("text", f"python -m vssm.text_compare {shlex.join(sys.argv[1:])}", settings, metrics)
     made["samples"] = samples
     if options.out is not None:
@@ -164,6 +170,46 @@ def _open(folder: Path, device: str) -> tuple[Model, Data]:
     if name != "text":
         raise ValueError(f"{str(folder)!r} was trained on {name!r}; allowed: a run of data set 'text'")
     return model, open_data(RunConfig.from_dict({"data": config["data"]}).data)
+
+
+def _names(folders: list[Path], models: list[Model]) -> list[str]:
+    """Returns the kinds of models, and the names of their folders where a kind is there more than once."""
+    configs = [model.config for model in models]
+    names = [c.kind if c.levels == 1 else f"{c.kind}_l{c.levels}" for c in configs]
+    count = Counter(names)
+    pairs = zip(names, folders, strict=True)
+    names = [name if count[name] == 1 else folder.resolve().name for name, folder in pairs]
+    for name, num in Counter(names).items():
+        if num > 1:
+            given = ", ".join(str(f) for f, own in zip(folders, names, strict=True) if own == name)
+            raise ValueError(
+                f"runs={given!r} would all be called {name!r}; allowed: runs of different kinds, or of"
+                " folders with different names"
+            )
+    return names
+
+
+def _check_one_text(folders: list[Path], datas: list[Data]) -> None:
+    """Raises unless all runs have the same test sequences: others would be no comparison."""
+    first, test = datas[0].meta, datas[0].test()
+    for folder, data in zip(folders[1:], datas[1:], strict=True):
+        same = (data.meta.vocabulary, data.meta.length) == (first.vocabulary, first.length)
+        if not same or not torch.equal(data.test().x, test.x):
+            raise ValueError(
+                f"runs {str(folders[0])!r} and {str(folder)!r} are of different test sequences; allowed: runs"
+                " of one text, with the same text.unit and text.length"
+            )
+
+
+def _encode_prompt(meta: Meta, prompt: str) -> Tensor:
+    """Returns the tokens of a prompt, (1, N), that leaves room for a sample."""
+    tokens = meta.encode(prompt)[None]
+    if not 1 <= tokens.shape[1] < meta.length:
+        raise ValueError(
+            f"prompt has {tokens.shape[1]} tokens; allowed: 1 to {meta.length - 1}, fewer than a sequence of"
+            " the runs"
+        )
+    return tokens
 
 
 def _batches(x: Tensor) -> tuple[Tensor, ...]:
@@ -190,8 +236,8 @@ def _milliseconds(model: Model, length: int, ways: dict[str, Any]) -> float:
 
 
 def _sample(model: Model, meta: Meta, prompt: str, ways: dict[str, Any]) -> str:
-    tokens = meta.encode(prompt)[None].to(next(model.parameters()).device)
-    made = generate(model, prompt=tokens, length=meta.length - len(prompt), observe="sample", **ways).x
+    tokens = _encode_prompt(meta, prompt).to(next(model.parameters()).device)
+    made = generate(model, prompt=tokens, length=meta.length - tokens.shape[1], observe="sample", **ways).x
     return prompt + meta.decode(made[0].cpu())
 
 
