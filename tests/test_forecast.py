@@ -738,6 +738,11 @@ def test_comparison_writes_the_metrics_of_every_model(tmp_path):
         ({"season": 13}, "season=13 is not allowed; allowed: 1 to 12"),
         ({"shapes": ("3x3",)}, "shapes='3x3' is not allowed"),
         ({"part": "train"}, "part='train' is unknown; allowed: 'test', 'valid'"),
+        *(
+            ({key: value}, f"{key}={value} is not allowed; allowed: a whole number >= 1")
+            for key in ("windows", "stride", "samples", "chunk", "deepar_epochs", "deepar_context")
+            for value in (0, -1)
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             compare(replace(options, **change))

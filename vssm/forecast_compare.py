@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.config import ModelConfig, RunConfig, TrainConfig, check_choice
+from vssm.config import ModelConfig, RunConfig, TrainConfig, check_choice, whole_number
 from vssm.data import DataConfig, SeriesConfig
 from vssm.data.files import locate_own
 from vssm.data.table import Table, filled, read_table, select
@@ -112,6 +112,11 @@ def compare(options: Comparison, show: Callable[[str], None] = print) -> dict[st
         raise ValueError(
             f"season={options.season} is not allowed; allowed: 1 to {options.series.context}, the context"
         )
+    whole_number("samples", options.samples, 1)
+    whole_number("deepar_epochs", options.deepar_epochs, 1)
+    for key in ("windows", "stride", "chunk", "deepar_context"):
+        if (value := getattr(options, key)) is not None:
+            whole_number(key, value, 1)
     shapes = [_shape(text) for text in options.shapes]
     data = DataConfig(name="series", dir=options.data_dir, series=options.series)
     if options.series.path is None:
