@@ -353,6 +353,25 @@ def test_a_stream_forecasts_as_the_state_of_all_points(kind):
     assert relative_error(stream.forecast(5, 4).samples, expected) < 1e-4
 
 
+@pytest.mark.parametrize("patch", [1, 2])
+@pytest.mark.parametrize("kind", ["vssm", "rnn", "transformer"])
+def test_points_of_which_one_is_refused_are_not_read(kind, patch):
+    own, x = forecaster(kind, features=3 * patch, patch=patch, context=8), history(20)
+    stream, other = own.stream(x[:8]), own.stream(x[:8])
+    bad = x[8:18].copy()  # past a window of training, so that the state is made anew on the way
+    bad[9, 1] = np.nan
+    expected = stream.forecast(5, 4).samples
+    for points in (bad, bad[7:]):
+        with pytest.raises(ValueError, match="history is missing or not finite"):
+            stream.observe(points)
+        assert (stream.position, stream.renewed) == (8 // patch, 0)
+        assert torch.equal(stream.forecast(5, 4).samples, expected)
+    for each in (stream, other):
+        each.observe(x[8:])
+    assert stream.position == other.position
+    assert torch.equal(stream.forecast(5, 4).samples, other.forecast(5, 4).samples)
+
+
 @pytest.mark.parametrize("kind", ["vssm", "rnn"])
 def test_a_point_that_is_refused_leaves_a_stream_as_it_was(kind):
     own, x = forecaster(kind), history(60)

@@ -520,6 +520,8 @@ class Stream:
     def observe(self, points: History, times: np.ndarray | None = None) -> None:
         """Reads new points, (k, D) or (D,) for one; missing values are NaN.
 
+        When one is refused, none is read.
+
         Arguments:
             points: The points, in order.
             times: Their dates, (k,); needed by a model with time features.
@@ -531,8 +533,13 @@ class Stream:
                 f"points has shape {tuple(given.shape)}; allowed: (points, columns) or (columns,)"
             )
         times = dates_of(times, len(given), "points")
-        for k in range(len(given)):
-            self._observe(given[k], None if times is None else times[k : k + 1])
+        before = vars(self).copy()  # a new state leaves the one before it whole
+        try:
+            for k in range(len(given)):
+                self._observe(given[k], None if times is None else times[k : k + 1])
+        except BaseException:  # else a second try would read the points before this one twice
+            vars(self).update(before)
+            raise
 
     def _observe(self, point: Tensor, time: np.ndarray | None) -> None:
         forecaster, meta = self._forecaster, self._forecaster.meta
@@ -556,13 +563,8 @@ class Stream:
             whole[0, -1] = torch.where(known, point, filled)
         if float(whole[0, -1].abs().max()) > _LARGEST:
             raise ValueError("points has values above 1e30; allowed: up to 1e30")
-        before = self._points, self._known, self._times
         self._points, self._known, self._times = whole, there, times
-        try:
-            self._read_last(time)
-        except ValueError:  # what was refused must not be read with the next point either
-            self._points, self._known, self._times = before
-            raise
+        self._read_last(time)
 
     def _read_last(self, time: np.ndarray | None) -> None:
         """Takes the state past the last point."""
