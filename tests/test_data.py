@@ -43,6 +43,8 @@ from vssm.data import (
     picture,
 )
 from vssm.data.dataset import hold_out, random_bits
+from vssm.data.series import phases
+from vssm.data.table import read_table
 
 REAL = os.environ.get("VSSM_DATA")
 
@@ -768,6 +770,34 @@ def test_dates_under_another_name_are_found_if_all_are_in_order(tmp_path, cells,
     path = write_csv(tmp_path / "a.csv", rows, header=["word", "when", "a"])
     meta = open_data(series(path, context=4, horizon=2)).meta
     assert (meta.time, meta.columns) == (found, ("a",))
+
+
+@pytest.mark.parametrize("kind", ["csv", "us.parquet", "ns.parquet"])
+def test_dates_between_seconds_are_kept(tmp_path, kind):
+    dates = np.datetime64("2024-01-01", "ms") + 100 * np.arange(90)
+    path = tmp_path / f"a.{kind}"
+    if kind == "csv":
+        write_csv(path, [[d, k] for k, d in enumerate(dates.astype(str))], header=["date", "a"])
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        own = dates.astype(f"datetime64[{kind[:2]}]")
+        parquet.write_table(pyarrow.table({"date": own, "a": np.arange(90.0)}), path)
+    times = read_table(path).times
+    assert times.dtype == "datetime64[us]" and (times == dates).all()
+    assert open_data(series(path, context=4, horizon=2)).meta.time == "date"
+    if kind == "csv":
+        write_csv(path, [[d, k] for k, d in enumerate(dates[[0, 1, 1]].astype(str))], header=["date", "a"])
+        refused(series(path), "line 4", "2024-01-01T00:00:00.100000 is there twice", "a microsecond or more")
+
+
+def test_phases_go_on_between_seconds():
+    noon = np.datetime64("2024-01-01T12", "ms") + np.array([0, 250, 1000])
+    found = phases(noon, ["day"])
+    angles = 2 * np.pi * (43_200 + np.array([0, 0.25, 1])) / 86_400
+    np.testing.assert_allclose(found, np.stack([np.sin(angles), np.cos(angles)], 1) / 2, rtol=0, atol=1e-12)
+    assert (phases(noon[[0, 2]], ["day"]) == phases(noon[[0, 2]].astype("datetime64[s]"), ["day"])).all()
 
 
 def test_two_columns_of_one_name_are_named(tmp_path):

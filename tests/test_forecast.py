@@ -223,6 +223,20 @@ def test_dates_go_on_by_the_calendar(dates, next_dates):
     assert made.times.astype("datetime64[D]").astype(str).tolist() == next_dates
 
 
+@pytest.mark.parametrize("unit", ["ms", "ns"])
+def test_dates_between_seconds_go_on(unit, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    dates = (np.datetime64("2024-01-01", "ms") + 100 * np.arange(9)).astype(f"datetime64[{unit}]")
+    made = forecaster().forecast(history(), 3, 2, dates)
+    expected = np.datetime64("2024-01-01T00:00:00.9") + np.timedelta64(100, "ms") * np.arange(3)
+    assert (made.times == expected).all()
+    for name in ("a.csv", "a.parquet"):
+        write_quantiles(made, tmp_path / name, [0.5])
+    csv = pandas.read_csv(tmp_path / "a.csv", parse_dates=["time"])
+    for table in (csv, pandas.read_parquet(tmp_path / "a.parquet")):
+        assert (table["time"].to_numpy()[::3] == expected).all()
+
+
 def test_uneven_dates_are_noted_and_go_on_by_the_usual_step():
     dates = np.datetime64("2024-05-01") + DAY * np.array([0, 1, 2, 4, 5, 6, 7, 8, 16])
     note = r"^dates are uneven: 2024-05-05\S* comes right after 2024-05-03\S*; dates of the forecast go on in"

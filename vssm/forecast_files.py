@@ -84,7 +84,7 @@ def write_quantiles(made: Forecast, path: str | Path, levels: Sequence[float]) -
     for level in levels:
         columns[_column_name(level)] = made.quantile(level).flatten().cpu().numpy()
     if path.suffix == ".csv":
-        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+        rows = zip(*(_cells(column) for column in columns.values()), strict=True)
         write_atomically(path, lambda file: _write_csv(file, list(columns), [list(row) for row in rows]))
         return
     try:
@@ -95,6 +95,12 @@ def write_quantiles(made: Forecast, path: str | Path, levels: Sequence[float]) -
             f"{path}: Parquet needs pyarrow, install it with: pip install 'vssm[forecast]'"
         ) from error
     write_atomically(path, lambda file: parquet.write_table(pyarrow.table(columns), file))
+
+
+def _cells(column: np.ndarray) -> list:
+    if column.dtype == "datetime64[us]":  # all in one form, also where the fraction is zero
+        return [date.isoformat(" ", "microseconds") for date in column.tolist()]
+    return column.tolist()
 
 
 def _write_csv(path: Path, header: list[str], rows: list[list]) -> None:

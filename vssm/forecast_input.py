@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.data.dates import calendar_step, uneven_dates, usual_seconds
+from vssm.data.dates import calendar_step, plain_dates, uneven_dates, usual_step
 
 __all__ = ["Asked", "History", "asked_for", "check_order", "continued", "dates_of", "double", "is_seed"]
 __all__ += ["largest_of", "numbers"]
@@ -100,14 +100,14 @@ def continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:
     """
     if times is None or len(times) < 2:
         return None
-    times = times.astype("datetime64[s]")
+    times = plain_dates(times)
     uneven = uneven_dates(times)
     if uneven is not None:
         warnings.warn(f"{uneven}; dates of the forecast go on in the usual step", stacklevel=4)
     ahead, month = np.arange(1, horizon + 1), np.timedelta64(1, "M")
     calendar = calendar_step(times)
     if calendar is None:
-        return times[-1] + np.timedelta64(usual_seconds(times), "s") * ahead
+        return times[-1] + usual_step(times) * ahead
     months, from_end = calendar
     last = times[-1].astype("datetime64[M]")
     new = last + months * ahead * month

@@ -1,19 +1,33 @@
-"""The usual step of dates: months of a calendar, or a number of seconds.
+"""The usual step of dates: months of a calendar, or a number of seconds or microseconds.
 
-Legend: times (N,) datetime64[s], ascending, N at least 2.
+Legend: times (N,) datetime64[s] or [us], ascending, N at least 2.
 """
 
 import numpy as np
 
-__all__ = ["calendar_step", "uneven_dates", "usual_seconds"]
+__all__ = ["calendar_step", "plain_dates", "uneven_dates", "usual_step"]
 
 _MONTH = np.timedelta64(1, "M")
+
+
+def plain_dates(times: np.ndarray) -> np.ndarray:
+    """Returns dates of any unit in seconds, or in microseconds where one lies between two seconds.
+
+    Example:
+        >>> plain_dates(np.array(["2024-05-01T12", "2024-05-01T13"], "M8[h]")).dtype
+        dtype('<M8[s]')
+        >>> plain_dates(np.array(["2024-05-01T12:00:00.1"], "M8[ns]"))
+        array(['2024-05-01T12:00:00.100000'], dtype='datetime64[us]')
+    """
+    seconds = times.astype("datetime64[s]")
+    whole = np.isnat(times) | (seconds == times)
+    return seconds if whole.all() else times.astype("datetime64[us]")
 
 
 def calendar_step(times: np.ndarray) -> tuple[int, bool] | None:
     """Returns the usual step in months, and whether dates lie as far from the end of their month.
 
-    None where dates keep no place in their month: then they go by seconds.
+    None where dates keep no place in their month: then they go by the clock.
 
     Example:
         >>> calendar_step(np.array(["2023-10-31", "2023-11-30", "2023-12-31"], "M8[s]"))
@@ -30,9 +44,10 @@ def calendar_step(times: np.ndarray) -> tuple[int, bool] | None:
     return (months, True) if (left == left[0]).all() else None  # or the last
 
 
-def usual_seconds(times: np.ndarray) -> int:
-    """Returns the usual step in seconds, that of business days being a day."""
-    return _most_frequent(np.diff(times).astype(np.int64))
+def usual_step(times: np.ndarray) -> np.timedelta64:
+    """Returns the usual step by the clock, that of business days being a day."""
+    steps = np.diff(times)
+    return np.timedelta64(_most_frequent(steps.astype(np.int64)), np.datetime_data(steps.dtype)[0])
 
 
 def _most_frequent(steps: np.ndarray) -> int:
@@ -50,7 +65,7 @@ def uneven_dates(times: np.ndarray) -> str | None:
     """
     calendar = calendar_step(times)
     if calendar is None:
-        odd = np.diff(times).astype(np.int64) != usual_seconds(times)
+        odd = np.diff(times) != usual_step(times)
     else:
         odd = np.diff(times.astype("datetime64[M]").astype(np.int64)) != calendar[0]
     if not odd.any():

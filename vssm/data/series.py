@@ -25,7 +25,7 @@ import torch
 
 from vssm.data.config import DataConfig
 from vssm.data.dataset import Data, Meta, Split
-from vssm.data.dates import uneven_dates
+from vssm.data.dates import plain_dates, uneven_dates
 from vssm.data.files import locate_own
 from vssm.data.table import Table, filled, left_out, read_table, select
 
@@ -133,12 +133,12 @@ def _cycles(table: Table, rows: int, path: Path) -> tuple[str, ...]:
     """Returns the cycles that the training rows go through twice, in steps of less than half of them."""
     if table.times is None:
         raise ValueError(f"series.time_features needs dates; {path} has no column of dates")
-    seconds = table.times[:rows].astype(np.int64)
-    step, reach = np.median(np.diff(seconds)), seconds[-1] - seconds[0]
+    seconds = (table.times[:rows] - table.times[0]) / np.timedelta64(1, "s")
+    step, reach = np.median(np.diff(seconds)), seconds[-1]
     found = tuple(name for name, period in _CYCLES.items() if 2 * step < period and reach >= 2 * period)
     if not found:
         raise ValueError(
-            f"series.time_features: {path} has steps of {step:g} s over {reach} s, which hold no whole"
+            f"series.time_features: {path} has steps of {step:g} s over {reach:.12g} s, which hold no whole"
             f" {', '.join(_CYCLES)} twice"
         )
     return found
@@ -152,7 +152,9 @@ def phases(times: np.ndarray, cycles: Sequence[str]) -> np.ndarray:
         >>> phases(night, ["day"]).round(3).tolist()
         [[0.354, 0.354]]
     """
-    seconds = times.astype("datetime64[s]").astype(np.int64)
-    angles = [2 * np.pi * (seconds % _CYCLES[cycle]) / _CYCLES[cycle] for cycle in cycles]
+    times = plain_dates(times)
+    second = 1 if times.dtype == "datetime64[s]" else 10**6
+    periods = [_CYCLES[cycle] * second for cycle in cycles]
+    angles = [2 * np.pi * (times.astype(np.int64) % period) / period for period in periods]
     parts = [part / 2 for angle in angles for part in (np.sin(angle), np.cos(angle))]
     return np.stack(parts, -1) if parts else np.empty((*times.shape, 0))

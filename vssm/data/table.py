@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from vssm.data.config import SeriesConfig
+from vssm.data.dates import plain_dates
 from vssm.data.files import DAMAGED_NPY, read_bytes
 
 __all__ = ["Table", "fill_gaps", "filled", "left_out", "read_table", "select"]
@@ -37,7 +38,7 @@ class Table:
     places: list[str]
     """What to call each row in a message: its line in a CSV file, else its number."""
     times: np.ndarray | None = None
-    """The dates of the rows, (N,) datetime64[s], ascending."""
+    """The dates of the rows, (N,) datetime64[s], or [us] where seconds are too coarse, ascending."""
     time: str | None = None
     """The name of the column of dates."""
     texts: dict[str, Sequence[object]] = field(default_factory=dict)
@@ -158,9 +159,9 @@ def _in_order(cells: Sequence[object]) -> bool:
 
 
 def _times(cells: Sequence[object], name: str, places: list[str], option: str, path: Path) -> np.ndarray:
-    """Returns dates (N,) in seconds, once they are in order."""
+    """Returns dates (N,) in seconds or microseconds, once they are in order."""
     if isinstance(cells, np.ndarray):
-        times = cells.astype("datetime64[s]")
+        times = plain_dates(cells)
         if np.isnat(times).any():
             odd = int(np.isnat(times).argmax())
             raise ValueError(
@@ -175,14 +176,14 @@ def _times(cells: Sequence[object], name: str, places: list[str], option: str, p
                 f"{path}: {places[odd]}, column {name!r}: {cells[odd]!r} is no date; allowed: ISO 8601, as"
                 f" 2016-07-01 13:00, or --{option} none to leave dates out"
             )
-        times = np.array(dates, "datetime64[s]")
+        times = plain_dates(np.array(dates, "datetime64[us]"))
     steps = np.diff(times).astype(np.int64)
     if (steps <= 0).any():
         late = int((steps <= 0).argmax()) + 1
         what = "is there twice" if not steps[late - 1] else f"comes after {times[late - 1]}"
         raise ValueError(
             f"{path}: {places[late]}, column {name!r}: {times[late]} {what}; allowed: each date once and in"
-            f" order, or --{option} none to leave dates out"
+            f" order, a microsecond or more apart, or --{option} none to leave dates out"
         )
     return times
 
@@ -310,7 +311,7 @@ def _read_parquet(path: Path) -> Table:
     for k, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
         kind = column.type
         if types.is_timestamp(kind) or types.is_date(kind):
-            texts[name] = column.to_numpy().astype("datetime64[s]")
+            texts[name] = column.to_numpy()
         elif any(test(kind) for test in numeric):
             names.append(name)
             positions.append(k)
