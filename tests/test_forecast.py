@@ -1,6 +1,7 @@
 """Forecasts: paths in the units of the data, streams, files, scores, and GluonTS."""
 
 import json
+import pickle
 import runpy
 import subprocess
 import sys
@@ -855,6 +856,34 @@ def test_predictor_takes_the_place_of_one_of_gluonts(run_folder):
         assert [f.samples.shape for f in made.predict(ragged)] == [(5, 6)] * 3
         with pytest.raises(ValueError, match=r"target has shape \(2, 9\); allowed for this run: \(N,\)"):
             list(made.predict([{**ragged[0], "target": np.zeros((2, 9))}]))
+
+
+@pytest.mark.parametrize("cycles", [(), ("day",)])
+def test_equal_series_of_a_predictor_get_paths_of_their_own(cycles, monkeypatch):
+    pytest.importorskip("gluonts")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vssm import forecast_gluonts
+
+        monkeypatch.setattr(forecast_gluonts, "_SERIES_PER_PASS", 2)
+        own = forecaster(columns=("a",), features=1 + 2 * len(cycles), separate=True, cycles=cycles)
+        series = forecast_gluonts.entries(np.repeat(history(20, num=1), 5, 1), "h")
+        made = forecast_gluonts.predictor(own, num_samples=3)
+        paths = [list(made.predict(series)) for _ in range(2)]
+    assert len({one.samples.tobytes() for one in paths[0]}) == 5
+    assert all((a.samples == b.samples).all() for a, b in zip(*paths, strict=True)), "each time the same"
+
+
+def test_deepar_leaves_the_random_numbers_of_others_alone():
+    pytest.importorskip("gluonts")
+    from vssm.forecast_gluonts import deepar
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = pickle.dumps(np.random.get_state()), torch.get_rng_state()  # noqa: NPY002
+        deepar(history(60, num=1), 4, 2, "h", epochs=1, batches=1, seed=5, num_layers=1, hidden_size=4)
+    assert pickle.dumps(np.random.get_state()) == before[0]  # noqa: NPY002
+    assert torch.equal(torch.get_rng_state(), before[1])
 
 
 def test_predictor_names_its_extra(run_folder, monkeypatch):

@@ -1,8 +1,9 @@
 """GluonTS: a run as a `Predictor` of it, and its DeepAR as the peer that runs are compared with."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,9 +62,9 @@ def predictor(
             num_samples: int | None = None,
             **_: Any,  # noqa: ANN401
         ) -> Iterator[SampleForecast]:
-            rest = iter(dataset)
+            rest, seeds = iter(dataset), count()
             while entries := list(islice(rest, _SERIES_PER_PASS)):
-                made = _forecasts(forecaster, entries, self.prediction_length, num_samples or paths)
+                made = _forecasts(forecaster, entries, self.prediction_length, num_samples or paths, seeds)
                 for entry, samples in zip(entries, made, strict=True):
                     yield SampleForecast(samples, forecast_start(entry), item_id=entry.get("item_id"))
 
@@ -71,9 +72,12 @@ def predictor(
 
 
 def _forecasts(
-    forecaster: Forecaster, entries: list[dict[str, Any]], horizon: int, paths: int
+    forecaster: Forecaster, entries: list[dict[str, Any]], horizon: int, paths: int, seeds: Iterator[int]
 ) -> list[np.ndarray]:
-    """Returns the paths of each entry, (S, H), or (S, H, D) of entries with several columns."""
+    """Returns the paths of each entry, (S, H), or (S, H, D) of entries with several columns.
+
+    Every call of the forecaster takes the next seed: with one for all, their first series would share noise.
+    """
     meta, own = forecaster.meta, forecaster
     if meta.separate:  # of columns that the run never saw: each is standardised by itself
         own = Forecaster(forecaster.model, replace(meta, columns=("target",), mean=None, std=None))
@@ -95,7 +99,8 @@ def _forecasts(
     made: dict[int, np.ndarray] = {}
     for group in groups.values():
         index, histories, centres, widths, times = zip(*group, strict=True)
-        out = own.forecast(np.stack(histories), horizon, paths, times[0]).samples.cpu().numpy()
+        found = own.forecast(np.stack(histories), horizon, paths, times[0], seed=next(seeds))
+        out = found.samples.cpu().numpy()
         for k, samples, centre, width in zip(index, out, centres, widths, strict=True):
             samples = samples * width + centre
             made[k] = samples[..., 0] if np.ndim(entries[k]["target"]) == 1 else samples
@@ -142,7 +147,12 @@ def deepar(
 
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    with torch.random.fork_rng(), warnings.catch_warnings(), TemporaryDirectory() as folder:
+    with (
+        torch.random.fork_rng(),
+        _kept_numpy_state(),
+        warnings.catch_warnings(),
+        TemporaryDirectory() as folder,
+    ):
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         np.random.seed(seed)  # noqa: NPY002 - GluonTS draws its windows from numpy's global state
@@ -163,6 +173,16 @@ def deepar(
             **options,
         )
         return estimator.train(ListDataset(entries(values, freq), freq=freq))
+
+
+@contextmanager
+def _kept_numpy_state() -> Iterator[None]:
+    """Leaves numpy's global random state as it was."""
+    state = np.random.get_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        np.random.set_state(state)  # noqa: NPY002
 
 
 def entries(values: np.ndarray, freq: str) -> list[dict[str, Any]]:
