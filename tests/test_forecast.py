@@ -368,6 +368,25 @@ def test_a_stream_forecasts_as_the_state_of_all_points(kind):
     assert relative_error(stream.forecast(5, 4).samples, expected) < 1e-4
 
 
+def test_forecasts_leave_the_mode_of_a_model_as_it_was():
+    model = small_model("vssm").train()
+    next(model.children()).eval()
+    modes = [part.training for part in model.modules()]
+    assert len(set(modes)) == 2
+    vssm.forecast(model, history(), 5, 4)
+    with pytest.raises(ValueError, match="horizon=0 is not allowed"):
+        vssm.forecast(model, history(), 0)
+    assert [part.training for part in model.modules()] == modes
+
+
+def test_the_position_of_a_stream_is_in_steps_of_the_model():
+    own, x = forecaster(features=12, patch=4, context=16), history(20)
+    stream = own.stream(x[:16])
+    assert stream.position == 4
+    stream.observe(x[16:])
+    assert stream.position == 4, "read when asked for"
+
+
 @pytest.mark.parametrize("patch", [1, 2])
 @pytest.mark.parametrize("kind", ["vssm", "rnn", "transformer"])
 def test_points_of_which_one_is_refused_are_not_read(kind, patch):

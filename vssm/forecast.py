@@ -118,12 +118,18 @@ def forecast(
     """
     if isinstance(model, str | Path):
         model = Forecaster.load(model)
-    forecaster = model if isinstance(model, Forecaster) else Forecaster(model, meta)
-    return forecaster.forecast(history, horizon, samples, times, seed, **options)
+    if isinstance(model, Forecaster):
+        return model.forecast(history, horizon, samples, times, seed, **options)
+    modes = [(part, part.training) for part in inner_model(model).modules()]
+    try:
+        return Forecaster(model, meta).forecast(history, horizon, samples, times, seed, **options)
+    finally:  # a model in training goes on as it was
+        for part, training in modes:
+            part.training = training
 
 
 class _Found(NamedTuple):
-    """What that was found to mean; all that is left to check is the values of the history."""
+    """What an `Asked` was found to mean; all that is left to check is the values of the history."""
 
     task: Task
     horizon: int
@@ -135,7 +141,7 @@ class Forecaster:
     """Joins a model with what is known of its data, so that it reads and writes the units of the data.
 
     Arguments:
-        model: Any of the six models, of numbers.
+        model: Any of the six models, of numbers; it is put in evaluation mode.
         meta: What the run says of its data; a plain model has features without names and no scale.
 
     Example:
@@ -514,7 +520,10 @@ class Stream:
 
     @property
     def position(self) -> int:
-        """The number of points that the state has read."""
+        """The number of steps of the model that the state has read; a step is `patch` points.
+
+        Points that are yet to be read, and those before the state was last made anew, do not count.
+        """
         return self._state.position
 
     def observe(self, points: History, times: np.ndarray | None = None) -> None:

@@ -6,8 +6,9 @@
     coverage80  share of the values between the quantiles 0.1 and 0.9
     mase        mean |median - y| / mean |y_t - y_{t-m}| over the training rows, m the season
 
-Expectations are over the S (S - 1) pairs of different paths, so that crps and energy do not depend on S in
-expectation. All but wql are of values in deviations of their column over the training rows.
+E|X - X'| is the mean over pairs of different paths, so that crps and energy do not depend on S in
+expectation: over all S (S - 1) of them for crps, over S of them for energy, each path with the next one. All
+but wql are of values in deviations of their column over the training rows.
 
 Legend: paths (W, S, H, D) of W windows; y (W, H, D).
 """
@@ -38,7 +39,7 @@ def crps(paths: Tensor, y: Tensor) -> Tensor:
 def energy_score(paths: Tensor, y: Tensor) -> Tensor:
     """Returns the energy score of every path of a column, (W, D), over the root of its steps.
 
-    The pairs of different paths are S - 1 of them, each path with the next one.
+    The pairs of different paths are S of them, each path with the next one and the last with the first.
     """
     error = (paths - y[:, None]).norm(dim=2).mean(1)
     between = (paths - paths.roll(1, 1)).norm(dim=2).mean(1)
