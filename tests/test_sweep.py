@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import vssm.sweep
-from vssm import load
+from vssm import build, load, save
 from vssm.config import ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, SyntheticConfig
 from vssm.progress import Progress
@@ -72,6 +72,15 @@ def fake_train(monkeypatch):
 
     monkeypatch.setattr(vssm.sweep, "train", train)
     return losses, calls
+
+
+def test_runs_that_start_from_a_model_are_found_again(tmp_path):
+    save(build(ModelConfig(kind="rnn", features=3, width=8, layers=1, sigma=0.3)), tmp_path / "first")
+    init = replace(BASE.train, init=str(tmp_path / "first"))
+    onward = replace(BASE, model=RunConfig().model, train=init)
+    rows = [sweep(onward, tmp_path / "runs", (1e-2,), (0,), progress=Progress()) for _ in range(2)]
+    assert rows[0] == rows[1]
+    assert load(tmp_path / "runs" / rows[0][0]["folder"]).config.sigma == 0.3
 
 
 def test_in_this_process_stopped_and_started_again(tmp_path):

@@ -218,13 +218,15 @@ class RunFolder:
     def check_same(self, config: RunConfig) -> None:
         """Raises when the folder has a run with other settings, which must not pass for the one asked for.
 
-        Unlike in `compare`, the config may leave open what the data gives: features, head "auto" and bins.
+        Unlike in `compare`, the config may leave open what the data gives (features, head "auto", bins) and
+        what a model gives that it starts from (all).
         """
         if not (self.path / "config.json").exists():
             return
         saved = read_config(self.path).model
         head = saved.head if config.model.head == "auto" else config.model.head
         model = dataclasses.replace(config.model, features=saved.features, head=head, bins=saved.bins)
+        model = saved if config.train.init is not None else model
         self.compare(dataclasses.replace(config, model=model))
 
     def reopen(self, config: RunConfig) -> None:
