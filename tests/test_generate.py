@@ -135,6 +135,48 @@ def test_states_can_be_rebatched_saved_and_continued_twice(kind, tmp_path):
     same(generate(model, length=3, state=out.state).x, more)
 
 
+OWNERS = [
+    *({"kind": kind} for kind in KINDS),
+    {"kind": "vssm", "levels": 3},
+    {"kind": "transformer", "head": "categorical"},
+]
+
+
+@pytest.mark.parametrize("options", OWNERS, ids=str)
+@pytest.mark.parametrize("steps", [1, 6])
+def test_a_state_is_its_own_whatever_becomes_of_what_was_given_and_made(options, steps):
+    model = small_model(**options)
+    x = sequences(model, 2, steps)
+    given = x.clone(), torch.tensor([3, 4]), torch.tensor([5, 6])
+
+    def check(state, *others):
+        before = state.map(torch.clone)
+        expected = generate(model, length=4, state=state).x
+        for tensor in (*given, *others):
+            tensor.copy_((tensor + 1) % 5)
+        same_states(before, state)
+        assert torch.equal(generate(model, length=4, state=state).x, expected)
+        given[0].copy_(x)
+
+    check(observe(model, given[0], seed=given[1], rows=given[2]))
+    check(observe(model, given[0], observe(model, given[0]), seed=given[1], rows=given[2]))
+    for length in (0, 1, 3):
+        for cache in (True, False) if options["kind"] in AUTOREGRESSIVE else (True,):
+            dials = {"length": length, "seed": given[1], "rows": given[2], "cache": cache}
+            made = generate(model, prompt=given[0], **dials)
+            check(made.state, *(tensor for tensor in made[:2] if tensor is not None))
+
+
+@pytest.mark.parametrize("kind", AUTOREGRESSIVE)
+def test_a_state_does_not_keep_what_was_read(kind):
+    x = torch.rand(2, 500, 3)
+    assert observe(small_model(kind), x)["last"].untyped_storage().nbytes() == 2 * 3 * 4
+    x.requires_grad_()
+    small_model(kind)(x)[1]["last"].sum().backward()
+    assert torch.equal(x.grad[:, -1], torch.ones(2, 3))
+    assert not x.grad[:, :-1].any()
+
+
 def damaged(state, path, change):
     """The state with one entry changed, or without it where the change gives None."""
     first, _, rest = path.partition("/")

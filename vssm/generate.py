@@ -255,11 +255,11 @@ def _noise_source(
         seeds = seed
     else:
         seeds = whole_numbers("seed", seed, device)
-        seeds = seeds.repeat(num) if seeds.ndim == 0 else seeds
+        seeds = seeds.repeat(num) if seeds.ndim == 0 else seeds.clone()  # a state keeps it
     if rows is None:
         row = num if state is None else state["row"]
     else:
-        row = whole_numbers("rows", rows, device)
+        row = whole_numbers("rows", rows, device).clone()
     for name, given in (("seed", seeds), ("rows", row)):
         if isinstance(given, Tensor) and given.shape != (num,):
             raise ValueError(f"{name} has shape {tuple(given.shape)}; allowed: ({num},), one for each row")

@@ -53,7 +53,8 @@ class Autoregressive(Moving):
         e = torch.cat([self.pending(len(x), state), self.stack.embed(x[:, :-1])], 1)
         w, stack = self.stack.run(e, None if state is None else state.child("stack"))
         position = x.shape[1] + (0 if state is None else state.position)
-        return self.head(w), State({"stack": stack, "last": x[:, -1:]}, position)
+        last = x[:, -1:].clone()  # x is the caller's, who may write to it, and may be large
+        return self.head(w), State({"stack": stack, "last": last}, position)
 
     def next(self, batch: int, state: State | None) -> tuple[Observation, State]:
         """Returns the distribution of the next step, (B, 1, ...), and the state of the stack after it."""
