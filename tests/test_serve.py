@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+import threading
 import time
 from concurrent.futures import CancelledError
 
@@ -17,7 +18,7 @@ from tests.conftest import KINDS, sequences, small_model
 from tests.serving import IMAGE, error, served
 from vssm import State, generate, observe, save
 from vssm.serve.app import create_app
-from vssm.serve.engine import Engine, Job
+from vssm.serve.engine import Broken, Engine, Job
 from vssm.serve.errors import Refused
 from vssm.serve.models import open_models
 from vssm.serve.resume import Seal, Store
@@ -156,6 +157,70 @@ def test_one_bad_job_does_not_hurt_the_others_and_a_cancelled_one_is_dropped(mod
     with pytest.raises(CancelledError):
         gone.result(0)
     engine.close()
+
+
+def test_an_engine_that_fails_ends_all_jobs_and_takes_no_more(models, monkeypatch, caplog):
+    begun, seed, called = threading.Event(), torch.zeros(1, dtype=torch.int64), []
+
+    def measure(model):
+        assert begun.wait(30)
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("vssm.serve.engine.row_floor", measure)
+    engine = Engine([models[0]])
+    engine.on_failure = lambda: called.append(engine.failure)
+    engine.start()
+    waiting, gone = (engine.submit(Job(models[0], seed, seed, 4)) for _ in range(2))
+    assert gone.cancel()
+    begun.set()
+    message = "the engine failed (RuntimeError); the server's log says why"
+    with pytest.raises(Broken, match=re.escape(message)):
+        waiting.result(30)
+    with pytest.raises(Broken, match=re.escape(message)):
+        engine.submit(Job(models[0], seed, seed, 4))
+    engine.close()
+    assert called == [engine.failure] == [message]
+    assert "no such kernel" in caplog.text
+
+
+def test_the_jobs_of_a_batch_end_when_the_engine_fails_in_it(models, monkeypatch):
+    engine, seed = Engine([models[0]]), torch.zeros(1, dtype=torch.int64)
+
+    def stop(batch):
+        raise SystemExit
+
+    monkeypatch.setattr(engine, "_pass", stop)
+    futures = [engine.submit(Job(models[0], seed, seed, length)) for length in (4, 4, 5)]
+    engine.start()
+    for future in futures:
+        with pytest.raises(Broken, match="SystemExit"):
+            future.result(30)
+    engine.close()
+
+
+def test_an_answer_that_waits_is_503_when_the_engine_fails(monkeypatch):
+    app = create_app([served("vssm")])
+    with TestClient(app) as client:
+        wait_until_ready(client)
+        monkeypatch.setattr(Job, "key", property(lambda job: 1 / 0))
+        assert error(client.post("/v1/generate", json={"length": 4}), 503)["type"] == "failed"
+
+
+def test_a_server_whose_engine_failed_says_so(monkeypatch):
+    monkeypatch.setattr("vssm.serve.engine.row_floor", lambda model: 1 / 0)
+    app = create_app([served("vssm")])
+    with TestClient(app) as client:
+        app.state.server.engine._thread.join(30)
+        for reply in (
+            client.post("/v1/generate", json={"length": 4}),
+            client.post("/v1/generate", json={"length": 4, "stream": True}),
+            client.post("/v1/observe", json={"x": [[0, 0, 0]]}),
+            client.get("/readyz"),
+            client.get("/healthz"),
+        ):
+            told = error(reply, 503)
+            assert told["type"] == "failed"
+            assert told["message"] == "the engine failed (ZeroDivisionError); the server's log says why"
 
 
 def events(text):

@@ -358,22 +358,41 @@ def test_the_first_page_comes_within_a_second_and_is_small(server):
     assert any(load() < 1 for _ in range(3)), "other tests may have the cores"
 
 
+@pytest.fixture
+def handlers():
+    """Puts back what `vssm serve` does on signals."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_server_whose_engine_fails_ends_with_an_error(folders, monkeypatch, capsys):
+    monkeypatch.setattr("vssm.serve.engine.row_floor", lambda model: 1 / 0)
+    rescue = threading.Timer(30, signal.raise_signal, [signal.SIGTERM])  # a good end, which is refused below
+    rescue.start()
+    try:
+        with pytest.raises(SystemExit) as end:
+            main(["serve", folders[0], "--port", "0"])
+    finally:
+        rescue.cancel()
+    assert end.value.code == 1
+    assert "vssm: the engine failed (ZeroDivisionError); the server's log says why" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_both_signals_are_a_good_end(folders, monkeypatch, name):
     number = getattr(signal, name)
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
 
     def run(_, sockets):  # as uvicorn ends: it sends itself the signal again once it has drained
         sockets[0].close()
         signal.raise_signal(number)
 
     monkeypatch.setattr(uvicorn.Server, "run", run)
-    try:
-        with pytest.raises(SystemExit) as end:
-            main(["serve", folders[0], "--port", "0"])
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+    with pytest.raises(SystemExit) as end:
+        main(["serve", folders[0], "--port", "0"])
     assert end.value.code == 0
 
 

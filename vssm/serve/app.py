@@ -48,7 +48,7 @@ _STYLE = (
     "pre{overflow:auto;padding:.5rem;border:1px solid}td{vertical-align:top;padding:0 .8rem 0 0}</style>"
 )
 _BODIES = {"/v1/generate": GenerateRequest, "/v1/resume": ResumeRequest, "/v1/observe": ObserveRequest}
-_CODES = (400, 401, 403, 404, 408, 410, 413, 415, 422, 429, 504)
+_CODES = (400, 401, 403, 404, 408, 410, 413, 415, 422, 429, 503, 504)
 _ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": ErrorReply} for code in _CODES}
 
 
@@ -155,14 +155,20 @@ def _add_pages(app: FastAPI, server: Service) -> None:
     async def docs() -> Response:
         return HTMLResponse(_describe(app.openapi()), headers=_HEADERS)
 
-    @app.get("/healthz", response_model=dict[str, str | int])
+    def check() -> None:
+        if server.engine.failure is not None:
+            raise Refused(503, "failed", server.engine.failure)
+
+    @app.get("/healthz", response_model=dict[str, str | int], responses={503: {"model": ErrorReply}})
     async def healthz() -> Response:
-        """Says that the process answers, and which it is."""
+        """Says that the process answers and can compute, and which it is."""
+        check()
         return json_response({"status": "ok", "pid": os.getpid()})
 
     @app.get("/readyz", response_model=dict[str, str], responses={503: {"model": ErrorReply}})
     async def readyz() -> Response:
         """Says whether requests are being computed."""
+        check()
         if not server.engine.alive:
             raise Refused(503, "not_ready", "the server is starting or stopping", retry_after=1)
         return json_response({"status": "ready"})

@@ -4,9 +4,11 @@ Whatever waits when the thread becomes free is looked through: the oldest job an
 everything but prompt, state and noise form a batch. Noise is a function of (seed, row, position), and batches
 are padded to where bits no longer depend on the number of rows, so a job's result is that of the job alone.
 
-One thread, because two would share the same cores, and because kernels may not be entered twice.
+One thread, because two would share the same cores; kernels divide their work among threads themselves. Should
+it fail, nothing is computed any more: all that waits and all that comes later ends with `Broken`.
 """
 
+import logging
 import math
 import threading
 import time
@@ -23,7 +25,13 @@ from vssm.generate import generate, observe
 from vssm.nn import State
 from vssm.serve.models import Served, row_bytes, row_floor
 
-__all__ = ["Done", "Engine", "Job"]
+__all__ = ["Broken", "Done", "Engine", "Job"]
+
+_log = logging.getLogger("vssm.serve")
+
+
+class Broken(Exception):
+    """What jobs end with when the thread that computes has failed."""
 
 
 class Done(NamedTuple):
@@ -124,7 +132,12 @@ class Engine:
         self._threads = threads
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
+        self._running: list[Job] = []
         self._closing = False
+        self.failure: str | None = None
+        """Why nothing is computed any more, for people; None while all is well."""
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called in the thread when it has failed."""
         self.ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vssm-engine", daemon=True)
 
@@ -152,6 +165,8 @@ class Engine:
     def submit(self, job: Job) -> "Future[Done]":
         """Queues a job; cancelling the future takes it out again unless it is running."""
         with self._changed:
+            if self.failure is not None:
+                raise Broken(self.failure)
             if self._closing:
                 raise RuntimeError("the engine is closed")
             self._waiting.append(job)
@@ -159,6 +174,21 @@ class Engine:
         return job.future
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # nobody else would say it, and whoever waits would wait in vain
+            _log.exception("the engine failed")
+            with self._changed:
+                self.failure = f"the engine failed ({type(error).__name__}); the server's log says why"
+                left, self._waiting = [*self._running, *self._waiting], deque()
+            for job in left:
+                if not job.future.done() and (
+                    job.future.running() or job.future.set_running_or_notify_cancel()
+                ):
+                    job.future.set_exception(Broken(self.failure))
+            self.on_failure()
+
+    def _work(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
         for served in self.models:
@@ -170,17 +200,18 @@ class Engine:
                     self._changed.wait()
                 if not self._waiting:
                     return
-                batch = self._take()
-            batch = [job for job in batch if job.future.set_running_or_notify_cancel()]
-            if batch:
-                self._compute(batch)
+                self._running = self._take()
+            self._running = [job for job in self._running if job.future.set_running_or_notify_cancel()]
+            if self._running:
+                self._compute(self._running)
+            self._running = []  # whose results are no longer ours to hold
 
     def _take(self) -> list[Job]:
-        first = self._waiting.popleft()
         if not self._batching:
-            return [first]
+            return [self._waiting.popleft()]
+        first, *others = self._waiting  # where they stay until a batch is found
         batch, rest, rows, key = [first], [], len(first.row), first.key
-        for job in self._waiting:
+        for job in others:
             fits = rows + len(job.row) <= self._max_rows
             if fits and not job.future.cancelled() and job.key == key:
                 batch.append(job)

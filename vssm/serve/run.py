@@ -1,6 +1,7 @@
 """`vssm serve` in one process, on uvicorn.
 
 SIGTERM and Ctrl-C stop taking requests, finish what runs, streams included, and end the process.
+An engine that fails ends it too, with exit code 1.
 """
 
 import asyncio
@@ -83,7 +84,12 @@ def serve(
     # uvicorn sends itself the signal again once it has drained; then the work is done and all is well.
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: sys.exit(0))
-    uvicorn.Server(config).run(sockets=[listener])
+    server, engine = uvicorn.Server(config), app.state.server.engine
+    engine.on_failure = lambda: setattr(server, "should_exit", True)  # who started us can start us again
+    server.run(sockets=[listener])
+    if engine.failure is not None:
+        print(f"vssm: {engine.failure}", file=sys.stderr)
+        sys.exit(1)
 
 
 def check_exposure(host: str, token: str | None, insecure: bool) -> bool:

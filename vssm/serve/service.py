@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
 from vssm.nn import State
-from vssm.serve.engine import Done, Engine, Job
+from vssm.serve.engine import Broken, Done, Engine, Job
 from vssm.serve.errors import Refused
 from vssm.serve.guard import Metrics
 from vssm.serve.models import Served
@@ -204,6 +204,8 @@ class Service:
         except TimeoutError:
             allowed = f"allowed: {self.settings.timeout:g} s, so ask for less"
             raise Refused(504, "timeout", f"the request took too long; {allowed}", retry_after=1) from None
+        except Broken as error:
+            raise Refused(503, "failed", str(error)) from None
         except ValueError as error:  # a mistake that the checks before did not see
             raise Refused(422, "invalid", str(error)) from None
 
@@ -315,6 +317,8 @@ class Service:
     @contextlib.contextmanager
     def _admit(self, size: int) -> Iterator[None]:
         most = self.settings.max_queue
+        if self.engine.failure is not None:
+            raise Refused(503, "failed", self.engine.failure)
         if self.in_progress >= most:
             raise Refused(429, "busy", f"{most} requests are in progress; try again soon", retry_after=1)
         if self.bytes_in_progress + size > self.settings.work_mib * 2**20:
