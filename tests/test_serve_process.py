@@ -119,6 +119,13 @@ def test_the_command_line_client(server, tmp_path, monkeypatch, capsys):
         assert "; allowed: " in message
     message = fails(capsys, "generate", url, "--resume", "c.npy", "--out", "e.npy")
     assert "resume='c.npy' holds no state of a server; allowed: what --state wrote of one" in message
+    message = fails(
+        capsys, "generate", url, "--resume", "a.state", "--prompt", "prompt.npy", "--out", "e.npy"
+    )
+    assert (
+        "prompt='prompt.npy' is not allowed with --resume; allowed from a server: one of the two" in message
+    )
+    assert not (tmp_path / "e.npy").exists()
     assert "unknown" in fails(capsys, "generate", f"{url}/nothing")
     assert "allowed from a server: .npy" in fails(capsys, "generate", url, "--out", "x.png")
     assert "is for text" in fails(capsys, "generate", url, "--out", "x.txt")

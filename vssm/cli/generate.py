@@ -84,6 +84,10 @@ class Generate:
             raise ValueError(f"out={str(out)!r} is not allowed; allowed from a server: .npy or .txt")
         if self.passes != 1:
             raise ValueError(f"passes={self.passes} is not allowed; allowed from a server: 1")
+        if self.prompt is not None and self.resume is not None:
+            raise ValueError(
+                f"prompt={self.prompt!r} is not allowed with --resume; allowed from a server: one of the two"
+            )
         self._check_files(out)
         if self.state is not None:
             check_place_target(self.state)
