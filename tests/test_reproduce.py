@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 
 import vssm
 import vssm.reproduce
-from tests.conftest import small_model
+from tests.conftest import small_config, small_model
 from vssm import pretrained
 from vssm.cli import main
 from vssm.config import RunConfig, TrainConfig
-from vssm.data import DataConfig
+from vssm.data import DataConfig, SeriesConfig
 from vssm.data.dataset import hold_out
 from vssm.progress import Progress
 from vssm.reproduce import reproduce
@@ -438,6 +438,24 @@ def test_an_unknown_name_is_answered_with_those_there_are(shelf, tmp_path, monke
         vssm.load("digits-small")
     with pytest.raises(ValueError, match=r"^run='nowhere' has no config.json; allowed: the folder of a run"):
         pretrained.export("nowhere", tmp_path / "new")
+
+
+def test_a_model_for_shipping_says_nothing_of_folders(tmp_path):
+    series = SeriesConfig(path="/home/somebody/secret/sales.csv")
+    data = DataConfig(name="series", dir="/home/somebody/data", series=series)
+    config = RunConfig(data=data, model=small_config("rnn"))
+    vssm.save(small_model("rnn"), tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config.to_dict()))
+    folder = pretrained.export(tmp_path / "run", tmp_path / "new")
+    values = read(folder / "config.json")
+    assert values["data"]["series"]["path"] == "sales.csv"
+    assert values["data"]["dir"] is None
+    assert values["model"] == config.to_dict()["model"]
+    assert not any("somebody" in path.read_text() for path in folder.glob("*.[jm]*"))
+    for damage in ({"data": None}, {"data": "series"}, {"data": {"series": {"path": 3}}}):
+        (tmp_path / "run" / "config.json").write_text(json.dumps({**config.to_dict(), **damage}))
+        with pytest.raises(ValueError, match=r"^run='.*run' is damaged: .*; allowed: the folder of a run$"):
+            pretrained.export(tmp_path / "run", tmp_path / "other")
 
 
 def test_shipped_models_are_whole_and_small():

@@ -18,7 +18,7 @@ from typing import Any
 
 from vssm.config import PRESETS, ModelConfig, RunConfig
 
-__all__ = ["FILES", "model_card", "pull", "push", "train_command"]
+__all__ = ["FILES", "model_card", "pull", "push", "train_command", "without_folders"]
 
 FILES = ("config.json", "weights.safetensors", "README.md")
 _ADDRESS = re.compile(r"(?:hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^\s@]+))?")
@@ -48,7 +48,7 @@ def push(
     values, _ = _read_config(Path(folder))
     card = model_card(folder, name)
     contents = {
-        "config.json": (json.dumps(_without_folders(values), indent=2) + "\n").encode(),
+        "config.json": (json.dumps(without_folders(values), indent=2) + "\n").encode(),
         "weights.safetensors": Path(folder) / "weights.safetensors",
         "README.md": card.encode(),
     }
@@ -177,7 +177,7 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], RunConfig]:
         raise ValueError(f"{str(folder / 'config.json')!r}: {error}") from None
 
 
-def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
+def without_folders(values: dict[str, Any]) -> dict[str, Any]:
     """Returns a config without the data folder, and of data files only the names, to be found in any."""
     data = values.get("data")
     if data is None:
@@ -259,7 +259,7 @@ def _code(text: str, language: str) -> str:
 
 def train_command(run: RunConfig) -> str:
     """Returns the command that trains this run: what is not the default, and a few options that say most."""
-    run = RunConfig.from_dict(_without_folders(run.to_dict()))
+    run = RunConfig.from_dict(without_folders(run.to_dict()))
     words = ["vssm", "train", run.data.name]
     default = PRESETS["series"] if run.data.name == "series" else RunConfig()  # as the command starts from
     others = {name: getattr(default.data, name) for name in _SOURCES if name != run.data.name}

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from vssm.hub import model_card
+from vssm.hub import model_card, without_folders
 from vssm.storage import with_checksum, write_atomically
 
 __all__ = ["export", "find", "names", "write_card"]
@@ -75,7 +75,7 @@ def export(run: str | Path, folder: str | Path) -> Path:
     try:
         tensors = load_file(run / "weights.safetensors")
         values = json.loads((run / "config.json").read_bytes())
-        values["data"]["dir"] = None
+        values |= without_folders({"data": dict(values["data"])})
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"run={str(run)!r} is damaged: {error}; allowed: the folder of a run") from None
     folder.mkdir(parents=True, exist_ok=True)
