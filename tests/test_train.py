@@ -633,6 +633,17 @@ def test_the_average_follows_fast_at_first():
             torch.testing.assert_close(learner.ema[name], expected)
 
 
+def test_the_weights_come_back_when_something_fails_while_their_average_is_in_place():
+    learner = Learner(small_model("rnn"), TrainConfig(ema=0.5), World(torch.device("cpu")))
+    for average in learner.ema.values():
+        average.fill_(7)
+    before = {name: weight.detach().clone() for name, weight in learner.parameters.items()}
+    with pytest.raises(OSError, match="disk"), learner.averaged():
+        assert all((weight == 7).all() for weight in learner.parameters.values())
+        raise OSError("the disk is full")
+    assert all(torch.equal(weight, before[name]) for name, weight in learner.parameters.items())
+
+
 def test_a_log_point_has_the_means_since_the_last():
     tally, good = Tally(torch.device("cpu")), torch.tensor(True)
     for value, finite in ((1.0, good), (3.0, good), (math.nan, ~good)):

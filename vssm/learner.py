@@ -89,11 +89,13 @@ class Learner:
         """Puts the moving average of the weights in their place, when there is one."""
         current = {name: self.parameters[name].detach().clone() for name in self.ema}
         with torch.no_grad():
-            for name, average in self.ema.items():
-                self.parameters[name].copy_(average)
-            yield
-            for name, value in current.items():
-                self.parameters[name].copy_(value)
+            try:
+                for name, average in self.ema.items():
+                    self.parameters[name].copy_(average)
+                yield
+            finally:  # the weights that training goes on with, whatever became of the average
+                for name, value in current.items():
+                    self.parameters[name].copy_(value)
 
     def parts(self) -> dict[str, dict[str, Tensor]]:
         """Returns all of it by the names of the files of a checkpoint; every process must call this."""
