@@ -19,7 +19,7 @@ import vssm
 from tests.conftest import small_config
 from tests.training import StopAt, log, newest, result, run, stopped, tiny
 from vssm import figures
-from vssm.data import ArraysConfig, DataConfig
+from vssm.data import ArraysConfig, DataConfig, Meta, read_meta, steps_left
 from vssm.progress import Progress
 from vssm.runs import RunFolder, _checksum, read_config, read_log
 from vssm.train import TrainingStopped, train
@@ -28,6 +28,38 @@ from vssm.train import TrainingStopped, train
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
     return run(tiny(), tmp_path_factory.mktemp("runs") / "unbroken")
+
+
+def test_what_a_folder_says_of_its_data(unbroken, tmp_path):
+    assert read_meta(str(unbroken)) == Meta(name="synthetic", features=3, length=5, suggested_head="gaussian")
+    vssm.save(vssm.load(unbroken), tmp_path / "alone")
+    assert read_meta(tmp_path / "alone") is None
+    for text, message in (
+        ("{", "config.json' is damaged: "),
+        ("[" * 10**5, "config.json' is damaged: "),
+        ("[]", "config.json' is damaged: it is no JSON object$"),
+        ('{"data_meta": null}', "^data_meta=None is not allowed; allowed: the fields of a run's data$"),
+        ('{"data_meta": [3]}', r"^data_meta=\[3\] is not allowed; allowed: the fields of a run's data$"),
+        ('{"data_meta": {}}', "^metadata of data has no name$"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=message) as caught:
+            read_meta(tmp_path)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"nowhere' has no config\.json; allowed: the folder of a run"):
+        read_meta(tmp_path / "nowhere")
+
+
+def test_the_steps_that_are_left_of_a_sequence():
+    meta = Meta(name="synthetic", features=3, length=5, suggested_head="gaussian")
+    assert [steps_left(meta, known) for known in (0, 4)] == [5, 1]
+    assert steps_left(None, 99) == 28
+    for known in (5, 6):
+        message = (
+            f"nothing is left of the training data's 5 steps after {known}; allowed: --length of 1 or more"
+        )
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            steps_left(meta, known, "--length")
 
 
 def damage(path, how):

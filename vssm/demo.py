@@ -13,7 +13,7 @@ from torch import Tensor
 import vssm
 from vssm import pretrained
 from vssm.config import ModelConfig, RunConfig, TrainConfig
-from vssm.data import DataConfig, Meta, draw, open_data
+from vssm.data import DataConfig, Meta, draw, open_data, read_meta
 from vssm.evaluate import evaluate_run
 from vssm.models import Model
 from vssm.report import report
@@ -107,8 +107,8 @@ def _generate(model: Model, prompts: Tensor, meta: Meta, folder: Path) -> list[P
 def _mnist(folder: Path) -> list[Path]:
     """Draws digits of 28 x 28 with a model that ships with the package, then completes their upper halves."""
     model = vssm.load("mnist-small")
-    config = json.loads((pretrained.find("mnist-small") / "config.json").read_text())
-    meta = Meta.from_json(config["data_meta"])
+    meta = read_meta(pretrained.find("mnist-small"))
+    assert meta is not None, "a shipped model says what its data are"
     start = time.perf_counter()
     digits = vssm.generate(model, num=32, length=28, seed=1, chunk=1, recondition=True).x
     between = time.perf_counter()

@@ -8,7 +8,6 @@ posterior of the steps to come, so that only the decoder runs for every path, an
 Legend: B series of N steps and D columns; C `context`; H `horizon`; S `samples`; x (B, N, D).
 """
 
-import json
 import math
 import warnings
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 from vssm import graphs, pretrained
 from vssm.checkpoint import load_finite
 from vssm.config import check_choice, check_type, whole_number
-from vssm.data import Meta
+from vssm.data import Meta, read_meta
 from vssm.data.scale import Scale
 from vssm.data.series import phases
 from vssm.data.table import fill_gaps
@@ -206,11 +205,11 @@ class Forecaster:
         """
         folder = pull(run) if isinstance(run, str) and run.startswith("hf://") else pretrained.find(run)
         model = load_finite(folder, device)
-        fields = json.loads((folder / "config.json").read_text()).get("data_meta")
-        if fields is None or fields.get("columns") is None:
-            name = "unknown data" if fields is None else repr(fields.get("name"))
+        meta = read_meta(folder)
+        if meta is None or meta.columns is None:
+            name = "unknown data" if meta is None else repr(meta.name)
             raise ValueError(f"{str(run)!r} was trained on {name}; allowed: a run of data set 'series'")
-        return cls(model, Meta.from_json(fields))
+        return cls(model, meta)
 
     def forecast(
         self,

@@ -1,16 +1,11 @@
-"""The folder that a name on the command line stands for, and what it says of its data."""
+"""The folder that a name on the command line stands for."""
 
 import filecmp
-import json
 import secrets
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from vssm.data import Meta
-
-__all__ = ["data_meta", "local_folder", "own_copy"]
+__all__ = ["local_folder", "own_copy"]
 
 
 def local_folder(folder: str) -> Path:
@@ -43,11 +38,3 @@ def own_copy(folder: Path) -> Path:
             f"allowed: {copy} for that run, or another name for it"
         )
     return copy
-
-
-def data_meta(folder: Path) -> "Meta | None":
-    """Returns what a run folder says of its data; an exported model may say nothing."""
-    from vssm.data import Meta
-
-    values = json.loads((folder / "config.json").read_text())
-    return Meta.from_json(values["data_meta"]) if "data_meta" in values else None

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from vssm.cli.folders import data_meta, local_folder
+from vssm.cli.folders import local_folder
 from vssm.cli.options import check_seed, note_idle_recondition
 from vssm.cli.samples import (
     check_inputs_stay,
@@ -22,9 +22,6 @@ from vssm.cli.samples import (
 )
 from vssm.config import whole_number
 from vssm.storage import write_atomically
-
-if TYPE_CHECKING:
-    from vssm.data import Meta
 
 __all__ = ["Generate"]
 
@@ -133,6 +130,7 @@ class Generate:
     def _compute(self) -> None:
         import vssm
         from vssm.checkpoint import load_finite
+        from vssm.data import read_meta, steps_left
         from vssm.train import choose_device
 
         out = self.out or Path("samples.npy")
@@ -145,7 +143,7 @@ class Generate:
             self._check_files(out)
         device = choose_device(self.device)
         folder = local_folder(self.run_folder)
-        model, meta = load_finite(folder, device), data_meta(folder)
+        model, meta = load_finite(folder, device), read_meta(folder)
         if self.out is None:
             words = meta is not None and meta.suggested_head == "categorical"
             out = Path("samples.txt" if words else "samples.npy")
@@ -156,7 +154,7 @@ class Generate:
         if prompt is not None:
             model.head.validate(prompt, "prompt", values=False, steps=0)  # else features may count as steps
             known += prompt.shape[1]
-        length = self.length or _steps_left(known, meta)
+        length = self.length or steps_left(meta, known, "--length")
         num = 16 if self.num is None and prompt is None and state is None else self.num
         made = vssm.generate(
             model,
@@ -178,15 +176,3 @@ class Generate:
         if self.state is not None:
             made.state.save(self.state)
             print(f"state: {self.state}, after step {made.state.position}")
-
-
-def _steps_left(known: int, meta: "Meta | None") -> int:
-    """Returns how many steps a sequence as long as the training data's has after those that are known."""
-    if meta is None:
-        return 28
-    if known >= meta.length:
-        raise ValueError(
-            f"nothing is left of the training data's {meta.length} steps after {known}; "
-            "allowed: --length of 1 or more"
-        )
-    return meta.length - known

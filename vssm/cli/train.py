@@ -6,7 +6,6 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from vssm.cli.folders import data_meta
 from vssm.cli.options import RunOptions
 
 __all__ = ["Train"]
@@ -22,6 +21,7 @@ class Train(RunOptions):
     """Go on with the run in this folder, with its own settings."""
 
     def run(self) -> None:
+        from vssm.data import read_meta
         from vssm.runs import RunFolder
 
         folder = self.resume or self.out or Path("runs") / f"{self.name}-{self.model.kind}"
@@ -49,7 +49,7 @@ class Train(RunOptions):
                 print(f"to go on from the last checkpoint: vssm train --resume {pasted}", file=sys.stderr)
             raise
         # With several machines the folder may be on another.
-        meta = data_meta(folder) if (folder / "config.json").exists() else None
+        meta = read_meta(folder) if (folder / "config.json").exists() else None
         table = meta is not None and meta.columns is not None
         first = f"forecast {pasted} --path FILE" if table else f"generate {pasted}"
         print(f"run: {folder}\nnext: vssm {first}   vssm evaluate {pasted}   vssm report {pasted}")

@@ -11,7 +11,7 @@
 
 from vssm.data.arrays import open_arrays
 from vssm.data.config import NAMES, ArraysConfig, DataConfig, SeriesConfig, SyntheticConfig, TextConfig
-from vssm.data.dataset import Data, Meta, Split
+from vssm.data.dataset import Data, Meta, Split, read_meta, steps_left
 from vssm.data.images import open_cifar10, open_digits, open_mnist
 from vssm.data.series import open_series
 from vssm.data.show import describe, draw, picture
@@ -32,6 +32,8 @@ __all__ = [
     "draw",
     "open_data",
     "picture",
+    "read_meta",
+    "steps_left",
 ]
 
 _OPENERS = {

@@ -8,6 +8,7 @@ the key (seed, stream): unlike numpy's distributions, those bits never change be
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -349,6 +350,38 @@ class Meta:
     def unscale(self, x: Tensor) -> Tensor:
         """Returns values (..., D) of the model in the units of the file."""
         return x if self.mean is None else x * x.new_tensor(self.std) + x.new_tensor(self.mean)
+
+
+def read_meta(folder: str | Path) -> Meta | None:
+    """Returns what the config.json of a folder says of its data; that of a model alone says nothing."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{str(folder)!r} has no config.json; allowed: the folder of a run or a model")
+    try:
+        values = json.loads(path.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError("it is no JSON object")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
+    return Meta.from_json(values["data_meta"]) if "data_meta" in values else None
+
+
+def steps_left(meta: Meta | None, known: int, option: str = "length") -> int:
+    """Returns how many steps a sequence as long as the training data's has after those that are known.
+
+    Arguments:
+        meta: What the data were; None where nobody knows, which gives 28.
+        known: The steps of prompt and state.
+        option: What the message calls the number that can be given instead.
+    """
+    if meta is None:
+        return 28
+    if known >= meta.length:
+        raise ValueError(
+            f"nothing is left of the training data's {meta.length} steps after {known}; "
+            f"allowed: {option} of 1 or more"
+        )
+    return meta.length - known
 
 
 class Data:

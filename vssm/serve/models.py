@@ -5,7 +5,6 @@ sequence computed in a batch may differ in the last bit. From some number of row
 machine: `row_floor` measures it, and the engine pads smaller batches up to it.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import torch
 
 from vssm import pretrained
 from vssm.checkpoint import load_finite
-from vssm.data import Meta
+from vssm.data import Meta, read_meta, steps_left
 from vssm.generate import generate
 from vssm.hub import pull
 from vssm.models import Ladder, Model, Variational
@@ -59,7 +58,7 @@ class Served:
     @property
     def length(self) -> int:
         """Steps of a whole sequence of the training data, as far as it is known."""
-        return self.meta.length if self.meta is not None else 28
+        return steps_left(self.meta, 0)
 
     def state_bytes(self, num: int, steps: int) -> int:
         """Returns the size of the state of `num` sequences after so many steps."""
@@ -146,5 +145,4 @@ def _shipped() -> list[str]:
 
 def _meta(place: str) -> Meta | None:
     folder = pull(place) if place.startswith("hf://") else pretrained.find(place)
-    values = json.loads((folder / "config.json").read_text())
-    return Meta.from_json(values["data_meta"]) if "data_meta" in values else None
+    return read_meta(folder)

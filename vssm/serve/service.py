@@ -22,6 +22,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
+from vssm.data import steps_left
 from vssm.nn import State
 from vssm.serve.engine import Broken, Done, Engine, Job
 from vssm.serve.errors import Refused
@@ -369,12 +370,10 @@ async def _gone(request: Request) -> None:
 
 def _steps_left(served: Served, known: int) -> int:
     """Returns the steps of a sequence after those that are known, by the rule of `vssm generate`."""
-    if served.meta is None:
-        return served.length
-    if known >= served.length:
-        left = f"nothing is left of the training data's {served.length} steps after {known}"
-        raise Refused(422, "invalid", f"{left}; allowed: length of 1 or more", "length")
-    return served.length - known
+    try:
+        return steps_left(served.meta, known)
+    except ValueError as error:
+        raise Refused(422, "invalid", str(error), "length") from None
 
 
 def _steps(served: Served, x: Tensor) -> dict[str, Any]:
