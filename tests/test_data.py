@@ -1120,6 +1120,23 @@ def test_categories_of_parquet_are_noted(tmp_path):
         assert open_data(series(tmp_path / "a.parquet", context=2, horizon=1)).meta.columns == ("a",)
 
 
+def test_columns_of_parquet_that_are_no_plain_numbers(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    columns = {"id": [2**60 + 1] * 30, "a": range(30), "parts": [[1, 2]] * 30}
+    parquet.write_table(pyarrow.table(columns), path)
+    with pytest.warns(
+        UserWarning, match="column 'parts' is left out: row 1 has 'list<.*', which is no number"
+    ):
+        data = open_data(series(path, context=2, horizon=1, scale="none"))
+    assert data.meta.columns == ("id", "a") and data.train.x[0, 0].tolist() == [2.0**60, 0]
+    days = pyarrow.array([f"2024-05-{day:02}" for day in range(1, 31)], pyarrow.string_view())
+    parquet.write_table(pyarrow.table({"date": days, "a": range(30)}), path)
+    assert open_data(series(path, context=2, horizon=1)).meta.time == "date"
+
+
 def test_missing_columns_of_parquet_are_noted(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

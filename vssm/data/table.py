@@ -303,10 +303,11 @@ def _read_parquet(path: Path) -> Table:
         ) from error
     try:
         table = parquet.read_table(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     types = pyarrow.types
     numeric = (types.is_integer, types.is_floating, types.is_decimal, types.is_boolean)
+    words = (types.is_string, types.is_large_string, types.is_string_view, types.is_dictionary)
     names, columns, texts, positions = [], [], {}, []
     for k, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
         kind = column.type
@@ -315,9 +316,12 @@ def _read_parquet(path: Path) -> Table:
         elif any(test(kind) for test in numeric):
             names.append(name)
             positions.append(k)
-            columns.append(column.cast(pyarrow.float64()).to_numpy())
-        elif types.is_string(kind) or types.is_large_string(kind) or types.is_dictionary(kind):
+            # Not all whole numbers of 64 bits are floats; those of a CSV file are rounded, too.
+            columns.append(column.cast(pyarrow.float64(), safe=False).to_numpy())
+        elif any(test(kind) for test in words):
             texts[name] = column.to_pylist()
+        else:  # lists, durations, ...: named among what is left out
+            texts[name] = [str(kind)] * table.num_rows
     values = np.stack(columns, 1) if columns else np.empty((table.num_rows, 0))
     return Table(tuple(names), values, _row_places(table.num_rows), texts=texts, positions=positions)
 
