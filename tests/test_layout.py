@@ -1,6 +1,7 @@
 """The house keeps its shape: public names, the direction of imports, and an import that does nothing."""
 
 import ast
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -169,3 +170,45 @@ def test_import_does_nothing_and_is_quick():
     run = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert float(run.stdout) < 1.5
+
+
+KERNEL = """
+import torch
+from vssm.ops import causal_conv_silu
+from vssm.ops.conv_numba import _forward
+
+y, _ = causal_conv_silu(torch.ones(1, 2, 3), torch.ones(3, 2), torch.zeros(3), backend="numba")
+print(float(y.sum()), sum(_forward.stats.cache_hits.values()))
+"""
+
+
+def test_compiled_kernels_are_those_of_the_code(tmp_path):
+    ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
+    shutil.copytree(PACKAGE, tmp_path / "vssm", ignore=ignored)
+    vectors = tmp_path / "vssm" / "ops" / "vectors.py"
+
+    def run():
+        command = [sys.executable, "-c", KERNEL]
+        made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        return made.stdout.split()
+
+    first, hits = run()
+    assert hits == "0"
+    assert run() == [first, "1"]
+    source = vectors.read_text()
+    vectors.write_text(source.replace("0.6931471435060839", "0.5931471435060839"))  # of the same size
+    assert vectors.read_text() != source
+    changed, hits = run()
+    assert (changed != first, hits) == (True, "0")
+
+
+def test_all_code_of_kernels_is_watched():
+    from vssm.ops import tasks
+
+    used = set()
+    for path in PACKAGE.rglob("*_numba.py"):
+        assert len(path.relative_to(PACKAGE).parts) == 2, path
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        used |= {node.module for node in nodes if node.module.startswith("vssm")}
+    watched = {f"vssm.ops.{name}" for name in tasks.SHARED}
+    assert {name for name in used if not name.endswith("_numba")} == watched

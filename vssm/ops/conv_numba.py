@@ -17,8 +17,7 @@ here they mean:
 | `Y`       | y, or dy in backward             | `COUNT`         | K                             |
 
 In scratch memory, by rows of LANES numbers: `window`, the K - 1 inputs before some steps and those of the
-steps; `slopes`, ds of the steps and of the K - 1 after them. numba's cache of compiled kernels watches this
-file only: after a change of what it imports, touch this one.
+steps; `slopes`, ds of the steps and of the K - 1 after them.
 """
 # ruff: noqa: ANN001, ANN202 (numba infers the types of kernels)
 

@@ -18,8 +18,7 @@ are for a scan; here they mean:
 | `DB`, `DC`, `DA`    | z or dz, dv and dv_p, (components, classes)                  |
 | `Y`                 | KL or E_q log p, or the gradient of it, (1, 1, components)   |
 
-For E_q log p, v are the logits of q and v_p those of p. numba's cache of compiled kernels watches this file
-only: after a change of what it imports, touch this one.
+For E_q log p, v are the logits of q and v_p those of p.
 """
 # ruff: noqa: ANN001, ANN202 (numba infers the types of kernels)
 

@@ -4,8 +4,7 @@ A kernel is told all in one table: sizes, then the address and strides (batch, t
 steps, then the addresses of the others. Strides are in bytes; address 0 is an operand that is not given.
 
 Rows are LANES numbers, and channels and states may be others than a multiple of that: what does not fit goes
-through a buffer with zeros around it. Layouts and letters are those of `scan_numba`, where numba's cache of
-compiled kernels watches the file of the kernel only: after a change here, touch that one.
+through a buffer with zeros around it. Layouts and letters are those of `scan_numba`.
 """
 # ruff: noqa: ANN001, ANN201 (numba infers the types of kernels)
 

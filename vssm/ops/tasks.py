@@ -6,9 +6,12 @@ only, never on the number of threads, and every sum has one order: the same inpu
 """
 
 import functools
+import hashlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,14 +26,29 @@ __all__ = ["cut", "kernel", "room", "run", "total"]
 GROUP = 8  # tiles, at most
 BATCHES = 16  # partial sums over batch rows, at most
 INLINE = 1 << 18  # with fewer elements, waking a second thread costs more than it saves
+SHARED = ("conv", "operands", "tasks", "vectors")  # modules beside `*_numba` that kernels take code from
 
 
 def kernel(function: Callable) -> Callable:
     """Compiles `function(words, scratch)` at its first call, and keeps it on disk where that can be."""
+    with suppress(OSError):  # a package without source files: numba has its own ways to name these
+        # numba names a file on disk after the function and watches no source but that of the function itself.
+        # A name of all sources is never that of what other code was compiled to.
+        function.__qualname__ = f"{function.__qualname__}_{sources()}"
     try:
         return njit(error_model="numpy", nogil=True, cache=True)(function)
     except RuntimeError:  # there is no folder that could hold the compiled kernel
         return njit(error_model="numpy", nogil=True)(function)
+
+
+@functools.cache
+def sources() -> str:
+    """Returns a digest of all code that kernels are made of."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    shared = (package / "ops" / f"{name}.py" for name in SHARED)
+    for path in sorted([*package.glob("*/*_numba.py"), *shared]):
+        digest.update(f"{path.name}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def room(*shape: int) -> Tensor:

@@ -8,8 +8,7 @@ multiply-adds a cycle but each takes four cycles: the four independent rows of a
 p is a polynomial, a minimax fit with a relative error of 4e-7. q has no constant term and the scan never
 adds it to 1, so that a decay very close to 1 loses no digits.
 
-Memory is named by its address, a 64-bit integer. numba's cache of compiled kernels watches the file of the
-kernel only: after a change here, touch the files that end in `_numba.py`.
+Memory is named by its address, a 64-bit integer.
 """
 # ruff: noqa: ANN001, ANN002, ANN201, ANN202, ANN401 (numba infers the types)
 

@@ -4,7 +4,6 @@
 
 with dt_t <- softplus(dt_t + dt_bias) before and y_t <- y_t silu(z_t) after; steps are counted from 0. Layouts
 and names are those of `scan_numba`, which cuts time into STEPS steps, an even number: odd steps stay odd.
-numba's cache of compiled kernels watches this file only: after a change there, touch this one.
 """
 # ruff: noqa: ANN001, ANN202 (numba infers the types of kernels)
 
