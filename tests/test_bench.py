@@ -3,19 +3,23 @@
 import collections
 import json
 import re
+import shutil
+import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import vssm
 from tests.conftest import KINDS, sequences, small_model
 from tests.test_scan import arguments
 from vssm import bench, generate, observe
 from vssm.bench import Shape, bench_scan, scan_cuda, timing
 from vssm.bench.peers import Peer
-from vssm.bench.record import Record
+from vssm.bench.record import _UNTIMED, Record, _source
 from vssm.bench.scan import _inputs
 from vssm.bench.scan_peers import PEERS, peer_scan
 from vssm.bench.table1 import THEORY, exponent
@@ -321,6 +325,44 @@ def test_a_result_is_taken_up_again(tmp_path, monkeypatch):
         bench.main_generate(out, kinds=["ssm"], lengths=[4], **options)
     anew = bench.main_generate(out, kinds=["ssm"], lengths=[1], restart=True, **options)
     assert set(anew["metrics"]) == set(new)
+
+
+def test_what_is_timed_is_in_the_digest_of_the_code(tmp_path, monkeypatch):
+    package, copy = Path(vssm.__file__).parent, tmp_path / "vssm"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    before = _source()
+    monkeypatch.setattr("vssm.bench.record.vssm", SimpleNamespace(__file__=str(copy / "__init__.py")))
+    assert _source() == before
+
+    def changes(name):
+        source = (copy / name).read_bytes()
+        (copy / name).write_bytes(source + b"#")
+        digest = _source()
+        (copy / name).write_bytes(source)
+        return digest != before
+
+    timed = ("learner", "muon", "noise_triton", "data/feed", "data/scale", "distributed", "bench/timing")
+    assert all(changes(f"{name}.py") for name in (*timed, "ops/vectors", "models/vrnn", "train", "forecast"))
+    apart = ("cli/bench", "serve/__init__", "report_style", "results_page", "bench/plot")
+    assert not any(changes(f"{name}.py") for name in apart)
+    for name in _UNTIMED:
+        assert list(package.glob(f"{name}*")), f"{name} is no longer there"
+
+
+UNTIMED = """
+import importlib, pkgutil, sys
+from vssm import bench
+from vssm.bench.record import _UNTIMED
+for module in pkgutil.iter_modules(bench.__path__):
+    importlib.import_module(f"vssm.bench.{module.name}")
+names = [name.removeprefix("vssm.").replace(".", "/") for name in sys.modules if name.startswith("vssm.")]
+print(*sorted(name for name in names if f"{name}/".startswith(_UNTIMED)))
+"""
+
+
+def test_benchmarks_do_not_load_what_is_left_out_of_the_digest():
+    run = subprocess.run([sys.executable, "-c", UNTIMED], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["bench/plot", "results"]  # both write what was measured
 
 
 def test_on_cuda_every_point_is_for_itself(record, monkeypatch):
