@@ -97,6 +97,21 @@ def test_classifier_learns_and_is_the_same_each_time(digits):
     assert not any(parameter.requires_grad for parameter in first.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_default_dtype_of_pytorch_changes_nothing(dtype, digits):
+    images, labels = digits[0][:60], digits[1][:60]
+    wanted = train_classifier(images, labels, 10)
+    torch.set_default_dtype(torch.float64)
+    try:
+        given = train_classifier(images.to(dtype), labels, 10)
+        found = features(given, images)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(given.parameters(), wanted.parameters(), strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b)
+    assert torch.equal(found, features(wanted, images))
+
+
 def test_features_are_of_clamped_images_and_do_not_depend_on_passes(digits):
     images = digits[0]
     classifier = train_classifier(*digits, 10)

@@ -172,6 +172,8 @@ for position, length, components, stream, draw in (
         u = noise_triton.uniform(seeds, rows, where, length, components, tag)
         assert u.shape == expected.shape and torch.equal(u, expected), (position, components)
 assert noise_triton.uniform(seeds, rows, 0, 0, 5, 0).shape == (4, 0, 5)
+torch.set_default_dtype(torch.float64)
+assert noise_triton.uniform(seeds, rows, 0, 2, 5, 0).dtype == torch.float32
 print("same bits")
 """
 

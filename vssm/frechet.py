@@ -53,7 +53,7 @@ Progress = Callable[[int, int], None]
 
 
 class Classifier(nn.Module):
-    """Creates the small convolutional classifier whose last hidden layer is the feature space.
+    """Creates the small convolutional classifier whose last hidden layer is the feature space, in float32.
 
     Arguments:
         shape: Height, width and channels of an image.
@@ -70,11 +70,11 @@ class Classifier(nn.Module):
         height, width, before = shape
         convolutions = []
         for channels, stride in zip(_RECIPE["channels"], _RECIPE["strides"], strict=True):
-            convolutions.append(nn.Conv2d(before, channels, 3, stride, padding=1))
+            convolutions.append(nn.Conv2d(before, channels, 3, stride, padding=1, dtype=torch.float32))
             height, width, before = -(-height // stride), -(-width // stride), channels
         self.convolutions = nn.ModuleList(convolutions)
-        self.hidden = nn.Linear(height * width * before, _RECIPE["features"])
-        self.out = nn.Linear(_RECIPE["features"], num_classes)
+        self.hidden = nn.Linear(height * width * before, _RECIPE["features"], dtype=torch.float32)
+        self.out = nn.Linear(_RECIPE["features"], num_classes, dtype=torch.float32)
 
     def features(self, images: Tensor) -> Tensor:
         """Maps images (B, H, W, C) to features (B, 64)."""
@@ -178,8 +178,8 @@ def _fit(
     with torch.enable_grad(), torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         for _ in range(epochs):
             for index in torch.randperm(len(images), generator=generator).split(batch):
-                x = images[index.to(images.device)].clamp(0, 1)
-                noise = torch.randn(x.shape, generator=generator) * _RECIPE["noise"]
+                x = images[index.to(images.device)].float().clamp(0, 1)
+                noise = torch.randn(x.shape, generator=generator, dtype=torch.float32) * _RECIPE["noise"]
                 logits = classifier(x.to(device) + noise.to(device))
                 loss = F.cross_entropy(logits, labels[index.to(labels.device)].to(device))
                 optimizer.zero_grad()

@@ -47,7 +47,7 @@ def uniform(
     seed: Tensor, row: Tensor, position: int | Tensor, length: int, components: int, tag: int
 ) -> Tensor:
     """Returns `vssm.noise.uniform` of arguments that it has checked; tag is stream 2^24 + draw."""
-    out = torch.empty(len(seed), length, components, device=seed.device)
+    out = torch.empty(len(seed), length, components, dtype=torch.float32, device=seed.device)
     total = len(seed) * length * -(-components // 4)
     start, position = (position, 0) if isinstance(position, Tensor) else (None, position)
     if total:
