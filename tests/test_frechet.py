@@ -97,6 +97,16 @@ def test_classifier_learns_and_is_the_same_each_time(digits):
     assert not any(parameter.requires_grad for parameter in first.parameters())
 
 
+def test_the_first_weights_are_those_of_the_seed_and_no_gpu_is_seeded(digits, monkeypatch):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        wanted = Classifier(tuple(digits[0].shape[1:]), 10)
+    monkeypatch.setattr("torch.cuda.manual_seed_all", lambda seed: pytest.fail("seeds GPUs"))
+    monkeypatch.setattr("vssm.frechet._fit", lambda *_: None)
+    given = train_classifier(*digits, 10)
+    assert all(torch.equal(a, b) for a, b in zip(given.parameters(), wanted.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_default_dtype_of_pytorch_changes_nothing(dtype, digits):
     images, labels = digits[0][:60], digits[1][:60]
