@@ -3,6 +3,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.modules.module import register_module_forward_hook
 
 from vssm.data import DataConfig, open_data
 from vssm.frechet import Classifier, cached_classifier, features, frechet_distance, train_classifier
@@ -130,6 +131,21 @@ def test_features_are_of_clamped_images_and_do_not_depend_on_passes(digits):
     apart = torch.cat([features(classifier, images[:77]), features(classifier, images[77:])])
     torch.testing.assert_close(features(classifier, images), apart, rtol=1e-4, atol=1e-5)
     assert features(classifier, images).dtype == torch.float64
+
+
+def test_convolutions_are_exact_in_training_and_features(digits):
+    images, labels = digits
+    found = []
+
+    def note(*_):
+        found.append((torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic))
+
+    with torch.backends.cudnn.flags(allow_tf32=True, deterministic=False), register_module_forward_hook(note):
+        classifier = train_classifier(images, labels, 10)
+        trained = len(found)
+        features(classifier, images)
+        assert (torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic) == (True, False)
+    assert len(found) > trained > 0 and set(found) == {(False, True)}
 
 
 def test_file_is_reused_and_another_is_refused(digits, tmp_path):

@@ -23,6 +23,7 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -47,6 +48,8 @@ _RECIPE = {
     "seed": 1,
 }
 _IMAGES_PER_PASS = 1000
+# Convolutions in float32, the same each time: cuDNN would round to the 10 bits of TF32.
+_exact = partial(torch.backends.cudnn.flags, enabled=True, deterministic=True, allow_tf32=False)
 
 Progress = Callable[[int, int], None]
 """Called with the number of steps done and the number in all."""
@@ -175,7 +178,7 @@ def _fit(
     optimizer = torch.optim.Adam(classifier.parameters(), lr=_RECIPE["learning_rate"])
     batch, epochs = _RECIPE["batch"], _RECIPE["epochs"]
     total, done = epochs * math.ceil(len(images) / batch), 0
-    with torch.enable_grad(), torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+    with torch.enable_grad(), _exact():
         for _ in range(epochs):
             for index in torch.randperm(len(images), generator=generator).split(batch):
                 x = images[index.to(images.device)].float().clamp(0, 1)
@@ -237,10 +240,11 @@ def features(classifier: Classifier, images: Tensor) -> Tensor:
         (M, 64) float64, on the CPU.
     """
     device = classifier.out.weight.device
-    parts = [
-        classifier.features(part.to(device).float().clamp(0, 1)).double().cpu()
-        for part in images.split(_IMAGES_PER_PASS)
-    ]
+    with _exact():
+        parts = [
+            classifier.features(part.to(device).float().clamp(0, 1)).double().cpu()
+            for part in images.split(_IMAGES_PER_PASS)
+        ]
     return torch.cat(parts)
 
 
