@@ -21,11 +21,11 @@ from vssm.data import DataConfig, SeriesConfig, SyntheticConfig, draw, open_data
 from vssm.distributed import World
 from vssm.learner import Learner
 from vssm.objectives import Terms, objective
-from vssm.optimize import Tally, learning_rate
+from vssm.optimize import Tally, learning_rate, parameter_groups
 from vssm.progress import Bar, Lines, Progress
 from vssm.run_result import validations
 from vssm.runs import RunFolder
-from vssm.train import TrainingStopped, _Training, parameter_groups, resolve
+from vssm.train import TrainingStopped, _Training, resolve
 
 
 def test_overfits_eight_sequences(tmp_path):

@@ -41,13 +41,13 @@ from vssm.models import Model, build
 from vssm.nn import BLOCKS
 from vssm.objectives import Terms, objective
 from vssm.ops import choose_backend
-from vssm.optimize import Replayed, Tally, TrainingStopped, learning_rate, mix, parameter_groups
+from vssm.optimize import Replayed, Tally, TrainingStopped, learning_rate, mix
 from vssm.progress import Progress, choose_progress
 from vssm.results import commit, machine
 from vssm.runs import RunFolder, finite, read_config
 from vssm.storage import write_atomically
 
-__all__ = ["TrainingStopped", "choose_device", "parameter_groups", "resolve", "train"]
+__all__ = ["TrainingStopped", "choose_device", "resolve", "train"]
 
 _PICTURE_SECONDS = 30  # between two pictures, so that short runs do not spend their time on drawing
 
