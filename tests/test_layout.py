@@ -140,6 +140,34 @@ def test_imports_go_one_way(path):
             assert ORDER.index(name) <= own, f"{parts[0]} must not import {name}"
 
 
+# Checks of arguments, and the parts of a kernel that another is made of.
+NOT_EXPORTED = ("vssm.config", "vssm.ops.scan_numba")
+
+
+def exported(path):
+    names = []
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign | ast.AugAssign):  # also __all__ += [...]
+            target = node.target if isinstance(node, ast.AugAssign) else node.targets[0]
+            if getattr(target, "id", None) == "__all__":
+                names += ast.literal_eval(node.value)
+    return names or None
+
+
+def test_modules_export_what_others_import():
+    missing = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("vssm."):
+                continue
+            source = PACKAGE.joinpath(*node.module.split(".")[1:]).with_suffix(".py")
+            names = exported(source) if source.exists() and node.module not in NOT_EXPORTED else None
+            if names is not None:
+                public = (alias.name for alias in node.names if not alias.name.startswith("_"))
+                missing |= {f"{node.module}.{name}" for name in public if name not in names}
+    assert not missing
+
+
 def test_no_drawer():
     names = {path.stem for path in PACKAGE.rglob("*.py")}
     assert not names & {"utils", "util", "common", "helpers", "misc"}

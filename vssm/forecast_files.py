@@ -12,7 +12,7 @@ from vssm.data.table import Table, read_table, select
 from vssm.forecast import Forecast, Forecaster
 from vssm.storage import write_atomically
 
-__all__ = ["check_quantiles", "draw_fan", "read_history", "write_quantiles"]
+__all__ = ["check_quantiles", "draw_fan", "forecast_file", "read_history", "write_quantiles"]
 
 _BANDS = (0.95, 0.8, 0.5)
 _MOST_COLUMNS = 12  # in one chart

@@ -15,7 +15,7 @@ from vssm.forecast import Forecaster
 if TYPE_CHECKING:
     from gluonts.model.predictor import Predictor
 
-__all__ = ["deepar", "predictor"]
+__all__ = ["deepar", "entries", "predictor"]
 
 _SERIES_PER_PASS = 64
 

@@ -26,7 +26,7 @@ from vssm.models import VRNN, Autoregressive, Ladder, Model, inner_model
 from vssm.ops.dispatch import product_dtype
 from vssm.ops.latents import ESTIMATORS
 
-__all__ = ["Terms", "objective"]
+__all__ = ["Terms", "checked", "objective", "real_steps"]
 
 
 class Terms(NamedTuple):

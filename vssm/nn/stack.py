@@ -24,7 +24,7 @@ from vssm.ops.linear import Linear, applied, hooked, plain
 from vssm.ops.norm import RMSNorm
 from vssm.ops.streams import Beside
 
-__all__ = ["BLOCKS", "LatentEmbedding", "Stack"]
+__all__ = ["BLOCKS", "LatentEmbedding", "Stack", "sinusoids"]
 
 BLOCKS = {"mamba": MambaBlock, "attention": AttentionBlock, "gru": GRUBlock}
 

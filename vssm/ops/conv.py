@@ -19,7 +19,7 @@ from vssm.ops.dispatch import needs_operator
 from vssm.ops.linear import Ready, linear, linear_parts, ready_parts
 from vssm.ops.scan import choose_backend
 
-__all__ = ["causal_conv_silu", "causal_conv_silu_reference", "linear_conv_silu"]
+__all__ = ["MAX_TAPS", "causal_conv_silu", "causal_conv_silu_reference", "linear_conv_silu"]
 
 MAX_TAPS = 16
 """The `numba` kernels hold a window of inputs in the fastest cache."""
