@@ -42,6 +42,26 @@ def fails(capsys, *arguments):
     return error
 
 
+def test_a_run_that_starts_from_another_has_its_model(tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    steps = ["--train.max-steps", "2", "--train.samples", "0", "--train.device", "cpu"]
+    main(["train", "digits", "--smoke", "--model.width", "24", *steps, "--out", str(first)])
+    main(["train", "digits", "--train.init", str(first), *steps, "--out", str(second)])
+    assert vssm.load(second).config == vssm.load(first).config
+    capsys.readouterr()
+    for more, message in (
+        (["--model.width", "48"], f"width=48 is not that of init='{first}'; allowed: 24, or to leave it out"),
+        (
+            ["--train.init", str(tmp_path / "no")],
+            f"'{tmp_path / 'no'}' does not exist; allowed: a run folder",
+        ),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["train", "digits", "--train.init", str(first), *more, "--out", str(tmp_path / "third")])
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "third").exists()
+
+
 def test_help_lists_every_command(capsys):
     main([])
     text = capsys.readouterr().out

@@ -20,7 +20,7 @@ from vssm.config import FORMAT, ModelConfig, check_device, check_path
 from vssm.models import Model, build, inner_model
 from vssm.storage import check_checksum, with_checksum, write_atomically
 
-__all__ = ["load", "load_finite", "save"]
+__all__ = ["config_of", "load", "load_finite", "save"]
 
 _METADATA = "vssm"  # the key in the metadata of the weights that has the text of their config.json
 
@@ -75,13 +75,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
         >>> model.config.kind, vssm.generate(model, num=1, length=2).x.shape
         ('vssm', torch.Size([1, 2, 28]))
     """
-    check_path("folder", folder)
-    if isinstance(folder, str) and folder.startswith("hf://"):
-        from vssm.hub import pull
-
-        folder = pull(folder)
-    device = check_device(device)
-    folder = pretrained.find(folder)
+    folder, device = _found(folder), check_device(device)
     config = _read_config(folder / "config.json")
     path = folder / "weights.safetensors"
     if not path.is_file():
@@ -134,6 +128,25 @@ def load_finite(folder: str | Path, device: torch.device | str = "cpu") -> Model
     if odd is not None:
         raise ValueError(f"{str(folder)!r}: tensor {odd!r} holds NaN or infinity; allowed: finite weights")
     return model
+
+
+def config_of(folder: str | Path) -> ModelConfig:
+    """Returns the settings of a model, found as `load` finds it.
+
+    Example:
+        >>> config_of("mnist-small").kind
+        'vssm'
+    """
+    return _read_config(_found(folder) / "config.json")
+
+
+def _found(folder: str | Path) -> Path:
+    check_path("folder", folder)
+    if isinstance(folder, str) and folder.startswith("hf://"):
+        from vssm.hub import pull
+
+        folder = pull(folder)
+    return pretrained.find(folder)
 
 
 def _check_own(model: Model, tensors: dict[str, Tensor]) -> None:

@@ -60,7 +60,7 @@ class RunOptions(DataOptions):
 
     @classmethod
     def default(cls, arguments: list[str]) -> Self:
-        """Returns the defaults that the preset on the command line sets."""
+        """Returns the defaults that the preset on the command line sets, and the model to start from."""
         start = cls()
         preset = _value_of("--preset", arguments)
         if preset is None and arguments[:1] == ["series"]:
@@ -71,6 +71,11 @@ class RunOptions(DataOptions):
             start = replace(start, name=config.data.name, model=config.model, train=config.train)
         if "--smoke" in arguments:
             start = replace(start, model=PRESETS["smoke"].model, train=PRESETS["smoke"].train)
+        init = _value_of("--train.init", arguments)
+        if init:
+            from vssm.checkpoint import config_of
+
+            start = replace(start, model=config_of(init))
         return start
 
 
