@@ -77,6 +77,15 @@ def test_scan_file_table_and_picture(tmp_path, capsys):
     assert "<svg" in picture.read_text()
 
 
+def test_a_peer_of_the_scan_that_is_missing_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "mambapy", None)
+    out, options = tmp_path / "scan.json", {"device": "cpu", "shapes": ["2x6x5x3"], "repeats": 1}
+    assert "reference_fwd_ms_b2_t6" in bench.main_scan(out, **options)["metrics"]
+    assert "mambapy_ms: not installed: mambapy\n" in capsys.readouterr().out
+    assert json.loads(out.read_text())["config"]["notes"] == {"mambapy_ms": "not installed: mambapy"}
+    assert bench.main_scan(**options, peers=False)["config"]["notes"] == {}, "nobody asked for it"
+
+
 @pytest.mark.parametrize("peer", PEERS)
 def test_peers_compute_the_same_scan(peer):
     pytest.importorskip({"associative_scan": "torch"}.get(peer, peer))
@@ -280,7 +289,9 @@ def test_generation_has_quantiles(tmp_path, capsys):
         low, middle, high = (made[f"{name}{part}_ms_b1_t4"] for part in ("_p10", "", "_p90"))
         assert 0 < low <= middle <= high
     assert 0 < made["vssm_floor_ms_b1_t4"] < made["vssm_ms_b1_t4"]
-    assert "p10" not in capsys.readouterr().out, "the table has medians"
+    printed = capsys.readouterr().out
+    assert "p10" not in printed, "the table has medians"
+    assert "step by step" not in printed, "there is none to compare with"
 
 
 def test_what_does_not_fit_is_noted(record):
@@ -299,9 +310,10 @@ def test_what_does_not_fit_is_noted(record):
     assert json.loads(record.out.read_text())["config"]["notes"]["peer"] == "failed: TypeError: no such"
 
 
-def test_a_result_is_taken_up_again(tmp_path, monkeypatch):
+def test_a_result_is_taken_up_again(tmp_path, monkeypatch, capsys):
     out, options = tmp_path / "generate.json", {"batches": [2], "repeats": 1, "peers": False, **TINY}
     first = bench.main_generate(out, kinds=["ssm", "vssm"], lengths=[4], **options)
+    assert re.search(r"fastest step by step / vssm +\d+\.\dx", capsys.readouterr().out)
     assert set(first["metrics"]) == {
         "ssm_ms_b2_t4",
         "ssm_prompted_ms_b2_t4",

@@ -211,4 +211,5 @@ def _show(record: Record) -> None:
         own = cells.get("vssm", {}).get(place)
         ahead.append(f"{min(slow) / own:.1f}x" if slow and own else "")
     title = f"Generation in ms, width {record.config['width']}, {record.config['layers']} layers"
-    table(title, ["B, T", *(f"{batch}, {length}" for batch, length in places)], [*rows, ahead])
+    rows += [ahead] if any(ahead[1:]) else []  # else there is nothing to compare
+    table(title, ["B, T", *(f"{batch}, {length}" for batch, length in places)], rows)

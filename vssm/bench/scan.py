@@ -14,7 +14,6 @@ forward pass that records a graph, then the backward pass through that graph. Nu
 milliseconds; `fwd_p10_ms_...` and `fwd_p90_ms_...` are the 10 % and 90 % quantiles. On CUDA see `scan_cuda`.
 """
 
-import importlib.util
 import re
 import time
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from vssm.bench.plot import check_plot, plot_result
 from vssm.bench.record import Record, number, table, typed
-from vssm.bench.scan_peers import peer_scan
+from vssm.bench.scan_peers import absence, peer_scan
 from vssm.bench.timing import best_ms, check_whole, open_device, spread
 from vssm.ops import choose_backend, selective_scan
 
@@ -98,6 +97,8 @@ def main_scan(
         headings, rows = headings_and_rows(record, chosen)
     else:
         backends = None if peers else ("auto",)
+        if peers and (reason := absence("mambapy")):
+            record.note("mambapy_ms", reason)
         for shape in chosen:
             if f"floor_ms_{shape.name}" not in record.metrics:
                 record.add(bench_scan([shape], repeats, backends))
@@ -122,7 +123,7 @@ def bench_scan(
     Returns:
         Milliseconds by name, for example `fwd_ms_b16_t256`, `mambapy_bwd_ms_b16_t256`, `floor_ms_b16_t256`.
     """
-    installed = ["auto", "reference", *(["mambapy"] if importlib.util.find_spec("mambapy") else [])]
+    installed = ["auto", "reference", *([] if absence("mambapy") else ["mambapy"])]
     for backend in backends or ():
         if backend not in installed:
             raise ValueError(
