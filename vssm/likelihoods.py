@@ -6,9 +6,11 @@
     with levels      log 1/K sum_k p(x_{C+1:T}|z^k, x_{1:C}) p(z^k|x_{1:C}) / q(z^k|x)       any C
     vrnn             log 1/K sum_k w_k(1:T) - log 1/K sum_k w_k(1:C),   w_k = p(x|z) p(z) / q(z|x)
 
-with z^k drawn from the posterior (importance sampling; Burda et al., 2016). In expectation the
-estimates for C = 0, and all of a model with levels, are lower bounds that tighten with K. The sum over k is
-streamed: memory does not grow with K. `vssm.particles` estimates the same closer, by a particle filter.
+with z^k drawn from the posterior (importance sampling; Burda et al., 2016). In expectation the estimates for
+C = 0, and all of a model with levels, are lower bounds on log p that tighten with K. So is that of vssm and
+tvae for C > 0, on the log of the sum over z of p(x_{C+1:T}|z) q_omega(z|x_{1:C}). That of vrnn
+for C > 0 is a difference of two bounds, and none itself. The sum over k is streamed: memory does not grow
+with K. `vssm.particles` estimates the same closer, by a particle filter.
 
 Legend: x (B, T, D) or tokens (B, T); K `num_samples`; C `prompt_length`, `cut`.
 """
