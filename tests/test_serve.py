@@ -491,11 +491,30 @@ def test_models_pages_and_numbers(client):
     assert spec["paths"]["/v1/generate"]["post"]["requestBody"]["content"]["application/json"]["examples"]
     docs = client.get("/docs").text
     assert all(word in docs for word in ("/v1/observe", "curl", "recondition"))
+    commands = re.findall(r"<pre>(curl .*?)</pre>", docs)
+    assert len(commands) == 5 and all("http://testserver/v1/" in command for command in commands)
+    assert ["stream" in command for command in commands] == [" -N " in command for command in commands]
     numbers = client.get("/metrics").text
     assert 'vssm_requests_total{route="/v1/generate",status="200"}' in numbers
     assert re.search(r"vssm_batch_rows_count [1-9]", numbers)
     assert error(client.get("/nowhere"), 404)["type"] == "not_found"
     assert error(client.get("/v1/generate"), 405)["type"] == "method"
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [
+        ("127.0.0.1:8791", "127.0.0.1:8791"),
+        ("[::1]:8791", "[::1]:8791"),
+        ("models.example", "models.example"),
+        ("<b>", "testserver:80"),  # no address: that of the socket
+        ("x;rm -r ~", "testserver:80"),
+    ],
+)
+def test_commands_of_the_docs_go_where_the_page_came_from(client, host, shown):
+    docs = client.get("/docs", headers={"host": host}).text
+    assert f"}}' http://{shown}/v1/generate</pre>" in docs and "8000" not in docs
+    assert host == shown or host not in docs
 
 
 def state_of(size):

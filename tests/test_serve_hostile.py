@@ -142,6 +142,7 @@ def test_memory_does_not_grow_without_end_by_going_on():
         "%2e%2e",
         "hf://a/b",
         "vssm=x",
+        "\u202e\x1b[2J" + "é" * 59,
         "",
     ],
 )
@@ -149,7 +150,7 @@ def test_model_names_are_only_looked_up(client, name):
     refused = error(client.post("/v1/generate", json={"model": name}), 404)
     assert refused == {
         "type": "unknown_model",
-        "message": "model is unknown; allowed: vssm, ssm, letters",
+        "message": f"model={name!r} is unknown; allowed: vssm, ssm, letters",
         "param": "model",
     }
     for path in ("/..%2f..%2fetc/passwd", "//etc/passwd", "/page.html", "/v1/../../etc/passwd"):

@@ -5,6 +5,7 @@ import contextlib
 import html
 import logging
 import os
+import re
 import secrets
 from collections.abc import AsyncIterator
 from importlib.resources import files
@@ -47,6 +48,7 @@ _STYLE = (
     "body{font:1rem/1.5 system-ui;max-width:50rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
     "pre{overflow:auto;padding:.5rem;border:1px solid}td{vertical-align:top;padding:0 .8rem 0 0}</style>"
 )
+_HOST = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?", re.ASCII)
 _BODIES = {"/v1/generate": GenerateRequest, "/v1/resume": ResumeRequest, "/v1/observe": ObserveRequest}
 _CODES = (400, 401, 403, 404, 408, 410, 413, 415, 422, 429, 503, 504)
 _ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": ErrorReply} for code in _CODES}
@@ -152,8 +154,8 @@ def _add_pages(app: FastAPI, server: Service) -> None:
         return HTMLResponse(page, headers=_HEADERS)
 
     @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return HTMLResponse(_describe(app.openapi()), headers=_HEADERS)
+    async def docs(request: Request) -> Response:
+        return HTMLResponse(_describe(app.openapi(), _address(request)), headers=_HEADERS)
 
     def check() -> None:
         if server.engine.failure is not None:
@@ -209,7 +211,16 @@ def _examples(served: Served) -> dict[str, dict[str, Any]]:
     return made
 
 
-def _describe(spec: dict[str, Any]) -> str:
+def _address(request: Request) -> str:
+    """Returns where the client has reached us."""
+    host = request.headers.get("host", "")
+    if not _HOST.fullmatch(host):  # the client may send anything, and commands are pasted into shells
+        name, port = request.scope.get("server") or ("127.0.0.1", 8000)
+        host = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+    return f"{request.url.scheme}://{html.escape(host)}"
+
+
+def _describe(spec: dict[str, Any], address: str) -> str:
     """Returns the OpenAPI page: every route, its fields and examples, with nothing fetched from elsewhere."""
     parts = []
     for path, methods in spec["paths"].items():
@@ -228,7 +239,8 @@ def _describe(spec: dict[str, Any]) -> str:
             parts.append(f"<table>{rows}</table>")
             for example in content.get("examples", {}).values():
                 body = html.escape(orjson.dumps(example["value"]).decode())
-                command = f"curl -H 'content-type: application/json' -d '{body}' http://127.0.0.1:8000{path}"
+                curl = "curl -N" if example["value"].get("stream") else "curl"  # -N shows chunks as they come
+                command = f"{curl} -H 'content-type: application/json' -d '{body}' {address}{path}"
                 parts.append(f"<p>{html.escape(example['summary'])}:</p><pre>{command}</pre>")
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>vssm: API</title>{_STYLE}'
     intro = f"<h1>vssm: API</h1><p>{html.escape(spec['info']['description'])}</p>"

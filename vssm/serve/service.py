@@ -22,6 +22,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
+from vssm.config import shown
 from vssm.data import steps_left
 from vssm.nn import State
 from vssm.serve.engine import Broken, Done, Engine, Job
@@ -246,9 +247,8 @@ class Service:
         if name is None:
             return self.engine.models[0]
         if name not in self.models:
-            raise Refused(
-                404, "unknown_model", f"model is unknown; allowed: {', '.join(self.models)}", "model"
-            )
+            message = f"model={shown(name)} is unknown; allowed: {', '.join(self.models)}"
+            raise Refused(404, "unknown_model", message, "model")
         return self.models[name]
 
     def _resume(self, resume: str) -> tuple[Served, State]:
