@@ -117,6 +117,16 @@ def test_public_names():
     assert vssm.Generation._fields == ("x", "z", "state")
 
 
+def test_completion_offers_what_is_public():
+    code = "import vssm; print(*dir(vssm)); import vssm.bench; print(*dir(vssm))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    first, then = ({name for name in line.split() if name[:2] != "__"} for line in shown.splitlines())
+    assert first == {*vssm.__all__, "data"}
+    assert "bench" in then and then <= {*vssm.__all__, *vssm._MODULES}, "what was imported is there"
+    assert {"__version__", "__doc__", "__path__"} <= set(dir(vssm))
+    assert set(vssm._MODULES) <= {path.stem for path in PACKAGE.iterdir()}
+
+
 def imported_modules(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vssm":

@@ -1,5 +1,7 @@
 """One contract for the six models and the five heads."""
 
+import re
+
 import pytest
 import torch
 
@@ -31,6 +33,19 @@ def test_every_model_takes_every_head(kind, head):
         assert out.x.shape == sequences(model, 2, 4).shape
         assert out.x.dtype == x.dtype
     assert generate(model, num=2, length=3, prompt=out.x).state.position == 7
+
+
+@pytest.mark.parametrize(("kind", "levels"), [("vssm", 1), ("tvae", 1), ("vssm", 2)])
+def test_a_model_without_one_output_says_what_to_call(kind, levels):
+    model = small_model(kind, levels=levels, latents=4)
+    for called in (model, torch.compile(model, backend="eager")):
+        with pytest.raises(
+            NotImplementedError, match=r"vssm\.objective\(model, x\), vssm\.log_likel"
+        ) as told:
+            called(sequences(model, 1, 3))
+        assert "\n" not in str(told.value)
+    for name in re.findall(r"model\.(\w+)", str(told.value)):
+        assert hasattr(model, name)
 
 
 def pieces(model):

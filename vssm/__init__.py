@@ -45,3 +45,12 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+# What the documents import from. Like all modules of Python they are there once they were imported.
+_MODULES = ("bench", "data", "ragged", "serve", "train")
+_MODULES += ("forecast_compare", "forecast_files", "forecast_gluonts", "text_compare")
+
+
+def __dir__() -> list[str]:
+    """Lists what is public, for completion; other modules are there too, for ourselves."""
+    return [name for name in globals() if name in (*__all__, *_MODULES) or name.startswith("__")]

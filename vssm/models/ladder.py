@@ -27,7 +27,7 @@ a level after the cut, or in the steps of a call, T of them with span 1.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -180,6 +180,13 @@ class Ladder(Moving):
         self.rungs = nn.ModuleList(Rung(trunk, span) for span in spans)
         self.decoder = Stack(trunk, embedding(config), self.head.size, blank=True)
         del self.decoder.blocks[last:]
+
+    def forward(self, *_: object, **__: object) -> NoReturn:
+        """Raises, in place of PyTorch, and says what to call."""
+        raise NotImplementedError(
+            "a vssm with levels is not called itself; allowed: vssm.objective(model, x), "
+            "vssm.log_likelihood(model, x), vssm.generate(model), model.task(x, cut), model.descend(e, draw)"
+        )
 
     def task(self, x: Tensor, cut: Tensor, lengths: Tensor | None = None, copies: int = 1) -> Task:
         """Lays out sequences for training and likelihoods.

@@ -11,6 +11,8 @@ Legend: x (B, T, D), or (B, T) tokens; z (B, T, Z) classes, or (B, T, Z, N) one-
 v, v̄ (B, T, Z, N); w (B, T, size of the head); C the cut, or length of the prompt.
 """
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,13 @@ class Variational(Moving):
         self.partial = Stack(config, embedding(config), codes, blank=True)
         self.decoder = Stack(
             config, LatentEmbedding(config.latents, config.classes, config.width), self.head.size
+        )
+
+    def forward(self, *_: object, **__: object) -> NoReturn:
+        """Raises, in place of PyTorch, and says what to call."""
+        raise NotImplementedError(
+            "a vssm or tvae is not called itself; allowed: vssm.objective(model, x), "
+            "vssm.log_likelihood(model, x), vssm.generate(model), model.posterior(x), model.likelihood(z)"
         )
 
     def posterior(self, x: Tensor, state: State | None = None) -> tuple[Latents, State]:
