@@ -611,8 +611,16 @@ def test_run_folder_that_exists_is_left_alone(run_folder, capsys):
 
 
 def test_resuming_says_which_options_it_does_not_use(run_folder, capsys):
-    main(["train", "mnist", "--resume", run_folder, "--train.epochs", "9"])
-    assert capsys.readouterr().err == "note: --resume keeps the run's own settings, not name, train\n"
+    for options, ignored in (
+        (["mnist", "--train.epochs", "9"], "mnist, --train.epochs"),
+        (["series", "--series.path", "a.csv"], "series, --series.path"),
+        (["--smoke", "--train.no-graph", "--out", "b"], "--smoke, --train.no-graph, --out"),
+        (["--preset", "best", "--model.latents", "8"], "--preset, --model.latents"),
+    ):
+        main(["train", *options, "--resume", run_folder])
+        shown = capsys.readouterr()
+        assert shown.err == f"note: --resume keeps the run's own settings and ignores {ignored}\n"
+        assert shown.out.startswith(f"{run_folder!r} is finished: ") and "resuming" not in shown.out
     main(["train", "--resume", run_folder])
     assert capsys.readouterr().err == ""
 

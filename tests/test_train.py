@@ -391,7 +391,7 @@ def test_progress_speaks_of_what_matters(tmp_path, capsys, monkeypatch):
         assert "valid loss" in text
         assert "(best)" in text
     run(None, tmp_path / "Lines", resume=True, progress=Lines())
-    assert capsys.readouterr().out == f"resuming {str(tmp_path / 'Lines')!r} at step 6 of 6\n"
+    assert capsys.readouterr().out == f"{str(tmp_path / 'Lines')!r} is finished: 6 of 6 steps\n"
 
 
 def test_validation_uses_the_first_sequences_when_told(tmp_path):

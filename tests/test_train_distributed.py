@@ -101,7 +101,7 @@ def test_two_processes_equal_one(name, config, together, tmp_path):
     # and one process takes up what two have saved
     shown = StopAt(99)
     run(replace(config, train=replace(config.train, fsdp=False)), both, resume=True, progress=shown)
-    assert shown.messages == [f"resuming {str(both)!r} at step 12 of 12"]
+    assert shown.messages == [f"{str(both)!r} is finished: 12 of 12 steps"]
 
 
 def test_batch_that_does_not_divide_names_both_numbers(together):

@@ -431,9 +431,11 @@ class _Training:
                     )
                 numbers = [progress[key] for key in ("step", "skipped", "streak", "seconds")] + [best]
             self.folder.cut_log(int(numbers[0]), self.progress.message)
-            self.progress.message(
-                f"resuming {str(self.folder.path)!r} at step {numbers[0]:.0f} of {self.total}"
-            )
+            name, step = repr(str(self.folder.path)), int(numbers[0])
+            if step < self.total:
+                self.progress.message(f"resuming {name} at step {step} of {self.total}")
+            else:
+                self.progress.message(f"{name} is finished: {step} of {self.total} steps")
         step, skipped, streak, self.seconds, best = world.agree(numbers)
         self.step = int(step)
         if not self.step:

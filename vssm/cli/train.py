@@ -3,7 +3,8 @@
 import os
 import shlex
 import sys
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
 from vssm.cli.options import RunOptions
@@ -29,13 +30,9 @@ class Train(RunOptions):
             RunFolder(folder).check_new()  # before all that takes time
         from vssm.train import train
 
-        if self.resume is not None:
-            usual = Train(resume=self.resume)
-            unused = [f.name for f in fields(self) if getattr(self, f.name) != getattr(usual, f.name)]
-            if unused:
-                print(
-                    f"note: --resume keeps the run's own settings, not {', '.join(unused)}", file=sys.stderr
-                )
+        if self.resume is not None and (ignored := self._ignored()):
+            unused = ", ".join(ignored)
+            print(f"note: --resume keeps the run's own settings and ignores {unused}", file=sys.stderr)
         started, pasted = self.resume is not None, shlex.quote(str(folder))  # as a shell reads it
         try:
             if self.resume is not None:
@@ -53,3 +50,24 @@ class Train(RunOptions):
         table = meta is not None and meta.columns is not None
         first = f"forecast {pasted} --path FILE" if table else f"generate {pasted}"
         print(f"run: {folder}\nnext: vssm {first}   vssm evaluate {pasted}   vssm report {pasted}")
+
+    def _ignored(self) -> list[str]:
+        """Returns the options, as they are typed, that a run which goes on does not use."""
+        given = [] if self.preset is None else ["--preset", self.preset]
+        usual = Train.default([self.name, *given, *(["--smoke"] if self.smoke else [])])
+        plain = self.name == (usual if given else Train()).name
+        return ([] if plain else [self.name]) + [
+            flag for flag in _differing(self, usual) if flag not in ("--name", "--resume")
+        ]
+
+
+def _differing(given: object, usual: object, prefix: str = "") -> Iterator[str]:
+    """Yields the flags of options that are not the usual ones."""
+    assert is_dataclass(given)
+    for name in (field.name for field in fields(given)):
+        value, other = getattr(given, name), getattr(usual, name)
+        flag = name.replace("_", "-")
+        if is_dataclass(value):
+            yield from _differing(value, other, f"{prefix}{flag}.")
+        elif value != other:
+            yield f"--{prefix}no-{flag}" if value is False else f"--{prefix}{flag}"
