@@ -248,10 +248,10 @@ def test_runs_from_before_there_was_a_choice_go_on_with_adamw(tmp_path):
 def test_results_from_before_there_was_a_choice_are_of_adamw(tmp_path):
     values, path = RunConfig().to_dict(), tmp_path / "result.json"
     del values["train"]["optimizer"]
-    path.write_text(json.dumps({"config": values}))
-    _check_same(path, RunConfig())
+    path.write_text(json.dumps({"config": values, "metrics": {"validation_loss": 1.0}}))
+    _check_same(path, RunConfig(), "validation_loss")
     with pytest.raises(ValueError, match=r"^train.optimizer='muon' differs from 'adamw' of "):
-        _check_same(path, RunConfig(train=TrainConfig(optimizer="muon")))
+        _check_same(path, RunConfig(train=TrainConfig(optimizer="muon")), "validation_loss")
 
 
 @pytest.mark.parametrize("term", ["reconstruction", "gradient_norm"])
