@@ -34,7 +34,7 @@ Options = Mapping[str, Any]
 
 def check_result_path(path: Path) -> None:
     """Refuses, before the work, a place that the results page would not find or that can not be written."""
-    if path.suffix != ".json":
+    if path.suffix != ".json" or "\0" in str(path):
         raise ValueError(f"result={str(path)!r} is not allowed; allowed: a file that ends in .json")
     first = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not first.is_dir():

@@ -69,7 +69,7 @@ _ALLOWED = {
     "every": _COUNT,
     "recondition": _FLAG,
     "stream": _FLAG,
-    "temperature": "a number > 0, at most 100",
+    "temperature": "a number > 0, from 1e-30 to 100",
     "observe": "'mean' or 'sample'",
     "seed": "a whole number from -2^63 to 2^63 - 1",
     "keep": "'server', 'client' or 'none'",
@@ -97,7 +97,9 @@ class _Dials(_Strict):
     )
     chunk: int | None = Field(None, ge=1, description="Make so many steps at a time (vssm, tvae).")
     recondition: bool = Field(False, description="Read each chunk before making the next (vssm, tvae).")
-    temperature: float = Field(1.0, gt=0, le=100, allow_inf_nan=False, description="Below 1: safer samples.")
+    temperature: float = Field(
+        1.0, ge=1e-30, le=100, allow_inf_nan=False, description="Below 1: safer samples."
+    )
     observe: Literal["mean", "sample"] = Field("mean", description="The mean of the head, or a sample of it.")
     seed: _Seed | None = None
     stream: bool = Field(False, description="Send chunks as they are made, as server-sent events.")
@@ -300,6 +302,8 @@ def _from_lists(value: list[Any] | None, name: str) -> np.ndarray:
 
 
 def _to_tensor(array: np.ndarray, tokens: bool, name: str) -> Tensor:
+    if not array.size:
+        raise ValueError(f"{name} is empty; allowed: one step or more, or to leave it out")
     if tokens and array.dtype.kind == "f":
         raise ValueError(f"{name} has dtype {array.dtype}; allowed: whole numbers")
     if tokens and array.size and not (array.min() >= 0 and array.max() < _INT64):

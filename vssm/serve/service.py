@@ -292,7 +292,7 @@ class Service:
             (source, known, limits.max_length),
         ):
             if value > most:
-                what = f"{name} of {value} steps" if name == source else f"{name}={value}"
+                what = f"{name} of {value} steps" if name == source else f"{name}={shown(value)}"
                 raise Refused(422, "too_many", f"{what} is not allowed; allowed: at most {most}", name)
         if num * (length + known) > limits.max_cells:
             cells = (
@@ -398,7 +398,7 @@ class _Timing:
 
 
 def _invalid(param: str, value: object, allowed: str) -> Refused:
-    return Refused(422, "invalid", f"{param}={value!r} is not allowed; allowed: {allowed}", param)
+    return Refused(422, "invalid", f"{param}={shown(value)} is not allowed; allowed: {allowed}", param)
 
 
 def _dumps(body: Any) -> bytes:  # noqa: ANN401
