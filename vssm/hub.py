@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from vssm.config import PRESETS, ModelConfig, RunConfig
+from vssm.storage import read_object
 
 __all__ = ["FILES", "model_card", "pull", "push", "train_command", "without_folders"]
 
@@ -157,15 +158,9 @@ def _one_line(error: Exception) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ValueError(f"{str(path.parent)!r} has no {path.name}; allowed: the folder of a model") from None
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{str(path)!r} is damaged: it is no JSON object")
-    return values
+    if not path.is_file():
+        raise ValueError(f"{str(path.parent)!r} has no {path.name}; allowed: the folder of a model")
+    return read_object(path)
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], RunConfig]:

@@ -37,7 +37,7 @@ from torch import Tensor
 from vssm.config import RunConfig
 from vssm.data import Meta
 from vssm.labels import is_number
-from vssm.storage import check_checksum, with_checksum, write_atomically
+from vssm.storage import check_checksum, read_object, with_checksum, write_atomically
 
 __all__ = ["Checkpoint", "RunFolder", "claim", "finite", "read_config", "read_line", "read_log"]
 
@@ -67,12 +67,7 @@ def read_config(folder: str | Path) -> RunConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{str(folder)!r} has no config.json; allowed: the folder of a run that was started")
-    try:
-        values = json.loads(path.read_bytes())
-        if not isinstance(values, dict):
-            raise ValueError("it is no JSON object")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
+    values = read_object(path)
     values.pop("data_meta", None)
     for key in ("data", "train"):  # defaults in their place would train another model over this one
         if key not in values:

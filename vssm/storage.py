@@ -3,6 +3,7 @@
 import errno
 import glob
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -12,14 +13,15 @@ import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["check_checksum", "checksum", "is_device", "why_read_only", "with_checksum", "write_atomically"]
+__all__ = ["check_checksum", "checksum", "is_device", "read_object", "why_read_only", "with_checksum"]
+__all__ += ["write_atomically"]
 
 _CHECKSUM = "crc32"  # the key of it in the metadata of a safetensors file
 
@@ -72,6 +74,17 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
     finally:
         with suppress(OSError):  # a disk that became read-only: what is to be said is why the write failed
             temporary.unlink(missing_ok=True)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file; what is wrong with it is said in one line."""
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{str(path)!r} is damaged: it is no JSON object")
+    return values
 
 
 def with_checksum(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> dict[str, str]:

@@ -8,7 +8,6 @@ the key (seed, stream): unlike numpy's distributions, those bits never change be
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from vssm.data.config import DataConfig
+from vssm.storage import read_object
 
 LEAST_SPREAD = 0.1  # of a window, in deviations of its column: a constant context must not divide by zero
 
@@ -357,12 +357,7 @@ def read_meta(folder: str | Path) -> Meta | None:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{str(folder)!r} has no config.json; allowed: the folder of a run or a model")
-    try:
-        values = json.loads(path.read_bytes())
-        if not isinstance(values, dict):
-            raise ValueError("it is no JSON object")
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
+    values = read_object(path)
     return Meta.from_json(values["data_meta"]) if "data_meta" in values else None
 
 
