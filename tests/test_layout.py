@@ -60,6 +60,7 @@ ORDER = (
     "optimize",
     "learner",
     "runs",
+    "resolve",
     "figures",
     "train",
     "forecast_compare",

@@ -23,9 +23,10 @@ from vssm.learner import Learner
 from vssm.objectives import Terms, objective
 from vssm.optimize import Tally, learning_rate, parameter_groups
 from vssm.progress import Bar, Lines, Progress
+from vssm.resolve import resolve
 from vssm.run_result import validations
 from vssm.runs import RunFolder
-from vssm.train import TrainingStopped, _Training, resolve
+from vssm.train import TrainingStopped, _Training
 
 
 def test_overfits_eight_sequences(tmp_path):
@@ -141,9 +142,7 @@ def test_a_start_that_does_not_fit_is_refused(tmp_path):
         model=RunConfig().model,
         data=DataConfig(name="digits"),
     )
-    refused(
-        r"has 3 features and head 'gaussian', data set 'digits' 8 and 'gaussian'; allowed: a model", digits
-    )
+    refused(r"has 3 features and 256 bins, data set 'digits' 8 and 256; allowed: a model", digits)
     lost = replace(config, train=replace(config.train, init=str(tmp_path / "nowhere")))
     refused(r"nowhere' does not exist; allowed: a run folder", lost)
     with pytest.raises(ValueError, match="init='' is not allowed; allowed: a folder, or a shipped model"):

@@ -19,7 +19,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 from vssm import figures
 from vssm.checkpoint import load_finite
 from vssm.config import RunConfig, TrainConfig, check_flag, check_path, check_type
-from vssm.data import Meta, draw, open_data
+from vssm.data import draw, open_data
 from vssm.data.feed import check_values, moved, place, take
 from vssm.distributed import World, choose_device, join
 from vssm.generate import generate
@@ -43,11 +42,12 @@ from vssm.objectives import Terms, objective
 from vssm.ops import choose_backend
 from vssm.optimize import Replayed, Tally, TrainingStopped, learning_rate, mix
 from vssm.progress import Progress, choose_progress
+from vssm.resolve import resolve
 from vssm.results import commit, machine
 from vssm.runs import RunFolder, finite, read_config
 from vssm.storage import write_atomically
 
-__all__ = ["TrainingStopped", "choose_device", "resolve", "train"]
+__all__ = ["TrainingStopped", "choose_device", "train"]
 
 _PICTURE_SECONDS = 30  # between two pictures, so that short runs do not spend their time on drawing
 
@@ -89,35 +89,6 @@ def train(
     return Path(folder)
 
 
-def resolve(config: RunConfig, meta: Meta) -> RunConfig:
-    """Returns the config with the model's features, head and bins as the data has them."""
-    head, tokens = config.model.head, meta.suggested_head == "categorical"
-    if head == "auto":
-        head = meta.suggested_head
-    if tokens != (head == "categorical"):
-        allowed = "'categorical'" if tokens else "any other head"
-        raise ValueError(f"head={head!r} does not suit data set {meta.name!r}; allowed: 'auto', {allowed}")
-    if head == "logistic-mixture" and meta.levels is None:
-        raise ValueError(
-            f"head={head!r} needs values in levels, data set {meta.name!r} has none; allowed: 'auto'"
-        )
-    bins = meta.levels if head == "logistic-mixture" and meta.levels else config.model.bins
-    return replace(config, model=replace(config.model, features=meta.features, head=head, bins=bins))
-
-
-def _first_model(config: RunConfig, place: str) -> tuple[RunConfig, Model]:
-    """Returns the model that a run starts from, and the config with its settings."""
-    model = load_finite(place)
-    for field in fields(config.model):
-        own, given = getattr(model.config, field.name), getattr(config.model, field.name)
-        if given not in (own, getattr(RunConfig().model, field.name)):
-            raise ValueError(
-                f"{field.name}={given!r} is not that of init={place!r}; allowed: {own!r}, or to leave it out "
-                f"(--model.{field.name.replace('_', '-')})"
-            )
-    return replace(config, model=model.config), model
-
-
 class _Call(nn.Module):
     """Makes any function of a model a forward pass, which is what DDP and FSDP2 hook into."""
 
@@ -141,16 +112,9 @@ class _Training:
             if world.rank > 0:  # the first says what is odd about the data
                 warnings.simplefilter("ignore", UserWarning)
             data = open_data(config.data)
-        first = None
-        if options.init is not None and not (resume and folder.has_checkpoint()):
-            config, first = _first_model(config, options.init)
-        self.config, self.meta = resolve(config, data.meta), data.meta
-        if first is not None and first.config != self.config.model:
-            raise ValueError(
-                f"init={options.init!r} has {first.config.features} features and head "
-                f"{first.config.head!r}, data set {data.meta.name!r} {data.meta.features} and "
-                f"{self.config.model.head!r}; allowed: a model of the same (--train.init)"
-            )
+        init = None if resume and folder.has_checkpoint() else options.init
+        first = None if init is None else load_finite(init)
+        self.config, self.meta = resolve(config, data.meta, first), data.meta
         self.options, self.folder, self.world, self.progress = options, folder, world, progress
         if options.shift and data.meta.image_shape is None:
             raise ValueError(

@@ -4,7 +4,6 @@ A file is gone on with only if it was made by the same code, on the same machine
 a damaged one, or one of something else, is named and left alone.
 """
 
-import hashlib
 import importlib.metadata
 import inspect
 import json
@@ -16,7 +15,7 @@ import torch
 
 import vssm
 from vssm.ops import choose_backend
-from vssm.results import commit, machine, result, write_result
+from vssm.results import commit, machine, result, source, write_result
 
 __all__ = ["Record", "failure", "number", "table", "typed"]
 
@@ -208,9 +207,4 @@ def _version(package: str) -> str | None:
 
 def _source() -> str:
     """Returns a digest of the code that is timed, and that times: there may be no commit where it runs."""
-    package, digest = Path(vssm.__file__).parent, hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        place = path.relative_to(package).as_posix()
-        if not place.startswith(_UNTIMED):
-            digest.update(f"{place}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+    return source(_UNTIMED, Path(vssm.__file__).parent)
