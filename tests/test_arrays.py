@@ -148,18 +148,23 @@ def test_row_is_reconstructed_as_alone(kind, options):
 @pytest.mark.parametrize("kind", ["ssm", "transformer", "rnn"])
 def test_logged_losses_are_those_of_the_sequences_alone(kind, tmp_path):
     write(tmp_path / "a.npz")
-    config = tiny(kind, arrays(tmp_path / "a.npz"), epochs=1, batch=33, learning_rate=1e-12)
+    options = {"epochs": 1, "batch": 33, "learning_rate": 1e-12, "validate_partial": True}
+    config = tiny(kind, arrays(tmp_path / "a.npz"), **options)
     folder = run(config, tmp_path / "run")
     model, data = load(folder), open_data(config.data)
     for split, part in (("train", data.train), ("valid", data.valid)):
         alone = [-float(vssm.log_likelihood(model, row[None])) for row in rows(part)]
         assert log(folder, split)[0]["loss"] == pytest.approx(np.mean(alone), rel=1e-4)
+    long = [row[None] for row in rows(data.valid) if len(row) > 4]  # of 9 at most
+    assert 0 < len(long) < len(data.valid)
+    halves = [float(vssm.log_likelihood(model, row, prompt_length=4)) for row in long]
+    assert log(folder, "valid")[0]["partial_elbo"] == pytest.approx(np.mean(halves), rel=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "options"), MODELS)
 def test_padding_never_changes_a_training(kind, options, tmp_path, monkeypatch):
     write(tmp_path / "a.npz")
-    config = tiny(kind, arrays(tmp_path / "a.npz"), max_steps=2, batch=8)
+    config = tiny(kind, arrays(tmp_path / "a.npz"), max_steps=2, batch=8, validate_partial=True)
     config = dataclasses.replace(config, model=small_config(kind, width=8, layers=1, sigma=0.3, **options))
     zeros = result(run(config, tmp_path / "zeros"))
 
@@ -180,9 +185,8 @@ def test_a_replayed_step_has_its_own_lengths(kind, options, tmp_path):
     write(tmp_path / "a.npz")
     found = []
     for graph in (False, True):
-        config = tiny(
-            kind, arrays(tmp_path / "a.npz"), batch=8, device="cuda", graph=graph, precision="float32"
-        )
+        training = {"batch": 8, "device": "cuda", "graph": graph, "precision": "float32"}
+        config = tiny(kind, arrays(tmp_path / "a.npz"), validate_partial=True, **training)
         config = dataclasses.replace(
             config, model=small_config(kind, width=8, layers=1, sigma=0.3, **options)
         )

@@ -1,6 +1,8 @@
 """The paper's experiments in small: the ranking comes out, nothing is done twice, the page says it all."""
 
+import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -83,6 +85,8 @@ def test_everything_is_kept(done):
         assert metrics["epochs"] == 6
         assert metrics["sequences"] == 359
         assert len(curve["epoch"]) == len(curve["validation_elbo"]) == 2  # after 5 epochs and at the end
+        whole, half = curve["validation_elbo"][-1], curve["validation_partial_elbo"][-1]
+        assert math.isfinite(half) and abs(half - whole) > 1
         assert made["command"] == (
             "vssm reproduce digits --scale small --learning-rates 0.01 0.001 --epochs 6 --grid-epochs 1 "
             f"--kinds {kind} --seeds 0"
@@ -298,6 +302,36 @@ def test_finalists_are_trained_to_the_end_before_one_is_chosen(tmp_path, monkeyp
     assert "| rnn | 2 |  | **2.0** | 3.0 |" in page
     monkeypatch.setattr(vssm.reproduce, "run_all", lambda *_, **__: pytest.fail("a run was started"))
     assert digits(tmp_path, **options) == []
+
+
+def test_a_scored_run_need_not_be_trained_again_to_be_a_final_one(tmp_path, monkeypatch):
+    options = {"scale": "small", "kinds": ("rnn",), "epochs": 2, "grid_epochs": 1}
+    options |= {"learning_rates": (1e-2, 5e-3), "results": tmp_path / "results"}
+    assert digits(tmp_path, **options) == []
+    scored = read(tmp_path / "results" / "digits_rnn_seed0.json")
+    rate = scored["metrics"]["learning_rate"]
+    (other,) = {1e-2, 5e-3} - {rate}
+    trained, run_all = [], vssm.reproduce.run_all
+
+    def watched(configs, *arguments, **options):
+        trained.extend(configs)
+        return run_all(configs, *arguments, **options)
+
+    monkeypatch.setattr(vssm.reproduce, "run_all", watched)
+    with contextlib.suppress(ValueError):  # should the other rate win in the end
+        digits(tmp_path / "again", finalists=2, **options)
+    assert trained == [f"rnn-lr{other!r}-seed0"]
+    kept = read(tmp_path / "results" / "finals" / f"digits_rnn_lr{rate!r}.json")
+    assert kept["metrics"]["validation_loss"] == scored["metrics"]["validation_loss"]
+    assert (kept["name"], kept["command"]) == (f"digits_rnn_lr{rate!r}", scored["command"])
+    assert "curve" not in kept and kept["date"] == scored["date"]
+    # a rate that loses in the end: its scored run is in the way, and stays
+    low = {**scored, "metrics": {**scored["metrics"], "validation_loss": -1e9}}
+    final = tmp_path / "results" / "finals" / f"digits_rnn_lr{other!r}.json"
+    final.write_text(json.dumps({**read(final), "metrics": {**read(final)["metrics"], **low["metrics"]}}))
+    with pytest.raises(ValueError, match=r"differs from .*allowed: the same .*, or without that file$"):
+        digits(tmp_path / "again", finalists=2, **options)
+    assert read(tmp_path / "results" / "digits_rnn_seed0.json") == scored
 
 
 @pytest.mark.parametrize(

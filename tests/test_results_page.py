@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.test_report import DIALS, PNG
+from vssm.results_figures import _draw_curves
 from vssm.results_page import write_page
 
 
@@ -299,6 +300,22 @@ def make_paper(folder, kind, nulls=(), tried=()):
     make_result(folder / "grid", f"mnist_{kind}_lr0.01", metrics | dict.fromkeys(tried), parts)
 
 
+def test_the_second_half_is_a_dashed_curve_of_the_runs_that_have_it():
+    from matplotlib.figure import Figure
+
+    def curve(*halves):
+        return {"curve": {"epoch": [1, 2], "validation_elbo": [1.0, 2.0]} | dict(halves)}
+
+    old, new = curve(), curve(("validation_partial_elbo", [0.5, None]))
+    lines = {}
+    for name, runs in (("old", {"ssm": [old]}), ("new", {"ssm": [old, new], "vssm": [old]})):
+        axes = Figure().subplots()
+        _draw_curves(axes, runs)
+        lines[name] = [(line.get_linestyle(), list(line.get_ydata())) for line in axes.lines]
+    assert lines["old"] == [("-", [1.0, 2.0])]
+    assert lines["new"] == [("-", [1.0, 2.0]), ("--", [0.5]), ("-", [1.0, 2.0]), ("--", [])]
+
+
 def test_metrics_of_the_paper_that_are_not_finite_are_dashes(tmp_path):
     folder = tmp_path / "results" / "paper"
     make_paper(folder, "ssm")
@@ -330,6 +347,11 @@ def test_files_of_the_paper_without_what_is_needed_are_named(tmp_path):
         ({"config": {**good["config"], "model": {"kind": ["ssm"]}}}, r".*config\.model\.kind is no text"),
         ({"config": {**good["config"], "train": {}}}, r"KeyError\('seed'\)"),
         ({"curve": None}, "TypeError"),
+        ({"curve": {**good["curve"], "validation_elbo": [1.0]}}, r"curve\.validation_elbo is no list of"),
+        (
+            {"curve": {**good["curve"], "validation_partial_elbo": 3}},
+            r"curve\.validation_partial_elbo is no l",
+        ),
     ):
         path.write_text(json.dumps({**good, **values}))
         with pytest.raises(ValueError, match=rf"^'{path}' is damaged: {message}.*; allowed: a result file$"):

@@ -237,10 +237,15 @@ def test_steps_never_wait_for_the_device(kind, optimizer, tmp_path, monkeypatch)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replayed_step_is_the_step(kind, tmp_path):
     plain, replayed = (
-        log(run(tiny(kind, ema=0.9, device="cuda", graph=graph, precision="float32"), tmp_path / str(graph)))
+        log(
+            run(
+                tiny(kind, ema=0.9, device="cuda", graph=graph, precision="float32", validate_partial=True),
+                tmp_path / str(graph),
+            )
+        )
         for graph in (False, True)
     )
-    assert len(plain) == len(replayed) > 3
+    assert len(plain) == len(replayed) > 3 and all("partial_elbo" in line for line in plain[-1:])
     for one, other in zip(plain, replayed, strict=True):
         assert other == pytest.approx(one, rel=1e-4)
 
@@ -607,6 +612,27 @@ def test_images_are_moved_in_training_alone(tmp_path, monkeypatch):
         run(tiny(shift=0.5), tmp_path / "none")
     with pytest.raises(ValueError, match=r"^shift=1 is not allowed; allowed: a number >= 0 and < 1"):
         TrainConfig(shift=1)
+
+
+@pytest.mark.parametrize(("kind", "levels"), [*((kind, 1) for kind in KINDS), ("vssm", 3)])
+def test_validations_bound_the_second_half_too(kind, levels, tmp_path):
+    config = tiny(kind, ema=0.8, validate_every=99, seed=5)
+    config = replace(config, model=replace(config.model, levels=levels))
+    watched = replace(config, train=replace(config.train, validate_partial=True))
+    plain, scored = run(config, tmp_path / "plain"), run(watched, tmp_path / "scored")
+    *_, last = log(scored)
+    assert [*log(plain)[:-1], {**last}] == log(scored) and "partial_elbo" not in log(plain)[-1]
+    assert {key: last[key] for key in last if key != "partial_elbo"} == log(plain)[-1]
+    x = open_data(DATA).valid.batch(slice(None))
+    expected = vssm.log_likelihood(vssm.load(scored), x, num_samples=1, prompt_length=2, seed=5).mean()
+    assert last["partial_elbo"] == pytest.approx(float(expected), rel=1e-5)
+    assert validations(scored)[1]["validation_partial_elbo"] == [round(last["partial_elbo"], 3)]
+    assert "validation_partial_elbo" not in validations(plain)[1]
+
+
+def test_sequences_of_one_step_have_no_second_half(tmp_path):
+    data = DataConfig(name="synthetic", synthetic=SyntheticConfig(length=1, features=3, num=41))
+    assert "partial_elbo" not in log(run(tiny(data=data, validate_partial=True), tmp_path / "run"))[-1]
 
 
 def test_gradients_are_clipped_and_told_per_value():

@@ -31,7 +31,7 @@ dist.init_process_group("gloo")  # one group for all: torchrun takes seconds to 
 run(tiny("tvae"), folder / "ddp", resume=True)
 run(tiny("ssm", optimizer="muon"), folder / "muon", resume=True)
 run(tiny("tvae", fsdp=True), folder / "fsdp", resume=True)
-run(tiny("vrnn", ema=0.8, num_valid=3, fsdp=True), folder / "resumed", resume=True)
+run(tiny("vrnn", ema=0.8, num_valid=3, fsdp=True, validate_partial=True), folder / "resumed", resume=True)
 for rank in range(2):
     dist.barrier()
     try:
@@ -66,7 +66,7 @@ def torchrun(script, folder):
 def together(tmp_path_factory):
     """Trainings by two processes, one of them begun by one."""
     folder = tmp_path_factory.mktemp("together")
-    stopped(tiny("vrnn", ema=0.8, num_valid=3), folder / "resumed", 5)
+    stopped(tiny("vrnn", ema=0.8, num_valid=3, validate_partial=True), folder / "resumed", 5)
     process = torchrun(COMPARED, folder)
     assert process.wait(timeout=240) == 0, (folder / "output").read_text()
     return folder
@@ -78,7 +78,8 @@ def together(tmp_path_factory):
         ("ddp", tiny("tvae")),
         ("muon", tiny("ssm", optimizer="muon")),
         ("fsdp", tiny("tvae")),
-        ("resumed", tiny("vrnn", ema=0.8, num_valid=3)),  # three rows for two processes: one is filled up
+        # three rows for two processes: one is filled up
+        ("resumed", tiny("vrnn", ema=0.8, num_valid=3, validate_partial=True)),
     ],
 )
 def test_two_processes_equal_one(name, config, together, tmp_path):
@@ -89,6 +90,7 @@ def test_two_processes_equal_one(name, config, together, tmp_path):
             key: one[key] for key in ("step", "split", "skipped") if key in one
         }
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two.get("partial_elbo", 0) == pytest.approx(one.get("partial_elbo", 0), rel=1e-5)
     for file in sorted(newest(alone).glob("*.safetensors")):
         ours, theirs = load_file(file), load_file(newest(both) / file.name)
         assert [(name, t.shape) for name, t in ours.items()] == [

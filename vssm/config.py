@@ -311,6 +311,8 @@ class TrainConfig:
     """Epochs, or a fraction of one, between validations; there is always one at the end."""
     num_valid: int | None = None
     """Validates on the first sequences only, this many."""
+    validate_partial: bool = False
+    """Validations also bound log p of the second half of sequences given the first, by a draw of latents."""
     log_every: int = 50
     """Steps between log points, where losses are read from the device; validations are others."""
     checkpoint_minutes: float = 5.0

@@ -10,7 +10,7 @@ from vssm.storage import write_atomically
 
 __all__ = ["curves"]
 
-_TERMS = ("loss", "reconstruction", "kl", "partial")
+_TERMS = ("loss", "reconstruction", "kl", "partial", "partial_elbo")
 
 
 def curves(log: str | Path, path: str | Path) -> None:

@@ -14,6 +14,7 @@ LABELS = {
     "log_likelihood_empty_prior_particles": "log p(x), prior of the empty prompt, by particles",
     "partial_log_likelihood_particles": "log p(second half | first half), by particles",
     "elbo": "ELBO",
+    "partial_elbo": "ELBO of the second half given the first",
     "bits_per_dim": "bits per dimension",
     "bits_per_char": "bits per character",
     "nats": "−log p(x), binary pixels",

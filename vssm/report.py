@@ -23,7 +23,7 @@ from vssm.storage import write_atomically
 
 __all__ = ["report"]
 
-_TERMS = ("loss", "reconstruction", "kl", "partial")
+_TERMS = ("loss", "reconstruction", "kl", "partial", "partial_elbo")
 _COMPARED = 6  # of the groups
 _TIME = re.compile(r"(.+)_ms_(?:b(\d+)_)?t(\d+)")
 _LARGEST_PICTURE = 16 * 2**20

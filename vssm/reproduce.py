@@ -38,7 +38,7 @@ from vssm.progress import Progress, choose_progress
 from vssm.results import result, write_result
 from vssm.results_figures import draw_figure, draw_samples
 from vssm.run_result import draw_grid, validations
-from vssm.runs import read_config
+from vssm.runs import FREE, read_config
 from vssm.sweep import LEARNING_RATES, run_all
 from vssm.train import choose_device
 
@@ -147,7 +147,7 @@ def reproduce(
 
     base = replace(chosen.base, data=DataConfig(name=data, dir=data_dir))
     # Samples are drawn at the end, from the best weights.
-    base = replace(base, train=replace(base.train, samples=0))
+    base = replace(base, train=replace(base.train, samples=0, validate_partial=True))
     grid = {
         f"{kind}-lr{rate!r}-seed0": _config(base, chosen.grid_epochs, kind, rate, 0)
         for kind in kinds
@@ -176,6 +176,8 @@ def reproduce(
             for rate in ranked[kind][:finalists]
             if finalists > 1
         }
+        for config in finals.values():
+            _reuse(plan, config)
         run(todo(finals, "finals"), out / "runs", stage="finals")
         rates = {kind: (_ranked(plan, finals, kind, "finals") or ranked[kind])[0] for kind in kinds}
         seeded = {
@@ -283,15 +285,31 @@ def _missing(plan: _Plan, configs: Mapping[str, RunConfig], stage: str) -> dict[
     missing = {}
     for name, config in configs.items():
         path = plan.piece(config, stage)
-        if path.exists():
-            _check_same(path, config, "log_likelihood" if stage == "seeds" else "validation_loss")
-        else:
+        if not path.exists():
             missing[name] = config
+        elif found := _difference(path, config, "log_likelihood" if stage == "seeds" else "validation_loss"):
+            raise ValueError(
+                f"{found}; allowed: the same settings, another results folder, or without that file"
+            )
     return missing
 
 
-def _check_same(path: Path, config: RunConfig, metric: str) -> None:
-    """Raises unless a result is of these settings and has the metric that it is there for."""
+def _reuse(plan: _Plan, config: RunConfig) -> None:
+    """Makes a scored run of the first seed a final one, where it is of these settings."""
+    path, scored = plan.piece(config, "finals"), plan.piece(config, "seeds")
+    if path.exists() or not scored.exists():
+        return
+    if _difference(scored, config, "validation_loss"):  # of another rate, as a rule
+        return
+    content = json.loads(scored.read_bytes())
+    kept = ("validation_loss", "validation_elbo", "best_epoch", "train_seconds", "epochs", "learning_rate")
+    metrics = {name: content["metrics"].get(name) for name in kept}
+    content = {key: value for key, value in content.items() if key != "curve"}
+    write_result(path, {**content, "name": path.stem, "config": _plain(config), "metrics": metrics})
+
+
+def _difference(path: Path, config: RunConfig, metric: str) -> str | None:
+    """Says what setting of a result is another; raises unless it has the metric that it is there for."""
     try:
         content = json.loads(path.read_bytes())
         values, found = content["config"], content["metrics"][metric]
@@ -304,16 +322,14 @@ def _check_same(path: Path, config: RunConfig, metric: str) -> None:
     for part in given:
         for key, value in given[part].items():
             if value != kept[part][key]:
-                raise ValueError(
-                    f"{part}.{key}={value!r} differs from {kept[part][key]!r} of {str(path)!r}; "
-                    "allowed: the same settings, or another results folder"
-                )
+                return f"{part}.{key}={value!r} differs from {kept[part][key]!r} of {str(path)!r}"
+    return None
 
 
 def _comparable(config: RunConfig) -> RunConfig:
     """Returns the config without what the numbers do not depend on."""
     usual = TrainConfig()
-    free = ("device", "checkpoint_minutes", "samples", "graph", "compile", "fsdp", "tensorboard")
+    free = [key.removeprefix("train.") for key in FREE if key.startswith("train.")]
     options = replace(config.train, **{name: getattr(usual, name) for name in free})
     return replace(config, data=replace(config.data, dir=None), train=options)
 

@@ -21,6 +21,7 @@ _JSON = {dict: "JSON object", list: "list", str: "text", int: "whole number", fl
 _ENVELOPE = {"metrics": dict, "machine": dict, "config": dict, "name": str, "command": str, "date": str}
 _SCORED = {"config.model.kind": str, "config.train.seed": int, "curve.epoch": list}
 _SCORED |= {"curve.validation_elbo": list}
+_CURVES = {"validation_elbo": "-", "validation_partial_elbo": "--"}  # and how they are drawn
 
 Result = dict[str, Any]
 
@@ -29,6 +30,14 @@ def scored_runs(folder: Path, data: str) -> dict[str, list[Result]]:
     """Returns the scored runs of a data set by kind, each with its seeds in order."""
     found: dict[str, list[Result]] = {}
     for result in read_results(folder.glob(f"{data}_*_seed*.json"), _SCORED):
+        curve = result["curve"]
+        for name in _CURVES:
+            values = curve.get(name, curve["epoch"])
+            if not isinstance(values, list) or len(values) != len(curve["epoch"]):
+                raise ValueError(
+                    f"{str(result['path'])!r} is damaged: curve.{name} is no list of a number for each epoch;"
+                    " allowed: a result file"
+                )
         found.setdefault(result["config"]["model"]["kind"], []).append(result)
     for results in found.values():
         results.sort(key=lambda result: result["config"]["train"]["seed"])
@@ -117,27 +126,37 @@ def draw_samples(results: str | Path, data: str, path: str | Path) -> None:
 
 
 def _draw_curves(axes: Any, runs: dict[str, list[Result]]) -> None:  # noqa: ANN401
-    lowest = []
+    lowest, dashed = [], False
     for kind, results in runs.items():
-        values: dict[float, list[float]] = {}
-        for result in results:
-            curve = result["curve"]
-            for epoch, value in zip(curve["epoch"], curve["validation_elbo"], strict=True):
-                if value is not None:
-                    values.setdefault(epoch, []).append(value)
-        epochs = sorted(values)
-        if not epochs:
-            continue
-        middle = [statistics.median(values[epoch]) for epoch in epochs]
-        axes.plot(epochs, middle, label=kind, color=_COLOURS[kind], linewidth=1.2)
-        low, high = ([pick(values[epoch]) for epoch in epochs] for pick in (min, max))
-        axes.fill_between(epochs, low, high, color=_COLOURS[kind], alpha=0.25, linewidth=0)
-        lowest.append(sorted(middle)[len(middle) // 10])  # first epochs and spikes are far below all others
+        for name, style in _CURVES.items():
+            values = _by_epoch([result["curve"] for result in results], name)
+            epochs = sorted(values)
+            if not epochs:
+                continue
+            middle = [statistics.median(values[epoch]) for epoch in epochs]
+            label = kind if style == "-" else None
+            axes.plot(epochs, middle, style, label=label, color=_COLOURS[kind], linewidth=1.2)
+            low, high = ([pick(values[epoch]) for epoch in epochs] for pick in (min, max))
+            axes.fill_between(epochs, low, high, color=_COLOURS[kind], alpha=0.25, linewidth=0)
+            lowest.append(sorted(middle)[len(middle) // 10])  # first epochs and spikes are far below others
+            dashed = dashed or style == "--"
+    if dashed:
+        axes.plot([], [], "--", label="second half", color="grey", linewidth=1.2)
     if lowest:
         axes.set_ylim(bottom=min(lowest))
         axes.legend(fontsize=8)
     axes.set_xlabel("epoch")
     axes.set_ylabel("nats a sequence")
+
+
+def _by_epoch(curves: Sequence[Mapping[str, list[Any]]], name: str) -> dict[float, list[float]]:
+    """Returns the values of all seeds at each epoch; a run from before a curve was kept has none."""
+    values: dict[float, list[float]] = {}
+    for curve in curves:
+        for epoch, value in zip(curve["epoch"], curve.get(name, ()), strict=False):
+            if value is not None:
+                values.setdefault(epoch, []).append(value)
+    return values
 
 
 def _draw_bars(axes: Any, runs: dict[str, list[Result]]) -> None:  # noqa: ANN401

@@ -93,7 +93,10 @@ def _training(folder: Path) -> dict[str, float | None]:
 
 
 def validations(folder: Path) -> tuple[dict[str, float | None], dict[str, list[float | None]]]:
-    """Returns the best validation of a run, and the bound on log p(x) at every one."""
+    """Returns the best validation of a run, and at every one the bound on log p(x).
+
+    Where the run had `validate_partial`, that of the second half given the first as well.
+    """
     lines = [line for line in read_log(folder) if line["split"] == "valid"]
     bounds = [
         None if None in (line["reconstruction"], line["kl"]) else line["reconstruction"] - line["kl"]
@@ -108,8 +111,14 @@ def validations(folder: Path) -> tuple[dict[str, float | None], dict[str, list[f
         "validation_elbo": None if best is None else bounds[best],
         "best_epoch": None if best is None else lines[best]["epoch"],
     }
-    rounded = [None if bound is None else round(bound, 3) for bound in bounds]
-    return facts, {"epoch": [line["epoch"] for line in lines], "validation_elbo": rounded}
+    curve = {"epoch": [line["epoch"] for line in lines], "validation_elbo": _rounded(bounds)}
+    if any("partial_elbo" in line for line in lines):
+        curve["validation_partial_elbo"] = _rounded([line.get("partial_elbo") for line in lines])
+    return facts, curve
+
+
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else round(value, 3) for value in values]
 
 
 @torch.no_grad()

@@ -39,13 +39,13 @@ from vssm.data import Meta
 from vssm.labels import is_number
 from vssm.storage import check_checksum, read_object, with_checksum, write_atomically
 
-__all__ = ["Checkpoint", "RunFolder", "claim", "finite", "read_config", "read_line", "read_log"]
+__all__ = ["FREE", "Checkpoint", "RunFolder", "claim", "finite", "read_config", "read_line", "read_log"]
 
 _TERMS = ("loss", "reconstruction", "kl")  # of every line; null where they were not finite
 _KEPT = 2  # checkpoints: the newest, and one more should that be damaged
-# What may differ on resume, since the result does not depend on it.
-_FREE = ("data.dir", "train.device", "train.checkpoint_minutes", "train.samples", "train.compile")
-_FREE += ("train.graph", "train.fsdp", "train.tensorboard")
+FREE = ("data.dir", "train.device", "train.checkpoint_minutes", "train.samples", "train.compile")
+FREE += ("train.graph", "train.fsdp", "train.tensorboard", "train.validate_partial")
+"""What may differ on resume, since the weights do not depend on it."""
 
 
 class Checkpoint(NamedTuple):
@@ -431,7 +431,7 @@ def _differing(config: RunConfig, other: RunConfig) -> Iterator[tuple[str, Any, 
     """Gives the options, with both values, that make two runs of different results."""
     values, others = _flat(dataclasses.asdict(config)), _flat(dataclasses.asdict(other))
     return (
-        (key, values[key], others[key]) for key in values if values[key] != others[key] and key not in _FREE
+        (key, values[key], others[key]) for key in values if values[key] != others[key] and key not in FREE
     )
 
 

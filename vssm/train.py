@@ -36,9 +36,10 @@ from vssm.distributed import World, choose_device, join
 from vssm.generate import generate
 from vssm.interrupts import Interrupts
 from vssm.learner import Learner
+from vssm.likelihoods import estimates
 from vssm.models import Model, build
 from vssm.nn import BLOCKS
-from vssm.objectives import Terms, objective
+from vssm.objectives import Terms, objective, real_steps
 from vssm.ops import choose_backend
 from vssm.optimize import Replayed, Tally, TrainingStopped, learning_rate, mix
 from vssm.progress import Progress, choose_progress
@@ -135,6 +136,7 @@ class _Training:
                 f"note: {options.epochs} epochs end after {self.total} steps, before max_steps="
                 f"{options.max_steps} (--train.epochs)"
             )
+        self.cut = data.meta.length // 2 if options.validate_partial else 0
         self.validation_steps = max(1, round(min(options.validate_every * self.steps_per_epoch, 1e18)))
 
         with torch.random.fork_rng(devices=[]):
@@ -326,24 +328,36 @@ class _Training:
         options, world = self.options, self.world
         num = min(len(self.valid_split), options.num_valid or len(self.valid_split))
         local = options.batch // world.size
-        sums = torch.zeros(len(Terms._fields), dtype=torch.float64, device=world.device)
+        names = (*Terms._fields, *(("partial_elbo", "partial_rows") if self.cut else ()))
+        sums = torch.zeros(len(names), dtype=torch.float64, device=world.device)
         for first in range(0, num, options.batch):
             # The last batch is filled up with rows that do not count: noise does not depend on how many do.
             index = first + world.rank * local + torch.arange(local, device=world.device)
             self.valid_index.copy_(index % num)
             self.generator.manual_seed(mix(options.seed, "valid", first))
             sums += torch.where(index < num, self.score().double(), 0.0).sum(1)
-        means = world.average(sums) * world.size / num
-        return dict(zip(Terms._fields, means.tolist(), strict=True))
+        means = dict(zip(names, (world.average(sums) * world.size / num).tolist(), strict=True))
+        share = means.pop("partial_rows", 0.0)
+        return {**means, "partial_elbo": means["partial_elbo"] / share} if share else means
 
     @torch.no_grad()
     def _score(self) -> Tensor:
-        """Returns the terms of the sequences at `valid_index`, stacked."""
+        """Returns the terms of the sequences at `valid_index`, stacked.
+
+        With `validate_partial` two rows follow: the bound of what comes after the cut, and whether it counts.
+        """
         world = self.world
         x, lengths = take(self.valid_split, self.valid_index, world.device)
         with self._autocast():
             rest = () if lengths is None else (lengths,)
-            return torch.stack(self.call(objective, x, self.generator, (world.rank, world.size), *rest))
+            terms = self.call(objective, x, self.generator, (world.rank, world.size), *rest)
+            if not self.cut:
+                return torch.stack(terms)
+            real, cases = None if lengths is None else real_steps(x, lengths), [(self.cut, "partial")]
+            seed, method, rows = self.options.seed, "importance", self.valid_index
+            (bound,) = self.call(estimates, x, 1, cases, seed, len(x), real, method, rows)
+        counts = torch.ones_like(bound) if lengths is None else (lengths > self.cut).to(bound)
+        return torch.stack([*terms, torch.where(counts > 0, bound, 0), counts])
 
     def _draw(self) -> None:
         """Replaces the pictures; a machine for training may lack what draws them."""
