@@ -17,6 +17,7 @@ lint: .venv/ready-dev
 	$(BIN)/pyright
 
 docs: .venv/ready-dev
+	$(BIN)/python docs/reference.py
 	$(BIN)/python -m pytest -q tests/test_readme.py vssm
 
 bench: .venv/ready-dev

@@ -1,14 +1,18 @@
 """Every block of the README and the guide runs: Python in one namespace, shell line by line."""
 
+import dataclasses
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import vssm
 from vssm.cli import main
+from vssm.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "docs" / "guide.md"]
@@ -26,6 +30,15 @@ def test_python_runs(page, tmp_path, monkeypatch):
     assert code
     for block in code:
         exec(compile(block, page.name, "exec"), namespace)
+
+
+def test_the_reference_is_that_of_the_docstrings():
+    found = runpy.run_path(str(ROOT / "docs" / "reference.py"))
+    assert (ROOT / "docs" / "reference.md").read_text() == found["page"](), "make docs writes it"
+    named = {name for names in found["SECTIONS"].values() for name in names}
+    assert {f"vssm.{name}" for name in vssm.__all__ if name != "ops"} <= named
+    for field in dataclasses.fields(TrainConfig):
+        assert f"\n- `{field.name}: " in found["page"]()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -20,10 +20,10 @@ _PAPER = (
     "filter with as many draws is closer to what these are (`vssm evaluate --particles`). The "
     "second half is given the first. Times are milliseconds for one sequence, and for its second "
     "half given its first, with the version that made the run; they are compared where it is the same.",
-    "Pictures show on the left the bound on the validation log-likelihood during training (the ELBO for "
-    "models with latents, exact for the others), median and range over seeds, without that of the second "
-    "half, which the paper draws too; in the middle the test set; on "
-    "the right samples, three rows from nothing and three that complete the upper half of a test image.",
+    "Pictures show on the left bounds on the validation log-likelihood during training (the ELBO for models "
+    "with latents, exact for the others), median and range over seeds, dashed that of the second half given "
+    "the first, for models with a run that kept it; in the middle the test set; on the right samples, three "
+    "rows from nothing and three that complete the upper half of a test image.",
 )
 _TRIED = {"config.model.kind": str, "metrics.epochs": float, "metrics.learning_rate": float}
 _TRIED |= {"metrics.validation_loss": object}  # or null

@@ -1,0 +1,162 @@
+"""Writes the reference of all public names to docs/reference.md, from their docstrings: `make docs`."""
+
+import ast
+import importlib
+import inspect
+import itertools
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+PAGE = Path(__file__).with_suffix(".md")
+SECTIONS = {
+    "Models": ("vssm.ModelConfig", "vssm.build", "vssm.save", "vssm.load"),
+    "Objective and likelihood": ("vssm.objective", "vssm.Terms", "vssm.log_likelihood"),
+    "Generation": (
+        "vssm.generate",
+        "vssm.Generation",
+        "vssm.observe",
+        "vssm.State",
+        "vssm.ragged.generate_ragged",
+        "vssm.ragged.Ragged",
+        "vssm.ragged.pad",
+    ),
+    "Data": (
+        "vssm.data.open_data",
+        "vssm.data.DataConfig",
+        "vssm.data.SeriesConfig",
+        "vssm.data.TextConfig",
+        "vssm.data.ArraysConfig",
+        "vssm.data.SyntheticConfig",
+    ),
+    "Training and evaluation": (
+        "vssm.train.train",
+        "vssm.config.RunConfig",
+        "vssm.config.TrainConfig",
+        "vssm.evaluate.evaluate_run",
+        "vssm.reproduce.reproduce",
+        "vssm.sweep.sweep",
+    ),
+    "Forecasting": (
+        "vssm.Forecaster",
+        "vssm.forecast",
+        "vssm.forecast_files.read_history",
+        "vssm.forecast_gluonts.predictor",
+        "vssm.forecast_gluonts.entries",
+    ),
+    "Serving": ("vssm.serve.client.Client",),
+    "Kernels": ("vssm.ops.selective_scan", "vssm.ops.causal_conv_silu"),
+}
+HEAD = """# Reference
+
+Made from the docstrings by `make docs`, not by hand. Fields of configs are options on the command line:
+`TrainConfig.batch` is `--train.batch`. The [guide](guide.md) says how things go together."""
+
+
+def page() -> str:
+    """Returns the whole page."""
+    contents = [f"- [{title}](#{_anchor(title)}): {_links(names)}" for title, names in SECTIONS.items()]
+    parts = [HEAD, "\n".join(contents)]
+    for title, names in SECTIONS.items():
+        parts.append(f"## {title}")
+        for name in names:
+            parts += _entry(name)
+    return "\n\n".join(parts) + "\n"
+
+
+def _links(names: tuple[str, ...]) -> str:
+    return ", ".join(f"[{name.rpartition('.')[2]}](#{_anchor(name)})" for name in names)
+
+
+def _anchor(title: str) -> str:
+    """Returns what a heading is called in an address."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def _entry(name: str) -> Iterator[str]:
+    module, _, own = name.rpartition(".")
+    value = getattr(importlib.import_module(module), own)
+    yield f"### {name}"
+    fields = _fields(value) if inspect.isclass(value) else []
+    if not fields:
+        yield f"```text\n{textwrap.fill(_call(own, value), 100, subsequent_indent='    ')}\n```"
+    yield from _prose(value)
+    if not inspect.isclass(value):
+        return
+    short: list[str] = []
+    long: list[str] = []
+    for method, function in _methods(value):
+        call = _call(f"{own}.{method}", function)
+        about = list(_prose(function))
+        if len(about) == 1:
+            short.append(f"- `{call}`: {about[0]}")
+        else:
+            long += [f"#### {own}.{method}", f"`{call}`", *about]
+    if fields:
+        yield "\n".join(fields)
+    if short:
+        yield "Methods and properties:"
+        yield "\n".join(short)
+    yield from long
+
+
+def _call(name: str, function: object) -> str:
+    """Writes a call with its defaults; a property is its name."""
+    if isinstance(function, property):
+        return name
+    shown = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name not in ("self", "cls"):
+            stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+            default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+            shown.append(f"{stars}{parameter.name}{default}")
+    return f"{name}({', '.join(shown)})"
+
+
+def _prose(value: object) -> Iterator[str]:
+    """Gives the paragraphs of a docstring; arguments become a list, the example at its end code."""
+    text, _, example = (inspect.getdoc(value) or "").partition("\nExample:\n")
+    for part in re.split(r"\n\s*\n", text.strip()):
+        head, _, rest = part.partition("\n")
+        if head == "Arguments:":
+            entries = re.split(r"\n(?=\S)", textwrap.dedent(rest))
+            pairs = (entry.partition(":") for entry in entries)
+            yield "\n".join(f"- `{name.strip()}`: {_joined(about)}" for name, _, about in pairs)
+        elif head in ("Returns:", "Raises:"):
+            yield f"{head} {_joined(rest)}"
+        else:
+            yield _joined(part)
+    if example:
+        language = "pycon" if ">>>" in example else "python"
+        yield f"```{language}\n{textwrap.dedent(example)}\n```"
+
+
+def _joined(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _fields(value: type) -> list[str]:
+    """Lists the fields of a class with their defaults and what the source says below them."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    lines = []
+    for field, below in itertools.pairwise([*tree.body, ast.Pass()]):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(about))):
+                made = isinstance(field.value, ast.Call)  # by a factory: the type says more
+                default = "" if field.value is None or made else f" = {ast.unparse(field.value)}"
+                lines.append(f"- `{name}: {ast.unparse(field.annotation)}{default}`: {_joined(about)}")
+    return lines
+
+
+def _methods(value: type) -> Iterator[tuple[str, object]]:
+    for name, function in vars(value).items():
+        function = function.__func__ if isinstance(function, classmethod | staticmethod) else function
+        known = inspect.isfunction(function) or isinstance(function, property)
+        if known and not name.startswith("_") and inspect.getdoc(function):
+            yield name, function
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
