@@ -73,7 +73,7 @@ def test_answers_are_those_of_the_package(client, models, kind):
     reply = post(client, "generate", model=kind, num=3, length=5, seed=4, prompt=prompt[0].tolist())
     close(array(reply), generate(model, num=3, length=5, seed=4, prompt=prompt.expand(3, -1, -1)).x)
     assert (reply["model"], reply["position"], reply["text"]) == (kind, 8, None)
-    more = post(client, "resume", resume=reply["resume"], length=2)
+    more = post(client, "resume", model=kind, resume=reply["resume"], length=2)
     whole = generate(model, num=3, length=7, seed=4, prompt=prompt.expand(3, -1, -1)).x
     close(np.concatenate([array(reply), array(more)], 1), whole)
 
@@ -327,6 +327,12 @@ def test_observed_data_are_read_before_what_follows(client, models):
         array(post(client, "resume", resume=second["resume"], length=4)),
         generate(model, length=4, prompt=x, seed=3).x,
     )
+    for route, place in (("observe", first), ("resume", first)):
+        ask = {"x": x.tolist()} if route == "observe" else {}
+        wrong = {**ask, "resume": place["resume"], "model": models[1].name}
+        refused = error(client.post(f"/v1/{route}", json=wrong), 422)
+        assert refused["param"] == "model"
+        assert f"allowed: {models[0].name!r}, the model of resume" in refused["message"]
     blind = post(client, "generate", num=2, length=2)["resume"]
     refused = error(client.post("/v1/observe", json={"x": x.tolist(), "resume": blind}), 422)
     assert refused["param"] == "resume"

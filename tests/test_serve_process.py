@@ -106,6 +106,10 @@ def test_the_command_line_client(server, tmp_path, monkeypatch, capsys):
             ["generate", url, "--resume", "a.state", "--length", "2", "--out", "c.npy", "--state", "b.state"]
         )
     assert np.load("c.npy").shape == (3, 2, 3)
+    main(["generate", f"{url}/vssm", "--resume", "a.state", "--length", "2", "--out", "own.npy"])
+    assert np.array_equal(np.load("own.npy"), np.load("c.npy"))
+    wrong = fails(capsys, "generate", f"{url}/ssm", "--resume", "a.state", "--length", "2", "--out", "e.npy")
+    assert "model='ssm' is not allowed; allowed: 'vssm', the model of resume" in wrong
     np.save("prompt.npy", np.load("samples.npy"))
     main(["generate", url, "--prompt", "prompt.npy", "--out", "d.npy"])
     assert np.load("d.npy").shape == (3, 2, 3), "what is left of a sequence"

@@ -89,10 +89,8 @@ class Generate:
         if self.state is not None:
             check_place_target(self.state)
         url, _, model = self.run_folder.partition("://")[2].partition("/")
-        options = {
-            name: getattr(self, name)
-            for name in ("num", "length", "chunk", "recondition", "temperature", "observe", "seed")
-        }
+        names = ("num", "length", "chunk", "recondition", "temperature", "observe", "seed")
+        options = {name: getattr(self, name) for name in names} | {"model": model or None}
         options = {name: value for name, value in options.items() if value is not None}
         if self.state is None:  # the server need not keep what nobody can ask for
             options["keep"] = "none"
@@ -105,7 +103,7 @@ class Generate:
                 answer = client.resume(read_place(self.resume), **options)
             else:
                 num = {"num": 16} if prompt is None else {}
-                answer = client.generate(prompt, **{**num, **options, "model": model or None})
+                answer = client.generate(prompt, **{**num, **options})
         note_idle_recondition(self.recondition, self.chunk)
         if out.suffix == ".npy":
             write_array(answer.x, out)

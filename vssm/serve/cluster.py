@@ -6,6 +6,7 @@ the one that began is gone.
 """
 
 import logging
+import os
 import secrets
 import signal
 import threading
@@ -76,9 +77,7 @@ def serve_on_ray(
     secret = key or secrets.token_bytes(32)
 
     def build() -> "FastAPI":
-        from vssm.serve.app import create_app
-
-        return create_app(open_models(places, device), limits, token, secret)
+        return _replica(places, device, limits, token, secret)
 
     scale: dict[str, Any] = {"num_replicas": replicas}
     if max_replicas is not None:
@@ -109,6 +108,19 @@ def serve_on_ray(
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def _replica(
+    places: Sequence[str], device: str, limits: Settings, token: str | None, secret: bytes
+) -> "FastAPI":
+    """Returns the app of a replica; its process ends when its engine has failed, and Ray starts another."""
+    from vssm.serve.app import create_app
+    from vssm.serve.models import open_models
+
+    app = create_app(open_models(places, device), limits, token, secret)
+    # Not at once: those who wait are told first.
+    app.state.server.engine.on_failure = lambda: threading.Timer(1, os._exit, [1]).start()
+    return app
 
 
 def _absolute(source: str) -> str:

@@ -43,7 +43,10 @@ _Seed = Annotated[
     int,
     Field(ge=-_INT64, lt=_INT64, description="Names the sample: any whole number of 64 bits, as in Python."),
 ]
-_Model = Annotated[str | None, Field(max_length=64, description="One of /v1/models; the first by default.")]
+_Model = Annotated[
+    str | None,
+    Field(max_length=64, description="One of /v1/models; the first, or that of `resume`, by default."),
+]
 _Array = Annotated[
     list[Any] | str | None,
     Field(
@@ -120,6 +123,7 @@ class GenerateRequest(_Dials):
 class ResumeRequest(_Dials):
     """Goes on from where an answer stopped."""
 
+    model: _Model = None
     resume: _Resume
 
 

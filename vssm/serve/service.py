@@ -99,7 +99,7 @@ class Service:
 
     def plan_resume(self, ask: ResumeRequest) -> _Plan:
         """Checks a request to go on."""
-        served, state = self._resume(ask.resume)
+        served, state = self._resume(ask.resume, ask.model)
         num = ask.num or state.batch
         if state.batch not in (1, num):
             raise _invalid("num", num, f"{state.batch}, the rows of the state")
@@ -149,9 +149,7 @@ class Service:
         if ask.resume is None:
             served = self._model(ask.model)
         else:
-            served, state = self._resume(ask.resume)
-        if ask.model not in (None, served.name):
-            raise _invalid("model", ask.model, f"{served.name!r}, the model of resume")
+            served, state = self._resume(ask.resume, ask.model)
         x = read_sequences(served, ask.x, ask.x_npy, "x")
         if x is None:
             raise Refused(422, "invalid", "x is missing; allowed: x or x_npy", "x")
@@ -251,12 +249,16 @@ class Service:
             raise Refused(404, "unknown_model", message, "model")
         return self.models[name]
 
-    def _resume(self, resume: str) -> tuple[Served, State]:
-        if not resume.startswith("s."):
+    def _resume(self, resume: str, model: str | None) -> tuple[Served, State]:
+        if resume.startswith("s."):
+            name, weights, state = self.seal.open(resume)
+            served = self._model(name)
+        else:
             name, state = self.store.get(resume)
-            return self._model(name), state
-        name, weights, state = self.seal.open(resume)
-        served = self._model(name)
+            served = self._model(name)
+            weights = served.weights
+        if model not in (None, name):
+            raise _invalid("model", model, f"{name!r}, the model of resume")
         if weights != served.weights:  # the model was trained on, or another took its name
             raise Refused(
                 410,
