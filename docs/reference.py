@@ -1,12 +1,13 @@
-"""Writes the reference of all public names to docs/reference.md, from their docstrings: `make docs`."""
+"""Writes the reference of public names to docs/reference.md, from their docstrings: `make docs`."""
 
 import ast
+import doctest
 import importlib
 import inspect
 import itertools
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -24,6 +25,8 @@ SECTIONS = {
     ),
     "Data": (
         "vssm.data.open_data",
+        "vssm.data.Data",
+        "vssm.data.Meta",
         "vssm.data.DataConfig",
         "vssm.data.SeriesConfig",
         "vssm.data.TextConfig",
@@ -41,17 +44,21 @@ SECTIONS = {
     "Forecasting": (
         "vssm.Forecaster",
         "vssm.forecast",
+        "vssm.forecast.Forecast",
+        "vssm.forecast.Stream",
+        "vssm.forecast_files.forecast_file",
         "vssm.forecast_files.read_history",
         "vssm.forecast_gluonts.predictor",
         "vssm.forecast_gluonts.entries",
     ),
-    "Serving": ("vssm.serve.client.Client",),
+    "Serving": ("vssm.serve.client.Client", "vssm.serve.client.Answer", "vssm.serve.client.ServerError"),
     "Kernels": ("vssm.ops.selective_scan", "vssm.ops.causal_conv_silu"),
 }
 HEAD = """# Reference
 
-Made from the docstrings by `make docs`, not by hand. Fields of configs are options on the command line:
-`TrainConfig.batch` is `--train.batch`. The [guide](guide.md) says how things go together."""
+Made from the docstrings by `make docs`, not by hand. Fields of `ModelConfig`, `TrainConfig` and of options of
+data sets are options on the command line: `--model.width`, `--train.batch`, `--series.path`; the help of each
+command lists all. The [guide](guide.md) says how things go together."""
 
 
 def page() -> str:
@@ -81,14 +88,15 @@ def _entry(name: str) -> Iterator[str]:
     fields = _fields(value) if inspect.isclass(value) else []
     if not fields:
         yield f"```text\n{textwrap.fill(_call(own, value), 100, subsequent_indent='    ')}\n```"
-    yield from _prose(value)
+    names = vars(importlib.import_module(value.__module__))
+    yield from _prose(value, names)
     if not inspect.isclass(value):
         return
     short: list[str] = []
     long: list[str] = []
     for method, function in _methods(value):
         call = _call(f"{own}.{method}", function)
-        about = list(_prose(function))
+        about = list(_prose(function, names))
         if len(about) == 1:
             short.append(f"- `{call}`: {about[0]}")
         else:
@@ -114,8 +122,11 @@ def _call(name: str, function: object) -> str:
     return f"{name}({', '.join(shown)})"
 
 
-def _prose(value: object) -> Iterator[str]:
-    """Gives the paragraphs of a docstring; arguments become a list, the example at its end code."""
+def _prose(value: object, names: Mapping[str, object]) -> Iterator[str]:
+    """Gives the paragraphs of a docstring; arguments become a list, the example at its end code.
+
+    The example may use the `names` of its module: those that it does not import are imported before it.
+    """
     text, _, example = (inspect.getdoc(value) or "").partition("\nExample:\n")
     for part in re.split(r"\n\s*\n", text.strip()):
         head, _, rest = part.partition("\n")
@@ -129,7 +140,37 @@ def _prose(value: object) -> Iterator[str]:
             yield _joined(part)
     if example:
         language = "pycon" if ">>>" in example else "python"
-        yield f"```{language}\n{textwrap.dedent(example)}\n```"
+        yield "\n".join([f"```{language}", *_imports(example, names), f"{textwrap.dedent(example)}\n```"])
+
+
+def _imports(example: str, names: Mapping[str, object]) -> list[str]:
+    """Returns the lines that make an example run by itself."""
+    tree = ast.parse("".join(part.source for part in doctest.DocTestParser().get_examples(example)))
+    nodes = list(ast.walk(tree))
+    own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            own |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    used = {node.id for node in nodes if isinstance(node, ast.Name)} - own
+    lines, ours = [], {}
+    for name in sorted(used & names.keys()):
+        value = names[name]
+        if inspect.ismodule(value):
+            short = "" if value.__name__ == name else f" as {name}"
+            lines.append(f">>> import {value.__name__}{short}")
+        else:
+            ours.setdefault(_home(name, value), []).append(name)
+    return lines + [f">>> from {module} import {', '.join(found)}" for module, found in sorted(ours.items())]
+
+
+def _home(name: str, value: object) -> str:
+    """Returns the shortest path that a name can be imported from."""
+    parts = value.__module__.split(".")
+    for end in range(1, len(parts)):
+        package = importlib.import_module(".".join(parts[:end]))
+        if getattr(package, name, None) is value:
+            return package.__name__
+    return value.__module__
 
 
 def _joined(text: str) -> str:
@@ -142,11 +183,15 @@ def _fields(value: type) -> list[str]:
     assert isinstance(tree, ast.ClassDef)
     lines = []
     for field, below in itertools.pairwise([*tree.body, ast.Pass()]):
-        match field, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(about))):
+        match field:
+            case ast.AnnAssign(target=ast.Name(id=name)) if not name.startswith("_"):
                 made = isinstance(field.value, ast.Call)  # by a factory: the type says more
                 default = "" if field.value is None or made else f" = {ast.unparse(field.value)}"
-                lines.append(f"- `{name}: {ast.unparse(field.annotation)}{default}`: {_joined(about)}")
+                line = f"- `{name}: {ast.unparse(field.annotation)}{default}`"
+                match below:
+                    case ast.Expr(value=ast.Constant(value=str(about))):
+                        line = f"{line}: {_joined(about)}"
+                lines.append(line)
     return lines
 
 

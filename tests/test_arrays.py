@@ -10,7 +10,7 @@ import torch
 
 import vssm
 from tests.conftest import KINDS, relative_error, sequences, small_config, small_model
-from tests.training import log, result, run, stopped, tiny
+from tests.training import StopAt, log, result, run, stopped, tiny
 from vssm.checkpoint import load
 from vssm.cli import main
 from vssm.data import ArraysConfig, DataConfig, describe, open_data
@@ -161,6 +161,14 @@ def test_logged_losses_are_those_of_the_sequences_alone(kind, tmp_path):
     assert log(folder, "valid")[0]["partial_elbo"] == pytest.approx(np.mean(halves), rel=1e-4)
 
 
+def test_short_sequences_alone_have_no_second_half(tmp_path):
+    x, lengths = write(tmp_path / "a.npz")
+    np.savez(tmp_path / "a.npz", x=x, lengths=np.where(np.arange(len(x)) == 1, 9, np.minimum(lengths, 3)))
+    config = tiny(data=arrays(tmp_path / "a.npz"), max_steps=1, batch=8, validate_partial=True)
+    assert int(open_data(config.data).valid.lengths.max()) <= 4, "none is longer than the cut"
+    assert "partial_elbo" not in log(run(config, tmp_path / "run"), "valid")[0]
+
+
 @pytest.mark.parametrize(("kind", "options"), MODELS)
 def test_padding_never_changes_a_training(kind, options, tmp_path, monkeypatch):
     write(tmp_path / "a.npz")
@@ -187,10 +195,12 @@ def test_a_replayed_step_has_its_own_lengths(kind, options, tmp_path):
     for graph in (False, True):
         training = {"batch": 8, "device": "cuda", "graph": graph, "precision": "float32"}
         config = tiny(kind, arrays(tmp_path / "a.npz"), validate_partial=True, **training)
+        told = StopAt(99)
         config = dataclasses.replace(
             config, model=small_config(kind, width=8, layers=1, sigma=0.3, **options)
         )
-        found.append(log(run(config, tmp_path / str(graph))))
+        found.append(log(run(config, tmp_path / str(graph), progress=told)))
+        assert told.messages == [], "a step that could not be recorded runs plainly, and says so"
     assert len(found[0]) == len(found[1]) > 3
     for one, other in zip(*found, strict=True):
         assert other == pytest.approx(one, rel=1e-4)

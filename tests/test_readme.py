@@ -1,6 +1,7 @@
 """Every block of the README and the guide runs: Python in one namespace, shell line by line."""
 
 import dataclasses
+import doctest
 import os
 import re
 import runpy
@@ -34,11 +35,18 @@ def test_python_runs(page, tmp_path, monkeypatch):
 
 def test_the_reference_is_that_of_the_docstrings():
     found = runpy.run_path(str(ROOT / "docs" / "reference.py"))
-    assert (ROOT / "docs" / "reference.md").read_text() == found["page"](), "make docs writes it"
+    page = found["page"]()
+    assert (ROOT / "docs" / "reference.md").read_text() == page, "make docs writes it"
     named = {name for names in found["SECTIONS"].values() for name in names}
     assert {f"vssm.{name}" for name in vssm.__all__ if name != "ops"} <= named
     for field in dataclasses.fields(TrainConfig):
-        assert f"\n- `{field.name}: " in found["page"]()
+        assert f"\n- `{field.name}: " in page
+    examples = blocks(ROOT / "docs" / "reference.md", "pycon")
+    assert len(examples) > 20
+    for number, example in enumerate(examples):  # of a newcomer, who has imported nothing
+        runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+        test = doctest.DocTestParser().get_doctest(example, {}, f"example {number}", None, None)
+        assert runner.run(test).failed == 0, example
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -87,6 +87,7 @@ def test_everything_is_kept(done):
         assert len(curve["epoch"]) == len(curve["validation_elbo"]) == 2  # after 5 epochs and at the end
         whole, half = curve["validation_elbo"][-1], curve["validation_partial_elbo"][-1]
         assert math.isfinite(half) and abs(half - whole) > 1
+        assert made["config"]["train"]["validate_partial"]
         assert made["command"] == (
             "vssm reproduce digits --scale small --learning-rates 0.01 0.001 --epochs 6 --grid-epochs 1 "
             f"--kinds {kind} --seeds 0"
@@ -325,13 +326,17 @@ def test_a_scored_run_need_not_be_trained_again_to_be_a_final_one(tmp_path, monk
     assert kept["metrics"]["validation_loss"] == scored["metrics"]["validation_loss"]
     assert (kept["name"], kept["command"]) == (f"digits_rnn_lr{rate!r}", scored["command"])
     assert "curve" not in kept and kept["date"] == scored["date"]
-    # a rate that loses in the end: its scored run is in the way, and stays
-    low = {**scored, "metrics": {**scored["metrics"], "validation_loss": -1e9}}
+    # a rate that loses in the end: its scored run is in the way, of any seed, and stays
     final = tmp_path / "results" / "finals" / f"digits_rnn_lr{other!r}.json"
-    final.write_text(json.dumps({**read(final), "metrics": {**read(final)["metrics"], **low["metrics"]}}))
-    with pytest.raises(ValueError, match=r"differs from .*allowed: the same .*, or without that file$"):
-        digits(tmp_path / "again", finalists=2, **options)
+    made = read(final)
+    final.write_text(json.dumps({**made, "metrics": {**made["metrics"], "validation_loss": -1e9}}))
+    for seed in (0, 1):
+        with pytest.raises(
+            ValueError, match=rf"rate={other!r} differs from {rate!r} of .*seed0.*, or without that file$"
+        ):
+            digits(tmp_path / "again", finalists=2, seeds=(seed,), **options)
     assert read(tmp_path / "results" / "digits_rnn_seed0.json") == scored
+    assert not (tmp_path / "results" / "digits_rnn_seed1.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -348,6 +348,7 @@ def test_files_of_the_paper_without_what_is_needed_are_named(tmp_path):
         ({"config": {**good["config"], "train": {}}}, r"KeyError\('seed'\)"),
         ({"curve": None}, "TypeError"),
         ({"curve": {**good["curve"], "validation_elbo": [1.0]}}, r"curve\.validation_elbo is no list of"),
+        ({"curve": {**good["curve"], "validation_elbo": ["x", 1]}}, r"curve\.validation_elbo is no list of"),
         (
             {"curve": {**good["curve"], "validation_partial_elbo": 3}},
             r"curve\.validation_partial_elbo is no l",

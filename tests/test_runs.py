@@ -228,7 +228,14 @@ def test_pickles_in_the_run_folder_are_not_read(file, unbroken, tmp_path):
     assert given == expected
 
 
-@pytest.mark.parametrize("line", [b"7", b"{}", b"[" * 10**5, b'{"step": 1, "epoci": 0.3}', b'{"step": "1"}'])
+PARTIAL = (
+    b'{"step": 1, "epoch": 1, "split": "valid", "loss": 1, "reconstruction": 1, "kl": 1, "partial_elbo": "x"}'
+)
+
+
+@pytest.mark.parametrize(
+    "line", [b"7", b"{}", b"[" * 10**5, b'{"step": 1, "epoci": 0.3}', b'{"step": "1"}', PARTIAL]
+)
 def test_a_line_of_the_log_that_is_damaged_but_json_is_left_out(line, unbroken, tmp_path):
     folder, shown = stopped(tiny(), tmp_path / "run", 7), StopAt(99)
     path = folder / "log.jsonl"

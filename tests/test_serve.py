@@ -327,9 +327,8 @@ def test_observed_data_are_read_before_what_follows(client, models):
         array(post(client, "resume", resume=second["resume"], length=4)),
         generate(model, length=4, prompt=x, seed=3).x,
     )
-    for route, place in (("observe", first), ("resume", first)):
-        ask = {"x": x.tolist()} if route == "observe" else {}
-        wrong = {**ask, "resume": place["resume"], "model": models[1].name}
+    for route, ask in (("observe", {"x": x.tolist()}), ("resume", {})):
+        wrong = {**ask, "resume": first["resume"], "model": models[1].name}
         refused = error(client.post(f"/v1/{route}", json=wrong), 422)
         assert refused["param"] == "model"
         assert f"allowed: {models[0].name!r}, the model of resume" in refused["message"]

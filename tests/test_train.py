@@ -236,16 +236,14 @@ def test_steps_never_wait_for_the_device(kind, optimizer, tmp_path, monkeypatch)
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replayed_step_is_the_step(kind, tmp_path):
+    options = {"ema": 0.9, "device": "cuda", "precision": "float32", "validate_partial": True}
+    told = StopAt(99)
     plain, replayed = (
-        log(
-            run(
-                tiny(kind, ema=0.9, device="cuda", graph=graph, precision="float32", validate_partial=True),
-                tmp_path / str(graph),
-            )
-        )
+        log(run(tiny(kind, graph=graph, **options), tmp_path / str(graph), progress=told))
         for graph in (False, True)
     )
-    assert len(plain) == len(replayed) > 3 and all("partial_elbo" in line for line in plain[-1:])
+    assert told.messages == [], "a step that could not be recorded runs plainly, and says so"
+    assert len(plain) == len(replayed) > 3 and "partial_elbo" in plain[-1]
     for one, other in zip(plain, replayed, strict=True):
         assert other == pytest.approx(one, rel=1e-4)
 
@@ -628,6 +626,11 @@ def test_validations_bound_the_second_half_too(kind, levels, tmp_path):
     assert last["partial_elbo"] == pytest.approx(float(expected), rel=1e-5)
     assert validations(scored)[1]["validation_partial_elbo"] == [round(last["partial_elbo"], 3)]
     assert "validation_partial_elbo" not in validations(plain)[1]
+
+
+def test_validate_partial_is_yes_or_no():
+    with pytest.raises(ValueError, match=r"^validate_partial='no' is not allowed; allowed: True, False$"):
+        TrainConfig(validate_partial="no")
 
 
 def test_sequences_of_one_step_have_no_second_half(tmp_path):

@@ -312,7 +312,8 @@ class TrainConfig:
     num_valid: int | None = None
     """Validates on the first sequences only, this many."""
     validate_partial: bool = False
-    """Validations also bound log p of the second half of sequences given the first, by a draw of latents."""
+    """Validations also bound log p of the second half given the first, by one draw of latents (for vrnn an
+    estimate, no bound); of sequences of different lengths, what comes after half of the longest."""
     log_every: int = 50
     """Steps between log points, where losses are read from the device; validations are others."""
     checkpoint_minutes: float = 5.0
@@ -353,7 +354,7 @@ class TrainConfig:
             check_number(name, getattr(self, name), 0, above=True)
         for name in ("beta2", "warmup", "kl_warmup", "shift", "ema"):
             check_number(name, getattr(self, name), 0, below=1)
-        for name in ("graph", "compile", "fsdp", "tensorboard"):
+        for name in ("validate_partial", "graph", "compile", "fsdp", "tensorboard"):
             if not isinstance(getattr(self, name), bool):  # not NumPy's, which JSON does not know
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; allowed: True, False")
         if self.init is not None and (not isinstance(self.init, str) or not self.init):

@@ -24,7 +24,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -282,16 +282,27 @@ def _run(
 
 def _missing(plan: _Plan, configs: Mapping[str, RunConfig], stage: str) -> dict[str, RunConfig]:
     """Returns the runs that have no result yet; one with other settings must not pass for theirs."""
-    missing = {}
-    for name, config in configs.items():
-        path = plan.piece(config, stage)
-        if not path.exists():
-            missing[name] = config
-        elif found := _difference(path, config, "log_likelihood" if stage == "seeds" else "validation_loss"):
-            raise ValueError(
-                f"{found}; allowed: the same settings, another results folder, or without that file"
-            )
-    return missing
+    metric = "log_likelihood" if stage == "seeds" else "validation_loss"
+    for config in configs.values():
+        for path, other in _kept(plan, config, stage):
+            if found := _difference(path, other, metric):
+                raise ValueError(
+                    f"{found}; allowed: the same settings, another results folder, or without that file"
+                )
+    return {name: config for name, config in configs.items() if not plan.piece(config, stage).exists()}
+
+
+def _kept(plan: _Plan, config: RunConfig, stage: str) -> Iterator[tuple[Path, RunConfig]]:
+    """Gives the results that a run's will be shown with, and how they must have been made."""
+    path = plan.piece(config, stage)
+    if stage != "seeds":
+        if path.exists():
+            yield path, config
+        return
+    for each in sorted(path.parent.glob(f"{plan.data}_{config.model.kind}_seed*.json")):
+        seed = each.stem.rpartition("seed")[2]
+        if seed.isdecimal():
+            yield each, replace(config, train=replace(config.train, seed=int(seed)))
 
 
 def _reuse(plan: _Plan, config: RunConfig) -> None:
@@ -405,7 +416,9 @@ def _epochs(config: RunConfig) -> float:
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
-    values = dataclasses.asdict(_comparable(config))
+    plain = _comparable(config)
+    shown = replace(plain.train, validate_partial=config.train.validate_partial)  # the curve says it too
+    values = dataclasses.asdict(replace(plain, train=shown))
     return {part: values[part] for part in ("data", "model", "train")}
 
 

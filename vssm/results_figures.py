@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vssm.labels import dial_curves
+from vssm.labels import dial_curves, is_number
 from vssm.storage import write_atomically
 
 __all__ = ["KINDS", "Result", "draw_dials", "draw_figure", "draw_samples", "read_results", "scored_runs"]
@@ -33,7 +33,8 @@ def scored_runs(folder: Path, data: str) -> dict[str, list[Result]]:
         curve = result["curve"]
         for name in _CURVES:
             values = curve.get(name, curve["epoch"])
-            if not isinstance(values, list) or len(values) != len(curve["epoch"]):
+            numbers = isinstance(values, list) and all(value is None or is_number(value) for value in values)
+            if not numbers or len(values) != len(curve["epoch"]):
                 raise ValueError(
                     f"{str(result['path'])!r} is damaged: curve.{name} is no list of a number for each epoch;"
                     " allowed: a result file"

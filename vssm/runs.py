@@ -104,6 +104,8 @@ def read_line(line: bytes) -> dict[str, Any]:
     for name in ("step", "epoch", *_TERMS):
         if not is_number(values.get(name)) and not (name in _TERMS and values.get(name, "") is None):
             raise ValueError(f"{name!r} is no number")
+    if values.get("partial_elbo") is not None and not is_number(values["partial_elbo"]):
+        raise ValueError("'partial_elbo' is no number")
     if values.get("split") not in ("train", "valid"):
         raise ValueError("'split' is neither 'train' nor 'valid'")
     return values

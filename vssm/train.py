@@ -337,8 +337,8 @@ class _Training:
             self.generator.manual_seed(mix(options.seed, "valid", first))
             sums += torch.where(index < num, self.score().double(), 0.0).sum(1)
         means = dict(zip(names, (world.average(sums) * world.size / num).tolist(), strict=True))
-        share = means.pop("partial_rows", 0.0)
-        return {**means, "partial_elbo": means["partial_elbo"] / share} if share else means
+        bound, share = means.pop("partial_elbo", 0.0), means.pop("partial_rows", 0.0)
+        return {**means, "partial_elbo": bound / share} if share else means  # else no sequence is so long
 
     @torch.no_grad()
     def _score(self) -> Tensor:

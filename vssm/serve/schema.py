@@ -43,9 +43,9 @@ _Seed = Annotated[
     int,
     Field(ge=-_INT64, lt=_INT64, description="Names the sample: any whole number of 64 bits, as in Python."),
 ]
-_Model = Annotated[
-    str | None,
-    Field(max_length=64, description="One of /v1/models; the first, or that of `resume`, by default."),
+_Model = Annotated[str | None, Field(max_length=64, description="One of /v1/models; the first by default.")]
+_ItsModel = Annotated[
+    str | None, Field(max_length=64, description="The model of `resume`, to be sure; another is refused.")
 ]
 _Array = Annotated[
     list[Any] | str | None,
@@ -123,7 +123,7 @@ class GenerateRequest(_Dials):
 class ResumeRequest(_Dials):
     """Goes on from where an answer stopped."""
 
-    model: _Model = None
+    model: _ItsModel = None
     resume: _Resume
 
 
