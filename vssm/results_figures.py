@@ -145,7 +145,7 @@ def _draw_curves(axes: Any, runs: dict[str, list[Result]]) -> None:  # noqa: ANN
         axes.plot([], [], "--", label="second half", color="grey", linewidth=1.2)
     if lowest:
         axes.set_ylim(bottom=min(lowest))
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=7, ncols=2, framealpha=0.6)
     axes.set_xlabel("epoch")
     axes.set_ylabel("nats a sequence")
 
