@@ -45,6 +45,7 @@ ORDER = (
     "evaluate",
     "text_compare",
     "forecast_input",
+    "forecast_reader",
     "forecast",
     "forecast_files",
     "forecast_metrics",

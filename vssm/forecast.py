@@ -8,8 +8,6 @@ posterior of the steps to come, so that only the decoder runs for every path, an
 Legend: B series of N steps and D columns; C `context`; H `horizon`; S `samples`; x (B, N, D).
 """
 
-import math
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,15 +18,14 @@ from torch import Tensor
 
 from vssm import graphs, pretrained
 from vssm.checkpoint import load_finite
-from vssm.config import check_choice, check_type, whole_number
+from vssm.config import check_type
 from vssm.data import Meta, read_meta
-from vssm.data.scale import Scale
-from vssm.data.series import phases
-from vssm.data.table import fill_gaps
 from vssm.forecast_input import (
     Asked,
     History,
     asked_for,
+    check_horizon,
+    check_options,
     check_order,
     continued,
     dates_of,
@@ -37,6 +34,7 @@ from vssm.forecast_input import (
     largest_of,
     numbers,
 )
+from vssm.forecast_reader import LARGEST, Reader
 from vssm.generate import check_temperature, generate, observe
 from vssm.hub import pull
 from vssm.models import Ladder, Model, Variational, inner_model
@@ -49,7 +47,6 @@ __all__ = ["Forecast", "Forecaster", "Stream", "forecast"]
 # model. On a GPU that takes some milliseconds and gigabytes: more would not make it busier.
 _MOST_PATHS = {"cpu": 2**12, "cuda": 2**16}
 _MOST_NUMBERS = {"cpu": 2**25, "cuda": 6 * 2**24}
-_LARGEST = 1e30  # of what is read, before it is scaled
 _REQUESTS = 64  # remembered by a forecaster
 
 
@@ -171,7 +168,8 @@ class Forecaster:
         self.model, self.meta, self.columns = model.eval(), meta, meta.columns
         self.device = next(model.parameters()).device
         self.channels = 1 if meta.separate else len(meta.columns)
-        self._on_host, self._scale = Scale(meta), Scale(meta, self.device)
+        self._reader = Reader(model.head, meta, self.device)
+        self._scale = self._reader.scale
         self._found: dict[Asked, _Found] = {}
 
     @classmethod
@@ -247,10 +245,10 @@ class Forecaster:
             made = self._repeated(found, history, seed)
             if made is not None:
                 return made
-        _check_options(options)
-        horizon = self._check(horizon, samples)
-        x, _, times, single = self._read(history, times)
-        rows, clock = self._rows(x), self._clock(times)
+        check_options(options)
+        horizon = check_horizon(horizon, samples, self.meta.horizon)
+        x, _, times, single = self._reader.read(history, times)
+        rows, clock = self._reader.rows(x), self._reader.clock(times)
         num, recorded = len(rows), graphs.usable(self.device)
         slab = self._slab(num, horizon, samples)
         paths: Tensor | None = None
@@ -272,7 +270,7 @@ class Forecaster:
         assert paths is not None
         if asked is not None and recorded and slab == num:
             self._remember(asked, rows, horizon, single)
-        out = self._columns(paths, len(x))
+        out = self._reader.by_column(paths, len(x))
         return Forecast(out[0] if single else out, self.columns, continued(times, horizon))
 
     def stream(self, history: History, times: np.ndarray | None = None, seed: int = 0) -> "Stream":
@@ -315,7 +313,7 @@ class Forecaster:
 
         def fits() -> bool:
             largest = largest_of(values)
-            return largest <= _LARGEST and self._scale.fits(largest)
+            return largest <= LARGEST and self._scale.fits(largest)
 
         def finish(made: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
             made = self._points(made, found.horizon)
@@ -325,7 +323,7 @@ class Forecaster:
         paths = repeat_paths(self.model, task, rows, seed, finish, fits)
         if paths is None:
             return None
-        out = self._columns(paths, found.series)
+        out = self._reader.by_column(paths, found.series)
         return Forecast(out[0] if found.single else out, self.columns)
 
     def _slab(self, num: int, horizon: int, samples: int) -> int:
@@ -386,115 +384,6 @@ class Forecaster:
         """Returns steps of the model, (rows, S, T, features), as points, (rows, S, H, channels)."""
         return self.meta.to_rows(x)[..., :horizon, : self.channels]
 
-    def _check(self, horizon: int | None, samples: int) -> int:
-        trained = self.meta.horizon
-        if horizon is None:
-            horizon = trained
-        if horizon is None:
-            raise ValueError("horizon=None needs a run that knows its own; allowed: a whole number >= 1")
-        horizon, _ = whole_number("horizon", horizon, 1), whole_number("samples", samples, 1)
-        if trained is not None and horizon > trained:
-            warnings.warn(
-                f"horizon={horizon} is longer than the {trained} steps of training: from step"
-                f" {trained + 1} on this is extrapolation",
-                stacklevel=4,
-            )
-        return horizon
-
-    def _read(
-        self, history: History, times: np.ndarray | None
-    ) -> tuple[Tensor, Tensor | None, np.ndarray | None, bool]:
-        """Returns the last C steps of a history, (B, C, D) in float32 or float64, and their dates.
-
-        Second is which are known, None where all are.
-        """
-        x = numbers("history", history, self.columns).detach()
-        shape, num = tuple(x.shape), len(self.columns)
-        single = x.ndim == 2
-        x = x[None] if single else x
-        if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != num or not len(x):
-            raise ValueError(
-                f"history has shape {shape}; allowed: (steps, {num}) or (series, steps, {num}), one step and"
-                f" one series or more, of the columns {', '.join(self.columns)}"
-            )
-        times = dates_of(times, x.shape[1], "history")
-        if times is None and self.meta.cycles:
-            raise ValueError("times is needed: the model was trained with the time features of its data")
-        context = self.meta.context or x.shape[1]
-        x, known = x[:, -context:].cpu(), None
-        x = x if x.dtype == torch.float32 else double(x)
-        largest = largest_of(x.numpy())
-        if not math.isfinite(largest):  # one pass tells that nothing is missing, as is usual
-            x, known = double(x), torch.isfinite(x)
-            self._check_known(known)
-            parts = zip(x.numpy(), known.numpy(), strict=True)
-            x = torch.from_numpy(np.stack([fill_gaps(v, k, self.meta.fill) for v, k in parts]))
-            largest = largest_of(x.numpy())
-        if largest > _LARGEST:
-            raise ValueError(f"history has values up to {largest:g}; allowed: up to 1e30")
-        times = None if times is None else np.asarray(times)[-context:]
-        self._check_steps(x.shape[1])
-        if not self._scale.fits(largest):  # all of it has to be looked at
-            self._scaled(double(x), times)
-        return x, known, times, single
-
-    def _check_steps(self, steps: int) -> None:
-        season, patch = self.meta.season, self.meta.patch
-        if steps < season:
-            raise ValueError(f"history has {steps} steps; allowed: {season} or more, a season of the run")
-        if steps < patch:
-            raise ValueError(f"history has {steps} steps; allowed: {patch} or more, a step of the model")
-
-    def _check_known(self, known: Tensor) -> None:
-        if known.all():
-            return
-        steps = known.shape[1]
-        if self.meta.fill is None:
-            series, step, column = (~known).nonzero()[0].tolist()
-            raise ValueError(
-                f"history is missing or not finite at series {series}, step {step - steps}, column"
-                f" {self.columns[column]!r}; allowed: whole, as in training, or a run with --series.fill"
-            )
-        missing = (~known).sum(1)
-        if (2 * missing > steps).any():
-            series, column = (2 * missing > steps).nonzero()[0].tolist()
-            raise ValueError(
-                f"history of series {series}, column {self.columns[column]!r} is missing in"
-                f" {int(missing[series, column])} of the last {steps} steps; allowed: half of them at most"
-            )
-
-    def _scaled(self, x: Tensor, times: np.ndarray | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns what the model reads of (B, C, D), (rows, T, features), and its factor and shift."""
-        rows = self._rows(x)
-        factor, shift = self._on_host.units(rows)
-        return self._prompt(rows, factor, shift, times), factor, shift
-
-    def _prompt(
-        self, rows: Tensor, factor: Tensor, shift: Tensor, times: np.ndarray | None, since: int | None = None
-    ) -> Tensor:
-        """Returns what the model reads of rows, on its device."""
-        x = self._on_host.steps(rows, factor, shift, self._clock(times), since)
-        # Here, since it would wait for the device there; a sum that is finite says that all numbers are.
-        self.model.head.validate(x, values=not math.isfinite(x.sum(dtype=torch.float64)))
-        return x.to(self.device)
-
-    def _clock(self, times: np.ndarray | None) -> Tensor | None:
-        """Returns the time features of dates, (C, 2 x cycles), where the model has some."""
-        if not self.meta.cycles:
-            return None
-        assert times is not None
-        return torch.from_numpy(phases(times, self.meta.cycles))
-
-    def _rows(self, x: Tensor) -> Tensor:
-        """Returns (B, C, D) as the model has it: (B, C, D), or (B D, C, 1) when columns are apart."""
-        return x.transpose(1, 2).flatten(0, 1)[..., None] if self.meta.separate else x
-
-    def _columns(self, paths: Tensor, num: int) -> Tensor:
-        """Returns paths (rows, S, H, channels) as (B, S, H, D)."""
-        if self.meta.separate:
-            return paths.unflatten(0, (num, -1)).squeeze(-1).movedim(1, -1)
-        return paths
-
 
 class Stream:
     """Follows one series: `observe` what arrives, `forecast` at any time, without reading the past again.
@@ -508,7 +397,7 @@ class Stream:
         self, forecaster: Forecaster, history: History, times: np.ndarray | None = None, seed: int = 0
     ) -> None:
         self._forecaster, self._seed = forecaster, seed
-        x, known, times, single = forecaster._read(history, times)
+        x, known, times, single = forecaster._reader.read(history, times)
         if not single:
             raise ValueError("history is of several series; allowed: one, (steps, columns)")
         self._points, self._times = double(x), times
@@ -561,7 +450,7 @@ class Stream:
         known = torch.isfinite(point)
         whole = torch.cat([self._points, point[None, None]], 1)[:, -context:]
         there = torch.cat([self._known, known[None, None]], 1)[:, -context:]
-        forecaster._check_known(there)
+        forecaster._reader.check_known(there)
         times = None
         if time is not None and self._times is not None:
             check_order(np.concatenate([self._times[-1:], time]))
@@ -569,7 +458,7 @@ class Stream:
         if not known.all():  # the past fills it, never the future
             filled = torch.zeros_like(point) if meta.fill == "zero" else self._points[0, -1]
             whole[0, -1] = torch.where(known, point, filled)
-        if float(whole[0, -1].abs().max()) > _LARGEST:
+        if float(whole[0, -1].abs().max()) > LARGEST:
             raise ValueError("points has values above 1e30; allowed: up to 1e30")
         self._points, self._known, self._times = whole, there, times
         self._read_last(time)
@@ -583,22 +472,22 @@ class Stream:
         if meta.length and self.position >= meta.length:
             self._renew()
             return
-        last = forecaster._rows(self._points[:, -1:])
-        x = forecaster._prompt(last, self._factor, self._shift, time, self._since)
+        last = forecaster._reader.rows(self._points[:, -1:])
+        x = forecaster._reader.prompt(last, self._factor, self._shift, time, self._since)
         self._state = observe(forecaster.model, x, self._state)
         self._since += 1
 
     def _renew(self) -> None:
         forecaster = self._forecaster
-        prompt, self._factor, self._shift = forecaster._scaled(self._points, self._times)
+        prompt, self._factor, self._shift = forecaster._reader.scaled(self._points, self._times)
         self._state = observe(forecaster.model, prompt, seed=self._seed)
         self.renewed, self._stale, self._since = self.renewed + 1, False, 0
 
     def forecast(self, horizon: int | None = None, samples: int = 100, **options: Any) -> Forecast:  # noqa: ANN401
         """Draws sample paths of what comes next; the stream stays where it is."""
-        _check_options(options)
+        check_options(options)
         forecaster = self._forecaster
-        horizon = forecaster._check(horizon, samples)
+        horizon = check_horizon(horizon, samples, forecaster.meta.horizon)
         if self._stale:
             self._renew()
         steps = forecaster._steps(horizon)
@@ -606,9 +495,4 @@ class Stream:
         units = self._factor.to(made), self._shift.to(made)
         paths = forecaster._scale.place(made, *units, first=self._since)
         times = continued(self._times, horizon)
-        return Forecast(forecaster._columns(paths, 1)[0], forecaster.columns, times)
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    for name in options:
-        check_choice("option", name, ("chunk", "recondition", "temperature"))
+        return Forecast(forecaster._reader.by_column(paths, 1)[0], forecaster.columns, times)

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vssm.config import check_choice, whole_number
 from vssm.data.dates import calendar_step, plain_dates, uneven_dates, usual_step
 
-__all__ = ["Asked", "History", "asked_for", "check_order", "continued", "dates_of", "double", "is_seed"]
-__all__ += ["largest_of", "numbers"]
+__all__ = ["Asked", "History", "asked_for", "check_horizon", "check_options", "check_order", "continued"]
+__all__ += ["dates_of", "double", "is_seed", "largest_of", "numbers"]
 
 History = Tensor | np.ndarray | Sequence
 
@@ -114,6 +115,28 @@ def continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:
     if from_end:
         return (new + month).astype("datetime64[s]") - ((last + month).astype("datetime64[s]") - times[-1])
     return new.astype("datetime64[s]") + (times[-1] - last.astype("datetime64[s]"))
+
+
+def check_horizon(horizon: int | None, samples: int, trained: int | None) -> int:
+    """Returns the horizon, by default that of training, where it and the samples are numbers that can be."""
+    if horizon is None:
+        horizon = trained
+    if horizon is None:
+        raise ValueError("horizon=None needs a run that knows its own; allowed: a whole number >= 1")
+    horizon, _ = whole_number("horizon", horizon, 1), whole_number("samples", samples, 1)
+    if trained is not None and horizon > trained:
+        warnings.warn(
+            f"horizon={horizon} is longer than the {trained} steps of training: from step"
+            f" {trained + 1} on this is extrapolation",
+            stacklevel=4,
+        )
+    return horizon
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raises unless these are options of a forecast."""
+    for name in options:
+        check_choice("option", name, ("chunk", "recondition", "temperature"))
 
 
 class Asked(NamedTuple):
