@@ -106,9 +106,9 @@ def selective_scan(
         >>> y, h = selective_scan(u, dt, A, B, C)
         >>> y[0, :, 0]
         tensor([1.0000, 1.3679, 1.5032])
-        >>> y_tail, _ = selective_scan(u[:, 1:], dt[:, 1:], A, B[:, 1:], C[:, 1:], h0=selective_scan(
-        ...     u[:, :1], dt[:, :1], A, B[:, :1], C[:, :1])[1])
-        >>> torch.equal(y_tail, y[:, 1:])
+        >>> _, first = selective_scan(u[:, :1], dt[:, :1], A, B[:, :1], C[:, :1])
+        >>> rest, _ = selective_scan(u[:, 1:], dt[:, 1:], A, B[:, 1:], C[:, 1:], h0=first)
+        >>> torch.equal(rest, y[:, 1:])
         True
     """
     return _chosen(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend, True)
