@@ -24,6 +24,7 @@ from vssm import generate, graphs, observe, sampling, trees
 from vssm.config import ModelConfig
 from vssm.data import Meta
 from vssm.forecast import Forecaster
+from vssm.forecast_reader import Reader
 from vssm.models import build
 from vssm.nn import State
 from vssm.nn.attention import AttentionBlock
@@ -1069,8 +1070,9 @@ def known_forecasts(monkeypatch):
     def refuse(*_):
         raise AssertionError("asked for again")
 
-    for name in ("_read", "_check", "_slab"):
-        monkeypatch.setattr(Forecaster, name, refuse)
+    monkeypatch.setattr(Reader, "read", refuse)
+    monkeypatch.setattr(Forecaster, "_slab", refuse)
+    monkeypatch.setattr(sys.modules["vssm.forecast"], "check_horizon", refuse)  # vssm.forecast is a function
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

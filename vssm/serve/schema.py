@@ -208,7 +208,7 @@ def mistake(ask: type[BaseModel], error: Mapping[str, Any]) -> tuple[str, str | 
 
     Example:
         >>> mistake(ResumeRequest, {"type": "extra_forbidden", "loc": ("body", "resum"), "input": ""})[0]
-        "field 'resum' is unknown; allowed: num, length, ..., keep, resume (did you mean resume?)"
+        "field 'resum' is unknown; allowed: num, length, ..., model, resume (did you mean resume?)"
         >>> mistake(GenerateRequest, {"type": "int_type", "loc": ("body", "num"), "input": 1.5})
         ('num=1.5 is not allowed; allowed: a whole number >= 1', 'num')
     """
