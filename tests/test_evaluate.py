@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -638,6 +639,22 @@ def test_commit_is_that_of_the_package(monkeypatch, tmp_path):
         assert found.removesuffix("-dirty") == run.stdout.strip()
     monkeypatch.setattr("vssm.results.__file__", str(tmp_path / "site-packages" / "vssm" / "results.py"))
     assert commit() is None
+
+
+def test_commit_tells_changed_code_from_changed_results(monkeypatch, tmp_path):
+    for name in ("vssm/results.py", "results/old.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("1\n")
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    for arguments in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "all", "--no-verify"]):
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
+    monkeypatch.setattr("vssm.results.__file__", str(tmp_path / "vssm" / "results.py"))
+    clean = commit()
+    assert clean is not None and re.fullmatch("[0-9a-f]{40}", clean)
+    (tmp_path / "results" / "old.json").write_text("2\n")
+    assert commit() == clean
+    (tmp_path / "vssm" / "new.py").write_text("")
+    assert commit() == f"{clean}-dirty"
 
 
 @pytest.mark.parametrize("kind", ["ssm", "vssm"])

@@ -76,12 +76,14 @@ def machine() -> dict[str, str | int | None]:
 
 
 def commit() -> str | None:
-    """Returns the commit of this package's own repository, with "-dirty" after it when files differ."""
+    """Returns the commit of this package's own repository, with "-dirty" after it when its code differs."""
     package = Path(__file__).parent
     # An installed copy may lie inside somebody else's repository, whose commit says nothing about it.
     if _git(package, "rev-parse", "--show-prefix") != f"{package.name}/":
         return None
-    return _git(package, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    found = _git(package, "rev-parse", "HEAD")
+    # Only the package: results that replace committed ones are written into the same clone.
+    return f"{found}-dirty" if found and _git(package, "status", "--porcelain", "--", ".") else found
 
 
 def source(but: tuple[str, ...] = (), package: Path = Path(__file__).parent) -> str:
