@@ -16,6 +16,7 @@ _COLOURS: dict[str, str] = dict(
     zip(KINDS, ("#4c72b0", "#dd8452", "#937860", "#8172b3", "#da8bc3", "#55a868"), strict=True)
 )
 _SHOWN_COLUMNS = 4  # of the samples, in the figure
+_SHOWN_MODELS = 3  # beside each other, there
 _STORED_COLUMNS = 16
 _JSON = {dict: "JSON object", list: "list", str: "text", int: "whole number", float: "number"}
 _ENVELOPE = {"metrics": dict, "machine": dict, "config": dict, "name": str, "command": str, "date": str}
@@ -93,13 +94,16 @@ def draw_figure(results: str | Path, path: str | Path, data_sets: Sequence[str])
         _draw_bars(middle.subplots(1, 2), runs)
         middle.suptitle(f"{data}: test set", fontsize=10)
         right.suptitle(f"{data}: samples", fontsize=10)
-        for axes, kind in zip(right.subplots(1, len(runs), squeeze=False)[0], runs, strict=True):
+        columns = min(len(runs), _SHOWN_MODELS)
+        places = right.subplots(-(-len(runs) // columns), columns, squeeze=False).ravel()
+        for axes in places:
+            axes.axis("off")
+        for axes, kind in zip(places, runs, strict=False):
             picture = _picture(Path(results), runs[kind][0])
             if picture is not None:
                 width = picture.shape[1] * _SHOWN_COLUMNS // _STORED_COLUMNS
                 axes.imshow(picture[:, :width], interpolation="nearest")
             axes.set_title(kind, fontsize=9)
-            axes.axis("off")
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))
 
 
@@ -177,12 +181,14 @@ def _draw_bars(axes: Any, runs: dict[str, list[Result]]) -> None:  # noqa: ANN40
                 reach = [[mean - min(values)], [max(values) - mean]]
                 ax.bar(x, mean, color=_COLOURS[kind], yerr=reach, capsize=2, label=label)
                 label = None
-                ax.annotate(f"{mean:{form}}", (x, mean), ha="center", va="bottom", fontsize=7)
+                place_of = {"textcoords": "offset points", "xytext": (0, 4), "ha": "center", "va": "bottom"}
+                ax.annotate(f"{mean:{form}}", (x, max(values)), fontsize=7, rotation=90, **place_of)
         ax.set_xticks(
             [group * (len(runs) + 1) + (len(runs) - 1) / 2 for group in range(2)], ["full", "partial"]
         )
         ax.set_title(title, fontsize=9)
-    axes[0].set_ylim(top=axes[0].get_ylim()[1] * (1 + 0.06 * len(runs)))  # room for the legend over the bars
+        ax.set_ylim(top=ax.get_ylim()[1] * 1.08)  # room for the numbers over the bars
+    axes[0].set_ylim(top=axes[0].get_ylim()[1] * (1 + 0.06 * len(runs)))  # and for the legend over them
     if axes[0].containers:
         axes[0].legend(fontsize=7)
 
