@@ -653,12 +653,66 @@ def test_a_module_with_the_weights_of_another_is_noticed(kind, device, replays):
     for _ in range(4):
         before = generate(model, num=2, length=LENGTH, seed=4)
     mixer = (model.decoder if kind == "vssm" else model.stack).blocks[0].mixer
-    mixer.x_proj = Louder(mixer.x_proj)
-    replays["recorded"] = 0
+    mixer.x_proj, own = Louder(mixer.x_proj), mixer.x_proj
     for _ in range(4):
         made = generate(model, num=2, length=LENGTH, seed=4)
         same_results(made, generate(model, num=2, length=LENGTH, seed=4, graphs=False))
-    assert relative_error(made.x, before.x) > 1e-3 and replays["recorded"]
+    assert relative_error(made.x, before.x) > 1e-3
+    mixer.x_proj, replays["recorded"] = own, 0
+    same(check(model, replays, times=5, num=2).x, before.x)
+    assert replays["recorded"]
+
+
+class Adapter(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.enabled = layer, True
+        self.register_buffer("scale", torch.tensor(3.0, device=layer.weight.device))
+
+    def forward(self, x):
+        return self.layer(x) * (self.scale if self.enabled else 1)
+
+
+@pytest.mark.parametrize("part", ["partial", "decoder", "stack"])
+def test_a_module_of_somebody_else_is_called_at_every_call(part, device):
+    """It may do other things than before, which no weight tells of."""
+    model = small_model("ssm" if part == "stack" else "vssm").to(device)
+    stack = getattr(model, part)
+    stack.out, own = Adapter(stack.out), stack.out
+    made = []
+
+    def call():
+        for _ in range(4):
+            made.append(generate(model, num=2, length=LENGTH, seed=4, temperature=0.5, observe="sample"))
+        options = {"length": LENGTH, "seed": 4, "temperature": 0.5, "observe": "sample"}
+        same_results(made[-1], generate(model, num=2, **options, graphs=False))
+        return made[-1].x
+
+    loud = call()
+    stack.out.enabled = False
+    plain = call()
+    assert relative_error(loud, plain) > 1e-3
+    stack.out.enabled = True
+    stack.out.scale.fill_(1)
+    same(call(), plain)
+    stack.out = own
+    same(call(), plain)
+    forward = own.forward
+    own.forward = lambda *given: 3 * forward(*given)
+    same(call(), loud)
+
+
+def test_hooks_of_the_partial_posterior_are_called_at_every_call(device):
+    model, seen = small_model("vssm").to(device), []
+    for _ in range(4):
+        wanted = generate(model, num=2, length=LENGTH, seed=4)
+    hook = model.partial.blocks[0].register_forward_hook(lambda *_: seen.append(1))
+    for call in range(3):
+        same_results(generate(model, num=2, length=LENGTH, seed=4), wanted)
+        assert len(seen) == call + 1
+    hook.remove()
+    model.partial.out.register_forward_hook(lambda *made: 0 * made[-1])
+    assert not torch.equal(generate(model, num=2, length=LENGTH, seed=4).z, wanted.z)
 
 
 def test_the_same_request_elsewhere(device, replays):

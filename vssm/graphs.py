@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from vssm.nn import Moving
 from vssm.recording import Recorder
-from vssm.weights import found_weights, listened_to, weights_of
+from vssm.weights import found_weights, opaque, weights_of
 
 __all__ = ["again", "attempt", "forget_last", "same", "usable"]
 
@@ -187,7 +187,7 @@ def attempt(
     made = again(model, device, key, *inputs) if weights is None else None
     if made is not None:
         return made
-    if listened_to(model):  # at every call, not when it is recorded alone
+    if opaque(model):
         return None
     weights = weights or weights_of(model)
     key = _whole(key, device)

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Hashable
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vssm.models import Variational
 
-__all__ = ["first_weight", "found_weights", "listened_to", "weights_of"]
+__all__ = ["first_weight", "found_weights", "opaque", "weights_of"]
 
 _version = operator.attrgetter("_version")
 _found: WeakKeyDictionary[nn.Module, "_Found"] = WeakKeyDictionary()
@@ -23,6 +23,10 @@ class _Found(NamedTuple):
     """All that was in them."""
     weights: list[nn.Parameter]
     hooks: list[dict]
+    own: list[dict]
+    """The attributes of every module, where its `forward` may be another than its class's."""
+    foreign: bool
+    """Whether there is a module of somebody else."""
     times: int
     """How often something else was found: a module may be in the place of another, with the same weights."""
 
@@ -30,7 +34,7 @@ class _Found(NamedTuple):
 def weights_of(model: nn.Module) -> list[Hashable]:
     """Returns where the weights are and how often they were changed, as far as their versions tell.
 
-    And how often modules were replaced, and whether somebody listens to one: a replay would call nobody.
+    And how often modules were replaced, and whether one is `opaque`: a replay would call nobody.
     """
     weights = found_weights(model)
     try:
@@ -38,14 +42,33 @@ def weights_of(model: nn.Module) -> list[Hashable]:
     except RuntimeError:  # weights made in inference mode have none
         versions = []
     found = _found[model]
-    modules = model.training, any(found.hooks), found.times
+    modules = model.training, _is_opaque(found), found.times
     return [*modules, weights[0].dtype, *map(Tensor.data_ptr, weights), *versions]
 
 
-def listened_to(model: nn.Module) -> bool:
-    """Says whether a module of a model that generation calls has a hook."""
+def opaque(model: nn.Module) -> bool:
+    """Says whether weights do not tell all that generation does: every call then has to call the modules.
+
+    Somebody listens to one, or it is neither ours nor PyTorch's, such as an adapter that can be switched off.
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> model = build(ModelConfig(kind="ssm", features=3, width=8, layers=1))
+        >>> before, hook = opaque(model), model.stack.out.register_forward_hook(print)
+        >>> before, opaque(model)
+        (False, True)
+    """
     found_weights(model)
-    return any(_found[model].hooks)
+    return _is_opaque(_found[model])
+
+
+def _is_opaque(found: _Found) -> bool:
+    return found.foreign or any(found.hooks) or any(map(dict.__contains__, found.own, repeat("forward")))
+
+
+def _is_foreign(module: nn.Module) -> bool:
+    package = type(module).__module__.partition(".")[0]
+    return package != "vssm" and (package != "torch" or bool(module._buffers))
 
 
 def first_weight(module: nn.Module) -> Tensor:
@@ -83,5 +106,7 @@ def found_weights(model: nn.Module) -> list[nn.Parameter]:
     weights = [weight for m in modules for weight in m._parameters.values() if weight is not None]
     hooks = [table for m in modules for table in (m._forward_hooks, m._forward_pre_hooks)]
     values = [value for table in tables for value in table.values()]
-    _found[model] = _Found(tables, values, weights, hooks, 0 if found is None else found.times + 1)
+    own, foreign = [vars(module) for module in modules], any(map(_is_foreign, modules))
+    times = 0 if found is None else found.times + 1
+    _found[model] = _Found(tables, values, weights, hooks, own, foreign, times)
     return weights

@@ -45,7 +45,7 @@ from vssm.sampling.request import (
 )
 from vssm.trees import describe
 from vssm.watch import Watch
-from vssm.weights import first_weight, weights_of
+from vssm.weights import first_weight, opaque, weights_of
 
 __all__ = ["read_variational", "repeat_variational", "sample_variational"]
 
@@ -64,9 +64,11 @@ def sample_variational(
     remember: bool = True,
 ) -> Result:
     """Runs the algorithm below, or replays it; `remember` allows an all-empty pass of before."""
-    made = _replayed(model, prompt, state, source, options) if record and options.length else None
-    if made is not None:
-        return made
+    remember = remember and not opaque(model)
+    if record and remember and options.length:
+        made = _replayed(model, prompt, state, source, options)
+        if made is not None:
+            return made
     empty = None
     if state is None and prompt is None and options.length:
         steps = _empty_steps(options, source.num)
