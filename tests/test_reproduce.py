@@ -457,7 +457,7 @@ def test_a_shipped_model_is_found_by_its_name(shelf, tmp_path, capsys):
     card = pretrained.write_card(folder).read_text()
     for part in ('vssm.load("digits-small")', "## Limits", "## Licence", "vssm train digits", f"{nats:.6g}"):
         assert part in card, part
-    assert "hf://" not in card
+    assert "hf://" not in card and "in one shot from nothing are worse" in card
     with pytest.raises(ValueError, match="has metrics of other weights; allowed: a new folder"):
         pretrained.export(shelf, folder)
 

@@ -93,7 +93,8 @@ def generate(
             second half of a batch of sixteen.
         cache: False recomputes the whole prefix at every step, as the paper's Transformer does.
         graphs: Whether calls that repeat are replayed as CUDA graphs where there is a GPU, which changes
-            results by rounding at most.
+            results by rounding at most, and whether a vssm or tvae keeps its pass over empty tokens, which
+            depends on the weights alone, from one call to the next.
 
     Returns:
         The new steps, their latents, and the state to resume from.

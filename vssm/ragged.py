@@ -84,7 +84,7 @@ def generate_ragged(
         length: The number of new steps of every row.
         seed: Names the sample; one for all rows, or one for each, (B,).
         states: Whether to return where each row can be resumed.
-        options: Those of `generate`: `chunk`, `recondition`, `temperature`, `observe`.
+        options: Those of `generate`: `chunk`, `recondition`, `passes`, `temperature`, `observe`.
 
     Example:
         >>> from vssm import ModelConfig, build

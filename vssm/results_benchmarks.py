@@ -112,7 +112,9 @@ _WAYS = {
 _GENERATE = Benchmark(
     "Generation",
     "Milliseconds for a whole batch of sequences, of fresh models, since time does not depend on what was "
-    "learned: in one shot for vssm and tvae, step by step with caches for the others. Beside them models of "
+    "learned: in one shot for vssm and tvae, step by step with caches for the others. From nothing, these "
+    "two keep the pass of the partial posterior over empty tokens, which depends on the weights alone, from "
+    "one call to the next: times are of calls after the first, which runs it too. Beside them models of "
     "transformers of the same width and depth with their own caches. The best of a row is bold.",
     (
         *(

@@ -28,8 +28,11 @@ FOLDER = Path(__file__).parent
 _LIMITS = (
     "Trained for minutes, to be small and quick to try: longer training and more width give better numbers. "
     "It knows only sequences like those of its data set. The weights are rounded to bfloat16; metrics are "
-    "those of the rounded weights. Samples that a model with latents draws in one shot from "
-    "nothing are worse than its completions, and than samples with `--chunk 1 --recondition`."
+    "those of the rounded weights."
+)
+_ONE_SHOT = (
+    " Samples in one shot from nothing are worse than completions, and than samples with "
+    "`--chunk 1 --recondition`."
 )
 
 
@@ -100,7 +103,10 @@ def write_card(folder: str | Path) -> Path:
     folder = Path(folder)
     name = folder.resolve().name
     card = model_card(folder, name).replace(f"hf://{name}", name)
-    text = card.replace("\n## Licence\n", f"\n## Limits\n\n{_LIMITS}\n\n## Licence\n")
-    assert _LIMITS in text
+    model = json.loads((folder / "config.json").read_bytes())["model"]
+    poor = model["kind"] in ("tvae", "vssm") and model.get("levels", 1) == 1
+    limits = _LIMITS + _ONE_SHOT * poor
+    text = card.replace("\n## Licence\n", f"\n## Limits\n\n{limits}\n\n## Licence\n")
+    assert limits in text
     write_atomically(folder / "README.md", lambda path: path.write_text(text))
     return folder / "README.md"
