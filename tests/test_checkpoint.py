@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import KINDS, sequences, small_model
 from vssm import State, generate, load, log_likelihood, observe, save
+from vssm.checkpoint import config_of
 from vssm.storage import write_atomically
 
 
@@ -167,6 +169,14 @@ def test_a_save_that_is_killed_between_its_files_leaves_the_new_model(options, t
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load(tmp_path).config == new.config
+
+
+def test_settings_are_those_of_the_weights(tmp_path):
+    """As `load` has them: a save that was killed in between leaves the config of before."""
+    for width, name in ((16, "old"), (32, "new")):
+        save(small_model("ssm", width=width), tmp_path / name)
+    shutil.copy(tmp_path / "new" / "weights.safetensors", tmp_path / "old")
+    assert config_of(tmp_path / "old").width == 32
 
 
 @pytest.mark.parametrize("key", ["data", "train"])

@@ -155,6 +155,21 @@ def test_text_from_train_to_prompt(tmp_path, monkeypatch, capsys):
     assert "allowed: a .npy file" not in (tmp_path / "t.txt").read_text()
 
 
+def test_units_in_the_names_of_columns_are_shown(tmp_path, capsys):
+    lines = ["wind [m/s],rain [/h]", *(f"{i},{i % 7}" for i in range(60))]
+    (tmp_path / "a.csv").write_text("\n".join(lines))
+    options = ["--series.path", str(tmp_path / "a.csv"), "--series.context", "4", "--series.horizon", "2"]
+    main(["data", "series", *options, "--out", str(tmp_path / "a.png")])
+    shown = capsys.readouterr().out
+    assert "wind [m/s]" in shown and "rain [/h]" in shown
+
+
+def test_a_reader_of_the_help_who_has_seen_enough(tmp_path):
+    command = f"{sys.executable} -m vssm --help"
+    done = subprocess.run(["sh", "-c", f"(sleep 0.2; {command}) | true"], capture_output=True, text=True)
+    assert not done.stderr
+
+
 def test_series_start_from_a_small_model():
     own, general = PRESETS["series"], RunOptions()
     chosen = RunOptions.default(["series", "--series.path", "x.csv"])
@@ -163,6 +178,8 @@ def test_series_start_from_a_small_model():
         (["digits"], general.model),
         (["series", "--preset", "best"], PRESETS["best"].model),
         (["series", "--smoke"], PRESETS["smoke"].model),
+        (["--out", "x", "series"], own.model),
+        (["--out", "series", "digits"], general.model),
     ):
         assert RunOptions.default(arguments).model == model
 

@@ -25,6 +25,7 @@ import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import small_model
 from vssm.config import RunConfig
 from vssm.data import (
     NAMES,
@@ -284,14 +285,6 @@ def test_meta_maps_rows_to_images_of_any_height():
     assert torch.equal(image[1, 2, 0], x[1, 2, :3].clamp(0, 1))
     with pytest.raises(ValueError, match="'text' has no images"):
         Meta(name="text", features=2, length=2, suggested_head="categorical").to_image(x)
-
-
-def test_meta_scales_back(tmp_path):
-    values = np.random.default_rng(1).normal(50, 9, (60, 3))
-    data = open_data(series(write_csv(tmp_path / "a.csv", values), context=4, horizon=3, scale="column"))
-    x = data.train.batch(slice(None))
-    torch.testing.assert_close(data.meta.unscale(x)[0], torch.tensor(values[:7], dtype=torch.float32))
-    torch.testing.assert_close(data.meta.scale(data.meta.unscale(x)), x, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture
@@ -1342,6 +1335,21 @@ def test_a_digest_tells_values_apart_that_have_one_mean_and_one_middle():
     flat, peak = (Split(torch.tensor(values).view(1, 3, 1)) for values in ([1.0, 1, 1], [0.0, 3, 0]))
     assert flat.digest() == [1.0, 1.0, 0.5]
     assert peak.digest() == [1.0, 3.0, 0.5]
+
+
+def test_many_values_are_looked_at_in_parts(monkeypatch):
+    from vssm.data.feed import check_values
+
+    split = Split(torch.randn(50, 7, 3))
+    digest = split.digest()
+    x = split.x.reshape(-1).double()
+    assert digest == pytest.approx([float(v.mean()) for v in (x, x * x, x * torch.linspace(0, 1, len(x)))])
+    monkeypatch.setattr("vssm.data.dataset._PART", 100)  # four sequences
+    assert split.digest() == pytest.approx(digest, rel=1e-12)
+    assert [len(part) for part in split.parts()] == [*12 * [4], 2]
+    split.x[41, 2, 1] = torch.nan
+    with pytest.raises(ValueError, match="the set from row 40 "):
+        check_values(small_model("ssm").head, split, "the set")
 
 
 def test_images_are_moved_by_a_pixel_as_often_as_asked():

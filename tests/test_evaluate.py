@@ -18,12 +18,15 @@ from safetensors.torch import save_file
 from tests.conftest import KINDS, small_config
 from vssm import build, evaluate, generate, load, log_likelihood, runs, save
 from vssm.cli import main
+from vssm.config import RunConfig, TrainConfig
 from vssm.data import DataConfig, SyntheticConfig, TextConfig, open_data
 from vssm.evaluate import evaluate_run
 from vssm.frechet import Classifier, features, frechet_distance, train_classifier
+from vssm.progress import Progress
 from vssm.quality import Work, image_quality, observed, ways_to_sample
 from vssm.results import commit, result, write_result
 from vssm.runs import RunFolder, claim
+from vssm.train import train
 
 TIMES = ("_ms_b1", "_ms_b16", "timing_spread")
 
@@ -618,6 +621,22 @@ def test_a_folder_that_is_read_only_is_named_before_the_work(tmp_path, monkeypat
     with pytest.raises(ValueError, match=message):
         evaluate_run(run, quick=True, progress=lambda *stage: stages.append(stage))
     assert not stages
+
+
+def test_data_that_changed_are_refused(tmp_path):
+    """With as many characters, each of which is another token than in the training."""
+    path, folder = tmp_path / "a.txt", tmp_path / "run"
+    config = RunConfig(
+        data=DataConfig(name="text", text=TextConfig(path=str(path), length=8)),
+        model=small_config("rnn", head="auto", width=8, layers=1),
+        train=TrainConfig(max_steps=1, batch=4, samples=0, num_valid=4),
+    )
+    path.write_text("the cat sat on the mat and the dog sat on the log " * 40)
+    train(config, folder, progress=Progress())
+    evaluate_run(folder, quick=True, max_sequences=2)
+    path.write_text(path.read_text().replace("t", "!"))
+    with pytest.raises(ValueError, match=r"^data 'text' has another vocabulary than the run in '.*run' was"):
+        evaluate_run(folder, quick=True, max_sequences=2)
 
 
 def test_result_tells_nothing_about_its_maker(tmp_path):

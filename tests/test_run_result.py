@@ -12,9 +12,9 @@ from vssm.results_page import write_page
 from vssm.run_result import keep_result
 
 LOG = [
-    {"step": 10, "epoch": 1, "split": "valid", "loss": 9.0, "reconstruction": -5.0, "kl": 2.0},
+    {"step": 10, "epoch": 1, "split": "valid", "loss": 9.0, "reconstruction": -5.0, "kl": 2.0, "best": True},
     {"step": 20, "epoch": 2, "split": "train", "loss": 1.0, "reconstruction": -1.0, "kl": 0.0},
-    {"step": 20, "epoch": 2, "split": "valid", "loss": 7.0, "reconstruction": -3.0, "kl": 2.5},
+    {"step": 20, "epoch": 2, "split": "valid", "loss": 7.0, "reconstruction": -3.0, "kl": 2.5, "best": True},
     {"step": 30, "epoch": 3, "split": "valid", "loss": None, "reconstruction": None, "kl": None},
 ]
 

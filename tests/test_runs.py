@@ -1,12 +1,14 @@
 """The run folder: nothing that is killed, damaged or full loses what was saved."""
 
 import errno
+import fcntl
 import json
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +20,10 @@ from safetensors.torch import load_file
 import vssm
 from tests.conftest import small_config
 from tests.training import StopAt, log, newest, result, run, stopped, tiny
-from vssm import figures
+from vssm import figures, runs
 from vssm.data import ArraysConfig, DataConfig, Meta, read_meta, steps_left
 from vssm.progress import Progress
+from vssm.run_result import validations
 from vssm.runs import RunFolder, _checksum, read_config, read_log
 from vssm.train import TrainingStopped, train
 
@@ -99,6 +102,64 @@ def test_best_weights_that_were_lost_are_made_again_from_the_end(how, unbroken, 
     assert any("best weights" in text and "are damaged or gone" in text for text in shown.messages)
     last = load_file(newest(folder) / "weights.safetensors")
     assert all(torch.equal(tensor, last[name]) for name, tensor in vssm.load(folder).state_dict().items())
+
+
+def test_the_validation_of_a_run_is_that_of_its_weights(tmp_path):
+    """Also where better ones were lost, of a loss that goes up in the end."""
+    config = tiny("rnn", epochs=8, learning_rate=0.5, seed=3)
+    folder = stopped(config, tmp_path / "run", 20)
+    (folder / "weights.safetensors").unlink()
+    run(None, folder, resume=True)
+    losses = [line["loss"] for line in log(folder, "valid")]
+    assert validations(folder)[0]["validation_loss"] == losses[-1] > min(losses)
+
+
+def test_a_finished_run_that_is_resumed_stays_as_it_is(unbroken, tmp_path):
+    folder = shutil.copytree(unbroken, tmp_path / "run")
+    facts = {**json.loads((folder / "meta.json").read_text()), "commit": "another", "device": "cuda:7"}
+    (folder / "meta.json").write_text(json.dumps(facts))
+    run(None, folder, resume=True)
+    assert json.loads((folder / "meta.json").read_text()) == facts and log(folder) == log(unbroken)
+
+
+def test_a_run_whose_last_validation_is_not_finite_is_validated_once(tmp_path):
+    folder = run(tiny("rnn", learning_rate=1e25, epochs=1, warmup=0.0), tmp_path / "run")
+    (folder / "eval.json").write_text("{}")
+    for _ in range(2):
+        run(None, folder, resume=True)
+    assert [line["loss"] for line in log(folder, "valid")] == [None] and (folder / "eval.json").exists()
+
+
+def test_a_checkpoint_that_is_saved_again_is_there_all_the_time(unbroken, tmp_path, monkeypatch):
+    folder = RunFolder(shutil.copytree(unbroken, tmp_path / "run"))
+    last, remove = newest(folder.path), runs._remove
+
+    def stop(path):
+        if path.name.endswith(".old.tmp") and path.exists():
+            raise KeyboardInterrupt
+        remove(path)
+
+    monkeypatch.setattr(runs, "_remove", stop)
+    with pytest.raises(KeyboardInterrupt):
+        folder.save_checkpoint(read_config(unbroken), 12, {"weights": {"a": torch.ones(2)}}, {})
+    assert runs._read(last).parts["weights"]["a"].tolist() == [1, 1]
+
+
+def test_who_asks_whether_a_run_is_trained_does_not_keep_it_from_being(tmp_path):
+    with (tmp_path / ".lock").open("a") as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        timer = threading.Timer(0.05, asking.close)
+        timer.start()
+        runs.claim(tmp_path, "run folder").close()
+        timer.join()
+
+
+def test_what_an_evaluation_is_writing_stays(unbroken, tmp_path):
+    folder = shutil.copytree(unbroken, tmp_path / "run")
+    for name in (".eval.json.1a2b.tmp", ".meta.json.1a2b.tmp"):
+        (folder / name).write_text("{")
+    run(None, folder, resume=True)
+    assert [path.name for path in folder.glob(".*.tmp")] == [".eval.json.1a2b.tmp"]
 
 
 class Delete(Progress):

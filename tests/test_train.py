@@ -506,6 +506,7 @@ def test_a_signal_saves_first_and_acts_then(minutes, ctrl_c, tmp_path):
     run(config, folder, resume=True)
     whole = run(config, tmp_path / "whole")
     assert (folder / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
+    assert log(folder) == log(whole), "also of steps before the signal that no line had told of"
 
 
 def test_a_signal_at_the_last_step_acts_when_all_is_written(ctrl_c, tmp_path):

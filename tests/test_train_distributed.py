@@ -1,6 +1,7 @@
 """Several processes train what one trains: the same losses, the same folder, and a kill ends all of them."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -19,8 +20,11 @@ from tests.training import StopAt, log, newest, run, stopped, tiny
 
 ROOT = Path(__file__).parents[1]
 
+# With some validations that are not the best, and weights that move enough to tell averaged ones.
+SHARDED = {"ema": 0.9, "learning_rate": 0.3, "epochs": 6}
+
 COMPARED = """
-import sys
+import json, sys
 from dataclasses import replace
 from pathlib import Path
 import torch.distributed as dist
@@ -30,7 +34,7 @@ folder = Path(sys.argv[1])
 dist.init_process_group("gloo")  # one group for all: torchrun takes seconds to start
 run(tiny("tvae"), folder / "ddp", resume=True)
 run(tiny("ssm", optimizer="muon"), folder / "muon", resume=True)
-run(tiny("tvae", fsdp=True), folder / "fsdp", resume=True)
+run(tiny("tvae", fsdp=True, **json.loads(sys.argv[2])), folder / "fsdp", resume=True)
 run(tiny("vrnn", ema=0.8, num_valid=3, fsdp=True, validate_partial=True), folder / "resumed", resume=True)
 for rank in range(2):
     dist.barrier()
@@ -58,7 +62,10 @@ def torchrun(script, folder):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("w") as output:
         return subprocess.Popen(
-            [*command, str(folder / "script.py"), str(folder)], env=environment, stdout=output, stderr=output
+            [*command, str(folder / "script.py"), str(folder), json.dumps(SHARDED)],
+            env=environment,
+            stdout=output,
+            stderr=output,
         )
 
 
@@ -77,19 +84,21 @@ def together(tmp_path_factory):
     [
         ("ddp", tiny("tvae")),
         ("muon", tiny("ssm", optimizer="muon")),
-        ("fsdp", tiny("tvae")),
+        ("fsdp", tiny("tvae", **SHARDED)),
         # three rows for two processes: one is filled up
         ("resumed", tiny("vrnn", ema=0.8, num_valid=3, validate_partial=True)),
     ],
 )
 def test_two_processes_equal_one(name, config, together, tmp_path):
     alone, both = run(config, tmp_path / "alone"), together / name
-    assert len(log(alone)) == len(log(both)) == 16
+    assert len(log(alone)) == len(log(both)) == 4 * config.train.epochs
+    if name == "fsdp":
+        assert not all(line["best"] for line in log(alone, "valid"))
     for one, two in zip(log(alone), log(both), strict=True):
         assert {key: two[key] for key in ("step", "split", "skipped") if key in two} == {
             key: one[key] for key in ("step", "split", "skipped") if key in one
         }
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-3 if name == "fsdp" else 1e-5)
         assert two.get("partial_elbo", 0) == pytest.approx(one.get("partial_elbo", 0), rel=1e-5)
     for file in sorted(newest(alone).glob("*.safetensors")):
         ours, theirs = load_file(file), load_file(newest(both) / file.name)
@@ -97,13 +106,14 @@ def test_two_processes_equal_one(name, config, together, tmp_path):
             (name, t.shape) for name, t in theirs.items()
         ]
         one, two = (torch.cat([t.flatten() for t in tensors.values()]) for tensors in (ours, theirs))
-        assert relative_error(two, one) < 1e-4
+        assert relative_error(two, one) < (0.1 if name == "fsdp" else 1e-4)
     model = vssm.load(both)
     assert vssm.generate(model, num=2, length=5).x.isfinite().all()
     # and one process takes up what two have saved
     shown = StopAt(99)
     run(replace(config, train=replace(config.train, fsdp=False)), both, resume=True, progress=shown)
-    assert shown.messages == [f"{str(both)!r} is finished: 12 of 12 steps"]
+    steps = 3 * config.train.epochs
+    assert shown.messages == [f"{str(both)!r} is finished: {steps} of {steps} steps"]
 
 
 def test_batch_that_does_not_divide_names_both_numbers(together):

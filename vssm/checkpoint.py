@@ -137,15 +137,19 @@ def config_of(folder: str | Path) -> ModelConfig:
         >>> config_of("mnist-small").kind
         'vssm'
     """
-    return _read_config(_found(folder) / "config.json")
+    folder = _found(folder)
+    path = folder / "weights.safetensors"
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError):  # it is the reader of the weights who says so
+        metadata = {}
+    own = metadata.get(_METADATA)
+    return _read_config(folder / "config.json") if own is None else _parse_config(own, path)
 
 
 def _found(folder: str | Path) -> Path:
     check_path("folder", folder)
-    if isinstance(folder, str) and folder.startswith("hf://"):
-        from vssm.hub import pull
-
-        folder = pull(folder)
     return pretrained.find(folder)
 
 

@@ -70,7 +70,8 @@ class World:
             mesh = init_device_mesh(self.device.type, (self.size,))
             for block in [part for part in module.modules() if isinstance(part, tuple(BLOCKS.values()))]:
                 fully_shard(block, mesh=mesh)
-            fully_shard(module, mesh=mesh)
+            # Else the root keeps what it has gathered in a validation: averaged weights.
+            fully_shard(module, mesh=mesh, reshard_after_forward=True)
             return module
         module.to(self.device)
         return nn.parallel.DistributedDataParallel(module) if self.grouped else module

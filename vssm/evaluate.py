@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vssm.checkpoint import load
 from vssm.config import RunConfig, check_choice, check_flag, check_path, whole_number
-from vssm.data import Data, open_data
+from vssm.data import Data, open_data, read_meta
 from vssm.journal import Journal
 from vssm.likelihoods import estimates, reconstruct
 from vssm.models import Autoregressive, Ladder, Model, Variational
@@ -335,6 +335,11 @@ def _open_run(folder: Path, model: Model) -> tuple[dict[str, Any], Data]:
         raise ValueError(
             f"data {data.meta.name!r} has {data.meta.features} features ({kinds[tokens]}); allowed: "
             f"{model.config.features} ({kinds[model.head.tokens]}), those of the model in {str(folder)!r}"
+        )
+    for name in () if (trained := read_meta(folder)) is None else trained.differing(data.meta):
+        raise ValueError(
+            f"data {data.meta.name!r} has another {name} than the run in {str(folder)!r} was trained with; "
+            "allowed: the data that it was trained on"
         )
     return {name: config[name] for name in ("model", "data", "train") if name in config}, data
 

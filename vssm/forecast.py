@@ -36,7 +36,6 @@ from vssm.forecast_input import (
 )
 from vssm.forecast_reader import LARGEST, Reader
 from vssm.generate import check_temperature, generate, observe
-from vssm.hub import pull
 from vssm.models import Ladder, Model, Variational, inner_model
 from vssm.nn import State
 from vssm.sampling.paths import Finish, Task, paths_after, paths_from, repeat_paths
@@ -201,7 +200,7 @@ class Forecaster:
             >>> own.columns, own.forecast(np.zeros((4, 1)), samples=3).samples.shape
             (('load',), torch.Size([3, 2, 1]))
         """
-        folder = pull(run) if isinstance(run, str) and run.startswith("hf://") else pretrained.find(run)
+        folder = pretrained.find(run)
         model = load_finite(folder, device)
         meta = read_meta(folder)
         if meta is None or meta.columns is None:

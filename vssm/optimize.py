@@ -113,8 +113,8 @@ class Tally:
         self.streak.copy_((self.streak + 1) * ~finite)
         self.stopped += ((self.streak == _STREAK) & (self.stopped == 0)) * self.step
 
-    def fetch(self) -> tuple[dict[str, float], int, int]:
-        """Waits for the device and returns the means since the last fetch, the steps skipped, and the streak.
+    def fetch(self, clear: bool = True) -> tuple[dict[str, float], int, int]:
+        """Waits for the device and returns the means since the last clearing, steps skipped, and the streak.
 
         Raises `TrainingStopped` when ten steps in a row were not finite.
         """
@@ -126,10 +126,20 @@ class Tally:
             bad = [name for name, value in zip(self.names, culprit, strict=True) if not math.isfinite(value)]
             term = (*bad[1:], *bad)[0]  # a part of the loss says more than the loss
             raise TrainingStopped(f"step {stopped:.0f}: {term} is not finite, for the tenth step in a row")
-        self.sums.zero_()
-        self.taken.zero_()
+        if clear:
+            self.sums.zero_()
+            self.taken.zero_()
         means = {n: s / taken if taken else math.nan for n, s in zip(self.names, sums, strict=True)}
         return means, int(skipped), int(streak)
+
+    def pending(self) -> list[float]:
+        """Returns the sums of steps that no line of the log tells of yet, and how many these are."""
+        return [*self.sums.tolist(), float(self.taken)]
+
+    def restore(self, pending: list[float]) -> None:
+        """Goes on from what `pending` returned."""
+        self.sums.copy_(torch.tensor(pending[:-1], dtype=torch.float64))
+        self.taken.fill_(pending[-1])
 
 
 class Replayed:

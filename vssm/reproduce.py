@@ -157,18 +157,20 @@ def reproduce(
     for stage in ("grid", "finals") if finalists > 1 else ("grid",):
         (plan.results / stage).mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
-    run = partial(_run, plan=plan, ray_address=ray_address, progress=_Until(show, deadline))
     finals: dict[str, RunConfig] = {}
     seeded: dict[str, RunConfig] = {}
 
-    def todo(configs: Mapping[str, RunConfig], stage: str) -> Mapping[str, RunConfig]:
+    def run(configs: Mapping[str, RunConfig], folder: Path, stage: str) -> None:
         left = _missing(plan, configs, stage)
-        if done := len(configs) - len(left):
-            show.message(f"{stage}: {done} of {len(configs)} are in {results} already and not run again")
-        return left
+        done = [name for name in configs if name not in left]
+        for name in done:  # killed before it was deleted
+            shutil.rmtree(folder / name / "checkpoint", ignore_errors=True)
+        if done:
+            show.message(f"{stage}: {len(done)} of {len(configs)} are in {results} already and not run again")
+        _run(left, folder, plan, stage, ray_address, _Until(show, deadline))
 
     try:
-        run(todo(grid, "grid"), out / ("runs" if whole else "grid"), stage="grid")
+        run(grid, out / ("runs" if whole else "grid"), "grid")
         ranked = {kind: _ranked(plan, grid, kind, "grid") or [min(chosen.learning_rates)] for kind in kinds}
         finals = {
             f"{kind}-lr{rate!r}-seed0": _config(base, chosen.epochs, kind, rate, 0)
@@ -178,14 +180,14 @@ def reproduce(
         }
         for config in finals.values():
             _reuse(plan, config)
-        run(todo(finals, "finals"), out / "runs", stage="finals")
+        run(finals, out / "runs", "finals")
         rates = {kind: (_ranked(plan, finals, kind, "finals") or ranked[kind])[0] for kind in kinds}
         seeded = {
             f"{kind}-lr{rates[kind]!r}-seed{seed}": _config(base, chosen.epochs, kind, rates[kind], seed)
             for seed in chosen.seeds  # every kind once before any twice
             for kind in kinds
         }
-        run(todo(seeded, "seeds"), out / "runs", stage="seeds")
+        run(seeded, out / "runs", "seeds")
     except _TimeIsUp:
         show.message(f"stopped after {(time.monotonic() - start) / 60:.1f} minutes; the same call goes on")
     if any(plan.results.glob(f"{data}_*_seed*.json")):
@@ -275,6 +277,7 @@ def _run(
     for row in diverged:
         metrics = {"validation_loss": None, "train_seconds": row["seconds"]}
         _write_rate(plan, stage, configs[row["folder"]], metrics)
+        shutil.rmtree(folder / row["folder"] / "checkpoint", ignore_errors=True)
     others = [f"{row['folder']}: {row['reason']}" for row in failed if row not in diverged]
     if others:
         raise ValueError(f"{len(others)} of {len(rows)} runs failed; {others[0]}")

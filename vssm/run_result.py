@@ -102,10 +102,8 @@ def validations(folder: Path) -> tuple[dict[str, float | None], dict[str, list[f
         None if None in (line["reconstruction"], line["kl"]) else line["reconstruction"] - line["kl"]
         for line in lines
     ]
-    by_bound = read_config(folder).train.select == "bound"
-    scores = [None if b is None else -b for b in bounds] if by_bound else [line["loss"] for line in lines]
-    finite = {i: score for i, score in enumerate(scores) if score is not None}
-    best = min(finite, key=finite.__getitem__, default=None)
+    # The last that was the best: its weights are kept.
+    best = max((i for i, line in enumerate(lines) if line.get("best")), default=None)
     facts = {
         "validation_loss": None if best is None else lines[best]["loss"],
         "validation_elbo": None if best is None else bounds[best],

@@ -25,6 +25,7 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -126,13 +127,18 @@ def claim(folder: Path, what: str) -> IO[str] | None:
     import fcntl
 
     lock = (folder / ".lock").open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise ValueError(
-            f"{what} {str(folder)!r} is in use by another process; allowed: one at a time"
-        ) from None
+    for wait in (0.01, 0.1, None):  # who asks whether somebody trains holds it for a moment
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if wait is not None:
+                time.sleep(wait)
+                continue
+            lock.close()
+            raise ValueError(
+                f"{what} {str(folder)!r} is in use by another process; allowed: one at a time"
+            ) from None
     return lock
 
 
@@ -248,10 +254,11 @@ class RunFolder:
         return ended is not None or not self.log_path.exists()  # a run has a log before it has weights
 
     def _tidy(self) -> None:
-        """Removes what a killed process was writing."""
+        """Removes what a killed training was writing; an evaluation may be at work."""
         for folder in (self.path, self.checkpoints):
-            for file in [file for file in folder.glob(".*") if _is_temporary(file)]:
-                _remove(file)
+            for file in folder.glob(".*"):
+                if _is_temporary(file) and not file.name.startswith(".eval"):
+                    _remove(file)
 
     def describe(self, facts: dict[str, Any]) -> None:
         """Writes meta.json."""
@@ -334,10 +341,13 @@ class RunFolder:
             (temporary / "progress.json").write_text(json.dumps(record, indent=2) + "\n")
             _flush(temporary / "progress.json")
             _flush(temporary)
-            if final.exists():
-                self._discard(final)
+            before = final.with_name(f".{final.name}.old.tmp")
+            if final.exists():  # of this step: it goes when the new one has its name
+                _remove(before)
+                final.rename(before)
             temporary.rename(final)
             _flush(self.checkpoints)
+            _remove(before)
         finally:
             _remove(temporary)
         for old in self._saved()[:-_KEPT]:

@@ -176,6 +176,7 @@ class _Training:
 
         self.step, self.epoch, self.order = 0, -1, torch.empty(0)
         self.best: float | None = None
+        self.lost = False  # the best weights, of a run that is resumed
         self.seconds, self.started = 0.0, datetime.now(UTC).isoformat(timespec="seconds")
         self.saved: Path | None = None
         self.drawn = -math.inf
@@ -193,7 +194,8 @@ class _Training:
     def run(self) -> None:
         """Takes the steps that are left."""
         self.clock = self.window = self.checkpointed = time.monotonic()
-        if self.world.rank == 0:
+        done = self.step == self.total and not self.lost and self.folder.has_ended()  # then nothing is new
+        if self.world.rank == 0 and not done:
             with self._stopping():
                 self.folder.describe(self._facts(ended=False))
         self.progress.start(self.step, self.total)
@@ -207,7 +209,7 @@ class _Training:
             expected = "FSDP2-wrapped module|Mismatch dtype between input and weight|.*capturable=True"
             warnings.filterwarnings("ignore", expected)
             logged = self.step
-            if self.step == self.total and self.best is None:  # the best weights were lost after the end
+            if self.step == self.total and self.lost:
                 with self._stopping():
                     self._validate()
             while self.step < self.total:
@@ -223,7 +225,7 @@ class _Training:
                         self.tally.fetch()
                 if interrupts.came is not None and self.step < self.total:
                     with self._stopping():
-                        _, skipped, streak = self.tally.fetch()
+                        _, skipped, streak = self.tally.fetch(clear=False)
                         self._save(skipped, streak)
                     self.progress.message(f"saved at step {self.step} of {self.total}")
                     interrupts.act()
@@ -231,7 +233,8 @@ class _Training:
             with self._stopping():
                 self._draw()
                 self._check_whole()
-                self.folder.describe(self._facts(ended=True))
+                if not done:
+                    self.folder.describe(self._facts(ended=True))
         if self.board is not None:
             self.board.close()
         interrupts.act()  # of the last step: whoever trains one run after another must not go on
@@ -349,8 +352,7 @@ class _Training:
         world = self.world
         x, lengths = take(self.valid_split, self.valid_index, world.device)
         with self._autocast():
-            rest = () if lengths is None else (lengths,)
-            terms = self.call(objective, x, self.generator, (world.rank, world.size), *rest)
+            terms = self.call(objective, x, self.generator, (world.rank, world.size), lengths)
             if not self.cut:
                 return torch.stack(terms)
             real, cases = None if lengths is None else real_steps(x, lengths), [(self.cut, "partial")]
@@ -387,12 +389,14 @@ class _Training:
         if self.world.rank == 0:
             progress = {"best": self.best, "skipped": skipped, "streak": streak}
             progress |= {"seconds": self.seconds, "started": self.started, "data": self.digest}
+            progress["pending"] = self.tally.pending()
             self.saved = self.folder.save_checkpoint(self.config, self.step, parts, progress)
         self.may_draw = True
 
     def _restore(self) -> None:
         """Takes up the newest good checkpoint, which rank 0 reads for all."""
-        world, numbers = self.world, [0.0] * 5
+        world, pending = self.world, self.tally.pending()
+        numbers = [0.0] * (6 + len(pending))
         parts: dict[str, dict[str, Tensor]] = {}
         if world.rank == 0:
             checkpoint = self.folder.read_checkpoint(self.config, self.progress.message)
@@ -401,25 +405,33 @@ class _Training:
                 self.started = progress["started"]
                 self._check_data(progress.get("data", self.digest))  # older versions did not write it
                 best = math.nan if progress["best"] is None else progress["best"]
-                if not math.isnan(best) and not self.folder.has_weights():
+                validated = not math.isnan(best) or progress["step"] == self.total
+                self.lost = validated and not self.folder.has_weights()
+                if self.lost:
                     best = math.nan  # so that the next validation keeps what it sees
                     self.progress.message(
                         f"the best weights of {str(self.folder.path)!r} are damaged or gone; "
                         "those of its next validation take their place"
                     )
-                numbers = [progress[key] for key in ("step", "skipped", "streak", "seconds")] + [best]
+                numbers = [progress[key] for key in ("step", "skipped", "streak", "seconds")]
+                numbers += [
+                    best,
+                    float(self.lost),
+                    *progress.get("pending", pending),
+                ]  # newer than the others
             self.folder.cut_log(int(numbers[0]), self.progress.message)
             name, step = repr(str(self.folder.path)), int(numbers[0])
             if step < self.total:
                 self.progress.message(f"resuming {name} at step {step} of {self.total}")
             else:
                 self.progress.message(f"{name} is finished: {step} of {self.total} steps")
-        step, skipped, streak, self.seconds, best = world.agree(numbers)
-        self.step = int(step)
+        step, skipped, streak, self.seconds, best, lost, *pending = world.agree(numbers)
+        self.step, self.lost = int(step), bool(lost)
         if not self.step:
             return
         self.best = None if math.isnan(best) else best
         self.tally.skipped, self.tally.streak = self.tally.skipped + skipped, self.tally.streak + streak
+        self.tally.restore(pending)
         self.learner.restore(parts, str(self.saved))
 
     def _check_data(self, digest: list[float]) -> None:

@@ -60,16 +60,16 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     if len(arguments) > 1 and arguments[0] == "help":
         arguments = [arguments[1], "--help"]
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_help())
-        return
-    if arguments[0] in ("-V", "--version"):
-        import vssm
-
-        print(vssm.__version__)
-        return
-    name, rest = arguments[0], arguments[1:]
     with mistakes_in_one_line(), warnings_in_one_line(), stopped_by_signal():
+        if not arguments or arguments[0] in ("-h", "--help", "help"):
+            print(_help(), flush=True)
+            return
+        if arguments[0] in ("-V", "--version"):
+            import vssm
+
+            print(vssm.__version__)
+            return
+        name, rest = arguments[0], arguments[1:]
         check_choice("command", name, tuple(COMMANDS))
         _parse(name, rest).run()
 

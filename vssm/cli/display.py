@@ -9,29 +9,31 @@ __all__ = ["ProgressBar", "show_metrics", "show_table"]
 def show_table(title: str, values: dict[str, Any]) -> None:
     """Prints names and values under a title."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title, show_header=False, title_justify="left")
+    table = Table(title=escape(title), show_header=False, title_justify="left")
     for name, value in values.items():
-        table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
+        table.add_row(escape(name), f"{value:.4f}" if isinstance(value, float) else escape(str(value)))
     Console().print(table)
 
 
 def show_metrics(title: str, metrics: dict[str, Any]) -> None:
     """Prints metrics in groups and in words, each with its name in JSON."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from vssm.labels import grouped, label
 
-    table = Table(title=title, show_header=False, title_justify="left")
+    table = Table(title=escape(title), show_header=False, title_justify="left")
     for heading, _, names in grouped(metrics):
         table.add_section()
         table.add_row(f"[bold]{heading}[/bold]", "", "")
         for name in names:
             value = metrics[name]
             shown = f"{value:.4f}" if isinstance(value, float) else str(value)
-            table.add_row(f"  {label(name)}", shown, f"[dim]{name}[/dim]")
+            table.add_row(f"  {escape(label(name))}", shown, f"[dim]{escape(name)}[/dim]")
     Console().print(table)
 
 

@@ -10,10 +10,9 @@ __all__ = ["local_folder", "own_copy"]
 
 def local_folder(folder: str) -> Path:
     """Returns a folder on this machine: as given, of a shipped model, or fetched from the hub."""
-    from vssm.hub import pull
     from vssm.pretrained import find
 
-    return pull(folder) if folder.startswith("hf://") else find(folder)
+    return find(folder)
 
 
 def own_copy(folder: Path) -> Path:

@@ -63,7 +63,11 @@ class RunOptions(DataOptions):
         """Returns the defaults that the preset on the command line sets, and the model to start from."""
         start = cls()
         preset = _value_of("--preset", arguments)
-        if preset is None and arguments[:1] == ["series"]:
+        # A word that follows an option is its value.
+        words = [
+            word for before, word in zip(["", *arguments], arguments, strict=False) if before[:2] != "--"
+        ]
+        if preset is None and "series" in words:
             preset = "series"  # the general size would take hours on a CPU
         if preset is not None:
             check_choice("preset", preset, tuple(PRESETS))

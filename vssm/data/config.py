@@ -54,7 +54,8 @@ class SeriesConfig:
     """Rows that make one step of the model, a season for example; divides context and horizon."""
 
     fill: Literal["zero", "previous", "linear"] | None = None
-    """How to fill missing values (previous: the value before; linear: between neighbours)."""
+    """How to fill missing values (previous: the value before; linear: between neighbours, of which one may be
+    in the horizon of a window)."""
 
     scale: Literal["window", "last", "column", "none"] = "window"
     """Standardise each column by its mean and deviation over the training part, and each window by those of

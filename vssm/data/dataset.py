@@ -9,7 +9,7 @@ the key (seed, stream): unlike numpy's distributions, those bits never change be
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from torch import Tensor
 from vssm.data.config import DataConfig
 from vssm.storage import read_object
 
+_PART = 1 << 22  # values of sequences that are looked at together, once
 LEAST_SPREAD = 0.1  # of a window, in deviations of its column: a constant context must not divide by zero
 
 SPLIT, BINARIZE_TRAIN, BINARIZE_TEST, SYNTHETIC_TRAIN, SYNTHETIC_TEST, DIGITS, ARRAYS = range(7)
@@ -113,10 +114,17 @@ class Split:
     def __len__(self) -> int:
         return len(self.x if self.rows is None else self.rows)
 
-    def digest(self, most: int = 4096) -> list[float]:
+    def parts(self, index: Tensor | None = None) -> Iterator[Tensor]:
+        """Gives the sequences at `index`, or all, in batches of no more memory than is needed."""
+        index = torch.arange(len(self)) if index is None else index
+        width = self.batch(slice(0, 1)).numel()
+        for some in index.split(max(1, _PART // max(1, width))):
+            yield self.batch(some)
+
+    def digest(self) -> list[float]:
         """Returns three numbers by which other data are told apart; they hold for any machine.
 
-        Means over at most so many sequences, spread evenly: of the values, of their squares, and of the
+        Means over 4,096 sequences at most, spread evenly: of the values, of their squares, and of the
         values weighed by where they are.
 
         Example:
@@ -124,10 +132,15 @@ class Split:
             >>> Split(x).digest() == Split(x.flip(1)).digest()
             False
         """
-        num = min(most, len(self))
-        x = self.batch(torch.arange(num) * len(self) // max(1, num)).reshape(-1).double()
-        weights = torch.linspace(0, 1, len(x), dtype=torch.float64, device=x.device)
-        return [float(value.mean()) if len(x) else 0.0 for value in (x, x * x, x * weights)]
+        num = min(4096, len(self))
+        sums, done = torch.zeros(3, dtype=torch.float64), 0
+        for part in self.parts(torch.arange(num) * len(self) // max(1, num)):
+            x = part.reshape(-1).double()
+            place = torch.arange(done, done + len(x), dtype=torch.float64, device=x.device)
+            sums += torch.stack([x.sum(), (x * x).sum(), (x * place).sum()]).cpu()
+            done += len(x)
+        sums[2] /= max(1, done - 1)  # so that the last value weighs 1
+        return (sums / max(1, done)).tolist()
 
     def batch(
         self, index: Tensor | np.ndarray | Sequence[int] | slice, device: torch.device | str | None = None
@@ -197,7 +210,7 @@ def _is_finite(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Meta:
-    """Describes sequences well enough to show, decode or unscale generated ones without the data.
+    """Describes sequences well enough to show or decode generated ones without the data.
 
     Example:
         >>> meta = Meta(name="text", features=3, length=4, suggested_head="categorical", vocabulary="abc")
@@ -312,6 +325,26 @@ class Meta:
     def _refuse(self, name: str, allowed: str) -> NoReturn:
         raise ValueError(f"data_meta.{name}={getattr(self, name)!r} is not allowed; allowed: {allowed}")
 
+    def differing(self, other: "Meta") -> Iterator[str]:
+        """Gives the names of the fields in which two are not the same, but for rounding.
+
+        Example:
+            >>> meta = Meta(name="text", features=2, length=4, suggested_head="categorical", vocabulary="ab")
+            >>> list(meta.differing(dataclasses.replace(meta, vocabulary="ac")))
+            ['vocabulary']
+        """
+        for field in dataclasses.fields(self):
+            one, two = getattr(self, field.name), getattr(other, field.name)
+            if field.name in ("mean", "std") and one is not None and two is not None and len(one) == len(two):
+                largest = max(map(abs, (*one, *two)), default=0.0)
+                if all(
+                    math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9 * largest)
+                    for a, b in zip(one, two, strict=True)
+                ):
+                    continue
+            if one != two:
+                yield field.name
+
     def to_image(self, x: Tensor) -> Tensor:
         """Returns sequences of rows (B, T, D) as images (B, T, width, channels), clamped to [0, 1]."""
         if self.image_shape is None:
@@ -342,14 +375,6 @@ class Meta:
     def to_rows(self, x: Tensor) -> Tensor:
         """Returns steps (..., T, patch x channels) of a series as its rows, (..., T x patch, channels)."""
         return x if self.patch == 1 else x.unflatten(-1, (self.patch, -1)).flatten(-3, -2)
-
-    def scale(self, x: Tensor) -> Tensor:
-        """Returns values (..., D) in the units of the file as the model sees them."""
-        return x if self.mean is None else (x - x.new_tensor(self.mean)) / x.new_tensor(self.std)
-
-    def unscale(self, x: Tensor) -> Tensor:
-        """Returns values (..., D) of the model in the units of the file."""
-        return x if self.mean is None else x * x.new_tensor(self.std) + x.new_tensor(self.mean)
 
 
 def read_meta(folder: str | Path) -> Meta | None:

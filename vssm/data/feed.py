@@ -15,14 +15,15 @@ def check_values(head: Head, split: Split, name: str) -> None:
     """Checks once what a model would otherwise have to check at every step."""
     if not len(split):
         raise ValueError(f"{name} is empty; allowed: at least one sequence")
-    for first in range(0, len(split), 4096):
-        x = split.batch(slice(first, first + 4096))
+    first = 0
+    for x in split.parts():
         head.validate(x, name=f"{name} from row {first}", values=False)
         if head.name in HEADS_IN_UNIT and (x.min() < 0 or x.max() > 1):  # the head is what to change here
             raise ValueError(
                 f"head={head.name!r} is for values in [0, 1], {name} has others; allowed: 'auto'"
             )
         head.validate(x, name=f"{name} from row {first}")
+        first += len(x)
 
 
 def take(split: Split, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from vssm.hub import model_card, without_folders
+from vssm.hub import model_card, pull, without_folders
 from vssm.storage import with_checksum, write_atomically
 
 __all__ = ["export", "find", "names", "write_card"]
@@ -47,12 +47,16 @@ def names() -> tuple[str, ...]:
 
 
 def find(folder: str | Path) -> Path:
-    """Returns the folder of a shipped model for its name; anything else, or what exists here, as it is.
+    """Returns the folder that a model is in: of a shipped one for its name, fetched for "hf://OWNER/NAME".
+
+    Anything else, or what exists here, as it is.
 
     Example:
         >>> find("my/run")
         PosixPath('my/run')
     """
+    if isinstance(folder, str) and folder.startswith("hf://"):
+        return pull(folder)
     path = Path(folder)
     if isinstance(folder, str) and folder in names() and not path.exists():
         return FOLDER / folder

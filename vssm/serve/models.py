@@ -17,7 +17,6 @@ from vssm import pretrained
 from vssm.checkpoint import load_finite
 from vssm.data import Meta, read_meta, steps_left
 from vssm.generate import generate
-from vssm.hub import pull
 from vssm.models import Ladder, Model, Variational
 from vssm.storage import checksum
 
@@ -144,5 +143,4 @@ def _shipped() -> list[str]:
 
 
 def _meta(place: str) -> Meta | None:
-    folder = pull(place) if place.startswith("hf://") else pretrained.find(place)
-    return read_meta(folder)
+    return read_meta(pretrained.find(place))
