@@ -123,9 +123,9 @@ def estimates(
     cases: list[tuple[int, str]],
     seed: int,
     rows: int,
-    real: Tensor | None = None,
-    method: str = "importance",
-    numbers: Tensor | int = 0,
+    real: Tensor | None,
+    method: str,
+    numbers: Tensor | int,
 ) -> list[Tensor]:
     """Returns one estimate, (B,), for each case (prompt length, prior), all from the same draws.
 
@@ -136,7 +136,7 @@ def estimates(
         cases: Prompt lengths and priors.
         seed: Names the draws.
         rows: Sequences of a pass.
-        real: Which steps count, (B, T); all by default.
+        real: Which steps count, (B, T); None for all.
         method: One of `METHODS`.
         numbers: Which row of the noise each sequence has, (B,), or the first of them.
     """

@@ -18,7 +18,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -203,7 +203,8 @@ class _Training:
         interrupts = Interrupts()
         # Several processes would have to agree at every step on whether to save.
         patient = interrupts.put_off() if self.world.size == 1 else nullcontext()
-        with warnings.catch_warnings(), self._own_stream(), patient:
+        board = nullcontext() if self.board is None else closing(self.board)
+        with board, warnings.catch_warnings(), self._own_stream(), patient:
             # Views that FSDP2 fears are never written in place; norms of bfloat16 on a CPU are merely slower;
             # the first steps of a run that will be recorded are not.
             expected = "FSDP2-wrapped module|Mismatch dtype between input and weight|.*capturable=True"
@@ -235,8 +236,6 @@ class _Training:
                 self._check_whole()
                 if not done:
                     self.folder.describe(self._facts(ended=True))
-        if self.board is not None:
-            self.board.close()
         interrupts.act()  # of the last step: whoever trains one run after another must not go on
 
     def _take_step(self) -> None:

@@ -131,7 +131,7 @@ class MambaBlock(nn.Module):
         return self.mixer(x, state, self.norm, x.x if isinstance(x, Ready) else x, A, last, then)
 
 
-def decays(blocks: Iterable[nn.Module], backend: str = "auto") -> list[Tensor]:
+def decays(blocks: Iterable[nn.Module]) -> list[Tensor]:
     """Returns A = -exp(A_log) of each block, made at once for all, by a kernel on a GPU; without a gradient.
 
     Nothing is returned where blocks are sharded (FSDP2): weights of theirs are whole inside `forward` only.
@@ -140,7 +140,7 @@ def decays(blocks: Iterable[nn.Module], backend: str = "auto") -> list[Tensor]:
     if not logs or hasattr(logs[0], "full_tensor"):
         return []
     refusal = "it is unknown to torch.compile" if torch.compiler.is_compiling() else None
-    if choose_fused(backend, logs[0].device, logs[0].dtype, refusal):
+    if choose_fused("auto", logs[0].device, logs[0].dtype, refusal):
         from vssm.ops import scan_triton
 
         return list(scan_triton.decays(logs))
