@@ -4,6 +4,7 @@ import copy
 import inspect
 import itertools
 import json
+import warnings
 from itertools import pairwise
 
 import numpy as np
@@ -273,6 +274,22 @@ def test_a_mask_or_a_fraction_selects_no_rows():
     assert state.select(range(2)).batch == 2
     with pytest.raises(ValueError, match=r"times=1.5 is not allowed; allowed: a whole number >= 1"):
         state.repeat(1.5)
+
+
+def test_histories_of_numpy_that_torch_would_not_take():
+    from vssm import forecast
+
+    model, values = small_model("vssm"), np.random.default_rng(0).normal(size=(6, 3))
+    wanted = forecast(model, values.copy(), horizon=2, samples=2).samples
+    fixed = values.copy()
+    fixed.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for history in (values[::-1].copy()[::-1], fixed, np.ma.masked_array(values, False)):
+            assert torch.equal(forecast(model, history, horizon=2, samples=2).samples, wanted)
+    hidden = np.ma.masked_array(values, np.arange(18).reshape(6, 3) == 4)
+    with pytest.raises(ValueError, match=r"missing|NaN|finite"):
+        forecast(model, hidden, horizon=2, samples=2)
 
 
 def test_histories_that_are_no_numbers_are_named():

@@ -21,7 +21,9 @@ from vssm.cli import COMMANDS, main
 from vssm.cli.errors import mistakes_in_one_line
 from vssm.cli.folders import own_copy
 from vssm.cli.options import RunOptions
+from vssm.cli.samples import write_array
 from vssm.config import PRESETS
+from vssm.progress import Progress
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +164,37 @@ def test_units_in_the_names_of_columns_are_shown(tmp_path, capsys):
     main(["data", "series", *options, "--out", str(tmp_path / "a.png")])
     shown = capsys.readouterr().out
     assert "wind [m/s]" in shown and "rain [/h]" in shown
+
+
+def test_samples_that_find_no_room_are_refused(tmp_path):
+    """Also where the disk ends within the last bytes, which NumPy alone would not notice."""
+    out = tmp_path / "a.npy"
+    out.write_bytes(b"before")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+        with pytest.raises(OSError, match="File too large"):
+            write_array(np.zeros((64, 1, 8), np.float32), out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert out.read_bytes() == b"before"
+    write_array(np.arange(6.0).reshape(2, 3).T, out)
+    assert np.array_equal(np.load(out), np.arange(6.0).reshape(2, 3).T)
+
+
+def test_a_training_that_nobody_reads_any_more_ends_whole(tmp_path, monkeypatch, capsys):
+    class Gone(Progress):
+        def line(self, line):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("vssm.train.choose_progress", Gone)
+    arguments = ["train", "digits", "--smoke", "--out", str(tmp_path / "run")]
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 1 and not capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run" / "checkpoint").glob("step-*")]
 
 
 def test_a_reader_of_the_help_who_has_seen_enough(tmp_path):
@@ -544,7 +577,7 @@ def test_a_full_disk_is_said_of_the_file_that_did_not_fit(run_folder, tmp_path, 
         line = fails(capsys, "generate", run_folder, "--num", "64")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert line == "vssm: 'samples.npy' could not be written: 4096 requested and 224 written\n"
+    assert line == "vssm: File too large: samples.npy\n"
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 

@@ -230,3 +230,24 @@ def test_bad_input():
     x, weight, bias, _ = arguments(1, 2, 3, 4)
     with pytest.raises(ValueError, match="backend='cuda' is unknown; allowed: 'auto'"):
         causal_conv_silu(x, weight, bias, backend="cuda")
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(2, 5, 4), (3, 3), (4,)],
+        [(2, 5, 4), (4, 3), (2,)],
+        [(2, 5, 4), (4, 0), (4,)],
+        [(5, 4), (4, 3), (4,)],
+        [(2, 5, 4), (4, 3), (4,), (2, 1, 4)],
+        [(2, 5, 4), (4, 3), (4,), (2, 2, 3)],
+        [(2, 5, 4), (4, 3), (4,), (3, 2, 4)],
+        [(2, 5, 4), (4, 3), (4,), (0, 2, 4)],
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shapes, backend):
+    with pytest.raises(ValueError, match=r"do not fit; allowed: x \(B, T, D\), weight"):
+        causal_conv_silu(*(torch.rand(shape) for shape in shapes), backend=backend)
+    with pytest.raises(ValueError, match=r"^bias is NoneType; allowed: a tensor"):
+        causal_conv_silu(torch.rand(2, 5, 4), torch.rand(4, 3), None)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -1335,6 +1336,44 @@ def test_a_digest_tells_values_apart_that_have_one_mean_and_one_middle():
     flat, peak = (Split(torch.tensor(values).view(1, 3, 1)) for values in ([1.0, 1, 1], [0.0, 3, 0]))
     assert flat.digest() == [1.0, 1.0, 0.5]
     assert peak.digest() == [1.0, 3.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("first", "rows", "names"),
+    [
+        ("date,2019,2020", "2024-01-{:02d},{},{}", ("2019", "2020")),
+        ("date,0,OT", "2024-01-{:02d},{},{}", ("0", "OT")),
+        (",0,1", "{},{},{}", ("0", "1")),
+        ('date,"load; MW",b', "2024-01-{:02d},{},{}", ("load; MW", "b")),
+        ("1,2,3", "{},{},{}", ("0", "1", "2")),
+        (",0.5,1", "{},{},{}", ("0", "1", "2")),
+    ],
+)
+def test_a_header_may_have_numbers(first, rows, names, tmp_path):
+    lines = [rows.format(k, k, k * k) for k in range(1, 29)]
+    (tmp_path / "a.csv").write_text("\n".join([first, *lines]))
+    options = series(tmp_path / "a.csv", context=3, horizon=2, fill="zero")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert open_data(options).meta.columns == names
+
+
+def test_columns_that_are_left_out_or_lose_digits_are_noted(tmp_path):
+    values = np.random.default_rng(0).normal(size=(60, 2))
+    for names, shift, note in (
+        (("index", "vol"), 0, "column 'index' of numbers is left out, by its name"),
+        (("a", "b"), 1e8, "column 'a' is 1e.08 with a deviation of .* forecasts have 7 digits"),
+    ):
+        text = "\n".join([",".join(names), *(f"{a + shift},{b}" for a, b in values)])
+        (tmp_path / "a.csv").write_text(text)
+        with pytest.warns(UserWarning, match=note):
+            open_data(series(tmp_path / "a.csv", context=3, horizon=2))
+
+
+def test_a_byte_order_mark_is_no_character(tmp_path):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat " * 40, encoding="utf-8-sig")
+    config = DataConfig(name="text", text=TextConfig(path=str(tmp_path / "a.txt"), length=8))
+    assert "\ufeff" not in open_data(config).meta.vocabulary
 
 
 def test_many_values_are_looked_at_in_parts(monkeypatch):

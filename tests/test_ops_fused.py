@@ -113,6 +113,19 @@ def test_hard_draws_lie_in_their_interval(shape, dtype, temperature):
 
 
 @kernels
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("classes", [2, 5, 32])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+def test_of_logits_that_are_not_finite_a_class_is_drawn(classes, backend):
+    """Any: what comes of them is said at the end of a step, and an index beyond the last would end all."""
+    logits, noise = normal(8, classes), noises(8)
+    logits[::2] = torch.nan
+    logits[1] = torch.inf
+    z = inverse_cdf(logits, noise, backend=backend)
+    assert ((z >= 0) & (z < classes)).all()
+
+
+@kernels
 def test_one_row_of_logits_serves_all_noise():
     logits, noise = normal(1, 5, 3, 7), noises(4, 5, 3)
     z = inverse_cdf(logits, noise, backend="triton")

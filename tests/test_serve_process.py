@@ -135,6 +135,14 @@ def test_the_command_line_client(server, tmp_path, monkeypatch, capsys):
     assert "is for text" in fails(capsys, "generate", url, "--out", "x.txt")
 
 
+def test_a_token_is_never_shown():
+    with pytest.raises(
+        ValueError, match=r"^token has characters that no header can have; allowed: printable ASCII$"
+    ):
+        Client("http://127.0.0.1:1", token="sec\nret")
+    assert Client("http://127.0.0.1:1", token="secret\n")._http.headers["authorization"] == "Bearer secret"
+
+
 def test_a_server_that_is_not_there_is_named(capsys):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

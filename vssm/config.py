@@ -206,7 +206,7 @@ class ModelConfig:
             or not isinstance(self.sigma, int | float)
             or not 0 < self.sigma < 1e6
         ):
-            raise ValueError(f"sigma={self.sigma!r} is not allowed; allowed: a number > 0")
+            raise ValueError(f"sigma={self.sigma!r} is not allowed; allowed: a number > 0 and < 1e6")
         if self.levels > 1 and self.kind != "vssm":
             raise ValueError(f"levels={self.levels} is not for kind={self.kind!r}; allowed: vssm")
         listed = isinstance(self.spans, list | tuple)

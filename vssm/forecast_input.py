@@ -30,13 +30,21 @@ def numbers(name: str, values: History, columns: tuple[str, ...]) -> Tensor:
     """
     values = _by_name(name, values, columns)
     try:
-        x = values if isinstance(values, Tensor) else torch.from_numpy(np.asarray(values, np.float64))
+        x = values if isinstance(values, Tensor) else torch.from_numpy(_array(values))
     except (TypeError, ValueError):  # words, or rows of different lengths
         x = None
     if x is None or x.is_complex():
         given = "complex" if x is not None else f"a {type(values).__name__} of other things"
         raise ValueError(f"{name} is {given}; allowed: numbers, rows of equal length")
     return x
+
+
+def _array(values: object) -> np.ndarray:
+    """Returns numbers as PyTorch takes them; what a mask hides is missing."""
+    if isinstance(values, np.ma.MaskedArray):
+        values = np.where(np.ma.getmaskarray(values), np.nan, np.ma.getdata(values))
+    array = np.ascontiguousarray(np.asarray(values, np.float64))  # not backwards
+    return array if array.flags.writeable else array.copy()
 
 
 def _by_name(name: str, values: History, columns: tuple[str, ...]) -> History:

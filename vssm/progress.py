@@ -104,7 +104,7 @@ def describe(line: dict[str, Any]) -> str:
     ]
     if line.get("tokens_per_second"):
         words.append(f"{line['tokens_per_second']:,.0f} tokens/s")
-    if line.get("best"):
+    if line.get("best") and line["loss"] is not None:
         words.append("(best)")
     if line.get("skipped"):
         words.append(f"{line['skipped']} steps skipped")

@@ -189,6 +189,8 @@ def _run(
             train(config, folder, (folder / "config.json").exists(), progress or Progress())
         if finish is not None:
             finish(folder)
+    except BrokenPipeError:  # of our output
+        raise
     except Exception as error:
         return _failed(config, folder, error, time.monotonic() - start)
     row = _ended(config, folder)

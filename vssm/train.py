@@ -177,6 +177,7 @@ class _Training:
         self.step, self.epoch, self.order = 0, -1, torch.empty(0)
         self.best: float | None = None
         self.lost = False  # the best weights, of a run that is resumed
+        self.unread: BrokenPipeError | None = None
         self.seconds, self.started = 0.0, datetime.now(UTC).isoformat(timespec="seconds")
         self.saved: Path | None = None
         self.drawn = -math.inf
@@ -224,10 +225,12 @@ class _Training:
                 elif self.world.device.type == "cpu" and self.tally.stopped:
                     with self._stopping():
                         self.tally.fetch()
-                if interrupts.came is not None and self.step < self.total:
+                if (interrupts.came or self.unread) is not None and self.step < self.total:
                     with self._stopping():
                         _, skipped, streak = self.tally.fetch(clear=False)
                         self._save(skipped, streak)
+                    if self.unread is not None:
+                        raise self.unread
                     self.progress.message(f"saved at step {self.step} of {self.total}")
                     interrupts.act()
         if self.world.rank == 0:
@@ -236,6 +239,8 @@ class _Training:
                 self._check_whole()
                 if not done:
                     self.folder.describe(self._facts(ended=True))
+        if self.unread is not None:
+            raise self.unread
         interrupts.act()  # of the last step: whoever trains one run after another must not go on
 
     def _take_step(self) -> None:
@@ -310,7 +315,10 @@ class _Training:
         if self.board is not None:
             for name, value in values.items():
                 self.board.add_scalar(f"{split}/{name}", value, self.step)
-        self.progress.line(line)
+        try:
+            self.progress.line(line)
+        except BrokenPipeError as error:  # nobody reads it any more: stop, but whole
+            self.unread = error
 
     @torch.no_grad()
     def _validate(self) -> None:

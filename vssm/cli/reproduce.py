@@ -45,5 +45,7 @@ class Reproduce:
 
         left = reproduce(**vars(self))
         print(
-            f"left: {', '.join(left)}" if left else "all done; vssm report --page makes a page of the results"
+            f"left: {', '.join(left)}"
+            if left
+            else "all done; vssm report --results FOLDER --page FILE makes a page of the results"
         )

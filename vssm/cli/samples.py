@@ -4,7 +4,8 @@ import os
 import re
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import IO, TYPE_CHECKING, cast
 
 from vssm.storage import is_device, why_read_only, write_atomically
 
@@ -168,7 +169,8 @@ def write_array(array: "np.ndarray", out: Path) -> None:
 
     def save(path: Path) -> None:
         with path.open("wb") as file:
-            np.save(file, array, allow_pickle=False)
+            # To a file itself NumPy writes past Python, and does not see that the last bytes found no room.
+            np.save(cast("IO[bytes]", SimpleNamespace(write=file.write)), array, allow_pickle=False)
 
     write_atomically(out, save)
 
@@ -176,5 +178,5 @@ def write_array(array: "np.ndarray", out: Path) -> None:
 def write_texts(texts: list[str], out: Path) -> str:
     """Writes texts with a rule between them, and returns what it wrote."""
     text = "\n---\n".join(texts)
-    write_atomically(out, lambda path: path.write_text(text + "\n"))
+    write_atomically(out, lambda path: path.write_text(text + "\n", encoding="utf-8"))
     return text

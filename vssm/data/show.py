@@ -99,7 +99,7 @@ def _draw_images(images: np.ndarray, path: Path) -> None:
     grid = grid.reshape(down * (height + 2), across * (width + 2), channels)
     zoom = max(1, 600 // grid.shape[1])
     grid = np.broadcast_to(grid, (*grid.shape[:2], 3)).repeat(zoom, 0).repeat(zoom, 1)
-    imsave(path, np.rint(grid * 255).astype(np.uint8), format="png")
+    imsave(path, np.rint(np.nan_to_num(grid) * 255).astype(np.uint8), format="png")
 
 
 def _draw_lines(meta: Meta, x: np.ndarray, path: Path) -> None:

@@ -1,13 +1,15 @@
 """Tables of numbers and dates from CSV, .npy or Parquet files: N rows (time) and D columns.
 
-In CSV, the first line is a header when no cell of it is a number, true or false. A column of true and false
-is read as 1 and 0. A column without any number (dates, names) is left out with a warning, unless it is that
-of the dates, and so is one with a name such as `date`, `time` or `index`, unless it is asked for.
+In CSV, the first line is a header when no cell of it is a number, true or false, when a word of it stands
+over dates, or when it numbers the columns after an empty cell, as pandas does. A column of true and false is
+read as 1 and 0. A column without any number (dates, names) is left out with a warning, unless it is that of
+the dates, and so is one with a name such as `date`, `time` or `index`, unless it is asked for.
 """
 
 import csv
 import difflib
 import io
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,6 +53,9 @@ def left_out(table: Table, options: SeriesConfig) -> str | None:
     """Says which columns hold no numbers, where the user may think that they do."""
     if options.columns is not None:  # others are not wanted
         return None
+    timed = [name for name in table.names if name.strip().lower() in _TIME_NAMES]
+    if timed:
+        return f"column {timed[0]!r} of numbers is left out, by its name; --series.columns NAMES takes it"
     names = [
         name
         for name, cells in table.texts.items()
@@ -206,8 +211,9 @@ def _read_csv(path: Path) -> Table:
         line = text[: text.index("\ufffd")].count("\n") + 1
         warnings.warn(f"{path}: line {line} has characters that are no UTF-8", stacklevel=2)
     first = text.lstrip("\r\n").partition("\n")[0]
-    # A comma beside another separator is a decimal comma or part of a name.
-    delimiter = next((d for d in "\t;" if d in first), ",")
+    # A comma beside another separator is a decimal comma or part of a name, and what is in quotes is a name.
+    unquoted = re.sub('"[^"]*"', "", first)
+    delimiter = next((d for d in "\t;" if d in unquoted), ",")
     rows = _csv_rows(text, delimiter, path)
     if not rows:
         raise ValueError(f"{path} is empty")
@@ -217,9 +223,7 @@ def _read_csv(path: Path) -> Table:
         if len(row) != width:
             raise ValueError(f"{path}: line {line} has {len(row)} cells, the first line has {width}")
     names = tuple(map(str, range(width)))
-    cells = [_number(cell) for cell in rows[0][1]]
-    flagged = any(cell.strip().lower() in _FLAGS for cell in rows[0][1])
-    if None in cells and not flagged and not any(cell is not None and np.isfinite(cell) for cell in cells):
+    if _is_header(rows[0][1], rows[1][1] if len(rows) > 1 else ()):
         names = tuple(name.strip() for name in rows.pop(0)[1])
 
     columns, texts = [], {}
@@ -235,6 +239,22 @@ def _read_csv(path: Path) -> Table:
         columns.append(np.full(len(rows), np.nan) if odd is not None else np.array(numbers))
     values = np.stack(columns, 1) if columns else np.empty((0, width))
     return Table(names, values, [f"line {line}" for line, _ in rows], texts=texts)
+
+
+def _is_header(first: Sequence[str], second: Sequence[str]) -> bool:
+    """Says whether the first line of a file has names."""
+    cells = [_number(cell) for cell in first]
+    flagged = any(cell.strip().lower() in _FLAGS for cell in first)
+    if None in cells and not flagged and not any(cell is not None and np.isfinite(cell) for cell in cells):
+        return True
+    over_dates = any(
+        _number(name) is None and _date(name) is None and _number(cell) is None and _date(cell) is not None
+        for name, cell in zip(first, second, strict=False)
+    )
+    counted = (
+        len(first) > 1 and not first[0].strip() and [*first[1:]] == [str(k) for k in range(len(first) - 1)]
+    )
+    return over_dates or (counted and bool(second) and bool(second[0].strip()))
 
 
 def _csv_rows(text: str, delimiter: str, path: Path) -> list[tuple[int, list[str]]]:

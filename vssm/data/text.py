@@ -35,7 +35,7 @@ def open_text(config: DataConfig) -> Data:
         tokens, vocabulary = np.frombuffer(content, np.uint8), None
     else:
         try:
-            tokens, vocabulary = _characters(content.decode())
+            tokens, vocabulary = _characters(content.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             byte = content[error.start]
             raise ValueError(

@@ -52,6 +52,7 @@ def causal_conv_silu(
         >>> causal_conv_silu(x, weight, bias)[0].flatten()
         tensor([0.7311, 1.7616, 2.8577, 2.8577])
     """
+    _check_shapes(x, weight, bias, state)
     taps = weight.shape[1]
     chosen = _choose(backend, x, taps)
     needed = torch.is_grad_enabled() and any(
@@ -80,6 +81,31 @@ def causal_conv_silu(
     if direct:  # the dispatcher costs tens of microseconds a call
         return _kernels(chosen).forward(x, weight, bias, state), after
     return _conv_silu(x, weight, bias, state, chosen), after
+
+
+def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> None:
+    """Raises unless they fit: a kernel would read what is not theirs."""
+    given = {"x": x, "weight": weight, "bias": bias, **({} if state is None else {"state": state})}
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} is {type(value).__name__}; allowed: a tensor")
+    if (
+        x.dim() == 3
+        and weight.dim() == 2
+        and weight.shape[1]
+        and weight.shape[:1] == x.shape[2:] == bias.shape
+    ):
+        before = (weight.shape[1] - 1, x.shape[2])
+        if state is None or (
+            state.dim() == 3
+            and state.shape[1:] == before
+            and (len(state) == len(x) or (len(state) and len(x) % len(state) == 0))
+        ):
+            return
+    shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in given.items())
+    raise ValueError(
+        f"{shapes} do not fit; allowed: x (B, T, D), weight (D, K), bias (D,), state (B, K - 1, D)"
+    )
 
 
 def linear_conv_silu(

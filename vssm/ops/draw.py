@@ -110,6 +110,7 @@ def select(table: Tensor, noise: Tensor) -> Tensor:
     moved = values.shape
     values = values.reshape(*moved[: len(kept)], math.prod(moved[len(kept) :])).contiguous()
     rows = table.reshape(*moved[: len(kept)], table.shape[-1]).contiguous()
-    index = torch.searchsorted(rows, values, right=True).view(moved)
+    # Of logits that are not finite the table may end below the target.
+    index = torch.searchsorted(rows, values, right=True).clamp_(max=table.shape[-1] - 1).view(moved)
     back = sorted(range(len(own)), key=(kept + shared).__getitem__)
     return index.permute(back)

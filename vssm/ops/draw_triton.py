@@ -45,7 +45,8 @@ def _kernel(
     noise = tl.load(u + row, mask=live, other=0.5)
     target = tl.minimum((noise * total.to(tl.float32)).to(tl.int32), total - 1)
     below = tl.cumsum(parts, 1) <= target[:, None]
-    tl.store(z + row, tl.sum(below.to(tl.int32), 1).to(tl.int64), mask=live)
+    # Of logits that are not finite all may be below.
+    tl.store(z + row, tl.minimum(tl.sum(below.to(tl.int32), 1), N - 1).to(tl.int64), mask=live)
 
 
 def inverse_cdf(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:

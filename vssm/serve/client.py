@@ -55,6 +55,9 @@ class Client:
             import httpx
         except ImportError:
             raise ValueError("the client needs httpx; install it with: pip install 'vssm[serve]'") from None
+        token = None if token is None else token.strip()  # a file of one line ends in a line break
+        if token is not None and not (token.isascii() and token.isprintable()):
+            raise ValueError("token has characters that no header can have; allowed: printable ASCII")
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         self._url, self._retries, self._httpx = url.rstrip("/"), retries, httpx
         # The environment's proxies are not for us: a server is named in full, often on this machine.
