@@ -15,6 +15,7 @@ import vssm
 from tests.conftest import KINDS, relative_error, sequences, small_model
 from tests.training import tiny
 from vssm.config import RunConfig, TrainConfig
+from vssm.data import ArraysConfig, DataConfig, open_data
 from vssm.evaluate import evaluate_run
 from vssm.likelihoods import reconstruct
 from vssm.ragged import generate_ragged
@@ -274,6 +275,25 @@ def test_a_mask_or_a_fraction_selects_no_rows():
     assert state.select(range(2)).batch == 2
     with pytest.raises(ValueError, match=r"times=1.5 is not allowed; allowed: a whole number >= 1"):
         state.repeat(1.5)
+
+
+def test_what_is_nothing_of_the_kind_is_refused_in_a_line(tmp_path):
+    state = vssm.State({"h": torch.zeros(2, 3)})
+    (tmp_path / "config.json").write_text('{"my": "precious"}')
+    for call, message in (
+        (lambda: state.expand(3), "num=3 does not fit a state of 2 rows; allowed: a state of one row"),
+        (lambda: vssm.State.cat(["a"]), "states has a str; allowed: one State or more"),
+        (lambda: open_data("digits"), "config='digits' is not allowed; allowed: a DataConfig"),
+        (lambda: RunConfig.from_dict("a"), "config is 'a'; allowed: a dictionary of the fields of RunConfig"),
+        (lambda: vssm.save(small_model("ssm"), tmp_path), "has a config.json of something else"),
+        (
+            lambda: open_data(DataConfig(name="arrays", arrays=ArraysConfig(path=str(tmp_path)))),
+            "is a folder; allowed: a file",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert (tmp_path / "config.json").read_text() == '{"my": "precious"}'
 
 
 def test_histories_of_numpy_that_torch_would_not_take():

@@ -183,6 +183,11 @@ def _check_target(folder: Path) -> None:
             f"folder={str(folder)!r} is a run, whose weights and settings would be lost; "
             "allowed: a new folder, or one written by vssm.save"
         )
+    if not isinstance(values, dict) or "model" not in values:
+        raise ValueError(
+            f"folder={str(folder)!r} has a config.json of something else, which would be lost; "
+            "allowed: a new folder, or one written by vssm.save"
+        )
 
 
 def _read_config(path: Path) -> ModelConfig:

@@ -408,10 +408,12 @@ class RunConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
         """Builds a config from dictionaries; a key that does not belong is named, with the nearest one."""
-        version = values.get("format", FORMAT)
+        version = values.get("format", FORMAT) if isinstance(values, dict) else FORMAT
         if version != FORMAT:
             raise ValueError(f"config has format {version!r}; allowed: {FORMAT}, the format of this version")
-        return _from_plain(cls, {key: value for key, value in values.items() if key != "format"}, "config")
+        if isinstance(values, dict):
+            values = {key: value for key, value in values.items() if key != "format"}
+        return _from_plain(cls, values, "config")
 
 
 def _from_plain(cls: type[Config], values: object, where: str) -> Config:

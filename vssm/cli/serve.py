@@ -50,4 +50,6 @@ class Serve:
 
             serve_on_ray(self.models, *options, replicas=self.replicas, max_replicas=self.max_replicas)
         else:
+            if self.replicas != 1 or self.max_replicas is not None:
+                raise ValueError("replicas and max_replicas are for --ray; allowed: with it, or without them")
             serve(self.models, *options)

@@ -62,4 +62,8 @@ def open_data(config: DataConfig) -> Data:
         >>> len(data.train), len(data.valid), tuple(data.train.batch([0, 1, 2]).shape)
         (1294, 144, (3, 8, 8))
     """
+    if not isinstance(config, DataConfig):
+        raise ValueError(
+            f"config={config!r} is not allowed; allowed: a DataConfig, as DataConfig(name='digits')"
+        )
     return _OPENERS[config.name](config)

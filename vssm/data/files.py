@@ -99,6 +99,8 @@ def _download(remote: Remote) -> Path:
 def locate_own(path: str, subfolder: str, given: str | None) -> Path:
     """Returns the user's file `path`, as it is or inside the data folder (or its `subfolder`)."""
     own = Path(path).expanduser()
+    if own.is_dir():
+        raise ValueError(f"{path!r} is a folder; allowed: a file")
     return own if own.is_file() else locate((path,), (subfolder,), given, own=True)
 
 

@@ -146,6 +146,8 @@ class State:
         """
         if not states:
             raise ValueError("states is empty; allowed: one State or more")
+        if odd := next((state for state in states if not isinstance(state, State)), None):
+            raise ValueError(f"states has a {type(odd).__name__}; allowed: one State or more")
         first = states[0]
         for other in states[1:]:
             if (other.position, other.owner) != (first.position, first.owner):
@@ -173,6 +175,10 @@ class State:
 
     def expand(self, num: int) -> "State":
         """Views a state of one row as one of `num` equal rows, without copying."""
+        if self.batch not in (1, num):
+            raise ValueError(
+                f"num={num} does not fit a state of {self.batch} rows; allowed: a state of one row"
+            )
         return self.map(lambda tensor: tensor.expand(num, *tensor.shape[1:]))
 
     def save(self, path: str | Path) -> None:
