@@ -1358,16 +1358,11 @@ def test_a_header_may_have_numbers(first, rows, names, tmp_path):
         assert open_data(options).meta.columns == names
 
 
-def test_columns_that_are_left_out_or_lose_digits_are_noted(tmp_path):
+def test_columns_that_are_left_out_by_their_name_are_noted(tmp_path):
     values = np.random.default_rng(0).normal(size=(60, 2))
-    for names, shift, note in (
-        (("index", "vol"), 0, "column 'index' of numbers is left out, by its name"),
-        (("a", "b"), 1e8, "column 'a' is 1e.08 with a deviation of .* forecasts have 7 digits"),
-    ):
-        text = "\n".join([",".join(names), *(f"{a + shift},{b}" for a, b in values)])
-        (tmp_path / "a.csv").write_text(text)
-        with pytest.warns(UserWarning, match=note):
-            open_data(series(tmp_path / "a.csv", context=3, horizon=2))
+    (tmp_path / "a.csv").write_text("\n".join(["index,vol", *(f"{a},{b}" for a, b in values)]))
+    with pytest.warns(UserWarning, match="column 'index' of numbers is left out, by its name"):
+        open_data(series(tmp_path / "a.csv", context=3, horizon=2))
 
 
 def test_a_byte_order_mark_is_no_character(tmp_path):

@@ -56,6 +56,20 @@ def history(steps=9, series=None, num=3, seed=0):
     return np.random.default_rng(seed).normal(size=shape) * (1 + np.arange(num)) + 10 * np.arange(num)
 
 
+@pytest.mark.parametrize("windowed", [None, "window", "last"])
+def test_paths_far_from_zero_are_those_near_it(windowed):
+    """Numbers around 1e8 have no digit after the point in float32."""
+    made = []
+    for offset in (0.0, 1e8):
+        own = forecaster(mean=(offset + 1.0, -2.0, 0.5), windowed=windowed)
+        values = history() + np.array([offset, 0.0, 0.0])
+        stream = own.stream(values, seed=3)
+        for forecast in (own.forecast(values, samples=4, seed=3), stream.forecast(samples=4)):
+            made.append(forecast.samples.double() - torch.tensor([offset, 0.0, 0.0]))
+    for near, far in zip(made[:2], made[2:], strict=True):
+        assert torch.allclose(near, far, atol=1e-4) and near[..., 0].std() > 0.01
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_paths_of_a_series_have_its_shape_and_differ(kind):
     made = forecaster(kind).forecast(history(20), 4, 6)

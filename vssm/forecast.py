@@ -255,7 +255,7 @@ class Forecaster:
         def finish(made: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
             """Copies the paths of the slab to theirs."""
             nonlocal paths
-            made = self._points(made, horizon)
+            made = self._scale.exact(self._points(made, horizon))
             if paths is None:
                 paths = made.new_empty(num, *made.shape[1:])
             return self._scale.place(made, factor, shift, out=paths[own])
@@ -315,7 +315,7 @@ class Forecaster:
             return largest <= LARGEST and self._scale.fits(largest)
 
         def finish(made: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
-            made = self._points(made, found.horizon)
+            made = self._scale.exact(self._points(made, found.horizon))
             return self._scale.place(made, factor, shift, out=made.new_empty(made.shape))
 
         rows = values.swapaxes(-1, -2) if self.meta.separate else values
@@ -491,6 +491,7 @@ class Stream:
             self._renew()
         steps = forecaster._steps(horizon)
         made = forecaster._points(forecaster._paths(self._state, steps, samples, options), horizon)
+        made = forecaster._scale.exact(made)
         units = self._factor.to(made), self._shift.to(made)
         paths = forecaster._scale.place(made, *units, first=self._since)
         times = continued(self._times, horizon)

@@ -20,6 +20,7 @@ from vssm.data.dataset import LEAST_SPREAD, Meta, in_season, spread
 __all__ = ["Scale"]
 
 _LARGEST = 1e38  # what is certainly inside float32
+_FAR = 1e4  # deviations from zero, beyond which float32 has few digits left for them
 
 
 class Scale:
@@ -38,6 +39,7 @@ class Scale:
         self.mean, self.std = (torch.tensor(v, dtype=torch.float64, device=device) for v in (mean, std))
         self._variance = (LEAST_SPREAD * self.std).square()
         self._least, self._most = min(std), max(map(abs, mean))
+        self.far = any(abs(m) > _FAR * s for m, s in zip(mean, std, strict=True))
 
     def __hash__(self) -> int:
         return self._hash
@@ -84,9 +86,16 @@ class Scale:
         patch = self.meta.patch
         return x[:, x.shape[1] % patch :].unflatten(1, (-1, patch)).flatten(2).float()
 
+    def exact(self, made: Tensor) -> Tensor:
+        """Returns paths in a type that has the digits of the data: float64 where these are far from zero."""
+        return made.double() if self.far else made
+
     def place(
         self, made: Tensor, factor: Tensor, shift: Tensor, first: int = 0, out: Tensor | None = None
     ) -> Tensor:
-        """Returns paths (rows, S, H, channels) in the units of the data; `first` as for `in_season`."""
+        """Returns paths (rows, S, H, channels) in the units of the data; `first` as for `in_season`.
+
+        They are of the type of `made`, which is to be `exact`.
+        """
         shift = in_season(shift.to(made), first, made.shape[2])
         return torch.addcmul(shift[:, None], made, factor[:, None].to(made), out=out)

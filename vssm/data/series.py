@@ -64,13 +64,6 @@ def open_series(config: DataConfig) -> Data:
     mean, std = None, None
     if options.scale != "none":
         mean, std = values[:valid].mean(0), values[:valid].std(0)
-        far = np.flatnonzero((np.abs(mean) > 1e5 * std) & (std > 1e-12 * np.abs(mean)))
-        if len(far):
-            warnings.warn(
-                f"{path}: column {table.names[far[0]]!r} is {mean[far[0]]:.3g} with a deviation of"
-                f" {std[far[0]]:.2g}, and forecasts have 7 digits; allowed: less an offset",
-                stacklevel=3,
-            )
         std = np.where(std > 1e-12 * np.abs(mean), std, 1.0)  # a constant column becomes zero
         values = (values - mean) / std
     cycles = _cycles(table, valid, path) if options.time_features else ()

@@ -200,6 +200,8 @@ def _paths_of(task: Task, given: Tensor, model: Variational) -> tuple[Tensor, Te
     model.head.validate(prompt, values=False)
     source = Noise(seed.expand(num), first + torch.arange(num, device=given.device))
     paths = _read_on(model, prompt, source, task.samples, task.length, task.temperature)
+    if scale.far:
+        return paths, factor, shift
     return paths, factor.to(paths), shift.to(paths)
 
 
