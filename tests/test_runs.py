@@ -123,7 +123,9 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(unbroken, tmp_path):
 
 
 def test_a_run_whose_last_validation_is_not_finite_is_validated_once(tmp_path):
-    folder = run(tiny("rnn", learning_rate=1e25, epochs=1, warmup=0.0), tmp_path / "run")
+    shown = StopAt(99)
+    folder = run(tiny("rnn", learning_rate=1e25, epochs=1, warmup=0.0), tmp_path / "run", progress=shown)
+    assert shown.messages[-1].startswith("note: the validation is not finite")
     (folder / "eval.json").write_text("{}")
     for _ in range(2):
         run(None, folder, resume=True)
@@ -160,6 +162,12 @@ def test_what_an_evaluation_is_writing_stays(unbroken, tmp_path):
         (folder / name).write_text("{")
     run(None, folder, resume=True)
     assert [path.name for path in folder.glob(".*.tmp")] == [".eval.json.1a2b.tmp"]
+
+
+def test_more_samples_than_there_is_room_for_are_refused_before_the_training(tmp_path):
+    with pytest.raises(ValueError, match=r"^num=1000000000000 and length=5 would take .* GB; allowed: less"):
+        run(tiny("rnn", samples=10**12), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 class Delete(Progress):

@@ -33,7 +33,7 @@ from vssm.config import RunConfig, TrainConfig, check_flag, check_path, check_ty
 from vssm.data import draw, open_data
 from vssm.data.feed import check_values, moved, place, take
 from vssm.distributed import World, choose_device, join
-from vssm.generate import generate
+from vssm.generate import check_room, generate
 from vssm.interrupts import Interrupts
 from vssm.learner import Learner
 from vssm.likelihoods import estimates
@@ -142,6 +142,8 @@ class _Training:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(mix(options.seed, "weights"))
             self.model = build(self.config.model) if first is None else first
+        if options.samples:
+            check_room(self.model, options.samples, data.meta.length, world.device)
         for name, split in (("training", data.train), ("validation", data.valid)):
             check_values(self.model.head, split, f"the {name} set")
         self.digest = data.train.digest()
@@ -333,6 +335,10 @@ class _Training:
                 if self.world.rank == 0:
                     self.folder.save_weights(tensors)
         self._log("valid", {**means, "best": best})
+        if not math.isfinite(score):
+            self.progress.message(
+                "note: the validation is not finite; a lower --train.learning-rate may help"
+            )
 
     def _validation_means(self) -> dict[str, float]:
         options, world = self.options, self.world
