@@ -283,6 +283,8 @@ def test_what_is_nothing_of_the_kind_is_refused_in_a_line(tmp_path):
     for call, message in (
         (lambda: state.expand(3), "num=3 does not fit a state of 2 rows; allowed: a state of one row"),
         (lambda: vssm.State.cat(["a"]), "states has a str; allowed: one State or more"),
+        (lambda: vssm.State.cat([None]), "states has a NoneType; allowed: one State or more"),
+        (lambda: vssm.State.cat([state, torch.zeros(2)]), "states has a Tensor; allowed: one State or more"),
         (lambda: open_data("digits"), "config='digits' is not allowed; allowed: a DataConfig"),
         (lambda: RunConfig.from_dict("a"), "config is 'a'; allowed: a dictionary of the fields of RunConfig"),
         (lambda: vssm.save(small_model("ssm"), tmp_path), "has a config.json of something else"),

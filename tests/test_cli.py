@@ -212,6 +212,7 @@ def test_series_start_from_a_small_model():
         (["series", "--preset", "best"], PRESETS["best"].model),
         (["series", "--smoke"], PRESETS["smoke"].model),
         (["--out", "x", "series"], own.model),
+        (["--out=x", "series"], own.model),
         (["--out", "series", "digits"], general.model),
     ):
         assert RunOptions.default(arguments).model == model

@@ -1346,6 +1346,7 @@ def test_a_digest_tells_values_apart_that_have_one_mean_and_one_middle():
         (",0,1", "{},{},{}", ("0", "1")),
         ('date,"load; MW",b', "2024-01-{:02d},{},{}", ("load; MW", "b")),
         ("1,2,3", "{},{},{}", ("0", "1", "2")),
+        ("2024/01/01,1,2", "2024-01-{:02d},{},{}", ("1", "2")),  # another date, no word
         (",0.5,1", "{},{},{}", ("0", "1", "2")),
     ],
 )
@@ -1362,6 +1363,9 @@ def test_columns_that_are_left_out_by_their_name_are_noted(tmp_path):
     values = np.random.default_rng(0).normal(size=(60, 2))
     (tmp_path / "a.csv").write_text("\n".join(["index,vol", *(f"{a},{b}" for a, b in values)]))
     with pytest.warns(UserWarning, match="column 'index' of numbers is left out, by its name"):
+        open_data(series(tmp_path / "a.csv", context=3, horizon=2))
+    (tmp_path / "a.csv").write_text("\n".join(["index,load,b", *(f'{k},"1,5",{k * k}' for k in range(60))]))
+    with pytest.warns(UserWarning, match="column 'load' is left out: .* allowed: a decimal point"):
         open_data(series(tmp_path / "a.csv", context=3, horizon=2))
 
 

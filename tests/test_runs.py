@@ -165,8 +165,9 @@ def test_what_an_evaluation_is_writing_stays(unbroken, tmp_path):
 
 
 def test_more_samples_than_there_is_room_for_are_refused_before_the_training(tmp_path):
-    with pytest.raises(ValueError, match=r"^num=1000000000000 and length=5 would take .* GB; allowed: less"):
-        run(tiny("rnn", samples=10**12), tmp_path / "run")
+    images = DataConfig(name="digits")
+    with pytest.raises(ValueError, match=r"^num=1000000000000 and length=8 would take .* GB; allowed: less"):
+        run(tiny("rnn", data=images, samples=10**12), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -339,7 +339,7 @@ def _open_run(folder: Path, model: Model) -> tuple[dict[str, Any], Data]:
     for name in () if (trained := read_meta(folder)) is None else trained.differing(data.meta):
         raise ValueError(
             f"data {data.meta.name!r} has another {name} than the run in {str(folder)!r} was trained with; "
-            "allowed: the data that it was trained on"
+            "allowed: the data that it was trained on, without rows that came later"
         )
     return {name: config[name] for name in ("model", "data", "train") if name in config}, data
 

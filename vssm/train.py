@@ -142,8 +142,8 @@ class _Training:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(mix(options.seed, "weights"))
             self.model = build(self.config.model) if first is None else first
-        if options.samples:
-            check_room(self.model, options.samples, data.meta.length, world.device)
+        if self._shown():
+            check_room(self.model, self._shown(), data.meta.length, world.device)
         for name, split in (("training", data.train), ("validation", data.valid)):
             check_values(self.model.head, split, f"the {name} set")
         self.digest = data.train.digest()
@@ -227,12 +227,10 @@ class _Training:
                 elif self.world.device.type == "cpu" and self.tally.stopped:
                     with self._stopping():
                         self.tally.fetch()
-                if (interrupts.came or self.unread) is not None and self.step < self.total:
+                if interrupts.came is not None and self.step < self.total:
                     with self._stopping():
                         _, skipped, streak = self.tally.fetch(clear=False)
                         self._save(skipped, streak)
-                    if self.unread is not None:
-                        raise self.unread
                     self.progress.message(f"saved at step {self.step} of {self.total}")
                     interrupts.act()
         if self.world.rank == 0:
@@ -297,10 +295,12 @@ class _Training:
         if validating:
             self._validate()
         due = now - self.checkpointed >= 60 * self.options.checkpoint_minutes or self.step == self.total
-        due = self.progress.wants_checkpoint() or due
+        due = self.progress.wants_checkpoint() or self.unread is not None or due
         if self.world.agree([float(due)])[0]:
             self._save(skipped, streak)
             self.checkpointed = time.monotonic()
+        if self.unread is not None and self.step < self.total:
+            raise self.unread
         drawing = validating and self.world.rank == 0 and self.may_draw
         if drawing and time.monotonic() - self.drawn > _PICTURE_SECONDS:  # a kill meanwhile loses no step
             self._draw()
@@ -335,7 +335,7 @@ class _Training:
                 if self.world.rank == 0:
                     self.folder.save_weights(tensors)
         self._log("valid", {**means, "best": best})
-        if not math.isfinite(score):
+        if not math.isfinite(score) and self.unread is None:
             self.progress.message(
                 "note: the validation is not finite; a lower --train.learning-rate may help"
             )
@@ -380,12 +380,17 @@ class _Training:
             return
         if self.folder.log_path.exists():
             figures.curves(self.folder.log_path, self.folder.path / "curves.png")
-        if self.options.samples and not self.options.fsdp:
-            num = self.options.samples if self.meta.image_shape else min(6, self.options.samples)
+        if num := self._shown():
             with self.learner.averaged():
                 x = generate(self.model, num=num, length=self.meta.length, seed=self.options.seed).x
             write_atomically(self.folder.path / "samples.png", lambda path: draw(self.meta, x, path))
         self.drawn = time.monotonic()
+
+    def _shown(self) -> int:
+        """Returns how many samples are drawn with the curves."""
+        if self.options.fsdp:
+            return 0
+        return self.options.samples if self.meta.image_shape else min(6, self.options.samples)
 
     def _check_whole(self) -> None:
         """Raises unless the folder is a model at the end, whatever was deleted in the meantime."""
@@ -461,6 +466,8 @@ class _Training:
         """Says in one line why the run ends, and where it can be taken up again."""
         try:
             yield
+        except BrokenPipeError:  # of our output
+            raise
         except (TrainingStopped, OSError, SafetensorError) as error:
             reason = str(error)
             if not isinstance(error, TrainingStopped):

@@ -63,10 +63,9 @@ class RunOptions(DataOptions):
         """Returns the defaults that the preset on the command line sets, and the model to start from."""
         start = cls()
         preset = _value_of("--preset", arguments)
-        # A word that follows an option is its value.
-        words = [
-            word for before, word in zip(["", *arguments], arguments, strict=False) if before[:2] != "--"
-        ]
+        # A word that follows an option is its value, unless that has one already.
+        pairs = zip(["", *arguments], arguments, strict=False)
+        words = [word for before, word in pairs if before[:2] != "--" or "=" in before]
         if preset is None and "series" in words:
             preset = "series"  # the general size would take hours on a CPU
         if preset is not None:

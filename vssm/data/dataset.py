@@ -326,7 +326,7 @@ class Meta:
         raise ValueError(f"data_meta.{name}={getattr(self, name)!r} is not allowed; allowed: {allowed}")
 
     def differing(self, other: "Meta") -> Iterator[str]:
-        """Gives the names of the fields in which two are not the same, but for rounding.
+        """Gives the names of the fields in which two differ, but for rounding and for how they were read.
 
         Example:
             >>> meta = Meta(name="text", features=2, length=4, suggested_head="categorical", vocabulary="ab")
@@ -334,6 +334,8 @@ class Meta:
             ['vocabulary']
         """
         for field in dataclasses.fields(self):
+            if field.name in ("time", "fill"):
+                continue
             one, two = getattr(self, field.name), getattr(other, field.name)
             if field.name in ("mean", "std") and one is not None and two is not None and len(one) == len(two):
                 largest = max(map(abs, (*one, *two)), default=0.0)

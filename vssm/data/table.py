@@ -53,9 +53,6 @@ def left_out(table: Table, options: SeriesConfig) -> str | None:
     """Says which columns hold no numbers, where the user may think that they do."""
     if options.columns is not None:  # others are not wanted
         return None
-    timed = [name for name in table.names if name.strip().lower() in _TIME_NAMES]
-    if timed:
-        return f"column {timed[0]!r} of numbers is left out, by its name; --series.columns NAMES takes it"
     names = [
         name
         for name, cells in table.texts.items()
@@ -64,7 +61,9 @@ def left_out(table: Table, options: SeriesConfig) -> str | None:
         and not (options.time == "none" and _date(cells[0]) is not None)  # dates that are not wanted
     ]
     if not names:
-        return None
+        timed = [name for name in table.names if name.strip() and name.strip().lower() in _TIME_NAMES]
+        note = "of numbers is left out, by its name; --series.columns NAMES takes it"
+        return f"column {timed[0]!r} {note}" if timed else None
     odd = {name: _odd_cell(table.texts[name]) for name in names}
     name = max(names, key=lambda name: any(map(str.isdigit, odd[name][1])))  # more likely meant as numbers
     place, cell = odd[name]
@@ -248,7 +247,7 @@ def _is_header(first: Sequence[str], second: Sequence[str]) -> bool:
     if None in cells and not flagged and not any(cell is not None and np.isfinite(cell) for cell in cells):
         return True
     over_dates = any(
-        _number(name) is None and _date(name) is None and _number(cell) is None and _date(cell) is not None
+        name.strip()[:1].isalpha() and _number(cell) is None and _date(cell) is not None
         for name, cell in zip(first, second, strict=False)
     )
     counted = (

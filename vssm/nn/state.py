@@ -146,8 +146,9 @@ class State:
         """
         if not states:
             raise ValueError("states is empty; allowed: one State or more")
-        if odd := next((state for state in states if not isinstance(state, State)), None):
-            raise ValueError(f"states has a {type(odd).__name__}; allowed: one State or more")
+        for state in states:
+            if not isinstance(state, State):
+                raise ValueError(f"states has a {type(state).__name__}; allowed: one State or more")
         first = states[0]
         for other in states[1:]:
             if (other.position, other.owner) != (first.position, first.owner):
