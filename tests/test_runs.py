@@ -125,7 +125,7 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(unbroken, tmp_path):
 def test_a_run_whose_last_validation_is_not_finite_is_validated_once(tmp_path):
     shown = StopAt(99)
     folder = run(tiny("rnn", learning_rate=1e25, epochs=1, warmup=0.0), tmp_path / "run", progress=shown)
-    assert shown.messages[-1].startswith("note: the validation is not finite")
+    assert shown.messages[-1].startswith("note: validation is not finite")
     (folder / "eval.json").write_text("{}")
     for _ in range(2):
         run(None, folder, resume=True)

@@ -6,9 +6,10 @@ and `fill` go from one form to the other, which makes checkpoints the same for a
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from vssm.config import check_device
 from vssm.nn import BLOCKS
 
-__all__ = ["World", "choose_device", "join"]
+__all__ = ["Call", "World", "choose_device", "join"]
 
 
 def choose_device(name: str) -> torch.device:
@@ -36,6 +37,17 @@ def choose_device(name: str) -> torch.device:
         raise ValueError(f"device={name!r} is not there; allowed: {allowed}") from None
 
 
+class Call(nn.Module):
+    """Makes any function of a model a forward pass, which is what DDP and FSDP2 hook into."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401
+        return function(self.model, *arguments)
+
+
 @dataclass(frozen=True)
 class World:
     """Says which process this is, of how many, and on which device."""
@@ -52,6 +64,18 @@ class World:
             dist.all_reduce(values)
             values = values / self.size
         return values
+
+    def check(self, batch: int, fsdp: bool) -> None:
+        """Raises unless these processes can train so."""
+        if batch % self.size:
+            raise ValueError(
+                f"batch={batch} is not divisible by the {self.size} processes; "
+                f"allowed: a multiple of {self.size}"
+            )
+        if fsdp and not self.grouped:
+            raise ValueError(
+                "fsdp=True needs processes to shard over; allowed: under torchrun, or fsdp=False"
+            )
 
     def agree(self, values: list[float]) -> list[float]:
         """Returns the numbers of rank 0 on every process; all must give equally many."""

@@ -8,7 +8,8 @@ Legend: s steps done, S steps in all.
 
 import hashlib
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ __all__ = [
     "block_matrices",
     "learning_rate",
     "mix",
+    "on_stream",
     "parameter_groups",
 ]
 
@@ -140,6 +142,18 @@ class Tally:
         """Goes on from what `pending` returned."""
         self.sums.copy_(torch.tensor(pending[:-1], dtype=torch.float64))
         self.taken.fill_(pending[-1])
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Runs what is inside on one stream, as recordings need it: gradients return where they were made."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 class Replayed:

@@ -17,7 +17,7 @@ import importlib.util
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,23 +25,23 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from vssm import figures
 from vssm.checkpoint import load_finite
 from vssm.config import RunConfig, TrainConfig, check_flag, check_path, check_type
 from vssm.data import draw, open_data
 from vssm.data.feed import check_values, moved, place, take
-from vssm.distributed import World, choose_device, join
+from vssm.distributed import Call, World, choose_device, join
 from vssm.generate import check_room, generate
 from vssm.interrupts import Interrupts
 from vssm.learner import Learner
 from vssm.likelihoods import estimates
-from vssm.models import Model, build
+from vssm.models import build
 from vssm.nn import BLOCKS
 from vssm.objectives import Terms, objective, real_steps
 from vssm.ops import choose_backend
-from vssm.optimize import Replayed, Tally, TrainingStopped, learning_rate, mix
+from vssm.optimize import Replayed, Tally, TrainingStopped, learning_rate, mix, on_stream
 from vssm.progress import Progress, choose_progress
 from vssm.resolve import resolve
 from vssm.results import commit, machine
@@ -90,17 +90,6 @@ def train(
     return Path(folder)
 
 
-class _Call(nn.Module):
-    """Makes any function of a model a forward pass, which is what DDP and FSDP2 hook into."""
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401
-        return function(self.model, *arguments)
-
-
 class _Training:
     """One training: what is set up once, and what changes with every step."""
 
@@ -108,7 +97,8 @@ class _Training:
         self, config: RunConfig, folder: RunFolder, world: World, progress: Progress, resume: bool
     ) -> None:
         options = config.train
-        _check_options(options, world)
+        world.check(options.batch, options.fsdp)
+        _check_board(options)
         with warnings.catch_warnings():
             if world.rank > 0:  # the first says what is odd about the data
                 warnings.simplefilter("ignore", UserWarning)
@@ -154,7 +144,7 @@ class _Training:
         if options.compile:
             for block in [part for part in self.model.modules() if isinstance(part, tuple(BLOCKS.values()))]:
                 block.compile()
-        self.call = _Call(self.model)
+        self.call = Call(self.model)
         self.parallel = world.wrap(self.call, options.fsdp)
         cuda = world.device.type == "cuda"
         # On the device, since it changes from step to step and recordings read it there.
@@ -207,7 +197,7 @@ class _Training:
         # Several processes would have to agree at every step on whether to save.
         patient = interrupts.put_off() if self.world.size == 1 else nullcontext()
         board = nullcontext() if self.board is None else closing(self.board)
-        with board, warnings.catch_warnings(), self._own_stream(), patient:
+        with board, warnings.catch_warnings(), on_stream(self.stream), patient:
             # Views that FSDP2 fears are never written in place; norms of bfloat16 on a CPU are merely slower;
             # the first steps of a run that will be recorded are not.
             expected = "FSDP2-wrapped module|Mismatch dtype between input and weight|.*capturable=True"
@@ -336,9 +326,7 @@ class _Training:
                     self.folder.save_weights(tensors)
         self._log("valid", {**means, "best": best})
         if not math.isfinite(score) and self.unread is None:
-            self.progress.message(
-                "note: the validation is not finite; a lower --train.learning-rate may help"
-            )
+            self.progress.message("note: validation is not finite; a lower --train.learning-rate may help")
 
     def _validation_means(self) -> dict[str, float]:
         options, world = self.options, self.world
@@ -432,11 +420,8 @@ class _Training:
                         "those of its next validation take their place"
                     )
                 numbers = [progress[key] for key in ("step", "skipped", "streak", "seconds")]
-                numbers += [
-                    best,
-                    float(self.lost),
-                    *progress.get("pending", pending),
-                ]  # newer than the others
+                # Older versions did not write what is pending.
+                numbers += [best, float(self.lost), *progress.get("pending", pending)]
             self.folder.cut_log(int(numbers[0]), self.progress.message)
             name, step = repr(str(self.folder.path)), int(numbers[0])
             if step < self.total:
@@ -475,17 +460,6 @@ class _Training:
             last = repr(str(self.saved)) if self.saved else "none yet"
             raise TrainingStopped(f"{reason}; last good checkpoint: {last}") from error
 
-    @contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """Runs everything on one stream, as recordings need it: gradients return where they were made."""
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream(self.world.device))
-        with torch.cuda.stream(self.stream):
-            yield
-        torch.cuda.current_stream(self.world.device).wait_stream(self.stream)
-
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
@@ -511,14 +485,7 @@ class _Training:
         }
 
 
-def _check_options(options: TrainConfig, world: World) -> None:
-    if options.batch % world.size:
-        raise ValueError(
-            f"batch={options.batch} is not divisible by the {world.size} processes; "
-            f"allowed: a multiple of {world.size}"
-        )
-    if options.fsdp and not world.grouped:
-        raise ValueError("fsdp=True needs processes to shard over; allowed: under torchrun, or fsdp=False")
+def _check_board(options: TrainConfig) -> None:
     if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("tensorboard=True needs TensorBoard; install it with: pip install 'vssm[track]'")
 
