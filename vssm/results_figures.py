@@ -148,8 +148,9 @@ def _draw_curves(axes: Any, runs: dict[str, list[Result]]) -> None:  # noqa: ANN
     if dashed:
         axes.plot([], [], "--", label="second half", color="grey", linewidth=1.2)
     if lowest:
-        axes.set_ylim(bottom=min(lowest))
-        axes.legend(fontsize=7, ncols=2, framealpha=0.6)
+        bottom, top = min(lowest), axes.get_ylim()[1]
+        axes.set_ylim(bottom, top + 0.13 * (top - bottom))  # room for the legend over the curves
+        axes.legend(fontsize=7, ncols=4, loc="upper center", columnspacing=1)
     axes.set_xlabel("epoch")
     axes.set_ylabel("nats a sequence")
 
