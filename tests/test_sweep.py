@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -205,6 +206,23 @@ def test_ray_that_is_missing_or_not_running_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", lru_cache(set))
     with pytest.raises(ValueError, match=r"^ray_address='auto' can not be used: Could not find any running"):
         sweep(BASE, tmp_path / "sweep", ray_address="auto", progress=Progress())
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_where_nobody_listens_is_refused_at_once(tmp_path, scheme):
+    pytest.importorskip("ray")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"{scheme}127.0.0.1:{taken.getsockname()[1]}"
+        begun = time.monotonic()
+        with pytest.raises(
+            ValueError, match=f"^ray_address='{address}' can not be used: nobody answers there"
+        ):
+            sweep(BASE, tmp_path / "sweep", ray_address=address, progress=Progress())
+    assert time.monotonic() - begun < 30
+    for wrong in ("nonsense", "host:port", "host:99999"):
+        with pytest.raises(ValueError, match=f"^ray_address='{wrong}' can not be used: allowed: auto, local"):
+            sweep(BASE, tmp_path / "sweep", ray_address=wrong, progress=Progress())
 
 
 def test_torchrun_is_refused(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ one that failed is tried again. What stands in the run folders decides; `sweep.j
 import json
 import math
 import os
+import socket
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from vssm.config import RunConfig
 from vssm.progress import Progress, choose_progress
@@ -31,6 +33,7 @@ __all__ = ["LEARNING_RATES", "run_all", "sweep"]
 LEARNING_RATES = (1e-2, 5e-3, 1e-3, 5e-4, 1e-4)
 """The paper's grid."""
 _RETRIES = 3  # of a run whose worker died; it is taken up at its last checkpoint
+_PATIENCE = 10.0  # seconds for a cluster to answer
 
 
 def sweep(
@@ -256,10 +259,27 @@ def _connect(ray: Any, address: str) -> None:  # noqa: ANN401
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # ours to decide: it is our cluster
         options["include_dashboard"] = False
     try:
+        if address not in ("auto", "local"):
+            _knock(address)
         ray.init(address, **options)
     except (OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"ray_address={address!r} can not be used: {reason}") from None
+
+
+def _knock(address: str) -> None:
+    """Raises where nobody listens: Ray itself asks for minutes."""
+    place = urlsplit(f"//{address.removeprefix('ray://')}")
+    try:
+        host, port = place.hostname, place.port
+    except ValueError:  # no number, or none of a port
+        host = port = None
+    if host is None or port is None:
+        raise ValueError("allowed: auto, local, HOST:PORT or ray://HOST:PORT")
+    try:
+        socket.create_connection((host, port), timeout=_PATIENCE).close()
+    except OSError as error:
+        raise ConnectionError(f"nobody answers there ({error})") from None
 
 
 def _best(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
