@@ -1041,6 +1041,8 @@ def test_npy_series(tmp_path, packed):
     assert data.train.x[1, :, 0].tolist() == [5, 8, 11]
     np.save(tmp_path / "b.npy", np.zeros((3, 3, 3)))
     refused(series(tmp_path / "b.npy"), "b.npy", "(3, 3, 3)")
+    np.save(tmp_path / "b.npy", np.zeros((0, 3)))
+    refused(series(tmp_path / "b.npy"), "b.npy has no rows")
     path.write_bytes(path.read_bytes()[:100])
     refused(series(path), path)
 

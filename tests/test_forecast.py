@@ -70,6 +70,20 @@ def test_paths_far_from_zero_are_those_near_it(windowed):
         assert torch.allclose(near, far, atol=1e-4) and near[..., 0].std() > 0.01
 
 
+@pytest.mark.parametrize("windowed", ["window", "last"])
+@pytest.mark.parametrize("kind", ["vssm", "ssm"])
+def test_paths_of_a_series_that_has_drifted_far_from_zero_differ(kind, windowed):
+    own, drift = forecaster(kind, windowed=windowed), np.array([0.0, 1e8, 0.0])
+    near = own.forecast(history(), samples=8).samples
+    assert near.dtype == torch.float32
+    for far in (
+        own.forecast(history() + drift, samples=8),
+        own.stream(history() + drift).forecast(samples=8),
+    ):
+        assert torch.allclose(far.samples - torch.tensor(drift), near.double(), atol=1e-4)
+    assert own.forecast(history(), samples=8).samples.dtype == torch.float32
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_paths_of_a_series_have_its_shape_and_differ(kind):
     made = forecaster(kind).forecast(history(20), 4, 6)
@@ -203,8 +217,39 @@ def test_single_precision_is_as_good_as_the_same_numbers_in_double(kind, options
 def test_slabs_change_nothing(monkeypatch):
     own, x = forecaster(), history(9, series=5)
     whole = own.forecast(x, 5, 4).samples
-    monkeypatch.setattr(sys.modules["vssm.forecast"], "_MOST_PATHS", {"cpu": 9})
+    monkeypatch.setattr(vssm.sampling.paths, "_MOST_PATHS", {"cpu": 9})
     assert relative_error(own.forecast(x, 5, 4).samples, whole) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["vssm", "tvae"])
+def test_paths_of_one_series_are_made_some_at_a_time(kind, monkeypatch):
+    own, x = forecaster(kind), history(9)
+    whole = own.forecast(x, 5, 10).samples
+    stream = own.stream(x)
+    sizes = []
+    decode = vssm.sampling.paths._decoded
+    monkeypatch.setattr(
+        vssm.sampling.paths,
+        "_decoded",
+        lambda model, e, *rest: sizes.append(len(e)) or decode(model, e, *rest),
+    )
+    monkeypatch.setattr(vssm.sampling.paths, "_MOST_PATHS", {"cpu": 4})
+    for parts in (own.forecast(x, 5, 10), stream.forecast(5, 10)):
+        assert relative_error(parts.samples, whole) < 1e-5
+    assert sizes == [4, 4, 2] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_paths_than_memory_holds_are_refused(kind):
+    own = forecaster(kind, horizon=None)
+    for make in (
+        lambda: own.forecast(history(), 10**9, 10**9),
+        lambda: own.stream(history()).forecast(10**9, 10**9),
+    ):
+        with pytest.raises(
+            ValueError, match=r"^num=1000000000 and length=1000000000 would take .*; allowed: less"
+        ):
+            make()
 
 
 def test_time_features_follow_the_dates():
@@ -364,8 +409,9 @@ def test_models_of_other_things_are_named(tmp_path):
         Forecaster.load("mnist-small")
     with pytest.raises(ValueError, match="horizon=None needs a run"):
         vssm.forecast(small_model("ssm"), history())
-    with pytest.raises(ValueError, match="level=2 is not allowed"):
-        Forecast(torch.zeros(2, 3, 1), ("a",)).quantile(2)
+    for level in (2, "a", [0.1, 0.9]):
+        with pytest.raises(ValueError, match=r"^level=.* is not allowed; allowed: a number from 0 to 1"):
+            Forecast(torch.zeros(2, 3, 1), ("a",)).quantile(level)
 
 
 @pytest.mark.parametrize("kind", ["vssm", "rnn", "transformer"])

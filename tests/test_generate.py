@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.conftest import KINDS, relative_error, sequences, small_model
 from tests.interpreter import INTERPRETED, run_interpreted
-from vssm import State, generate, load, log_likelihood, objective, observe, save
+from vssm import State, generate, load, log_likelihood, noise, objective, observe, save
+from vssm.sampling import parallel
 from vssm.sampling.ahead import posterior_ahead, scan_ahead, scan_ahead_reference
 from vssm.sampling.parallel import _empty_runs
 
@@ -641,6 +642,37 @@ def test_the_last_empty_passes_are_remembered():
     for length in range(1, 12):
         generate(model, length=length)
     assert list(_empty_runs[model]) == list(range(4, 12))
+
+
+def test_empty_passes_are_remembered_up_to_some_bytes(monkeypatch):
+    model = small_model("vssm", width=8, layers=1)
+    step = model.config.latents * model.config.classes * 4
+    monkeypatch.setattr(parallel, "_EMPTY_BYTES", 10 * step)
+    made = [generate(model, length=length).x for length in (4, 5, 6, 11)]
+    assert list(_empty_runs[model]) == [6], "5 and 6 are too much together, and 11 alone"
+    for length, x in zip((4, 5, 6, 11), made, strict=True):
+        assert torch.equal(generate(model, length=length).x, x)
+
+
+@pytest.mark.parametrize("kind", ["vssm", "tvae"])
+def test_new_steps_hold_on_to_nothing_of_a_prompt(kind):
+    made = generate(small_model(kind), prompt=torch.rand(2, 50, 3), length=3)
+    assert made.x.untyped_storage().nbytes() == made.x.nbytes
+    assert made.z.untyped_storage().nbytes() == made.z.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_no_steps_have_the_type_of_steps(kind, dtype):
+    model = small_model(kind).to(dtype)
+    assert generate(model, length=0).x.dtype == generate(model, length=1).x.dtype
+
+
+def test_a_default_device_is_not_that_of_the_noise():
+    seed, row = torch.zeros(2, dtype=torch.int64), torch.arange(2)
+    expected = noise.uniform(seed, row, 0, 3, 4)
+    with torch.device("meta"):  # no kernel takes a tensor of it beside one of the CPU
+        assert torch.equal(noise.uniform(seed, row, 0, 3, 4), expected)
 
 
 def test_chunks_from_nothing_share_one_empty_pass(monkeypatch):

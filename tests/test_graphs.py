@@ -150,6 +150,7 @@ def slab(monkeypatch):
     def allow(steps):
         monkeypatch.setattr(slabs, "bytes_of_slab", lambda device: steps)
         monkeypatch.setattr(slabs, "_bytes_of_step", lambda *arguments: 1)
+        monkeypatch.setattr(slabs, "_LOGITS", 0)
         divided.clear()
         return divided
 
@@ -229,6 +230,16 @@ def test_chunks_are_not_short(room, slab):
                 assert fits == chunk
             else:
                 assert fits <= chunk and 256 <= fits <= max(room, 511)
+
+
+def test_latents_of_the_one_row_that_all_are_made_from_count():
+    model = small_model("vssm", latents=32, classes=32)
+    options = sampling.Options(10**6, 10**6, False, 1, 1.0, False)
+    one, many = (slabs.fitting(model, options, num, 0, False).chunk for num in (1, 1000))
+    step = slabs._bytes_of_step(model, next(model.parameters()), False)
+    logits = 3 * 32 * 32 * 4
+    for num, chunk in ((1, one), (1000, many)):
+        assert chunk * (num * step + logits) <= 2**32 < (chunk + chunk // 2) * (num * step + logits)
 
 
 def test_only_a_vssm_makes_chunks_of_its_own(slab, monkeypatch):
@@ -1100,7 +1111,7 @@ def test_slabs_of_paths_replay_one_recording(num, device, replays, monkeypatch):
     """The last slab is as large as the others, also where it has to make some paths again."""
     own, x = paths_forecaster(device), histories(num)
     whole = plain_forecast(own, x, 6, 4)
-    monkeypatch.setattr(sys.modules["vssm.forecast"], "_MOST_PATHS", dict.fromkeys(("cpu", "cuda"), 9))
+    monkeypatch.setattr(sampling.paths, "_MOST_PATHS", dict.fromkeys(("cpu", "cuda"), 9))
     same(plain_forecast(own, x, 6, 4), whole)
     assert replays == {"recorded": 0, "replayed": 0}
     same(own.forecast(x, 6, 4).samples, whole)
@@ -1112,7 +1123,7 @@ def test_slabs_of_paths_replay_one_recording(num, device, replays, monkeypatch):
 def test_slabs_of_separate_columns_have_their_own_scale(device, replays, monkeypatch):
     own, x = paths_forecaster(device, separate=True, features=2, windowed=None), histories(5)
     whole = plain_forecast(own, x, 6, 4)
-    monkeypatch.setattr(sys.modules["vssm.forecast"], "_MOST_PATHS", dict.fromkeys(("cpu", "cuda"), 12))
+    monkeypatch.setattr(sampling.paths, "_MOST_PATHS", dict.fromkeys(("cpu", "cuda"), 12))
     for _ in range(2):
         same(own.forecast(x, 6, 4).samples, whole)
     assert replays == {"recorded": 1, "replayed": 7}
@@ -1125,7 +1136,7 @@ def known_forecasts(monkeypatch):
         raise AssertionError("asked for again")
 
     monkeypatch.setattr(Reader, "read", refuse)
-    monkeypatch.setattr(Forecaster, "_slab", refuse)
+    monkeypatch.setattr(sys.modules["vssm.forecast"], "divided", refuse)
     monkeypatch.setattr(sys.modules["vssm.forecast"], "check_horizon", refuse)  # vssm.forecast is a function
 
 

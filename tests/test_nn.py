@@ -260,8 +260,9 @@ def test_states_join_along_the_batch_and_part_again():
         assert torch.equal(leaf, expected)
     nested = State({"inner": parts[0]}, 4, "a")
     assert State.cat([nested, nested]).child("inner").batch == 2
-    with pytest.raises(ValueError, match="states is empty; allowed: one State or more"):
-        State.cat([])
+    for wrong, what in (([], "empty"), (parts[0], "one State, no list")):
+        with pytest.raises(ValueError, match=f"states is {what}; allowed: a list of one State or more"):
+            State.cat(wrong)
     with pytest.raises(ValueError, match="positions 4 and 5 of models"):
         State.cat([parts[0], State(parts[0].children, 5)])
     with pytest.raises(ValueError, match="allowed: equal names"):

@@ -1,5 +1,6 @@
 """The particle filter against enumeration, against importance sampling, and with bad input."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -132,9 +133,17 @@ def test_parts_of_a_batch_have_the_estimates_of_the_whole(kind, method):
         log_likelihood(model, x[rows], 4, method=method, seed=3, rows=rows)
         for rows in ([0, 3], torch.tensor([4, 1]), [2])
     ]
-    same = log_likelihood(model, x[3:], 4, method=method, seed=3, rows=3)
+    same = log_likelihood(model, x[3:], 4, method=method, seed=3, rows=np.int64(3))
     assert torch.allclose(same, whole[3:], rtol=1e-4)
     assert torch.allclose(torch.cat(parts), whole[[0, 3, 4, 1, 2]], rtol=1e-4)
     for rows in ([0], [0.5] * 5, [0, 1, 2, 3, -1], [0, 1, 2, 3, 2**32], -1, 2**32 - 4, True, None):
         with pytest.raises(ValueError, match=r"rows (do not fit|is .*); allowed: (5 )?whole numbers"):
             log_likelihood(model, x, 4, method=method, rows=rows)
+
+
+@pytest.mark.parametrize("kind", ["vssm", "tvae", "vrnn"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_both_estimates_have_one_type(kind, dtype):
+    model, x = small_model(kind).to(dtype), torch.rand(2, 4, 3, dtype=dtype)
+    found = {log_likelihood(model, x, 2, method=method).dtype for method in ("importance", "particles")}
+    assert found == {torch.float64 if dtype == torch.float64 else torch.float32}

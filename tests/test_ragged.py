@@ -158,10 +158,36 @@ def test_bad_lengths_are_named(lengths, message):
         vssm.log_likelihood(model, torch.zeros(1, 5, 3), 1, 4, lengths=torch.tensor([3]))
 
 
+@pytest.mark.parametrize("kind", ["vssm", "tvae"])
+def test_rows_beyond_the_memory_are_made_in_slabs(kind, monkeypatch):
+    model, lengths = MODELS[kind, "gaussian"], [3, 0, 5, 1, 4]
+    prompts, read = prompts_of(model, lengths), []
+    whole = generate_ragged(model, prompts, 4, seed=2, observe="sample")
+    posterior = type(model).partial_posterior
+    monkeypatch.setattr(
+        type(model),
+        "partial_posterior",
+        lambda self, x, **options: read.append(len(x)) or posterior(self, x, **options),
+    )
+    monkeypatch.setattr(vssm.ragged, "rows_of_slab", lambda *given, **options: 2)
+    made = generate_ragged(model, prompts, 4, seed=2, observe="sample")
+    assert read == [2, 2, 1]
+    assert relative_error(made.x, whole.x) < 1e-5 and torch.equal(made.z, whole.z)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_steps_of_no_prompts(kind):
+    made = generate_ragged(MODELS[kind, "gaussian"], [torch.zeros(0, 3)] * 2, 0)
+    assert made.x.shape == (2, 0, 3)
+
+
 def test_bad_batches_are_named():
     model = MODELS["vssm", "gaussian"]
     with pytest.raises(ValueError, match="sequences is empty"):
         generate_ragged(model, [], 3)
+    for wrong in (None, (torch.zeros(4, 3) for _ in range(2))):
+        with pytest.raises(ValueError, match=r"^sequences is a \w+; allowed: a list of one sequence or more"):
+            generate_ragged(model, wrong, 3)
     with pytest.raises(ValueError, match=r"steps of shapes \[\(2,\), \(3,\)\] and .*; allowed: one of each"):
         pad([torch.zeros(4, 3), torch.zeros(4, 2)])
     with pytest.raises(ValueError, match="prompts contains NaN or infinite values at row 1, step 0"):

@@ -17,10 +17,11 @@ from fastapi.testclient import TestClient
 from tests.conftest import KINDS, sequences, small_model
 from tests.serving import IMAGE, error, served
 from vssm import State, generate, observe, save
+from vssm.data import Meta
 from vssm.serve.app import create_app
 from vssm.serve.engine import Broken, Engine, Job
 from vssm.serve.errors import Refused
-from vssm.serve.models import open_models
+from vssm.serve.models import Served, open_models
 from vssm.serve.resume import Seal, Store
 from vssm.serve.run import check_exposure, read_secret
 from vssm.serve.schema import GenerateRequest
@@ -254,6 +255,24 @@ def test_streamed_chunks_join_to_the_whole(client, model, options, pieces):
         array(post(client, "resume", resume=done["resume"], length=2)),
         array(post(client, "resume", resume=whole["resume"], length=2)),
     )
+
+
+@pytest.mark.parametrize(("kind", "bites"), [("ssm", {"every": 1}), ("vssm", {"chunk": 3})])
+def test_characters_of_several_bytes_are_whole_in_a_stream(kind, bites):
+    meta = Meta(name="bytes", features=256, length=8, suggested_head="categorical")
+    model = small_model(kind, "categorical", features=256).eval()
+    out = (model.stack if kind == "ssm" else model.decoder).out
+    with torch.no_grad():  # nothing but the two bytes of é, in any order
+        out.weight.zero_()
+        out.bias.fill_(-1e4)
+        out.bias[[0xC3, 0xA9]] = 0.0
+    ask = {"num": 2, "length": 40, "seed": 3, "observe": "sample"}
+    with TestClient(create_app([Served("bytes", model, meta)])) as client:
+        wait_until_ready(client)
+        whole = post(client, "generate", **ask)
+        *chunks, _ = events(client.post("/v1/generate", json={**ask, "stream": True, **bites}).text)
+    joined = ["".join(data["text"][row] for _, data in chunks) for row in range(2)]
+    assert joined == whole["text"] and all("é" in text for text in joined)
 
 
 def test_a_stream_goes_on_from_chunk_to_chunk_where_no_state_is_kept(client):

@@ -9,6 +9,7 @@ Legend: B series of N steps and D columns; C `context`; H `horizon`; S `samples`
 """
 
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from vssm import graphs, pretrained
 from vssm.checkpoint import load_finite
 from vssm.config import check_type
 from vssm.data import Meta, read_meta
+from vssm.data.scale import Scale
 from vssm.forecast_input import (
     Asked,
     History,
@@ -35,17 +37,13 @@ from vssm.forecast_input import (
     numbers,
 )
 from vssm.forecast_reader import LARGEST, Reader
-from vssm.generate import check_temperature, generate, observe
-from vssm.models import Ladder, Model, Variational, inner_model
+from vssm.generate import check_room, check_temperature, generate, observe
+from vssm.models import Model, Variational, inner_model
 from vssm.nn import State
-from vssm.sampling.paths import Finish, Task, paths_after, paths_from, repeat_paths
+from vssm.sampling.paths import Finish, Task, divided, paths_after, paths_from, repeat_paths
 
 __all__ = ["Forecast", "Forecaster", "Stream", "forecast"]
 
-# What a slab of series may hold: paths and, where their steps are made all at once, steps times width of the
-# model. On a GPU that takes some milliseconds and gigabytes: more would not make it busier.
-_MOST_PATHS = {"cpu": 2**12, "cuda": 2**16}
-_MOST_NUMBERS = {"cpu": 2**25, "cuda": 6 * 2**24}
 _REQUESTS = 64  # remembered by a forecaster
 
 
@@ -72,8 +70,8 @@ class Forecast:
             >>> Forecast(paths, ("a",)).quantile(0.9)
             tensor([[9.]])
         """
-        if not 0 <= level <= 1:
-            raise ValueError(f"level={level} is not allowed; allowed: a number from 0 to 1")
+        if not isinstance(level, Real) or not 0 <= level <= 1:
+            raise ValueError(f"level={level!r} is not allowed; allowed: a number from 0 to 1")
         return self.samples.quantile(level, dim=-3)
 
 
@@ -248,27 +246,28 @@ class Forecaster:
         horizon = check_horizon(horizon, samples, self.meta.horizon)
         x, _, times, single = self._reader.read(history, times)
         rows, clock = self._reader.rows(x), self._reader.clock(times)
-        num, recorded = len(rows), graphs.usable(self.device)
-        slab = self._slab(num, horizon, samples)
+        num, recorded, scale = len(rows), graphs.usable(self.device), self._scale.of(x.numpy())
+        check_room(self.model, num * samples, self._steps(horizon), self.device)
+        slab, _ = divided(self.model, num, samples, self._steps(horizon))
         paths: Tensor | None = None
 
         def finish(made: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
             """Copies the paths of the slab to theirs."""
             nonlocal paths
-            made = self._scale.exact(self._points(made, horizon))
+            made = scale.exact(self._points(made, horizon))
             if paths is None:
                 paths = made.new_empty(num, *made.shape[1:])
-            return self._scale.place(made, factor, shift, out=paths[own])
+            return scale.place(made, factor, shift, out=paths[own])
 
         for first in range(0, num, slab):
             if recorded:
                 # Slabs of one size replay one recording: the last makes some paths again, of the same noise.
                 first = max(0, min(first, num - slab))
             own = slice(first, min(first + slab, num))
-            self._paths_after(rows[own], clock, seed, first, horizon, samples, options, finish)
+            self._paths_after(rows[own], clock, scale, seed, first, horizon, samples, options, finish)
         assert paths is not None
         if asked is not None and recorded and slab == num:
-            self._remember(asked, rows, horizon, single)
+            self._remember(asked, rows, scale, horizon, single)
         out = self._reader.by_column(paths, len(x))
         return Forecast(out[0] if single else out, self.columns, continued(times, horizon))
 
@@ -293,7 +292,7 @@ class Forecaster:
         """
         return Stream(self, history, times, seed)
 
-    def _remember(self, asked: Asked, rows: Tensor, horizon: int, single: bool) -> None:
+    def _remember(self, asked: Asked, rows: Tensor, scale: Scale, horizon: int, single: bool) -> None:
         """Makes `_repeated` answer when the same is asked again; rows are those of the history."""
         trained = self.meta.horizon
         if not isinstance(self.model, Variational) or rows.dtype != asked.dtype:
@@ -302,21 +301,21 @@ class Forecaster:
             return
         if len(self._found) >= _REQUESTS:
             self._found.clear()
-        task = self._task(rows, None, horizon, asked.samples, asked.temperature)
+        task = self._task(rows, None, scale, horizon, asked.samples, asked.temperature)
         self._found[asked] = _Found(task, horizon, 1 if single else asked.shape[0], single)
 
     def _repeated(self, found: _Found, history: Tensor, seed: int) -> Forecast | None:
         """Replays at once what was forecast before; None, if it can not be or if there is more to check."""
-        task = found.task
+        task, scale = found.task, found.task.scale
         values = history.numpy()[..., -task.shape[1] :, :]
 
         def fits() -> bool:
             largest = largest_of(values)
-            return largest <= LARGEST and self._scale.fits(largest)
+            return largest <= LARGEST and scale.fits(largest) and self._scale.of(values).far == scale.far
 
         def finish(made: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
-            made = self._scale.exact(self._points(made, found.horizon))
-            return self._scale.place(made, factor, shift, out=made.new_empty(made.shape))
+            made = scale.exact(self._points(made, found.horizon))
+            return scale.place(made, factor, shift, out=made.new_empty(made.shape))
 
         rows = values.swapaxes(-1, -2) if self.meta.separate else values
         paths = repeat_paths(self.model, task, rows, seed, finish, fits)
@@ -325,20 +324,12 @@ class Forecaster:
         out = self._reader.by_column(paths, found.series)
         return Forecast(out[0] if found.single else out, self.columns)
 
-    def _slab(self, num: int, horizon: int, samples: int) -> int:
-        """Returns how many series are forecast at a time, of all as many."""
-        most = _MOST_PATHS[self.device.type]
-        if isinstance(self.model, Variational | Ladder):
-            steps = _MOST_NUMBERS[self.device.type] // self.model.config.width
-            most = min(most, steps // self._steps(horizon))
-        slabs = -(-num // max(1, most // samples))
-        return -(-num // slabs)
-
     @torch.no_grad()
     def _paths_after(
         self,
         x: Tensor,
         clock: Tensor | None,
+        scale: Scale,
         seed: int,
         first: int,
         horizon: int,
@@ -349,21 +340,28 @@ class Forecaster:
         """Gives `finish` new steps of histories from row `first` on, (rows, S, T, features)."""
         if is_seed(seed) and isinstance(self.model, Variational) and not set(options) - {"temperature"}:
             temperature = check_temperature(options.get("temperature", 1.0))
-            task = self._task(x, clock, horizon, samples, temperature)
+            task = self._task(x, clock, scale, horizon, samples, temperature)
             paths_after(self.model, task, x, clock, seed, first, finish)
             return
         x = double(x).to(self.device)
-        factor, shift = self._scale.units(x, first)
-        prompt = self._scale.steps(x, factor, shift, None if clock is None else clock.to(self.device))
+        factor, shift = scale.units(x, first)
+        prompt = scale.steps(x, factor, shift, None if clock is None else clock.to(self.device))
         state = observe(self.model, prompt, seed=seed, rows=range(first, first + len(x)))
         finish(self._paths(state, self._steps(horizon), samples, options), factor, shift)
 
     def _task(
-        self, rows: Tensor, clock: Tensor | None, horizon: int, samples: int, temperature: float
+        self,
+        rows: Tensor,
+        clock: Tensor | None,
+        scale: Scale,
+        horizon: int,
+        samples: int,
+        temperature: float,
     ) -> Task:
         cycles = 0 if clock is None else clock.shape[1]
         steps = self._steps(horizon)
-        return Task(rows.shape, rows.dtype, cycles, self._scale, samples, steps, temperature)
+        _, at_once = divided(self.model, len(rows), samples, steps)
+        return Task(rows.shape, rows.dtype, cycles, scale, samples, steps, temperature, at_once)
 
     def _steps(self, horizon: int) -> int:
         """Returns how many steps of the model hold a horizon."""
@@ -489,10 +487,11 @@ class Stream:
         horizon = check_horizon(horizon, samples, forecaster.meta.horizon)
         if self._stale:
             self._renew()
-        steps = forecaster._steps(horizon)
+        steps, scale = forecaster._steps(horizon), forecaster._scale.of(self._points.numpy())
+        check_room(forecaster.model, len(self._factor) * samples, steps, forecaster.device)
         made = forecaster._points(forecaster._paths(self._state, steps, samples, options), horizon)
-        made = forecaster._scale.exact(made)
+        made = scale.exact(made)
         units = self._factor.to(made), self._shift.to(made)
-        paths = forecaster._scale.place(made, *units, first=self._since)
+        paths = scale.place(made, *units, first=self._since)
         times = continued(self._times, horizon)
         return Forecast(forecaster._reader.by_column(paths, 1)[0], forecaster.columns, times)

@@ -17,6 +17,7 @@ Legend: x (B, T, D) or tokens (B, T); K `num_samples`; C `prompt_length`, `cut`.
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -99,8 +100,8 @@ def log_likelihood(
 
 def _numbers(x: Tensor, rows: Sequence[int] | Tensor | int) -> Tensor:
     """Returns the row of the noise of each sequence: as given, or those from a first one on."""
-    if type(rows) is int and 0 <= rows <= 2**32 - len(x):
-        return torch.arange(rows, rows + len(x), device=x.device)
+    if isinstance(rows, Integral) and not isinstance(rows, bool) and 0 <= int(rows) <= 2**32 - len(x):
+        return torch.arange(int(rows), int(rows) + len(x), device=x.device)
     given = whole_numbers("rows", rows, x.device)
     if given.shape != (len(x),) or bool(((given < 0) | (given >= 2**32)).any()):
         raise ValueError(

@@ -62,7 +62,8 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
     half = torch.arange(2, device=key.device).view(2, *ones)
     M, W = _M0 + half * (_M1 - _M0), _W0 + half * (_W1 - _W0)
     keys = key + torch.arange(10, device=key.device).view(10, 1, *ones) * W
-    shift, mask = torch.tensor(32), torch.tensor(_MASK)  # as tensors they dispatch faster than as numbers
+    # As tensors they dispatch faster than as numbers; those of a CPU go with any device.
+    shift, mask = (torch.tensor(number, device="cpu") for number in (32, _MASK))
     # (p0, p1, p0) in three rows holds the products in order and swapped, the latter without a slow `flip`.
     # Two such buffers take turns, because the odd words of one round are read in the next.
     buffers = [counter.new_empty(3, *counter.shape[1:]) for _ in range(2)]

@@ -73,11 +73,12 @@ def filtered(
             nats = _run(_vrnn_step(model, some, real), u, again)
             start = torch.zeros_like(nats[:, :1])
             nats = torch.cat([start, nats], 1)  # log p(x_{1:t}) at t
-            parts.append([(nats[:, -1] - nats[:, cut]).float() for cut, _ in cases])
+            parts.append([nats[:, -1] - nats[:, cut] for cut, _ in cases])
         else:
             steps = _variational_steps(model, some, cases, real)
-            parts.append([_run(step, u, again)[:, -1].float() for step in steps])
-    return [torch.cat(part) for part in zip(*parts, strict=True)]
+            parts.append([_run(step, u, again)[:, -1] for step in steps])
+    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    return [torch.cat(part).to(dtype) for part in zip(*parts, strict=True)]
 
 
 def _again(x: Tensor, seed: int, rows: Tensor) -> Tensor:

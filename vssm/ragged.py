@@ -21,6 +21,7 @@ from vssm.generate import Generation, check_room, generate
 from vssm.models import Model, Variational, inner_model
 from vssm.nn import State
 from vssm.sampling import Noise
+from vssm.sampling.slabs import in_slabs, rows_of_slab
 
 __all__ = ["Ragged", "generate_ragged", "pad"]
 
@@ -47,8 +48,9 @@ def pad(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         >>> x.shape, lengths, x[1, :, 0]
         (torch.Size([2, 3, 2]), tensor([3, 1]), tensor([1., 0., 0.]))
     """
-    if not len(sequences):
-        raise ValueError("sequences is empty; allowed: one sequence or more")
+    if not isinstance(sequences, Sequence | Tensor) or not len(sequences):
+        given = "empty" if isinstance(sequences, Sequence | Tensor) else f"a {type(sequences).__name__}"
+        raise ValueError(f"sequences is {given}; allowed: a list of one sequence or more")
     for k, sequence in enumerate(sequences):
         if not isinstance(sequence, Tensor) or not sequence.ndim:
             given = "a number" if isinstance(sequence, Tensor) else f"a {type(sequence).__name__}"
@@ -75,8 +77,8 @@ def generate_ragged(
     """Continues prompts of different lengths; every row is as if it were alone.
 
     Row b reads the noise of row b: it equals `generate(model, prompt=prompts[b][None], rows=[b], ...)`.
-    A vssm or tvae does all rows in one pass, unless it is asked for states or to work in chunks. The others,
-    whose rows are at different steps, go through the lengths one after the other.
+    A vssm or tvae does all rows in one pass, or as many as fit the memory, unless it is asked for states or
+    to work in chunks. The others, whose rows are at different steps, go through the lengths one by one.
 
     Arguments:
         model: Any of the six models.
@@ -136,16 +138,23 @@ def _in_one_pass(
 ) -> Ragged:
     # For its checks, and the noise of the rows.
     start = generate(model, num=len(prompts), length=0, temperature=temperature, observe=observe, seed=seed)
-    rows, device, longest = start.state["row"], prompts.device, prompts.shape[1]
-    source = Noise(start.state["seed"], rows)
-    known = prompts.to(torch.int64 if model.head.tokens else next(model.parameters()).dtype)
-    q_z, _ = model.partial_posterior(known, cut=lengths, empty=length)
-    new = torch.arange(longest + length, device=device) >= lengths[:, None]
-    heat = torch.where(new, temperature, 1.0)[..., None]  # for what is new, not for latents of known data
-    z = Latents(q_z.logits / heat[..., None]).sample(source.latent(model, 0, longest + length))
-    p_x, _ = model.likelihood(z)
-    x = p_x.mean
-    if observe == "sample":
-        x = p_x.sample(source.observation(model, 0, longest + length), temperature)
-    index = lengths[:, None] + torch.arange(length, device=device)
-    return Ragged(x[rows[:, None], index], z[rows[:, None], index], None)
+    device, steps = prompts.device, prompts.shape[1] + length
+    if not length:
+        return Ragged(start.x, start.z, None)
+
+    def make(prompts: Tensor, lengths: Tensor, source: Noise) -> State:
+        known = prompts.to(torch.int64 if model.head.tokens else next(model.parameters()).dtype)
+        q_z, _ = model.partial_posterior(known, cut=lengths, empty=length)
+        new = torch.arange(steps, device=device) >= lengths[:, None]
+        heat = torch.where(new, temperature, 1.0)[..., None]  # for what is new, not for latents of known data
+        z = Latents(q_z.logits / heat[..., None]).sample(source.latent(model, 0, steps))
+        p_x, _ = model.likelihood(z)
+        x = p_x.mean if observe == "mean" else p_x.sample(source.observation(model, 0, steps), temperature)
+        row = torch.arange(len(z), device=device)[:, None]
+        index = lengths[:, None] + torch.arange(length, device=device)
+        return State({"x": x[row, index], "z": z[row, index]})
+
+    rows = rows_of_slab(model, len(prompts), steps, reads=True)
+    source = Noise(start.state["seed"], start.state["row"])
+    made = in_slabs(make, rows, len(prompts), prompts, lengths, source)
+    return Ragged(made["x"], made["z"], None)

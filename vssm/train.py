@@ -238,7 +238,7 @@ class _Training:
         epoch, i = divmod(self.step, self.steps_per_epoch)
         if epoch != self.epoch:
             shuffle = torch.Generator().manual_seed(mix(options.seed, "epoch", epoch))
-            order = torch.randperm(len(self.train_split), generator=shuffle)
+            order = torch.randperm(len(self.train_split), generator=shuffle, device="cpu")
             if self.train_split.x.is_cuda:  # pinned, so that the copy does not wait either
                 order = order.pin_memory().to(self.train_split.x.device, non_blocking=True)
             self.epoch, self.order = epoch, order

@@ -116,7 +116,7 @@ class Split:
 
     def parts(self, index: Tensor | None = None) -> Iterator[Tensor]:
         """Gives the sequences at `index`, or all, in batches of no more memory than is needed."""
-        index = torch.arange(len(self)) if index is None else index
+        index = torch.arange(len(self), device="cpu") if index is None else index
         width = self.batch(slice(0, 1)).numel()
         for some in index.split(max(1, _PART // max(1, width))):
             yield self.batch(some)
@@ -134,7 +134,7 @@ class Split:
         """
         num = min(4096, len(self))
         sums, done = torch.zeros(3, dtype=torch.float64), 0
-        for part in self.parts(torch.arange(num) * len(self) // max(1, num)):
+        for part in self.parts(torch.arange(num, device="cpu") * len(self) // max(1, num)):
             x = part.reshape(-1).double()
             place = torch.arange(done, done + len(x), dtype=torch.float64, device=x.device)
             sums += torch.stack([x.sum(), (x * x).sum(), (x * place).sum()]).cpu()
@@ -358,13 +358,13 @@ class Meta:
         if self.suggested_head != "categorical":
             raise ValueError(f"data set {self.name!r} has no text")
         if self.vocabulary is None:
-            return torch.tensor(list(text.encode()), dtype=torch.long)
+            return torch.tensor(list(text.encode()), dtype=torch.long, device="cpu")
         position = {character: k for k, character in enumerate(self.vocabulary)}
         if unknown := sorted(set(text) - set(position)):
             raise ValueError(
                 f"text has characters outside the vocabulary: {unknown}; it is {self.vocabulary!r}"
             )
-        return torch.tensor([position[character] for character in text], dtype=torch.long)
+        return torch.tensor([position[character] for character in text], dtype=torch.long, device="cpu")
 
     def decode(self, tokens: Tensor) -> str:
         """Returns the text of one sequence of tokens (T,); bytes that are no UTF-8 become U+FFFD."""

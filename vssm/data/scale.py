@@ -12,6 +12,9 @@ Shapes: x (rows, C, channels) float64; factor (rows, 1, channels); shift (rows, 
 season; clock (C, 2 x cycles). Rows are series, or columns of them where these are apart.
 """
 
+from functools import cached_property
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,20 +29,22 @@ _FAR = 1e4  # deviations from zero, beyond which float32 has few digits left for
 class Scale:
     """Creates the scale of some data on a device.
 
-    Equal scales are equal keys, in little time: what was recorded with one serves the other.
+    Equal scales are equal keys, in little time: what was recorded with one serves the other. A scale is `far`
+    where its data are so far from zero that paths in float32 would be one number.
     """
 
-    def __init__(self, meta: Meta, device: torch.device | str = "cpu") -> None:
+    def __init__(self, meta: Meta, device: torch.device | str = "cpu", far: bool = False) -> None:
         assert meta.columns is not None
         num = len(meta.columns)
         mean, std = meta.mean or (0.0,) * num, meta.std or (1.0,) * num
-        self._fixed = mean, std, meta.windowed, meta.season, meta.patch, meta.separate
+        self.far = far or any(abs(m) > _FAR * s for m, s in zip(mean, std, strict=True))
+        self._fixed = mean, std, meta.windowed, meta.season, meta.patch, meta.separate, self.far
         self._hash = hash(self._fixed)
         self.meta, self.device = meta, torch.device(device)
         self.mean, self.std = (torch.tensor(v, dtype=torch.float64, device=device) for v in (mean, std))
         self._variance = (LEAST_SPREAD * self.std).square()
         self._least, self._most = min(std), max(map(abs, mean))
-        self.far = any(abs(m) > _FAR * s for m, s in zip(mean, std, strict=True))
+        self._reach = _FAR * np.array(std)
 
     def __hash__(self) -> int:
         return self._hash
@@ -52,6 +57,17 @@ class Scale:
         # At most twice the largest from the centre of a window, in tenths of a deviation.
         reach = 20 * largest if self.meta.windowed else largest + self._most
         return reach <= _LARGEST * self._least
+
+    def of(self, histories: np.ndarray) -> "Scale":
+        """Returns the scale of histories (..., steps, columns): one that is `far`, if their windows are."""
+        if self.far or self.meta.windowed is None:
+            return self
+        largest = np.abs(histories).reshape(-1, len(self._reach)).max(0)
+        return self._afar if (largest > self._reach).any() else self
+
+    @cached_property
+    def _afar(self) -> "Scale":
+        return Scale(self.meta, self.device, far=True)
 
     def units(self, x: Tensor, first: int | Tensor = 0) -> tuple[Tensor, Tensor]:
         """Returns factor and shift of histories, of which the first is of row `first`."""

@@ -308,7 +308,7 @@ def _read_npy(path: Path) -> Table:
         raise ValueError(
             f"{path} holds {values.dtype} of shape {values.shape}, expected numbers of shape (N, D)"
         )
-    values = values.reshape(len(values), -1).astype(np.float64)
+    values = (values if values.ndim == 2 else values[:, None]).astype(np.float64)
     return Table(tuple(map(str, range(values.shape[1]))), values, _row_places(len(values)))
 
 

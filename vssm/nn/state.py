@@ -144,8 +144,9 @@ class State:
             >>> State.cat([a, b])["h"].sum(1)
             tensor([0., 2., 2.])
         """
-        if not states:
-            raise ValueError("states is empty; allowed: one State or more")
+        if isinstance(states, State) or not states:
+            given = "one State, no list" if states else "empty"
+            raise ValueError(f"states is {given}; allowed: a list of one State or more")
         for state in states:
             if not isinstance(state, State):
                 raise ValueError(f"states has a {type(state).__name__}; allowed: one State or more")

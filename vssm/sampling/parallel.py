@@ -50,6 +50,7 @@ from vssm.weights import first_weight, opaque, weights_of
 __all__ = ["read_variational", "repeat_variational", "sample_variational"]
 
 _EMPTY_RUNS = 8  # lengths whose all-empty pass is remembered
+_EMPTY_BYTES = 2**28  # of their logits, of all lengths of a model together
 _EMPTY_STEPS = 4096  # of one row, whose pass takes little memory
 _LOOKS = 64  # numbers of a weight that are looked at
 
@@ -64,16 +65,20 @@ def sample_variational(
     remember: bool = True,
 ) -> Result:
     """Runs the algorithm below, or replays it; `remember` allows an all-empty pass of before."""
-    remember = remember and not opaque(model)
+    steps = _empty_steps(options, source.num) if state is None and prompt is None and options.length else 0
+    remember = remember and not opaque(model) and steps * _bytes_of_empty(model) <= _EMPTY_BYTES
     if record and remember and options.length:
-        made = _replayed(model, prompt, state, source, options)
+        made = _replayed(model, prompt, state, source, options, steps)
         if made is not None:
             return made
     empty = None
-    if state is None and prompt is None and options.length:
-        steps = _empty_steps(options, source.num)
+    if steps:
         empty = _remembered(model, steps) if remember else _Pass(*model.partial_posterior(empty=steps))
-    return _variational(model, prompt, state, source, options, empty)
+    x, z, after = _variational(model, prompt, state, source, options, empty)
+    if prompt is not None:  # else they are views of the whole pass, and hold on to it
+        assert z is not None
+        x, z = x.clone(), z.clone()
+    return x, z, after
 
 
 def _variational(
@@ -204,6 +209,11 @@ def _empty_steps(options: Options, num: int) -> int:
     return options.length
 
 
+def _bytes_of_empty(model: Variational) -> int:
+    """Returns about what a step of an all-empty pass takes as long as it is remembered."""
+    return model.config.latents * model.config.classes * first_weight(model).itemsize
+
+
 def _remembered(model: Variational, length: int) -> _Pass:
     """Returns an all-empty pass, as remembered or new, whose state is the caller's own."""
     run = _empty_run(model, length, weights_of(model))
@@ -225,8 +235,7 @@ def _empty_run(model: Variational, length: int, weights: list[Hashable], probed:
             or (run.weights, run.dtype) != (weights, dtype)
             or (probed and run.seen != _sum(run.looks))
         ):
-            while len(known) >= _EMPTY_RUNS:
-                known.pop(next(iter(known)))
+            known.pop(length, None)
             with torch.inference_mode(False), torch.no_grad():  # it is for calls in other modes too
                 q_z, state = model.partial_posterior(empty=length)
                 probe = int(_probe(model))
@@ -234,6 +243,8 @@ def _empty_run(model: Variational, length: int, weights: list[Hashable], probed:
                 watch = Watch(_show_probe, probe, q_z.raw.device)
                 run = _Empty(q_z, state, weights, dtype, looks, _sum(looks), probe, watch)
             known[length] = run
+            while len(known) > _EMPTY_RUNS or sum(known) * _bytes_of_empty(model) > _EMPTY_BYTES:
+                known.pop(next(iter(known)))
         return run
 
 
@@ -287,10 +298,14 @@ def _show_probe(model: Variational, place: Tensor) -> None:
 
 
 def _replayed(
-    model: Variational, prompt: Tensor | None, state: State | None, source: Noise, options: Options
+    model: Variational,
+    prompt: Tensor | None,
+    state: State | None,
+    source: Noise,
+    options: Options,
+    steps: int,
 ) -> Result | None:
-    """Replays `_variational`, or returns None if it is to run itself."""
-    steps = _empty_steps(options, source.num) if prompt is None and state is None else 0
+    """Replays `_variational`, after an all-empty pass over `steps`; None if it is to run itself."""
     inputs, end = packed(model, prompt, state, source), end_of(prompt, state, options)
     fixed = options, source.num, describe(inputs.tensors)
     empty = _empty_runs.get(model, {}).get(steps)

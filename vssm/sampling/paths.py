@@ -24,13 +24,19 @@ from torch import Tensor
 from vssm import graphs
 from vssm.data.scale import Scale
 from vssm.distributions import Latents
-from vssm.models import Model, Variational
+from vssm.models import Ladder, Model, Variational
 from vssm.nn import State
 from vssm.ops.streams import Beside
 from vssm.recording import Recorder
 from vssm.sampling.request import Noise
+from vssm.weights import first_weight
 
-__all__ = ["Finish", "Task", "paths_after", "paths_from", "repeat_paths"]
+__all__ = ["Finish", "Task", "divided", "paths_after", "paths_from", "repeat_paths"]
+
+# What is made at a time: paths and, where their steps are made all at once, steps times width of the model.
+# On a GPU that takes some milliseconds and gigabytes: more would not make it busier.
+_MOST_PATHS = {"cpu": 2**12, "cuda": 2**16}
+_MOST_NUMBERS = {"cpu": 2**25, "cuda": 6 * 2**24}
 
 Finish = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Makes a result of paths, factor and shift, which it must not keep."""
@@ -53,6 +59,18 @@ class Task(NamedTuple):
     """T, new steps."""
     temperature: float
     """As for `generate`."""
+    at_once: int
+    """Paths of each that are made at a time."""
+
+
+def divided(model: Model, num: int, samples: int, length: int) -> tuple[int, int]:
+    """Returns how many histories are forecast at a time, of all as many, and how many paths of each."""
+    kind = first_weight(model).device.type
+    most = _MOST_PATHS[kind]
+    if isinstance(model, Variational | Ladder):
+        most = min(most, _MOST_NUMBERS[kind] // model.config.width // length)
+    slabs = -(-num // max(1, most // samples))
+    return -(-num // slabs), min(samples, max(1, most))
 
 
 def paths_after(
@@ -106,17 +124,44 @@ def paths_from(
 ) -> Tensor:
     """Returns paths that go on from a state of `observe`, (B, S, T, D)."""
     q_z, _ = model.partial_posterior(empty=length, state=state.child("partial"))
-    decoder, own = state.child("decoder"), _own(state["seed"], state["row"], samples)
-    u, w = (noise(model, decoder.position, length) for noise in (own.latent, own.observation))
-    e = _embedded(model, q_z.raw, u, temperature)
-    return _decoded(model, e, decoder, w, temperature).unflatten(0, (-1, samples))
+    own = _own(state["seed"], state["row"], samples)
+    _, at_once = divided(model, state.batch, samples, length)
+    return _paths_on(model, q_z.raw, state.child("decoder"), own, at_once, temperature)
 
 
-def _read_on(
-    model: Variational, prompt: Tensor, source: Noise, samples: int, length: int, temperature: float
+def _paths_on(
+    model: Variational, logits: Tensor, state: State, own: Noise, at_once: int, temperature: float
 ) -> Tensor:
+    """Returns the paths of every history, (B, S, T, D), some of each at a time.
+
+    Arguments:
+        model: The model.
+        logits: Those of the new steps, (B, T, Z, N).
+        state: That of the decoder, of B rows.
+        own: The noise of all paths.
+        at_once: Paths of each history that are made at a time.
+        temperature: As for `generate`.
+    """
+    batch, length = logits.shape[:2]
+    seed, row = own.seed.view(batch, -1), own.row.view(batch, -1)
+    parts = []
+    for first in range(0, row.shape[1], at_once):
+        some = slice(first, first + at_once)
+        source = Noise(seed[:, some].flatten(), row[:, some].flatten())
+        u, w = (noise(model, state.position, length) for noise in (source.latent, source.observation))
+        e = _embedded(model, logits, u, temperature)
+        parts.append(_decoded(model, e, state, w, temperature).unflatten(0, (batch, -1)))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _read_on(model: Variational, prompt: Tensor, source: Noise, task: Task) -> Tensor:
     """Reads histories and makes paths after them; the partial posterior goes over both at once."""
-    known = prompt.shape[1]
+    known, samples, length, temperature = prompt.shape[1], task.samples, task.length, task.temperature
+    if task.at_once < samples:
+        q_z, _ = model.partial_posterior(prompt, empty=length)
+        _, state = model.decoder(Latents(q_z.raw[:, :known]).sample(source.latent(model, 0, known)))
+        own = _own(source.seed, source.row, samples)
+        return _paths_on(model, q_z.raw[:, known:], state, own, task.at_once, temperature)
     # Reading is many short kernels of few rows: what all paths need takes their time, not its own.
     drawing = Beside(prompt.device, "drawing")
     with drawing.stream:
@@ -199,7 +244,7 @@ def _paths_of(task: Task, given: Tensor, model: Variational) -> tuple[Tensor, Te
     prompt = scale.steps(x, factor, shift, clock)
     model.head.validate(prompt, values=False)
     source = Noise(seed.expand(num), first + torch.arange(num, device=given.device))
-    paths = _read_on(model, prompt, source, task.samples, task.length, task.temperature)
+    paths = _read_on(model, prompt, source, task)
     if scale.far:
         return paths, factor, shift
     return paths, factor.to(paths), shift.to(paths)

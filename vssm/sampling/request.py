@@ -8,6 +8,7 @@ from torch import Tensor
 from vssm import noise
 from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational
 from vssm.nn import State
+from vssm.weights import first_weight
 
 __all__ = [
     "BLIND",
@@ -112,7 +113,8 @@ def nothing(model: Model, num: int, source: Noise) -> tuple[Tensor, Tensor | Non
     )
     if model.head.tokens:
         return torch.empty(num, 0, dtype=torch.int64, device=device), z
-    return torch.empty(num, 0, model.config.features, dtype=torch.float32, device=device), z
+    dtype = torch.promote_types(first_weight(model).dtype, torch.float32)  # that of steps
+    return torch.empty(num, 0, model.config.features, dtype=dtype, device=device), z
 
 
 class Inputs(NamedTuple):

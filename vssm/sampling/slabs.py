@@ -29,6 +29,7 @@ _SHARE = 8  # a slab takes about this part of a GPU's memory: smaller ones are s
 _CPU_BYTES = 2**32  # of a slab on a CPU
 _COPIES = 3.75  # of its keys and values that a recorded transformer takes, as measured on an H200
 _USABLE = 0.9  # of a GPU's memory
+_LOGITS = 3  # copies of the latents' logits of a pass
 _SHORTEST = 256  # steps of a chunk: with fewer, rows are divided
 
 _Rows = Tensor | State | Noise | None
@@ -47,7 +48,10 @@ def fitting(model: Model, options: Options, num: int, known: int, reads: bool) -
     if options.recondition or model.config.block != "mamba":  # chunks mean more, or take longer
         return options
     weight = first_weight(model)
-    room = bytes_of_slab(weight.device) // (num * _bytes_of_step(model, weight, reads)) - known
+    taken = num * _bytes_of_step(model, weight, reads)
+    if not reads:  # the latents' logits of one row, for all
+        taken += _LOGITS * model.config.latents * model.config.classes * weight.itemsize
+    room = bytes_of_slab(weight.device) // taken - known
     most = max(room, _SHORTEST)
     if min(options.chunk, options.length) <= most:
         return options
@@ -133,7 +137,7 @@ def _bytes_of_step(model: Model, weight: Tensor, reads: bool) -> int:
     if config.block == "attention":  # who reads has such a stack beside the decoder
         numbers += 3 * config.width * config.layers * (2 if reads else 1)
     if reads:
-        numbers += 3 * config.latents * config.classes
+        numbers += _LOGITS * config.latents * config.classes
     return numbers * weight.itemsize
 
 

@@ -10,6 +10,7 @@ A pass goes on from the state of the one before, which gives what one call would
 """
 
 import asyncio
+import codecs
 import contextlib
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -23,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
 from vssm.config import shown
-from vssm.data import steps_left
+from vssm.data import Meta, steps_left
 from vssm.nn import State
 from vssm.serve.engine import Broken, Done, Engine, Job
 from vssm.serve.errors import Refused
@@ -136,9 +137,8 @@ class Service:
                 xs.append(last.x)
                 timing.add(last)
             assert last is not None
-            body = {**_steps(plan.served, torch.cat(xs, 1)), **self._place(plan.served, last, plan.keep)}
-            body |= timing.show()
-            return json_response(body)
+            body = _Shown(plan.served).steps(torch.cat(xs, 1), final=True)
+            return json_response(body | self._place(plan.served, last, plan.keep) | timing.show())
 
         with self._admit(plan.bytes):
             return await self._unless_gone(request, work())
@@ -210,13 +210,15 @@ class Service:
             raise Refused(422, "invalid", str(error)) from None
 
     async def _events(self, plan: _Plan, began: float) -> AsyncIterator[bytes]:
-        start, timing, last = 0, _Timing(began), None
+        start, shown, timing, last = 0, _Shown(plan.served), _Timing(began), None
         try:
             async for last in self._run(plan):
                 assert last.x is not None
                 timing.add(last)
-                yield _event("chunk", {"from": start, **_steps(plan.served, last.x), **timing.show()})
-                start += last.x.shape[1]
+                end = start + last.x.shape[1]
+                steps = shown.steps(last.x, final=end == plan.length)
+                yield _event("chunk", {"from": start, **steps, **timing.show()})
+                start = end
             assert last is not None
             yield _event("done", self._place(plan.served, last, plan.keep) | timing.show())
         except Refused as refused:
@@ -378,9 +380,24 @@ def _steps_left(served: Served, known: int) -> int:
         raise Refused(422, "invalid", str(error), "length") from None
 
 
-def _steps(served: Served, x: Tensor) -> dict[str, Any]:
-    text = [served.meta.decode(tokens) for tokens in x] if served.text and served.meta is not None else None
-    return {"x": x.numpy(), "text": text}
+class _Shown:
+    """Writes steps as they come; of text, a character whose bytes are in two events is in the second."""
+
+    def __init__(self, served: Served) -> None:
+        self._meta = served.meta if served.text else None
+        self._decoders: list[codecs.IncrementalDecoder] = []
+
+    def steps(self, x: Tensor, final: bool) -> dict[str, Any]:
+        return {"x": x.numpy(), "text": None if self._meta is None else self._text(self._meta, x, final)}
+
+    def _text(self, meta: Meta, x: Tensor, final: bool) -> list[str]:
+        if meta.vocabulary is not None:
+            return [meta.decode(tokens) for tokens in x]
+        self._decoders = self._decoders or [codecs.getincrementaldecoder("utf-8")("replace") for _ in x]
+        return [
+            decoder.decode(bytes(tokens.tolist()), final)
+            for decoder, tokens in zip(self._decoders, x, strict=True)
+        ]
 
 
 class _Timing:
