@@ -74,6 +74,7 @@ ORDER = (
     "results_paper",
     "results_quality",
     "results_page",
+    "reproduce_scale",
     "reproduce",
     "bench",
     "demo",

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 import vssm
 import vssm.reproduce
+import vssm.reproduce_scale
 from tests.conftest import small_config, small_model
 from vssm import pretrained
 from vssm.cli import main
@@ -131,10 +132,11 @@ def test_what_is_done_is_not_done_again(done, tmp_path, monkeypatch):
 
 
 def test_other_settings_do_not_pass_for_what_is_done(done):
-    with pytest.raises(
-        ValueError, match=r"^train.epochs=9 differs from 6 of '.*digits_transformer_seed0.json'"
-    ):
-        digits(done, **{**BUDGET, "epochs": 9})
+    for epochs in (9, 1.5):
+        with pytest.raises(
+            ValueError, match=rf"^epochs={epochs}\d* differs from 6 of '.*digits_transformer_seed0.json'"
+        ):
+            digits(done, **{**BUDGET, "epochs": epochs})
     path = done / "results" / "digits_ssm_seed1.json"
     path.write_text("{")
     try:
@@ -235,6 +237,101 @@ def test_kinds_side_by_side_in_one_folder(tmp_path):
         "digits_rnn_seed0",
         "digits_ssm_seed0",
     }
+
+
+def test_the_page_of_a_folder_of_results_shows_the_experiments(done, tmp_path, capsys):
+    main(
+        [
+            "reproduce",
+            "digits",
+            "--scale",
+            "small",
+            "--out",
+            str(tmp_path),
+            "--results",
+            str(done / "results"),
+            "--epochs",
+            "6",
+            "--grid-epochs",
+            "1",
+            "--learning-rates",
+            "1e-2",
+            "1e-3",
+        ]
+    )
+    folder = done / "results"
+    assert f"vssm report --results {folder} --page FILE.md" in capsys.readouterr().out
+    text = write_page(folder, tmp_path / "page.md").read_text()
+    assert "## The paper's experiments, small" in text and "How the learning rates were chosen" in text
+    assert "committed yet" not in text and "Other results" not in text and "from above" not in text
+    assert (tmp_path / "pictures" / "small.png").is_file()
+    (folder / "digits_vssm_seedx.json").write_text("[]")  # somebody's copy
+    try:
+        again = write_page(folder, tmp_path / "page.md").read_text()
+        assert again.partition("\n[")[0] == text.partition("\n[")[0], "all but the links to files"
+    finally:
+        (folder / "digits_vssm_seedx.json").unlink()
+
+
+def test_samples_that_were_lost_are_drawn_again(done, tmp_path):
+    copy, shown = shutil.copytree(done, tmp_path / "copy"), Messages()
+    picture = copy / "results" / "digits_vssm_seed0.png"
+    before = picture.read_bytes()
+    picture.unlink()
+    assert digits(copy, progress=shown, **BUDGET) == []
+    assert picture.read_bytes() == before
+    picture.unlink()
+    shutil.rmtree(copy / "runs")
+    assert digits(copy, progress=shown, **BUDGET) == []
+    assert any("digits_vssm_seed0.json are lost, and so is its run" in text for text in shown.texts)
+
+
+def test_time_that_is_up_ends_an_evaluation(done, tmp_path, monkeypatch):
+    copy = shutil.copytree(done, tmp_path / "copy")
+    (copy / "results" / "digits_vssm_seed0.json").unlink()
+    scored = read(done / "results" / "digits_vssm_seed0.json")["metrics"]
+
+    def slow(folder, progress, **options):
+        """The time is up in the middle."""
+        monkeypatch.setattr(vssm.reproduce.time, "monotonic", lambda: math.inf)
+        progress("classifier", 1, 2)  # would start again from nothing
+        progress("likelihoods", 1, 2)
+        pytest.fail("it went on")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vssm.reproduce, "evaluate_run", slow)
+        assert digits(copy, minutes=60, **BUDGET) == ["vssm-lr0.01-seed0"]
+    monkeypatch.undo()
+    shown = Messages()
+    assert digits(copy, minutes=60, progress=shown, **BUDGET) == []
+    assert "scoring vssm-lr0.01-seed0 on the test set" in shown.texts
+    found = read(copy / "results" / "digits_vssm_seed0.json")["metrics"]
+    assert found["log_likelihood"] == scored["log_likelihood"]
+
+
+def test_what_is_done_is_drawn_where_another_run_fails(done, tmp_path):
+    (tmp_path / "runs" / "ssm-lr0.01-seed1").mkdir(parents=True)
+    (tmp_path / "runs" / "ssm-lr0.01-seed1" / "foreign").touch()
+    options = {**BUDGET, "kinds": ("ssm",), "seeds": (0, 1)}
+    results = shutil.copytree(done / "results", tmp_path / "results")
+    chosen = read(results / "digits_ssm_seed0.json")["metrics"]["learning_rate"]
+    (tmp_path / "runs" / "ssm-lr0.01-seed1").rename(tmp_path / "runs" / f"ssm-lr{chosen}-seed1")
+    with pytest.raises(ValueError, match=r"^1 of 1 runs failed; ssm-lr.*-seed1"):
+        digits(tmp_path, **options)
+    assert (tmp_path / "figure.png").is_file() and (tmp_path / "samples_digits.png").is_file()
+
+
+@pytest.mark.parametrize("name", ["out", "results"])
+def test_a_folder_that_can_not_be_written_is_refused_at_the_start(tmp_path, monkeypatch, name):
+    place = tmp_path / name
+    monkeypatch.setattr(
+        vssm.reproduce,
+        "why_read_only",
+        lambda given: "read-only file system" if Path(given) == place else None,
+    )
+    monkeypatch.setattr(vssm.reproduce, "run_all", lambda *_, **__: pytest.fail("a run was started"))
+    with pytest.raises(ValueError, match=f"^{name}='.*' can not be written to \\(read-only file system\\)"):
+        digits(tmp_path / "out", results=tmp_path / "results", **BUDGET)
 
 
 def failing(reason, rates):
@@ -410,7 +507,7 @@ def test_the_page_is_made_of_the_results_alone(done, tmp_path, capsys):
     assert re.search(r"- vssm against ssm: \+\d+\.\d nats in full, \+\d+\.\d in the second half\.\n", text)
 
     (results / "scan_epyc-2cores.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"scan_epyc-2cores.json' is damaged: KeyError\('metrics'\)"):
+    with pytest.raises(ValueError, match=r"scan_epyc-2cores.json' is damaged: it has no 'metrics'"):
         write_page(results, page)
     assert page.read_text() == text
 
@@ -512,14 +609,14 @@ def test_shipped_models_are_whole_and_small():
 
 def test_parts_of_an_epoch_are_counted_in_steps():
     base = RunConfig(data=DataConfig(name="mnist"), train=TrainConfig(batch=64))
-    part, whole = (vssm.reproduce._config(base, epochs, "ssm", 1e-3, 7) for epochs in (1.5, 3.0))
+    part, whole = (vssm.reproduce_scale.config_of(base, epochs, "ssm", 1e-3, 7) for epochs in (1.5, 3.0))
     assert (part.train.epochs, part.train.max_steps) == (2, 1264)  # of 843 steps
     assert (whole.train.epochs, whole.train.max_steps) == (3, None)
     assert (part.model.kind, part.train.learning_rate, part.train.seed) == ("ssm", 1e-3, 7)
-    assert [vssm.reproduce._epochs(config) for config in (part, whole)] == [round(1264 / 843, 4), 3]
+    assert [vssm.reproduce_scale.epochs_of(config) for config in (part, whole)] == [round(1264 / 843, 4), 3]
 
 
 def test_training_sets_have_the_sizes_that_steps_are_counted_by():
     totals = {"mnist": 60_000, "cifar10": 50_000, "digits": 1797 - 359}
     sizes = {name: len(hold_out(total, seed=0)[0]) for name, total in totals.items()}
-    assert sizes == vssm.reproduce._TRAINING_SETS
+    assert sizes == vssm.reproduce_scale.TRAINING_SETS

@@ -31,35 +31,21 @@ from pathlib import Path
 from typing import Any
 
 from vssm.checkpoint import load
-from vssm.config import KINDS, PRESETS, ModelConfig, RunConfig, TrainConfig, check_choice
+from vssm.config import RunConfig, TrainConfig
 from vssm.data import DataConfig, open_data
 from vssm.evaluate import evaluate_run
+from vssm.labels import is_number
 from vssm.progress import Progress, choose_progress
+from vssm.reproduce_scale import Scale, choose_scale, config_of, epochs_of
 from vssm.results import result, write_result
-from vssm.results_figures import draw_figure, draw_samples
+from vssm.results_figures import damage, draw_figure, draw_samples
 from vssm.run_result import draw_grid, validations
 from vssm.runs import FREE, read_config
-from vssm.sweep import LEARNING_RATES, run_all
+from vssm.storage import why_read_only
+from vssm.sweep import run_all
 from vssm.train import choose_device
 
-__all__ = ["reproduce"]
-
-_TRAINING_SETS = {"mnist": 54_000, "cifar10": 45_000, "digits": 1_294}  # without validation
-_FEATURES = {"mnist": 28, "cifar10": 96, "digits": 8}
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """How much is done: the run, and how it is scored."""
-
-    base: RunConfig
-    epochs: float
-    grid_epochs: float
-    learning_rates: tuple[float, ...]
-    seeds: tuple[int, ...]
-    num_samples: int
-    max_sequences: int | None
-    num_images: int
+__all__ = ["places", "reproduce"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +56,7 @@ class _Plan:
     results: Path
     options: str
     """The options on the command line that change the numbers."""
-    scale: _Scale
+    scale: Scale
     classifier: Path
     """What the Fréchet distances of all runs share."""
     deadline: float | None
@@ -81,6 +67,10 @@ class _Plan:
         if stage == "seeds":
             return self.results / f"{self.data}_{kind}_seed{options.seed}.json"
         return self.results / stage / f"{self.data}_{kind}_lr{options.learning_rate!r}.json"
+
+
+class _RunFailed(ValueError):
+    """A run failed, and others may have ended well."""
 
 
 class _TimeIsUp(BaseException):
@@ -127,11 +117,10 @@ def reproduce(
         none when all is done.
     """
     start = time.monotonic()
-    chosen = _choose(data, scale, kinds, learning_rates, seeds, epochs, grid_epochs)
+    chosen = choose_scale(data, scale, kinds, learning_rates, seeds, epochs, grid_epochs)
     if minutes is not None and (not minutes > 0 or ray_address is not None):
         raise ValueError(f"minutes={minutes!r} is not allowed; allowed: a number > 0, without ray_address")
-    out = Path(out or f"runs/reproduce-{data}{'-small' if scale == 'small' else ''}")
-    results = Path(results or ("results/paper" if scale == "paper" else out / "results"))
+    out, results = places(data, scale, out, results)
     whole = chosen.grid_epochs == chosen.epochs
     most = 1 if whole else len(chosen.learning_rates)
     if isinstance(finalists, bool) or not isinstance(finalists, int) or not 1 <= finalists <= most:
@@ -149,7 +138,7 @@ def reproduce(
     # Samples are drawn at the end, from the best weights.
     base = replace(base, train=replace(base.train, samples=0, validate_partial=True))
     grid = {
-        f"{kind}-lr{rate!r}-seed0": _config(base, chosen.grid_epochs, kind, rate, 0)
+        f"{kind}-lr{rate!r}-seed0": config_of(base, chosen.grid_epochs, kind, rate, 0)
         for kind in kinds
         for rate in chosen.learning_rates
         if len(chosen.learning_rates) > 1
@@ -157,6 +146,11 @@ def reproduce(
     for stage in ("grid", "finals") if finalists > 1 else ("grid",):
         (plan.results / stage).mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
+    for name, place in (("out", out), ("results", results)):
+        if why := why_read_only(place):
+            raise ValueError(
+                f"{name}={str(place)!r} can not be written to ({why}); allowed: a folder that can"
+            )
     finals: dict[str, RunConfig] = {}
     seeded: dict[str, RunConfig] = {}
 
@@ -165,15 +159,18 @@ def reproduce(
         done = [name for name in configs if name not in left]
         for name in done:  # killed before it was deleted
             shutil.rmtree(folder / name / "checkpoint", ignore_errors=True)
+            if stage == "seeds":
+                _draw_again(plan, configs[name], folder / name, show)
         if done:
             show.message(f"{stage}: {len(done)} of {len(configs)} are in {results} already and not run again")
         _run(left, folder, plan, stage, ray_address, _Until(show, deadline))
 
+    failure = None
     try:
         run(grid, out / ("runs" if whole else "grid"), "grid")
         ranked = {kind: _ranked(plan, grid, kind, "grid") or [min(chosen.learning_rates)] for kind in kinds}
         finals = {
-            f"{kind}-lr{rate!r}-seed0": _config(base, chosen.epochs, kind, rate, 0)
+            f"{kind}-lr{rate!r}-seed0": config_of(base, chosen.epochs, kind, rate, 0)
             for kind in kinds
             for rate in ranked[kind][:finalists]
             if finalists > 1
@@ -183,75 +180,34 @@ def reproduce(
         run(finals, out / "runs", "finals")
         rates = {kind: (_ranked(plan, finals, kind, "finals") or ranked[kind])[0] for kind in kinds}
         seeded = {
-            f"{kind}-lr{rates[kind]!r}-seed{seed}": _config(base, chosen.epochs, kind, rates[kind], seed)
+            f"{kind}-lr{rates[kind]!r}-seed{seed}": config_of(base, chosen.epochs, kind, rates[kind], seed)
             for seed in chosen.seeds  # every kind once before any twice
             for kind in kinds
         }
         run(seeded, out / "runs", "seeds")
     except _TimeIsUp:
         show.message(f"stopped after {(time.monotonic() - start) / 60:.1f} minutes; the same call goes on")
+    except _RunFailed as error:
+        failure = error  # the others are drawn all the same
     if any(plan.results.glob(f"{data}_*_seed*.json")):
         draw_figure(plan.results, out / "figure.png", [data])
         draw_samples(plan.results, data, out / f"samples_{data}.png")
+    if failure is not None:
+        raise failure
     stages = (("grid", grid), ("finals", finals), ("seeds", seeded))
     return next((left for stage, runs in stages if (left := list(_missing(plan, runs, stage)))), [])
 
 
-def _choose(
-    data: str,
-    scale: str,
-    kinds: Sequence[str],
-    learning_rates: Sequence[float] | None,
-    seeds: Sequence[int] | None,
-    epochs: float | None,
-    grid_epochs: float | None,
-) -> _Scale:
-    """Returns what a scale says, with what was given in its place, all of it checked."""
-    check_choice("data", data, tuple(_TRAINING_SETS))
-    check_choice("scale", scale, ("paper", "small"))
-    if scale == "paper" and data == "digits":
-        raise ValueError("scale='paper' is not for data='digits'; allowed: 'small'")
-    for name, values in (("kinds", kinds), ("learning_rates", learning_rates), ("seeds", seeds)):
-        if values is not None and (not values or len(set(values)) < len(values)):
-            raise ValueError(f"{name}={tuple(values)!r} is not allowed; allowed: one or more different ones")
-    for name, value in (("epochs", epochs), ("grid_epochs", grid_epochs)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name}={value!r} is not allowed; allowed: a number > 0")
-    for kind in kinds:
-        check_choice("kind", kind, KINDS)
-    for seed in seeds or ():
-        TrainConfig(seed=seed)
-    for rate in learning_rates or ():
-        TrainConfig(learning_rate=rate)
-    if scale == "small":
-        found = _small(data)
-    else:
-        found = _Scale(PRESETS[f"paper-{data}"], 200, 200, LEARNING_RATES, (0, 1, 2, 3, 4), 100, None, 10_000)
-    epochs = epochs or found.epochs
-    return replace(
-        found,
-        epochs=epochs,
-        grid_epochs=grid_epochs or (epochs if scale == "paper" else min(epochs, found.grid_epochs)),
-        learning_rates=tuple(map(float, learning_rates or found.learning_rates)),
-        seeds=tuple(seeds or found.seeds),
-    )
+def places(
+    data: str, scale: str, out: str | Path | None = None, results: str | Path | None = None
+) -> tuple[Path, Path]:
+    """Returns the folders of runs and of results, as given or the usual ones.
 
-
-def _small(data: str) -> _Scale:
-    """The same on a CPU: a small model, few steps, three learning rates, one seed."""
-    model = ModelConfig(features=_FEATURES[data], width=64, layers=2, heads=4, latents=12, classes=16)
-    options = TrainConfig(batch=64, validate_every=0.25, num_valid=1000, samples=0)
-    if data == "digits":
-        options = replace(options, validate_every=5.0)
-        return _Scale(RunConfig(model=model, train=options), 20, 5, (1e-2, 5e-3, 1e-3), (0,), 20, None, 359)
-    return _Scale(RunConfig(model=model, train=options), 1.5, 0.2, (1e-2, 5e-3, 1e-3), (0,), 20, 500, 500)
-
-
-def _config(base: RunConfig, epochs: float, kind: str, rate: float, seed: int) -> RunConfig:
-    steps_per_epoch = _TRAINING_SETS[base.data.name] // base.train.batch
-    steps = None if epochs == int(epochs) else max(1, round(epochs * steps_per_epoch))
-    options = replace(base.train, epochs=math.ceil(epochs), max_steps=steps, learning_rate=rate, seed=seed)
-    return replace(base, model=replace(base.model, kind=kind), train=options)
+    >>> [str(folder) for folder in places("mnist", "small")]
+    ['runs/reproduce-mnist-small', 'runs/reproduce-mnist-small/results']
+    """
+    out = Path(out or f"runs/reproduce-{data}{'-small' if scale == 'small' else ''}")
+    return out, Path(results or ("results/paper" if scale == "paper" else out / "results"))
 
 
 def _run(
@@ -270,7 +226,9 @@ def _run(
         raise _TimeIsUp
     if ray_address is None:
         open_data(next(iter(configs.values())).data)  # what is wrong with it is wrong for all runs
-    finish = partial(_record, plan) if stage == "seeds" else partial(_record_rate, plan, stage)
+    finish = partial(_record_rate, plan, stage)
+    if stage == "seeds":
+        finish = partial(_record, plan, None if ray_address is not None else progress)
     rows = run_all(configs, folder, ray_address, progress, finish=finish)
     failed = [row for row in rows if row["status"] == "failed"]
     diverged = [row for row in failed if stage != "seeds" and "not finite" in row["reason"]]
@@ -280,7 +238,7 @@ def _run(
         shutil.rmtree(folder / row["folder"] / "checkpoint", ignore_errors=True)
     others = [f"{row['folder']}: {row['reason']}" for row in failed if row not in diverged]
     if others:
-        raise ValueError(f"{len(others)} of {len(rows)} runs failed; {others[0]}")
+        raise _RunFailed(f"{len(others)} of {len(rows)} runs failed; {others[0]}")
 
 
 def _missing(plan: _Plan, configs: Mapping[str, RunConfig], stage: str) -> dict[str, RunConfig]:
@@ -328,11 +286,15 @@ def _difference(path: Path, config: RunConfig, metric: str) -> str | None:
         content = json.loads(path.read_bytes())
         values, found = content["config"], content["metrics"][metric]
         saved = RunConfig.from_dict({part: values[part] for part in ("data", "model", "train")})
-        if found is not None and not math.isfinite(found):  # a run that diverged has null
+        if found is not None and not is_number(found):  # a run that diverged has null
             raise ValueError(f"its {metric} is {found}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is damaged: {error}; allowed: without that file") from None
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} is damaged: {damage(error)}; allowed: without that file") from None
     given, kept = (dataclasses.asdict(_comparable(c)) for c in (config, saved))
+    if saved.data.name == config.data.name and epochs_of(saved) != epochs_of(
+        config
+    ):  # of which max_steps is part
+        return f"epochs={epochs_of(config):g} differs from {epochs_of(saved):g} of {str(path)!r}"
     for part in given:
         for key, value in given[part].items():
             if value != kept[part][key]:
@@ -370,20 +332,29 @@ def _record_rate(plan: _Plan, stage: str, folder: Path) -> None:
 
 
 def _write_rate(plan: _Plan, stage: str, config: RunConfig, metrics: dict[str, float | None]) -> None:
-    metrics = {**metrics, "epochs": _epochs(config), "learning_rate": config.train.learning_rate}
+    metrics = {**metrics, "epochs": epochs_of(config), "learning_rate": config.train.learning_rate}
     path = plan.piece(config, stage)
     command = f"vssm reproduce {plan.data}{plan.options} --kinds {config.model.kind}"
     write_result(path, result(path.stem, command, _plain(config), metrics))
 
 
-def _record(plan: _Plan, folder: Path) -> None:
+def _record(plan: _Plan, show: Progress | None, folder: Path) -> None:
     """Scores a run on the test set and keeps samples and result; the result comes last: it says "done"."""
     config = read_config(folder)
     path = plan.piece(config, "seeds")
     if path.exists():
         return
-    if plan.deadline is not None and time.monotonic() > plan.deadline:
-        raise _TimeIsUp
+    if show is not None:
+        show.message(f"scoring {folder.name} on the test set")
+
+    def check_time(stage: str = "", done: int = 0, total: int = 0) -> None:
+        # Likelihoods are taken up at any sequence, other stages at their start: these are not cut in two, so
+        # that every piece of time gets further.
+        cut = not done or stage.startswith("likelihoods")
+        if cut and plan.deadline is not None and time.monotonic() > plan.deadline:
+            raise _TimeIsUp
+
+    check_time()
     scored = evaluate_run(
         folder,
         num_samples=plan.scale.num_samples,
@@ -392,15 +363,15 @@ def _record(plan: _Plan, folder: Path) -> None:
         particles=config.model.kind in ("tvae", "vrnn", "vssm"),
         device=config.train.device,
         classifier=plan.classifier,
+        progress=check_time,
     )
-    model = load(folder, choose_device(config.train.device)).eval()
-    draw_grid(folder, model, path.with_suffix(".png"), [{}], config.train.seed)
+    _draw(plan, config, folder)
     best, curve = validations(folder)
     facts = json.loads((folder / "meta.json").read_bytes())
     metrics = {
         **scored["metrics"],
         **best,
-        "epochs": _epochs(config),
+        "epochs": epochs_of(config),
         "train_seconds": facts["seconds"],
         "learning_rate": config.train.learning_rate,
     }
@@ -411,11 +382,23 @@ def _record(plan: _Plan, folder: Path) -> None:
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
 
 
-def _epochs(config: RunConfig) -> float:
-    """Returns the passes over the training set that a run takes."""
-    steps_per_epoch = _TRAINING_SETS[config.data.name] // config.train.batch
-    steps = config.train.max_steps
-    return config.train.epochs if steps is None else round(steps / steps_per_epoch, 4)
+def _draw(plan: _Plan, config: RunConfig, folder: Path) -> None:
+    model = load(folder, choose_device(config.train.device)).eval()
+    picture = plan.piece(config, "seeds").with_suffix(".png")
+    draw_grid(folder, model, picture, [{}], config.train.seed)
+
+
+def _draw_again(plan: _Plan, config: RunConfig, folder: Path, show: Progress) -> None:
+    """Draws samples that were lost, if the run is still there."""
+    path = plan.piece(config, "seeds")
+    if path.with_suffix(".png").exists():
+        return
+    if (folder / "weights.safetensors").is_file():
+        _draw(plan, read_config(folder), folder)
+    else:
+        show.message(
+            f"note: the samples of {path} are lost, and so is its run; without that file it is made anew"
+        )
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:

@@ -9,7 +9,16 @@ from typing import Any
 from vssm.labels import dial_curves, is_number
 from vssm.storage import write_atomically
 
-__all__ = ["KINDS", "Result", "draw_dials", "draw_figure", "draw_samples", "read_results", "scored_runs"]
+__all__ = [
+    "KINDS",
+    "Result",
+    "damage",
+    "draw_dials",
+    "draw_figure",
+    "draw_samples",
+    "read_results",
+    "scored_runs",
+]
 
 KINDS: tuple[str, ...] = ("transformer", "ssm", "rnn", "tvae", "vrnn", "vssm")
 _COLOURS: dict[str, str] = dict(
@@ -30,7 +39,8 @@ Result = dict[str, Any]
 def scored_runs(folder: Path, data: str) -> dict[str, list[Result]]:
     """Returns the scored runs of a data set by kind, each with its seeds in order."""
     found: dict[str, list[Result]] = {}
-    for result in read_results(folder.glob(f"{data}_*_seed*.json"), _SCORED):
+    paths = folder.glob(f"{data}_*_seed*.json")
+    for result in read_results((p for p in paths if p.stem.rpartition("seed")[2].isdecimal()), _SCORED):
         curve = result["curve"]
         for name in _CURVES:
             values = curve.get(name, curve["epoch"])
@@ -62,14 +72,25 @@ def read_results(paths: Iterable[Path], needs: Mapping[str, type] | None = None)
                 for part in name.split("."):
                     value = value[part]
                 if not isinstance(value, int | float if kind is float else kind):
-                    raise TypeError(f"{name} is no {_JSON[kind]}")
+                    raise ValueError(f"{name} is no {_JSON[kind]}")
             for name, value in values["metrics"].items():
-                if value is not None and not isinstance(value, int | float):
-                    raise TypeError(f"metric {name} is no number")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ValueError(f"{str(path)!r} is damaged: {error!r}; allowed: a result file") from None
+                if value is not None and not is_number(value):
+                    raise ValueError(f"metric {name} is no number")
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ValueError(f"{str(path)!r} is damaged: {damage(error)}; allowed: a result file") from None
         results.append({**values, "path": path})
     return results
+
+
+def damage(error: Exception) -> str:
+    """Says in words what is wrong with a file, by the error that its reading gave.
+
+    >>> damage(KeyError("metrics")), damage(TypeError("'int' object is not subscriptable"))
+    ("it has no 'metrics'", 'it is no result file')
+    """
+    if isinstance(error, KeyError):
+        return f"it has no {error}"
+    return str(error) if isinstance(error, ValueError) else "it is no result file"
 
 
 def draw_figure(results: str | Path, path: str | Path, data_sets: Sequence[str]) -> None:
@@ -140,16 +161,21 @@ def _draw_curves(axes: Any, runs: dict[str, list[Result]]) -> None:  # noqa: ANN
                 continue
             middle = [statistics.median(values[epoch]) for epoch in epochs]
             label = kind if style == "-" else None
-            axes.plot(epochs, middle, style, label=label, color=_COLOURS[kind], linewidth=1.2)
+            marker = "o" if len(epochs) == 1 else None  # a line of one point is none
+            axes.plot(epochs, middle, style, label=label, color=_COLOURS[kind], linewidth=1.2, marker=marker)
             low, high = ([pick(values[epoch]) for epoch in epochs] for pick in (min, max))
             axes.fill_between(epochs, low, high, color=_COLOURS[kind], alpha=0.25, linewidth=0)
-            lowest.append(sorted(middle)[len(middle) // 10])  # first epochs and spikes are far below others
+            later = sorted(
+                middle[len(middle) // 10 :]
+            )  # first epochs are far below others, and so are spikes
+            lowest.append(later[len(later) // 50])
             dashed = dashed or style == "--"
     if dashed:
         axes.plot([], [], "--", label="second half", color="grey", linewidth=1.2)
     if lowest:
         bottom, top = min(lowest), axes.get_ylim()[1]
-        axes.set_ylim(bottom, top + 0.13 * (top - bottom))  # room for the legend over the curves
+        height = top - bottom
+        axes.set_ylim(bottom - 0.02 * height, top + 0.13 * height)  # room for the legend over the curves
         axes.legend(fontsize=7, ncols=4, loc="upper center", columnspacing=1)
     axes.set_xlabel("epoch")
     axes.set_ylabel("nats a sequence")

@@ -1,6 +1,7 @@
 """The results page and the paper's figures, from committed result files alone: nothing is measured here.
 
-    RESULTS/paper/, RESULTS/small/      what `vssm reproduce` keeps: tables, verdicts and figures
+    RESULTS/paper/, RESULTS/small/      what `vssm reproduce` keeps: tables, verdicts and figures; it may also
+                                        lie in RESULTS itself, as in a folder that was given to that command
     RESULTS/quality/                    what `vssm evaluate --result` keeps: tables and curves
     RESULTS/*.json, RESULTS/*/*.json    comparisons and benchmarks by their name, and any other: raw tables
     RESULTS/X_before_Y.json             an older measurement of RESULTS/X_Y.json: what only it has comes first
@@ -51,12 +52,12 @@ def write_page(results: str | Path, page: str | Path) -> Path:
     text = _page(results, page.parent)
     pictures = page.parent / "pictures"
     pictures.mkdir(parents=True, exist_ok=True)
-    for scale in SCALES:
-        found = [data for data in DATA_SETS if scored_runs(results / scale, data)]
+    for scale, own in _scales(results).items():
+        found = [data for data in DATA_SETS if scored_runs(own, data)]
         if found:
-            draw_figure(results / scale, pictures / f"{scale}.png", found)
+            draw_figure(own, pictures / f"{scale}.png", found)
         for data in found:
-            draw_samples(results / scale, data, pictures / f"{scale}_{data}.png")
+            draw_samples(own, data, pictures / f"{scale}_{data}.png")
     for result in read_results(results.glob("quality/*.json")):
         draw_dials(result["metrics"], pictures / f"dials_{result['name']}.png")
         samples = results / "quality" / f"{result['name']}.png"
@@ -66,18 +67,30 @@ def write_page(results: str | Path, page: str | Path) -> Path:
     return page
 
 
+def _scales(results: Path) -> dict[str, Path]:
+    """Returns where the paper's experiments lie, by their scale."""
+    for data in DATA_SETS:
+        for runs in scored_runs(results, data).values():
+            return {"small" if "--scale small" in runs[0]["command"] else "paper": results}
+    return {scale: results / scale for scale in SCALES}
+
+
 def _page(results: Path, folder: Path) -> str:
     intro = (
-        "Made from the files in `results/` by `vssm report --results results --page docs/results.md`, not by "
-        "hand. Every number comes from a file that says its command, commit and machine. A dash stands for "
-        "what was not measured or does not apply."
+        "Made from result files by `vssm report --results FOLDER --page FILE`, not by hand. Every number "
+        "comes from a file that says its command, commit and machine. A dash stands for what was not "
+        "measured or does not apply."
     )
-    parts = [part for scale in SCALES for part in experiments(results / scale, scale)]
+    scales = _scales(results)
+    parts = [
+        part for scale, own in scales.items() for part in experiments(own, scale, alone=len(scales) == 1)
+    ]
     parts += quality(results / "quality")
     paths = sorted([*results.glob("*.json"), *results.glob("*/*.json")])
-    found = read_results(
-        path for path in paths if path.relative_to(results).parts[0] not in (*SCALES, "quality")
-    )
+    shown = {*SCALES, "quality"}
+    if results in scales.values():
+        shown |= {"grid", "finals", *(path.name for path in results.glob("*_seed*.json"))}
+    found = read_results(path for path in paths if path.relative_to(results).parts[0] not in shown)
     for title, benchmarks in SECTIONS.items():
         parts += _section(title, benchmarks, found)
     unknown = [result for result in found if benchmark(result) is None]

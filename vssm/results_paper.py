@@ -27,22 +27,25 @@ _PAPER = (
 )
 _TRIED = {"config.model.kind": str, "metrics.epochs": float, "metrics.learning_rate": float}
 _TRIED |= {"metrics.validation_loss": object}  # or null
-_SMALL = "The same on a CPU: small models, few steps and fewer learning rates. Columns are those from above."
+_SMALL = "Small models, few steps and fewer learning rates, on a CPU."
+_LIKE_PAPER = "Columns are those from above."
 
 
-def experiments(folder: Path, scale: str) -> list[str]:
+def experiments(folder: Path, scale: str, alone: bool = False) -> list[str]:
     """Shows the runs of one scale.
 
     Arguments:
         folder: What `vssm reproduce` kept of it, if anything.
         scale: A key of `SCALES`.
+        alone: Whether no other scale is shown before.
 
     Returns:
         Parts of the page.
     """
     if scale != "paper" and not folder.is_dir():
         return []
-    parts = [f"## {SCALES[scale]}", *(_PAPER if scale == "paper" else [_SMALL])]
+    about = [*_PAPER] if scale == "paper" else [_SMALL, *_PAPER] if alone else [f"{_SMALL} {_LIKE_PAPER}"]
+    parts = [f"## {SCALES[scale]}", *about]
     if not folder.is_dir():
         parts.append("No run of this scale is committed yet; `vssm reproduce mnist` makes them.")
     found = [data for data in DATA_SETS if scored_runs(folder, data)]

@@ -1,5 +1,6 @@
 """`vssm reproduce`: the paper's experiments."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -41,11 +42,12 @@ class Reproduce:
     """Folder with the data; else $VSSM_DATA; else the user cache."""
 
     def run(self) -> None:
-        from vssm.reproduce import reproduce
+        from vssm.reproduce import places, reproduce
 
         left = reproduce(**vars(self))
-        print(
-            f"left: {', '.join(left)}"
-            if left
-            else "all done; vssm report --results FOLDER --page FILE makes a page of the results"
-        )
+        if left:
+            print(f"left: {', '.join(left)}")
+        else:
+            _, results = places(self.data, self.scale, self.out, self.results)
+            folder = shlex.quote(str(results))
+            print(f"all done; for a page of the results: vssm report --results {folder} --page FILE.md")
