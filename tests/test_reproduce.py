@@ -283,7 +283,7 @@ def test_samples_that_were_lost_are_drawn_again(done, tmp_path):
     picture.unlink()
     shutil.rmtree(copy / "runs")
     assert digits(copy, progress=shown, **BUDGET) == []
-    assert any("digits_vssm_seed0.json are lost, and so is its run" in text for text in shown.texts)
+    assert any("digits_vssm_seed0.json are lost, and its run is not there" in text for text in shown.texts)
 
 
 def test_time_that_is_up_ends_an_evaluation(done, tmp_path, monkeypatch):
@@ -322,7 +322,7 @@ def test_what_is_done_is_drawn_where_another_run_fails(done, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["out", "results"])
-def test_a_folder_that_can_not_be_written_is_refused_at_the_start(tmp_path, monkeypatch, name):
+def test_a_folder_that_can_not_be_written_is_refused_at_the_start(done, tmp_path, monkeypatch, name):
     place = tmp_path / name
     monkeypatch.setattr(
         vssm.reproduce,
@@ -332,6 +332,8 @@ def test_a_folder_that_can_not_be_written_is_refused_at_the_start(tmp_path, monk
     monkeypatch.setattr(vssm.reproduce, "run_all", lambda *_, **__: pytest.fail("a run was started"))
     with pytest.raises(ValueError, match=f"^{name}='.*' can not be written to \\(read-only file system\\)"):
         digits(tmp_path / "out", results=tmp_path / "results", **BUDGET)
+    shutil.copytree(done / "results", tmp_path / "results", dirs_exist_ok=True)
+    assert digits(tmp_path / "out", results=tmp_path / "results", **BUDGET) == [], "nothing is left to write"
 
 
 def failing(reason, rates):

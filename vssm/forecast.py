@@ -311,7 +311,7 @@ class Forecaster:
 
         def fits() -> bool:
             largest = largest_of(values)
-            return largest <= LARGEST and scale.fits(largest) and self._scale.of(values).far == scale.far
+            return largest <= LARGEST and scale.fits(largest) and self._scale.of(values, largest) == scale
 
         def finish(made: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
             made = scale.exact(self._points(made, found.horizon))

@@ -146,16 +146,16 @@ def reproduce(
     for stage in ("grid", "finals") if finalists > 1 else ("grid",):
         (plan.results / stage).mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
-    for name, place in (("out", out), ("results", results)):
-        if why := why_read_only(place):
-            raise ValueError(
-                f"{name}={str(place)!r} can not be written to ({why}); allowed: a folder that can"
-            )
     finals: dict[str, RunConfig] = {}
     seeded: dict[str, RunConfig] = {}
 
     def run(configs: Mapping[str, RunConfig], folder: Path, stage: str) -> None:
         left = _missing(plan, configs, stage)
+        for name, place in (("out", out), ("results", results)) if left else ():
+            if why := why_read_only(place):
+                raise ValueError(
+                    f"{name}={str(place)!r} can not be written to ({why}); allowed: a folder that can"
+                )
         done = [name for name in configs if name not in left]
         for name in done:  # killed before it was deleted
             shutil.rmtree(folder / name / "checkpoint", ignore_errors=True)
@@ -291,10 +291,10 @@ def _difference(path: Path, config: RunConfig, metric: str) -> str | None:
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is damaged: {damage(error)}; allowed: without that file") from None
     given, kept = (dataclasses.asdict(_comparable(c)) for c in (config, saved))
-    if saved.data.name == config.data.name and epochs_of(saved) != epochs_of(
-        config
-    ):  # of which max_steps is part
-        return f"epochs={epochs_of(config):g} differs from {epochs_of(saved):g} of {str(path)!r}"
+    if saved.data.name == config.data.name:
+        asked, had = epochs_of(config), epochs_of(saved)  # from which max_steps follows
+        if asked != had:
+            return f"epochs={asked:g} differs from {had:g} of {str(path)!r}"
     for part in given:
         for key, value in given[part].items():
             if value != kept[part][key]:
@@ -393,12 +393,10 @@ def _draw_again(plan: _Plan, config: RunConfig, folder: Path, show: Progress) ->
     path = plan.piece(config, "seeds")
     if path.with_suffix(".png").exists():
         return
-    if (folder / "weights.safetensors").is_file():
+    if (folder / "weights.safetensors").is_file() and why_read_only(path.parent) is None:
         _draw(plan, read_config(folder), folder)
     else:
-        show.message(
-            f"note: the samples of {path} are lost, and so is its run; without that file it is made anew"
-        )
+        show.message(f"note: the samples of {path} are lost, and its run is not there to draw them again")
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ Shapes: x (rows, C, channels) float64; factor (rows, 1, channels); shift (rows, 
 season; clock (C, 2 x cycles). Rows are series, or columns of them where these are apart.
 """
 
+import math
 from functools import cached_property
 
 import numpy as np
@@ -58,12 +59,17 @@ class Scale:
         reach = 20 * largest if self.meta.windowed else largest + self._most
         return reach <= _LARGEST * self._least
 
-    def of(self, histories: np.ndarray) -> "Scale":
-        """Returns the scale of histories (..., steps, columns): one that is `far`, if their windows are."""
-        if self.far or self.meta.windowed is None:
+    def of(self, histories: np.ndarray, largest: float = math.inf) -> "Scale":
+        """Returns the scale of histories (..., steps, columns): one that is `far`, if their windows are.
+
+        Arguments:
+            histories: In the units of the data.
+            largest: The largest number of them, where that is known.
+        """
+        if self.far or self.meta.windowed is None or largest <= _FAR * self._least:
             return self
-        largest = np.abs(histories).reshape(-1, len(self._reach)).max(0)
-        return self._afar if (largest > self._reach).any() else self
+        reach = np.abs(histories).reshape(-1, len(self._reach)).max(0)
+        return self._afar if (reach > self._reach).any() else self
 
     @cached_property
     def _afar(self) -> "Scale":
