@@ -247,9 +247,32 @@ def test_more_paths_than_memory_holds_are_refused(kind):
         lambda: own.stream(history()).forecast(10**9, 10**9),
     ):
         with pytest.raises(
-            ValueError, match=r"^num=1000000000 and length=1000000000 would take .*; allowed: less"
+            ValueError, match=r"^samples=1000000000 and horizon=1000000000 of 1 series would take .*; allowed"
         ):
             make()
+
+
+def test_paths_that_fit_are_made_though_their_latents_would_not(monkeypatch):
+    own, x = forecaster(), history(9, series=4)
+    size = 4 * 50 * 5 * 3 * 4
+    monkeypatch.setattr(sys.modules["vssm.generate"], "_memory", lambda device: size)
+    assert own.forecast(x, 5, 50).samples.nbytes == size
+    with pytest.raises(ValueError, match=r"^samples=51 and horizon=5 of 4 series would take"):
+        own.forecast(x, 5, 51)
+
+
+def test_columns_apart_count_as_series_in_a_stream(monkeypatch):
+    own, x = forecaster(separate=True, features=1), history(9)
+    whole = own.stream(x).forecast(5, 8).samples
+    sizes, decode = [], vssm.sampling.paths._decoded
+    monkeypatch.setattr(
+        vssm.sampling.paths,
+        "_decoded",
+        lambda model, e, *rest: sizes.append(len(e)) or decode(model, e, *rest),
+    )
+    monkeypatch.setattr(vssm.sampling.paths, "_MOST_PATHS", {"cpu": 9})
+    assert relative_error(own.stream(x).forecast(5, 8).samples, whole) < 1e-5
+    assert sizes == [9, 9, 6], "three paths of each of three columns"
 
 
 def test_time_features_follow_the_dates():
@@ -409,6 +432,7 @@ def test_models_of_other_things_are_named(tmp_path):
         Forecaster.load("mnist-small")
     with pytest.raises(ValueError, match="horizon=None needs a run"):
         vssm.forecast(small_model("ssm"), history())
+    assert Forecast(torch.ones(2, 3, 1), ("a",)).quantile(torch.tensor(0.5)).tolist() == [[1.0]] * 3
     for level in (2, "a", [0.1, 0.9]):
         with pytest.raises(ValueError, match=r"^level=.* is not allowed; allowed: a number from 0 to 1"):
             Forecast(torch.zeros(2, 3, 1), ("a",)).quantile(level)

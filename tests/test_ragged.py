@@ -185,7 +185,7 @@ def test_bad_batches_are_named():
     model = MODELS["vssm", "gaussian"]
     with pytest.raises(ValueError, match="sequences is empty"):
         generate_ragged(model, [], 3)
-    for wrong in (None, (torch.zeros(4, 3) for _ in range(2))):
+    for wrong in (None, torch.tensor(3.0), (torch.zeros(4, 3) for _ in range(2))):
         with pytest.raises(ValueError, match=r"^sequences is a \w+; allowed: a list of one sequence or more"):
             generate_ragged(model, wrong, 3)
     with pytest.raises(ValueError, match=r"steps of shapes \[\(2,\), \(3,\)\] and .*; allowed: one of each"):

@@ -265,12 +265,15 @@ def test_the_page_of_a_folder_of_results_shows_the_experiments(done, tmp_path, c
     assert "## The paper's experiments, small" in text and "How the learning rates were chosen" in text
     assert "committed yet" not in text and "Other results" not in text and "from above" not in text
     assert (tmp_path / "pictures" / "small.png").is_file()
-    (folder / "digits_vssm_seedx.json").write_text("[]")  # somebody's copy
-    try:
-        again = write_page(folder, tmp_path / "page.md").read_text()
-        assert again.partition("\n[")[0] == text.partition("\n[")[0], "all but the links to files"
-    finally:
-        (folder / "digits_vssm_seedx.json").unlink()
+    mixed = shutil.copytree(folder, tmp_path / "mixed")
+    shutil.copy(folder / "digits_vssm_seed0.json", mixed / "digits_vssm_seed0_old.json")  # somebody's copy
+    shutil.copytree(folder, mixed / "paper")
+    text = write_page(mixed, tmp_path / "mixed.md").read_text()
+    titles = re.findall(r"^##+ (.*)", text, re.MULTILINE)
+    assert titles == [
+        *("The paper's experiments", "digits", "The paper's experiments, small", "digits"),
+        *("Other results", "digits_vssm_seed0_old"),
+    ]
 
 
 def test_samples_that_were_lost_are_drawn_again(done, tmp_path):
@@ -281,8 +284,11 @@ def test_samples_that_were_lost_are_drawn_again(done, tmp_path):
     assert digits(copy, progress=shown, **BUDGET) == []
     assert picture.read_bytes() == before
     picture.unlink()
-    shutil.rmtree(copy / "runs")
+    (run,) = copy.glob("runs/vssm-*-seed0")  # becomes another of the same name
+    config = read(run / "config.json")
+    (run / "config.json").write_text(json.dumps(config | {"train": config["train"] | {"epochs": 7}}))
     assert digits(copy, progress=shown, **BUDGET) == []
+    assert not picture.exists()
     assert any("digits_vssm_seed0.json are lost, and its run is not there" in text for text in shown.texts)
 
 

@@ -37,7 +37,7 @@ from vssm.forecast_input import (
     numbers,
 )
 from vssm.forecast_reader import LARGEST, Reader
-from vssm.generate import check_room, check_temperature, generate, observe
+from vssm.generate import check_temperature, generate, observe
 from vssm.models import Model, Variational, inner_model
 from vssm.nn import State
 from vssm.sampling.paths import Finish, Task, divided, paths_after, paths_from, repeat_paths
@@ -52,7 +52,9 @@ class Forecast:
     """Holds the sample paths of a forecast."""
 
     samples: Tensor
-    """(B, S, H, D) in the units of the data, on the device of the model; (S, H, D) of a single series."""
+    """(B, S, H, D) in the units of the data, on the device of the model; (S, H, D) of a single series.
+
+    In float32, or in float64 where a history is so far from zero that all paths would be one number."""
     columns: tuple[str, ...]
     times: np.ndarray | None = None
     """The dates of the H steps, where those of the history are known."""
@@ -70,9 +72,9 @@ class Forecast:
             >>> Forecast(paths, ("a",)).quantile(0.9)
             tensor([[9.]])
         """
-        if not isinstance(level, Real) or not 0 <= level <= 1:
+        if not isinstance(level, Real | Tensor) or np.ndim(level) or not 0 <= level <= 1:
             raise ValueError(f"level={level!r} is not allowed; allowed: a number from 0 to 1")
-        return self.samples.quantile(level, dim=-3)
+        return self.samples.quantile(float(level), dim=-3)
 
 
 def forecast(
@@ -246,8 +248,8 @@ class Forecaster:
         horizon = check_horizon(horizon, samples, self.meta.horizon)
         x, _, times, single = self._reader.read(history, times)
         rows, clock = self._reader.rows(x), self._reader.clock(times)
-        num, recorded, scale = len(rows), graphs.usable(self.device), self._scale.of(x.numpy())
-        check_room(self.model, num * samples, self._steps(horizon), self.device)
+        num, recorded = len(rows), graphs.usable(self.device)
+        scale = self._reader.scale_of(x, samples, horizon)
         slab, _ = divided(self.model, num, samples, self._steps(horizon))
         paths: Tensor | None = None
 
@@ -487,8 +489,7 @@ class Stream:
         horizon = check_horizon(horizon, samples, forecaster.meta.horizon)
         if self._stale:
             self._renew()
-        steps, scale = forecaster._steps(horizon), forecaster._scale.of(self._points.numpy())
-        check_room(forecaster.model, len(self._factor) * samples, steps, forecaster.device)
+        scale, steps = forecaster._reader.scale_of(self._points, samples, horizon), forecaster._steps(horizon)
         made = forecaster._points(forecaster._paths(self._state, steps, samples, options), horizon)
         made = scale.exact(made)
         units = self._factor.to(made), self._shift.to(made)

@@ -16,6 +16,7 @@ from vssm.data.series import phases
 from vssm.data.table import fill_gaps
 from vssm.distributions import Head
 from vssm.forecast_input import History, dates_of, double, largest_of, numbers
+from vssm.generate import check_bytes
 
 __all__ = ["LARGEST", "Reader"]
 
@@ -99,6 +100,14 @@ class Reader:
                 f"history of series {series}, column {self._columns[column]!r} is missing in"
                 f" {int(missing[series, column])} of the last {steps} steps; allowed: half of them at most"
             )
+
+    def scale_of(self, x: Tensor, samples: int, horizon: int) -> Scale:
+        """Returns the scale of histories and of the paths after them, if these fit the memory."""
+        values, series = x.numpy(), len(x)
+        scale = self.scale.of(values, largest_of(values))
+        size = series * samples * horizon * len(self._columns) * (8 if scale.far else 4)
+        check_bytes(f"samples={samples} and horizon={horizon} of {series} series", size, self._device)
+        return scale
 
     def scaled(self, x: Tensor, times: np.ndarray | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns what the model reads of (B, C, D), (rows, T, features), and its factor and shift."""

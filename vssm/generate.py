@@ -25,7 +25,7 @@ from vssm.sampling.layout import fitted
 from vssm.trees import Later
 from vssm.weights import first_weight
 
-__all__ = ["Generation", "check_room", "check_temperature", "generate", "observe"]
+__all__ = ["Generation", "check_bytes", "check_room", "check_temperature", "generate", "observe"]
 
 _CONSTANTS = {type, str, int, float, bool, type(None)}
 _NOTHING = State({})
@@ -333,10 +333,15 @@ def check_room(model: Model, num: int, length: int, device: torch.device) -> Non
     before the system does, which takes the whole process with it."""
     numbers = 1 if model.head.tokens else model.config.features
     numbers += 0 if isinstance(model, Autoregressive) else model.config.latents
-    room, needed = _memory(device), 4 * num * length * numbers
+    check_bytes(f"num={num} and length={length}", 4 * num * length * numbers, device)
+
+
+def check_bytes(what: str, needed: int, device: torch.device) -> None:
+    """Raises `ValueError` where what is asked for takes more memory than a device has."""
+    room = _memory(device)
     if room and needed > room:
         raise ValueError(
-            f"num={num} and length={length} would take {needed / 1e9:,.0f} GB; "
+            f"{what} would take {needed / 1e9:,.0f} GB; "
             f"allowed: less at once, of the {room / 1e9:,.0f} GB of {device}"
         )
 

@@ -48,8 +48,9 @@ def pad(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         >>> x.shape, lengths, x[1, :, 0]
         (torch.Size([2, 3, 2]), tensor([3, 1]), tensor([1., 0., 0.]))
     """
-    if not isinstance(sequences, Sequence | Tensor) or not len(sequences):
-        given = "empty" if isinstance(sequences, Sequence | Tensor) else f"a {type(sequences).__name__}"
+    several = isinstance(sequences, Sequence) or (isinstance(sequences, Tensor) and sequences.ndim > 0)
+    if not several or not len(sequences):
+        given = "empty" if several else f"a {type(sequences).__name__}"
         raise ValueError(f"sequences is {given}; allowed: a list of one sequence or more")
     for k, sequence in enumerate(sequences):
         if not isinstance(sequence, Tensor) or not sequence.ndim:

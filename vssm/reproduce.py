@@ -25,6 +25,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,7 @@ from vssm.reproduce_scale import Scale, choose_scale, config_of, epochs_of
 from vssm.results import result, write_result
 from vssm.results_figures import damage, draw_figure, draw_samples
 from vssm.run_result import draw_grid, validations
-from vssm.runs import FREE, read_config
+from vssm.runs import FREE, RunFolder, read_config
 from vssm.storage import why_read_only
 from vssm.sweep import run_all
 from vssm.train import choose_device
@@ -143,8 +144,9 @@ def reproduce(
         for rate in chosen.learning_rates
         if len(chosen.learning_rates) > 1
     }
-    for stage in ("grid", "finals") if finalists > 1 else ("grid",):
-        (plan.results / stage).mkdir(parents=True, exist_ok=True)
+    if not results.is_dir() or why_read_only(results) is None:  # else all may be done
+        for stage in ("grid", "finals") if finalists > 1 else ("grid",):
+            (plan.results / stage).mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     finals: dict[str, RunConfig] = {}
     seeded: dict[str, RunConfig] = {}
@@ -189,9 +191,10 @@ def reproduce(
         show.message(f"stopped after {(time.monotonic() - start) / 60:.1f} minutes; the same call goes on")
     except _RunFailed as error:
         failure = error  # the others are drawn all the same
-    if any(plan.results.glob(f"{data}_*_seed*.json")):
-        draw_figure(plan.results, out / "figure.png", [data])
-        draw_samples(plan.results, data, out / f"samples_{data}.png")
+    with nullcontext() if failure is None else suppress(ValueError, OSError):
+        if any(plan.results.glob(f"{data}_*_seed*.json")):
+            draw_figure(plan.results, out / "figure.png", [data])
+            draw_samples(plan.results, data, out / f"samples_{data}.png")
     if failure is not None:
         raise failure
     stages = (("grid", grid), ("finals", finals), ("seeds", seeded))
@@ -389,13 +392,16 @@ def _draw(plan: _Plan, config: RunConfig, folder: Path) -> None:
 
 
 def _draw_again(plan: _Plan, config: RunConfig, folder: Path, show: Progress) -> None:
-    """Draws samples that were lost, if the run is still there."""
+    """Draws samples that were lost, if the run is still there and not another one in its place."""
     path = plan.piece(config, "seeds")
     if path.with_suffix(".png").exists():
         return
-    if (folder / "weights.safetensors").is_file() and why_read_only(path.parent) is None:
-        _draw(plan, read_config(folder), folder)
-    else:
+    try:
+        RunFolder(folder).compare(config)
+        if not RunFolder(folder).has_ended():
+            raise ValueError("its weights are not the last ones")
+        _draw(plan, config, folder)
+    except (ValueError, OSError):
         show.message(f"note: the samples of {path} are lost, and its run is not there to draw them again")
 
 

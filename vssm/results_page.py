@@ -52,8 +52,7 @@ def write_page(results: str | Path, page: str | Path) -> Path:
     text = _page(results, page.parent)
     pictures = page.parent / "pictures"
     pictures.mkdir(parents=True, exist_ok=True)
-    for scale, own in _scales(results).items():
-        found = [data for data in DATA_SETS if scored_runs(own, data)]
+    for scale, (own, found) in _scales(results).items():
         if found:
             draw_figure(own, pictures / f"{scale}.png", found)
         for data in found:
@@ -67,12 +66,20 @@ def write_page(results: str | Path, page: str | Path) -> Path:
     return page
 
 
-def _scales(results: Path) -> dict[str, Path]:
-    """Returns where the paper's experiments lie, by their scale."""
+def _scales(results: Path) -> dict[str, tuple[Path, list[str]]]:
+    """Returns where the paper's experiments of each scale lie, and of which data sets there are runs."""
+    here: dict[str, list[str]] = {scale: [] for scale in SCALES}
     for data in DATA_SETS:
-        for runs in scored_runs(results, data).values():
-            return {"small" if "--scale small" in runs[0]["command"] else "paper": results}
-    return {scale: results / scale for scale in SCALES}
+        for runs in list(scored_runs(results, data).values())[:1]:
+            here["small" if "--scale small" in runs[0]["command"] else "paper"].append(data)
+    found = {
+        scale: (results / scale, [data for data in DATA_SETS if scored_runs(results / scale, data)])
+        for scale in SCALES
+    }
+    if not any(here.values()):
+        return found
+    own = {scale: found[scale] if found[scale][1] else (results, here[scale]) for scale in SCALES}
+    return {scale: place for scale, place in own.items() if place[1]}
 
 
 def _page(results: Path, folder: Path) -> str:
@@ -83,14 +90,21 @@ def _page(results: Path, folder: Path) -> str:
     )
     scales = _scales(results)
     parts = [
-        part for scale, own in scales.items() for part in experiments(own, scale, alone=len(scales) == 1)
+        part
+        for scale, (own, found) in scales.items()
+        for part in experiments(own, scale, found, alone=len(scales) == 1)
     ]
     parts += quality(results / "quality")
     paths = sorted([*results.glob("*.json"), *results.glob("*/*.json")])
-    shown = {*SCALES, "quality"}
-    if results in scales.values():
-        shown |= {"grid", "finals", *(path.name for path in results.glob("*_seed*.json"))}
-    found = read_results(path for path in paths if path.relative_to(results).parts[0] not in shown)
+    here = [data for own, found in scales.values() if own == results for data in found]
+    shown = {run["path"] for data in here for runs in scored_runs(results, data).values() for run in runs}
+    for data in here:
+        shown |= {*results.glob(f"grid/{data}_*.json"), *results.glob(f"finals/{data}_*.json")}
+    found = read_results(
+        path
+        for path in paths
+        if path not in shown and path.relative_to(results).parts[0] not in (*SCALES, "quality")
+    )
     for title, benchmarks in SECTIONS.items():
         parts += _section(title, benchmarks, found)
     unknown = [result for result in found if benchmark(result) is None]

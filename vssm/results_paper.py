@@ -1,7 +1,7 @@
 """The paper's experiments on the results page: likelihoods, times, verdicts, the grid of learning rates."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,13 @@ _SMALL = "Small models, few steps and fewer learning rates, on a CPU."
 _LIKE_PAPER = "Columns are those from above."
 
 
-def experiments(folder: Path, scale: str, alone: bool = False) -> list[str]:
+def experiments(folder: Path, scale: str, found: Sequence[str], alone: bool = False) -> list[str]:
     """Shows the runs of one scale.
 
     Arguments:
         folder: What `vssm reproduce` kept of it, if anything.
         scale: A key of `SCALES`.
+        found: The data sets that have such runs there.
         alone: Whether no other scale is shown before.
 
     Returns:
@@ -48,7 +49,6 @@ def experiments(folder: Path, scale: str, alone: bool = False) -> list[str]:
     parts = [f"## {SCALES[scale]}", *about]
     if not folder.is_dir():
         parts.append("No run of this scale is committed yet; `vssm reproduce mnist` makes them.")
-    found = [data for data in DATA_SETS if scored_runs(folder, data)]
     if found:
         parts.append(f"![Validation curves, test statistics and samples](pictures/{scale}.png)")
     for data in found:

@@ -68,7 +68,8 @@ class Scale:
         """
         if self.far or self.meta.windowed is None or largest <= _FAR * self._least:
             return self
-        reach = np.abs(histories).reshape(-1, len(self._reach)).max(0)
+        flat = histories.reshape(-1, len(self._reach))
+        reach = np.maximum(flat.max(0), -flat.min(0))
         return self._afar if (reach > self._reach).any() else self
 
     @cached_property

@@ -75,10 +75,13 @@ def sample_variational(
     if steps:
         empty = _remembered(model, steps) if remember else _Pass(*model.partial_posterior(empty=steps))
     x, z, after = _variational(model, prompt, state, source, options, empty)
-    if prompt is not None:  # else they are views of the whole pass, and hold on to it
-        assert z is not None
-        x, z = x.clone(), z.clone()
-    return x, z, after
+    assert z is not None
+    return _alone(x), _alone(z), after
+
+
+def _alone(made: Tensor) -> Tensor:
+    """Returns steps that hold on to no others, such as those of the prompt in the same pass."""
+    return made.clone() if made.untyped_storage().nbytes() > made.nbytes else made
 
 
 def _variational(
@@ -211,7 +214,11 @@ def _empty_steps(options: Options, num: int) -> int:
 
 def _bytes_of_empty(model: Variational) -> int:
     """Returns about what a step of an all-empty pass takes as long as it is remembered."""
-    return model.config.latents * model.config.classes * first_weight(model).itemsize
+    config = model.config
+    numbers = config.latents * config.classes
+    if config.block == "attention":  # keys and values, which hold on to queries
+        numbers += 3 * config.width * config.layers
+    return numbers * first_weight(model).itemsize
 
 
 def _remembered(model: Variational, length: int) -> _Pass:

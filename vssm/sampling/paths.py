@@ -65,12 +65,18 @@ class Task(NamedTuple):
 
 def divided(model: Model, num: int, samples: int, length: int) -> tuple[int, int]:
     """Returns how many histories are forecast at a time, of all as many, and how many paths of each."""
+    most = _most_paths(model, length)
+    slabs = -(-num // max(1, most // samples))
+    slab = -(-num // slabs)
+    return slab, min(samples, max(1, most // slab))
+
+
+def _most_paths(model: Model, length: int) -> int:
     kind = first_weight(model).device.type
     most = _MOST_PATHS[kind]
     if isinstance(model, Variational | Ladder):
         most = min(most, _MOST_NUMBERS[kind] // model.config.width // length)
-    slabs = -(-num // max(1, most // samples))
-    return -(-num // slabs), min(samples, max(1, most))
+    return most
 
 
 def paths_after(
@@ -125,7 +131,7 @@ def paths_from(
     """Returns paths that go on from a state of `observe`, (B, S, T, D)."""
     q_z, _ = model.partial_posterior(empty=length, state=state.child("partial"))
     own = _own(state["seed"], state["row"], samples)
-    _, at_once = divided(model, state.batch, samples, length)
+    at_once = min(samples, max(1, _most_paths(model, length) // state.batch))
     return _paths_on(model, q_z.raw, state.child("decoder"), own, at_once, temperature)
 
 
