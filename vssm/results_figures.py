@@ -165,9 +165,7 @@ def _draw_curves(axes: Any, runs: dict[str, list[Result]]) -> None:  # noqa: ANN
             axes.plot(epochs, middle, style, label=label, color=_COLOURS[kind], linewidth=1.2, marker=marker)
             low, high = ([pick(values[epoch]) for epoch in epochs] for pick in (min, max))
             axes.fill_between(epochs, low, high, color=_COLOURS[kind], alpha=0.25, linewidth=0)
-            later = sorted(
-                middle[len(middle) // 10 :]
-            )  # first epochs are far below others, and so are spikes
+            later = sorted(middle[len(middle) // 10 :])  # first epochs are far below others, as spikes are
             lowest.append(later[len(later) // 50])
             dashed = dashed or style == "--"
     if dashed:

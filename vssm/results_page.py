@@ -49,10 +49,11 @@ def write_page(results: str | Path, page: str | Path) -> Path:
     if not [*results.glob("*.json"), *results.glob("*/*.json")]:
         what = "holds no results" if results.is_dir() else "is no folder"
         raise ValueError(f"results={str(results)!r} {what}; allowed: a folder of result files")
-    text = _page(results, page.parent)
+    scales = _scales(results)
+    text = _page(results, page.parent, scales)
     pictures = page.parent / "pictures"
     pictures.mkdir(parents=True, exist_ok=True)
-    for scale, (own, found) in _scales(results).items():
+    for scale, (own, found) in scales.items():
         if found:
             draw_figure(own, pictures / f"{scale}.png", found)
         for data in found:
@@ -82,13 +83,12 @@ def _scales(results: Path) -> dict[str, tuple[Path, list[str]]]:
     return {scale: place for scale, place in own.items() if place[1]}
 
 
-def _page(results: Path, folder: Path) -> str:
+def _page(results: Path, folder: Path, scales: Mapping[str, tuple[Path, list[str]]]) -> str:
     intro = (
         "Made from result files by `vssm report --results FOLDER --page FILE`, not by hand. Every number "
         "comes from a file that says its command, commit and machine. A dash stands for what was not "
         "measured or does not apply."
     )
-    scales = _scales(results)
     parts = [
         part
         for scale, (own, found) in scales.items()

@@ -76,11 +76,8 @@ def _data_set(folder: Path, scale: str, data: str) -> list[str]:
         for kind, results in runs.items()
     }
     shown = [name for name in columns if any(row[name] for row in cells.values())]
-    head, rows = (
-        ["model", *shown],
-        [[kind, *(row[name] or "–" for name in shown)] for kind, row in cells.items()],
-    )
-    parts = [f"### {data}", table(head, rows), *_verdicts(runs), *_grid(folder, data)]
+    rows = [[kind, *(row[name] or "–" for name in shown)] for kind, row in cells.items()]
+    parts = [f"### {data}", table(["model", *shown], rows), *_verdicts(runs), *_grid(folder, data)]
     parts.append(f"![More samples of every model](pictures/{scale}_{data}.png)")
     return [*parts, origins(result for results in runs.values() for result in results)]
 

@@ -50,7 +50,7 @@ from vssm.weights import first_weight, opaque, weights_of
 __all__ = ["read_variational", "repeat_variational", "sample_variational"]
 
 _EMPTY_RUNS = 8  # lengths whose all-empty pass is remembered
-_EMPTY_BYTES = 2**28  # of their logits, of all lengths of a model together
+_EMPTY_BYTES = 2**28  # of these passes, of all lengths of a model together
 _EMPTY_STEPS = 4096  # of one row, whose pass takes little memory
 _LOOKS = 64  # numbers of a weight that are looked at
 
