@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test lint lowest docs bench clean
 
 demo: .venv/ready
 	$(BIN)/vssm demo
@@ -16,6 +16,13 @@ lint: .venv/ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# The lowest versions that pyproject.toml declares, in an environment of their own (7 GB with torch's CUDA libraries).
+lowest: pyproject.toml constraints-lowest.txt
+	$(PYTHON) -m venv --clear .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt \
+		--editable '.[serve,hub,track,forecast]'
+	.venv-lowest/bin/python tests/smoke.py
+
 docs: .venv/ready-dev
 	$(BIN)/python docs/reference.py
 	$(BIN)/python -m pytest -q tests/test_readme.py vssm
@@ -25,7 +32,7 @@ bench: .venv/ready-dev
 	$(BIN)/vssm bench generate
 
 clean:
-	rm -rf .venv demo dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lowest demo dist .pytest_cache .ruff_cache .hypothesis
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from vssm.config import ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig
-from vssm.train import train
+from vssm.training.loop import train
 
 folder, kind, width, epochs = sys.argv[1:]
 config = RunConfig(
@@ -28,12 +28,12 @@ PY
 
 measure() { # name
   rm -rf "$out/models/$1"
-  python3 -m vssm.pretrained export "$out/runs/$1" "$out/models/$1"
+  python3 -m vssm.runs.pretrained export "$out/runs/$1" "$out/models/$1"
   python3 - "$out/models/$1" "$out/classifier.safetensors" "${IMAGES:-10000}" "${DRAWS:-100}" <<'PY'
 import sys
 
-from vssm.evaluate import evaluate_run
-from vssm.pretrained import write_card
+from vssm.evaluation.scores import evaluate_run
+from vssm.runs.pretrained import write_card
 
 folder, classifier, images, draws = sys.argv[1:]
 made = evaluate_run(folder, num_images=int(images), num_samples=int(draws), classifier=classifier)

@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from vssm.config import PRESETS, RunConfig
 from vssm.data import DataConfig, SyntheticConfig
-from vssm.progress import Progress
-from vssm.train import _Training, train
+from vssm.training.loop import _Training, train
+from vssm.training.progress import Progress
 
 STEPS = 4  # the first two run plainly, the third is recorded
 

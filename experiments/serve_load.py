@@ -2,12 +2,14 @@
 
     python experiments/serve_load.py --out results/serve_xeon-2cores.json
 
-Two parts, each with a server in a process of its own and 64 clients:
+Three parts, each with a server in a process of its own; the first two have 64 clients:
 
 - mixed requests for a minute (one sample, sixteen, prompted, chunked and re-conditioned, streamed, resumed,
   step by step) against a queue shorter than the number of clients; every answer is compared, bit for bit,
   with the same request sent alone
 - single samples for ten seconds, with batching and without, by turns
+- large requests at twice the rate that fits, while a client at another address asks for single steps: the
+  share of the time that ends in answers, and how long the single steps take
 """
 
 import argparse
@@ -31,7 +33,7 @@ from urllib.request import urlopen
 import torch
 
 import vssm
-from vssm.results import result, write_result
+from vssm.runs.results import result, write_result
 
 CLIENTS = 64
 ROUNDS = 5
@@ -40,14 +42,15 @@ ROUNDS = 5
 class Connection:
     """A bare HTTP client: what drives the load must not take the processor from what is loaded."""
 
-    def __init__(self, port: int) -> None:
-        self.port = port
+    def __init__(self, port: int, address: str = "127.0.0.1") -> None:
+        self.port, self.address = port, address
         self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
         """Sends a request and returns the status and the body."""
         if self.streams is None:
-            self.streams = await asyncio.open_connection("127.0.0.1", self.port, limit=2**24)
+            own = (self.address, 0)
+            self.streams = await asyncio.open_connection("127.0.0.1", self.port, limit=2**28, local_addr=own)
         reader, writer = self.streams
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
@@ -247,6 +250,68 @@ def speedups(folders: list[str], names: list[str], seconds: float) -> dict[str, 
     return metrics
 
 
+async def overload(
+    process: subprocess.Popen, port: int, large: dict[str, Any], seconds: float
+) -> dict[str, float]:
+    """Sends large requests at twice the rate that fits, and single steps from another address."""
+    began = time.perf_counter()
+    for _ in range(3):
+        await ask(port, large)
+    alone = (time.perf_counter() - began) / 3
+    memory, statuses, times = [resident_mib(process.pid)], Counter(), []
+    began = time.perf_counter()
+    ends: list[float] = []
+
+    async def send(number: int) -> None:
+        await asyncio.sleep(number * alone / 2)
+        status = await ask(port, {**large, "seed": number})
+        statuses[status] += 1
+        if status == 200:
+            ends.append(time.perf_counter() - began)
+
+    async def small() -> None:
+        connection = Connection(port, "127.0.0.2")
+        while time.perf_counter() - began < seconds:
+            since = time.perf_counter()
+            status, _ = await connection.post(
+                "/v1/generate", {"num": 1, "length": 1, "seed": len(times), "keep": "none"}
+            )
+            statuses["small", status] += 1
+            times.append(time.perf_counter() - since)
+            memory.append(resident_mib(process.pid))
+            await asyncio.sleep(0.1)
+        connection.close()
+
+    await asyncio.gather(small(), *(send(number) for number in range(int(2 * seconds / alone))))
+    await asyncio.sleep(2)
+    return {
+        "overload_alone_seconds": alone,
+        "overload_requests": int(2 * seconds / alone),
+        "overload_answered": statuses[200],
+        "overload_refused_429": statuses[429],
+        "overload_504": statuses[504],
+        "overload_goodput": statuses[200] * alone / max(seconds, *ends),
+        "overload_small_requests": len(times),
+        "overload_small_failed": len(times) - statuses["small", 200],
+        "overload_small_p50_ms": 1e3 * statistics.median(times),
+        "overload_small_p99_ms": 1e3 * statistics.quantiles(times, n=100)[98],
+        "overload_memory_before_mib": memory[0],
+        "overload_memory_peak_mib": max(memory),
+        "overload_memory_after_mib": resident_mib(process.pid),
+    }
+
+
+async def ask(port: int, body: dict[str, Any]) -> int:
+    """Sends a request from a connection of its own and returns the status."""
+    connection = Connection(port)
+    try:
+        return (await connection.post("/v1/generate", body))[0]
+    except (OSError, asyncio.IncompleteReadError):
+        return 0
+    finally:
+        connection.close()
+
+
 def fresh_models(folder: Path) -> list[str]:
     """Writes models of the sizes of the shipped ones; time and bits do not depend on what was learned."""
     places = []
@@ -262,19 +327,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Loads a server on this machine.")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--single-seconds", type=float, default=10.0)
-    parser.add_argument("--only", choices=["mixed", "single"], default=None)
+    parser.add_argument("--only", choices=["mixed", "single", "overload"], default=None)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     metrics: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         folders = fresh_models(Path(folder))
         names = [Path(place).name for place in folders]
-        if options.only != "single":
+        if options.only in (None, "mixed"):
             limits = ("--limits.max-queue", "48", "--limits.resume-mib", "64")
             with server(folders, *limits) as (process, port):
                 metrics |= asyncio.run(mixed_load(process, port, names, options.seconds))
-        if options.only != "mixed":
+        if options.only in (None, "single"):
             metrics |= speedups(folders, names, options.single_seconds)
+        if options.only in (None, "overload"):
+            large = {"model": "transformer", "num": 64, "length": 256, "keep": "none"}
+            with server(folders) as (process, port):
+                metrics |= asyncio.run(overload(process, port, large, 2 * options.seconds))
     for name, value in metrics.items():
         print(f"{name:45} {value:10.2f}")
     if options.out is not None:

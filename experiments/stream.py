@@ -18,9 +18,9 @@ import tyro
 
 from vssm.config import ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, SeriesConfig
-from vssm.forecast import Forecaster
-from vssm.progress import Progress
-from vssm.train import train
+from vssm.forecasting import Forecaster
+from vssm.training import train
+from vssm.training.progress import Progress
 
 
 def follow(

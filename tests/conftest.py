@@ -1,4 +1,6 @@
+import contextlib
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,3 +87,18 @@ def relative_error(given, expected):
     """‖given - expected‖ / ‖expected‖ in float64."""
     given, expected = given.detach().double(), expected.detach().double()
     return float((given - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def descendants(process, command):
+    """Yields the processes below a process whose command line starts so, by Linux's own account."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+    for found in parents:
+        above = found
+        while above in parents and above != process:
+            above = parents[above]
+        with contextlib.suppress(OSError):
+            if above == process and Path(f"/proc/{found}/cmdline").read_bytes().startswith(command):
+                yield found

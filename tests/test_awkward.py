@@ -13,13 +13,14 @@ import torch
 
 import vssm
 from tests.conftest import KINDS, relative_error, sequences, small_model
-from tests.training import tiny
+from tests.tiny_runs import tiny
 from vssm.config import RunConfig, TrainConfig
-from vssm.data import ArraysConfig, DataConfig, open_data
-from vssm.evaluate import evaluate_run
+from vssm.data import ArraysConfig, DataConfig, Meta, open_data
+from vssm.evaluation.scores import evaluate_run
+from vssm.forecasting.forecaster import Forecaster
 from vssm.likelihoods import reconstruct
-from vssm.ragged import generate_ragged
-from vssm.train import train
+from vssm.sampling.ragged import generate_ragged
+from vssm.training.loop import train
 
 # A kind and its levels.
 MODELS = [*((kind, 1) for kind in KINDS), ("vssm", 2)]
@@ -166,8 +167,18 @@ def test_numbers_of_numpy_are_those_of_python_in_a_config():
         ):
             vssm.ModelConfig(**wrong)
     for wrong in (np.float32("nan"), np.bool_(True)):
-        with pytest.raises(ValueError, match=r"^sigma=.* is not allowed; allowed: a number > 0"):
+        with pytest.raises(
+            ValueError, match=r"^sigma=.* is not allowed; allowed: a number >= 1e-06 and < 10"
+        ):
             vssm.ModelConfig(features=3, sigma=wrong)
+
+
+def test_a_sigma_whose_square_float32_loses_is_refused():
+    for sigma in (0, 1e-30, 9.9e-7, -1, 1e6, "0.1"):
+        with pytest.raises(ValueError, match=r"^sigma=.*; allowed: a number >= 1e-06 and < 1000000$"):
+            vssm.ModelConfig(features=3, sigma=sigma)
+    model = small_model("vssm", sigma=1e-6)
+    assert vssm.objective(model, torch.full((1, 2, 3), 1e3)).loss.isfinite().all()
 
 
 @pytest.mark.parametrize("weight", [np.float32(0.5), np.float64(0.5), np.int64(2)])
@@ -345,8 +356,8 @@ FUNCTIONS = {
     "observe": lambda model, folder: (vssm.observe, {"model": model, "x": sequences(model, 2, 5)}),
     "forecast": lambda model, folder: (
         vssm.forecast,
-        {"model": model, "history": np.zeros((5, 3)), "horizon": 2, "chunk": 2, "temperature": 1.0}
-        | {"recondition": True},
+        {"model": model, "history": np.zeros((5, 3)), "horizon": 2, "temperature": 1.0}
+        | ({"chunk": 2, "recondition": True} if model.config.kind == "vssm" else {}),
     ),
     "build": lambda model, folder: (vssm.build, {"config": model.config}),
     "save": lambda model, folder: (vssm.save, {"model": model, "folder": folder}),
@@ -367,7 +378,7 @@ def test_arguments_of_another_kind_are_named_in_one_line(name, kind, levels, tmp
     function, right = FUNCTIONS[name](small_model(kind, levels=levels, latents=4), folder)
     names = {*right, *inspect.signature(function).parameters} - {"options"}
     for argument in names:
-        paths = argument in ("folder", "classifier") or (name, argument) == ("forecast", "model")
+        paths = argument in ("folder", "classifier", "data_dir") or (name, argument) == ("forecast", "model")
         for odd in ODD[:-1] if paths else ODD:  # any word could be a path
             with pytest.raises(ValueError, match="allowed: ") as error:
                 function(**{**right, argument: odd})
@@ -397,3 +408,32 @@ def test_weights_of_the_kl_are_numbers_or_one_for_each_row(kind, levels):
     for weight in (torch.ones(3), torch.ones(2, 1), torch.tensor(1)):
         with pytest.raises(ValueError, match=r"kl_weight has shape .*; allowed: a number >= 0, or 2 floats"):
             loss(weight)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_that_are_not_finite_are_refused(bad, dtype, tmp_path):
+    state = vssm.State({"layer": vssm.State({"h": torch.zeros(2, 3, dtype=dtype)}), "row": torch.arange(2)})
+    state.save(tmp_path / "state")
+    assert vssm.State.load(tmp_path / "state").batch == 2
+    state.child("layer")["h"][1, 2] = bad
+    state.save(tmp_path / "state")
+    with pytest.raises(ValueError, match=r"state' holds NaN or infinity in 'layer/h'; resume from a state"):
+        vssm.State.load(tmp_path / "state")
+    with pytest.raises(ValueError, match=r"^state holds NaN or infinity in 'layer/h'"):
+        vssm.State.from_bytes(state.to_bytes())
+
+
+def test_forecasts_and_forecasters_are_shown_in_one_line():
+    names = ("load", "heat", "cold", "rain", "wind")
+    known = {"name": "series", "length": 6, "suggested_head": "gaussian-learned", "context": 4, "horizon": 2}
+    model = small_model("ssm", features=5)
+    own = Forecaster(model, Meta(**known, features=5, columns=names))
+    assert repr(own) == "Forecaster(ssm of load, heat, cold and 2 more, context=4, horizon=2, on cpu)"
+    assert repr(Forecaster(small_model("ssm", features=2))) == "Forecaster(ssm of 0, 1, on cpu)"
+    days = np.arange("2024-02-26", "2024-03-01", dtype="M8[D]")
+    one = own.forecast(np.zeros((4, 5)), samples=3, times=days)
+    dates = "from 2024-03-01T00:00:00 to 2024-03-02T00:00:00"
+    assert repr(one) == f"Forecast(3 paths x 2 steps of load, heat, cold and 2 more, {dates})"
+    many = own.forecast(np.zeros((7, 4, 5)), samples=3)
+    assert repr(many) == "Forecast(7 series x 3 paths x 2 steps of load, heat, cold and 2 more)"

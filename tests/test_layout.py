@@ -1,9 +1,11 @@
 """The house keeps its shape: public names, the direction of imports, and an import that does nothing."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,73 +13,31 @@ import pytest
 import vssm
 
 PACKAGE = Path(vssm.__file__).parent
+ROOT = PACKAGE.parent
 
 # Each module may import only from modules that stand before it.
 ORDER = (
+    "interrupts",
+    "threads",
     "storage",
     "ops",
-    "noise_triton",
     "noise",
     "distributions",
     "data",
     "config",
     "nn",
-    "distributed",
     "models",
     "objectives",
     "particles",
     "likelihoods",
-    "hub",
-    "pretrained",
-    "checkpoint",
-    "weights",
-    "trees",
-    "watch",
-    "recording",
-    "graphs",
-    "sampling",
-    "generate",
-    "ragged",
-    "results",
-    "frechet",
-    "journal",
-    "quality",
-    "evaluate",
-    "text_compare",
-    "forecast_input",
-    "forecast_reader",
-    "forecast",
-    "forecast_files",
-    "forecast_metrics",
-    "forecast_gluonts",
-    "chart",
-    "labels",
-    "report_style",
-    "report",
-    "interrupts",
-    "threads",
-    "progress",
-    "muon",
-    "optimize",
-    "learner",
     "runs",
-    "resolve",
-    "figures",
-    "train",
-    "forecast_compare",
-    "sweep",
-    "run_result",
-    "results_figures",
-    "results_markdown",
-    "results_views",
-    "results_benchmarks",
-    "results_paper",
-    "results_quality",
-    "results_page",
-    "reproduce_scale",
-    "reproduce",
-    "bench",
-    "demo",
+    "engine",
+    "sampling",
+    "training",
+    "evaluation",
+    "forecasting",
+    "report",
+    "lab",
     "serve",
     "cli",
 )
@@ -121,11 +81,11 @@ def test_public_names():
 
 
 def test_completion_offers_what_is_public():
-    code = "import vssm; print(*dir(vssm)); import vssm.bench; print(*dir(vssm))"
+    code = "import vssm; print(*dir(vssm)); import vssm.lab.bench; print(*dir(vssm))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     first, then = ({name for name in line.split() if name[:2] != "__"} for line in shown.splitlines())
-    assert first == {*vssm.__all__, "data"}
-    assert "bench" in then and then <= {*vssm.__all__, *vssm._MODULES}, "what was imported is there"
+    assert first == {*vssm.__all__, "data", "forecasting", "sampling"}
+    assert "lab" in then and then <= {*vssm.__all__, *vssm._MODULES}, "what was imported is there"
     assert {"__version__", "__doc__", "__path__"} <= set(dir(vssm))
     assert set(vssm._MODULES) <= {path.stem for path in PACKAGE.iterdir()}
 
@@ -154,7 +114,7 @@ def test_imports_go_one_way(path):
 
 
 # Checks of arguments, and the parts of a kernel that another is made of.
-NOT_EXPORTED = ("vssm.config", "vssm.ops.scan_numba")
+NOT_EXPORTED = ("vssm.config", "vssm.ops.scan.numba")
 
 
 def exported(path):
@@ -179,6 +139,26 @@ def test_modules_export_what_others_import():
                 public = (alias.name for alias in node.names if not alias.name.startswith("_"))
                 missing |= {f"{node.module}.{name}" for name in public if name not in names}
     assert not missing
+
+
+def test_sdist_includes_only_files_of_the_repository_root():
+    """A pattern without a leading slash also matches demo/vssm, which `make demo` writes."""
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    patterns = project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert "/vssm" in patterns and all(pattern.startswith("/") for pattern in patterns), patterns
+
+
+def test_the_lowest_versions_that_are_tried_are_those_declared():
+    """`make lowest` installs constraints-lowest.txt; a minimum that it does not have would be untested."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    tried = re.search(r"lowest\.txt.*?\[(.*?)\]", (ROOT / "Makefile").read_text(), re.DOTALL)
+    assert tried is not None
+    declared = [*project["dependencies"], *(line for name in tried[1].split(",") for line in extras[name])]
+    lowest = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints-lowest.txt").read_text(), re.MULTILINE))
+    minimums = dict(re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", line).groups() for line in declared)
+    assert {name: f"{version}.0.0"[: len(lowest[name])] for name, version in minimums.items()} == lowest
+    assert set(extras) - set(tried[1].split(",")) == {"gpu", "cluster", "dev"}
 
 
 def test_no_drawer():
@@ -216,7 +196,7 @@ def test_import_does_nothing_and_is_quick():
 KERNEL = """
 import torch
 from vssm.ops import causal_conv_silu
-from vssm.ops.conv_numba import _forward
+from vssm.ops.conv.numba import _forward
 
 y, _ = causal_conv_silu(torch.ones(1, 2, 3), torch.ones(3, 2), torch.zeros(3), backend="numba")
 print(float(y.sum()), sum(_forward.stats.cache_hits.values()))
@@ -247,9 +227,8 @@ def test_all_code_of_kernels_is_watched():
     from vssm.ops import tasks
 
     used = set()
-    for path in PACKAGE.rglob("*_numba.py"):
-        assert len(path.relative_to(PACKAGE).parts) == 2, path
+    for path in PACKAGE.rglob("*numba.py"):
         nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
         used |= {node.module for node in nodes if node.module.startswith("vssm")}
-    watched = {f"vssm.ops.{name}" for name in tasks.SHARED}
-    assert {name for name in used if not name.endswith("_numba")} == watched
+    watched = {f"vssm.ops.{name.removesuffix('/__init__')}" for name in tasks.SHARED}
+    assert {name for name in used if not name.endswith("numba")} == watched

@@ -40,10 +40,10 @@ def test_philox_known_answers_of_random123(counter, key, expected):
 
 
 def test_uniform_uses_the_documented_counter():
-    seed, row, position, component, draw = -(2**40) + 12345, 9, 2**32 - 3, 6, 2**24 - 1
+    seed, row, position, component, draw = -(2**40) + 12345, 9 + 5 * 2**32, 2**32 - 3, 6, 2**24 - 1
     u = draw_noise([seed], [row], position - 1, 3, 7, stream=OBSERVATION, draw=draw)
-    counter = torch.tensor([position, component // 4, row, OBSERVATION << 24 | draw])
-    key = torch.tensor([seed % 2**32, (seed >> 32) % 2**32])
+    counter = torch.tensor([position, component // 4, 9, OBSERVATION << 24 | draw])
+    key = torch.tensor([seed % 2**32 ^ 5, (seed >> 32) % 2**32])
     bits = int(philox(counter[:, None], key[:, None])[component % 4])
     assert float(u[0, 1, component]) == ((bits >> 9) + 0.5) / 2**23
 
@@ -83,7 +83,14 @@ def test_uniform_components_are_a_prefix():
 def test_uniform_differs_between_seeds_rows_streams_and_draws():
     base = {"seeds": [3], "rows": [2], "position": 5, "length": 3, "components": 4}
     changes = [{"seeds": [seed]} for seed in (4, -3, 3 + 2**32, 3 - 2**63, 2**63 - 1)]
-    changes += [{"rows": [3]}, {"rows": [2**31 + 2]}, {"position": 8}, {"position": 5 + 2**31}]
+    changes += [
+        {"rows": [3]},
+        {"rows": [2**31 + 2]},
+        {"rows": [2**32 + 2]},
+        {"rows": [2**62 + 2]},
+        {"position": 8},
+        {"position": 5 + 2**31},
+    ]
     changes += [{"stream": OBSERVATION}, {"draw": 1}, {"draw": 2**24 - 1}]
     results = [draw_noise(**base, stream=LATENT, draw=0)] + [
         draw_noise(**base | change) for change in changes
@@ -143,8 +150,7 @@ def test_uniform_of_nothing_is_empty():
         ({"seeds": [0.5]}, r"^seed is float32 of shape \(1,\); allowed: int64 of shape \(batch,\)$"),
         ({"seeds": 3}, r"^seed is int64 of shape \(\); allowed: int64 of shape \(batch,\)$"),
         ({"rows": [0, 1]}, r"^row has 2 numbers on cpu; allowed: as many as seed, 1 on cpu$"),
-        ({"rows": [-1]}, r"^row has a value of -1; allowed: 0 to 2\^32 - 1$"),
-        ({"rows": [2**32]}, r"^row has a value of 4294967296; allowed: 0 to 2\^32 - 1$"),
+        ({"rows": [-1]}, r"^row has a value of -1; allowed: 0 to 2\^63 - 1$"),
         ({"position": -1}, r"^position is -1; allowed: 0 to 4294967296$"),
         ({"position": 2**32 - 6}, r"^position \+ length is 4294967297; allowed: up to 2\^32$"),
         ({"length": -1}, r"^length is -1; allowed: 0 to 4294967296$"),
@@ -160,9 +166,10 @@ def test_uniform_names_bad_input(change, message):
 
 INTERPRETED = """
 import torch
-from vssm import noise, noise_triton
+from vssm import noise
+from vssm.ops import noise_triton
 seeds = torch.tensor([5, -(2**63), 2**63 - 1, -(2**40) + 12345])
-rows = torch.tensor([0, 2**32 - 1, 3, 9])
+rows = torch.tensor([0, 2**32 - 1, 3, 2**62 + 2**33 + 9])
 for position, length, components, stream, draw in (
     (0, 1, 1, 0, 0), (2**31, 65, 33, 1, 7), (2**32 - 3, 3, 7, 255, 2**24 - 1), (1000, 13, 4, 0, 1)
 ):
@@ -192,7 +199,7 @@ def test_the_kernel_gives_the_same_bits_in_the_interpreter():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_uniform_gives_the_same_bits_on_a_gpu():
-    seeds, rows = torch.tensor([5, -(2**63), 2**63 - 1]), torch.tensor([0, 2**32 - 1, 3])
+    seeds, rows = torch.tensor([5, -(2**63), 2**63 - 1]), torch.tensor([0, 2**32 - 1, 2**62 + 2**33 + 3])
     u = uniform(seeds.cuda(), rows.cuda(), 2**31, 65, 33, OBSERVATION, 7)
     assert u.device.type == "cuda"
     assert torch.equal(u.cpu(), uniform(seeds, rows, 2**31, 65, 33, OBSERVATION, 7))

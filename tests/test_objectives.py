@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -281,6 +282,30 @@ def test_activations_can_be_checkpointed(options):
     wanted = torch.autograd.grad(loss(), weights)
     given = torch.autograd.grad(checkpoint(loss, use_reentrant=False), weights)
     assert all(torch.equal(a, b) for a, b in zip(given, wanted, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("options", [{"kind": kind} for kind in KINDS] + [{"kind": "vssm", "levels": 3}])
+def test_a_compiled_model_is_compiled_or_warned_about(options, in_place):
+    model, graphs = small_model(**options), []
+    x = sequences(model, 2, 4)
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend)
+    if in_place:
+        model.compile(backend=backend)
+        compiled = model
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        objective(compiled, x)
+    told = [str(w.message) for w in caught if "has no effect on a " in str(w.message)]
+    assert len(told) == (not graphs), "warned exactly where nothing was compiled"
+    assert all("--train.compile" in text and "\n" not in text for text in told)
+    torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it

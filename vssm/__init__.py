@@ -13,19 +13,19 @@ from vssm.threads import sleep_soon
 with command_ends_at_once():  # PyTorch takes seconds
     sleep_soon()
     from vssm import ops as ops
-    from vssm.checkpoint import load as load
-    from vssm.checkpoint import save as save
     from vssm.config import ModelConfig as ModelConfig
-    from vssm.forecast import Forecaster as Forecaster
-    from vssm.forecast import forecast as forecast
-    from vssm.generate import Generation as Generation
-    from vssm.generate import generate as generate
-    from vssm.generate import observe as observe
+    from vssm.forecasting.forecaster import Forecaster as Forecaster
+    from vssm.forecasting.forecaster import forecast as forecast
     from vssm.likelihoods import log_likelihood as log_likelihood
     from vssm.models import build as build
     from vssm.nn import State as State
     from vssm.objectives import Terms as Terms
     from vssm.objectives import objective as objective
+    from vssm.runs.checkpoint import load as load
+    from vssm.runs.checkpoint import save as save
+    from vssm.sampling.generation import Generation as Generation
+    from vssm.sampling.generation import generate as generate
+    from vssm.sampling.generation import observe as observe
 
 __all__ = [
     "Forecaster",
@@ -44,11 +44,10 @@ __all__ = [
     "save",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # What the documents import from. Like all modules of Python they are there once they were imported.
-_MODULES = ("bench", "data", "ragged", "serve", "train")
-_MODULES += ("forecast_compare", "forecast_files", "forecast_gluonts", "text_compare")
+_MODULES = ("data", "evaluation", "forecasting", "lab", "sampling", "serve", "training")
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import math
 import operator
 import os
 import re
@@ -20,13 +19,14 @@ from vssm.ops.latents import ESTIMATORS
 
 __all__ = ["FORMAT", "KINDS", "PRESETS", "ModelConfig", "RunConfig", "TrainConfig"]
 __all__ += ["check_choice", "check_device", "check_flag", "check_number", "check_path", "check_type"]
-__all__ += ["shown", "whole_number", "whole_numbers"]
+__all__ += ["printable", "shown", "whole_number", "whole_numbers"]
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 FORMAT = 1
 """Version of `config.json` and its folder; raised when an older reader would misunderstand it."""
 KINDS = ("transformer", "ssm", "rnn", "tvae", "vrnn", "vssm")
+_HUGE = 1e100  # no setting is so large, and whole numbers of JSON may be larger than any float
 _SIZES_BELOW = 10_000_000  # of a model: PyTorch breaks at sizes that no address can have
 
 Config = TypeVar("Config")
@@ -99,6 +99,18 @@ def shown(value: object) -> str:
     'tensor([[0., 0.], [0., 0.]])'
     """
     return " ".join(repr(value).split())[:200]
+
+
+def printable(text: str) -> str:
+    r"""Returns a text with its control characters as escapes, which a terminal does not obey.
+
+    >>> printable("a\tb\n\x1b[2J")
+    'a\tb\n\\x1b[2J'
+    """
+    return "".join(
+        char if char.isprintable() or char in "\t\n" else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
 def check_device(device: object) -> torch.device:
@@ -187,7 +199,7 @@ class ModelConfig:
     """Distribution of x_t: gaussian, gaussian-learned, bernoulli, categorical or logistic-mixture; in a
     run also auto, the one that suits the data."""
     sigma: float = 0.1
-    """Standard deviation of the gaussian head."""
+    """Standard deviation of the gaussian head, 1e-6 or more."""
     mixtures: int = 5
     """Components of the logistic-mixture head."""
     bins: int = 256
@@ -201,20 +213,15 @@ class ModelConfig:
             if field.type is int:
                 least = 2 if field.name in ("classes", "bins") else 1
                 check_number(field.name, getattr(self, field.name), least, below=_SIZES_BELOW, whole=True)
-        if (
-            isinstance(self.sigma, bool)
-            or not isinstance(self.sigma, int | float)
-            or not 0 < self.sigma < 1e6
-        ):
-            raise ValueError(f"sigma={self.sigma!r} is not allowed; allowed: a number > 0 and < 1e6")
+        check_number("sigma", self.sigma, 1e-6, below=1_000_000)  # float32 squares and divides by it
         if self.levels > 1 and self.kind != "vssm":
             raise ValueError(f"levels={self.levels} is not for kind={self.kind!r}; allowed: vssm")
         listed = isinstance(self.spans, list | tuple)
         whole = listed and all(type(span) is int and 1 <= span < _SIZES_BELOW for span in self.spans)
         if not whole or (self.spans and (self.levels == 1 or len(self.spans) != self.levels)):
             raise ValueError(
-                f"spans={self.spans!r} is not allowed with levels={self.levels}; allowed: one whole number"
-                f" >= 1 and < {_SIZES_BELOW} for each level of two or more, or none"
+                f"spans={shown(self.spans)} is not allowed with levels={self.levels}; allowed: one whole "
+                f"number >= 1 and < {_SIZES_BELOW} for each level of two or more, or none"
             )
         if self.latents % self.levels:
             raise ValueError(
@@ -327,7 +334,7 @@ class TrainConfig:
     graph: bool = True
     """Replays the step as a CUDA graph: on one CUDA device, without `compile` and `fsdp`."""
     compile: bool = False
-    """Compiles every block with torch.compile."""
+    """Compiles every block with torch.compile, of any model; `torch.compile(model)` reaches fewer."""
     fsdp: bool = False
     """Shards weights and optimiser over the processes of torchrun instead of copying them to each."""
     tensorboard: bool = False
@@ -366,18 +373,19 @@ class TrainConfig:
 
 
 def check_number(
-    name: str, value: object, least: float, below: float = math.inf, whole: bool = False, above: bool = False
+    name: str, value: object, least: float, below: float = _HUGE, whole: bool = False, above: bool = False
 ) -> None:
     """Raises unless `least` <= value < `below` (`least` < value when `above`), be it Python's or NumPy's."""
     # Not NumPy's unsigned ones as weights: one less than 0 is not -1 there.
     types = (int, np.integer) if whole else (int, float, np.signedinteger, np.floating)
     number = isinstance(value, types) and not isinstance(value, bool)
+    value = _plain(value)
     if number and (value > least if above else value >= least) and value < below:  # type: ignore[operator]
         return
     allowed = f"a {'whole ' if whole else ''}number {'>' if above else '>='} {least}"
     raise ValueError(
         f"{name}={shown(value)} is not allowed; allowed: {allowed}"
-        + (f" and < {below}" if below < math.inf else "")
+        + (f" and < {below}" if below < _HUGE or (number and value >= _HUGE) else "")  # type: ignore[operator]
     )
 
 

@@ -223,7 +223,11 @@ class Gaussian:
 
 
 class Bernoulli:
-    """Independent coin flips; the probability of x in [0, 1] is the cross-entropy form."""
+    """Independent coin flips, of x that is 0 or 1.
+
+    For x between them `log_prob` is minus the cross-entropy. Its exponential does not integrate to 1: it is a
+    pseudo-likelihood, and `vssm evaluate` calls it so.
+    """
 
     def __init__(self, w: Tensor) -> None:
         self.logits = w

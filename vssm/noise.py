@@ -8,9 +8,10 @@ Philox4x32-10: ten rounds on a counter of four 32-bit words c under a key of two
     (hi0, lo0) = M0 c0,  (hi1, lo1) = M1 c2
     c <- (hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0),  k <- (k0 + W0, k1 + W1)
 
-with c = (position, component // 4, row, stream 2^24 + draw) and k = (low, high) half of the seed; component i
-uses output word i % 4. The arithmetic is on integers only, so CPU and GPU give the same bits; on a GPU one
-kernel, `vssm.noise_triton`, does it all.
+with c = (position, component // 4, low half of the row, stream 2^24 + draw) and
+k = (low half of the seed ^ high half of the row, high half of the seed); component i uses output word i % 4.
+Rows of a batch are small numbers. A fork of a row is a new one, by a hash: see `fork`. The arithmetic is on
+integers only, so CPU and GPU give the same bits; on a GPU one kernel, `vssm.ops.noise_triton`, does it all.
 
 References:
     Parallel random numbers: as easy as 1, 2, 3 (Salmon et al., 2011)
@@ -28,7 +29,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-__all__ = ["LATENT", "OBSERVATION", "PARTICLE", "philox", "uniform"]
+__all__ = ["LATENT", "OBSERVATION", "PARTICLE", "fork", "philox", "uniform"]
 
 LATENT = 0
 """Stream of the latents z."""
@@ -93,8 +94,8 @@ def uniform(
 
     Arguments:
         seed: Seed of each sequence, (B,) int64, any value.
-        row: Number of each sequence under its seed, (B,) int64 in [0, 2^32); on a GPU the range is not
-            checked (that would wait for the device) and higher bits are ignored.
+        row: Number of each sequence under its seed, (B,) int64, 0 or more; on a GPU that is not checked,
+            because the check would wait for the device.
         position: Absolute position of the first step; position + length may not pass 2^32. A (1,) int64
             tensor where only the device knows it; then it is not checked.
         length: Number of steps T.
@@ -114,7 +115,7 @@ def uniform(
     first = 0 if isinstance(position, Tensor) else position
     _check(seed, row, first, length, components, stream, draw)
     if seed.is_cuda and find_spec("triton") is not None:
-        from vssm import noise_triton
+        from vssm.ops import noise_triton
 
         return noise_triton.uniform(seed, row, position, length, components, stream << 24 | draw)
     counter = seed.new_empty(4, len(seed), length, -(-components // 4))
@@ -123,10 +124,44 @@ def uniform(
     counter[1] = torch.arange(counter.shape[3], device=seed.device)
     counter[2] = (row & _MASK)[:, None, None]
     counter[3] = stream << 24 | draw
-    key = torch.stack((seed & _MASK, seed >> 32 & _MASK))[..., None, None]
+    key = torch.stack(((seed ^ row >> 32) & _MASK, seed >> 32 & _MASK))[..., None, None]
     # 23 bits and a half: exact in float32, whereas 24 bits and a half would round up to 1.
     u = (philox(counter, key) >> 9).float().add_(0.5).mul_(2.0**-23)
     return u.movedim(0, -1).flatten(-2)[..., :components]
+
+
+def fork(row: Tensor, copies: int) -> Tensor:
+    """Returns the rows of `copies` forks of every row, (B, copies).
+
+    A fork is a 64-bit hash of its parent and of its number among the copies (the finaliser of SplitMix64).
+    So the forks of any row, and the forks of these, all read different noise, however they were made; two
+    rows of a tree of n forks meet with a probability of n^2 / 2^63. Batches are far below 2^62, so no fork
+    meets a row of a batch either. The first forks do not depend on how many are made.
+
+    Arguments:
+        row: Numbers of sequences, (B,) int64, 0 or more.
+        copies: Forks of each.
+
+    References:
+        Fast splittable pseudorandom number generators (Steele, Lea & Flood, 2014)
+        https://doi.org/10.1145/2660193.2660195
+
+    Example:
+        >>> rows = torch.cat([fork(torch.tensor([0]), 4), fork(torch.tensor([1]), 2)], 1)
+        >>> len(rows.unique())
+        6
+    """
+    copy = torch.arange(1, copies + 1, device=row.device)
+    # Products wrap at 64 bits. A shift keeps the sign, which the mask removes.
+    x = row[:, None] * _signed(0xD1B54A32D192ED03) + copy * _signed(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * _signed(factor)
+    return x & (1 << 62) - 1 | 1 << 62
+
+
+def _signed(word: int) -> int:
+    """Returns the signed number of 64 bits that has the bits of a word."""
+    return word - (1 << 64) if word >> 63 else word
 
 
 def _check(
@@ -139,10 +174,8 @@ def _check(
     if row.shape != seed.shape or row.device != seed.device:
         given = f"{len(row)} numbers on {row.device}"
         raise ValueError(f"row has {given}; allowed: as many as seed, {len(seed)} on {seed.device}")
-    if row.device.type == "cpu" and len(row):
-        low, high = (int(bound) for bound in row.aminmax())
-        if low < 0 or high >= _WORD:
-            raise ValueError(f"row has a value of {low if low < 0 else high}; allowed: 0 to 2^32 - 1")
+    if row.device.type == "cpu" and len(row) and (low := int(row.min())) < 0:
+        raise ValueError(f"row has a value of {low}; allowed: 0 to 2^63 - 1")
     for name, value, most in (
         ("position", position, _WORD),
         ("length", length, _WORD),

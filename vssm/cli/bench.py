@@ -60,7 +60,7 @@ class Bench:
     """What all calls for one number may take (generate, forecast, table1)."""
 
     def run(self) -> None:
-        from vssm import bench
+        from vssm.lab import bench
 
         functions = {
             "scan": bench.main_scan,

@@ -12,6 +12,8 @@ from vssm.cli.samples import check_inputs_stay, check_targets
 
 __all__ = ["Data"]
 
+_MOST_FILES = 6  # that are shown; cifar10 has so many
+
 
 @dataclass
 class Data(DataOptions):
@@ -26,10 +28,17 @@ class Data(DataOptions):
         out = self.out or Path(f"{self.name}.png")
         config = self.data_config()
         check_targets(out=out)
+        if self.images.path and Path(self.images.path).resolve() == out.resolve().parent:
+            raise ValueError(
+                f"out={str(out)!r} would become one of the images; allowed: a file in another folder"
+            )
         read = {"series": self.series.path, "text": self.text.path, "arrays": self.arrays.path}
         check_inputs_stay({f"{name}.path": Path(path) for name, path in read.items() if path}, out=out)
         data = open_data(config)
         facts = describe(data)
-        rows = {**facts, "files": [f"{f['path']}  sha256 {f['sha256']}" for f in facts["files"]]}
+        files = [f"{file['path']}  sha256 {file['sha256']}" for file in facts["files"]]
+        if len(files) > _MOST_FILES:
+            files = [*files[: _MOST_FILES - 1], f"and {len(files) - _MOST_FILES + 1} more"]
+        rows = {**facts, "files": files}
         show_table(f"data set {self.name}", rows)
         print(f"picture: {picture(data, out)}")

@@ -14,6 +14,6 @@ class Demo:
     """The folder for runs, pictures and the report; it is made anew."""
 
     def run(self) -> None:
-        from vssm.demo import demo
+        from vssm.lab.demo import demo
 
         demo(self.out)

@@ -24,7 +24,7 @@ def show_metrics(title: str, metrics: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from vssm.labels import grouped, label
+    from vssm.runs.labels import grouped, label
 
     table = Table(title=escape(title), show_header=False, title_justify="left")
     for heading, _, names in grouped(metrics):

@@ -37,13 +37,15 @@ class Evaluate:
     """Sequences of a pass; what suits the device by default."""
     result: Path | None = None
     """Keep the result, with how the training went, in this file too: results/quality/DATA_NAME.json."""
+    data_dir: str | None = None
+    """Folder with the data files, if they are not where they were in training."""
     device: str = "auto"
     """Where to run: auto, cpu or cuda."""
 
     def run(self) -> None:
-        from vssm.evaluate import UnwrittenResult, evaluate_run
-        from vssm.run_result import check_result_path, keep_result
-        from vssm.runs import RunFolder
+        from vssm.evaluation.result import check_result_path, keep_result
+        from vssm.evaluation.scores import UnwrittenResult, evaluate_run
+        from vssm.runs.folder import RunFolder
 
         if self.result is not None:
             check_result_path(self.result)
@@ -70,6 +72,7 @@ class Evaluate:
                     splits=self.splits,
                     quick=self.quick,
                     batch=self.batch,
+                    data_dir=self.data_dir,
                     device=self.device,
                     progress=bar.show,
                 )
@@ -86,5 +89,5 @@ class Evaluate:
         if written.is_file():  # else better weights came in the meantime, which is said
             print(f"written: {written}")
         if self.result is not None:
-            keep_result(folder, self.result, self.device)
+            keep_result(folder, self.result, self.device, self.data_dir)
             print(f"kept: {self.result}")

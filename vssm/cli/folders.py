@@ -10,14 +10,14 @@ __all__ = ["local_folder", "own_copy"]
 
 def local_folder(folder: str) -> Path:
     """Returns a folder on this machine: as given, of a shipped model, or fetched from the hub."""
-    from vssm.pretrained import find
+    from vssm.runs.pretrained import find
 
     return find(folder)
 
 
 def own_copy(folder: Path) -> Path:
     """Returns a folder that may be written to: that of a shipped model is copied first."""
-    from vssm.pretrained import find
+    from vssm.runs.pretrained import find
 
     shipped = find(str(folder))
     if shipped == folder:

@@ -42,9 +42,9 @@ class Forecast:
     """Where to run: auto, cpu or cuda."""
 
     def run(self) -> None:
-        from vssm.forecast import Forecaster
-        from vssm.forecast_files import check_quantiles, draw_fan, forecast_file, write_quantiles
-        from vssm.train import choose_device
+        from vssm.forecasting.files import check_quantiles, draw_fan, forecast_file, write_quantiles
+        from vssm.forecasting.forecaster import Forecaster
+        from vssm.training.loop import choose_device
 
         check_seed(self.seed)
         picture = self.out.with_suffix(".png") if self.out.name else self.out

@@ -127,9 +127,9 @@ class Generate:
 
     def _compute(self) -> None:
         import vssm
-        from vssm.checkpoint import load_finite
         from vssm.data import read_meta, steps_left
-        from vssm.train import choose_device
+        from vssm.runs.checkpoint import load_finite
+        from vssm.training.loop import choose_device
 
         out = self.out or Path("samples.npy")
         if out.suffix not in (".npy", ".png", ".txt"):
@@ -147,6 +147,8 @@ class Generate:
             out = Path("samples.txt" if words else "samples.npy")
             self._check_files(out)
         state = None if self.resume is None else vssm.State.load(self.resume, device)
+        if state is not None and state.batch == 1 and (self.num or 1) > 1:
+            state = state.repeat(self.num or 1)  # it ends a sample, which is continued in several ways
         prompt = None if self.prompt is None else read_prompt(self.prompt, model, meta).to(device)
         known = 0 if state is None else state.position
         if prompt is not None:

@@ -21,7 +21,7 @@ class Push:
     """Whether only you can see it."""
 
     def run(self) -> None:
-        from vssm.hub import push
+        from vssm.runs.hub import push
 
         print(f"pushed: {push(self.run_folder, self.repo, private=self.private)}")
 
@@ -34,6 +34,6 @@ class Pull:
     """OWNER/NAME, or OWNER/NAME@REVISION."""
 
     def run(self) -> None:
-        from vssm.hub import pull
+        from vssm.runs.hub import pull
 
         print(f"pulled: {pull(self.repo)}")

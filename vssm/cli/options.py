@@ -7,7 +7,7 @@ from typing import Annotated, Self
 import tyro
 
 from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig, check_choice, check_number
-from vssm.data import ArraysConfig, DataConfig, SeriesConfig, SyntheticConfig, TextConfig
+from vssm.data import ArraysConfig, DataConfig, ImagesConfig, SeriesConfig, SyntheticConfig, TextConfig
 
 __all__ = ["DataOptions", "RunOptions", "check_seed", "note_idle_recondition"]
 
@@ -17,15 +17,17 @@ class DataOptions:
     """A data set."""
 
     name: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="[DATA]")]] = "digits"
-    """The data set: digits, mnist, cifar10, text, series, arrays or synthetic."""
+    """The data set: digits, mnist, cifar10, images, text, series, arrays or synthetic."""
     data_dir: str | None = None
     """Folder with the files; else $VSSM_DATA; else the user cache."""
     split_seed: int = 0
-    """Fixes the validation split, binarisation, synthetic data and the test set of arrays; 0 to 2^64 - 1."""
+    """Fixes the validation split, binarisation, synthetic data and the test set of images and arrays;
+    0 to 2^64 - 1."""
     binarize: bool = False
     """Black and white images, drawn once."""
     series: SeriesConfig = field(default_factory=SeriesConfig)
     text: TextConfig = field(default_factory=TextConfig)
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     arrays: ArraysConfig = field(default_factory=ArraysConfig)
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
@@ -37,6 +39,7 @@ class DataOptions:
             binarize=self.binarize,
             series=self.series,
             text=self.text,
+            images=self.images,
             arrays=self.arrays,
             synthetic=self.synthetic,
         )
@@ -76,7 +79,7 @@ class RunOptions(DataOptions):
             start = replace(start, model=PRESETS["smoke"].model, train=PRESETS["smoke"].train)
         init = _value_of("--train.init", arguments)
         if init:
-            from vssm.checkpoint import config_of
+            from vssm.runs.checkpoint import config_of
 
             start = replace(start, model=config_of(init))
         return start

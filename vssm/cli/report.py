@@ -23,8 +23,8 @@ class Report:
     """Write the results page instead, as Markdown with figures beside it: docs/results.md."""
 
     def run(self) -> None:
-        from vssm.report import report
-        from vssm.results_page import write_page
+        from vssm.lab.page.write import write_page
+        from vssm.report.page import report
 
         if self.page is not None:
             if self.run_folders:

@@ -42,7 +42,7 @@ class Reproduce:
     """Folder with the data; else $VSSM_DATA; else the user cache."""
 
     def run(self) -> None:
-        from vssm.reproduce import places, reproduce
+        from vssm.lab.reproduce import places, reproduce
 
         left = reproduce(**vars(self))
         if left:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, cast
 
+from vssm.config import printable
 from vssm.storage import is_device, why_read_only, write_atomically
 
 if TYPE_CHECKING:
@@ -110,11 +111,23 @@ def read_prompt(prompt: str, model: "Model", meta: "Meta | None") -> "torch.Tens
         return meta.encode(prompt)[None]
     array = read_array(prompt)
     if not model.head.tokens:
-        if array.dtype.kind != "f":  # pixels of 0 to 255, most likely
+        if meta is not None and meta.image_shape is not None:
+            if array.shape[2:] == meta.image_shape[1:]:  # images, as `arrays` reads them
+                array = array.reshape(*array.shape[:2], -1)
+            if array.dtype == np.uint8 and meta.levels == 256:
+                array = array / np.float32(255)
+        if array.dtype.kind != "f":
             raise ValueError(
                 f"prompt={prompt!r} holds {array.dtype}; allowed for this model: floats,"
                 " as its data has them, such as pixels from 0 to 1"
             )
+        if meta is not None and meta.image_shape is not None and array.size:
+            low, high = float(array.min()), float(array.max())
+            if max(-low, high) > 10:  # far beyond what a poor model makes: most likely 0 to 255
+                raise ValueError(
+                    f"prompt={prompt!r} holds values from {low:g} to {high:g}, but pixels of this model lie"
+                    " from 0 to 1; divide them by 255, or give uint8"
+                )
         if array.ndim == 2 and array.shape[1] == model.head.features:  # one sequence
             array = array[None]
         with np.errstate(over="ignore"):  # what is too large becomes infinite, and is named later
@@ -176,7 +189,7 @@ def write_array(array: "np.ndarray", out: Path) -> None:
 
 
 def write_texts(texts: list[str], out: Path) -> str:
-    """Writes texts with a rule between them, and returns what it wrote."""
+    """Writes texts with a rule between them, and returns them as a terminal may show them."""
     text = "\n---\n".join(texts)
     write_atomically(out, lambda path: path.write_text(text + "\n", encoding="utf-8"))
-    return text
+    return printable(text)

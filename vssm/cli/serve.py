@@ -39,7 +39,7 @@ class Serve:
 
     def run(self) -> None:
         from vssm.serve.run import read_secret, serve
-        from vssm.train import choose_device
+        from vssm.training.loop import choose_device
 
         token = None if self.token_file is None else read_secret(self.token_file, "token_file")
         key = None if self.key_file is None else read_secret(self.key_file, "key_file").encode()

@@ -24,7 +24,7 @@ class Sweep(RunOptions):
     """Run side by side on a Ray cluster: auto, local, or an address."""
 
     def run(self) -> None:
-        from vssm.sweep import sweep
+        from vssm.lab.sweep import sweep
 
         rows = sweep(
             self.run_config(),

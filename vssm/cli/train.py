@@ -23,12 +23,12 @@ class Train(RunOptions):
 
     def run(self) -> None:
         from vssm.data import read_meta
-        from vssm.runs import RunFolder
+        from vssm.runs.folder import RunFolder
 
         folder = self.resume or self.out or Path("runs") / f"{self.name}-{self.model.kind}"
         if self.resume is None and os.environ.get("RANK", "0") == "0":  # the first of several starts the run
             RunFolder(folder).check_new()  # before all that takes time
-        from vssm.train import train
+        from vssm.training.loop import train
 
         if self.resume is not None and (ignored := self._ignored()):
             unused = ", ".join(ignored)

@@ -1,4 +1,4 @@
-"""Data sets as sequences: digits, mnist, cifar10, text, series, arrays and synthetic.
+"""Data sets as sequences: digits, mnist, cifar10, images, text, series, arrays and synthetic.
 
 `open_data` finds (or downloads) a data set and returns a `Data` with lazily read splits:
 
@@ -10,8 +10,17 @@
 """
 
 from vssm.data.arrays import open_arrays
-from vssm.data.config import NAMES, ArraysConfig, DataConfig, SeriesConfig, SyntheticConfig, TextConfig
+from vssm.data.config import (
+    NAMES,
+    ArraysConfig,
+    DataConfig,
+    ImagesConfig,
+    SeriesConfig,
+    SyntheticConfig,
+    TextConfig,
+)
 from vssm.data.dataset import Data, Meta, Split, read_meta, steps_left
+from vssm.data.folder import open_images
 from vssm.data.images import open_cifar10, open_digits, open_mnist
 from vssm.data.series import open_series
 from vssm.data.show import describe, draw, picture
@@ -23,6 +32,7 @@ __all__ = [
     "ArraysConfig",
     "Data",
     "DataConfig",
+    "ImagesConfig",
     "Meta",
     "SeriesConfig",
     "Split",
@@ -40,6 +50,7 @@ _OPENERS = {
     "digits": open_digits,
     "mnist": open_mnist,
     "cifar10": open_cifar10,
+    "images": open_images,
     "text": open_text,
     "series": open_series,
     "arrays": open_arrays,

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
-NAMES = ("digits", "mnist", "cifar10", "text", "series", "arrays", "synthetic")
+NAMES = ("digits", "mnist", "cifar10", "images", "text", "series", "arrays", "synthetic")
 
 
 def _check_one_of(option: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -123,12 +123,24 @@ class TextConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImagesConfig:
+    """Options of images of your own."""
+
+    path: str | None = None
+    """Folder of image files, grey or RGB, all of one size; as given or inside the data folder."""
+
+    def __post_init__(self) -> None:
+        _check_path("images.path", self.path)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ArraysConfig:
     """Options of sequences of your own."""
 
     path: str | None = None
-    """.npy file of x (sequences, steps, features), or .npz file of x and, where sequences are of different
-    lengths, lengths; as given or inside the data folder."""
+    """.npy file of x (sequences, steps, features), or of images as uint8 or (images, height, width, 1 or 3);
+    or .npz file of x and, where sequences are of different lengths, lengths; as given or inside the data
+    folder."""
 
     def __post_init__(self) -> None:
         _check_path("arrays.path", self.path)
@@ -158,14 +170,14 @@ class DataConfig:
     """Which data set, where it lies and how it is split."""
 
     name: str = "digits"
-    """One of digits, mnist, cifar10, text, series, arrays, synthetic."""
+    """One of digits, mnist, cifar10, images, text, series, arrays, synthetic."""
 
     dir: str | None = None
     """Folder with the data files; else $VSSM_DATA; else the user cache, filled by downloads."""
 
     seed: int = 0
     """Fixes which tenth of the training set is validation, binarisation, synthetic data and the test set of
-    arrays."""
+    images and arrays."""
 
     binarize: bool = False
     """Replace grey images (digits, mnist) once by black and white draws, fixed by the seed."""
@@ -175,6 +187,9 @@ class DataConfig:
 
     text: TextConfig = field(default_factory=TextConfig)
     """Options of data set text."""
+
+    images: ImagesConfig = field(default_factory=ImagesConfig)
+    """Options of data set images."""
 
     arrays: ArraysConfig = field(default_factory=ArraysConfig)
     """Options of data set arrays."""

@@ -454,3 +454,24 @@ class Data:
     def test(self) -> Split:
         """Reads and returns the sequences to report on; training never calls this."""
         return self._read_test()
+
+
+def split_at_random(
+    config: DataConfig, meta: Meta, num: int, read: Callable[[np.ndarray], Split], files: Sequence[Path]
+) -> Data:
+    """Returns `num` sequences as data: a tenth is the test set, and a tenth of the others validation.
+
+    Arguments:
+        config: The options; `config.seed` fixes the splits.
+        meta: What generation needs to know.
+        num: How many sequences there are.
+        read: Returns the sequences at some indices, in ascending order.
+        files: The files that they come from.
+    """
+    rest, test = hold_out(num, config.seed, stream=ARRAYS)
+
+    def fit() -> tuple[Split, Split]:
+        train, valid = hold_out(len(rest), config.seed)
+        return read(rest[train]), read(rest[valid])
+
+    return Data(config, meta, fit, lambda: read(test), files)

@@ -6,7 +6,7 @@ from torch import Tensor
 from vssm.data.dataset import Split
 from vssm.distributions import HEADS_IN_UNIT, Head
 
-__all__ = ["check_values", "moved", "place", "take"]
+__all__ = ["check_values", "is_grey", "moved", "place", "take"]
 
 _SHARE = 4  # data lives on a GPU when it takes less than one part in so many of the free memory
 
@@ -24,6 +24,16 @@ def check_values(head: Head, split: Split, name: str) -> None:
             )
         head.validate(x, name=f"{name} from row {first}")
         first += len(x)
+
+
+def is_grey(split: Split) -> bool:
+    """Says whether some values are neither 0 nor 1: a Bernoulli head is no distribution of them.
+
+    Example:
+        >>> is_grey(Split(torch.tensor([[[0.0, 1.0]]]))), is_grey(Split(torch.tensor([[[0.0, 0.5]]])))
+        (False, True)
+    """
+    return any(bool(((x != 0) & (x != 1)).any()) for x in split.parts())
 
 
 def take(split: Split, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -1,6 +1,7 @@
 """Finds data files in the user's folder or the cache, downloads public ones, and reads them checked.
 
-Nothing that lies on disk is ever replaced or deleted: a damaged file is named and left where it is.
+Nothing that lies on disk is ever replaced or deleted: a damaged file is named and left where it is. A small
+packed file can unpack to more than the memory holds, so unpacking stops at `MOST_UNPACKED` bytes.
 """
 
 import gzip
@@ -14,6 +15,10 @@ from pathlib import Path
 
 # What numpy raises where a .npy file is damaged: the last two come from the parser of its header.
 DAMAGED_NPY = (ValueError, EOFError, MemoryError, SyntaxError, tokenize.TokenError)
+
+
+MOST_UNPACKED = 4 << 30  # bytes that a .gz, .npz or Parquet file may unpack to
+_PIECE = 1 << 20  # bytes that are unpacked at once
 
 
 @dataclass(frozen=True)
@@ -101,14 +106,54 @@ def locate_own(path: str, subfolder: str, given: str | None) -> Path:
     own = Path(path).expanduser()
     if own.is_dir():
         raise ValueError(f"{path!r} is a folder; allowed: a file")
-    return own if own.is_file() else locate((path,), (subfolder,), given, own=True)
+    return own if own.is_file() else locate((_inside(own),), (subfolder,), given, own=True)
 
 
-def read_bytes(path: Path, limit: int = -1) -> bytes:
-    """Returns the content of a file, unpacked when its name ends in .gz, at most `limit` bytes of it."""
+def locate_folder(path: str, subfolder: str, given: str | None) -> Path:
+    """Returns the user's folder `path`, as it is or inside the data folder (or its `subfolder`)."""
+    own = Path(path).expanduser()
+    if own.is_file():
+        raise ValueError(f"{path!r} is a file; allowed: a folder")
+    if own.is_dir():
+        return own
+    folders = data_folders(given)
+    for place in (place for folder in folders for place in (folder, folder / subfolder)):
+        if (place / _inside(own)).is_dir():
+            return place / _inside(own)
+    places = " or ".join(map(str, folders)) or "any data folder"
+    raise ValueError(
+        f"{path!r} is not a folder, nor is there one of that name in {places} (nor in {subfolder} there);"
+        " give its path, or the folder that holds it with --data-dir or $VSSM_DATA"
+    )
+
+
+def _inside(path: Path) -> str:
+    """Returns what to look for in a data folder: of an absolute path, as another machine has it, the name."""
+    return path.name if path.is_absolute() else str(path)
+
+
+def check_unpacked(size: int, path: Path) -> None:
+    """Raises a ValueError when a packed file unpacks to more than `MOST_UNPACKED` bytes."""
+    if size > MOST_UNPACKED:
+        raise ValueError(
+            f"{path} unpacks to more than the {MOST_UNPACKED / 2**30:g} GiB allowed for a packed file;"
+            " unpack it yourself (a plain .npy, CSV or text file has no limit), or take fewer rows"
+        )
+
+
+def read_bytes(path: Path, limit: int | None = None) -> bytes:
+    """Returns the content of a file, at most `limit` bytes of it, unpacked when its name ends in .gz."""
+    packed = path.suffix == ".gz"
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            return file.read(limit)
+        with gzip.open(path) if packed else path.open("rb") as file:
+            if limit is not None or not packed:
+                return file.read(-1 if limit is None else limit)
+            parts, size = [], 0
+            while part := file.read(_PIECE):
+                size += len(part)
+                check_unpacked(size, path)
+                parts.append(part)
+            return b"".join(parts)
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 

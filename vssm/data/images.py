@@ -1,4 +1,4 @@
-"""Images as sequences of rows: digits (8 x 8), mnist (28 x 28) and cifar10 (32 x 32 x 3).
+"""Public images as sequences of rows: digits (8 x 8), mnist (28 x 28) and cifar10 (32 x 32 x 3).
 
 An image (H, W, C) is a sequence of T = H steps with D = W C features, channels last within a pixel.
 Pixels stay uint8 in memory. Files are compared with their published sha256 whenever they are read.
@@ -60,6 +60,19 @@ _CIFAR10_RECORD = 1 + 3 * 32 * 32  # a class, then the red, green and blue plane
 _CIFAR10_BYTES = 10000 * _CIFAR10_RECORD
 
 
+def image_meta(name: str, shape: tuple[int, int, int], maximum: int | None) -> Meta:
+    """Describes images of (height, width, channels) with values 0 .. `maximum`, or any in [0, 1] for None."""
+    height, width, channels = shape
+    return Meta(
+        name=name,
+        features=width * channels,
+        length=height,
+        suggested_head="bernoulli" if maximum == 1 else "gaussian",
+        levels=None if maximum is None else maximum + 1,
+        image_shape=shape,
+    )
+
+
 def _image_data(
     config: DataConfig,
     shape: tuple[int, int, int],
@@ -70,18 +83,10 @@ def _image_data(
     checksum: str,
 ) -> Data:
     """Returns images of `shape` and values 0 .. `maximum`, one tenth of the training set held out."""
-    height, width, channels = shape
-    meta = Meta(
-        name=config.name,
-        features=width * channels,
-        length=height,
-        suggested_head="bernoulli" if config.binarize else "gaussian",
-        levels=2 if config.binarize else maximum + 1,
-        image_shape=shape,
-    )
+    meta = image_meta(config.name, shape, 1 if config.binarize else maximum)
 
     def split(images: np.ndarray, labels: np.ndarray) -> Split:
-        x = torch.from_numpy(images.reshape(-1, height, width * channels))
+        x = torch.from_numpy(images.reshape(-1, meta.length, meta.features))
         return Split(x, torch.from_numpy(labels.astype(np.int64)), 1 if config.binarize else maximum)
 
     def binarized(images: np.ndarray, stream: int) -> np.ndarray:

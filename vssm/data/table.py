@@ -21,13 +21,14 @@ import numpy as np
 
 from vssm.data.config import SeriesConfig
 from vssm.data.dates import plain_dates
-from vssm.data.files import DAMAGED_NPY, read_bytes
+from vssm.data.files import DAMAGED_NPY, check_unpacked, read_bytes
 
 __all__ = ["Table", "fill_gaps", "filled", "left_out", "read_table", "select"]
 
 _TIME_NAMES = {"", "date", "datetime", "time", "timestamp", "index"}
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
 _MOST_NAMED = 5  # columns in a note, beside the one that it is about
+_PARQUET_ROWS = 1024  # unpacked at once: a row of text can be large
 _FLAGS = {"true": 1.0, "false": 0.0}
 
 
@@ -321,8 +322,15 @@ def _read_parquet(path: Path) -> Table:
             f"{path}: Parquet needs pyarrow, install it with: pip install 'vssm[forecast]'"
         ) from error
     try:
-        table = parquet.read_table(path)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        with parquet.ParquetFile(path) as file:
+            check_unpacked(8 * file.metadata.num_rows * file.metadata.num_columns, path)
+            batches, size = [], 0  # the header may be wrong, and says nothing of long texts
+            for batch in file.iter_batches(_PARQUET_ROWS):
+                size += batch.nbytes
+                check_unpacked(size, path)
+                batches.append(batch)
+            table = pyarrow.Table.from_batches(batches, file.schema_arrow)
+    except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     types = pyarrow.types
     numeric = (types.is_integer, types.is_floating, types.is_decimal, types.is_boolean)

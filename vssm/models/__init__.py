@@ -1,5 +1,7 @@
 """The six models: three classes, one stack; and vssm with levels of latents, a fourth."""
 
+import warnings
+
 from torch import nn
 
 from vssm.config import ModelConfig, check_type
@@ -8,11 +10,13 @@ from vssm.models.ladder import Ladder as Ladder
 from vssm.models.variational import Variational as Variational
 from vssm.models.vrnn import VRNN as VRNN
 from vssm.models.vrnn import Trajectory as Trajectory
+from vssm.threads import single_after_fork
 
 __all__ = ["MODELS", "VRNN", "Autoregressive", "Ladder", "Model", "Trajectory", "Variational", "build"]
 __all__ += ["inner_model"]
 
 Model = Autoregressive | Variational | VRNN | Ladder
+_CLASSES = (Autoregressive, Variational, VRNN, Ladder)  # torch.compile of PyTorch 2.9 knows no unions
 
 MODELS: dict[str, type[nn.Module]] = {
     "transformer": Autoregressive,
@@ -33,6 +37,7 @@ def build(config: ModelConfig) -> Model:
         1379
     """
     check_type("config", config, ModelConfig, "a ModelConfig")
+    single_after_fork()
     model = (MODELS[config.kind] if config.levels == 1 else Ladder)(config)
     assert isinstance(model, Model)
     return model
@@ -40,6 +45,8 @@ def build(config: ModelConfig) -> Model:
 
 def inner_model(model: object) -> Model:
     """Returns a model, or the one inside a module that shows its config, as `torch.compile` makes them.
+
+    Warns when `torch.compile` had no effect: it compiles `forward`, which only autoregressive models have.
 
     Example:
         >>> import torch
@@ -50,10 +57,20 @@ def inner_model(model: object) -> Model:
         Traceback (most recent call last):
         ValueError: model is a str; allowed: a model of vssm.build or vssm.load
     """
-    if isinstance(model, Model):
-        return model
+    single_after_fork()
+    found = model if isinstance(model, _CLASSES) else None
     if isinstance(model, nn.Module) and isinstance(getattr(model, "config", None), ModelConfig):
-        for module in model.modules():
-            if isinstance(module, Model):
-                return module
-    raise ValueError(f"model is a {type(model).__name__}; allowed: a model of vssm.build or vssm.load")
+        found = found or next((part for part in model.modules() if isinstance(part, _CLASSES)), None)
+    if found is None:
+        raise ValueError(f"model is a {type(model).__name__}; allowed: a model of vssm.build or vssm.load")
+    wrapped = found is not model and hasattr(model, "_orig_mod")  # by torch.compile(model)
+    in_place = found._compiled_call_impl is not None  # by model.compile(), which reaches a vrnn
+    if (wrapped and not isinstance(found, Autoregressive)) or (
+        in_place and isinstance(found, (Variational, Ladder))
+    ):
+        warnings.warn(
+            f"torch.compile has no effect on a {found.config.kind} model as a whole, so it runs uncompiled;"
+            " compile a function that calls vssm.objective(model, x), or train with --train.compile",
+            stacklevel=3,
+        )
+    return found

@@ -141,7 +141,7 @@ def decays(blocks: Iterable[nn.Module]) -> list[Tensor]:
         return []
     refusal = "it is unknown to torch.compile" if torch.compiler.is_compiling() else None
     if choose_fused("auto", logs[0].device, logs[0].dtype, refusal):
-        from vssm.ops import scan_triton
+        from vssm.ops.scan import triton as scan_triton
 
         return list(scan_triton.decays(logs))
     logs = [log.float() for log in logs]

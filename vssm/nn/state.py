@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vssm.config import check_device, shown, whole_number
+from vssm.noise import fork
 from vssm.storage import check_checksum, with_checksum, write_atomically
 
 __all__ = ["State"]
@@ -23,7 +24,6 @@ __all__ = ["State"]
 _FORMAT = "vssm-state-1"
 _SHOWN = 2  # tensors
 _DEEPEST = 16  # states in one another, in a file; those of the models are four
-_MASK = 2**32 - 1  # of a row of the noise, which is a word of 32 bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # tensors have no one answer to ==: states are told apart
@@ -122,17 +122,17 @@ class State:
         return self.map(lambda tensor: tensor[rows])
 
     def repeat(self, times: int) -> "State":
-        """Repeats every row `times` times, next to each other; the copies get noise of their own.
+        """Repeats every row `times` times, next to each other; every copy gets noise of its own.
 
-        Row r becomes the rows r * times ... r * times + times - 1 of the noise, so that the copies
-        continue differently. Where these would pass 2^32 - 1, as after many forks of forks, copy c of it
-        becomes mix(r) + mix(c) mod 2^32, a fixed hash: copies of one row still differ from one another, and
-        from those of another row but for a chance in 2^32.
+        The copies continue differently, from one another, from the row itself and from the copies of any
+        other row (`vssm.noise.fork`). Copies are numbered: copy c is the same in every call on this state.
+        Copies share what the row has read: a vssm, tvae or vrnn has drawn its latents once for all of them.
+        `observe(..., num=times)` draws them for every copy.
         """
         times = whole_number("times", times, 1)
         state = self.map(lambda tensor: tensor.repeat_interleave(times, 0))
         if "row" in state.children:
-            state.children["row"] = _forked(self["row"], times).flatten()
+            state.children["row"] = fork(self["row"], times).flatten()
         return state
 
     @classmethod
@@ -201,7 +201,7 @@ class State:
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "State":
-        """Reads a state that `save` wrote; a damaged or foreign file is named."""
+        """Reads a state that `save` wrote; a file that is damaged, foreign or not finite is named."""
         from safetensors import SafetensorError, safe_open
 
         if not Path(path).is_file():
@@ -283,6 +283,11 @@ class State:
         rows = {tensor.shape[:1] for tensor in tensors.values()}
         if len(rows) > 1 or () in rows:
             raise ValueError(f"{name_of_file} is damaged: its tensors are not all of one number of rows")
+        for name, tensor in tensors.items():
+            if tensor.itemsize > 1 and not tensor.isfinite().all():  # smaller types hold no state of a model
+                raise ValueError(
+                    f"{name_of_file} holds NaN or infinity in {name!r}; resume from a state that is finite"
+                )
         return root
 
     def _flatten(self, prefix: str, tensors: dict[str, Tensor], positions: dict[str, int]) -> None:
@@ -293,25 +298,3 @@ class State:
                 child._flatten(path, tensors, positions)
             else:
                 tensors[path] = child
-
-
-def _forked(row: Tensor, times: int) -> Tensor:
-    """Returns the rows of the noise of `times` copies of every row, (B, times)."""
-    copy, row = torch.arange(times, device=row.device), row[:, None]
-    # Chosen on the device, which is not waited for; for all copies of a row alike, or two could meet.
-    fits = row * times + (times - 1) <= _MASK
-    return torch.where(fits, row * times + copy, (_mixed(row) + _mixed(copy)) & _MASK)
-
-
-def _mixed(words: Tensor) -> Tensor:
-    """Returns lowbias32 of words of 32 bits, a hash that no two of them share.
-
-    A product may wrap to a negative number of 64 bits: its low half is right all the same.
-
-    References:
-        https://nullprogram.com/blog/2018/07/31/
-    """
-    words = words & _MASK
-    words = ((words ^ (words >> 16)) * 0x7FEB352D) & _MASK
-    words = ((words ^ (words >> 15)) * 0x846CA68B) & _MASK
-    return words ^ (words >> 16)

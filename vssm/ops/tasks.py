@@ -26,7 +26,7 @@ __all__ = ["cut", "kernel", "room", "run", "total"]
 GROUP = 8  # tiles, at most
 BATCHES = 16  # partial sums over batch rows, at most
 INLINE = 1 << 18  # with fewer elements, waking a second thread costs more than it saves
-SHARED = ("conv", "operands", "tasks", "vectors")  # modules beside `*_numba` that kernels take code from
+SHARED = ("conv/__init__", "operands", "tasks", "vectors")  # what kernels take code from, beside their own
 
 
 def kernel(function: Callable) -> Callable:
@@ -46,8 +46,8 @@ def sources() -> str:
     """Returns a digest of all code that kernels are made of."""
     package, digest = Path(__file__).parents[1], hashlib.sha256()
     shared = (package / "ops" / f"{name}.py" for name in SHARED)
-    for path in sorted([*package.glob("*/*_numba.py"), *shared]):
-        digest.update(f"{path.name}\n".encode() + path.read_bytes())
+    for path in sorted([*package.rglob("*numba.py"), *shared]):
+        digest.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 

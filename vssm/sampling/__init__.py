@@ -15,12 +15,12 @@ makes the next: the chunk size is then a dial from fully parallel (W = T) to ste
 before it: a second dial between the same ends.
 
 Every random number is a function of (seed, row, position, component), so chunk size, batch split and
-resume point never change what a seed gives.
+resume point never change what a seed gives, but for float rounding.
 
 Calls that are too large for one pass are made in pieces (see `vssm.sampling.slabs`).
 
 On a GPU, a call that is made a second time is recorded as a CUDA graph and replayed from then on (see
-`vssm.graphs`), unless its rows are divided.
+`vssm.engine.graphs`), unless its rows are divided.
 """
 
 from functools import partial
@@ -36,6 +36,7 @@ from vssm.sampling.request import BLIND as BLIND
 from vssm.sampling.request import Noise as Noise
 from vssm.sampling.request import Options as Options
 from vssm.sampling.request import Result as Result
+from vssm.sampling.request import expand_rows
 from vssm.sampling.slabs import fitting, in_slabs, rows_of_cache, rows_of_slab
 from vssm.sampling.stepwise import (
     read_autoregressive,
@@ -133,13 +134,23 @@ def _sample_in_parallel(
 
 
 def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:
-    """Reads known data, (B, C, D) or tokens, and returns the state after it."""
+    """Reads known data and returns the state after it.
+
+    Arguments:
+        model: Any of the six models.
+        x: The data, (1 or B, C, D), or tokens.
+        state: What came before, of B rows.
+        source: The noise of the B rows.
+    """
+    num = source.num
+    if state is not None or isinstance(model, VRNN):
+        x = x.expand(num, *x.shape[1:])
     if isinstance(model, VRNN):
         return read_vrnn(model, x, state, source)
     if not isinstance(model, Variational | Ladder):
-        return read_autoregressive(model, x, state)
-
-    rows = rows_of_slab(model, len(x), x.shape[1], True)
+        return expand_rows(read_autoregressive(model, x, state), num)
     if isinstance(model, Ladder):
-        return in_slabs(partial(read_ladder, model), rows, len(x), x, state)
-    return in_slabs(partial(read_variational, model), rows, len(x), x, state, source)
+        rows = rows_of_slab(model, len(x), x.shape[1], True)
+        return expand_rows(in_slabs(partial(read_ladder, model), rows, len(x), x, state), num)
+    rows = rows_of_slab(model, num, x.shape[1], True)
+    return in_slabs(partial(read_variational, model), rows, num, x, state, source)

@@ -1,4 +1,4 @@
-"""The scan of `vssm.sampling.ahead` on a CPU in float32: `vssm.ops.scan_numba` with a state that waits.
+"""The scan of `vssm.sampling.ahead` on a CPU in float32: `vssm.ops.scan.numba` with a state that waits.
 
     x_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t     y_t = C_t x_t + D u_t     h_t = x_t if t is odd, else h_{t-1}
 
@@ -9,7 +9,7 @@ and names are those of `scan_numba`, which cuts time into STEPS steps, an even n
 
 from torch import Tensor
 
-from vssm.ops.scan_numba import (
+from vssm.ops.scan.numba import (
     B_,
     BOUNDED,
     C_,

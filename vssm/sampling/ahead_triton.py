@@ -1,4 +1,4 @@
-"""The scan of `vssm.sampling.ahead` on a GPU: `vssm.ops.scan_triton` with a state that waits.
+"""The scan of `vssm.sampling.ahead` on a GPU: `vssm.ops.scan.triton` with a state that waits.
 
     x_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t     y_t = C_t x_t + D u_t     h_t = x_t if t is odd, else h_{t-1}
 
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.scan_triton import _call
-from vssm.ops.scan_triton_steps import _load_states, _rates, _row, _scalars, _sigmoid, _softplus, _vector
+from vssm.ops.scan.triton import _call
+from vssm.ops.scan.triton_steps import _load_states, _rates, _row, _scalars, _sigmoid, _softplus, _vector
 
 __all__ = ["forward"]
 

@@ -11,11 +11,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vssm import graphs
 from vssm.distributions import Latents
+from vssm.engine import graphs
+from vssm.engine.recording import OneShot
+from vssm.engine.trees import describe
 from vssm.models import Ladder
 from vssm.nn import State
-from vssm.recording import OneShot
 from vssm.sampling.request import (
     BLIND,
     Noise,
@@ -29,7 +30,6 @@ from vssm.sampling.request import (
     taken,
     unpacked,
 )
-from vssm.trees import describe
 
 __all__ = ["read_ladder", "sample_ladder"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from vssm.config import ModelConfig, shown, whole_number
+from vssm.engine.weights import first_weight
 from vssm.models import Ladder, Model
 from vssm.nn import State
-from vssm.weights import first_weight
 
 __all__ = ["fitted"]
 

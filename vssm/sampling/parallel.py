@@ -22,13 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from vssm import graphs
 from vssm.distributions import Latents
+from vssm.engine import graphs
+from vssm.engine.recording import OneShot
+from vssm.engine.trees import describe
+from vssm.engine.watch import Watch
+from vssm.engine.weights import first_weight, opaque, weights_of
 from vssm.models import Variational
 from vssm.nn import Moving, State
 from vssm.ops import choose_backend
 from vssm.ops.dispatch import product_dtype
-from vssm.recording import OneShot
 from vssm.sampling.ahead import posterior_ahead
 from vssm.sampling.request import (
     BLIND,
@@ -43,11 +46,8 @@ from vssm.sampling.request import (
     taken,
     unpacked,
 )
-from vssm.trees import describe
-from vssm.watch import Watch
-from vssm.weights import first_weight, opaque, weights_of
 
-__all__ = ["read_variational", "repeat_variational", "sample_variational"]
+__all__ = ["draw", "read_variational", "repeat_variational", "sample_variational"]
 
 _EMPTY_RUNS = 8  # lengths whose all-empty pass is remembered
 _EMPTY_BYTES = 2**28  # of these passes, of all lengths of a model together
@@ -114,7 +114,7 @@ def _variational(
         start, u, w = decoder, source.latent(model, position, known + width), None
         if options.sample:
             w = source.observation(model, position, known + width)
-        z = _draw(q_z, u, known, options.temperature)
+        z = draw(q_z, u, known, options.temperature)
         x, decoder = _decode(model, z, start, w, options.temperature)
         before = None if partial is None else expand_rows(partial, num)
         for _ in range(min(options.passes, width) - 1):
@@ -155,12 +155,12 @@ def _decode(
     return p_x.mean if u is None else p_x.sample(u, temperature), after
 
 
-def _draw(q_z: Latents, u: Tensor, known: int, temperature: float) -> Tensor:
-    """Draws z; the temperature is for what is new, not for the latents of `known` data."""
+def draw(q_z: Latents, u: Tensor, known: int, temperature: float) -> Tensor:
+    """Draws z, (..., T, Z); the temperature is for new steps, not for the latents of `known` data."""
     if known == 0 or temperature == 1:
         return q_z.sample(u, temperature)
-    old, new = Latents(q_z.logits[:, :known]), Latents(q_z.logits[:, known:])
-    return torch.cat([old.sample(u[:, :known]), new.sample(u[:, known:], temperature)], 1)
+    old, new = (Latents(part) for part in q_z.logits.tensor_split([known], -3))
+    return torch.cat([old.sample(u[..., :known, :]), new.sample(u[..., known:, :], temperature)], -2)
 
 
 class _Pass(NamedTuple):

@@ -1,16 +1,20 @@
 """Sampling of many paths from each history, for a vssm or tvae: one history is read once for all of them.
 
-    q_omega(z_t | x_{1:C}), h_C          once a history: logits of the steps to come, state of the decoder
-    z, x                                 for each of S paths, from noise of its own, for all steps at once
+    q_omega(z_t | x_{1:C})               once a history, for its own steps and the steps to come: logits
+    z_{1:C+T}, x_{C+1:C+T}               for each of S paths, from noise of its own, for all steps at once
 
-Path s of the history with row r reads the noise of row r S + s, as after `State.repeat(S)`.
+Paths share the logits. They do not share the latents of the history: the law of the future given the history
+averages over these latents too, so paths that shared one draw of them would be too close to each other.
+
+Path s of the history with row r reads the noise of fork s of row r, as after `State.repeat(S)`.
 
 On a GPU, reading and all that follows is one CUDA graph from the second call of the same sizes on. Histories,
 seed and first row go there in one copy that nobody waits for, so slabs of as many histories replay one
 recording, and the next starts before the last is done. Until a replay starts the device has nothing to do, so
 what comes before it is little.
 
-Legend: B histories, S paths of each, T new steps; x (B, C, D); z (B S, T, Z); paths (B, S, T, D).
+Legend: B histories, S paths of each, C steps of a history, T new steps; x (B, C, D); z (B S, C + T, Z);
+paths (B, S, T, D).
 """
 
 from collections.abc import Callable
@@ -21,15 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm import graphs
 from vssm.data.scale import Scale
 from vssm.distributions import Latents
+from vssm.engine import graphs
+from vssm.engine.recording import Recorder
+from vssm.engine.weights import first_weight
 from vssm.models import Ladder, Model, Variational
 from vssm.nn import State
-from vssm.ops.streams import Beside
-from vssm.recording import Recorder
+from vssm.noise import fork
+from vssm.sampling.parallel import draw
 from vssm.sampling.request import Noise
-from vssm.weights import first_weight
 
 __all__ = ["Finish", "Task", "divided", "paths_after", "paths_from", "repeat_paths"]
 
@@ -64,7 +69,14 @@ class Task(NamedTuple):
 
 
 def divided(model: Model, num: int, samples: int, length: int) -> tuple[int, int]:
-    """Returns how many histories are forecast at a time, of all as many, and how many paths of each."""
+    """Returns how many histories are forecast at a time, and how many paths of each.
+
+    Arguments:
+        model: The model.
+        num: Histories.
+        samples: Paths of each.
+        length: Steps of a path that are in memory at once, those of its history among them.
+    """
     most = _most_paths(model, length)
     slabs = -(-num // max(1, most // samples))
     slab = -(-num // slabs)
@@ -128,87 +140,57 @@ def repeat_paths(
 def paths_from(
     model: Variational, state: State, samples: int, length: int, temperature: float = 1.0
 ) -> Tensor:
-    """Returns paths that go on from a state of `observe`, (B, S, T, D)."""
-    q_z, _ = model.partial_posterior(empty=length, state=state.child("partial"))
-    own = _own(state["seed"], state["row"], samples)
-    at_once = min(samples, max(1, _most_paths(model, length) // state.batch))
-    return _paths_on(model, q_z.raw, state.child("decoder"), own, at_once, temperature)
+    """Returns paths that go on from a state of `observe`, (B, S, T, D).
+
+    Arguments:
+        model: The model.
+        state: The state of B S rows, those of a history next to each other, each with latents of its own.
+        samples: S, paths of each history.
+        length: T, new steps.
+        temperature: As for `generate`.
+    """
+    first = torch.arange(0, state.batch, samples, device=state.device)  # all rows of a history read the same
+    q_z, _ = model.partial_posterior(empty=length, state=state.child("partial").select(first))
+    own = Noise(state["seed"], state["row"])
+    at_once = min(samples, max(1, _most_paths(model, length) // len(first)))
+    return _paths_on(model, q_z.raw, state.child("decoder"), state.position, 0, own, at_once, temperature)
 
 
 def _paths_on(
-    model: Variational, logits: Tensor, state: State, own: Noise, at_once: int, temperature: float
+    model: Variational,
+    logits: Tensor,
+    state: State | None,
+    position: int,
+    known: int,
+    own: Noise,
+    at_once: int,
+    temperature: float,
 ) -> Tensor:
     """Returns the paths of every history, (B, S, T, D), some of each at a time.
 
     Arguments:
         model: The model.
-        logits: Those of the new steps, (B, T, Z, N).
-        state: That of the decoder, of B rows.
+        logits: Those of `known` steps of the histories and of the new steps, (B, known + T, Z, N).
+        state: That of the decoder before them, of B S rows.
+        position: Of the first of these steps.
+        known: The steps of the histories among them.
         own: The noise of all paths.
         at_once: Paths of each history that are made at a time.
         temperature: As for `generate`.
     """
-    batch, length = logits.shape[:2]
-    seed, row = own.seed.view(batch, -1), own.row.view(batch, -1)
+    batch, length = logits.shape[0], logits.shape[1] - known
+    index = torch.arange(own.num, device=logits.device).view(batch, -1)
     parts = []
-    for first in range(0, row.shape[1], at_once):
-        some = slice(first, first + at_once)
-        source = Noise(seed[:, some].flatten(), row[:, some].flatten())
-        u, w = (noise(model, state.position, length) for noise in (source.latent, source.observation))
-        e = _embedded(model, logits, u, temperature)
-        parts.append(_decoded(model, e, state, w, temperature).unflatten(0, (batch, -1)))
+    for first in range(0, index.shape[1], at_once):
+        rows = index[:, first : first + at_once].flatten()
+        source = own if len(rows) == own.num else Noise(own.seed[rows], own.row[rows])
+        before = state if state is None or source is own else state.map(lambda leaf, rows=rows: leaf[rows])
+        u = source.latent(model, position, known + length).unflatten(0, (batch, -1))
+        w = source.observation(model, position + known, length)
+        z = draw(Latents(logits[:, None]), u, known, temperature)
+        made, _ = model.decoder.run(model.decoder.embed(z.flatten(0, 1)), before, last=False)
+        parts.append(model.head(made[:, known:]).sample(w, temperature).unflatten(0, (batch, -1)))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-
-
-def _read_on(model: Variational, prompt: Tensor, source: Noise, task: Task) -> Tensor:
-    """Reads histories and makes paths after them; the partial posterior goes over both at once."""
-    known, samples, length, temperature = prompt.shape[1], task.samples, task.length, task.temperature
-    if task.at_once < samples:
-        q_z, _ = model.partial_posterior(prompt, empty=length)
-        _, state = model.decoder(Latents(q_z.raw[:, :known]).sample(source.latent(model, 0, known)))
-        own = _own(source.seed, source.row, samples)
-        return _paths_on(model, q_z.raw[:, known:], state, own, task.at_once, temperature)
-    # Reading is many short kernels of few rows: what all paths need takes their time, not its own.
-    drawing = Beside(prompt.device, "drawing")
-    with drawing.stream:
-        own = _own(source.seed, source.row, samples)
-        u, w = own.latent(model, known, length), own.observation(model, known, length)
-    q_z, _ = model.partial_posterior(prompt, empty=length)
-    reading = Beside(prompt.device, "reading")
-    with reading.stream:
-        z = Latents(q_z.raw[:, :known]).sample(source.latent(model, 0, known))
-        _, state = model.decoder(z)
-    drawing.join()
-    e = _embedded(model, q_z.raw[:, known:], u, temperature)
-    reading.join()
-    return _decoded(model, e, state, w, temperature).unflatten(0, (-1, samples))
-
-
-def _own(seed: Tensor, row: Tensor, samples: int) -> Noise:
-    """Returns the noise of all paths of histories."""
-    rows = State({"seed": seed, "row": row}).repeat(samples)
-    return Noise(rows["seed"], rows["row"])
-
-
-def _embedded(model: Variational, logits: Tensor, u: Tensor, temperature: float) -> Tensor:
-    """Draws latents of paths and returns what the decoder reads, (B S, T, width).
-
-    Arguments:
-        model: The model.
-        logits: Those of the new steps, (B, T, Z, N): one row serves all paths of a history.
-        u: Noise, (B S, T, Z).
-        temperature: As for `generate`.
-    """
-    z = Latents(logits[:, None]).sample(u.unflatten(0, (len(logits), -1)), temperature)
-    return model.decoder.embed(z.flatten(0, 1))
-
-
-def _decoded(model: Variational, e: Tensor, state: State, w: Tensor, temperature: float) -> Tensor:
-    """Decodes paths, (B S, T, D), that start from a state of B rows, with the noise w."""
-    # One state serves all paths of a history without being copied.
-    start = state if model.config.block == "mamba" else state.repeat(len(e) // state.batch)
-    made, _ = model.decoder.run(e, start, last=False)
-    return model.head(made).sample(w, temperature)
 
 
 def _sizes(task: Task) -> tuple[int, int]:
@@ -249,8 +231,10 @@ def _paths_of(task: Task, given: Tensor, model: Variational) -> tuple[Tensor, Te
     factor, shift = scale.units(x, first)
     prompt = scale.steps(x, factor, shift, clock)
     model.head.validate(prompt, values=False)
-    source = Noise(seed.expand(num), first + torch.arange(num, device=given.device))
-    paths = _read_on(model, prompt, source, task)
+    row = fork(first + torch.arange(num, device=given.device), task.samples).flatten()
+    own = Noise(seed.expand(len(row)), row)
+    q_z, _ = model.partial_posterior(prompt, empty=task.length)
+    paths = _paths_on(model, q_z.raw, None, 0, prompt.shape[1], own, task.at_once, task.temperature)
     if scale.far:
         return paths, factor, shift
     return paths, factor.to(paths), shift.to(paths)

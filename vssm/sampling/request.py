@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from vssm import noise
+from vssm.engine.weights import first_weight
 from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational
 from vssm.nn import State
-from vssm.weights import first_weight
 
 __all__ = [
     "BLIND",

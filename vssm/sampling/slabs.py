@@ -17,11 +17,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from vssm.engine.trees import row_of
+from vssm.engine.weights import first_weight
 from vssm.models import Model
 from vssm.nn import State
 from vssm.sampling.request import Noise, Options
-from vssm.trees import row_of
-from vssm.weights import first_weight
 
 __all__ = ["fitting", "in_slabs", "rows_of_cache", "rows_of_slab"]
 

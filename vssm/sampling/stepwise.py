@@ -10,14 +10,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vssm import graphs
+from vssm.engine import graphs
+from vssm.engine.recording import Decoder, Loop, OneShot, Recorder
+from vssm.engine.trees import describe, join
 from vssm.models import VRNN, Autoregressive
 from vssm.nn import State, reserve, trim
 from vssm.nn.stack import sinusoids
-from vssm.recording import Decoder, Loop, OneShot, Recorder
 from vssm.sampling.request import Noise, Options, Result, expand_rows, nothing, portable
 from vssm.sampling.slabs import in_slabs, rows_of_slab
-from vssm.trees import describe, join
 
 __all__ = ["read_autoregressive", "read_vrnn", "sample_autoregressive", "sample_recomputed", "sample_vrnn"]
 

@@ -7,6 +7,7 @@
 | `models` | what is served: a model, what its data are, and how its batches are padded |
 | `engine` | one thread that computes, merging requests that fit together |
 | `resume` | handles of states kept here, and sealed states that the client keeps |
+| `body` | JSON bodies to fields and arrays, large ones in a child process |
 | `schema` | what requests and answers look like; prompts to tensors |
 | `guard` | what every request passes first: token, size, time, log and metrics |
 | `service` | what the routes do: plan, compute, stream, keep |

@@ -4,10 +4,9 @@ import asyncio
 import contextlib
 import html
 import logging
-import os
 import re
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from importlib.resources import files
 from typing import Any
 
@@ -15,9 +14,11 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
+from vssm.serve.body import BodyReader
 from vssm.serve.engine import Engine
 from vssm.serve.errors import Refused
 from vssm.serve.guard import Guard, Metrics
@@ -41,7 +42,6 @@ _log = logging.getLogger("vssm.serve")
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
 }
 _STYLE = (
     '<meta name="viewport" content="width=device-width"><style>'
@@ -50,8 +50,32 @@ _STYLE = (
 )
 _HOST = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?", re.ASCII)
 _BODIES = {"/v1/generate": GenerateRequest, "/v1/resume": ResumeRequest, "/v1/observe": ObserveRequest}
+_OTHER_LISTS = 64  # in a body, beside those of sequences and steps
 _CODES = (400, 401, 403, 404, 408, 410, 413, 415, 422, 429, 503, 504)
 _ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": ErrorReply} for code in _CODES}
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    **_ERRORS,
+}
+
+
+class _ParsedRequest(Request):
+    """A request whose body the guard has parsed."""
+
+    async def json(self) -> Any:  # noqa: ANN401
+        return self.scope["vssm.body"]
+
+
+class _Route(APIRoute):
+    """A route that takes the body as the guard has parsed it; FastAPI would parse it again."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_parsed(request: Request) -> Response:
+            return await handle(_ParsedRequest(request.scope, request.receive))
+
+        return handle_parsed
 
 
 def create_app(
@@ -70,14 +94,16 @@ def create_app(
     """
     settings = settings or Settings()
     metrics = Metrics()
-    engine = Engine(models, settings.max_rows, settings.batching, settings.threads, metrics.watch)
+    engine = Engine(models, settings, metrics.watch)
     server = Service(engine, settings, metrics, key or secrets.token_bytes(32))
+    bodies = BodyReader(settings.max_cells + settings.max_num + _OTHER_LISTS)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine.start()
         yield
         await asyncio.to_thread(engine.close)
+        bodies.close()
 
     app = FastAPI(
         title="vssm",
@@ -88,19 +114,20 @@ def create_app(
         redoc_url=None,
         lifespan=lifespan,
     )
-    app.add_middleware(Guard, settings=settings, metrics=metrics, token=token)
+    app.add_middleware(Guard, settings=settings, metrics=metrics, bodies=bodies, token=token)
+    app.router.route_class = _Route
     app.state.server = server
     _add_errors(app)
     _add_pages(app, server)
 
     examples = _examples(models[0])
 
-    @app.post("/v1/generate", response_model=Reply, responses=_ERRORS, openapi_extra=examples["generate"])
+    @app.post("/v1/generate", response_model=Reply, responses=_ANSWERS, openapi_extra=examples["generate"])
     async def generate(ask: GenerateRequest, request: Request) -> Response:
         """Generates sequences, from nothing or after a prompt."""
         return await server.answer(request, server.plan_generate(ask))
 
-    @app.post("/v1/resume", response_model=Reply, responses=_ERRORS, openapi_extra=examples["resume"])
+    @app.post("/v1/resume", response_model=Reply, responses=_ANSWERS, openapi_extra=examples["resume"])
     async def resume(ask: ResumeRequest, request: Request) -> Response:
         """Goes on from where an answer stopped; the same place can be resumed many times."""
         return await server.answer(request, server.plan_resume(ask))
@@ -143,7 +170,8 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> Response:
         _log.error("failed: %s", type(error).__name__)
-        return json_response(Refused(500, "internal", "the server failed; its log says why").body(), 500)
+        body = Refused(500, "internal", "the server failed; its log says why").body()
+        return json_response(body, 500, {"x-content-type-options": "nosniff"})  # the guard is not asked
 
 
 def _add_pages(app: FastAPI, server: Service) -> None:
@@ -161,12 +189,14 @@ def _add_pages(app: FastAPI, server: Service) -> None:
         if server.engine.failure is not None:
             raise Refused(503, "failed", server.engine.failure)
 
-    @app.get("/healthz", response_model=dict[str, str | int], responses={503: {"model": ErrorReply}})
+    @app.head("/healthz", include_in_schema=False)
+    @app.get("/healthz", response_model=dict[str, str], responses={503: {"model": ErrorReply}})
     async def healthz() -> Response:
-        """Says that the process answers and can compute, and which it is."""
+        """Says that the process answers and can compute."""
         check()
-        return json_response({"status": "ok", "pid": os.getpid()})
+        return json_response({"status": "ok"})
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", response_model=dict[str, str], responses={503: {"model": ErrorReply}})
     async def readyz() -> Response:
         """Says whether requests are being computed."""
@@ -180,6 +210,7 @@ def _add_pages(app: FastAPI, server: Service) -> None:
         """Says how much was done, for Prometheus."""
         numbers = server.metrics
         numbers.waiting.set(server.engine.waiting)
+        numbers.in_progress.set(server.engine.in_progress)
         numbers.states.set(len(server.store))
         numbers.state_bytes.set(server.store.held)
         return Response(generate_latest(numbers.registry), media_type=CONTENT_TYPE_LATEST)

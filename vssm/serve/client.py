@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vssm.config import printable
+
 __all__ = ["Answer", "Client", "ServerError"]
 
 _AGAIN = (429, 500, 502, 503, 504)
@@ -36,7 +38,7 @@ class ServerError(ValueError):
     """What a server refused, in its words; `status`, `type` and `param` say what and why."""
 
     def __init__(self, status: int, type: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(printable(" ".join(str(message).split())))
         self.status, self.type, self.param = status, type, param
 
 
@@ -154,8 +156,11 @@ class Client:
             if x.dtype.kind not in "fi" or x.ndim not in (2, 3):
                 raise self._foreign()
             x = x.astype(np.float32) if x.dtype.kind == "f" else x
-            return Answer(x, told["text"], told["position"], told["resume"], told["timing"])
-        except (KeyError, ValueError):  # of rows of different lengths
+            text, position = told["text"], told["position"]
+            if type(position) is not int or not (text is None or all(isinstance(row, str) for row in text)):
+                raise self._foreign()
+            return Answer(x, text, position, told["resume"], told["timing"])
+        except (KeyError, TypeError, ValueError):  # of rows of different lengths, among others
             raise self._foreign() from None
 
     def _object(self, text: str | bytes) -> dict[str, Any]:

@@ -6,25 +6,53 @@ machine: `row_floor` measures it, and the engine pads smaller batches up to it.
 """
 
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vssm import pretrained
-from vssm.checkpoint import load_finite
 from vssm.data import Meta, read_meta, steps_left
-from vssm.generate import generate
 from vssm.models import Ladder, Model, Variational
+from vssm.runs import pretrained
+from vssm.runs.checkpoint import load_finite
+from vssm.sampling.generation import generate, observe
 from vssm.storage import checksum
 
-__all__ = ["Served", "open_models", "row_bytes", "row_floor"]
+__all__ = ["Served", "Speed", "measure_speed", "open_models", "row_bytes", "row_floor"]
 
 _MOST = 64  # rows at which bits are taken to have settled
+_STEPS = 4  # of the passes whose time is measured
 _SIZES = (48, 32, 24, 20, 16, 14, 12, 11, 10, 8, 6, 5, 4, 3, 2, 1)
+# Products of weights in one piece of work: about 0.2 s of one core, or of a GPU.
+_PRODUCTS = {"cpu": 10**10, "cuda": 10**12}
+_MOST_CELLS = 8192  # sequences times steps of a piece, which bounds its memory
 _SHIPPED = "no model was named and this installation ships none; allowed: vssm serve RUN_FOLDER"
+
+
+@dataclass
+class Speed:
+    """Predicts the seconds of a pass: `calls` times a fixed cost, and a cost of each sequence and step.
+
+    Example:
+        >>> Speed(read=(0.1, 0.01), make=(0.2, 0.02)).make
+        (0.2, 0.02)
+    """
+
+    read: tuple[float, float] = (0.0, 0.0)
+    """Seconds of a call that reads, and of each of its cells (sequences times steps)."""
+    make: tuple[float, float] = (0.0, 0.0)
+    """The same for calls that make steps; a step-by-step model makes one call for each step."""
+    stretch: float = 1.0
+    """How much longer passes have taken lately than was measured at the start."""
+
+    def learn(self, expected: float, seconds: float) -> None:
+        """Corrects later predictions by a pass that took so long."""
+        if expected > 0:
+            weight = min(0.2, seconds / 2)  # short passes say little about long ones
+            self.stretch *= 1 - weight + weight * min(10.0, seconds / expected)
 
 
 @dataclass(eq=False)
@@ -38,10 +66,18 @@ class Served:
     """Rows times steps that a pass needs for bits not to depend on the batch."""
     row_bytes: tuple[int, int] = (0, 0)
     """Bytes of the state of one sequence: those that it always has, and those of each step."""
+    speed: Speed = field(default_factory=Speed)
+    """How long passes take."""
+    cells: int = field(init=False)
+    """Most sequences times steps of one piece of work; it depends on the model alone, so that bits do too."""
     weights: str = field(init=False)
     """A checksum of the weights, by which states of others under the same name are told apart."""
 
     def __post_init__(self) -> None:
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        products = _PRODUCTS.get(next(self.model.parameters()).device.type, _PRODUCTS["cpu"])
+        products //= 1 if self.parallel else 2  # one step at a time takes about twice as long
+        self.cells = max(1, min(_MOST_CELLS, products // size))
         self.weights = checksum({name: tensor.cpu() for name, tensor in self.model.state_dict().items()})
 
     @property
@@ -133,6 +169,36 @@ def row_bytes(model: Model) -> tuple[int, int]:
     one, two = (generate(model, num=1, length=steps).state for steps in (1, 2))
     first, second = (sum(leaf.nbytes for leaf in state.leaves()) for state in (one, two))
     return 2 * first - second, second - first
+
+
+def measure_speed(model: Model) -> Speed:
+    """Measures how long passes take, from one sequence and from many.
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> measure_speed(build(ModelConfig(kind="ssm", features=3, width=8, layers=1))).make[0] > 0
+        True
+    """
+    # Zeros suit every head; what the model makes could overflow, and would not be read.
+    x = torch.zeros_like(generate(model, num=_MOST, length=_STEPS).x)
+    calls = 1 if isinstance(model, Variational | Ladder) else _STEPS
+    makes = [_seconds(lambda num=num: generate(model, num=num, length=_STEPS)) for num in (1, _MOST)]
+    reads = [_seconds(lambda num=num: observe(model, x[:num])) for num in (1, _MOST)]
+    return Speed(_line(reads, 1), _line(makes, calls))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    run()
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _line(seconds: Sequence[float], calls: int) -> tuple[float, float]:
+    """Returns the seconds of a call and of a cell, from those of one sequence and of many."""
+    one, many = seconds
+    cell = max(0.0, many - one) / ((_MOST - 1) * _STEPS)
+    return max(one - cell * _STEPS, 0.01 * one) / calls, cell
 
 
 def _shipped() -> list[str]:

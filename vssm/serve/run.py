@@ -5,14 +5,19 @@ An engine that fails ends it too, with exit code 1.
 """
 
 import asyncio
+import functools
+import gc
 import ipaddress
+import json
 import logging
 import math
 import os
 import secrets
 import signal
 import socket
+import stat
 import sys
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +27,7 @@ from vssm.serve.settings import Settings
 
 __all__ = ["check_exposure", "drain_seconds", "only_local", "read_secret", "serve"]
 
-_CONNECTIONS = 1024
+_MAX_IDLE = 512  # connections without an accepted request; `ulimit -n` is often 1024
 _MAX_HEAD = 64 * 2**10  # bytes of a request before its body
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -75,7 +80,6 @@ def serve(
         access_log=False,  # ours leaves out what was sent
         log_level="warning",
         timeout_graceful_shutdown=drain_seconds(settings),
-        limit_concurrency=_CONNECTIONS,
         server_header=False,
     )
     shown = f"[{host}]" if ":" in host else host
@@ -86,7 +90,12 @@ def serve(
         signal.signal(name, lambda *_: sys.exit(0))
     server, engine = uvicorn.Server(config), app.state.server.engine
     engine.on_failure = lambda: setattr(server, "should_exit", True)  # who started us can start us again
-    server.run(sockets=[listener])
+    gc.collect()
+    gc.freeze()  # a collection that looks at all of PyTorch's objects stops every request for 0.4 s
+    try:
+        server.run(sockets=[listener])
+    finally:
+        gc.unfreeze()
     if engine.failure is not None:
         print(f"vssm: {engine.failure}", file=sys.stderr)
         sys.exit(1)
@@ -125,6 +134,9 @@ def read_secret(path: Path, name: str) -> str:
     """Returns the one line of a file that holds a secret."""
     if not path.exists():  # a pipe is as good as a file
         raise ValueError(f"{name}={str(path)!r} does not exist; allowed: a file with the secret")
+    mode = path.stat().st_mode
+    if stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ValueError(f"{name}={str(path)!r} can be changed by other users; run: chmod go-w {path}")
     secret = path.read_bytes().decode(errors="replace").strip()
     if len(secret) < 16 or not secret.isascii() or not secret.isprintable() or " " in secret:
         raise ValueError(f"{name}={str(path)!r} holds no secret; allowed: one word of 16 or more characters")
@@ -132,18 +144,28 @@ def read_secret(path: Path, name: str) -> str:
 
 
 def _impatient(settings: Settings) -> type[asyncio.Protocol]:
-    """Returns a protocol that drops who sends no whole head or does not read; uvicorn would wait for ever."""
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+    """Returns uvicorn's protocol with bounds on idle connections and without two of its gaps.
 
-    class Impatient(AutoHTTPProtocol):
-        loop: asyncio.AbstractEventLoop
-        transport: asyncio.Transport
-        cycle: Any  # the latest request whose head is complete
+    - A connection is idle until the guard accepts its request, and again after the answer. When too many are
+      idle, the one that has been idle longest is dropped, so that a new client always gets in.
+    - A client that sends no whole head, or does not read its answer, is dropped after a while.
+    - Trailers are ignored. uvicorn would append them to the headers that the guard checks.
+    - What is not HTTP is refused in the form of all errors.
+    """
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+    from vssm.serve.errors import Refused
+
+    idle: OrderedDict[int, asyncio.Transport] = OrderedDict()  # the longest idle first
+    files = os.sysconf("SC_OPEN_MAX")
+    max_idle = min(_MAX_IDLE, files // 2) if files > 0 else _MAX_IDLE
+
+    class Impatient(HttpToolsProtocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._head, self._unread = 0, None
             self._deadline = self._drop_after(settings.body_timeout)
+            self._is_idle()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
@@ -157,6 +179,24 @@ def _impatient(settings: Settings) -> type[asyncio.Protocol]:
             if self._head > _MAX_HEAD:
                 self.transport.abort()
 
+        def on_headers_complete(self) -> None:
+            # Keyed by number: a reference to self would be a cycle that keeps requests in memory.
+            accept: Any = functools.partial(idle.pop, id(self), None)
+            self.scope["extensions"] = {"vssm.accept": accept}
+            super().on_headers_complete()
+            self.headers = []  # trailers are appended to this list, no longer to that of the scope
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._is_idle()
+
+        def send_400_response(self, msg: str) -> None:
+            body = json.dumps(Refused(400, "not_http", "the request is no valid HTTP/1.1").body()).encode()
+            head = "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            head += f"x-content-type-options: nosniff\r\ncontent-length: {len(body)}\r\n\r\n"
+            self.transport.write(head.encode() + body)
+            self.transport.close()
+
         def pause_writing(self) -> None:
             super().pause_writing()
             self._unread = self._drop_after(settings.timeout)
@@ -167,10 +207,17 @@ def _impatient(settings: Settings) -> type[asyncio.Protocol]:
                 self._unread.cancel()
 
         def connection_lost(self, exc: Exception | None) -> None:
+            idle.pop(id(self), None)
             for timer in (self._deadline, self._unread):
                 if timer is not None:
                     timer.cancel()
             super().connection_lost(exc)
+
+        def _is_idle(self) -> None:
+            idle[id(self)] = self.transport
+            idle.move_to_end(id(self))
+            if len(idle) > max_idle:
+                idle.popitem(last=False)[1].abort()
 
         def _drop_after(self, seconds: float) -> asyncio.TimerHandle:
             # Not close(), which would first wait for what was written to be read.

@@ -1,22 +1,17 @@
 """What requests and answers look like, and how prompts become tensors.
 
-A prompt comes as nested lists, as the bytes of a .npy file in base64, or as text. An array file is read by
-its header and its length alone: nothing is unpickled, and a header that promises more than was sent is
-refused.
+A prompt comes as nested lists, as the bytes of a .npy file in base64, or as text. Lists and files are arrays
+by the time a request is validated (`body`).
 """
 
-import ast
-import base64
-import binascii
 import difflib
 import json
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from torch import Tensor
 
 from vssm.serve.errors import Refused
@@ -31,12 +26,10 @@ __all__ = [
     "Reply",
     "ResumeRequest",
     "mistake",
-    "read_array",
     "read_sequences",
 ]
 
 _INT64 = 2**63
-_MAX_HEADER = 4096
 # All that `vssm.generate` takes: programs make seeds by hashes, half of them negative. Commands take those
 # of training, from 0 on (vssm.cli.options.check_seed).
 _Seed = Annotated[
@@ -48,13 +41,18 @@ _ItsModel = Annotated[
     str | None, Field(max_length=64, description="The model of `resume`, to be sure; another is refused.")
 ]
 _Array = Annotated[
-    list[Any] | str | None,
+    np.ndarray | str | None,
+    WithJsonSchema({"anyOf": [{"type": "array", "items": {}}, {"type": "string"}, {"type": "null"}]}),
     Field(
         description="(steps, features), or (batch, steps, features); for tokens (steps) or (batch, steps); "
         "for a model of text also a text."
     ),
 ]
-_Npy = Annotated[str | None, Field(description="The same as a .npy file in base64.")]
+_Npy = Annotated[
+    np.ndarray | None,
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
+    Field(description="The same as a .npy file in base64."),
+]
 _Keep = Annotated[
     Literal["server", "client", "none"] | None,
     Field(description="Where the state waits to be resumed: here, sealed in the answer, or not at all."),
@@ -86,12 +84,12 @@ _ALLOWED = {
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
 
 
 class _Dials(_Strict):
     num: int | None = Field(
-        None, ge=1, description="How many sequences; one prompt or state serves any number."
+        None, ge=1, description="How many sequences; one prompt serves any number, and one state of a sample."
     )
     length: int | None = Field(
         None,
@@ -131,6 +129,11 @@ class ObserveRequest(_Strict):
     """Reads data, and returns where to resume from."""
 
     model: _Model = None
+    num: int | None = Field(
+        None,
+        ge=1,
+        description="How many sequences to resume; each draws latents of its own for one row of data.",
+    )
     x: _Array = None
     x_npy: _Npy = None
     resume: _Resume | None = None
@@ -232,77 +235,25 @@ def mistake(ask: type[BaseModel], error: Mapping[str, Any]) -> tuple[str, str | 
 
 
 def read_sequences(
-    served: Served, value: list[Any] | str | None, npy: str | None, name: str
+    served: Served, value: np.ndarray | str | None, npy: np.ndarray | None, name: str
 ) -> Tensor | None:
-    """Turns a prompt as it was sent into what the model reads, (B, C, D) or (B, C), or refuses it."""
-    if value is not None and npy is not None:
-        raise Refused(422, "invalid", f"{name} and {name}_npy were both given; allowed: one", name)
-    if value is None and npy is None:
+    """Turns a prompt into what the model reads, (B, C, D) or (B, C), or refuses it."""
+    array = npy if value is None else value
+    if array is None:
         return None
     head, name = served.model.head, name if npy is None else f"{name}_npy"
     try:
-        if isinstance(value, str):
+        if isinstance(array, str):
             if not served.text or served.meta is None:
                 raise ValueError(f"{name} is text; allowed for model {served.name!r}: numbers")
-            x = served.meta.encode(value)
+            x = served.meta.encode(array)
         else:
-            array = read_array(npy) if npy is not None else _from_lists(value, name)
             x = _to_tensor(array, head.tokens, name)
         x = x[None] if x.dim() == (1 if head.tokens else 2) else x
         head.validate(x, name=name)
     except ValueError as error:
         raise Refused(422, "invalid", str(error), name) from None
     return x
-
-
-def read_array(content: str) -> np.ndarray:
-    """Returns the array of a .npy file in base64; whatever is no plain array of numbers is a ValueError.
-
-    Example:
-        >>> import io
-        >>> file = io.BytesIO()
-        >>> np.save(file, np.arange(3.0))
-        >>> read_array(base64.b64encode(file.getvalue()).decode())
-        array([0., 1., 2.])
-    """
-    try:
-        data = base64.b64decode(content, validate=True)
-    except (binascii.Error, ValueError):
-        raise ValueError("the .npy file is no base64; allowed: standard base64") from None
-    if data[:6] != b"\x93NUMPY" or len(data) < 12:
-        raise ValueError("the .npy file does not start like one; allowed: what numpy.save writes")
-    width = 2 if data[6] == 1 else 4
-    start = 8 + width + int.from_bytes(data[8 : 8 + width], "little")
-    if start > min(len(data), _MAX_HEADER):
-        raise ValueError(f"the .npy file has a header of {start} bytes; allowed: {_MAX_HEADER}, none missing")
-    try:
-        header = ast.literal_eval(data[8 + width : start].decode("latin1").strip())
-        dtype, shape = np.dtype(header["descr"]), header["shape"]
-        order = "F" if header["fortran_order"] else "C"
-        fits = type(shape) is tuple and len(shape) <= 3
-        fits = fits and all(type(size) is int and size >= 0 for size in shape)
-    except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError):
-        raise ValueError("the .npy file has a damaged header; allowed: what numpy.save writes") from None
-    if not fits or dtype.kind not in "iuf":  # objects would be pickles
-        raise ValueError("the .npy file holds no array of numbers; allowed: integers or floats, 1 to 3 axes")
-    if math.prod(shape) * dtype.itemsize != len(data) - start:
-        raise ValueError("the .npy file has another length than its header says")
-    return np.frombuffer(data, dtype, offset=start).reshape(shape, order=order)
-
-
-def _from_lists(value: list[Any] | None, name: str) -> np.ndarray:
-    wrong = ValueError(f"{name} is no array of numbers; allowed: nested lists of numbers, equally long")
-    try:
-        # As objects first: numpy would make every string of a list as long as the longest.
-        leaves = np.array(value, object)
-        if leaves.ndim > 3 or not {type(leaf) for leaf in leaves.flat} <= {int, float}:
-            raise wrong
-        array = np.array(value)
-    except (ValueError, OverflowError):
-        raise wrong from None
-    if array.dtype.kind not in "iuf":  # whole numbers past 64 bits
-        raise wrong
-    return array
 
 
 def _to_tensor(array: np.ndarray, tokens: bool, name: str) -> Tensor:

@@ -1,19 +1,10 @@
-"""What the routes do: a request becomes passes of bounded size, to be streamed, cancelled and fair to others.
-
-| who | steps of a pass |
-| --- | --- |
-| vssm, tvae | a chunk when streamed, else up to 8192 steps of all sequences together |
-| with re-conditioning | a chunk when streamed, else whole chunks up to 32 steps |
-| the others | `every` when streamed, else 32 |
-
-A pass goes on from the state of the one before, which gives what one call would have given.
-"""
+"""What the routes do: a request is checked, becomes a job of the engine, and its result becomes an answer."""
 
 import asyncio
 import codecs
 import contextlib
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 import orjson
@@ -26,6 +17,7 @@ from torch import Tensor
 from vssm.config import shown
 from vssm.data import Meta, steps_left
 from vssm.nn import State
+from vssm.sampling.generation import shares_latents
 from vssm.serve.engine import Broken, Done, Engine, Job
 from vssm.serve.errors import Refused
 from vssm.serve.guard import Metrics
@@ -36,38 +28,13 @@ from vssm.serve.settings import Settings
 
 __all__ = ["Service", "json_response"]
 
-_PASS = 32  # steps of a pass that is made step by step
-_CELLS = 8192  # sequences times steps of a pass that is made at once
-
 
 class _Plan(NamedTuple):
-    """What a request asks for, checked."""
+    """A request that has been checked."""
 
-    served: Served
-    seed: Tensor
-    row: Tensor
-    prompt: Tensor | None
-    state: State | None
-    length: int
+    job: Job
     keep: str
-    bytes: int
-    ask: GenerateRequest | ResumeRequest
-
-    def passes(self) -> Iterator[tuple[int, int | None]]:
-        """Yields the steps and the chunk size of every pass."""
-        ask, length = self.ask, self.length
-        chunk = min(ask.chunk or length, length)
-        most = _PASS if ask.recondition else max(1, _CELLS // len(self.row))
-        if not ask.recondition and not (ask.chunk and ask.stream):
-            chunk = min(chunk, most)  # what a chunk changes is only how much is made at once
-        if not self.served.parallel:
-            width, chunk = (ask.every or 1) if ask.stream else _PASS, None
-        elif ask.stream:
-            width = chunk
-        else:
-            width = chunk * max(1, most // chunk)
-        for first in range(0, length, width):
-            yield min(width, length - first), chunk
+    stream: bool
 
 
 class Service:
@@ -78,7 +45,6 @@ class Service:
         self.models = {served.name: served for served in engine.models}
         self.store = Store(settings.resume_seconds, settings.resume_count, settings.resume_mib * 2**20)
         self.seal = Seal(key, settings.resume_seconds)
-        self.in_progress = self.bytes_in_progress = 0
 
     def plan_generate(self, ask: GenerateRequest) -> _Plan:
         """Checks a request for generation."""
@@ -95,8 +61,8 @@ class Service:
         size = self._weigh(served, num, known + length, keep)
         if prompt is not None:
             prompt = prompt.expand(num, *prompt.shape[1:])
-        seed = torch.full((num,), ask.seed or 0)
-        return _Plan(served, seed, torch.arange(num), prompt, None, length, keep, size, ask)
+        noise = torch.full((num,), ask.seed or 0), torch.arange(num)
+        return _plan(ask, served, noise, length, keep, size, prompt=prompt)
 
     def plan_resume(self, ask: ResumeRequest) -> _Plan:
         """Checks a request to go on."""
@@ -104,6 +70,12 @@ class Service:
         num = ask.num or state.batch
         if state.batch not in (1, num):
             raise _invalid("num", num, f"{state.batch}, the rows of the state")
+        if state.batch != num and shares_latents(served.model, state):
+            message = (
+                f"num={num} sequences would share the latents behind resume; pass num={num} to /v1/observe, "
+                "or the data as a prompt to /v1/generate, so that each draws its own"
+            )
+            raise Refused(422, "invalid", message, "num")
         length = ask.length or _steps_left(served, state.position)
         known = state.position if served.row_bytes[1] else 0  # what the state has no memory of costs nothing
         self._check_dials(served, ask, num, length, known, "resume")
@@ -120,28 +92,31 @@ class Service:
         if state.batch != num:
             noise = noise.repeat(num)
         seed = noise["seed"] if ask.seed is None else torch.full((num,), ask.seed)
-        return _Plan(served, seed, noise["row"], None, state, length, keep, size, ask)
+        return _plan(ask, served, (seed, noise["row"]), length, keep, size, state=state)
 
     async def answer(self, request: Request, plan: _Plan) -> Response:
         """Runs a plan, whole or as a stream."""
-        began = time.perf_counter()
-        if plan.ask.stream:
+        began, job = time.perf_counter(), plan.job
+        if plan.stream:
+            loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
+
+            def each(piece: Done | None) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                    loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+            job.each = each
             # Admitted before the status line is sent, so that a full queue is still a 429.
-            slot = contextlib.ExitStack()
-            slot.enter_context(self._admit(plan.bytes))
-            return _Stream(self._events(plan, began), slot)
-
-        async def work() -> Response:
-            xs, timing, last = [], _Timing(began), None
-            async for last in self._run(plan):
-                xs.append(last.x)
-                timing.add(last)
-            assert last is not None
-            body = _Shown(plan.served).steps(torch.cat(xs, 1), final=True)
-            return json_response(body | self._place(plan.served, last, plan.keep) | timing.show())
-
-        with self._admit(plan.bytes):
-            return await self._unless_gone(request, work())
+            result = self._submit(request, job)
+            result.add_done_callback(lambda _: pieces.put_nowait(None))
+            return _Stream(self._events(plan, pieces, result, began), result)
+        done = await self._unless_gone(request, job)
+        if done is None:
+            return Response(status_code=499)
+        assert done.x is not None
+        timing = _Timing(began)
+        timing.add(done)
+        body = _Shown(job.served).steps(done.x, final=True)
+        return json_response(body | self._place(job.served, done, plan.keep) | timing.show())
 
     async def observe(self, request: Request, ask: ObserveRequest) -> Response:
         """Reads data."""
@@ -154,78 +129,81 @@ class Service:
         if x is None:
             raise Refused(422, "invalid", "x is missing; allowed: x or x_npy", "x")
         before = 0 if state is None or not served.row_bytes[1] else state.position
-        self._check_size(len(x), 1, before + x.shape[1], "x")
-        if state is not None and state.batch != len(x):
-            raise Refused(
-                422, "invalid", f"x has {len(x)} rows; allowed: {state.batch}, those of resume", "x"
-            )
+        own = len(x) if state is None else state.batch
+        num = ask.num or own
+        if state is not None and num != own:
+            raise _invalid("num", num, f"{own}, the rows of resume")
+        if len(x) not in (1, num):
+            raise Refused(422, "invalid", f"x has {len(x)} rows; allowed: {num}, or 1 that serves all", "x")
+        self._check_size(num, 1, before + x.shape[1], "x")
         if state is not None and "blind" in state.children:
             message = "resume has no memory of data: it was generated without recondition; allowed: another"
             raise Refused(422, "invalid", message, "resume")
-        seed = (
-            torch.full((len(x),), ask.seed or 0) if state is None or ask.seed is not None else state["seed"]
-        )
-        row = torch.arange(len(x)) if state is None else state["row"]
+        seed = torch.full((num,), ask.seed or 0) if state is None or ask.seed is not None else state["seed"]
+        row = torch.arange(num) if state is None else state["row"]
         keep = self._keep(ask.keep)
-        size = self._weigh(served, len(x), before + x.shape[1], keep)
-        job = Job(served, seed, row, None, x, state, keep=keep != "none")
+        size = self._weigh(served, num, before + x.shape[1], keep)
+        x = x.expand(num, *x.shape[1:])
+        job = Job(served, seed, row, None, x, state, keep=keep != "none", bytes=size)
+        done = await self._unless_gone(request, job)
+        if done is None:
+            return Response(status_code=499)
+        timing = _Timing(began)
+        timing.add(done)
+        return json_response(self._place(served, done, keep) | timing.show())
 
-        async def work() -> Response:
-            done = await self._compute(job, asyncio.get_running_loop().time() + self.settings.timeout)
-            timing = _Timing(began)
-            timing.add(done)
-            return json_response(self._place(served, done, keep) | timing.show())
-
-        with self._admit(size):
-            return await self._unless_gone(request, work())
-
-    async def _run(self, plan: _Plan) -> AsyncIterator[Done]:
-        """Yields the passes of a plan, each computed when it is asked for."""
-        prompt, state, ask = plan.prompt, plan.state, plan.ask
-        dials = {
-            "temperature": ask.temperature,
-            "sample": ask.observe == "sample",
-            "recondition": ask.recondition,
-        }
-        deadline = asyncio.get_running_loop().time() + self.settings.timeout
-        made = 0
-        for length, chunk in plan.passes():
-            made += length
-            keep = made < plan.length or plan.keep != "none"
-            job = Job(plan.served, plan.seed, plan.row, length, prompt, state, chunk, **dials, keep=keep)
-            done = await self._compute(job, deadline)
-            yield done
-            prompt, state = None, done.state
-
-    async def _compute(self, job: Job, deadline: float) -> Done:
+    def _submit(self, request: Request, job: Job) -> "asyncio.Future[Done]":
+        """Queues a job for its client, which is known by its address."""
+        job.client = "" if request.client is None else request.client.host
+        job.deadline = time.monotonic() + self.settings.timeout
         try:
-            async with asyncio.timeout_at(deadline):
-                return await asyncio.wrap_future(self.engine.submit(job))
-        except TimeoutError:
-            allowed = f"allowed: {self.settings.timeout:g} s, so ask for less"
-            raise Refused(504, "timeout", f"the request took too long; {allowed}", retry_after=1) from None
+            return asyncio.wrap_future(self.engine.submit(job))
         except Broken as error:
-            raise Refused(503, "failed", str(error)) from None
-        except ValueError as error:  # a mistake that the checks before did not see
-            raise Refused(422, "invalid", str(error)) from None
+            raise _refused(error) from None
 
-    async def _events(self, plan: _Plan, began: float) -> AsyncIterator[bytes]:
-        start, shown, timing, last = 0, _Shown(plan.served), _Timing(began), None
+    async def _unless_gone(self, request: Request, job: Job) -> Done | None:
+        """Returns the result of a job; None when its client has left, which cancels it."""
+        result = self._submit(request, job)
+        gone = asyncio.ensure_future(_gone(request))
+        gone.add_done_callback(lambda _, cancel=result.cancel: cancel())
         try:
-            async for last in self._run(plan):
-                assert last.x is not None
-                timing.add(last)
-                end = start + last.x.shape[1]
-                steps = shown.steps(last.x, final=end == plan.length)
-                yield _event("chunk", {"from": start, **steps, **timing.show()})
-                start = end
-            assert last is not None
-            yield _event("done", self._place(plan.served, last, plan.keep) | timing.show())
+            return await result
+        except asyncio.CancelledError:
+            if gone.done():
+                self.metrics.cancelled.inc()
+                return None
+            raise
+        except (Broken, ValueError) as error:
+            raise _refused(error) from None
+        finally:
+            gone.cancel()
+            # An error has this frame in its traceback, and the future has the error: a cycle without this.
+            del result
+
+    async def _events(
+        self, plan: _Plan, pieces: "asyncio.Queue[Done | None]", result: "asyncio.Future[Done]", began: float
+    ) -> AsyncIterator[bytes]:
+        job, start, xs = plan.job, 0, []
+        shown, timing = _Shown(job.served), _Timing(began)
+        try:
+            while (piece := await pieces.get()) is not None:
+                timing.add(piece)
+                xs.append(piece.x)
+                end = start + sum(x.shape[1] for x in xs)
+                if job.every is None or end % job.every == 0 or end == job.length:
+                    steps = shown.steps(torch.cat(xs, 1), final=end == job.length)
+                    yield _event("chunk", {"from": start, **steps, **timing.show()})
+                    start, xs = end, []
+            yield _event("done", self._place(job.served, await result, plan.keep) | timing.show())
         except Refused as refused:
             yield _event("error", refused.body())
+        except (Broken, ValueError) as error:
+            yield _event("error", _refused(error).body())
         except (asyncio.CancelledError, GeneratorExit):
             self.metrics.cancelled.inc()
             raise
+        finally:
+            del result  # as above
 
     def _place(self, served: Served, done: Done, keep: str) -> dict[str, Any]:
         """Keeps the state after a request, or seals it for the client to keep."""
@@ -319,52 +297,21 @@ class Service:
             )
         return size
 
-    @contextlib.contextmanager
-    def _admit(self, size: int) -> Iterator[None]:
-        most = self.settings.max_queue
-        if self.engine.failure is not None:
-            raise Refused(503, "failed", self.engine.failure)
-        if self.in_progress >= most:
-            raise Refused(429, "busy", f"{most} requests are in progress; try again soon", retry_after=1)
-        if self.bytes_in_progress + size > self.settings.work_mib * 2**20:
-            raise Refused(429, "busy", "large requests are in progress; try again soon", retry_after=1)
-        self.in_progress += 1
-        self.bytes_in_progress += size
-        self.metrics.in_progress.set(self.in_progress)
-        try:
-            yield
-        finally:
-            self.in_progress -= 1
-            self.bytes_in_progress -= size
-            self.metrics.in_progress.set(self.in_progress)
-
-    async def _unless_gone(self, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-        """Awaits the work, and cancels it when the client leaves."""
-        task = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(_gone(request))
-        try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return await task
-            self.metrics.cancelled.inc()
-            return Response(status_code=499)
-        finally:
-            task.cancel()
-            gone.cancel()
-
 
 class _Stream(StreamingResponse):
-    """Streams events in a place of the queue, which is free again however the stream ends."""
+    """Streams events of a job, which is cancelled however the stream ends."""
 
-    def __init__(self, events: AsyncIterator[bytes], slot: contextlib.ExitStack) -> None:
+    def __init__(self, events: AsyncIterator[bytes], result: "asyncio.Future[Done]") -> None:
         # Proxies would collect events before they pass them on.
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._slot = slot
+        self._result = result
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._slot:
+        try:
             await super().__call__(scope, receive, send)
+        finally:
+            self._result.cancel()
 
 
 async def _gone(request: Request) -> None:
@@ -388,6 +335,11 @@ class _Shown:
         self._decoders: list[codecs.IncrementalDecoder] = []
 
     def steps(self, x: Tensor, final: bool) -> dict[str, Any]:
+        if not x.isfinite().all():  # JSON has no word for it
+            message = (
+                "the model's output overflowed to NaN or infinity; send smaller values or a lower temperature"
+            )
+            raise Refused(422, "overflow", message)
         return {"x": x.numpy(), "text": None if self._meta is None else self._text(self._meta, x, final)}
 
     def _text(self, meta: Meta, x: Tensor, final: bool) -> list[str]:
@@ -414,6 +366,41 @@ class _Timing:
         total = time.perf_counter() - self._began
         numbers = {"compute_ms": round(1e3 * self._compute, 3), "total_ms": round(1e3 * total, 3)}
         return {"timing": {**numbers, "rows": self._rows}}
+
+
+def _plan(
+    ask: GenerateRequest | ResumeRequest,
+    served: Served,
+    noise: tuple[Tensor, Tensor],
+    length: int,
+    keep: str,
+    size: int,
+    prompt: Tensor | None = None,
+    state: State | None = None,
+) -> _Plan:
+    every = None if not ask.stream else ask.chunk if served.parallel else ask.every or 1
+    job = Job(
+        served,
+        *noise,
+        length,
+        prompt,
+        state,
+        ask.chunk,
+        ask.recondition,
+        ask.temperature,
+        sample=ask.observe == "sample",
+        keep=keep != "none",
+        every=every,
+        bytes=size,
+    )
+    return _Plan(job, keep, ask.stream)
+
+
+def _refused(error: Broken | ValueError) -> Refused:
+    """Returns the answer to an error of the engine; a `ValueError` is a mistake that no check saw before."""
+    if isinstance(error, Broken):
+        return Refused(503, "failed", str(error))
+    return Refused(422, "invalid", str(error))
 
 
 def _invalid(param: str, value: object, allowed: str) -> Refused:

@@ -29,9 +29,10 @@ class Settings:
     max_bodies: int = 64 * 2**20
     """Most bytes of all requests in progress; more are answered 429 as well."""
     max_queue: int = 128
-    """Most requests in progress; more are answered 429 with Retry-After."""
+    """Most requests in progress; more are answered 429 with Retry-After, beginning with the client that has
+    the most of them."""
     work_mib: int = 2048
-    """Most MiB of states of requests in progress; more are answered 429 as well."""
+    """Most MiB of states of the long requests that are being computed; others wait."""
     max_rows: int = 64
     """Most sequences that are computed together."""
     batching: bool = True
@@ -39,7 +40,8 @@ class Settings:
     threads: int | None = None
     """Threads that compute; `vssm serve` takes one less than there are cores."""
     timeout: float = 60.0
-    """Seconds that a request may take, its body excepted."""
+    """Seconds that a request may take, its body excepted; one that is expected to take longer, because of
+    those before it, is answered 429."""
     body_timeout: float = 10.0
     """Seconds that a client may take to send its request."""
     keep: Literal["server", "client"] = "server"

@@ -1,0 +1,1101 @@
+"""Forecasts: paths in the units of the data, streams, files, scores, and GluonTS."""
+
+import json
+import pickle
+import runpy
+import subprocess
+import sys
+import warnings
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import vssm
+from tests.conftest import KINDS, relative_error, small_config, small_model
+from vssm.cli import main
+from vssm.config import RunConfig, TrainConfig
+from vssm.data import DataConfig, Meta, SeriesConfig, open_data
+from vssm.data.dataset import in_season, spread
+from vssm.data.scale import Scale
+from vssm.forecasting.files import draw_fan, read_history, write_quantiles
+from vssm.forecasting.forecaster import Forecast, Forecaster
+from vssm.forecasting.metrics import crps, energy_score, scores
+from vssm.noise import fork
+from vssm.training.loop import train
+from vssm.training.progress import Progress
+
+HOURS = np.arange(9).astype("datetime64[h]")
+DAY, NO_DATE = np.timedelta64(1, "D"), np.datetime64("NaT", "h")
+
+
+def meta(columns=("a", "b", "c"), **options):
+    num = len(columns)
+    values = {
+        "features": num,
+        "mean": tuple(10.0 * k for k in range(num)),
+        "std": tuple(1.0 + k for k in range(num)),
+        "windowed": "window",
+        "context": 9,
+        "horizon": 5,
+    }
+    values |= options
+    return Meta(name="series", length=14, suggested_head="gaussian-learned", columns=columns, **values)
+
+
+def forecaster(kind="vssm", **options):
+    own = meta(**options)
+    return Forecaster(small_model(kind, features=own.features), own)
+
+
+def history(steps=9, series=None, num=3, seed=0):
+    shape = (steps, num) if series is None else (series, steps, num)
+    return np.random.default_rng(seed).normal(size=shape) * (1 + np.arange(num)) + 10 * np.arange(num)
+
+
+@pytest.mark.parametrize("windowed", [None, "window", "last"])
+def test_paths_far_from_zero_are_those_near_it(windowed):
+    """Numbers around 1e8 have no digit after the point in float32."""
+    made = []
+    for offset in (0.0, 1e8):
+        own = forecaster(mean=(offset + 1.0, -2.0, 0.5), windowed=windowed)
+        values = history() + np.array([offset, 0.0, 0.0])
+        stream = own.stream(values, seed=3)
+        for forecast in (own.forecast(values, samples=4, seed=3), stream.forecast(samples=4)):
+            made.append(forecast.samples.double() - torch.tensor([offset, 0.0, 0.0]))
+    for near, far in zip(made[:2], made[2:], strict=True):
+        assert torch.allclose(near, far, atol=1e-4) and near[..., 0].std() > 0.01
+
+
+@pytest.mark.parametrize("windowed", ["window", "last"])
+@pytest.mark.parametrize("kind", ["vssm", "ssm"])
+def test_paths_of_a_series_that_has_drifted_far_from_zero_differ(kind, windowed):
+    own, drift = forecaster(kind, windowed=windowed), np.array([0.0, 1e8, 0.0])
+    near = own.forecast(history(), samples=8).samples
+    assert near.dtype == torch.float32
+    for far in (
+        own.forecast(history() + drift, samples=8),
+        own.stream(history() + drift).forecast(samples=8),
+    ):
+        assert torch.allclose(far.samples - torch.tensor(drift), near.double(), atol=1e-4)
+    assert own.forecast(history(), samples=8).samples.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_paths_of_a_series_have_its_shape_and_differ(kind):
+    made = forecaster(kind).forecast(history(20), 4, 6)
+    assert made.samples.shape == (6, 4, 3) and made.mean.shape == (4, 3)
+    assert made.samples.isfinite().all() and made.columns == ("a", "b", "c")
+    assert len(torch.unique(made.samples[:, 0, 0])) == 6
+    several = forecaster(kind).forecast(history(9, series=2), 4, 6)
+    assert several.samples.shape == (2, 6, 4, 3) and several.quantile(0.5).shape == (2, 4, 3)
+
+
+def paths_of(model, prompt, length, samples, **options):
+    """Returns what `generate` makes of copies of the prompt, (B, S, T, D)."""
+    rows = fork(torch.arange(len(prompt)), samples).flatten()
+    copies = prompt.repeat_interleave(samples, 0)
+    made = vssm.generate(model, length=length, prompt=copies, rows=rows, observe="sample", **options)
+    return made.x.unflatten(0, (len(prompt), samples))
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}], ids=str)
+@pytest.mark.parametrize("kind", ["vssm", "tvae", "rnn", "vrnn"])
+def test_forecasts_are_what_generate_makes_of_the_scaled_history(kind, options):
+    own, x = forecaster(kind), torch.from_numpy(history(9, series=2))
+    scaled = (x - torch.tensor(own.meta.mean)) / torch.tensor(own.meta.std)
+    centre = scaled.mean(1, keepdim=True)
+    width = (scaled.var(1, correction=0, keepdim=True) + 0.01).sqrt()
+    paths = paths_of(own.model, ((scaled - centre) / width).float(), 5, 4, seed=3, **options)
+    expected = (paths * width[:, None] + centre[:, None]) * torch.tensor(own.meta.std) + torch.tensor(
+        own.meta.mean
+    )
+    assert relative_error(own.forecast(x, 5, 4, seed=3, **options).samples, expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["vssm", "ssm"])
+@given(shift=st.floats(-100, 100), factor=st.floats(0.01, 100))
+def test_forecasts_move_with_the_level_of_a_series(kind, shift, factor):
+    """One model, data in other units with the scale of those units: the same forecast in those units."""
+    one = forecaster(kind)
+    other = replace(
+        one.meta,
+        mean=tuple(m * factor + shift for m in one.meta.mean),
+        std=tuple(s * factor for s in one.meta.std),
+    )
+    expected = one.forecast(history(), 5, 3).samples * factor + shift
+    assert (
+        relative_error(
+            Forecaster(one.model, other).forecast(history() * factor + shift, 5, 3).samples, expected
+        )
+        < 1e-3
+    )
+
+
+def test_separate_columns_are_forecast_by_one_model_of_one_channel():
+    own = forecaster(features=1, separate=True)
+    made = own.forecast(history(9, series=2), 5, 4).samples
+    assert made.shape == (2, 4, 5, 3)
+    alone = Forecaster(own.model, replace(own.meta, columns=("a",), mean=(0.0,), std=(1.0,)))
+    assert (
+        relative_error(alone.forecast(history(9, series=2)[0, :, :1], 5, 4).samples, made[0, ..., :1]) < 1e-5
+    )
+
+
+def test_windows_may_be_centred_at_their_last_value():
+    own = forecaster(windowed="last")
+    x = torch.from_numpy(history())
+    scaled = (x - torch.tensor(own.meta.mean)) / torch.tensor(own.meta.std)
+    width = (scaled.diff(dim=0).square().sum(0) + 0.01).sqrt()
+    paths = paths_of(own.model, ((scaled - scaled[-1]) / width).float()[None], 5, 4)[0]
+    expected = (paths * width + scaled[-1]) * torch.tensor(own.meta.std) + torch.tensor(own.meta.mean)
+    assert relative_error(own.forecast(x, 5, 4).samples, expected) < 1e-5
+
+
+@pytest.mark.parametrize("windowed", ["window", "last"])
+def test_each_step_of_a_season_has_its_own_centre(windowed):
+    own, x = forecaster(windowed=windowed, season=4), history()
+    season = 100 * np.random.default_rng(1).normal(size=(4, 3))
+    at = np.arange(-9, 5) % 4
+    expected = own.forecast(x, 5, 4).samples + torch.from_numpy(season[at[9:]])
+    assert relative_error(own.forecast(x + season[at[:9]], 5, 4).samples, expected) < 1e-4
+    stream = own.stream(x[:7] + season[at[:7]])
+    stream.observe(x[7:] + season[at[7:9]])
+    plain = own.stream(x[:7])
+    plain.observe(x[7:])
+    expected = plain.forecast(5, 4).samples + torch.from_numpy(season[at[9:]])
+    assert relative_error(stream.forecast(5, 4).samples, expected) < 1e-4
+    with pytest.raises(ValueError, match="history has 3 steps; allowed: 4 or more, a season of the run"):
+        own.forecast(x[:3], 5, 4)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize(("windowed", "season"), [(None, 1), ("window", 1), ("window", 4), ("last", 1)])
+def test_factor_and_shift_are_both_scales_at_once(windowed, season, separate):
+    own = meta(windowed=windowed, season=season, separate=separate)
+    scale, x = Scale(own), torch.from_numpy(history(series=2))
+    once = (x - scale.mean) / scale.std
+    middle, width = torch.zeros(2, 1, 3), torch.ones(2, 1, 3)
+    if windowed is not None:
+        middle, width = spread(once, windowed, season)
+    twice = (once - in_season(middle, -9, 9)) / width
+    rows = x.transpose(1, 2).flatten(0, 1)[..., None] if separate else x
+    factor, shift = scale.units(rows)
+    expected = twice.transpose(1, 2).reshape(6, 9, 1) if separate else twice
+    assert relative_error(scale.steps(rows, factor, shift), expected) < 1e-6
+    assert relative_error(scale.place(expected[:, None], factor, shift, first=-9)[:, 0], rows) < 1e-12
+    if separate:  # rows of a slab that starts in the middle of a series
+        assert all(
+            torch.equal(a, b[2:]) for a, b in zip(scale.units(rows[2:], 2), (factor, shift), strict=True)
+        )
+
+
+@pytest.mark.parametrize("windowed", [None, "window", "last"])
+@given(exponent=st.floats(0, 30), least=st.floats(-25, 5))
+def test_what_is_said_to_fit_is_finite(windowed, exponent, least):
+    scale, x = Scale(meta(windowed=windowed, std=(10.0**least, 1.0, 1.0))), torch.zeros(1, 9, 3)
+    x[0, -1], x[0, 3] = 10.0**exponent, -(10.0**exponent)
+    steps = scale.steps(x.double(), *scale.units(x.double()))
+    assert steps.isfinite().all() or not scale.fits(10.0**exponent)
+
+
+def test_small_numbers_far_from_a_mean_do_not_fit():
+    scale = Scale(meta(windowed=None, mean=(1e30, 0.0, 0.0), std=(1e-10, 1.0, 1.0)))
+    x = torch.zeros(1, 9, 3, dtype=torch.float64)
+    assert not scale.steps(x, *scale.units(x)).isfinite().all() and not scale.fits(0.0)
+
+
+@pytest.mark.parametrize("kind", ["vssm", "rnn"])
+@pytest.mark.parametrize("options", [{}, {"separate": True, "features": 1}, {"windowed": "window"}])
+@pytest.mark.parametrize("series", [None, 3])
+def test_single_precision_is_as_good_as_the_same_numbers_in_double(kind, options, series):
+    single = torch.as_tensor(history(series=series)).float()
+    one = forecaster(kind, **options)
+    expected = one.forecast(single.double(), 4, 2).samples
+    for same in (single, single.numpy(), single.double().numpy(), single.tolist()):
+        assert torch.equal(one.forecast(same, 4, 2).samples, expected)
+
+
+def test_slabs_change_nothing(monkeypatch):
+    own, x = forecaster(), history(9, series=5)
+    whole = own.forecast(x, 5, 4).samples
+    monkeypatch.setattr(vssm.sampling.paths, "_MOST_PATHS", {"cpu": 9})
+    assert relative_error(own.forecast(x, 5, 4).samples, whole) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["vssm", "tvae"])
+def test_paths_of_one_series_are_made_some_at_a_time(kind, monkeypatch):
+    own, x = forecaster(kind), history(9)
+    whole = own.forecast(x, 5, 10).samples
+    stream = own.stream(x)
+    sizes = []
+    own.model.decoder.embed.register_forward_hook(lambda _, given, made: sizes.append(len(made)))
+    monkeypatch.setattr(vssm.sampling.paths, "_MOST_PATHS", {"cpu": 4})
+    for parts in (own.forecast(x, 5, 10), stream.forecast(5, 10)):
+        assert relative_error(parts.samples, whole) < 1e-5
+    assert sizes == [4, 4, 2] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_paths_than_memory_holds_are_refused(kind):
+    own = forecaster(kind, horizon=None)
+    message = r"^samples=1000000000 and horizon=1000000000 of 1 series would take .*; allowed"
+    with pytest.raises(ValueError, match=message):
+        own.forecast(history(), 10**9, 10**9)
+    if kind in ("tvae", "vrnn", "vssm"):
+        message = r"^num=1000000000 and length=9 would take .*; allowed"
+    with pytest.raises(ValueError, match=message):
+        own.stream(history(), samples=10**9).forecast(10**9)
+
+
+def test_paths_that_fit_are_made_though_their_latents_would_not(monkeypatch):
+    own, x = forecaster(), history(9, series=4)
+    size = 4 * 50 * 5 * 3 * 4
+    monkeypatch.setattr(sys.modules["vssm.sampling.generation"], "_memory", lambda device: size)
+    assert own.forecast(x, 5, 50).samples.nbytes == size
+    with pytest.raises(ValueError, match=r"^samples=51 and horizon=5 of 4 series would take"):
+        own.forecast(x, 5, 51)
+
+
+def test_columns_apart_count_as_series_in_a_stream(monkeypatch):
+    own, x = forecaster(separate=True, features=1), history(9)
+    whole = own.stream(x).forecast(5, 8).samples
+    stream = own.stream(x)
+    sizes = []
+    own.model.decoder.embed.register_forward_hook(lambda _, given, made: sizes.append(len(made)))
+    monkeypatch.setattr(vssm.sampling.paths, "_MOST_PATHS", {"cpu": 9})
+    assert relative_error(stream.forecast(5, 8).samples, whole) < 1e-5
+    assert sizes == [9, 9, 6], "three paths of each of three columns"
+
+
+def test_time_features_follow_the_dates():
+    own = forecaster(features=5, cycles=("day",))
+    times = np.arange(9).astype("datetime64[h]")
+    made = own.forecast(history(), 5, 4, times)
+    assert made.samples.shape == (4, 5, 3)
+    assert made.times.tolist() == [np.datetime64(f"1970-01-01T{h:02}:00:00").item() for h in range(9, 14)]
+    later = own.forecast(history(), 5, 4, times + np.timedelta64(7, "h"))
+    assert relative_error(later.samples, made.samples) > 1e-3, "the hour must matter"
+    with pytest.raises(ValueError, match="times is needed: the model was trained with the time features"):
+        own.forecast(history(), 5, 4)
+
+
+@pytest.mark.parametrize(
+    ("dates", "next_dates"),
+    [
+        (np.arange("2023-06", "2024-03", dtype="datetime64[M]"), ["2024-03-01", "2024-04-01", "2024-05-01"]),
+        (
+            np.arange("2023-06", "2024-03", dtype="datetime64[M]").astype("datetime64[D]") - DAY,
+            ["2024-02-29", "2024-03-31", "2024-04-30"],
+        ),
+        (np.arange("2015", "2024", dtype="datetime64[Y]"), ["2024-01-01", "2025-01-01", "2026-01-01"]),
+        (np.datetime64("2024-02-20") + DAY * np.arange(9), ["2024-02-29", "2024-03-01", "2024-03-02"]),
+        (np.datetime64("2024-01-01") + 7 * DAY * np.arange(9), ["2024-03-04", "2024-03-11", "2024-03-18"]),
+    ],
+    ids=["first of the month", "last of the month", "years", "days", "weeks"],
+)
+def test_dates_go_on_by_the_calendar(dates, next_dates):
+    made = forecaster().forecast(history(), 3, 2, dates)
+    assert made.times.astype("datetime64[D]").astype(str).tolist() == next_dates
+
+
+@pytest.mark.parametrize("unit", ["ms", "ns"])
+def test_dates_between_seconds_go_on(unit, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    dates = (np.datetime64("2024-01-01", "ms") + 100 * np.arange(9)).astype(f"datetime64[{unit}]")
+    made = forecaster().forecast(history(), 3, 2, dates)
+    expected = np.datetime64("2024-01-01T00:00:00.9") + np.timedelta64(100, "ms") * np.arange(3)
+    assert (made.times == expected).all()
+    for name in ("a.csv", "a.parquet"):
+        write_quantiles(made, tmp_path / name, [0.5])
+    csv = pandas.read_csv(tmp_path / "a.csv", parse_dates=["time"])
+    for table in (csv, pandas.read_parquet(tmp_path / "a.parquet")):
+        assert (table["time"].to_numpy()[::3] == expected).all()
+
+
+def test_uneven_dates_are_noted_and_go_on_by_the_usual_step():
+    dates = np.datetime64("2024-05-01") + DAY * np.array([0, 1, 2, 4, 5, 6, 7, 8, 16])
+    note = r"^dates are uneven: 2024-05-05\S* comes right after 2024-05-03\S*; dates of the forecast go on in"
+    with pytest.warns(UserWarning, match=note):
+        made = forecaster().forecast(history(), 2, 2, dates)
+    assert made.times.astype("datetime64[D]").astype(str).tolist() == ["2024-05-18", "2024-05-19"]
+    workdays = np.datetime64("2024-05-02") + DAY * np.array([0, 1, 4, 5, 6, 7, 8, 11, 12])
+    with pytest.warns(UserWarning, match=r"2024-05-06\S* comes right after 2024-05-03"):
+        made = forecaster().forecast(history(), 2, 2, workdays)
+    assert made.times.astype("datetime64[D]").astype(str).tolist() == ["2024-05-15", "2024-05-16"]
+    months = np.arange("2023-06", "2024-04", dtype="datetime64[M]")
+    with pytest.warns(UserWarning, match=r"2023-09-01\S* comes right after 2023-07-01"):
+        made = forecaster().forecast(history(), 2, 2, np.delete(months, 2))
+    assert made.times.astype("datetime64[D]").astype(str).tolist() == ["2024-04-01", "2024-05-01"]
+
+
+def test_horizon_beyond_training_is_extrapolation():
+    own = forecaster()
+    with pytest.warns(
+        UserWarning, match=r"horizon=8 is longer than the 5 steps .* from step 6 on .* extrapolation"
+    ):
+        made = own.forecast(history(), 8, 4)
+    assert relative_error(made.samples[:, :5], own.forecast(history(), 5, 4).samples) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{"chunk": 2}, {"chunk": 2, "recondition": True}, {"temperature": 0.5}])
+def test_options_of_generate_are_passed_on(options):
+    own = forecaster()
+    same = (
+        relative_error(
+            own.forecast(history(), 5, 4, **options).samples, own.forecast(history(), 5, 4).samples
+        )
+        < 1e-5
+    )
+    assert same == (options == {"chunk": 2})
+
+
+def test_a_constant_series_stays_finite_and_near():
+    x = np.tile([5.0, -7.0, 1e6], (9, 1))
+    made = forecaster(mean=None, std=None).forecast(x, 5, 50).samples
+    assert made.isfinite().all() and (made - torch.tensor(x[0])).abs().max() < 5
+
+
+def test_missing_values_are_filled_as_in_training():
+    x, gaps = history(), history()
+    gaps[[3, 8], 1] = np.nan
+    x[3, 1], x[8, 1] = (x[2, 1] + x[4, 1]) / 2, x[7, 1]
+    own = forecaster(fill="linear")
+    assert relative_error(own.forecast(gaps, 5, 4).samples, own.forecast(x, 5, 4).samples) < 1e-6
+    with pytest.raises(
+        ValueError, match=r"history is missing .* series 0, step -6, column 'b'; .* --series.fill"
+    ):
+        forecaster().forecast(gaps, 5, 4)
+    gaps[2:8, 1] = np.nan
+    with pytest.raises(ValueError, match=r"column 'b' is missing in 7 of the last 9 steps; allowed: half"):
+        own.forecast(gaps, 5, 4)
+
+
+def test_columns_of_a_table_are_taken_by_their_names():
+    pandas = pytest.importorskip("pandas")
+    own, x = forecaster(), history()
+    right = own.forecast(x, 5, 4).samples
+    table = pandas.DataFrame(x, columns=list("abc"), index=HOURS)
+    for columns in (table[["c", "a", "b"]], table.assign(note="words"), pandas.DataFrame(x)):
+        assert torch.equal(own.forecast(columns, 5, 4).samples, right)
+    many = own.forecast([table, table[["b", "a", "c"]]], 5, 4).samples
+    assert torch.equal(many, own.forecast(np.stack([x, x]), 5, 4).samples)
+    stream, same = own.stream(table[["b", "c", "a"]]), own.stream(x)
+    stream.observe(table.iloc[-1][["c", "b", "a"]])
+    same.observe(x[-1])
+    assert torch.equal(stream.forecast(5, 4).samples, same.forecast(5, 4).samples)
+    with pytest.raises(ValueError, match=r"^history has no column 'b'; allowed: a, b, c, in any order$"):
+        own.forecast(table.rename(columns={"b": "B"}), 5, 4)
+    plain = Forecaster(small_model("vssm", features=3))  # has no names to look for
+    plain.columns = ("2", "4", "7")  # numbers of columns are no names either
+    assert torch.equal(plain.forecast(table, 5, 4).samples, plain.forecast(x, 5, 4).samples)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"history": np.zeros((4, 2))}, r"history has shape \(4, 2\); allowed: \(steps, 3\) .* a, b, c"),
+        ({"history": np.zeros((0, 3))}, r"history has shape \(0, 3\)"),
+        ({"history": np.full((9, 3), 1e31)}, "history has values up to 1e.31; allowed: up to 1e30"),
+        ({"horizon": 0}, "horizon=0 is not allowed; allowed: a whole number >= 1"),
+        ({"samples": 0}, "samples=0 is not allowed; allowed: a whole number >= 1"),
+        ({"times": np.arange(3).astype("datetime64[h]")}, "times has 3 dates; allowed: 9"),
+        ({"times": HOURS[::-1]}, "times: 1970-01-01T07 comes after 1970-01-01T08; allowed: each .* in order"),
+        ({"times": HOURS[[0, *range(8)]]}, "times: 1970-01-01T00 is there twice; allowed: each date once"),
+        (
+            {"times": np.where(np.arange(9) < 4, HOURS, NO_DATE)},
+            "times has no date at step 4",
+        ),
+    ],
+)
+def test_bad_requests_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        vssm.forecast(forecaster(), **{"history": history(), "horizon": 5, "samples": 2, **options})
+
+
+def test_models_of_other_things_are_named(tmp_path):
+    with pytest.raises(ValueError, match="head 'categorical'; allowed: a model of numbers"):
+        Forecaster(small_model("ssm", "categorical"))
+    with pytest.raises(ValueError, match="2 features; allowed: data set 'series' with 3"):
+        Forecaster(small_model("ssm"), meta(("a", "b")))
+    vssm.save(small_model("ssm"), tmp_path)
+    with pytest.raises(ValueError, match="was trained on unknown data; allowed: a run of data set 'series'"):
+        vssm.forecast(tmp_path, history())
+    with pytest.raises(ValueError, match="'mnist-small' was trained on 'mnist'; allowed: a run of data set"):
+        Forecaster.load("mnist-small")
+    with pytest.raises(ValueError, match="horizon=None needs a run"):
+        vssm.forecast(small_model("ssm"), history())
+    assert Forecast(torch.ones(2, 3, 1), ("a",)).quantile(torch.tensor(0.5)).tolist() == [[1.0]] * 3
+    for level in (2, "a", [0.1, 0.9]):
+        with pytest.raises(ValueError, match=r"^level=.* is not allowed; allowed: a number from 0 to 1"):
+            Forecast(torch.zeros(2, 3, 1), ("a",)).quantile(level)
+
+
+@pytest.mark.parametrize("kind", ["vssm", "rnn", "transformer"])
+def test_a_stream_forecasts_as_the_state_of_all_points(kind):
+    own, x = forecaster(kind), history(12)
+    stream = own.stream(x[:9])
+    assert relative_error(stream.forecast(5, 4).samples, own.forecast(x[:9], 5, 4).samples) < 1e-5
+    stream.observe(x[9])
+    stream.observe(x[10:])
+    assert stream.position == 12 and stream.renewed == 0
+    prompt = ((torch.from_numpy(x) - stream._shift[0]) / stream._factor[0])[None].float()
+    expected = paths_of(own.model, prompt, 5, 4)[0] * stream._factor[0] + stream._shift[0]
+    assert relative_error(stream.forecast(5, 4).samples, expected) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["vssm", "vrnn"])
+@pytest.mark.parametrize("way", ["forecast", "stream"])
+def test_every_path_draws_latents_of_the_history(kind, way):
+    """The mean of the first step varies from seed to seed by its Monte Carlo error and not by more."""
+    own, x, samples, means, errors = forecaster(kind), history(9), 400, [], []
+    for seed in range(12):
+        if way == "stream":
+            stream = own.stream(x[:7], seed=seed, samples=samples)
+            stream.observe(x[7:])
+            paths = stream.forecast(1).samples[:, 0]
+        else:
+            paths = own.forecast(x, 1, samples, seed=seed).samples[:, 0]
+        means.append(paths.mean(0))
+        errors.append(paths.std(0) / samples**0.5)
+    assert (torch.stack(means).std(0) / torch.stack(errors).mean(0)).max() < 2.2
+
+
+def test_a_stream_has_as_many_paths_as_it_follows():
+    x = history(9)
+    stream = forecaster().stream(x, samples=6)
+    whole = stream.forecast(5).samples
+    assert whole.shape == (6, 5, 3)
+    assert relative_error(stream.forecast(5, 4).samples, whole[:4]) < 1e-5
+    with pytest.raises(ValueError, match="samples=7 is more than the 6 paths that this stream follows"):
+        stream.forecast(5, 7)
+    assert forecaster("rnn").stream(x, samples=6).forecast(5, 7).samples.shape == (7, 5, 3)
+
+
+def test_forecasts_leave_the_mode_of_a_model_as_it_was():
+    model = small_model("vssm").train()
+    next(model.children()).eval()
+    modes = [part.training for part in model.modules()]
+    assert len(set(modes)) == 2
+    vssm.forecast(model, history(), 5, 4)
+    with pytest.raises(ValueError, match="horizon=0 is not allowed"):
+        vssm.forecast(model, history(), 0)
+    assert [part.training for part in model.modules()] == modes
+
+
+def test_the_position_of_a_stream_is_in_steps_of_the_model():
+    own, x = forecaster(features=12, patch=4, context=16), history(20)
+    stream = own.stream(x[:16])
+    assert stream.position == 4
+    stream.observe(x[16:])
+    assert stream.position == 4, "read when asked for"
+
+
+@pytest.mark.parametrize("patch", [1, 2])
+@pytest.mark.parametrize("kind", ["vssm", "rnn", "transformer"])
+def test_points_of_which_one_is_refused_are_not_read(kind, patch):
+    own, x = forecaster(kind, features=3 * patch, patch=patch, context=8), history(20)
+    stream, other = own.stream(x[:8]), own.stream(x[:8])
+    bad = x[8:18].copy()  # past a window of training, so that the state is made anew on the way
+    bad[9, 1] = np.nan
+    expected = stream.forecast(5, 4).samples
+    for points in (bad, bad[7:]):
+        with pytest.raises(ValueError, match="history is missing or not finite"):
+            stream.observe(points)
+        assert (stream.position, stream.renewed) == (8 // patch, 0)
+        assert torch.equal(stream.forecast(5, 4).samples, expected)
+    for each in (stream, other):
+        each.observe(x[8:])
+    assert stream.position == other.position
+    assert torch.equal(stream.forecast(5, 4).samples, other.forecast(5, 4).samples)
+
+
+@pytest.mark.parametrize("kind", ["vssm", "rnn"])
+def test_a_point_that_is_refused_leaves_a_stream_as_it_was(kind):
+    own, x = forecaster(kind), history(60)
+    stream, other = own.stream(x[:9]), own.stream(x[:9])
+    for value in (1e40, 1e29, np.nan):
+        point = x[9].copy()
+        point[1] = value
+        with pytest.raises(ValueError, match="allowed"):
+            stream.observe(point)
+    for each in (stream, other):
+        each.observe(x[9:])  # past a window of training, so that all points that were kept are read
+    assert stream.position == other.position
+    assert torch.equal(stream.forecast(5, 4).samples, other.forecast(5, 4).samples)
+
+    dates = np.arange(60).astype("datetime64[h]")
+    dated = own.stream(x[:9], dates[:9])
+    for times, message in (
+        (dates[9:10], "times has 1 dates; allowed: 2, the steps of points"),
+        (["a", "b"], "times is <U1; allowed: datetime64"),
+        (dates[[9, 9]], "times: 1970-01-01T09 is there twice"),
+        (dates[8:10], "times: 1970-01-01T08 is there twice"),
+        (dates[[4, 9]], "times: 1970-01-01T04 comes after 1970-01-01T08"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dated.observe(x[9:11], times)
+    dated.observe(x[9:11], dates[9:11])
+    assert dated.forecast(2, 3).times[0] == dates[11]
+
+
+def test_a_long_stream_stays_in_the_window_of_training():
+    own, x = forecaster(fill="previous"), history(60)
+    x[30, 1] = np.nan
+    stream = own.stream(x[:3])
+    for point in x[3:]:
+        stream.observe(point)
+        assert stream.position <= own.meta.length
+        assert stream._points.shape[1] <= own.meta.context
+    assert stream.renewed >= 5
+    again = own.stream(x[:3])
+    again.observe(x[3:])
+    assert torch.equal(stream.forecast(5, 4).samples, again.forecast(5, 4).samples)
+    with pytest.raises(ValueError, match=r"points has shape \(2,\) a point; allowed: \(3,\)"):
+        stream.observe(np.zeros(2))
+    with pytest.raises(ValueError, match="points has shape"):
+        stream.observe(np.zeros((1, 1, 3)))
+    with pytest.raises(ValueError, match="history is of several series"):
+        own.stream(history(9, series=2))
+
+
+@pytest.mark.parametrize("kind", ["vssm", "rnn"])
+def test_patches_are_rows_of_one_step(kind):
+    own = forecaster(kind, features=6, patch=2, context=8, horizon=6)
+    x = history(9)
+    made = own.forecast(x, 5, 4)
+    assert made.samples.shape == (4, 5, 3)
+    scaled = (torch.from_numpy(x[1:]) - torch.tensor(own.meta.mean)) / torch.tensor(own.meta.std)
+    centre, width = scaled.mean(0), (scaled.var(0, correction=0) + 0.01).sqrt()
+    prompt = ((scaled - centre) / width).float().reshape(1, 4, 6)
+    paths = paths_of(own.model, prompt, 3, 4).reshape(4, 6, 3)[:, :5]
+    expected = (paths * width + centre) * torch.tensor(own.meta.std) + torch.tensor(own.meta.mean)
+    assert relative_error(made.samples, expected) < 1e-5
+    assert own.forecast(x[:3], 5, 4).samples.shape == (4, 5, 3), "what does not fill a patch is left out"
+    with pytest.raises(ValueError, match="history has 1 steps; allowed: 2 or more, a step of the model"):
+        own.forecast(x[:1], 5, 4)
+    stream = own.stream(x[:5])
+    stream.observe(x[5:])
+    assert torch.equal(stream.forecast(5, 4).samples, made.samples)
+
+
+def test_crps_is_the_integral_of_the_squared_difference_of_distributions():
+    """With the pairs of equal paths left out, the score of a normal distribution is unbiased."""
+    y = torch.linspace(-2, 2, 9, dtype=torch.float64)[:, None, None]
+    paths = torch.randn(9, 4000, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    normal = torch.distributions.Normal(0.0, 1.0)
+    exact = y * (2 * normal.cdf(y) - 1) + 2 * normal.log_prob(y).exp() - 1 / np.sqrt(np.pi)
+    torch.testing.assert_close(crps(paths, y), exact, rtol=0, atol=0.03)
+    few = torch.randn(20_000, 3, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = 2 * normal.log_prob(torch.tensor(0.0)).exp() - 1 / np.sqrt(np.pi)
+    assert abs(float(crps(few, torch.zeros(20_000, 1, 1)).mean()) - float(expected)) < 0.01
+
+
+@given(st.integers(1, 6))
+def test_crps_equals_its_definition_over_pairs(num):
+    paths = torch.randn(2, num, 3, 1, dtype=torch.float64)
+    y = torch.randn(2, 3, 1, dtype=torch.float64)
+    pairs = (paths[:, :, None] - paths[:, None]).abs().sum((1, 2)) / max(1, num * (num - 1))
+    torch.testing.assert_close(crps(paths, y), (paths - y[:, None]).abs().mean(1) - pairs / 2)
+    if num > 1:  # of one step, the energy score is the crps of neighbouring pairs
+        near = (paths[:, :, :1] - paths[:, :, :1].roll(1, 1)).abs().mean(1)
+        expected = (paths[:, :, :1] - y[:, None, :1]).abs().mean(1) - near / 2
+        torch.testing.assert_close(energy_score(paths[:, :, :1], y[:, :1]), expected[:, 0])
+
+
+def test_scores_of_forecasts_that_are_right():
+    y = torch.randn(50, 7, 2, dtype=torch.float64) * torch.tensor([1.0, 5.0]) + 3
+    unit = torch.ones(2, dtype=torch.float64)
+    exact = scores(y[:, None].repeat(1, 4, 1, 1), y, unit * 0, unit, unit)
+    assert exact["coverage80"] == 1
+    assert all(abs(exact[key]) < 1e-12 for key in ("crps", "wql", "mase", "energy", "mae"))
+    spread = torch.tensor([1.0, 5.0], dtype=torch.float64)
+    paths = torch.randn(50, 400, 7, 2, dtype=torch.float64) * spread + 3
+    good = scores(paths, y, unit * 3, spread, unit)
+    assert 0.72 < good["coverage80"] < 0.88 and abs(good["crps"] - 1 / np.sqrt(np.pi)) < 0.06
+    wide = scores((paths - 3) * 3 + 3, y, unit * 3, spread, unit)
+    assert wide["coverage80"] > 0.97 and wide["crps"] > good["crps"] and wide["energy"] > good["energy"]
+
+
+def waves(path, rows=220, columns=("load", "heat")):
+    t = np.arange(rows)
+    lines = ["date," + ",".join(columns)]
+    for k in t:
+        numbers = ",".join(f"{np.sin(k / 4 + c) + 5 * c:.5f}" for c in range(len(columns)))
+        lines.append(f"2020-01-{1 + k // 24:02} {k % 24:02}:00,{numbers}")
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("forecast")
+    path = waves(folder / "waves.csv")
+    data = DataConfig(
+        name="series", series=SeriesConfig(path=str(path), context=12, horizon=6, separate=True)
+    )
+    model = small_config("vssm", head="auto", width=8, layers=1)
+    options = TrainConfig(max_steps=3, batch=16, samples=0, num_valid=8)
+    return train(RunConfig(data=data, model=model, train=options), folder / "run", progress=Progress())
+
+
+def test_training_on_patches_draws_its_rows(run_folder, tmp_path):
+    path = str(run_folder.parent / "waves.csv")
+    series = SeriesConfig(path=path, context=12, horizon=6, patch=3)
+    model = small_config("vssm", head="auto", width=8, layers=1)
+    options = TrainConfig(max_steps=1, batch=16, samples=2, num_valid=8)
+    config = RunConfig(data=DataConfig(name="series", series=series), model=model, train=options)
+    folder = train(config, tmp_path / "run", progress=Progress())
+    assert (folder / "samples.png").exists()
+    assert vssm.forecast(folder, np.zeros((12, 2)), samples=4).samples.shape == (4, 6, 2)
+
+
+@pytest.mark.filterwarnings("default:horizon=8 is longer")
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_command_writes_quantiles_and_a_chart(run_folder, tmp_path, capsys, suffix):
+    pandas = pytest.importorskip("pandas")
+    new, out = waves(tmp_path / "new.csv", 30), tmp_path / f"out.{suffix}"
+    options = f"--path {new} --samples 9 --horizon 8 --quantiles 0.1 0.5 --device cpu --out {out}"
+    main(["forecast", str(run_folder), *options.split()])
+    assert "note: horizon=8 is longer than the 6 steps of training" in capsys.readouterr().err
+    table = pandas.read_csv(out) if suffix == "csv" else pandas.read_parquet(out)
+    assert list(table) == ["step", "time", "column", "mean", "q0.1", "q0.5"] and len(table) == 16
+    assert list(table["column"][:3]) == ["load", "heat", "load"] and list(table["step"][:3]) == [1, 1, 2]
+    assert str(pandas.Timestamp(table["time"][0])) == "2020-01-02 06:00:00"
+    assert (table["q0.1"] <= table["q0.5"]).all()
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    direct = vssm.forecast(run_folder, read_history(Forecaster.load(run_folder), new).values, 6, 9)
+    np.testing.assert_allclose(table["mean"][:12], direct.mean.flatten(), rtol=1e-5)
+
+
+def test_dates_are_read_as_in_training(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = waves(tmp_path / "date.csv", 60).read_text().splitlines()
+    (tmp_path / "day.csv").write_text("\n".join([lines[0].replace("date", "day"), *lines[1:]]))
+    mixed = [lines[0], lines[2], lines[1], *lines[3:]]
+    (tmp_path / "mixed.csv").write_text("\n".join(mixed))
+    small = ["--smoke", "--train.max-steps", "1", "--train.batch", "4"]
+    sizes = ["--series.context", "4", "--series.horizon", "2"]
+    for name, time in (("day", "day"), ("mixed", "none")):
+        path = f"{name}.csv"
+        main(["train", "series", "--series.path", path, "--series.time", time, *sizes, *small, "--out", name])
+        main(["forecast", name, "--path", path, "--samples", "3", "--out", f"of_{name}.csv"])
+        header = (tmp_path / f"of_{name}.csv").read_text().splitlines()[0]
+        assert header.startswith("step,time,column" if name == "day" else "step,column")
+    main(["forecast", "day", "--path", "date.csv", "--samples", "3", "--out", "other.csv"])
+    assert (tmp_path / "other.csv").read_text().startswith("step,time,column")
+
+
+def test_command_names_what_is_wrong_with_a_file(run_folder, tmp_path, capsys):
+    def refused(path, *parts, options=()):
+        with pytest.raises(SystemExit, match="2"):
+            main(
+                ["forecast", str(run_folder), "--path", str(path), "--out", str(tmp_path / "o.csv"), *options]
+            )
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1 and all(part in message for part in parts), message
+
+    refused(tmp_path / "none.csv", "none.csv", "does not exist")
+    missing = waves(tmp_path / "missing.csv", 30, ("load", "heart"))
+    refused(missing, "no column of numbers 'heat'", "did you mean 'heart'?", "available: load, heart")
+    new = waves(tmp_path / "new.csv", 30)
+    lines = new.read_text().splitlines()
+    new.write_text("\n".join([*lines[:20], lines[18], *lines[20:]]))
+    refused(new, "line 21", "'date'", "comes after")
+    new.write_text("\n".join([*lines[:20], lines[19], *lines[20:]]))
+    refused(new, "line 21", "is there twice", "or --time none")
+    new.write_text("\n".join([*lines[:20], "2020-01-32" + lines[20][10:], *lines[21:]]))
+    refused(new, "line 21", "is no date")
+    new.write_text("\n".join([*lines[:25], lines[25].rpartition(",")[0] + ",", *lines[26:]]))
+    refused(new, "history is missing", "'heat'")
+    refused(waves(tmp_path / "good.csv", 30), "o.txt", ".csv or .parquet", options=["--out", "o.txt"])
+    assert not (tmp_path / "o.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("levels", "given"),
+    [("0.1 1.5", "1.5"), ("-0.1", "-0.1"), ("nan", "nan"), ("0.5 0.1 0.50", "0.5 twice")],
+)
+def test_command_names_a_wrong_quantile_before_any_work(levels, given, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["forecast", "nowhere", "--path", "nothing.csv", "--quantiles", *levels.split()])
+    line = f"vssm: quantiles has {given}; allowed: numbers from 0 to 1, each once\n"
+    assert capsys.readouterr().err == line
+
+
+def test_command_notes_reconditioning_without_chunks(run_folder, tmp_path, capsys):
+    new, out = waves(tmp_path / "new.csv", 30), tmp_path / "out.csv"
+    options = ["--path", str(new), "--samples", "2", "--out", str(out)]
+    main(["forecast", str(run_folder), *options, "--recondition"])
+    assert capsys.readouterr().err.startswith("note: --recondition changes no sample without --chunk")
+
+
+def test_command_keeps_the_history(run_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    history = waves(tmp_path / "dates.csv", 30).read_text()
+    (tmp_path / "link.csv").symlink_to("dates.csv")
+    for path in ("dates.csv", "link.csv"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["forecast", str(run_folder), "--path", path, "--samples", "2", "--out", "dates.csv"])
+        line = f"vssm: path='{path}', out='dates.csv' are one file; allowed: a name for each\n"
+        assert capsys.readouterr().err == line
+    assert (tmp_path / "dates.csv").read_text() == history and not (tmp_path / "dates.png").exists()
+
+
+def test_command_takes_the_dates_it_is_told(run_folder, tmp_path):
+    def times(*options, header="date"):
+        new, out = waves(tmp_path / "new.csv", 30), tmp_path / "out.csv"
+        new.write_text(new.read_text().replace("date", header, 1))
+        common = ["--path", str(new), "--samples", "2", "--device", "cpu", "--out", str(out)]
+        main(["forecast", str(run_folder), *common, *options])
+        columns = out.read_text().partition("\n")[0].split(",")
+        return "time" in columns
+
+    assert times() and not times("--time", "none")
+    assert times(header="when") and times("--time", "when", header="when")
+
+
+@pytest.mark.parametrize(("time", "dated"), [("when", True), ("none", False)])
+def test_a_run_remembers_its_column_of_dates(time, dated, tmp_path):
+    path = waves(tmp_path / "waves.csv")
+    path.write_text(path.read_text().replace("date", "when" if dated else "date", 1))
+    if not dated:  # as it was trained, so it forecasts
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join([*lines, lines[-1]]))
+    series = SeriesConfig(path=str(path), context=12, horizon=6, time=time)
+    own = open_data(DataConfig(name="series", series=series)).meta
+    forecaster = Forecaster(
+        small_model("vssm", features=2), Meta.from_json(json.loads(json.dumps(asdict(own))))
+    )
+    assert (read_history(forecaster, path).times is not None) == dated
+
+
+def test_command_names_a_shipped_model_of_other_data(tmp_path, capsys):
+    new = waves(tmp_path / "new.csv", 30)
+    with pytest.raises(SystemExit, match="2"):
+        main(["forecast", "mnist-small", "--path", str(new), "--out", str(tmp_path / "o.csv")])
+    assert "'mnist-small' was trained on 'mnist'; allowed: a run of data set" in capsys.readouterr().err
+
+
+def test_parquet_names_its_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"pip install 'vssm\[forecast\]'"):
+        write_quantiles(Forecast(torch.zeros(2, 3, 1), ("a",)), tmp_path / "a.parquet", [0.5])
+
+
+def test_chart_without_dates(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    from vssm.data.table import Table
+
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *a, **k: (save(figure, *a, **k), drawn.append(figure))
+    )
+    table = Table(("a$",), np.arange(20.0)[:, None], [])
+    draw_fan(Forecast(torch.randn(9, 4, 1), ("a$",)), table, tmp_path / "fan.png")
+    assert (tmp_path / "fan.png").stat().st_size > 1000
+    (legend,), (axes,) = drawn[0].legends, drawn[0].axes
+    assert [text.get_text() for text in legend.get_texts()] == ["history", "95%", "80%", "50%", "median"]
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent()), "no line is covered"
+
+
+def test_levels_are_for_vssm():
+    from vssm.lab.compare_forecasts import Comparison, _model
+
+    levels = small_config("vssm", latents=4, levels=2)
+    options = Comparison(series=SeriesConfig(context=12, horizon=6, patch=3), model=levels)
+    assert _model("vssm", options) == levels
+    assert _model("rnn", options) == replace(levels, kind="rnn", levels=1)
+
+
+def comparison(tmp_path, **options):
+    """Returns a small comparison of models on waves."""
+    from vssm.lab.compare_forecasts import Comparison
+
+    path = waves(tmp_path / "waves.csv")
+    values = {
+        "series": SeriesConfig(path=str(path), context=12, horizon=6, separate=True),
+        "model": small_config("vssm", head="auto", width=8, layers=1),
+        "train": TrainConfig(max_steps=2, batch=16, samples=0, num_valid=8, device="cpu"),
+        "models": ("naive", "vssm", "rnn"),
+        "samples": 7,
+        "season": 6,
+        "chunk": 2,
+        "calibrate": True,
+        "shapes": ("2x3x9",),
+        "runs": tmp_path / "runs",
+        "out": tmp_path / "results" / "waves.json",
+    }
+    return Comparison(**(values | options))
+
+
+class StopAtValidation(Progress):
+    """Stops a training once it has weights."""
+
+    def line(self, line):
+        if line["split"] == "valid":
+            raise KeyboardInterrupt
+
+
+def test_comparison_finishes_a_run_that_was_stopped(tmp_path, monkeypatch):
+    from vssm.lab import compare_forecasts as forecast_compare
+    from vssm.runs.folder import RunFolder
+
+    steps = TrainConfig(max_steps=4, batch=16, samples=0, num_valid=8, validate_every=0.1, device="cpu")
+    options = comparison(tmp_path, models=("rnn",), train=steps, calibrate=False, shapes=())
+    whole = forecast_compare.compare(replace(options, runs=tmp_path / "whole"))["metrics"]
+    folder = options.runs / "waves-rnn"
+    with monkeypatch.context() as patch:
+        patch.setattr(forecast_compare, "train", lambda *a, **k: train(*a, **k, progress=StopAtValidation()))
+        with pytest.raises(KeyboardInterrupt):
+            forecast_compare.compare(options)
+    assert (folder / "weights.safetensors").exists() and not RunFolder(folder).has_ended()
+    made = forecast_compare.compare(options)["metrics"]
+    assert RunFolder(folder).has_ended() and made["rnn_crps"] == whole["rnn_crps"]
+    monkeypatch.setattr(forecast_compare, "train", lambda *_, **__: pytest.fail("it has ended"))
+    assert forecast_compare.compare(options)["metrics"]["rnn_crps"] == whole["rnn_crps"]
+
+
+def test_comparison_refuses_runs_of_other_settings(tmp_path, monkeypatch):
+    from vssm.lab import compare_forecasts as forecast_compare
+
+    options = comparison(tmp_path, models=("rnn",), calibrate=False, shapes=())
+    forecast_compare.compare(options)
+    written = options.out.read_text()
+    monkeypatch.setattr(forecast_compare, "train", lambda *_, **__: pytest.fail("before any training"))
+    for change, message in (
+        ({"model": replace(options.model, width=16)}, "model.width=16 differs from 8 of the run in .*rnn"),
+        ({"train": replace(options.train, max_steps=3)}, "train.max_steps=3 differs from 2 of the run"),
+        ({"series": replace(options.series, horizon=5)}, "data.series.horizon=5 differs from 6 of the run"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            forecast_compare.compare(replace(options, models=("vssm", "rnn"), **change))
+    assert options.out.read_text() == written
+
+
+def test_comparison_writes_the_metrics_of_every_model(tmp_path):
+    from vssm.lab.compare_forecasts import compare
+
+    options, lines = comparison(tmp_path), []
+    compare(options, lines.append)
+    written = json.loads(options.out.read_text())
+    metrics = written["metrics"]
+    assert metrics["vssm_temperature"] >= 1 and metrics["rnn_temperature"] >= 1
+    assert len(lines) == 4 + sum(f"{kind}_t1_crps" in metrics for kind in ("vssm", "rnn"))
+    assert metrics["windows"] == 7 and metrics["columns"] == 2
+    for name in ("naive", "vssm", "vssm_w2", "rnn"):
+        assert metrics[f"{name}_crps"] > 0 and 0 <= metrics[f"{name}_coverage80"] <= 1
+        assert {f"{name}_{key}" for key in ("wql", "mase", "energy", "mae")} <= set(metrics)
+    assert metrics["vssm_ms_2x3x9"] > 0 and metrics["rnn_parameters"] > 0
+    for change, message in (
+        ({"models": ("deeper",)}, "models='deeper' is unknown; .*did you mean 'deepar'"),
+        ({"season": 13}, "season=13 is not allowed; allowed: 1 to 12"),
+        ({"shapes": ("3x3",)}, "shapes='3x3' is not allowed"),
+        ({"part": "train"}, "part='train' is unknown; allowed: 'test', 'valid'"),
+        *(
+            ({key: value}, f"{key}={value} is not allowed; allowed: a whole number >= 1")
+            for key in ("windows", "stride", "samples", "chunk", "deepar_epochs", "deepar_context")
+            for value in (0, -1)
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compare(replace(options, **change))
+
+
+def test_naive_repeats_the_season(tmp_path):
+    from vssm.lab.compare_forecasts import Comparison, _naive, _Task
+
+    values = np.tile([[1.0], [2.0], [4.0]], (20, 1))
+    options = Comparison(series=SeriesConfig(context=6, horizon=4), season=3, samples=5)
+    task = _Task(options, None, values)
+    assert torch.equal(_naive(task), task.future[:, None].expand(-1, 5, -1, -1))
+
+
+def test_noise_of_the_naive_forecast_grows_with_the_seasons_ahead():
+    from vssm.lab.compare_forecasts import Comparison, _naive, _Task
+
+    series = SeriesConfig(context=6, horizon=7)
+    options = Comparison(series=series, season=3, samples=4000, windows=1)
+    task = _Task(options, None, np.random.default_rng(0).normal(size=(60, 1)))
+    change = task.history[0, 3:] - task.history[0, :-3]
+    expected = np.sqrt(np.square(change).mean() * np.array([1, 1, 1, 2, 2, 2, 3]))
+    np.testing.assert_allclose(_naive(task)[0, :, :, 0].std(0), expected, rtol=0.05)
+
+
+def test_scores_are_in_the_units_of_the_training_rows():
+    from vssm.lab.compare_forecasts import Comparison, _Task
+
+    options = Comparison(series=SeriesConfig(context=6, horizon=4), season=3)
+    values = np.random.default_rng(0).normal(size=(100, 2)) * [1, 5]
+    changed, rows = values.copy(), values[:70]
+    changed[70:] *= 9
+    for task in (_Task(options, None, values), _Task(options, None, changed)):
+        np.testing.assert_allclose(task.mean, rows.mean(0))
+        np.testing.assert_allclose(task.std, rows.std(0))
+        np.testing.assert_allclose(task.naive, np.abs(rows[3:] - rows[:-3]).mean(0) / rows.std(0))
+
+
+def test_the_temperature_is_the_best_on_validation(monkeypatch):
+    from vssm.lab import compare_forecasts as forecast_compare
+    from vssm.lab.compare_forecasts import Comparison, _calibrated, _Task
+
+    def score(task, temperature):
+        assert task.options.part == "valid" and task.starts.min() >= 70 and task.starts.max() <= 76
+        return {"crps": abs(temperature - 2.0)}
+
+    monkeypatch.setattr(forecast_compare, "_rolled", lambda forecaster, task, ways: ways["temperature"])
+    monkeypatch.setattr(_Task, "score", score)
+    options = Comparison(series=SeriesConfig(context=6, horizon=4), season=3)
+    assert _calibrated(None, _Task(options, None, np.random.default_rng(0).normal(size=(100, 2)))) == 2.0
+
+
+def test_predictor_takes_the_place_of_one_of_gluonts(run_folder):
+    pytest.importorskip("gluonts")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from gluonts.dataset.common import ListDataset
+        from gluonts.evaluation import make_evaluation_predictions
+
+        from vssm.forecasting.gluonts import entries, predictor
+
+        made = predictor(run_folder, num_samples=5)
+        assert made.prediction_length == 6
+        series = np.random.default_rng(0).normal(size=(40, 3)).cumsum(0) * [1, 100, 1e-3]
+        dataset = ListDataset(entries(series, "h"), freq="h")
+        forecasts, actual = make_evaluation_predictions(dataset, made, num_samples=8)
+        forecasts, actual = list(forecasts), list(actual)
+        assert [f.item_id for f in forecasts] == ["0", "1", "2"]
+        for forecast, whole in zip(forecasts, actual, strict=True):
+            assert forecast.samples.shape == (8, 6)
+            assert forecast.start_date == whole.index[-6]
+            near = np.abs(forecast.samples - whole.to_numpy()[-7]).mean() / whole.to_numpy()[:-6].std()
+            assert near < 5, "in the units of the series"
+        ragged = [
+            {**entry, "target": entry["target"][: 20 + k]} for k, entry in enumerate(entries(series, "h"))
+        ]
+        assert [f.samples.shape for f in made.predict(ragged)] == [(5, 6)] * 3
+        with pytest.raises(ValueError, match=r"target has shape \(2, 9\); allowed for this run: \(N,\)"):
+            list(made.predict([{**ragged[0], "target": np.zeros((2, 9))}]))
+
+
+@pytest.mark.parametrize("cycles", [(), ("day",)])
+def test_equal_series_of_a_predictor_get_paths_of_their_own(cycles, monkeypatch):
+    pytest.importorskip("gluonts")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vssm.forecasting import gluonts as forecast_gluonts
+
+        monkeypatch.setattr(forecast_gluonts, "_SERIES_PER_PASS", 2)
+        own = forecaster(columns=("a",), features=1 + 2 * len(cycles), separate=True, cycles=cycles)
+        series = forecast_gluonts.entries(np.repeat(history(20, num=1), 5, 1), "h")
+        made = forecast_gluonts.predictor(own, num_samples=3)
+        paths = [list(made.predict(series)) for _ in range(2)]
+    assert len({one.samples.tobytes() for one in paths[0]}) == 5
+    assert all((a.samples == b.samples).all() for a, b in zip(*paths, strict=True)), "each time the same"
+
+
+def test_deepar_leaves_the_random_numbers_of_others_alone():
+    pytest.importorskip("gluonts")
+    from vssm.forecasting.gluonts import deepar
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = pickle.dumps(np.random.get_state()), torch.get_rng_state()  # noqa: NPY002
+        deepar(history(60, num=1), 4, 2, "h", epochs=1, batches=1, seed=5, num_layers=1, hidden_size=4)
+    assert pickle.dumps(np.random.get_state()) == before[0]  # noqa: NPY002
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_predictor_names_its_extra(run_folder, monkeypatch):
+    from vssm.forecasting.gluonts import predictor
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "gluonts"] + ["gluonts"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match=r"pip install 'vssm\[forecast\]'"):
+        predictor(run_folder)
+
+
+def test_module_runs_as_a_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "vssm.lab.compare_forecasts", "--season", "0"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2 and done.stderr.startswith("vssm: season=0 is not allowed")
+
+
+def test_sensor_example_runs_in_constant_memory(capsys):
+    path = Path(__file__).parents[2] / "experiments" / "stream.py"
+    made = runpy.run_path(str(path))["follow"](points=200, every=100, steps=1)
+    assert len(made) == 2 and made[1][1] - made[0][1] < 20, "MiB, of the second hundred points"
+    assert "200 points" in capsys.readouterr().out
+
+
+def test_histories_that_leave_float32_are_named():
+    own = forecaster(mean=(0.0, 0.0, 0.0), std=(1e-20, 1.0, 1.0), windowed=None)
+    with pytest.raises(ValueError, match="x contains NaN or infinite values at row 0, step 0"):
+        own.forecast(np.full((9, 3), 1e25), 5, 4)
+    large = forecaster(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), windowed=None)
+    assert large.forecast(np.full((9, 3), 1e30), 5, 4).samples.shape == (4, 5, 3)
+
+
+@pytest.mark.parametrize("kind", ["vssm", "rnn"])
+def test_the_seed_of_a_stream_names_its_paths(kind):
+    own, x = forecaster(kind), history(20)
+    stream = own.stream(x[:9], seed=3)
+    assert relative_error(stream.forecast(5, 4).samples, own.forecast(x[:9], 5, 4, seed=3).samples) < 1e-5
+    stream.observe(x[9:15])  # the last makes the state anew
+    assert stream.renewed == 1
+    assert relative_error(stream.forecast(5, 4).samples, own.forecast(x[:15], 5, 4, seed=3).samples) < 1e-5
+
+
+@pytest.mark.parametrize("fill", ["zero", "previous", "linear"])
+def test_what_a_point_lacks_comes_from_the_past(fill):
+    x = history(11)
+    gaps, whole = x.copy(), x.copy()
+    gaps[9, 1], whole[9, 1] = np.nan, 0 if fill == "zero" else x[8, 1]
+    own = forecaster(fill=fill)
+    found = []
+    for points in (gaps, whole):
+        stream = own.stream(points[:9])
+        stream.observe(points[9:])
+        found.append(stream.forecast(5, 4).samples)
+    assert torch.equal(*found)
+
+
+def test_half_of_a_column_may_be_missing():
+    x = history(8)
+    x[[1, 3, 5, 6], 1] = np.nan
+    own = forecaster(fill="linear", context=8)
+    assert own.forecast(x, 5, 4).samples.isfinite().all()
+    x[7, 1] = np.nan
+    with pytest.raises(ValueError, match="is missing in 5 of the last 8 steps"):
+        own.forecast(x, 5, 4)
+
+
+def test_scores_equal_their_definitions():
+    paths, y = torch.randn(3, 6, 4, 2, dtype=torch.float64), torch.randn(3, 4, 2, dtype=torch.float64)
+    mean, std, naive = torch.tensor([[1.0, -2.0], [0.5, 3.0], [2.0, 0.2]], dtype=torch.float64)
+    found = scores(paths, y, mean, std, naive)
+    pinball = 0.0
+    for level in np.arange(1, 10) / 10:
+        gap = y - paths.quantile(level, 1)
+        pinball += float(torch.where(gap > 0, level * gap, (level - 1) * gap).sum())
+    assert found["wql"] == pytest.approx(2 * pinball / 9 / float(y.abs().sum()))
+    error = (paths.quantile(0.5, 1) - y).abs() / std
+    assert found["mae"] == pytest.approx(float(error.mean()))
+    assert found["mase"] == pytest.approx(float((error.mean((0, 1)) / naive).mean()))
+    scaled, target = (paths - mean) / std, (y - mean) / std
+    assert found["crps"] == pytest.approx(float(crps(scaled, target).mean()))
+    apart = [(scaled[:, k] - scaled[:, k - 1]).norm(dim=1) for k in range(6)]
+    energy = (scaled - target[:, None]).norm(dim=2).mean(1) - torch.stack(apart).mean(0) / 2
+    assert found["energy"] == pytest.approx(float(energy.mean()) / 2)  # over the root of four steps
+    inside = (y >= paths.quantile(0.1, 1)) & (y <= paths.quantile(0.9, 1))
+    assert found["coverage80"] == pytest.approx(float(inside.double().mean()))

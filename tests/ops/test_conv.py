@@ -1,0 +1,253 @@
+"""The fused convolution: its kernels against its plain twin, and against PyTorch's own convolution."""
+
+from functools import partial
+
+import hypothesis
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+
+from tests.conftest import relative_error
+from tests.interpreter import DEVICE, kernels, needs_interpreter, run_interpreted
+from vssm.ops.conv import (
+    MAX_TAPS,
+    _conv_silu,
+    causal_conv_silu,
+    causal_conv_silu_reference,
+    linear_conv_silu,
+)
+from vssm.ops.linear import linear
+from vssm.ops.norm import RMSNorm
+
+SIZES = [(2, 1, 3, 4), (1, 2, 5, 4), (2, 35, 5, 4), (1, 5, 520, 3), (2, 4, 4, 1)]
+
+
+@needs_interpreter
+def test_in_the_interpreter():
+    run_interpreted(__file__)
+
+
+def arguments(batch, length, channels, taps, state=True, dtype=torch.float32, device=DEVICE):
+    """The input as one half of a tensor, as a Mamba block makes it."""
+    x = torch.randn(batch, length, 2 * channels, device=device).to(dtype)[..., :channels]
+    weight, bias = torch.randn(channels, taps, device=device), torch.randn(channels, device=device)
+    before = torch.randn(batch, taps - 1, channels, device=device).to(dtype) if state else None
+    return x, weight, bias, before
+
+
+def results(function, values, dy, dafter):
+    """Returns the outputs and all gradients of a function."""
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in values]
+    y, after = function(*leaves)
+    total = (y * dy).sum() + (after * dafter).sum()
+    return [y, after, *torch.autograd.grad(total, [leaf for leaf in leaves if leaf is not None])]
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_twin_is_pytorchs_convolution(size, state):
+    x, weight, bias, before = arguments(*size, state)
+    padded = torch.cat([before, x], 1) if state else F.pad(x, (0, 0, size[3] - 1, 0))
+    wanted = F.silu(F.conv1d(padded.mT, weight[:, None], bias, groups=size[2]).mT)
+    y, after = causal_conv_silu_reference(x, weight, bias, before)
+    assert torch.allclose(y, wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(after, padded[:, size[1] :])
+
+
+@kernels
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_kernels_follow_the_twin(size, state):
+    pytest.importorskip("triton")
+    values = arguments(*size, state)
+    dy, dafter = (
+        torch.randn(size[:3], device=DEVICE),
+        torch.randn(size[0], size[3] - 1, size[2], device=DEVICE),
+    )
+    wanted = results(causal_conv_silu_reference, values, dy, dafter)
+    for given, right in zip(
+        results(partial(causal_conv_silu, backend="triton"), values, dy, dafter), wanted, strict=True
+    ):
+        assert given.shape == right.shape
+        assert given.numel() == 0 or relative_error(given, right) < 1e-5
+    with torch.no_grad():
+        y, after = causal_conv_silu(*values, backend="triton")
+    assert relative_error(y, wanted[0]) < 1e-5
+    assert torch.equal(after, wanted[1])
+
+
+sizes = st.tuples(*map(st.integers, (1, 1, 1, 1), (20, 70, 40, MAX_TAPS)))
+
+
+@hypothesis.given(size=sizes, state=st.booleans(), contiguous=st.booleans())
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_numba_follows_the_twin_in_float64(size, state, contiguous):
+    values = arguments(*size, state, device="cpu")
+    if contiguous:
+        values = values[0].mT.contiguous().mT, *values[1:]  # steps are next to each other, channels are not
+    dy, dafter = torch.randn(size[:3]), torch.randn(size[0], size[3] - 1, size[2])
+    exact = [None if t is None else t.double() for t in values]
+    wanted = results(causal_conv_silu_reference, exact, dy.double(), dafter.double())
+    numba = partial(causal_conv_silu, backend="numba")
+    given, again = (results(numba, values, dy, dafter) for _ in range(2))
+    for some, right, same in zip(given, wanted, again, strict=True):
+        assert some.shape == right.shape and torch.equal(some, same)
+        assert some.numel() == 0 or relative_error(some.double(), right) < 1e-5
+    with torch.no_grad():
+        y, after = numba(*values)
+    assert torch.equal(y, given[0]) and torch.equal(after, given[1])
+
+
+@torch.no_grad()
+def test_numba_does_not_depend_on_where_it_is_cut_or_on_threads():
+    x, weight, bias, before = arguments(9, 70, 37, 4, device="cpu")
+    y, after = causal_conv_silu(x, weight, bias, before, "numba")
+    for cut in (1, 2, 33, 69):
+        first, middle = causal_conv_silu(x[:, :cut], weight, bias, before, "numba")
+        second, end = causal_conv_silu(x[:, cut:], weight, bias, middle, "numba")
+        assert torch.equal(torch.cat([first, second], 1), y) and torch.equal(end, after)
+        assert torch.equal(causal_conv_silu(x[:5], weight, bias, before[:5], "numba")[0], y[:5])
+    threads = torch.get_num_threads()
+    try:
+        for other in (1, 3):
+            torch.set_num_threads(other)
+            assert torch.equal(causal_conv_silu(x, weight, bias, before, "numba")[0], y)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@torch.no_grad()
+def test_a_state_does_not_hold_on_to_the_whole_input():
+    x, weight, bias, _ = arguments(1, 50, 8, 4, device="cpu")
+    _, after = causal_conv_silu(x, weight, bias)
+    assert after.untyped_storage().nbytes() == after.nbytes
+
+
+def test_taps_that_the_kernel_has_no_room_for():
+    x, weight, bias, before = arguments(1, 5, 3, MAX_TAPS + 1, device="cpu")
+    y, after = causal_conv_silu(x, weight, bias, before)
+    wanted, end = causal_conv_silu_reference(x, weight, bias, before)
+    assert torch.equal(y, wanted) and torch.equal(after, end)
+    with pytest.raises(ValueError, match="up to 16 taps, not 17; allowed: 'auto', 'reference'"):
+        causal_conv_silu(x, weight, bias, before, "numba")
+
+
+@pytest.mark.parametrize("backend", ["numba", pytest.param("triton", marks=kernels)])
+def test_the_operator_is_well_formed(backend):
+    pytest.importorskip(backend)
+    device = DEVICE if backend == "triton" else "cpu"
+    values = [t.requires_grad_() for t in arguments(2, 5, 3, 4, device=device)]
+    torch.library.opcheck(_conv_silu, (*values, backend))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_real_sizes(dtype):
+    values = arguments(256, 28, 2048, 4, dtype=dtype)
+    dy, dafter = torch.randn(256, 28, 2048, device="cuda"), torch.randn(256, 3, 2048, device="cuda")
+    exact = [t.double() for t in values]
+    wanted = results(causal_conv_silu_reference, exact, dy.double(), dafter.double())
+    given, again = (results(causal_conv_silu, values, dy, dafter) for _ in range(2))
+    for some, right, same in zip(given, wanted, again, strict=True):
+        assert relative_error(some.double(), right) < (1e-5 if dtype == torch.float32 else 1e-2)
+        assert torch.equal(some, same)
+
+
+@pytest.mark.parametrize("backend", ["reference", "numba", pytest.param("triton", marks=kernels)])
+@pytest.mark.parametrize("size", [(6, 5, 7, 4), (6, 35, 140, 4), (6, 2, 3, 3)])
+@pytest.mark.parametrize("times", [1, 2, 6])
+@torch.no_grad()
+def test_rows_share_a_state_and_leave_none(size, times, backend):
+    x, weight, bias, before = arguments(*size, device="cpu" if backend == "numba" else DEVICE)
+    few = before[: 6 // times]
+    y, after = causal_conv_silu(x, weight, bias, few.repeat_interleave(times, 0), backend)
+    given, same = causal_conv_silu(x, weight, bias, few, backend)
+    assert torch.equal(given, y) and torch.equal(same, after)
+    given, none = causal_conv_silu(x, weight, bias, few, backend, last=False)
+    assert torch.equal(given, y) and none.shape == (0, size[3] - 1, size[2])
+
+
+@kernels
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("size", [(2, 1, 3, 4), (1, 28, 5, 4), (2, 7, 130, 4), (2, 2, 4, 1), (1, 5, 20, 3)])
+@torch.no_grad()
+def test_parts_of_a_product_are_added_on_the_way(size, state, monkeypatch):
+    """The bits are those of a product, whose sum is a kernel of its own, and a convolution."""
+    pytest.importorskip("triton")
+    from vssm.ops.linear import triton as linear_triton
+
+    batch, length, channels, _ = size
+    _, weight, bias, before = arguments(*size, state)
+    x, matrix = (torch.randn(shape, device=DEVICE) for shape in ((batch, length, 64), (2 * channels, 64)))
+    matrix /= 8
+    for split in (1, 2):
+        how = linear_triton.Plan(16, 16, 32, split, 4, 2)
+        monkeypatch.setattr(linear_triton, "plan", lambda *_, how=how: how)
+        for norm in (None, RMSNorm(64, eps=1e-5).to(DEVICE)):
+            u, z = linear(x, matrix, norm=norm, backend="triton").chunk(2, -1)
+            y, after = causal_conv_silu(u, weight, bias, before, "triton")
+            options = {"state": before, "norm": norm, "backend": "triton"}
+            for last in (True, False):
+                given = linear_conv_silu(x, matrix, weight, bias, **options, last=last)
+                assert relative_error(given[0], y) < 1e-6 and torch.equal(given[1], z)
+                assert torch.equal(given[2], after if last else after[:0])
+            twin = linear_conv_silu(x, matrix, weight, bias, **{**options, "backend": "reference"})
+            for some, right in zip(given[:2], twin[:2], strict=True):
+                assert relative_error(some, right) < 1e-5
+    if state and batch > 1:
+        shared = linear_conv_silu(x, matrix, weight, bias, before[:1], None, "triton")
+        wide = linear_conv_silu(x, matrix, weight, bias, before[:1].expand_as(before), None, "triton")
+        assert all(torch.equal(a, b) for a, b in zip(shared, wide, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("size", [(1, 28), (2, 28), (16, 28)])
+@torch.no_grad()
+def test_real_sizes_of_product_and_convolution(size, state):
+    _, weight, bias, before = arguments(*size, 2048, 4, state)
+    x, matrix = torch.randn(*size, 1024, device="cuda"), torch.randn(4096, 1024, device="cuda") / 32
+    norm = RMSNorm(1024, eps=1e-5).to("cuda")
+    first, second = (linear_conv_silu(x, matrix, weight, bias, before, norm) for _ in range(2))
+    u, z = linear(x, matrix, norm=norm).chunk(2, -1)
+    y, after = causal_conv_silu(u, weight, bias, before)
+    for given, again, wanted in zip(first, second, (y, z, after), strict=True):
+        assert torch.equal(given, again)
+        assert relative_error(given, wanted) < 1e-6
+
+
+def test_gradients_reach_every_input_of_product_and_convolution():
+    x, weight, bias, before = arguments(2, 5, 3, 4)
+    matrix, norm = torch.randn(6, 3, device=DEVICE), RMSNorm(3, eps=1e-5).to(DEVICE)
+    leaves = [t.detach().clone().requires_grad_() for t in (x, matrix, weight, bias, before)]
+    y, gate, after = linear_conv_silu(*leaves, norm)
+    total = (y * gate).sum() + after.square().sum()
+    assert all(grad.abs().sum() > 0 for grad in torch.autograd.grad(total, [*leaves, norm.weight]))
+
+
+def test_bad_input():
+    x, weight, bias, _ = arguments(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="backend='cuda' is unknown; allowed: 'auto'"):
+        causal_conv_silu(x, weight, bias, backend="cuda")
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(2, 5, 4), (3, 3), (4,)],
+        [(2, 5, 4), (4, 3), (2,)],
+        [(2, 5, 4), (4, 0), (4,)],
+        [(5, 4), (4, 3), (4,)],
+        [(2, 5, 4), (4, 3), (4,), (2, 1, 4)],
+        [(2, 5, 4), (4, 3), (4,), (2, 2, 3)],
+        [(2, 5, 4), (4, 3), (4,), (3, 2, 4)],
+        [(2, 5, 4), (4, 3), (4,), (0, 2, 4)],
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shapes, backend):
+    with pytest.raises(ValueError, match=r"do not fit; allowed: x \(B, T, D\), weight"):
+        causal_conv_silu(*(torch.rand(shape) for shape in shapes), backend=backend)
+    with pytest.raises(ValueError, match=r"^bias is NoneType; allowed: a tensor"):
+        causal_conv_silu(torch.rand(2, 5, 4), torch.rand(4, 3), None)

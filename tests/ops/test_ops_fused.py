@@ -1,0 +1,675 @@
+"""The fused kernels against their PyTorch twins, interpreted without a GPU and compiled with one."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.conftest import relative_error, sequences, small_model
+from tests.interpreter import DEVICE, kernels, needs_interpreter, run_interpreted
+from vssm import objective
+from vssm.distributions import Latents, gumbel_uniform
+from vssm.ops.draw import inverse_cdf
+from vssm.ops.embed import embed_sum
+from vssm.ops.latents import expected_log_prob, sample_and_kl
+from vssm.ops.norm import RMSNorm, rms_norm
+from vssm.ops.normal import normal_draw
+
+SINGLE, HALF = 1e-5, 1e-2  # relative, in norm
+
+
+@needs_interpreter
+def test_in_the_interpreter():
+    run_interpreted(__file__)
+
+
+BACKENDS = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("triton", marks=kernels),
+        pytest.param("numba", marks=pytest.mark.skipif(DEVICE == "cuda", reason="for a CPU")),
+    ],
+)
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(DEVICE, dtype)
+
+
+def noises(*shape, seed=0):
+    return gumbel_uniform(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def draw(logits, noise, backend, dtype=None, estimator="gumbel"):
+    """Returns z, KL and the gradient of the logits, of random weights that all dtypes hold exactly."""
+    logits = logits.detach().requires_grad_()
+    z, kl = sample_and_kl(logits, noise, dtype, backend=backend, estimator=estimator)
+    total = (z.double() * normal(*z.shape, seed=1, dtype=torch.bfloat16).double()).sum()
+    total = total + (kl.double() * normal(*kl.shape, seed=2).double()).sum()
+    return z.detach(), kl.detach(), *torch.autograd.grad(total, logits)
+
+
+def expected(logits, q, backend):
+    logits = logits.detach().requires_grad_()
+    value = expected_log_prob(logits, q, backend)
+    (grad,) = torch.autograd.grad((value.double() * normal(*value.shape, seed=2).double()).sum(), logits)
+    return value.detach(), grad
+
+
+def norm(x, weight, backend, dtype):
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    y = rms_norm(x, weight, 1e-5, dtype, backend)
+    total = (y.double() * normal(*y.shape, seed=1, dtype=torch.bfloat16).double()).sum()
+    return y.detach(), *torch.autograd.grad(total, (x, weight))
+
+
+def assert_same_draw(logits, noise, z, exact):
+    """Draws are equal but where the two best classes lie within rounding of each other."""
+    assert ((z == 0) | (z == 1)).all() and (z.sum(-1) == 1).all()
+    perturbed = logits.double() - torch.log(-torch.log(noise.double()))
+    if perturbed.shape[-1] > 1:
+        best = perturbed.topk(2).values
+        clear = best[..., 0] - best[..., 1] > 1e-5
+        assert clear.float().mean() > 0.99
+        z, exact = z[clear], exact[clear]
+    assert torch.equal(z.double(), exact.double())
+
+
+SHAPES = [(2, 3, 4, 8), (5, 3, 5), (2, 3, 1), (1, 40, 33), (2, 70, 16), (3, 64), (1, 2, 130)]
+
+
+@BACKENDS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_draw_matches_float64(shape, backend):
+    logits, noise = normal(*shape) * 3, noises(*shape)
+    z, kl, grad = draw(logits, noise, backend)
+    exact_z, exact_kl, exact_grad = draw(logits.double(), noise.double(), "reference")
+    assert_same_draw(logits, noise, z, exact_z)
+    assert z.dtype == kl.dtype == grad.dtype == torch.float32 and kl.shape == shape[:-2]
+    assert shape[-1] == 1 or relative_error(kl, exact_kl) < SINGLE
+    assert (grad - exact_grad).norm() <= SINGLE * exact_grad.norm() + 1e-7
+
+
+def assert_selected(logits, noise, z, temperature=1.0):
+    """The noise lies in the interval of its class, but for rounding."""
+    p = (logits.double() / temperature).softmax(-1).expand(*z.shape, -1)
+    upper = p.cumsum(-1).gather(-1, z[..., None])[..., 0]
+    lower = upper - p.gather(-1, z[..., None])[..., 0]
+    assert z.dtype == torch.int64 and z.shape == noise.shape
+    assert (lower - 1e-6 < noise).all() and (noise < upper + 1e-6).all()
+
+
+@kernels
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_hard_draws_lie_in_their_interval(shape, dtype, temperature):
+    logits, noise = 3 * normal(*shape, dtype=dtype), noises(*shape[:-1])
+    z = inverse_cdf(logits, noise, temperature, "triton")
+    assert_selected(logits, noise, z, temperature)
+    wanted = inverse_cdf(logits, noise, temperature, "reference")
+    assert (z != wanted).float().mean() < 1e-2  # only where the noise meets an edge within rounding
+
+
+@kernels
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("classes", [2, 5, 32])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+def test_of_logits_that_are_not_finite_a_class_is_drawn(classes, backend):
+    """Any: what comes of them is said at the end of a step, and an index beyond the last would end all."""
+    logits, noise = normal(8, classes), noises(8)
+    logits[::2] = torch.nan
+    logits[1] = torch.inf
+    z = inverse_cdf(logits, noise, backend=backend)
+    assert ((z >= 0) & (z < classes)).all()
+
+
+@kernels
+def test_one_row_of_logits_serves_all_noise():
+    logits, noise = normal(1, 5, 3, 7), noises(4, 5, 3)
+    z = inverse_cdf(logits, noise, backend="triton")
+    assert torch.equal(z, inverse_cdf(logits.expand(4, -1, -1, -1), noise, backend="triton"))
+    assert torch.equal(
+        inverse_cdf(logits[0, 0, 0], noise, backend="triton")[..., 0],
+        inverse_cdf(logits[0, 0, :1], noise[..., :1], backend="triton")[..., 0],
+    )
+    assert_selected(logits, noise, z)
+    with pytest.raises(ValueError, match="do not repeat over noise"):  # its twin makes (1, 5, 3) of it
+        inverse_cdf(logits, noise[0], backend="triton")
+
+
+@kernels
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize(
+    ("own", "shape"), [((2, 1, 5, 3), (2, 4, 5, 3)), ((2, 1, 1), (2, 3, 4)), ((3,), (2, 4, 3)), ((1,), (5,))]
+)
+def test_logits_serve_noise_in_the_dimensions_that_they_lack(own, shape, backend):
+    logits, noise = normal(*own, 7), noises(*shape)
+    z = inverse_cdf(logits, noise, backend=backend)
+    whole = logits.expand(*shape, 7).contiguous()
+    assert torch.equal(z, inverse_cdf(whole, noise, backend=backend))
+    assert_selected(whole, noise, z)
+
+
+@kernels
+def test_dimensions_that_logits_lack_must_be_neighbours():
+    logits, noise = normal(1, 5, 1, 7), noises(4, 5, 3)
+    with pytest.raises(ValueError, match="do not repeat over noise"):
+        inverse_cdf(logits, noise, backend="triton")
+    z = inverse_cdf(logits, noise)  # its twin does without
+    assert torch.equal(z, inverse_cdf(logits.expand(4, 5, 3, 7), noise, backend="reference"))
+
+
+@kernels
+def test_hard_draws_of_sure_and_impossible_classes():
+    logits = torch.full((1, 4), -1e30, device=DEVICE)
+    logits[:, 2] = 1e30
+    noise = torch.tensor([2.0**-24, 0.5, 1 - 2.0**-24], device=DEVICE)
+    assert inverse_cdf(logits, noise[:, None], backend="triton").flatten().tolist() == [2, 2, 2]
+
+
+@BACKENDS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_expectation_matches_float64(shape, backend):
+    logits, q = normal(*shape) * 3, normal(*shape, seed=3) * 3
+    value, grad = expected(logits, q, backend)
+    exact_value, exact_grad = expected(logits.double(), q.double(), "reference")
+    assert value.dtype == grad.dtype == torch.float32 and value.shape == shape[:-2]
+    assert (value - exact_value).norm() <= SINGLE * exact_value.norm() + 1e-6
+    assert (grad - exact_grad).norm() <= SINGLE * exact_grad.norm() + 1e-7
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_in_float32_inside(dtype):
+    logits, q, noise = normal(2, 3, 4, 16, dtype=dtype), normal(2, 3, 4, 16, seed=3), noises(2, 3, 4, 16)
+    z, kl, grad = draw(logits, noise, "triton", dtype)
+    exact_z, exact_kl, exact_grad = draw(logits.double(), noise.double(), "reference")
+    assert_same_draw(logits, noise, z, exact_z)
+    assert z.dtype == grad.dtype == dtype
+    assert relative_error(kl, exact_kl) < SINGLE
+    assert relative_error(grad, exact_grad) < HALF
+    value, grad = expected(logits, q, "triton")
+    exact_value, exact_grad = expected(logits.double(), q.double(), "reference")
+    assert grad.dtype == dtype
+    assert relative_error(value, exact_value) < SINGLE
+    assert relative_error(grad, exact_grad) < HALF
+
+
+@BACKENDS
+@pytest.mark.parametrize("u", [1e-45, 2.0**-25, 0.5, 1 - 2.0**-24])
+def test_finite_for_extreme_logits_and_noise(u, backend):
+    logits = torch.tensor([[[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4], [1e4, 1e4, 1e4]]], device=DEVICE)
+    noise = torch.full((1, 3, 3), u, device=DEVICE)
+    noise[..., 1] = 0.5
+    results = *draw(logits, noise, backend), *expected(logits, -logits, backend)
+    assert all(torch.isfinite(result).all() for result in results)
+    # No noise lifts a class by 1e4 nats.
+    assert torch.equal(results[0][0, 0], torch.tensor([1.0, 0.0, 0.0], device=DEVICE))
+    wanted = expected(logits.double(), -logits.double(), "reference")
+    assert relative_error(results[3], wanted[0]) < SINGLE
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (4, 7, 1, 33), (5, 33, 16), (3, 4, 2)], ids=str)
+def test_reinmax_matches_float64(shape, dtype, backend):
+    if backend == "numba" and dtype != torch.float32:
+        pytest.skip("float32 only")
+    logits, noise = 3 * normal(*shape).to(dtype), noises(*shape)
+    given = draw(logits, noise, backend, estimator="reinmax")
+    wanted = draw(logits.double(), noise, "reference", estimator="reinmax")
+    assert_same_draw(logits, noise, given[0], wanted[0])
+    assert given[2].dtype == dtype
+    assert relative_error(given[2], wanted[2]) < (SINGLE if dtype == torch.float32 else HALF)
+    assert relative_error(draw(logits, noise, backend)[2], wanted[2]) > 0.1  # that of the other estimator
+
+
+@BACKENDS
+def test_one_of_two_gradients_is_enough(backend):
+    logits, noise, weight = normal(2, 3, 5).requires_grad_(), noises(2, 3, 5), normal(2, 3, 5, seed=1)
+    for part in (lambda z, kl: (z * weight).sum(), lambda z, kl: kl.square().sum()):
+        given, wanted = (
+            torch.autograd.grad(part(*sample_and_kl(logits, noise, backend=one)), logits)[0]
+            for one in (backend, "reference")
+        )
+        assert relative_error(given, wanted) < SINGLE
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (4, 7, 1, 33), (5, 33, 16)], ids=str)
+def test_kl_to_a_prior_matches_float64(shape, dtype, backend):
+    if backend == "numba" and dtype != torch.float32:
+        pytest.skip("float32 only")
+    noise = noises(*shape)
+    logits, prior = (3 * normal(*shape, seed=seed).to(dtype) for seed in (0, 4))
+
+    def run(logits, prior, backend):
+        logits, prior = (values.detach().requires_grad_() for values in (logits, prior))
+        z, kl = sample_and_kl(logits, noise, None, prior, backend)
+        total = (z.double() * normal(*z.shape, seed=1).double()).sum() + (kl.double() * 3).sum()
+        return z.detach(), kl.detach(), *torch.autograd.grad(total, (logits, prior))
+
+    given, wanted = run(logits, prior, backend), run(logits.double(), prior.double(), "reference")
+    assert_same_draw(logits, noise, given[0], wanted[0])
+    assert relative_error(given[1], wanted[1]) < SINGLE
+    for result, exact in zip(given[2:], wanted[2:], strict=True):
+        assert result.dtype == dtype
+        assert relative_error(result, exact) < (SINGLE if dtype == torch.float32 else HALF)
+    (repeated,) = run(logits, logits, backend)[1:2]
+    assert repeated.abs().max() < 1e-4  # of itself
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 5, 24), (3, 1), (1, 33), (11, 130), (7, 1024), (2, 1500)], ids=str)
+def test_norm_matches_float64(shape, dtype):
+    x, weight = normal(*shape) * 3, normal(shape[-1], seed=3) + 1
+    x[0] *= 1e-4  # where eps matters
+    given = norm(x, weight, "triton", dtype)
+    wanted = norm(x.double(), weight.double(), "reference", torch.float64)
+    assert given[0].dtype == dtype and given[1].dtype == given[2].dtype == torch.float32
+    for result, exact in zip(given[1:], wanted[1:], strict=True):
+        # The incoming gradient is the same in all dtypes: these are computed in float32.
+        assert (result - exact).norm() <= SINGLE * exact.norm() + 1e-6
+    assert relative_error(given[0], wanted[0]) < (SINGLE if dtype == torch.float32 else HALF)
+
+
+@kernels
+def test_norm_of_half_precision():
+    x, weight = normal(5, 40, dtype=torch.bfloat16), normal(40, dtype=torch.bfloat16)
+    given = norm(x, weight, "triton", torch.float32)
+    wanted = norm(x.double(), weight.double(), "reference", torch.float64)
+    assert relative_error(given[0], wanted[0]) < SINGLE
+    assert given[1].dtype == given[2].dtype == torch.bfloat16
+    assert relative_error(given[1], wanted[1]) < HALF and relative_error(given[2], wanted[2]) < HALF
+
+
+@kernels
+def test_results_repeat_bit_for_bit_and_strides_do_not_matter():
+    logits, noise, x = normal(3, 2, 5, 7), noises(3, 2, 5, 7), normal(3, 9, 50)
+    strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (logits, noise, x)]
+    assert not any(t.is_contiguous() for t in strided)
+    first, second = (
+        (*draw(v, u, "triton"), *expected(v, u, "triton"), *norm(h, h[0, 0], "triton", torch.bfloat16))
+        for v, u, h in ((logits, noise, x), strided)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@BACKENDS
+@pytest.mark.parametrize("shape", [(0, 3, 5), (2, 0, 5)])
+def test_no_latents_no_draws(shape, backend):
+    z, kl, grad = draw(normal(*shape), noises(*shape), backend)
+    assert z.shape == grad.shape == shape and torch.equal(kl, torch.zeros_like(kl)) and len(kl) == shape[0]
+
+
+@kernels
+def test_nothing_in_nothing_out():
+    y, dx, dw = norm(normal(0, 5), normal(5), "triton", torch.bfloat16)
+    assert y.shape == dx.shape == (0, 5) and torch.equal(dw, torch.zeros_like(dw))
+
+
+check = partial(
+    torch.library.opcheck, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+)
+
+
+@BACKENDS
+def test_operators_of_latents_are_registered_properly(backend):
+    logits, noise = normal(2, 3, 5).requires_grad_(), noises(2, 3, 5)
+    check(torch.ops.vssm.sample_and_kl.default, (logits, noise, None, torch.float32, False, backend))
+    prior = normal(2, 3, 5, seed=1).requires_grad_()
+    check(torch.ops.vssm.sample_and_kl.default, (logits, noise, prior, torch.bfloat16, True, backend))
+    check(torch.ops.vssm.expected_log_prob.default, (logits, noise, backend))
+
+
+@kernels
+def test_operator_of_the_norm_is_registered_properly():
+    x, weight = normal(4, 6).requires_grad_(), normal(6).requires_grad_()
+    check(torch.ops.vssm.rms_norm.default, (x, weight, 1e-5, torch.bfloat16))
+
+
+@kernels
+def test_without_gradients_the_values_are_the_same():
+    logits, noise, weight = normal(2, 3, 5).requires_grad_(), noises(2, 3, 5), normal(5).requires_grad_()
+
+    def values():
+        return (
+            *sample_and_kl(logits, noise, backend="triton"),
+            expected_log_prob(logits, noise, "triton"),
+            rms_norm(logits, weight, 1e-5, torch.bfloat16, "triton"),
+        )
+
+    with torch.no_grad():
+        plain = values()
+    assert all(torch.equal(a, b) for a, b in zip(values(), plain, strict=True))
+
+
+def test_twins_have_the_right_gradients():
+    logits, q = (normal(2, 3, 4, seed=seed, dtype=torch.float64).requires_grad_() for seed in (0, 1))
+    noise = noises(2, 3, 4).double()
+    assert torch.autograd.gradcheck(lambda v: sample_and_kl(v, noise)[1], logits)
+    assert torch.autograd.gradcheck(expected_log_prob, (logits, q))
+    # That of the kernel for a constant q, in closed form.
+    (grad,) = torch.autograd.grad(expected_log_prob(logits, q).sum(), logits)
+    torch.testing.assert_close(grad, q.softmax(-1) - logits.softmax(-1), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="compares two ways that are one on a CPU")
+def test_latents_draw_and_score_in_one_call_as_in_two():
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        latents, noise = Latents(normal(2, 3, 4, 5, dtype=dtype)), noises(2, 3, 4, 5)
+        z, kl = latents.rsample_and_kl(noise)
+        assert torch.equal(z, latents.rsample(noise))
+        torch.testing.assert_close(kl, latents.kl_to_uniform(), rtol=1e-6, atol=1e-6)
+        half, _ = latents.rsample_and_kl(noise, torch.bfloat16)
+        assert half.dtype == torch.bfloat16 and torch.equal(half.to(z.dtype), z)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the twin of a CPU")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_norm_is_that_of_torch_on_a_cpu(autocast):
+    x, mine, theirs = normal(3, 5, 16), RMSNorm(16, eps=1e-5), torch.nn.RMSNorm(16, eps=1e-5)
+    with torch.no_grad():
+        theirs.weight.copy_(normal(16, seed=1))
+    assert list(mine.state_dict()) == ["weight"]
+    mine.load_state_dict(theirs.state_dict())
+    product, results = torch.nn.Linear(16, 4), []
+    for module in (mine, theirs):
+        leaf = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = product(module(leaf))
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), (leaf, module.weight))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert mine(x).dtype == (torch.bfloat16 if autocast else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: sample_and_kl(torch.zeros(2, 3), torch.rand(2, 3), backend="cuda"),
+            "backend='cuda' is unknown; allowed: 'auto', 'reference', 'numba', 'triton'",
+        ),
+        (
+            lambda: sample_and_kl(torch.zeros(2, 3).double(), torch.rand(2, 3), backend="numba"),
+            "backend='numba' can not run here: it runs float32 on a CPU, .*; allowed: 'auto', 'reference'",
+        ),
+        (
+            lambda: sample_and_kl(torch.zeros(2, 3).double(), torch.rand(2, 3), backend="triton"),
+            "backend='triton' can not run here: .*; allowed: 'auto', 'reference'",
+        ),
+        (
+            lambda: sample_and_kl(torch.zeros(2, 3), torch.rand(2, 3), estimator="reinforce"),
+            "estimator='reinforce' is unknown; allowed: 'gumbel', 'reinmax'",
+        ),
+        (
+            lambda: sample_and_kl(torch.zeros(3), torch.rand(3)),
+            r"logits has shape \(3,\); allowed: \(\.\.\., components, classes\)",
+        ),
+        (
+            lambda: rms_norm(torch.zeros(2, 3), torch.ones(2), 1e-5),
+            r"weight has shape \(2,\); allowed: \(3,\), to match x",
+        ),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        call()
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda v: sample_and_kl(v, v[:1], backend="triton"),
+            r"noise has shape \(1, 3, 5\), not that of the logits, \(2, 3, 5\)",
+        ),
+        (lambda v: sample_and_kl(v, v.double(), backend="triton"), "noise has dtype float64"),
+        (lambda v: expected_log_prob(v, v.clone().requires_grad_(), "triton"), "q requires a gradient"),
+        (
+            lambda v: sample_and_kl(v.new_zeros(1, 1025), v.new_zeros(1, 1025), backend="triton"),
+            "there are 1025 classes, more than 1024",
+        ),
+        (
+            lambda v: rms_norm(v.new_zeros(1, 8193), v.new_zeros(8193), 1e-5, backend="triton"),
+            "x has width 8193, more than 8192",
+        ),
+        (
+            lambda v: rms_norm(v, v.new_zeros(5).double(), 1e-5, backend="triton"),
+            "weight is torch.float64 on .*, x is on .*",
+        ),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_named(call, message):
+    with pytest.raises(
+        ValueError, match=f"^backend='triton' can not run here: {message}; allowed: 'auto', 'reference'$"
+    ):
+        call(normal(2, 3, 5))
+
+
+@kernels
+@pytest.mark.parametrize("autocast", [False, True])
+def test_objective_agrees_with_the_plain_path(monkeypatch, autocast):
+    from vssm.ops import dispatch, latents, norm
+
+    model = small_model("vssm", layers=1).to(DEVICE)
+    x = sequences(model, 2, 3).to(DEVICE)
+
+    def score(backend):
+        asked = []
+
+        def choose(_, device, dtype, refusal=None):
+            asked.append(refusal)
+            return dispatch.choose_fused(backend, device, dtype, refusal)
+
+        monkeypatch.setattr(norm, "choose_fused", choose)
+        monkeypatch.setattr(latents, "_choose", lambda _, v, refusal, *__: asked.append(refusal) or backend)
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            terms = objective(model, x, generator)
+        grads = torch.autograd.grad(terms.loss.sum(), list(model.parameters()))
+        # The draw and the expectation; under autocast three stacks with the norms of a block and of the end.
+        assert asked == [None] * (8 if autocast else 2)
+        return torch.cat([value.flatten() for value in (*terms, *grads)])
+
+    given = score("triton")
+    assert torch.isfinite(given).all()
+    assert relative_error(given, score("reference")) < (HALF if autocast else SINGLE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_real_sizes(dtype):
+    shape = (64, 28, 32, 32)
+    logits, q, noise = normal(*shape, dtype=dtype) * 2, normal(*shape, seed=3, dtype=dtype), noises(*shape)
+    z, kl, grad = draw(logits, noise, "triton", dtype)
+    exact = draw(logits.double(), noise.double(), "reference")
+    assert_same_draw(logits, noise, z, exact[0])
+    limit = SINGLE if dtype == torch.float32 else HALF
+    assert relative_error(kl, exact[1]) < SINGLE and relative_error(grad, exact[2]) < limit
+    pairs = zip(
+        expected(logits, q, "triton"), expected(logits.double(), q.double(), "reference"), strict=True
+    )
+    for (given, wanted), bound in zip(pairs, (SINGLE, limit), strict=True):
+        assert relative_error(given, wanted) < bound
+    x, weight = normal(64, 28, 1024), normal(1024, seed=1)
+    wanted = norm(x.double(), weight.double(), "reference", torch.float64)
+    for given, exact, bound in zip(
+        norm(x, weight, "triton", dtype), wanted, (limit, SINGLE, SINGLE), strict=True
+    ):
+        assert relative_error(given, exact) < bound
+
+
+@pytest.mark.gpu
+def test_kernels_can_be_captured():
+    logits, noise, x = normal(4, 5, 32, 32).requires_grad_(), noises(4, 5, 32, 32), normal(20, 1024)
+    weight = normal(1024).requires_grad_()
+
+    def work():
+        z, kl = sample_and_kl(logits, noise, torch.bfloat16)
+        y = rms_norm(x, weight, 1e-5, torch.bfloat16)
+        total = z.float().sum() + kl.sum() + expected_log_prob(logits, noise).sum() + y.float().square().sum()
+        return kl, y, *torch.autograd.grad(total, (logits, weight))
+
+    wanted = [value.detach().clone() for value in work()]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = work()
+    graph.replay()
+    assert all(torch.equal(given, value) for given, value in zip(results, wanted, strict=True))
+    assert results[0].isfinite().all()
+
+
+def classes_of(latents, classes, *steps):
+    return torch.randint(classes, (*steps, latents), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+
+@kernels
+@pytest.mark.parametrize("size", [(3, 5, 40), (32, 4, 130), (1, 7, 16), (60, 2, 9)], ids=str)
+@torch.no_grad()
+def test_embed_sum(size):
+    latents, classes, width = size
+    weight = normal(latents * classes, width)
+    for steps in ((2, 3), (1,), ()):
+        z = classes_of(latents, classes, *steps)
+        given = embed_sum(z, weight, backend="triton")
+        assert given.shape == (*steps, width)
+        assert relative_error(given, embed_sum(z, weight.double(), backend="reference")) < 1e-6
+    strided = classes_of(latents, classes, 5, 2).movedim(1, 0)
+    wanted = embed_sum(strided, weight, backend="reference")
+    assert relative_error(embed_sum(strided, weight, backend="triton"), wanted) < 1e-6
+    assert embed_sum(strided[:0], weight, backend="triton").shape == (0, 5, width)
+    assert embed_sum(strided, weight.bfloat16(), backend="triton").dtype == torch.bfloat16
+
+
+@kernels
+@torch.no_grad()
+def test_embed_sum_of_unknown_classes_is_not_a_number():
+    z, weight = torch.tensor([[0, 1], [2, 0], [0, -1]], device=DEVICE), normal(4, 8)
+    given = embed_sum(z, weight, backend="triton")
+    assert torch.isfinite(given[0]).all() and given[1:].isnan().all()
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("latents", "change", "message"),
+    [
+        (2, lambda w: w.requires_grad_(), "it has no gradient"),
+        (300, lambda w: w, "there are 300 latents"),
+    ],
+)
+def test_embed_sum_refuses(latents, change, message):
+    z = classes_of(latents, 2, 3)
+    with pytest.raises(ValueError, match=message):
+        embed_sum(z, change(normal(2 * latents, 4)), backend="triton")
+
+
+@kernels
+@torch.no_grad()
+def test_embed_sum_of_many_steps(monkeypatch):
+    from vssm.ops.embed import triton as embed_triton
+
+    monkeypatch.setattr(embed_triton, "MANY", 5)
+    for latents, classes, width, steps in ((4, 16, 64, 37), (3, 5, 70, 5), (1, 64, 33, 130)):
+        z, weight = classes_of(latents, classes, steps), normal(latents * classes, width)
+        wanted = embed_sum(z, weight.double(), backend="reference")
+        assert relative_error(embed_sum(z, weight, backend="triton"), wanted) < 1e-6
+
+
+@kernels
+@torch.no_grad()
+def test_embed_sum_of_slices(monkeypatch):
+    from vssm.ops.embed import triton as embed_triton
+
+    monkeypatch.setattr(embed_triton, "MORE", 5)
+    monkeypatch.setattr(embed_triton, "MANY", 100)
+    for latents, classes, width, steps in ((4, 16, 300, 37), (3, 5, 257, 5), (6, 8, 264, 600)):
+        how = embed_triton.plan(steps, latents, width)
+        assert ((64, 64) if steps >= 100 else (128, 32)) == (how.BR, how.BD)
+        assert latents % how.together == 0
+        z, weight = classes_of(latents, classes, steps), normal(latents * classes, width)
+        wanted = embed_sum(z, weight.double(), backend="reference")
+        assert relative_error(embed_sum(z, weight, backend="triton"), wanted) < 1e-6
+        z[1, 0], z[2, -1] = classes, -1
+        assert (
+            embed_sum(z, weight, backend="triton").isnan().any(1).nonzero().ravel()
+            == torch.arange(1, 3, device=DEVICE)
+        ).all()
+
+
+@kernels
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("shape", [(2, 3, 4), (1, 24), (700, 3), (0, 5)], ids=str)
+def test_normal_draw(shape, learned):
+    w = 4 * normal(*shape[:-1], shape[-1] * (2 if learned else 1))
+    noise = noises(*shape).clamp(2.0**-24, 1 - 2.0**-24)
+    options = {"temperature": 0.7, "scale": None if learned else 0.1}
+    given = normal_draw(w, noise, **options, backend="triton")
+    wanted = normal_draw(w.double(), noise.double(), **options, backend="reference")
+    assert given.shape == shape and given.dtype == torch.float32
+    loc = w[..., : shape[-1]]
+    assert ((given - wanted).abs() <= 1e-6 * (loc.abs() + (wanted - loc).abs())).all()
+
+
+@kernels
+def test_normal_draws_reach_into_the_tails():
+    """The noise nearest to 0 and 1 that `vssm.noise` gives, and its middle."""
+    u = torch.tensor(
+        [2.0**-24, 2.0**-10, 0.5 - 2.0**-24, 0.5 + 2.0**-24, 0.9966, 1 - 2.0**-24], device=DEVICE
+    )
+    wanted = 2**0.5 * torch.erfinv(2 * u.double() - 1)
+    given = normal_draw(torch.zeros_like(u), u, scale=1.0, backend="triton")
+    assert ((given - wanted).abs() <= 1e-6 * wanted.abs()).all()
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.requires_grad_(), "it has no gradient"),
+        (lambda w: w.bfloat16(), "not all float32"),
+        (lambda w: w[:, :3], r"noise has shape \(2, 3\), w has \(2, 3\)"),
+    ],
+)
+def test_normal_draw_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        normal_draw(change(normal(2, 6)), noises(2, 3), backend="triton")
+
+
+@kernels
+@pytest.mark.parametrize("kind", ["vssm", "tvae"])
+def test_the_probe_of_a_recording_is_that_of_pytorch(kind):
+    """And it changes when a bit does."""
+    from vssm.sampling import parallel, probe_triton
+
+    model = small_model(kind).to(DEVICE)
+    place = torch.zeros((), dtype=torch.int64, pin_memory=DEVICE == "cuda")
+    seen = set()
+    for _ in range(2):
+        probe_triton.show((model.partial.blank, model.partial.norm.weight), place)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        assert place.item() == int(parallel._probe(model))
+        seen.add(place.item())
+        model.partial.norm.weight.data[3] += 1e-6
+    assert len(seen) == 2
+
+
+@kernels
+@pytest.mark.parametrize("size", [1, 5, 1030])
+def test_a_number_of_the_host_fills_a_tensor(size):
+    from vssm.ops.tell_triton import tell
+
+    number, target = torch.tensor(-(2**62) - 3), torch.zeros(size, dtype=torch.int64, device=DEVICE)
+    tell(number.pin_memory() if DEVICE == "cuda" else number, target)
+    assert (target == -(2**62) - 3).all()

@@ -1,0 +1,458 @@
+"""The selective scan: every backend against the reference in float64, for outputs, states and gradients."""
+
+import math
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import relative_error
+from vssm.ops import choose_backend, selective_scan
+from vssm.ops.scan import scan_output
+from vssm.ops.scan.reference import selective_scan_reference
+
+KERNELS = ("numba",)
+TENSORS = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "h0")
+OPTIONAL = ("D", "z", "dt_bias", "h0")
+TOLERANCE = 1e-5  # relative, in norm
+
+
+def arguments(batch, length, channels, states, given=OPTIONAL, softplus=True, seed=0):
+    """Random arguments of `selective_scan` by name, of the magnitude of a fresh Mamba layer."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    made = {
+        "u": normal(batch, length, channels),
+        "dt": normal(batch, length, channels) - 3 if softplus else 0.2 * normal(batch, length, channels) ** 2,
+        "A": -torch.arange(1.0, states + 1) * torch.exp(0.3 * normal(channels, states)),
+        "B": normal(batch, length, states),
+        "C": normal(batch, length, states),
+        "D": normal(channels),
+        "z": normal(batch, length, channels),
+        # Negative steps would make states grow without bound.
+        "dt_bias": 0.1 * (normal(channels) if softplus else normal(channels).abs()),
+        "h0": normal(batch, channels, states),
+    }
+    absent = dict.fromkeys(name for name in OPTIONAL if name not in given)
+    return {**made, **absent, "softplus": softplus}
+
+
+def loss(y, h):
+    """Weighs every number of both outputs differently."""
+    return sum((x * torch.cos(torch.arange(x.numel(), dtype=x.dtype).view_as(x))).sum() for x in (y, h))
+
+
+def run(values, backend, dtype=torch.float32, function=selective_scan):
+    """Returns y, h and the gradients of `loss` for all tensors given, by name."""
+    values = {
+        name: value.detach().to(dtype).requires_grad_() if isinstance(value, torch.Tensor) else value
+        for name, value in values.items()
+    }
+    y, h = function(**values, backend=backend)
+    leaves = {name: values[name] for name in TENSORS if values[name] is not None}
+    grads = torch.autograd.grad(loss(y, h), list(leaves.values()))
+    return {"y": y.detach(), "h": h.detach(), **dict(zip(leaves, grads, strict=True))}
+
+
+def assert_close(given, expected, tolerance=TOLERANCE):
+    assert given.keys() == expected.keys()
+    errors = {name: relative_error(given[name], expected[name]) for name in expected}
+    assert all(error < tolerance for error in errors.values()), errors
+
+
+def exact(values):
+    return run(values, "reference", torch.float64)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize(
+    ("batch", "length", "channels", "states"),
+    [
+        (1, 1, 1, 1),
+        (3, 1, 500, 16),
+        (1, 2, 24, 3),
+        (3, 63, 24, 16),
+        (1, 64, 128, 17),
+        (3, 65, 1, 3),
+        (1, 500, 24, 1),
+        (1, 1000, 1, 16),
+        (1, 65, 500, 16),
+        (18, 5, 40, 4),
+    ],
+)
+def test_matches_the_reference(backend, batch, length, channels, states):
+    values = arguments(batch, length, channels, states)
+    assert_close(run(values, backend), exact(values))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("softplus", [False, True])
+@pytest.mark.parametrize("given", [(), *((name,) for name in OPTIONAL), ("D", "z"), ("dt_bias", "h0")])
+def test_optional_arguments(backend, given, softplus):
+    values = arguments(2, 37, 20, 5, given=given, softplus=softplus)
+    assert_close(run(values, backend), exact(values))
+
+
+@pytest.mark.parametrize("backend", ("reference", *KERNELS))
+def test_no_state_is_a_zero_state(backend):
+    values = arguments(2, 9, 5, 3, given=("D",))
+    zero = {**values, "h0": torch.zeros(2, 5, 3)}
+    first, second = run(values, backend), run(zero, backend)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_any_strides(backend):
+    """Slices of one projection, as in a Mamba layer, and transposed or repeated tensors."""
+    values = arguments(3, 37, 20, 6)
+    projected = torch.cat((values["u"], values["z"]), dim=-1)
+    joint = torch.cat((values["dt"], values["B"], values["C"]), dim=-1)
+    strided = {
+        **values,
+        "u": projected[..., :20],
+        "z": projected[..., 20:],
+        "dt": joint[..., :20],
+        "B": joint[..., 20:26],
+        "C": joint[..., 26:],
+        "A": values["A"].T.contiguous().T,
+        "h0": values["h0"].transpose(1, 2).contiguous().transpose(1, 2),
+        "D": values["D"].repeat_interleave(2)[::2],
+    }
+    with torch.no_grad():
+        plain, given = selective_scan(**values, backend=backend), selective_scan(**strided, backend=backend)
+    assert torch.equal(plain[0], given[0])
+    assert torch.equal(plain[1], given[1])
+    by_time = {
+        name: strided[name].transpose(0, 1).contiguous().transpose(0, 1)
+        for name in ("u", "dt", "B", "C", "z")
+    }
+    by_step = {
+        name: values[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("u", "dt", "B", "C", "z")
+    }
+    for others in (by_time, by_step):
+        y, h = selective_scan(**{**strided, **others}, backend=backend)
+        assert torch.equal(plain[0], y)
+        assert torch.equal(plain[1], h)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("reduce", ["sum of y", "sum of h", "transposed"])
+def test_gradients_of_any_strides_arrive(backend, reduce):
+    def scalar(y, h):
+        if reduce == "sum of y":
+            return y.sum()
+        if reduce == "sum of h":
+            return h.sum()
+        return loss(y.transpose(1, 2), h.transpose(1, 2))
+
+    def grads(backend, dtype):
+        values = {
+            name: value.to(dtype).requires_grad_() if isinstance(value, torch.Tensor) else value
+            for name, value in arguments(2, 35, 20, 3).items()
+        }
+        scalar(*selective_scan(**values, backend=backend)).backward()
+        grads = {name: values[name].grad for name in TENSORS}
+        return {name: torch.zeros(()) if grad is None else grad for name, grad in grads.items()}
+
+    assert_close(grads(backend, torch.float32), grads("reference", torch.float64))
+
+
+@pytest.mark.parametrize("backend", ("reference", *KERNELS))
+@pytest.mark.parametrize("given", [(), ("h0",)])
+def test_no_steps(backend, given):
+    values = arguments(2, 0, 5, 3, given=given)
+    y, h = selective_scan(**values, backend=backend)
+    assert y.shape == (2, 0, 5)
+    assert torch.equal(h, values["h0"] if given else torch.zeros(2, 5, 3))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_gradients_of_no_steps(backend):
+    made = run(arguments(2, 0, 5, 3), backend)
+    assert torch.equal(made["h0"], torch.cos(torch.arange(30.0)).view(2, 5, 3))
+    assert made["u"].shape == made["z"].shape == (2, 0, 5)
+    assert all(not made[name].any() for name in ("A", "D", "dt_bias"))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_no_batch(backend):
+    made = run(arguments(0, 7, 5, 3), backend)
+    assert made["y"].shape == (0, 7, 5)
+    assert torch.equal(made["A"], torch.zeros(5, 3))
+
+
+def _in_parts(cuts, backend):
+    """The scan as several calls, each starting from the state of the one before."""
+
+    def function(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend=backend):
+        outputs, h = [], h0
+        for start, stop in zip((0, *cuts), (*cuts, u.shape[1]), strict=True):
+            part = (x[:, start:stop] for x in (u, dt, B, C))
+            u_, dt_, B_, C_ = part
+            z_ = None if z is None else z[:, start:stop]
+            y, h = selective_scan(u_, dt_, A, B_, C_, D, z_, dt_bias, softplus, h, backend)
+            outputs.append(y)
+        return torch.cat(outputs, 1), h
+
+    return function
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 80), st.integers(1, 40), st.integers(1, 18)),
+    where=st.lists(st.floats(0, 1), min_size=1, max_size=2),
+    optional=st.lists(st.sampled_from(OPTIONAL), unique=True),
+    softplus=st.booleans(),
+)
+@settings(max_examples=15)
+def test_cut_anywhere(backend, shape, where, optional, softplus):
+    values = arguments(*shape, given=optional, softplus=softplus)
+    cuts = sorted(round(share * shape[1]) for share in where)
+    assert_close(run(values, backend, function=_in_parts(cuts, backend)), run(values, backend))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_one_step_at_a_time(backend):
+    values = arguments(2, 9, 20, 5)
+    assert_close(run(values, backend, function=_in_parts(range(1, 9), backend)), exact(values))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("constant", [True, False])
+def test_slow_decay_over_a_long_sequence(backend, constant):
+    """Rounding exp(dt A) to float32 would cost 1e-5 here: 2048 factors, all wrong in the same way."""
+    values = arguments(1, 2048, 8, 4, given=(), softplus=False)
+    values["dt"] = torch.full((1, 2048, 8), 1e-4) if constant else torch.rand(1, 2048, 8) * 2e-3
+    assert_close(run(values, backend), exact(values), 3e-6)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("scale", [1e-6, 1e-2, 10.0, 1e3, 1e30])
+def test_steps_of_any_size(backend, scale):
+    values = arguments(1, 40, 20, 3, given=("D", "h0"), softplus=False)
+    values["dt"] = values["dt"] * scale
+    values["u"] = values["u"] / max(scale, 1.0)
+    made = run(values, backend)
+    assert all(torch.isfinite(value).all() for value in made.values())
+    expected = exact(values)
+    # What is left of a state after a decay of e^-100 is zero in float32, and so are its derivatives.
+    names = [name for name in expected if expected[name].abs().max() > 1e-20]
+    assert {"y", "h", "u", "B", "C"} <= set(names)
+    assert_close({name: made[name] for name in names}, {name: expected[name] for name in names})
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("level", [-100.0, -20.0, 20.0, 100.0])
+def test_extremes_of_softplus_and_gate(backend, level):
+    values = arguments(1, 12, 20, 3)
+    values["dt"] = values["dt"] + level
+    values["z"] = values["z"] - level
+    values["A"] = values["A"] / max(level, 1.0)
+    made, expected = run(values, backend), exact(values)
+    for name in expected:
+        # Both agree, or both are zero as far as float32 can tell.
+        difference = (made[name] - expected[name]).norm()
+        assert difference <= TOLERANCE * expected[name].norm() + 1e-30, name
+
+
+def test_decay_beyond_float32_does_not_become_a_number():
+    values = arguments(1, 4, 20, 3, given=(), softplus=False)
+    values["u"][0, 1, 5] = math.nan
+    for backend in KERNELS:
+        y, h = selective_scan(**values, backend=backend)
+        assert torch.isnan(y[0, 1:, 5]).all()
+        assert torch.isnan(h[0, 5]).all()
+        assert torch.isfinite(y[0, :, :5]).all()
+        assert torch.isfinite(y[0, :, 6:]).all()
+        assert torch.isfinite(y[0, :1]).all()
+
+
+@pytest.mark.parametrize("softplus", [False, True])
+def test_gradcheck_of_the_reference(softplus):
+    values = arguments(2, 5, 3, 2, softplus=softplus)
+    tensors = [values[name].double().requires_grad_() for name in TENSORS]
+
+    def function(*tensors):
+        *others, h0 = tensors
+        return selective_scan_reference(*others, softplus, h0)
+
+    assert torch.autograd.gradcheck(function, tensors)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("given", [(), OPTIONAL])
+def test_operator_is_registered_properly(backend, given):
+    values = arguments(2, 5, 3, 2, given=given)
+    tensors = [None if values[name] is None else values[name].requires_grad_() for name in TENSORS]
+    *others, h0 = tensors
+    torch.library.opcheck(torch.ops.vssm.selective_scan.default, (*others, True, h0, backend))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled(backend, compiler):
+    def function(**values):
+        y, h = selective_scan(**{**values, "u": values["u"].sin()})
+        return y.cos(), h
+
+    values = arguments(2, 6, 5, 3)
+    compiled = torch.compile(function, backend=compiler, fullgraph=True)
+    assert_close(run(values, backend, function=compiled), run(values, backend, function=function), 1e-6)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_same_bits_for_any_number_of_threads(backend):
+    values = arguments(3, 65, 200, 16)
+    threads = torch.get_num_threads()
+    try:
+        runs = []
+        for count in (1, 2, 2, 5):
+            torch.set_num_threads(count)
+            runs.append(run(values, backend))
+    finally:
+        torch.set_num_threads(threads)
+    for other in runs[1:]:
+        assert all(torch.equal(runs[0][name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_calls_from_many_threads(backend):
+    sets = [arguments(2, 40, 300, 16, seed=seed) for seed in range(4)]
+    expected = [run(values, backend) for values in sets]
+    wrong = []
+
+    def work(i):
+        for _ in range(3):
+            made = run(sets[i], backend)
+            wrong.extend(name for name in made if not torch.equal(made[name], expected[i][name]))
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_never_reads_memory_that_nobody_wrote(backend, monkeypatch):
+    values = arguments(3, 35, 20, 5)
+    expected = run(values, backend)
+
+    def filled(make):
+        return lambda *args, **options: make(*args, **options).fill_(math.nan)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", filled(torch.empty))
+        patch.setattr(torch, "empty_like", filled(torch.empty_like))
+        patch.setattr(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty))
+        made = run(values, backend)
+    assert all(torch.equal(made[name], expected[name]) for name in expected)
+
+
+MEMORY = """
+import torch
+from pathlib import Path
+from vssm.ops import selective_scan
+
+def step(backend, batch, length, channels, states):
+    u, dt, z = (torch.rand(batch, length, channels, requires_grad=True) for _ in range(3))
+    B, C = (torch.rand(batch, length, states, requires_grad=True) for _ in range(2))
+    A = -torch.rand(channels, states)
+    y, h = selective_scan(u, dt, A.requires_grad_(), B, C, z=z, softplus=True, backend=backend)
+    (y.sum() + h.sum()).backward()
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+torch.set_num_threads(1)
+for backend in ("numba", "reference"):
+    step(backend, 1, 2, 3, 4)
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    before = status("VmRSS")
+    step(backend, 2, 256, 128, 64)
+    print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_stays_far_below_all_states():
+    states = 4 * 2 * 256 * 128 * 64  # bytes of h for every step
+    command = [sys.executable, "-c", MEMORY]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numba, reference = map(int, printed.split())
+    assert reference > states  # the measurement sees what there is to see
+    assert numba < states / 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"u": torch.zeros(2, 7)}, r"u has shape \(2, 7\); allowed: \(batch, length, channels\)"),
+        ({"u": torch.zeros(2, 7, 5, dtype=torch.int64)}, r"u has dtype torch.int64; allowed: a floating"),
+        ({"A": torch.zeros(4, 3)}, r"A has shape \(4, 3\); allowed: \(5, states\) with states >= 1"),
+        ({"A": torch.zeros(5, 0)}, r"A has shape \(5, 0\); allowed: \(5, states\) with states >= 1"),
+        ({"dt": torch.zeros(2, 7, 1)}, r"dt has shape \(2, 7, 1\); allowed: \(2, 7, 5\)"),
+        ({"B": torch.zeros(2, 7, 5)}, r"B has shape \(2, 7, 5\); allowed: \(2, 7, 3\)"),
+        ({"C": torch.zeros(7, 3)}, r"C has shape \(7, 3\); allowed: \(2, 7, 3\)"),
+        ({"D": torch.zeros(3)}, r"D has shape \(3,\); allowed: \(5,\)"),
+        ({"z": torch.zeros(2, 6, 5)}, r"z has shape \(2, 6, 5\); allowed: \(2, 7, 5\)"),
+        ({"dt_bias": torch.zeros(1)}, r"dt_bias has shape \(1,\); allowed: \(5,\)"),
+        ({"h0": torch.zeros(1, 5, 3)}, r"h0 has shape \(1, 5, 3\); allowed: \(2, 5, 3\)"),
+        ({"C": torch.zeros(2, 7, 3, device="meta")}, "C is on meta; allowed: cpu, the device of u"),
+        ({"A": torch.zeros(5, 3, device="meta")}, "A is on meta; allowed: cpu, the device of u"),
+        ({"backend": "cuda"}, "backend='cuda' is unknown; allowed: 'auto', 'reference', 'numba', 'triton'"),
+        (
+            {"u": torch.zeros(2, 7, 5, dtype=torch.float64), "backend": "numba"},
+            "backend='numba' can not run here: it runs float32 on a CPU, not torch.float64 on cpu; allowed",
+        ),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    with pytest.raises(ValueError, match=message) as error:
+        selective_scan(**{**arguments(2, 7, 5, 3), **change})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("backend", ("reference", *KERNELS))
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_output_alone_from_states_that_sequences_share(backend, times):
+    values = arguments(6, 7, 5, 3)
+    few = {**values, "h0": values["h0"][: 6 // times]}
+    whole = {**values, "h0": few["h0"].repeat_interleave(times, 0)}
+    y, _ = selective_scan(**whole, backend=backend)
+    assert torch.equal(scan_output(**few, backend=backend), y)
+    h0 = few["h0"].clone().requires_grad_()
+    scan_output(**{**few, "h0": h0}, backend=backend).sum().backward()
+    expected = whole["h0"].clone().requires_grad_()
+    selective_scan(**{**whole, "h0": expected}, backend=backend)[0].sum().backward()
+    assert relative_error(h0.grad, expected.grad.unflatten(0, (-1, times)).sum(1)) < TOLERANCE
+    with pytest.raises(ValueError, match=r"h0 has shape \(4, 5, 3\); allowed: \(6, 5, 3\)"):
+        scan_output(**{**values, "h0": values["h0"][:4]}, backend=backend)
+
+
+def test_automatic_choice():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert choose_backend("auto", cpu, torch.float32) == "numba"
+    assert choose_backend("auto", cpu, torch.bfloat16) == "reference"
+    assert choose_backend("auto", cuda, torch.float64) == "reference"
+
+
+@pytest.mark.parametrize("name", ["A", "B", "h0"])
+def test_complex_numbers_and_other_things_are_refused(name):
+    values = {"u": torch.ones(1, 3, 2), "dt": torch.ones(1, 3, 2), "A": -torch.ones(2, 1)}
+    values |= {"B": torch.ones(1, 3, 1), "C": torch.ones(1, 3, 1), "h0": torch.zeros(1, 2, 1)}
+    for wrong, told in (
+        (values[name].to(torch.complex64), "torch.complex64"),
+        (values[name].numpy(), "ndarray"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is {told}; allowed: a tensor of real numbers"):
+            selective_scan(**{**values, name: wrong})

@@ -1,0 +1,390 @@
+"""The page shows what the files say, bold where it is best, escapes all of it and survives damage."""
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from vssm.report.chart import chart
+from vssm.report.page import report
+
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+VOID = {"meta", "img", "line", "circle", "polyline", "br"}
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and collects texts by tag, attributes and rows of tables."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.rows, self.text = [], [], [], {}
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.rows.append([])
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.setdefault(self.open[-1] if self.open else "", []).append(data)
+        if self.open and self.open[-1] in ("td", "th", "strong") and self.rows:
+            self.rows[-1].append(f"*{data}*" if self.open[-1] == "strong" else data)
+
+
+def read(path):
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def make_run(folder, kind="vssm", metrics=None, head="gaussian", **files):
+    folder.mkdir(parents=True)
+    config = {
+        "format": 1,
+        "model": {"kind": kind, "width": 96, "layers": 2, "latents": 12, "classes": 16, "head": head},
+        "data": {"name": "digits", "dir": None},
+        "train": {"epochs": 3, "batch": 64, "learning_rate": 0.002, "seed": 0},
+    }
+    log = [
+        {"step": s, "epoch": s / 10, "split": split, "loss": 9.0 - s, "kl": 1.0 + s, "partial": 0.0}
+        for s in range(5)
+        for split in ("train", "valid")
+    ]
+    contents = {
+        "config.json": json.dumps(config),
+        "eval.json": json.dumps(
+            {"command": "vssm evaluate x", "metrics": metrics or {"log_likelihood": 1.5}}
+        ),
+        "log.jsonl": "".join(json.dumps(line) + "\n" for line in log),
+        "samples.png": PNG,
+    } | files
+    for name, content in contents.items():
+        if content is not None:
+            (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def test_comparison_marks_the_best(tmp_path):
+    runs = [
+        make_run(tmp_path / "a", "vssm", {"log_likelihood": 866.04, "fd_w4": 504.0, "generate_ms_b1": 5.5}),
+        make_run(tmp_path / "b", "ssm", {"log_likelihood": 709.0, "fd_w4": 74.0, "generate_ms_b1": 94.0}),
+        make_run(tmp_path / "c", "rnn", {"log_likelihood": None, "fd_floor": 7.0}),
+    ]
+    page = read(report(runs, out=tmp_path / "page" / "report.html"))
+    assert ["a", "b", "c"] in page.rows
+    assert ["log p(x)", "*866.0*", "709.0", "–"] in page.rows
+    assert ["in chunks of 4, re-conditioned", "504.0", "*74.00*", "–"] in page.rows
+    assert ["whole sequence, batch 1", "*5.50*", "94.00", "–"] in page.rows
+    assert ["floor: training images", "–", "–", "7.00"] in page.rows
+    assert "Not shown" not in page.text["h2"]
+
+
+def test_only_runs_of_one_task_are_compared(tmp_path):
+    runs = [
+        make_run(tmp_path / "a", metrics={"log_likelihood": 866.0}),
+        make_run(tmp_path / "b", metrics={"log_likelihood": -90.0}, head="bernoulli"),
+    ]
+    page = read(report(runs, out=tmp_path / "report.html"))
+    assert "strong" not in page.text
+    captions = [text for text in page.text["caption"] if text.startswith("Test set")]
+    assert captions == ["Test set of digits, gaussian head", "Test set of digits, bernoulli head"]
+
+
+def test_run_is_shown_whole(tmp_path):
+    page = read(report([make_run(tmp_path / "mine")], out=tmp_path / "report.html"))
+    assert "Run mine" in page.text["h2"]
+    assert {"width 96, 2 layers", "12 × 16 classes"} <= set(page.text["dd"])
+    labels = [
+        attributes["aria-label"] for tag, attributes in page.tags if tag == "svg" and "role" in attributes
+    ]
+    assert labels == ["loss, nats a sequence", "KL, nats a sequence"]  # no reconstruction, partial all zero
+    (image,) = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert base64.b64decode(image["src"].removeprefix("data:image/png;base64,")) == PNG
+    assert image["alt"] == "samples of mine (digits, gaussian head)"
+    assert ["train.learning_rate", "0.002"] in page.rows
+
+
+def test_page_is_accessible_and_loads_nothing(tmp_path):
+    (tmp_path / "results").mkdir()
+    metrics = {f"vssm_ms_b1_t{t}": float(t) for t in (8, 32)}
+    (tmp_path / "results" / "g.json").write_text(json.dumps({"metrics": metrics}))
+    path = report(
+        [make_run(tmp_path / "a"), make_run(tmp_path / "b")], tmp_path / "results", tmp_path / "r.html"
+    )
+    page, text = read(path), path.read_text()
+    assert ("html", {"lang": "en"}) in page.tags
+    assert [tag for tag, _ in page.tags].count("h1") == 1
+    assert all("scope" in attributes for tag, attributes in page.tags if tag == "th")
+    assert all(attributes.get("alt") for tag, attributes in page.tags if tag == "img")
+    targets = {attributes["href"] for tag, attributes in page.tags if tag == "a"}
+    assert targets == {f"#{attributes['id']}" for tag, attributes in page.tags if tag == "section"}
+    identities = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(identities) == len(set(identities))
+    assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in page.tags}
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert str(tmp_path) not in text
+
+
+EVIL = "<script>alert('x')</script>\"'&\ud800"
+
+
+def test_all_text_is_escaped(tmp_path):
+    config = {
+        "model": {"kind": EVIL, "head": EVIL, EVIL: [EVIL]},
+        "data": {"name": EVIL},
+        "train": {"epochs": EVIL},
+    }
+    evaluation = {
+        "command": EVIL,
+        "commit": EVIL,
+        "machine": {"cpu": EVIL},
+        "metrics": {EVIL: EVIL, "elbo": 1},
+    }
+    run = make_run(
+        tmp_path / "<b>run&'", **{"config.json": json.dumps(config), "eval.json": json.dumps(evaluation)}
+    )
+    (tmp_path / "results" / "<i>").mkdir(parents=True)
+    metrics = {EVIL: 1, f"{EVIL}_ms_b1_t8": 2, f"{EVIL}_ms_b1_t9": 3}
+    values = {"name": EVIL, "machine": EVIL, "command": EVIL, "date": EVIL, "metrics": metrics}
+    (tmp_path / "results" / "<i>" / "<u>.json").write_text(json.dumps(values))
+    page = read(report([run, run], tmp_path / "results", tmp_path / "report.html"))
+    assert not {"script", "b", "i", "u"} & {tag for tag, _ in page.tags}
+    assert any("<script>alert('x')</script>\"'&" in text for text in page.text["dd"])
+    assert {"Run <b>run&'", "Run <b>run&'′", "Results: <i>"} <= set(page.text["h2"])
+
+
+@pytest.mark.parametrize(
+    ("files", "notice"),
+    [
+        ({"eval.json": None}, "mine/eval.json is missing"),
+        ({"config.json": None}, "mine/config.json is missing"),
+        ({"log.jsonl": None}, "mine/log.jsonl is missing"),
+        ({"samples.png": None}, "mine/samples.png is missing"),
+        ({"config.json": '{"model":'}, "mine/config.json is damaged: Expecting value"),
+        ({"eval.json": b"\x80\x04\x95pickle"}, "mine/eval.json is damaged"),
+        ({"eval.json": "[1]"}, "mine/eval.json is damaged: it is no JSON object"),
+        ({"eval.json": "[" * 100_000}, "mine/eval.json is damaged"),
+        ({"log.jsonl": '{"epoch": 1, "split": "train", "loss": 2}\n3\n{"epo'}, "left out: line 2, 3"),
+        ({"samples.png": PNG[:-9]}, "mine/samples.png is damaged: it is no whole PNG"),
+        ({"samples.png": b"<svg onload='alert(1)'/>"}, "mine/samples.png is damaged"),
+    ],
+)
+def test_damage_is_named(files, notice, tmp_path):
+    page = read(report([make_run(tmp_path / "mine", **files)], out=tmp_path / "report.html"))
+    notices = [text for text in page.text["li"] if text.startswith("mine/")]
+    assert len(notices) == 1
+    assert notice in notices[0]
+    assert "Run mine" in page.text["h2"]
+
+
+@pytest.mark.parametrize(
+    "value", [3, None, "x", [], {"metrics": 3}, {"metrics": {"elbo": [1]}, "machine": 4}]
+)
+def test_odd_values_are_shown_or_left_out(value, tmp_path):
+    line = {"epoch": 10**400, "split": [], "loss": "x"}
+    odd = {"config.json": {"model": value, "data": value, "train": value}, "meta.json": {"machine": value}}
+    odd |= {"eval.json": value if isinstance(value, dict) else {}, "log.jsonl": line}
+    run = make_run(tmp_path / "mine", **{name: json.dumps(content) for name, content in odd.items()})
+    huge = (
+        {"epoch": 1e308, "split": "train", "loss": -1e308},
+        {"epoch": float("nan"), "split": "train", "loss": 1},
+    )
+    (run / "log.jsonl").write_text("".join(json.dumps(content) + "\n" for content in (line, *huge)))
+    page = read(report([run, run], out=tmp_path / "report.html"))
+    assert "Run mine" in page.text["h2"]
+    assert "polyline" not in {tag for tag, _ in page.tags}
+
+
+DIALS = {
+    "fd_one_shot": 1056.0,
+    "fd_w14": 820.0,
+    "fd_w7": 545.0,
+    "fd_w1": 51.0,
+    "fd_s4": 757.0,
+    "fd_s28": 51.0,
+    "fd_w7_s2": 500.0,
+    "fd_prompted": 22.0,
+    "fd_floor": 7.0,
+    "log_likelihood": 892.0,
+    "ms_one_shot": 5.5,
+    "ms_w14": 11.0,
+    "ms_w7": 21.0,
+    "ms_w1": 150.0,
+    "ms_s4": 20.0,
+    "ms_s28": 140.0,
+    "ms_w7_s2": 44.0,
+    "ms_one_shot_b256": 30.5,
+    "ms_w14_b256": 61.0,
+}
+
+
+def test_dials_become_curves_and_a_table(tmp_path):
+    path = report([make_run(tmp_path / "mine", metrics=DIALS)], out=tmp_path / "report.html")
+    page = read(path)
+    captions = page.text["figcaption"]
+    assert "mine: Fréchet distance, batch 1" in captions
+    assert "mine: Fréchet distance, batch 256" in captions
+    assert ["Fréchet distance", "ms, batch 1", "ms, batch 256"] in page.rows
+    order = [row[0] for row in page.rows if len(row) == 4]
+    assert order == [
+        *("one shot", "in chunks of 14, re-conditioned", "in chunks of 7, re-conditioned"),
+        *("in chunks of 1, re-conditioned", "in 4 passes", "in 28 passes"),
+        *("in chunks of 7, 2 passes each", "floor: training images"),
+    ]
+    assert ["in chunks of 14, re-conditioned", "820.0", "11.00", "61.00"] in page.rows
+    assert ["in 4 passes", "757.0", "20.00", "–"] in page.rows
+    assert ["floor: training images", "7.00", "–", "–"] in page.rows
+    lines = [attributes for tag, attributes in page.tags if tag == "polyline" and attributes["points"]]
+    dashed = [line for line in lines if "stroke-dasharray" in line]
+    assert len(dashed) == 2  # the floor, once a chart
+    heights = {point.split(",")[1] for point in dashed[0]["points"].split()}
+    assert len(heights) == 1
+    assert {"chunks W", "passes S", "chunks of 7, passes S", "floor"} <= set(page.text["li"])
+    legend = [text for text in page.text["li"] if text == "passes S"]
+    assert len(legend) == 1  # at batch 256 no passes were timed
+
+
+def test_no_curves_without_dials(tmp_path):
+    metrics = {name: value for name, value in DIALS.items() if not name.startswith("ms_")}
+    page = read(report([make_run(tmp_path / "mine", metrics=metrics)], out=tmp_path / "report.html"))
+    assert not any("quality against time" in text for text in page.text["caption"])
+    assert ["in chunks of 7, 2 passes each", "500.0"] in page.rows
+
+
+def test_what_can_not_be_drawn_stays_in_the_table(tmp_path):
+    odd = {"fd_one_shot": None, "ms_one_shot": 3.0, "fd_w2": 0.0, "ms_w2": "x", "ms_w99999999999": 1.0}
+    page = read(report([make_run(tmp_path / "mine", metrics=odd)], out=tmp_path / "report.html"))
+    assert ["one shot", "–", "3.00"] in page.rows
+    assert ["in chunks of 2, re-conditioned", "0", "x"] in page.rows
+    assert not any("Fréchet distance, batch" in text for text in page.text["figcaption"])
+
+
+def test_results_become_tables_and_plots(tmp_path):
+    results = tmp_path / "results"
+    (results / "paper").mkdir(parents=True)
+    times = {"vssm_ms_b1_t28": 5.5, "vssm_ms_b1_t56": 6.0, "ssm_ms_b1_t28": 94.0, "vssm_ms_b16_t28": 7.25}
+    content = {"name": "g", "machine": {"cpu": "quick", "gpu": None}, "metrics": {**times, "peak_mib": 12.0}}
+    (results / "generate_cpu.json").write_text(json.dumps(content))
+    for seed, nats in enumerate((866.0, 870.5)):
+        content = {"machine": "a GPU", "metrics": {"log_likelihood": nats, "epochs": 200}}
+        (results / "paper" / f"mnist_vssm_seed{seed}.json").write_text(json.dumps(content))
+    (results / "bad.json").write_text("{")
+    (results / "empty.json").write_text('{"name": "no numbers"}')
+    page = read(report([], results, tmp_path / "report.html"))
+    assert ["batch 1, length 28", "5.50", "94.00"] in page.rows
+    assert ["batch 16, length 28", "7.25", "–"] in page.rows
+    assert ["peak mib", "12.00"] in page.rows
+    assert ["mnist_vssm_seed1", "870.5", "200"] in page.rows
+    titles = [
+        attributes["aria-label"] for tag, attributes in page.tags if tag == "svg" and "role" in attributes
+    ]
+    assert titles == [
+        "generate_cpu: milliseconds at batch 1",
+        "generate_cpu: milliseconds at length 28",
+    ]
+    notices = " ".join(page.text["li"])
+    assert "results/bad.json is damaged" in notices
+    assert "results/empty.json has no metrics" in notices
+    assert any("cpu quick" in cell for row in page.rows for cell in row)
+
+
+def test_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "mine")
+    path = report([run], out=tmp_path / "report.html")
+    before = path.read_bytes()
+
+    def full_disk(path, content):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        report([run], out=path)
+    assert path.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "report.html"]
+
+
+def test_nothing_to_report(tmp_path):
+    with pytest.raises(ValueError, match="run_folders is empty and results_folder is None"):
+        report([], out=tmp_path / "report.html")
+    run, out = make_run(tmp_path / "mine"), tmp_path / "made" / "report.html"
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "no.json").write_text('{"metrics": {}}')
+    for name, what in (("lost", "is no folder"), ("bare", "holds no run"), ("odd", "holds no run")):
+        with pytest.raises(
+            ValueError, match=f"run_folders has '.*{name}', which {what}; allowed: run folders"
+        ):
+            report([run, tmp_path / name], out=out)
+    for name, what in (("gone", "is no folder"), ("bare", "holds no result"), ("odd", "holds no result")):
+        with pytest.raises(ValueError, match=f"results_folder='.*{name}' {what}.*; allowed: a folder of res"):
+            report([run], tmp_path / name, out)
+    assert not out.parent.exists()
+
+
+def test_the_end_of_a_name_may_be_in_capitals(tmp_path):
+    path = report([make_run(tmp_path / "mine")], out=tmp_path / "Report.HTML")
+    assert path.name == "Report.HTML" and "Run mine" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "allowed"), [("--out", ".html or .htm"), ("--page", ".md")], ids=("html", "markdown")
+)
+def test_a_page_does_not_replace_a_file_of_a_run(option, allowed, tmp_path, capsys):
+    from vssm.cli import main
+
+    config = make_run(tmp_path / "mine") / "config.json"
+    before = config.read_bytes()
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", "--results", str(config.parent), option, str(config)])
+    line = f"vssm: {option[2:]}='{config}' is not allowed; allowed: a name in {allowed}\n"
+    assert capsys.readouterr().err == line and config.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "neither RUN nor --results is given; allowed: one of them, or both"),
+        (["nowhere"], "run_folders has 'nowhere', which is no folder; allowed: run folders of vssm train"),
+        (["."], "run_folders has '.', which holds no run; allowed: run folders of vssm train"),
+        (["--results", "."], "results_folder='.' holds no result with metrics; allowed: a folder of result"),
+        (["--results", ".", "--page", "r.md"], "results='.' holds no results; allowed: a folder of result"),
+        (["--results", "gone", "--page", "r.md"], "results='gone' is no folder; allowed: a folder of result"),
+        (["nowhere", "--page", "r.md"], "run_folders are for the HTML page, not for page; allowed: results"),
+    ],
+)
+def test_command_without_anything_to_report(arguments, message, tmp_path, monkeypatch, capsys):
+    from vssm.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(["report", *arguments])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"vssm: {message}") and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("points", [[(1, 1)], [(1, 5), (2, 5)], [(k, 1e6 / k**4) for k in range(1, 2000)]])
+def test_points_lie_inside_the_chart(points, log):
+    text = chart("t", "x", {"line": points}, frozenset({"line"}), log)
+    places = [tuple(map(float, pair.split(","))) for pair in re.search(r'points="(.*?)"', text)[1].split()]
+    width, height = (float(re.search(rf' {name}="(\d+)"', text)[1]) for name in ("width", "height"))
+    assert 1 <= len(places) <= 301
+    assert all(0 <= x <= width for x, _ in places)
+    assert sum(0 <= y <= height for _, y in places) >= 0.94 * len(places)  # the first twentieth may be cut
+    assert places == sorted(places)  # by x
+
+
+def test_chart_keeps_the_last_point():
+    text = chart("t", "x", {"line": [(k, float(k)) for k in range(1001)]})
+    assert re.search(r'points="(.*?)"', text)[1].endswith(",0.0")

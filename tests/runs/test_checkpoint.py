@@ -1,0 +1,396 @@
+"""A folder holds a model; what does not fit is named."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.conftest import KINDS, sequences, small_model
+from vssm import State, generate, load, log_likelihood, observe, save
+from vssm.runs.checkpoint import config_of
+from vssm.storage import write_atomically
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip(kind, tmp_path):
+    model = small_model(kind)
+    save(model, tmp_path / "new" / "folder")
+    copy = load(tmp_path / "new" / "folder")
+    assert copy.config == model.config
+    x = sequences(model, 2, 5)
+    assert torch.equal(log_likelihood(copy, x, 3), log_likelihood(model, x, 3))
+    assert all(parameter.requires_grad for parameter in copy.parameters())
+    assert sorted(p.name for p in (tmp_path / "new" / "folder").iterdir()) == [
+        "config.json",
+        "weights.safetensors",
+    ]
+
+
+def test_a_device_that_is_not_there_is_named_and_no_file_blamed(tmp_path):
+    model = small_model("ssm")
+    save(model, tmp_path)
+    observe(model, sequences(model, 1, 2)).save(tmp_path / "state.safetensors")
+    for device in ("gpu", "", "cuda:99", "meta", None, 3.5):
+        for read in (lambda d: load(tmp_path, d), lambda d: State.load(tmp_path / "state.safetensors", d)):
+            with pytest.raises(ValueError, match=rf"^device='{device}' is not there; allowed: 'cpu'"):
+                read(device)
+    assert next(load(tmp_path, "cpu:0").parameters()).device == torch.device("cpu")
+
+
+def edit_config(folder, **changes):
+    """Changes config.json beside weights that do not carry theirs, as those of a training do not."""
+    edit_weights(folder, lambda tensors: None)
+    values = json.loads((folder / "config.json").read_text())
+    for name, value in changes.items():
+        (values if name == "format" else values["model"])[name] = value
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def edit_weights(folder, change):
+    tensors = load_file(folder / "weights.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "weights.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: edit_config(f, depth=3), r"config.json': config has unknown keys \['depth'\]"),
+        (lambda f: edit_config(f, format=99), "has format 99; allowed: 1"),
+        (lambda f: edit_config(f, kind="lstm"), "kind='lstm' is unknown"),
+        (lambda f: edit_config(f, latents=4), "tensor 'encoder.out.weight' has shape .* allowed: "),
+        (lambda f: edit_config(f, layers=3), "lacks tensors decoder.blocks.2.* and .* more"),
+        (lambda f: edit_config(f, layers=1), "has unknown tensors decoder.blocks.1"),
+        (lambda f: edit_config(f, width=10**15), "config.json': width=1000000000000000 is not allowed"),
+        (lambda f: edit_config(f, width=10**7 - 1, expand=10**7 - 1), "config.json' describes no model: "),
+        (lambda f: edit_config(f, head="auto"), "config.json' describes no model: head is 'auto'; allowed"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json' is damaged"),
+        (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json' is damaged"),
+        (lambda f: (f / "config.json").write_bytes(b"\x80\x04\x95"), "config.json' is damaged"),
+        (lambda f: (f / "config.json").write_text("[]"), "has no key 'model'"),
+        (lambda f: (f / "config.json").unlink(), "has no config.json"),
+        (
+            lambda f: (f / "weights.safetensors").unlink(),
+            "has no weights.*; allowed: a run folder once it has",
+        ),
+        (
+            lambda f: (f / "weights.safetensors").write_bytes(b"\x80\x04\x95pickle"),
+            "weights.safetensors' is damaged",
+        ),
+        (
+            lambda f: (f / "weights.safetensors").write_bytes((f / "weights.safetensors").read_bytes()[:-9]),
+            "weights.safetensors' is damaged",
+        ),
+        (lambda f: edit_weights(f, lambda t: t.pop("partial.blank")), "lacks tensors partial.blank"),
+        (
+            lambda f: edit_weights(
+                f, lambda t: t.update({"partial.blank": torch.zeros(16, dtype=torch.int64)})
+            ),
+            "'partial.blank' has dtype torch.int64",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(damage, message, tmp_path):
+    save(small_model("vssm"), tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def flip(file, place):
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("place", [-1, -1000, -100_000])
+def test_a_bit_that_was_flipped_is_found(place, tmp_path):
+    model = small_model("vssm")
+    weights, state = tmp_path / "weights.safetensors", tmp_path / "state"
+    save(model, tmp_path)
+    with safe_open(weights, "pt") as file:
+        text = file.metadata()["vssm"]
+    generate(model, num=20, length=3).state.save(state)
+    for file, read in ((weights, lambda: load(tmp_path)), (state, lambda: State.load(state))):
+        whole = file.read_bytes()
+        flip(file, max(place, -len(whole) // 2))
+        with pytest.raises(ValueError, match=f"{file.name}' is damaged: it differs from its checksum; allow"):
+            read()
+        file.write_bytes(whole)
+        read()
+    content = bytearray(state.read_bytes())
+    content[-1] ^= 1
+    with pytest.raises(ValueError, match=r"^state is damaged: it differs from its checksum"):
+        State.from_bytes(bytes(content))
+    # What was written before there were checksums is read as it is.
+    save_file(load_file(weights), weights, {"vssm": text})
+    flip(weights, -1)
+    load(tmp_path)
+
+
+def save_killed_between_the_files(model, folder):
+    def killed(path, write):
+        if path.name == "config.json":
+            raise KeyboardInterrupt
+        write_atomically(path, write)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vssm.runs.checkpoint.write_atomically", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(model, folder)
+
+
+@pytest.mark.parametrize("options", [{"sigma": 0.7}, {"width": 32, "layers": 1}, {"head": "bernoulli"}])
+def test_a_save_that_is_killed_between_its_files_leaves_the_new_model(options, tmp_path):
+    old, new = small_model("vssm"), small_model("vssm", **options)
+    save(old, tmp_path)
+    save_killed_between_the_files(new, tmp_path)
+    with pytest.warns(UserWarning, match=r"config.json' is of another model .* saved with") as notes:
+        copy = load(tmp_path)
+    assert all(f"{name}={value!r}" in str(notes[0].message) for name, value in options.items())
+    assert "\n" not in str(notes[0].message)
+    assert copy.config == new.config
+    x = sequences(new, 2, 5)
+    assert torch.equal(log_likelihood(copy, x, 3), log_likelihood(new, x, 3))
+    save(copy, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(tmp_path).config == new.config
+
+
+def test_settings_are_those_of_the_weights(tmp_path):
+    """As `load` has them: a save that was killed in between leaves the config of before."""
+    for width, name in ((16, "old"), (32, "new")):
+        save(small_model("ssm", width=width), tmp_path / name)
+    shutil.copy(tmp_path / "new" / "weights.safetensors", tmp_path / "old")
+    assert config_of(tmp_path / "old").width == 32
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["config.json", "metadata"])
+@pytest.mark.parametrize(("kind", "size"), [*((kind, "layers") for kind in KINDS), ("vssm", "levels")])
+def test_a_config_of_more_blocks_than_the_weights_is_refused_at_once(kind, size, inside, tmp_path):
+    """At 21f02ed it built 9,999,999 blocks, which takes hours."""
+    save(small_model(kind), tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["model"] |= {size: 9_999_998, "latents": 9_999_998}
+    text = json.dumps(values)
+    path = tmp_path / "weights.safetensors"
+    save_file(load_file(path), path, {"vssm": text} if inside else None)
+    (tmp_path / "config.json").write_text(text)
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"layers=\d+ and levels=\d+ need \d+ tensors or more, .* has \d+; "):
+        load(tmp_path)
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("key", ["data", "train"])
+def test_a_model_is_never_saved_over_a_run(key, tmp_path):
+    save(small_model("vssm"), tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, key: {}}))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=r"is a run, .*; allowed: a new folder, or one .* vssm.save$"):
+        save(small_model("ssm"), tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_file_is_no_folder_for_a_model(tmp_path):
+    (tmp_path / "note").write_text("mine")
+    for place in ("note", "note/below/it"):
+        with pytest.raises(ValueError, match=r"^folder=.*note' is a file; allowed: a folder, or a new name$"):
+            save(small_model("ssm"), tmp_path / place)
+    assert (tmp_path / "note").read_text() == "mine"
+
+
+def test_weights_without_their_config_are_those_of_config_json(tmp_path):
+    save(small_model("vssm"), tmp_path)
+    edit_config(tmp_path, sigma=0.7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(tmp_path).config.sigma == 0.7
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "weights.safetensors' is damaged"),
+        ("[" * 10**5, "weights.safetensors' is damaged"),
+        ("[]", "weights.safetensors' has no key 'model'"),
+        ('{"format": 99, "model": {}}', "weights.safetensors' has format 99; allowed: 1"),
+        ('{"format": 1, "model": {"features": 3, "width": 0}}', "weights.safetensors': width=0 is not"),
+    ],
+)
+def test_a_config_in_the_weights_that_is_none_is_named(text, message, tmp_path):
+    save(small_model("ssm"), tmp_path)
+    path = tmp_path / "weights.safetensors"
+    save_file(load_file(path), path, {"vssm": text})
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_a_model_that_does_not_fit_on_the_disk_is_named(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))  # Python turns the signal into an error
+    try:
+        with pytest.raises(OSError, match=r"weights.safetensors' could not be written: .*too large"):
+            save(small_model("ssm"), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
+def test_failed_save_leaves_the_old_model(tmp_path, monkeypatch):
+    model = small_model("ssm")
+    save(model, tmp_path)
+    before = (tmp_path / "weights.safetensors").read_bytes()
+
+    def full_disk(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("vssm.runs.checkpoint.save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save(small_model("ssm", width=32), tmp_path)
+    assert (tmp_path / "weights.safetensors").read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 2
+    assert load(tmp_path).config == model.config
+
+
+@pytest.mark.parametrize("name", ["a" * 255, "ä" * 127, "a" * 237, "a" * 238, "b" * 250 + ".png"])
+def test_a_name_may_be_as_long_as_the_system_allows(name, tmp_path):
+    left = []
+    for text in ("old", "new"):
+
+        def write(file, text=text):
+            left.append(file)
+            file.write_text(text)
+
+        write_atomically(tmp_path / name, write)
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "new"
+    left[0].write_text("half")  # by a process that was killed
+    os.utime(left[0], (0, 0))
+    write_atomically(tmp_path / name, lambda file: file.write_text("newer"))
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+def test_what_a_killed_process_has_left_is_removed_later(tmp_path):
+    """But nothing that somebody may still write to, and nothing of other files."""
+    names = [
+        ".a.txt.0123456789ab.tmp",
+        ".a.txt.ba9876543210.tmp",
+        ".b.txt.0123456789ab.tmp",
+        ".a.txt.mine.tmp",
+    ]
+    for name in names:
+        (tmp_path / name).write_text("half")
+    for name in (names[0], *names[2:]):
+        os.utime(tmp_path / name, (0, 0))
+    write_atomically(tmp_path / "a.txt", lambda file: file.write_text("whole"))
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*names[1:], "a.txt"])
+    assert (tmp_path / "a.txt").read_text() == "whole"
+
+
+def test_a_killed_write_leaves_what_the_next_one_knows(tmp_path):
+    code = (
+        "import os, sys, signal\nfrom vssm.storage import write_atomically\n"
+        "write_atomically(sys.argv[1], lambda file: os.kill(os.getpid(), signal.SIGKILL))"
+    )
+    target = tmp_path / "w[1].txt"
+    done = subprocess.run([sys.executable, "-c", code, str(target)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    os.utime(left, (0, 0))
+    write_atomically(target, lambda file: file.write_text("whole"))
+    assert [file.name for file in tmp_path.iterdir()] == [target.name]
+
+
+@pytest.mark.parametrize("how", ["device", "pipe"])
+def test_what_is_no_file_is_written_to_and_stays(how, tmp_path):
+    """As root, /dev/null would become a file."""
+    path = tmp_path / "null"
+    if how == "device":
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+            path.write_bytes(b"")
+        except OSError:
+            pytest.skip("making devices is not allowed here")
+        write_atomically(path, lambda file: file.write_text("lost"))
+        assert stat.S_ISCHR(path.stat().st_mode)
+        return
+    os.mkfifo(path)
+    read = []
+    reader = threading.Thread(target=lambda: read.append(path.read_text()))
+    reader.start()
+    write_atomically(path, lambda file: file.write_text("read"))
+    reader.join(10)
+    assert stat.S_ISFIFO(path.stat().st_mode) and read == ["read"]
+    assert [file.name for file in tmp_path.iterdir()] == ["null"]
+
+
+def test_a_disk_that_became_read_only_is_said_of_the_file_that_was_asked_for(tmp_path, monkeypatch):
+    def refuse(path, *_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    for name in ("touch", "unlink"):
+        monkeypatch.setattr(Path, name, refuse)
+    with pytest.raises(OSError, match="Read-only file system") as error:
+        write_atomically(tmp_path / "note.txt", lambda file: file.write_text("new"))
+    assert error.value.filename == str(tmp_path / "note.txt")
+
+
+def test_a_file_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+    """The power may fail at any moment; the name itself is on the disk when the call returns."""
+    events, sync, replace = [], os.fsync, Path.replace
+
+    def synced(handle):
+        status = os.fstat(handle)
+        events.append("folder" if stat.S_ISDIR(status.st_mode) else status.st_size)
+        sync(handle)
+
+    def replaced(path, target):
+        events.append("rename")
+        return replace(path, target)
+
+    monkeypatch.setattr("vssm.storage.os.fsync", synced)
+    monkeypatch.setattr("vssm.storage.Path.replace", replaced)
+    write_atomically(tmp_path / "a.txt", lambda file: file.write_text("whole"))
+    assert events == [5, "rename", "folder"]
+
+
+def test_a_file_can_be_read_by_those_who_read_any_other(tmp_path):
+    """Some libraries put a file in the place of the temporary one that only its owner can read."""
+
+    def private(file):
+        file.unlink()
+        file.touch(mode=0o600)
+
+    (tmp_path / "usual.txt").touch()
+    write_atomically(tmp_path / "a.txt", private)
+    assert (tmp_path / "a.txt").stat().st_mode == (tmp_path / "usual.txt").stat().st_mode
+
+
+def test_a_model_that_could_not_be_loaded_is_not_saved(tmp_path):
+    model = small_model("vssm")
+    save(model, tmp_path / "good")
+    before = (tmp_path / "good" / "weights.safetensors").read_bytes()
+    torch.nn.utils.parametrizations.weight_norm(model.decoder.out)
+    with pytest.raises(
+        ValueError, match=r"differs from what its config builds in .*; allowed: the same tensors"
+    ):
+        save(model, tmp_path / "good")
+    assert (tmp_path / "good" / "weights.safetensors").read_bytes() == before

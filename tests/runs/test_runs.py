@@ -1,0 +1,622 @@
+"""The run folder: nothing that is killed, damaged or full loses what was saved."""
+
+import errno
+import fcntl
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import vssm
+from tests.conftest import small_config
+from tests.tiny_runs import StopAt, log, newest, result, run, stopped, tiny
+from vssm.data import ArraysConfig, DataConfig, Meta, read_meta, steps_left
+from vssm.evaluation.result import validations
+from vssm.runs import folder as runs
+from vssm.runs.folder import RunFolder, _checksum, read_config, read_log
+from vssm.training import figures
+from vssm.training.loop import TrainingStopped, train
+from vssm.training.progress import Progress
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    return run(tiny(), tmp_path_factory.mktemp("runs") / "unbroken")
+
+
+def test_what_a_folder_says_of_its_data(unbroken, tmp_path):
+    assert read_meta(str(unbroken)) == Meta(name="synthetic", features=3, length=5, suggested_head="gaussian")
+    vssm.save(vssm.load(unbroken), tmp_path / "alone")
+    assert read_meta(tmp_path / "alone") is None
+    for text, message in (
+        ("{", "config.json' is damaged: "),
+        ("[" * 10**5, "config.json' is damaged: "),
+        ("[]", "config.json' is damaged: it is no JSON object$"),
+        ('{"data_meta": null}', "^data_meta=None is not allowed; allowed: the fields of a run's data$"),
+        ('{"data_meta": [3]}', r"^data_meta=\[3\] is not allowed; allowed: the fields of a run's data$"),
+        ('{"data_meta": {}}', "^metadata of data has no name$"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=message) as caught:
+            read_meta(tmp_path)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"nowhere' has no config\.json; allowed: the folder of a run"):
+        read_meta(tmp_path / "nowhere")
+
+
+def test_the_steps_that_are_left_of_a_sequence():
+    meta = Meta(name="synthetic", features=3, length=5, suggested_head="gaussian")
+    assert [steps_left(meta, known) for known in (0, 4)] == [5, 1]
+    assert steps_left(None, 99) == 28
+    for known in (5, 6):
+        message = (
+            f"nothing is left of the training data's 5 steps after {known}; allowed: --length of 1 or more"
+        )
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            steps_left(meta, known, "--length")
+
+
+def damage(path, how):
+    content = bytearray(path.read_bytes())
+    if how == "truncated":
+        del content[len(content) // 2 :]
+    elif how == "flipped":
+        content[len(content) // 2] ^= 1
+    elif how == "pickle":
+        content = bytearray(pickle.dumps({"weights": os.system}))
+    elif how == "nested":
+        content = bytearray(b"[" * 10**5)
+    path.unlink()
+    if how != "missing":
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped", "pickle", "nested", "missing"])
+@pytest.mark.parametrize("file", ["weights.safetensors", "optimizer.safetensors", "progress.json"])
+def test_damaged_checkpoint_is_named_and_the_one_before_is_used(how, file, unbroken, tmp_path):
+    folder = stopped(tiny(), tmp_path / "run", 7)
+    broken = newest(folder)
+    assert broken.name == "step-00000006"
+    damage(broken / file, how)
+    shown = StopAt(99)
+    assert result(run(None, folder, resume=True, progress=shown)) == result(unbroken)
+    assert shown.messages[0].startswith(f"{str(broken)!r} is damaged ({file}")
+    assert shown.messages[0].endswith("; going on from step-00000005")
+    assert "\n" not in shown.messages[0]
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped", "missing"])
+def test_best_weights_that_were_lost_are_made_again_from_the_end(how, unbroken, tmp_path):
+    folder, shown = shutil.copytree(unbroken, tmp_path / "run"), StopAt(99)
+    damage(folder / "weights.safetensors", how)
+    run(None, folder, resume=True, progress=shown)
+    assert any("best weights" in text and "are damaged or gone" in text for text in shown.messages)
+    last = load_file(newest(folder) / "weights.safetensors")
+    assert all(torch.equal(tensor, last[name]) for name, tensor in vssm.load(folder).state_dict().items())
+
+
+def test_the_validation_of_a_run_is_that_of_its_weights(tmp_path):
+    """Also where better ones were lost, of a loss that goes up in the end."""
+    config = tiny("rnn", epochs=8, learning_rate=0.5, seed=3)
+    folder = stopped(config, tmp_path / "run", 20)
+    (folder / "weights.safetensors").unlink()
+    run(None, folder, resume=True)
+    losses = [line["loss"] for line in log(folder, "valid")]
+    assert validations(folder)[0]["validation_loss"] == losses[-1] > min(losses)
+
+
+def test_a_finished_run_that_is_resumed_stays_as_it_is(unbroken, tmp_path):
+    folder = shutil.copytree(unbroken, tmp_path / "run")
+    facts = {**json.loads((folder / "meta.json").read_text()), "commit": "another", "device": "cuda:7"}
+    (folder / "meta.json").write_text(json.dumps(facts))
+    run(None, folder, resume=True)
+    assert json.loads((folder / "meta.json").read_text()) == facts and log(folder) == log(unbroken)
+
+
+def test_a_run_whose_last_validation_is_not_finite_is_validated_once(tmp_path):
+    shown = StopAt(99)
+    folder = run(tiny("rnn", learning_rate=1e25, epochs=1, warmup=0.0), tmp_path / "run", progress=shown)
+    assert shown.messages[-1].startswith("note: validation is not finite")
+    (folder / "eval.json").write_text("{}")
+    for _ in range(2):
+        run(None, folder, resume=True)
+    assert [line["loss"] for line in log(folder, "valid")] == [None] and (folder / "eval.json").exists()
+
+
+def test_a_checkpoint_that_is_saved_again_is_there_all_the_time(unbroken, tmp_path, monkeypatch):
+    folder = RunFolder(shutil.copytree(unbroken, tmp_path / "run"))
+    last, remove = newest(folder.path), runs._remove
+
+    def stop(path):
+        if path.name.endswith(".old.tmp") and path.exists():
+            raise KeyboardInterrupt
+        remove(path)
+
+    monkeypatch.setattr(runs, "_remove", stop)
+    with pytest.raises(KeyboardInterrupt):
+        folder.save_checkpoint(read_config(unbroken), 12, {"weights": {"a": torch.ones(2)}}, {})
+    assert runs._read(last).parts["weights"]["a"].tolist() == [1, 1]
+
+
+def test_who_asks_whether_a_run_is_trained_does_not_keep_it_from_being(tmp_path):
+    with (tmp_path / ".lock").open("a") as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH)
+        timer = threading.Timer(0.05, asking.close)
+        timer.start()
+        runs.claim(tmp_path, "run folder").close()
+        timer.join()
+
+
+def test_what_an_evaluation_is_writing_stays(unbroken, tmp_path):
+    folder = shutil.copytree(unbroken, tmp_path / "run")
+    for name in (".eval.json.1a2b.tmp", ".meta.json.1a2b.tmp"):
+        (folder / name).write_text("{")
+    run(None, folder, resume=True)
+    assert [path.name for path in folder.glob(".*.tmp")] == [".eval.json.1a2b.tmp"]
+
+
+def test_more_samples_than_there_is_room_for_are_refused_before_the_training(tmp_path):
+    images = DataConfig(name="digits")
+    with pytest.raises(ValueError, match=r"^num=1000000000000 and length=8 would take .* GB; allowed: less"):
+        run(tiny("rnn", data=images, samples=10**12), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+class Delete(Progress):
+    """Deletes a file or folder of a run after its last validation."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def line(self, line):
+        if (line["step"], line["split"]) == (12, "valid"):
+            shutil.rmtree(self.path) if self.path.is_dir() else self.path.unlink()
+
+
+def test_a_config_that_was_deleted_during_the_training_is_written_again(unbroken, tmp_path):
+    folder = tmp_path / "run"
+    run(tiny(), folder, progress=Delete(folder / "config.json"))
+    assert (folder / "config.json").read_bytes() == (unbroken / "config.json").read_bytes()
+    assert result(folder) == result(unbroken) and RunFolder(folder).has_ended()
+
+
+@pytest.mark.parametrize("file", ["", "weights.safetensors"])
+def test_weights_that_were_deleted_during_the_training_are_no_good_end(file, tmp_path):
+    folder = tmp_path / "run"
+    message = rf"^the best weights of '{folder}' were damaged or deleted .* checkpoint: '{folder}.*00012'$"
+    with pytest.raises(TrainingStopped, match=message):
+        run(tiny(), folder, progress=Delete(folder / file))
+    assert not RunFolder(folder).has_ended()
+    run(None, folder, resume=True)
+    assert RunFolder(folder).has_ended() and vssm.load(folder).config.kind == "rnn"
+
+
+def test_without_a_good_checkpoint_nothing_is_loaded(tmp_path):
+    folder = stopped(tiny(), tmp_path / "run", 7)
+    for path in (folder / "checkpoint").iterdir():
+        damage(path / "optimizer.safetensors", "flipped")
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(
+        ValueError, match=r"no checkpoint is good: .*step-00000006.*step-00000005.*another name"
+    ):
+        run(None, folder, resume=True)
+    assert sorted(folder.rglob("*")) == before
+
+
+def state_of(folder):
+    """All files of a run folder but the lock and the times of meta.json."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", "meta.json")]
+    return {path: path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_lost(broken, unbroken, tmp_path):
+    folder = stopped(tiny(), tmp_path / "run", 7)
+    other = stopped(tiny(seed=1), tmp_path / "other", 9)
+    foreign = shutil.copytree(newest(other), folder / "checkpoint" / newest(other).name)
+    if broken:  # a newer one of this run that is damaged comes first
+        own = shutil.copytree(newest(folder), folder / "checkpoint" / "step-00000009")
+        damage(own / "progress.json", "truncated")
+    before = state_of(folder)
+    message = (
+        rf"'{foreign}' is a checkpoint of another run, with train.seed=1, here 0; allowed: .*move it out"
+    )
+    with pytest.raises(ValueError, match=message) as error:
+        run(None, folder, resume=True)
+    assert "\n" not in str(error.value) and state_of(folder) == before
+    shutil.rmtree(foreign)
+    if broken:
+        shutil.rmtree(own)
+    assert result(run(None, folder, resume=True)) == result(unbroken)
+
+
+def test_what_does_not_change_the_result_makes_no_other_run(unbroken, tmp_path):
+    folder = stopped(tiny(), tmp_path / "run", 7)
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    assert result(run(tiny(checkpoint_minutes=9), moved, resume=True)) == result(unbroken)
+
+
+def test_a_checkpoint_of_an_older_version_resumes_with_a_line(unbroken, tmp_path):
+    folder, shown = stopped(tiny(), tmp_path / "run", 7), StopAt(99)
+    path = newest(folder) / "progress.json"
+    record = json.loads(path.read_text())
+    del record["config"], record["checksum"]
+    path.write_text(json.dumps({**record, "checksum": _checksum(record)}))
+    assert result(run(None, folder, resume=True, progress=shown)) == result(unbroken)
+    assert (
+        shown.messages[0]
+        == f"{str(path.parent)!r} does not say which run it is of; it is taken for one of this run"
+    )
+
+
+@pytest.mark.parametrize("files", [[], None, 3, "weights.safetensors", {"a\0b": ""}, {"": ""}])
+def test_a_checkpoint_with_a_wrong_list_of_files_is_damaged(files, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    path = folder.save_checkpoint(tiny(), 3, {}, {}) / "progress.json"
+    record = json.loads(path.read_text())
+    del record["checksum"]
+    record["files"] = files
+    path.write_text(json.dumps({**record, "checksum": _checksum(record)}))
+    with pytest.raises(ValueError, match=r"^no checkpoint is good: '.*step-00000003' is damaged \("):
+        folder.read_checkpoint(tiny(), print)
+
+
+def test_pickle_with_a_right_checksum_is_refused_too(tmp_path):
+    """Whoever can write the checksum still gets nothing unpickled."""
+    flag = tmp_path / "unpickled"
+    folder = RunFolder(tmp_path / "run")
+
+    class Payload:
+        def __reduce__(self):
+            return flag.touch, ()
+
+    def plant(tensors, path):
+        path.write_bytes(pickle.dumps(Payload()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vssm.runs.folder.save_file", plant)
+        folder.save_checkpoint(tiny(), 3, {"weights": {}}, {})
+    with pytest.raises(ValueError, match=r"weights\.safetensors"):
+        folder.read_checkpoint(tiny(), print)
+    pickle.loads(pickle.dumps(Payload()))
+    assert flag.exists()  # the payload works where something unpickles it
+
+
+@pytest.mark.parametrize("file", ["config.json", "log.jsonl", "meta.json", "weights.safetensors"])
+def test_pickles_in_the_run_folder_are_not_read(file, unbroken, tmp_path):
+    folder = stopped(tiny(), tmp_path / "run", 5)
+    damage(folder / file, "pickle")
+    if file == "config.json":
+        with pytest.raises(ValueError, match=r"config.json' is damaged: "):
+            run(None, folder, resume=True)
+        with pytest.raises(ValueError, match=r"config.json' is damaged: "):
+            vssm.load(folder)
+        return
+    if file == "weights.safetensors":
+        with pytest.raises(ValueError, match=r"weights\.safetensors' is damaged"):
+            vssm.load(folder)
+    expected, given = result(unbroken), result(run(None, folder, resume=True))
+    if file == "log.jsonl":
+        assert given.pop("log") == [line for line in expected.pop("log") if line["step"] > 4]
+    assert given == expected
+
+
+PARTIAL = (
+    b'{"step": 1, "epoch": 1, "split": "valid", "loss": 1, "reconstruction": 1, "kl": 1, "partial_elbo": "x"}'
+)
+
+
+@pytest.mark.parametrize(
+    "line", [b"7", b"{}", b"[" * 10**5, b'{"step": 1, "epoci": 0.3}', b'{"step": "1"}', PARTIAL]
+)
+def test_a_line_of_the_log_that_is_damaged_but_json_is_left_out(line, unbroken, tmp_path):
+    folder, shown = stopped(tiny(), tmp_path / "run", 7), StopAt(99)
+    path = folder / "log.jsonl"
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([lines[0], line, *lines[1:]]) + b"\n")
+    with pytest.raises(ValueError, match=r"log\.jsonl' line 2 is damaged: .*; allowed: without that line"):
+        read_log(folder)
+    run(None, folder, resume=True, progress=shown, pictures=True)
+    assert f"{str(path)!r} line 2 is damaged and was left out" in shown.messages
+    assert log(folder) == log(unbroken) and (folder / "curves.png").exists()
+
+
+def test_curves_are_drawn_around_a_damaged_line(unbroken, tmp_path):
+    (tmp_path / "log.jsonl").write_bytes(b"\xff\n{}\n" + (unbroken / "log.jsonl").read_bytes() + b'{"st')
+    figures.curves(tmp_path / "log.jsonl", tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").exists()
+
+
+def test_what_was_measured_of_other_weights_is_set_aside(tmp_path):
+    folder = stopped(tiny(), tmp_path / "run", 4)
+    for name in ("eval.json", "eval_valid.json"):
+        (folder / name).write_text("of the weights at step 3")
+    run(None, folder, resume=True)
+    assert not (folder / "eval.json").exists() and not (folder / "eval_valid.json").exists()
+    assert (folder / "eval.json.old").read_text() == "of the weights at step 3"
+    (folder / "eval.json").write_text("of the last")
+    run(None, folder, resume=True)  # has ended: the weights stay as they are
+    assert (folder / "eval.json").read_text() == "of the last"
+
+
+def test_steps_of_nine_digits_come_after_those_of_eight(tmp_path):
+    folder, steps = RunFolder(tmp_path / "run"), (99_999_998, 99_999_999, 100_000_000)
+    for step in steps:
+        folder.save_checkpoint(tiny(), step, {"weights": {}}, {})
+    assert [path.name for path in folder._saved()] == ["step-99999999", "step-100000000"]
+    damage(tmp_path / "run" / "checkpoint" / "step-100000000" / "progress.json", "truncated")
+    checkpoint = folder.read_checkpoint(tiny(), lambda text: None)
+    assert checkpoint is not None and checkpoint.path.name == "step-99999999"
+    assert (tmp_path / "run" / "checkpoint" / "step-100000000.damaged").is_dir()
+
+
+def test_a_run_that_another_process_made_in_the_meantime_is_not_overwritten(unbroken, tmp_path, monkeypatch):
+    folder, claim = tmp_path / "run", RunFolder._claim
+
+    def late(self):
+        shutil.copytree(unbroken, folder, dirs_exist_ok=True)
+        claim(self)
+
+    monkeypatch.setattr(RunFolder, "_claim", late)
+    with pytest.raises(ValueError, match="is not empty; allowed: --resume"):
+        run(tiny(seed=1), folder)
+    assert result(folder) == result(unbroken)
+
+
+def test_half_written_folders_resume_or_start_again(unbroken, tmp_path):
+    config, folder = tiny(), tmp_path / "run"
+    folder.mkdir()
+    (folder / ".config.json.abc.tmp").write_text("{")  # killed while the first file was written
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        run(None, folder, resume=True)
+    assert result(run(config, folder)) == result(unbroken)
+    assert not list(folder.glob(".*.tmp"))
+
+    begun = stopped(replace(config, train=replace(config.train, checkpoint_minutes=9)), tmp_path / "begun", 2)
+    with (begun / "log.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')  # a torn line
+    (begun / "checkpoint").mkdir()
+    shutil.copytree(newest(unbroken), begun / "checkpoint" / ".step-00000001.tmp")
+    (begun / ".weights.safetensors.xyz.tmp").write_bytes(b"half")
+    assert result(run(None, begun, resume=True)) == result(unbroken)
+    assert not list(begun.rglob(".*.tmp"))
+
+
+def test_two_checkpoints_are_kept(unbroken):
+    assert sorted(path.name for path in (unbroken / "checkpoint").iterdir()) == [
+        "step-00000011",
+        "step-00000012",
+    ]
+    assert sorted(path.name for path in newest(unbroken).iterdir()) == [
+        "optimizer.safetensors",
+        "progress.json",
+        "weights.safetensors",
+    ]
+
+
+def test_config_of_a_newer_version_is_refused(unbroken, tmp_path):
+    folder = shutil.copytree(unbroken, tmp_path / "run")
+    values = json.loads((folder / "config.json").read_text())
+    for change, message in (
+        ({"format": 2}, r"config.json': config has format 2; allowed: 1"),
+        ({"train": {**values["train"], "epoch": 3}}, r"train has no field 'epoch'.*did you mean 'epochs'"),
+        ({"trainer": {}}, r"config has no field 'trainer'.*did you mean 'train'"),
+        ({"data": 3}, r"data is 3; allowed: a dictionary"),
+        ({"train": {**values["train"], "batch": "x"}}, r"batch='x' is not allowed"),
+    ):
+        (folder / "config.json").write_text(json.dumps({**values, **change}))
+        with pytest.raises(ValueError, match=message):
+            run(None, folder, resume=True)
+
+
+def test_existing_folder_is_never_overwritten(unbroken, tmp_path):
+    before = {path: path.stat().st_mtime_ns for path in unbroken.rglob("*")}
+    name = str(unbroken)
+    with pytest.raises(
+        ValueError, match=f"run folder '{name}' is not empty; allowed: --resume {name}, or another"
+    ):
+        run(tiny(), unbroken)
+    with pytest.raises(ValueError, match=r"train.epochs=5 differs from 4 of the run in .* allowed: the same"):
+        run(tiny(epochs=5), unbroken, resume=True)
+    with pytest.raises(ValueError, match="config=None goes with resume=True only"):
+        run(None, tmp_path / "new")
+    assert {path: path.stat().st_mtime_ns for path in unbroken.rglob("*")} == before
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file; allowed: a new name"):
+        run(tiny(), tmp_path / "file")
+
+
+def test_resuming_never_trains_over_finished_weights(unbroken, tmp_path):
+    vssm.save(vssm.build(small_config("rnn")), tmp_path / "saved")
+    ended = shutil.copytree(unbroken, tmp_path / "ended", ignore=shutil.ignore_patterns("checkpoint"))
+    kept = ("config.json", "weights.safetensors")
+    (tmp_path / "copy").mkdir()
+    for name in kept:
+        shutil.copy(unbroken / name, tmp_path / "copy" / name)
+    unsure = shutil.copytree(ended, tmp_path / "unsure")
+    damage(unsure / "meta.json", "truncated")  # which says that the run has ended
+    deep = shutil.copytree(ended, tmp_path / "deep")
+    damage(deep / "meta.json", "nested")
+    assert not RunFolder(deep).has_ended()
+    for folder, message in (
+        (tmp_path / "saved", r"has no key 'data'; allowed: a run folder"),
+        (ended, "has weights but no checkpoint to go on from"),
+        (unsure, "has weights but no checkpoint to go on from"),
+        (deep, "has weights but no checkpoint to go on from"),
+        (tmp_path / "copy", "has weights but no checkpoint to go on from"),
+    ):
+        before = {name: (folder / name).read_bytes() for name in kept}
+        with pytest.raises(ValueError, match=message):
+            run(None, folder, resume=True)
+        assert {name: (folder / name).read_bytes() for name in kept} == before
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["vssm.runs.folder.save_file", "vssm.runs.folder.write_atomically", "vssm.runs.folder.RunFolder.log"],
+)
+def test_full_disk_keeps_the_last_checkpoint(place, unbroken, tmp_path, monkeypatch):
+    """The third write fails after half of it is on the disk."""
+    config, folder = tiny(), tmp_path / "run"
+    stopped(config, folder, 5)
+    held = newest(folder)
+    calls = 0
+
+    def full(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls < 3:
+            return original(*arguments)
+        if place == "vssm.runs.folder.save_file":
+            arguments[1].write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    owner, name = place.rsplit(".", 1)
+    owner = RunFolder if owner.endswith("RunFolder") else sys.modules[owner]
+    original = getattr(owner, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, full)
+        with pytest.raises(
+            TrainingStopped, match=r"could not be written \(.*No space left.*\); last good"
+        ) as error:
+            run(None, folder, resume=True)
+    assert "\n" not in str(error.value)
+    assert newest(folder) >= held
+    assert not list(folder.rglob(".*.tmp"))
+    assert result(run(None, folder, resume=True)) == result(unbroken)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounting needs root")
+def test_full_tmpfs_keeps_the_last_checkpoint(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True
+    ).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        config = replace(tiny(), model=small_config("rnn", width=48, layers=1))
+        folder = stopped(config, disk / "run", 4)
+        held = newest(folder)
+        (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 60_000))
+        with pytest.raises(TrainingStopped, match="could not be written") as error:
+            run(None, folder, resume=True)
+        assert str(held) in str(error.value)
+        assert [path.name for path in (folder / "checkpoint").iterdir() if path.name > held.name] == []
+        (disk / "filler").unlink()
+        whole = run(config, tmp_path / "whole")
+        assert result(run(None, folder, resume=True)) == result(whole)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+KILLED = """
+import os, random, signal, sys, time
+import torch._dynamo  # every optimizer imports it, which would take longest in the children
+from pathlib import Path
+from tests.tiny_runs import tiny
+from vssm.training import figures
+from vssm.training.progress import Progress
+from vssm.training.loop import train
+
+folder, kills = Path(sys.argv[1]), int(sys.argv[2])
+figures.curves = lambda log, path: None
+rng, config = random.Random(7), tiny(epochs=240, validate_every=2 / 3)
+
+def wait_until(reached, seconds):
+    while not reached():
+        assert os.waitpid(child, os.WNOHANG)[0] == 0, "the run ended before it was killed"
+        time.sleep(seconds)
+
+for kill in range(kills + 1):
+    child = os.fork()  # this process never runs torch, so it may
+    if child == 0:
+        torch.set_num_threads(1)
+        train(config, folder, resume=True, progress=Progress())
+        os._exit(0)
+    if kill == kills:
+        break
+    known = set(folder.glob("checkpoint/step-*"))
+    if kill % 4:  # it got as far as to save something
+        wait_until(lambda: set(folder.glob("checkpoint/step-*")) != known, 0.001)
+    time.sleep(rng.uniform(0, 0.05))
+    if kill % 2:  # in the middle of a checkpoint
+        wait_until(lambda: list(folder.glob("checkpoint/.step-*")), 0.0005)
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the run ended before it was killed"
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_killed_at_twenty_moments_equals_unbroken(tmp_path):
+    """kill -9, every other time while a checkpoint is being written."""
+    killed = tmp_path / "killed"
+    subprocess.run([sys.executable, "-c", KILLED, str(killed), "20"], check=True, timeout=300)
+    whole = run(read_config(killed), tmp_path / "whole")
+    assert result(killed) == result(whole)
+    assert not list(killed.rglob(".*.tmp"))
+
+
+def test_one_process_at_a_time(tmp_path):
+    folder = tmp_path / "run"
+    run(tiny("rnn", max_steps=2), folder)
+    first = RunFolder(folder)
+    first.reopen(read_config(folder))
+    with pytest.raises(ValueError, match="is in use by another process; allowed: one at a time"):
+        train(None, folder, resume=True)
+    first.close()
+    train(None, folder, resume=True)
+
+
+def test_data_that_changed_are_refused_and_nothing_is_lost(tmp_path):
+    values = np.random.default_rng(0).normal(size=(40, 6, 2)).astype(np.float32)
+    np.save(tmp_path / "x.npy", values)
+    data = DataConfig(name="arrays", arrays=ArraysConfig(path=str(tmp_path / "x.npy")))
+    config, folder = tiny(data=data), tmp_path / "run"
+    stopped(config, folder, step=4)
+    before = newest(folder)
+    np.save(tmp_path / "x.npy", values[:, ::-1])
+    with pytest.raises(
+        ValueError, match=r"training set of 'arrays' is another .*; allowed: the same data, or a"
+    ):
+        run(config, folder, resume=True)
+    assert newest(folder) == before
+    np.save(tmp_path / "x.npy", values)
+    run(config, folder, resume=True)
+    assert newest(folder) > before
+
+
+def test_a_checkpoint_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+    events, rename = [], Path.rename
+
+    def renamed(path, target):
+        events.append(f"{target.name}!")
+        return rename(path, target)
+
+    monkeypatch.setattr("vssm.runs.folder._flush", lambda path: events.append(path.name))
+    monkeypatch.setattr("vssm.runs.folder.Path.rename", renamed)
+    folder = RunFolder(tmp_path)
+    folder.log({"step": 3})
+    folder.save_checkpoint(tiny(), 3, {part: {"a": torch.zeros(2)} for part in ("weights", "ema")}, {})
+    files = ["log.jsonl", "weights.safetensors", "ema.safetensors", "progress.json", ".step-00000003.tmp"]
+    assert events == [*files, "step-00000003!", "checkpoint"]
+
+
+def test_a_resumed_run_has_the_date_that_it_was_started_at(tmp_path):
+    folder = stopped(tiny(), tmp_path / "run", 11)
+    path = newest(folder) / "progress.json"
+    record = json.loads(path.read_text()) | {"started": "2001-02-03T04:05:06+00:00"}
+    del record["checksum"]
+    path.write_text(json.dumps({**record, "checksum": _checksum(record)}))
+    meta = json.loads((run(None, folder, resume=True) / "meta.json").read_text())
+    assert meta["started"] == record["started"] < meta["ended"]

@@ -1,0 +1,767 @@
+"""One seed gives one sample, however it is made."""
+
+import copy
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import KINDS, relative_error, sequences, small_model
+from tests.interpreter import INTERPRETED, run_interpreted
+from vssm import State, generate, load, log_likelihood, noise, objective, observe, save
+from vssm.sampling import parallel
+from vssm.sampling.ahead import posterior_ahead, scan_ahead, scan_ahead_reference
+from vssm.sampling.parallel import _empty_runs
+
+PARALLEL = ("tvae", "vssm")
+AUTOREGRESSIVE = ("transformer", "ssm", "rnn")
+TOLERANCE = 1e-4
+
+
+def same(a, b):
+    assert a.shape == b.shape
+    assert relative_error(a, b) < TOLERANCE
+
+
+@pytest.mark.parametrize("sample", ["mean", "sample"])
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_resumed_anywhere_equals_one_go(kind, sample, data):
+    model = small_model(kind)
+    length, prompted = 9, data.draw(st.booleans())
+    cut, seed = data.draw(st.integers(0, length)), data.draw(st.integers(-5, 2**40))
+    prompt = sequences(model, 2, 3) if prompted else None
+    whole = generate(model, num=2, length=length, prompt=prompt, observe=sample, seed=seed)
+    first = generate(model, num=2, length=cut, prompt=prompt, observe=sample, seed=seed)
+    rest = generate(model, length=length - cut, state=first.state, observe=sample)
+    same(torch.cat([first.x, rest.x], 1), whole.x)
+    assert rest.state.position == whole.state.position == length + (3 if prompted else 0)
+    if whole.z is not None:
+        assert torch.equal(torch.cat([first.z, rest.z], 1), whole.z)
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+@given(chunk=st.integers(1, 12), prompted=st.booleans(), seed=st.integers(0, 99))
+def test_any_chunk_equals_one_shot(kind, chunk, prompted, seed):
+    model = small_model(kind)
+    prompt = sequences(model, 2, 4) if prompted else None
+    whole = generate(model, num=2, length=9, prompt=prompt, seed=seed)
+    chunked = generate(model, num=2, length=9, prompt=prompt, seed=seed, chunk=chunk)
+    same(chunked.x, whole.x)
+    assert torch.equal(chunked.z, whole.z)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_split_equals_whole_batch(kind):
+    model = small_model(kind)
+    prompt = sequences(model, 6, 3)
+    whole = generate(model, length=7, prompt=prompt, seed=3, observe="sample").x
+    halves = [
+        generate(model, length=7, prompt=prompt[rows], seed=3, rows=list(rows), observe="sample").x
+        for rows in (range(4), range(4, 6))
+    ]
+    same(torch.cat(halves), whole)
+    seeds = torch.tensor([3, 8, 3, 8, 3, 8])
+    mixed = generate(model, length=7, prompt=prompt, seed=seeds, observe="sample").x
+    same(mixed[::2], whole[::2])
+    assert relative_error(mixed[1::2], whole[1::2]) > 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompt_equals_observe_then_generate(kind):
+    model = small_model(kind)
+    x = sequences(model, 2, 6)
+    state = observe(model, x[:, 2:], observe(model, x[:, :2], seed=4))
+    for temperature in (1.0, 0.5):
+        prompted = generate(model, length=5, prompt=x, seed=4, temperature=temperature)
+        same(generate(model, length=5, state=state, temperature=temperature).x, prompted.x)
+    same(
+        generate(model, length=5, prompt=x[:, 2:], state=observe(model, x[:, :2], seed=4)).x,
+        generate(model, length=5, prompt=x, seed=4).x,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
+@pytest.mark.filterwarnings("ignore:torch.compile has no effect:UserWarning")
+@pytest.mark.parametrize("options", [{"kind": kind} for kind in KINDS] + [{"kind": "vssm", "levels": 3}])
+def test_a_wrapped_model_is_used_as_the_one_inside(options, tmp_path):
+    model = small_model(**options)
+    wrapped, x = torch.compile(model, backend="eager"), sequences(model, 3, 6)
+    assert not isinstance(wrapped, type(model))
+    states = [observe(each, x[:, 4:], observe(each, x[:, :4])) for each in (wrapped, model)]
+    same_states(*states)
+    assert states[0].owner == states[1].owner
+    same(*(generate(each, length=3, state=states[0]).x for each in (wrapped, model)))
+    same(*(log_likelihood(each, x, num_samples=2) for each in (wrapped, model)))
+    same(*(objective(each, x, torch.Generator().manual_seed(0)).loss for each in (wrapped, model)))
+    save(wrapped, tmp_path)
+    same(*(generate(each, num=2, length=3).x for each in (load(tmp_path), model)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [{"num": 10**9, "length": 10**6}, {"num": 1, "length": 10**12}])
+def test_what_can_not_fit_is_refused_at_once(kind, size):
+    with pytest.raises(
+        ValueError, match=r"^num=1\d* and length=1\d* would take [\d,]+ GB; allowed: less at once"
+    ):
+        generate(small_model(kind), **size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_prompt_serves_many_rows(kind):
+    model = small_model(kind)
+    prompt = sequences(model, 1, 4)
+    many = generate(model, num=3, length=5, prompt=prompt, observe="sample")
+    expanded = generate(model, length=5, prompt=prompt.expand(3, -1, -1), observe="sample")
+    same(many.x, expanded.x)
+    assert relative_error(many.x[0], many.x[1]) > 1e-3, "the continuations differ"
+    same(generate(model, length=4, state=many.state).x, generate(model, length=4, state=expanded.state).x)
+    read = generate(model, length=5, state=observe(model, prompt, num=3), observe="sample")
+    same(read.x, many.x)
+    forked = generate(model, length=5, state=observe(model, prompt).repeat(3), observe="sample")
+    assert relative_error(forked.x[0], forked.x[1]) > 1e-3
+
+
+def z_scores_of_means(make, seeds=12, samples=500):
+    """Returns how far the means of samples with different seeds lie apart, in their Monte Carlo errors."""
+    x = torch.stack([make(seed, samples) for seed in range(seeds)])  # (seeds, samples, D)
+    return x.mean(1).std(0) / (x.std(1).mean(0) / samples**0.5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_after_data_that_was_read_follow_the_law_of_the_model(kind):
+    model = small_model(kind, sigma=0.001)
+    x = sequences(model, 1, 4)
+    ways = {"length": 1, "observe": "sample"}
+    prompted = z_scores_of_means(lambda s, n: generate(model, num=n, prompt=x, seed=s, **ways).x[:, 0])
+    observed = z_scores_of_means(
+        lambda s, n: generate(model, state=observe(model, x, seed=s, num=n), **ways).x[:, 0]
+    )
+    shared = z_scores_of_means(
+        lambda s, n: generate(model, state=observe(model, x, seed=s).repeat(n), **ways).x[:, 0]
+    )
+    assert prompted.max() < 2.2 and observed.max() < 2.2
+    if kind in ("vssm", "vrnn"):  # in this tvae latents of the past hardly matter
+        assert shared.max() > 3, "copies of one state share the latents of the past"
+    if kind in (*PARALLEL, "vrnn"):
+        with pytest.raises(ValueError, match="num=9 sequences would share the latents behind this state"):
+            generate(model, num=9, state=observe(model, x), length=1)
+    else:
+        assert shared.max() < 2.2
+        assert generate(model, num=9, state=observe(model, x), length=1).x.shape == (9, 1, 3)
+
+
+def test_a_sample_can_be_continued_in_many_ways():
+    model = small_model("vssm")
+    out = generate(model, num=1, length=3)
+    assert len(generate(model, num=9, length=3, state=out.state).x.unique(dim=0)) == 9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_can_be_rebatched_saved_and_continued_twice(kind, tmp_path):
+    model = small_model(kind)
+    out = generate(model, num=4, length=5, seed=2)
+    more = generate(model, length=3, state=out.state).x
+    picked = generate(model, length=3, state=out.state.select([3, 1])).x
+    same(picked, more[[3, 1]])
+    out.state.save(tmp_path / "state")
+    same(generate(model, length=3, state=State.load(tmp_path / "state")).x, more)
+    other = generate(model, length=3, state=out.state, seed=9, observe="sample").x
+    assert relative_error(other, more) > 1e-3, "another seed, another continuation"
+    same(generate(model, length=3, state=out.state).x, more)
+
+
+OWNERS = [
+    *({"kind": kind} for kind in KINDS),
+    {"kind": "vssm", "levels": 3},
+    {"kind": "transformer", "head": "categorical"},
+]
+
+
+@pytest.mark.parametrize("options", OWNERS, ids=str)
+@pytest.mark.parametrize("steps", [1, 6])
+def test_a_state_is_its_own_whatever_becomes_of_what_was_given_and_made(options, steps):
+    model = small_model(**options)
+    x = sequences(model, 2, steps)
+    given = x.clone(), torch.tensor([3, 4]), torch.tensor([5, 6])
+
+    def check(state, *others):
+        before = state.map(torch.clone)
+        expected = generate(model, length=4, state=state).x
+        for tensor in (*given, *others):
+            tensor.copy_((tensor + 1) % 5)
+        same_states(before, state)
+        assert torch.equal(generate(model, length=4, state=state).x, expected)
+        given[0].copy_(x)
+
+    check(observe(model, given[0], seed=given[1], rows=given[2]))
+    check(observe(model, given[0], observe(model, given[0]), seed=given[1], rows=given[2]))
+    for length in (0, 1, 3):
+        for cache in (True, False) if options["kind"] in AUTOREGRESSIVE else (True,):
+            dials = {"length": length, "seed": given[1], "rows": given[2], "cache": cache}
+            made = generate(model, prompt=given[0], **dials)
+            check(made.state, *(tensor for tensor in made[:2] if tensor is not None))
+
+
+@pytest.mark.parametrize("kind", AUTOREGRESSIVE)
+def test_a_state_does_not_keep_what_was_read(kind):
+    x = torch.rand(2, 500, 3)
+    assert observe(small_model(kind), x)["last"].untyped_storage().nbytes() == 2 * 3 * 4
+    x.requires_grad_()
+    small_model(kind)(x)[1]["last"].sum().backward()
+    assert torch.equal(x.grad[:, -1], torch.ones(2, 3))
+    assert not x.grad[:, :-1].any()
+
+
+def damaged(state, path, change):
+    """The state with one entry changed, or without it where the change gives None."""
+    first, _, rest = path.partition("/")
+    children = dict(state.children)
+    children[first] = damaged(state.child(first), rest, change) if rest else change(children.get(first))
+    if children[first] is None:
+        del children[first]
+    return State(children, state.position, state.owner)
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "message"),
+    [
+        ("seed", lambda _: None, "state has no 'seed'; allowed: 'partial', 'decoder', 'seed', 'row'"),
+        ("row", lambda _: None, "state has no 'row'; "),
+        ("partial/1/conv", lambda _: None, "state has no 'partial/1/conv'; allowed: 'partial/1/conv', "),
+        ("decoder/0", lambda _: None, "state has no 'decoder/0'; "),
+        ("more", lambda _: torch.ones(2), "state has an unknown 'more'; "),
+        (
+            "decoder/0/ssm",
+            lambda t: t[:, 1:],
+            "state has 'decoder/0/ssm' of shape (2, 31, 4); allowed: (2, 32",
+        ),
+        ("decoder/0/ssm", lambda t: t[:1], "state has 'decoder/0/ssm' of shape (1, 32, 4); "),
+        ("decoder/0/ssm", lambda t: t.long(), "state has 'decoder/0/ssm' of dtype int64; allowed: float32"),
+        ("row", lambda t: t.float(), "state has 'row' of dtype float32; allowed: int64"),
+        ("seed", lambda t: t[0], "state has no seed for each row in 'seed'; "),
+        ("decoder/0", lambda _: torch.ones(2), "state has a Tensor in 'decoder/0'; allowed: a State"),
+        ("decoder/0/ssm", lambda _: [1], "state has a list in 'decoder/0/ssm'; allowed: a tensor"),
+        ("decoder/0", lambda s: State(s.children, 4), "state is at position 4 in 'decoder/0/'; allowed: 3"),
+    ],
+)
+def test_what_is_wrong_in_a_state_is_named(path, change, message):
+    model = small_model("vssm")
+    state = damaged(observe(model, sequences(model, 2, 3)), path, change)
+    for use in (lambda: generate(model, length=2, state=state), lambda: observe(model, PROMPT, state)):
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            use()
+
+
+def test_states_without_tensors_or_a_position_are_named():
+    model = small_model("vssm")
+    owner = observe(model, PROMPT).owner
+    with pytest.raises(ValueError, match=r"^state has no 'partial'; "):
+        generate(model, length=2, state=State({}, 3, owner))
+    with pytest.raises(ValueError, match=r"^state.position='3' is not allowed; allowed: a whole number >= 0"):
+        generate(model, length=2, state=State({}, "3", owner))
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_a_state_can_be_forked_again_and_again(kind):
+    model = small_model(kind)
+    state = observe(model, sequences(model, 1, 3))
+    for _ in range(10):
+        made = generate(model, length=1, state=state.repeat(20), recondition=True, observe="sample")
+        assert len(made.x.unique(dim=0)) == 20
+        state = made.state.select([19])
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_unconditional_generation_runs_the_partial_posterior_on_one_row(kind, monkeypatch):
+    model = small_model(kind)
+    run, batches = model.partial.run, []
+
+    def spy(e, state=None):
+        batches.append(e.shape)
+        return run(e, state)
+
+    monkeypatch.setattr(model.partial, "run", spy)
+    first = generate(model, num=5, length=7, seed=1).x
+    generate(model, num=9, length=7, seed=2)
+    assert batches == [(1, 7, 16)], "one row, once per length"
+    with torch.no_grad():
+        model.partial.blank.add_(torch.randn(16))  # training changes the weights in place
+    changed = generate(model, num=5, length=7, seed=1).x
+    assert len(batches) == 2, "new weights, new pass"
+    assert relative_error(changed, first) > 1e-3
+    for parameter in model.partial.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    torch.optim.AdamW(model.partial.parameters(), lr=0.1, fused=True).step()  # counts no version
+    assert relative_error(generate(model, num=5, length=7, seed=1).x, changed) > 1e-3
+
+
+def fused_step(weights):
+    """One step of an optimiser that counts no versions."""
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    torch.optim.AdamW(weights, lr=0.3, fused=True).step()
+
+
+UNSEEN = {
+    "an optimiser of the last layer": lambda partial: fused_step([partial.out.weight, partial.out.bias]),
+    "an optimiser of the blocks": lambda partial: fused_step(list(partial.blocks.parameters())),
+    "data": lambda partial: partial.out.weight.data.mul_(5),
+    "data of a block": lambda partial: next(iter(partial.blocks.parameters())).data.mul_(-2),
+}
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("change", UNSEEN)
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_an_empty_pass_of_weights_that_changed_unseen_is_not_taken(kind, change, graphs):
+    model = small_model(kind)
+    options = {"num": 4, "length": 6, "seed": 1, "graphs": graphs}
+    first, versions = generate(model, **options), [w._version for w in model.parameters()]
+    UNSEEN[change](model.partial)
+    assert versions == [w._version for w in model.parameters()]
+    changed = generate(model, **options)
+    fresh = generate(copy.deepcopy(model), **options)
+    assert torch.equal(changed.z, fresh.z) and torch.equal(changed.x, fresh.x)
+    assert not torch.equal(changed.z, first.z)
+
+
+def test_one_number_that_changed_unseen_is_seen_without_graphs():
+    model = small_model("vssm")
+    first = generate(model, num=8, length=6, seed=1).z
+    model.partial.out.weight.data[1, 1] += 9
+    changed = generate(model, num=8, length=6, seed=1, graphs=False).z
+    assert torch.equal(changed, generate(copy.deepcopy(model), num=8, length=6, seed=1).z)
+    assert not torch.equal(changed, first)
+
+
+def test_a_remembered_pass_is_of_one_precision_and_for_every_mode():
+    model, options = small_model("vssm"), {"num": 64, "length": 12, "seed": 1}
+    with torch.inference_mode():
+        generate(model, **options)
+    plain = generate(model, **options)
+    assert not any(leaf.is_inference() for leaf in plain.state.leaves())
+    with torch.autocast("cpu", torch.bfloat16):
+        half = generate(model, **options).z
+        assert torch.equal(half, generate(copy.deepcopy(model), **options).z)
+    assert torch.equal(generate(model, **options).z, plain.z)
+    assert not torch.equal(half, plain.z), "precision matters here"
+
+
+@pytest.mark.parametrize("num", [1, 3])
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_a_state_that_is_written_to_changes_no_other(kind, num):
+    model, options = small_model(kind), {"num": num, "length": 4, "seed": 1}
+    made = generate(model, **options)
+    before = generate(model, length=4, state=made.state).x
+    for leaf in generate(model, **options).state.leaves():
+        leaf.zero_()
+    same(generate(model, length=4, state=made.state).x, before)
+    same(generate(model, length=4, state=generate(model, **options).state).x, before)
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_reconditioned_chunks_read_what_was_generated(kind):
+    model = small_model(kind)
+    prompt = sequences(model, 2, 3)
+    whole = generate(model, length=8, prompt=prompt, seed=1)
+    same(generate(model, length=8, prompt=prompt, seed=1, recondition=True).x, whole.x)
+    dial = generate(model, length=8, prompt=prompt, seed=1, chunk=4, recondition=True)
+    same(dial.x[:, :4], whole.x[:, :4])
+    # By hand: the second chunk is a prompted generation after prompt and first chunk.
+    q_z, _ = model.partial_posterior(torch.cat([prompt, dial.x[:, :4]], 1), empty=4)
+    blind, _ = model.partial_posterior(prompt, empty=8)
+    assert relative_error(q_z.logits[:, 7:], blind.logits[:, 7:]) > 1e-3
+    from vssm import noise
+
+    u = noise.uniform(torch.tensor([1, 1]), torch.arange(2), 7, 4, 3)
+    assert torch.equal(dial.z[:, 4:], q_z.sample(torch.cat([torch.rand(2, 7, 3), u], 1))[:, 7:])
+    # The state has read data only: it can be resumed and observed.
+    first = generate(model, length=4, prompt=prompt, seed=1, chunk=4, recondition=True)
+    same(generate(model, length=4, state=first.state, recondition=True).x, dial.x[:, 4:])
+    assert observe(model, prompt, first.state).position == 10
+
+
+def reading_model(kind, **options):
+    """A small model whose next latents depend on what was read, attention too."""
+    model = small_model(kind, **options)
+    if kind == "tvae":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(4)
+    return model
+
+
+def same_states(a, b):
+    assert (a.position, list(a.children)) == (b.position, list(b.children))
+    for name, child in a.children.items():
+        if isinstance(child, State):
+            same_states(child, b.child(name))
+        else:
+            assert relative_error(child, b[name]) < 1e-5, name
+
+
+def same_samples(a, b, steps=None):
+    assert torch.equal(a.z[:, :steps], b.z[:, :steps])
+    assert relative_error(a.x[:, :steps], b.x[:, :steps]) < 1e-5
+
+
+def starts(model):
+    """From nothing, a prompt, a state, both, and one prompt or state for all rows."""
+    x = sequences(model, 3, 4)
+    return [
+        {"num": 3, "seed": 5},
+        {"prompt": x, "seed": 5, "observe": "sample"},
+        {"state": observe(model, x, seed=5), "temperature": 0.7},
+        {"state": observe(model, x, seed=5), "prompt": x, "temperature": 1.5, "observe": "sample"},
+        {"num": 3, "prompt": x[:1], "seed": 5},
+        {"state": observe(model, x[:1], seed=5, num=3)},
+    ]
+
+
+@pytest.mark.parametrize("start", range(6))
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_passes_settle_a_step_each_on_the_way_to_step_by_step(kind, start):
+    model = reading_model(kind)
+    options = {"length": 7, **starts(model)[start]}
+    stepwise = generate(model, chunk=1, recondition=True, **options)
+    one_shot = generate(model, **options)
+    assert not torch.equal(one_shot.z, stepwise.z), "else there is nothing to refine"
+    for passes in (2, 3, 6):
+        same_samples(generate(model, passes=passes, **options), stepwise, steps=passes)
+    for passes in (7, 30):
+        refined = generate(model, passes=passes, **options)
+        same_samples(refined, stepwise)
+        same_states(refined.state, stepwise.state)
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_one_pass_is_one_shot(kind):
+    model = small_model(kind)
+    for start in starts(model):
+        plain, one = generate(model, length=6, **start), generate(model, length=6, passes=1, **start)
+        assert torch.equal(one.x, plain.x) and torch.equal(one.z, plain.z)
+        assert "blind" in one.state.children
+        assert all(map(torch.equal, one.state.leaves(), plain.state.leaves()))
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_passes_inside_chunks(kind):
+    model = reading_model(kind)
+    options = {"prompt": sequences(model, 3, 4), "seed": 2}
+    stepwise = generate(model, length=8, chunk=1, recondition=True, **options)
+    for chunk in (1, 3, 8):  # the last chunk is a short one
+        refined = generate(model, length=8, chunk=chunk, passes=chunk, recondition=True, **options)
+        same_samples(refined, stepwise)
+        same_states(refined.state, stepwise.state)
+    # Two passes: the second chunk goes on from the first, as does a call that resumes; reading is implied.
+    both = generate(model, length=8, chunk=4, passes=2, **options)
+    first = generate(model, length=4, passes=2, **options)
+    rest = generate(model, length=4, passes=2, state=first.state)
+    same_samples(first, both, steps=4)
+    assert torch.equal(rest.z, both.z[:, 4:])
+    same_states(rest.state, both.state)
+    same_samples(generate(model, length=8, chunk=4, passes=2, recondition=True, **options), both)
+    assert observe(model, options["prompt"], both.state).position == 16
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+@pytest.mark.parametrize("head", ["gaussian-learned", "bernoulli", "categorical", "logistic-mixture"])
+def test_passes_suit_every_head(kind, head):
+    model = reading_model(kind, head=head)
+    options = {"num": 2, "length": 5, "observe": "sample", "seed": 1}
+    same_samples(generate(model, passes=5, **options), generate(model, chunk=1, recondition=True, **options))
+
+
+def test_passes_in_double_and_over_many_steps():
+    model = small_model("vssm").double()  # without a kernel
+    options = {"num": 2, "length": 9, "seed": 1}
+    stepwise = generate(model, chunk=1, recondition=True, **options)
+    refined = generate(model, passes=9, **options)
+    assert relative_error(refined.x, stepwise.x) < 1e-12
+    assert torch.equal(refined.z, stepwise.z)
+    model = small_model("vssm")
+    x = sequences(model, 2, 70)  # 139 steps of two streams, more than a kernel takes at a time
+    ahead = posterior_ahead(model, x).logits
+    for t in (0, 1, 31, 32, 69):
+        with torch.no_grad():
+            logits = model.partial_posterior(x[:, :t] if t else None, empty=1)[0].logits
+        assert relative_error(ahead[:, t], logits[:, -1].expand(2, -1, -1)) < 1e-5
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 5, 3), (3, 2, 17, 1), (2, 33, 40, 5), (2, 71, 16, 16), (9, 8, 33, 7)]
+)
+def test_the_scan_ahead_equals_its_twin(sizes, device):
+    batch, length, channels, states = sizes
+    length = min(length, 5) if INTERPRETED else length  # which is slow
+    rows = {name: torch.randn(batch, length, 2 * channels)[..., :channels] for name in ("u", "dt", "z")}
+    rows |= {name: torch.randn(batch, length, states) for name in "BC"}
+    whole = {"A": -9 * torch.rand(channels, states)}
+    whole |= {name: torch.randn(channels) for name in ("D", "dt_bias")}
+    h = torch.randn(batch, channels, states)
+    scan = scan_ahead
+    if INTERPRETED:
+        from vssm.sampling.ahead_triton import forward as scan
+    for h0 in (None, h, h[:1].expand(batch, -1, -1)):
+        given = {name: None if v is None else v.to(device) for name, v in {**rows, **whole, "h0": h0}.items()}
+        exact = {name: None if v is None else v.double() for name, v in given.items()}
+        assert relative_error(scan(**given), scan_ahead_reference(**exact)) < 1e-5
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+def test_the_scan_ahead_in_the_interpreter():
+    assert "5 passed" in run_interpreted(f"{__file__}::test_the_scan_ahead_equals_its_twin")
+
+
+@pytest.mark.parametrize("kind", AUTOREGRESSIVE)
+def test_recomputation_equals_the_cache(kind):
+    """The paper's Transformer algorithm and the key-value cache give one sample."""
+    model = small_model(kind)
+    for prompt in (None, sequences(model, 2, 3)):
+        cached = generate(model, num=2, length=6, prompt=prompt, observe="sample")
+        recomputed = generate(model, num=2, length=6, prompt=prompt, observe="sample", cache=False)
+        same(recomputed.x, cached.x)
+        same(
+            generate(model, length=2, state=recomputed.state).x,
+            generate(model, length=2, state=cached.state).x,
+        )
+
+
+@pytest.mark.parametrize("kind", AUTOREGRESSIVE)
+def test_autoregressive_samples_are_the_mean_plus_noise_fed_back(kind):
+    model = small_model(kind)
+    means = generate(model, num=2, length=6, seed=5).x
+    samples = generate(model, num=2, length=6, seed=5, observe="sample").x
+    with torch.no_grad():
+        same(model(samples)[0].mean, means)
+    assert 0.5 < float((samples - means).std()) / model.config.sigma < 1.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_temperature_sharpens(kind):
+    model = small_model(kind)
+    cold = generate(model, num=64, length=3, temperature=1e-4, observe="sample").x
+    warm = generate(model, num=64, length=3, temperature=1.0, observe="sample").x
+    assert cold.std(0).mean() < 0.1 * warm.std(0).mean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_to_generate(kind):
+    model = small_model(kind)
+    out = generate(model, num=2, length=0, seed=3)
+    assert out.x.shape == (2, 0, 3)
+    same(generate(model, length=4, state=out.state).x, generate(model, num=2, length=4, seed=3).x)
+    prompt = sequences(model, 2, 3)
+    out = generate(model, length=0, prompt=prompt)
+    same(generate(model, length=4, state=out.state).x, generate(model, length=4, prompt=prompt).x)
+
+
+def test_text_prompt_shapes():
+    model = small_model("vssm", "categorical")
+    out = generate(model, length=6, prompt=torch.tensor([[1, 2, 3]]), observe="sample")
+    assert out.x.shape == (1, 6)
+    assert out.x.dtype == torch.int64
+
+
+@pytest.mark.parametrize("kind", AUTOREGRESSIVE)
+def test_a_model_of_tokens_returns_the_tokens_that_it_was_conditioned_on(kind):
+    model = small_model(kind, "categorical")
+    out = generate(model, num=16, length=12, seed=3)
+    assert torch.equal(out.state["last"], out.x[:, -1:])
+    same_states(out.state, observe(model, out.x, seed=3))
+
+
+PROMPT = torch.rand(2, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("vssm", {"length": -1}, "length=-1 is not allowed; allowed: a whole number >= 0"),
+        ("vssm", {"length": 2.5}, "length=2.5 is not allowed"),
+        ("vssm", {"num": 0}, "num=0 is not allowed"),
+        ("vssm", {"seed": 2**64}, "seed=18446744073709551616 is not allowed"),
+        ("vssm", {"prompt": [[0.0]]}, "prompt is a list; allowed: a torch tensor"),
+        ("vssm", {"chunk": 0}, "chunk=0 is not allowed; allowed: a whole number >= 1"),
+        ("vssm", {"temperature": 0.0}, "temperature=0.0 is not allowed; allowed: a number > 0"),
+        ("vssm", {"temperature": float("nan")}, "temperature=nan is not allowed"),
+        ("vssm", {"observe": "draw"}, "observe='draw' is unknown; allowed: 'mean', 'sample'"),
+        ("vssm", {"cache": False}, "cache=False is for autoregressive models, not kind='vssm'"),
+        ("ssm", {"chunk": 2}, "chunk=2 is for models that generate in parallel, not kind='ssm'"),
+        ("vssm", {"passes": 0}, "passes=0 is not allowed; allowed: a whole number >= 1"),
+        ("tvae", {"passes": 1.5}, "passes=1.5 is not allowed; allowed: a whole number >= 1"),
+        (
+            "ssm",
+            {"passes": 2},
+            "passes=2 is for models that generate in parallel, not kind='ssm'; allowed: vssm",
+        ),
+        ("vrnn", {"passes": 3}, "passes=3 is for models that generate in parallel, not kind='vrnn'"),
+        ("vrnn", {"recondition": True}, "recondition=True is for models that generate in parallel"),
+        ("vssm", {"prompt": PROMPT[0]}, r"prompt has shape \(3, 3\); allowed: \(batch, length, 3\)"),
+        ("vssm", {"prompt": PROMPT[..., :2]}, r"prompt has shape \(2, 3, 2\)"),
+        ("vssm", {"prompt": PROMPT / 0}, "prompt contains NaN or infinite values at row 0, step 0"),
+        ("vssm", {"prompt": PROMPT, "num": 3}, "prompt has 2 rows; allowed: 1 or 3"),
+        ("vssm", {"num": 2, "seed": torch.arange(3)}, r"seed has shape \(3,\); allowed: \(2,\)"),
+        ("vssm", {"num": 2, "rows": [1]}, r"rows has shape \(1,\); allowed: \(2,\)"),
+        ("vssm", {"state": "h"}, "state is a str; allowed: a State"),
+        ("vssm", {"prompt": PROMPT.to("meta")}, "prompt is on meta; allowed: cpu"),
+    ],
+)
+def test_bad_input_is_named(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(small_model(kind), **options)
+
+
+def test_bad_states_are_named():
+    model = small_model("vssm")
+    out = generate(model, num=2, length=4)
+    x = torch.rand(2, 3, 3)
+    for other in (small_model("tvae"), small_model("vssm", width=32)):
+        with pytest.raises(
+            ValueError, match=r"state belongs to another model .*kind=vssm.*allowed: a state of"
+        ):
+            generate(other, length=2, state=out.state)
+    with pytest.raises(ValueError, match="prompt and state together are ambiguous"):
+        generate(model, length=2, prompt=x, state=out.state)
+    with pytest.raises(ValueError, match="x can not follow this state: it has run over empty tokens"):
+        observe(model, x, out.state)
+    with pytest.raises(ValueError, match="recondition=True can not start from this state"):
+        generate(model, length=2, state=out.state, recondition=True)
+    with pytest.raises(ValueError, match="passes=2 can not start from this state: it has run over empty"):
+        generate(model, length=2, state=out.state, passes=2)
+    with pytest.raises(ValueError, match="state has 2 rows; allowed: 1 or 3"):
+        generate(model, num=3, length=2, state=out.state)
+    with pytest.raises(ValueError, match="x has 3 rows; allowed: 2, or 1 that serves all"):
+        observe(model, torch.rand(3, 3, 3), observe(model, x))
+    with pytest.raises(ValueError, match="num=3 is not the number of rows of the state, 2"):
+        observe(model, x, observe(model, x), num=3)
+    with pytest.raises(ValueError, match="x has 2 rows; allowed: 3, or 1 that serves all"):
+        observe(model, x, num=3)
+    with pytest.raises(ValueError, match="state is on meta; allowed: cpu"):
+        generate(model, length=2, state=out.state.map(lambda tensor: tensor.to("meta")))
+    with pytest.raises(ValueError, match="no steps; allowed: one step or more"):
+        observe(model, x[:, :0])
+    with pytest.raises(ValueError, match="can not use a state"):
+        ssm = small_model("ssm")
+        generate(ssm, length=2, state=observe(ssm, x), cache=False)
+
+
+@pytest.mark.parametrize("kind", AUTOREGRESSIVE)
+def test_noise_that_is_drawn_in_portions_is_the_same_noise(kind, monkeypatch):
+    model = small_model(kind)
+    options = {"prompt": sequences(model, 2, 2), "length": 7, "seed": 3, "observe": "sample"}
+    whole = generate(model, **options).x
+    monkeypatch.setattr("vssm.sampling.stepwise._NOISE_STEPS", 3)
+    same(generate(model, **options).x, whole)
+
+
+@pytest.mark.parametrize("kind", AUTOREGRESSIVE)
+def test_recomputation_has_the_options_of_the_cache(kind):
+    model = small_model(kind)
+    for options in ({"temperature": 0.3}, {"temperature": 3.0, "observe": "sample"}):
+        cached, recomputed = (
+            generate(model, num=2, length=4, cache=cache, **options).x for cache in (True, False)
+        )
+        same(recomputed, cached)
+
+
+@pytest.mark.parametrize(
+    "options", [*({"kind": kind} for kind in KINDS), {"kind": "vssm", "levels": 3}], ids=str
+)
+def test_temperature_multiplies_the_scale_of_an_observation(options):
+    model = small_model(**options)
+
+    def noise(temperature):
+        mean, sample = (
+            generate(model, num=4, length=1, temperature=temperature, observe=what).x
+            for what in ("mean", "sample")
+        )
+        return sample - mean
+
+    same(noise(0.25), 0.25 * noise(1.0))
+
+
+def test_the_last_empty_passes_are_remembered():
+    model = small_model("vssm", width=8, layers=1)
+    for length in range(1, 12):
+        generate(model, length=length)
+    assert list(_empty_runs[model]) == list(range(4, 12))
+
+
+def test_empty_passes_are_remembered_up_to_some_bytes(monkeypatch):
+    model = small_model("vssm", width=8, layers=1)
+    step = model.config.latents * model.config.classes * 4
+    monkeypatch.setattr(parallel, "_EMPTY_BYTES", 10 * step)
+    made = [generate(model, length=length).x for length in (4, 5, 6, 11)]
+    assert list(_empty_runs[model]) == [6], "5 and 6 are too much together, and 11 alone"
+    for length, x in zip((4, 5, 6, 11), made, strict=True):
+        assert torch.equal(generate(model, length=length).x, x)
+
+
+@pytest.mark.parametrize("kind", ["vssm", "tvae"])
+def test_new_steps_hold_on_to_nothing_of_a_prompt(kind):
+    made = generate(small_model(kind), prompt=torch.rand(2, 50, 3), length=3)
+    assert made.x.untyped_storage().nbytes() == made.x.nbytes
+    assert made.z.untyped_storage().nbytes() == made.z.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_no_steps_have_the_type_of_steps(kind, dtype):
+    model = small_model(kind).to(dtype)
+    assert generate(model, length=0).x.dtype == generate(model, length=1).x.dtype
+
+
+def test_a_default_device_is_not_that_of_the_noise():
+    seed, row = torch.zeros(2, dtype=torch.int64), torch.arange(2)
+    expected = noise.uniform(seed, row, 0, 3, 4)
+    with torch.device("meta"):  # no kernel takes a tensor of it beside one of the CPU
+        assert torch.equal(noise.uniform(seed, row, 0, 3, 4), expected)
+
+
+def test_chunks_from_nothing_share_one_empty_pass(monkeypatch):
+    model, passes = small_model("vssm", width=8, layers=1), []
+    run = model.partial_posterior
+
+    def counted(x=None, empty=0, state=None):
+        passes.append(empty)
+        return run(x, empty=empty, state=state)
+
+    monkeypatch.setattr(model, "partial_posterior", counted)
+    whole, chunks = (generate(model, num=3, length=11, chunk=chunk, seed=5) for chunk in (None, 4))
+    assert passes == [11]
+    same(chunks.x, whole.x)
+    same(generate(model, length=4, state=chunks.state).x, generate(model, length=4, state=whole.state).x)
+    del passes[:]
+    monkeypatch.setattr("vssm.sampling.parallel._EMPTY_STEPS", 11)
+    long = generate(model, num=2, length=12, chunk=5, seed=5)  # one row of 12 steps is more than two of 5
+    assert passes == [5, 5, 2]
+    same(long.x, generate(model, num=2, length=12, seed=5).x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_default_dtype_of_pytorch_changes_nothing(kind, dtype):
+    model = small_model(kind)
+    x = sequences(model, 2, 40)
+
+    def results():
+        torch.manual_seed(1)
+        made = generate(model, prompt=x[:, :5], length=7, seed=1)
+        loss = objective(model, x).loss.mean()
+        gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        return made.x, log_likelihood(model, x, 3), loss, *(g for g in gradients if g is not None)
+
+    wanted = results()
+    torch.set_default_dtype(dtype)
+    try:
+        given = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(given, wanted, strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b)

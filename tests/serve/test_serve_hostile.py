@@ -1,0 +1,444 @@
+"""What a stranger may send: refused with a typed 4xx, not logged, and the server goes on."""
+
+import asyncio
+import base64
+import io
+import itertools
+import json
+import logging
+import pickle
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from fastapi.testclient import TestClient
+
+from tests.serve.test_serve import wait_for, wait_until_ready
+from tests.serving import error, served
+from vssm.serve.app import create_app
+from vssm.serve.body import BadBody, BodyReader, read_array, read_body
+from vssm.serve.models import Served
+from vssm.serve.run import only_local
+from vssm.serve.settings import Settings
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def app():
+    models = [served("vssm"), served("ssm"), served("vssm", "letters", "categorical")]
+    limits = Settings(
+        max_num=8, max_length=32, max_cells=128, max_body=200_000, body_timeout=0.5, resume_count=8
+    )
+    return create_app(models, limits)
+
+
+@pytest.fixture(scope="module")
+def client(app):
+    with TestClient(app, raise_server_exceptions=False) as client:
+        wait_until_ready(client)
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def _goes_on(client):
+    yield
+    assert client.post("/v1/generate", json={"num": 1, "length": 2}).status_code == 200
+    assert client.get("/readyz").status_code == 200
+
+
+BODIES = {
+    "empty": (b"", 400),
+    "no JSON": (b"{", 400),
+    "no UTF-8": (b'{"prompt": "\xff\xfe"}', 400),
+    "deep": (b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", 422),
+    "many lists": (b'{"prompt": [' + b",".join([b"[]"] * 50_000) + b"]}", 422),
+    "many fields": (b"{" + b",".join(b'"%d":0' % i for i in range(15_000)) + b"}", 422),
+    "deeper than arrays go": (b'{"prompt": ' + b"[" * 90 + b"1" + b"]" * 90 + b"}", 422),
+    "deep objects": (b'{"a":' * 30_000 + b"1" + b"}" * 30_000, 400),
+    "NaN": (b'{"prompt": [[NaN, 0, 0]]}', 400),
+    "infinity": (b'{"temperature": Infinity}', 400),
+    "overflow": (b'{"prompt": [[1e999, 0, 0]]}', 422),
+    "too large for 32 bits": (b'{"prompt": [[1e39, 0, 0]]}', 422),
+    "too large for 64 bits": (b'{"prompt": [[1' + b"0" * 400 + b", 0.5, 0]]}", 422),
+    "huge number": (b'{"num": 1' + b"0" * 3000 + b"}", 422),
+    "huge seed": (b'{"seed": 1' + b"0" * 30 + b"}", 422),
+    "huge num times length": (b'{"num": 8, "length": 32}', 422),
+    "num past its type": (b'{"num": 4611686018427387904, "length": 4611686018427387904}', 422),
+    "long prompt": (json.dumps({"prompt": [[0, 0, 0]] * 33, "length": 1}).encode(), 422),
+    "ragged": (b'{"prompt": [[1, 2, 3], [1, 2]]}', 422),
+    "mixed": (b'{"prompt": [[1, "2", null]]}', 422),
+    "objects": (b'{"prompt": [[{}, {}, {}]]}', 422),
+    "booleans": (b'{"prompt": [[true, false, true]]}', 422),
+    "a list": (b"[]", 422),
+    "a string": (b'"x"', 422),
+    "null": (b"null", 422),
+    "oversized": (b'{"prompt": "' + b"x" * 300_000 + b'"}', 413),
+    "token out of range": (b'{"model": "letters", "prompt": [5]}', 422),
+    "negative token": (b'{"model": "letters", "prompt": [-1]}', 422),
+    "token past 64 bits": (b'{"model": "letters", "prompt": [18446744073709551615]}', 422),
+    "fractional token": (b'{"model": "letters", "prompt": [0.5]}', 422),
+    "nul text": (b'{"model": "letters", "prompt": "\\u0000"}', 422),
+    "lone surrogate": (b'{"model": "letters", "prompt": "\\ud800"}', 400),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bad_bodies(client, name):
+    body, status = BODIES[name]
+    error(client.post("/v1/generate", content=body, headers=JSON), status)
+
+
+def test_what_is_refused_is_refused_before_it_costs_memory():
+    body = json.dumps({"prompt": ["x" * 5000, *[""] * 5000]}).encode()
+    tracemalloc.start()
+    with pytest.raises(BadBody, match="no array of numbers"):
+        read_body(body, 10)
+    assert tracemalloc.get_traced_memory()[1] < 2**20, "numpy alone would make 5001 strings of 5000"
+    tracemalloc.stop()
+    limits = Settings(work_mib=1, resume_mib=2, max_body=2**20)
+    app = create_app([served("transformer")], limits)
+    with TestClient(app) as client:
+        wait_until_ready(client)
+        ask = {"num": 16, "length": 400, "keep": "none"}  # 256 bytes a step
+        refused = error(client.post("/v1/generate", json=ask), 413)
+        assert refused["type"] == "state_too_large"
+        assert "allowed: 1048576" in refused["message"]
+        refused = error(client.post("/v1/generate", json={**ask, "num": 4, "keep": "client"}), 413)
+        assert "allowed: 393216, so ask for fewer sequences or steps, or keep='none'" in refused["message"]
+        place = client.post("/v1/generate", json={"length": 400}).json()["resume"]
+        assert error(client.post("/v1/resume", json={"resume": place, "num": 16}), 413)["param"] == "keep"
+
+
+def test_memory_does_not_grow_without_end_by_going_on():
+    with TestClient(create_app([served("transformer"), served("ssm")], Settings(max_length=8))) as client:
+        wait_until_ready(client)
+        for model, status in (("transformer", 422), ("ssm", 200)):
+            place = client.post("/v1/observe", json={"model": model, "x": [[0, 0, 0]] * 6}).json()["resume"]
+            replies = [
+                client.post("/v1/observe", json={"resume": place, "x": [[0, 0, 0]] * 6}),
+                client.post("/v1/resume", json={"resume": place, "length": 8}),
+            ]
+            assert replies[0].status_code == status, "a transformer remembers every step"
+            place = replies[1].json()["resume"]
+            assert client.post("/v1/resume", json={"resume": place, "length": 1}).status_code == status
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../etc/passwd",
+        "/etc/passwd",
+        "vssm/../vssm",
+        "vssm\x00",
+        "VSSM",
+        "..",
+        "%2e%2e",
+        "hf://a/b",
+        "vssm=x",
+        "\u202e\x1b[2J" + "é" * 59,
+        "",
+    ],
+)
+def test_model_names_are_only_looked_up(client, name):
+    refused = error(client.post("/v1/generate", json={"model": name}), 404)
+    assert refused == {
+        "type": "unknown_model",
+        "message": f"model={name!r} is unknown; allowed: vssm, ssm, letters",
+        "param": "model",
+    }
+    for path in ("/..%2f..%2fetc/passwd", "//etc/passwd", "/page.html", "/v1/../../etc/passwd"):
+        error(client.get(path), 404)
+
+
+def npy(array=None, *, content=None):
+    if content is None:
+        file = io.BytesIO()
+        np.save(file, array, allow_pickle=True)
+        content = file.getvalue()
+    return base64.b64encode(content).decode()
+
+
+def header(text):
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
+
+
+class Bomb:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('unpickled')",))
+
+
+FILES = {
+    "pickle": npy(content=pickle.dumps(Bomb())),
+    "pickle in an array": npy(np.array([Bomb()], object)),
+    "no file": npy(content=b"hello"),
+    "no base64": "!!!",
+    "empty": "",
+    "promises more": npy(
+        content=header("{'descr': '<f4', 'fortran_order': False, 'shape': (999999999999, 3)}")
+    ),
+    "overflowing shape": npy(
+        content=header(f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({2**62}, 4)}}")
+    ),
+    "no shape": npy(content=header("{'descr': '<f4', 'fortran_order': False, 'shape': {}}") + bytes(4)),
+    "negative shape": npy(content=header("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 3)}")),
+    "many axes": npy(np.zeros((1,) * 9)),
+    "structured": npy(np.zeros(2, [("a", "f4")])),
+    "strings": npy(np.array(["a"])),
+    "complex": npy(np.zeros((2, 3), complex)),
+    "dates": npy(np.zeros((2, 3), "M8[s]")),
+    "code in the header": npy(content=header("__import__('os').abort()")),
+    "deep header": npy(content=header("(" * 2000 + ")" * 2000)),
+    "no dictionary": npy(content=header("[1, 2]")),
+    "nan": npy(np.full((2, 3), np.nan, np.float32)),
+    "wrong shape": npy(np.zeros((2, 4), np.float32)),
+    "no steps": npy(np.zeros((0, 3), np.float32)),
+    "trailing bytes": npy(content=base64.b64decode(npy(np.zeros((2, 3), np.float32))) + b"x"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_bad_array_files(client, name):
+    refused = error(client.post("/v1/generate", json={"prompt_npy": FILES[name]}), 422)
+    assert refused["param"] == "prompt_npy"
+    error(client.post("/v1/observe", json={"x_npy": FILES[name]}), 422)
+    if name in ("pickle", "pickle in an array", "promises more", "code in the header"):
+        with pytest.raises(ValueError, match=r"\.npy file"):
+            read_array(FILES[name])
+
+
+def test_forged_and_evicted_handles(client):
+    first = client.post("/v1/generate", json={"length": 2}).json()["resume"]
+    for _ in range(8):
+        client.post("/v1/generate", json={"length": 2})
+    for handle in (first, "h.", "h." + "A" * 32, "x", "h.../../x", first.upper()):
+        body = {"resume": handle if len(handle) > 1 else "xx", "length": 1}
+        assert error(client.post("/v1/resume", json=body), 404)["type"] == "resume_unknown"
+    sealed = client.post("/v1/generate", json={"length": 2, "keep": "client"}).json()["resume"]
+    assert client.post("/v1/resume", json={"resume": sealed, "length": 1}).status_code == 200
+    for forged in (sealed[:-4], sealed[:50] + "A" * 9 + sealed[59:], "s." + "A" * 200, "s.\u20ac", "s."):
+        assert (
+            error(client.post("/v1/resume", json={"resume": forged, "length": 1}), 403)["type"]
+            == "resume_forged"
+        )
+
+
+def test_a_sealed_state_of_other_weights_is_refused():
+    one, same, other = served("ssm"), served("ssm"), served("ssm")
+    with torch.no_grad():
+        next(other.model.parameters()).view(-1)[0] += 1
+    other = Served("ssm", other.model)
+    key, answers = b"k" * 32, []
+    for model in (one, same, other):
+        with TestClient(create_app([model], key=key)) as client:
+            wait_until_ready(client)
+            if not answers:
+                answers.append(client.post("/v1/generate", json={"length": 2, "keep": "client"}).json())
+            answers.append(client.post("/v1/resume", json={"resume": answers[0]["resume"], "length": 1}))
+    assert answers[1].json()["x"] == answers[2].json()["x"]
+    refused = error(answers[3], 410)
+    assert (refused["type"], refused["param"]) == ("resume_outdated", "resume")
+    assert refused["message"] == (
+        "resume is of other weights of model 'ssm' than those here; allowed: one of these"
+    )
+
+
+def test_nothing_that_was_sent_is_logged(client, caplog):
+    secret = "very-private-words"
+    caplog.set_level(logging.DEBUG)
+    bodies = [{"prompt": secret}, {secret: 1}, {"model": secret}, {"model": "letters", "prompt": secret}]
+    for body in bodies:
+        assert client.post("/v1/generate", json=body).status_code in (404, 422)
+    client.post("/v1/resume", json={"resume": secret})
+    client.get(f"/{secret}?{secret}")
+    assert "POST /v1/generate 422" in caplog.text
+    ours = [record.getMessage() for record in caplog.records if not record.name.startswith("httpx")]
+    assert secret not in "\n".join(ours)
+
+
+async def call(app, messages, wait=0.0, headers=()):
+    """Sends messages of ASGI, one every `wait` seconds, and returns those that come back."""
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/generate",
+        "headers": [(b"content-type", b"application/json"), *headers],
+        "query_string": b"",
+    }
+    sent, rest = [], iter(messages)
+
+    async def receive():
+        await asyncio.sleep(wait)
+        return next(rest)
+
+    async def send(message):
+        sent.append(message)
+
+    await asyncio.wait_for(app(scope, receive, send), 30)
+    return sent
+
+
+def part(body=b" ", more=True):
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def test_a_body_that_is_announced_as_too_large_is_not_asked_for(app):
+    headers = [(b"content-length", b"99999999"), (b"expect", b"100-continue")]
+    start, _ = asyncio.run(call(app, [], headers=headers))  # to receive anything would raise
+    assert start["status"] == 413
+
+
+def test_a_slow_body_is_given_up(app):
+    start, body = asyncio.run(call(app, itertools.repeat(part()), 0.1))
+    assert start["status"] == 408
+    assert json.loads(body["body"])["error"]["type"] == "too_slow"
+
+
+def test_bodies_together_are_bounded():
+    app = create_app([served("vssm")], Settings(max_body=1000, max_bodies=1500, body_timeout=1))
+
+    async def both():
+        first = asyncio.create_task(
+            call(app, itertools.chain([part(b" " * 1000)], itertools.repeat(part(b""))), 0.1)
+        )
+        await asyncio.sleep(0.3)
+        rest = iter([part(b" " * 600), part(b" " * 600), part(b" ", False)])
+        second = await call(app, rest)
+        assert next(rest, None) is None, "what is refused is received too, so that the answer can be read"
+        await first
+        return second, await call(app, [part(b" " * 600, False)])
+
+    during, after = asyncio.run(both())
+    assert (during[0]["status"], after[0]["status"]) == (429, 400)
+    assert (b"retry-after", b"1") in during[0]["headers"]
+
+
+def large(body):
+    """A body of the same content that is too large to be read on the event loop."""
+    return body.ljust(100_000)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"num": 2, "prompt": [[0.5, 1], [2, 3]], "seed": None},
+        {"x": [1, 2, 3], "resume": "s.\u20ac", "colour": {"a": 1}, "chunk": [1]},
+        {"prompt_npy": npy(np.arange(6.0).reshape(2, 3)), "temperature": 1e300},
+        {"prompt": "text", "num": 10**3000},
+        {"prompt": [[1], [1, 2]]},
+        {"x_npy": "!!!"},
+        {"prompt": [1], "prompt_npy": "AAAA"},
+        {"prompt": [[]] * 30},
+        [1, 2],
+    ],
+    ids=range(9),
+)
+def test_large_bodies_are_read_as_small_ones(body):
+    content, reader = json.dumps(body).encode(), BodyReader(20)
+
+    def outcome(read, content):
+        try:
+            return read(content)
+        except BadBody as bad:
+            return list(bad.args)
+
+    try:
+        small = outcome(lambda content: read_body(content, 20), content)
+        given = outcome(lambda content: asyncio.run(reader.read(content)), large(content))
+    finally:
+        reader.close()
+    np.testing.assert_equal(given, small)
+
+
+def test_a_reader_that_was_killed_is_started_again():
+    reader = BodyReader(20)
+
+    async def ask():
+        first = await reader.read(large(b'{"num": 1}'))
+        reader._child.kill()
+        reader._child.wait()
+        with pytest.raises(BadBody) as bad:
+            await reader.read(large(b'{"num": 2}'))
+        return first, bad.value.args[0], await reader.read(large(b'{"num": 3}'))
+
+    try:
+        assert asyncio.run(ask()) == ({"num": 1}, 503, {"num": 3})
+    finally:
+        reader.close()
+
+
+def test_headers_that_are_checked_must_be_sent_once(client):
+    for name in ("host", "authorization", "content-type"):
+        reply = client.post("/v1/generate", content="{}", headers=[(name, "a"), (name, "b")])
+        assert error(reply, 400)["message"] == f"the header {name} was sent more than once; send one"
+
+
+def test_a_client_that_left_before_its_stream_began_leaves_its_place(app, client):
+    asyncio.run(call(app, [part(b'{"stream": true}', False), {"type": "http.disconnect"}]))
+    wait_for(lambda: app.state.server.engine.in_progress == 0)
+
+
+def test_a_bug_is_a_500_in_the_answer_the_log_and_the_numbers(app, client, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    with monkeypatch.context() as patch:
+        patch.setattr(app.state.server, "plan_generate", lambda ask: 1 / 0)
+        assert error(client.post("/v1/generate", json={}), 500)["type"] == "internal"
+    assert "POST /v1/generate 500" in caplog.text
+    assert 'vssm_requests_total{route="/v1/generate",status="500"} 1.0' in client.get("/metrics").text
+
+
+def test_other_sites_can_not_call_a_local_server():
+    with TestClient(create_app([served("vssm")], Settings(hosts=("127.0.0.1",)))) as client:
+        assert error(client.get("/healthz"), 421)["type"] == "host"
+        assert client.get("/healthz", headers={"host": "127.0.0.1:8000"}).status_code == 200
+        for host in ("127.0.0.1.example.org", "example.org:127.0.0.1", "", "127.0.0.1:80@example.org"):
+            assert error(client.get("/healthz", headers={"host": host}), 421)["type"] == "host"
+        headers = {"host": "127.0.0.1", "content-type": "text/plain"}
+        assert (
+            error(client.post("/v1/generate", content="{}", headers=headers), 415)["type"] == "content_type"
+        )
+
+
+def test_a_local_server_names_each_of_its_names_once():
+    with TestClient(create_app([served("vssm")], only_local(Settings(), "127.0.0.1"))) as client:
+        refused = error(client.get("/healthz", headers={"host": "example.org"}), 421)
+    assert refused["message"].endswith("; allowed: 127.0.0.1, localhost, ::1")
+
+
+def test_a_local_server_answers_to_every_way_of_writing_its_name():
+    with TestClient(create_app([served("vssm")], only_local(Settings(), "127.0.0.2"))) as client:
+        for host in ("[::1]", "[::1]:8000", "LOCALHOST:80", "127.0.0.1", "127.0.0.2:8000"):
+            assert client.get("/healthz", headers={"host": host}).status_code == 200, host
+
+
+def test_no_schema_breaking_request_is_a_server_error(app, client):
+    import schemathesis
+    from hypothesis import HealthCheck, Phase, given, settings
+
+    schema = schemathesis.openapi.from_dict(app.openapi())
+    tried = 0
+    for result in schema.get_all_operations():
+        operation = result.ok()
+
+        @given(case=operation.as_strategy())
+        @settings(
+            max_examples=40,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=(Phase.explicit, Phase.generate),
+            suppress_health_check=list(HealthCheck),
+        )
+        def attack(case):
+            nonlocal tried
+            tried += 1
+            sent = case.as_transport_kwargs(base_url="http://testserver")
+            sent.pop("cookies", None)
+            reply = client.request(**sent)
+            assert reply.status_code < 500, reply.text[:300]
+            assert reply.status_code == 200 or set(reply.json()) == {"error"}
+
+        attack()
+    assert tried > 100

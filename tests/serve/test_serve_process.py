@@ -1,0 +1,578 @@
+"""`vssm serve` as a process of its own: clients, load, leaving clients, and how it ends."""
+
+import asyncio
+import contextlib
+import http.server
+import json
+import re
+import resource
+import select
+import signal
+import socket
+import threading
+import time
+import urllib.request
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import uvicorn
+
+from tests.cli.test_cli import fails
+from tests.conftest import small_model
+from tests.serving import IMAGE, ROOT, load_script, running, save_models
+from vssm import generate
+from vssm.cli import main
+from vssm.serve.client import Client, ServerError
+from vssm.serve.run import _impatient
+from vssm.serve.settings import Settings
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return save_models(tmp_path_factory.mktemp("models"), meta=IMAGE)
+
+
+@pytest.fixture(scope="module")
+def server(folders):
+    options = ("--limits.max-queue", "12", "--limits.body-timeout", "0.5")
+    with running(folders, *options) as (process, url):
+        yield process, url
+
+
+@pytest.fixture(scope="module")
+def defaults(folders):
+    """The port of a server with the default limits."""
+    with running(folders[:1]) as (_, url):
+        yield int(url.rpartition(":")[2])
+
+
+@pytest.fixture
+def client(server):
+    with Client(server[1]) as client:
+        yield client
+
+
+def number(url, name):
+    """Reads one of the numbers at /metrics."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
+        found = re.search(rf"^{name}(?:{{.*}})? (\S+)", reply.read().decode(), re.M)
+    return float(found[1])
+
+
+def within(seconds, condition):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
+def test_the_python_client(client):
+    assert [one["kind"] for one in client.models()] == ["vssm", "ssm", "transformer"]
+    model = small_model("vssm")
+    prompt = np.random.default_rng(0).random((2, 2, 3), np.float32)
+    answer = client.generate(prompt, length=4, seed=3)
+    expected = generate(model, length=4, prompt=torch.from_numpy(prompt), seed=3)
+    np.testing.assert_allclose(answer.x, expected.x, rtol=1e-4, atol=1e-5)
+    assert (answer.x.dtype, answer.position, answer.text) == (np.float32, 6, None)
+    more = client.resume(answer.resume, length=2)
+    assert more.x.shape == (2, 2, 3)
+    place = client.observe(prompt, seed=3)
+    np.testing.assert_allclose(client.resume(place, length=4).x, answer.x, rtol=1e-4, atol=1e-5)
+    *chunks, done = client.stream(prompt, length=4, seed=3, chunk=3)
+    joined = np.concatenate([np.array(chunk["x"], np.float32) for chunk in chunks], 1)
+    np.testing.assert_allclose(joined, answer.x, rtol=1e-4, atol=1e-5)
+    *chunks, _ = client.stream(resume=done["resume"], length=2)
+    np.testing.assert_allclose(np.array(chunks[0]["x"]), more.x, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ServerError, match="num=999 is not allowed") as refused:
+        client.generate(num=999)
+    assert (refused.value.status, refused.value.param) == (422, "num")
+    with pytest.raises(ServerError, match="unknown"):
+        list(client.stream(model="none"))
+
+
+def test_the_example_of_the_documents_runs(server, capsys):
+    page = (ROOT / "docs" / "serving.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S)
+    exec(compile(code.replace("http://127.0.0.1:8000", server[1]), "serving.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("0 {'compute_ms':")
+    (refusal,) = re.findall(r"^```json\n(.*?)^```", page, flags=re.M | re.S)
+    reply = httpx.post(f"{server[1]}/v1/generate", json={"num": 999}, trust_env=False)
+    assert reply.json() == json.loads(refusal)
+
+
+def test_the_command_line_client(server, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    url = server[1]
+    main(["generate", f"{url}/ssm", "--length", "2"])
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.npy"], "a state is kept when asked for"
+    main(["generate", url, "--num", "3", "--length", "4", "--seed", "2", "--state", "a.state"])
+    assert np.load("samples.npy").shape == (3, 4, 3)
+    assert "state: a.state, after step 4\n" in capsys.readouterr().out
+    for _ in range(2):  # the second takes the place of the first
+        main(
+            ["generate", url, "--resume", "a.state", "--length", "2", "--out", "c.npy", "--state", "b.state"]
+        )
+    assert np.load("c.npy").shape == (3, 2, 3)
+    main(["generate", f"{url}/vssm", "--resume", "a.state", "--length", "2", "--out", "own.npy"])
+    assert np.array_equal(np.load("own.npy"), np.load("c.npy"))
+    wrong = fails(capsys, "generate", f"{url}/ssm", "--resume", "a.state", "--length", "2", "--out", "e.npy")
+    assert "model='ssm' is not allowed; allowed: 'vssm', the model of resume" in wrong
+    np.save("prompt.npy", np.load("samples.npy"))
+    main(["generate", url, "--prompt", "prompt.npy", "--out", "d.npy"])
+    assert np.load("d.npy").shape == (3, 2, 3), "what is left of a sequence"
+    message = fails(capsys, "generate", url, "--state", "c.npy")
+    assert "state='c.npy' is there and no state of a server; allowed: a new name, or" in message
+    for options, name in (
+        (["--resume", "lost", "--out", "e.npy"], "resume"),
+        (["--token-file", "lost"], "token_file"),
+    ):
+        assert f"{name}='lost' " in (message := fails(capsys, "generate", url, *options))
+        assert "; allowed: " in message
+    message = fails(capsys, "generate", url, "--resume", "c.npy", "--out", "e.npy")
+    assert "resume='c.npy' holds no state of a server; allowed: what --state wrote of one" in message
+    message = fails(
+        capsys, "generate", url, "--resume", "a.state", "--prompt", "prompt.npy", "--out", "e.npy"
+    )
+    assert (
+        "prompt='prompt.npy' is not allowed with --resume; allowed from a server: one of the two" in message
+    )
+    assert not (tmp_path / "e.npy").exists()
+    assert "unknown" in fails(capsys, "generate", f"{url}/nothing")
+    assert "allowed from a server: .npy" in fails(capsys, "generate", url, "--out", "x.png")
+    assert "is for text" in fails(capsys, "generate", url, "--out", "x.txt")
+
+
+def test_a_token_is_never_shown():
+    with pytest.raises(
+        ValueError, match=r"^token has characters that no header can have; allowed: printable ASCII$"
+    ):
+        Client("http://127.0.0.1:1", token="sec\nret")
+    assert Client("http://127.0.0.1:1", token="secret\n")._http.headers["authorization"] == "Bearer secret"
+
+
+def test_a_server_that_is_not_there_is_named(capsys):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with (
+        Client(address, retries=1) as client,
+        pytest.raises(ServerError, match="can not be reached") as refused,
+    ):
+        client.generate()
+    assert refused.value.type == "unreachable"
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://[::1"])
+def test_an_address_that_is_none_is_named(url, capsys):
+    with pytest.raises(ValueError, match=r"^url='.*' is not allowed \(Invalid port.*\); allowed: an address"):
+        Client(url)
+    assert "is not allowed (Invalid port: " in fails(capsys, "generate", url)
+
+
+@pytest.fixture(scope="module")
+def foreign():
+    """A server of something else, which answers everything with 200 and `answer`."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            for name, value in self.server.headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(self.server.answer)
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self.do_GET()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.headers, server.answer = {}, b""
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def answers(**values):
+    """An answer of ours, with other values."""
+    told = {"x": [[[0.5]]], "text": None, "position": 1, "resume": None, "timing": {}, **values}
+    return json.dumps(told).encode()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"<html>", b"{}", b"[]", b"[" * 10**5, b'{"x": "abc"}', b'{"x": [[1, 2]]}']
+    + [answers(x=x) for x in ("abc", None, {}, 3, [], [["a"]], [[1], [1, 2]], [[None]], [[10**30]])],
+)
+def test_a_server_of_something_else_is_named(answer, foreign, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    foreign.headers, foreign.answer = {}, answer
+    url = f"http://127.0.0.1:{foreign.server_port}"
+    message = f"{url} does not answer as vssm serve does; allowed: the address of one that runs"
+    with Client(url, retries=0) as client:
+        calls = [client.generate, client.models, lambda: client.resume("a")]
+        if b"resume" not in answer:
+            calls.append(lambda: client.observe("a"))
+        for call in calls:
+            with pytest.raises(ServerError, match=re.escape(message)) as refused:
+                call()
+            assert refused.value.type == "foreign"
+    assert message in fails(capsys, "generate", url)
+    assert not list(tmp_path.iterdir())
+
+
+def test_terminal_escapes_of_a_server_are_not_printed(foreign, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    url = f"http://127.0.0.1:{foreign.server_port}"
+    told = {"error": {"type": "invalid", "message": "no\x1b[2J\n\u202e", "param": None}}
+    foreign.headers, foreign.answer = {}, b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n"
+    with Client(url) as client, pytest.raises(ServerError) as refused:
+        list(client.stream())
+    assert str(refused.value) == r"no\x1b[2J \u202e"
+    foreign.answer = answers(x=[[1]], text=["a\x1b[2J\nb"])
+    main(["generate", url, "--out", "out.txt"])
+    assert "a\\x1b[2J\nb\n" in capsys.readouterr().out
+    assert (tmp_path / "out.txt").read_text() == "a\x1b[2J\nb\n", "files hold what was made"
+    foreign.answer = answers(position="\x1b[2J")
+    assert "does not answer as vssm serve does" in fails(capsys, "generate", url, "--state", "a.state")
+
+
+@pytest.mark.parametrize("answer", [b"data: []\n\n", b"data: {\n\n", b"event: error\ndata: {}\n\n"])
+def test_a_stream_of_something_else_is_named(answer, foreign):
+    foreign.headers, foreign.answer = {}, answer
+    with Client(f"http://127.0.0.1:{foreign.server_port}") as client:
+        with pytest.raises(ServerError, match="does not answer as vssm serve does"):
+            list(client.stream())
+        foreign.headers = {"content-encoding": "gzip"}
+        for call in (client.generate, lambda: list(client.stream())):
+            with pytest.raises(ServerError, match="does not answer as vssm serve does"):
+                call()
+        foreign.headers, foreign.answer = {}, answers()
+        assert client.generate().x.shape == (1, 1, 1)
+
+
+def test_wrong_ways_to_start(folders, tmp_path, capsys):
+    assert "--token-file FILE, or --insecure" in fails(capsys, "serve", folders[0], "--host", "0.0.0.0")
+    assert "has no config.json" in fails(capsys, "serve", str(tmp_path))
+    assert "port=99999" in fails(capsys, "serve", folders[0], "--port", "99999")
+    assert "max_rows=0" in fails(capsys, "serve", folders[0], "--limits.max-rows", "0")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert "can not listen" in fails(capsys, "serve", folders[0], "--port", port)
+
+
+def test_under_load_nothing_is_lost_and_bits_are_those_of_single_requests(server):
+    process, url = server
+    script = load_script()
+    port = int(url.rpartition(":")[2])
+    names = ["vssm", "ssm", "transformer"]
+    script.CLIENTS = 24
+    metrics = asyncio.run(script.mixed_load(process, port, names, 3, features=3))
+    assert (metrics["errors"], metrics["lost"], metrics["differing"]) == (0, 0, 0)
+    assert metrics["answered"] > 20
+    assert metrics["refused_429"] > 0, "more clients than places"
+    assert metrics["resumed"] > 0
+    assert number(url, "vssm_batch_rows_sum") > 1.2 * number(url, "vssm_batch_rows_count")
+    within(2, lambda: number(url, "vssm_in_progress") == 0)
+
+
+def test_a_client_is_answered_within_a_second_while_another_asks_for_twice_what_fits(server):
+    process, url = server
+    script, large = load_script(), {"model": "transformer", "num": 8, "length": 300, "keep": "none"}
+
+    def p99():
+        metrics = asyncio.run(script.overload(process, int(url.rpartition(":")[2]), large, 3))
+        assert metrics["overload_small_failed"] == metrics["overload_504"] == 0
+        assert metrics["overload_answered"] > 0
+        return metrics["overload_small_p99_ms"]
+
+    assert any(p99() < 1000 for _ in range(3)), "other tests may have the cores"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_work_within_a_second(server, stream):
+    # The best of some: other tests may have the cores.
+    assert any(leave(server[1], stream) < 1 for _ in range(3))
+
+
+def leave(url, stream):
+    """Begins a long request, leaves, and returns the seconds until its work was free."""
+    before = number(url, "vssm_cancelled_total")
+    body = {"model": "transformer", "length": 4096, "num": 8, "stream": stream}
+    asking = httpx.stream("POST", f"{url}/v1/generate", json=body, timeout=0.5, trust_env=False)
+    with pytest.raises(httpx.ReadTimeout), asking as reply:
+        assert stream, "an answer that is not streamed can not have begun"
+        next(reply.iter_lines())
+        raise httpx.ReadTimeout("seen enough")
+    left = time.monotonic()
+    within(10, lambda: number(url, "vssm_in_progress") == number(url, "vssm_waiting") == 0)
+    took = time.monotonic() - left
+    assert number(url, "vssm_cancelled_total") == before + 1
+    return took
+
+
+def test_slow_senders_and_silent_connections_do_no_harm(server, client):
+    _, url = server
+    host, port = "127.0.0.1", int(url.rpartition(":")[2])
+    silent = [socket.create_connection((host, port)) for _ in range(20)]
+    with socket.create_connection((host, port), timeout=10) as slow:
+        head = b"POST /v1/generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        slow.sendall(head + b"content-length: 1000\r\n\r\n{")
+        assert client.generate(length=2).x.shape == (1, 2, 3)
+        assert b" 408 " in slow.recv(4096)
+    with socket.create_connection((host, port), timeout=10) as raw:
+        raw.sendall(b"GARBAGE\x00\xff\r\n\r\n")
+        assert b" 400 " in raw.recv(4096)
+    for path in (b"/../../etc/passwd", b"/v1/models/../../x", b"/%00"):
+        with socket.create_connection((host, port), timeout=10) as raw:
+            raw.sendall(b"GET " + path + b" HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
+            assert b" 404 " in raw.recv(4096)
+    with socket.create_connection((host, port), timeout=10) as again:
+        request = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+        again.sendall(request + b"\r\n")
+        assert b" 200 " in again.recv(4096)
+        again.sendall(request)  # a second head that never ends
+        while again.recv(4096):
+            pass
+    for connection in silent:
+        connection.settimeout(5)
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b"", "given up"
+        connection.close()
+
+
+def exchange(port, *parts):
+    """Sends bytes on a connection of their own, and returns the whole answer."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        for part in parts:
+            connection.sendall(part)
+        return b"".join(iter(lambda: connection.recv(2**16), b""))
+
+
+def head(method, path, *headers):
+    return "\r\n".join([f"{method} {path} HTTP/1.1", *headers, "connection: close", "", ""]).encode()
+
+
+HOST, JSON = "host: 127.0.0.1", "content-type: application/json"
+
+
+@pytest.fixture
+def many_files():
+    """Allows this process 1,200 connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("this process may not open 1,200 files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_files")
+def test_silent_connections_stop_no_route(defaults):
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", defaults))) for _ in range(1030)]
+        for path in ("/healthz", "/readyz", "/v1/models", "/"):
+            assert exchange(defaults, head("GET", path, HOST)).startswith(b"HTTP/1.1 200 "), path
+        ask = exchange(defaults, head("POST", "/v1/generate", HOST, JSON, "content-length: 2"), b"{}")
+        assert ask.startswith(b"HTTP/1.1 200 ")
+        poll = select.poll()
+        for connection in silent:
+            poll.register(connection, select.POLLIN)
+        dropped = {number for number, _ in poll.poll(0)}
+        assert len(silent) - len(dropped) <= 512, "idle connections are bounded"
+        assert silent[0].fileno() in dropped, "those that are idle longest go first"
+        assert silent[-1].fileno() not in dropped
+
+
+def test_trailers_are_no_headers(defaults):
+    def ask(*headers, trailers):
+        start = head("POST", "/v1/generate", *headers, "transfer-encoding: chunked")
+        return exchange(defaults, start + b"2\r\n{}\r\n0\r\n" + trailers + b"\r\n")
+
+    assert ask(HOST, trailers=b"content-type: application/json\r\n").startswith(b"HTTP/1.1 415 ")
+    assert ask("host: example.org", JSON, trailers=b"host: 127.0.0.1\r\n").startswith(b"HTTP/1.1 421 ")
+    assert ask(HOST, JSON, trailers=b"content-type: text/plain\r\n").startswith(b"HTTP/1.1 200 ")
+
+
+def test_what_is_no_http_and_ambiguous_heads_are_refused_in_the_form_of_errors(defaults):
+    for request in (b"GARBAGE\x00\xff\r\n\r\n", head("GET", "/healthz", HOST, HOST)):
+        start, _, body = exchange(defaults, request).partition(b"\r\n\r\n")
+        assert start.startswith(b"HTTP/1.1 400 ")
+        assert b'{"error":' in body.replace(b" ", b"")
+
+
+@pytest.mark.parametrize(
+    ("headers", "size", "status"),
+    [([HOST], 6, 415), (["host: example.org", JSON], 6, 421), ([HOST, JSON], 12, 413)],
+)
+def test_the_answer_to_a_large_refused_body_can_be_read(defaults, headers, size, status):
+    length = f"content-length: {size * 2**20}"
+    answer = exchange(defaults, head("POST", "/v1/generate", *headers, length), bytes(size * 2**20))
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+
+
+def test_large_bodies_do_not_stop_the_health_route(defaults):
+    body = b'{"prompt": [[' + b"0," * (2**22 - 100) + b"0]]}"
+    start = head("POST", "/v1/generate", HOST, JSON, f"content-length: {len(body)}")
+    end, statuses, seconds = time.monotonic() + 4, Counter(), []
+
+    def send():
+        while time.monotonic() < end:
+            statuses[exchange(defaults, start, body)[9:12]] += 1
+
+    with ThreadPoolExecutor(16) as pool:
+        senders = [pool.submit(send) for _ in range(16)]
+        while time.monotonic() < end:
+            began = time.monotonic()
+            assert b" 200 " in exchange(defaults, head("GET", "/healthz", HOST))
+            seconds.append(time.monotonic() - began)
+            time.sleep(0.01)
+        for sender in senders:
+            sender.result()
+    assert set(statuses) == {b"422", b"429"}, "read and refused, or refused while others are read"
+    # 1.1 s where bodies are parsed on the event loop; p99 is 20 ms here where nothing else runs.
+    assert sorted(seconds)[int(0.9 * len(seconds))] < 0.25
+
+
+def test_large_prompts_are_answered_as_small_ones(defaults):
+    prompt = np.random.default_rng(0).random((64, 50, 3), np.float32)
+    with Client(f"http://127.0.0.1:{defaults}") as client:
+        expected = client.generate(prompt, length=2).x
+    body = {"prompt": prompt.tolist(), "length": 2}
+    reply = httpx.post(f"http://127.0.0.1:{defaults}/v1/generate", json=body, trust_env=False)
+    assert np.array_equal(np.array(reply.json()["x"], np.float32), expected)
+
+
+async def serve_endless(use):
+    """Runs `use` with the port of a server whose answers never end, and the set of those that go on."""
+    going = set()
+
+    async def app(scope, receive, send):
+        me = object()
+        going.add(me)
+        writing = asyncio.ensure_future(write(send))
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        writing.cancel()
+        going.remove(me)
+
+    async def write(send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while True:
+            await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
+            await asyncio.sleep(0)
+
+    limits = Settings(timeout=0.5, body_timeout=0.5)
+    config = uvicorn.Config(app, http=_impatient(limits), lifespan="off", log_level="critical")
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        running = asyncio.create_task(server.serve([listener]))
+        await asyncio.wait_for(use(listener.getsockname()[1], going), 30)
+        server.should_exit = True
+        await running
+
+
+def test_a_client_that_does_not_read_is_dropped():
+    async def use(port, going):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200" in await reader.readline()
+        assert going
+        while going:  # the test's time limit is what makes this end
+            await asyncio.sleep(0.05)
+        writer.close()
+
+    asyncio.run(serve_endless(use))
+
+
+def test_a_head_without_end_is_dropped():
+    async def use(port, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with pytest.raises(ConnectionError):
+            writer.write(b"GET / HTTP/1.1\r\n")
+            for _ in range(1000):
+                writer.write(b"x: " + b"y" * 10_000 + b"\r\n")
+                await writer.drain()
+                await asyncio.sleep(0)
+            await reader.read(1)
+
+    asyncio.run(serve_endless(use))
+
+
+def test_the_first_page_comes_within_a_second_and_is_small(server):
+    def load():
+        began = time.monotonic()
+        with urllib.request.urlopen(server[1], timeout=10) as reply:
+            assert len(reply.read()) < 200_000
+        return time.monotonic() - began
+
+    assert any(load() < 1 for _ in range(3)), "other tests may have the cores"
+
+
+@pytest.fixture
+def handlers():
+    """Puts back what `vssm serve` does on signals."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_server_whose_engine_fails_ends_with_an_error(folders, monkeypatch, capsys):
+    monkeypatch.setattr("vssm.serve.engine.row_floor", lambda model: 1 / 0)
+    rescue = threading.Timer(30, signal.raise_signal, [signal.SIGTERM])  # a good end, which is refused below
+    rescue.start()
+    try:
+        with pytest.raises(SystemExit) as end:
+            main(["serve", folders[0], "--port", "0"])
+    finally:
+        rescue.cancel()
+    assert end.value.code == 1
+    assert "vssm: the engine failed (ZeroDivisionError); the server's log says why" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_both_signals_are_a_good_end(folders, monkeypatch, name):
+    number = getattr(signal, name)
+
+    def run(_, sockets):  # as uvicorn ends: it sends itself the signal again once it has drained
+        sockets[0].close()
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    with pytest.raises(SystemExit) as end:
+        main(["serve", folders[0], "--port", "0"])
+    assert end.value.code == 0
+
+
+def test_sigterm_finishes_what_runs_and_ends_well(folders):
+    with running(folders[1:2]) as (process, url):
+        lines = []
+
+        def read():
+            body = {"length": 300, "stream": True}
+            with httpx.stream("POST", f"{url}/v1/generate", json=body, timeout=60, trust_env=False) as reply:
+                lines.extend(line for line in reply.iter_lines() if line.startswith("event"))
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        within(30, lambda: len(lines) > 5)
+        process.send_signal(signal.SIGTERM)
+        reader.join(60)
+        assert len(lines) == 301
+        assert lines[-1] == "event: done"
+        assert process.wait(30) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/healthz", trust_env=False)

@@ -1,0 +1,160 @@
+"""The scheduler in simulated time: which requests are admitted, whose turn it is, and what is answered."""
+
+import itertools
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from vssm.serve.errors import Refused
+from vssm.serve.scheduler import Scheduler
+from vssm.serve.settings import Settings
+
+PIECE = 0.25  # seconds
+numbers = itertools.count()
+
+
+class Request:
+    """What the scheduler sees of a job: one that takes so many seconds, in pieces."""
+
+    def __init__(self, seconds, client="a", now=0.0, timeout=60.0, key=None, bytes=1):
+        self.seconds_left, self.client, self.bytes = seconds, client, bytes
+        self.began, self.deadline = now, now + timeout
+        self.short = seconds <= PIECE
+        self.key = next(numbers) if key is None else key
+        self.row, self.piece, self.served = [0], SimpleNamespace(steps=1), SimpleNamespace(cells=100)
+        self.future, self.turn, self.turn_end = Future(), 0.0, 0.0
+
+    @property
+    def costs(self):
+        return 0.0, self.seconds_left
+
+
+def compute(scheduler, now):
+    """Computes one batch; returns the time after it and the requests that have ended."""
+    ended = []
+    dropped = scheduler.drop(now)
+    batch = scheduler.take()
+    seconds = max((min(PIECE, job.seconds_left) for job in batch), default=PIECE)
+    for job in batch:
+        job.seconds_left -= seconds
+        if job.seconds_left <= 1e-9:
+            scheduler.end(job)
+            ended.append(job)
+    if batch:
+        scheduler.spend(batch, seconds)
+    return now + seconds, ended, dropped
+
+
+def simulate(arrivals, until, settings=None):
+    """Runs requests, given as (time, seconds, client); returns those answered, refused and given up."""
+    settings = settings or Settings()
+    scheduler, now, coming = Scheduler(settings), 0.0, sorted(arrivals)
+    answered, refused, late = [], [], []
+    while now < until:
+        while coming and coming[0][0] <= now:
+            when, seconds, client = coming.pop(0)
+            try:
+                displaced = scheduler.admit(Request(seconds, client, when, settings.timeout))
+                refused += [] if displaced is None else [displaced]
+            except Refused as error:
+                assert error.status == 429 and int(error.headers["retry-after"]) >= 1
+                refused.append(error)
+        now, ended, dropped = compute(scheduler, now)
+        answered += [(now - job.began, job) for job in ended]
+        for job, why in dropped:
+            (late if why.status == 504 else refused).append(job)
+    return answered, refused, late
+
+
+@pytest.mark.parametrize("clients", [1, 3, 40])
+@pytest.mark.parametrize("seconds", [0.2, 4.0, 20.0])
+def test_at_twice_the_load_that_fits_most_of_the_capacity_ends_in_answers(clients, seconds):
+    until = 300
+    count = int(2 * until / seconds)
+    arrivals = [(number * seconds / 2, seconds, f"client {number % clients}") for number in range(count)]
+    answered, refused, late = simulate(arrivals, until)
+    assert seconds * len(answered) > 0.9 * until
+    assert not late
+    assert all(took <= 60 for took, _ in answered)
+    assert refused
+
+
+def test_a_burst_of_large_requests_is_answered_as_far_as_the_timeout_allows():
+    answered, refused, late = simulate([(0, 4, "a")] * 120, 70)
+    assert len(answered) >= 11 and not late
+    assert len(answered) + len(refused) == 120
+
+
+@pytest.mark.parametrize("large", [0.1, 4.0])
+def test_a_small_request_of_another_client_does_not_wait(large):
+    flood = [(number * large / 2, large, "flood") for number in range(int(120 / large))]
+    small = [(0.1 + 0.7 * number, 0.01, "small") for number in range(80)]
+    answered, *_ = simulate(flood + small, 60)
+    times = sorted(took for took, job in answered if job.client == "small")
+    assert len(times) == 80
+    assert times[-1] < 1
+
+
+def test_small_requests_of_the_same_client_pass_large_ones_and_do_not_starve_them():
+    large = [(0, 8, "a")] * 3
+    small = [(number * 0.05, 0.1, "a") for number in range(800)]  # twice what fits
+    answered, *_ = simulate(large + small, 60)
+    assert sum(job.short for _, job in answered) > 200
+    assert sum(not job.short for _, job in answered) == 3
+
+
+def test_a_request_that_joins_a_batch_before_its_turn_does_not_hold_up_another_client():
+    scheduler = Scheduler(Settings())
+    for key in ("same", *range(40), "same"):
+        scheduler.admit(Request(0.2, "a", key=key))
+    now, _, _ = compute(scheduler, 0.0)  # the first and the last, which agree
+    other = Request(0.2, "b")
+    scheduler.admit(other)
+    ended = [compute(scheduler, now)[1] for _ in range(3)]
+    assert [other] in ended
+
+
+def test_clients_take_turns_by_the_time_that_they_use():
+    greedy = [(0, 4, "greedy")] * 10
+    modest = [(10.1, 4, "modest")] * 2
+    answered, *_ = simulate(greedy + modest, 60)
+    order = [job.client for _, job in answered]
+    assert order.index("modest") <= 5
+    assert len(order) - order[::-1].index("modest") <= 8
+
+
+def test_a_full_queue_gives_way_to_a_client_that_has_less_of_it():
+    scheduler = Scheduler(Settings(max_queue=4))
+    first, *_, last = (Request(0.1, "greedy") for _ in range(4))
+    for job in (first, Request(0.1, "greedy"), Request(0.1, "greedy"), last):
+        assert scheduler.admit(job) is None
+    with pytest.raises(Refused, match="4 requests are in progress"):
+        scheduler.admit(Request(0.1, "greedy"))
+    assert scheduler.admit(Request(0.1, "modest")) is last
+    assert len(scheduler.jobs) == 4
+
+
+def test_states_of_long_requests_under_way_are_bounded():
+    scheduler = Scheduler(Settings(work_mib=10))
+    jobs = [Request(1, key="same", bytes=4 * 2**20) for _ in range(4)]
+    for job in jobs:
+        scheduler.admit(job)
+    assert scheduler.take() == jobs[:2]
+    assert scheduler.waiting == 2
+
+
+def test_a_request_is_refused_by_its_expected_end_but_an_idle_server_takes_it():
+    scheduler = Scheduler(Settings(timeout=10))
+    scheduler.admit(Request(100))
+    scheduler.admit(Request(3))  # alternates with the first
+    with pytest.raises(Refused, match="would take about 16 s") as refused:
+        scheduler.admit(Request(5))
+    assert refused.value.headers["retry-after"] == "8"
+    scheduler.admit(Request(0.1))
+
+
+def test_a_request_that_never_ends_in_time_does_not_keep_others_out():
+    answered, _, late = simulate([(0, 100, "a"), *((1 + number, 2, "b") for number in range(20))], 60)
+    assert len(answered) >= 12
+    assert len(late) == 0 or late[0].client == "a"

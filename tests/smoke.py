@@ -1,0 +1,48 @@
+"""Runs every command once on tiny models: `python tests/smoke.py`, in an environment that has vssm.
+
+`make lowest` does so with the lowest versions that pyproject.toml declares.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from vssm.cli import COMMANDS
+
+SERIES = "a,b\n" + "\n".join(f"{i % 7},{i % 5}" for i in range(300)) + "\n"
+RUNS = (
+    "train digits --smoke --out run",
+    "train digits --smoke --preset best --out levels --train.optimizer muon --model.width 16",
+    "train digits --smoke --out transformer --model.kind transformer",
+    "train --resume run",
+    "train series --smoke --series.path series.csv --series.context 24 --series.horizon 8 --out series",
+    "evaluate run --quick",
+    "generate run --num 2 --state state.safetensors --out samples.npy",
+    "generate run --resume state.safetensors --length 8 --out samples.png",
+    "generate mnist-best-small --num 2",
+    "forecast series --path series.csv --samples 8 --out forecast.csv",
+    "sweep digits --smoke --seeds 0 --learning-rates 1e-3 --out sweep",
+    "report run",
+)
+
+
+def main() -> None:
+    """Runs all commands in an empty folder and shows what those say that fail."""
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "series.csv").write_text(SERIES)
+        for line in [*(f"{command} --help" for command in COMMANDS), *RUNS]:
+            words = [sys.executable, "-m", "vssm", *line.split()]
+            done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=600)
+            print("ok  " if done.returncode == 0 else "FAIL", "vssm", line, flush=True)
+            if done.returncode:
+                failed.append(line)
+                print((done.stdout + done.stderr)[-2000:])
+    sys.exit(f"{len(failed)} commands failed" if failed else 0)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    main()

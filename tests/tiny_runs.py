@@ -1,0 +1,88 @@
+"""Small trainings for the tests of training, run folders and many processes."""
+
+import contextlib
+import json
+import signal
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.conftest import small_config
+from vssm.config import RunConfig, TrainConfig
+from vssm.data import DataConfig, SyntheticConfig
+from vssm.training.loop import train
+from vssm.training.progress import Progress
+
+DATA = DataConfig(name="synthetic", synthetic=SyntheticConfig(length=5, features=3, num=41))  # 37 and 4
+TIMES = ("seconds", "tokens_per_second")
+OPTIONS = {"epochs": 4, "batch": 12, "learning_rate": 1e-2, "warmup": 0.1, "log_every": 1, "samples": 0}
+
+
+def tiny(kind="rnn", data=DATA, **options):
+    """Four epochs of three steps; every step is a log point and every log point a checkpoint."""
+    options = TrainConfig(**{**OPTIONS, "checkpoint_minutes": 0.0, **options})
+    return RunConfig(data=data, model=small_config(kind, width=8, layers=1, sigma=0.3), train=options)
+
+
+class StopAt(Progress):
+    """Ends a training after a step, as Ctrl-C would."""
+
+    def __init__(self, last):
+        self.last, self.messages = last, []
+
+    def step(self, step):
+        if step == self.last:
+            raise KeyboardInterrupt
+
+    def message(self, text):
+        self.messages.append(text)
+
+
+class SignalAt(Progress):
+    """Sends this process a signal after a step."""
+
+    def __init__(self, last, number):
+        self.last, self.number, self.messages = last, number, []
+
+    def step(self, step):
+        if step == self.last:
+            signal.raise_signal(self.number)
+
+    def message(self, text):
+        self.messages.append(text)
+
+
+def run(config, folder, resume=False, progress=None, pictures=False):
+    """Trains on one thread, which is quickest for so little, and without curves, which take longer."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with contextlib.nullcontext() if pictures else mock.patch("vssm.training.figures.curves"):
+            return train(config, folder, resume, progress or Progress())
+    finally:
+        torch.set_num_threads(threads)
+
+
+def stopped(config, folder, step):
+    """A run folder as an interruption after a step leaves it."""
+    with pytest.raises(KeyboardInterrupt):
+        run(config, folder, progress=StopAt(step))
+    return folder
+
+
+def log(folder, split=None):
+    """The log without its times."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if split in (None, line["split"])]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def newest(folder):
+    return max((folder / "checkpoint").glob("step-????????"))
+
+
+def result(folder):
+    """All that must be equal between two trainings that should be: the bytes of all tensors, and the log."""
+    files = [folder / "weights.safetensors", *sorted(newest(folder).glob("*.safetensors"))]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files} | {"log": log(folder)}

@@ -1,0 +1,270 @@
+"""How well and how fast a model generates, and what the dials that trade one for the other come to.
+
+A way to sample has a short name; its metrics are `fd_NAME`, and `ms_NAME` (one sequence) and `ms_NAME_b256`:
+
+    one_shot      all steps at once
+    wW            in chunks of W steps, each re-conditioned on those before: W = 1 is step by step
+    sS            in S passes over all steps; S = T gives the sample that is made step by step
+    wW_sS         in chunks of W steps, each in S passes
+
+`fd_NAME` is the Fréchet distance of generated images to the test set (see `vssm.evaluation.frechet`), to be
+read beside `fd_floor`, that of real training images.
+
+ What is compared is the mean of the observation head, which is what
+`generate` returns unless asked. An autoregressive model reads its own samples, with their noise, and is
+scored by those (`fd_sample`) and by the means behind them (`fd_mean`). Binary data are the exception: real
+images are black and white and a mean is grey, so with a Bernoulli head it is samples that are compared.
+
+Legend: T length; W `chunk`; S `passes`; C prompt, `cut`.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vssm.data import Data, Split
+from vssm.evaluation.frechet import cached_classifier, features, frechet_distance, train_classifier
+from vssm.evaluation.journal import Journal
+from vssm.models import Ladder, Model, Variational
+from vssm.sampling.generation import generate
+
+__all__ = [
+    "Progress",
+    "Work",
+    "dials",
+    "generation_times",
+    "image_quality",
+    "observed",
+    "passes_at_once",
+    "spread",
+    "ways_to_sample",
+]
+
+_LARGE_BATCH = 256  # of the times of the dials
+
+Progress = Callable[[str, int, int], None]
+"""Called with the stage, how much of it is done, and how much there is."""
+
+Options = dict[str, Any]
+"""Options of `generate`."""
+
+
+def dials(model: Model) -> tuple[str, ...]:
+    """Returns which options of `generate` trade time for quality: `chunk` (re-conditioned) and `passes`."""
+    if isinstance(model, Ladder):
+        return ("chunk",)
+    return ("chunk", "passes") if isinstance(model, Variational) else ()
+
+
+def passes_at_once(model: Model, length: int) -> int:
+    """Returns the rounds of draws, one after the other, of a sample of `length`: levels, or else steps."""
+    if isinstance(model, Ladder):
+        return model.config.levels
+    return 1 if isinstance(model, Variational) else length
+
+
+def observed(model: Model, levels: int | None) -> str:
+    """Returns what is compared with real data of so many grey levels: the head's "mean" or a "sample"."""
+    return "sample" if model.config.head == "bernoulli" and levels == 2 else "mean"
+
+
+def ways_to_sample(model: Model, length: int, curves: bool = False) -> dict[str, Options]:
+    """Returns the options of `generate` for one shot and for what the dials are turned to.
+
+    Arguments:
+        model: Any of the six models; without dials there are no ways but one shot.
+        length: T.
+        curves: Whether to add the passes, alone and with chunks.
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> model = build(ModelConfig(kind="vssm", features=3, width=8, layers=1))
+        >>> list(ways_to_sample(model, 28))
+        ['one_shot', 'w14', 'w7', 'w4', 'w2', 'w1']
+        >>> list(ways_to_sample(model, 28, curves=True))[6:]
+        ['s2', 's4', 's8', 's16', 's28', 'w7_s2', 'w7_s4']
+    """
+    turned, quarter = dials(model), length // 4
+    ways: dict[str, Options] = {"one_shot": {}}
+    if "chunk" in turned:
+        sizes = sorted({length // 2, quarter, 4, 2, 1}, reverse=True)
+        ways |= {f"w{w}": {"chunk": w, "recondition": True} for w in sizes if 0 < w < length}
+    if "passes" in turned and curves:
+        ways |= {f"s{s}": {"passes": s} for s in sorted({2, 4, 8, 16, length}) if 1 < s <= length}
+        if "chunk" in turned:
+            ways |= {f"w{quarter}_s{s}": {"chunk": quarter, "passes": s} for s in (2, 4) if s < quarter}
+    return {name: {"length": length, **options} for name, options in ways.items()}
+
+
+class Work:
+    """What is measured, on what, and how it is cut into passes."""
+
+    def __init__(
+        self,
+        model: Model,
+        data: Data,
+        split: Split,
+        batch: int | None,
+        device: torch.device,
+        progress: Progress | None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.model, self.data, self.split, self.device = model, data, split, device
+        self.journal = journal or Journal()
+        self.length = data.meta.length
+        self.cut = self.length // 2
+        steps = 2**15 if device.type == "cuda" else 2**13
+        self.batch = batch or max(1, min(1024, steps // self.length))
+        self.observed = observed(model, data.meta.levels)
+        self.progress: Progress = progress or (lambda stage, done, total: None)
+
+    def ranges(self, stage: str, num: int, done: int = 0) -> Iterator[range]:
+        """Yields ranges of a batch each that make up `num`, after what is done, and tells how far it is."""
+        for first in range(done, num, self.batch):
+            self.progress(stage, first, num)
+            yield range(first, min(first + self.batch, num))
+        self.progress(stage, num, num)
+
+    def batches(
+        self, stage: str, index: np.ndarray, done: int = 0
+    ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """Yields the sequences at `index`: the position of the first of a batch, x, and lengths if any."""
+        for rows in self.ranges(stage, len(index), done):
+            own = index[rows.start : rows.stop]
+            yield rows.start, self.split.batch(own, self.device), self.split.real(own, self.device)
+
+
+def generation_times(work: Work, repeats: int, curves: bool = False) -> dict[str, float]:
+    """Measures the milliseconds of one sequence and of sixteen: in one go, in chunks, resumed, prompted.
+
+    Resumed and prompted make the second half only. `timing_spread` is the largest of the quartile ratios:
+    far above 1 it says that the machine was busy with something else, and that the times mean little.
+
+    Arguments:
+        work: What is measured.
+        repeats: Calls of which the median is taken, fewer when they are slow.
+        curves: Whether to time the ways to sample as well, one sequence and 256.
+    """
+    model, length, cut = work.model, work.length, work.cut
+    prompts = work.split.batch(np.arange(16) % len(work.split), work.device)[:, :cut]
+    ways: dict[str, Options] = {}
+    for num in (1, 16):
+        ways[f"generate_ms_b{num}"] = {"num": num, "length": length}
+        if dials(model):
+            ways[f"chunks_ms_b{num}"] = {"num": num, "length": length, "chunk": max(1, length // 4)}
+        if cut:
+            state = generate(model, num=num, length=cut).state
+            ways[f"resumed_ms_b{num}"] = {"length": length - cut, "state": state}
+            ways[f"prompted_ms_b{num}"] = {"length": length - cut, "prompt": prompts[:num]}
+    if curves:
+        for name, options in ways_to_sample(model, length, curves).items():
+            ways[f"ms_{name}"] = {**options, "num": 1, "observe": work.observed}
+            ways[f"ms_{name}_b{_LARGE_BATCH}"] = {**ways[f"ms_{name}"], "num": _LARGE_BATCH}
+    metrics, widest = {}, 1.0
+    for done, (name, options) in enumerate(ways.items()):
+        work.progress("generation times", done, len(ways))
+        metrics[name], ratio = _milliseconds(partial(generate, model, **options), work.device, repeats)
+        widest = max(widest, ratio)
+    work.progress("generation times", len(ways), len(ways))
+    return {**metrics, "timing_spread": widest}
+
+
+def _milliseconds(call: Callable[[], object], device: torch.device, repeats: int) -> tuple[float, float]:
+    """Returns the median time of a call after a warm-up, and the third quartile over the first."""
+
+    def timed() -> float:
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return 1000 * (time.perf_counter() - start)
+
+    timed()
+    times: list[float] = []
+    while len(times) < 5 or (len(times) < repeats and sum(times) < 500):
+        times.append(timed())
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return median, high / low
+
+
+def image_quality(
+    work: Work, num_images: int, path: str | Path | None, curves: bool = False
+) -> dict[str, float]:
+    """Measures Fréchet distances between the split and samples, completions and training images.
+
+    Arguments:
+        work: What is measured; its data are images with labels.
+        num_images: Samples for every distance, at most as many as the split has.
+        path: Where the classifier is kept; in the user's cache by default.
+        curves: Whether to measure the passes as well, alone and with chunks.
+    """
+    model, cut, split = work.model, work.cut, work.split
+    ways, kept = _scored_ways(work, curves), work.journal.get("images") or {}
+    if ways.keys() <= kept.keys():
+        return kept
+    train, to_image = work.data.train, work.data.meta.to_image
+    assert train.labels is not None
+    assert split.labels is not None
+    learnt = to_image(train.batch(slice(None))), train.labels, int(train.labels.max()) + 1, work.device
+
+    def tell(done: int, total: int) -> None:
+        work.progress("classifier", done, total)
+
+    classifier = cached_classifier(*learnt, tell) if path is None else train_classifier(*learnt, tell, path)
+    num = min(num_images, len(split))
+    real = to_image(split.batch(slice(None)))
+    reference = features(classifier, real)
+    hits = classifier.out(reference.to(work.device, torch.float32)).argmax(-1).cpu() == split.labels.cpu()
+    floor = features(classifier, to_image(train.batch(spread(len(train), num))))
+    metrics = {
+        "num_images": num,
+        "classifier_accuracy": float(hits.double().mean()),
+        "fd_floor": frechet_distance(floor, reference),
+    }
+    prompts = split.batch(spread(len(split), num))[:, :cut]
+    for name, options in ways.items():
+        if name in kept:
+            metrics[name] = kept[name]
+            continue
+        found = []
+        for rows in work.ranges(name, num):
+            own: Options = {**options, "rows": rows}
+            if "prompted" in name:
+                own["prompt"] = prompts[rows.start : rows.stop].to(work.device)
+            x = generate(model, num=len(rows), **own).x
+            found.append(
+                features(classifier, to_image(torch.cat([own["prompt"], x], 1) if "prompt" in own else x))
+            )
+        made = torch.cat(found)
+        metrics[name] = frechet_distance(made, reference) if torch.isfinite(made).all() else math.nan
+        work.journal["images"] = dict(metrics)
+    return metrics
+
+
+def _scored_ways(work: Work, curves: bool) -> dict[str, Options]:
+    """Returns the options of `generate` for every Fréchet distance."""
+    rest, ways = {"length": work.length - work.cut}, {}
+    if dials(work.model):
+        for name, options in ways_to_sample(work.model, work.length, curves).items():
+            ways[f"fd_{name}"] = {**options, "observe": work.observed}
+        if work.cut:
+            ways["fd_prompted"] = {**rest, "observe": work.observed}
+        return ways
+    scored = {"sample": "", "mean": "_mean"} if work.observed == "mean" else {"sample": ""}
+    ways = {f"fd_{observe}": {"length": work.length, "observe": observe} for observe in scored}
+    if work.cut:
+        ways |= {f"fd_prompted{end}": {**rest, "observe": observe} for observe, end in scored.items()}
+    return ways
+
+
+def spread(num: int, limit: int | None) -> np.ndarray:
+    """Returns at most `limit` of the indices below `num`, evenly spread and ascending."""
+    return np.arange(num) if limit is None or limit >= num else np.arange(limit) * num // limit

@@ -1,0 +1,153 @@
+"""A run as a result to keep: what it scored, how its training went, and its samples as a picture.
+
+| file | what |
+| --- | --- |
+| `RESULT.json` | `eval.json` under another name, with `epochs`, `train_seconds` and the best validation |
+| `RESULT.png` | for images, samples of every way that is asked for, and completions of test images |
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vssm.data import Data, open_data
+from vssm.evaluation.quality import observed, ways_to_sample
+from vssm.models import Model
+from vssm.runs.checkpoint import load
+from vssm.runs.folder import read_config, read_log
+from vssm.runs.results import write_result
+from vssm.sampling.generation import generate
+from vssm.storage import why_read_only, write_atomically
+from vssm.training.loop import choose_device
+
+__all__ = ["check_result_path", "draw_grid", "keep_result", "shown_ways", "validations"]
+
+_COLUMNS = 16  # of the samples
+_ROWS = 3  # of every way to sample, and of completions
+
+Options = Mapping[str, Any]
+
+
+def check_result_path(path: Path) -> None:
+    """Refuses, before the work, a place that the results page would not find or that can not be written."""
+    if path.suffix != ".json" or "\0" in str(path):
+        raise ValueError(f"result={str(path)!r} is not allowed; allowed: a file that ends in .json")
+    first = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not first.is_dir():
+        raise ValueError(f"result={str(path)!r} is not allowed; allowed: a file in a folder of yours")
+    if why := why_read_only(first):
+        raise ValueError(
+            f"result={str(path)!r} can not be written ({why}); allowed: a file in a folder of yours"
+        )
+
+
+def keep_result(
+    folder: str | Path, path: str | Path, device: str = "auto", data_dir: str | None = None
+) -> None:
+    """Writes what `vssm evaluate` found of a run to a file of its own, and its samples beside it.
+
+    Arguments:
+        folder: A run folder with `eval.json`.
+        path: Where the result goes, by custom results/quality/DATA_NAME.json.
+        device: Where to draw the samples.
+        data_dir: Where the data files are, if not where they were in training.
+    """
+    folder, path = Path(folder), Path(path)
+    check_result_path(path)
+    found = folder / "eval.json"
+    if not found.is_file():
+        raise ValueError(f"{str(folder)!r} has no eval.json; allowed: a run folder after vssm evaluate")
+    scored = json.loads(found.read_bytes())
+    metrics = scored["metrics"] | _training(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    config = read_config(folder)
+    data = open_data(config.data if data_dir is None else replace(config.data, dir=data_dir))
+    if data.meta.image_shape is not None:
+        model = load(folder, choose_device(device)).eval()
+        ways = shown_ways(model, data.meta.length)
+        draw_grid(data, model, path.with_suffix(".png"), ways, config.train.seed)
+    write_result(path, {**scored, "name": path.stem, "metrics": metrics})
+
+
+def shown_ways(model: Model, length: int) -> list[Options]:
+    """Returns the ways to sample that a picture shows: one shot, in four chunks, step by step."""
+    ways = ways_to_sample(model, length)
+    return [ways[name] for name in ("one_shot", f"w{length // 4}", "w1") if name in ways]
+
+
+def _training(folder: Path) -> dict[str, float | None]:
+    """Returns how the training of a run went; nothing for a model that came without its log."""
+    facts: dict[str, float | None] = {"learning_rate": read_config(folder).train.learning_rate}
+    if (folder / "meta.json").is_file():
+        try:
+            facts["train_seconds"] = json.loads((folder / "meta.json").read_bytes()).get("seconds")
+        except (ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{str(folder / 'meta.json')!r} is damaged: {error}; allowed: without that file"
+            ) from None
+    if (folder / "log.jsonl").is_file():
+        best, curve = validations(folder)
+        facts |= best
+        facts["epochs"] = curve["epoch"][-1] if curve["epoch"] else None
+    return facts
+
+
+def validations(folder: Path) -> tuple[dict[str, float | None], dict[str, list[float | None]]]:
+    """Returns the best validation of a run, and at every one the bound on log p(x).
+
+    Where the run had `validate_partial`, that of the second half given the first as well.
+    """
+    lines = [line for line in read_log(folder) if line["split"] == "valid"]
+    bounds = [
+        None if None in (line["reconstruction"], line["kl"]) else line["reconstruction"] - line["kl"]
+        for line in lines
+    ]
+    # The last that was the best: its weights are kept.
+    best = max((i for i, line in enumerate(lines) if line.get("best")), default=None)
+    facts = {
+        "validation_loss": None if best is None else lines[best]["loss"],
+        "validation_elbo": None if best is None else bounds[best],
+        "best_epoch": None if best is None else lines[best]["epoch"],
+    }
+    curve = {"epoch": [line["epoch"] for line in lines], "validation_elbo": _rounded(bounds)}
+    if any("partial_elbo" in line for line in lines):
+        curve["validation_partial_elbo"] = _rounded([line.get("partial_elbo") for line in lines])
+    return facts, curve
+
+
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else round(value, 3) for value in values]
+
+
+@torch.no_grad()
+def draw_grid(data: Data, model: Model, path: Path, ways: Sequence[Options], seed: int = 0) -> None:
+    """Draws samples in their own pixels, a white line between them: three rows a way, and completions.
+
+    Arguments:
+        data: The images that the model was trained on.
+        model: The model.
+        path: The PNG, replaced as a whole.
+        ways: Options of `generate` for samples from nothing.
+        seed: Names the samples.
+    """
+    from matplotlib.image import imsave
+
+    device, split = next(model.parameters()).device, data.test()
+    num, length, cut = _ROWS * _COLUMNS, data.meta.length, data.meta.length // 2
+    prompt = split.batch(np.arange(num) * len(split) // num, device)[:, :cut]
+    options = {"num": num, "seed": seed, "observe": observed(model, data.meta.levels)}
+    made = [generate(model, **{"length": length, **options, **way}).x for way in ways]
+    rest = generate(model, length=length - cut, prompt=prompt, **options).x
+    images = data.meta.to_image(torch.cat([*made, torch.cat([prompt, rest], 1)])).cpu().numpy()
+    _, height, width, channels = images.shape
+    tiles = np.ones((len(images), height + 2, width + 2, channels), np.float32)
+    tiles[:, 1:-1, 1:-1] = images
+    grid = tiles.reshape(-1, _COLUMNS, height + 2, width + 2, channels).transpose(0, 2, 1, 3, 4)
+    grid = grid.reshape(-1, _COLUMNS * (width + 2), channels)
+    pixels = np.rint(np.broadcast_to(grid, (*grid.shape[:2], 3)) * 255).astype(np.uint8)
+    write_atomically(path, lambda file: imsave(file, pixels, format="png"))

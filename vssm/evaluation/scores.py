@@ -1,0 +1,369 @@
+"""Measures a run folder: how likely its test set is, and how well and how fast the model generates.
+
+Of the latent components (t, i) it says how they are used, with q̄ the aggregate posterior, which is the mean
+of q(z_{t,i}|x) over the sequences:
+
+    active_components   how many have a mean KL(q || p) above 0.01 nats
+    code_perplexity     exp H(q̄), averaged over the components: N when all classes are used equally
+    aggregate_kl        KL(q̄ || uniform), summed over the components: how far q̄ is from the prior
+
+Legend: x (B, T, D) or tokens (B, T); K `num_samples`; C `prompt_length`, `cut`.
+"""
+
+import inspect
+import json
+import math
+import shlex
+import warnings
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vssm.config import RunConfig, check_choice, check_flag, check_path, whole_number
+from vssm.data import Data, open_data, read_meta
+from vssm.data.feed import is_grey
+from vssm.evaluation.journal import Journal
+from vssm.evaluation.quality import Progress, Work, generation_times, image_quality, passes_at_once, spread
+from vssm.evaluation.quality import dials as dials_of
+from vssm.likelihoods import estimates, reconstruct
+from vssm.models import Autoregressive, Ladder, Model, Variational
+from vssm.objectives import real_steps
+from vssm.ops import choose_backend
+from vssm.runs.checkpoint import load
+from vssm.runs.results import machine, result, source, write_result
+from vssm.storage import why_read_only
+
+__all__ = ["UnwrittenResult", "evaluate_run"]
+
+_SEED = 0  # of all draws: which a sequence gets says its number, not the batch that it is in
+_ACTIVE = 0.01  # nats
+
+
+class UnwrittenResult(OSError):
+    """Raised when a result could not be written; it is in `result`, since it took long to find."""
+
+    def __init__(self, error: OSError, result: dict[str, Any]) -> None:
+        super().__init__(error.errno, error.strerror or str(error), error.filename)
+        self.result = result
+
+
+@torch.no_grad()
+def evaluate_run(
+    folder: str | Path,
+    *,
+    num_samples: int = 100,
+    max_sequences: int | None = None,
+    num_images: int = 10_000,
+    batch: int | None = None,
+    data_dir: str | Path | None = None,
+    device: torch.device | str = "auto",
+    splits: str = "test",
+    quick: bool = False,
+    dials: bool = False,
+    particles: bool = False,
+    classifier: str | Path | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measures the best weights of a run and writes `eval.json` (`eval_valid.json`) to its folder.
+
+    Where a training has replaced the weights in the meantime it warns, and writes `eval.json.old` instead:
+    `eval.json` is of the weights that lie beside it. What was found before it was stopped or killed is kept
+    in `eval.part-….json`; the same call goes on from there, if weights, data, code and machine are the same.
+
+    Arguments:
+        folder: The run folder: `config.json` with `model` and `data`, and `weights.safetensors`.
+        num_samples: K, the latent draws of every likelihood estimate.
+        max_sequences: Score only so many sequences, spread evenly over the split.
+        num_images: Samples for every Fréchet distance, at most as many as the split has; 0 for no distances.
+        batch: Sequences of a pass; by default what suits the device and the length.
+        data_dir: Where the data files are, if not where they were in training.
+        device: "auto" takes a GPU when there is one.
+        splits: "test", or "valid" to look while the test set stays closed.
+        quick: At most 64 sequences, 10 draws and 256 images; their classifier is trained the first time.
+        dials: Whether to measure quality against time for vssm and tvae: Fréchet distances and times over
+            chunk sizes W and passes S (see `vssm.evaluation.quality`). For data without images, the times
+            alone.
+        particles: Whether to estimate likelihoods by a particle filter as well (`..._particles`), for vssm
+            and tvae without levels and vrnn: closer to log p(x) with as many draws, and slower.
+        classifier: A safetensors file for the classifier behind the Fréchet distances, read when it
+            exists, else written; in the user's cache by default.
+        progress: Called with (stage, done, total).
+
+    Returns:
+        The result as written: `name`, `date`, `commit`, `machine`, `command`, `config` and `metrics`.
+    """
+    check_path("folder", folder)
+    for name, path in (("classifier", classifier), ("data_dir", data_dir)):
+        if path is not None:
+            check_path(name, path)
+    check_flag("quick", quick)
+    check_flag("dials", dials)
+    check_flag("particles", particles)
+    if progress is not None and not callable(progress):
+        raise ValueError(
+            f"progress is a {type(progress).__name__}; allowed: a function of stage, done, total"
+        )
+    num_samples = whole_number("num_samples", num_samples, 1)
+    num_images = whole_number("num_images", num_images, 0)
+    if num_images == 1:
+        raise ValueError("num_images=1 is not allowed; allowed: 0 for no distances, or 2 and more")
+    max_sequences = None if max_sequences is None else whole_number("max_sequences", max_sequences, 1)
+    batch = None if batch is None else whole_number("batch", batch, 1)
+    given = {
+        "num_samples": num_samples,
+        "max_sequences": max_sequences,
+        "num_images": num_images,
+        "batch": batch,
+        "data_dir": None if data_dir is None else str(data_dir),
+        "device": str(device),
+        "splits": splits,
+        "quick": quick,
+        "dials": dials,
+        "particles": particles,
+    }
+    check_choice("splits", splits, ("test", "valid"))
+    if quick:
+        num_samples, num_images = min(num_samples, 10), min(num_images, 256)
+        max_sequences = min(max_sequences or 64, 64)
+
+    folder, device = Path(folder), _choose_device(str(device))
+    measured = _version(folder / "weights.safetensors")
+    model = load(folder, device).eval().requires_grad_(False)
+    if dials and not dials_of(model):
+        raise ValueError(
+            f"dials=True is for models that generate in parallel, not kind={model.config.kind!r}; "
+            "allowed: vssm, tvae"
+        )
+    if particles and isinstance(model, Autoregressive | Ladder):
+        raise ValueError(
+            f"particles=True is not for kind={model.config.kind!r} with levels={model.config.levels}; "
+            "allowed: vssm and tvae without levels, vrnn"
+        )
+    if why := why_read_only(folder):
+        raise ValueError(
+            f"folder={str(folder)!r} can not be written to ({why}); allowed: a run folder of yours, or a copy"
+        )
+    config, data = _open_run(folder, model, data_dir)
+    split = data.test() if splits == "test" else data.valid
+    path = folder / ("eval.json" if splits == "test" else "eval_valid.json")
+    subject = {
+        **given,
+        "device": str(device),
+        "weights": measured,
+        "data": [config["data"], len(split), split.digest()],
+        "classifier": None if classifier is None else str(classifier),
+        "source": source(),
+        "machine": machine(),
+    }
+    with Journal(path.with_suffix(".part.json"), subject) as journal:
+        work = Work(model, data, split, batch, device, progress, journal)
+        index, repeats = spread(len(split), max_sequences), 5 if quick else 21
+        metrics = _metrics(work, index, num_samples, num_images, repeats, dials, particles, classifier)
+        settings = {**given, "device": device.type, "backend": None}
+        if model.config.block == "mamba":
+            settings["backend"] = choose_backend("auto", device, torch.float32)
+        made = result(
+            folder.resolve().name, _command(folder, given), {**config, "evaluate": settings}, metrics
+        )
+        try:
+            replaced = _write(path, made, measured)
+        except OSError as error:
+            raise UnwrittenResult(error, made) from None
+    if replaced:
+        warnings.warn(
+            f"a training has replaced the weights of {str(folder)!r} since they were read; what was found of "
+            f"those before is in {path.name}.old",
+            stacklevel=2,
+        )
+    return made
+
+
+def _metrics(
+    work: Work,
+    index: np.ndarray,
+    num_samples: int,
+    num_images: int,
+    repeats: int,
+    dials: bool,
+    particles: bool,
+    classifier: str | Path | None,
+) -> dict[str, float]:
+    """Measures all that there is of a model, but for what the journal has already."""
+    model, data = work.model, work.data
+    metrics: dict[str, float] = {
+        "sequences": len(index),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "prompt_length": work.cut,
+        "passes": passes_at_once(model, work.length),
+    }
+    if not isinstance(model, Autoregressive):
+        metrics["num_samples"] = num_samples
+    metrics |= work.journal.measure("reconstruction", lambda: _reconstruction(work, index))
+    metrics |= _likelihoods(work, index, num_samples)
+    if particles:
+        found = _likelihoods(work, index, num_samples, "particles")
+        metrics |= {f"{name}_particles": nats for name, nats in found.items() if "log_likelihood" in name}
+    if model.config.head == "bernoulli" and is_grey(work.split):
+        metrics = {_pseudo(name): value for name, value in metrics.items() if name != "nats"}
+    metrics |= work.journal.measure("times", lambda: generation_times(work, repeats, dials))
+    labelled_images = data.meta.image_shape is not None and data.train.labels is not None
+    if num_images and labelled_images and not model.head.tokens:
+        metrics |= image_quality(work, num_images, classifier, dials)
+    return metrics
+
+
+def _pseudo(name: str) -> str:
+    """Returns what a metric is called where a Bernoulli head scores values between 0 and 1."""
+    return f"pseudo_{name}" if "log_likelihood" in name or name == "elbo" else name
+
+
+def _write(path: Path, made: dict[str, Any], measured: tuple[int, int, int] | None) -> bool:
+    """Writes a result beside its weights, or aside where others replaced them; says whether they did."""
+    aside, weights = path.with_name(f"{path.name}.old"), path.with_name("weights.safetensors")
+    replaced = _version(weights) != measured
+    write_result(aside if replaced else path, made)
+    if not replaced and _version(weights) != measured:  # just now: they may have come before it was written
+        replaced = True
+        with suppress(FileNotFoundError):  # where the training has set it aside already
+            path.replace(aside)
+    return replaced
+
+
+def _version(path: Path) -> tuple[int, int, int] | None:
+    """Returns what changes when a file is replaced by another; None without a file."""
+    if not path.is_file():
+        return None
+    facts = path.stat()
+    return facts.st_ino, facts.st_mtime_ns, facts.st_size
+
+
+def _reconstruction(work: Work, index: np.ndarray) -> dict[str, float]:
+    """Measures the ELBO and its terms, the error of the head's mean, and how the latents are used."""
+    model = work.model
+    sums: dict[str, Tensor] = {}
+
+    def add(name: str, value: Tensor) -> None:
+        sums[name] = sums.get(name, 0) + value.double()
+
+    for first, x, lengths in work.batches("reconstruction", index):
+        p_x, q_z, p_z = reconstruct(model, x, _SEED, lengths, first)
+        real = (x.new_ones(x.shape[:2]) if lengths is None else real_steps(x, lengths)).float()
+        if not model.head.tokens:
+            error = (x - p_x.mean).square().mean(2) * real
+            add("mse", (error.sum(1) / real.sum(1)).sum())
+        if q_z is not None and p_z is not None:
+            add("reconstruction", (p_x.log_prob(x) * real).sum())
+            kl = (q_z.probs * (q_z.log_probs - p_z.log_probs)).sum(-1)
+            add("kl", (kl * real[..., None]).sum(0))  # (T, Z)
+            add("aggregate", (q_z.probs * real[..., None, None]).sum(0))  # (T, Z, N)
+            add("there", real.sum(0))  # (T,)
+    metrics = {name: float(sums[name]) / len(index) for name in ("mse", "reconstruction") if name in sums}
+    if "kl" not in sums:
+        return metrics
+    there = sums["there"][:, None].expand_as(sums["kl"])
+    some = there > 0  # a component is judged by the sequences that have its step
+    if isinstance(model, Ladder):
+        some = some & model.begins(len(some)).to(some.device)
+    aggregate = sums["aggregate"][some] / there[some, None]
+    entropy = -torch.special.xlogy(aggregate, aggregate).sum(-1)
+    metrics["kl"] = float(sums["kl"].sum()) / len(index)
+    metrics["elbo"] = metrics["reconstruction"] - metrics["kl"]
+    metrics["components"] = entropy.numel()
+    metrics["active_components"] = int((sums["kl"][some] / there[some] > _ACTIVE).sum())
+    metrics["code_perplexity"] = float(entropy.exp().mean())
+    if isinstance(model, Variational):  # the prior of a vrnn is not uniform
+        metrics["aggregate_kl"] = float((math.log(model.config.classes) - entropy).sum())
+    return metrics
+
+
+def _likelihoods(
+    work: Work, index: np.ndarray, num_samples: int, method: str = "importance"
+) -> dict[str, float]:
+    """Measures log p(x) under either prior, where there are two, and log p(x_{C+1:T} | x_{1:C})."""
+    model = work.model
+    cases = {"log_likelihood": (0, "uniform")}
+    if isinstance(model, Variational):
+        cases["log_likelihood_empty_prior"] = (0, "partial")
+    if work.cut:
+        cases["partial_log_likelihood"] = (work.cut, "partial")
+    stage, rows = "likelihoods", work.batch
+    if method == "particles":
+        stage = "likelihoods by particles"
+        rows *= 8 if work.device.type == "cuda" else 1  # single steps: a GPU wants many rows of each
+    nothing = {"done": 0, "totals": dict.fromkeys(cases, 0.0), "nums": dict.fromkeys(cases, 0)}
+    kept = work.journal.get(stage) or nothing
+    totals, nums = dict(kept["totals"]), dict(kept["nums"])
+    for first, x, lengths in work.batches(stage, index, kept["done"]):
+        model.head.validate(x)
+        real = None if lengths is None else real_steps(x, lengths)
+        wanted = list(cases.values())
+        found = estimates(model, x, num_samples, wanted, _SEED, rows, real, method, first)
+        for (name, (cut, _)), nats in zip(cases.items(), found, strict=True):
+            scored = nats if lengths is None else nats[lengths > cut]  # else nothing follows the cut
+            totals[name] += float(scored.double().sum())
+            nums[name] += len(scored)
+        work.journal[stage] = {"done": first + len(x), "totals": dict(totals), "nums": dict(nums)}
+    metrics = {name: total / nums[name] for name, total in totals.items() if nums[name]}
+    lengths = work.split.real(index)
+    steps = work.length if lengths is None else float(lengths.double().mean())
+    bits = -metrics["log_likelihood"] / math.log(2) / steps
+    if model.config.head == "categorical":
+        metrics["bits_per_char"] = bits
+    elif model.config.head == "logistic-mixture":
+        metrics["bits_per_dim"] = bits / model.config.features
+    elif model.config.head == "bernoulli":
+        metrics["nats"] = -metrics["log_likelihood"]
+    return metrics
+
+
+def _choose_device(name: str) -> torch.device:
+    there = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    if name == "auto":
+        name = there[:2][-1]
+    elif name == "cuda":
+        name = "cuda:0"
+    if name not in there:
+        raise ValueError(f"device={name!r} is not there; allowed: 'auto', {', '.join(map(repr, there))}")
+    return torch.device(name)
+
+
+def _open_run(folder: Path, model: Model, data_dir: str | Path | None) -> tuple[dict[str, Any], Data]:
+    """Returns the config of a run as it was saved, and its data, once they fit the model."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if not isinstance(config.get("data"), dict):
+        raise ValueError(f"{str(path)!r} has no key 'data'; allowed: a run folder written by vssm train")
+    try:
+        chosen = RunConfig.from_dict({"data": config["data"]}).data
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r}: {error}") from None
+    data = open_data(chosen if data_dir is None else replace(chosen, dir=str(data_dir)))
+    kinds = {True: "tokens", False: "numbers"}
+    tokens = data.meta.suggested_head == "categorical"
+    if (data.meta.features, tokens) != (model.config.features, model.head.tokens):
+        raise ValueError(
+            f"data {data.meta.name!r} has {data.meta.features} features ({kinds[tokens]}); allowed: "
+            f"{model.config.features} ({kinds[model.head.tokens]}), those of the model in {str(folder)!r}"
+        )
+    for name in () if (trained := read_meta(folder)) is None else trained.differing(data.meta):
+        raise ValueError(
+            f"data {data.meta.name!r} has another {name} than the run in {str(folder)!r} was trained with; "
+            "allowed: the data that it was trained on, without rows that came later"
+        )
+    return {name: config[name] for name in ("model", "data", "train") if name in config}, data
+
+
+def _command(folder: Path, given: dict[str, Any]) -> str:
+    """Returns the command line that repeats an evaluation, options at their defaults left out."""
+    defaults = {name: p.default for name, p in inspect.signature(evaluate_run).parameters.items()}
+    options = [
+        f" --{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(str(value))}")
+        for name, value in given.items()
+        if value != defaults[name]
+    ]
+    return f"vssm evaluate {shlex.quote(folder.resolve().name)}{''.join(options)}"

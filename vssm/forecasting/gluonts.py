@@ -1,0 +1,196 @@
+"""GluonTS: a run as a `Predictor` of it, and its DeepAR as the peer that runs are compared with."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from vssm.forecasting.forecaster import Forecaster
+
+if TYPE_CHECKING:
+    from gluonts.model.predictor import Predictor
+
+__all__ = ["deepar", "entries", "predictor"]
+
+_SERIES_PER_PASS = 64
+
+
+def predictor(
+    run: str | Path | Forecaster,
+    prediction_length: int | None = None,
+    num_samples: int = 100,
+    device: str = "cpu",
+) -> "Predictor":
+    """Returns a run as a GluonTS predictor, to put where another one was.
+
+    A run with `--series.separate` forecasts any series, each in its own scale: a `target` is (N,). Any other
+    run forecasts its own D columns: a `target` is (D, N).
+
+    Arguments:
+        run: A run folder of data set series, or a `Forecaster`.
+        prediction_length: H; by default the horizon of training.
+        num_samples: Paths of every series.
+        device: Where to run.
+
+    Example:
+        from gluonts.evaluation import make_evaluation_predictions
+
+        forecasts, actual = make_evaluation_predictions(test, predictor("runs/etth1"), num_samples=100)
+    """
+    try:
+        from gluonts.dataset.util import forecast_start
+        from gluonts.model.forecast import SampleForecast
+        from gluonts.model.predictor import Predictor
+    except ImportError as error:
+        raise ValueError("predictor needs GluonTS, install it with: pip install 'vssm[forecast]'") from error
+
+    forecaster = run if isinstance(run, Forecaster) else Forecaster.load(run, device)
+    length = prediction_length or forecaster.meta.horizon
+    if length is None:
+        raise ValueError("prediction_length is needed: the model does not know its horizon")
+    paths = num_samples
+
+    class RunPredictor(Predictor):
+        def predict(
+            self,
+            dataset: Any,  # noqa: ANN401
+            num_samples: int | None = None,
+            **_: Any,  # noqa: ANN401
+        ) -> Iterator[SampleForecast]:
+            rest, seeds = iter(dataset), count()
+            while entries := list(islice(rest, _SERIES_PER_PASS)):
+                made = _forecasts(forecaster, entries, self.prediction_length, num_samples or paths, seeds)
+                for entry, samples in zip(entries, made, strict=True):
+                    yield SampleForecast(samples, forecast_start(entry), item_id=entry.get("item_id"))
+
+    return RunPredictor(prediction_length=length)
+
+
+def _forecasts(
+    forecaster: Forecaster, entries: list[dict[str, Any]], horizon: int, paths: int, seeds: Iterator[int]
+) -> list[np.ndarray]:
+    """Returns the paths of each entry, (S, H), or (S, H, D) of entries with several columns.
+
+    Every call of the forecaster takes the next seed: with one for all, their first series would share noise.
+    """
+    meta, own = forecaster.meta, forecaster
+    if meta.separate:  # of columns that the run never saw: each is standardised by itself
+        own = Forecaster(forecaster.model, replace(meta, columns=("target",), mean=None, std=None))
+    context = meta.context or 10**9
+    groups: dict[object, list[tuple[int, np.ndarray, float, float, np.ndarray | None]]] = {}
+    for k, entry in enumerate(entries):
+        target = np.asarray(entry["target"], np.float64)
+        if len(target.reshape(-1, target.shape[-1])) != len(own.columns):
+            allowed = "(N,)" if len(own.columns) == 1 else f"({len(own.columns)}, N)"
+            raise ValueError(f"target has shape {target.shape}; allowed for this run: {allowed}")
+        history = target.reshape(-1, target.shape[-1]).T
+        centre, width = 0.0, 1.0
+        if meta.separate:
+            centre, width = float(np.nanmean(history)), float(np.nanstd(history)) or 1.0
+        times = _times(entry, len(history))[-context:] if meta.cycles else None
+        history = (history[-context:] - centre) / width
+        group = (len(history), k if meta.cycles else 0)  # dates are those of one entry
+        groups.setdefault(group, []).append((k, history, centre, width, times))
+    made: dict[int, np.ndarray] = {}
+    for group in groups.values():
+        index, histories, centres, widths, times = zip(*group, strict=True)
+        found = own.forecast(np.stack(histories), horizon, paths, times[0], seed=next(seeds))
+        out = found.samples.cpu().numpy()
+        for k, samples, centre, width in zip(index, out, centres, widths, strict=True):
+            samples = samples * width + centre
+            made[k] = samples[..., 0] if np.ndim(entries[k]["target"]) == 1 else samples
+    return [made[k] for k in range(len(entries))]
+
+
+def _times(entry: dict[str, Any], num: int) -> np.ndarray:
+    import pandas
+
+    dates = pandas.period_range(entry["start"], periods=num, freq=entry["start"].freq)
+    return dates.to_timestamp().to_numpy()
+
+
+def deepar(
+    values: np.ndarray,
+    context: int,
+    horizon: int,
+    freq: str,
+    epochs: int,
+    batches: int = 50,
+    seed: int = 0,
+    device: str = "cpu",
+    **options: Any,  # noqa: ANN401
+) -> "Predictor":
+    """Trains GluonTS's DeepAR, with its own defaults, on columns as series of their own.
+
+    Arguments:
+        values: The training rows, (N, D).
+        context: Steps that it unrolls over before the horizon.
+        horizon: Steps that it forecasts.
+        freq: What a step is, in the letters of pandas: h, D, ...
+        epochs: Passes of `batches` batches of 32 windows each.
+        batches: Batches of a pass.
+        seed: Fixes weights, windows and paths.
+        device: "cpu" or "cuda".
+        options: Other arguments of `DeepAREstimator`.
+    """
+    import logging
+    import warnings
+    from tempfile import TemporaryDirectory
+
+    from gluonts.dataset.common import ListDataset
+    from gluonts.torch import DeepAREstimator
+
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with (
+        torch.random.fork_rng(),
+        _kept_numpy_state(),
+        warnings.catch_warnings(),
+        TemporaryDirectory() as folder,
+    ):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        np.random.seed(seed)  # noqa: NPY002 - GluonTS draws its windows from numpy's global state
+        estimator = DeepAREstimator(
+            freq=freq,
+            prediction_length=horizon,
+            context_length=context,
+            num_batches_per_epoch=batches,
+            trainer_kwargs={
+                "max_epochs": epochs,
+                "accelerator": "gpu" if device.startswith("cuda") else "cpu",
+                "devices": 1,
+                "enable_progress_bar": False,
+                "enable_model_summary": False,
+                "default_root_dir": folder,
+                "logger": False,
+            },
+            **options,
+        )
+        return estimator.train(ListDataset(entries(values, freq), freq=freq))
+
+
+@contextmanager
+def _kept_numpy_state() -> Iterator[None]:
+    """Leaves numpy's global random state as it was."""
+    state = np.random.get_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        np.random.set_state(state)  # noqa: NPY002
+
+
+def entries(values: np.ndarray, freq: str) -> list[dict[str, Any]]:
+    """Returns the columns of (N, D) as GluonTS has them; what has no date starts in the year 2000."""
+    import pandas
+
+    start = pandas.Period("2000-01-01", freq=freq)
+    return [
+        {"start": start, "target": column.astype(np.float32), "item_id": str(k)}
+        for k, column in enumerate(values.T)
+    ]

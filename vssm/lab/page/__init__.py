@@ -1,0 +1,1 @@
+"""The page of results and its figures, made from result files alone."""

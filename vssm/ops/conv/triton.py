@@ -1,0 +1,303 @@
+"""The causal convolution with SiLU on a GPU: Triton kernels that read every input once.
+
+    s_t = bias + sum_k weight_k x_{t - K + 1 + k}          y_t = silu(s_t)
+
+Backward, with e_t = dy_t silu'(s_t) and s_t computed again:
+
+    dx_t = sum_k weight_k e_{t + K - 1 - k}    dweight_k = sum_{b, t} e_t x_{t - K + 1 + k}    dbias = sum e_t
+
+Shapes: x, y, dy, dx (B, T, D); weight (D, K); bias (D,); state, dstate (B, K - 1, D), the inputs before x.
+
+The input may come as parts of a product that are still to be added (`vssm.ops.linear.triton`), of u, which is
+convolved, and of a gate z: partial (SPLIT, B T, 2 D) = (u, z), squares (SPLIT, B T).
+
+A program owns a block of channels and goes through a chunk of time with the last K inputs (and, backward, the
+last K values of e) in registers; what it needs beyond its chunk it computes again. Sums over batch and time
+leave as one partial per program; PyTorch adds them, so results repeat bit for bit.
+"""
+
+# Kernels are written in the part of Python that Triton compiles.
+# ruff: noqa: ANN001, ANN202, RUF005
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vssm.ops.linear.triton import Parts
+from vssm.ops.linear.triton_kernels import add_parts
+
+__all__ = ["backward", "forward", "forward_parts"]
+
+_CHUNK = 32  # steps of a program
+_BLOCK = 512  # channels of a program
+_FEW = 256  # programs that do not fill a device: smaller ones then do
+_WIDE_CHUNK, _WIDE_BLOCK = 16, 128  # the same for float32, of whose steps a program loads some at once:
+_SHORT, _SOME, _MANY = 16, 4, 8  # those of sequences of so many steps, and of longer ones
+_PROGRAMS = 8  # a multiprocessor, backward: each leaves partial sums
+
+
+@triton.jit
+def _input(x, state, stride, t, T, d, channels, K: tl.constexpr):
+    """Loads x_t; before the start from the state, zeros without one and after the end."""
+    t = tl.cast(t, tl.int64)
+    limit = tl.where((t >= 0) & (t < T), channels, 0)
+    value = tl.load(x + t * stride + d, mask=d < limit, other=0.0).to(tl.float32)
+    if state is not None:
+        limit = tl.where(t < 0, channels, 0)
+        value += tl.load(state + (t + K - 1) * channels + d, mask=d < limit, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _inputs(x, state, stride, t, T, d, channels, K: tl.constexpr, STEPS: tl.constexpr):
+    """Loads x of several steps from t on."""
+    values = ()
+    for i in tl.static_range(STEPS):
+        values = values + (_input(x, state, stride, t + i, T, d, channels, K),)
+    return values
+
+
+@triton.jit
+def _taps(weight, d, channels, K: tl.constexpr):
+    taps = ()
+    for k in tl.static_range(K):
+        taps = taps + (tl.load(weight + d * K + k, mask=d < channels, other=0.0).to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def _convolve(window, taps, shift, K: tl.constexpr):
+    s = shift
+    for k in tl.static_range(K):
+        s += taps[k] * window[k]
+    return s
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["T", "chunks"])
+def _conv_kernel(
+    x, weight, bias, state, y, after, row, stride, T, channels, chunks, share,
+    K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+):
+    # fmt: on
+    """One row of the state serves `share` neighbouring rows of x; STEPS divides CHUNK."""
+    item = tl.program_id(0)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b = (item // chunks).to(tl.int64)
+    first = item % chunks * CHUNK
+    x += b * row
+    y += b * T * channels
+    if state is not None:
+        state += (item // chunks // share).to(tl.int64) * (K - 1) * channels
+    taps = _taps(weight, d, channels, K)
+    shift = tl.load(bias + d, mask=d < channels, other=0.0).to(tl.float32)
+    window = ()
+    for k in tl.static_range(K - 1):
+        window = window + (_input(x, state, stride, first - (K - 1) + k, T, d, channels, K),)
+    following = _inputs(x, state, stride, first, T, d, channels, K, STEPS)
+    for t0 in range(first, tl.minimum(first + CHUNK, T), STEPS):
+        window = window + following
+        following = _inputs(x, state, stride, t0 + STEPS, T, d, channels, K, STEPS)
+        for i in tl.static_range(STEPS):
+            s = _convolve(window[i : i + K], taps, shift, K)
+            at = tl.cast(t0 + i, tl.int64) * channels + d
+            limit = tl.where(t0 + i < T, channels, 0)
+            tl.store(y + at, (s * tl.sigmoid(s)).to(y.dtype.element_ty), mask=d < limit)
+        window = window[STEPS:]
+    if after is not None:
+        limit = tl.where(first + CHUNK >= T, channels, 0)
+        for k in tl.static_range(K - 1):
+            value = _input(x, state, stride, T - (K - 1) + k, T, d, channels, K)
+            at = (b * (K - 1) + k) * channels + d
+            tl.store(after + at, value.to(after.dtype.element_ty), mask=d < limit)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["T", "chunks", "total", "eps"])
+def _parts_kernel(
+    partial, squares, weight, bias, state, y, z, after, T, channels, chunks, share, total, depth, eps,
+    K: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    """Adds the parts of u and z, convolves u and stores z.
+
+    All is loaded before anything is stored: a load does not pass a store, and there is little else to do.
+    """
+    item = tl.program_id(0)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b = item // chunks
+    first = item % chunks * CHUNK
+    if state is not None:
+        state += (b // share).to(tl.int64) * (K - 1) * channels
+    taps = _taps(weight, d, channels, K)
+    shift = tl.load(bias + d, mask=d < channels, other=0.0).to(tl.float32)
+    inputs, gates = (), ()
+    for i in tl.static_range(K - 1 + CHUNK):
+        t = first - (K - 1) + i
+        row = b * T + tl.minimum(tl.maximum(t, 0), T - 1)
+        at = row.to(tl.int64) * 2 * channels + d
+        mask = d < tl.where((t >= 0) & (t < T), channels, 0)
+        value = add_parts(partial, at, mask, total, SPLIT)
+        rate = 1.0
+        if squares is not None:
+            square = add_parts(squares, row, row >= 0, total // (2 * channels), SPLIT)
+            rate = tl.rsqrt(square / depth + eps)
+            value *= rate
+        if state is not None:
+            limit = tl.where(t < 0, channels, 0)
+            value += tl.load(state + (t + K - 1) * channels + d, mask=d < limit, other=0.0).to(tl.float32)
+        inputs = inputs + (value,)
+        if i >= K - 1:
+            gates = gates + (add_parts(partial, at + channels, mask, total, SPLIT) * rate,)
+    for i in tl.static_range(CHUNK):
+        s = _convolve(inputs[i : i + K], taps, shift, K)
+        at = (b * T + first + i).to(tl.int64) * channels + d
+        limit = tl.where(first + i < T, channels, 0)
+        tl.store(y + at, s * tl.sigmoid(s), mask=d < limit)
+        tl.store(z + at, gates[i], mask=d < limit)
+    if after is not None:
+        for i in tl.static_range(K - 1 + CHUNK):
+            place = first + i - T  # in the state, which the last program of a row stores
+            limit = tl.where((first + CHUNK >= T) & (place >= 0) & (place < K - 1), channels, 0)
+            at = (b.to(tl.int64) * (K - 1) + place) * channels + d
+            tl.store(after + at, inputs[i].to(after.dtype.element_ty), mask=d < limit)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["T", "chunks", "items"])
+def _conv_backward_kernel(
+    x, weight, bias, state, dy, dx, dstate, partial, row, stride, T, channels, chunks, items,
+    K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):
+    # fmt: on
+    """Goes over s_t from the first step of a chunk to K - 1 after it: e still reaches into the chunk."""
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    taps = _taps(weight, d, channels, K)
+    shift = tl.load(bias + d, mask=d < channels, other=0.0).to(tl.float32)
+    zero = tl.zeros((BLOCK,), tl.float32)
+    sums = ()
+    for _ in tl.static_range(K + 1):
+        sums = sums + (zero,)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        b = (item // chunks).to(tl.int64)
+        first = item % chunks * CHUNK
+        last = tl.minimum(first + CHUNK, T)
+        source = x + b * row
+        slope = dy + b * T * channels
+        target = dx + b * T * channels
+        before = state
+        if state is not None:
+            before = state + b * (K - 1) * channels
+        window = ()
+        errors = ()
+        for k in tl.static_range(K - 1):
+            window = window + (_input(source, before, stride, first - (K - 1) + k, T, d, channels, K),)
+            errors = errors + (zero,)
+        for t in range(first, last + K - 1):
+            window = window + (_input(source, before, stride, t, T, d, channels, K),)
+            s = _convolve(window, taps, shift, K)
+            share = tl.sigmoid(s)
+            t = tl.cast(t, tl.int64)
+            limit = tl.where(t < T, channels, 0)
+            g = tl.load(slope + t * channels + d, mask=d < limit, other=0.0).to(tl.float32)
+            e = g * share * (1.0 + s * (1.0 - share))
+            errors = errors + (e,)
+            own = tl.where(t < last, e, 0.0)
+            new_sums = ()
+            for k in tl.static_range(K):
+                new_sums = new_sums + (sums[k] + own * window[k],)
+            sums = new_sums + (sums[K] + own,)
+            back = t - (K - 1)  # the step whose gradient is complete now
+            value = zero
+            for k in tl.static_range(K):
+                value += taps[K - 1 - k] * errors[k]
+            limit = tl.where(back >= first, channels, 0)
+            tl.store(target + back * channels + d, value.to(dx.dtype.element_ty), mask=d < limit)
+            if dstate is not None:
+                limit = tl.where(back < 0, channels, 0)
+                at = (b * (K - 1) + t) * channels + d
+                tl.store(dstate + at, value.to(dstate.dtype.element_ty), mask=d < limit)
+            window = window[1:]
+            errors = errors[1:]
+    partial += tl.program_id(0).to(tl.int64) * (K + 1) * channels
+    for k in tl.static_range(K + 1):
+        tl.store(partial + k * channels + d, sums[k], mask=d < channels)
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, after: Tensor | None = None
+) -> Tensor:
+    """Returns y (B, T, D) in the dtype of x, and fills the state `after` if T > 0."""
+    batch, length, channels = x.shape
+    y = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return y
+    x = x if x.stride(2) == 1 else x.contiguous()
+    chunk, block = _CHUNK, min(_BLOCK, max(128, triton.next_power_of_2(channels)))
+    steps = _SOME if length <= _SHORT else 1
+    if x.dtype == torch.float32:
+        chunk, block, steps = _WIDE_CHUNK, _WIDE_BLOCK, _SOME if length <= _SHORT else _MANY
+    elif batch * triton.cdiv(length, chunk) * triton.cdiv(channels, block) < _FEW:
+        chunk, block = 4, 128
+    chunks = triton.cdiv(length, chunk)
+    _conv_kernel[(batch * chunks, triton.cdiv(channels, block))](
+        x, weight.contiguous(), bias, None if state is None else state.contiguous(), y, after,
+        x.stride(0), x.stride(1), length, channels, chunks, 1 if state is None else batch // len(state),
+        K=weight.shape[1], CHUNK=chunk, BLOCK=block, STEPS=steps,
+        num_warps=max(1, block // 256),
+    )  # fmt: skip
+    return y
+
+
+def forward_parts(
+    parts: Parts,
+    length: int,
+    weight: Tensor,
+    bias: Tensor,
+    state: Tensor | None,
+    after: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns y and z (B, T, D) in float32, and fills the state `after`."""
+    split, rows, both = parts.partial.shape
+    batch, channels, chunk, block = rows // length, both // 2, 4, 128
+    y, z = torch.empty((2, batch, length, channels), dtype=torch.float32, device=parts.partial.device)
+    chunks = triton.cdiv(length, chunk)
+    _parts_kernel[(batch * chunks, triton.cdiv(channels, block))](
+        *parts[:2], weight.contiguous(), bias, None if state is None else state.contiguous(), y, z, after,
+        length, channels, chunks, 1 if state is None else batch // len(state), rows * both, *parts[2:],
+        K=weight.shape[1], SPLIT=split, CHUNK=chunk, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return y, z
+
+
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the gradients of x, weight, bias and state; the last is empty without a state."""
+    batch, length, channels = x.shape
+    taps = weight.shape[1]
+    dx = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
+    dstate = x.new_empty(0 if state is None else state.shape)
+    if x.numel() == 0:
+        return dx, torch.zeros_like(weight), torch.zeros_like(bias), dstate.zero_()
+    x = x if x.stride(2) == 1 else x.contiguous()
+    chunks = triton.cdiv(length, _CHUNK)
+    # The interpreter has no multiprocessors; a few programs make small tests take every branch.
+    processors = 1
+    if x.device.type == "cuda":
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    blocks = triton.cdiv(channels, _BLOCK)
+    programs = min(batch * chunks, triton.cdiv(_PROGRAMS * processors, blocks))
+    partial = torch.empty((programs, taps + 1, channels), dtype=torch.float32, device=x.device)
+    _conv_backward_kernel[(programs, blocks)](
+        x, weight.contiguous(), bias, None if state is None else state.contiguous(), dy.contiguous(),
+        dx, None if state is None else dstate, partial,
+        x.stride(0), x.stride(1), length, channels, chunks, batch * chunks,
+        K=taps, CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
+    sums = partial.sum(0)
+    dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
+    return dx, dweight.copy_(sums[:taps].T), dbias.copy_(sums[taps]), dstate

@@ -1,0 +1,369 @@
+"""The products of `vssm.ops.linear` on a GPU: float32 results from tensor cores of fewer bits.
+
+    y = rate (x scale) weight^T + bias + add          rate = (mean_k x_k^2 + eps)^(-1/2), one for each row
+
+Either operand is split into two numbers of 11 bits, and three of the four products are added up:
+
+    x = 2^e (high + low),   e one exponent for each row, so that its largest is in [2^14, 2^15)
+    x w = 2^(e + e') (low high' + high low' + high high')          what is left out is 2^-22 of the product
+
+| rows | `Plan.split` | the split                                                                        |
+| ---- | ------------ | -------------------------------------------------------------------------------- |
+| 1    |              | none: products are float32 throughout                                            |
+| few  | "none"       | none either, where x and the weight are small                                    |
+|      | "turned"     | into tf32, in the kernel, where the weight is large: y^T = weight x^T, so that   |
+|      |              | columns of y fill the tensor cores and a weight is split once                    |
+|      | "tile"       | into float16, in the kernel; one exponent for a row of a tile, BK columns        |
+| more | "turned"     | as above, up to SOME rows, where there are columns enough                        |
+|      | "tf32"       | into tf32, by Triton, which needs no exponent                                    |
+| many | "before"     | into float16, by a kernel of its own, which does the norm too, or by the one     |
+|      |              | that adds the parts of the product before (`forward_split`); recordings keep     |
+|      |              | what it makes of weights (`vssm.ops.linear.weights`)                             |
+| tall | "once"       | into float16, in the kernel: a program keeps its columns of the weight, with the |
+|      |              | norm's scale in them, and goes over tiles of rows, of which it loads the next    |
+
+A product of fewer than 32 columns of x is float32 throughout as well: it waits for memory alone.
+
+Tensor cores multiply float16 and tf32 exactly and add up one tile; tiles are added in float32, since tensor
+cores cut off where float32 rounds.
+
+Few rows read weights as fast as memory gives them: so that all processors read, K is cut into SPLIT parts,
+whose sums a second kernel adds in their order, or whoever reads them (`vssm.ops.conv.triton`). How a product
+is cut depends on its sizes only, and there are no atomics: results repeat bit for bit.
+
+Shapes: x (M, K), weight (N, K), bias (N,), add and y (M, N), scale (K,), partial (SPLIT, M, N), squares
+(SPLIT, M), high and low (M, K) or (N, K), down = 2^e (M,) or (N,).
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from vssm.ops.linear import triton_kernels as kernels
+from vssm.ops.linear.weights import Halves, halves_of
+
+__all__ = ["Parts", "Plan", "forward", "forward_split", "multiply", "plan"]
+
+FEW = 64
+"""Rows up to which a product waits for its weights."""
+SOME = 2048
+"""Rows up to which other products split in the kernel but once for each 64 rows and 128 columns."""
+MANY = 384
+"""Rows from which it pays to split the weights before."""
+SMALL = 6 << 20
+"""Products of numbers up to which few rows are multiplied without parts of K, that is in one kernel."""
+PROCESSORS = 132
+"""Multiprocessors of a device, for which products are cut up."""
+SHARED = 227 * 1024
+"""Bytes of shared memory of the largest devices."""
+LONGEST = 8192
+"""The kernel that splits holds a row in registers."""
+SHORT = 128
+"""Columns of x up to which products of many rows norm them on the way, once for each tile of columns of y."""
+
+
+TALL = 100_000
+"""Rows from which a product of few columns waits for x and y alone."""
+THIN = 32
+"""Columns of x from which tensor cores pay."""
+
+
+class Plan(NamedTuple):
+    """How a product is cut up."""
+
+    BM: int
+    """Rows of a tile."""
+    BN: int
+    """Columns of a tile."""
+    BK: int
+    """How much of K a tile takes at a time."""
+    SPLIT: int
+    """Parts of K that different programs sum."""
+    warps: int
+    stages: int
+    """Tiles on their way from memory."""
+    split: str = "tile"
+    """Where numbers are split."""
+
+
+class Parts(NamedTuple):
+    """A product whose parts of K are still to be added."""
+
+    partial: Tensor
+    """The parts, (SPLIT, M, N)."""
+    squares: Tensor | None
+    """The parts of sum_k x_k^2, (SPLIT, M): rows are to be normed."""
+    K: int
+    eps: float
+
+
+ROWS = (
+    (64, Plan(1, 4, 1024, 1, 8, 1, "none")),
+    (2**31, Plan(4, 8, 256, 1, 4, 9, "none")),
+)
+"""How small products of few rows are cut up, by the largest number of columns."""
+TURNED = (
+    (2048, Plan(32, 128, 64, PROCESSORS, 8, 4, "turned")),
+    (1024, Plan(32, 64, 64, PROCESSORS, 4, 4, "turned")),
+)
+"""How large ones are, by the least number of columns: here SPLIT is the most programs, and BM for 32 rows."""
+
+
+def plan_row(N: int, K: int) -> Plan:
+    """Returns how a product of one row is cut up."""
+    BK = min(1024, K & -K)
+    return Plan(1, max(2, min(16, 256 // BK)), BK, 1, 8 if N <= 1024 and BK == 1024 else 4, 1)
+
+
+def plan_tall(N: int, K: int) -> Plan | None:
+    """Returns how a product of TALL rows is cut up, if not as others."""
+    if K > 128 or (K > 64 and N > 64):
+        return None
+    rows = 64 if N <= 64 and K <= 64 else 32
+    return Plan(rows, 64 if N <= 64 else 128, K, 1, 4, 3, "once")
+
+
+def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
+    """Returns how a product of more than one row is cut up, on a device with that much shared memory."""
+    tall = plan_tall(N, K) if M >= TALL else None
+    if tall is not None:
+        return tall
+    if M >= MANY and N >= 512 and 512 <= K <= LONGEST:
+        how = Plan(128, 128, 64, 1, 8, 3, "before")
+    elif FEW < M <= SOME and N >= 96:
+        how = Plan(64, 128, 32, PROCESSORS, 8, 4, "turned")
+    elif M > FEW:
+        BM = 128 if triton.cdiv(M, 128) * triton.cdiv(N, 64) * K >= 128 * 128 else 64
+        how = Plan(BM, 64, 32, 1, 4, 4, "tf32")
+    else:
+        BM = max(16, triton.next_power_of_2(M))
+        large = [how for least, how in TURNED if least <= N and K >= 256]
+        small = [how for most, how in ROWS if most >= N and K % how.BK == 0]
+        if not large and small and M * N * K <= SMALL:
+            how = small[0]
+            room = shared // (4 * how.BK * (how.BM + how.BN))
+            return how._replace(stages=min(how.stages, K // how.BK + 1, room))
+        how = large[0]._replace(BM=BM) if large else Plan(BM, 16, 128, 1, 4, 4)
+    tiles, split = triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN), 1
+    programs = how.SPLIT if how.split == "turned" else (1 if how.split == "before" else 2) * PROCESSORS
+    least = 64 if how.split == "tf32" else 128
+    while split < 16 and 2 * split * tiles <= programs and K % (2 * split * least) == 0:
+        split *= 2
+    BK, row = how.BK, 4 * (how.BM + how.BN)
+    while K // split % BK or 3 * BK * row > shared:
+        BK //= 2
+    # What is split in the kernel takes the room of one more tile, but a turned product splits in registers.
+    stages = min(how.stages, shared // (BK * row) - (how.split in ("tile", "tf32")))
+    if how.split == "turned" or (how.split == "tf32" and split == 1):
+        # A loop can not load further ahead than it goes; room that it does not take is for other programs.
+        stages = min(stages, K // split // BK + 1)
+    return how._replace(BK=BK, SPLIT=split, stages=stages)
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    scale: Tensor | None = None,
+    eps: float = 0.0,
+    how: Plan | None = None,
+    halves: Halves | None = None,
+) -> Tensor:
+    """Returns y (..., N) in float32, for K that 32 divides, or of two rows and more for K below THIN.
+
+    Halves of x, normed, are those of `forward_split`.
+    """
+    made = multiply(x, weight, bias, add, scale, eps, how, halves)
+    return made if isinstance(made, Tensor) else _added(made, x.shape[:-1], bias, add)
+
+
+def forward_split(
+    x: Tensor, weight: Tensor, add: Tensor | None, columns: int, scale: Tensor, eps: float
+) -> tuple[Tensor, Halves | Tensor | None]:
+    """Returns y as `forward` does, and y normed if the kernel that adds its parts of K can do that too.
+
+    It is split, or whole, as the product takes it that comes next.
+
+    Arguments:
+        x: The input, (..., K).
+        weight: The weight, (N, K).
+        add: Added to the result, (..., N).
+        columns: Those of the next product.
+        scale: Scale of the norm, (N,).
+        eps: That of the norm.
+    """
+    made = multiply(x, weight, None, add)
+    if isinstance(made, Tensor):
+        return made, None
+    _, M, N = made.partial.shape
+    how = plan(M, columns, N, _shared(x.device))
+    if how.split != "before" and not _normed_before(M, N, how):
+        return _added(made, x.shape[:-1], None, add), None
+    y = torch.empty((*x.shape[:-1], N), dtype=torch.float32, device=x.device)
+    halves = _room(M, N, x.device) if how.split == "before" else None
+    normed = torch.empty_like(y) if halves is None else None
+    add = None if add is None else add.contiguous()
+    results = y, normed, *(halves or (None, None, None))
+    kernels.sum_split_kernel[(M,)](
+        made.partial, add, scale.contiguous(), *results, M, eps, N, len(made.partial),
+        triton.next_power_of_2(N), num_warps=8,
+    )  # fmt: skip
+    return y, normed if halves is None else halves
+
+
+def _normed_before(M: int, K: int, how: Plan) -> bool:
+    """Says whether rows are normed by a kernel of its own: on the way it would be once for each tile."""
+    return M > FEW and how.split in ("tf32", "turned") and K > SHORT
+
+
+def _added(made: Parts, shape: torch.Size, bias: Tensor | None, add: Tensor | None) -> Tensor:
+    """Adds parts of K, bias and add."""
+    split, M, N = made.partial.shape
+    y = torch.empty((*shape, N), dtype=torch.float32, device=made.partial.device)
+    bias, add = (None if t is None else t.contiguous() for t in (bias, add))
+    blocks = {"SPLIT": split, "BLOCK": 256, "num_warps": 2}
+    operands = made.partial, made.squares, bias, add, y, M * N, N, made.K, made.eps
+    kernels.sum_kernel[(triton.cdiv(M * N, 256),)](*operands, **blocks)
+    return y
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    scale: Tensor | None = None,
+    eps: float = 0.0,
+    how: Plan | None = None,
+    halves: Halves | None = None,
+) -> Tensor | Parts:
+    """Does `forward` but for the parts of K, if there are any: neither are they added, nor bias and add."""
+    (N, K), shape = weight.shape, (*x.shape[:-1], len(weight))
+    x = x.reshape(-1, K)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    weight = weight.contiguous()
+    bias, add, scale = (None if t is None else t.contiguous() for t in (bias, add, scale))
+    M = len(x)
+    if K < THIN and M > 1 and N:
+        return _thin(x, weight, bias, add, scale, eps, x.new_empty(shape))
+    how = how or (plan(M, N, K, _shared(x.device)) if M > 1 else plan_row(N, K))
+    whole = how.SPLIT == 1 or M <= 1 or N == 0
+    y = torch.empty(shape if whole else (how.SPLIT, M, N), dtype=torch.float32, device=x.device)
+    if M * N == 0:
+        return y
+    if M == 1:
+        kernels.row_kernel[(triton.cdiv(N, how.BN),)](
+            x, weight, bias, add, scale, y, N, K, eps, BN=how.BN, BK=how.BK, num_warps=how.warps
+        )
+        return y
+    if how.split == "once":
+        return _once(x, weight, bias, add, scale, eps, y, how)
+    sizes = {"BM": how.BM, "BN": how.BN, "BK": how.BK, "num_warps": how.warps, "num_stages": how.stages}
+    if how.split == "none":
+        grid = triton.cdiv(N, how.BN), triton.cdiv(M, how.BM)
+        inputs = x, weight, bias, add, scale, y, M, N, K, x.stride(0), eps
+        kernels.rows_kernel[grid](*inputs, STAGES=how.stages, **sizes)
+        return y
+    if scale is not None and _normed_before(M, K, how):
+        x, scale = torch.nn.functional.rms_norm(x, (K,), scale, eps), None
+    squares = None
+    ends = (bias, add) if whole else (None, None)
+    grid = (triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN), how.SPLIT)
+    assert halves is None or how.split == "before", f"halves are not for a product that is cut up as {how}"
+    if how.split == "before":
+        from triton.tools.tensor_descriptor import TensorDescriptor  # since Triton 3.4, as `linear` knows
+
+        high, low, down = _split(x, scale, eps) if halves is None else halves
+        high_w, low_w, down_w = halves_of(weight, _split)
+        # Tiles that are described once are copied by a unit of their own, which computes no addresses.
+        rows, columns = [how.BM, how.BK], [how.BN, how.BK]
+        left = (*(TensorDescriptor.from_tensor(half, rows) for half in (high, low)), down)
+        right = (*(TensorDescriptor.from_tensor(half, columns) for half in (high_w, low_w)), down_w)
+        group = 8 if M <= 2048 else 4
+        kernels.halves_kernel[grid](*left, *right, *ends, y, M, N, K, K // how.SPLIT, GROUP=group, **sizes)
+    else:
+        if scale is not None and not whole:
+            squares = torch.empty((how.SPLIT, M), dtype=torch.float32, device=x.device)
+        inputs = (x, weight, *ends, scale, squares, y, M, N, K, K // how.SPLIT, x.stride(0), eps)
+        if how.split == "turned":
+            kernels.turned_kernel[(triton.cdiv(N, how.BN), how.SPLIT, triton.cdiv(M, how.BM))](
+                *inputs, **sizes
+            )
+        else:
+            kernels.tile_kernel[grid](*inputs, HALF=how.split == "tile", GROUP=8, **sizes)
+    return y if whole else Parts(y, squares, K, eps)
+
+
+def _thin(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    add: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    y: Tensor,
+) -> Tensor:
+    """Writes a product of fewer than THIN columns of x."""
+    (N, K), M = weight.shape, len(x)
+    x = x if scale is None else torch.nn.functional.rms_norm(x, (K,), scale, eps)
+    BM, BN = 8, min(128, triton.next_power_of_2(N))
+    grid = (triton.cdiv(M, BM) * triton.cdiv(N, BN),)
+    kernels.thin_kernel[grid](x, weight, bias, add, y, M, N, x.stride(0), K, BM, BN, num_warps=1)
+    return y
+
+
+def _once(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    add: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    y: Tensor,
+    how: Plan,
+) -> Tensor:
+    """Writes a product whose programs go over tiles of rows."""
+    (N, K), M = weight.shape, len(x)
+    columns = triton.cdiv(N, how.BN)
+    # As many programs as run at a time: what each does first is then done once.
+    at_a_time = PROCESSORS * _resident(how, K, add is not None, _shared(x.device))
+    programs = min(triton.cdiv(M, how.BM), max(1, at_a_time // columns))
+    inputs = (x, weight, bias, add, scale, y, M, x.stride(0), eps, N, K)
+    sizes = (how.BM, how.BN, triton.next_power_of_2(K), how.stages)
+    kernels.once_kernel[(programs, columns)](*inputs, *sizes, num_warps=how.warps)
+    return y
+
+
+def _split(x: Tensor, scale: Tensor | None = None, eps: float = 0.0) -> Halves:
+    """Returns high, low and down of the rows of x, normed before if there is a scale."""
+    M, K = x.shape
+    halves = _room(M, K, x.device)
+    BK = triton.next_power_of_2(K)
+    BR = max(1, 2048 // BK)
+    kernels.split_kernel[(triton.cdiv(M, BR),)](x, scale, *halves, M, x.stride(0), eps, K, BR, BK)
+    return halves
+
+
+def _room(M: int, K: int, device: torch.device) -> Halves:
+    high, low = torch.empty((2, M, K), dtype=torch.float16, device=device)
+    return high, low, torch.empty(M, dtype=torch.float32, device=device)
+
+
+def _resident(how: Plan, K: int, add: bool, shared: int) -> int:
+    """Returns how many programs that go over rows run at a time on a multiprocessor."""
+    BK, tile = triton.next_power_of_2(K), 4 * how.BM * how.BN
+    ahead = (how.stages - 1) * (4 * how.BM * BK + tile * add)
+    # Beside what is loaded ahead: halves of the rows, or the result on its way out, and halves of the weight.
+    room = ahead + max(4 * how.BM * BK, tile) + 4 * how.BN * BK
+    return max(1, min(16 // how.warps, shared // (room + 1024)))
+
+
+def _shared(device: torch.device) -> int:
+    if device.type != "cuda":
+        return SHARED
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED)

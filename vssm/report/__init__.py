@@ -1,0 +1,1 @@
+"""The report of runs and results: one HTML page."""

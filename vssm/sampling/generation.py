@@ -1,0 +1,413 @@
+"""Generation: what a user asks for is checked here; `vssm.sampling` makes it.
+
+Every random number is a function of (seed, row, position, component), so chunk size, batch split and
+resume point never change what a seed gives, but for float rounding. Rarely, rounding decides between two
+classes of a latent, and then the sample differs from there on.
+"""
+
+import dataclasses
+import math
+import operator
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vssm.config import ModelConfig, check_choice, check_flag, shown, whole_number, whole_numbers
+from vssm.engine import graphs as recorded
+from vssm.engine.trees import Later
+from vssm.engine.weights import first_weight
+from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational, inner_model
+from vssm.nn import State
+from vssm.sampling import BLIND, Noise, Options, read, repeat_variational, sample
+from vssm.sampling.layout import fitted
+
+__all__ = [
+    "Generation",
+    "check_bytes",
+    "check_room",
+    "check_temperature",
+    "generate",
+    "observe",
+    "shares_latents",
+]
+
+_CONSTANTS = {type, str, int, float, bool, type(None)}
+_NOTHING = State({})
+
+
+class Generation(NamedTuple):
+    """What `generate` made.
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> made = generate(build(ModelConfig(kind="rnn", features=3, width=8, layers=1)), num=2, length=4)
+        >>> x, z, state = made
+        >>> made
+        Generation(x=(2, 4, 3), z=None, state=State(position=4, stack/0/h (2, 8), last (2, 1, 3), and 2 more))
+    """
+
+    x: Tensor
+    """The new steps only, (B, length, D), or (B, length) tokens."""
+    z: Tensor | None
+    """Their latents, (B, length, Z); None for an autoregressive model."""
+    state: State
+    """Where to resume: `generate(model, length=..., state=state)`."""
+
+    def __repr__(self) -> str:
+        x, z = (None if values is None else tuple(values.shape) for values in (self.x, self.z))
+        return f"Generation(x={x}, z={z}, state={self.state!r})"
+
+
+def generate(
+    model: Model,
+    num: int | None = None,
+    length: int = 28,
+    prompt: Tensor | None = None,
+    chunk: int | None = None,
+    recondition: bool = False,
+    passes: int = 1,
+    temperature: float = 1.0,
+    observe: str = "mean",
+    seed: int | Tensor | None = None,
+    state: State | None = None,
+    rows: Sequence[int] | Tensor | None = None,
+    cache: bool = True,
+    graphs: bool = True,
+) -> Generation:
+    """Generates `length` new steps after a prompt, after a state, or from nothing.
+
+    Arguments:
+        model: Any of the six models.
+        num: The number of sequences, B. Defaults to the rows of the prompt or state, else 1. One row of
+            prompt or state serves any number: `num=16` gives sixteen continuations of it. Each draws the
+            latents of the prompt for itself. The latents behind a state are drawn already, so a vssm, tvae
+            or vrnn refuses to share those of a state that may have read data: `observe(..., num=16)` draws
+            them sixteen times, and `state.repeat(16)` shares them on purpose.
+        length: The number of new steps.
+        prompt: Steps that come first, (B, C, D), or (B, C) tokens.
+        chunk: W, for vssm and tvae: make W steps at a time. Alone it changes nothing in the result.
+        recondition: For vssm and tvae: read each generated chunk before making the next.
+        passes: S, for vssm and tvae: parallel passes over each chunk. 1 is the paper's one shot. Each further
+            pass redraws all steps, with the same noise, from what the last pass made before each of them;
+            S >= chunk (or length) gives the sample of chunk=1, recondition=True. More than 1 implies
+            `recondition`: the next chunk and the state have read what was made.
+        temperature: Divides the logits of every categorical and multiplies every scale that is drawn from.
+        observe: What x is made of: the "mean" of the head (mode of a categorical one), or a "sample" of
+            it. A model with latents feeds back what it returns. An autoregressive model always feeds back a
+            sample. If it is a model of tokens, it returns these samples whatever `observe` says: the modes
+            would not be the tokens that its later steps and its state follow.
+        seed: Names the sample; one for all rows, or one for each, (B,). Defaults to the state's, else 0.
+        state: Where to go on from, as returned by `generate` and `observe`.
+        rows: Which rows of the noise to use, (B,); 0 to B - 1 by default. `rows=range(8, 16)` makes the
+            second half of a batch of sixteen.
+        cache: False recomputes the whole prefix at every step, as the paper's Transformer does.
+        graphs: Whether calls that repeat are replayed as CUDA graphs where there is a GPU, which changes
+            results by rounding at most, and whether a vssm or tvae keeps its pass over empty tokens, which
+            depends on the weights alone, from one call to the next.
+
+    Returns:
+        The new steps, their latents, and the state to resume from.
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> model = build(ModelConfig(kind="vssm", features=3, width=8, layers=1, latents=4, classes=5))
+        >>> whole = generate(model, num=2, length=8, seed=1)
+        >>> half = generate(model, num=2, length=4, seed=1)
+        >>> rest = generate(model, length=4, state=half.state)
+        >>> torch.allclose(whole.x, torch.cat([half.x, rest.x], 1), atol=1e-6)
+        True
+    """
+    dials = length, chunk, recondition, passes, temperature, observe, cache, graphs
+    repeat = _repeat(model, num, seed, dials) if prompt is None and state is None and rows is None else None
+    made = None if repeat is None else recorded.same(model, *repeat)
+    if made is not None:
+        return _made(model, made)
+    model = inner_model(model)
+    asked = type(model), model.config.kind, model.head.tokens, *dials, state is not None
+    # The same question has the same answer, if it is made of values that can not change.
+    constant = _CONSTANTS.issuperset(map(type, asked))
+    options = (_checked if constant else _checked.__wrapped__)(*asked)
+    if graphs and constant and repeat is not None and isinstance(model, Variational):
+        made = repeat_variational(model, num or 1, options, *repeat)
+        if made is not None:
+            return _made(model, made)
+    with torch.no_grad():
+        device = first_weight(model).device
+        if prompt is not None:
+            prompt = _check_sequence(model, prompt, "prompt", device, steps=0)
+        if state is not None:
+            state = _check_state(model, state, device)
+        num = _check_num(None if num is None else whole_number("num", num, 1), prompt, state)
+        check_room(model, num, options.length, device)
+        if state is not None and state.batch != num:
+            if shares_latents(model, state):
+                raise ValueError(
+                    f"num={num} sequences would share the latents behind this state of one row. If it has "
+                    f"read data, pass num={num} to observe, so that each draws its own; to continue one "
+                    f"sample in {num} ways, pass state.repeat({num})"
+                )
+            state = state.repeat(num)
+        if state is not None and prompt is not None:
+            prompt = prompt.expand(num, *prompt.shape[1:])
+        source = _noise_source(num, seed, rows, state, device)
+        if prompt is not None and prompt.shape[1] == 0:
+            prompt = None
+        if prompt is not None and state is not None and "blind" in state.children:
+            raise ValueError(f"prompt and state together are ambiguous here: {BLIND}")
+        before = state if state is not None and state.position else None
+        kinds = (Autoregressive, Variational, VRNN, Ladder)
+        record = graphs and recorded.usable(device) and type(model) in kinds
+        x, z, after = sample(model, prompt, before, source, options, cache, record, graphs)
+        return Generation(x, z, _own(model, after, source))
+
+
+@torch.no_grad()
+def observe(
+    model: Model,
+    x: Tensor,
+    state: State | None = None,
+    seed: int | Tensor | None = None,
+    rows: Sequence[int] | Tensor | None = None,
+    num: int | None = None,
+) -> State:
+    """Reads real data and returns the state after it, to generate from or to observe more.
+
+    A vssm, tvae or vrnn draws latents for what it reads. Samples of the future follow the model's law only
+    if each of them has latents of its own, so read the data for as many rows as you want to generate:
+    `generate(model, state=observe(model, x, num=100))` gives a hundred futures of one sequence.
+
+    Arguments:
+        model: Any of the six models.
+        x: What was observed, (B, C, D), or (B, C) tokens, C >= 1.
+        state: What came before.
+        seed: Names the latents that are drawn for x, and what is generated later.
+        rows: Which rows of the noise to use.
+        num: The number of rows of the new state. Defaults to those of x or the state. One row of x serves any
+            number; a vssm or tvae reads it once and draws latents for every row.
+
+    Example:
+        >>> from vssm import ModelConfig, build, generate
+        >>> model = build(ModelConfig(kind="vssm", features=3, width=8, layers=1, latents=4, classes=5))
+        >>> x = torch.rand(2, 6, 3)
+        >>> state = observe(model, x[:, 4:], observe(model, x[:, :4]))
+        >>> torch.allclose(generate(model, length=5, state=state).x, generate(model, length=5, prompt=x).x)
+        True
+    """
+    model = inner_model(model)
+    device = first_weight(model).device
+    x = _check_sequence(model, x, "x", device)
+    if state is not None:
+        state = _check_state(model, state, device)
+        if "blind" in state.children:
+            raise ValueError(f"x can not follow this state: {BLIND}")
+    own = len(x) if state is None else state.batch
+    num = own if num is None else whole_number("num", num, 1)
+    if state is not None and num != own:
+        raise ValueError(f"num={num} is not the number of rows of the state, {own}; state.repeat makes more")
+    if len(x) not in (1, num):
+        raise ValueError(f"x has {len(x)} rows; allowed: {num}, or 1 that serves all")
+    check_room(model, num, x.shape[1], device)
+    source = _noise_source(num, seed, rows, state, device)
+    before = state if state is not None and state.position else None
+    return _own(model, read(model, x, before, source), source)
+
+
+def shares_latents(model: Model, state: State) -> bool:
+    """Says whether copies of a state could share latents that were drawn for data.
+
+    A state that has run over empty tokens ends a sample: to go on from it many times is to continue that
+    sample. Of other states nobody can tell whether they have read data or what they made themselves. A vssm
+    with levels draws no latents for data.
+    """
+    read = state.position > 0 and "blind" not in state.children
+    return read and isinstance(model, Variational | VRNN)
+
+
+def check_temperature(temperature: float) -> float:
+    """Returns a temperature as a float; raises `ValueError` where logits or scales would overflow."""
+    try:
+        value = math.nan if isinstance(temperature, str | bytes) else float(temperature)
+    except (TypeError, ValueError, RuntimeError):
+        value = math.nan
+    if not 1e-30 <= value <= 1e6:
+        raise ValueError(
+            f"temperature={shown(temperature)} is not allowed; allowed: a number > 0, from 1e-30 to 1e6"
+        )
+    return value
+
+
+class _Repeat(NamedTuple):
+    """What a recording that starts from nothing is found by, and what it is called with."""
+
+    question: tuple
+    inputs: State
+    numbers: dict[str, int]
+    position: int
+
+
+def _repeat(model: Model, num: int | None, seed: int | Tensor | None, dials: tuple) -> _Repeat | None:
+    """Returns None if there is more to check."""
+    if type(model) is not Variational:
+        return None
+    num, seed = 1 if num is None else num, 0 if seed is None else seed
+    if type(num) is not int or num < 1 or type(seed) is not int or not -(2**63) <= seed < 2**63:
+        return None
+    return _Repeat((model.config, num, *dials), _NOTHING, {"seed": seed}, dials[0])
+
+
+def _made(model: Model, made: State) -> Generation:
+    after = made.child("state")
+    owner = _owner(model.config)
+    return Generation(made["x"], made["z"], Later(lambda: after.children, after.position, owner))
+
+
+@lru_cache(maxsize=64)
+def _owner(config: ModelConfig) -> str:
+    # Only what is not usual: a field that is new must not make a stranger of every older state.
+    fields = [(f.name, getattr(config, f.name), f.default) for f in dataclasses.fields(config)]
+    return ", ".join(f"{name}={value}" for name, value, usual in fields if name == "kind" or value != usual)
+
+
+def _own(model: Model, state: State | None, source: Noise) -> State:
+    """Adds to a state what resuming needs: the noise, and whose state it is."""
+    children = {} if state is None else state.children
+    position = 0 if state is None else state.position
+    return State({**children, "seed": source.seed, "row": source.row}, position, _owner(model.config))
+
+
+def _noise_source(
+    num: int,
+    seed: int | Tensor | None,
+    rows: Sequence[int] | Tensor | None,
+    state: State | None,
+    device: torch.device,
+) -> Noise:
+    seeds: Tensor | int
+    row: Tensor | int
+    seed = operator.index(seed) if isinstance(seed, np.integer) else seed
+    if seed is None:
+        seeds = 0 if state is None else state["seed"]
+    elif isinstance(seed, int) and not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed={seed} is not allowed; allowed: a whole number of 64 bits")
+    elif isinstance(seed, int) and not isinstance(seed, bool):
+        seeds = seed
+    else:
+        seeds = whole_numbers("seed", seed, device)
+        seeds = seeds.repeat(num) if seeds.ndim == 0 else seeds.clone()  # a state keeps it
+    if rows is None:
+        row = num if state is None else state["row"]
+    else:
+        row = whole_numbers("rows", rows, device).clone()
+    for name, given in (("seed", seeds), ("rows", row)):
+        if isinstance(given, Tensor) and given.shape != (num,):
+            raise ValueError(f"{name} has shape {tuple(given.shape)}; allowed: ({num},), one for each row")
+    return Noise(seeds, row, device=device)
+
+
+@lru_cache(maxsize=256, typed=True)
+def _checked(
+    model: type[Model],
+    kind: str,
+    tokens: bool,
+    length: int,
+    chunk: int | None,
+    recondition: bool,
+    passes: int,
+    temperature: float,
+    observe: str,
+    cache: bool,
+    graphs: bool,
+    resumed: bool,
+) -> Options:
+    """Checks what does not depend on tensors; `resumed` says whether there is a state to go on from."""
+    length, passes = whole_number("length", length, 0), whole_number("passes", passes, 1)
+    chunk = None if chunk is None else whole_number("chunk", chunk, 1)
+    temperature = check_temperature(temperature)
+    for name, flag in (("recondition", recondition), ("cache", cache), ("graphs", graphs)):
+        check_flag(name, flag)
+    check_choice("observe", observe, ("mean", "sample"))
+    if passes > 1 and issubclass(model, Ladder):
+        raise ValueError(f"passes={passes} is for a vssm or tvae without levels; allowed: 1")
+    if (chunk is not None or recondition or passes > 1) and not issubclass(model, Variational | Ladder):
+        name = "recondition=True" if recondition else f"passes={passes}" if passes > 1 else f"chunk={chunk}"
+        raise ValueError(
+            f"{name} is for models that generate in parallel, not kind={kind!r}; allowed: vssm, tvae"
+        )
+    if not cache and not issubclass(model, Autoregressive):
+        raise ValueError(
+            f"cache=False is for autoregressive models, not kind={kind!r}; allowed: transformer, ssm, rnn"
+        )
+    if not cache and resumed:
+        raise ValueError(
+            "cache=False recomputes from the first step and can not use a state; allowed: a prompt"
+        )
+    sample = observe == "sample" or (tokens and issubclass(model, Autoregressive))
+    return Options(length, chunk or max(length, 1), recondition or passes > 1, passes, temperature, sample)
+
+
+def _check_sequence(model: Model, x: Tensor, name: str, device: torch.device, steps: int = 1) -> Tensor:
+    model.head.validate(x, name=name, values=False, steps=steps)
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}; allowed: {device}, the device of the model")
+    model.head.validate(x, name=name, steps=steps)
+    return x.to(torch.int64 if model.head.tokens else first_weight(model).dtype)
+
+
+def _check_state(model: Model, state: State, device: torch.device) -> State:
+    """Returns a state as the model keeps it: numbers of another precision are cast."""
+    if not isinstance(state, State):
+        raise ValueError(f"state is a {type(state).__name__}; allowed: a State from generate or observe")
+    if state.owner != _owner(model.config):
+        raise ValueError(
+            f"state belongs to another model ({state.owner or 'unknown'}); "
+            f"allowed: a state of {_owner(model.config)}"
+        )
+    return fitted(model, state, device)
+
+
+def check_room(model: Model, num: int, length: int, device: torch.device) -> None:
+    """Raises `ValueError` where x and z alone would not fit: nothing else would stop a slip of the keyboard
+    before the system does, which takes the whole process with it."""
+    numbers = 1 if model.head.tokens else model.config.features
+    numbers += 0 if isinstance(model, Autoregressive) else model.config.latents
+    check_bytes(f"num={num} and length={length}", 4 * num * length * numbers, device)
+
+
+def check_bytes(what: str, needed: int, device: torch.device) -> None:
+    """Raises `ValueError` where what is asked for takes more memory than a device has."""
+    room = _memory(device)
+    if room and needed > room:
+        raise ValueError(
+            f"{what} would take {needed / 1e9:,.0f} GB; "
+            f"allowed: less at once, of the {room / 1e9:,.0f} GB of {device}"
+        )
+
+
+@lru_cache(maxsize=16)
+def _memory(device: torch.device) -> int:
+    """Returns the bytes that a device has; 0 where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return 0
+
+
+def _check_num(num: int | None, prompt: Tensor | None, state: State | None) -> int:
+    """Settles the number of rows: a prompt or state of one row serves any number."""
+    given = {}
+    if prompt is not None:
+        given["prompt"] = len(prompt)
+    if state is not None:
+        given["state"] = state.batch
+    total = num or max(given.values(), default=1)
+    for name, batch in given.items():
+        if batch not in (1, total) or not batch:
+            raise ValueError(f"{name} has {batch} rows; allowed: 1 or {total or 'more'}")
+    return total
