@@ -51,7 +51,11 @@ SECTIONS = {
         "vssm.forecasting.gluonts.predictor",
         "vssm.forecasting.gluonts.entries",
     ),
-    "Serving": ("vssm.serve.client.Client", "vssm.serve.client.Answer", "vssm.serve.client.ServerError"),
+    "Serving": (
+        "vssm.serve.client.Client",
+        "vssm.serve.client.Answer",
+        "vssm.serve.client.ServerError",
+    ),
     "Kernels": ("vssm.ops.selective_scan", "vssm.ops.causal_conv_silu"),
 }
 HEAD = """# Reference
@@ -63,7 +67,9 @@ command lists all. The [guide](guide.md) says how things go together."""
 
 def page() -> str:
     """Returns the whole page."""
-    contents = [f"- [{title}](#{_anchor(title)}): {_links(names)}" for title, names in SECTIONS.items()]
+    contents = [
+        f"- [{title}](#{_anchor(title)}): {_links(names)}" for title, names in SECTIONS.items()
+    ]
     parts = [HEAD, "\n".join(contents)]
     for title, names in SECTIONS.items():
         parts.append(f"## {title}")
@@ -116,7 +122,9 @@ def _call(name: str, function: object) -> str:
     shown = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name not in ("self", "cls"):
-            stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+            stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(
+                parameter.kind, ""
+            )
             default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
             shown.append(f"{stars}{parameter.name}{default}")
     return f"{name}({', '.join(shown)})"
@@ -140,14 +148,18 @@ def _prose(value: object, names: Mapping[str, object]) -> Iterator[str]:
             yield _joined(part)
     if example:
         language = "pycon" if ">>>" in example else "python"
-        yield "\n".join([f"```{language}", *_imports(example, names), f"{textwrap.dedent(example)}\n```"])
+        yield "\n".join(
+            [f"```{language}", *_imports(example, names), f"{textwrap.dedent(example)}\n```"]
+        )
 
 
 def _imports(example: str, names: Mapping[str, object]) -> list[str]:
     """Returns the lines that make an example run by itself."""
     tree = ast.parse("".join(part.source for part in doctest.DocTestParser().get_examples(example)))
     nodes = list(ast.walk(tree))
-    own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own = {
+        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             own |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
@@ -160,7 +172,9 @@ def _imports(example: str, names: Mapping[str, object]) -> list[str]:
             lines.append(f">>> import {value.__name__}{short}")
         else:
             ours.setdefault(_home(name, value), []).append(name)
-    return lines + [f">>> from {module} import {', '.join(found)}" for module, found in sorted(ours.items())]
+    return lines + [
+        f">>> from {module} import {', '.join(found)}" for module, found in sorted(ours.items())
+    ]
 
 
 def _home(name: str, value: object) -> str:
@@ -197,7 +211,9 @@ def _fields(value: type) -> list[str]:
 
 def _methods(value: type) -> Iterator[tuple[str, object]]:
     for name, function in vars(value).items():
-        function = function.__func__ if isinstance(function, classmethod | staticmethod) else function
+        function = (
+            function.__func__ if isinstance(function, classmethod | staticmethod) else function
+        )
         known = inspect.isfunction(function) or isinstance(function, property)
         if known and not name.startswith("_") and inspect.getdoc(function):
             yield name, function

@@ -23,12 +23,22 @@ def convolve(
     batch: int, length: int, channels: int
 ) -> Callable[[str], tuple[Callable[[], Tensor], list[Tensor]]]:
     x = torch.randn(batch, length, 2 * channels)[..., :channels].requires_grad_()
-    weights = [torch.randn(channels, 4, requires_grad=True), torch.randn(channels, requires_grad=True)]
-    return lambda backend: (lambda: causal_conv_silu(x, *weights, backend=backend)[0].sum(), [x, *weights])
+    weights = [
+        torch.randn(channels, 4, requires_grad=True),
+        torch.randn(channels, requires_grad=True),
+    ]
+    return lambda backend: (
+        lambda: causal_conv_silu(x, *weights, backend=backend)[0].sum(),
+        [x, *weights],
+    )
 
 
 def draw(*shape: int) -> Case:
-    logits, q, noise = torch.randn(shape, requires_grad=True), torch.randn(shape), gumbel_uniform(shape)
+    logits, q, noise = (
+        torch.randn(shape, requires_grad=True),
+        torch.randn(shape),
+        gumbel_uniform(shape),
+    )
 
     def run(backend: str) -> Tensor:
         z, kl = sample_and_kl(logits, noise, backend=backend)

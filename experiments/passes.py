@@ -28,7 +28,9 @@ def follow(
     end = vssm.generate(net, num=num, length=length, chunk=1, recondition=True, seed=seed)
     assert end.z is not None
     print(f"{model}, {num} samples of {length} steps; mean |x*| {float(end.x.abs().mean()):.4f}")
-    print("| W | S | mean distance to x* | latents equal | seconds |\n| --- | --- | --- | --- | --- |")
+    print(
+        "| W | S | mean distance to x* | latents equal | seconds |\n| --- | --- | --- | --- | --- |"
+    )
     made = []
     for chunk in chunks:
         for count in sorted({min(s, chunk) for s in passes}):
@@ -36,14 +38,23 @@ def follow(
             for _ in range(repeats):
                 began = time.perf_counter()
                 out = vssm.generate(
-                    net, num=num, length=length, chunk=chunk, recondition=True, passes=count, seed=seed
+                    net,
+                    num=num,
+                    length=length,
+                    chunk=chunk,
+                    recondition=True,
+                    passes=count,
+                    seed=seed,
                 )
                 seconds.append(time.perf_counter() - began)
             assert out.z is not None
             distance = float((out.x - end.x).abs().mean())
             equal = float((out.z == end.z).float().mean())
             made.append((chunk, count, distance, equal, min(seconds)))
-            print(f"| {chunk} | {count} | {distance:.5f} | {equal:.3f} | {min(seconds):.3f} |", flush=True)
+            print(
+                f"| {chunk} | {count} | {distance:.5f} | {equal:.3f} | {min(seconds):.3f} |",
+                flush=True,
+            )
     return made
 
 

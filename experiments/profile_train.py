@@ -23,7 +23,9 @@ STEPS = 4  # the first two run plainly, the third is recorded
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--kind", default="vssm")
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=40)
@@ -31,11 +33,17 @@ def main() -> None:
     paper = PRESETS["paper-mnist"]
     config = RunConfig(
         data=DataConfig(
-            name="synthetic", synthetic=SyntheticConfig(length=28, features=28, num=4 * options.batch)
+            name="synthetic",
+            synthetic=SyntheticConfig(length=28, features=28, num=4 * options.batch),
         ),
         model=replace(paper.model, kind=options.kind),
         train=replace(
-            paper.train, batch=options.batch, max_steps=STEPS + 2, epochs=100, samples=0, log_every=STEPS
+            paper.train,
+            batch=options.batch,
+            max_steps=STEPS + 2,
+            epochs=100,
+            samples=0,
+            log_every=STEPS,
         ),
     )
     take = _Training._take_step

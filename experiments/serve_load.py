@@ -50,7 +50,9 @@ class Connection:
         """Sends a request and returns the status and the body."""
         if self.streams is None:
             own = (self.address, 0)
-            self.streams = await asyncio.open_connection("127.0.0.1", self.port, limit=2**28, local_addr=own)
+            self.streams = await asyncio.open_connection(
+                "127.0.0.1", self.port, limit=2**28, local_addr=own
+            )
         reader, writer = self.streams
         content = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
@@ -163,7 +165,9 @@ async def mixed_load(
             which = turn * 11 % len(bodies)  # visits them all
             began = time.perf_counter()
             try:
-                status, reply = await asyncio.wait_for(connection.post("/v1/generate", bodies[which]), 60)
+                status, reply = await asyncio.wait_for(
+                    connection.post("/v1/generate", bodies[which]), 60
+                )
             except (TimeoutError, OSError, asyncio.IncompleteReadError):
                 lost += 1
                 connection.close()
@@ -202,7 +206,8 @@ async def mixed_load(
         "p99_ms": 1e3 * quantiles[98],
         "memory_mib": memory[-1],
         # Warm-up and the filling of the store of states are over by half-time.
-        "memory_growth_mib": statistics.median(memory[-10:]) - statistics.median(memory[half : half + 10]),
+        "memory_growth_mib": statistics.median(memory[-10:])
+        - statistics.median(memory[half : half + 10]),
     }
 
 
@@ -348,7 +353,9 @@ def main() -> None:
         print(f"{name:45} {value:10.2f}")
     if options.out is not None:
         config = {"clients": CLIENTS, "seconds": options.seconds, "max_queue": 48, "resume_mib": 64}
-        write_result(options.out, result("serve", "python experiments/serve_load.py", config, metrics))
+        write_result(
+            options.out, result("serve", "python experiments/serve_load.py", config, metrics)
+        )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ def main() -> None:
         "page_phone": {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"},
     }
     with server(sys.argv[1:]) as (_, port), sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
         for name, look in looks.items():
             page = browser.new_context(**look).new_page()
             play(page, f"http://127.0.0.1:{port}/")

@@ -37,7 +37,9 @@ def follow(
             kind=kind, features=1, head="auto", width=32, layers=1, heads=2, latents=4, classes=8
         )
         options = TrainConfig(max_steps=steps, batch=32, samples=0, num_valid=32, device="cpu")
-        config = RunConfig(data=DataConfig(name="series", series=series), model=model, train=options)
+        config = RunConfig(
+            data=DataConfig(name="series", series=series), model=model, train=options
+        )
         forecaster = Forecaster.load(train(config, Path(folder) / "run", progress=Progress()))
     stream = forecaster.stream(sensor[900:1000])
     stream.observe(sensor[999])  # compiles what is compiled at first use

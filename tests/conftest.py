@@ -17,7 +17,13 @@ KINDS = ("transformer", "ssm", "rnn", "tvae", "vrnn", "vssm")
 
 
 # Files of minutes come first: the last of several processes would otherwise work on one of them alone.
-LONGEST = ("test_tutorials.py", "test_scan_triton.py", "test_readme.py", "test_conv.py", "test_reproduce.py")
+LONGEST = (
+    "test_tutorials.py",
+    "test_scan_triton.py",
+    "test_readme.py",
+    "test_conv.py",
+    "test_reproduce.py",
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -36,7 +36,9 @@ def save_models(folder, kinds=("vssm", "ssm", "transformer"), meta=None, head="g
 
 def load_script():
     """Returns experiments/serve_load.py as a module."""
-    spec = importlib.util.spec_from_file_location("serve_load", ROOT / "experiments" / "serve_load.py")
+    spec = importlib.util.spec_from_file_location(
+        "serve_load", ROOT / "experiments" / "serve_load.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

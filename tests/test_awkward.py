@@ -58,7 +58,12 @@ def test_half_precision_scores_as_float32_does(kind, levels, head):
 def test_half_precision_generates(kind, levels, head, observe):
     model, _ = half_and_whole(kind, levels, head)
     x = sequences(model, 2, 7)
-    ways = [{"num": 2}, {"prompt": x}, {"prompt": x[:1], "num": 2}, {"state": vssm.observe(model, x)}]
+    ways = [
+        {"num": 2},
+        {"prompt": x},
+        {"prompt": x[:1], "num": 2},
+        {"state": vssm.observe(model, x)},
+    ]
     if (kind, levels) in PARALLEL:
         ways += [{"chunk": 2, "recondition": True, **way} for way in ways[:3]]
     if (kind, levels) in PARALLEL[:2]:
@@ -112,9 +117,13 @@ def test_nothing_is_refused_or_gives_nothing(kind, levels, head):
             ValueError, match=r"^x has shape \(2, 0.*\), no steps; allowed: one step or more$"
         ):
             function(model, x[:, :0])
-        with pytest.raises(ValueError, match=r"^x has shape \(0, 7.*\), no sequences; allowed: one seq"):
+        with pytest.raises(
+            ValueError, match=r"^x has shape \(0, 7.*\), no sequences; allowed: one seq"
+        ):
             function(model, x[:0])
-    with pytest.raises(ValueError, match=r"^prompt has shape \(0, 7.*\), no sequences; allowed: one seq"):
+    with pytest.raises(
+        ValueError, match=r"^prompt has shape \(0, 7.*\), no sequences; allowed: one seq"
+    ):
         vssm.generate(model, length=3, prompt=x[:0])
     with pytest.raises(ValueError, match=r"^state has 0 rows; allowed: 1 or more$"):
         vssm.generate(model, length=3, state=vssm.observe(model, x).select([]))
@@ -132,10 +141,14 @@ def test_nothing_is_refused_or_gives_nothing(kind, levels, head):
 def test_forecast_of_nothing_is_refused():
     model = small_model("vssm")
     for shape in ((0, 3), (0, 7, 3), (2, 0, 3)):
-        with pytest.raises(ValueError, match=r"^history has shape \(.*one step and one series or more"):
+        with pytest.raises(
+            ValueError, match=r"^history has shape \(.*one step and one series or more"
+        ):
             vssm.forecast(model, torch.zeros(shape), horizon=3)
     for name in ("horizon", "samples"):
-        with pytest.raises(ValueError, match=f"^{name}=0 is not allowed; allowed: a whole number >= 1"):
+        with pytest.raises(
+            ValueError, match=f"^{name}=0 is not allowed; allowed: a whole number >= 1"
+        ):
             vssm.forecast(model, torch.zeros(5, 3), **{"horizon": 3, name: 0})
 
 
@@ -154,14 +167,23 @@ def test_whole_numbers_of_numpy_and_torch_are_whole_numbers(kind, levels):
 
 
 def test_numbers_of_numpy_are_those_of_python_in_a_config():
-    sizes = {"features": np.int64(3), "width": np.uint8(16), "levels": np.int32(2), "latents": np.uint64(4)}
+    sizes = {
+        "features": np.int64(3),
+        "width": np.uint8(16),
+        "levels": np.int32(2),
+        "latents": np.uint64(4),
+    }
     config = vssm.ModelConfig(**sizes, spans=(np.int64(4), 1), sigma=np.float32(0.2))
     run = RunConfig(model=config, train=TrainConfig(epochs=np.int32(2), clip=np.float16(0.5)))
     plain = json.loads(json.dumps(run.to_dict()))
     assert plain["model"]["spans"] == [4, 1] and plain["train"]["epochs"] == 2
     assert type(config.features) is int and type(config.sigma) is float
     assert RunConfig.from_dict(plain) == run
-    for wrong in ({"features": np.float32(3)}, {"features": np.bool_(True)}, {"features": np.int64(0)}):
+    for wrong in (
+        {"features": np.float32(3)},
+        {"features": np.bool_(True)},
+        {"features": np.int64(0)},
+    ):
         with pytest.raises(
             ValueError, match=r"^features=.* is not allowed; allowed: a whole number >= 1 and"
         ):
@@ -175,7 +197,9 @@ def test_numbers_of_numpy_are_those_of_python_in_a_config():
 
 def test_a_sigma_whose_square_float32_loses_is_refused():
     for sigma in (0, 1e-30, 9.9e-7, -1, 1e6, "0.1"):
-        with pytest.raises(ValueError, match=r"^sigma=.*; allowed: a number >= 1e-06 and < 1000000$"):
+        with pytest.raises(
+            ValueError, match=r"^sigma=.*; allowed: a number >= 1e-06 and < 1000000$"
+        ):
             vssm.ModelConfig(features=3, sigma=sigma)
     model = small_model("vssm", sigma=1e-6)
     assert vssm.objective(model, torch.full((1, 2, 3), 1e3)).loss.isfinite().all()
@@ -197,8 +221,12 @@ def test_seeds_of_numpy_are_those_of_python(kind, levels):
     model = small_model(kind, levels=levels)
     expected = vssm.generate(model, length=3, seed=5, observe="sample").x
     for dtype in (np.uint64, np.uint32, np.uint16, np.int8, np.int64):
-        assert torch.equal(vssm.generate(model, length=3, seed=dtype(5), observe="sample").x, expected)
-    with pytest.raises(ValueError, match=r"^seed=18446744073709551615 is not allowed; allowed: a whole"):
+        assert torch.equal(
+            vssm.generate(model, length=3, seed=dtype(5), observe="sample").x, expected
+        )
+    with pytest.raises(
+        ValueError, match=r"^seed=18446744073709551615 is not allowed; allowed: a whole"
+    ):
         vssm.generate(model, length=3, seed=np.uint64(2**64 - 1))
 
 
@@ -217,7 +245,10 @@ def test_numbers_that_do_not_fit_are_named(kind, levels):
         ({"rows": [0.5]}, r"rows is float32; allowed: whole numbers"),
         ({"temperature": "warm"}, r"temperature='warm' is not allowed; allowed: a number > 0"),
         ({"temperature": 1e-300}, r"temperature=1e-300 is not allowed; .* from 1e-30 to 1e6"),
-        ({"prompt": x.double() * 1e300}, r"prompt is .* at row 0, step 0; allowed: finite numbers up to 1e"),
+        (
+            {"prompt": x.double() * 1e300},
+            r"prompt is .* at row 0, step 0; allowed: finite numbers up to 1e",
+        ),
         ({"prompt": x.to_sparse()}, r"prompt has layout sparse_coo.*; allowed: a dense tensor"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -225,7 +256,10 @@ def test_numbers_that_do_not_fit_are_named(kind, levels):
     for options, message in (
         ({"num_samples": 2.5}, r"num_samples=2.5 is not allowed; allowed: a whole number >= 1"),
         ({"prompt_length": 1.5}, r"prompt_length=1.5 is not allowed; allowed: a whole number >= 0"),
-        ({"seed": 2**64}, r"seed=18446744073709551616 is not allowed; allowed: a whole number of 64 bits"),
+        (
+            {"seed": 2**64},
+            r"seed=18446744073709551616 is not allowed; allowed: a whole number of 64 bits",
+        ),
         ({"seed": None}, r"seed=None is not allowed"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -251,9 +285,12 @@ def test_tokens_of_any_integer_dtype_are_the_same_tokens(kind, levels):
         small = x.to(dtype)
         assert torch.equal(vssm.log_likelihood(model, small, 3), vssm.log_likelihood(model, x, 3))
         assert torch.equal(
-            vssm.generate(model, length=3, prompt=small).x, vssm.generate(model, length=3, prompt=x).x
+            vssm.generate(model, length=3, prompt=small).x,
+            vssm.generate(model, length=3, prompt=x).x,
         )
-        losses = [vssm.objective(model, t, torch.Generator().manual_seed(0)).loss for t in (small, x)]
+        losses = [
+            vssm.objective(model, t, torch.Generator().manual_seed(0)).loss for t in (small, x)
+        ]
         assert torch.equal(*losses)
         assert generate_ragged(model, [small[0], small[1, :2]], 3).x.shape == (2, 3)
 
@@ -266,7 +303,11 @@ def test_ragged_prompts_are_checked_as_others_are(kind, levels):
         ((prompts, -1), {}, "length=-1 is not allowed; allowed: a whole number >= 0"),
         ((prompts, 3), {"seed": 2**64}, "seed=18446744073709551616 is not allowed"),
         ((prompts, 3), {"seed": 1.5}, "seed is float32; allowed: whole numbers"),
-        (([prompt.numpy() for prompt in prompts], 3), {}, "sequence 0 is a ndarray; allowed: a torch tensor"),
+        (
+            ([prompt.numpy() for prompt in prompts], 3),
+            {},
+            "sequence 0 is a ndarray; allowed: a torch tensor",
+        ),
         (([torch.tensor(1.0)], 3), {}, "sequence 0 is a number; allowed: a torch tensor"),
         (([prompt.to("meta") for prompt in prompts], 3), {}, "prompts are on meta; allowed: cpu"),
     ):
@@ -292,12 +333,21 @@ def test_what_is_nothing_of_the_kind_is_refused_in_a_line(tmp_path):
     state = vssm.State({"h": torch.zeros(2, 3)})
     (tmp_path / "config.json").write_text('{"my": "precious"}')
     for call, message in (
-        (lambda: state.expand(3), "num=3 does not fit a state of 2 rows; allowed: a state of one row"),
+        (
+            lambda: state.expand(3),
+            "num=3 does not fit a state of 2 rows; allowed: a state of one row",
+        ),
         (lambda: vssm.State.cat(["a"]), "states has a str; allowed: one State or more"),
         (lambda: vssm.State.cat([None]), "states has a NoneType; allowed: one State or more"),
-        (lambda: vssm.State.cat([state, torch.zeros(2)]), "states has a Tensor; allowed: one State or more"),
+        (
+            lambda: vssm.State.cat([state, torch.zeros(2)]),
+            "states has a Tensor; allowed: one State or more",
+        ),
         (lambda: open_data("digits"), "config='digits' is not allowed; allowed: a DataConfig"),
-        (lambda: RunConfig.from_dict("a"), "config is 'a'; allowed: a dictionary of the fields of RunConfig"),
+        (
+            lambda: RunConfig.from_dict("a"),
+            "config is 'a'; allowed: a dictionary of the fields of RunConfig",
+        ),
         (lambda: vssm.save(small_model("ssm"), tmp_path), "has a config.json of something else"),
         (
             lambda: open_data(DataConfig(name="arrays", arrays=ArraysConfig(path=str(tmp_path)))),
@@ -347,7 +397,10 @@ def test_histories_that_are_no_numbers_are_named():
 
 # Of every public function, arguments that are right; each in turn is replaced by what is nothing of the kind.
 FUNCTIONS = {
-    "objective": lambda model, folder: (vssm.objective, {"model": model, "x": sequences(model, 2, 5)}),
+    "objective": lambda model, folder: (
+        vssm.objective,
+        {"model": model, "x": sequences(model, 2, 5)},
+    ),
     "log_likelihood": lambda model, folder: (
         vssm.log_likelihood,
         {"model": model, "x": sequences(model, 2, 5)},
@@ -371,14 +424,21 @@ ODD = (object(), b"a", {"a": 1}, 3 + 4j, np.full((2, 2), "a"), "?")
 @pytest.mark.parametrize(
     ("name", "kind", "levels"),
     [(name, "ssm", 1) for name in FUNCTIONS]
-    + [(name, *model) for name in list(FUNCTIONS)[:5] for model in [("vrnn", 1), ("vssm", 1), ("vssm", 2)]],
+    + [
+        (name, *model)
+        for name in list(FUNCTIONS)[:5]
+        for model in [("vrnn", 1), ("vssm", 1), ("vssm", 2)]
+    ],
 )
 def test_arguments_of_another_kind_are_named_in_one_line(name, kind, levels, tmp_path):
     folder = tmp_path / "folder"
     function, right = FUNCTIONS[name](small_model(kind, levels=levels, latents=4), folder)
     names = {*right, *inspect.signature(function).parameters} - {"options"}
     for argument in names:
-        paths = argument in ("folder", "classifier", "data_dir") or (name, argument) == ("forecast", "model")
+        paths = argument in ("folder", "classifier", "data_dir") or (name, argument) == (
+            "forecast",
+            "model",
+        )
         for odd in ODD[:-1] if paths else ODD:  # any word could be a path
             with pytest.raises(ValueError, match="allowed: ") as error:
                 function(**{**right, argument: odd})
@@ -388,7 +448,9 @@ def test_arguments_of_another_kind_are_named_in_one_line(name, kind, levels, tmp
 
 def test_options_that_are_not_there_are_named():
     model = small_model("vssm")
-    with pytest.raises(ValueError, match=r"option='chunks' is unknown; allowed: 'chunk', .* mean 'chunk'"):
+    with pytest.raises(
+        ValueError, match=r"option='chunks' is unknown; allowed: 'chunk', .* mean 'chunk'"
+    ):
         vssm.forecast(model, torch.zeros(5, 3), horizon=2, chunks=3)
 
 
@@ -403,22 +465,30 @@ def test_weights_of_the_kl_are_numbers_or_one_for_each_row(kind, levels):
     assert torch.equal(loss(0.5), loss(torch.tensor(0.5)))
     assert torch.equal(loss(torch.tensor([1.0, 0.5])), torch.stack([loss(1)[0], loss(0.5)[1]]))
     for weight in (-1, float("nan"), float("inf"), True):
-        with pytest.raises(ValueError, match=r"kl_weight=.* is not allowed; allowed: a number >= 0"):
+        with pytest.raises(
+            ValueError, match=r"kl_weight=.* is not allowed; allowed: a number >= 0"
+        ):
             loss(weight)
     for weight in (torch.ones(3), torch.ones(2, 1), torch.tensor(1)):
-        with pytest.raises(ValueError, match=r"kl_weight has shape .*; allowed: a number >= 0, or 2 floats"):
+        with pytest.raises(
+            ValueError, match=r"kl_weight has shape .*; allowed: a number >= 0, or 2 floats"
+        ):
             loss(weight)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_that_are_not_finite_are_refused(bad, dtype, tmp_path):
-    state = vssm.State({"layer": vssm.State({"h": torch.zeros(2, 3, dtype=dtype)}), "row": torch.arange(2)})
+    state = vssm.State(
+        {"layer": vssm.State({"h": torch.zeros(2, 3, dtype=dtype)}), "row": torch.arange(2)}
+    )
     state.save(tmp_path / "state")
     assert vssm.State.load(tmp_path / "state").batch == 2
     state.child("layer")["h"][1, 2] = bad
     state.save(tmp_path / "state")
-    with pytest.raises(ValueError, match=r"state' holds NaN or infinity in 'layer/h'; resume from a state"):
+    with pytest.raises(
+        ValueError, match=r"state' holds NaN or infinity in 'layer/h'; resume from a state"
+    ):
         vssm.State.load(tmp_path / "state")
     with pytest.raises(ValueError, match=r"^state holds NaN or infinity in 'layer/h'"):
         vssm.State.from_bytes(state.to_bytes())
@@ -426,10 +496,18 @@ def test_states_that_are_not_finite_are_refused(bad, dtype, tmp_path):
 
 def test_forecasts_and_forecasters_are_shown_in_one_line():
     names = ("load", "heat", "cold", "rain", "wind")
-    known = {"name": "series", "length": 6, "suggested_head": "gaussian-learned", "context": 4, "horizon": 2}
+    known = {
+        "name": "series",
+        "length": 6,
+        "suggested_head": "gaussian-learned",
+        "context": 4,
+        "horizon": 2,
+    }
     model = small_model("ssm", features=5)
     own = Forecaster(model, Meta(**known, features=5, columns=names))
-    assert repr(own) == "Forecaster(ssm of load, heat, cold and 2 more, context=4, horizon=2, on cpu)"
+    assert (
+        repr(own) == "Forecaster(ssm of load, heat, cold and 2 more, context=4, horizon=2, on cpu)"
+    )
     assert repr(Forecaster(small_model("ssm", features=2))) == "Forecaster(ssm of 0, 1, on cpu)"
     days = np.arange("2024-02-26", "2024-03-01", dtype="M8[D]")
     one = own.forecast(np.zeros((4, 5)), samples=3, times=days)

@@ -86,7 +86,9 @@ def test_head_is_finite_for_extreme_outputs(name, size):
 def test_gaussian_matches_torch():
     w, x = normal(2, 5, 3), normal(2, 5, 3, seed=1)
     p_x, expected = make_head("gaussian", 3, sigma=0.1)(w), td.Normal(w.double(), 0.1)
-    torch.testing.assert_close(p_x.log_prob(x).double(), expected.log_prob(x.double()).sum(-1), **EXACT)
+    torch.testing.assert_close(
+        p_x.log_prob(x).double(), expected.log_prob(x.double()).sum(-1), **EXACT
+    )
     assert torch.equal(p_x.mean, w) and torch.equal(p_x.mode, w)
     u = noises(2, 5, 3)
     torch.testing.assert_close(p_x.sample(u).double(), expected.icdf(u.double()), **EXACT)
@@ -94,7 +96,9 @@ def test_gaussian_matches_torch():
 
 def test_gaussian_is_capped_at_the_known_value():
     p_x = make_head("gaussian", 784, sigma=0.1)(torch.zeros(1, 1, 784))
-    torch.testing.assert_close(p_x.log_prob(torch.zeros(1, 1, 784)).item(), 1084.8, rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        p_x.log_prob(torch.zeros(1, 1, 784)).item(), 1084.8, rtol=1e-4, atol=0
+    )
 
 
 def test_gaussian_learned_matches_torch():
@@ -121,7 +125,9 @@ def test_gaussian_learned_scale_is_bounded_and_keeps_its_gradient():
 @settings(max_examples=30, deadline=None)
 @given(st.floats(0, 1), st.floats(-40, 40))
 def test_bernoulli_matches_cross_entropy(x, logit):
-    log_prob = make_head("bernoulli", 1)(torch.full((1, 1, 1), logit)).log_prob(torch.full((1, 1, 1), x))
+    log_prob = make_head("bernoulli", 1)(torch.full((1, 1, 1), logit)).log_prob(
+        torch.full((1, 1, 1), x)
+    )
     expected = -x * math.log1p(math.exp(-logit)) - (1 - x) * math.log1p(math.exp(logit))
     assert math.isclose(log_prob.item(), expected, rel_tol=1e-5, abs_tol=1e-30)
 
@@ -157,14 +163,18 @@ def test_logistic_mixture_matches_brute_force_and_sums_to_one(bins, spread):
     p_x = head(normal(2, 3, head.size) * spread)
     x = grid(bins)[:, None, None, None].expand(bins, 2, 3, 3)
     mass = p_x._log_mass(x.movedim(0, -1)).movedim(-1, 0).double().exp()
-    torch.testing.assert_close(mass.sum(0), torch.ones(2, 3, 3, dtype=torch.float64), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        mass.sum(0), torch.ones(2, 3, 3, dtype=torch.float64), rtol=1e-5, atol=0
+    )
 
     bounds = (torch.arange(1, bins).double() - 0.5) / (bins - 1)
     loc, scale, weight = p_x.loc.double(), p_x.scale.double(), p_x.logits.double().softmax(-1)
     cdf = (torch.sigmoid((bounds[:, None, None, None, None] - loc) / scale) * weight).sum(-1)
     cdf = torch.cat((torch.zeros(1, 2, 3, 3), cdf, torch.ones(1, 2, 3, 3)))
     torch.testing.assert_close(mass, cdf.diff(dim=0), rtol=1e-3, atol=1e-7)
-    torch.testing.assert_close(p_x.log_prob(x[-1]).double(), mass[-1].log().sum(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        p_x.log_prob(x[-1]).double(), mass[-1].log().sum(-1), rtol=1e-5, atol=1e-5
+    )
 
     exact = (mass * x.double()).sum(0)
     assert (p_x.mean - exact).abs().max() <= 0.5 / (bins - 1) + 1e-6
@@ -202,7 +212,9 @@ def test_logistic_mixture_mode_is_the_most_likely_level(shift):
     best = grid(16)[levels.argmax(0)]
     at_mode = p_x.log_prob(p_x.mode)
     assert (at_mode <= levels.amax(0) + 1e-5).all()
-    assert (at_mode >= levels.amax(0) - 0.1).all()  # two close components can peak between their centres
+    assert (
+        at_mode >= levels.amax(0) - 0.1
+    ).all()  # two close components can peak between their centres
     assert (p_x.mode[..., 0] == best).float().mean() > 0.8
 
 
@@ -281,10 +293,22 @@ def test_make_head_names_bad_input(change, message):
 @pytest.mark.parametrize(
     ("head", "x", "message"),
     [
-        ("gaussian", torch.zeros(2, 5, 3), r"^prompt has shape \(2, 5, 3\); allowed: \(batch, length, 28\)$"),
-        ("gaussian", torch.zeros(2, 28), r"^prompt has shape \(2, 28\); allowed: \(batch, length, 28\)$"),
+        (
+            "gaussian",
+            torch.zeros(2, 5, 3),
+            r"^prompt has shape \(2, 5, 3\); allowed: \(batch, length, 28\)$",
+        ),
+        (
+            "gaussian",
+            torch.zeros(2, 28),
+            r"^prompt has shape \(2, 28\); allowed: \(batch, length, 28\)$",
+        ),
         ("bernoulli", torch.zeros(2, 5, 28).long(), "^prompt has dtype int64; allowed: a float$"),
-        ("categorical", torch.zeros(2, 5, 28).long(), r"^prompt has shape .*; allowed: \(batch, length\)$"),
+        (
+            "categorical",
+            torch.zeros(2, 5, 28).long(),
+            r"^prompt has shape .*; allowed: \(batch, length\)$",
+        ),
         ("categorical", torch.zeros(2, 5), "^prompt has dtype float32; allowed: an integer$"),
         ("categorical", torch.zeros(2, 5).bool(), "^prompt has dtype bool; allowed: an integer$"),
         (
@@ -292,7 +316,11 @@ def test_make_head_names_bad_input(change, message):
             torch.tensor([[0, 27], [3, 28]]),
             "^prompt is 28 at row 1, step 1; allowed: 0 to 27$",
         ),
-        ("categorical", torch.tensor([[0, -1]]), "^prompt is -1 at row 0, step 1; allowed: 0 to 27$"),
+        (
+            "categorical",
+            torch.tensor([[0, -1]]),
+            "^prompt is -1 at row 0, step 1; allowed: 0 to 27$",
+        ),
     ],
 )
 def test_validate_names_bad_input(head, x, message):
@@ -337,16 +365,22 @@ def test_validate_accepts_empty_sequences_where_told():
         ("categorical", torch.zeros(2, 0, dtype=torch.int32)),
     ):
         make_head(head, 3).validate(x, steps=0)
-        with pytest.raises(ValueError, match=r"x has shape \(2, 0.*\), no steps; allowed: one step or more"):
+        with pytest.raises(
+            ValueError, match=r"x has shape \(2, 0.*\), no steps; allowed: one step or more"
+        ):
             make_head(head, 3).validate(x)
-        with pytest.raises(ValueError, match=r"x has shape \(0, 0.*\), no sequences; allowed: one sequence"):
+        with pytest.raises(
+            ValueError, match=r"x has shape \(0, 0.*\), no sequences; allowed: one sequence"
+        ):
             make_head(head, 3).validate(x[:0], steps=0)
 
 
 def test_latents_match_torch():
     p, q = normal(2, 5, 3, 7) * 3, normal(2, 5, 3, 7, seed=1) * 3
     latents, other = Latents(p), Latents(q)
-    expected, expected_other = (td.Independent(td.Categorical(logits=v.double()), 1) for v in (p, q))
+    expected, expected_other = (
+        td.Independent(td.Categorical(logits=v.double()), 1) for v in (p, q)
+    )
     z = expected.sample()
     pairs = {
         "entropy": (latents.entropy(), expected.entropy()),
@@ -382,7 +416,9 @@ def test_latents_compute_in_float32_or_float64():
 
 def test_latents_log_prob_broadcasts():
     logits, z = normal(1, 5, 3, 7), torch.arange(60).view(4, 5, 3) % 7
-    torch.testing.assert_close(Latents(logits).log_prob(z), Latents(logits.expand(4, -1, -1, -1)).log_prob(z))
+    torch.testing.assert_close(
+        Latents(logits).log_prob(z), Latents(logits.expand(4, -1, -1, -1)).log_prob(z)
+    )
     assert Latents(logits).log_prob(z[None].expand(2, -1, -1, -1)).shape == (2, 4, 5)
 
 
@@ -396,7 +432,10 @@ def test_latents_sample_frequencies_match():
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(st.sampled_from([-1e4, -200.0, -20.0, 0.0, 0.5]), min_size=1, max_size=9), st.booleans())
+@given(
+    st.lists(st.sampled_from([-1e4, -200.0, -20.0, 0.0, 0.5]), min_size=1, max_size=9),
+    st.booleans(),
+)
 def test_latents_sample_is_robust_at_the_ends(logits, low):
     # The smallest and largest noise, and float64 noise that rounds to 1 in float32.
     values = torch.tensor(logits).view(1, 1, 1, -1)
@@ -407,7 +446,10 @@ def test_latents_sample_is_robust_at_the_ends(logits, low):
         assert 0 <= z.item() < len(logits) and probs[z.item()] > 0
     likely = (probs > 1e-6).nonzero()
     edge = 2.0**-24 if low else 1 - 2.0**-24
-    assert Latents(values).sample(torch.full((1, 1, 1), edge)).item() == likely[0 if low else -1].item()
+    assert (
+        Latents(values).sample(torch.full((1, 1, 1), edge)).item()
+        == likely[0 if low else -1].item()
+    )
 
 
 @pytest.mark.parametrize(
@@ -441,7 +483,9 @@ def test_latents_sample_does_not_copy_shared_logits(monkeypatch):
     sizes = []
     search = torch.searchsorted
     monkeypatch.setattr(
-        torch, "searchsorted", lambda table, *a, **k: sizes.append(table.numel()) or search(table, *a, **k)
+        torch,
+        "searchsorted",
+        lambda table, *a, **k: sizes.append(table.numel()) or search(table, *a, **k),
     )
     Latents(normal(1, 28, 32, 32)).sample(noises(64, 28, 32))
     assert sizes == [28 * 32 * 32]
@@ -482,8 +526,12 @@ def test_reinmax_is_right_on_average_for_quadratic_losses():
     def loss(z):
         return ((z @ form) * z).sum(-1) + z @ slope
 
-    (exact,) = torch.autograd.grad(logits.softmax(-1) @ loss(torch.eye(5, dtype=torch.float64)), logits)
-    noise = torch.full((5, 5), 0.5, dtype=torch.float64) + torch.eye(5, dtype=torch.float64) * (0.5 - 1e-9)
+    (exact,) = torch.autograd.grad(
+        logits.softmax(-1) @ loss(torch.eye(5, dtype=torch.float64)), logits
+    )
+    noise = torch.full((5, 5), 0.5, dtype=torch.float64) + torch.eye(5, dtype=torch.float64) * (
+        0.5 - 1e-9
+    )
     found = {}
     for estimator in ("gumbel", "reinmax"):
         z = Latents(logits.expand(5, 1, 5)).rsample(noise[:, None], estimator)[:, 0]
@@ -504,7 +552,11 @@ def test_rsample_is_finite_for_extreme_logits_and_noise(dtype, u, estimator):
     latents = Latents(logits)
     z = latents.rsample(noise, estimator)
     assert z.dtype == torch.float32 and (z.sum(-1) == 1).all() and ((z == 0) | (z == 1)).all()
-    terms = (z * normal(1, 3, 3)).sum() + latents.kl_to_uniform().sum() + latents.kl(latents.detach()).sum()
+    terms = (
+        (z * normal(1, 3, 3)).sum()
+        + latents.kl_to_uniform().sum()
+        + latents.kl(latents.detach()).sum()
+    )
     terms.backward()
     assert logits.grad is not None and torch.isfinite(terms) and torch.isfinite(logits.grad).all()
 
@@ -525,7 +577,9 @@ def test_gumbel_uniform_is_strictly_inside(monkeypatch):
 def test_samples_agree_on_a_gpu():
     logits, u = normal(1, 28, 32, 32) * 3, noises(64, 28, 32)
     z = Latents(logits.cuda()).sample(u.cuda()).cpu()
-    assert (z == Latents(logits).sample(u)).float().mean() > 0.9999  # softmax rounds differently at edges
+    assert (
+        z == Latents(logits).sample(u)
+    ).float().mean() > 0.9999  # softmax rounds differently at edges
     for name in HEADS:
         head = make_head(name, features=5)
         w, u_x = normal(4, 6, head.size), noises(4, 6, head.noise_size)

@@ -22,15 +22,28 @@ def draw_noise(seeds=(3,), rows=(0,), position=0, length=7, components=5, **kwar
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
     [
-        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+        (
+            "00000000 00000000 00000000 00000000",
+            "00000000 00000000",
+            "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+        ),
+        (
+            "ffffffff ffffffff ffffffff ffffffff",
+            "ffffffff ffffffff",
+            "408f276d 41c83b0e a20bc7c6 6d5451fd",
+        ),
+        (
+            "243f6a88 85a308d3 13198a2e 03707344",
+            "a4093822 299f31d0",
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
     ],
     ids=["zeros", "ones", "pi"],
 )
 def test_philox_known_answers_of_random123(counter, key, expected):
     counter, key, expected = (
-        torch.tensor([int(word, 16) for word in words.split()])[:, None] for words in (counter, key, expected)
+        torch.tensor([int(word, 16) for word in words.split()])[:, None]
+        for words in (counter, key, expected)
     )
     assert torch.equal(philox(counter, key), expected)
     # The same inside a batch: in-place arithmetic must not leak between elements or change its inputs.
@@ -69,7 +82,8 @@ def test_uniform_does_not_depend_on_batch_split_or_order(order, cut):
 def test_uniform_takes_a_position_that_only_the_device_knows():
     for position in (0, 7, 2**32 - 13):
         assert torch.equal(
-            draw_noise(position=torch.tensor([position]), length=13), draw_noise(position=position, length=13)
+            draw_noise(position=torch.tensor([position]), length=13),
+            draw_noise(position=position, length=13),
         )
 
 
@@ -147,7 +161,10 @@ def test_uniform_of_nothing_is_empty():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seeds": [0.5]}, r"^seed is float32 of shape \(1,\); allowed: int64 of shape \(batch,\)$"),
+        (
+            {"seeds": [0.5]},
+            r"^seed is float32 of shape \(1,\); allowed: int64 of shape \(batch,\)$",
+        ),
         ({"seeds": 3}, r"^seed is int64 of shape \(\); allowed: int64 of shape \(batch,\)$"),
         ({"rows": [0, 1]}, r"^row has 2 numbers on cpu; allowed: as many as seed, 1 on cpu$"),
         ({"rows": [-1]}, r"^row has a value of -1; allowed: 0 to 2\^63 - 1$"),
@@ -199,7 +216,10 @@ def test_the_kernel_gives_the_same_bits_in_the_interpreter():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_uniform_gives_the_same_bits_on_a_gpu():
-    seeds, rows = torch.tensor([5, -(2**63), 2**63 - 1]), torch.tensor([0, 2**32 - 1, 2**62 + 2**33 + 3])
+    seeds, rows = (
+        torch.tensor([5, -(2**63), 2**63 - 1]),
+        torch.tensor([0, 2**32 - 1, 2**62 + 2**33 + 3]),
+    )
     u = uniform(seeds.cuda(), rows.cuda(), 2**31, 65, 33, OBSERVATION, 7)
     assert u.device.type == "cuda"
     assert torch.equal(u.cpu(), uniform(seeds, rows, 2**31, 65, 33, OBSERVATION, 7))

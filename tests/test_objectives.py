@@ -135,7 +135,9 @@ def test_likelihood_does_not_depend_on_the_batch_split(kind, monkeypatch):
     x = torch.rand(3, 4, 3)
     whole = log_likelihood(model, x, num_samples=10, prompt_length=2)
     monkeypatch.setattr("vssm.likelihoods._ROWS_PER_PASS", 3)
-    assert torch.allclose(whole, log_likelihood(model, x, num_samples=10, prompt_length=2), rtol=1e-4)
+    assert torch.allclose(
+        whole, log_likelihood(model, x, num_samples=10, prompt_length=2), rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,10 +149,19 @@ def test_likelihood_does_not_depend_on_the_batch_split(kind, monkeypatch):
             "prompt_length=7 is not allowed; allowed: 0 to 6",
         ),
         (lambda m, x: log_likelihood(m, x, prior="normal"), "prior='normal' is unknown"),
-        (lambda m, x: log_likelihood(m, x[0]), r"x has shape \(6, 3\); allowed: \(batch, length, 3\)"),
-        (lambda m, x: objective(m, x[..., :2]), r"x has shape \(2, 6, 2\); allowed: \(batch, length, 3\)"),
+        (
+            lambda m, x: log_likelihood(m, x[0]),
+            r"x has shape \(6, 3\); allowed: \(batch, length, 3\)",
+        ),
+        (
+            lambda m, x: objective(m, x[..., :2]),
+            r"x has shape \(2, 6, 2\); allowed: \(batch, length, 3\)",
+        ),
         (lambda m, x: objective(m, x.int()), "x has dtype int32"),
-        (lambda m, x: objective(m, x * math.nan), "x contains NaN or infinite values at row 0, step 0"),
+        (
+            lambda m, x: objective(m, x * math.nan),
+            "x contains NaN or infinite values at row 0, step 0",
+        ),
     ],
 )
 def test_bad_input_is_named(call, message):
@@ -198,7 +209,9 @@ def test_the_estimator_changes_the_gradient_of_the_latents_alone(options):
     assert all(torch.equal(a, b) for a, b in zip(terms, others, strict=True))
     changed = {name for name in grads if not torch.allclose(grads[name], moved[name], rtol=1e-3)}
     assert changed and not any(name.startswith("head.") for name in changed)
-    with pytest.raises(ValueError, match=r"^estimator='exact' is unknown; allowed: 'gumbel', 'reinmax'"):
+    with pytest.raises(
+        ValueError, match=r"^estimator='exact' is unknown; allowed: 'gumbel', 'reinmax'"
+    ):
         objective(model, x, estimator="exact")
 
 
@@ -233,7 +246,9 @@ def test_the_weight_of_the_kl_counts_for_both_bounds_of_a_ladder(monkeypatch):
 
     monkeypatch.setattr(Latents, "rsample_and_kl", constant)
     x = sequences(model, 3, 2)
-    none, once = (objective(model, x, torch.Generator().manual_seed(0), kl_weight=w).loss for w in (0, 1))
+    none, once = (
+        objective(model, x, torch.Generator().manual_seed(0), kl_weight=w).loss for w in (0, 1)
+    )
     torch.testing.assert_close(once - none, torch.full((3,), 6.0))
 
 
@@ -268,10 +283,14 @@ def test_shards_of_a_ragged_batch_are_parts_of_the_whole(levels):
         return torch.stack(objective(model, x[rows], generator, shard, lengths[rows]))
 
     parts = [terms(slice(2 * i, 2 * i + 2), (i, 3)) for i in range(3)]
-    torch.testing.assert_close(torch.cat(parts, 1), terms(slice(None), (0, 1)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        torch.cat(parts, 1), terms(slice(None), (0, 1)), rtol=1e-4, atol=1e-4
+    )
 
 
-@pytest.mark.parametrize("options", [{"kind": kind} for kind in KINDS] + [{"kind": "vssm", "levels": 3}])
+@pytest.mark.parametrize(
+    "options", [{"kind": kind} for kind in KINDS] + [{"kind": "vssm", "levels": 3}]
+)
 def test_activations_can_be_checkpointed(options):
     model = small_model(**options)
     x, weights = sequences(model, 2, 5), list(model.parameters())
@@ -286,7 +305,9 @@ def test_activations_can_be_checkpointed(options):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("options", [{"kind": kind} for kind in KINDS] + [{"kind": "vssm", "levels": 3}])
+@pytest.mark.parametrize(
+    "options", [{"kind": kind} for kind in KINDS] + [{"kind": "vssm", "levels": 3}]
+)
 def test_a_compiled_model_is_compiled_or_warned_about(options, in_place):
     model, graphs = small_model(**options), []
     x = sequences(model, 2, 4)

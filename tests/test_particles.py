@@ -21,7 +21,9 @@ def mean_ratio(model, x, exact, **options):
     """The mean over 10,000 estimates of p(x), divided by p(x), and its standard error."""
     many = x.expand(10_000, -1, -1)
     found = log_likelihood(model, many, num_samples=4, method="particles", **options)
-    assert not torch.allclose(found, log_likelihood(model, many, num_samples=4, **options), atol=1e-3)
+    assert not torch.allclose(
+        found, log_likelihood(model, many, num_samples=4, **options), atol=1e-3
+    )
     ratio = (found.double() - exact).exp()
     return float(ratio.mean()), float(ratio.std() / len(ratio) ** 0.5)
 
@@ -62,7 +64,10 @@ def test_estimates_of_a_vrnn_have_the_likelihood_as_their_mean():
 def test_closer_than_importance_sampling_with_as_many_draws(kind):
     model = small_model(kind, latents=2, classes=4, sigma=0.5)
     x = torch.randn(16, 20, 3)
-    by = {method: log_likelihood(model, x, num_samples=16, method=method) for method in likelihoods.METHODS}
+    by = {
+        method: log_likelihood(model, x, num_samples=16, method=method)
+        for method in likelihoods.METHODS
+    }
     many = log_likelihood(model, x, num_samples=500)
     assert by["importance"].mean() + 2 < by["particles"].mean()
     assert many.mean() < by["particles"].mean() + 2  # even with so many
@@ -73,7 +78,9 @@ def test_closer_than_importance_sampling_with_as_many_draws(kind):
 def test_one_draw_is_that_of_importance_sampling(kind):
     model = small_model(kind)
     x = sequences(model, 3, 5)
-    one, other = (log_likelihood(model, x, 1, 2, seed=3, method=method) for method in likelihoods.METHODS)
+    one, other = (
+        log_likelihood(model, x, 1, 2, seed=3, method=method) for method in likelihoods.METHODS
+    )
     assert torch.allclose(one, other, rtol=1e-4)
 
 
@@ -84,8 +91,12 @@ def test_what_a_pass_holds_does_not_matter(kind, monkeypatch):
     x = sequences(model, 5, 6)
     together = log_likelihood(model, x, 8, 2, seed=3, method="particles")
     monkeypatch.setattr(likelihoods, "_ROWS_PER_PASS", 1)
-    assert torch.allclose(together, log_likelihood(model, x, 8, 2, seed=3, method="particles"), rtol=1e-4)
-    assert not torch.allclose(together, log_likelihood(model, x, 8, 2, seed=4, method="particles"), rtol=1e-4)
+    assert torch.allclose(
+        together, log_likelihood(model, x, 8, 2, seed=3, method="particles"), rtol=1e-4
+    )
+    assert not torch.allclose(
+        together, log_likelihood(model, x, 8, 2, seed=4, method="particles"), rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("kind", ["tvae", "vrnn", "vssm"])
@@ -94,7 +105,9 @@ def test_padding_does_not_matter(kind):
     model = small_model(kind, latents=2, classes=4, sigma=0.5)
     x, lengths = sequences(model, 3, 6), torch.tensor([6, 3, 2])
     padded = torch.where(torch.arange(6)[:, None] < lengths[:, None, None], x, 9.0)
-    first, second = (log_likelihood(model, y, 8, 1, lengths=lengths, method="particles") for y in (x, padded))
+    first, second = (
+        log_likelihood(model, y, 8, 1, lengths=lengths, method="particles") for y in (x, padded)
+    )
     assert torch.allclose(first, second, rtol=1e-5)
     alone = log_likelihood(model, x[:1], 8, 1, method="particles")  # the first row has no padding
     assert torch.allclose(first[:1], alone, rtol=1e-4)
@@ -106,7 +119,9 @@ def test_bad_methods_are_named():
         ValueError, match=r"^method='particle' is unknown; allowed: 'importance', 'particles' \(did"
     ):
         log_likelihood(small_model("vssm"), x, method="particle")
-    with pytest.raises(ValueError, match=r"^method='particles' is not for models with levels; allowed:"):
+    with pytest.raises(
+        ValueError, match=r"^method='particles' is not for models with levels; allowed:"
+    ):
         log_likelihood(small_model("vssm", levels=3), x, method="particles")
 
 
@@ -137,7 +152,9 @@ def test_parts_of_a_batch_have_the_estimates_of_the_whole(kind, method):
     assert torch.allclose(same, whole[3:], rtol=1e-4)
     assert torch.allclose(torch.cat(parts), whole[[0, 3, 4, 1, 2]], rtol=1e-4)
     for rows in ([0], [0.5] * 5, [0, 1, 2, 3, -1], [0, 1, 2, 3, 2**32], -1, 2**32 - 4, True, None):
-        with pytest.raises(ValueError, match=r"rows (do not fit|is .*); allowed: (5 )?whole numbers"):
+        with pytest.raises(
+            ValueError, match=r"rows (do not fit|is .*); allowed: (5 )?whole numbers"
+        ):
             log_likelihood(model, x, 4, method=method, rows=rows)
 
 
@@ -145,5 +162,7 @@ def test_parts_of_a_batch_have_the_estimates_of_the_whole(kind, method):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_both_estimates_have_one_type(kind, dtype):
     model, x = small_model(kind).to(dtype), torch.rand(2, 4, 3, dtype=dtype)
-    found = {log_likelihood(model, x, 2, method=method).dtype for method in ("importance", "particles")}
+    found = {
+        log_likelihood(model, x, 2, method=method).dtype for method in ("importance", "particles")
+    }
     assert found == {torch.float64 if dtype == torch.float64 else torch.float32}

@@ -20,7 +20,9 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "guide.md"]
 
 
 def blocks(page, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -53,7 +55,9 @@ def test_the_reference_is_that_of_the_docstrings():
 def test_commands_run(page, tmp_path):
     """`vssm` commands run in an empty folder; `make` and `pip` lines must name what exists."""
     makefile = (ROOT / "Makefile").read_text()
-    lines = [line.split("#")[0].strip() for block in blocks(page, "sh") for line in block.splitlines()]
+    lines = [
+        line.split("#")[0].strip() for block in blocks(page, "sh") for line in block.splitlines()
+    ]
     ran = 0
     for line in filter(None, lines):
         program, *arguments = line.split()
@@ -80,7 +84,11 @@ def test_commands_run(page, tmp_path):
 
 
 def test_links_lead_to_files():
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "experiments").glob("*.md")]
+    pages = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "experiments").glob("*.md"),
+    ]
     kinds = (r"\]\(([^)#\s]+)", r"^\[[^]]+\]: (\S+)", r'src="([^"]+)"')
     links = [
         (page, link)

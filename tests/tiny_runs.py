@@ -14,15 +14,26 @@ from vssm.data import DataConfig, SyntheticConfig
 from vssm.training.loop import train
 from vssm.training.progress import Progress
 
-DATA = DataConfig(name="synthetic", synthetic=SyntheticConfig(length=5, features=3, num=41))  # 37 and 4
+DATA = DataConfig(
+    name="synthetic", synthetic=SyntheticConfig(length=5, features=3, num=41)
+)  # 37 and 4
 TIMES = ("seconds", "tokens_per_second")
-OPTIONS = {"epochs": 4, "batch": 12, "learning_rate": 1e-2, "warmup": 0.1, "log_every": 1, "samples": 0}
+OPTIONS = {
+    "epochs": 4,
+    "batch": 12,
+    "learning_rate": 1e-2,
+    "warmup": 0.1,
+    "log_every": 1,
+    "samples": 0,
+}
 
 
 def tiny(kind="rnn", data=DATA, **options):
     """Four epochs of three steps; every step is a log point and every log point a checkpoint."""
     options = TrainConfig(**{**OPTIONS, "checkpoint_minutes": 0.0, **options})
-    return RunConfig(data=data, model=small_config(kind, width=8, layers=1, sigma=0.3), train=options)
+    return RunConfig(
+        data=data, model=small_config(kind, width=8, layers=1, sigma=0.3), train=options
+    )
 
 
 class StopAt(Progress):
@@ -85,4 +96,6 @@ def newest(folder):
 def result(folder):
     """All that must be equal between two trainings that should be: the bytes of all tensors, and the log."""
     files = [folder / "weights.safetensors", *sorted(newest(folder).glob("*.safetensors"))]
-    return {str(file.relative_to(folder)): file.read_bytes() for file in files} | {"log": log(folder)}
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files} | {
+        "log": log(folder)
+    }

@@ -1,137 +1,23 @@
 """The description of a model and of a run: small, typed, frozen, checked, and saved beside the weights."""
 
 import dataclasses
-import difflib
-import operator
-import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
-from torch import Tensor
-
+from vssm.checks import check_choice, check_number, name_allowed, plain_number, shown
 from vssm.data.config import DataConfig
 from vssm.distributions import HEADS
 from vssm.ops.latents import ESTIMATORS
 
 __all__ = ["FORMAT", "KINDS", "PRESETS", "ModelConfig", "RunConfig", "TrainConfig"]
-__all__ += ["check_choice", "check_device", "check_flag", "check_number", "check_path", "check_type"]
-__all__ += ["printable", "shown", "whole_number", "whole_numbers"]
-
-_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 FORMAT = 1
 """Version of `config.json` and its folder; raised when an older reader would misunderstand it."""
 KINDS = ("transformer", "ssm", "rnn", "tvae", "vrnn", "vssm")
-_HUGE = 1e100  # no setting is so large, and whole numbers of JSON may be larger than any float
 _SIZES_BELOW = 10_000_000  # of a model: PyTorch breaks at sizes that no address can have
 
 Config = TypeVar("Config")
-
-
-def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raises `ValueError` when the value is not one of the allowed, and suggests the nearest one.
-
-    >>> check_choice("kind", "vsm", ("ssm", "vssm"))
-    Traceback (most recent call last):
-    ValueError: kind='vsm' is unknown; allowed: 'ssm', 'vssm' (did you mean 'vssm'?)
-    """
-    if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name}={shown(value)} is unknown; {_allowed(value, allowed)}")
-
-
-def check_type(name: str, value: object, types: Any, allowed: str) -> None:  # noqa: ANN401
-    """Raises `ValueError` when the value is not of one of the types.
-
-    >>> check_type("lengths", [3, 1], torch.Tensor, "a tensor")
-    Traceback (most recent call last):
-    ValueError: lengths is a list; allowed: a tensor
-    """
-    if not isinstance(value, types):
-        raise ValueError(f"{name} is a {type(value).__name__}; allowed: {allowed}")
-
-
-def check_flag(name: str, value: object) -> None:
-    """Raises `ValueError` unless the value is True or False: "no" would count as True."""
-    check_type(name, value, (bool, np.bool_), "True, False")
-
-
-def check_path(name: str, value: object) -> None:
-    """Raises `ValueError` unless the value is a path."""
-    check_type(name, value, (str, os.PathLike), "a path")
-
-
-def whole_number(name: str, value: object, least: int) -> int:
-    """Returns a whole number as an int, be it Python's, NumPy's or a tensor's; raises `ValueError` otherwise.
-
-    >>> whole_number("length", 2.5, least=0)
-    Traceback (most recent call last):
-    ValueError: length=2.5 is not allowed; allowed: a whole number >= 0
-    """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or number < least:
-        raise ValueError(f"{name}={shown(value)} is not allowed; allowed: a whole number >= {least}")
-    return number
-
-
-def whole_numbers(name: str, values: Sequence[int] | Tensor | int, device: torch.device) -> Tensor:
-    """Returns numbers as an int64 tensor; fractions are refused, not cut off."""
-    try:
-        tensor = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        tensor = None
-    if tensor is None or tensor.dtype not in _INTEGERS:
-        given = type(values).__name__ if tensor is None else str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"{name} is {given}; allowed: whole numbers of 64 bits")
-    return tensor.to(device, torch.int64)
-
-
-def shown(value: object) -> str:
-    """Returns a value as it is written, in one line.
-
-    >>> shown(torch.zeros(2, 2))
-    'tensor([[0., 0.], [0., 0.]])'
-    """
-    return " ".join(repr(value).split())[:200]
-
-
-def printable(text: str) -> str:
-    r"""Returns a text with its control characters as escapes, which a terminal does not obey.
-
-    >>> printable("a\tb\n\x1b[2J")
-    'a\tb\n\\x1b[2J'
-    """
-    return "".join(
-        char if char.isprintable() or char in "\t\n" else char.encode("unicode_escape").decode()
-        for char in text
-    )
-
-
-def check_device(device: object) -> torch.device:
-    """Returns the device that a name means; raises `ValueError` when it is none that this machine has.
-
-    >>> check_device("gpu")
-    Traceback (most recent call last):
-    ValueError: device='gpu' is not there; allowed: 'cpu'...
-    """
-    try:
-        found = torch.device(device)  # type: ignore[arg-type]
-        if found.type == "cuda":  # counted, not tried: that would take memory of the first GPU
-            found = found if (found.index or 0) < torch.cuda.device_count() else None
-        else:
-            found = None if found.type == "meta" else torch.empty(0, device=found).device
-    except (RuntimeError, AssertionError, TypeError):  # unknown; not compiled in; not even a name
-        found = None
-    if found is None:
-        there = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        raise ValueError(f"device={str(device)!r} is not there; allowed: {', '.join(map(repr, there))}")
-    return torch.device("cpu") if found.type == "cpu" else found  # "cpu:0" is not a name to all libraries
 
 
 def _make_plain(config: object) -> None:
@@ -139,21 +25,11 @@ def _make_plain(config: object) -> None:
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
         plain = (
-            tuple(map(_plain, value)) if isinstance(value, tuple | list) else _plain(value)
+            tuple(map(plain_number, value))
+            if isinstance(value, tuple | list)
+            else plain_number(value)
         )  # JSON has lists
         object.__setattr__(config, field.name, plain)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, np.integer):
-        return operator.index(value)
-    return float(value) if isinstance(value, np.floating) else value
-
-
-def _allowed(value: object, allowed: tuple[str, ...]) -> str:
-    nearest = difflib.get_close_matches(str(value), allowed, n=1)
-    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-    return f"allowed: {', '.join(map(repr, allowed))}{hint}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,12 +88,18 @@ class ModelConfig:
         for field in dataclasses.fields(self):
             if field.type is int:
                 least = 2 if field.name in ("classes", "bins") else 1
-                check_number(field.name, getattr(self, field.name), least, below=_SIZES_BELOW, whole=True)
-        check_number("sigma", self.sigma, 1e-6, below=1_000_000)  # float32 squares and divides by it
+                check_number(
+                    field.name, getattr(self, field.name), least, below=_SIZES_BELOW, whole=True
+                )
+        check_number(
+            "sigma", self.sigma, 1e-6, below=1_000_000
+        )  # float32 squares and divides by it
         if self.levels > 1 and self.kind != "vssm":
             raise ValueError(f"levels={self.levels} is not for kind={self.kind!r}; allowed: vssm")
         listed = isinstance(self.spans, list | tuple)
-        whole = listed and all(type(span) is int and 1 <= span < _SIZES_BELOW for span in self.spans)
+        whole = listed and all(
+            type(span) is int and 1 <= span < _SIZES_BELOW for span in self.spans
+        )
         if not whole or (self.spans and (self.levels == 1 or len(self.spans) != self.levels)):
             raise ValueError(
                 f"spans={shown(self.spans)} is not allowed with levels={self.levels}; allowed: one whole "
@@ -261,7 +143,9 @@ class ModelConfig:
         names = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(values) - names)
         if unknown:
-            raise ValueError(f"config has unknown keys {unknown}; allowed: {', '.join(sorted(names))}")
+            raise ValueError(
+                f"config has unknown keys {unknown}; allowed: {', '.join(sorted(names))}"
+            )
         if "features" not in values:
             raise ValueError("config has no key 'features'; it is required")
         return cls(**values)
@@ -347,10 +231,14 @@ class TrainConfig:
         check_choice("select", self.select, ("loss", "bound"))
         check_choice("optimizer", self.optimizer, ("adamw", "muon"))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
-            raise ValueError(f"device={self.device!r} is unknown; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'")
+            raise ValueError(
+                f"device={self.device!r} is unknown; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'"
+            )
         for name in ("epochs", "batch", "log_every"):
             check_number(name, getattr(self, name), 1, whole=True)
-        check_number("seed", self.seed, 0, below=2**63, whole=True)  # samples.png is drawn with it too
+        check_number(
+            "seed", self.seed, 0, below=2**63, whole=True
+        )  # samples.png is drawn with it too
         check_number("samples", self.samples, 0, whole=True)
         for name in ("max_steps", "num_valid"):
             if getattr(self, name) is not None:
@@ -363,30 +251,17 @@ class TrainConfig:
             check_number(name, getattr(self, name), 0, below=1)
         for name in ("validate_partial", "graph", "compile", "fsdp", "tensorboard"):
             if not isinstance(getattr(self, name), bool):  # not NumPy's, which JSON does not know
-                raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; allowed: True, False")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not allowed; allowed: True, False"
+                )
         if self.init is not None and (not isinstance(self.init, str) or not self.init):
-            raise ValueError(f"init={shown(self.init)} is not allowed; allowed: a folder, or a shipped model")
+            raise ValueError(
+                f"init={shown(self.init)} is not allowed; allowed: a folder, or a shipped model"
+            )
         if self.optimizer == "muon" and self.fsdp:
             raise ValueError(
                 "optimizer='muon' needs whole matrices, not fsdp=True; allowed: 'adamw', or fsdp=False"
             )
-
-
-def check_number(
-    name: str, value: object, least: float, below: float = _HUGE, whole: bool = False, above: bool = False
-) -> None:
-    """Raises unless `least` <= value < `below` (`least` < value when `above`), be it Python's or NumPy's."""
-    # Not NumPy's unsigned ones as weights: one less than 0 is not -1 there.
-    types = (int, np.integer) if whole else (int, float, np.signedinteger, np.floating)
-    number = isinstance(value, types) and not isinstance(value, bool)
-    value = _plain(value)
-    if number and (value > least if above else value >= least) and value < below:  # type: ignore[operator]
-        return
-    allowed = f"a {'whole ' if whole else ''}number {'>' if above else '>='} {least}"
-    raise ValueError(
-        f"{name}={shown(value)} is not allowed; allowed: {allowed}"
-        + (f" and < {below}" if below < _HUGE or (number and value >= _HUGE) else "")  # type: ignore[operator]
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,7 +279,9 @@ class RunConfig:
 
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     """Which data set."""
-    model: ModelConfig = dataclasses.field(default_factory=lambda: ModelConfig(features=1, head="auto"))
+    model: ModelConfig = dataclasses.field(
+        default_factory=lambda: ModelConfig(features=1, head="auto")
+    )
     """Which model; its features, and a head of "auto", are taken from the data."""
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     """How it is trained."""
@@ -418,7 +295,9 @@ class RunConfig:
         """Builds a config from dictionaries; a key that does not belong is named, with the nearest one."""
         version = values.get("format", FORMAT) if isinstance(values, dict) else FORMAT
         if version != FORMAT:
-            raise ValueError(f"config has format {version!r}; allowed: {FORMAT}, the format of this version")
+            raise ValueError(
+                f"config has format {version!r}; allowed: {FORMAT}, the format of this version"
+            )
         if isinstance(values, dict):
             values = {key: value for key, value in values.items() if key != "format"}
         return _from_plain(cls, values, "config")
@@ -426,18 +305,22 @@ class RunConfig:
 
 def _from_plain(cls: type[Config], values: object, where: str) -> Config:
     if not isinstance(values, dict):
-        raise ValueError(f"{where} is {values!r}; allowed: a dictionary of the fields of {cls.__name__}")
+        raise ValueError(
+            f"{where} is {values!r}; allowed: a dictionary of the fields of {cls.__name__}"
+        )
     types: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in types:
-            raise ValueError(f"{where} has no field {key!r}; {_allowed(key, tuple(types))}")
+            raise ValueError(f"{where} has no field {key!r}; {name_allowed(key, tuple(types))}")
     parts = {
         key: _from_plain(types[key], value, key) if dataclasses.is_dataclass(types[key]) else value
         for key, value in values.items()
     }
     try:
         return cls(**parts)
-    except TypeError as error:  # a field that is missing, or of another type than the checks compare with
+    except (
+        TypeError
+    ) as error:  # a field that is missing, or of another type than the checks compare with
         raise ValueError(f"{where} does not fit {cls.__name__}: {error}") from None
 
 

@@ -42,7 +42,15 @@ from vssm.ops.latents import (
 )
 from vssm.ops.normal import bounded_scale, normal_draw
 
-__all__ = ["HEADS", "HEADS_IN_UNIT", "Head", "Latents", "Observation", "gumbel_uniform", "make_head"]
+__all__ = [
+    "HEADS",
+    "HEADS_IN_UNIT",
+    "Head",
+    "Latents",
+    "Observation",
+    "gumbel_uniform",
+    "make_head",
+]
 
 LARGEST = 1e15  # of a value of x: its square, and sums of that, stay far from infinity
 HEADS_IN_UNIT = ("bernoulli", "logistic-mixture")  # whose x lies in [0, 1]
@@ -97,7 +105,9 @@ class Head:
         Arguments:
             w: Outputs of a network, (B, T, size).
         """
-        assert w.shape[-1] == self.size, f"w has {w.shape[-1]} outputs, head {self.name} needs {self.size}"
+        assert w.shape[-1] == self.size, (
+            f"w has {w.shape[-1]} outputs, head {self.name} needs {self.size}"
+        )
         return self.distribution(at_least_float32(w))
 
     def validate(self, x: Tensor, name: str = "x", values: bool = True, steps: int = 1) -> None:
@@ -130,7 +140,9 @@ class Head:
             )
         if x.layout != torch.strided or (floating and x.dtype.itemsize < 2):
             given = f"layout {x.layout}, dtype {x.dtype}".replace("torch.", "")
-            raise ValueError(f"{name} has {given}; allowed: a dense tensor of 16 bits or more a number")
+            raise ValueError(
+                f"{name} has {given}; allowed: a dense tensor of 16 bits or more a number"
+            )
         if not values:
             return
         if self.tokens:
@@ -148,13 +160,19 @@ class Head:
             row, step, feature = bad.nonzero()[0].tolist()
             value = float(x[row, step, feature])
             given = (
-                f"{name} is {value:g}" if math.isfinite(value) else f"{name} contains NaN or infinite values"
+                f"{name} is {value:g}"
+                if math.isfinite(value)
+                else f"{name} contains NaN or infinite values"
             )
-            allowed = f"0 to 1 with head {self.name!r}" if unit else f"finite numbers up to {LARGEST:g}"
+            allowed = (
+                f"0 to 1 with head {self.name!r}" if unit else f"finite numbers up to {LARGEST:g}"
+            )
             raise ValueError(f"{given} at row {row}, step {step}; allowed: {allowed}")
 
 
-def make_head(name: str, features: int, sigma: float = 0.1, mixtures: int = 5, bins: int = 256) -> Head:
+def make_head(
+    name: str, features: int, sigma: float = 0.1, mixtures: int = 5, bins: int = 256
+) -> Head:
     """Creates an observation head.
 
     Arguments:
@@ -172,7 +190,11 @@ def make_head(name: str, features: int, sigma: float = 0.1, mixtures: int = 5, b
     """
     if name not in HEADS:
         raise ValueError(f"head is {name!r}; allowed: {', '.join(HEADS)}")
-    for label, value, least in (("features", features, 1), ("mixtures", mixtures, 1), ("bins", bins, 2)):
+    for label, value, least in (
+        ("features", features, 1),
+        ("mixtures", mixtures, 1),
+        ("bins", bins, 2),
+    ):
         if value < least:
             raise ValueError(f"{label} is {value}; allowed: {least} or more")
     if not 0 < sigma < math.inf:
@@ -282,8 +304,12 @@ class LogisticMixture:
 
     def __init__(self, w: Tensor, mixtures: int, bins: int) -> None:
         self.width = 1 / (bins - 1)
-        self.logits, raw_loc, raw_scale = w.unflatten(-1, (-1, 3, mixtures)).unbind(-2)  # (B, T, D, M)
-        self.loc = raw_loc + (torch.arange(mixtures, dtype=w.dtype, device=w.device) + 0.5) / mixtures
+        self.logits, raw_loc, raw_scale = w.unflatten(-1, (-1, 3, mixtures)).unbind(
+            -2
+        )  # (B, T, D, M)
+        self.loc = (
+            raw_loc + (torch.arange(mixtures, dtype=w.dtype, device=w.device) + 0.5) / mixtures
+        )
         self.scale = bounded_scale(raw_scale, (self.width / 10, _MAX_SCALE))
 
     @property
@@ -312,7 +338,9 @@ class LogisticMixture:
     def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
         choice, u = noise.to(self.loc.dtype).chunk(2, dim=-1)
         component = inverse_cdf(self.logits, choice, _positive(temperature)).unsqueeze(-1)
-        loc, scale = (torch.take_along_dim(v, component, -1).squeeze(-1) for v in (self.loc, self.scale))
+        loc, scale = (
+            torch.take_along_dim(v, component, -1).squeeze(-1) for v in (self.loc, self.scale)
+        )
         return self._to_grid(loc + scale * temperature * torch.logit(u))
 
     def _to_grid(self, x: Tensor) -> Tensor:
@@ -322,12 +350,16 @@ class LogisticMixture:
     def _log_mass(self, x: Tensor) -> Tensor:
         """Log-probability of candidate values per feature, (B, T, D, candidates) -> the same."""
         x = x.unsqueeze(-1)
-        logits, loc, scale = (values.unsqueeze(-2) for values in (self.logits, self.loc, self.scale))
+        logits, loc, scale = (
+            values.unsqueeze(-2) for values in (self.logits, self.loc, self.scale)
+        )
         upper, lower = (x - loc + self.width / 2) / scale, (x - loc - self.width / 2) / scale
         # F(a) - F(b) = F(a) F(-b) (1 - exp(b - a)), exact in the tails where the difference itself would be 0
         below, above = F.logsigmoid(upper), F.logsigmoid(-lower)
         inside = below + above + torch.log(-torch.expm1(-self.width / scale))
-        mass = torch.where(x < self.width / 2, below, torch.where(x > 1 - self.width / 2, above, inside))
+        mass = torch.where(
+            x < self.width / 2, below, torch.where(x > 1 - self.width / 2, above, inside)
+        )
         return torch.logsumexp(logits.log_softmax(-1) + mass, dim=-1)
 
 
@@ -446,7 +478,9 @@ class Latents:
 
 
 def gumbel_uniform(
-    shape: tuple[int, ...], device: torch.device | str | None = None, generator: torch.Generator | None = None
+    shape: tuple[int, ...],
+    device: torch.device | str | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Returns uniform float32 numbers strictly inside (0, 1), so that log(u) and log(-log(u)) are finite.
 
@@ -456,7 +490,9 @@ def gumbel_uniform(
         generator: Source of randomness on that device; the default generator when None.
     """
     # torch.rand can return 0: one source of the NaNs of F.gumbel_softmax (pytorch #22442, #41663, #101620).
-    return torch.rand(shape, dtype=torch.float32, device=device, generator=generator).clamp_(min=2.0**-25)
+    return torch.rand(shape, dtype=torch.float32, device=device, generator=generator).clamp_(
+        min=2.0**-25
+    )
 
 
 def _positive(temperature: float) -> float:

@@ -89,7 +89,9 @@ def _end(number: int, frame: FrameType | None) -> None:
 def is_command() -> bool:
     """Says whether this process is `vssm`, or `python -m vssm` or one of its modules."""
     program = sys.argv[0] if sys.argv else ""
-    if program == "-m":  # Python is still looking for the module, and imports the package that it is in
+    if (
+        program == "-m"
+    ):  # Python is still looking for the module, and imports the package that it is in
         return _module().split(".")[0] == "vssm"
     return Path(program).stem == "vssm" or Path(program) == Path(__file__).with_name("__main__.py")
 

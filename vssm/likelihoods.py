@@ -22,7 +22,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from vssm.config import check_choice, whole_number, whole_numbers
+from vssm.checks import check_choice, whole_number, whole_numbers
 from vssm.distributions import Latents, Observation
 from vssm.models import VRNN, Autoregressive, Ladder, Model, Trajectory, Variational, inner_model
 from vssm.models.ladder import Task
@@ -85,7 +85,9 @@ def log_likelihood(
     if seed >= 2**63:
         raise ValueError(f"seed={seed} is not allowed; allowed: a whole number of 64 bits")
     if prompt_length > x.shape[1]:
-        raise ValueError(f"prompt_length={prompt_length} is not allowed; allowed: 0 to {x.shape[1]}")
+        raise ValueError(
+            f"prompt_length={prompt_length} is not allowed; allowed: 0 to {x.shape[1]}"
+        )
     check_choice("prior", prior, ("uniform", "partial"))
     real = None if lengths is None else real_steps(x, lengths)
     if lengths is not None and (lengths < prompt_length).any():
@@ -100,7 +102,11 @@ def log_likelihood(
 
 def _numbers(x: Tensor, rows: Sequence[int] | Tensor | int) -> Tensor:
     """Returns the row of the noise of each sequence: as given, or those from a first one on."""
-    if isinstance(rows, Integral) and not isinstance(rows, bool) and 0 <= int(rows) <= 2**32 - len(x):
+    if (
+        isinstance(rows, Integral)
+        and not isinstance(rows, bool)
+        and 0 <= int(rows) <= 2**32 - len(x)
+    ):
         return torch.arange(int(rows), int(rows) + len(x), device=x.device)
     given = whole_numbers("rows", rows, x.device)
     if given.shape != (len(x),) or bool(((given < 0) | (given >= 2**32)).any()):
@@ -142,7 +148,11 @@ def estimates(
         numbers: Which row of the noise each sequence has, (B,), or the first of them.
     """
     numbers = _numbers(x, numbers) if isinstance(numbers, int) else numbers
-    mask = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device) if real is None else real.float()
+    mask = (
+        torch.ones(x.shape[:2], dtype=torch.float32, device=x.device)
+        if real is None
+        else real.float()
+    )
     if isinstance(model, Autoregressive):
         p_x, _ = model(x)
         log_p_x = p_x.log_prob(x) * mask
@@ -161,7 +171,9 @@ def estimates(
         draws = range(first, min(first + step, num_samples))
         u = latent_noise(x, seed, numbers, draws, model.config.latents)
         parts = [torch.logsumexp(weights, 0) for weights in weigh(u)]
-        totals = [torch.logaddexp(a, b) for a, b in zip(totals, parts, strict=True)] if totals else parts
+        totals = (
+            [torch.logaddexp(a, b) for a, b in zip(totals, parts, strict=True)] if totals else parts
+        )
     nats = [total - math.log(num_samples) for total in totals]
     if isinstance(model, VRNN):
         whole, *prompts = nats
@@ -202,14 +214,22 @@ def _ladder_weights(
 ) -> Callable[[Tensor], list[Tensor]]:
     """Returns a function from uniform numbers (K, B, T, Z) to the log weights (K, B) of each case."""
     lengths = mask.sum(1).long()
-    tasks = [model.task(x, torch.full((len(x),), cut, device=x.device), lengths) for cut, _ in cases]
+    tasks = [
+        model.task(x, torch.full((len(x),), cut, device=x.device), lengths) for cut, _ in cases
+    ]
 
     def weigh(u: Tensor) -> list[Tensor]:
         weights = []
         for task in tasks:
             path = _climb(model, task.repeat(len(u)), u.flatten(0, 1))
-            log_p_x = path.p_x.log_prob(x.repeat(len(u), *[1] * (x.ndim - 1))).unflatten(0, u.shape[:2])
-            ratio = (path.p_z.log_prob(path.z) - path.q_z.log_prob(path.z)).sum(-1).unflatten(0, u.shape[:2])
+            log_p_x = path.p_x.log_prob(x.repeat(len(u), *[1] * (x.ndim - 1))).unflatten(
+                0, u.shape[:2]
+            )
+            ratio = (
+                (path.p_z.log_prob(path.z) - path.q_z.log_prob(path.z))
+                .sum(-1)
+                .unflatten(0, u.shape[:2])
+            )
             weights.append(torch.where(task.new, log_p_x, 0).sum(-1) + ratio)
         return weights
 
@@ -222,7 +242,9 @@ def _climb(model: Ladder, task: Task, u: Tensor) -> Trajectory:
 
     def draw(level: int, p_z: Latents, query: Tensor) -> Tensor:
         q_z = model.rung(level).posterior(p_z, query, task.evidence[level])
-        live = task.live[level][..., None, None]  # where there are no latents, q = p: no weight, no KL
+        live = task.live[level][
+            ..., None, None
+        ]  # where there are no latents, q = p: no weight, no KL
         z = q_z.sample(u.chunk(model.config.levels, -1)[level][:, : live.shape[1]])
         found = torch.where(live, q_z.logits, 0), torch.where(live, p_z.logits, 0), z
         if model.rung(level).span > 1:
@@ -279,4 +301,8 @@ def reconstruct(
         path = _climb(model, model.task(x, none, lengths), u)
         return path.p_x, path.q_z, path.p_z
     q_z, _ = model.posterior(x)
-    return model.likelihood(q_z.sample(u))[0], q_z, Latents(q_z.logits.new_zeros(q_z.logits.shape[-1:]))
+    return (
+        model.likelihood(q_z.sample(u))[0],
+        q_z,
+        Latents(q_z.logits.new_zeros(q_z.logits.shape[-1:])),
+    )

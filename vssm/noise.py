@@ -76,7 +76,12 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
         # words enter a product, so only they need the mask; the odd words keep their high half until the end.
         torch.mul(even, M, out=product)
         copy.copy_(first)
-        even = torch.bitwise_right_shift(swapped, shift).bitwise_xor_(odd).bitwise_xor_(k).bitwise_and_(mask)
+        even = (
+            torch.bitwise_right_shift(swapped, shift)
+            .bitwise_xor_(odd)
+            .bitwise_xor_(k)
+            .bitwise_and_(mask)
+        )
         odd = swapped
     return torch.stack((even, odd & _MASK), dim=1).flatten(0, 1)
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vssm.config import check_choice, check_number, check_type, shown
+from vssm.checks import check_choice, check_number, check_type, shown
 from vssm.distributions import Latents, gumbel_uniform
 from vssm.models import VRNN, Autoregressive, Ladder, Model, inner_model
 from vssm.ops.dispatch import product_dtype
@@ -89,7 +89,9 @@ def objective(
     if generator is not None:
         check_type("generator", generator, torch.Generator, "a torch.Generator")
         if generator.device.type != x.device.type:
-            raise ValueError(f"generator is on {generator.device}; allowed: {x.device}, the device of x")
+            raise ValueError(
+                f"generator is on {generator.device}; allowed: {x.device}, the device of x"
+            )
     check_choice("estimator", estimator, ESTIMATORS)
     _check_weight(kl_weight, len(x))
     index, count = shard
@@ -104,7 +106,9 @@ def objective(
     if isinstance(model, Autoregressive):
         p_x, _ = given(x)  # which may be compiled
         log_likelihood = total(p_x.log_prob(x))
-        return _terms(log_likelihood, torch.zeros_like(log_likelihood), torch.zeros_like(log_likelihood))
+        return _terms(
+            log_likelihood, torch.zeros_like(log_likelihood), torch.zeros_like(log_likelihood)
+        )
 
     def noise(steps: int) -> Tensor:
         shape = (batch * count, steps, config.latents, config.classes)
@@ -117,10 +121,19 @@ def objective(
         return _weighed(_terms(reconstruction, kl, torch.zeros_like(reconstruction)), kl, kl_weight)
 
     if isinstance(model, Ladder):
-        share = torch.rand(batch * count, dtype=torch.float32, device=x.device, generator=generator)[rows]
+        share = torch.rand(
+            batch * count, dtype=torch.float32, device=x.device, generator=generator
+        )[rows]
         cut = 1 + (share * ((length if lengths is None else lengths) - 1)).long()
 
-        sizes = (config.levels, 2, batch * count, length, config.latents // config.levels, config.classes)
+        sizes = (
+            config.levels,
+            2,
+            batch * count,
+            length,
+            config.latents // config.levels,
+            config.classes,
+        )
         noises = gumbel_uniform(sizes, x.device, generator)[:, :, rows].flatten(1, 2)
         return _ladder_terms(model, x, cut, lengths, noises, kl_weight, estimator)
 
@@ -129,9 +142,13 @@ def objective(
     z, kl = q_z.rsample_and_kl(noise(length), product_dtype(x.device), estimator=estimator)
     p_x, _ = model.likelihood(z)
     if lengths is None:
-        cut = torch.randint(0, length + 1, (batch * count,), device=x.device, generator=generator)[rows]
+        cut = torch.randint(0, length + 1, (batch * count,), device=x.device, generator=generator)[
+            rows
+        ]
     else:
-        share = torch.rand(batch * count, dtype=torch.float32, device=x.device, generator=generator)[rows]
+        share = torch.rand(
+            batch * count, dtype=torch.float32, device=x.device, generator=generator
+        )[rows]
         cut = (share * (lengths + 1)).long()
     q_partial, _ = model.partial_posterior(x, cut=cut)
     kl, partial = total(kl), total(q_partial.expected_log_prob(q_z.detach()))
@@ -149,7 +166,10 @@ def _ladder_terms(
 ) -> Terms:
     """Scores every sequence twice: as a whole, and what follows its cut; noises (L, 2 B, T, Z / L, N)."""
     task = model.task(x, torch.cat([torch.zeros_like(cut), cut]), lengths, copies=2)
-    kl, dtype = torch.zeros(len(task.new), dtype=torch.float32, device=x.device), product_dtype(x.device)
+    kl, dtype = (
+        torch.zeros(len(task.new), dtype=torch.float32, device=x.device),
+        product_dtype(x.device),
+    )
 
     def draw(level: int, p_z: Latents, query: Tensor) -> Tensor:
         nonlocal kl
@@ -195,8 +215,14 @@ def real_steps(x: Tensor, lengths: Tensor) -> Tensor:
     """
     batch, length = x.shape[:2]
     if not isinstance(lengths, Tensor) or lengths.shape != (batch,) or lengths.dtype != torch.int64:
-        raise ValueError(f"lengths is {shown(lengths)}; allowed: a tensor of {batch} int64, one for each row")
-    if lengths.device.type == "cpu" and batch and not (lengths.min() >= 1 and lengths.max() <= length):
+        raise ValueError(
+            f"lengths is {shown(lengths)}; allowed: a tensor of {batch} int64, one for each row"
+        )
+    if (
+        lengths.device.type == "cpu"
+        and batch
+        and not (lengths.min() >= 1 and lengths.max() <= length)
+    ):
         raise ValueError(f"lengths is {lengths.tolist()}; allowed: 1 to {length}, the steps of x")
     return torch.arange(length, device=x.device) < lengths[:, None]
 

@@ -37,7 +37,9 @@ def latent_noise(x: Tensor, seed: int, rows: Tensor, draws: range, latents: int)
     """Returns the uniform numbers of some draws of sequences that have these rows, (B,); (K, B, T, Z)."""
     seeds = torch.full_like(rows, seed)
     shape = (0, x.shape[1], latents)
-    return torch.stack([noise.uniform(seeds, rows, *shape, stream=noise.LATENT, draw=k) for k in draws])
+    return torch.stack(
+        [noise.uniform(seeds, rows, *shape, stream=noise.LATENT, draw=k) for k in draws]
+    )
 
 
 def filtered(
@@ -83,7 +85,9 @@ def filtered(
 
 def _again(x: Tensor, seed: int, rows: Tensor) -> Tensor:
     """Returns the uniform numbers with which particles are drawn again, (B, T)."""
-    return noise.uniform(torch.full_like(rows, seed), rows, 0, x.shape[1], 1, stream=noise.PARTICLE)[..., 0]
+    return noise.uniform(
+        torch.full_like(rows, seed), rows, 0, x.shape[1], 1, stream=noise.PARTICLE
+    )[..., 0]
 
 
 def _run(step: Step, u: Tensor, again: Tensor) -> Tensor:

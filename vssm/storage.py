@@ -20,7 +20,14 @@ from safetensors import SafetensorError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["check_checksum", "checksum", "is_device", "read_object", "why_read_only", "with_checksum"]
+__all__ = [
+    "check_checksum",
+    "checksum",
+    "is_device",
+    "read_object",
+    "why_read_only",
+    "with_checksum",
+]
 __all__ += ["write_atomically"]
 
 _CHECKSUM = "crc32"  # the key of it in the metadata of a safetensors file
@@ -66,13 +73,17 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
         finally:
             os.close(folder)
     except (OSError, SafetensorError) as error:  # under the name that the user knows
-        if not isinstance(error, OSError) or error.errno is None:  # numpy tells how much it wrote, no more
+        if (
+            not isinstance(error, OSError) or error.errno is None
+        ):  # numpy tells how much it wrote, no more
             raise OSError(f"{str(path)!r} could not be written: {error}") from None
         if error.filename not in (None, str(temporary)):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
-        with suppress(OSError):  # a disk that became read-only: what is to be said is why the write failed
+        with suppress(
+            OSError
+        ):  # a disk that became read-only: what is to be said is why the write failed
             temporary.unlink(missing_ok=True)
 
 

@@ -9,7 +9,9 @@ __all__ = ["single_after_fork", "sleep_soon"]
 
 _SPINS = "3000"  # rounds of a loop before a thread that waits sleeps; 300,000 is usual
 _SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-_used_by: list[int] = []  # the process that last computed here: a forked child finds its parent's number
+_used_by: list[
+    int
+] = []  # the process that last computed here: a forked child finds its parent's number
 
 
 def sleep_soon() -> None:

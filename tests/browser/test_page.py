@@ -9,11 +9,17 @@ import pytest
 from tests.serving import TEXT, running, save_models
 from vssm.data import Meta
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="needs playwright: pip install playwright"
+)
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
 
-IMAGE = Meta(name="squares", features=12, length=12, suggested_head="gaussian", image_shape=(12, 12, 1))
+IMAGE = Meta(
+    name="squares", features=12, length=12, suggested_head="gaussian", image_shape=(12, 12, 1)
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +49,10 @@ def page(browser, url):
     page.set_default_timeout(20_000)
     wrong = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("requestfailed", lambda request: wrong.append(request.url) if url not in request.url else None)
+    page.on(
+        "requestfailed",
+        lambda request: wrong.append(request.url) if url not in request.url else None,
+    )
     page.goto(url)
     page.wait_for_selector("#model option", state="attached")
     yield page
@@ -161,7 +170,11 @@ def test_a_race_is_timed_and_plotted(page):
     page.click("#race")
     page.wait_for_selector("#race:not([disabled])")
     rows = page.locator("#results tbody tr")
-    assert [rows.nth(i).locator("td").first.inner_text() for i in range(3)] == ["vssm", "ssm", "transformer"]
+    assert [rows.nth(i).locator("td").first.inner_text() for i in range(3)] == [
+        "vssm",
+        "ssm",
+        "transformer",
+    ]
     for i in range(3):
         cells = rows.nth(i).locator("td").all_inner_texts()
         assert cells[1] == "12"
@@ -284,7 +297,9 @@ def test_series_and_text(browser, tmp_path):
         generate(page)
         page.click("#on")
         page.wait_for_selector("#on:not([disabled])")
-        assert "10 steps given, 20 made" in page.locator("#made canvas").first.get_attribute("aria-label")
+        assert "10 steps given, 20 made" in page.locator("#made canvas").first.get_attribute(
+            "aria-label"
+        )
         page.select_option("#model", "ssm")
         page.fill("#text", "abc")
         page.fill("#length", "9")

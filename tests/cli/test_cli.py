@@ -52,14 +52,27 @@ def test_a_run_that_starts_from_another_has_its_model(tmp_path, capsys):
     assert vssm.load(second).config == vssm.load(first).config
     capsys.readouterr()
     for more, message in (
-        (["--model.width", "48"], f"width=48 is not that of init='{first}'; allowed: 24, or to leave it out"),
+        (
+            ["--model.width", "48"],
+            f"width=48 is not that of init='{first}'; allowed: 24, or to leave it out",
+        ),
         (
             ["--train.init", str(tmp_path / "no")],
             f"'{tmp_path / 'no'}' does not exist; allowed: a run folder",
         ),
     ):
         with pytest.raises(SystemExit, match="2"):
-            main(["train", "digits", "--train.init", str(first), *more, "--out", str(tmp_path / "third")])
+            main(
+                [
+                    "train",
+                    "digits",
+                    "--train.init",
+                    str(first),
+                    *more,
+                    "--out",
+                    str(tmp_path / "third"),
+                ]
+            )
         assert message in capsys.readouterr().err
     assert not (tmp_path / "third").exists()
 
@@ -92,7 +105,9 @@ def test_warnings_are_one_line(tmp_path, monkeypatch, capsys):
     shutil.copy("new/weights.safetensors", "old")  # as a save that was killed leaves it
     main(["generate", "old", "--num", "2", "--length", "3", "--device", "cpu"])
     notes = capsys.readouterr().err
-    assert notes.startswith("note: 'old/config.json' is of another model") and notes.count("\n") == 1
+    assert (
+        notes.startswith("note: 'old/config.json' is of another model") and notes.count("\n") == 1
+    )
 
 
 def test_generate_writes_samples_and_a_state_that_resumes(run_folder, tmp_path, monkeypatch):
@@ -100,15 +115,40 @@ def test_generate_writes_samples_and_a_state_that_resumes(run_folder, tmp_path, 
     main(["generate", run_folder, "--num", "3", "--length", "8", "--seed", "4"])
     whole = np.load("samples.npy", allow_pickle=False)
     assert whole.shape == (3, 8, 8)
-    assert [path.name for path in tmp_path.iterdir()] == ["samples.npy"], "a state is kept when asked for"
-    half = ["--num", "3", "--length", "5", "--seed", "4", "--out", "a.npy", "--state", "half.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.npy"], (
+        "a state is kept when asked for"
+    )
+    half = [
+        "--num",
+        "3",
+        "--length",
+        "5",
+        "--seed",
+        "4",
+        "--out",
+        "a.npy",
+        "--state",
+        "half.safetensors",
+    ]
     main(["generate", run_folder, *half])
-    main(["generate", run_folder, "--resume", "half.safetensors", "--length", "3", "--out", "b.npy"])
+    main(
+        ["generate", run_folder, "--resume", "half.safetensors", "--length", "3", "--out", "b.npy"]
+    )
     joined = np.concatenate([np.load("a.npy"), np.load("b.npy")], 1)
     np.testing.assert_allclose(joined, whole, atol=1e-5)
     np.save("prompt.npy", whole[:, :4])
     main(
-        ["generate", run_folder, "--prompt", "prompt.npy", "--out", "c.npy", "--chunk", "2", "--recondition"]
+        [
+            "generate",
+            run_folder,
+            "--prompt",
+            "prompt.npy",
+            "--out",
+            "c.npy",
+            "--chunk",
+            "2",
+            "--recondition",
+        ]
     )
     assert np.load("c.npy").shape == (3, 4, 8), "what is left of a sequence"
     main(["generate", run_folder, "--out", "grid.png"])
@@ -122,7 +162,9 @@ def test_reconditioning_without_chunks_is_noted(run_folder, tmp_path, monkeypatc
         main(["generate", run_folder, "--num", "1", "--recondition", *options])
         assert capsys.readouterr().err == notes
     vssm.save(vssm.build(vssm.ModelConfig(kind="rnn", features=3, width=8, layers=1)), "rnn")
-    assert "recondition=True is for models that" in fails(capsys, "generate", "rnn", "--recondition")
+    assert "recondition=True is for models that" in fails(
+        capsys, "generate", "rnn", "--recondition"
+    )
 
 
 def test_what_is_left_of_a_sequence_after_a_state(run_folder, tmp_path, monkeypatch, capsys):
@@ -133,7 +175,10 @@ def test_what_is_left_of_a_sequence_after_a_state(run_folder, tmp_path, monkeypa
     np.save("nine.npy", np.zeros((1, 9, 8), np.float32))
     for options, known in ((["--resume", "s"], 8), (["--prompt", "nine.npy"], 9)):
         message = fails(capsys, "generate", run_folder, *options, "--out", "none.npy")
-        assert f"nothing is left of the training data's 8 steps after {known}; allowed: --length" in message
+        assert (
+            f"nothing is left of the training data's 8 steps after {known}; allowed: --length"
+            in message
+        )
         assert not Path("none.npy").exists()
         main(["generate", run_folder, *options, "--out", "more.npy", "--length", "2"])
         assert np.load("more.npy").shape[1] == 2
@@ -153,14 +198,23 @@ def test_text_from_train_to_prompt(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert shown.startswith("the c") and "samples: samples.txt" in shown, "text is shown as text"
     assert (tmp_path / "samples.txt").read_text().startswith("the c")
-    assert "outside the vocabulary" in fails(capsys, "generate", "run", "--prompt", "QUIZ", "--out", "t.txt")
+    assert "outside the vocabulary" in fails(
+        capsys, "generate", "run", "--prompt", "QUIZ", "--out", "t.txt"
+    )
     assert "allowed: a .npy file" not in (tmp_path / "t.txt").read_text()
 
 
 def test_units_in_the_names_of_columns_are_shown(tmp_path, capsys):
     lines = ["wind [m/s],rain [/h]", *(f"{i},{i % 7}" for i in range(60))]
     (tmp_path / "a.csv").write_text("\n".join(lines))
-    options = ["--series.path", str(tmp_path / "a.csv"), "--series.context", "4", "--series.horizon", "2"]
+    options = [
+        "--series.path",
+        str(tmp_path / "a.csv"),
+        "--series.context",
+        "4",
+        "--series.horizon",
+        "2",
+    ]
     main(["data", "series", *options, "--out", str(tmp_path / "a.png")])
     shown = capsys.readouterr().out
     assert "wind [m/s]" in shown and "rain [/h]" in shown
@@ -199,7 +253,9 @@ def test_a_training_that_nobody_reads_any_more_ends_whole(tmp_path, monkeypatch,
 
 def test_a_reader_of_the_help_who_has_seen_enough(tmp_path):
     command = f"{sys.executable} -m vssm --help"
-    done = subprocess.run(["sh", "-c", f"(sleep 0.2; {command}) | true"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["sh", "-c", f"(sleep 0.2; {command}) | true"], capture_output=True, text=True
+    )
     assert not done.stderr
 
 
@@ -224,7 +280,10 @@ def test_series_start_from_a_small_model():
         (["trane"], "command='trane' is unknown; allowed: .*did you mean 'train'"),
         (["train", "mnits"], "data set 'mnits' is unknown; did you mean 'mnist'"),
         (["train", "digits", "--model.kind", "vsm"], "kind='vsm' is unknown"),
-        (["train", "digits", "--preset", "paper"], "preset='paper' is unknown; allowed: 'paper-mnist'"),
+        (
+            ["train", "digits", "--preset", "paper"],
+            "preset='paper' is unknown; allowed: 'paper-mnist'",
+        ),
         (["train", "series", "--smoke"], "series"),
         (["train", "--resume", "nowhere"], "nowhere"),
         (["train", "digits", "--train.batch", "0"], "batch=0 is not allowed"),
@@ -232,7 +291,10 @@ def test_series_start_from_a_small_model():
             ["train", "digits", "--smoke", "--train.seed", str(2**63)],
             "seed=9223372036854775808 is not allowed",
         ),
-        (["train", "digits", "--train.batch", "5000", "--smoke"], "batch=5000 is not allowed; allowed: 1 to"),
+        (
+            ["train", "digits", "--train.batch", "5000", "--smoke"],
+            "batch=5000 is not allowed; allowed: 1 to",
+        ),
         (["generate", "nowhere"], "'nowhere' does not exist; allowed: a run folder"),
         (["evaluate", "nowhere"], "'nowhere' does not exist"),
         (["forecast", "nowhere", "--path", "x.csv"], "'nowhere' does not exist"),
@@ -241,7 +303,10 @@ def test_series_start_from_a_small_model():
             ["train", "series", "--series.path", "x.csv"],
             "found no x.csv in the place given, nor in .*; give its path",
         ),
-        (["generate", "nowhere", "--device", "gpu"], "device='gpu' is not there; allowed: 'auto', 'cpu'"),
+        (
+            ["generate", "nowhere", "--device", "gpu"],
+            "device='gpu' is not there; allowed: 'auto', 'cpu'",
+        ),
         (
             ["generate", "nowhere", "--device", "cuda:99"],
             "device='cuda:99' is not there; allowed: 'auto', 'cpu'",
@@ -264,7 +329,9 @@ def test_mistakes_give_one_line(arguments, message, tmp_path, monkeypatch, capsy
         (OSError("the disk is full"), 2, "vssm: the disk is full\n"),
         (MemoryError(), 2, "vssm: out of memory; allowed: less at once\n"),
         (
-            RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has\na total of 1 GiB"),
+            RuntimeError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has\na total of 1 GiB"
+            ),
             2,
             "vssm: out of memory (tried to allocate 2.00 gib); allowed: less at once\n",
         ),
@@ -315,7 +382,10 @@ def test_commands_that_are_printed_can_be_pasted(run_folder, tmp_path, monkeypat
     main(["train", "digits", "--out", "my run"])
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "run: my run"
-    commands = [shlex.split(f"vssm {part}") for part in said[1].removeprefix("next: vssm ").split("   vssm ")]
+    commands = [
+        shlex.split(f"vssm {part}")
+        for part in said[1].removeprefix("next: vssm ").split("   vssm ")
+    ]
     assert commands == [["vssm", name, "my run"] for name in ("generate", "evaluate", "report")]
     assert "allowed: --resume 'my run', or" in fails(capsys, "train", "digits", "--out", "my run")
 
@@ -334,7 +404,9 @@ def test_sigterm_is_said_and_leaves_no_half_written_file(tmp_path):
         "cli._parse = lambda *_: Write()\ncli.main(['train'])\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "file")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "writing\n"
         process.terminate()
         assert process.stderr.read() == "vssm: stopped by SIGTERM\n"
@@ -357,7 +429,9 @@ def interrupted(command, slow, folder):
     """Sends Ctrl-C to a command at the import of a module, and returns its exit status and its lines."""
     (folder / f"{slow}.py").write_text(SLOW)
     root = Path(__file__).parents[2]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # in the background it is ignored
     try:
         process = subprocess.Popen(
             [sys.executable, *command],
@@ -380,7 +454,9 @@ def interrupted(command, slow, folder):
 def test_ctrl_c_during_imports_is_one_line(way, slow, tmp_path):
     command = ["-mvssm"] if way == "one word" else ["-m", "vssm"]
     if way == "script":
-        project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+        project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())[
+            "project"
+        ]
         module, function = project["scripts"]["vssm"].split(":")
         (tmp_path / "bin").mkdir()
         (tmp_path / "bin" / "vssm").write_text(f"from {module} import {function}\n{function}()\n")
@@ -390,7 +466,10 @@ def test_ctrl_c_during_imports_is_one_line(way, slow, tmp_path):
 
 def test_ctrl_c_during_imports_of_other_programs_is_theirs(tmp_path):
     code = "try:\n    import vssm\nexcept ImportError:\n    raise SystemExit(7)"
-    assert interrupted(["-c", code], "torch", tmp_path) == (7, [])  # torch was interrupted, and is empty
+    assert interrupted(["-c", code], "torch", tmp_path) == (
+        7,
+        [],
+    )  # torch was interrupted, and is empty
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "__init__.py").write_text(code)
     assert interrupted(["-m", "other.tool", "vssm"], "torch", tmp_path) == (7, [])
@@ -465,11 +544,15 @@ def test_bad_generate_options(run_folder, tmp_path, monkeypatch, capsys):
             message = fails(capsys, "generate", folder, "--length", length)
             assert f"length={length} is not allowed; allowed: a whole number >= 1" in message
     assert "allowed: a name in .npy" in fails(capsys, "generate", run_folder, "--out", "x.jpg")
-    assert "allowed for this model: a .npy file" in fails(capsys, "generate", run_folder, "--prompt", "words")
+    assert "allowed for this model: a .npy file" in fails(
+        capsys, "generate", run_folder, "--prompt", "words"
+    )
     (tmp_path / "bad.npy").write_bytes(b"\x80\x04\x95pickle")
     assert "bad.npy' is damaged" in fails(capsys, "generate", run_folder, "--prompt", "bad.npy")
     np.save("objects.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
-    assert "objects.npy' is damaged" in fails(capsys, "generate", run_folder, "--prompt", "objects.npy")
+    assert "objects.npy' is damaged" in fails(
+        capsys, "generate", run_folder, "--prompt", "objects.npy"
+    )
     np.save("flat.npy", np.zeros(8))
     assert "prompt has shape (8,)" in fails(capsys, "generate", run_folder, "--prompt", "flat.npy")
     (tmp_path / "bad.safetensors").write_bytes(b"nothing")
@@ -489,7 +572,9 @@ def test_weights_that_are_no_numbers_generate_nothing(capsys, run_folder, tmp_pa
 
 
 def test_a_wrong_number_is_named_without_the_words_of_the_parser(capsys):
-    line = "vssm: Error parsing --num: '1.5' is not allowed; allowed: INT; see vssm generate --help\n"
+    line = (
+        "vssm: Error parsing --num: '1.5' is not allowed; allowed: INT; see vssm generate --help\n"
+    )
     assert fails(capsys, "generate", "run", "--num", "1.5") == line
 
 
@@ -497,11 +582,23 @@ def test_where_files_go_is_checked_before_the_work(run_folder, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.npy").mkdir()
     for options, message in (
-        (["--out", "nowhere/x.npy"], "out='nowhere/x.npy' is not allowed; allowed: a file in a folder that"),
-        (["--out", "folder.npy"], "out='folder.npy' is not allowed; allowed: a file in a folder that exists"),
-        (["--state", "nowhere/s"], "state='nowhere/s' is not allowed; allowed: a file in a folder that"),
+        (
+            ["--out", "nowhere/x.npy"],
+            "out='nowhere/x.npy' is not allowed; allowed: a file in a folder that",
+        ),
+        (
+            ["--out", "folder.npy"],
+            "out='folder.npy' is not allowed; allowed: a file in a folder that exists",
+        ),
+        (
+            ["--state", "nowhere/s"],
+            "state='nowhere/s' is not allowed; allowed: a file in a folder that",
+        ),
         (["--state", ""], "state='.' is not allowed; allowed: a file in a folder that exists"),
-        (["--state", "samples.npy"], "out='samples.npy', state='samples.npy' are one file; allowed: a name"),
+        (
+            ["--state", "samples.npy"],
+            "out='samples.npy', state='samples.npy' are one file; allowed: a name",
+        ),
     ):
         assert message in fails(capsys, "generate", run_folder, *options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder.npy"], "nothing was written"
@@ -511,8 +608,12 @@ def test_where_files_go_is_checked_before_the_work(run_folder, tmp_path, monkeyp
         )
 
 
-@pytest.mark.parametrize(("flag", "why"), [(os.ST_RDONLY, "read-only file system"), (0, "permission denied")])
-def test_why_a_folder_can_not_be_written_to_is_said(run_folder, tmp_path, monkeypatch, capsys, flag, why):
+@pytest.mark.parametrize(
+    ("flag", "why"), [(os.ST_RDONLY, "read-only file system"), (0, "permission denied")]
+)
+def test_why_a_folder_can_not_be_written_to_is_said(
+    run_folder, tmp_path, monkeypatch, capsys, flag, why
+):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((0,) * 8 + (flag, 255)))
     out = tmp_path / "a.npy"
@@ -523,7 +624,11 @@ def test_why_a_folder_can_not_be_written_to_is_said(run_folder, tmp_path, monkey
 
 def test_the_picture_of_data_goes_where_it_is_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for options, name in (([], "digits.png"), (["--out", "a.png"], "a.png"), (["--picture", "b"], "b")):
+    for options, name in (
+        ([], "digits.png"),
+        (["--out", "a.png"], "a.png"),
+        (["--picture", "b"], "b"),
+    ):
         main(["data", "digits", *options])
         assert capsys.readouterr().out.endswith(f"picture: {name}\n")
         assert Path(name).read_bytes().startswith(b"\x89PNG")
@@ -536,16 +641,41 @@ def test_the_picture_of_data_goes_where_it_is_asked_for(tmp_path, monkeypatch, c
 def test_samples_do_not_replace_what_they_were_made_from(run_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     np.save("samples.npy", np.zeros((1, 4, 8), np.float32))
-    main(["generate", run_folder, "--num", "1", "--length", "2", "--out", "g.npy", "--state", "st.npy"])
+    main(
+        [
+            "generate",
+            run_folder,
+            "--num",
+            "1",
+            "--length",
+            "2",
+            "--out",
+            "g.npy",
+            "--state",
+            "st.npy",
+        ]
+    )
     Path("link.npy").symlink_to("samples.npy")
     Path("token.txt").write_text("secret")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for folder in (run_folder, "http://x:1"):
         for options, message in (
-            (["--prompt", "samples.npy"], "prompt='samples.npy', out='samples.npy' are one file; allowed: a"),
-            (["--prompt", "link.npy", "--out", "samples.npy"], "prompt='link.npy', out='samples.npy' are"),
-            (["--resume", "st.npy", "--out", "st.npy"], "resume='st.npy', out='st.npy' are one file"),
-            (["--token-file", "token.txt", "--out", "token.txt"], "token_file='token.txt', out='token.txt'"),
+            (
+                ["--prompt", "samples.npy"],
+                "prompt='samples.npy', out='samples.npy' are one file; allowed: a",
+            ),
+            (
+                ["--prompt", "link.npy", "--out", "samples.npy"],
+                "prompt='link.npy', out='samples.npy' are",
+            ),
+            (
+                ["--resume", "st.npy", "--out", "st.npy"],
+                "resume='st.npy', out='st.npy' are one file",
+            ),
+            (
+                ["--token-file", "token.txt", "--out", "token.txt"],
+                "token_file='token.txt', out='token.txt'",
+            ),
         ):
             assert message in fails(capsys, "generate", folder, *options)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -559,7 +689,10 @@ def test_a_state_replaces_states_alone(run_folder, tmp_path, monkeypatch, capsys
     for path in (weights, notes):
         before = path.read_bytes()
         message = fails(capsys, "generate", run_folder, "--state", str(path))
-        assert f"state='{path}' is there and no state; allowed: a new name, or an older state's" in message
+        assert (
+            f"state='{path}' is there and no state; allowed: a new name, or an older state's"
+            in message
+        )
         assert path.read_bytes() == before and not Path("samples.npy").exists()
     Path("empty").touch()
     for _ in range(2):
@@ -569,7 +702,9 @@ def test_a_state_replaces_states_alone(run_folder, tmp_path, monkeypatch, capsys
     assert not Path("/dev/null").is_file()
 
 
-def test_a_full_disk_is_said_of_the_file_that_did_not_fit(run_folder, tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_said_of_the_file_that_did_not_fit(
+    run_folder, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "samples.npy").write_bytes(b"old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -584,14 +719,18 @@ def test_a_full_disk_is_said_of_the_file_that_did_not_fit(run_folder, tmp_path, 
 
 def test_an_array_of_fractions_is_no_prompt_of_tokens(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    vssm.save(vssm.build(vssm.ModelConfig(features=5, width=8, layers=1, head="categorical")), "tokens")
+    vssm.save(
+        vssm.build(vssm.ModelConfig(features=5, width=8, layers=1, head="categorical")), "tokens"
+    )
     vssm.save(vssm.build(vssm.ModelConfig(features=5, width=8, layers=1)), "numbers")
     for name, value in (("fraction", 1.5), ("nan", np.nan)):
         np.save(f"{name}.npy", np.full((1, 4), value))
         message = fails(capsys, "generate", "tokens", "--prompt", f"{name}.npy")
         assert message.endswith("holds fractions or NaN; allowed for this model: whole numbers\n")
     np.save("large.npy", np.full((1, 4, 5), 1e300))
-    assert "prompt contains NaN or infinite" in fails(capsys, "generate", "numbers", "--prompt", "large.npy")
+    assert "prompt contains NaN or infinite" in fails(
+        capsys, "generate", "numbers", "--prompt", "large.npy"
+    )
     np.save("whole.npy", np.full((1, 4), 2.0))
     main(["generate", "tokens", "--prompt", "whole.npy", "--length", "2"])
     assert np.load("samples.npy").shape == (1, 2)
@@ -642,7 +781,9 @@ def test_one_sequence_is_a_prompt(tmp_path, monkeypatch, capsys):
     assert np.load("one_made.npy").shape == (1, 14, 28)
     assert np.array_equal(np.load("one_made.npy"), np.load("batch_made.npy"))
     main(["generate", "mnist-small", "--prompt", "one.npy", "--num", "2", "--out", "many.png"])
-    vssm.save(vssm.build(vssm.ModelConfig(features=5, width=8, layers=1, head="categorical")), "tokens")
+    vssm.save(
+        vssm.build(vssm.ModelConfig(features=5, width=8, layers=1, head="categorical")), "tokens"
+    )
     np.save("tokens.npy", np.arange(5))
     main(["generate", "tokens", "--prompt", "tokens.npy", "--length", "2"])
     assert np.load("samples.npy").shape == (1, 2)
@@ -670,11 +811,16 @@ def test_bad_prompt_files_are_named_from_a_folder_and_from_a_server(
     np.save("header.npy", np.zeros((2, 3)))
     Path("header.npy").write_bytes(Path("header.npy").read_bytes().replace(b")", b" ", 1))
     for name in ("bad", "none", "words", "zip", "header"):
-        lines = {fails(capsys, "generate", f, "--prompt", f"{name}.npy") for f in (run_folder, "http://x:1")}
+        lines = {
+            fails(capsys, "generate", f, "--prompt", f"{name}.npy")
+            for f in (run_folder, "http://x:1")
+        }
         assert lines == {
             f"vssm: prompt='{name}.npy' is damaged or holds no numbers; allowed: a .npy file of numbers\n"
         }
-    lines = {fails(capsys, "generate", f, "--prompt", "lost.npy") for f in (run_folder, "http://x:1")}
+    lines = {
+        fails(capsys, "generate", f, "--prompt", "lost.npy") for f in (run_folder, "http://x:1")
+    }
     assert lines == {"vssm: prompt='lost.npy' is no file; allowed: a .npy file of numbers\n"}
 
 
@@ -703,11 +849,15 @@ def test_resuming_says_which_options_it_does_not_use(run_folder, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_shipped_model_is_not_copied_over_a_run_of_its_name(run_folder, tmp_path, monkeypatch, capsys):
+def test_a_shipped_model_is_not_copied_over_a_run_of_its_name(
+    run_folder, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     own = Path(shutil.copytree(run_folder, tmp_path / "runs" / "mnist-small"))
     before = {path.name: path.read_bytes() for path in own.iterdir() if path.is_file()}
-    assert "is there and no copy of the shipped 'mnist-small'" in fails(capsys, "evaluate", "mnist-small")
+    assert "is there and no copy of the shipped 'mnist-small'" in fails(
+        capsys, "evaluate", "mnist-small"
+    )
     assert {path.name: path.read_bytes() for path in own.iterdir() if path.is_file()} == before
     own.rename(tmp_path / "mine")
     copy = own_copy(Path("mnist-small"))

@@ -41,20 +41,30 @@ def rows(split):
     """The real steps of every sequence."""
     lengths = split.real(slice(None))
     x = split.batch(slice(None))
-    return list(x) if lengths is None else [row[:n] for row, n in zip(x, lengths.tolist(), strict=True)]
+    return (
+        list(x)
+        if lengths is None
+        else [row[:n] for row, n in zip(x, lengths.tolist(), strict=True)]
+    )
 
 
 def test_sequences_are_read_split_and_padded_with_zeros(tmp_path):
     x, lengths = write(tmp_path / "a.npz", padding=np.nan, trailing=4)
     data = open_data(arrays(tmp_path / "a.npz"))
-    assert (data.meta.length, data.meta.features, data.meta.suggested_head) == (9, 3, "gaussian-learned")
+    assert (data.meta.length, data.meta.features, data.meta.suggested_head) == (
+        9,
+        3,
+        "gaussian-learned",
+    )
     splits = (data.train, data.valid, data.test())
     assert [len(split) for split in splits] == [33, 4, 4]
     found = [row.numpy().tobytes() for split in splits for row in rows(split)]
     assert sorted(found) == sorted(row[:n].tobytes() for row, n in zip(x, lengths, strict=True))
     for split in splits:
         mask = torch.arange(9) >= split.real(slice(None))[:, None]
-        assert split.batch(slice(None))[mask].abs().max() == 0 and split.lengths.dtype == torch.int64
+        assert (
+            split.batch(slice(None))[mask].abs().max() == 0 and split.lengths.dtype == torch.int64
+        )
     assert data.train.filled == pytest.approx(float(data.train.lengths.double().mean()) / 9)
     moved = data.train.to("meta")
     assert moved.lengths.device.type == "meta" and moved.lengths.shape == (33,)
@@ -80,13 +90,15 @@ def test_arrays_of_uint8_are_images(shape, tmp_path):
     np.save(tmp_path / "a.npy", x)
     channels = shape[3] if len(shape) == 4 else 1
     kind = "RGB" if channels == 3 else "grey"
-    note = (
-        rf"a\.npy: x is uint8 and read as {kind} images of 4 x 5 pixels, 0 to 255 become 0 to 1; save other"
-    )
+    note = rf"a\.npy: x is uint8 and read as {kind} images of 4 x 5 pixels, 0 to 255 become 0 to 1; save other"
     with pytest.warns(UserWarning, match=note):
         data = open_data(arrays(tmp_path / "a.npy"))
     assert (data.meta.image_shape, data.meta.levels) == ((5, 4, channels), 256)
-    assert (data.meta.length, data.meta.features, data.meta.suggested_head) == (5, 4 * channels, "gaussian")
+    assert (data.meta.length, data.meta.features, data.meta.suggested_head) == (
+        5,
+        4 * channels,
+        "gaussian",
+    )
     assert data.train.x.dtype == torch.uint8
     expected = {(row / np.float32(255)).tobytes() for row in x.reshape(20, -1).astype(np.float32)}
     assert all(row.numpy().tobytes() in expected for row in data.train.batch(slice(None)))
@@ -96,7 +108,11 @@ def test_uint8_of_zeros_and_ones_is_not_scaled(tmp_path):
     np.save(tmp_path / "a.npy", np.random.default_rng(0).integers(0, 2, (20, 5, 4), np.uint8))
     with pytest.warns(UserWarning, match="0 and 1 stay as they are"):
         data = open_data(arrays(tmp_path / "a.npy"))
-    assert (data.meta.image_shape, data.meta.levels, data.meta.suggested_head) == ((5, 4, 1), 2, "bernoulli")
+    assert (data.meta.image_shape, data.meta.levels, data.meta.suggested_head) == (
+        (5, 4, 1),
+        2,
+        "bernoulli",
+    )
     assert set(data.train.batch(slice(None)).flatten().tolist()) == {0.0, 1.0}
 
 
@@ -115,7 +131,9 @@ def test_floats_of_four_sizes_are_images_in_the_unit_interval(tmp_path):
 def test_large_values_are_noted(tmp_path):
     x = np.random.default_rng(0).integers(0, 256, (20, 5, 4))
     np.save(tmp_path / "a.npy", x.astype(np.float32))
-    with pytest.warns(UserWarning, match="x has values from 0 to 255; divide or standardise them, since"):
+    with pytest.warns(
+        UserWarning, match="x has values from 0 to 255; divide or standardise them, since"
+    ):
         data = open_data(arrays(tmp_path / "a.npy"))
     assert data.meta.image_shape is None and data.train.batch(slice(None)).max() > 1
 
@@ -129,11 +147,20 @@ X = np.zeros((10, 5, 2), np.float32)
         ({"y": X}, r"holds y; allowed: x, lengths"),
         ({"x": X, "z": X}, r"holds x, z; allowed: x, lengths"),
         ({"x": X[:9]}, r"x is float32 of shape \(9, 5, 2\); allowed: .*, 10 sequences or more"),
-        ({"x": X[..., 0]}, r"x is float32 of shape \(10, 5\); allowed: numbers \(sequences, steps, feat"),
+        (
+            {"x": X[..., 0]},
+            r"x is float32 of shape \(10, 5\); allowed: numbers \(sequences, steps, feat",
+        ),
         ({"x": X[:, :0]}, r"x is float32 of shape \(10, 0, 2\); allowed: .* one step or more"),
         ({"x": X.astype(str)}, r"x is <U32 of shape"),
-        ({"x": X, "lengths": np.ones(9, int)}, r"lengths is int64 of shape \(9,\); allowed: 10 whole num"),
-        ({"x": X, "lengths": np.ones(10)}, r"lengths is float64 .*; allowed: 10 whole numbers, one for each"),
+        (
+            {"x": X, "lengths": np.ones(9, int)},
+            r"lengths is int64 of shape \(9,\); allowed: 10 whole num",
+        ),
+        (
+            {"x": X, "lengths": np.ones(10)},
+            r"lengths is float64 .*; allowed: 10 whole numbers, one for each",
+        ),
         ({"x": X, "lengths": np.r_[[5] * 9, 6]}, r"lengths is 6 at 9; allowed: 1 to 5"),
         ({"x": X, "lengths": np.r_[[5] * 8, 0, 5]}, r"lengths is 0 at 8; allowed: 1 to 5"),
         (
@@ -142,7 +169,10 @@ X = np.zeros((10, 5, 2), np.float32)
         ),
         ({"x": np.full(X.shape, 1e300)}, r"x is not finite at sequence 0, step 0"),
         (
-            {"x": np.where(np.arange(5)[:, None] == 3, np.inf, X), "lengths": np.r_[[3] * 7, 4, 3, 3]},
+            {
+                "x": np.where(np.arange(5)[:, None] == 3, np.inf, X),
+                "lengths": np.r_[[3] * 7, 4, 3, 3],
+            },
             r"x is not finite at sequence 7, step 3; allowed: finite numbers before the end",
         ),
     ],
@@ -210,7 +240,9 @@ def test_logged_losses_are_those_of_the_sequences_alone(kind, tmp_path):
 
 def test_short_sequences_alone_have_no_second_half(tmp_path):
     x, lengths = write(tmp_path / "a.npz")
-    np.savez(tmp_path / "a.npz", x=x, lengths=np.where(np.arange(len(x)) == 1, 9, np.minimum(lengths, 3)))
+    np.savez(
+        tmp_path / "a.npz", x=x, lengths=np.where(np.arange(len(x)) == 1, 9, np.minimum(lengths, 3))
+    )
     config = tiny(data=arrays(tmp_path / "a.npz"), max_steps=1, batch=8, validate_partial=True)
     assert int(open_data(config.data).valid.lengths.max()) <= 4, "none is longer than the cut"
     assert "partial_elbo" not in log(run(config, tmp_path / "run"), "valid")[0]
@@ -220,7 +252,9 @@ def test_short_sequences_alone_have_no_second_half(tmp_path):
 def test_padding_never_changes_a_training(kind, options, tmp_path, monkeypatch):
     write(tmp_path / "a.npz")
     config = tiny(kind, arrays(tmp_path / "a.npz"), max_steps=2, batch=8, validate_partial=True)
-    config = dataclasses.replace(config, model=small_config(kind, width=8, layers=1, sigma=0.3, **options))
+    config = dataclasses.replace(
+        config, model=small_config(kind, width=8, layers=1, sigma=0.3, **options)
+    )
     zeros = result(run(config, tmp_path / "zeros"))
 
     def open_noisy(data_config):
@@ -265,7 +299,9 @@ def test_a_stopped_training_goes_on_with_the_same_lengths(tmp_path):
 def test_evaluation_counts_real_steps_only(kind, options, tmp_path):
     write(tmp_path / "a.npz", num=120)
     config = tiny(kind, arrays(tmp_path / "a.npz"), max_steps=2, batch=8)
-    config = dataclasses.replace(config, model=small_config(kind, width=8, layers=1, sigma=0.3, **options))
+    config = dataclasses.replace(
+        config, model=small_config(kind, width=8, layers=1, sigma=0.3, **options)
+    )
     folder = run(config, tmp_path / "run")
     metrics = evaluate_run(folder, num_samples=5)["metrics"]
     model, test = load(folder), open_data(config.data).test()
@@ -275,7 +311,9 @@ def test_evaluation_counts_real_steps_only(kind, options, tmp_path):
     longer = lengths > metrics["prompt_length"]
     assert 0 < longer.sum() < len(x) and metrics["prompt_length"] == 4
     if kind == "ssm":
-        parts = [float(vssm.log_likelihood(model, row[None], 5, 4)) for row in rows(test) if len(row) > 4]
+        parts = [
+            float(vssm.log_likelihood(model, row[None], 5, 4)) for row in rows(test) if len(row) > 4
+        ]
         assert metrics["partial_log_likelihood"] == pytest.approx(np.mean(parts), rel=1e-4)
         errors = [(row - model(row[None])[0].mean[0]).square().mean().item() for row in rows(test)]
         assert metrics["mse"] == pytest.approx(np.mean(errors), rel=1e-4)
@@ -358,7 +396,9 @@ def test_images_go_the_whole_way_on_the_command_line(tmp_path, monkeypatch, caps
         Image.fromarray(image).save(tmp_path / "pictures" / f"{k:02d}.png")
     losses = []
     for name, path in (("arrays", "mine.npy"), ("images", "pictures")):
-        main(["train", name, "--smoke", f"--{name}.path", path, "--out", name, "--train.batch", "16"])
+        main(
+            ["train", name, "--smoke", f"--{name}.path", path, "--out", name, "--train.batch", "16"]
+        )
         assert read_meta(name).image_shape == (6, 5, 3)
         losses.append(log(tmp_path / name, "valid")[-1]["loss"])
         main(["evaluate", name, "--quick", "--result", f"{name}_base.json"])
@@ -382,13 +422,18 @@ def test_images_go_the_whole_way_on_the_command_line(tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path / "pictures")
     with pytest.raises(SystemExit):
         main(["data", "images", "--images.path", "."])
-    assert "out='images.png' would become one of the images; allowed: a file in" in capsys.readouterr().err
+    assert (
+        "out='images.png' would become one of the images; allowed: a file in"
+        in capsys.readouterr().err
+    )
 
 
 def test_data_that_has_moved_is_given_to_evaluate(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "mine.npz", num=90)
-    main(["train", "arrays", "--smoke", "--arrays.path", str(tmp_path / "mine.npz"), "--out", "run"])
+    main(
+        ["train", "arrays", "--smoke", "--arrays.path", str(tmp_path / "mine.npz"), "--out", "run"]
+    )
     (tmp_path / "my data").mkdir()
     (tmp_path / "mine.npz").rename(tmp_path / "my data" / "mine.npz")
     with pytest.raises(SystemExit):

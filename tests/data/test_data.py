@@ -132,13 +132,28 @@ def test_config_fields_are_documented(cls, capsys):
 @pytest.mark.parametrize(
     ("make", "parts"),
     [
-        (lambda: DataConfig(name="mnits"), ("data set", "'mnits'", "did you mean 'mnist'?", *NAMES)),
-        (lambda: DataConfig(seed=-1), ("seed=-1 (--split-seed) is not allowed; allowed: 0 to 2^64 - 1",)),
+        (
+            lambda: DataConfig(name="mnits"),
+            ("data set", "'mnits'", "did you mean 'mnist'?", *NAMES),
+        ),
+        (
+            lambda: DataConfig(seed=-1),
+            ("seed=-1 (--split-seed) is not allowed; allowed: 0 to 2^64 - 1",),
+        ),
         (lambda: DataConfig(name="text", binarize=True), ("binarize", "'text'", "mnist")),
-        (lambda: SeriesConfig(fill="nearest"), ("series.fill", "'nearest'", "zero, previous, linear")),
+        (
+            lambda: SeriesConfig(fill="nearest"),
+            ("series.fill", "'nearest'", "zero, previous, linear"),
+        ),
         (lambda: SeriesConfig(horizon=0), ("series.horizon", "0", "1")),
-        (lambda: SeriesConfig(scale="robust"), ("series.scale", "'robust'", "window, last, column, none")),
-        (lambda: SeriesConfig(time="none", time_features=True), ("series.time_features", "series.time")),
+        (
+            lambda: SeriesConfig(scale="robust"),
+            ("series.scale", "'robust'", "window, last, column, none"),
+        ),
+        (
+            lambda: SeriesConfig(time="none", time_features=True),
+            ("series.time_features", "series.time"),
+        ),
         (lambda: TextConfig(unit="word"), ("text.unit", "'word'", "char, byte")),
         (lambda: SyntheticConfig(num=3), ("synthetic.num", "3", "10")),
     ],
@@ -164,7 +179,9 @@ def test_hold_out_is_a_disjoint_tenth(num):
     kept, held = hold_out(num, seed=5)
     assert len(held) == round(0.1 * num)
     assert sorted([*kept, *held]) == list(range(num))
-    assert all(np.array_equal(a, b) for a, b in zip((kept, held), hold_out(num, seed=5), strict=True))
+    assert all(
+        np.array_equal(a, b) for a, b in zip((kept, held), hold_out(num, seed=5), strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["digits", "synthetic"])
@@ -175,7 +192,11 @@ def test_splits_are_disjoint_deterministic_and_follow_the_seed(name):
     data, again, other = (open_data(DataConfig(name=name, seed=seed)) for seed in (1, 1, 2))
     train, valid, test = rows(data.train), rows(data.valid), rows(data.test())
     total = len(train) + len(valid) + len(test)
-    assert len(set(train) | set(valid) | set(test)) == total == {"digits": 1797, "synthetic": 1200}[name]
+    assert (
+        len(set(train) | set(valid) | set(test))
+        == total
+        == {"digits": 1797, "synthetic": 1200}[name]
+    )
     assert len(valid) == round(0.1 * (len(train) + len(valid)))
     assert (train, valid, test) == (rows(again.train), rows(again.valid), rows(again.test()))
     assert valid != rows(other.valid)
@@ -188,7 +209,10 @@ def test_digits_match_scikit_learn():
 
     data = open_data(DataConfig(name="digits"))
     facts = describe(data)
-    assert np.sum(list(facts["classes"].values()), 0).tolist() == np.bincount(load_digits().target).tolist()
+    assert (
+        np.sum(list(facts["classes"].values()), 0).tolist()
+        == np.bincount(load_digits().target).tolist()
+    )
     x = data.train.batch(torch.tensor([7, 3]))
     assert x.dtype == torch.float32 and x.shape == (2, 8, 8) and 0 <= x.min() < x.max() <= 1
     assert torch.equal(x * 16, data.train.x[[7, 3]].float())
@@ -223,7 +247,10 @@ def test_split_batches_tokens_as_int64_and_windows_stay_shared(tmp_path):
 
 @pytest.mark.gpu
 def test_split_on_the_device_gives_the_same_batches():
-    for split in (open_data(DataConfig()).train, Split(torch.rand(50, 3).unfold(0, 7, 3).transpose(1, 2))):
+    for split in (
+        open_data(DataConfig()).train,
+        Split(torch.rand(50, 3).unfold(0, 7, 3).transpose(1, 2)),
+    ):
         index = torch.tensor([4, 0, 9])
         moved = split.to("cuda")
         assert torch.equal(moved.batch(index.cuda()).cpu(), split.batch(index))
@@ -289,7 +316,9 @@ def test_meta_that_can_not_be_is_named(field, value, allowed):
 
 
 def test_meta_maps_rows_to_images_of_any_height():
-    meta = Meta(name="cifar10", features=6, length=2, suggested_head="gaussian", image_shape=(2, 2, 3))
+    meta = Meta(
+        name="cifar10", features=6, length=2, suggested_head="gaussian", image_shape=(2, 2, 3)
+    )
     x = torch.linspace(-0.1, 1.1, 36).reshape(2, 3, 6)
     image = meta.to_image(x)
     assert image.shape == (2, 3, 2, 3) and image.min() == 0 and image.max() == 1
@@ -330,21 +359,29 @@ def test_download_is_checked_cached_and_not_repeated(server, tmp_path):
 def test_download_with_another_checksum_names_both_and_leaves_nothing(server, tmp_path):
     (tmp_path / "site" / "a.txt").write_bytes(b"other")
     with pytest.raises(ValueError) as caught:
-        files.locate(["a.txt"], ["text"], None, files.Remote(f"{server}/a.txt", sha256(b"hello"), "a.txt"))
+        files.locate(
+            ["a.txt"], ["text"], None, files.Remote(f"{server}/a.txt", sha256(b"hello"), "a.txt")
+        )
     message = str(caught.value)
     assert sha256(b"hello") in message and sha256(b"other") in message and "\n" not in message
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # pooch leaves a socket open
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # pooch leaves a socket open
 @pytest.mark.parametrize("reason", ["not there", "no server", "no pooch"])
-def test_failed_download_says_what_was_looked_for_and_how_to_give_it(server, tmp_path, monkeypatch, reason):
+def test_failed_download_says_what_was_looked_for_and_how_to_give_it(
+    server, tmp_path, monkeypatch, reason
+):
     url = "http://127.0.0.1:9/a.txt" if reason == "no server" else f"{server}/a.txt"
     if reason == "no pooch":
         monkeypatch.setitem(sys.modules, "pooch", None)
         (tmp_path / "site" / "a.txt").write_bytes(b"hello")
     with pytest.raises(ValueError) as caught:
-        files.locate(["a.txt"], ["text"], str(tmp_path), files.Remote(url, sha256(b"hello"), "a.txt"))
+        files.locate(
+            ["a.txt"], ["text"], str(tmp_path), files.Remote(url, sha256(b"hello"), "a.txt")
+        )
     message = str(caught.value)
     for part in (
         "a.txt",
@@ -365,7 +402,9 @@ def test_failed_download_says_what_was_looked_for_and_how_to_give_it(server, tmp
 def test_damaged_file_is_never_replaced(server, mnist, tmp_path, monkeypatch):
     monkeypatch.setattr(images, "_MNIST_URL", f"{server}/")
     for name in images._MNIST:
-        (tmp_path / "site" / f"{name}.gz").write_bytes(gzip.compress((mnist / name).read_bytes(), mtime=0))
+        (tmp_path / "site" / f"{name}.gz").write_bytes(
+            gzip.compress((mnist / name).read_bytes(), mtime=0)
+        )
     data = open_data(DataConfig(name="mnist"))
     assert len(data.train) == 45 and data.files[0].is_relative_to(tmp_path / "cache")
     broken = bytearray((mnist / "train-images-idx3-ubyte").read_bytes())
@@ -373,13 +412,18 @@ def test_damaged_file_is_never_replaced(server, mnist, tmp_path, monkeypatch):
     damaged = gzip.compress(bytes(broken), mtime=0)
     data.files[0].write_bytes(damaged)
     refused(
-        DataConfig(name="mnist"), data.files[0], sha256(broken), images._MNIST["train-images-idx3-ubyte"][2]
+        DataConfig(name="mnist"),
+        data.files[0],
+        sha256(broken),
+        images._MNIST["train-images-idx3-ubyte"][2],
     )
     assert data.files[0].read_bytes() == damaged
 
 
 def test_data_folder_must_exist(tmp_path, monkeypatch):
-    refused(DataConfig(name="mnist", dir=str(tmp_path / "nowhere")), "data-dir", tmp_path / "nowhere")
+    refused(
+        DataConfig(name="mnist", dir=str(tmp_path / "nowhere")), "data-dir", tmp_path / "nowhere"
+    )
     monkeypatch.setenv("VSSM_DATA", str(tmp_path / "neither"))
     refused(DataConfig(name="mnist"), "$VSSM_DATA", tmp_path / "neither")
 
@@ -396,7 +440,11 @@ def test_dir_comes_before_the_environment(tmp_path, monkeypatch):
 
 
 def idx(array):
-    return bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    return (
+        bytes((0, 0, 8, array.ndim))
+        + struct.pack(f">{array.ndim}I", *array.shape)
+        + array.tobytes()
+    )
 
 
 @pytest.fixture
@@ -441,7 +489,10 @@ def test_mnist_loads_packed_or_not(mnist, packed, inside):
         (lambda c: c[:9], "truncated"),
         (lambda c: b"", "no IDX file"),
         (lambda c: b"\0\0\x0d\x03" + c[4:], "00000d03, not 00000803"),
-        (lambda c: c[:4] + struct.pack(">3I", 50, 28, 27) + c[16:], "(50, 28, 27), expected (50, 28, 28)"),
+        (
+            lambda c: c[:4] + struct.pack(">3I", 50, 28, 27) + c[16:],
+            "(50, 28, 27), expected (50, 28, 28)",
+        ),
         (lambda c: c[:4] + struct.pack(">3I", 2**32 - 1, 28, 28) + c[16:], "expected (50, 28, 28)"),
         (lambda c: c[:100] + bytes((c[100] ^ 1,)) + c[101:], "the published one is"),
     ],
@@ -509,16 +560,17 @@ def pack_cifar10(folder, extra=()):
 
 def test_cifar10_rows_keep_the_channels_of_a_pixel_together(cifar10):
     data = open_data(DataConfig(name="cifar10", dir=str(cifar10)))
-    record = np.frombuffer((cifar10 / "cifar-10-batches-bin" / "test_batch.bin").read_bytes(), np.uint8)[
-        :3073
-    ]
+    record = np.frombuffer(
+        (cifar10 / "cifar-10-batches-bin" / "test_batch.bin").read_bytes(), np.uint8
+    )[:3073]
     image = record[1:].reshape(3, 32, 32)
     test = data.test()
     assert test.labels[0] == record[0] and test.x.shape == (20, 32, 96)
     for row, column, channel in ((0, 0, 0), (5, 7, 1), (31, 30, 2)):
         assert test.x[0, row, 3 * column + channel] == image[channel, row, column]
         assert (
-            data.meta.to_image(test.batch([0]))[0, row, column, channel] * 255 == image[channel, row, column]
+            data.meta.to_image(test.batch([0]))[0, row, column, channel] * 255
+            == image[channel, row, column]
         )
     assert len(data.train) == 90 and len(data.valid) == 10
 
@@ -561,7 +613,11 @@ def test_text_is_split_by_position_into_windows(tmp_path):
     assert data.meta.features == 26 and data.meta.vocabulary == "abcdefghijklmnopqrstuvwxyz"
     assert data.train.x.dtype == torch.uint8
     starts = {"train": 0, "valid": 813, "test": 903}
-    for split, start in ((data.train, 0), (data.valid, starts["valid"]), (data.test(), starts["test"])):
+    for split, start in (
+        (data.train, 0),
+        (data.valid, starts["valid"]),
+        (data.test(), starts["test"]),
+    ):
         joined = "".join(data.meta.decode(tokens) for tokens in split.batch(slice(None)))
         assert joined == content[start : start + len(joined)]
     assert (len(data.train), len(data.valid), len(data.test())) == (813 // 7, 90 // 7, 100 // 7)
@@ -636,11 +692,15 @@ def test_windows_are_scaled_by_their_context(tmp_path):
     values = np.random.default_rng(0).normal(5, 2, (60, 2))
     values[:, 1] = 3.0
     data = open_data(series(write_csv(tmp_path / "a.csv", values), context=4, horizon=3))
-    last = open_data(series(write_csv(tmp_path / "a.csv", values), context=4, horizon=3, scale="last"))
+    last = open_data(
+        series(write_csv(tmp_path / "a.csv", values), context=4, horizon=3, scale="last")
+    )
     walk = last.train.batch([0, 5])
     assert walk[:, 3].abs().max() == 0
     steps = np.hypot(np.sqrt(np.square(np.diff(values[5:9, 0])).sum()), 0.1 * values[:42, 0].std())
-    np.testing.assert_allclose(walk[1, :, 0], (values[5:12, 0] - values[8, 0]) / steps, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        walk[1, :, 0], (values[5:12, 0] - values[8, 0]) / steps, rtol=1e-4, atol=1e-5
+    )
     assert data.meta.windowed == "window" and SeriesConfig(scale=True).scale == "column"
     x = data.train.batch([0, 5])
     torch.testing.assert_close(x[:, :4, 0].mean(1), torch.zeros(2), rtol=0, atol=1e-5)
@@ -655,7 +715,9 @@ def test_windows_are_centred_by_season(tmp_path):
     values = np.random.default_rng(0).normal(5, 2, (60, 2))
     path = write_csv(tmp_path / "a.csv", values)
     mean, std = values[:42].mean(0), values[:42].std(0)
-    window = (values[5:17] - mean) / std  # 7 known, of which the last 6 are two seasons, and 5 to forecast
+    window = (
+        values[5:17] - mean
+    ) / std  # 7 known, of which the last 6 are two seasons, and 5 to forecast
     seasons, at = window[1:7].reshape(2, 3, 2), np.arange(-7, 5) % 3
     for scale, centre, variance in (
         ("window", seasons.mean(0), seasons.var(0).mean(0)),
@@ -695,13 +757,16 @@ def test_patches_join_rows_to_steps(tmp_path):
     x = data.train.batch([0, 5])
     assert x[1].tolist() == [[5, 1005, 6, 1006], [7, 1007, 8, 1008], [9, 1009, 10, 1010]]
     assert torch.equal(data.meta.to_rows(x), open_data(series(path, **options)).train.batch([0, 5]))
-    refused(lambda: SeriesConfig(context=4, horizon=3, patch=2), "series.horizon 3", "series.patch 2")
+    refused(
+        lambda: SeriesConfig(context=4, horizon=3, patch=2), "series.horizon 3", "series.patch 2"
+    )
 
 
 def test_windows_that_are_mostly_missing_are_left_out(tmp_path):
     values = np.arange(100.0)[:, None] * [1, -1]
     cells = [
-        ["" if 20 <= k < 30 and c == 0 else v for c, v in enumerate(row)] for k, row in enumerate(values)
+        ["" if 20 <= k < 30 and c == 0 else v for c, v in enumerate(row)]
+        for k, row in enumerate(values)
     ]
     path = write_csv(tmp_path / "a.csv", cells)
     options = {"context": 4, "horizon": 2, "scale": "none", "fill": "previous"}
@@ -710,8 +775,12 @@ def test_windows_that_are_mostly_missing_are_left_out(tmp_path):
     assert dropped == {s for s in range(65) if sum(20 <= s + k < 30 for k in range(6)) > 3}
     apart = open_data(series(path, separate=True, **options)).train
     assert len(apart) == 2 * 65 - len(dropped)
-    path = write_csv(tmp_path / "b.csv", [[v if k % 3 == 0 else "", 1] for k, v in enumerate(range(90))])
-    with pytest.raises(ValueError, match=r"no window for training .* = 6 steps has half .* every column"):
+    path = write_csv(
+        tmp_path / "b.csv", [[v if k % 3 == 0 else "", 1] for k, v in enumerate(range(90))]
+    )
+    with pytest.raises(
+        ValueError, match=r"no window for training .* = 6 steps has half .* every column"
+    ):
         _ = open_data(series(path, **options)).train
 
 
@@ -719,29 +788,40 @@ DATES = [f"2020-01-{1 + k // 24:02} {k % 24:02}:00" for k in range(24 * 28)]
 
 
 def test_dates_give_the_phases_of_the_calendar(tmp_path):
-    path = write_csv(tmp_path / "a.csv", [[d, k] for k, d in enumerate(DATES)], header=["date", "a"])
+    path = write_csv(
+        tmp_path / "a.csv", [[d, k] for k, d in enumerate(DATES)], header=["date", "a"]
+    )
     data = open_data(series(path, context=24, horizon=24, time_features=True, scale="none"))
-    assert data.meta.cycles == ("day", "week") and data.meta.features == 5 and data.meta.time == "date"
+    assert (
+        data.meta.cycles == ("day", "week") and data.meta.features == 5 and data.meta.time == "date"
+    )
     x = data.train.batch([0])[0]
     assert torch.equal(x[:, 0], torch.arange(48.0))
     torch.testing.assert_close(x[:24, 1:3], x[24:, 1:3], rtol=0, atol=1e-6)
     torch.testing.assert_close(x[:, 1].square() + x[:, 2].square(), torch.full((48,), 0.25))
     plain = write_csv(tmp_path / "b.csv", [[k] for k in range(600)], header=["a"])
     refused(
-        series(plain, context=4, horizon=2, time_features=True), "series.time_features", "no column of dates"
+        series(plain, context=4, horizon=2, time_features=True),
+        "series.time_features",
+        "no column of dates",
     )
     yearly = write_csv(
         tmp_path / "c.csv", [[f"{y}-01-01", y] for y in range(1700, 2000)], header=["date", "a"]
     )
     refused(
-        series(yearly, context=2, horizon=1, time_features=True), "series.time_features", "day, week, year"
+        series(yearly, context=2, horizon=1, time_features=True),
+        "series.time_features",
+        "day, week, year",
     )
 
 
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        ((5, "2020-13-01 05:00"), ("line 7", "'date'", "'2020-13-01 05:00' is no date", "ISO 8601")),
+        (
+            (5, "2020-13-01 05:00"),
+            ("line 7", "'date'", "'2020-13-01 05:00' is no date", "ISO 8601"),
+        ),
         ((5, "01/02/2020"), ("line 7", "is no date")),
         ((5, ""), ("line 7", "'' is no date")),
         ((0, "0001-01-01T00:00+05:00"), ("line 2", "'0001-01-01T00:00+05:00' is no date")),
@@ -770,7 +850,10 @@ def test_bad_dates_are_named(tmp_path, change, parts):
     ],
 )
 def test_dates_under_another_name_are_found_if_all_are_in_order(tmp_path, cells, found):
-    rows = [[word, cell, k] for k, (word, cell) in enumerate(zip("ab" * len(DATES), cells, strict=False))]
+    rows = [
+        [word, cell, k]
+        for k, (word, cell) in enumerate(zip("ab" * len(DATES), cells, strict=False))
+    ]
     path = write_csv(tmp_path / "a.csv", rows, header=["word", "when", "a"])
     meta = open_data(series(path, context=4, horizon=2)).meta
     assert (meta.time, meta.columns) == (found, ("a",))
@@ -792,16 +875,27 @@ def test_dates_between_seconds_are_kept(tmp_path, kind):
     assert times.dtype == "datetime64[us]" and (times == dates).all()
     assert open_data(series(path, context=4, horizon=2)).meta.time == "date"
     if kind == "csv":
-        write_csv(path, [[d, k] for k, d in enumerate(dates[[0, 1, 1]].astype(str))], header=["date", "a"])
-        refused(series(path), "line 4", "2024-01-01T00:00:00.100000 is there twice", "a microsecond or more")
+        write_csv(
+            path, [[d, k] for k, d in enumerate(dates[[0, 1, 1]].astype(str))], header=["date", "a"]
+        )
+        refused(
+            series(path),
+            "line 4",
+            "2024-01-01T00:00:00.100000 is there twice",
+            "a microsecond or more",
+        )
 
 
 def test_phases_go_on_between_seconds():
     noon = np.datetime64("2024-01-01T12", "ms") + np.array([0, 250, 1000])
     found = phases(noon, ["day"])
     angles = 2 * np.pi * (43_200 + np.array([0, 0.25, 1])) / 86_400
-    np.testing.assert_allclose(found, np.stack([np.sin(angles), np.cos(angles)], 1) / 2, rtol=0, atol=1e-12)
-    assert (phases(noon[[0, 2]], ["day"]) == phases(noon[[0, 2]].astype("datetime64[s]"), ["day"])).all()
+    np.testing.assert_allclose(
+        found, np.stack([np.sin(angles), np.cos(angles)], 1) / 2, rtol=0, atol=1e-12
+    )
+    assert (
+        phases(noon[[0, 2]], ["day"]) == phases(noon[[0, 2]].astype("datetime64[s]"), ["day"])
+    ).all()
 
 
 def test_two_columns_of_one_name_are_named(tmp_path):
@@ -836,7 +930,9 @@ TABLES = {
 @pytest.mark.filterwarnings("ignore:.* is left out")
 @pytest.mark.parametrize("name", TABLES)
 def test_csv_dialects(tmp_path, name):
-    (tmp_path / name).write_text(TABLES[name] + TABLES[name].splitlines(keepends=True)[-1] * 20, newline="")
+    (tmp_path / name).write_text(
+        TABLES[name] + TABLES[name].splitlines(keepends=True)[-1] * 20, newline=""
+    )
     data = open_data(series(tmp_path / name, context=1, horizon=1, scale="none", time="none"))
     assert data.train.x[0].tolist() == [[1, 2], [3, 4]]
     expected = {
@@ -850,7 +946,11 @@ def test_csv_dialects(tmp_path, name):
 @pytest.mark.parametrize(
     ("header", "row", "note"),
     [
-        ("t;v", "{k};0,{k}", "column 'v' is left out: line 2 has '0,0', which is no number; allowed: a dec"),
+        (
+            "t;v",
+            "{k};0,{k}",
+            "column 'v' is left out: line 2 has '0,0', which is no number; allowed: a dec",
+        ),
         (
             "t,v",
             '{k},"1,{k}"',
@@ -869,7 +969,11 @@ def test_csv_dialects(tmp_path, name):
         ("t,place", "{k},x", "column 'place' is left out: line 2 has 'x', which is no number$"),
         ("t,v", "{k},", "column 'v' is left out: all of its values are missing or not finite$"),
         ("t,v", "{k},inf", "column 'v' is left out: all of its values are missing or not finite$"),
-        ("t,v,place", "{k},NA,x1", r"column 'place' is left out \(and so is 'v'\): line 2 has 'x1'"),
+        (
+            "t,v,place",
+            "{k},NA,x1",
+            r"column 'place' is left out \(and so is 'v'\): line 2 has 'x1'",
+        ),
     ],
 )
 def test_columns_that_are_left_out_are_noted(tmp_path, header, row, note):
@@ -878,7 +982,9 @@ def test_columns_that_are_left_out_are_noted(tmp_path, header, row, note):
     with pytest.warns(UserWarning, match=f"a.csv: {note}"):
         data = open_data(series(path, context=2, horizon=1))
     assert data.meta.columns == ("t",)
-    open_data(series(path, context=2, horizon=1, columns=("t",)))  # others are not wanted, and no news
+    open_data(
+        series(path, context=2, horizon=1, columns=("t",))
+    )  # others are not wanted, and no news
 
 
 def test_dates_that_are_wanted_or_left_out_by_the_user_are_not_noted(tmp_path):
@@ -909,7 +1015,10 @@ def test_csv_in_another_encoding_is_noted_or_refused(tmp_path):
     text = path.read_text().replace("b", "température", 1)
     path.write_bytes(text.encode("latin-1"))
     with pytest.warns(UserWarning, match=r"a\.csv: line 1 has characters that are no UTF-8$"):
-        assert open_data(series(path, context=4, horizon=2)).meta.columns == ("a", "temp\ufffdrature")
+        assert open_data(series(path, context=4, horizon=2)).meta.columns == (
+            "a",
+            "temp\ufffdrature",
+        )
     path.write_bytes(text.encode("utf-16"))
     refused(series(path), path, "has bytes of zero, as UTF-16 has; allowed: a file saved as UTF-8")
 
@@ -920,11 +1029,15 @@ def test_csv_gives_back_every_number(tmp_path_factory, data):
     width = data.draw(st.integers(1, 4))
     number = st.floats(-1e6, 1e6, width=32)
     values = np.array(
-        data.draw(st.lists(st.lists(number, min_size=width, max_size=width), min_size=20, max_size=30))
+        data.draw(
+            st.lists(st.lists(number, min_size=width, max_size=width), min_size=20, max_size=30)
+        )
     )
     path = write_csv(tmp_path_factory.mktemp("csv") / "a.csv", values.tolist())
     opened = open_data(series(path, context=1, horizon=1, scale="none"))
-    assert np.array_equal(opened.train.x[:, 0], values[: int(0.7 * len(values)) - 1].astype(np.float32))
+    assert np.array_equal(
+        opened.train.x[:, 0], values[: int(0.7 * len(values)) - 1].astype(np.float32)
+    )
 
 
 def test_columns_are_chosen_by_name_or_position(tmp_path):
@@ -932,7 +1045,13 @@ def test_columns_are_chosen_by_name_or_position(tmp_path):
     path = write_csv(tmp_path / "a.csv", rows, header=["date", "HUFL", "HULL", "OT"])
     data = open_data(series(path, columns=("OT", "1"), context=2, horizon=1, scale="none"))
     assert data.meta.columns == ("OT", "HUFL") and data.train.x[0, 0].tolist() == [100, 1]
-    refused(series(path, columns=("HUFLL",)), "series.columns", "'HUFLL'", "HUFL, HULL, OT", "did you mean")
+    refused(
+        series(path, columns=("HUFLL",)),
+        "series.columns",
+        "'HUFLL'",
+        "HUFL, HULL, OT",
+        "did you mean",
+    )
     for position in "04":  # of the dates, and of nothing
         refused(series(path, columns=(position,)), f"'{position}' is no column", "HUFL, HULL, OT")
     refused(series(path, columns=("date",)), "'date'", "HUFL, HULL, OT")
@@ -948,14 +1067,21 @@ def test_a_position_is_that_in_the_file(tmp_path, name):
         pyarrow = pytest.importorskip("pyarrow")
         from pyarrow import parquet
 
-        parquet.write_table(pyarrow.table(dict(zip(names, zip(*rows, strict=True), strict=True))), path)
+        parquet.write_table(
+            pyarrow.table(dict(zip(names, zip(*rows, strict=True), strict=True))), path
+        )
     data = open_data(series(path, columns=("3", "2"), context=2, horizon=1, scale="none"))
     assert data.meta.columns == (names[3], names[2]) and data.train.x[0, 0].tolist() == [-1, 1]
     for position in "014":
-        refused(series(path, columns=("2", position)), f"'{position}' is no column of numbers", names[2])
+        refused(
+            series(path, columns=("2", position)), f"'{position}' is no column of numbers", names[2]
+        )
     for columns in (("2", "2"), (names[2], "2"), ("2", names[3], names[2])):
         refused(
-            series(path, columns=columns), "series.columns", f"has '{names[2]}' twice", "each column once"
+            series(path, columns=columns),
+            "series.columns",
+            f"has '{names[2]}' twice",
+            "each column once",
         )
 
 
@@ -963,7 +1089,9 @@ def test_a_column_without_numbers_keeps_its_position(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(90.0).reshape(30, 3) * [np.nan, 1, 1])
     data = open_data(series(tmp_path / "a.npy", columns=("1",), context=2, horizon=1, scale="none"))
     assert data.train.x[0, 0].tolist() == [1]
-    refused(series(tmp_path / "a.npy", columns=("0",)), "'0' is no column of numbers", "available: 1, 2")
+    refused(
+        series(tmp_path / "a.npy", columns=("0",)), "'0' is no column of numbers", "available: 1, 2"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.* is left out")
@@ -1022,7 +1150,9 @@ def test_a_quote_that_is_not_closed_takes_no_rows(tmp_path, later, row):
     lines = [f"{k},{-k},{notes.get(k, 'none')}" for k in range(300)]
     (tmp_path / "a.csv").write_text("\n".join(["a,b,note", *lines]))
     place = f"line {min(k for k, note in notes.items() if note.startswith(chr(34))) + 2} "
-    refused(series(tmp_path / "a.csv", context=4, horizon=2), "a.csv", place, "quote that is not closed")
+    refused(
+        series(tmp_path / "a.csv", context=4, horizon=2), "a.csv", place, "quote that is not closed"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.* is left out")
@@ -1090,7 +1220,9 @@ def test_parquet_series(tmp_path):
 def test_columns_of_true_and_false_are_ones_and_zeros(tmp_path, name):
     path, open_flags = tmp_path / name, [k % 3 == 0 for k in range(30)]
     if path.suffix == ".csv":
-        rows = [[k, str(flag), "" if k == 1 else str(flag).lower()] for k, flag in enumerate(open_flags)]
+        rows = [
+            [k, str(flag), "" if k == 1 else str(flag).lower()] for k, flag in enumerate(open_flags)
+        ]
         write_csv(path, rows, header=["a", "open", "gap"] if name == "a.csv" else None)
     else:
         pyarrow = pytest.importorskip("pyarrow")
@@ -1099,7 +1231,9 @@ def test_columns_of_true_and_false_are_ones_and_zeros(tmp_path, name):
         gap = [None if k == 1 else flag for k, flag in enumerate(open_flags)]
         parquet.write_table(pyarrow.table({"a": range(30), "open": open_flags, "gap": gap}), path)
     data = open_data(series(path, fill="previous", context=2, horizon=2, scale="none"))
-    assert data.meta.columns == (("0", "1", "2") if name == "headerless.csv" else ("a", "open", "gap"))
+    assert data.meta.columns == (
+        ("0", "1", "2") if name == "headerless.csv" else ("a", "open", "gap")
+    )
     assert data.train.x[0].tolist() == [[0, 1, 1], [1, 0, 1], [2, 0, 0], [3, 1, 1]]
 
 
@@ -1112,7 +1246,9 @@ def test_a_first_line_of_true_and_false_is_no_header(tmp_path):
 def test_words_beside_true_and_false_are_text(tmp_path):
     rows = [[k, "maybe" if k == 7 else "true"] for k in range(30)]
     path = write_csv(tmp_path / "a.csv", rows, header=["a", "b"])
-    with pytest.warns(UserWarning, match="column 'b' is left out: line 2 has 'true', which is no number"):
+    with pytest.warns(
+        UserWarning, match="column 'b' is left out: line 2 has 'true', which is no number"
+    ):
         assert open_data(series(path, context=2, horizon=1)).meta.columns == ("a",)
 
 
@@ -1122,8 +1258,12 @@ def test_categories_of_parquet_are_noted(tmp_path):
 
     columns = {"a": range(30), "place": pyarrow.array(["x", "y"] * 15).dictionary_encode()}
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
-    with pytest.warns(UserWarning, match="column 'place' is left out: row 1 has 'x', which is no number"):
-        assert open_data(series(tmp_path / "a.parquet", context=2, horizon=1)).meta.columns == ("a",)
+    with pytest.warns(
+        UserWarning, match="column 'place' is left out: row 1 has 'x', which is no number"
+    ):
+        assert open_data(series(tmp_path / "a.parquet", context=2, horizon=1)).meta.columns == (
+            "a",
+        )
 
 
 def test_columns_of_parquet_that_are_no_plain_numbers(tmp_path):
@@ -1155,14 +1295,18 @@ def test_missing_columns_of_parquet_are_noted(tmp_path):
         columns = {"a": range(30), "b": pyarrow.array([cell] * 30, kind)}
         parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
         with pytest.warns(UserWarning, match=f"column 'b' is left out: {why}"):
-            assert open_data(series(tmp_path / "a.parquet", context=2, horizon=1)).meta.columns == ("a",)
+            assert open_data(series(tmp_path / "a.parquet", context=2, horizon=1)).meta.columns == (
+                "a",
+            )
 
 
 def test_synthetic_has_any_size_and_is_not_independent_in_time():
     config = DataConfig(name="synthetic", synthetic=SyntheticConfig(length=257, features=3, num=51))
     data = open_data(config)
     x = data.train.batch(slice(None))
-    assert x.shape == (46, 257, 3) and data.test().x.shape == (10, 257, 3) and x.dtype == torch.float32
+    assert (
+        x.shape == (46, 257, 3) and data.test().x.shape == (10, 257, 3) and x.dtype == torch.float32
+    )
     assert x.min() >= 0 and x.max() <= 1
     centred = x - x.mean(1, keepdim=True)
     correlation = (centred[:, 1:] * centred[:, :-1]).mean() / centred.square().mean()
@@ -1230,13 +1374,17 @@ def test_describe_and_picture(tmp_path):
         ]
         shown = imread(picture(data, tmp_path / f"{config.name}.png"))
         assert shown.std() > 0.01 and shown.shape[1] > 300
-    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+    assert (
+        "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+    )
 
 
 def test_drawn_images_are_exact_pixels(tmp_path):
     from matplotlib.image import imread
 
-    meta = Meta(name="digits", features=8, length=8, suggested_head="gaussian", image_shape=(8, 8, 1))
+    meta = Meta(
+        name="digits", features=8, length=8, suggested_head="gaussian", image_shape=(8, 8, 1)
+    )
     x = torch.arange(3 * 64).reshape(3, 8, 8) / 255
     shown = imread(draw(meta, x, tmp_path / "a.png"))
     zoom = shown.shape[0] // 10
@@ -1255,7 +1403,18 @@ def test_mnist_has_the_published_counts():
     counts = torch.bincount(torch.cat([data.train.labels, data.valid.labels])).tolist()
     assert counts == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
     test = data.test()
-    assert torch.bincount(test.labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert torch.bincount(test.labels).tolist() == [
+        980,
+        1135,
+        1032,
+        1010,
+        982,
+        892,
+        958,
+        1028,
+        974,
+        1009,
+    ]
     assert len(data.valid) == 6000 and data.train.x.shape == (54000, 28, 28)
     assert data.checksum == "compared with the published sha256"
 
@@ -1288,7 +1447,11 @@ def test_tinyshakespeare_has_65_characters():
 @real("timeseries")
 @pytest.mark.parametrize(
     ("name", "rows", "columns"),
-    [("ETTh1.csv.gz", 17420, 7), ("exchange_rate.txt.gz", 7588, 8), ("national_illness.csv.gz", 966, 7)],
+    [
+        ("ETTh1.csv.gz", 17420, 7),
+        ("exchange_rate.txt.gz", 7588, 8),
+        ("national_illness.csv.gz", 966, 7),
+    ],
 )
 def test_real_series_load(name, rows, columns):
     config = dataclasses.replace(series(name, context=24, horizon=12), dir=REAL)
@@ -1304,13 +1467,25 @@ def test_real_series_load(name, rows, columns):
         ({"seed": True}, r"seed=True \(--split-seed\) is not allowed"),
         ({"dir": 5}, "dir 5 is not allowed; allowed: a path"),
         ({"binarize": "no"}, "binarize 'no' is not allowed; allowed: True, False"),
-        ({"synthetic": {"num": 1e3}}, r"synthetic.num 1000.0 is not allowed; allowed: a whole number >= 10"),
-        ({"synthetic": {"length": float("nan")}}, "synthetic.length nan is not allowed; allowed: a whole"),
-        ({"text": {"length": True}}, "text.length True is not allowed; allowed: a whole number >= 1"),
+        (
+            {"synthetic": {"num": 1e3}},
+            r"synthetic.num 1000.0 is not allowed; allowed: a whole number >= 10",
+        ),
+        (
+            {"synthetic": {"length": float("nan")}},
+            "synthetic.length nan is not allowed; allowed: a whole",
+        ),
+        (
+            {"text": {"length": True}},
+            "text.length True is not allowed; allowed: a whole number >= 1",
+        ),
         ({"arrays": {"path": 5}}, "arrays.path 5 is not allowed; allowed: a path"),
         ({"series": {"path": ["x"]}}, r"series.path \['x'\] is not allowed; allowed: a path"),
         ({"series": {"separate": 1}}, "series.separate 1 is not allowed; allowed: True, False"),
-        ({"series": {"season": 2.0}}, "series.season 2.0 is not allowed; allowed: a whole number >= 1"),
+        (
+            {"series": {"season": 2.0}},
+            "series.season 2.0 is not allowed; allowed: a whole number >= 1",
+        ),
     ],
 )
 def test_what_a_config_file_may_hold_instead_of_options_is_named(values, message):
@@ -1322,7 +1497,11 @@ def test_every_row_of_a_part_is_forecast(tmp_path):
     """Validation and test take the context of their first window from the part before."""
     path = write_csv(tmp_path / "a.csv", np.arange(200.0)[:, None] * [1, -1])
     data = open_data(series(path, context=10, horizon=5, scale="none"))
-    for split, low, high in ((data.train, 10, 140), (data.valid, 140, 160), (data.test(), 160, 200)):
+    for split, low, high in (
+        (data.train, 10, 140),
+        (data.valid, 140, 160),
+        (data.test(), 160, 200),
+    ):
         ahead = split.batch(slice(None))[:, 10:, 0]
         assert ahead.unique().tolist() == list(range(low, high))
 
@@ -1341,11 +1520,17 @@ def test_splits_and_bits_of_digits_are_pinned():
     assert data.test().labels[:8].tolist() == [3, 5, 0, 1, 4, 5, 9, 6]
     assert data.valid.labels[:8].tolist() == [0, 7, 0, 8, 6, 1, 6, 1]
     data = open_data(DataConfig(name="digits", binarize=True))
-    assert [int(split.x.sum()) for split in (data.train, data.valid, data.test())] == [25316, 2825, 7017]
+    assert [int(split.x.sum()) for split in (data.train, data.valid, data.test())] == [
+        25316,
+        2825,
+        7017,
+    ]
 
 
 def test_a_digest_tells_values_apart_that_have_one_mean_and_one_middle():
-    flat, peak = (Split(torch.tensor(values).view(1, 3, 1)) for values in ([1.0, 1, 1], [0.0, 3, 0]))
+    flat, peak = (
+        Split(torch.tensor(values).view(1, 3, 1)) for values in ([1.0, 1, 1], [0.0, 3, 0])
+    )
     assert flat.digest() == [1.0, 1.0, 0.5]
     assert peak.digest() == [1.0, 3.0, 0.5]
 
@@ -1376,7 +1561,9 @@ def test_columns_that_are_left_out_by_their_name_are_noted(tmp_path):
     (tmp_path / "a.csv").write_text("\n".join(["index,vol", *(f"{a},{b}" for a, b in values)]))
     with pytest.warns(UserWarning, match="column 'index' of numbers is left out, by its name"):
         open_data(series(tmp_path / "a.csv", context=3, horizon=2))
-    (tmp_path / "a.csv").write_text("\n".join(["index,load,b", *(f'{k},"1,5",{k * k}' for k in range(60))]))
+    (tmp_path / "a.csv").write_text(
+        "\n".join(["index,load,b", *(f'{k},"1,5",{k * k}' for k in range(60))])
+    )
     with pytest.warns(UserWarning, match="column 'load' is left out: .* allowed: a decimal point"):
         open_data(series(tmp_path / "a.csv", context=3, horizon=2))
 
@@ -1393,7 +1580,9 @@ def test_many_values_are_looked_at_in_parts(monkeypatch):
     split = Split(torch.randn(50, 7, 3))
     digest = split.digest()
     x = split.x.reshape(-1).double()
-    assert digest == pytest.approx([float(v.mean()) for v in (x, x * x, x * torch.linspace(0, 1, len(x)))])
+    assert digest == pytest.approx(
+        [float(v.mean()) for v in (x, x * x, x * torch.linspace(0, 1, len(x)))]
+    )
     monkeypatch.setattr("vssm.data.dataset._PART", 100)  # four sequences
     assert split.digest() == pytest.approx(digest, rel=1e-12)
     assert [len(part) for part in split.parts()] == [*12 * [4], 2]
@@ -1418,7 +1607,10 @@ def test_images_are_moved_by_a_pixel_as_often_as_asked():
     up = found[steps.index((-1, 0))]
     assert torch.equal(made[up][:, 1:], x[up][:, :-1]) and torch.equal(made[up][:, 0], x[up][:, 0])
     # Parts of a batch are moved as the whole is.
-    parts = [moved(x[i * 500 :][:500], 0.6, 3, torch.Generator().manual_seed(0), (i, 4)) for i in range(4)]
+    parts = [
+        moved(x[i * 500 :][:500], 0.6, 3, torch.Generator().manual_seed(0), (i, 4))
+        for i in range(4)
+    ]
     assert torch.equal(torch.cat(parts), made)
     assert torch.equal(moved(x, 0.0, 3), x)
 
@@ -1443,7 +1635,11 @@ def test_a_folder_of_images_is_read_in_the_order_of_names(tmp_path, mode, channe
     pixels = folder_of_images(tmp_path / "a", mode=mode)
     data = open_data(images_in(tmp_path / "a"))
     assert data.meta.image_shape == (4, 6, channels) and data.meta.levels == 256
-    assert (data.meta.features, data.meta.length, data.meta.suggested_head) == (6 * channels, 4, "gaussian")
+    assert (data.meta.features, data.meta.length, data.meta.suggested_head) == (
+        6 * channels,
+        4,
+        "gaussian",
+    )
     splits = (data.train, data.valid, data.test())
     assert [len(split) for split in splits] == [10, 1, 1] and data.train.x.dtype == torch.uint8
     rest, test = hold_out(12, 0, stream=ARRAYS)
@@ -1472,7 +1668,9 @@ def test_kinds_of_images_are_read_as_they_look(tmp_path):
     (folder / ".hidden.png").write_text("no image")
     (folder / "more").mkdir()
     (folder / "notes.txt").write_text("no image")
-    with pytest.warns(UserWarning, match=r"names are not those of images: 1; the first is notes\.txt"):
+    with pytest.warns(
+        UserWarning, match=r"names are not those of images: 1; the first is notes\.txt"
+    ):
         data = open_data(images_in(folder))
     assert data.meta.image_shape == (4, 4, 3) and len(data.files) == 17
     x = torch.cat([data.train.x, data.valid.x, data.test().x])
@@ -1481,7 +1679,13 @@ def test_kinds_of_images_are_read_as_they_look(tmp_path):
     dot = white.copy()
     dot[0, 1] = [255, 0, 0]
     rotated = np.rot90(np.asarray(grey), -1)[..., None].repeat(3, -1)
-    others = [white, dot, rotated, np.zeros_like(white) + np.array([1, 2, 3], np.uint8), white // 255 * 200]
+    others = [
+        white,
+        dot,
+        rotated,
+        np.zeros_like(white) + np.array([1, 2, 3], np.uint8),
+        white // 255 * 200,
+    ]
     assert all(np.ascontiguousarray(image).tobytes() in found for image in others)
 
 
@@ -1496,7 +1700,10 @@ def test_bad_folders_of_images_are_named(tmp_path):
     odd = folder / "05.png"
     whole = odd.read_bytes()
     Image.new("RGB", (8, 4)).save(odd)
-    refused(images_in(folder), f"{odd} is an image of 8 x 4 pixels, 00.png is one of 6 x 4; allowed: images")
+    refused(
+        images_in(folder),
+        f"{odd} is an image of 8 x 4 pixels, 00.png is one of 6 x 4; allowed: images",
+    )
     Image.fromarray(np.zeros((4, 6), np.uint16)).save(odd)
     refused(images_in(folder), odd, "more than 8 bits")
     for content in (b"", b"words", whole[: len(whole) // 2], whole[:60] + b"\0" * 20 + whole[80:]):
@@ -1524,8 +1731,14 @@ def test_packed_files_that_unpack_to_too_much_are_refused_while_unpacking(tmp_pa
     with gzip.open(tmp_path / "a.txt.gz", "wb") as file:
         file.write(b"0" * (3 << 20))
     np.savez_compressed(tmp_path / "a.npz", x=zeros.reshape(16, -1, 1))
-    packed = [series(tmp_path / "a.csv.gz"), text(tmp_path / "a.txt.gz"), arrays(tmp_path / "a.npz")]
-    message = "unpacks to more than the 0.00195312 GiB allowed for a packed file; unpack it yourself"
+    packed = [
+        series(tmp_path / "a.csv.gz"),
+        text(tmp_path / "a.txt.gz"),
+        arrays(tmp_path / "a.npz"),
+    ]
+    message = (
+        "unpacks to more than the 0.00195312 GiB allowed for a packed file; unpack it yourself"
+    )
     for config in packed:
         refused(config, message)
     folder_of_images(tmp_path / "pictures", size=(400, 400))

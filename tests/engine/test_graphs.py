@@ -85,7 +85,9 @@ def same_states(a, b):
 def same_results(a, b):
     same(a.x, b.x)
     same(a.z, b.z)
-    same_states(*(State(dict(sorted(some.children.items())), some.position) for some in (a.state, b.state)))
+    same_states(
+        *(State(dict(sorted(some.children.items())), some.position) for some in (a.state, b.state))
+    )
 
 
 def programs(model):
@@ -128,7 +130,9 @@ def test_a_state_in_another_order_is_replayed(kind, device, replays):
     state = observe(model, sequences(model, 3, 4).to(device))
 
     def reverse(tree):
-        children = {n: reverse(c) if isinstance(c, State) else c for n, c in reversed(tree.children.items())}
+        children = {
+            n: reverse(c) if isinstance(c, State) else c for n, c in reversed(tree.children.items())
+        }
         return State(children, tree.position, tree.owner)
 
     last = check(model, replays, state=state)
@@ -173,7 +177,10 @@ def test_slabs_of_rows_equal_all_rows_at_once(options, recorded, device, replays
     starts = [{"num": 5}, {"num": 5, "prompt": prompts[:1]}, {"prompt": prompts, "seed": seeds}]
     starts += [{"state": read}, {"state": read, "prompt": prompts}]
     if parallel:
-        starts += [{"num": 5, "chunk": 3, "recondition": True}, {"prompt": prompts, "length": 0, "chunk": 8}]
+        starts += [
+            {"num": 5, "chunk": 3, "recondition": True},
+            {"prompt": prompts, "length": 0, "chunk": 8},
+        ]
     wholes = [generate(model, graphs=False, **{"length": 6} | start) for start in starts]
     for start, whole in zip(starts, wholes, strict=True):
         divided = slab(2 * 6)  # two rows of six steps
@@ -181,7 +188,8 @@ def test_slabs_of_rows_equal_all_rows_at_once(options, recorded, device, replays
             made = generate(model, graphs=recorded, **{"length": 6} | start)
             same_results(made, whole)
             rests = [
-                generate(model, length=3, state=state, graphs=False) for state in (made.state, whole.state)
+                generate(model, length=3, state=state, graphs=False)
+                for state in (made.state, whole.state)
             ]
             same_results(*rests)
         read_apart = kind in ("transformer", "ssm") and len(start.get("prompt", ())) > 1
@@ -197,7 +205,12 @@ def test_slabs_of_rows_equal_all_rows_at_once(options, recorded, device, replays
 def test_long_sequences_are_made_in_chunks_that_fit(recorded, device, slab, monkeypatch):
     model = small_model("vssm").to(device)
     prompts = sequences(model, 2, 3).to(device)
-    starts = [{"num": 2}, {"prompt": prompts}, {"state": observe(model, prompts)}, {"num": 2, "chunk": 8}]
+    starts = [
+        {"num": 2},
+        {"prompt": prompts},
+        {"state": observe(model, prompts)},
+        {"num": 2, "chunk": 8},
+    ]
     starts += [{"num": 2, "chunk": 4}, {"prompt": prompts, "length": 0, "chunk": 9}]
     # Seven steps fit: two chunks of six and five; after a prompt of three, three chunks of four.
     split = [[6, 5], [7, 4, 3], [6, 5], [6, 5], [4, 4, 3], []]
@@ -252,7 +265,9 @@ def test_only_a_vssm_makes_chunks_of_its_own(slab, monkeypatch):
     assert set(divided) == {4}
 
 
-@pytest.mark.parametrize("options", [{"recondition": True}, {"passes": 2}, {"recondition": True, "chunk": 4}])
+@pytest.mark.parametrize(
+    "options", [{"recondition": True}, {"passes": 2}, {"recondition": True, "chunk": 4}]
+)
 def test_chunks_that_mean_something_stay(options, slab, monkeypatch):
     model = small_model("vssm")
     whole = generate(model, num=2, length=9, **options)
@@ -278,7 +293,9 @@ def test_slabs_share_what_all_rows_share(kind, rows, device, slab):
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_a_transformer_whose_cache_would_not_fit_is_divided(recorded, device, replays, slab, monkeypatch):
+def test_a_transformer_whose_cache_would_not_fit_is_divided(
+    recorded, device, replays, slab, monkeypatch
+):
     model = small_model("transformer").to(device)
     prompts, seeds = sequences(model, 5, 4).to(device), torch.arange(5, device=device) + 7
     read = observe(model, prompts[:, :2], seed=3)
@@ -293,7 +310,8 @@ def test_a_transformer_whose_cache_would_not_fit_is_divided(recorded, device, re
             made = generate(model, graphs=recorded, **{"length": 6} | start)
             same_results(made, whole)
             rests = [
-                generate(model, length=3, state=state, graphs=False) for state in (made.state, whole.state)
+                generate(model, length=3, state=state, graphs=False)
+                for state in (made.state, whole.state)
             ]
             same_results(*rests)
         assert divided
@@ -318,7 +336,13 @@ def test_rows_of_a_slab(slab):
     assert [slabs.rows_of_slab(model, 5, steps, False) for steps in (0, 1, 2, 3, 4, 6, 12, 13)] == (
         [5, 5, 5, 3, 3, 2, 1, 1]
     )
-    assert [slabs.rows_of_slab(model, num, 12, False, least=2) for num in (1, 2, 3, 5, 6)] == [1, 2, 2, 2, 2]
+    assert [slabs.rows_of_slab(model, num, 12, False, least=2) for num in (1, 2, 3, 5, 6)] == [
+        1,
+        2,
+        2,
+        2,
+        2,
+    ]
 
 
 @pytest.mark.parametrize("kind", ["transformer", "ssm"])
@@ -428,12 +452,18 @@ def test_replayed_chunks_equal_plain(kind, device, replays):
 def test_replayed_passes_equal_plain(kind, device, replays):
     model = small_model(kind).to(device)
     prompt = sequences(model, 2, 3).to(device)
-    for options in ({"num": 2}, {"prompt": prompt}, {"state": observe(model, prompt), "observe": "sample"}):
+    for options in (
+        {"num": 2},
+        {"prompt": prompt},
+        {"state": observe(model, prompt), "observe": "sample"},
+    ):
         for passes, chunk in ((2, None), (3, None), (2, 3)):  # each its own program
             check(model, replays, length=7, passes=passes, chunk=chunk, **options)
 
 
-@pytest.mark.parametrize("head", ["gaussian-learned", "bernoulli", "categorical", "logistic-mixture"])
+@pytest.mark.parametrize(
+    "head", ["gaussian-learned", "bernoulli", "categorical", "logistic-mixture"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_replayed_heads_equal_plain(kind, head, device, replays):
     model = small_model(kind, head).to(device)
@@ -509,7 +539,9 @@ def static_memory(model):
     found = set()
     for program in programs(model).values():
         if isinstance(program, OneShot):
-            found |= memory(*program.static, *program.fixed.leaves(), *program.recording.outputs.leaves())
+            found |= memory(
+                *program.static, *program.fixed.leaves(), *program.recording.outputs.leaves()
+            )
         else:
             found |= memory(*program.carried.leaves(), *getattr(program, "caches", ()))
             for static, recording in program._blocks.values():
@@ -531,7 +563,9 @@ def test_results_have_memory_of_their_own(kind, large, device, replays, monkeypa
         for seed in range(2):
             x, z, state = generate(model, length=6, seed=seed, **options)
             if "prompt" not in options:
-                state.children.pop("blind", None)  # the pass over empty tokens, which all calls share
+                state.children.pop(
+                    "blind", None
+                )  # the pass over empty tokens, which all calls share
             results = memory(x) if z is None else memory(x, z)
             assert not results & memory(*state.leaves()), "who keeps x does not keep the state"
             mine = results | memory(*state.leaves())
@@ -573,14 +607,21 @@ def test_a_repeated_request_is_replayed_at_once(device, replays, monkeypatch):
     model = small_model("vssm").to(device)
     check(model, replays, num=2, temperature=0.7)
     expected = [
-        generate(model, num=2, length=LENGTH, seed=seed, temperature=0.7, graphs=False) for seed in (5, 0)
+        generate(model, num=2, length=LENGTH, seed=seed, temperature=0.7, graphs=False)
+        for seed in (5, 0)
     ]
     module = sys.modules["vssm.sampling.generation"]
     for name in ("sample", "first_weight", "_check_num", "_noise_source"):
         monkeypatch.setattr(module, name, None)
     same_results(generate(model, num=2, length=LENGTH, seed=5, temperature=0.7), expected[0])
     same_results(generate(model, num=2, length=LENGTH, temperature=0.7), expected[1])
-    for other in ({"num": 3}, {"seed": torch.tensor(5)}, {"rows": [0, 1]}, {"graphs": False}, {"length": 4}):
+    for other in (
+        {"num": 3},
+        {"seed": torch.tensor(5)},
+        {"rows": [0, 1]},
+        {"graphs": False},
+        {"length": 4},
+    ):
         with pytest.raises(TypeError, match="not callable"):
             generate(model, **{"num": 2, "length": LENGTH, "temperature": 0.7, **other})
 
@@ -590,7 +631,13 @@ def test_what_looks_like_a_known_request_is_checked(device):
     model = small_model("vssm").to(device)
     for _ in range(3):
         generate(model, num=1, length=1, passes=1, temperature=1)
-    for name, value in (("length", 1.0), ("length", True), ("passes", True), ("num", True), ("num", 1.0)):
+    for name, value in (
+        ("length", 1.0),
+        ("length", True),
+        ("passes", True),
+        ("num", True),
+        ("num", 1.0),
+    ):
         with pytest.raises(ValueError, match=rf"^{name}={value} is not allowed"):
             generate(model, **{"num": 1, "length": 1, name: value})
     with pytest.raises(ValueError, match=r"^seed is bool"):
@@ -599,7 +646,9 @@ def test_what_looks_like_a_known_request_is_checked(device):
     for value in 3 * (1.0, 0.01):
         temperature.fill_(value)
         made = generate(model, num=2, length=5, temperature=temperature, seed=3)
-        same_results(made, generate(model, num=2, length=5, temperature=value, seed=3, graphs=False))
+        same_results(
+            made, generate(model, num=2, length=5, temperature=value, seed=3, graphs=False)
+        )
 
 
 def _add(model):
@@ -695,7 +744,9 @@ def test_a_module_of_somebody_else_is_called_at_every_call(part, device):
 
     def call():
         for _ in range(4):
-            made.append(generate(model, num=2, length=LENGTH, seed=4, temperature=0.5, observe="sample"))
+            made.append(
+                generate(model, num=2, length=LENGTH, seed=4, temperature=0.5, observe="sample")
+            )
         options = {"length": LENGTH, "seed": 4, "temperature": 0.5, "observe": "sample"}
         same_results(made[-1], generate(model, num=2, **options, graphs=False))
         return made[-1].x
@@ -797,7 +848,9 @@ def test_a_tree_is_gathered_in_few_pieces():
     assert len(gathered.pieces) == 3
     copies = gathered.own(9), gathered.own(9)
     for one in copies:
-        for (name, made), expected in zip(one.children.items(), tree.children.values(), strict=True):
+        for (name, made), expected in zip(
+            one.children.items(), tree.children.values(), strict=True
+        ):
             for a, b in zip(trees.leaves_of(made), trees.leaves_of(expected), strict=True):
                 assert torch.equal(a, b) and a.dtype == b.dtype, name
                 assert a.numel() == 0 or a is shared or a.data_ptr() % 16 == 0
@@ -865,7 +918,9 @@ def test_new_weights_are_seen(kind, device, replays):
     first = check(model, replays, num=2).x
     model.load_state_dict(other.state_dict())
     assert relative_error(check(model, replays, num=2).x, first) > 1e-3
-    model.load_state_dict({n: v.to(device) for n, v in small_model(kind).state_dict().items()}, assign=True)
+    model.load_state_dict(
+        {n: v.to(device) for n, v in small_model(kind).state_dict().items()}, assign=True
+    )
     same(check(model, replays, num=2).x, first)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -953,7 +1008,9 @@ def test_kept_halves_of_weights_follow_them(kind, replays):
         for one in kept.values():
             change(one.weight)
         changed = generate(model, seed=2, **rows)
-        assert replays["recorded"] == before["recorded"] and replays["replayed"] > before["replayed"]
+        assert (
+            replays["recorded"] == before["recorded"] and replays["replayed"] > before["replayed"]
+        )
         same_results(changed, generate(model, seed=2, graphs=False, **rows))
         assert relative_error(changed.x, first) > 1e-6
         first = changed.x
@@ -998,7 +1055,9 @@ def test_a_failed_recording_falls_back_with_one_warning(device, monkeypatch):
     model = small_model("vssm").to(device)
     expected = generate(model, num=2, length=4, graphs=False).x
     generate(model, num=2, length=4)
-    message = r"^generating without a CUDA graph, which could not be made: out of memory: tried 8 GiB$"
+    message = (
+        r"^generating without a CUDA graph, which could not be made: out of memory: tried 8 GiB$"
+    )
     with pytest.warns(UserWarning, match=message):
         same(generate(model, num=2, length=4).x, expected)
     with warnings.catch_warnings():
@@ -1068,7 +1127,9 @@ def paths_forecaster(device, kind="vssm", width=16, **options):
         **options,
     }
     meta = Meta(name="series", length=0, suggested_head="", columns=("a", "b"), **values)
-    model = small_model(kind, "gaussian-learned", features=values["features"], width=width).to(device)
+    model = small_model(kind, "gaussian-learned", features=values["features"], width=width).to(
+        device
+    )
     return Forecaster(model, meta)
 
 
@@ -1080,7 +1141,9 @@ def plain_forecast(forecaster, *arguments, **options):
 
 
 def histories(num, seed=0):
-    return torch.randn(num, 12, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        num, 12, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 OTHERS = [
@@ -1099,7 +1162,10 @@ def test_replayed_paths_equal_plain(kind, options, device, replays):
     own, before = paths_forecaster(device, kind, **options), None
     for turn in range(4):
         times = np.arange(turn, turn + 12).astype("datetime64[h]")
-        x, settings = histories(3, seed=turn), {"seed": turn - 1, "temperature": 0.8, "times": times}
+        x, settings = (
+            histories(3, seed=turn),
+            {"seed": turn - 1, "temperature": 0.8, "times": times},
+        )
         made = own.forecast(x, 9, 5, **settings).samples
         same(made, plain_forecast(own, x, 9, 5, **settings))
         assert before is None or not torch.equal(made, before), "other histories and seeds"
@@ -1146,9 +1212,13 @@ def known_forecasts(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", [*OTHERS[:-1], {"context": 7}], ids=str)
 @pytest.mark.parametrize("num", [None, 3])
-def test_forecasts_asked_for_again_check_values_alone(num, options, dtype, device, replays, monkeypatch):
+def test_forecasts_asked_for_again_check_values_alone(
+    num, options, dtype, device, replays, monkeypatch
+):
     own = paths_forecaster(device, **options)
-    given = [histories(3, seed=turn).to(dtype)[0 if num is None else slice(num)] for turn in range(4)]
+    given = [
+        histories(3, seed=turn).to(dtype)[0 if num is None else slice(num)] for turn in range(4)
+    ]
     dials = [{}, {}, {"seed": -5}, {"seed": 2**63 - 1, "temperature": 1.0}]
     wanted = [plain_forecast(own, x, 9, 5, **dial) for x, dial in zip(given, dials, strict=True)]
     made = [own.forecast(x, 9, 5, **dial) for x, dial in zip(given[:2], dials[:2], strict=True)]
@@ -1298,7 +1368,13 @@ def test_forecasts_on_a_gpu_are_those_of_a_cpu():
         kind="vssm", features=24, width=64, layers=2, latents=4, classes=16, head="gaussian-learned"
     )
     meta = Meta(
-        name="series", length=0, suggested_head="", columns=("a",), features=24, patch=24, windowed="last"
+        name="series",
+        length=0,
+        suggested_head="",
+        columns=("a",),
+        features=24,
+        patch=24,
+        windowed="last",
     )
     x = torch.randn(30, 120, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     model = build(config)
@@ -1331,7 +1407,10 @@ def test_a_number_of_the_host_changes_only_after_what_is_watched_was_seen():
     shot = OneShot.__new__(OneShot)
     shot._told = {"seed": Mock(fill=lambda number: log.append(number))}
     shot.fixed, shot.static = {}, []
-    watch = {"expect": lambda: log.append("expect"), "unchanged": lambda: not log.append("unchanged")}
+    watch = {
+        "expect": lambda: log.append("expect"),
+        "unchanged": lambda: not log.append("unchanged"),
+    }
     shot.watch = Mock(**watch)
     shot.recording = Mock(replay=lambda model: log.append("replay"))
     shot(None, State({}), {"seed": 7}, 0)

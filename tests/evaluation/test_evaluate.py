@@ -57,7 +57,13 @@ def make_run(folder, kind, data, **options):
     """A run folder as training leaves it, of a small model with fresh weights."""
     torch.manual_seed(1)
     meta = open_data(data).meta
-    values = {"features": meta.features, "head": meta.suggested_head, "layers": 1, "width": 16, **options}
+    values = {
+        "features": meta.features,
+        "head": meta.suggested_head,
+        "layers": 1,
+        "width": 16,
+        **options,
+    }
     save(build(small_config(kind, **values)), folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"data": dataclasses.asdict(data), "train": {}, "data_meta": meta.to_json()}
@@ -66,7 +72,11 @@ def make_run(folder, kind, data, **options):
 
 
 def steady(metrics):
-    return {n: value for n, value in metrics.items() if not n.endswith(TIMES) and not n.startswith("ms_")}
+    return {
+        n: value
+        for n, value in metrics.items()
+        if not n.endswith(TIMES) and not n.startswith("ms_")
+    }
 
 
 DIGITS = DataConfig(name="digits")
@@ -101,7 +111,13 @@ def test_envelope(evaluated, digits_run):
     assert made["config"]["data"]["name"] == "digits"
     assert made["config"]["evaluate"]["backend"] == "numba"
     assert all(stages.values())
-    assert {"reconstruction", "likelihoods", "generation times", "classifier", "fd_one_shot"} <= set(stages)
+    assert {
+        "reconstruction",
+        "likelihoods",
+        "generation times",
+        "classifier",
+        "fd_one_shot",
+    } <= set(stages)
 
 
 def test_metrics_of_a_vssm(evaluated, digits_run):
@@ -112,7 +128,11 @@ def test_metrics_of_a_vssm(evaluated, digits_run):
         *("mse", "reconstruction", "kl", "elbo"),
         *("components", "active_components", "code_perplexity", "aggregate_kl"),
         *("log_likelihood", "log_likelihood_empty_prior", "partial_log_likelihood"),
-        *(f"{way}_ms_b{num}" for way in ("generate", "chunks", "resumed", "prompted") for num in (1, 16)),
+        *(
+            f"{way}_ms_b{num}"
+            for way in ("generate", "chunks", "resumed", "prompted")
+            for num in (1, 16)
+        ),
         "timing_spread",
         *("fd_floor", "fd_one_shot", "fd_w4", "fd_w2", "fd_w1", "fd_prompted"),
     }
@@ -149,7 +169,9 @@ def test_latent_diagnostics_match_their_definition(evaluated, digits_run):
     assert metrics["kl"] == pytest.approx(float(kl.sum()), rel=1e-4)
     assert metrics["code_perplexity"] == pytest.approx(float(entropy.exp().mean()), rel=1e-5)
     expected = float((math.log(model.config.classes) - entropy).sum())
-    assert metrics["aggregate_kl"] == pytest.approx(expected, rel=1e-3)  # a small difference of large sums
+    assert metrics["aggregate_kl"] == pytest.approx(
+        expected, rel=1e-3
+    )  # a small difference of large sums
 
 
 def test_distances_match_their_parts(evaluated, digits_run):
@@ -184,7 +206,9 @@ def test_dials_add_curves_and_change_nothing_else(evaluated, digits_run):
     assert made["command"] == "vssm evaluate digits-vssm --num-samples 5 --num-images 300 --dials"
     assert set(metrics) == set(without) | passes | times
     assert {n: v for n, v in steady(metrics).items() if n not in passes} == steady(without)
-    assert metrics["fd_s8"] == pytest.approx(metrics["fd_w1"], rel=1e-4)  # the fixed point is the same sample
+    assert metrics["fd_s8"] == pytest.approx(
+        metrics["fd_w1"], rel=1e-4
+    )  # the fixed point is the same sample
     assert metrics["fd_s2"] != pytest.approx(metrics["fd_w1"], rel=1e-3)
     assert all(metrics[name] > 0 for name in times)
     assert metrics["ms_one_shot"] < metrics["ms_w1"]
@@ -194,7 +218,9 @@ def test_particles_add_likelihoods_and_change_nothing_else(evaluated, digits_run
     evaluation = (digits_run / "eval.json").read_bytes()
     made = evaluate_run(digits_run, num_samples=5, num_images=300, particles=True)
     (digits_run / "eval.json").write_bytes(evaluation)
-    assert made["command"] == "vssm evaluate digits-vssm --num-samples 5 --num-images 300 --particles"
+    assert (
+        made["command"] == "vssm evaluate digits-vssm --num-samples 5 --num-images 300 --particles"
+    )
     metrics, before = made["metrics"], evaluated[0]["metrics"]
     cases = {"log_likelihood": (0, "uniform"), "log_likelihood_empty_prior": (0, "partial")}
     cases |= {"partial_log_likelihood": (4, "partial")}
@@ -207,8 +233,12 @@ def test_particles_add_likelihoods_and_change_nothing_else(evaluated, digits_run
 
 
 def test_dials_without_images_are_times(tmp_path):
-    metrics = evaluate_run(make_run(tmp_path / "run", "tvae", WAVES), quick=True, dials=True)["metrics"]
-    assert {"ms_one_shot", "ms_w4", "ms_w3", "ms_w2", "ms_w1", "ms_s2", "ms_s4", "ms_s7"} < set(metrics)
+    metrics = evaluate_run(make_run(tmp_path / "run", "tvae", WAVES), quick=True, dials=True)[
+        "metrics"
+    ]
+    assert {"ms_one_shot", "ms_w4", "ms_w3", "ms_w2", "ms_w1", "ms_s2", "ms_s4", "ms_s7"} < set(
+        metrics
+    )
     assert "ms_s8" not in metrics
     assert not any(name.startswith("fd_") for name in metrics)
 
@@ -221,9 +251,25 @@ def test_every_way_to_sample_can_be_sampled(length):
     for options in ways.values():
         assert generate(model, **options).x.shape[1] == length
     if length == 32:
-        names = ["one_shot", "w16", "w8", "w4", "w2", "w1", "s2", "s4", "s8", "s16", "s32", "w8_s2", "w8_s4"]
+        names = [
+            "one_shot",
+            "w16",
+            "w8",
+            "w4",
+            "w2",
+            "w1",
+            "s2",
+            "s4",
+            "s8",
+            "s16",
+            "s32",
+            "w8_s2",
+            "w8_s4",
+        ]
         assert list(ways) == names
-    assert list(ways_to_sample(build(small_config("ssm", layers=1)), length, curves=True)) == ["one_shot"]
+    assert list(ways_to_sample(build(small_config("ssm", layers=1)), length, curves=True)) == [
+        "one_shot"
+    ]
 
 
 BINARY = DataConfig(name="digits", binarize=True)
@@ -269,8 +315,14 @@ def test_every_kind(kind, tmp_path):
     variational, latent = kind == "tvae", kind in ("tvae", "vrnn")
     assert all(value is not None and math.isfinite(value) for value in metrics.values())
     for names, expected in (
-        (("log_likelihood", "partial_log_likelihood", "mse", "generate_ms_b16", "fd_prompted"), True),
-        (("log_likelihood_empty_prior", "aggregate_kl", "chunks_ms_b1", "fd_one_shot", "fd_w2"), variational),
+        (
+            ("log_likelihood", "partial_log_likelihood", "mse", "generate_ms_b16", "fd_prompted"),
+            True,
+        ),
+        (
+            ("log_likelihood_empty_prior", "aggregate_kl", "chunks_ms_b1", "fd_one_shot", "fd_w2"),
+            variational,
+        ),
         (("elbo", "kl", "reconstruction", "active_components", "num_samples"), latent),
         (("fd_sample", "fd_mean", "fd_prompted_mean"), not variational),
     ):
@@ -294,7 +346,9 @@ def test_a_bernoulli_head_on_grey_values_has_a_pseudo_likelihood(tmp_path, capsy
     folder = make_run(tmp_path / "grey", "vssm", DIGITS, head="bernoulli")
     metrics = evaluate_run(folder, num_samples=2, max_sequences=8, num_images=0)["metrics"]
     names = ("log_likelihood", "log_likelihood_empty_prior", "partial_log_likelihood", "elbo")
-    assert {name for name in metrics if name.startswith("pseudo_")} == {f"pseudo_{name}" for name in names}
+    assert {name for name in metrics if name.startswith("pseudo_")} == {
+        f"pseudo_{name}" for name in names
+    }
     assert not {*names, "nats"} & set(metrics)
     show_metrics("grey", metrics)
     shown = capsys.readouterr().out
@@ -303,11 +357,15 @@ def test_a_bernoulli_head_on_grey_values_has_a_pseudo_likelihood(tmp_path, capsy
     assert "Pseudo-likelihood" in page and "pseudo-ELBO" in page
 
 
-@pytest.mark.parametrize(("head", "name"), [("logistic-mixture", "bits_per_dim"), ("bernoulli", "nats")])
+@pytest.mark.parametrize(
+    ("head", "name"), [("logistic-mixture", "bits_per_dim"), ("bernoulli", "nats")]
+)
 def test_units_of_heads(head, name, tmp_path):
     data = DataConfig(name="digits", binarize=head == "bernoulli")
     options = {"head": head, "bins": 17}
-    metrics = evaluate_run(make_run(tmp_path / "run", "rnn", data, **options), quick=True)["metrics"]
+    metrics = evaluate_run(make_run(tmp_path / "run", "rnn", data, **options), quick=True)[
+        "metrics"
+    ]
     scale = 1 if name == "nats" else 64 * math.log(2)
     assert metrics[name] == pytest.approx(-metrics["log_likelihood"] / scale, rel=1e-12)
 
@@ -324,7 +382,9 @@ def test_validation_leaves_the_test_set_closed(tmp_path, monkeypatch):
 def test_needs_only_the_base(tmp_path, monkeypatch):
     for name in ("tyro", "pooch", "sklearn", "rich", "matplotlib"):
         monkeypatch.setitem(sys.modules, name, None)
-    metrics = evaluate_run(make_run(tmp_path / "run", "tvae", WAVES), quick=True, max_sequences=3)["metrics"]
+    metrics = evaluate_run(make_run(tmp_path / "run", "tvae", WAVES), quick=True, max_sequences=3)[
+        "metrics"
+    ]
     assert metrics["sequences"] == 3
 
 
@@ -363,14 +423,24 @@ def test_what_can_not_be_evaluated_is_named(tmp_path):
     refused("'digit' is unknown", {**good, "data": {"name": "digit"}})
     refused("'digits' has 8 features", {**good, "data": {"name": "digits"}})
     lost = str(tmp_path / "lost.txt")
-    refused("lost.txt", {**good, "data": {"name": "text", "dir": str(tmp_path), "text": {"path": lost}}})
+    refused(
+        "lost.txt", {**good, "data": {"name": "text", "dir": str(tmp_path), "text": {"path": lost}}}
+    )
     refused("num_samples=0 is not allowed", good, num_samples=0)
     refused("num_samples=1.5 is not allowed; allowed: a whole number >= 1", good, num_samples=1.5)
-    refused("num_images=1 is not allowed; allowed: 0 for no distances, or 2 and more", good, num_images=1)
+    refused(
+        "num_images=1 is not allowed; allowed: 0 for no distances, or 2 and more",
+        good,
+        num_images=1,
+    )
     refused("num_images=-1 is not allowed; allowed: a whole number >= 0", good, num_images=-1)
     refused("splits='train' is unknown", good, splits="train")
     refused("dials=True is for models that generate in parallel, not kind='rnn'", good, dials=True)
-    refused("particles=True is not for kind='rnn' with levels=1; allowed: vssm and", good, particles=True)
+    refused(
+        "particles=True is not for kind='rnn' with levels=1; allowed: vssm and",
+        good,
+        particles=True,
+    )
     refused("device='gpu' is not there; allowed: 'auto', 'cpu'", good, device="gpu")
     assert not (run / "eval.json").exists()
     with pytest.raises(ValueError, match=r"does not exist"):
@@ -388,7 +458,9 @@ def test_weights_replaced_in_the_meantime_are_not_given_the_result_of_those_befo
             RunFolder(run).save_weights(weights)
             replaced.append(stage)
 
-    with pytest.warns(UserWarning, match=r"replaced the weights of '.*run' since .* is in eval\.json\.old$"):
+    with pytest.warns(
+        UserWarning, match=r"replaced the weights of '.*run' since .* is in eval\.json\.old$"
+    ):
         made = evaluate_run(run, quick=True, progress=train)
     assert not (run / "eval.json").exists()
     assert json.loads((run / "eval.json.old").read_text()) == made
@@ -396,7 +468,9 @@ def test_weights_replaced_in_the_meantime_are_not_given_the_result_of_those_befo
     assert json.loads((run / "eval.json").read_text()) == made
 
 
-@pytest.mark.parametrize("order", ["weights, result", "result, weights", "weights, their result, result"])
+@pytest.mark.parametrize(
+    "order", ["weights, result", "result, weights", "weights, their result, result"]
+)
 def test_weights_that_come_as_a_result_is_written(order, tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", "rnn", WAVES)
     weights, theirs = load(run).state_dict(), {"metrics": {"elbo": 1.0}}
@@ -414,7 +488,9 @@ def test_weights_that_come_as_a_result_is_written(order, tmp_path, monkeypatch):
             train()
 
     monkeypatch.setattr(evaluate, "write_result", write)
-    with pytest.warns(UserWarning, match=r"replaced the weights of '.*run' since .* is in eval\.json\.old$"):
+    with pytest.warns(
+        UserWarning, match=r"replaced the weights of '.*run' since .* is in eval\.json\.old$"
+    ):
         made = evaluate_run(run, quick=True, progress=train if "their" in order else None)
     assert json.loads((run / "eval.json.old").read_text()) == made
     assert (run / "eval.json").exists() == ("their" in order)
@@ -465,7 +541,13 @@ STAGES = ("reconstruction", "likelihoods", "likelihoods by particles", "generati
 def test_an_evaluation_that_is_stopped_goes_on(stage, digits_run, tmp_path, capsys):
     run, seen = tmp_path / "run", []
     shutil.copytree(digits_run, run, ignore=shutil.ignore_patterns("eval*"))
-    options = {"num_samples": 3, "num_images": 50, "particles": True, "max_sequences": 70, "batch": 20}
+    options = {
+        "num_samples": 3,
+        "num_images": 50,
+        "particles": True,
+        "max_sequences": 70,
+        "batch": 20,
+    }
 
     def stop(at, done, total):
         seen.append((at, done))
@@ -490,7 +572,17 @@ def test_an_evaluation_that_is_stopped_goes_on(stage, digits_run, tmp_path, caps
 
 @pytest.mark.parametrize(
     "change",
-    ["options", "weights", "data", "classifier", "code", "damage", "no object", "other parts", "full disk"],
+    [
+        "options",
+        "weights",
+        "data",
+        "classifier",
+        "code",
+        "damage",
+        "no object",
+        "other parts",
+        "full disk",
+    ],
 )
 def test_what_was_kept_of_another_evaluation_is_not_taken(change, tmp_path, monkeypatch):
     run, stages = make_run(tmp_path / "run", "vssm", WAVES), []
@@ -514,7 +606,9 @@ def test_what_was_kept_of_another_evaluation_is_not_taken(change, tmp_path, monk
     elif change == "weights":
         RunFolder(run).save_weights(load(run).state_dict())
     elif change == "data":
-        other = DataConfig(name="synthetic", synthetic=SyntheticConfig(length=7, features=3, num=40), seed=1)
+        other = DataConfig(
+            name="synthetic", synthetic=SyntheticConfig(length=7, features=3, num=40), seed=1
+        )
         config = json.loads((run / "config.json").read_text()) | {"data": dataclasses.asdict(other)}
         (run / "config.json").write_text(json.dumps(config))
     elif change == "classifier":
@@ -552,7 +646,9 @@ def kill(stage, done, total):
 
 evaluate_run(sys.argv[1], num_samples=3, batch=3, progress=kill)
 """
-    killed = subprocess.run([sys.executable, "-c", program, str(run)], capture_output=True, text=True)
+    killed = subprocess.run(
+        [sys.executable, "-c", program, str(run)], capture_output=True, text=True
+    )
     assert killed.returncode == -9, killed.stderr
     (part,) = run.glob("eval.part-*.json")
     kept = json.loads(part.read_text())["parts"]
@@ -581,7 +677,9 @@ def test_the_command_says_that_it_goes_on(tmp_path, monkeypatch, capsys):
     note = "note: what was found so far is kept; the same command goes on from there"
     assert capsys.readouterr().err.splitlines()[-2:] == ["vssm: stopped by SIGTERM", note]
     assert list(run.glob("eval.part-*.json"))
-    monkeypatch.setattr("vssm.evaluation.journal.write_atomically", lambda *_: None)  # as on a full disk
+    monkeypatch.setattr(
+        "vssm.evaluation.journal.write_atomically", lambda *_: None
+    )  # as on a full disk
     main_again = ["evaluate", str(run), "--num-samples", "2", "--device", "cpu"]
     for part in run.glob("eval.part-*.json"):
         part.unlink()
@@ -633,9 +731,7 @@ def test_a_folder_that_is_read_only_is_named_before_the_work(tmp_path, monkeypat
     run = make_run(tmp_path / "run", "rnn", WAVES)
     monkeypatch.setattr("vssm.storage.os.access", lambda place, mode: False)
     stages = []
-    message = (
-        rf"^folder='{run}' can not be written to \(permission denied\); allowed: a run folder of yours, "
-    )
+    message = rf"^folder='{run}' can not be written to \(permission denied\); allowed: a run folder of yours, "
     with pytest.raises(ValueError, match=message):
         evaluate_run(run, quick=True, progress=lambda *stage: stages.append(stage))
     assert not stages
@@ -653,7 +749,9 @@ def test_data_that_changed_are_refused(tmp_path):
     train(config, folder, progress=Progress())
     evaluate_run(folder, quick=True, max_sequences=2)
     path.write_text(path.read_text().replace("t", "!"))
-    with pytest.raises(ValueError, match=r"^data 'text' has another vocabulary than the run in '.*run' was"):
+    with pytest.raises(
+        ValueError, match=r"^data 'text' has another vocabulary than the run in '.*run' was"
+    ):
         evaluate_run(folder, quick=True, max_sequences=2)
 
 
@@ -684,9 +782,15 @@ def test_commit_tells_changed_code_from_changed_results(monkeypatch, tmp_path):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("1\n")
     identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
-    for arguments in (["init", "-q"], ["add", "."], [*identity, "commit", "-q", "-m", "all", "--no-verify"]):
+    for arguments in (
+        ["init", "-q"],
+        ["add", "."],
+        [*identity, "commit", "-q", "-m", "all", "--no-verify"],
+    ):
         subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
-    monkeypatch.setattr("vssm.runs.results.__file__", str(tmp_path / "vssm" / "runs" / "results.py"))
+    monkeypatch.setattr(
+        "vssm.runs.results.__file__", str(tmp_path / "vssm" / "runs" / "results.py")
+    )
     clean = commit()
     assert clean is not None and re.fullmatch("[0-9a-f]{40}", clean)
     (tmp_path / "results" / "old.json").write_text("2\n")
@@ -713,8 +817,12 @@ def test_batches_change_nothing(kind):
 def test_images_do_not_depend_on_the_batch(monkeypatch):
     classifier = Classifier((8, 8, 1), 10)
     monkeypatch.setattr("vssm.evaluation.quality.cached_classifier", lambda *_: classifier)
-    monkeypatch.setattr("vssm.evaluation.quality.features", lambda _, images: images.flatten(1).double())
-    monkeypatch.setattr("vssm.evaluation.quality.frechet_distance", lambda a, b: float(a.std(0).sum()))
+    monkeypatch.setattr(
+        "vssm.evaluation.quality.features", lambda _, images: images.flatten(1).double()
+    )
+    monkeypatch.setattr(
+        "vssm.evaluation.quality.frechet_distance", lambda a, b: float(a.std(0).sum())
+    )
     data, model = open_data(DIGITS), build(small_config("tvae", features=8, layers=1))
     few, many = (
         image_quality(Work(model, data, data.test(), batch, torch.device("cpu"), None), 20, None)

@@ -26,23 +26,32 @@ def _one_thread():
 
 def whitened(num, size, seed=0):
     """Rows with mean 0 and covariance 1, exactly."""
-    rows = torch.randn(num, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    rows = torch.randn(
+        num, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     rows = rows - rows.mean(0)
     return torch.linalg.qr(rows).Q * (num - 1) ** 0.5
 
 
 def test_identical_sets_are_at_distance_zero():
-    rows = torch.randn(37, 64).double() * torch.logspace(-6, 2, 64)  # fewer rows than features: singular
+    rows = torch.randn(37, 64).double() * torch.logspace(
+        -6, 2, 64
+    )  # fewer rows than features: singular
     assert frechet_distance(rows, rows.flip(0)) < 1e-9 * float(rows.var(0).sum())
 
 
 def test_shifted_means():
     rows, shift = torch.randn(50, 7).double(), torch.arange(7.0).double()
-    assert frechet_distance(rows, rows + shift) == pytest.approx(91, rel=1e-12)  # 0² + 1² + ... + 6²
+    assert frechet_distance(rows, rows + shift) == pytest.approx(
+        91, rel=1e-12
+    )  # 0² + 1² + ... + 6²
 
 
 def test_diagonal_gaussians():
-    a, b = torch.tensor([1.0, 2.0, 0.0, 5.0]), torch.tensor([3.0, 2.0, 4.0, 0.0])  # deviations, some 0
+    a, b = (
+        torch.tensor([1.0, 2.0, 0.0, 5.0]),
+        torch.tensor([3.0, 2.0, 4.0, 0.0]),
+    )  # deviations, some 0
     found = frechet_distance(whitened(90, 4) * a, whitened(31, 4, seed=1) * b)
     assert found == pytest.approx(float((a - b).square().sum()), rel=1e-12)
 
@@ -99,8 +108,12 @@ def test_classifier_learns_and_is_the_same_each_time(digits):
     assert torch.equal(torch.random.get_rng_state(), state)
     torch.manual_seed(123)
     second = train_classifier(images, labels, 10)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert float((first(images).argmax(-1) == labels).double().mean()) > 0.3  # 0.1 by chance, after 8 steps
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
+    assert (
+        float((first(images).argmax(-1) == labels).double().mean()) > 0.3
+    )  # 0.1 by chance, after 8 steps
     assert not any(parameter.requires_grad for parameter in first.parameters())
 
 
@@ -111,7 +124,9 @@ def test_the_first_weights_are_those_of_the_seed_and_no_gpu_is_seeded(digits, mo
     monkeypatch.setattr("torch.cuda.manual_seed_all", lambda seed: pytest.fail("seeds GPUs"))
     monkeypatch.setattr("vssm.evaluation.frechet._fit", lambda *_: None)
     given = train_classifier(*digits, 10)
-    assert all(torch.equal(a, b) for a, b in zip(given.parameters(), wanted.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(given.parameters(), wanted.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -146,11 +161,17 @@ def test_convolutions_are_exact_in_training_and_features(digits):
     def note(*_):
         found.append((torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic))
 
-    with torch.backends.cudnn.flags(allow_tf32=True, deterministic=False), register_module_forward_hook(note):
+    with (
+        torch.backends.cudnn.flags(allow_tf32=True, deterministic=False),
+        register_module_forward_hook(note),
+    ):
         classifier = train_classifier(images, labels, 10)
         trained = len(found)
         features(classifier, images)
-        assert (torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic) == (True, False)
+        assert (torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic) == (
+            True,
+            False,
+        )
     assert len(found) > trained > 0 and set(found) == {(False, True)}
 
 
@@ -159,9 +180,13 @@ def test_file_is_reused_and_another_is_refused(digits, tmp_path):
     path = tmp_path / "classifier.safetensors"
     trained = train_classifier(images, labels, 10, path=path)
     steps = []
-    read = train_classifier(images, labels, 10, progress=lambda *step: steps.append(step), path=path)
+    read = train_classifier(
+        images, labels, 10, progress=lambda *step: steps.append(step), path=path
+    )
     assert not steps
-    assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), read.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(trained.parameters(), read.parameters(), strict=True)
+    )
     before = path.read_bytes()
     with pytest.raises(ValueError, match=r"has identity .* the hash of this recipe"):
         train_classifier(images.flip(0), labels, 10, path=path)
@@ -176,7 +201,9 @@ def test_file_is_reused_and_another_is_refused(digits, tmp_path):
         train_classifier(images, labels, 10, path=path)
 
 
-@pytest.mark.parametrize("trouble", ["none", "damaged", "flipped", "read-only", "no entry", "no pooch"])
+@pytest.mark.parametrize(
+    "trouble", ["none", "damaged", "flipped", "read-only", "no entry", "no pooch"]
+)
 def test_the_cache_saves_a_training_and_never_fails(trouble, digits, tmp_path, monkeypatch):
     images, labels = digits
     folder = tmp_path / "cache"

@@ -12,9 +12,25 @@ from vssm.lab.page.write import write_page
 from vssm.runs.results import write_result
 
 LOG = [
-    {"step": 10, "epoch": 1, "split": "valid", "loss": 9.0, "reconstruction": -5.0, "kl": 2.0, "best": True},
+    {
+        "step": 10,
+        "epoch": 1,
+        "split": "valid",
+        "loss": 9.0,
+        "reconstruction": -5.0,
+        "kl": 2.0,
+        "best": True,
+    },
     {"step": 20, "epoch": 2, "split": "train", "loss": 1.0, "reconstruction": -1.0, "kl": 0.0},
-    {"step": 20, "epoch": 2, "split": "valid", "loss": 7.0, "reconstruction": -3.0, "kl": 2.5, "best": True},
+    {
+        "step": 20,
+        "epoch": 2,
+        "split": "valid",
+        "loss": 7.0,
+        "reconstruction": -3.0,
+        "kl": 2.5,
+        "best": True,
+    },
     {"step": 30, "epoch": 3, "split": "valid", "loss": None, "reconstruction": None, "kl": None},
 ]
 
@@ -24,7 +40,12 @@ def evaluated(tmp_path):
     run = make_run(tmp_path / "run", "vssm", DIGITS)
     config = json.loads((run / "config.json").read_text()) | {"train": {"learning_rate": 0.002}}
     (run / "config.json").write_text(json.dumps(config))
-    scored = {"command": "vssm evaluate run", "config": config, "metrics": {"elbo": 3.0}, "name": "run"}
+    scored = {
+        "command": "vssm evaluate run",
+        "config": config,
+        "metrics": {"elbo": 3.0},
+        "name": "run",
+    }
     write_result(run / "eval.json", scored)
     return run
 
@@ -56,9 +77,16 @@ def test_a_torn_log_is_read_and_a_damaged_one_named(evaluated, tmp_path):
     log.write_text("\n".join([*lines, lines[0][:20]]))  # killed while it wrote
     keep_result(evaluated, path, "cpu")
     assert json.loads(path.read_text())["metrics"]["validation_loss"] == 7.0
-    for damaged in (lines[1][:20], "7", lines[1].replace("kl", "kn"), lines[1].replace("1.0", '"1.0"')):
+    for damaged in (
+        lines[1][:20],
+        "7",
+        lines[1].replace("kl", "kn"),
+        lines[1].replace("1.0", '"1.0"'),
+    ):
         log.write_text("\n".join([lines[0], damaged, *lines[2:]]))
-        with pytest.raises(ValueError, match=r"log.jsonl' line 2 is damaged: .*; allowed: without that line"):
+        with pytest.raises(
+            ValueError, match=r"log.jsonl' line 2 is damaged: .*; allowed: without that line"
+        ):
             keep_result(evaluated, path, "cpu")
     log.unlink()
     (evaluated / "meta.json").write_text('{"seconds"')
@@ -75,7 +103,16 @@ def test_a_model_without_its_log_is_kept(evaluated, tmp_path):
 def test_command_keeps_what_the_page_shows(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "my waves", "tvae", WAVES)
-    main(["evaluate", "my waves", "--quick", "--dials", "--result", "results/quality/waves_tvae.json"])
+    main(
+        [
+            "evaluate",
+            "my waves",
+            "--quick",
+            "--dials",
+            "--result",
+            "results/quality/waves_tvae.json",
+        ]
+    )
     made = json.loads((tmp_path / "results/quality/waves_tvae.json").read_text())
     assert made["command"] == "vssm evaluate 'my waves' --quick --dials"
     assert made["metrics"]["passes"] == 1
@@ -90,12 +127,20 @@ def test_command_keeps_what_the_page_shows(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--result", "kept.txt"], "result='kept.txt' is not allowed; allowed: a file that ends in .json"),
-        (["--result", "waves/config.json/a.json"], "a.json' is not allowed; allowed: a file in a folder of"),
+        (
+            ["--result", "kept.txt"],
+            "result='kept.txt' is not allowed; allowed: a file that ends in .json",
+        ),
+        (
+            ["--result", "waves/config.json/a.json"],
+            "a.json' is not allowed; allowed: a file in a folder of",
+        ),
         (["--result", "a.json", "--splits", "valid"], "splits='valid' is not allowed with result"),
     ],
 )
-def test_mistakes_are_named_before_anything_is_measured(options, message, tmp_path, monkeypatch, capsys):
+def test_mistakes_are_named_before_anything_is_measured(
+    options, message, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "waves", "tvae", WAVES)
     with pytest.raises(SystemExit) as caught:
@@ -107,6 +152,8 @@ def test_mistakes_are_named_before_anything_is_measured(options, message, tmp_pa
 
 def test_what_was_not_evaluated_is_not_kept(tmp_path):
     run = make_run(tmp_path / "run", "vssm", DIGITS)
-    with pytest.raises(ValueError, match=r"has no eval\.json; allowed: a run folder after vssm evaluate"):
+    with pytest.raises(
+        ValueError, match=r"has no eval\.json; allowed: a run folder after vssm evaluate"
+    ):
         keep_result(run, tmp_path / "a.json")
     assert not (tmp_path / "a.json").exists()

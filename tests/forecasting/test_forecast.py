@@ -44,7 +44,9 @@ def meta(columns=("a", "b", "c"), **options):
         "horizon": 5,
     }
     values |= options
-    return Meta(name="series", length=14, suggested_head="gaussian-learned", columns=columns, **values)
+    return Meta(
+        name="series", length=14, suggested_head="gaussian-learned", columns=columns, **values
+    )
 
 
 def forecaster(kind="vssm", **options):
@@ -54,7 +56,9 @@ def forecaster(kind="vssm", **options):
 
 def history(steps=9, series=None, num=3, seed=0):
     shape = (steps, num) if series is None else (series, steps, num)
-    return np.random.default_rng(seed).normal(size=shape) * (1 + np.arange(num)) + 10 * np.arange(num)
+    return np.random.default_rng(seed).normal(size=shape) * (1 + np.arange(num)) + 10 * np.arange(
+        num
+    )
 
 
 @pytest.mark.parametrize("windowed", [None, "window", "last"])
@@ -99,7 +103,9 @@ def paths_of(model, prompt, length, samples, **options):
     """Returns what `generate` makes of copies of the prompt, (B, S, T, D)."""
     rows = fork(torch.arange(len(prompt)), samples).flatten()
     copies = prompt.repeat_interleave(samples, 0)
-    made = vssm.generate(model, length=length, prompt=copies, rows=rows, observe="sample", **options)
+    made = vssm.generate(
+        model, length=length, prompt=copies, rows=rows, observe="sample", **options
+    )
     return made.x.unflatten(0, (len(prompt), samples))
 
 
@@ -111,9 +117,9 @@ def test_forecasts_are_what_generate_makes_of_the_scaled_history(kind, options):
     centre = scaled.mean(1, keepdim=True)
     width = (scaled.var(1, correction=0, keepdim=True) + 0.01).sqrt()
     paths = paths_of(own.model, ((scaled - centre) / width).float(), 5, 4, seed=3, **options)
-    expected = (paths * width[:, None] + centre[:, None]) * torch.tensor(own.meta.std) + torch.tensor(
-        own.meta.mean
-    )
+    expected = (paths * width[:, None] + centre[:, None]) * torch.tensor(
+        own.meta.std
+    ) + torch.tensor(own.meta.mean)
     assert relative_error(own.forecast(x, 5, 4, seed=3, **options).samples, expected) < 1e-5
 
 
@@ -130,7 +136,8 @@ def test_forecasts_move_with_the_level_of_a_series(kind, shift, factor):
     expected = one.forecast(history(), 5, 3).samples * factor + shift
     assert (
         relative_error(
-            Forecaster(one.model, other).forecast(history() * factor + shift, 5, 3).samples, expected
+            Forecaster(one.model, other).forecast(history() * factor + shift, 5, 3).samples,
+            expected,
         )
         < 1e-3
     )
@@ -142,7 +149,10 @@ def test_separate_columns_are_forecast_by_one_model_of_one_channel():
     assert made.shape == (2, 4, 5, 3)
     alone = Forecaster(own.model, replace(own.meta, columns=("a",), mean=(0.0,), std=(1.0,)))
     assert (
-        relative_error(alone.forecast(history(9, series=2)[0, :, :1], 5, 4).samples, made[0, ..., :1]) < 1e-5
+        relative_error(
+            alone.forecast(history(9, series=2)[0, :, :1], 5, 4).samples, made[0, ..., :1]
+        )
+        < 1e-5
     )
 
 
@@ -152,7 +162,9 @@ def test_windows_may_be_centred_at_their_last_value():
     scaled = (x - torch.tensor(own.meta.mean)) / torch.tensor(own.meta.std)
     width = (scaled.diff(dim=0).square().sum(0) + 0.01).sqrt()
     paths = paths_of(own.model, ((scaled - scaled[-1]) / width).float()[None], 5, 4)[0]
-    expected = (paths * width + scaled[-1]) * torch.tensor(own.meta.std) + torch.tensor(own.meta.mean)
+    expected = (paths * width + scaled[-1]) * torch.tensor(own.meta.std) + torch.tensor(
+        own.meta.mean
+    )
     assert relative_error(own.forecast(x, 5, 4).samples, expected) < 1e-5
 
 
@@ -169,12 +181,16 @@ def test_each_step_of_a_season_has_its_own_centre(windowed):
     plain.observe(x[7:])
     expected = plain.forecast(5, 4).samples + torch.from_numpy(season[at[9:]])
     assert relative_error(stream.forecast(5, 4).samples, expected) < 1e-4
-    with pytest.raises(ValueError, match="history has 3 steps; allowed: 4 or more, a season of the run"):
+    with pytest.raises(
+        ValueError, match="history has 3 steps; allowed: 4 or more, a season of the run"
+    ):
         own.forecast(x[:3], 5, 4)
 
 
 @pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize(("windowed", "season"), [(None, 1), ("window", 1), ("window", 4), ("last", 1)])
+@pytest.mark.parametrize(
+    ("windowed", "season"), [(None, 1), ("window", 1), ("window", 4), ("last", 1)]
+)
 def test_factor_and_shift_are_both_scales_at_once(windowed, season, separate):
     own = meta(windowed=windowed, season=season, separate=separate)
     scale, x = Scale(own), torch.from_numpy(history(series=2))
@@ -187,10 +203,13 @@ def test_factor_and_shift_are_both_scales_at_once(windowed, season, separate):
     factor, shift = scale.units(rows)
     expected = twice.transpose(1, 2).reshape(6, 9, 1) if separate else twice
     assert relative_error(scale.steps(rows, factor, shift), expected) < 1e-6
-    assert relative_error(scale.place(expected[:, None], factor, shift, first=-9)[:, 0], rows) < 1e-12
+    assert (
+        relative_error(scale.place(expected[:, None], factor, shift, first=-9)[:, 0], rows) < 1e-12
+    )
     if separate:  # rows of a slab that starts in the middle of a series
         assert all(
-            torch.equal(a, b[2:]) for a, b in zip(scale.units(rows[2:], 2), (factor, shift), strict=True)
+            torch.equal(a, b[2:])
+            for a, b in zip(scale.units(rows[2:], 2), (factor, shift), strict=True)
         )
 
 
@@ -277,24 +296,40 @@ def test_time_features_follow_the_dates():
     times = np.arange(9).astype("datetime64[h]")
     made = own.forecast(history(), 5, 4, times)
     assert made.samples.shape == (4, 5, 3)
-    assert made.times.tolist() == [np.datetime64(f"1970-01-01T{h:02}:00:00").item() for h in range(9, 14)]
+    assert made.times.tolist() == [
+        np.datetime64(f"1970-01-01T{h:02}:00:00").item() for h in range(9, 14)
+    ]
     later = own.forecast(history(), 5, 4, times + np.timedelta64(7, "h"))
     assert relative_error(later.samples, made.samples) > 1e-3, "the hour must matter"
-    with pytest.raises(ValueError, match="times is needed: the model was trained with the time features"):
+    with pytest.raises(
+        ValueError, match="times is needed: the model was trained with the time features"
+    ):
         own.forecast(history(), 5, 4)
 
 
 @pytest.mark.parametrize(
     ("dates", "next_dates"),
     [
-        (np.arange("2023-06", "2024-03", dtype="datetime64[M]"), ["2024-03-01", "2024-04-01", "2024-05-01"]),
+        (
+            np.arange("2023-06", "2024-03", dtype="datetime64[M]"),
+            ["2024-03-01", "2024-04-01", "2024-05-01"],
+        ),
         (
             np.arange("2023-06", "2024-03", dtype="datetime64[M]").astype("datetime64[D]") - DAY,
             ["2024-02-29", "2024-03-31", "2024-04-30"],
         ),
-        (np.arange("2015", "2024", dtype="datetime64[Y]"), ["2024-01-01", "2025-01-01", "2026-01-01"]),
-        (np.datetime64("2024-02-20") + DAY * np.arange(9), ["2024-02-29", "2024-03-01", "2024-03-02"]),
-        (np.datetime64("2024-01-01") + 7 * DAY * np.arange(9), ["2024-03-04", "2024-03-11", "2024-03-18"]),
+        (
+            np.arange("2015", "2024", dtype="datetime64[Y]"),
+            ["2024-01-01", "2025-01-01", "2026-01-01"],
+        ),
+        (
+            np.datetime64("2024-02-20") + DAY * np.arange(9),
+            ["2024-02-29", "2024-03-01", "2024-03-02"],
+        ),
+        (
+            np.datetime64("2024-01-01") + 7 * DAY * np.arange(9),
+            ["2024-03-04", "2024-03-11", "2024-03-18"],
+        ),
     ],
     ids=["first of the month", "last of the month", "years", "days", "weeks"],
 )
@@ -336,13 +371,16 @@ def test_uneven_dates_are_noted_and_go_on_by_the_usual_step():
 def test_horizon_beyond_training_is_extrapolation():
     own = forecaster()
     with pytest.warns(
-        UserWarning, match=r"horizon=8 is longer than the 5 steps .* from step 6 on .* extrapolation"
+        UserWarning,
+        match=r"horizon=8 is longer than the 5 steps .* from step 6 on .* extrapolation",
     ):
         made = own.forecast(history(), 8, 4)
     assert relative_error(made.samples[:, :5], own.forecast(history(), 5, 4).samples) < 1e-5
 
 
-@pytest.mark.parametrize("options", [{"chunk": 2}, {"chunk": 2, "recondition": True}, {"temperature": 0.5}])
+@pytest.mark.parametrize(
+    "options", [{"chunk": 2}, {"chunk": 2, "recondition": True}, {"temperature": 0.5}]
+)
 def test_options_of_generate_are_passed_on(options):
     own = forecaster()
     same = (
@@ -371,7 +409,9 @@ def test_missing_values_are_filled_as_in_training():
     ):
         forecaster().forecast(gaps, 5, 4)
     gaps[2:8, 1] = np.nan
-    with pytest.raises(ValueError, match=r"column 'b' is missing in 7 of the last 9 steps; allowed: half"):
+    with pytest.raises(
+        ValueError, match=r"column 'b' is missing in 7 of the last 9 steps; allowed: half"
+    ):
         own.forecast(gaps, 5, 4)
 
 
@@ -388,7 +428,9 @@ def test_columns_of_a_table_are_taken_by_their_names():
     stream.observe(table.iloc[-1][["c", "b", "a"]])
     same.observe(x[-1])
     assert torch.equal(stream.forecast(5, 4).samples, same.forecast(5, 4).samples)
-    with pytest.raises(ValueError, match=r"^history has no column 'b'; allowed: a, b, c, in any order$"):
+    with pytest.raises(
+        ValueError, match=r"^history has no column 'b'; allowed: a, b, c, in any order$"
+    ):
         own.forecast(table.rename(columns={"b": "B"}), 5, 4)
     plain = Forecaster(small_model("vssm", features=3))  # has no names to look for
     plain.columns = ("2", "4", "7")  # numbers of columns are no names either
@@ -398,14 +440,23 @@ def test_columns_of_a_table_are_taken_by_their_names():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"history": np.zeros((4, 2))}, r"history has shape \(4, 2\); allowed: \(steps, 3\) .* a, b, c"),
+        (
+            {"history": np.zeros((4, 2))},
+            r"history has shape \(4, 2\); allowed: \(steps, 3\) .* a, b, c",
+        ),
         ({"history": np.zeros((0, 3))}, r"history has shape \(0, 3\)"),
         ({"history": np.full((9, 3), 1e31)}, "history has values up to 1e.31; allowed: up to 1e30"),
         ({"horizon": 0}, "horizon=0 is not allowed; allowed: a whole number >= 1"),
         ({"samples": 0}, "samples=0 is not allowed; allowed: a whole number >= 1"),
         ({"times": np.arange(3).astype("datetime64[h]")}, "times has 3 dates; allowed: 9"),
-        ({"times": HOURS[::-1]}, "times: 1970-01-01T07 comes after 1970-01-01T08; allowed: each .* in order"),
-        ({"times": HOURS[[0, *range(8)]]}, "times: 1970-01-01T00 is there twice; allowed: each date once"),
+        (
+            {"times": HOURS[::-1]},
+            "times: 1970-01-01T07 comes after 1970-01-01T08; allowed: each .* in order",
+        ),
+        (
+            {"times": HOURS[[0, *range(8)]]},
+            "times: 1970-01-01T00 is there twice; allowed: each date once",
+        ),
         (
             {"times": np.where(np.arange(9) < 4, HOURS, NO_DATE)},
             "times has no date at step 4",
@@ -423,15 +474,21 @@ def test_models_of_other_things_are_named(tmp_path):
     with pytest.raises(ValueError, match="2 features; allowed: data set 'series' with 3"):
         Forecaster(small_model("ssm"), meta(("a", "b")))
     vssm.save(small_model("ssm"), tmp_path)
-    with pytest.raises(ValueError, match="was trained on unknown data; allowed: a run of data set 'series'"):
+    with pytest.raises(
+        ValueError, match="was trained on unknown data; allowed: a run of data set 'series'"
+    ):
         vssm.forecast(tmp_path, history())
-    with pytest.raises(ValueError, match="'mnist-small' was trained on 'mnist'; allowed: a run of data set"):
+    with pytest.raises(
+        ValueError, match="'mnist-small' was trained on 'mnist'; allowed: a run of data set"
+    ):
         Forecaster.load("mnist-small")
     with pytest.raises(ValueError, match="horizon=None needs a run"):
         vssm.forecast(small_model("ssm"), history())
     assert Forecast(torch.ones(2, 3, 1), ("a",)).quantile(torch.tensor(0.5)).tolist() == [[1.0]] * 3
     for level in (2, "a", [0.1, 0.9]):
-        with pytest.raises(ValueError, match=r"^level=.* is not allowed; allowed: a number from 0 to 1"):
+        with pytest.raises(
+            ValueError, match=r"^level=.* is not allowed; allowed: a number from 0 to 1"
+        ):
             Forecast(torch.zeros(2, 3, 1), ("a",)).quantile(level)
 
 
@@ -471,7 +528,9 @@ def test_a_stream_has_as_many_paths_as_it_follows():
     whole = stream.forecast(5).samples
     assert whole.shape == (6, 5, 3)
     assert relative_error(stream.forecast(5, 4).samples, whole[:4]) < 1e-5
-    with pytest.raises(ValueError, match="samples=7 is more than the 6 paths that this stream follows"):
+    with pytest.raises(
+        ValueError, match="samples=7 is more than the 6 paths that this stream follows"
+    ):
         stream.forecast(5, 7)
     assert forecaster("rnn").stream(x, samples=6).forecast(5, 7).samples.shape == (7, 5, 3)
 
@@ -575,8 +634,12 @@ def test_patches_are_rows_of_one_step(kind):
     paths = paths_of(own.model, prompt, 3, 4).reshape(4, 6, 3)[:, :5]
     expected = (paths * width + centre) * torch.tensor(own.meta.std) + torch.tensor(own.meta.mean)
     assert relative_error(made.samples, expected) < 1e-5
-    assert own.forecast(x[:3], 5, 4).samples.shape == (4, 5, 3), "what does not fill a patch is left out"
-    with pytest.raises(ValueError, match="history has 1 steps; allowed: 2 or more, a step of the model"):
+    assert own.forecast(x[:3], 5, 4).samples.shape == (4, 5, 3), (
+        "what does not fill a patch is left out"
+    )
+    with pytest.raises(
+        ValueError, match="history has 1 steps; allowed: 2 or more, a step of the model"
+    ):
         own.forecast(x[:1], 5, 4)
     stream = own.stream(x[:5])
     stream.observe(x[5:])
@@ -586,11 +649,15 @@ def test_patches_are_rows_of_one_step(kind):
 def test_crps_is_the_integral_of_the_squared_difference_of_distributions():
     """With the pairs of equal paths left out, the score of a normal distribution is unbiased."""
     y = torch.linspace(-2, 2, 9, dtype=torch.float64)[:, None, None]
-    paths = torch.randn(9, 4000, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    paths = torch.randn(
+        9, 4000, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     normal = torch.distributions.Normal(0.0, 1.0)
     exact = y * (2 * normal.cdf(y) - 1) + 2 * normal.log_prob(y).exp() - 1 / np.sqrt(np.pi)
     torch.testing.assert_close(crps(paths, y), exact, rtol=0, atol=0.03)
-    few = torch.randn(20_000, 3, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    few = torch.randn(
+        20_000, 3, 1, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     expected = 2 * normal.log_prob(torch.tensor(0.0)).exp() - 1 / np.sqrt(np.pi)
     assert abs(float(crps(few, torch.zeros(20_000, 1, 1)).mean()) - float(expected)) < 0.01
 
@@ -618,7 +685,11 @@ def test_scores_of_forecasts_that_are_right():
     good = scores(paths, y, unit * 3, spread, unit)
     assert 0.72 < good["coverage80"] < 0.88 and abs(good["crps"] - 1 / np.sqrt(np.pi)) < 0.06
     wide = scores((paths - 3) * 3 + 3, y, unit * 3, spread, unit)
-    assert wide["coverage80"] > 0.97 and wide["crps"] > good["crps"] and wide["energy"] > good["energy"]
+    assert (
+        wide["coverage80"] > 0.97
+        and wide["crps"] > good["crps"]
+        and wide["energy"] > good["energy"]
+    )
 
 
 def waves(path, rows=220, columns=("load", "heat")):
@@ -640,7 +711,9 @@ def run_folder(tmp_path_factory):
     )
     model = small_config("vssm", head="auto", width=8, layers=1)
     options = TrainConfig(max_steps=3, batch=16, samples=0, num_valid=8)
-    return train(RunConfig(data=data, model=model, train=options), folder / "run", progress=Progress())
+    return train(
+        RunConfig(data=data, model=model, train=options), folder / "run", progress=Progress()
+    )
 
 
 def test_training_on_patches_draws_its_rows(run_folder, tmp_path):
@@ -664,7 +737,11 @@ def test_command_writes_quantiles_and_a_chart(run_folder, tmp_path, capsys, suff
     assert "note: horizon=8 is longer than the 6 steps of training" in capsys.readouterr().err
     table = pandas.read_csv(out) if suffix == "csv" else pandas.read_parquet(out)
     assert list(table) == ["step", "time", "column", "mean", "q0.1", "q0.5"] and len(table) == 16
-    assert list(table["column"][:3]) == ["load", "heat", "load"] and list(table["step"][:3]) == [1, 1, 2]
+    assert list(table["column"][:3]) == ["load", "heat", "load"] and list(table["step"][:3]) == [
+        1,
+        1,
+        2,
+    ]
     assert str(pandas.Timestamp(table["time"][0])) == "2020-01-02 06:00:00"
     assert (table["q0.1"] <= table["q0.5"]).all()
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -682,7 +759,20 @@ def test_dates_are_read_as_in_training(tmp_path, monkeypatch):
     sizes = ["--series.context", "4", "--series.horizon", "2"]
     for name, time in (("day", "day"), ("mixed", "none")):
         path = f"{name}.csv"
-        main(["train", "series", "--series.path", path, "--series.time", time, *sizes, *small, "--out", name])
+        main(
+            [
+                "train",
+                "series",
+                "--series.path",
+                path,
+                "--series.time",
+                time,
+                *sizes,
+                *small,
+                "--out",
+                name,
+            ]
+        )
         main(["forecast", name, "--path", path, "--samples", "3", "--out", f"of_{name}.csv"])
         header = (tmp_path / f"of_{name}.csv").read_text().splitlines()[0]
         assert header.startswith("step,time,column" if name == "day" else "step,column")
@@ -694,14 +784,24 @@ def test_command_names_what_is_wrong_with_a_file(run_folder, tmp_path, capsys):
     def refused(path, *parts, options=()):
         with pytest.raises(SystemExit, match="2"):
             main(
-                ["forecast", str(run_folder), "--path", str(path), "--out", str(tmp_path / "o.csv"), *options]
+                [
+                    "forecast",
+                    str(run_folder),
+                    "--path",
+                    str(path),
+                    "--out",
+                    str(tmp_path / "o.csv"),
+                    *options,
+                ]
             )
         message = capsys.readouterr().err
         assert message.count("\n") == 1 and all(part in message for part in parts), message
 
     refused(tmp_path / "none.csv", "none.csv", "does not exist")
     missing = waves(tmp_path / "missing.csv", 30, ("load", "heart"))
-    refused(missing, "no column of numbers 'heat'", "did you mean 'heart'?", "available: load, heart")
+    refused(
+        missing, "no column of numbers 'heat'", "did you mean 'heart'?", "available: load, heart"
+    )
     new = waves(tmp_path / "new.csv", 30)
     lines = new.read_text().splitlines()
     new.write_text("\n".join([*lines[:20], lines[18], *lines[20:]]))
@@ -712,7 +812,9 @@ def test_command_names_what_is_wrong_with_a_file(run_folder, tmp_path, capsys):
     refused(new, "line 21", "is no date")
     new.write_text("\n".join([*lines[:25], lines[25].rpartition(",")[0] + ",", *lines[26:]]))
     refused(new, "history is missing", "'heat'")
-    refused(waves(tmp_path / "good.csv", 30), "o.txt", ".csv or .parquet", options=["--out", "o.txt"])
+    refused(
+        waves(tmp_path / "good.csv", 30), "o.txt", ".csv or .parquet", options=["--out", "o.txt"]
+    )
     assert not (tmp_path / "o.csv").exists()
 
 
@@ -720,7 +822,9 @@ def test_command_names_what_is_wrong_with_a_file(run_folder, tmp_path, capsys):
     ("levels", "given"),
     [("0.1 1.5", "1.5"), ("-0.1", "-0.1"), ("nan", "nan"), ("0.5 0.1 0.50", "0.5 twice")],
 )
-def test_command_names_a_wrong_quantile_before_any_work(levels, given, tmp_path, monkeypatch, capsys):
+def test_command_names_a_wrong_quantile_before_any_work(
+    levels, given, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
         main(["forecast", "nowhere", "--path", "nothing.csv", "--quantiles", *levels.split()])
@@ -732,7 +836,9 @@ def test_command_notes_reconditioning_without_chunks(run_folder, tmp_path, capsy
     new, out = waves(tmp_path / "new.csv", 30), tmp_path / "out.csv"
     options = ["--path", str(new), "--samples", "2", "--out", str(out)]
     main(["forecast", str(run_folder), *options, "--recondition"])
-    assert capsys.readouterr().err.startswith("note: --recondition changes no sample without --chunk")
+    assert capsys.readouterr().err.startswith(
+        "note: --recondition changes no sample without --chunk"
+    )
 
 
 def test_command_keeps_the_history(run_folder, tmp_path, monkeypatch, capsys):
@@ -741,7 +847,18 @@ def test_command_keeps_the_history(run_folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "link.csv").symlink_to("dates.csv")
     for path in ("dates.csv", "link.csv"):
         with pytest.raises(SystemExit, match="2"):
-            main(["forecast", str(run_folder), "--path", path, "--samples", "2", "--out", "dates.csv"])
+            main(
+                [
+                    "forecast",
+                    str(run_folder),
+                    "--path",
+                    path,
+                    "--samples",
+                    "2",
+                    "--out",
+                    "dates.csv",
+                ]
+            )
         line = f"vssm: path='{path}', out='dates.csv' are one file; allowed: a name for each\n"
         assert capsys.readouterr().err == line
     assert (tmp_path / "dates.csv").read_text() == history and not (tmp_path / "dates.png").exists()
@@ -779,7 +896,10 @@ def test_command_names_a_shipped_model_of_other_data(tmp_path, capsys):
     new = waves(tmp_path / "new.csv", 30)
     with pytest.raises(SystemExit, match="2"):
         main(["forecast", "mnist-small", "--path", str(new), "--out", str(tmp_path / "o.csv")])
-    assert "'mnist-small' was trained on 'mnist'; allowed: a run of data set" in capsys.readouterr().err
+    assert (
+        "'mnist-small' was trained on 'mnist'; allowed: a run of data set"
+        in capsys.readouterr().err
+    )
 
 
 def test_parquet_names_its_extra(monkeypatch, tmp_path):
@@ -801,7 +921,13 @@ def test_chart_without_dates(tmp_path, monkeypatch):
     draw_fan(Forecast(torch.randn(9, 4, 1), ("a$",)), table, tmp_path / "fan.png")
     assert (tmp_path / "fan.png").stat().st_size > 1000
     (legend,), (axes,) = drawn[0].legends, drawn[0].axes
-    assert [text.get_text() for text in legend.get_texts()] == ["history", "95%", "80%", "50%", "median"]
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "history",
+        "95%",
+        "80%",
+        "50%",
+        "median",
+    ]
     assert not legend.get_window_extent().overlaps(axes.get_window_extent()), "no line is covered"
 
 
@@ -847,12 +973,16 @@ def test_comparison_finishes_a_run_that_was_stopped(tmp_path, monkeypatch):
     from vssm.lab import compare_forecasts as forecast_compare
     from vssm.runs.folder import RunFolder
 
-    steps = TrainConfig(max_steps=4, batch=16, samples=0, num_valid=8, validate_every=0.1, device="cpu")
+    steps = TrainConfig(
+        max_steps=4, batch=16, samples=0, num_valid=8, validate_every=0.1, device="cpu"
+    )
     options = comparison(tmp_path, models=("rnn",), train=steps, calibrate=False, shapes=())
     whole = forecast_compare.compare(replace(options, runs=tmp_path / "whole"))["metrics"]
     folder = options.runs / "waves-rnn"
     with monkeypatch.context() as patch:
-        patch.setattr(forecast_compare, "train", lambda *a, **k: train(*a, **k, progress=StopAtValidation()))
+        patch.setattr(
+            forecast_compare, "train", lambda *a, **k: train(*a, **k, progress=StopAtValidation())
+        )
         with pytest.raises(KeyboardInterrupt):
             forecast_compare.compare(options)
     assert (folder / "weights.safetensors").exists() and not RunFolder(folder).has_ended()
@@ -868,11 +998,22 @@ def test_comparison_refuses_runs_of_other_settings(tmp_path, monkeypatch):
     options = comparison(tmp_path, models=("rnn",), calibrate=False, shapes=())
     forecast_compare.compare(options)
     written = options.out.read_text()
-    monkeypatch.setattr(forecast_compare, "train", lambda *_, **__: pytest.fail("before any training"))
+    monkeypatch.setattr(
+        forecast_compare, "train", lambda *_, **__: pytest.fail("before any training")
+    )
     for change, message in (
-        ({"model": replace(options.model, width=16)}, "model.width=16 differs from 8 of the run in .*rnn"),
-        ({"train": replace(options.train, max_steps=3)}, "train.max_steps=3 differs from 2 of the run"),
-        ({"series": replace(options.series, horizon=5)}, "data.series.horizon=5 differs from 6 of the run"),
+        (
+            {"model": replace(options.model, width=16)},
+            "model.width=16 differs from 8 of the run in .*rnn",
+        ),
+        (
+            {"train": replace(options.train, max_steps=3)},
+            "train.max_steps=3 differs from 2 of the run",
+        ),
+        (
+            {"series": replace(options.series, horizon=5)},
+            "data.series.horizon=5 differs from 6 of the run",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             forecast_compare.compare(replace(options, models=("vssm", "rnn"), **change))
@@ -949,10 +1090,15 @@ def test_the_temperature_is_the_best_on_validation(monkeypatch):
         assert task.options.part == "valid" and task.starts.min() >= 70 and task.starts.max() <= 76
         return {"crps": abs(temperature - 2.0)}
 
-    monkeypatch.setattr(forecast_compare, "_rolled", lambda forecaster, task, ways: ways["temperature"])
+    monkeypatch.setattr(
+        forecast_compare, "_rolled", lambda forecaster, task, ways: ways["temperature"]
+    )
     monkeypatch.setattr(_Task, "score", score)
     options = Comparison(series=SeriesConfig(context=6, horizon=4), season=3)
-    assert _calibrated(None, _Task(options, None, np.random.default_rng(0).normal(size=(100, 2)))) == 2.0
+    assert (
+        _calibrated(None, _Task(options, None, np.random.default_rng(0).normal(size=(100, 2))))
+        == 2.0
+    )
 
 
 def test_predictor_takes_the_place_of_one_of_gluonts(run_folder):
@@ -974,13 +1120,18 @@ def test_predictor_takes_the_place_of_one_of_gluonts(run_folder):
         for forecast, whole in zip(forecasts, actual, strict=True):
             assert forecast.samples.shape == (8, 6)
             assert forecast.start_date == whole.index[-6]
-            near = np.abs(forecast.samples - whole.to_numpy()[-7]).mean() / whole.to_numpy()[:-6].std()
+            near = (
+                np.abs(forecast.samples - whole.to_numpy()[-7]).mean() / whole.to_numpy()[:-6].std()
+            )
             assert near < 5, "in the units of the series"
         ragged = [
-            {**entry, "target": entry["target"][: 20 + k]} for k, entry in enumerate(entries(series, "h"))
+            {**entry, "target": entry["target"][: 20 + k]}
+            for k, entry in enumerate(entries(series, "h"))
         ]
         assert [f.samples.shape for f in made.predict(ragged)] == [(5, 6)] * 3
-        with pytest.raises(ValueError, match=r"target has shape \(2, 9\); allowed for this run: \(N,\)"):
+        with pytest.raises(
+            ValueError, match=r"target has shape \(2, 9\); allowed for this run: \(N,\)"
+        ):
             list(made.predict([{**ragged[0], "target": np.zeros((2, 9))}]))
 
 
@@ -997,7 +1148,9 @@ def test_equal_series_of_a_predictor_get_paths_of_their_own(cycles, monkeypatch)
         made = forecast_gluonts.predictor(own, num_samples=3)
         paths = [list(made.predict(series)) for _ in range(2)]
     assert len({one.samples.tobytes() for one in paths[0]}) == 5
-    assert all((a.samples == b.samples).all() for a, b in zip(*paths, strict=True)), "each time the same"
+    assert all((a.samples == b.samples).all() for a, b in zip(*paths, strict=True)), (
+        "each time the same"
+    )
 
 
 def test_deepar_leaves_the_random_numbers_of_others_alone():
@@ -1007,7 +1160,9 @@ def test_deepar_leaves_the_random_numbers_of_others_alone():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         before = pickle.dumps(np.random.get_state()), torch.get_rng_state()  # noqa: NPY002
-        deepar(history(60, num=1), 4, 2, "h", epochs=1, batches=1, seed=5, num_layers=1, hidden_size=4)
+        deepar(
+            history(60, num=1), 4, 2, "h", epochs=1, batches=1, seed=5, num_layers=1, hidden_size=4
+        )
     assert pickle.dumps(np.random.get_state()) == before[0]  # noqa: NPY002
     assert torch.equal(torch.get_rng_state(), before[1])
 
@@ -1050,10 +1205,16 @@ def test_histories_that_leave_float32_are_named():
 def test_the_seed_of_a_stream_names_its_paths(kind):
     own, x = forecaster(kind), history(20)
     stream = own.stream(x[:9], seed=3)
-    assert relative_error(stream.forecast(5, 4).samples, own.forecast(x[:9], 5, 4, seed=3).samples) < 1e-5
+    assert (
+        relative_error(stream.forecast(5, 4).samples, own.forecast(x[:9], 5, 4, seed=3).samples)
+        < 1e-5
+    )
     stream.observe(x[9:15])  # the last makes the state anew
     assert stream.renewed == 1
-    assert relative_error(stream.forecast(5, 4).samples, own.forecast(x[:15], 5, 4, seed=3).samples) < 1e-5
+    assert (
+        relative_error(stream.forecast(5, 4).samples, own.forecast(x[:15], 5, 4, seed=3).samples)
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("fill", ["zero", "previous", "linear"])
@@ -1081,7 +1242,10 @@ def test_half_of_a_column_may_be_missing():
 
 
 def test_scores_equal_their_definitions():
-    paths, y = torch.randn(3, 6, 4, 2, dtype=torch.float64), torch.randn(3, 4, 2, dtype=torch.float64)
+    paths, y = (
+        torch.randn(3, 6, 4, 2, dtype=torch.float64),
+        torch.randn(3, 4, 2, dtype=torch.float64),
+    )
     mean, std, naive = torch.tensor([[1.0, -2.0], [0.5, 3.0], [2.0, 0.2]], dtype=torch.float64)
     found = scores(paths, y, mean, std, naive)
     pinball = 0.0

@@ -37,7 +37,9 @@ ENVELOPE = {"name", "date", "commit", "machine", "command", "config", "metrics"}
 
 @pytest.fixture
 def record(tmp_path):
-    return Record("generate", "vssm bench generate", CPU, {"width": 16}, tmp_path / "a" / "result.json")
+    return Record(
+        "generate", "vssm bench generate", CPU, {"width": 16}, tmp_path / "a" / "result.json"
+    )
 
 
 def test_scan_metrics():
@@ -45,7 +47,11 @@ def test_scan_metrics():
     metrics = bench_scan(SMALL, repeats=3)
     assert set(metrics) == {
         *(f"{what}_{part}ms_b2_t6" for what in ("fwd", "bwd") for part in ("", "p10_", "p90_")),
-        *(f"{peer}_{what}_ms_b2_t6" for peer in ("reference", "mambapy") for what in ("fwd", "bwd")),
+        *(
+            f"{peer}_{what}_ms_b2_t6"
+            for peer in ("reference", "mambapy")
+            for what in ("fwd", "bwd")
+        ),
         *(f"fwd_{part}ms_b1_t1" for part in ("", "p10_", "p90_")),
         "reference_fwd_ms_b1_t1",
         "floor_ms_b2_t6",
@@ -60,7 +66,9 @@ def test_chosen_backends_only():
         "reference_fwd_ms_b1_t1",
         "floor_ms_b1_t1",
     }
-    with pytest.raises(ValueError, match="backend='fastest' can not be timed; allowed: 'auto', 'reference'"):
+    with pytest.raises(
+        ValueError, match="backend='fastest' can not be timed; allowed: 'auto', 'reference'"
+    ):
         bench_scan(SMALL, backends=["fastest"])
 
 
@@ -83,7 +91,9 @@ def test_a_peer_of_the_scan_that_is_missing_is_named(tmp_path, monkeypatch, caps
     out, options = tmp_path / "scan.json", {"device": "cpu", "shapes": ["2x6x5x3"], "repeats": 1}
     assert "reference_fwd_ms_b2_t6" in bench.main_scan(out, **options)["metrics"]
     assert "mambapy_ms: not installed: mambapy\n" in capsys.readouterr().out
-    assert json.loads(out.read_text())["config"]["notes"] == {"mambapy_ms": "not installed: mambapy"}
+    assert json.loads(out.read_text())["config"]["notes"] == {
+        "mambapy_ms": "not installed: mambapy"
+    }
     assert bench.main_scan(**options, peers=False)["config"]["notes"] == {}, "nobody asked for it"
 
 
@@ -91,12 +101,19 @@ def test_a_peer_of_the_scan_that_is_missing_is_named(tmp_path, monkeypatch, caps
 def test_peers_compute_the_same_scan(peer):
     pytest.importorskip({"associative_scan": "torch"}.get(peer, peer))
     values = arguments(batch=2, length=7, channels=5, states=3)
-    values |= {"dt_bias": torch.rand(5), "z": torch.randn(2, 7, 5), "D": torch.randn(5), "softplus": True}
+    values |= {
+        "dt_bias": torch.rand(5),
+        "z": torch.randn(2, 7, 5),
+        "D": torch.randn(5),
+        "softplus": True,
+    }
     values.pop("h0", None)
     expected, _ = selective_scan(**values)
     assert torch.allclose(peer_scan(peer, **values), expected, rtol=1e-4, atol=1e-5)
     plain = _inputs(SMALL[0])
-    assert torch.allclose(peer_scan(peer, **plain), selective_scan(**plain)[0], rtol=1e-4, atol=1e-5)
+    assert torch.allclose(
+        peer_scan(peer, **plain), selective_scan(**plain)[0], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_transformers_loop_is_theirs():
@@ -105,8 +122,12 @@ def test_transformers_loop_is_theirs():
         pytest.skip("this version of transformers has no scan of its own")
     u, dt, A, B, C, D = _inputs(SMALL[0]).values()
     given = [tensor.transpose(1, 2) for tensor in (u, dt, B, C)]
-    theirs = modeling.mamba_selective_scan(given[0], given[1], A, given[2], given[3], D).transpose(1, 2)
-    assert torch.allclose(peer_scan("transformers", u, dt, A, B, C, D), theirs, rtol=1e-5, atol=1e-6)
+    theirs = modeling.mamba_selective_scan(given[0], given[1], A, given[2], given[3], D).transpose(
+        1, 2
+    )
+    assert torch.allclose(
+        peer_scan("transformers", u, dt, A, B, C, D), theirs, rtol=1e-5, atol=1e-6
+    )
 
 
 class Kernels:
@@ -122,7 +143,9 @@ class Kernels:
 
     def backward(self, dy, dh, softplus, kept=None, **values):
         leaves = {
-            name: value.detach().requires_grad_() for name, value in values.items() if value is not None
+            name: value.detach().requires_grad_()
+            for name, value in values.items()
+            if value is not None
         }
         y, h = selective_scan(**leaves, softplus=softplus, backend="reference")
         total = (y.float() * dy.float()).sum() + (h * dh).sum()
@@ -167,7 +190,9 @@ def test_scan_metrics_on_cuda(kernels, record, monkeypatch):
     kernels.wrong = 1e-3
     shapes = [Shape(2, 5, 37, 3), Shape(1, 70, 3, 2)]
     scan_cuda.bench_scan_cuda(record, shapes, CPU, check=True, peers=True)
-    ways = [f"{way}{part}" for way in ("fwd", "bwd") for part in ("_ms", "_p10_ms", "_p90_ms", "_mib")]
+    ways = [
+        f"{way}{part}" for way in ("fwd", "bwd") for part in ("_ms", "_p10_ms", "_p90_ms", "_mib")
+    ]
     ways += ["floor_ms", "floor_bwd_ms", "error_float32", "error_bfloat16", "same_bits"]
     assert set(record.metrics) == {
         "copy_gb_per_second",
@@ -181,7 +206,9 @@ def test_scan_metrics_on_cuda(kernels, record, monkeypatch):
     assert "in B is too large; allowed: below 1e-05" in record.notes["error_float32_b2_t5"]
     assert "error_bfloat16_b2_t5" not in record.notes
     assert record.notes["mambapy_fwd_ms_b2_t5"] == "not installed"
-    assert record.notes["transformers_fwd_ms_b2_t5"] == "failed: ZeroDivisionError: division by zero"
+    assert (
+        record.notes["transformers_fwd_ms_b2_t5"] == "failed: ZeroDivisionError: division by zero"
+    )
     assert record.notes["transformers_fwd_ms_b1_t70"].startswith("not run: a loop of 70 steps")
     headings, rows = scan_cuda.headings_and_rows(record, shapes)
     assert len(rows) == 4 and all(len(row) == len(headings) for row in rows)
@@ -248,8 +275,15 @@ def test_long_calls_are_warmed_up_less(record, monkeypatch):
     calls = []
     monkeypatch.setattr(timing, "wall", lambda call, device: 1e3 * call())
     watch = timing.Stopwatch(CPU, repeats=1, seconds=100.0, warm=3, at_least=0.5)
-    for steps in (1, 2, 8, 16):  # as long as a second for each step; 16 steps are expected to take 16 s
-        watch.alone(record, "ssm_ms", "b1_", steps, lambda steps=steps: calls.append(steps) or steps)
+    for steps in (
+        1,
+        2,
+        8,
+        16,
+    ):  # as long as a second for each step; 16 steps are expected to take 16 s
+        watch.alone(
+            record, "ssm_ms", "b1_", steps, lambda steps=steps: calls.append(steps) or steps
+        )
     assert calls == 4 * [1] + 3 * [2] + 3 * [8] + [16]
     assert record.notes["ssm_ms_b1_t8"] == "warmed up by 2 calls, not 3: it takes long"
     assert record.notes["ssm_ms_b1_t16"] == "warmed up by 0 calls, not 3: it takes long"
@@ -284,7 +318,14 @@ def test_short_calls_are_timed_more_often(record, monkeypatch):
 
 
 def test_generation_has_quantiles(tmp_path, capsys):
-    options = {"kinds": ["vssm"], "batches": [1], "lengths": [4], "repeats": 3, "peers": False, **TINY}
+    options = {
+        "kinds": ["vssm"],
+        "batches": [1],
+        "lengths": [4],
+        "repeats": 3,
+        "peers": False,
+        **TINY,
+    }
     made = bench.main_generate(tmp_path / "a.json", plot=tmp_path / "a.png", **options)["metrics"]
     for name in ("vssm", "vssm_prompted", "vssm_chunk1"):
         low, middle, high = (made[f"{name}{part}_ms_b1_t4"] for part in ("_p10", "", "_p90"))
@@ -301,18 +342,28 @@ def test_what_does_not_fit_is_noted(record):
 
     watch = timing.Stopwatch(CPU, repeats=1, seconds=1.0, warm=1)
     later = iter([None])  # one call is well, the second is not
-    calls = {"greedy": greedy, "modest": lambda: None, "growing": lambda: next(later, 0) is None or greedy()}
+    calls = {
+        "greedy": greedy,
+        "modest": lambda: None,
+        "growing": lambda: next(later, 0) is None or greedy(),
+    }
     watch.together(record, calls)
     assert record.notes.pop("growing") == record.notes["greedy"]
-    assert record.notes == {"greedy": "does not fit the device's memory"} and set(record.metrics) == {
-        "modest"
-    }
+    assert record.notes == {"greedy": "does not fit the device's memory"} and set(
+        record.metrics
+    ) == {"modest"}
     record.fail("peer", TypeError("no such\nargument"))
-    assert json.loads(record.out.read_text())["config"]["notes"]["peer"] == "failed: TypeError: no such"
+    assert (
+        json.loads(record.out.read_text())["config"]["notes"]["peer"]
+        == "failed: TypeError: no such"
+    )
 
 
 def test_a_result_is_taken_up_again(tmp_path, monkeypatch, capsys):
-    out, options = tmp_path / "generate.json", {"batches": [2], "repeats": 1, "peers": False, **TINY}
+    out, options = (
+        tmp_path / "generate.json",
+        {"batches": [2], "repeats": 1, "peers": False, **TINY},
+    )
     first = bench.main_generate(out, kinds=["ssm", "vssm"], lengths=[4], **options)
     assert re.search(r"fastest step by step / vssm +\d+\.\dx", capsys.readouterr().out)
     assert set(first["metrics"]) == {
@@ -331,7 +382,9 @@ def test_a_result_is_taken_up_again(tmp_path, monkeypatch, capsys):
     again = first["command"].replace("ssm vssm", "ssm").replace("--lengths 4", "--lengths 4 1")
     assert more["command"] == f"{first['command']} && {again}"
     assert json.loads(out.read_text())["metrics"] == more["metrics"]
-    with pytest.raises(ValueError, match=r"has width=16, this run 8; allowed: the same, a new name"):
+    with pytest.raises(
+        ValueError, match=r"has width=16, this run 8; allowed: the same, a new name"
+    ):
         bench.main_generate(out, kinds=["ssm"], lengths=[4], **{**options, "width": 8})
     monkeypatch.setattr("vssm.lab.bench.record._source", lambda: "other code")
     with pytest.raises(ValueError, match=r"has source='\w+', this run 'other code'"):
@@ -344,7 +397,9 @@ def test_what_is_timed_is_in_the_digest_of_the_code(tmp_path, monkeypatch):
     package, copy = Path(vssm.__file__).parent, tmp_path / "vssm"
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
     before = _source()
-    monkeypatch.setattr("vssm.lab.bench.record.vssm", SimpleNamespace(__file__=str(copy / "__init__.py")))
+    monkeypatch.setattr(
+        "vssm.lab.bench.record.vssm", SimpleNamespace(__file__=str(copy / "__init__.py"))
+    )
     assert _source() == before
 
     def changes(name):
@@ -355,7 +410,13 @@ def test_what_is_timed_is_in_the_digest_of_the_code(tmp_path, monkeypatch):
         return digest != before
 
     timed = ("training/learner", "training/muon", "ops/noise_triton", "data/feed", "data/scale")
-    timed += ("training/distributed", "lab/bench/timing", "ops/vectors", "models/vrnn", "training/loop")
+    timed += (
+        "training/distributed",
+        "lab/bench/timing",
+        "ops/vectors",
+        "models/vrnn",
+        "training/loop",
+    )
     assert all(changes(f"{name}.py") for name in (*timed, "forecasting/forecaster"))
     apart = ("cli/bench", "serve/__init__", "report/style", "lab/page/write", "lab/bench/plot")
     assert not any(changes(f"{name}.py") for name in apart)
@@ -375,7 +436,9 @@ print(*sorted(name for name in names if f"{name}/".startswith(_UNTIMED)))
 
 
 def test_benchmarks_do_not_load_what_is_left_out_of_the_digest():
-    run = subprocess.run([sys.executable, "-c", UNTIMED], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", UNTIMED], capture_output=True, text=True, check=True
+    )
     assert run.stdout.split() == ["lab/bench/plot", "runs/results"]  # both write what was measured
 
 
@@ -404,8 +467,16 @@ def test_a_damaged_result_is_named_and_kept(tmp_path, content):
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
-        (bench.main_train, {"kinds": ["ssm", "vsm"]}, r"kinds='vsm' is unknown; .*did you mean 'vssm'"),
-        (bench.main_generate, {"lengths": [4, 0]}, "lengths=0 is not allowed; allowed: whole numbers >= 1"),
+        (
+            bench.main_train,
+            {"kinds": ["ssm", "vsm"]},
+            r"kinds='vsm' is unknown; .*did you mean 'vssm'",
+        ),
+        (
+            bench.main_generate,
+            {"lengths": [4, 0]},
+            "lengths=0 is not allowed; allowed: whole numbers >= 1",
+        ),
         (bench.main_generate, {"seconds_per_point": 0}, "seconds_per_point=0 is not allowed"),
         (bench.main_table1, {"lengths": [-1]}, "lengths=-1 is not allowed"),
         (
@@ -416,7 +487,11 @@ def test_a_damaged_result_is_named_and_kept(tmp_path, content):
         (bench.main_train, {"steps": 0}, "steps=0 is not allowed"),
         (bench.main_scan, {"shapes": ["8"]}, "shapes='8' is not allowed; allowed: BxT or BxTxDxN"),
         (bench.main_scan, {"check": True}, "check=True is for CUDA"),
-        (bench.main_scan, {"device": "tpu"}, "device='tpu' is unknown; allowed: 'auto', 'cpu', 'cuda'"),
+        (
+            bench.main_scan,
+            {"device": "tpu"},
+            "device='tpu' is unknown; allowed: 'auto', 'cpu', 'cuda'",
+        ),
         (bench.main_scan, {"out": "."}, r"out='.' is a folder; allowed: the name of a JSON file"),
     ],
 )
@@ -434,7 +509,9 @@ def test_cuda_that_is_not_there(monkeypatch):
 def test_training_metrics(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("vssm.lab.bench.train._WINDOWS", 2)
     monkeypatch.setattr("vssm.lab.bench.train._WARM", 1)
-    made = bench.main_train(tmp_path / "train.json", kinds=["rnn"], batch=2, steps=2, peers=False, **TINY)
+    made = bench.main_train(
+        tmp_path / "train.json", kinds=["rnn"], batch=2, steps=2, peers=False, **TINY
+    )
     assert set(made["metrics"]) == {
         "rnn_tokens_per_second",
         "rnn_tokens_per_second_p10",
@@ -472,7 +549,9 @@ def test_peers_in_the_result(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     monkeypatch.setattr("vssm.lab.bench.train._WINDOWS", 1)
     monkeypatch.setattr("vssm.lab.bench.train._WARM", 1)
-    trained = bench.main_train(tmp_path / "train.json", kinds=[], batch=2, steps=1, **TINY)["metrics"]
+    trained = bench.main_train(tmp_path / "train.json", kinds=[], batch=2, steps=1, **TINY)[
+        "metrics"
+    ]
     assert trained["transformers_mamba_tokens_per_second"] > 0
     generated = bench.main_generate(kinds=[], lengths=[3, 300], repeats=1, **TINY)["metrics"]
     assert set(generated) == {"transformers_gpt2_ms_b1_t3", "transformers_mamba_ms_b1_t3"}
@@ -483,7 +562,13 @@ def test_peers_in_the_result(tmp_path, monkeypatch):
 
 def test_table1_metrics_and_picture(tmp_path, capsys):
     picture = tmp_path / "table1.png"
-    options = {"kinds": ["rnn", "vssm"], "lengths": [2, 4, 8], "repeats": 1, "plot": picture, **TINY}
+    options = {
+        "kinds": ["rnn", "vssm"],
+        "lengths": [2, 4, 8],
+        "repeats": 1,
+        "plot": picture,
+        **TINY,
+    }
     made = bench.main_table1(tmp_path / "table1.json", **options)
     ways = [f"{kind}_{way}" for kind in ("rnn", "vssm") for way in ("train", "sample")]
     assert set(made["metrics"]) == {
@@ -498,19 +583,27 @@ def test_table1_metrics_and_picture(tmp_path, capsys):
 
 def test_forecasts_are_timed_by_horizon_and_patch(tmp_path, capsys):
     picture, options = tmp_path / "forecast.png", {"paths": 3, "context": 8, "repeats": 1, **TINY}
-    made = bench.main_forecast(tmp_path / "f.json", lengths=[5, 8], patches=[1, 4], plot=picture, **options)
+    made = bench.main_forecast(
+        tmp_path / "f.json", lengths=[5, 8], patches=[1, 4], plot=picture, **options
+    )
     metrics = made["metrics"]
-    names = {f"{kind}_p{patch}_ms_t{h}" for kind in ("vssm", "rnn") for patch in (1, 4) for h in (5, 8)}
+    names = {
+        f"{kind}_p{patch}_ms_t{h}" for kind in ("vssm", "rnn") for patch in (1, 4) for h in (5, 8)
+    }
     assert set(metrics) == names | {f"ahead_p{patch}_t{h}" for patch in (1, 4) for h in (5, 8)}
     assert metrics["ahead_p4_t8"] == metrics["rnn_p1_ms_t8"] / metrics["vssm_p4_ms_t8"]
     assert re.search(r"rnn, P = 1 / vssm, P = 4 +[\d.]+x", capsys.readouterr().out)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match=r"patches=\(9,\) is not allowed; allowed: 1 to 8, the context"):
+    with pytest.raises(
+        ValueError, match=r"patches=\(9,\) is not allowed; allowed: 1 to 8, the context"
+    ):
         bench.main_forecast(patches=[9], **options)
     with pytest.raises(ValueError, match="kinds='gru' is unknown"):
         bench.main_forecast(kinds=["gru"], **options)
     for name in ("series", "paths"):
-        with pytest.raises(ValueError, match=f"{name}=0 is not allowed; allowed: whole numbers >= 1"):
+        with pytest.raises(
+            ValueError, match=f"{name}=0 is not allowed; allowed: whole numbers >= 1"
+        ):
             bench.main_forecast(**{**options, name: 0})
 
 
@@ -518,10 +611,14 @@ def test_a_vssm_with_levels_is_timed_under_its_own_name(tmp_path, monkeypatch, c
     monkeypatch.setattr("vssm.lab.bench.train._WINDOWS", 1)
     monkeypatch.setattr("vssm.lab.bench.train._WARM", 1)
     options = {"kinds": ["vssm"], "levels": [2], **TINY}
-    trained = bench.main_train(tmp_path / "train.json", batch=2, steps=1, peers=False, **options)["metrics"]
+    trained = bench.main_train(tmp_path / "train.json", batch=2, steps=1, peers=False, **options)[
+        "metrics"
+    ]
     assert trained["vssm_l2_tokens_per_second"] > 0
     assert trained["vssm_l2_parameters"] != trained["vssm_parameters"]
-    generated = bench.main_generate(lengths=[4], batches=[1], repeats=1, peers=False, **options)["metrics"]
+    generated = bench.main_generate(lengths=[4], batches=[1], repeats=1, peers=False, **options)[
+        "metrics"
+    ]
     ways = ("ms", "prompted_ms", "chunk1_ms", "floor_ms")
     assert set(generated) == {f"{name}_{way}_b1_t4" for name in ("vssm", "vssm_l2") for way in ways}
     table1 = bench.main_table1(lengths=[2, 4, 8], repeats=1, **options)
@@ -530,7 +627,9 @@ def test_a_vssm_with_levels_is_timed_under_its_own_name(tmp_path, monkeypatch, c
     assert len(re.findall(r"^ *vssm_l2 ", capsys.readouterr().out, re.MULTILINE)) == 5
 
 
-def test_levels_that_do_not_fit_are_named_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+def test_levels_that_do_not_fit_are_named_before_anything_is_measured(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     for what in ("train", "generate", "table1"):
         with pytest.raises(SystemExit) as stop:
@@ -565,8 +664,13 @@ def sequential_steps(function):
 @pytest.mark.parametrize("kind", KINDS)
 def test_parallel_means_no_more_sequential_steps_for_longer_sequences(kind):
     model, theory = small_model(kind), THEORY[kind]
-    trained = [sequential_steps(partial(objective, model, sequences(model, 2, length))) for length in (6, 12)]
-    sampled = [sequential_steps(partial(generate, model, num=2, length=length)) for length in (6, 12)]
+    trained = [
+        sequential_steps(partial(objective, model, sequences(model, 2, length)))
+        for length in (6, 12)
+    ]
+    sampled = [
+        sequential_steps(partial(generate, model, num=2, length=length)) for length in (6, 12)
+    ]
     for steps, parallel in (
         (trained, theory.trains_in_parallel),
         (sampled, theory.samples_in_parallel),
@@ -590,7 +694,10 @@ def test_prompt_means_that_what_follows_depends_on_it(kind):
 def test_resume_means_going_on_from_a_state_of_constant_size(kind):
     model = small_model(kind)
     x = sequences(model, 2, 12)
-    whole, half = generate(model, num=2, length=12, seed=5), generate(model, num=2, length=6, seed=5)
+    whole, half = (
+        generate(model, num=2, length=12, seed=5),
+        generate(model, num=2, length=6, seed=5),
+    )
     rest = generate(model, length=6, state=half.state)
     assert torch.allclose(torch.cat([half.x, rest.x], 1), whole.x, rtol=1e-4, atol=1e-5)
     for short, long in ((half.state, whole.state), (observe(model, x[:, :6]), observe(model, x))):
@@ -624,4 +731,7 @@ def test_command_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["bench", "scan", "--kinds", "rnn"])
     assert stop.value.code == 2
-    assert "kinds=('rnn',) does not go with bench scan; allowed: out, device" in capsys.readouterr().err
+    assert (
+        "kinds=('rnn',) does not go with bench scan; allowed: out, device"
+        in capsys.readouterr().err
+    )

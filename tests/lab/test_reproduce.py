@@ -38,7 +38,8 @@ NAMES = {  # those that design and page rely on
 }
 LATENT = {"elbo", "reconstruction", "kl", "log_likelihood_empty_prior"}
 LATENT |= {
-    f"{name}_particles" for name in ("log_likelihood", "log_likelihood_empty_prior", "partial_log_likelihood")
+    f"{name}_particles"
+    for name in ("log_likelihood", "log_likelihood_empty_prior", "partial_log_likelihood")
 }
 
 
@@ -72,7 +73,9 @@ def done(tmp_path_factory):
 
 
 def test_the_ranking_of_the_paper_comes_out(done):
-    found = {kind: read(done / "results" / f"digits_{kind}_seed0.json")["metrics"] for kind in KINDS}
+    found = {
+        kind: read(done / "results" / f"digits_{kind}_seed0.json")["metrics"] for kind in KINDS
+    }
     for other in ("transformer", "ssm"):
         assert found["vssm"]["log_likelihood"] > found[other]["log_likelihood"] + 5
         assert found["vssm"]["partial_log_likelihood"] > found[other]["partial_log_likelihood"] + 2
@@ -85,7 +88,9 @@ def test_everything_is_kept(done):
         assert set(metrics) >= (NAMES | LATENT if kind == "vssm" else NAMES)
         assert metrics["epochs"] == 6
         assert metrics["sequences"] == 359
-        assert len(curve["epoch"]) == len(curve["validation_elbo"]) == 2  # after 5 epochs and at the end
+        assert (
+            len(curve["epoch"]) == len(curve["validation_elbo"]) == 2
+        )  # after 5 epochs and at the end
         whole, half = curve["validation_elbo"][-1], curve["validation_partial_elbo"][-1]
         assert math.isfinite(half) and abs(half - whole) > 1
         assert made["config"]["train"]["validate_partial"]
@@ -113,7 +118,9 @@ def test_everything_is_kept(done):
 def test_what_is_done_is_not_done_again(done, tmp_path, monkeypatch):
     """Results alone decide: on another machine there are no runs."""
     with monkeypatch.context() as patch:
-        patch.setattr(vssm.lab.reproduce, "run_all", lambda *_, **__: pytest.fail("a run was started"))
+        patch.setattr(
+            vssm.lab.reproduce, "run_all", lambda *_, **__: pytest.fail("a run was started")
+        )
         assert digits(tmp_path, results=done / "results", **BUDGET) == []
     assert (tmp_path / "figure.png").is_file()
 
@@ -125,7 +132,9 @@ def test_what_is_done_is_not_done_again(done, tmp_path, monkeypatch):
     shown = Messages()
     assert digits(copy, progress=shown, **BUDGET) == []  # scored again, not trained again
     assert any("1 runs, 1 of them ended before" in text for text in shown.texts)
-    assert any(re.search(r"^seeds: \d of \d are in .* already and not run again$", t) for t in shown.texts)
+    assert any(
+        re.search(r"^seeds: \d of \d are in .* already and not run again$", t) for t in shown.texts
+    )
     assert read(piece)["metrics"]["log_likelihood"] == scored["log_likelihood"]
     after = {path: path.stat().st_mtime_ns for path in copy.glob("results/*.json")}
     assert [path for path in before if before[path] != after[path]] == [piece]
@@ -134,7 +143,8 @@ def test_what_is_done_is_not_done_again(done, tmp_path, monkeypatch):
 def test_other_settings_do_not_pass_for_what_is_done(done):
     for epochs in (9, 1.5):
         with pytest.raises(
-            ValueError, match=rf"^epochs={epochs}\d* differs from 6 of '.*digits_transformer_seed0.json'"
+            ValueError,
+            match=rf"^epochs={epochs}\d* differs from 6 of '.*digits_transformer_seed0.json'",
         ):
             digits(done, **{**BUDGET, "epochs": epochs})
     path = done / "results" / "digits_ssm_seed1.json"
@@ -152,7 +162,10 @@ def test_other_settings_do_not_pass_for_what_is_done(done):
         ("grid/digits_ssm_lr0.01.json", lambda c: c.pop("metrics")),
         ("grid/digits_ssm_lr0.01.json", lambda c: c.update(metrics=[])),
         ("grid/digits_ssm_lr0.01.json", lambda c: c["metrics"].update(validation_loss="x")),
-        ("grid/digits_ssm_lr0.01.json", lambda c: c["metrics"].update(validation_loss=float("nan"))),
+        (
+            "grid/digits_ssm_lr0.01.json",
+            lambda c: c["metrics"].update(validation_loss=float("nan")),
+        ),
         ("grid/digits_ssm_lr0.01.json", None),
         ("digits_ssm_seed0.json", lambda c: c.update(metrics={})),
         ("digits_ssm_seed0.png", None),
@@ -168,7 +181,9 @@ def test_damaged_results_are_named(piece, damage, done, tmp_path):
         path.write_text(json.dumps(content))
     else:
         path.write_bytes(b"[" * 100_000 if damage is None else path.read_bytes()[:damage])
-    with pytest.raises(ValueError, match=rf"{path.name}' is damaged: .*; allowed: without that file$"):
+    with pytest.raises(
+        ValueError, match=rf"{path.name}' is damaged: .*; allowed: without that file$"
+    ):
         digits(tmp_path / "out", results=results, **BUDGET)
 
 
@@ -197,11 +212,11 @@ def test_a_time_limit_stops_at_a_checkpoint_and_the_same_call_goes_on(done, tmp_
 
 def test_killed_in_a_run_the_same_call_goes_on(tmp_path):
     options = {"scale": "small", "kinds": ("rnn",), "learning_rates": (5e-3,), "epochs": 6}
-    code = (
-        f"from vssm.lab.reproduce import reproduce; reproduce('digits', out={str(tmp_path)!r}, **{options!r})"
-    )
+    code = f"from vssm.lab.reproduce import reproduce; reproduce('digits', out={str(tmp_path)!r}, **{options!r})"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.DEVNULL
+    )
     while not list(tmp_path.glob("runs/*/log.jsonl")) and process.poll() is None:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
@@ -229,7 +244,9 @@ def test_kinds_side_by_side_in_one_folder(tmp_path):
         def step(self, step):
             if not begun:
                 begun.append(step)
-                with pytest.raises(ValueError, match=r"1 of 1 runs failed; rnn-.* is in use by another proc"):
+                with pytest.raises(
+                    ValueError, match=r"1 of 1 runs failed; rnn-.* is in use by another proc"
+                ):
                     digits(tmp_path, kinds=("rnn",), **options)
                 assert digits(tmp_path, kinds=("ssm",), **options) == []
 
@@ -264,11 +281,15 @@ def test_the_page_of_a_folder_of_results_shows_the_experiments(done, tmp_path, c
     folder = done / "results"
     assert f"vssm report --results {folder} --page FILE.md" in capsys.readouterr().out
     text = write_page(folder, tmp_path / "page.md").read_text()
-    assert "## The paper's experiments, small" in text and "How the learning rates were chosen" in text
+    assert (
+        "## The paper's experiments, small" in text and "How the learning rates were chosen" in text
+    )
     assert "committed yet" not in text and "Other results" not in text and "from above" not in text
     assert (tmp_path / "pictures" / "small.png").is_file()
     mixed = shutil.copytree(folder, tmp_path / "mixed")
-    shutil.copy(folder / "digits_vssm_seed0.json", mixed / "digits_vssm_seed0_old.json")  # somebody's copy
+    shutil.copy(
+        folder / "digits_vssm_seed0.json", mixed / "digits_vssm_seed0_old.json"
+    )  # somebody's copy
     shutil.copytree(folder, mixed / "paper")
     text = write_page(mixed, tmp_path / "mixed.md").read_text()
     titles = re.findall(r"^##+ (.*)", text, re.MULTILINE)
@@ -288,10 +309,14 @@ def test_samples_that_were_lost_are_drawn_again(done, tmp_path):
     picture.unlink()
     (run,) = copy.glob("runs/vssm-*-seed0")  # becomes another of the same name
     config = read(run / "config.json")
-    (run / "config.json").write_text(json.dumps(config | {"train": config["train"] | {"epochs": 7}}))
+    (run / "config.json").write_text(
+        json.dumps(config | {"train": config["train"] | {"epochs": 7}})
+    )
     assert digits(copy, progress=shown, **BUDGET) == []
     assert not picture.exists()
-    assert any("digits_vssm_seed0.json are lost, and its run is not there" in text for text in shown.texts)
+    assert any(
+        "digits_vssm_seed0.json are lost, and its run is not there" in text for text in shown.texts
+    )
 
 
 def test_time_that_is_up_ends_an_evaluation(done, tmp_path, monkeypatch):
@@ -330,18 +355,26 @@ def test_what_is_done_is_drawn_where_another_run_fails(done, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["out", "results"])
-def test_a_folder_that_can_not_be_written_is_refused_at_the_start(done, tmp_path, monkeypatch, name):
+def test_a_folder_that_can_not_be_written_is_refused_at_the_start(
+    done, tmp_path, monkeypatch, name
+):
     place = tmp_path / name
     monkeypatch.setattr(
         vssm.lab.reproduce,
         "why_read_only",
         lambda given: "read-only file system" if Path(given) == place else None,
     )
-    monkeypatch.setattr(vssm.lab.reproduce, "run_all", lambda *_, **__: pytest.fail("a run was started"))
-    with pytest.raises(ValueError, match=f"^{name}='.*' can not be written to \\(read-only file system\\)"):
+    monkeypatch.setattr(
+        vssm.lab.reproduce, "run_all", lambda *_, **__: pytest.fail("a run was started")
+    )
+    with pytest.raises(
+        ValueError, match=f"^{name}='.*' can not be written to \\(read-only file system\\)"
+    ):
         digits(tmp_path / "out", results=tmp_path / "results", **BUDGET)
     shutil.copytree(done / "results", tmp_path / "results", dirs_exist_ok=True)
-    assert digits(tmp_path / "out", results=tmp_path / "results", **BUDGET) == [], "nothing is left to write"
+    assert digits(tmp_path / "out", results=tmp_path / "results", **BUDGET) == [], (
+        "nothing is left to write"
+    )
 
 
 def failing(reason, rates):
@@ -367,13 +400,18 @@ def test_a_rate_that_diverged_is_recorded_and_not_taken(tmp_path, monkeypatch):
     left = digits(tmp_path, **options)
     assert left == ["ssm-lr0.001-seed0"]
     assert (
-        read(tmp_path / "results" / "grid" / "digits_ssm_lr0.01.json")["metrics"]["validation_loss"] is None
+        read(tmp_path / "results" / "grid" / "digits_ssm_lr0.01.json")["metrics"]["validation_loss"]
+        is None
     )
 
     monkeypatch.setattr(vssm.lab.reproduce, "run_all", failing(reason, {1e-2: None, 1e-3: None}))
-    with pytest.raises(ValueError, match=r"^kind='ssm' diverged at every learning rate of \(0.01, 0.001\)"):
+    with pytest.raises(
+        ValueError, match=r"^kind='ssm' diverged at every learning rate of \(0.01, 0.001\)"
+    ):
         digits(tmp_path / "all", **options)
-    monkeypatch.setattr(vssm.lab.reproduce, "run_all", failing("out of memory", {1e-2: None, 1e-3: 1.0}))
+    monkeypatch.setattr(
+        vssm.lab.reproduce, "run_all", failing("out of memory", {1e-2: None, 1e-3: 1.0})
+    )
     with pytest.raises(ValueError, match=r"^1 of 2 runs failed; ssm-lr0.01-seed0: out of memory"):
         digits(tmp_path / "memory", **options)
     assert not list((tmp_path / "memory").rglob("digits_ssm_lr0.01.json"))
@@ -390,7 +428,9 @@ def test_finalists_are_trained_to_the_end_before_one_is_chosen(tmp_path, monkeyp
         trained.extend((Path(folder).name, name) for name in configs)
         for place, config in enumerate(configs.values()):
             if finish.func is vssm.lab.reproduce._record_rate:
-                vssm.lab.reproduce._write_rate(*finish.args, config, {"validation_loss": 3.0 - place})
+                vssm.lab.reproduce._write_rate(
+                    *finish.args, config, {"validation_loss": 3.0 - place}
+                )
         return rows
 
     monkeypatch.setattr(vssm.lab.reproduce, "run_all", late)
@@ -404,11 +444,16 @@ def test_finalists_are_trained_to_the_end_before_one_is_chosen(tmp_path, monkeyp
     assert made["metrics"]["learning_rate"] == 0.005
     assert "--grid-epochs 1 --finalists 2 --kinds rnn" in made["command"]
     finals = tmp_path / "results" / "small" / "finals"
-    assert {path.name for path in finals.iterdir()} == {"digits_rnn_lr0.001.json", "digits_rnn_lr0.005.json"}
+    assert {path.name for path in finals.iterdir()} == {
+        "digits_rnn_lr0.001.json",
+        "digits_rnn_lr0.005.json",
+    }
     page = write_page(tmp_path / "results", tmp_path / "page.md").read_text()
     assert "| rnn | 1 | 3.0 | 2.0 | **1.0** |" in page
     assert "| rnn | 2 |  | **2.0** | 3.0 |" in page
-    monkeypatch.setattr(vssm.lab.reproduce, "run_all", lambda *_, **__: pytest.fail("a run was started"))
+    monkeypatch.setattr(
+        vssm.lab.reproduce, "run_all", lambda *_, **__: pytest.fail("a run was started")
+    )
     assert digits(tmp_path, **options) == []
 
 
@@ -439,7 +484,8 @@ def test_a_scored_run_need_not_be_trained_again_to_be_a_final_one(tmp_path, monk
     final.write_text(json.dumps({**made, "metrics": {**made["metrics"], "validation_loss": -1e9}}))
     for seed in (0, 1):
         with pytest.raises(
-            ValueError, match=rf"rate={other!r} differs from {rate!r} of .*seed0.*, or without that file$"
+            ValueError,
+            match=rf"rate={other!r} differs from {rate!r} of .*seed0.*, or without that file$",
         ):
             digits(tmp_path / "again", finalists=2, seeds=(seed,), **options)
     assert read(tmp_path / "results" / "digits_rnn_seed0.json") == scored
@@ -449,10 +495,16 @@ def test_a_scored_run_need_not_be_trained_again_to_be_a_final_one(tmp_path, monk
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["mnits"], "data='mnits' is unknown; allowed: 'mnist', 'cifar10', 'digits' (did you mean 'mnist'?)"),
+        (
+            ["mnits"],
+            "data='mnits' is unknown; allowed: 'mnist', 'cifar10', 'digits' (did you mean 'mnist'?)",
+        ),
         (["digits"], "scale='paper' is not for data='digits'; allowed: 'small'"),
         (["mnist", "--scale", "tiny"], "scale='tiny' is unknown; allowed: 'paper', 'small'"),
-        (["mnist", "--seeds", "1", "1"], "seeds=(1, 1) is not allowed; allowed: one or more different ones"),
+        (
+            ["mnist", "--seeds", "1", "1"],
+            "seeds=(1, 1) is not allowed; allowed: one or more different ones",
+        ),
         (["mnist", "--epochs", "0"], "epochs=0.0 is not allowed; allowed: a number > 0"),
         (
             ["mnist", "--finalists", "2"],
@@ -465,10 +517,15 @@ def test_a_scored_run_need_not_be_trained_again_to_be_a_final_one(tmp_path, monk
         (["mnist", "--minutes", "-1"], "minutes=-1.0 is not allowed; allowed: a number > 0"),
         (["mnist", "--kinds", "vsm"], "kind='vsm' is unknown"),
         (["mnist", "--seeds", "0", "-1"], "seed=-1 is not allowed; allowed: a whole number >= 0"),
-        (["mnist", "--learning-rates", "0"], "learning_rate=0.0 is not allowed; allowed: a number > 0"),
+        (
+            ["mnist", "--learning-rates", "0"],
+            "learning_rate=0.0 is not allowed; allowed: a number > 0",
+        ),
     ],
 )
-def test_mistakes_are_named_before_anything_is_written(arguments, message, tmp_path, monkeypatch, capsys):
+def test_mistakes_are_named_before_anything_is_written(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
         main(["reproduce", *arguments])
@@ -480,9 +537,13 @@ def test_mistakes_are_named_before_anything_is_written(arguments, message, tmp_p
 
 
 def test_data_that_is_not_there_is_named_before_any_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(vssm.lab.reproduce, "run_all", lambda *_, **__: pytest.fail("a run was started"))
+    monkeypatch.setattr(
+        vssm.lab.reproduce, "run_all", lambda *_, **__: pytest.fail("a run was started")
+    )
     with pytest.raises(ValueError, match=r"nowhere' is not a folder"):
-        reproduce("mnist", out=tmp_path / "out", results=tmp_path, data_dir=str(tmp_path / "nowhere"))
+        reproduce(
+            "mnist", out=tmp_path / "out", results=tmp_path, data_dir=str(tmp_path / "nowhere")
+        )
 
 
 def test_the_page_is_made_of_the_results_alone(done, tmp_path, capsys):
@@ -501,7 +562,9 @@ def test_the_page_is_made_of_the_results_alone(done, tmp_path, capsys):
     low = read(first)["metrics"]["log_likelihood"]
     assert f"| {low + 1:.1f} ({low:.1f} to {low + 2:.1f}) |" in text
     assert "No run of this scale is committed yet; `vssm reproduce mnist` makes them." in text
-    assert re.search(r"- vssm against ssm: \+\d+\.\d nats in full, \+\d+\.\d in the second half; ", text)
+    assert re.search(
+        r"- vssm against ssm: \+\d+\.\d nats in full, \+\d+\.\d in the second half; ", text
+    )
     scan = read(results / "scan_epyc-2cores.json")
     assert f"| 16 x 256 | **{scan['metrics']['fwd_ms_b16_t256']:.4g}** |" in text
     commit, day = scan["commit"][:12], scan["date"][:10]
@@ -514,7 +577,9 @@ def test_the_page_is_made_of_the_results_alone(done, tmp_path, capsys):
 
     first.write_text(json.dumps({**read(first), "commit": "of another version"}))
     text = write_page(results, page).read_text()  # whose times do not compare
-    assert re.search(r"- vssm against ssm: \+\d+\.\d nats in full, \+\d+\.\d in the second half\.\n", text)
+    assert re.search(
+        r"- vssm against ssm: \+\d+\.\d nats in full, \+\d+\.\d in the second half\.\n", text
+    )
 
     (results / "scan_epyc-2cores.json").write_text("{}")
     with pytest.raises(ValueError, match=r"scan_epyc-2cores.json' is damaged: it has no 'metrics'"):
@@ -550,7 +615,9 @@ def shelf(done, tmp_path, monkeypatch):
 def test_a_shipped_model_is_found_by_its_name(shelf, tmp_path, capsys):
     assert pretrained.names() == ("digits-small",)
     model, original = vssm.load("digits-small"), vssm.load(shelf)
-    for (name, given), expected in zip(model.named_parameters(), original.parameters(), strict=True):
+    for (name, given), expected in zip(
+        model.named_parameters(), original.parameters(), strict=True
+    ):
         assert torch.equal(given, expected.bfloat16().float()), name
     folder = tmp_path / "shelf" / "digits-small"
     assert {t.dtype for t in load_file(folder / "weights.safetensors").values()} == {torch.bfloat16}
@@ -562,7 +629,13 @@ def test_a_shipped_model_is_found_by_its_name(shelf, tmp_path, capsys):
     shutil.copy(Path("runs") / "digits-small" / "eval.json", folder)
     nats = read(folder / "eval.json")["metrics"]["log_likelihood"]
     card = pretrained.write_card(folder).read_text()
-    for part in ('vssm.load("digits-small")', "## Limits", "## Licence", "vssm train digits", f"{nats:.6g}"):
+    for part in (
+        'vssm.load("digits-small")',
+        "## Limits",
+        "## Licence",
+        "vssm train digits",
+        f"{nats:.6g}",
+    ):
         assert part in card, part
     assert "hf://" not in card and "in one shot from nothing are worse" in card
     with pytest.raises(ValueError, match="has metrics of other weights; allowed: a new folder"):
@@ -577,12 +650,16 @@ def test_a_folder_of_the_same_name_comes_first(shelf):
 
 
 def test_an_unknown_name_is_answered_with_those_there_are(shelf, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"^'digit' does not exist; allowed: .* \('digits-small'\)$"):
+    with pytest.raises(
+        ValueError, match=r"^'digit' does not exist; allowed: .* \('digits-small'\)$"
+    ):
         vssm.load("digit")
     monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"or a shipped model \(none in this version\)$"):
         vssm.load("digits-small")
-    with pytest.raises(ValueError, match=r"^run='nowhere' has no config.json; allowed: the folder of a run"):
+    with pytest.raises(
+        ValueError, match=r"^run='nowhere' has no config.json; allowed: the folder of a run"
+    ):
         pretrained.export("nowhere", tmp_path / "new")
 
 
@@ -600,7 +677,9 @@ def test_a_model_for_shipping_says_nothing_of_folders(tmp_path):
     assert not any("somebody" in path.read_text() for path in folder.glob("*.[jm]*"))
     for damage in ({"data": None}, {"data": "series"}, {"data": {"series": {"path": 3}}}):
         (tmp_path / "run" / "config.json").write_text(json.dumps({**config.to_dict(), **damage}))
-        with pytest.raises(ValueError, match=r"^run='.*run' is damaged: .*; allowed: the folder of a run$"):
+        with pytest.raises(
+            ValueError, match=r"^run='.*run' is damaged: .*; allowed: the folder of a run$"
+        ):
             pretrained.export(tmp_path / "run", tmp_path / "other")
 
 
@@ -623,7 +702,10 @@ def test_parts_of_an_epoch_are_counted_in_steps():
     assert (part.train.epochs, part.train.max_steps) == (2, 1264)  # of 843 steps
     assert (whole.train.epochs, whole.train.max_steps) == (3, None)
     assert (part.model.kind, part.train.learning_rate, part.train.seed) == ("ssm", 1e-3, 7)
-    assert [vssm.lab.scale.epochs_of(config) for config in (part, whole)] == [round(1264 / 843, 4), 3]
+    assert [vssm.lab.scale.epochs_of(config) for config in (part, whole)] == [
+        round(1264 / 843, 4),
+        3,
+    ]
 
 
 def test_training_sets_have_the_sizes_that_steps_are_counted_by():

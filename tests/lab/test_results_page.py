@@ -39,7 +39,9 @@ def rows_of(page):
 
 def test_quality_has_a_section_by_data_set(tmp_path):
     folder = tmp_path / "results" / "quality"
-    make_result(folder, "mnist_base", {**DIALS, "passes": 1, "generate_ms_b1": 5.25, "train_seconds": 300})
+    make_result(
+        folder, "mnist_base", {**DIALS, "passes": 1, "generate_ms_b1": 5.25, "train_seconds": 300}
+    )
     make_result(folder, "mnist_ssm", {"log_likelihood": 709.0, "fd_sample": 1233.0, "passes": 28})
     make_result(folder, "mnist_binary", {"log_likelihood": -83.5, "nats": 83.5}, binarize=True)
     (folder / "mnist_base.png").write_bytes(PNG)
@@ -48,9 +50,28 @@ def test_quality_has_a_section_by_data_set(tmp_path):
     assert text.count("## Better than the paper") == 1
     assert text.index("### binarised mnist") != text.index("### mnist")
     assert "## quality/" not in text  # not shown a second time as any result
-    head = ["run", "log p(x)", "FD one shot", "FD step by step", "FD W = 14 / 7 / 1", "FD S = 4 / 28"]
+    head = [
+        "run",
+        "log p(x)",
+        "FD one shot",
+        "FD step by step",
+        "FD W = 14 / 7 / 1",
+        "FD S = 4 / 28",
+    ]
     assert [*head, "FD second half", "FD floor", "passes", "ms", "training, s"] in rows
-    base = ["mnist_base", "892", "1056", "–", "820 / 545 / 51", "757 / 51", "22", "7", "1", "5.25", "300"]
+    base = [
+        "mnist_base",
+        "892",
+        "1056",
+        "–",
+        "820 / 545 / 51",
+        "757 / 51",
+        "22",
+        "7",
+        "1",
+        "5.25",
+        "300",
+    ]
     assert base in rows
     other = ["mnist_ssm", "709", "–", "1233", "– / – / –", "– / –", "–", "–", "28", "–", "–"]
     assert other in rows
@@ -73,7 +94,10 @@ def test_a_run_is_shown_with_the_command_that_trained_it(tmp_path):
     trained, scored = next(row[1] for row in rows_of(page) if "vssm train" in row[1]).split(", ")
     assert scored == "`vssm evaluate mnist_mine --dials`"
     options = "--train.epochs 3 --train.optimizer muon --out mnist_mine"
-    assert trained == f"`vssm train mnist --model.kind vssm --model.width 64 --model.head gaussian {options}`"
+    assert (
+        trained
+        == f"`vssm train mnist --model.kind vssm --model.width 64 --model.head gaussian {options}`"
+    )
 
 
 def test_no_section_without_files(tmp_path):
@@ -95,7 +119,9 @@ def section(page, heading):
     lines = page.read_text().splitlines()
     start = lines.index(heading)
     ends = [
-        n for n, line in enumerate(lines[start + 1 :], start + 1) if re.match(rf"#{{1,{len(level)}}} ", line)
+        n
+        for n, line in enumerate(lines[start + 1 :], start + 1)
+        if re.match(rf"#{{1,{len(level)}}} ", line)
     ]
     return "\n".join(lines[start : min(ends, default=len(lines))])
 
@@ -129,7 +155,14 @@ def test_forecasts_are_one_table_a_data_set(tmp_path):
     assert table_rows(text)[:9] == [
         ["model", "CRPS", coverage, ms, "parameters", "temperature"],
         ["---"] * 6,
-        ["vssm", "**0.3**", "0.7", "16.1", "233,168", "1.5"],  # one time is not the best of anything
+        [
+            "vssm",
+            "**0.3**",
+            "0.7",
+            "16.1",
+            "233,168",
+            "1.5",
+        ],  # one time is not the best of anything
         ["vssm, temperature 1", "0.35", "–", "–", "–", "–"],
         ["DeepAR", "0.4", "**0.75**", "–", "–", "–"],  # nearest to 80 %, not the largest
         ["naive", "0.5", "0.95", "–", "–", "–"],
@@ -146,7 +179,9 @@ def test_text_is_shown_by_model_and_by_chunk(tmp_path):
     metrics = {"rnn_bits_per_char": 2.5, "rnn_ms": 68.0, "vssm_bits_per_char": 4.5, "vssm_ms": 3.5}
     chunks = {"vssm_bits_per_char_w128": 4.25, "vssm_ms_w128": 3.0, "vssm_bits_per_char_w1": 4.125}
     make_result(tmp_path / "results" / "text", "hamlet", {**metrics, **chunks}, kind="text")
-    rows = table_rows(section(write_page(tmp_path / "results", tmp_path / "results.md"), "### hamlet"))
+    rows = table_rows(
+        section(write_page(tmp_path / "results", tmp_path / "results.md"), "### hamlet")
+    )
     assert rows[:4] == [
         ["model", "bits a character", "ms a sequence"],
         ["---"] * 3,
@@ -204,7 +239,12 @@ def test_generation_has_medians_first_and_folds_the_rest(tmp_path):
 
 
 def test_an_older_measurement_shows_what_only_it_has(tmp_path):
-    old = {"vssm_p24_ms_t96": 2.0, "rnn_p1_ms_t96": 30.0, "vssm_p24_ms_t2880": 36.0, "rnn_p1_ms_t2880": 900.0}
+    old = {
+        "vssm_p24_ms_t96": 2.0,
+        "rnn_p1_ms_t96": 30.0,
+        "vssm_p24_ms_t2880": 36.0,
+        "rnn_p1_ms_t2880": 900.0,
+    }
     new = {"vssm_p24_ms_t96": 1.5, "rnn_p1_ms_t96": 31.0, "ahead_p24_t96": 20.5}
     make_result(tmp_path / "results", "forecast_before_mine", old, kind="forecast")
     make_result(tmp_path / "results", "forecast_mine", new, kind="forecast")
@@ -229,7 +269,11 @@ def test_speed_and_serving_are_in_words(tmp_path):
         "mambapy_fwd_ms_b1_t8": 9.0,
     }
     make_result(tmp_path / "results", "scan_mine", {**scan, "bwd_ms_b1_t8": 2.0}, kind="scan")
-    rates = {"vssm_tokens_per_second": 5.0, "rnn_tokens_per_second": 8.0, "vssm_tokens_per_second_p10": 4.0}
+    rates = {
+        "vssm_tokens_per_second": 5.0,
+        "rnn_tokens_per_second": 8.0,
+        "vssm_tokens_per_second_p10": 4.0,
+    }
     make_result(tmp_path / "results", "train_mine", rates, kind="train")
     times = {"vssm_train_ms_t256": 9.0, "ssm_train_ms_t256": 7.0, "vssm_sample_exponent": 0.75}
     make_result(tmp_path / "results", "table1_mine", times, kind="table1")
@@ -255,17 +299,29 @@ def test_contents_come_first_and_lead_somewhere(tmp_path):
     make_result(tmp_path / "results", "serve_mine", {"errors": 0}, kind="serve")
     make_result(tmp_path / "results", "generate_mine", {"vssm_ms_b1_t8": 1.0}, kind="generate")
     make_result(tmp_path / "results" / "text", "hamlet", {"rnn_bits_per_char": 2.5}, kind="text")
-    make_result(tmp_path / "results" / "forecast", "waves", {"rnn_crps": 2.5}, kind="forecast waves")
+    make_result(
+        tmp_path / "results" / "forecast", "waves", {"rnn_crps": 2.5}, kind="forecast waves"
+    )
     make_result(tmp_path / "results" / "quality", "mnist_base", {"log_likelihood": 892.0})
     page = write_page(tmp_path / "results", tmp_path / "results.md")
     text, rows = page.read_text(), rows_of(page)
-    titles = ["The paper's experiments", "Better than the paper", "Forecasting", "Text", "Speed", "Serving"]
+    titles = [
+        "The paper's experiments",
+        "Better than the paper",
+        "Forecasting",
+        "Text",
+        "Speed",
+        "Serving",
+    ]
     assert re.findall(r"^## (.+)", text, re.M) == [*titles, "Other results"]
     assert re.findall(r"^- \[(.+?)\]\(#", text, re.M) == [*titles, "Other results"]
     assert text.index("- [Serving](#serving)") < text.index("\n## ")
     assert "- [Speed](#speed): [Generation](#generation)\n" in text
     assert "- [Other results](#other-results): [speed](#speed-1)\n" in text
-    assert [row for row in rows if row[0] in ("`ms`", "`x_ms`")][::-1] == [["`ms`", "1"], ["`x_ms`", "0.5"]]
+    assert [row for row in rows if row[0] in ("`ms`", "`x_ms`")][::-1] == [
+        ["`ms`", "1"],
+        ["`x_ms`", "0.5"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -281,12 +337,19 @@ def test_damaged_benchmarks_are_named(part, value, message, tmp_path):
     make_result(tmp_path / "results", "speed", {"ms": 1.0})
     path = tmp_path / "results" / "speed.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), part: value}))
-    with pytest.raises(ValueError, match=rf"speed\.json' is damaged: .*{message}.*; allowed: a result file$"):
+    with pytest.raises(
+        ValueError, match=rf"speed\.json' is damaged: .*{message}.*; allowed: a result file$"
+    ):
         write_page(tmp_path / "results", tmp_path / "results.md")
 
 
 SCORES = {"parameters": 2_000_000, "epochs": 5, "learning_rate": 0.01, "log_likelihood": 3.0}
-SCORES |= {"partial_log_likelihood": 2.0, "generate_ms_b1": 4.0, "prompted_ms_b1": 3.0, "train_seconds": 9.0}
+SCORES |= {
+    "partial_log_likelihood": 2.0,
+    "generate_ms_b1": 4.0,
+    "prompted_ms_b1": 3.0,
+    "train_seconds": 9.0,
+}
 
 
 def make_paper(folder, kind, nulls=(), tried=()):
@@ -323,9 +386,7 @@ def test_metrics_of_the_paper_that_are_not_finite_are_dashes(tmp_path):
     make_paper(folder, "vssm", {"log_likelihood"})
     page = write_page(tmp_path / "results", tmp_path / "results.md")
     assert ["vssm", "1", "2 M", "5", "0.01", "–", "2.0", "4.00", "3.00", "9"] in rows_of(page)
-    verdict = (
-        "- vssm against ssm: – nats in full, +0.0 in the second half; 1.0 times faster to draw a sequence."
-    )
+    verdict = "- vssm against ssm: – nats in full, +0.0 in the second half; 1.0 times faster to draw a sequence."
     assert verdict in page.read_text()
     for kind in ("ssm", "vssm"):
         make_paper(folder, kind, SCORES)
@@ -353,27 +414,43 @@ def test_a_curve_of_the_paper_with_a_huge_number_is_named(name, tmp_path):
 def test_files_of_the_paper_without_what_is_needed_are_named(tmp_path):
     folder, page = tmp_path / "results" / "paper", tmp_path / "results.md"
     make_paper(folder, "ssm", tried=("epochs", "learning_rate"))
-    with pytest.raises(ValueError, match=r"lr0\.01\.json' is damaged: .*metrics\.epochs is no number"):
+    with pytest.raises(
+        ValueError, match=r"lr0\.01\.json' is damaged: .*metrics\.epochs is no number"
+    ):
         write_page(tmp_path / "results", page)
     make_paper(folder, "ssm")
     path = folder / "mnist_ssm_seed0.json"
     good = json.loads(path.read_text())
     for values, message in (
         ({"config": {**good["config"], "model": {}}}, "it has no 'kind'"),
-        ({"config": {**good["config"], "model": {"kind": ["ssm"]}}}, r".*config\.model\.kind is no text"),
+        (
+            {"config": {**good["config"], "model": {"kind": ["ssm"]}}},
+            r".*config\.model\.kind is no text",
+        ),
         ({"config": {**good["config"], "train": {}}}, "it has no 'seed'"),
         ({"curve": None}, "it is no result file"),
-        ({"metrics": {**good["metrics"], "generate_ms_b1": math.inf}}, "metric generate_ms_b1 is no number"),
+        (
+            {"metrics": {**good["metrics"], "generate_ms_b1": math.inf}},
+            "metric generate_ms_b1 is no number",
+        ),
         ({"metrics": {**good["metrics"], "kl": True}}, "metric kl is no number"),
-        ({"curve": {**good["curve"], "validation_elbo": [1.0]}}, r"curve\.validation_elbo is no list of"),
-        ({"curve": {**good["curve"], "validation_elbo": ["x", 1]}}, r"curve\.validation_elbo is no list of"),
+        (
+            {"curve": {**good["curve"], "validation_elbo": [1.0]}},
+            r"curve\.validation_elbo is no list of",
+        ),
+        (
+            {"curve": {**good["curve"], "validation_elbo": ["x", 1]}},
+            r"curve\.validation_elbo is no list of",
+        ),
         (
             {"curve": {**good["curve"], "validation_partial_elbo": 3}},
             r"curve\.validation_partial_elbo is no l",
         ),
     ):
         path.write_text(json.dumps({**good, **values}))
-        with pytest.raises(ValueError, match=rf"^'{path}' is damaged: {message}.*; allowed: a result file$"):
+        with pytest.raises(
+            ValueError, match=rf"^'{path}' is damaged: {message}.*; allowed: a result file$"
+        ):
             write_page(tmp_path / "results", page)
     path.write_text("[" * 10**5)
     with pytest.raises(ValueError, match=rf"^'{path}' is damaged: it is no result file"):

@@ -25,7 +25,9 @@ from vssm.training.progress import Progress
 BASE = RunConfig(
     data=DataConfig(name="synthetic", synthetic=SyntheticConfig(length=5, features=3, num=40)),
     model=ModelConfig(kind="rnn", features=1, head="auto", width=8, layers=1),
-    train=TrainConfig(epochs=2, batch=12, log_every=1, checkpoint_minutes=0, samples=0, device="cpu"),
+    train=TrainConfig(
+        epochs=2, batch=12, log_every=1, checkpoint_minutes=0, samples=0, device="cpu"
+    ),
 )
 RATES, SEEDS = (1e-2, 1e-3), (0, 1)
 NAMES = [f"rnn-lr{rate}-seed{seed}" for rate in RATES for seed in SEEDS]
@@ -76,7 +78,9 @@ def fake_train(monkeypatch):
 
 
 def test_runs_that_start_from_a_model_are_found_again(tmp_path):
-    save(build(ModelConfig(kind="rnn", features=3, width=8, layers=1, sigma=0.3)), tmp_path / "first")
+    save(
+        build(ModelConfig(kind="rnn", features=3, width=8, layers=1, sigma=0.3)), tmp_path / "first"
+    )
     init = replace(BASE.train, init=str(tmp_path / "first"))
     onward = replace(BASE, model=RunConfig().model, train=init)
     rows = [sweep(onward, tmp_path / "runs", (1e-2,), (0,), progress=Progress()) for _ in range(2)]
@@ -95,7 +99,9 @@ def test_in_this_process_stopped_and_started_again(tmp_path):
     assert [row["folder"] for row in rows] == [NAMES[0], NAMES[2]]
     assert written_at(tmp_path)[NAMES[0]] == before[NAMES[0]]
     for row in rows:
-        losses = [line["loss"] for line in log(tmp_path / row["folder"]) if line["split"] == "valid"]
+        losses = [
+            line["loss"] for line in log(tmp_path / row["folder"]) if line["split"] == "valid"
+        ]
         assert row["validation_loss"] == min(losses)
         assert (row["status"], row["reason"]) == ("finished", None)
         assert load(tmp_path / row["folder"]).config.kind == "rnn"
@@ -108,7 +114,9 @@ def test_one_sweep_at_a_time_in_a_folder(tmp_path):
 
         def message(self, text):
             if text.startswith("sweep"):
-                with pytest.raises(ValueError, match=f"^sweep folder '{tmp_path}' is in use by another proc"):
+                with pytest.raises(
+                    ValueError, match=f"^sweep folder '{tmp_path}' is in use by another proc"
+                ):
                     sweep(BASE, tmp_path, (1e-2,), progress=Progress())
                 refused.append(text)
 
@@ -121,8 +129,15 @@ def test_one_sweep_at_a_time_in_a_folder(tmp_path):
 def test_other_settings_do_not_pass_for_a_run_that_ended(tmp_path):
     sweep(BASE, tmp_path, (1e-3,), progress=Progress())
     before = written_at(tmp_path)
-    with pytest.raises(ValueError, match=r"^train.epochs=3 differs from 2 of the run in '.*-lr0.001-seed0'"):
-        sweep(replace(BASE, train=replace(BASE.train, epochs=3)), tmp_path, (1e-3,), progress=Progress())
+    with pytest.raises(
+        ValueError, match=r"^train.epochs=3 differs from 2 of the run in '.*-lr0.001-seed0'"
+    ):
+        sweep(
+            replace(BASE, train=replace(BASE.train, epochs=3)),
+            tmp_path,
+            (1e-3,),
+            progress=Progress(),
+        )
     with pytest.raises(ValueError, match=r"^model.head='gaussian-learned' differs from"):
         model = replace(BASE.model, head="gaussian-learned")
         sweep(replace(BASE, model=model), tmp_path, (1e-3,), progress=Progress())
@@ -158,7 +173,9 @@ def test_the_best_has_the_lowest_median_for_every_kind(tmp_path, fake_train):
     losses |= dict(zip([(r, s) for r in RATES for s in (0, 1, 2)], [1, 9, 8, 5, 7, 6], strict=True))
     rows = sweep(BASE, tmp_path, RATES, (0, 1, 2), kinds=("ssm", "vssm"), progress=Progress())
     assert len(rows) == len(calls) == 12
-    assert {row["folder"] for row in rows} == {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert {row["folder"] for row in rows} == {
+        path.name for path in tmp_path.iterdir() if path.is_dir()
+    }
     expected = {"learning_rate": 1e-3, "validation_loss": 6}
     assert table(tmp_path)["best"] == {"ssm": expected, "vssm": expected}
 
@@ -166,8 +183,17 @@ def test_the_best_has_the_lowest_median_for_every_kind(tmp_path, fake_train):
 def test_a_damaged_meta_file_is_no_run_that_ended(tmp_path, fake_train):
     losses, calls = fake_train
     losses[1e-3, 0] = 2.0
-    values = [("[1]", "1"), ('"low"', "1"), ("1" + "0" * 400, "1"), ("2.0", '"1"'), ("2.0", "1" + "0" * 400)]
-    facts = [f'{{"ended": "now", "best_validation_loss": {a}, "seconds": {b}}}'.encode() for a, b in values]
+    values = [
+        ("[1]", "1"),
+        ('"low"', "1"),
+        ("1" + "0" * 400, "1"),
+        ("2.0", '"1"'),
+        ("2.0", "1" + "0" * 400),
+    ]
+    facts = [
+        f'{{"ended": "now", "best_validation_loss": {a}, "seconds": {b}}}'.encode()
+        for a, b in values
+    ]
     facts += [b"", b"\x80\x04\x95", b"[]", b'{"ended": "now"}', b'{"ended": null, "seconds": 1}']
     for damage in (*facts, b"[" * 10**5):
         (tmp_path / NAMES[2]).mkdir(exist_ok=True)
@@ -180,7 +206,10 @@ def test_a_damaged_meta_file_is_no_run_that_ended(tmp_path, fake_train):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"learning_rates": ()}, "learning_rates=() is not allowed; allowed: one or more different values"),
+        (
+            {"learning_rates": ()},
+            "learning_rates=() is not allowed; allowed: one or more different values",
+        ),
         ({"seeds": (1, 1)}, "seeds=(1, 1) is not allowed; allowed: one or more different values"),
         ({"learning_rates": (0.0,)}, "learning_rate=0.0 is not allowed; allowed: a number > 0"),
         ({"kinds": ("vsm",)}, "kind='vsm' is unknown"),
@@ -196,7 +225,9 @@ def test_mistakes_are_named_before_anything_is_written(options, message, tmp_pat
 def test_ray_that_is_missing_or_not_running_is_named(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "ray", None)
-        with pytest.raises(ValueError, match=re.escape("pip install 'vssm[cluster]', or no --ray-address")):
+        with pytest.raises(
+            ValueError, match=re.escape("pip install 'vssm[cluster]', or no --ray-address")
+        ):
             sweep(BASE, tmp_path / "sweep", ray_address="auto")
     assert not (tmp_path / "sweep").exists()
     pytest.importorskip("ray")
@@ -204,7 +235,9 @@ def test_ray_that_is_missing_or_not_running_is_named(tmp_path, monkeypatch):
     # "auto" looks in this folder and among the processes of this machine: another test may have a cluster
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", lru_cache(set))
-    with pytest.raises(ValueError, match=r"^ray_address='auto' can not be used: Could not find any running"):
+    with pytest.raises(
+        ValueError, match=r"^ray_address='auto' can not be used: Could not find any running"
+    ):
         sweep(BASE, tmp_path / "sweep", ray_address="auto", progress=Progress())
 
 
@@ -221,7 +254,9 @@ def test_an_address_where_nobody_listens_is_refused_at_once(tmp_path, scheme):
             sweep(BASE, tmp_path / "sweep", ray_address=address, progress=Progress())
     assert time.monotonic() - begun < 30
     for wrong in ("nonsense", "host:port", "host:99999"):
-        with pytest.raises(ValueError, match=f"^ray_address='{wrong}' can not be used: allowed: auto, local"):
+        with pytest.raises(
+            ValueError, match=f"^ray_address='{wrong}' can not be used: allowed: auto, local"
+        ):
             sweep(BASE, tmp_path / "sweep", ray_address=wrong, progress=Progress())
 
 
@@ -237,7 +272,9 @@ def cluster():
     ray = pytest.importorskip("ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        ray.init(
+            "local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+        )
         yield
         ray.shutdown()
 
@@ -268,7 +305,9 @@ def test_on_ray_a_worker_that_dies_is_replaced_and_its_run_resumed(cluster, tmp_
     config = replace(BASE, train=replace(BASE.train, epochs=20))
     rows = []
     thread = threading.Thread(
-        target=lambda: rows.extend(sweep(config, tmp_path, (1e-3,), ray_address="local", progress=Progress()))
+        target=lambda: rows.extend(
+            sweep(config, tmp_path, (1e-3,), ray_address="local", progress=Progress())
+        )
     )
     thread.start()
     run = tmp_path / NAMES[2]

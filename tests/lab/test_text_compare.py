@@ -69,7 +69,8 @@ def runs(tmp_path_factory):
 def test_runs_of_one_kind_are_named_by_their_folders(runs, tmp_path):
     wide = text_run(tmp_path / "wide", width=16)
     made = compare_text(
-        [runs[1], wide, runs[0]], TextComparison(chunks=(), num_samples=1, sequences=1, prompt="to ")
+        [runs[1], wide, runs[0]],
+        TextComparison(chunks=(), num_samples=1, sequences=1, prompt="to "),
     )
     names = {"ssm1", "wide", "vssm"}
     assert set(made["config"]) == names and made["config"]["wide"]["width"] == 16
@@ -80,11 +81,15 @@ def test_runs_of_one_kind_are_named_by_their_folders(runs, tmp_path):
 
 def test_runs_that_can_not_be_compared_are_refused(runs, tmp_path):
     options = TextComparison(chunks=(), num_samples=1, sequences=1, prompt="to ")
-    with pytest.raises(ValueError, match="would all be called 'ssm1'; allowed: runs of different kinds"):
+    with pytest.raises(
+        ValueError, match="would all be called 'ssm1'; allowed: runs of different kinds"
+    ):
         compare_text([runs[1], runs[1]], options)
     for k, change in enumerate(({"text": TEXT[::-1]}, {"length": 6}, {"unit": "byte"})):
         other = text_run(tmp_path / str(k), **change)
-        with pytest.raises(ValueError, match="are of different test sequences; allowed: runs of one text"):
+        with pytest.raises(
+            ValueError, match="are of different test sequences; allowed: runs of one text"
+        ):
             compare_text([runs[0], other], options)
     with pytest.raises(ValueError, match="runs is empty; allowed: one run folder"):
         compare_text([], options)
@@ -114,7 +119,9 @@ def test_comparison_writes_bits_of_all_models(runs, tmp_path, capsys):
     }
     assert all(0 < metrics[key] < 20 for key in bits) and metrics["vssm_ms_w4"] > 0
     assert metrics["vssm_l2_ms_w4"] > 0
-    assert {"vssm W = 4", "ssm"} <= set(samples) and all(text.startswith("to ") for text in samples.values())
+    assert {"vssm W = 4", "ssm"} <= set(samples) and all(
+        text.startswith("to ") for text in samples.values()
+    )
     shown = capsys.readouterr().out
     assert "--- vssm W = 12\nto " in shown and "--- ssm\nto " in shown
 
@@ -125,10 +132,22 @@ def test_bad_requests_are_named(runs, tmp_path, capsys):
         ([str(tmp_path)], "has no config.json"),
         ([], "runs is empty; allowed: one run folder"),
         ([str(runs[0]), "--chunks", "0"], "chunks=0 is not allowed; allowed: a whole number >= 1"),
-        ([str(runs[0]), "--chunks", "-3"], "chunks=-3 is not allowed; allowed: a whole number >= 1"),
-        ([str(runs[0]), "--sequences", "0"], "sequences=0 is not allowed; allowed: a whole number >= 1"),
-        ([str(runs[0]), "--num-samples", "0"], "num_samples=0 is not allowed; allowed: a whole number >= 1"),
-        ([str(runs[0]), "--prompt", "to be or not to be"], "prompt has 18 tokens; allowed: 1 to 11"),
+        (
+            [str(runs[0]), "--chunks", "-3"],
+            "chunks=-3 is not allowed; allowed: a whole number >= 1",
+        ),
+        (
+            [str(runs[0]), "--sequences", "0"],
+            "sequences=0 is not allowed; allowed: a whole number >= 1",
+        ),
+        (
+            [str(runs[0]), "--num-samples", "0"],
+            "num_samples=0 is not allowed; allowed: a whole number >= 1",
+        ),
+        (
+            [str(runs[0]), "--prompt", "to be or not to be"],
+            "prompt has 18 tokens; allowed: 1 to 11",
+        ),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(["--chunks", "12", "--sequences", "1", "--num-samples", "1", *arguments])

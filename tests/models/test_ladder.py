@@ -70,7 +70,9 @@ def test_estimates_approach_the_exact_likelihood(cut, spans):
     truth = exact(model, x, cut)
     few, many = (log_likelihood(model, x, num, prompt_length=cut) for num in (1, 4000))
     assert (many - truth).abs().max() < 0.08
-    several = torch.stack([log_likelihood(model, x, 1, prompt_length=cut, seed=s) for s in range(200)])
+    several = torch.stack(
+        [log_likelihood(model, x, 1, prompt_length=cut, seed=s) for s in range(200)]
+    )
     assert (several.mean(0) < truth + 0.08).all() and not torch.equal(few, many)
 
 
@@ -81,7 +83,9 @@ def test_the_terms_are_bounds(spans):
     truth, rest = exact(model, x, 0), exact(model, x, 1)
     draws = [objective(model, x) for _ in range(300)]
     elbo = torch.stack([terms.reconstruction - terms.kl for terms in draws]).mean(0)
-    partial = torch.stack([terms.partial for terms in draws]).mean(0)  # two steps: the cut is always 1
+    partial = torch.stack([terms.partial for terms in draws]).mean(
+        0
+    )  # two steps: the cut is always 1
     assert (elbo < truth).all() and (elbo > truth - 5).all()
     assert (partial < rest).all() and (partial > rest - 5).all()
     for terms in draws[:3]:
@@ -129,7 +133,10 @@ def test_chunks_and_resumed_parts_are_one_shot(spans, prompt, sizes, chunk, seed
         part = generate(model, length=size, state=part.state)
         xs.append(part.x)
         zs.append(part.z)
-    for made, z, state in ((cut.x, cut.z, cut.state), (torch.cat(xs, 1), torch.cat(zs, 1), part.state)):
+    for made, z, state in (
+        (cut.x, cut.z, cut.state),
+        (torch.cat(xs, 1), torch.cat(zs, 1), part.state),
+    ):
         assert relative_error(made, whole.x) < 1e-5
         assert torch.equal(z, whole.z)
         assert state.position == whole.state.position == prompt + sum(sizes)
@@ -156,7 +163,9 @@ def test_a_reconditioned_chunk_has_read_those_before(model):
     second = generate(model, length=3, state=observe(model, first.x, seed=4))
     assert relative_error(made.x, torch.cat([first.x, second.x], 1)) < 1e-5
     observe(model, first.x, made.state)  # it has read what it made
-    with pytest.raises(ValueError, match="x can not follow this state: it has run over empty tokens"):
+    with pytest.raises(
+        ValueError, match="x can not follow this state: it has run over empty tokens"
+    ):
         observe(model, first.x, first.state)
     with pytest.raises(ValueError, match="recondition=True can not start from this state"):
         generate(model, length=2, state=first.state, recondition=True)
@@ -167,7 +176,9 @@ def test_one_prompt_serves_all_rows_of_a_state(model):
     x = sequences(model, 4, 3)
     state, prompt = observe(model, x), sequences(model, 1, 2)
     shared = generate(model, prompt=prompt, length=3, state=state).x
-    assert torch.equal(shared, generate(model, prompt=prompt.expand(4, -1, -1), length=3, state=state).x)
+    assert torch.equal(
+        shared, generate(model, prompt=prompt.expand(4, -1, -1), length=3, state=state).x
+    )
 
 
 @torch.no_grad()
@@ -183,7 +194,9 @@ def test_padding_changes_nothing(model):
     padded = x.clone()
     for row, length in enumerate(lengths):
         padded[row, length:] = 9.0
-    alone = [log_likelihood(model, x[row : row + 1, :length], 1) for row, length in enumerate(lengths)]
+    alone = [
+        log_likelihood(model, x[row : row + 1, :length], 1) for row, length in enumerate(lengths)
+    ]
     other = x.clone()
     other[lengths[:, None] <= torch.arange(6)] = -3.0
     given, again = (log_likelihood(model, values, 5, lengths=lengths) for values in (padded, other))
@@ -204,7 +217,10 @@ def test_ragged_prompts_generate_as_alone(model):
     for row, prompt in enumerate(prompts):
         start = {"prompt": prompt[None]} if len(prompt) else {"num": 1}
         assert (
-            relative_error(together[row], generate(model, length=3, seed=2, rows=[row], **start).x[0]) < 1e-5
+            relative_error(
+                together[row], generate(model, length=3, seed=2, rows=[row], **start).x[0]
+            )
+            < 1e-5
         )
 
 
@@ -212,17 +228,28 @@ def test_ragged_prompts_generate_as_alone(model):
 def test_a_replay_is_the_plain_call(model, monkeypatch):
     monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
     x = sequences(model, 2, 3)
-    for options in ({}, {"prompt": x}, {"chunk": 2}, {"chunk": 2, "recondition": True, "observe": "sample"}):
+    for options in (
+        {},
+        {"prompt": x},
+        {"chunk": 2},
+        {"chunk": 2, "recondition": True, "observe": "sample"},
+    ):
         for seed in range(4):  # the second call records
-            a, b = (generate(model, num=2, length=5, seed=seed, graphs=on, **options) for on in (True, False))
+            a, b = (
+                generate(model, num=2, length=5, seed=seed, graphs=on, **options)
+                for on in (True, False)
+            )
             assert relative_error(a.x, b.x) < 1e-6 and torch.equal(a.z, b.z)
             a, b = (
-                generate(model, length=2, state=made.state, graphs=on) for made, on in ((a, True), (b, False))
+                generate(model, length=2, state=made.state, graphs=on)
+                for made, on in ((a, True), (b, False))
             )
             assert relative_error(a.x, b.x) < 1e-6 and a.state.position == b.state.position
 
 
-@pytest.mark.parametrize("head", ["bernoulli", "categorical", "logistic-mixture", "gaussian-learned"])
+@pytest.mark.parametrize(
+    "head", ["bernoulli", "categorical", "logistic-mixture", "gaussian-learned"]
+)
 @torch.no_grad()
 def test_every_head(head):
     model = small_model("vssm", head, levels=2, latents=4)
@@ -245,7 +272,13 @@ def test_the_trainer_takes_it(tmp_path):
         data=DataConfig(name="digits"),
         model=small_config("vssm", levels=2, latents=4),
         train=TrainConfig(
-            max_steps=12, batch=32, log_every=4, samples=0, num_valid=32, device="cpu", kl_warmup=0.5
+            max_steps=12,
+            batch=32,
+            log_every=4,
+            samples=0,
+            num_valid=32,
+            device="cpu",
+            kl_warmup=0.5,
         ),
     )
     train(config, tmp_path / "run")
@@ -268,7 +301,9 @@ def test_bad_configs_are_named(options, message):
 
 
 def test_passes_are_for_models_without_levels(model):
-    with pytest.raises(ValueError, match=r"passes=2 is for a vssm or tvae without levels; allowed: 1"):
+    with pytest.raises(
+        ValueError, match=r"passes=2 is for a vssm or tvae without levels; allowed: 1"
+    ):
         generate(model, num=1, length=4, passes=2)
 
 
@@ -282,7 +317,8 @@ def test_what_is_known_is_read_once(model):
     x = sequences(model, 2, 5)
     a, b = (observe(model, x, seed=seed) for seed in (1, 2))
     assert all(
-        torch.equal(p, q) for p, q in zip(a.child("trunk").leaves(), b.child("trunk").leaves(), strict=True)
+        torch.equal(p, q)
+        for p, q in zip(a.child("trunk").leaves(), b.child("trunk").leaves(), strict=True)
     )
     longer = observe(model, x, a)
     sizes = [sum(leaf.numel() for leaf in state.child("trunk").leaves()) for state in (a, longer)]
@@ -328,7 +364,9 @@ def test_states_that_began_elsewhere_do_not_mix():
 
 @pytest.mark.parametrize("spans", [(2,), (2, 0), (2, 1.5), (2, 1, 1)])
 def test_bad_spans(spans):
-    with pytest.raises(ValueError, match=r"spans=.* is not allowed with levels=2; allowed: one whole number"):
+    with pytest.raises(
+        ValueError, match=r"spans=.* is not allowed with levels=2; allowed: one whole number"
+    ):
         small_config("vssm", levels=2, latents=4, spans=spans)
     with pytest.raises(ValueError, match=r"spans=.* is not allowed with levels=1"):
         small_config("vssm", spans=(2,))
@@ -356,7 +394,9 @@ def test_samples_of_the_head_do_not_depend_on_chunks(spans):
     model = small_model("vssm", levels=2, latents=4, spans=spans)
     options = {"observe": "sample", "temperature": 0.7}
     whole = generate(model, num=2, length=6, seed=1, **options).x
-    assert relative_error(generate(model, num=2, length=6, seed=1, chunk=4, **options).x, whole) < 1e-5
+    assert (
+        relative_error(generate(model, num=2, length=6, seed=1, chunk=4, **options).x, whole) < 1e-5
+    )
     first = generate(model, num=2, length=2, seed=1, **options)
     rest = generate(model, length=4, state=first.state, **options).x
     assert relative_error(torch.cat([first.x, rest], 1), whole) < 1e-5

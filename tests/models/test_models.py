@@ -59,7 +59,10 @@ def pieces(model):
         def path(x):
             return model(x, lambda t, q_z: q_z.rsample(u[:, t, None]))
 
-        return {"posterior": (lambda x: path(x).q_z.logits, 1), "prior": (lambda x: path(x).p_z.logits, 0)}
+        return {
+            "posterior": (lambda x: path(x).q_z.logits, 1),
+            "prior": (lambda x: path(x).p_z.logits, 0),
+        }
     return {
         "posterior": (lambda x: model.posterior(x)[0].logits, 1),
         "partial posterior": (lambda x: model.partial_posterior(x)[0].logits, 1),
@@ -69,7 +72,9 @@ def pieces(model):
 def jacobian_over_time(function, x):
     """|d output_t / d input_s| summed over features: (T, T)."""
     length = x.shape[1]
-    jacobian = torch.autograd.functional.jacobian(lambda x: function(x).reshape(length, -1).sum(1), x)
+    jacobian = torch.autograd.functional.jacobian(
+        lambda x: function(x).reshape(length, -1).sum(1), x
+    )
     return jacobian.reshape(length, length, -1).abs().sum(2)
 
 
@@ -106,7 +111,9 @@ def test_partial_posterior_does_not_see_past_the_cut(kind, cut):
     again = model.partial_posterior(prompt, empty=6 - cut)[0].logits
     assert relative_error(again.expand_as(logits), logits) < 1e-6
     if cut < 6:
-        assert relative_error(model.partial_posterior(x)[0].logits, logits) > 1e-3, "the cut hides something"
+        assert relative_error(model.partial_posterior(x)[0].logits, logits) > 1e-3, (
+            "the cut hides something"
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,7 +170,10 @@ def test_paper_scale_sizes():
             {"classes": 10**18},
             f"classes={10**18} is not allowed; allowed: a whole number >= 2 and < 10000000",
         ),
-        ({"levels": 2, "spans": (10**18, 1)}, "spans=.* one whole number >= 1 and < 10000000 for each level"),
+        (
+            {"levels": 2, "spans": (10**18, 1)},
+            "spans=.* one whole number >= 1 and < 10000000 for each level",
+        ),
         ({"width": -4}, "width=-4"),
         ({"layers": 0}, "layers=0"),
         ({"state_size": 0}, "state_size=0"),

@@ -35,7 +35,9 @@ def test_block_cut_anywhere_equals_one_call(name, data):
     whole, last = block(x)
     loss = torch.randn_like(whole)
     (grad,) = torch.autograd.grad(
-        (whole * loss).sum() + sum(leaf.square().sum() for leaf in last.leaves()), x, retain_graph=True
+        (whole * loss).sum() + sum(leaf.square().sum() for leaf in last.leaves()),
+        x,
+        retain_graph=True,
     )
     parts, state, start = [], None, 0
     for cut in (c for c in cuts if c <= length):
@@ -58,7 +60,9 @@ def test_block_cut_anywhere_equals_one_call(name, data):
 def test_block_is_causal(name):
     block = make_block(name)
     x = torch.randn(1, 6, 16)
-    jacobian = torch.autograd.functional.jacobian(lambda x: block(x)[0].sum(2)[0], x)[:, 0].abs().sum(2)
+    jacobian = (
+        torch.autograd.functional.jacobian(lambda x: block(x)[0].sum(2)[0], x)[:, 0].abs().sum(2)
+    )
     assert torch.equal(jacobian.triu(1), torch.zeros(6, 6))
     assert (jacobian.tril() > 0)[torch.ones(6, 6).tril().bool()].all()  # and sees all of the past
 
@@ -72,7 +76,11 @@ def test_row_alone_equals_row_in_batch(name):
 
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 5), st.integers(1, 5), st.data())
 def test_conv_equals_torch_and_any_cut(batch, length, channels, taps, data):
-    x, weight, bias = torch.randn(batch, length, channels), torch.randn(channels, taps), torch.randn(channels)
+    x, weight, bias = (
+        torch.randn(batch, length, channels),
+        torch.randn(channels, taps),
+        torch.randn(channels),
+    )
     expected = torch.nn.functional.conv1d(
         torch.nn.functional.pad(x.mT, (taps - 1, 0)), weight[:, None], bias, groups=channels
     ).mT
@@ -117,7 +125,9 @@ def test_decays_of_all_blocks_at_once():
 
 def test_decays_of_sharded_blocks_are_left_to_the_blocks():
     stack = Stack(small_config("ssm"), torch.nn.Identity(), 3)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         for block in stack.blocks:
             fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
@@ -142,11 +152,15 @@ def test_state_select_and_repeat_rebatch_every_leaf():
     state = make_state()
     picked = state.select([2, 0])
     assert picked.batch == 2
-    assert torch.equal(picked.child("stack").child("0")["h"], state.child("stack").child("0")["h"][[2, 0]])
+    assert torch.equal(
+        picked.child("stack").child("0")["h"], state.child("stack").child("0")["h"][[2, 0]]
+    )
     twice = state.repeat(2)
     assert twice.batch == 6
     assert twice["row"].unique().numel() == 6, "copies must not share their noise"
-    assert torch.equal(twice.child("stack").child("0")["k"][::2], state.child("stack").child("0")["k"])
+    assert torch.equal(
+        twice.child("stack").child("0")["k"][::2], state.child("stack").child("0")["k"]
+    )
     with pytest.raises(ValueError, match=r"index=\[3\] does not fit; allowed: row numbers below 3"):
         state.select([3])
     with pytest.raises(ValueError, match="times=0"):
@@ -186,7 +200,9 @@ def test_a_fork_is_the_published_hash():
 
 @pytest.mark.parametrize("index", [slice(0, 2), "01", None, [[0], [1, 2]], {0: 1}])
 def test_what_is_no_row_numbers_selects_nothing(index):
-    with pytest.raises(ValueError, match=r"^index=.* is not allowed; allowed: row numbers below 3$"):
+    with pytest.raises(
+        ValueError, match=r"^index=.* is not allowed; allowed: row numbers below 3$"
+    ):
         make_state().select(index)
 
 
@@ -273,7 +289,9 @@ def test_states_join_along_the_batch_and_part_again():
     nested = State({"inner": parts[0]}, 4, "a")
     assert State.cat([nested, nested]).child("inner").batch == 2
     for wrong, what in (([], "empty"), (parts[0], "one State, no list")):
-        with pytest.raises(ValueError, match=f"states is {what}; allowed: a list of one State or more"):
+        with pytest.raises(
+            ValueError, match=f"states is {what}; allowed: a list of one State or more"
+        ):
             State.cat(wrong)
     with pytest.raises(ValueError, match="positions 4 and 5 of models"):
         State.cat([parts[0], State(parts[0].children, 5)])
@@ -310,11 +328,18 @@ def test_a_large_batch_of_a_gru_is_read_in_parts_of_time(most, shapes, monkeypat
     def results(state):
         y, last = block(x, state)
         inputs = [x, *block.parameters(), *([] if state is None else [h])]
-        return y, last["h"], *torch.autograd.grad(y.square().sum() + last["h"].sum(), inputs), last.position
+        return (
+            y,
+            last["h"],
+            *torch.autograd.grad(y.square().sum() + last["h"].sum(), inputs),
+            last.position,
+        )
 
     wanted = [results(state) for state in states]
     monkeypatch.setattr("vssm.nn.gru._MOST_GATES", most * 3 * 16)
-    block.gru.register_forward_hook(lambda gru, inputs, outputs: seen.append(tuple(inputs[0].shape[:2])))
+    block.gru.register_forward_hook(
+        lambda gru, inputs, outputs: seen.append(tuple(inputs[0].shape[:2]))
+    )
     for state, want in zip(states, wanted, strict=True):
         seen.clear()
         made = results(state)

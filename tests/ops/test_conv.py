@@ -67,7 +67,9 @@ def test_kernels_follow_the_twin(size, state):
     )
     wanted = results(causal_conv_silu_reference, values, dy, dafter)
     for given, right in zip(
-        results(partial(causal_conv_silu, backend="triton"), values, dy, dafter), wanted, strict=True
+        results(partial(causal_conv_silu, backend="triton"), values, dy, dafter),
+        wanted,
+        strict=True,
     ):
         assert given.shape == right.shape
         assert given.numel() == 0 or relative_error(given, right) < 1e-5
@@ -85,7 +87,10 @@ sizes = st.tuples(*map(st.integers, (1, 1, 1, 1), (20, 70, 40, MAX_TAPS)))
 def test_numba_follows_the_twin_in_float64(size, state, contiguous):
     values = arguments(*size, state, device="cpu")
     if contiguous:
-        values = values[0].mT.contiguous().mT, *values[1:]  # steps are next to each other, channels are not
+        values = (
+            values[0].mT.contiguous().mT,
+            *values[1:],
+        )  # steps are next to each other, channels are not
     dy, dafter = torch.randn(size[:3]), torch.randn(size[0], size[3] - 1, size[2])
     exact = [None if t is None else t.double() for t in values]
     wanted = results(causal_conv_silu_reference, exact, dy.double(), dafter.double())
@@ -170,7 +175,9 @@ def test_rows_share_a_state_and_leave_none(size, times, backend):
 
 @kernels
 @pytest.mark.parametrize("state", [False, True])
-@pytest.mark.parametrize("size", [(2, 1, 3, 4), (1, 28, 5, 4), (2, 7, 130, 4), (2, 2, 4, 1), (1, 5, 20, 3)])
+@pytest.mark.parametrize(
+    "size", [(2, 1, 3, 4), (1, 28, 5, 4), (2, 7, 130, 4), (2, 2, 4, 1), (1, 5, 20, 3)]
+)
 @torch.no_grad()
 def test_parts_of_a_product_are_added_on_the_way(size, state, monkeypatch):
     """The bits are those of a product, whose sum is a kernel of its own, and a convolution."""
@@ -179,7 +186,9 @@ def test_parts_of_a_product_are_added_on_the_way(size, state, monkeypatch):
 
     batch, length, channels, _ = size
     _, weight, bias, before = arguments(*size, state)
-    x, matrix = (torch.randn(shape, device=DEVICE) for shape in ((batch, length, 64), (2 * channels, 64)))
+    x, matrix = (
+        torch.randn(shape, device=DEVICE) for shape in ((batch, length, 64), (2 * channels, 64))
+    )
     matrix /= 8
     for split in (1, 2):
         how = linear_triton.Plan(16, 16, 32, split, 4, 2)
@@ -197,7 +206,9 @@ def test_parts_of_a_product_are_added_on_the_way(size, state, monkeypatch):
                 assert relative_error(some, right) < 1e-5
     if state and batch > 1:
         shared = linear_conv_silu(x, matrix, weight, bias, before[:1], None, "triton")
-        wide = linear_conv_silu(x, matrix, weight, bias, before[:1].expand_as(before), None, "triton")
+        wide = linear_conv_silu(
+            x, matrix, weight, bias, before[:1].expand_as(before), None, "triton"
+        )
         assert all(torch.equal(a, b) for a, b in zip(shared, wide, strict=True))
 
 

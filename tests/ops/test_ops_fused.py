@@ -53,7 +53,9 @@ def draw(logits, noise, backend, dtype=None, estimator="gumbel"):
 def expected(logits, q, backend):
     logits = logits.detach().requires_grad_()
     value = expected_log_prob(logits, q, backend)
-    (grad,) = torch.autograd.grad((value.double() * normal(*value.shape, seed=2).double()).sum(), logits)
+    (grad,) = torch.autograd.grad(
+        (value.double() * normal(*value.shape, seed=2).double()).sum(), logits
+    )
     return value.detach(), grad
 
 
@@ -135,14 +137,17 @@ def test_one_row_of_logits_serves_all_noise():
         inverse_cdf(logits[0, 0, :1], noise[..., :1], backend="triton")[..., 0],
     )
     assert_selected(logits, noise, z)
-    with pytest.raises(ValueError, match="do not repeat over noise"):  # its twin makes (1, 5, 3) of it
+    with pytest.raises(
+        ValueError, match="do not repeat over noise"
+    ):  # its twin makes (1, 5, 3) of it
         inverse_cdf(logits, noise[0], backend="triton")
 
 
 @kernels
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize(
-    ("own", "shape"), [((2, 1, 5, 3), (2, 4, 5, 3)), ((2, 1, 1), (2, 3, 4)), ((3,), (2, 4, 3)), ((1,), (5,))]
+    ("own", "shape"),
+    [((2, 1, 5, 3), (2, 4, 5, 3)), ((2, 1, 1), (2, 3, 4)), ((3,), (2, 4, 3)), ((1,), (5,))],
 )
 def test_logits_serve_noise_in_the_dimensions_that_they_lack(own, shape, backend):
     logits, noise = normal(*own, 7), noises(*shape)
@@ -183,7 +188,11 @@ def test_expectation_matches_float64(shape, backend):
 @kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_in_float32_inside(dtype):
-    logits, q, noise = normal(2, 3, 4, 16, dtype=dtype), normal(2, 3, 4, 16, seed=3), noises(2, 3, 4, 16)
+    logits, q, noise = (
+        normal(2, 3, 4, 16, dtype=dtype),
+        normal(2, 3, 4, 16, seed=3),
+        noises(2, 3, 4, 16),
+    )
     z, kl, grad = draw(logits, noise, "triton", dtype)
     exact_z, exact_kl, exact_grad = draw(logits.double(), noise.double(), "reference")
     assert_same_draw(logits, noise, z, exact_z)
@@ -223,12 +232,18 @@ def test_reinmax_matches_float64(shape, dtype, backend):
     assert_same_draw(logits, noise, given[0], wanted[0])
     assert given[2].dtype == dtype
     assert relative_error(given[2], wanted[2]) < (SINGLE if dtype == torch.float32 else HALF)
-    assert relative_error(draw(logits, noise, backend)[2], wanted[2]) > 0.1  # that of the other estimator
+    assert (
+        relative_error(draw(logits, noise, backend)[2], wanted[2]) > 0.1
+    )  # that of the other estimator
 
 
 @BACKENDS
 def test_one_of_two_gradients_is_enough(backend):
-    logits, noise, weight = normal(2, 3, 5).requires_grad_(), noises(2, 3, 5), normal(2, 3, 5, seed=1)
+    logits, noise, weight = (
+        normal(2, 3, 5).requires_grad_(),
+        noises(2, 3, 5),
+        normal(2, 3, 5, seed=1),
+    )
     for part in (lambda z, kl: (z * weight).sum(), lambda z, kl: kl.square().sum()):
         given, wanted = (
             torch.autograd.grad(part(*sample_and_kl(logits, noise, backend=one)), logits)[0]
@@ -264,7 +279,9 @@ def test_kl_to_a_prior_matches_float64(shape, dtype, backend):
 
 @kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2, 5, 24), (3, 1), (1, 33), (11, 130), (7, 1024), (2, 1500)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 5, 24), (3, 1), (1, 33), (11, 130), (7, 1024), (2, 1500)], ids=str
+)
 def test_norm_matches_float64(shape, dtype):
     x, weight = normal(*shape) * 3, normal(shape[-1], seed=3) + 1
     x[0] *= 1e-4  # where eps matters
@@ -293,7 +310,11 @@ def test_results_repeat_bit_for_bit_and_strides_do_not_matter():
     strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (logits, noise, x)]
     assert not any(t.is_contiguous() for t in strided)
     first, second = (
-        (*draw(v, u, "triton"), *expected(v, u, "triton"), *norm(h, h[0, 0], "triton", torch.bfloat16))
+        (
+            *draw(v, u, "triton"),
+            *expected(v, u, "triton"),
+            *norm(h, h[0, 0], "triton", torch.bfloat16),
+        )
         for v, u, h in ((logits, noise, x), strided)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -303,7 +324,11 @@ def test_results_repeat_bit_for_bit_and_strides_do_not_matter():
 @pytest.mark.parametrize("shape", [(0, 3, 5), (2, 0, 5)])
 def test_no_latents_no_draws(shape, backend):
     z, kl, grad = draw(normal(*shape), noises(*shape), backend)
-    assert z.shape == grad.shape == shape and torch.equal(kl, torch.zeros_like(kl)) and len(kl) == shape[0]
+    assert (
+        z.shape == grad.shape == shape
+        and torch.equal(kl, torch.zeros_like(kl))
+        and len(kl) == shape[0]
+    )
 
 
 @kernels
@@ -313,16 +338,21 @@ def test_nothing_in_nothing_out():
 
 
 check = partial(
-    torch.library.opcheck, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck,
+    test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
 )
 
 
 @BACKENDS
 def test_operators_of_latents_are_registered_properly(backend):
     logits, noise = normal(2, 3, 5).requires_grad_(), noises(2, 3, 5)
-    check(torch.ops.vssm.sample_and_kl.default, (logits, noise, None, torch.float32, False, backend))
+    check(
+        torch.ops.vssm.sample_and_kl.default, (logits, noise, None, torch.float32, False, backend)
+    )
     prior = normal(2, 3, 5, seed=1).requires_grad_()
-    check(torch.ops.vssm.sample_and_kl.default, (logits, noise, prior, torch.bfloat16, True, backend))
+    check(
+        torch.ops.vssm.sample_and_kl.default, (logits, noise, prior, torch.bfloat16, True, backend)
+    )
     check(torch.ops.vssm.expected_log_prob.default, (logits, noise, backend))
 
 
@@ -334,7 +364,11 @@ def test_operator_of_the_norm_is_registered_properly():
 
 @kernels
 def test_without_gradients_the_values_are_the_same():
-    logits, noise, weight = normal(2, 3, 5).requires_grad_(), noises(2, 3, 5), normal(5).requires_grad_()
+    logits, noise, weight = (
+        normal(2, 3, 5).requires_grad_(),
+        noises(2, 3, 5),
+        normal(5).requires_grad_(),
+    )
 
     def values():
         return (
@@ -349,7 +383,9 @@ def test_without_gradients_the_values_are_the_same():
 
 
 def test_twins_have_the_right_gradients():
-    logits, q = (normal(2, 3, 4, seed=seed, dtype=torch.float64).requires_grad_() for seed in (0, 1))
+    logits, q = (
+        normal(2, 3, 4, seed=seed, dtype=torch.float64).requires_grad_() for seed in (0, 1)
+    )
     noise = noises(2, 3, 4).double()
     assert torch.autograd.gradcheck(lambda v: sample_and_kl(v, noise)[1], logits)
     assert torch.autograd.gradcheck(expected_log_prob, (logits, q))
@@ -431,7 +467,10 @@ def test_bad_input_is_named(call, message):
             r"noise has shape \(1, 3, 5\), not that of the logits, \(2, 3, 5\)",
         ),
         (lambda v: sample_and_kl(v, v.double(), backend="triton"), "noise has dtype float64"),
-        (lambda v: expected_log_prob(v, v.clone().requires_grad_(), "triton"), "q requires a gradient"),
+        (
+            lambda v: expected_log_prob(v, v.clone().requires_grad_(), "triton"),
+            "q requires a gradient",
+        ),
         (
             lambda v: sample_and_kl(v.new_zeros(1, 1025), v.new_zeros(1, 1025), backend="triton"),
             "there are 1025 classes, more than 1024",
@@ -448,7 +487,8 @@ def test_bad_input_is_named(call, message):
 )
 def test_what_the_kernels_do_not_take_is_named(call, message):
     with pytest.raises(
-        ValueError, match=f"^backend='triton' can not run here: {message}; allowed: 'auto', 'reference'$"
+        ValueError,
+        match=f"^backend='triton' can not run here: {message}; allowed: 'auto', 'reference'$",
     ):
         call(normal(2, 3, 5))
 
@@ -469,7 +509,9 @@ def test_objective_agrees_with_the_plain_path(monkeypatch, autocast):
             return dispatch.choose_fused(backend, device, dtype, refusal)
 
         monkeypatch.setattr(norm, "choose_fused", choose)
-        monkeypatch.setattr(latents, "_choose", lambda _, v, refusal, *__: asked.append(refusal) or backend)
+        monkeypatch.setattr(
+            latents, "_choose", lambda _, v, refusal, *__: asked.append(refusal) or backend
+        )
         generator = torch.Generator(DEVICE).manual_seed(0)
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
             terms = objective(model, x, generator)
@@ -487,14 +529,20 @@ def test_objective_agrees_with_the_plain_path(monkeypatch, autocast):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_real_sizes(dtype):
     shape = (64, 28, 32, 32)
-    logits, q, noise = normal(*shape, dtype=dtype) * 2, normal(*shape, seed=3, dtype=dtype), noises(*shape)
+    logits, q, noise = (
+        normal(*shape, dtype=dtype) * 2,
+        normal(*shape, seed=3, dtype=dtype),
+        noises(*shape),
+    )
     z, kl, grad = draw(logits, noise, "triton", dtype)
     exact = draw(logits.double(), noise.double(), "reference")
     assert_same_draw(logits, noise, z, exact[0])
     limit = SINGLE if dtype == torch.float32 else HALF
     assert relative_error(kl, exact[1]) < SINGLE and relative_error(grad, exact[2]) < limit
     pairs = zip(
-        expected(logits, q, "triton"), expected(logits.double(), q.double(), "reference"), strict=True
+        expected(logits, q, "triton"),
+        expected(logits.double(), q.double(), "reference"),
+        strict=True,
     )
     for (given, wanted), bound in zip(pairs, (SINGLE, limit), strict=True):
         assert relative_error(given, wanted) < bound
@@ -514,7 +562,12 @@ def test_kernels_can_be_captured():
     def work():
         z, kl = sample_and_kl(logits, noise, torch.bfloat16)
         y = rms_norm(x, weight, 1e-5, torch.bfloat16)
-        total = z.float().sum() + kl.sum() + expected_log_prob(logits, noise).sum() + y.float().square().sum()
+        total = (
+            z.float().sum()
+            + kl.sum()
+            + expected_log_prob(logits, noise).sum()
+            + y.float().square().sum()
+        )
         return kl, y, *torch.autograd.grad(total, (logits, weight))
 
     wanted = [value.detach().clone() for value in work()]
@@ -531,7 +584,9 @@ def test_kernels_can_be_captured():
 
 
 def classes_of(latents, classes, *steps):
-    return torch.randint(classes, (*steps, latents), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    return torch.randint(classes, (*steps, latents), generator=torch.Generator().manual_seed(0)).to(
+        DEVICE
+    )
 
 
 @kernels

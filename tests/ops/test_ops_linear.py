@@ -73,7 +73,12 @@ SIZES = [
 @torch.no_grad()
 def test_matches_float64(size):
     M, N, K = size
-    x, weight, bias, add = normal(M, K), normal(N, K, seed=1), normal(N, seed=2), normal(M, N, seed=3)
+    x, weight, bias, add = (
+        normal(M, K),
+        normal(N, K, seed=1),
+        normal(N, seed=2),
+        normal(M, N, seed=3),
+    )
     assert relative_error(linear(x, weight, backend="triton"), exact(x, weight)) < SINGLE
     given = linear(x, weight, bias, add, rms_norm(K), backend="triton")
     assert given.dtype == torch.float32
@@ -98,7 +103,9 @@ def test_few_columns_need_more_rows():
     whole, weight = normal(5, 14, 36), normal(128, 4, seed=1)
     given = linear(whole[..., :4], weight, backend="triton")
     assert relative_error(given, exact(whole[..., :4], weight)) < SINGLE
-    with pytest.raises(ValueError, match=r"weight has 4 columns.*more than 64 rows of fewer than 32"):
+    with pytest.raises(
+        ValueError, match=r"weight has 4 columns.*more than 64 rows of fewer than 32"
+    ):
         linear(whole[:4, :, :4], weight, backend="triton")
 
 
@@ -145,7 +152,10 @@ def test_a_result_is_made_ready_for_the_next_product():
     given = given if isinstance(given, torch.Tensor) else given.partial.sum(0).view(wanted.shape)
     assert relative_error(given, wanted) < SINGLE
     more = normal(3, 130, 512, seed=4)
-    assert relative_error(linear(made, after, after[0, :512], more), wanted + after[0, :512] + more) < SINGLE
+    assert (
+        relative_error(linear(made, after, after[0, :512], more), wanted + after[0, :512] + more)
+        < SINGLE
+    )
     # Whole where the next product splits by itself, and as it is where it also norms by itself.
     made = linear_ready(x, weight, add, norm, 20, "triton")
     assert isinstance(made, Ready) and isinstance(made.normed, torch.Tensor)
@@ -166,7 +176,12 @@ def test_a_result_is_made_ready_for_the_next_product():
 @torch.no_grad()
 def test_leading_dimensions_and_strides():
     whole, weight = normal(2, 3, 96), normal(20, 64, seed=1)
-    for x in (whole[..., 32:], whole[:, ::2, :64], whole[0, 0, :64], normal(64, 2, 3).movedim(0, -1)):
+    for x in (
+        whole[..., 32:],
+        whole[:, ::2, :64],
+        whole[0, 0, :64],
+        normal(64, 2, 3).movedim(0, -1),
+    ):
         given = linear(x, weight, backend="triton")
         assert given.shape == (*x.shape[:-1], 20) and given.is_contiguous()
         assert relative_error(given, exact(x, weight)) < SINGLE
@@ -185,7 +200,10 @@ def test_leading_dimensions_and_strides():
 @torch.no_grad()
 def test_a_norm_that_no_kernel_does_is_done_before(options):
     x, weight, norm = normal(3, 64), normal(20, 64, seed=1), nn.RMSNorm(64, **options).to(DEVICE)
-    assert relative_error(linear(x, weight, norm=norm, backend="triton"), exact(norm(x), weight)) < SINGLE
+    assert (
+        relative_error(linear(x, weight, norm=norm, backend="triton"), exact(norm(x), weight))
+        < SINGLE
+    )
 
 
 @kernels
@@ -216,7 +234,9 @@ class Noted:
     """Halves as they are kept, without kernels."""
 
     def __init__(self, weights, split):
-        self.kept = [types.SimpleNamespace(weight=weight, halves=split(weight)) for weight in weights]
+        self.kept = [
+            types.SimpleNamespace(weight=weight, halves=split(weight)) for weight in weights
+        ]
         self.renewed = 0
 
     def __call__(self, always=False):
@@ -277,7 +297,19 @@ def test_a_capture_waits_for_a_weight_where_it_first_reads_it(monkeypatch):
             halves_of(weight, halves)
             log.append(f"product {name}")
     fork, join = "fork weights", "join weights"
-    products = [fork, join, fork, "product a", join, "product b", join, fork, "product c", join, "product b"]
+    products = [
+        fork,
+        join,
+        fork,
+        "product a",
+        join,
+        "product b",
+        join,
+        fork,
+        "product c",
+        join,
+        "product b",
+    ]
     assert log == ["start", *products, join, join, join]
     assert [renewal.renewed for renewal in renewals] == [1, 1, 1]
     log.clear()
@@ -366,7 +398,17 @@ def negate_upper(weight):
         lambda w: w[0].copy_(w[0].roll(2)),
         lambda w: w[:2, :2].copy_(w[:2, :2].flip(0)),
     ],
-    ids=["last bit", "zero", "sign", "upper signs", "negated", "doubled", "rows", "rolled", "words"],
+    ids=[
+        "last bit",
+        "zero",
+        "sign",
+        "upper signs",
+        "negated",
+        "doubled",
+        "rows",
+        "rolled",
+        "words",
+    ],
 )
 @torch.no_grad()
 def test_rows_are_split_again_when_a_bit_has_changed(change):
@@ -390,7 +432,9 @@ def test_rows_are_split_again_when_a_bit_has_changed(change):
     for row in changed.nonzero().ravel().tolist():
         split[row // rows * rows : row // rows * rows + rows] = True
     for i, kept in enumerate(all_kept):
-        again = split[:21] if i == 1 else torch.zeros(len(kept.weight), dtype=torch.bool, device=DEVICE)
+        again = (
+            split[:21] if i == 1 else torch.zeros(len(kept.weight), dtype=torch.bool, device=DEVICE)
+        )
         for half, wanted in zip(kept.halves, _split(kept.weight), strict=True):
             assert torch.equal(half[again], wanted[again]) and (half[~again] == 7).all()
     assert changed.any()
@@ -430,9 +474,13 @@ def test_plans_cover_the_depth():
                 assert K % (how.SPLIT * how.BK) == 0 and how.BK >= 32
                 assert how.SPLIT == 1 or K // how.SPLIT >= 64
                 assert how.stages >= (1 if how.split == "none" else 2)
-                if how.split == "once":  # tiles on their way and at work, the weight, and what a launch takes
+                if (
+                    how.split == "once"
+                ):  # tiles on their way and at work, the weight, and what a launch takes
                     ahead, made = 4 * how.BM * how.BK, 4 * how.BM * how.BN
-                    room = (how.stages - 1) * (ahead + made) + max(ahead, made) + 4 * how.BN * how.BK
+                    room = (
+                        (how.stages - 1) * (ahead + made) + max(ahead, made) + 4 * how.BN * how.BK
+                    )
                     assert room + 1024 <= shared
                 else:
                     assert 4 * how.stages * how.BK * (how.BM + how.BN) <= shared
@@ -481,7 +529,11 @@ def test_auto_is_pytorch_where_it_must_be():
     ],
 )
 def test_bad_input(changed, message):
-    given: dict[str, Any] = {"x": torch.rand(5, 64), "weight": torch.rand(8, 64), "backend": "triton"}
+    given: dict[str, Any] = {
+        "x": torch.rand(5, 64),
+        "weight": torch.rand(8, 64),
+        "backend": "triton",
+    }
     for name, value in {**given, **changed}.items():
         given[name] = value.to(DEVICE) if isinstance(value, torch.Tensor) else value
     with pytest.raises(ValueError, match=message) as caught:
@@ -509,14 +561,23 @@ MODEL = [
 @torch.no_grad()
 def test_real_sizes_are_accurate_and_repeat(size):
     M, N, K = size
-    x, weight, bias, add = normal(M, K), normal(N, K, seed=1), normal(N, seed=2), normal(M, N, seed=3)
+    x, weight, bias, add = (
+        normal(M, K),
+        normal(N, K, seed=1),
+        normal(N, seed=2),
+        normal(M, N, seed=3),
+    )
     first, second = (linear(x, weight, bias, add, rms_norm(K), backend="auto") for _ in range(2))
     assert torch.equal(first, second)
     wanted = exact(x, weight, bias, add, rms_norm(K))
     assert relative_error(first, wanted) < SINGLE
-    positive = exact(x.abs(), weight.abs())  # sums that grow, where every cut-off bit has the same sign
+    positive = exact(
+        x.abs(), weight.abs()
+    )  # sums that grow, where every cut-off bit has the same sign
     twin = relative_error(F.linear(x.abs(), weight.abs()), positive)
-    assert relative_error(linear(x.abs(), weight.abs(), backend="triton"), positive) < max(SINGLE, 2 * twin)
+    assert relative_error(linear(x.abs(), weight.abs(), backend="triton"), positive) < max(
+        SINGLE, 2 * twin
+    )
 
 
 @pytest.mark.gpu
@@ -546,6 +607,9 @@ def test_gru_cell_is_that_of_pytorch():
     with torch.enable_grad():
         wanted, _ = block(x, None)
     assert relative_error(given, wanted) < SINGLE
-    weights = [getattr(block.gru, f"{name}_l0") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+    weights = [
+        getattr(block.gru, f"{name}_l0")
+        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    ]
     cell = torch.gru_cell(block.norm(x[:, 0]), h, *weights)
     assert relative_error(block._cell(x, h), cell) < SINGLE

@@ -30,7 +30,9 @@ def arguments(batch, length, channels, states, given=OPTIONAL, softplus=True, se
 
     made = {
         "u": normal(batch, length, channels),
-        "dt": normal(batch, length, channels) - 3 if softplus else 0.2 * normal(batch, length, channels) ** 2,
+        "dt": normal(batch, length, channels) - 3
+        if softplus
+        else 0.2 * normal(batch, length, channels) ** 2,
         "A": -torch.arange(1.0, states + 1) * torch.exp(0.3 * normal(channels, states)),
         "B": normal(batch, length, states),
         "C": normal(batch, length, states),
@@ -46,13 +48,17 @@ def arguments(batch, length, channels, states, given=OPTIONAL, softplus=True, se
 
 def loss(y, h):
     """Weighs every number of both outputs differently."""
-    return sum((x * torch.cos(torch.arange(x.numel(), dtype=x.dtype).view_as(x))).sum() for x in (y, h))
+    return sum(
+        (x * torch.cos(torch.arange(x.numel(), dtype=x.dtype).view_as(x))).sum() for x in (y, h)
+    )
 
 
 def run(values, backend, dtype=torch.float32, function=selective_scan):
     """Returns y, h and the gradients of `loss` for all tensors given, by name."""
     values = {
-        name: value.detach().to(dtype).requires_grad_() if isinstance(value, torch.Tensor) else value
+        name: value.detach().to(dtype).requires_grad_()
+        if isinstance(value, torch.Tensor)
+        else value
         for name, value in values.items()
     }
     y, h = function(**values, backend=backend)
@@ -94,7 +100,9 @@ def test_matches_the_reference(backend, batch, length, channels, states):
 
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("softplus", [False, True])
-@pytest.mark.parametrize("given", [(), *((name,) for name in OPTIONAL), ("D", "z"), ("dt_bias", "h0")])
+@pytest.mark.parametrize(
+    "given", [(), *((name,) for name in OPTIONAL), ("D", "z"), ("dt_bias", "h0")]
+)
 def test_optional_arguments(backend, given, softplus):
     values = arguments(2, 37, 20, 5, given=given, softplus=softplus)
     assert_close(run(values, backend), exact(values))
@@ -126,7 +134,10 @@ def test_any_strides(backend):
         "D": values["D"].repeat_interleave(2)[::2],
     }
     with torch.no_grad():
-        plain, given = selective_scan(**values, backend=backend), selective_scan(**strided, backend=backend)
+        plain, given = (
+            selective_scan(**values, backend=backend),
+            selective_scan(**strided, backend=backend),
+        )
     assert torch.equal(plain[0], given[0])
     assert torch.equal(plain[1], given[1])
     by_time = {
@@ -134,7 +145,8 @@ def test_any_strides(backend):
         for name in ("u", "dt", "B", "C", "z")
     }
     by_step = {
-        name: values[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("u", "dt", "B", "C", "z")
+        name: values[name].transpose(1, 2).contiguous().transpose(1, 2)
+        for name in ("u", "dt", "B", "C", "z")
     }
     for others in (by_time, by_step):
         y, h = selective_scan(**{**strided, **others}, backend=backend)
@@ -304,7 +316,9 @@ def test_compiled(backend, compiler):
 
     values = arguments(2, 6, 5, 3)
     compiled = torch.compile(function, backend=compiler, fullgraph=True)
-    assert_close(run(values, backend, function=compiled), run(values, backend, function=function), 1e-6)
+    assert_close(
+        run(values, backend, function=compiled), run(values, backend, function=function), 1e-6
+    )
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -397,9 +411,18 @@ def test_memory_stays_far_below_all_states():
     ("change", "message"),
     [
         ({"u": torch.zeros(2, 7)}, r"u has shape \(2, 7\); allowed: \(batch, length, channels\)"),
-        ({"u": torch.zeros(2, 7, 5, dtype=torch.int64)}, r"u has dtype torch.int64; allowed: a floating"),
-        ({"A": torch.zeros(4, 3)}, r"A has shape \(4, 3\); allowed: \(5, states\) with states >= 1"),
-        ({"A": torch.zeros(5, 0)}, r"A has shape \(5, 0\); allowed: \(5, states\) with states >= 1"),
+        (
+            {"u": torch.zeros(2, 7, 5, dtype=torch.int64)},
+            r"u has dtype torch.int64; allowed: a floating",
+        ),
+        (
+            {"A": torch.zeros(4, 3)},
+            r"A has shape \(4, 3\); allowed: \(5, states\) with states >= 1",
+        ),
+        (
+            {"A": torch.zeros(5, 0)},
+            r"A has shape \(5, 0\); allowed: \(5, states\) with states >= 1",
+        ),
         ({"dt": torch.zeros(2, 7, 1)}, r"dt has shape \(2, 7, 1\); allowed: \(2, 7, 5\)"),
         ({"B": torch.zeros(2, 7, 5)}, r"B has shape \(2, 7, 5\); allowed: \(2, 7, 3\)"),
         ({"C": torch.zeros(7, 3)}, r"C has shape \(7, 3\); allowed: \(2, 7, 3\)"),
@@ -409,7 +432,10 @@ def test_memory_stays_far_below_all_states():
         ({"h0": torch.zeros(1, 5, 3)}, r"h0 has shape \(1, 5, 3\); allowed: \(2, 5, 3\)"),
         ({"C": torch.zeros(2, 7, 3, device="meta")}, "C is on meta; allowed: cpu, the device of u"),
         ({"A": torch.zeros(5, 3, device="meta")}, "A is on meta; allowed: cpu, the device of u"),
-        ({"backend": "cuda"}, "backend='cuda' is unknown; allowed: 'auto', 'reference', 'numba', 'triton'"),
+        (
+            {"backend": "cuda"},
+            "backend='cuda' is unknown; allowed: 'auto', 'reference', 'numba', 'triton'",
+        ),
         (
             {"u": torch.zeros(2, 7, 5, dtype=torch.float64), "backend": "numba"},
             "backend='numba' can not run here: it runs float32 on a CPU, not torch.float64 on cpu; allowed",
@@ -454,5 +480,7 @@ def test_complex_numbers_and_other_things_are_refused(name):
         (values[name].to(torch.complex64), "torch.complex64"),
         (values[name].numpy(), "ndarray"),
     ):
-        with pytest.raises(ValueError, match=f"{name} is {told}; allowed: a tensor of real numbers"):
+        with pytest.raises(
+            ValueError, match=f"{name} is {told}; allowed: a tensor of real numbers"
+        ):
             selective_scan(**{**values, name: wrong})

@@ -41,7 +41,10 @@ def small(monkeypatch):
 
 def to_device(values, dtype=torch.float32):
     """Rows of u, z and of B, C as slices of one tensor each, as a Mamba block makes them."""
-    values = {name: value.to(DEVICE) if torch.is_tensor(value) else value for name, value in values.items()}
+    values = {
+        name: value.to(DEVICE) if torch.is_tensor(value) else value
+        for name, value in values.items()
+    }
     for left, right in (("u", "z"), ("B", "C")):
         if values[right] is not None:
             both = torch.cat((values[left], values[right]), 2).to(dtype)
@@ -51,10 +54,14 @@ def to_device(values, dtype=torch.float32):
 
 def outputs(values, backend="triton", function=selective_scan):
     """Returns y, h and the gradients by name, of random weights that do not depend on the backend."""
-    leaves = {name: values[name].detach().requires_grad_() for name in TENSORS if values[name] is not None}
+    leaves = {
+        name: values[name].detach().requires_grad_() for name in TENSORS if values[name] is not None
+    }
     y, h = function(**{**values, **leaves}, backend=backend)
     # Numbers that every dtype has: the gradient that enters is the same for all.
-    weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).bfloat16() for x in (y, h)]
+    weights = [
+        torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).bfloat16() for x in (y, h)
+    ]
     total = sum((x * weight.to(x)).sum() for x, weight in zip((y, h), weights, strict=True))
     grads = torch.autograd.grad(total, list(leaves.values()))
     return {"y": y.detach(), "h": h.detach(), **dict(zip(leaves, grads, strict=True))}
@@ -102,7 +109,9 @@ def test_matches_float64_reference(small, batch, length, channels, states, chunk
     ],
 )
 @torch.no_grad()
-def test_lanes_that_share_a_channel(monkeypatch, batch, length, channels, states, parts, block, warps):
+def test_lanes_that_share_a_channel(
+    monkeypatch, batch, length, channels, states, parts, block, warps
+):
     from vssm.ops.scan import triton as scan_triton
 
     plan = scan_triton.Plan(length, 32 * warps, block, None, True, 1, parts=parts, warps=warps)
@@ -151,7 +160,9 @@ def rings(monkeypatch, request):
         "plan_forward",
         lambda *sizes, copies=True, **_: chunks if sizes[1] % 8 or not copies else ring,
     )
-    monkeypatch.setattr(scan_triton._Call, "scan_ring", lambda *inputs: made.append(1) or run(*inputs))
+    monkeypatch.setattr(
+        scan_triton._Call, "scan_ring", lambda *inputs: made.append(1) or run(*inputs)
+    )
     return made
 
 
@@ -162,7 +173,9 @@ def assert_ring(values, rings, tolerance):
     made = selective_scan(**values, backend="triton")
     wanted = selective_scan(**exact, backend="reference")
     assert len(rings) == 1
-    assert relative_error(made[0], wanted[0]) < tolerance and relative_error(made[1], wanted[1]) < 1e-5
+    assert (
+        relative_error(made[0], wanted[0]) < tolerance and relative_error(made[1], wanted[1]) < 1e-5
+    )
     return made
 
 
@@ -191,7 +204,9 @@ def test_a_ring_of_every_dtype_from_states_that_sequences_share(
     rings, batch, length, channels, states, dtype
 ):
     values = to_device(arguments(batch, length, channels, states), dtype)
-    first, second = (assert_ring(values, rings, 1e-6 if dtype == torch.float32 else HALF) for _ in range(2))
+    first, second = (
+        assert_ring(values, rings, 1e-6 if dtype == torch.float32 else HALF) for _ in range(2)
+    )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     other = (
         torch.bfloat16 if dtype == torch.float32 else torch.float32
@@ -219,7 +234,11 @@ def test_what_cannot_be_copied_to_a_ring_is_cut_in_chunks(rings):
     # Rows that start at whole 16 bytes, but for those after the first.
     others.append({"B": torch.cat((values["B"], values["B"][..., :1]), 2)[..., :16]})
     # Half precision of one kind only, and the same for what lies together.
-    for names, dtype in ((pairs[0], torch.float16), (("u",), torch.bfloat16), (("C",), torch.bfloat16)):
+    for names, dtype in (
+        (pairs[0], torch.float16),
+        (("u",), torch.bfloat16),
+        (("C",), torch.bfloat16),
+    ):
         others.append({name: values[name].to(dtype) for name in names})
     for other in others:
         y, h = selective_scan(**{**values, **other}, backend="triton")
@@ -238,7 +257,9 @@ def test_what_cannot_be_copied_to_a_ring_is_cut_in_chunks(rings):
     first, state = selective_scan(**{**longer, **cuts[0]}, backend="triton")
     second, state = selective_scan(**{**longer, **cuts[1], "h0": state}, backend="triton")
     assert len(rings) == 1
-    assert relative_error(torch.cat((first, second), 1), y) < 1e-6 and relative_error(state, h) < 1e-6
+    assert (
+        relative_error(torch.cat((first, second), 1), y) < 1e-6 and relative_error(state, h) < 1e-6
+    )
 
 
 @kernels
@@ -261,7 +282,9 @@ def test_few_sequences_by_a_ring(monkeypatch, batch, length, states, parts, bloc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("batch", "length", "channels"), [(1, 256, 2048), (1, 1024, 2048), (4, 64, 512)])
+@pytest.mark.parametrize(
+    ("batch", "length", "channels"), [(1, 256, 2048), (1, 1024, 2048), (4, 64, 512)]
+)
 def test_gradients_of_few_sequences_by_a_ring(batch, length, channels):
     from vssm.ops.scan import triton as scan_triton
 
@@ -349,14 +372,18 @@ def keeps(monkeypatch):
         ("unaligned", 1, 24, 64, 8, 8, True, 2, ("h0",)),
     ],
 )
-def test_a_backward_from_kept_states(keeps, way, batch, length, channels, states, chunk, split, span, given):
+def test_a_backward_from_kept_states(
+    keeps, way, batch, length, channels, states, chunk, split, span, given
+):
     plans, ran = keeps
     plans(way, chunk, split, span)
     values = to_device(arguments(batch, length, channels, states, given, softplus=given != ()))
     if way == "unaligned":
         values["dt"] = unaligned(values["dt"])
     assert_close(outputs(values), expected(values))
-    forward = {"whole": ["y starts"], "ring": ["ring starts"], "unaligned": ["local", "y starts"]}[way]
+    forward = {"whole": ["y starts"], "ring": ["ring starts"], "unaligned": ["local", "y starts"]}[
+        way
+    ]
     assert ran == forward + ["pull"] * split
 
 
@@ -365,7 +392,9 @@ def test_a_backward_from_kept_states(keeps, way, batch, length, channels, states
     ("way", "split", "length", "channels", "dtype"),
     [("ring", True, 16, 64, torch.bfloat16), ("whole", False, 9, 16, torch.float16)],
 )
-def test_kept_states_change_no_more_than_rounding(keeps, monkeypatch, way, split, length, channels, dtype):
+def test_kept_states_change_no_more_than_rounding(
+    keeps, monkeypatch, way, split, length, channels, dtype
+):
     from vssm.ops.scan import triton as scan_triton
 
     plans, ran = keeps
@@ -392,7 +421,9 @@ def test_gradients_of_one_output_from_kept_states(keeps, used):
     exact = {name: v.double() if torch.is_tensor(v) else v for name, v in values.items()}
 
     def grads(values, backend):
-        leaves = {name: values[name].detach().requires_grad_() for name in ("u", "dt", "A", "B", "h0")}
+        leaves = {
+            name: values[name].detach().requires_grad_() for name in ("u", "dt", "A", "B", "h0")
+        }
         result = selective_scan(**{**values, **leaves}, backend=backend)[used]
         found = torch.autograd.grad(result.square().sum(), list(leaves.values()))
         return dict(zip(leaves, found, strict=True))
@@ -694,7 +725,9 @@ def test_plans_fill_the_device(monkeypatch):
     ):
         plan = scan_triton.plan_forward(batch, length, channels, states, 132, wide=True)
         assert plan.parts == parts and (plan.ring > 0) == (parts > 1) and length % plan.K == 0
-        other = scan_triton.plan_forward(batch, length, channels, states, 132, wide=True, copies=False)
+        other = scan_triton.plan_forward(
+            batch, length, channels, states, 132, wide=True, copies=False
+        )
         assert not other.ring and (other.parts > 1) == (length <= 256)
         assert (
             scan_triton.plan_forward(
@@ -728,7 +761,8 @@ def test_real_sizes(batch, length, channels, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("batch", "length", "channels"), [(8, 4104, 2048), (8, 1048, 2048), (32, 300, 2048), (64, 300, 2048)]
+    ("batch", "length", "channels"),
+    [(8, 4104, 2048), (8, 1048, 2048), (32, 300, 2048), (64, 300, 2048)],
 )
 def test_kept_states_of_real_sizes(monkeypatch, batch, length, channels, dtype):
     from vssm.ops.scan import triton as scan_triton

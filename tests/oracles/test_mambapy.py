@@ -15,7 +15,9 @@ TOLERANCE = 1e-5
 def mixers():
     """Ours and theirs with equal weights: width 24, 8 states."""
     ours = MambaMixer(ModelConfig(kind="ssm", features=1, width=24, layers=1, state_size=8))
-    theirs = mambapy.MambaBlock(mambapy.MambaConfig(d_model=24, n_layers=1, d_state=8, dt_rank="auto"))
+    theirs = mambapy.MambaBlock(
+        mambapy.MambaConfig(d_model=24, n_layers=1, d_state=8, dt_rank="auto")
+    )
     theirs.load_state_dict(ours.state_dict())
     return ours, theirs
 

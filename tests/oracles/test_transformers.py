@@ -57,11 +57,15 @@ def test_attention_equals_transformers(length):
         theirs.wpe.weight.zero_()  # positions are coded outside the block
     weights = {}
     for name, tensor in theirs.state_dict().items():
-        ours_name = name.replace("h.", "blocks.", 1).replace("ln_f.", "norm.").replace("attn.c_", "c_")
+        ours_name = (
+            name.replace("h.", "blocks.", 1).replace("ln_f.", "norm.").replace("attn.c_", "c_")
+        )
         ours_name = ours_name.replace("mlp.c_", "mlp_c_")
         linear = "c_" in ours_name and ours_name.endswith("weight")
         weights[ours_name] = tensor.T if linear else tensor  # their linear layers are transposed
-    weights = {name: tensor for name, tensor in weights.items() if not name.startswith(("wte", "wpe"))}
+    weights = {
+        name: tensor for name, tensor in weights.items() if not name.startswith(("wte", "wpe"))
+    }
     missing, unexpected = ours.load_state_dict(weights, strict=False)
     assert set(missing) == {"out.weight", "out.bias"}
     assert not unexpected

@@ -50,7 +50,14 @@ def make_run(folder, kind="vssm", metrics=None, head="gaussian", **files):
     folder.mkdir(parents=True)
     config = {
         "format": 1,
-        "model": {"kind": kind, "width": 96, "layers": 2, "latents": 12, "classes": 16, "head": head},
+        "model": {
+            "kind": kind,
+            "width": 96,
+            "layers": 2,
+            "latents": 12,
+            "classes": 16,
+            "head": head,
+        },
         "data": {"name": "digits", "dir": None},
         "train": {"epochs": 3, "batch": 64, "learning_rate": 0.002, "seed": 0},
     }
@@ -75,8 +82,14 @@ def make_run(folder, kind="vssm", metrics=None, head="gaussian", **files):
 
 def test_comparison_marks_the_best(tmp_path):
     runs = [
-        make_run(tmp_path / "a", "vssm", {"log_likelihood": 866.04, "fd_w4": 504.0, "generate_ms_b1": 5.5}),
-        make_run(tmp_path / "b", "ssm", {"log_likelihood": 709.0, "fd_w4": 74.0, "generate_ms_b1": 94.0}),
+        make_run(
+            tmp_path / "a",
+            "vssm",
+            {"log_likelihood": 866.04, "fd_w4": 504.0, "generate_ms_b1": 5.5},
+        ),
+        make_run(
+            tmp_path / "b", "ssm", {"log_likelihood": 709.0, "fd_w4": 74.0, "generate_ms_b1": 94.0}
+        ),
         make_run(tmp_path / "c", "rnn", {"log_likelihood": None, "fd_floor": 7.0}),
     ]
     page = read(report(runs, out=tmp_path / "page" / "report.html"))
@@ -104,9 +117,14 @@ def test_run_is_shown_whole(tmp_path):
     assert "Run mine" in page.text["h2"]
     assert {"width 96, 2 layers", "12 × 16 classes"} <= set(page.text["dd"])
     labels = [
-        attributes["aria-label"] for tag, attributes in page.tags if tag == "svg" and "role" in attributes
+        attributes["aria-label"]
+        for tag, attributes in page.tags
+        if tag == "svg" and "role" in attributes
     ]
-    assert labels == ["loss, nats a sequence", "KL, nats a sequence"]  # no reconstruction, partial all zero
+    assert labels == [
+        "loss, nats a sequence",
+        "KL, nats a sequence",
+    ]  # no reconstruction, partial all zero
     (image,) = [attributes for tag, attributes in page.tags if tag == "img"]
     assert base64.b64decode(image["src"].removeprefix("data:image/png;base64,")) == PNG
     assert image["alt"] == "samples of mine (digits, gaussian head)"
@@ -118,7 +136,9 @@ def test_page_is_accessible_and_loads_nothing(tmp_path):
     metrics = {f"vssm_ms_b1_t{t}": float(t) for t in (8, 32)}
     (tmp_path / "results" / "g.json").write_text(json.dumps({"metrics": metrics}))
     path = report(
-        [make_run(tmp_path / "a"), make_run(tmp_path / "b")], tmp_path / "results", tmp_path / "r.html"
+        [make_run(tmp_path / "a"), make_run(tmp_path / "b")],
+        tmp_path / "results",
+        tmp_path / "r.html",
     )
     page, text = read(path), path.read_text()
     assert ("html", {"lang": "en"}) in page.tags
@@ -150,7 +170,8 @@ def test_all_text_is_escaped(tmp_path):
         "metrics": {EVIL: EVIL, "elbo": 1},
     }
     run = make_run(
-        tmp_path / "<b>run&'", **{"config.json": json.dumps(config), "eval.json": json.dumps(evaluation)}
+        tmp_path / "<b>run&'",
+        **{"config.json": json.dumps(config), "eval.json": json.dumps(evaluation)},
     )
     (tmp_path / "results" / "<i>").mkdir(parents=True)
     metrics = {EVIL: 1, f"{EVIL}_ms_b1_t8": 2, f"{EVIL}_ms_b1_t9": 3}
@@ -173,7 +194,10 @@ def test_all_text_is_escaped(tmp_path):
         ({"eval.json": b"\x80\x04\x95pickle"}, "mine/eval.json is damaged"),
         ({"eval.json": "[1]"}, "mine/eval.json is damaged: it is no JSON object"),
         ({"eval.json": "[" * 100_000}, "mine/eval.json is damaged"),
-        ({"log.jsonl": '{"epoch": 1, "split": "train", "loss": 2}\n3\n{"epo'}, "left out: line 2, 3"),
+        (
+            {"log.jsonl": '{"epoch": 1, "split": "train", "loss": 2}\n3\n{"epo'},
+            "left out: line 2, 3",
+        ),
         ({"samples.png": PNG[:-9]}, "mine/samples.png is damaged: it is no whole PNG"),
         ({"samples.png": b"<svg onload='alert(1)'/>"}, "mine/samples.png is damaged"),
     ],
@@ -191,9 +215,14 @@ def test_damage_is_named(files, notice, tmp_path):
 )
 def test_odd_values_are_shown_or_left_out(value, tmp_path):
     line = {"epoch": 10**400, "split": [], "loss": "x"}
-    odd = {"config.json": {"model": value, "data": value, "train": value}, "meta.json": {"machine": value}}
+    odd = {
+        "config.json": {"model": value, "data": value, "train": value},
+        "meta.json": {"machine": value},
+    }
     odd |= {"eval.json": value if isinstance(value, dict) else {}, "log.jsonl": line}
-    run = make_run(tmp_path / "mine", **{name: json.dumps(content) for name, content in odd.items()})
+    run = make_run(
+        tmp_path / "mine", **{name: json.dumps(content) for name, content in odd.items()}
+    )
     huge = (
         {"epoch": 1e308, "split": "train", "loss": -1e308},
         {"epoch": float("nan"), "split": "train", "loss": 1},
@@ -243,7 +272,9 @@ def test_dials_become_curves_and_a_table(tmp_path):
     assert ["in chunks of 14, re-conditioned", "820.0", "11.00", "61.00"] in page.rows
     assert ["in 4 passes", "757.0", "20.00", "–"] in page.rows
     assert ["floor: training images", "7.00", "–", "–"] in page.rows
-    lines = [attributes for tag, attributes in page.tags if tag == "polyline" and attributes["points"]]
+    lines = [
+        attributes for tag, attributes in page.tags if tag == "polyline" and attributes["points"]
+    ]
     dashed = [line for line in lines if "stroke-dasharray" in line]
     assert len(dashed) == 2  # the floor, once a chart
     heights = {point.split(",")[1] for point in dashed[0]["points"].split()}
@@ -255,13 +286,21 @@ def test_dials_become_curves_and_a_table(tmp_path):
 
 def test_no_curves_without_dials(tmp_path):
     metrics = {name: value for name, value in DIALS.items() if not name.startswith("ms_")}
-    page = read(report([make_run(tmp_path / "mine", metrics=metrics)], out=tmp_path / "report.html"))
+    page = read(
+        report([make_run(tmp_path / "mine", metrics=metrics)], out=tmp_path / "report.html")
+    )
     assert not any("quality against time" in text for text in page.text["caption"])
     assert ["in chunks of 7, 2 passes each", "500.0"] in page.rows
 
 
 def test_what_can_not_be_drawn_stays_in_the_table(tmp_path):
-    odd = {"fd_one_shot": None, "ms_one_shot": 3.0, "fd_w2": 0.0, "ms_w2": "x", "ms_w99999999999": 1.0}
+    odd = {
+        "fd_one_shot": None,
+        "ms_one_shot": 3.0,
+        "fd_w2": 0.0,
+        "ms_w2": "x",
+        "ms_w99999999999": 1.0,
+    }
     page = read(report([make_run(tmp_path / "mine", metrics=odd)], out=tmp_path / "report.html"))
     assert ["one shot", "–", "3.00"] in page.rows
     assert ["in chunks of 2, re-conditioned", "0", "x"] in page.rows
@@ -271,8 +310,17 @@ def test_what_can_not_be_drawn_stays_in_the_table(tmp_path):
 def test_results_become_tables_and_plots(tmp_path):
     results = tmp_path / "results"
     (results / "paper").mkdir(parents=True)
-    times = {"vssm_ms_b1_t28": 5.5, "vssm_ms_b1_t56": 6.0, "ssm_ms_b1_t28": 94.0, "vssm_ms_b16_t28": 7.25}
-    content = {"name": "g", "machine": {"cpu": "quick", "gpu": None}, "metrics": {**times, "peak_mib": 12.0}}
+    times = {
+        "vssm_ms_b1_t28": 5.5,
+        "vssm_ms_b1_t56": 6.0,
+        "ssm_ms_b1_t28": 94.0,
+        "vssm_ms_b16_t28": 7.25,
+    }
+    content = {
+        "name": "g",
+        "machine": {"cpu": "quick", "gpu": None},
+        "metrics": {**times, "peak_mib": 12.0},
+    }
     (results / "generate_cpu.json").write_text(json.dumps(content))
     for seed, nats in enumerate((866.0, 870.5)):
         content = {"machine": "a GPU", "metrics": {"log_likelihood": nats, "epochs": 200}}
@@ -285,7 +333,9 @@ def test_results_become_tables_and_plots(tmp_path):
     assert ["peak mib", "12.00"] in page.rows
     assert ["mnist_vssm_seed1", "870.5", "200"] in page.rows
     titles = [
-        attributes["aria-label"] for tag, attributes in page.tags if tag == "svg" and "role" in attributes
+        attributes["aria-label"]
+        for tag, attributes in page.tags
+        if tag == "svg" and "role" in attributes
     ]
     assert titles == [
         "generate_cpu: milliseconds at batch 1",
@@ -324,8 +374,14 @@ def test_nothing_to_report(tmp_path):
             ValueError, match=f"run_folders has '.*{name}', which {what}; allowed: run folders"
         ):
             report([run, tmp_path / name], out=out)
-    for name, what in (("gone", "is no folder"), ("bare", "holds no result"), ("odd", "holds no result")):
-        with pytest.raises(ValueError, match=f"results_folder='.*{name}' {what}.*; allowed: a folder of res"):
+    for name, what in (
+        ("gone", "is no folder"),
+        ("bare", "holds no result"),
+        ("odd", "holds no result"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"results_folder='.*{name}' {what}.*; allowed: a folder of res"
+        ):
             report([run], tmp_path / name, out)
     assert not out.parent.exists()
 
@@ -353,12 +409,27 @@ def test_a_page_does_not_replace_a_file_of_a_run(option, allowed, tmp_path, caps
     ("arguments", "message"),
     [
         ([], "neither RUN nor --results is given; allowed: one of them, or both"),
-        (["nowhere"], "run_folders has 'nowhere', which is no folder; allowed: run folders of vssm train"),
+        (
+            ["nowhere"],
+            "run_folders has 'nowhere', which is no folder; allowed: run folders of vssm train",
+        ),
         (["."], "run_folders has '.', which holds no run; allowed: run folders of vssm train"),
-        (["--results", "."], "results_folder='.' holds no result with metrics; allowed: a folder of result"),
-        (["--results", ".", "--page", "r.md"], "results='.' holds no results; allowed: a folder of result"),
-        (["--results", "gone", "--page", "r.md"], "results='gone' is no folder; allowed: a folder of result"),
-        (["nowhere", "--page", "r.md"], "run_folders are for the HTML page, not for page; allowed: results"),
+        (
+            ["--results", "."],
+            "results_folder='.' holds no result with metrics; allowed: a folder of result",
+        ),
+        (
+            ["--results", ".", "--page", "r.md"],
+            "results='.' holds no results; allowed: a folder of result",
+        ),
+        (
+            ["--results", "gone", "--page", "r.md"],
+            "results='gone' is no folder; allowed: a folder of result",
+        ),
+        (
+            ["nowhere", "--page", "r.md"],
+            "run_folders are for the HTML page, not for page; allowed: results",
+        ),
     ],
 )
 def test_command_without_anything_to_report(arguments, message, tmp_path, monkeypatch, capsys):
@@ -374,14 +445,20 @@ def test_command_without_anything_to_report(arguments, message, tmp_path, monkey
 
 
 @pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize("points", [[(1, 1)], [(1, 5), (2, 5)], [(k, 1e6 / k**4) for k in range(1, 2000)]])
+@pytest.mark.parametrize(
+    "points", [[(1, 1)], [(1, 5), (2, 5)], [(k, 1e6 / k**4) for k in range(1, 2000)]]
+)
 def test_points_lie_inside_the_chart(points, log):
     text = chart("t", "x", {"line": points}, frozenset({"line"}), log)
-    places = [tuple(map(float, pair.split(","))) for pair in re.search(r'points="(.*?)"', text)[1].split()]
+    places = [
+        tuple(map(float, pair.split(","))) for pair in re.search(r'points="(.*?)"', text)[1].split()
+    ]
     width, height = (float(re.search(rf' {name}="(\d+)"', text)[1]) for name in ("width", "height"))
     assert 1 <= len(places) <= 301
     assert all(0 <= x <= width for x, _ in places)
-    assert sum(0 <= y <= height for _, y in places) >= 0.94 * len(places)  # the first twentieth may be cut
+    assert sum(0 <= y <= height for _, y in places) >= 0.94 * len(
+        places
+    )  # the first twentieth may be cut
     assert places == sorted(places)  # by x
 
 

@@ -45,8 +45,13 @@ def test_a_device_that_is_not_there_is_named_and_no_file_blamed(tmp_path):
     save(model, tmp_path)
     observe(model, sequences(model, 1, 2)).save(tmp_path / "state.safetensors")
     for device in ("gpu", "", "cuda:99", "meta", None, 3.5):
-        for read in (lambda d: load(tmp_path, d), lambda d: State.load(tmp_path / "state.safetensors", d)):
-            with pytest.raises(ValueError, match=rf"^device='{device}' is not there; allowed: 'cpu'"):
+        for read in (
+            lambda d: load(tmp_path, d),
+            lambda d: State.load(tmp_path / "state.safetensors", d),
+        ):
+            with pytest.raises(
+                ValueError, match=rf"^device='{device}' is not there; allowed: 'cpu'"
+            ):
                 read(device)
     assert next(load(tmp_path, "cpu:0").parameters()).device == torch.device("cpu")
 
@@ -75,9 +80,18 @@ def edit_weights(folder, change):
         (lambda f: edit_config(f, latents=4), "tensor 'encoder.out.weight' has shape .* allowed: "),
         (lambda f: edit_config(f, layers=3), "lacks tensors decoder.blocks.2.* and .* more"),
         (lambda f: edit_config(f, layers=1), "has unknown tensors decoder.blocks.1"),
-        (lambda f: edit_config(f, width=10**15), "config.json': width=1000000000000000 is not allowed"),
-        (lambda f: edit_config(f, width=10**7 - 1, expand=10**7 - 1), "config.json' describes no model: "),
-        (lambda f: edit_config(f, head="auto"), "config.json' describes no model: head is 'auto'; allowed"),
+        (
+            lambda f: edit_config(f, width=10**15),
+            "config.json': width=1000000000000000 is not allowed",
+        ),
+        (
+            lambda f: edit_config(f, width=10**7 - 1, expand=10**7 - 1),
+            "config.json' describes no model: ",
+        ),
+        (
+            lambda f: edit_config(f, head="auto"),
+            "config.json' describes no model: head is 'auto'; allowed",
+        ),
         (lambda f: (f / "config.json").write_text("{"), "config.json' is damaged"),
         (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json' is damaged"),
         (lambda f: (f / "config.json").write_bytes(b"\x80\x04\x95"), "config.json' is damaged"),
@@ -92,10 +106,15 @@ def edit_weights(folder, change):
             "weights.safetensors' is damaged",
         ),
         (
-            lambda f: (f / "weights.safetensors").write_bytes((f / "weights.safetensors").read_bytes()[:-9]),
+            lambda f: (f / "weights.safetensors").write_bytes(
+                (f / "weights.safetensors").read_bytes()[:-9]
+            ),
             "weights.safetensors' is damaged",
         ),
-        (lambda f: edit_weights(f, lambda t: t.pop("partial.blank")), "lacks tensors partial.blank"),
+        (
+            lambda f: edit_weights(f, lambda t: t.pop("partial.blank")),
+            "lacks tensors partial.blank",
+        ),
         (
             lambda f: edit_weights(
                 f, lambda t: t.update({"partial.blank": torch.zeros(16, dtype=torch.int64)})
@@ -128,7 +147,9 @@ def test_a_bit_that_was_flipped_is_found(place, tmp_path):
     for file, read in ((weights, lambda: load(tmp_path)), (state, lambda: State.load(state))):
         whole = file.read_bytes()
         flip(file, max(place, -len(whole) // 2))
-        with pytest.raises(ValueError, match=f"{file.name}' is damaged: it differs from its checksum; allow"):
+        with pytest.raises(
+            ValueError, match=f"{file.name}' is damaged: it differs from its checksum; allow"
+        ):
             read()
         file.write_bytes(whole)
         read()
@@ -154,12 +175,16 @@ def save_killed_between_the_files(model, folder):
             save(model, folder)
 
 
-@pytest.mark.parametrize("options", [{"sigma": 0.7}, {"width": 32, "layers": 1}, {"head": "bernoulli"}])
+@pytest.mark.parametrize(
+    "options", [{"sigma": 0.7}, {"width": 32, "layers": 1}, {"head": "bernoulli"}]
+)
 def test_a_save_that_is_killed_between_its_files_leaves_the_new_model(options, tmp_path):
     old, new = small_model("vssm"), small_model("vssm", **options)
     save(old, tmp_path)
     save_killed_between_the_files(new, tmp_path)
-    with pytest.warns(UserWarning, match=r"config.json' is of another model .* saved with") as notes:
+    with pytest.warns(
+        UserWarning, match=r"config.json' is of another model .* saved with"
+    ) as notes:
         copy = load(tmp_path)
     assert all(f"{name}={value!r}" in str(notes[0].message) for name, value in options.items())
     assert "\n" not in str(notes[0].message)
@@ -181,7 +206,9 @@ def test_settings_are_those_of_the_weights(tmp_path):
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["config.json", "metadata"])
-@pytest.mark.parametrize(("kind", "size"), [*((kind, "layers") for kind in KINDS), ("vssm", "levels")])
+@pytest.mark.parametrize(
+    ("kind", "size"), [*((kind, "layers") for kind in KINDS), ("vssm", "levels")]
+)
 def test_a_config_of_more_blocks_than_the_weights_is_refused_at_once(kind, size, inside, tmp_path):
     """At 21f02ed it built 9,999,999 blocks, which takes hours."""
     save(small_model(kind), tmp_path)
@@ -192,7 +219,9 @@ def test_a_config_of_more_blocks_than_the_weights_is_refused_at_once(kind, size,
     save_file(load_file(path), path, {"vssm": text} if inside else None)
     (tmp_path / "config.json").write_text(text)
     start = time.monotonic()
-    with pytest.raises(ValueError, match=r"layers=\d+ and levels=\d+ need \d+ tensors or more, .* has \d+; "):
+    with pytest.raises(
+        ValueError, match=r"layers=\d+ and levels=\d+ need \d+ tensors or more, .* has \d+; "
+    ):
         load(tmp_path)
     assert time.monotonic() - start < 5
 
@@ -203,7 +232,9 @@ def test_a_model_is_never_saved_over_a_run(key, tmp_path):
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**values, key: {}}))
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=r"is a run, .*; allowed: a new folder, or one .* vssm.save$"):
+    with pytest.raises(
+        ValueError, match=r"is a run, .*; allowed: a new folder, or one .* vssm.save$"
+    ):
         save(small_model("ssm"), tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
@@ -211,7 +242,9 @@ def test_a_model_is_never_saved_over_a_run(key, tmp_path):
 def test_a_file_is_no_folder_for_a_model(tmp_path):
     (tmp_path / "note").write_text("mine")
     for place in ("note", "note/below/it"):
-        with pytest.raises(ValueError, match=r"^folder=.*note' is a file; allowed: a folder, or a new name$"):
+        with pytest.raises(
+            ValueError, match=r"^folder=.*note' is a file; allowed: a folder, or a new name$"
+        ):
             save(small_model("ssm"), tmp_path / place)
     assert (tmp_path / "note").read_text() == "mine"
 
@@ -231,7 +264,10 @@ def test_weights_without_their_config_are_those_of_config_json(tmp_path):
         ("[" * 10**5, "weights.safetensors' is damaged"),
         ("[]", "weights.safetensors' has no key 'model'"),
         ('{"format": 99, "model": {}}', "weights.safetensors' has format 99; allowed: 1"),
-        ('{"format": 1, "model": {"features": 3, "width": 0}}', "weights.safetensors': width=0 is not"),
+        (
+            '{"format": 1, "model": {"features": 3, "width": 0}}',
+            "weights.safetensors': width=0 is not",
+        ),
     ],
 )
 def test_a_config_in_the_weights_that_is_none_is_named(text, message, tmp_path):
@@ -244,9 +280,13 @@ def test_a_config_in_the_weights_that_is_none_is_named(text, message, tmp_path):
 
 def test_a_model_that_does_not_fit_on_the_disk_is_named(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))  # Python turns the signal into an error
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1024, limits[1])
+    )  # Python turns the signal into an error
     try:
-        with pytest.raises(OSError, match=r"weights.safetensors' could not be written: .*too large"):
+        with pytest.raises(
+            OSError, match=r"weights.safetensors' could not be written: .*too large"
+        ):
             save(small_model("ssm"), tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -67,7 +67,9 @@ class Hub:
 
         return SimpleNamespace(
             create_repo=checked(real.create_repo, create_repo),
-            model_info=checked(real.model_info, lambda repo: SimpleNamespace(private=self.private[repo])),
+            model_info=checked(
+                real.model_info, lambda repo: SimpleNamespace(private=self.private[repo])
+            ),
             create_commit=checked(real.create_commit, create_commit),
         )
 
@@ -128,12 +130,16 @@ def test_round_trip(hub, tmp_path):
     assert (remote / "weights.safetensors").read_bytes() == (
         tmp_path / "run/weights.safetensors"
     ).read_bytes()
-    assert "someone" not in (remote / "config.json").read_text() + (remote / "README.md").read_text()
+    assert (
+        "someone" not in (remote / "config.json").read_text() + (remote / "README.md").read_text()
+    )
 
     model, copy = load(tmp_path / "run"), load(address)
     x = sequences(model, 2, 5)
     assert copy.config == model.config
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters(), strict=True)
+    )
     assert torch.equal(model.posterior(x)[0].logits, copy.posterior(x)[0].logits)
 
 
@@ -170,7 +176,9 @@ def test_a_pickle_is_refused(file, hub, tmp_path):
     hub.commit("lab/pickle", {**good, file: PICKLE})
     with pytest.raises(ValueError, match=f"{file}' is damaged"):
         load("hf://lab/pickle")
-    hub.commit("lab/bin", {"pytorch_model.bin": PICKLE, **{n: good[n] for n in FILES[:2] if n != file}})
+    hub.commit(
+        "lab/bin", {"pytorch_model.bin": PICKLE, **{n: good[n] for n in FILES[:2] if n != file}}
+    )
     with pytest.raises(ValueError, match=rf"^repo='hf://lab/bin' has no {file}; allowed: "):
         load("hf://lab/bin")
     (tmp_path / file).write_bytes(PICKLE)
@@ -182,7 +190,9 @@ def test_a_pickle_is_refused(file, hub, tmp_path):
 def test_a_public_repository_takes_no_private_model(hub, tmp_path):
     save(small_model("ssm"), tmp_path)
     push(tmp_path, "lab/open")
-    with pytest.raises(ValueError, match=r"^repo='lab/open' can not be written: it exists and is public"):
+    with pytest.raises(
+        ValueError, match=r"^repo='lab/open' can not be written: it exists and is public"
+    ):
         push(tmp_path, "lab/open", private=True)
     assert len(hub.commits["lab/open"]) == 1
     push(tmp_path, "lab/closed", private=True)
@@ -195,7 +205,9 @@ def test_mistakes_are_named(hub, tmp_path, monkeypatch):
             ValueError, match=rf"^repo={re.escape(repr(repo))} is not allowed; allowed: 'OWNER"
         ):
             pull(repo)
-    with pytest.raises(ValueError, match=r"^repo='lab/none' can not be read: no lab/none, nor a network$"):
+    with pytest.raises(
+        ValueError, match=r"^repo='lab/none' can not be read: no lab/none, nor a network$"
+    ):
         pull("lab/none")
     with pytest.raises(ValueError, match="has a revision"):
         push(tmp_path, "lab/model@main")
@@ -203,7 +215,9 @@ def test_mistakes_are_named(hub, tmp_path, monkeypatch):
         push(tmp_path, "lab/model")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     for call in (lambda: push(tmp_path, "lab/model"), lambda: load("hf://lab/model")):
-        with pytest.raises(ValueError, match=re.escape("not installed; allowed: pip install 'vssm[hub]'")):
+        with pytest.raises(
+            ValueError, match=re.escape("not installed; allowed: pip install 'vssm[hub]'")
+        ):
             call()
 
 
@@ -212,7 +226,11 @@ def test_card_of_a_run(tmp_path):
     config = RunConfig(data=data, train=TrainConfig(epochs=7, learning_rate=5e-4))
     save_run(tmp_path, config, name="mnist", length=28, features=3)
     front, body = front_matter(model_card(tmp_path, "lab/model"))
-    assert front == {"license": "mit", "library_name": "vssm", "tags": ["vssm", "sequence-modeling", "mnist"]}
+    assert front == {
+        "license": "mit",
+        "library_name": "vssm",
+        "tags": ["vssm", "sequence-modeling", "mnist"],
+    }
     parameters = sum(p.numel() for p in load(tmp_path).parameters())
     for line in (
         "# vssm on mnist",
@@ -237,7 +255,10 @@ def test_card_of_a_run(tmp_path):
 @pytest.mark.parametrize("huge", [10**400, -(10**400), 10**120, 1e300])
 def test_a_card_with_huge_numbers_is_refused_in_one_line(huge, tmp_path):
     save_run(tmp_path, RunConfig(), name="digits", length=8, features=3)
-    for file, part, name in (("eval.json", "metrics", "elbo"), ("config.json", "train", "learning_rate")):
+    for file, part, name in (
+        ("eval.json", "metrics", "elbo"),
+        ("config.json", "train", "learning_rate"),
+    ):
         good = (tmp_path / file).read_text()
         values = json.loads(good)
         values[part][name] = huge
@@ -269,7 +290,8 @@ def test_card_shows_strange_names_as_they_are(tmp_path):
     columns = ("a|b", "<script>", "```\n---\n# c", "d'e")
     series = SeriesConfig(path="/home/someone/my data.csv", columns=columns)
     config = RunConfig(
-        data=DataConfig(name="series", series=series), model=ModelConfig(features=1, head="gaussian-learned")
+        data=DataConfig(name="series", series=series),
+        model=ModelConfig(features=1, head="gaussian-learned"),
     )
     save_run(tmp_path, config, name="series", length=192, features=3, columns=columns)
     (tmp_path / "eval.json").write_text(json.dumps({"metrics": {"x|y\n\n# z": 1.0}}))
@@ -280,7 +302,12 @@ def test_card_shows_strange_names_as_they_are(tmp_path):
     assert r"| x\|y # z | 1 |" in lines
     assert "| file | my data.csv |" in lines
     command = body.partition("````sh\n")[2].partition("\n````")[0]
-    assert [line for line in lines if line.startswith("```")] == ["```python", "```", "````sh", "````"]
+    assert [line for line in lines if line.startswith("```")] == [
+        "```python",
+        "```",
+        "````sh",
+        "````",
+    ]
     words = shlex.split(command)
     start = words.index("--series.columns") + 1
     assert tuple(words[start : start + 4]) == columns
@@ -293,7 +320,8 @@ def test_card_shows_strange_names_as_they_are(tmp_path):
         RunConfig(data=DataConfig(name="mnist", dir="/data", seed=3)),
         RunConfig(
             data=DataConfig(
-                name="series", series=SeriesConfig(path="/x/y.csv", columns=("a b", "c"), scale=False)
+                name="series",
+                series=SeriesConfig(path="/x/y.csv", columns=("a b", "c"), scale=False),
             ),
             model=ModelConfig(kind="tvae", features=1, width=128, head="gaussian-learned"),
             train=TrainConfig(
@@ -301,7 +329,8 @@ def test_card_shows_strange_names_as_they_are(tmp_path):
             ),
         ),
         RunConfig(
-            data=DataConfig(name="series", series=SeriesConfig(path="a.csv")), model=ModelConfig(features=1)
+            data=DataConfig(name="series", series=SeriesConfig(path="a.csv")),
+            model=ModelConfig(features=1),
         ),
         RunConfig(
             data=DataConfig(name="text", text=TextConfig(unit="byte", length=33)),

@@ -35,22 +35,32 @@ def unbroken(tmp_path_factory):
 
 
 def test_what_a_folder_says_of_its_data(unbroken, tmp_path):
-    assert read_meta(str(unbroken)) == Meta(name="synthetic", features=3, length=5, suggested_head="gaussian")
+    assert read_meta(str(unbroken)) == Meta(
+        name="synthetic", features=3, length=5, suggested_head="gaussian"
+    )
     vssm.save(vssm.load(unbroken), tmp_path / "alone")
     assert read_meta(tmp_path / "alone") is None
     for text, message in (
         ("{", "config.json' is damaged: "),
         ("[" * 10**5, "config.json' is damaged: "),
         ("[]", "config.json' is damaged: it is no JSON object$"),
-        ('{"data_meta": null}', "^data_meta=None is not allowed; allowed: the fields of a run's data$"),
-        ('{"data_meta": [3]}', r"^data_meta=\[3\] is not allowed; allowed: the fields of a run's data$"),
+        (
+            '{"data_meta": null}',
+            "^data_meta=None is not allowed; allowed: the fields of a run's data$",
+        ),
+        (
+            '{"data_meta": [3]}',
+            r"^data_meta=\[3\] is not allowed; allowed: the fields of a run's data$",
+        ),
         ('{"data_meta": {}}', "^metadata of data has no name$"),
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message) as caught:
             read_meta(tmp_path)
         assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match=r"nowhere' has no config\.json; allowed: the folder of a run"):
+    with pytest.raises(
+        ValueError, match=r"nowhere' has no config\.json; allowed: the folder of a run"
+    ):
         read_meta(tmp_path / "nowhere")
 
 
@@ -59,9 +69,7 @@ def test_the_steps_that_are_left_of_a_sequence():
     assert [steps_left(meta, known) for known in (0, 4)] == [5, 1]
     assert steps_left(None, 99) == 28
     for known in (5, 6):
-        message = (
-            f"nothing is left of the training data's 5 steps after {known}; allowed: --length of 1 or more"
-        )
+        message = f"nothing is left of the training data's 5 steps after {known}; allowed: --length of 1 or more"
         with pytest.raises(ValueError, match=f"^{message}$"):
             steps_left(meta, known, "--length")
 
@@ -102,7 +110,9 @@ def test_best_weights_that_were_lost_are_made_again_from_the_end(how, unbroken, 
     run(None, folder, resume=True, progress=shown)
     assert any("best weights" in text and "are damaged or gone" in text for text in shown.messages)
     last = load_file(newest(folder) / "weights.safetensors")
-    assert all(torch.equal(tensor, last[name]) for name, tensor in vssm.load(folder).state_dict().items())
+    assert all(
+        torch.equal(tensor, last[name]) for name, tensor in vssm.load(folder).state_dict().items()
+    )
 
 
 def test_the_validation_of_a_run_is_that_of_its_weights(tmp_path):
@@ -117,7 +127,11 @@ def test_the_validation_of_a_run_is_that_of_its_weights(tmp_path):
 
 def test_a_finished_run_that_is_resumed_stays_as_it_is(unbroken, tmp_path):
     folder = shutil.copytree(unbroken, tmp_path / "run")
-    facts = {**json.loads((folder / "meta.json").read_text()), "commit": "another", "device": "cuda:7"}
+    facts = {
+        **json.loads((folder / "meta.json").read_text()),
+        "commit": "another",
+        "device": "cuda:7",
+    }
     (folder / "meta.json").write_text(json.dumps(facts))
     run(None, folder, resume=True)
     assert json.loads((folder / "meta.json").read_text()) == facts and log(folder) == log(unbroken)
@@ -125,12 +139,16 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(unbroken, tmp_path):
 
 def test_a_run_whose_last_validation_is_not_finite_is_validated_once(tmp_path):
     shown = StopAt(99)
-    folder = run(tiny("rnn", learning_rate=1e25, epochs=1, warmup=0.0), tmp_path / "run", progress=shown)
+    folder = run(
+        tiny("rnn", learning_rate=1e25, epochs=1, warmup=0.0), tmp_path / "run", progress=shown
+    )
     assert shown.messages[-1].startswith("note: validation is not finite")
     (folder / "eval.json").write_text("{}")
     for _ in range(2):
         run(None, folder, resume=True)
-    assert [line["loss"] for line in log(folder, "valid")] == [None] and (folder / "eval.json").exists()
+    assert [line["loss"] for line in log(folder, "valid")] == [None] and (
+        folder / "eval.json"
+    ).exists()
 
 
 def test_a_checkpoint_that_is_saved_again_is_there_all_the_time(unbroken, tmp_path, monkeypatch):
@@ -167,7 +185,9 @@ def test_what_an_evaluation_is_writing_stays(unbroken, tmp_path):
 
 def test_more_samples_than_there_is_room_for_are_refused_before_the_training(tmp_path):
     images = DataConfig(name="digits")
-    with pytest.raises(ValueError, match=r"^num=1000000000000 and length=8 would take .* GB; allowed: less"):
+    with pytest.raises(
+        ValueError, match=r"^num=1000000000000 and length=8 would take .* GB; allowed: less"
+    ):
         run(tiny("rnn", data=images, samples=10**12), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -215,7 +235,11 @@ def test_without_a_good_checkpoint_nothing_is_loaded(tmp_path):
 
 def state_of(folder):
     """All files of a run folder but the lock and the times of meta.json."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", "meta.json")]
+    files = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in (".lock", "meta.json")
+    ]
     return {path: path.read_bytes() for path in files}
 
 
@@ -228,9 +252,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_lost(broken, unbr
         own = shutil.copytree(newest(folder), folder / "checkpoint" / "step-00000009")
         damage(own / "progress.json", "truncated")
     before = state_of(folder)
-    message = (
-        rf"'{foreign}' is a checkpoint of another run, with train.seed=1, here 0; allowed: .*move it out"
-    )
+    message = rf"'{foreign}' is a checkpoint of another run, with train.seed=1, here 0; allowed: .*move it out"
     with pytest.raises(ValueError, match=message) as error:
         run(None, folder, resume=True)
     assert "\n" not in str(error.value) and state_of(folder) == before
@@ -267,7 +289,9 @@ def test_a_checkpoint_with_a_wrong_list_of_files_is_damaged(files, tmp_path):
     del record["checksum"]
     record["files"] = files
     path.write_text(json.dumps({**record, "checksum": _checksum(record)}))
-    with pytest.raises(ValueError, match=r"^no checkpoint is good: '.*step-00000003' is damaged \("):
+    with pytest.raises(
+        ValueError, match=r"^no checkpoint is good: '.*step-00000003' is damaged \("
+    ):
         folder.read_checkpoint(tiny(), print)
 
 
@@ -311,9 +335,7 @@ def test_pickles_in_the_run_folder_are_not_read(file, unbroken, tmp_path):
     assert given == expected
 
 
-PARTIAL = (
-    b'{"step": 1, "epoch": 1, "split": "valid", "loss": 1, "reconstruction": 1, "kl": 1, "partial_elbo": "x"}'
-)
+PARTIAL = b'{"step": 1, "epoch": 1, "split": "valid", "loss": 1, "reconstruction": 1, "kl": 1, "partial_elbo": "x"}'
 
 
 @pytest.mark.parametrize(
@@ -324,7 +346,9 @@ def test_a_line_of_the_log_that_is_damaged_but_json_is_left_out(line, unbroken, 
     path = folder / "log.jsonl"
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([lines[0], line, *lines[1:]]) + b"\n")
-    with pytest.raises(ValueError, match=r"log\.jsonl' line 2 is damaged: .*; allowed: without that line"):
+    with pytest.raises(
+        ValueError, match=r"log\.jsonl' line 2 is damaged: .*; allowed: without that line"
+    ):
         read_log(folder)
     run(None, folder, resume=True, progress=shown, pictures=True)
     assert f"{str(path)!r} line 2 is damaged and was left out" in shown.messages
@@ -332,7 +356,9 @@ def test_a_line_of_the_log_that_is_damaged_but_json_is_left_out(line, unbroken, 
 
 
 def test_curves_are_drawn_around_a_damaged_line(unbroken, tmp_path):
-    (tmp_path / "log.jsonl").write_bytes(b"\xff\n{}\n" + (unbroken / "log.jsonl").read_bytes() + b'{"st')
+    (tmp_path / "log.jsonl").write_bytes(
+        b"\xff\n{}\n" + (unbroken / "log.jsonl").read_bytes() + b'{"st'
+    )
     figures.curves(tmp_path / "log.jsonl", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").exists()
 
@@ -360,7 +386,9 @@ def test_steps_of_nine_digits_come_after_those_of_eight(tmp_path):
     assert (tmp_path / "run" / "checkpoint" / "step-100000000.damaged").is_dir()
 
 
-def test_a_run_that_another_process_made_in_the_meantime_is_not_overwritten(unbroken, tmp_path, monkeypatch):
+def test_a_run_that_another_process_made_in_the_meantime_is_not_overwritten(
+    unbroken, tmp_path, monkeypatch
+):
     folder, claim = tmp_path / "run", RunFolder._claim
 
     def late(self):
@@ -382,7 +410,9 @@ def test_half_written_folders_resume_or_start_again(unbroken, tmp_path):
     assert result(run(config, folder)) == result(unbroken)
     assert not list(folder.glob(".*.tmp"))
 
-    begun = stopped(replace(config, train=replace(config.train, checkpoint_minutes=9)), tmp_path / "begun", 2)
+    begun = stopped(
+        replace(config, train=replace(config.train, checkpoint_minutes=9)), tmp_path / "begun", 2
+    )
     with (begun / "log.jsonl").open("a") as file:
         file.write('{"step": 2, "lo')  # a torn line
     (begun / "checkpoint").mkdir()
@@ -409,7 +439,10 @@ def test_config_of_a_newer_version_is_refused(unbroken, tmp_path):
     values = json.loads((folder / "config.json").read_text())
     for change, message in (
         ({"format": 2}, r"config.json': config has format 2; allowed: 1"),
-        ({"train": {**values["train"], "epoch": 3}}, r"train has no field 'epoch'.*did you mean 'epochs'"),
+        (
+            {"train": {**values["train"], "epoch": 3}},
+            r"train has no field 'epoch'.*did you mean 'epochs'",
+        ),
         ({"trainer": {}}, r"config has no field 'trainer'.*did you mean 'train'"),
         ({"data": 3}, r"data is 3; allowed: a dictionary"),
         ({"train": {**values["train"], "batch": "x"}}, r"batch='x' is not allowed"),
@@ -426,7 +459,9 @@ def test_existing_folder_is_never_overwritten(unbroken, tmp_path):
         ValueError, match=f"run folder '{name}' is not empty; allowed: --resume {name}, or another"
     ):
         run(tiny(), unbroken)
-    with pytest.raises(ValueError, match=r"train.epochs=5 differs from 4 of the run in .* allowed: the same"):
+    with pytest.raises(
+        ValueError, match=r"train.epochs=5 differs from 4 of the run in .* allowed: the same"
+    ):
         run(tiny(epochs=5), unbroken, resume=True)
     with pytest.raises(ValueError, match="config=None goes with resume=True only"):
         run(None, tmp_path / "new")
@@ -438,7 +473,9 @@ def test_existing_folder_is_never_overwritten(unbroken, tmp_path):
 
 def test_resuming_never_trains_over_finished_weights(unbroken, tmp_path):
     vssm.save(vssm.build(small_config("rnn")), tmp_path / "saved")
-    ended = shutil.copytree(unbroken, tmp_path / "ended", ignore=shutil.ignore_patterns("checkpoint"))
+    ended = shutil.copytree(
+        unbroken, tmp_path / "ended", ignore=shutil.ignore_patterns("checkpoint")
+    )
     kept = ("config.json", "weights.safetensors")
     (tmp_path / "copy").mkdir()
     for name in kept:
@@ -463,7 +500,11 @@ def test_resuming_never_trains_over_finished_weights(unbroken, tmp_path):
 
 @pytest.mark.parametrize(
     "place",
-    ["vssm.runs.folder.save_file", "vssm.runs.folder.write_atomically", "vssm.runs.folder.RunFolder.log"],
+    [
+        "vssm.runs.folder.save_file",
+        "vssm.runs.folder.write_atomically",
+        "vssm.runs.folder.RunFolder.log",
+    ],
 )
 def test_full_disk_keeps_the_last_checkpoint(place, unbroken, tmp_path, monkeypatch):
     """The third write fails after half of it is on the disk."""
@@ -512,7 +553,9 @@ def test_full_tmpfs_keeps_the_last_checkpoint(tmp_path):
         with pytest.raises(TrainingStopped, match="could not be written") as error:
             run(None, folder, resume=True)
         assert str(held) in str(error.value)
-        assert [path.name for path in (folder / "checkpoint").iterdir() if path.name > held.name] == []
+        assert [
+            path.name for path in (folder / "checkpoint").iterdir() if path.name > held.name
+        ] == []
         (disk / "filler").unlink()
         whole = run(config, tmp_path / "whole")
         assert result(run(None, folder, resume=True)) == result(whole)
@@ -607,8 +650,16 @@ def test_a_checkpoint_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
     monkeypatch.setattr("vssm.runs.folder.Path.rename", renamed)
     folder = RunFolder(tmp_path)
     folder.log({"step": 3})
-    folder.save_checkpoint(tiny(), 3, {part: {"a": torch.zeros(2)} for part in ("weights", "ema")}, {})
-    files = ["log.jsonl", "weights.safetensors", "ema.safetensors", "progress.json", ".step-00000003.tmp"]
+    folder.save_checkpoint(
+        tiny(), 3, {part: {"a": torch.zeros(2)} for part in ("weights", "ema")}, {}
+    )
+    files = [
+        "log.jsonl",
+        "weights.safetensors",
+        "ema.safetensors",
+        "progress.json",
+        ".step-00000003.tmp",
+    ]
     assert events == [*files, "step-00000003!", "checkpoint"]
 
 

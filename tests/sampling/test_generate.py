@@ -85,7 +85,9 @@ def test_prompt_equals_observe_then_generate(kind):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler looks at it
 @pytest.mark.filterwarnings("ignore:torch.compile has no effect:UserWarning")
-@pytest.mark.parametrize("options", [{"kind": kind} for kind in KINDS] + [{"kind": "vssm", "levels": 3}])
+@pytest.mark.parametrize(
+    "options", [{"kind": kind} for kind in KINDS] + [{"kind": "vssm", "levels": 3}]
+)
 def test_a_wrapped_model_is_used_as_the_one_inside(options, tmp_path):
     model = small_model(**options)
     wrapped, x = torch.compile(model, backend="eager"), sequences(model, 3, 6)
@@ -117,7 +119,10 @@ def test_one_prompt_serves_many_rows(kind):
     expanded = generate(model, length=5, prompt=prompt.expand(3, -1, -1), observe="sample")
     same(many.x, expanded.x)
     assert relative_error(many.x[0], many.x[1]) > 1e-3, "the continuations differ"
-    same(generate(model, length=4, state=many.state).x, generate(model, length=4, state=expanded.state).x)
+    same(
+        generate(model, length=4, state=many.state).x,
+        generate(model, length=4, state=expanded.state).x,
+    )
     read = generate(model, length=5, state=observe(model, prompt, num=3), observe="sample")
     same(read.x, many.x)
     forked = generate(model, length=5, state=observe(model, prompt).repeat(3), observe="sample")
@@ -135,7 +140,9 @@ def test_samples_after_data_that_was_read_follow_the_law_of_the_model(kind):
     model = small_model(kind, sigma=0.001)
     x = sequences(model, 1, 4)
     ways = {"length": 1, "observe": "sample"}
-    prompted = z_scores_of_means(lambda s, n: generate(model, num=n, prompt=x, seed=s, **ways).x[:, 0])
+    prompted = z_scores_of_means(
+        lambda s, n: generate(model, num=n, prompt=x, seed=s, **ways).x[:, 0]
+    )
     observed = z_scores_of_means(
         lambda s, n: generate(model, state=observe(model, x, seed=s, num=n), **ways).x[:, 0]
     )
@@ -146,7 +153,9 @@ def test_samples_after_data_that_was_read_follow_the_law_of_the_model(kind):
     if kind in ("vssm", "vrnn"):  # in this tvae latents of the past hardly matter
         assert shared.max() > 3, "copies of one state share the latents of the past"
     if kind in (*PARALLEL, "vrnn"):
-        with pytest.raises(ValueError, match="num=9 sequences would share the latents behind this state"):
+        with pytest.raises(
+            ValueError, match="num=9 sequences would share the latents behind this state"
+        ):
             generate(model, num=9, state=observe(model, x), length=1)
     else:
         assert shared.max() < 2.2
@@ -219,7 +228,9 @@ def damaged(state, path, change):
     """The state with one entry changed, or without it where the change gives None."""
     first, _, rest = path.partition("/")
     children = dict(state.children)
-    children[first] = damaged(state.child(first), rest, change) if rest else change(children.get(first))
+    children[first] = (
+        damaged(state.child(first), rest, change) if rest else change(children.get(first))
+    )
     if children[first] is None:
         del children[first]
     return State(children, state.position, state.owner)
@@ -228,9 +239,17 @@ def damaged(state, path, change):
 @pytest.mark.parametrize(
     ("path", "change", "message"),
     [
-        ("seed", lambda _: None, "state has no 'seed'; allowed: 'partial', 'decoder', 'seed', 'row'"),
+        (
+            "seed",
+            lambda _: None,
+            "state has no 'seed'; allowed: 'partial', 'decoder', 'seed', 'row'",
+        ),
         ("row", lambda _: None, "state has no 'row'; "),
-        ("partial/1/conv", lambda _: None, "state has no 'partial/1/conv'; allowed: 'partial/1/conv', "),
+        (
+            "partial/1/conv",
+            lambda _: None,
+            "state has no 'partial/1/conv'; allowed: 'partial/1/conv', ",
+        ),
         ("decoder/0", lambda _: None, "state has no 'decoder/0'; "),
         ("more", lambda _: torch.ones(2), "state has an unknown 'more'; "),
         (
@@ -239,18 +258,33 @@ def damaged(state, path, change):
             "state has 'decoder/0/ssm' of shape (2, 31, 4); allowed: (2, 32",
         ),
         ("decoder/0/ssm", lambda t: t[:1], "state has 'decoder/0/ssm' of shape (1, 32, 4); "),
-        ("decoder/0/ssm", lambda t: t.long(), "state has 'decoder/0/ssm' of dtype int64; allowed: float32"),
+        (
+            "decoder/0/ssm",
+            lambda t: t.long(),
+            "state has 'decoder/0/ssm' of dtype int64; allowed: float32",
+        ),
         ("row", lambda t: t.float(), "state has 'row' of dtype float32; allowed: int64"),
         ("seed", lambda t: t[0], "state has no seed for each row in 'seed'; "),
-        ("decoder/0", lambda _: torch.ones(2), "state has a Tensor in 'decoder/0'; allowed: a State"),
+        (
+            "decoder/0",
+            lambda _: torch.ones(2),
+            "state has a Tensor in 'decoder/0'; allowed: a State",
+        ),
         ("decoder/0/ssm", lambda _: [1], "state has a list in 'decoder/0/ssm'; allowed: a tensor"),
-        ("decoder/0", lambda s: State(s.children, 4), "state is at position 4 in 'decoder/0/'; allowed: 3"),
+        (
+            "decoder/0",
+            lambda s: State(s.children, 4),
+            "state is at position 4 in 'decoder/0/'; allowed: 3",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_state_is_named(path, change, message):
     model = small_model("vssm")
     state = damaged(observe(model, sequences(model, 2, 3)), path, change)
-    for use in (lambda: generate(model, length=2, state=state), lambda: observe(model, PROMPT, state)):
+    for use in (
+        lambda: generate(model, length=2, state=state),
+        lambda: observe(model, PROMPT, state),
+    ):
         with pytest.raises(ValueError, match="^" + re.escape(message)):
             use()
 
@@ -260,7 +294,9 @@ def test_states_without_tensors_or_a_position_are_named():
     owner = observe(model, PROMPT).owner
     with pytest.raises(ValueError, match=r"^state has no 'partial'; "):
         generate(model, length=2, state=State({}, 3, owner))
-    with pytest.raises(ValueError, match=r"^state.position='3' is not allowed; allowed: a whole number >= 0"):
+    with pytest.raises(
+        ValueError, match=r"^state.position='3' is not allowed; allowed: a whole number >= 0"
+    ):
         generate(model, length=2, state=State({}, "3", owner))
 
 
@@ -306,7 +342,9 @@ def fused_step(weights):
 
 
 UNSEEN = {
-    "an optimiser of the last layer": lambda partial: fused_step([partial.out.weight, partial.out.bias]),
+    "an optimiser of the last layer": lambda partial: fused_step(
+        [partial.out.weight, partial.out.bias]
+    ),
     "an optimiser of the blocks": lambda partial: fused_step(list(partial.blocks.parameters())),
     "data": lambda partial: partial.out.weight.data.mul_(5),
     "data of a block": lambda partial: next(iter(partial.blocks.parameters())).data.mul_(-2),
@@ -442,7 +480,10 @@ def test_passes_settle_a_step_each_on_the_way_to_step_by_step(kind, start):
 def test_one_pass_is_one_shot(kind):
     model = small_model(kind)
     for start in starts(model):
-        plain, one = generate(model, length=6, **start), generate(model, length=6, passes=1, **start)
+        plain, one = (
+            generate(model, length=6, **start),
+            generate(model, length=6, passes=1, **start),
+        )
         assert torch.equal(one.x, plain.x) and torch.equal(one.z, plain.z)
         assert "blind" in one.state.children
         assert all(map(torch.equal, one.state.leaves(), plain.state.leaves()))
@@ -469,11 +510,15 @@ def test_passes_inside_chunks(kind):
 
 
 @pytest.mark.parametrize("kind", PARALLEL)
-@pytest.mark.parametrize("head", ["gaussian-learned", "bernoulli", "categorical", "logistic-mixture"])
+@pytest.mark.parametrize(
+    "head", ["gaussian-learned", "bernoulli", "categorical", "logistic-mixture"]
+)
 def test_passes_suit_every_head(kind, head):
     model = reading_model(kind, head=head)
     options = {"num": 2, "length": 5, "observe": "sample", "seed": 1}
-    same_samples(generate(model, passes=5, **options), generate(model, chunk=1, recondition=True, **options))
+    same_samples(
+        generate(model, passes=5, **options), generate(model, chunk=1, recondition=True, **options)
+    )
 
 
 def test_passes_in_double_and_over_many_steps():
@@ -499,7 +544,9 @@ def test_passes_in_double_and_over_many_steps():
 def test_the_scan_ahead_equals_its_twin(sizes, device):
     batch, length, channels, states = sizes
     length = min(length, 5) if INTERPRETED else length  # which is slow
-    rows = {name: torch.randn(batch, length, 2 * channels)[..., :channels] for name in ("u", "dt", "z")}
+    rows = {
+        name: torch.randn(batch, length, 2 * channels)[..., :channels] for name in ("u", "dt", "z")
+    }
     rows |= {name: torch.randn(batch, length, states) for name in "BC"}
     whole = {"A": -9 * torch.rand(channels, states)}
     whole |= {name: torch.randn(channels) for name in ("D", "dt_bias")}
@@ -508,7 +555,10 @@ def test_the_scan_ahead_equals_its_twin(sizes, device):
     if INTERPRETED:
         from vssm.sampling.ahead_triton import forward as scan
     for h0 in (None, h, h[:1].expand(batch, -1, -1)):
-        given = {name: None if v is None else v.to(device) for name, v in {**rows, **whole, "h0": h0}.items()}
+        given = {
+            name: None if v is None else v.to(device)
+            for name, v in {**rows, **whole, "h0": h0}.items()
+        }
         exact = {name: None if v is None else v.double() for name, v in given.items()}
         assert relative_error(scan(**given), scan_ahead_reference(**exact)) < 1e-5
 
@@ -600,9 +650,17 @@ PROMPT = torch.rand(2, 3, 3)
             {"passes": 2},
             "passes=2 is for models that generate in parallel, not kind='ssm'; allowed: vssm",
         ),
-        ("vrnn", {"passes": 3}, "passes=3 is for models that generate in parallel, not kind='vrnn'"),
+        (
+            "vrnn",
+            {"passes": 3},
+            "passes=3 is for models that generate in parallel, not kind='vrnn'",
+        ),
         ("vrnn", {"recondition": True}, "recondition=True is for models that generate in parallel"),
-        ("vssm", {"prompt": PROMPT[0]}, r"prompt has shape \(3, 3\); allowed: \(batch, length, 3\)"),
+        (
+            "vssm",
+            {"prompt": PROMPT[0]},
+            r"prompt has shape \(3, 3\); allowed: \(batch, length, 3\)",
+        ),
         ("vssm", {"prompt": PROMPT[..., :2]}, r"prompt has shape \(2, 3, 2\)"),
         ("vssm", {"prompt": PROMPT / 0}, "prompt contains NaN or infinite values at row 0, step 0"),
         ("vssm", {"prompt": PROMPT, "num": 3}, "prompt has 2 rows; allowed: 1 or 3"),
@@ -628,11 +686,15 @@ def test_bad_states_are_named():
             generate(other, length=2, state=out.state)
     with pytest.raises(ValueError, match="prompt and state together are ambiguous"):
         generate(model, length=2, prompt=x, state=out.state)
-    with pytest.raises(ValueError, match="x can not follow this state: it has run over empty tokens"):
+    with pytest.raises(
+        ValueError, match="x can not follow this state: it has run over empty tokens"
+    ):
         observe(model, x, out.state)
     with pytest.raises(ValueError, match="recondition=True can not start from this state"):
         generate(model, length=2, state=out.state, recondition=True)
-    with pytest.raises(ValueError, match="passes=2 can not start from this state: it has run over empty"):
+    with pytest.raises(
+        ValueError, match="passes=2 can not start from this state: it has run over empty"
+    ):
         generate(model, length=2, state=out.state, passes=2)
     with pytest.raises(ValueError, match="state has 2 rows; allowed: 1 or 3"):
         generate(model, num=3, length=2, state=out.state)
@@ -736,10 +798,15 @@ def test_chunks_from_nothing_share_one_empty_pass(monkeypatch):
     whole, chunks = (generate(model, num=3, length=11, chunk=chunk, seed=5) for chunk in (None, 4))
     assert passes == [11]
     same(chunks.x, whole.x)
-    same(generate(model, length=4, state=chunks.state).x, generate(model, length=4, state=whole.state).x)
+    same(
+        generate(model, length=4, state=chunks.state).x,
+        generate(model, length=4, state=whole.state).x,
+    )
     del passes[:]
     monkeypatch.setattr("vssm.sampling.parallel._EMPTY_STEPS", 11)
-    long = generate(model, num=2, length=12, chunk=5, seed=5)  # one row of 12 steps is more than two of 5
+    long = generate(
+        model, num=2, length=12, chunk=5, seed=5
+    )  # one row of 12 steps is more than two of 5
     assert passes == [5, 5, 2]
     same(long.x, generate(model, num=2, length=12, seed=5).x)
 

@@ -13,7 +13,9 @@ from tests.conftest import KINDS, relative_error, sequences, small_model
 from vssm.sampling.ragged import generate_ragged, pad
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=5)
-MODELS = {(kind, head): small_model(kind, head) for kind in KINDS for head in ("gaussian", "categorical")}
+MODELS = {
+    (kind, head): small_model(kind, head) for kind in KINDS for head in ("gaussian", "categorical")
+}
 
 
 def prompts_of(model, lengths):
@@ -77,7 +79,11 @@ class _Noise:
     def __call__(self, shape, *_):
         batch, steps, latents, classes = shape
         first, self.step = self.step, self.step + steps
-        return self.table[first : first + steps, :latents, :classes].expand(batch, -1, -1, -1).clamp_min(1e-6)
+        return (
+            self.table[first : first + steps, :latents, :classes]
+            .expand(batch, -1, -1, -1)
+            .clamp_min(1e-6)
+        )
 
 
 def terms_of(model, x, lengths):
@@ -186,11 +192,17 @@ def test_bad_batches_are_named():
     with pytest.raises(ValueError, match="sequences is empty"):
         generate_ragged(model, [], 3)
     for wrong in (None, torch.tensor(3.0), (torch.zeros(4, 3) for _ in range(2))):
-        with pytest.raises(ValueError, match=r"^sequences is a \w+; allowed: a list of one sequence or more"):
+        with pytest.raises(
+            ValueError, match=r"^sequences is a \w+; allowed: a list of one sequence or more"
+        ):
             generate_ragged(model, wrong, 3)
-    with pytest.raises(ValueError, match=r"steps of shapes \[\(2,\), \(3,\)\] and .*; allowed: one of each"):
+    with pytest.raises(
+        ValueError, match=r"steps of shapes \[\(2,\), \(3,\)\] and .*; allowed: one of each"
+    ):
         pad([torch.zeros(4, 3), torch.zeros(4, 2)])
-    with pytest.raises(ValueError, match="prompts contains NaN or infinite values at row 1, step 0"):
+    with pytest.raises(
+        ValueError, match="prompts contains NaN or infinite values at row 1, step 0"
+    ):
         generate_ragged(model, [torch.zeros(4, 3), torch.full((2, 3), torch.nan)], 3)
     with pytest.raises(ValueError, match="temperature=0"):
         generate_ragged(model, [torch.zeros(4, 3)], 3, temperature=0)
@@ -200,12 +212,16 @@ def test_bad_batches_are_named():
 def test_ragged_prompts_have_the_checks_of_others(kind):
     model = small_model(kind)
     prompts = [torch.rand(n, 3) for n in (4, 2, 4)]
-    with pytest.raises(ValueError, match=r"^num=3 and length=1000000000000 would take .* GB; allowed: less"):
+    with pytest.raises(
+        ValueError, match=r"^num=3 and length=1000000000000 would take .* GB; allowed: less"
+    ):
         generate_ragged(model, prompts, 10**12)
     with pytest.raises(ValueError, match=r"^model is a str; allowed: a model of"):
         generate_ragged("mnist-small", prompts, 4)
     for states in (False, True):
-        with pytest.raises(ValueError, match=r"^seed has shape \(2,\); allowed: \(3,\), one for each row"):
+        with pytest.raises(
+            ValueError, match=r"^seed has shape \(2,\); allowed: \(3,\), one for each row"
+        ):
             generate_ragged(model, prompts, 4, seed=torch.tensor([1, 2]), states=states)
         seeds = torch.tensor([7, 8, 9])
         together = generate_ragged(model, prompts, 4, seed=seeds, states=states, observe="sample").x

@@ -36,7 +36,12 @@ def models():
     # Wide enough for the matrix library to choose kernels by the number of rows.
     wide = [served(kind, width=64) for kind in NAMES]
     levels = served("vssm", "levels", width=64, levels=2, latents=4)
-    return [*wide, levels, served("vssm", "letters", "categorical"), served("vssm", "image", meta=IMAGE)]
+    return [
+        *wide,
+        levels,
+        served("vssm", "letters", "categorical"),
+        served("vssm", "image", meta=IMAGE),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +129,13 @@ def test_merged_jobs_give_the_bits_of_jobs_alone(models, kind, case):
 def test_jobs_that_differ_are_not_merged(models):
     one = models[0]
     engine, seed = Engine([one]), torch.zeros(1, dtype=torch.int64)
-    options = [{}, {"temperature": 0.5}, {"sample": True}, {"chunk": 2}, {"chunk": 2, "recondition": True}]
+    options = [
+        {},
+        {"temperature": 0.5},
+        {"sample": True},
+        {"chunk": 2},
+        {"chunk": 2, "recondition": True},
+    ]
     futures = [engine.submit(Job(one, seed, seed, 4, **option)) for option in options]
     futures.append(engine.submit(Job(one, seed, seed, 5)))
     engine.start()
@@ -227,7 +238,10 @@ def test_a_server_whose_engine_failed_says_so(monkeypatch):
         ):
             told = error(reply, 503)
             assert told["type"] == "failed"
-            assert told["message"] == "the engine failed (ZeroDivisionError); the server's log says why"
+            assert (
+                told["message"]
+                == "the engine failed (ZeroDivisionError); the server's log says why"
+            )
 
 
 def events(text):
@@ -301,7 +315,10 @@ def test_sequences_that_follow_data_draw_latents_of_their_own(client, models, ki
     close(made, expected.numpy())
     one = post(client, "observe", model=kind, x=x.tolist())["resume"]
     refused = client.post("/v1/resume", json={"resume": one, "num": 4, "length": 2})
-    assert refused.status_code == 422 and "would share the latents" in refused.json()["error"]["message"]
+    assert (
+        refused.status_code == 422
+        and "would share the latents" in refused.json()["error"]["message"]
+    )
     more = {"x": x.tolist(), "resume": place, "num": 3}
     assert client.post("/v1/observe", json=more).json()["error"]["param"] == "num"
 
@@ -335,19 +352,30 @@ DIALS = [{}, {"chunk": 25}, {"chunk": 25, "recondition": True}, {"chunk": 3, "re
     + [(kind, {}) for kind in ("ssm", "transformer", "rnn", "vrnn")],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_pieces_are_bounded_and_join_to_what_one_call_gives(small_pieces, models, kind, options, stream):
+def test_pieces_are_bounded_and_join_to_what_one_call_gives(
+    small_pieces, models, kind, options, stream
+):
     client, pieces = small_pieces
     pieces.clear()
     one = next(one for one in models if one.name == kind)
     prompt = sequences(one.model, 5, 31)
-    ask = {"model": kind, "length": 55, "seed": 6, "prompt": prompt.tolist(), "stream": stream, **options}
+    ask = {
+        "model": kind,
+        "length": 55,
+        "seed": 6,
+        "prompt": prompt.tolist(),
+        "stream": stream,
+        **options,
+    }
     expected = generate(one.model, length=55, seed=6, prompt=prompt, **options)
     reply = client.post("/v1/generate", json=ask)
     if stream:
         *chunks, (_, done) = events(reply.text)
         close(np.concatenate([array(data) for _, data in chunks], 1), expected.x)
         if "chunk" in options:
-            assert [len(data["x"][0]) for _, data in chunks[:-1]] == [options["chunk"]] * (len(chunks) - 1)
+            assert [len(data["x"][0]) for _, data in chunks[:-1]] == [options["chunk"]] * (
+                len(chunks) - 1
+            )
     else:
         done = reply.json()
         close(array(done), expected.x)
@@ -409,7 +437,9 @@ def test_requests_that_time_out_leave_nothing_behind(models):
                 error(client.post("/v1/generate", json={"length": 4096}), 504)
                 client.post("/v1/generate", json={"length": 4096, "stream": True})
             deadline = time.monotonic() + 5
-            while held() > before and time.monotonic() < deadline:  # the last piece may still be computed
+            while (
+                held() > before and time.monotonic() < deadline
+            ):  # the last piece may still be computed
                 time.sleep(0.05)
             assert held() == before
         finally:
@@ -420,7 +450,9 @@ def test_requests_that_time_out_leave_nothing_behind(models):
 def test_a_place_can_be_resumed_many_times_and_forked(client, keep):
     first = post(client, "generate", length=3, seed=5, keep=keep)
     assert first["resume"].startswith("h." if keep == "server" else "s.")
-    twice = [array(post(client, "resume", resume=first["resume"], length=4, keep=keep)) for _ in range(2)]
+    twice = [
+        array(post(client, "resume", resume=first["resume"], length=4, keep=keep)) for _ in range(2)
+    ]
     assert np.array_equal(*twice)
     fork = array(post(client, "resume", resume=first["resume"], length=4, num=3))
     assert fork.shape == (3, 4, 3)
@@ -433,7 +465,8 @@ def test_a_place_can_be_resumed_many_times_and_forked(client, keep):
 @pytest.mark.parametrize("seed", [-1, -(2**63), 2**63 - 1])
 def test_seeds_are_those_of_python(client, models, seed):
     close(
-        array(post(client, "generate", length=4, seed=seed)), generate(models[0].model, length=4, seed=seed).x
+        array(post(client, "generate", length=4, seed=seed)),
+        generate(models[0].model, length=4, seed=seed).x,
     )
 
 
@@ -480,7 +513,8 @@ def test_observed_data_are_read_before_what_follows(client, models):
         "x has 3 rows; allowed: 2, or 1 that serves all"
         in error(
             client.post(
-                "/v1/observe", json={"x": sequences(model, 3, 1).tolist(), "resume": first["resume"]}
+                "/v1/observe",
+                json={"x": sequences(model, 3, 1).tolist(), "resume": first["resume"]},
             ),
             422,
         )["message"]
@@ -522,7 +556,11 @@ def test_prompts_as_lists_file_and_text(client, models):
             "temperature=0 is not allowed; allowed: a number > 0, from 1e-30",
         ),
         ({"temperature": 1e-300}, "temperature", "allowed: a number > 0, from 1e-30 to 100"),
-        ({"prompt": []}, "prompt", "prompt is empty; allowed: one step or more, or to leave it out"),
+        (
+            {"prompt": []},
+            "prompt",
+            "prompt is empty; allowed: one step or more, or to leave it out",
+        ),
         ({"observe": "mode"}, "observe", "'mean' or 'sample'"),
         ({"prompt": [[1, 2]]}, "prompt", "allowed: (batch, length, 3)"),
         ({"prompt": [[[1, 2, 3]], [[1, 2, 3]]], "num": 3}, "num", "rows of the prompt"),
@@ -537,8 +575,16 @@ def test_prompts_as_lists_file_and_text(client, models):
         ({"stream": None}, "stream", "stream=null is not allowed; allowed: true or false"),
         ({"keep": True}, "keep", "keep=true is not allowed; allowed: 'server', 'client' or 'none'"),
         ({"model": "m" * 65}, "model", "model is not allowed; allowed: a name of /v1/models"),
-        ({"prompt": 3}, "prompt", "prompt=3 is not allowed; allowed: nested lists of numbers, or a text"),
-        ({"prompt_npy": []}, "prompt_npy", "prompt_npy is not allowed; allowed: a .npy file in base64"),
+        (
+            {"prompt": 3},
+            "prompt",
+            "prompt=3 is not allowed; allowed: nested lists of numbers, or a text",
+        ),
+        (
+            {"prompt_npy": []},
+            "prompt_npy",
+            "prompt_npy is not allowed; allowed: a .npy file in base64",
+        ),
         ({"colour": 1}, "colour", "field 'colour' is unknown; allowed: num, length,"),
         ({"nmu": 1}, "nmu", "prompt_npy (did you mean num?)"),
         ({"a\nb": 1}, "a\nb", r"field 'a\nb' is unknown; allowed: num"),
@@ -620,7 +666,9 @@ def test_wrong_tokens_are_refused_slowly_and_right_ones_do_not_wait(models):
         wait_until_ready(client)
         with ThreadPoolExecutor() as pool:
             guesses = [pool.submit(seconds, client, f"guess-{number}", 401) for number in range(4)]
-            others = [seconds(client, token, status) for token, status in ((None, 401), (RIGHT, 200))]
+            others = [
+                seconds(client, token, status) for token, status in ((None, 401), (RIGHT, 200))
+            ]
             assert min(guess.result() for guess in guesses) >= 1
         assert max(others) < 1
 
@@ -635,7 +683,9 @@ def test_outputs_that_overflow_are_an_error():
         refused = error(client.post("/v1/generate", json={"length": 4}), 422)
         assert refused["type"] == "overflow"
         assert "NaN or infinity" in refused["message"]
-        *_, (name, last) = events(client.post("/v1/generate", json={"length": 4, "stream": True}).text)
+        *_, (name, last) = events(
+            client.post("/v1/generate", json={"length": 4, "stream": True}).text
+        )
         assert (name, last["error"]["type"]) == ("error", "overflow")
 
 
@@ -644,7 +694,9 @@ def test_the_examples_of_the_interface_are_answered(models, name):
     with TestClient(create_app([one for one in models if one.name == name])) as client:
         wait_until_ready(client)
         for route in ("generate", "observe"):
-            content = client.get("/openapi.json").json()["paths"][f"/v1/{route}"]["post"]["requestBody"]
+            content = client.get("/openapi.json").json()["paths"][f"/v1/{route}"]["post"][
+                "requestBody"
+            ]
             for example in content["content"]["application/json"]["examples"].values():
                 reply = client.post(f"/v1/{route}", json=example["value"])
                 assert reply.status_code == 200, reply.text[:300]
@@ -677,7 +729,9 @@ def test_models_pages_and_numbers(client):
     )
     assert "default-src 'none'" in page.headers["content-security-policy"]
     spec = client.get("/openapi.json").json()
-    assert spec["paths"]["/v1/generate"]["post"]["requestBody"]["content"]["application/json"]["examples"]
+    assert spec["paths"]["/v1/generate"]["post"]["requestBody"]["content"]["application/json"][
+        "examples"
+    ]
     for route in ("generate", "resume"):
         answer = spec["paths"][f"/v1/{route}"]["post"]["responses"]["200"]["content"]
         assert set(answer) == {"application/json", "text/event-stream"}
@@ -685,7 +739,9 @@ def test_models_pages_and_numbers(client):
     assert all(word in docs for word in ("/v1/observe", "curl", "recondition"))
     commands = re.findall(r"<pre>(curl .*?)</pre>", docs)
     assert len(commands) == 5 and all("http://testserver/v1/" in command for command in commands)
-    assert ["stream" in command for command in commands] == [" -N " in command for command in commands]
+    assert ["stream" in command for command in commands] == [
+        " -N " in command for command in commands
+    ]
     numbers = client.get("/metrics").text
     assert 'vssm_requests_total{route="/v1/generate",status="200"}' in numbers
     assert re.search(r"vssm_batch_rows_count [1-9]", numbers)
@@ -701,8 +757,12 @@ def test_health_routes_answer_head_and_do_not_name_the_process(client):
 
 
 def test_browsers_must_not_guess_the_type_of_an_answer(client):
-    answers = [client.get(path) for path in ("/v1/models", "/healthz", "/openapi.json", "/", "/nowhere")]
-    answers += [client.post("/v1/generate", json=body) for body in ({}, {"num": 0}, {"stream": True})]
+    answers = [
+        client.get(path) for path in ("/v1/models", "/healthz", "/openapi.json", "/", "/nowhere")
+    ]
+    answers += [
+        client.post("/v1/generate", json=body) for body in ({}, {"num": 0}, {"stream": True})
+    ]
     answers.append(client.post("/v1/generate", content="{"))
     for reply in answers:
         assert reply.headers["x-content-type-options"] == "nosniff"
@@ -812,7 +872,9 @@ def test_what_may_be_served_and_where(tmp_path, monkeypatch):
     assert read_secret(tmp_path / "token", "token_file") == "correct-horse-battery"
     for mode in (0o602, 0o620):
         (tmp_path / "token").chmod(mode)
-        with pytest.raises(ValueError, match=r"can be changed by other users; run: chmod go-w .*token"):
+        with pytest.raises(
+            ValueError, match=r"can be changed by other users; run: chmod go-w .*token"
+        ):
             read_secret(tmp_path / "token", "token_file")
     (tmp_path / "token").chmod(0o600)
     (tmp_path / "token").write_text("short\n")

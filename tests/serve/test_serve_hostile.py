@@ -107,23 +107,35 @@ def test_what_is_refused_is_refused_before_it_costs_memory():
         assert refused["type"] == "state_too_large"
         assert "allowed: 1048576" in refused["message"]
         refused = error(client.post("/v1/generate", json={**ask, "num": 4, "keep": "client"}), 413)
-        assert "allowed: 393216, so ask for fewer sequences or steps, or keep='none'" in refused["message"]
+        assert (
+            "allowed: 393216, so ask for fewer sequences or steps, or keep='none'"
+            in refused["message"]
+        )
         place = client.post("/v1/generate", json={"length": 400}).json()["resume"]
-        assert error(client.post("/v1/resume", json={"resume": place, "num": 16}), 413)["param"] == "keep"
+        assert (
+            error(client.post("/v1/resume", json={"resume": place, "num": 16}), 413)["param"]
+            == "keep"
+        )
 
 
 def test_memory_does_not_grow_without_end_by_going_on():
-    with TestClient(create_app([served("transformer"), served("ssm")], Settings(max_length=8))) as client:
+    with TestClient(
+        create_app([served("transformer"), served("ssm")], Settings(max_length=8))
+    ) as client:
         wait_until_ready(client)
         for model, status in (("transformer", 422), ("ssm", 200)):
-            place = client.post("/v1/observe", json={"model": model, "x": [[0, 0, 0]] * 6}).json()["resume"]
+            place = client.post("/v1/observe", json={"model": model, "x": [[0, 0, 0]] * 6}).json()[
+                "resume"
+            ]
             replies = [
                 client.post("/v1/observe", json={"resume": place, "x": [[0, 0, 0]] * 6}),
                 client.post("/v1/resume", json={"resume": place, "length": 8}),
             ]
             assert replies[0].status_code == status, "a transformer remembers every step"
             place = replies[1].json()["resume"]
-            assert client.post("/v1/resume", json={"resume": place, "length": 1}).status_code == status
+            assert (
+                client.post("/v1/resume", json={"resume": place, "length": 1}).status_code == status
+            )
 
 
 @pytest.mark.parametrize(
@@ -182,8 +194,12 @@ FILES = {
     "overflowing shape": npy(
         content=header(f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({2**62}, 4)}}")
     ),
-    "no shape": npy(content=header("{'descr': '<f4', 'fortran_order': False, 'shape': {}}") + bytes(4)),
-    "negative shape": npy(content=header("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 3)}")),
+    "no shape": npy(
+        content=header("{'descr': '<f4', 'fortran_order': False, 'shape': {}}") + bytes(4)
+    ),
+    "negative shape": npy(
+        content=header("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 3)}")
+    ),
     "many axes": npy(np.zeros((1,) * 9)),
     "structured": npy(np.zeros(2, [("a", "f4")])),
     "strings": npy(np.array(["a"])),
@@ -218,7 +234,13 @@ def test_forged_and_evicted_handles(client):
         assert error(client.post("/v1/resume", json=body), 404)["type"] == "resume_unknown"
     sealed = client.post("/v1/generate", json={"length": 2, "keep": "client"}).json()["resume"]
     assert client.post("/v1/resume", json={"resume": sealed, "length": 1}).status_code == 200
-    for forged in (sealed[:-4], sealed[:50] + "A" * 9 + sealed[59:], "s." + "A" * 200, "s.\u20ac", "s."):
+    for forged in (
+        sealed[:-4],
+        sealed[:50] + "A" * 9 + sealed[59:],
+        "s." + "A" * 200,
+        "s.\u20ac",
+        "s.",
+    ):
         assert (
             error(client.post("/v1/resume", json={"resume": forged, "length": 1}), 403)["type"]
             == "resume_forged"
@@ -235,8 +257,12 @@ def test_a_sealed_state_of_other_weights_is_refused():
         with TestClient(create_app([model], key=key)) as client:
             wait_until_ready(client)
             if not answers:
-                answers.append(client.post("/v1/generate", json={"length": 2, "keep": "client"}).json())
-            answers.append(client.post("/v1/resume", json={"resume": answers[0]["resume"], "length": 1}))
+                answers.append(
+                    client.post("/v1/generate", json={"length": 2, "keep": "client"}).json()
+                )
+            answers.append(
+                client.post("/v1/resume", json={"resume": answers[0]["resume"], "length": 1})
+            )
     assert answers[1].json()["x"] == answers[2].json()["x"]
     refused = error(answers[3], 410)
     assert (refused["type"], refused["param"]) == ("resume_outdated", "resume")
@@ -248,7 +274,12 @@ def test_a_sealed_state_of_other_weights_is_refused():
 def test_nothing_that_was_sent_is_logged(client, caplog):
     secret = "very-private-words"
     caplog.set_level(logging.DEBUG)
-    bodies = [{"prompt": secret}, {secret: 1}, {"model": secret}, {"model": "letters", "prompt": secret}]
+    bodies = [
+        {"prompt": secret},
+        {secret: 1},
+        {"model": secret},
+        {"model": "letters", "prompt": secret},
+    ]
     for body in bodies:
         assert client.post("/v1/generate", json=body).status_code in (404, 422)
     client.post("/v1/resume", json={"resume": secret})
@@ -306,7 +337,9 @@ def test_bodies_together_are_bounded():
         await asyncio.sleep(0.3)
         rest = iter([part(b" " * 600), part(b" " * 600), part(b" ", False)])
         second = await call(app, rest)
-        assert next(rest, None) is None, "what is refused is received too, so that the answer can be read"
+        assert next(rest, None) is None, (
+            "what is refused is received too, so that the answer can be read"
+        )
         await first
         return second, await call(app, [part(b" " * 600, False)])
 
@@ -372,7 +405,9 @@ def test_a_reader_that_was_killed_is_started_again():
 def test_headers_that_are_checked_must_be_sent_once(client):
     for name in ("host", "authorization", "content-type"):
         reply = client.post("/v1/generate", content="{}", headers=[(name, "a"), (name, "b")])
-        assert error(reply, 400)["message"] == f"the header {name} was sent more than once; send one"
+        assert (
+            error(reply, 400)["message"] == f"the header {name} was sent more than once; send one"
+        )
 
 
 def test_a_client_that_left_before_its_stream_began_leaves_its_place(app, client):
@@ -386,18 +421,26 @@ def test_a_bug_is_a_500_in_the_answer_the_log_and_the_numbers(app, client, monke
         patch.setattr(app.state.server, "plan_generate", lambda ask: 1 / 0)
         assert error(client.post("/v1/generate", json={}), 500)["type"] == "internal"
     assert "POST /v1/generate 500" in caplog.text
-    assert 'vssm_requests_total{route="/v1/generate",status="500"} 1.0' in client.get("/metrics").text
+    assert (
+        'vssm_requests_total{route="/v1/generate",status="500"} 1.0' in client.get("/metrics").text
+    )
 
 
 def test_other_sites_can_not_call_a_local_server():
     with TestClient(create_app([served("vssm")], Settings(hosts=("127.0.0.1",)))) as client:
         assert error(client.get("/healthz"), 421)["type"] == "host"
         assert client.get("/healthz", headers={"host": "127.0.0.1:8000"}).status_code == 200
-        for host in ("127.0.0.1.example.org", "example.org:127.0.0.1", "", "127.0.0.1:80@example.org"):
+        for host in (
+            "127.0.0.1.example.org",
+            "example.org:127.0.0.1",
+            "",
+            "127.0.0.1:80@example.org",
+        ):
             assert error(client.get("/healthz", headers={"host": host}), 421)["type"] == "host"
         headers = {"host": "127.0.0.1", "content-type": "text/plain"}
         assert (
-            error(client.post("/v1/generate", content="{}", headers=headers), 415)["type"] == "content_type"
+            error(client.post("/v1/generate", content="{}", headers=headers), 415)["type"]
+            == "content_type"
         )
 
 

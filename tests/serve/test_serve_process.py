@@ -108,18 +108,33 @@ def test_the_command_line_client(server, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     url = server[1]
     main(["generate", f"{url}/ssm", "--length", "2"])
-    assert [path.name for path in tmp_path.iterdir()] == ["samples.npy"], "a state is kept when asked for"
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.npy"], (
+        "a state is kept when asked for"
+    )
     main(["generate", url, "--num", "3", "--length", "4", "--seed", "2", "--state", "a.state"])
     assert np.load("samples.npy").shape == (3, 4, 3)
     assert "state: a.state, after step 4\n" in capsys.readouterr().out
     for _ in range(2):  # the second takes the place of the first
         main(
-            ["generate", url, "--resume", "a.state", "--length", "2", "--out", "c.npy", "--state", "b.state"]
+            [
+                "generate",
+                url,
+                "--resume",
+                "a.state",
+                "--length",
+                "2",
+                "--out",
+                "c.npy",
+                "--state",
+                "b.state",
+            ]
         )
     assert np.load("c.npy").shape == (3, 2, 3)
     main(["generate", f"{url}/vssm", "--resume", "a.state", "--length", "2", "--out", "own.npy"])
     assert np.array_equal(np.load("own.npy"), np.load("c.npy"))
-    wrong = fails(capsys, "generate", f"{url}/ssm", "--resume", "a.state", "--length", "2", "--out", "e.npy")
+    wrong = fails(
+        capsys, "generate", f"{url}/ssm", "--resume", "a.state", "--length", "2", "--out", "e.npy"
+    )
     assert "model='ssm' is not allowed; allowed: 'vssm', the model of resume" in wrong
     np.save("prompt.npy", np.load("samples.npy"))
     main(["generate", url, "--prompt", "prompt.npy", "--out", "d.npy"])
@@ -133,12 +148,15 @@ def test_the_command_line_client(server, tmp_path, monkeypatch, capsys):
         assert f"{name}='lost' " in (message := fails(capsys, "generate", url, *options))
         assert "; allowed: " in message
     message = fails(capsys, "generate", url, "--resume", "c.npy", "--out", "e.npy")
-    assert "resume='c.npy' holds no state of a server; allowed: what --state wrote of one" in message
+    assert (
+        "resume='c.npy' holds no state of a server; allowed: what --state wrote of one" in message
+    )
     message = fails(
         capsys, "generate", url, "--resume", "a.state", "--prompt", "prompt.npy", "--out", "e.npy"
     )
     assert (
-        "prompt='prompt.npy' is not allowed with --resume; allowed from a server: one of the two" in message
+        "prompt='prompt.npy' is not allowed with --resume; allowed from a server: one of the two"
+        in message
     )
     assert not (tmp_path / "e.npy").exists()
     assert "unknown" in fails(capsys, "generate", f"{url}/nothing")
@@ -148,10 +166,14 @@ def test_the_command_line_client(server, tmp_path, monkeypatch, capsys):
 
 def test_a_token_is_never_shown():
     with pytest.raises(
-        ValueError, match=r"^token has characters that no header can have; allowed: printable ASCII$"
+        ValueError,
+        match=r"^token has characters that no header can have; allowed: printable ASCII$",
     ):
         Client("http://127.0.0.1:1", token="sec\nret")
-    assert Client("http://127.0.0.1:1", token="secret\n")._http.headers["authorization"] == "Bearer secret"
+    assert (
+        Client("http://127.0.0.1:1", token="secret\n")._http.headers["authorization"]
+        == "Bearer secret"
+    )
 
 
 def test_a_server_that_is_not_there_is_named(capsys):
@@ -168,7 +190,9 @@ def test_a_server_that_is_not_there_is_named(capsys):
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://[::1"])
 def test_an_address_that_is_none_is_named(url, capsys):
-    with pytest.raises(ValueError, match=r"^url='.*' is not allowed \(Invalid port.*\); allowed: an address"):
+    with pytest.raises(
+        ValueError, match=r"^url='.*' is not allowed \(Invalid port.*\); allowed: an address"
+    ):
         Client(url)
     assert "is not allowed (Invalid port: " in fails(capsys, "generate", url)
 
@@ -210,7 +234,9 @@ def answers(**values):
 @pytest.mark.parametrize(
     "answer",
     [b"", b"<html>", b"{}", b"[]", b"[" * 10**5, b'{"x": "abc"}', b'{"x": [[1, 2]]}']
-    + [answers(x=x) for x in ("abc", None, {}, 3, [], [["a"]], [[1], [1, 2]], [[None]], [[10**30]])],
+    + [
+        answers(x=x) for x in ("abc", None, {}, 3, [], [["a"]], [[1], [1, 2]], [[None]], [[10**30]])
+    ],
 )
 def test_a_server_of_something_else_is_named(answer, foreign, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -233,7 +259,10 @@ def test_terminal_escapes_of_a_server_are_not_printed(foreign, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     url = f"http://127.0.0.1:{foreign.server_port}"
     told = {"error": {"type": "invalid", "message": "no\x1b[2J\n\u202e", "param": None}}
-    foreign.headers, foreign.answer = {}, b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n"
+    foreign.headers, foreign.answer = (
+        {},
+        b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n",
+    )
     with Client(url) as client, pytest.raises(ServerError) as refused:
         list(client.stream())
     assert str(refused.value) == r"no\x1b[2J \u202e"
@@ -242,7 +271,9 @@ def test_terminal_escapes_of_a_server_are_not_printed(foreign, tmp_path, monkeyp
     assert "a\\x1b[2J\nb\n" in capsys.readouterr().out
     assert (tmp_path / "out.txt").read_text() == "a\x1b[2J\nb\n", "files hold what was made"
     foreign.answer = answers(position="\x1b[2J")
-    assert "does not answer as vssm serve does" in fails(capsys, "generate", url, "--state", "a.state")
+    assert "does not answer as vssm serve does" in fails(
+        capsys, "generate", url, "--state", "a.state"
+    )
 
 
 @pytest.mark.parametrize("answer", [b"data: []\n\n", b"data: {\n\n", b"event: error\ndata: {}\n\n"])
@@ -260,7 +291,9 @@ def test_a_stream_of_something_else_is_named(answer, foreign):
 
 
 def test_wrong_ways_to_start(folders, tmp_path, capsys):
-    assert "--token-file FILE, or --insecure" in fails(capsys, "serve", folders[0], "--host", "0.0.0.0")
+    assert "--token-file FILE, or --insecure" in fails(
+        capsys, "serve", folders[0], "--host", "0.0.0.0"
+    )
     assert "has no config.json" in fails(capsys, "serve", str(tmp_path))
     assert "port=99999" in fails(capsys, "serve", folders[0], "--port", "99999")
     assert "max_rows=0" in fails(capsys, "serve", folders[0], "--limits.max-rows", "0")
@@ -326,7 +359,9 @@ def test_slow_senders_and_silent_connections_do_no_harm(server, client):
     host, port = "127.0.0.1", int(url.rpartition(":")[2])
     silent = [socket.create_connection((host, port)) for _ in range(20)]
     with socket.create_connection((host, port), timeout=10) as slow:
-        head = b"POST /v1/generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        head = (
+            b"POST /v1/generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        )
         slow.sendall(head + b"content-length: 1000\r\n\r\n{")
         assert client.generate(length=2).x.shape == (1, 2, 3)
         assert b" 408 " in slow.recv(4096)
@@ -335,7 +370,9 @@ def test_slow_senders_and_silent_connections_do_no_harm(server, client):
         assert b" 400 " in raw.recv(4096)
     for path in (b"/../../etc/passwd", b"/v1/models/../../x", b"/%00"):
         with socket.create_connection((host, port), timeout=10) as raw:
-            raw.sendall(b"GET " + path + b" HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n")
+            raw.sendall(
+                b"GET " + path + b" HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
+            )
             assert b" 404 " in raw.recv(4096)
     with socket.create_connection((host, port), timeout=10) as again:
         request = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n"
@@ -360,7 +397,9 @@ def exchange(port, *parts):
 
 
 def head(method, path, *headers):
-    return "\r\n".join([f"{method} {path} HTTP/1.1", *headers, "connection: close", "", ""]).encode()
+    return "\r\n".join(
+        [f"{method} {path} HTTP/1.1", *headers, "connection: close", "", ""]
+    ).encode()
 
 
 HOST, JSON = "host: 127.0.0.1", "content-type: application/json"
@@ -380,10 +419,15 @@ def many_files():
 @pytest.mark.usefixtures("many_files")
 def test_silent_connections_stop_no_route(defaults):
     with contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", defaults))) for _ in range(1030)]
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", defaults)))
+            for _ in range(1030)
+        ]
         for path in ("/healthz", "/readyz", "/v1/models", "/"):
             assert exchange(defaults, head("GET", path, HOST)).startswith(b"HTTP/1.1 200 "), path
-        ask = exchange(defaults, head("POST", "/v1/generate", HOST, JSON, "content-length: 2"), b"{}")
+        ask = exchange(
+            defaults, head("POST", "/v1/generate", HOST, JSON, "content-length: 2"), b"{}"
+        )
         assert ask.startswith(b"HTTP/1.1 200 ")
         poll = select.poll()
         for connection in silent:
@@ -400,7 +444,9 @@ def test_trailers_are_no_headers(defaults):
         return exchange(defaults, start + b"2\r\n{}\r\n0\r\n" + trailers + b"\r\n")
 
     assert ask(HOST, trailers=b"content-type: application/json\r\n").startswith(b"HTTP/1.1 415 ")
-    assert ask("host: example.org", JSON, trailers=b"host: 127.0.0.1\r\n").startswith(b"HTTP/1.1 421 ")
+    assert ask("host: example.org", JSON, trailers=b"host: 127.0.0.1\r\n").startswith(
+        b"HTTP/1.1 421 "
+    )
     assert ask(HOST, JSON, trailers=b"content-type: text/plain\r\n").startswith(b"HTTP/1.1 200 ")
 
 
@@ -531,7 +577,9 @@ def handlers():
 @pytest.mark.usefixtures("handlers")
 def test_a_server_whose_engine_fails_ends_with_an_error(folders, monkeypatch, capsys):
     monkeypatch.setattr("vssm.serve.engine.row_floor", lambda model: 1 / 0)
-    rescue = threading.Timer(30, signal.raise_signal, [signal.SIGTERM])  # a good end, which is refused below
+    rescue = threading.Timer(
+        30, signal.raise_signal, [signal.SIGTERM]
+    )  # a good end, which is refused below
     rescue.start()
     try:
         with pytest.raises(SystemExit) as end:
@@ -539,7 +587,10 @@ def test_a_server_whose_engine_fails_ends_with_an_error(folders, monkeypatch, ca
     finally:
         rescue.cancel()
     assert end.value.code == 1
-    assert "vssm: the engine failed (ZeroDivisionError); the server's log says why" in capsys.readouterr().err
+    assert (
+        "vssm: the engine failed (ZeroDivisionError); the server's log says why"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.usefixtures("handlers")
@@ -563,7 +614,9 @@ def test_sigterm_finishes_what_runs_and_ends_well(folders):
 
         def read():
             body = {"length": 300, "stream": True}
-            with httpx.stream("POST", f"{url}/v1/generate", json=body, timeout=60, trust_env=False) as reply:
+            with httpx.stream(
+                "POST", f"{url}/v1/generate", json=body, timeout=60, trust_env=False
+            ) as reply:
                 lines.extend(line for line in reply.iter_lines() if line.startswith("event"))
 
         reader = threading.Thread(target=read)

@@ -31,8 +31,24 @@ def cluster(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vssm", "serve", folder, "--ray", "--replicas", "2", "--port", str(port)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True, "start_new_session": True}
+    command = [
+        sys.executable,
+        "-m",
+        "vssm",
+        "serve",
+        folder,
+        "--ray",
+        "--replicas",
+        "2",
+        "--port",
+        str(port),
+    ]
+    pipes = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.DEVNULL,
+        "text": True,
+        "start_new_session": True,
+    }
     with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes) as process:
         try:
             lines = iter(process.stdout.readline, "")
@@ -44,13 +60,17 @@ def cluster(tmp_path_factory):
 
 
 def test_wrong_ways_to_start(capsys):
-    assert "replicas=3" in fails(capsys, "serve", "x", "--ray", "--replicas", "3", "--max-replicas", "2")
+    assert "replicas=3" in fails(
+        capsys, "serve", "x", "--ray", "--replicas", "3", "--max-replicas", "2"
+    )
     assert "--token-file" in fails(capsys, "serve", "x", "--ray", "--host", "0.0.0.0")
 
 
 def test_a_replica_whose_engine_failed_ends(tmp_path, monkeypatch):
     ended = threading.Event()
-    monkeypatch.setattr("vssm.serve.cluster.os._exit", lambda code: ended.set() if code == 1 else None)
+    monkeypatch.setattr(
+        "vssm.serve.cluster.os._exit", lambda code: ended.set() if code == 1 else None
+    )
     app = _replica(save_models(tmp_path, ["vssm"]), "cpu", Settings(), None, bytes(32))
     with TestClient(app, base_url="http://127.0.0.1") as client:
         assert client.post("/v1/generate", json={"length": 2}).status_code == 200
@@ -72,7 +92,10 @@ def test_a_killed_replica_costs_retries_not_answers(cluster):
         with pytest.raises(ServerError, match="several processes"):
             client.generate(keep="server")
         assert len(list(client.stream(length=6, chunk=2))) == 4
-    assert httpx.get(f"{url}/healthz", headers={"host": "example.org"}, trust_env=False).status_code == 421
+    assert (
+        httpx.get(f"{url}/healthz", headers={"host": "example.org"}, trust_env=False).status_code
+        == 421
+    )
     pids = set(descendants(process, b"ray::ServeReplica:vssm"))
     assert len(pids) == 2
     answers, end = Counter(), time.monotonic() + 8

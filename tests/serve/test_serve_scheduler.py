@@ -22,7 +22,11 @@ class Request:
         self.began, self.deadline = now, now + timeout
         self.short = seconds <= PIECE
         self.key = next(numbers) if key is None else key
-        self.row, self.piece, self.served = [0], SimpleNamespace(steps=1), SimpleNamespace(cells=100)
+        self.row, self.piece, self.served = (
+            [0],
+            SimpleNamespace(steps=1),
+            SimpleNamespace(cells=100),
+        )
         self.future, self.turn, self.turn_end = Future(), 0.0, 0.0
 
     @property
@@ -72,7 +76,9 @@ def simulate(arrivals, until, settings=None):
 def test_at_twice_the_load_that_fits_most_of_the_capacity_ends_in_answers(clients, seconds):
     until = 300
     count = int(2 * until / seconds)
-    arrivals = [(number * seconds / 2, seconds, f"client {number % clients}") for number in range(count)]
+    arrivals = [
+        (number * seconds / 2, seconds, f"client {number % clients}") for number in range(count)
+    ]
     answered, refused, late = simulate(arrivals, until)
     assert seconds * len(answered) > 0.9 * until
     assert not late
@@ -155,6 +161,8 @@ def test_a_request_is_refused_by_its_expected_end_but_an_idle_server_takes_it():
 
 
 def test_a_request_that_never_ends_in_time_does_not_keep_others_out():
-    answered, _, late = simulate([(0, 100, "a"), *((1 + number, 2, "b") for number in range(20))], 60)
+    answered, _, late = simulate(
+        [(0, 100, "a"), *((1 + number, 2, "b") for number in range(20))], 60
+    )
     assert len(answered) >= 12
     assert len(late) == 0 or late[0].client == "a"

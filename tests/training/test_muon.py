@@ -20,7 +20,13 @@ from vssm.training.learner import Learner
 from vssm.training.muon import Muon, orthogonalize
 from vssm.training.optimize import block_matrices, learning_rate, parameter_groups
 
-SHAPES = [(12, 40), (40, 12), (16, 16), (9, 32), (32, 1)]  # wide, tall, square, as x_proj, as dt_proj
+SHAPES = [
+    (12, 40),
+    (40, 12),
+    (16, 16),
+    (9, 32),
+    (32, 1),
+]  # wide, tall, square, as x_proj, as dt_proj
 MATRICES = {
     "attention": {"c_attn.weight", "c_proj.weight", "mlp_c_fc.weight", "mlp_c_proj.weight"},
     "mamba": {f"mixer.{name}.weight" for name in ("in_proj", "x_proj", "dt_proj", "out_proj")},
@@ -29,7 +35,11 @@ MATRICES = {
 
 
 def weights(shapes=SHAPES, copies=2, dtype=torch.float32):
-    return [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes for _ in range(copies)]
+    return [
+        torch.nn.Parameter(torch.randn(shape, dtype=dtype))
+        for shape in shapes
+        for _ in range(copies)
+    ]
 
 
 def step(optimizer, parameters):
@@ -74,7 +84,9 @@ def test_moves_as_the_formulae_say(shape):
         step(optimizer, parameters)
         for i, p in enumerate(parameters):
             momenta[i] = 0.9 * momenta[i] + 0.1 * p.grad
-            left, values, right = torch.linalg.svd(0.1 * p.grad + 0.9 * momenta[i], full_matrices=False)
+            left, values, right = torch.linalg.svd(
+                0.1 * p.grad + 0.9 * momenta[i], full_matrices=False
+            )
             values = values / values.norm()
             for _ in range(5):
                 values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
@@ -91,7 +103,9 @@ def test_singular_values_are_near_one(shape):
     assert values.shape == (3, min(shape))
     assert values.min() > 0.6
     assert values.max() < 1.25
-    assert torch.linalg.svdvals(x[1] / x[1].norm()).min() < 0.6 or min(shape) == 1  # they were not before
+    assert (
+        torch.linalg.svdvals(x[1] / x[1].norm()).min() < 0.6 or min(shape) == 1
+    )  # they were not before
 
 
 def test_updates_are_of_the_size_of_those_of_adamw():
@@ -130,7 +144,9 @@ def test_what_has_no_gradient_stays():
 
 
 def test_only_matrices_are_taken():
-    with pytest.raises(ValueError, match=r"shape \(3, 1, 4\); allowed: matrices, \(rows, columns\)$"):
+    with pytest.raises(
+        ValueError, match=r"shape \(3, 1, 4\); allowed: matrices, \(rows, columns\)$"
+    ):
         Muon([torch.nn.Parameter(torch.zeros(3, 1, 4))], 0.1)
 
 
@@ -149,7 +165,9 @@ def test_a_step_that_is_not_finite_changes_nothing(value):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     optimizer.found_inf = torch.zeros(())
     step(optimizer, parameters)
-    for (weight, moment), (then, later) in zip(before, snapshot(optimizer, parameters), strict=True):
+    for (weight, moment), (then, later) in zip(
+        before, snapshot(optimizer, parameters), strict=True
+    ):
         assert not torch.equal(weight, then)
         assert not torch.equal(moment, later)
 
@@ -157,7 +175,9 @@ def test_a_step_that_is_not_finite_changes_nothing(value):
 @pytest.mark.parametrize("kind", KINDS)
 def test_matrices_of_blocks_go_to_muon_and_all_else_to_adamw(kind):
     model = small_model(kind)
-    adamw, muon = Learner(model, TrainConfig(optimizer="muon"), World(torch.device("cpu"))).optimizers
+    adamw, muon = Learner(
+        model, TrainConfig(optimizer="muon"), World(torch.device("cpu"))
+    ).optimizers
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     moved, others = (
         [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
@@ -181,8 +201,12 @@ def test_muon_moves_the_blocks_of_levels():
     with torch.device("meta"):
         model = build(replace(PRESETS["best"].model, head="gaussian"))
     expected = [f"rungs.{i}.block" for i in range(8)]
-    expected += [f"evidence.blocks.{i}" for i in range(4)] + [f"decoder.blocks.{i}" for i in range(2)]
-    assert sorted(block_matrices(model)) == sorted(f"{b}.{m}" for b in expected for m in MATRICES["mamba"])
+    expected += [f"evidence.blocks.{i}" for i in range(4)] + [
+        f"decoder.blocks.{i}" for i in range(2)
+    ]
+    assert sorted(block_matrices(model)) == sorted(
+        f"{b}.{m}" for b in expected for m in MATRICES["mamba"]
+    )
     assert len(block_matrices(model)) == 56
 
 
@@ -191,7 +215,9 @@ def test_both_have_the_rate_of_the_step():
     learner = Learner(small_model("rnn"), options, World(torch.device("cpu")))
     for now in (1, 7):
         learner.begin(now, 10)
-        rates = [group["lr"] for optimizer in learner.optimizers for group in optimizer.param_groups]
+        rates = [
+            group["lr"] for optimizer in learner.optimizers for group in optimizer.param_groups
+        ]
         assert rates == [learning_rate(options, now, 10)] * 3
 
 
@@ -211,7 +237,9 @@ def test_stop_and_resume_equals_unbroken(kind, options, tmp_path):
     state = load_file(newest(folder) / "optimizer.safetensors")
     model = small_model(kind, width=8, layers=1)
     matrices = set(block_matrices(model))
-    assert {name.removesuffix(".momentum_buffer") for name in state if "momentum" in name} == matrices
+    assert {
+        name.removesuffix(".momentum_buffer") for name in state if "momentum" in name
+    } == matrices
     assert {name.removesuffix(".exp_avg") for name in state if name.endswith(".exp_avg")} == {
         name for name, _ in model.named_parameters() if name not in matrices
     }
@@ -229,8 +257,12 @@ def test_momentum_is_taken_up(tmp_path):
     learner.update(torch.tensor(True))
     saved = learner.parts()
     fresh.restore(saved, "there")
-    assert all(torch.equal(value, saved["optimizer"][name]) for name, value in fresh._state().items())
-    assert any(value.any() for name, value in fresh._state().items() if name.endswith("momentum_buffer"))
+    assert all(
+        torch.equal(value, saved["optimizer"][name]) for name, value in fresh._state().items()
+    )
+    assert any(
+        value.any() for name, value in fresh._state().items() if name.endswith("momentum_buffer")
+    )
 
 
 @pytest.mark.parametrize(("begun", "resumed"), [("adamw", "muon"), ("muon", "adamw")])
@@ -278,7 +310,9 @@ def test_bad_steps_of_a_training_leave_weights_and_momentum(term, tmp_path, monk
         if not torch.is_grad_enabled() or taken <= 3:
             return terms
         slope = (terms.loss - terms.loss.detach()).sqrt()  # finite, with an infinite gradient
-        return terms._replace(loss=terms.loss + slope if term == "gradient_norm" else terms.loss * math.nan)
+        return terms._replace(
+            loss=terms.loss + slope if term == "gradient_norm" else terms.loss * math.nan
+        )
 
     monkeypatch.setattr("vssm.training.loop.objective", poisoned)
     folder = run(tiny("ssm", max_steps=4, optimizer="muon"), tmp_path / "run")
@@ -299,10 +333,15 @@ def test_decay_reaches_what_adamw_lets_decay(tmp_path, monkeypatch):
 
     monkeypatch.setattr("vssm.training.loop.objective", constant)
     still, smaller = (
-        run(tiny("ssm", max_steps=1, warmup=0.0, weight_decay=decay, optimizer="muon"), tmp_path / str(decay))
+        run(
+            tiny("ssm", max_steps=1, warmup=0.0, weight_decay=decay, optimizer="muon"),
+            tmp_path / str(decay),
+        )
         for decay in (0.0, 0.5)
     )
-    before, after = (load_file(newest(folder) / "weights.safetensors") for folder in (still, smaller))
+    before, after = (
+        load_file(newest(folder) / "weights.safetensors") for folder in (still, smaller)
+    )
     model = small_model("ssm", width=8, layers=1)
     decays = {id(parameter) for parameter in parameter_groups(model)[0]["params"]}
     for name, parameter in model.named_parameters():
@@ -312,7 +351,8 @@ def test_decay_reaches_what_adamw_lets_decay(tmp_path, monkeypatch):
 
 def test_what_goes_with_it_is_named():
     with pytest.raises(
-        ValueError, match=r"^optimizer='muon' needs whole matrices, .*; allowed: 'adamw', or fsdp=False$"
+        ValueError,
+        match=r"^optimizer='muon' needs whole matrices, .*; allowed: 'adamw', or fsdp=False$",
     ):
         TrainConfig(optimizer="muon", fsdp=True)
     with pytest.raises(ValueError, match=r"^optimizer='moun' is unknown; .*did you mean 'muon'"):
@@ -332,7 +372,8 @@ def test_on_a_gpu_products_are_bfloat16_and_still_orthogonal():
 def test_a_replayed_step_is_the_step(kind, tmp_path):
     options = {"ema": 0.9, "device": "cuda", "precision": "float32", "optimizer": "muon"}
     plain, replayed = (
-        log(run(tiny(kind, graph=graph, **options), tmp_path / str(graph))) for graph in (False, True)
+        log(run(tiny(kind, graph=graph, **options), tmp_path / str(graph)))
+        for graph in (False, True)
     )
     assert len(plain) == len(replayed) > 3
     for one, other in zip(plain, replayed, strict=True):

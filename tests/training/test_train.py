@@ -31,14 +31,18 @@ from vssm.training.resolve import resolve
 
 def test_overfits_eight_sequences(tmp_path):
     """What follows the first step, which nothing tells, comes within 0.15 nats a value of certainty."""
-    data = DataConfig(name="synthetic", synthetic=SyntheticConfig(length=4, features=2, num=10))  # 9 and 1
+    data = DataConfig(
+        name="synthetic", synthetic=SyntheticConfig(length=4, features=2, num=10)
+    )  # 9 and 1
     config = tiny(
         data=data, batch=8, epochs=200, learning_rate=3e-2, checkpoint_minutes=9, validate_every=200
     )
     config = replace(config, model=small_config("rnn", width=16, layers=1, sigma=0.1))
     folder = run(config, tmp_path / "run")
     x = open_data(data).train.batch(slice(0, 8))
-    nats = vssm.log_likelihood(vssm.load(folder), x, prompt_length=1).mean().item() / 6  # three steps of two
+    nats = (
+        vssm.log_likelihood(vssm.load(folder), x, prompt_length=1).mean().item() / 6
+    )  # three steps of two
     most = -math.log(0.1) - math.log(2 * math.pi) / 2
     assert most - 0.15 < nats < most
 
@@ -47,7 +51,10 @@ def test_epochs_that_end_before_max_steps_are_noted(tmp_path):
     shown = StopAt(1)
     with pytest.raises(KeyboardInterrupt):
         run(tiny("ssm", epochs=2, max_steps=50), tmp_path / "few", progress=shown)
-    assert shown.messages[0] == "note: 2 epochs end after 6 steps, before max_steps=50 (--train.epochs)"
+    assert (
+        shown.messages[0]
+        == "note: 2 epochs end after 6 steps, before max_steps=50 (--train.epochs)"
+    )
     shown = StopAt(1)
     with pytest.raises(KeyboardInterrupt):
         run(tiny("ssm", epochs=20, max_steps=50), tmp_path / "many", progress=shown)
@@ -77,7 +84,10 @@ def test_every_model_trains_and_its_folder_loads(kind, tmp_path):
     assert lines[-2]["loss"] < lines[0]["loss"]
     meta = json.loads((folder / "meta.json").read_text())
     assert meta["parameters"] == sum(p.numel() for p in model.parameters())
-    assert (meta["backend"], meta["ended"] is None) == ("numba" if kind in ("ssm", "vssm") else None, False)
+    assert (meta["backend"], meta["ended"] is None) == (
+        "numba" if kind in ("ssm", "vssm") else None,
+        False,
+    )
     assert json.loads((folder / "config.json").read_text())["data_meta"] == json.loads(
         json.dumps(data.meta.to_json())
     )
@@ -131,7 +141,9 @@ def test_a_start_that_does_not_fit_is_refused(tmp_path):
         assert not (tmp_path / "second").exists()
 
     config = tiny("ssm", max_steps=2)
-    other = replace(config, train=replace(config.train, init=first), model=replace(config.model, width=24))
+    other = replace(
+        config, train=replace(config.train, init=first), model=replace(config.model, width=24)
+    )
     refused(
         rf"^width=24 is not that of init='{first}'; allowed: 8, or to leave it out \(--model\.width\)$",
         other,
@@ -145,7 +157,9 @@ def test_a_start_that_does_not_fit_is_refused(tmp_path):
     refused(r"has 3 features and 256 bins, data set 'digits' 8 and 256; allowed: a model", digits)
     lost = replace(config, train=replace(config.train, init=str(tmp_path / "nowhere")))
     refused(r"nowhere' does not exist; allowed: a run folder", lost)
-    with pytest.raises(ValueError, match="init='' is not allowed; allowed: a folder, or a shipped model"):
+    with pytest.raises(
+        ValueError, match="init='' is not allowed; allowed: a folder, or a shipped model"
+    ):
         TrainConfig(init="")
 
 
@@ -162,7 +176,9 @@ def test_only_matrices_decay():
     for kind in ("vssm", "tvae", "vrnn"):
         model = small_model(kind)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        decayed, kept = ([names[id(p)] for p in group["params"]] for group in parameter_groups(model))
+        decayed, kept = (
+            [names[id(p)] for p in group["params"]] for group in parameter_groups(model)
+        )
         assert sorted([*decayed, *kept]) == sorted(names.values())
         last = {name.split(".")[-1] for name in kept}
         assert last <= {"bias", "blank", "A_log", "D", "weight", "bias_ih_l0", "bias_hh_l0"}
@@ -185,9 +201,13 @@ def test_decay_reaches_matrices_alone(tmp_path, monkeypatch):
         run(tiny("ssm", max_steps=1, warmup=0.0, weight_decay=decay), tmp_path / str(decay))
         for decay in (0.0, 0.5)
     )
-    before, after = (load_file(newest(folder) / "weights.safetensors") for folder in (still, smaller))
+    before, after = (
+        load_file(newest(folder) / "weights.safetensors") for folder in (still, smaller)
+    )
     decayed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert decayed == {name for name in before if before[name].ndim > 1 and not name.endswith("A_log")}
+    assert decayed == {
+        name for name in before if before[name].ndim > 1 and not name.endswith("A_log")
+    }
     for name in decayed:
         assert torch.allclose(after[name], before[name] * (1 - 1e-2 * 0.5), rtol=1e-6)
 
@@ -253,7 +273,9 @@ def test_head_features_and_bins_come_from_the_data(tmp_path):
     assert resolve(RunConfig(), digits).model == ModelConfig(features=8, head="gaussian")
     mixture = RunConfig(model=ModelConfig(features=1, head="logistic-mixture"))
     assert resolve(mixture, digits).model.bins == 17
-    assert resolve(RunConfig(), replace(digits, suggested_head="bernoulli")).model.head == "bernoulli"
+    assert (
+        resolve(RunConfig(), replace(digits, suggested_head="bernoulli")).model.head == "bernoulli"
+    )
     with pytest.raises(
         ValueError, match="head='categorical' does not suit data set 'digits'; allowed: 'auto'"
     ):
@@ -320,10 +342,14 @@ def test_steps_that_are_not_finite_change_nothing_and_are_counted(term, tmp_path
     assert [line["loss"] is None for line in lines] == [i in (0, 3, 4) for i in range(12)]
     state = load_file(newest(folder) / "optimizer.safetensors")
     assert {float(value) for name, value in state.items() if name.endswith(".step")} == {9.0}
-    assert all(tensor.isfinite().all() for tensor in load_file(folder / "weights.safetensors").values())
+    assert all(
+        tensor.isfinite().all() for tensor in load_file(folder / "weights.safetensors").values()
+    )
 
 
-@pytest.mark.parametrize(("term", "log_every"), [("reconstruction", 1), ("kl", 50), ("gradient_norm", 50)])
+@pytest.mark.parametrize(
+    ("term", "log_every"), [("reconstruction", 1), ("kl", 50), ("gradient_norm", 50)]
+)
 def test_ten_in_a_row_stop_the_run(term, log_every, tmp_path, monkeypatch):
     poison(monkeypatch, set(range(4, 100)), term)
     config = tiny("tvae", epochs=8, log_every=log_every)
@@ -340,10 +366,16 @@ def test_ten_in_a_row_stop_the_run(term, log_every, tmp_path, monkeypatch):
 
 def test_mistakes_leave_no_folder(tmp_path):
     for config, message in (
-        (tiny(batch=38), "batch=38 is not allowed; allowed: 1 to 37, the sequences of the training set"),
+        (
+            tiny(batch=38),
+            "batch=38 is not allowed; allowed: 1 to 37, the sequences of the training set",
+        ),
         (tiny(fsdp=True), "fsdp=True needs processes to shard over"),
         (tiny(device="cuda:99"), "device='cuda:99' is not there"),
-        (replace(tiny(), model=small_config("rnn", "categorical")), "head='categorical' does not suit"),
+        (
+            replace(tiny(), model=small_config("rnn", "categorical")),
+            "head='categorical' does not suit",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             run(config, tmp_path / "run")
@@ -456,13 +488,17 @@ def test_bad_choices_are_named():
         ValueError, match=r"precision='bfloat' is unknown; allowed: .*did you mean 'bfloat16'"
     ):
         TrainConfig(precision="bfloat")
-    with pytest.raises(ValueError, match="device='gpu' is unknown; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'"):
+    with pytest.raises(
+        ValueError, match="device='gpu' is unknown; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'"
+    ):
         TrainConfig(device="gpu")
 
 
 def test_three_hundred_steps_on_mnist_beat_independent_pixels(data_dir, tmp_path):
     """The bar: each pixel a Gaussian of its own mean, with the same sigma as the model."""
-    model = ModelConfig(kind="vssm", features=28, head="gaussian", width=64, layers=2, latents=16, classes=16)
+    model = ModelConfig(
+        kind="vssm", features=28, head="gaussian", width=64, layers=2, latents=16, classes=16
+    )
     options = TrainConfig(
         max_steps=300, batch=64, learning_rate=3e-3, num_valid=512, validate_every=10, samples=0
     )
@@ -475,7 +511,9 @@ def test_three_hundred_steps_on_mnist_beat_independent_pixels(data_dir, tmp_path
     assert valid["reconstruction"] - valid["kl"] > independent + 500
 
 
-@pytest.mark.parametrize(("select", "kept"), [("loss", [True, True, False]), ("bound", [True, False, True])])
+@pytest.mark.parametrize(
+    ("select", "kept"), [("loss", [True, True, False]), ("bound", [True, False, True])]
+)
 def test_weights_are_kept_by_loss_or_by_bound(select, kept, tmp_path, monkeypatch):
     """The bound rises at the third validation, where the term of the partial posterior spoils the loss."""
     seen = iter([(9.0, 2.0, 1.0, -8.0), (8.0, 2.0, 1.5, -7.5), (8.5, 3.0, 1.0, -10.5)])
@@ -502,10 +540,15 @@ def test_a_signal_saves_first_and_acts_then(minutes, ctrl_c, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(config, folder, progress=progress)
     assert signal.getsignal(ctrl_c) is signal.default_int_handler
-    assert (newest(folder).name, progress.messages[-1]) == ("step-00000005", "saved at step 5 of 12")
+    assert (newest(folder).name, progress.messages[-1]) == (
+        "step-00000005",
+        "saved at step 5 of 12",
+    )
     run(config, folder, resume=True)
     whole = run(config, tmp_path / "whole")
-    assert (folder / "weights.safetensors").read_bytes() == (whole / "weights.safetensors").read_bytes()
+    assert (folder / "weights.safetensors").read_bytes() == (
+        whole / "weights.safetensors"
+    ).read_bytes()
     assert log(folder) == log(whole), "also of steps before the signal that no line had told of"
 
 
@@ -554,7 +597,9 @@ def watch(monkeypatch):
     steps, validations = [], []
 
     def watched(model, x, generator, *rest):
-        (steps if torch.is_grad_enabled() else validations).append((x.clone(), generator.initial_seed()))
+        (steps if torch.is_grad_enabled() else validations).append(
+            (x.clone(), generator.initial_seed())
+        )
         return objective(model, x, generator, *rest)
 
     monkeypatch.setattr("vssm.training.loop.objective", watched)
@@ -585,7 +630,10 @@ def test_the_kl_counts_more_from_step_to_step(tmp_path, monkeypatch):
     config = tiny("vssm", max_steps=6, kl_warmup=0.5, estimator="reinmax", validate_every=9)
     run(config, tmp_path / "run")
     weights = [0.0, 0.3333, 0.6667, 1.0, 1.0, 1.0]
-    assert seen == [*((weight, "reinmax") for weight in weights), (None, None)]  # the last is a validation
+    assert seen == [
+        *((weight, "reinmax") for weight in weights),
+        (None, None),
+    ]  # the last is a validation
 
 
 def test_images_are_moved_in_training_alone(tmp_path, monkeypatch):
@@ -598,7 +646,9 @@ def test_images_are_moved_in_training_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("vssm.training.loop.objective", watched)
     for share in (0.0, 0.5):
         seen[share] = []
-        config = tiny("vssm", DataConfig(name="digits"), max_steps=4, batch=64, shift=share, num_valid=32)
+        config = tiny(
+            "vssm", DataConfig(name="digits"), max_steps=4, batch=64, shift=share, num_valid=32
+        )
         folder = run(config, tmp_path / f"{share}")
     for (training, plain), (_, x) in zip(seen[0.0], seen[0.5], strict=True):
         equal = (plain == x).flatten(1).all(1).double().mean()
@@ -606,10 +656,13 @@ def test_images_are_moved_in_training_alone(tmp_path, monkeypatch):
     again = stopped(config, tmp_path / "stopped", 2)
     assert log(run(None, again, resume=True)) == log(folder)
     with pytest.raises(
-        ValueError, match=r"^shift=0.5 is for images, data set 'synthetic' has none; allowed: 0 \(--train.sh"
+        ValueError,
+        match=r"^shift=0.5 is for images, data set 'synthetic' has none; allowed: 0 \(--train.sh",
     ):
         run(tiny(shift=0.5), tmp_path / "none")
-    with pytest.raises(ValueError, match=r"^shift=1 is not allowed; allowed: a number >= 0 and < 1"):
+    with pytest.raises(
+        ValueError, match=r"^shift=1 is not allowed; allowed: a number >= 0 and < 1"
+    ):
         TrainConfig(shift=1)
 
 
@@ -623,20 +676,26 @@ def test_validations_bound_the_second_half_too(kind, levels, tmp_path):
     assert [*log(plain)[:-1], {**last}] == log(scored) and "partial_elbo" not in log(plain)[-1]
     assert {key: last[key] for key in last if key != "partial_elbo"} == log(plain)[-1]
     x = open_data(DATA).valid.batch(slice(None))
-    expected = vssm.log_likelihood(vssm.load(scored), x, num_samples=1, prompt_length=2, seed=5).mean()
+    expected = vssm.log_likelihood(
+        vssm.load(scored), x, num_samples=1, prompt_length=2, seed=5
+    ).mean()
     assert last["partial_elbo"] == pytest.approx(float(expected), rel=1e-5)
     assert validations(scored)[1]["validation_partial_elbo"] == [round(last["partial_elbo"], 3)]
     assert "validation_partial_elbo" not in validations(plain)[1]
 
 
 def test_validate_partial_is_yes_or_no():
-    with pytest.raises(ValueError, match=r"^validate_partial='no' is not allowed; allowed: True, False$"):
+    with pytest.raises(
+        ValueError, match=r"^validate_partial='no' is not allowed; allowed: True, False$"
+    ):
         TrainConfig(validate_partial="no")
 
 
 def test_sequences_of_one_step_have_no_second_half(tmp_path):
     data = DataConfig(name="synthetic", synthetic=SyntheticConfig(length=1, features=3, num=41))
-    assert "partial_elbo" not in log(run(tiny(data=data, validate_partial=True), tmp_path / "run"))[-1]
+    assert (
+        "partial_elbo" not in log(run(tiny(data=data, validate_partial=True), tmp_path / "run"))[-1]
+    )
 
 
 def test_gradients_are_clipped_and_told_per_value():
@@ -655,7 +714,9 @@ def test_the_average_follows_fast_at_first():
     for step, pace in ((1, 0.9), (3, 0.8)):  # 1 / 10 and 3 / 12, of which 0.2 is less
         before = {name: average.clone() for name, average in learner.ema.items()}
         learner.begin(step, 10)
-        learner.differentiate(sum(weight.square().sum() for weight in learner.parameters.values()), 1)
+        learner.differentiate(
+            sum(weight.square().sum() for weight in learner.parameters.values()), 1
+        )
         learner.update(torch.tensor(True))
         for name, weight in learner.parameters.items():
             expected = before[name] + pace * (weight.detach() - before[name])
@@ -720,7 +781,9 @@ def test_checkpoints_are_minutes_apart_and_times_are_those_of_the_clock(tmp_path
     assert saved == [6, 12]  # a log point comes every other step
     train = [line for line in map(json.loads, lines) if line["split"] == "train"]
     assert [line["seconds"] for line in train] == [60 * line["step"] for line in train]
-    assert {line["tokens_per_second"] for line in train} == {1.0}  # twelve sequences of five steps a minute
+    assert {line["tokens_per_second"] for line in train} == {
+        1.0
+    }  # twelve sequences of five steps a minute
 
 
 def test_a_bad_step_leaves_the_average_where_it_was():
@@ -728,7 +791,9 @@ def test_a_bad_step_leaves_the_average_where_it_was():
     for step, good in ((1, True), (2, False)):
         before = {name: average.clone() for name, average in learner.ema.items()}
         learner.begin(step, 10)
-        learner.differentiate(sum(weight.square().sum() for weight in learner.parameters.values()), 1)
+        learner.differentiate(
+            sum(weight.square().sum() for weight in learner.parameters.values()), 1
+        )
         learner.update(torch.tensor(good))
         assert {torch.equal(learner.ema[name], before[name]) for name in before} == {not good}
 
@@ -738,7 +803,9 @@ def test_steps_after_the_tenth_bad_one_do_not_change_what_is_said():
     tally, bad = Tally(torch.device("cpu")), torch.tensor(False)
     for _ in range(13):
         tally.add(torch.tensor([math.nan, 0.0, math.nan, 0.0, 0.0]), bad)
-    with pytest.raises(TrainingStopped, match=r"^step 10: kl is not finite, for the tenth step in a row$"):
+    with pytest.raises(
+        TrainingStopped, match=r"^step 10: kl is not finite, for the tenth step in a row$"
+    ):
         tally.fetch()
 
 
@@ -747,7 +814,9 @@ def test_a_checkpoint_without_some_weights_is_refused():
     parts = {name: dict(part) for name, part in learner.parts().items()}
     for part in ("weights", "ema"):
         lacking = parts | {part: {k: v for k, v in parts[part].items() if k != "stack.blank"}}
-        with pytest.raises(ValueError, match=rf"^'there' has no {part} 'stack\.blank' of shape \(16,\)$"):
+        with pytest.raises(
+            ValueError, match=rf"^'there' has no {part} 'stack\.blank' of shape \(16,\)$"
+        ):
             learner.restore(lacking, "there")
     learner.restore(parts, "there")
 
@@ -782,9 +851,9 @@ def test_bfloat16_with_a_part_of_a_gpu_is_warned_about(device, dtype, share, war
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _warn_of_mps(torch.device(device), dtype)
-    assert [str(w.message).startswith(f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={share}:") for w in caught] == [
-        True
-    ] * warned
+    assert [
+        str(w.message).startswith(f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={share}:") for w in caught
+    ] == [True] * warned
 
 
 def test_a_training_in_bfloat16_asks_about_the_share_of_the_gpu(tmp_path, monkeypatch):

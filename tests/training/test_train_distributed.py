@@ -105,7 +105,9 @@ def test_two_processes_equal_one(name, config, together, tmp_path):
         assert [(name, t.shape) for name, t in ours.items()] == [
             (name, t.shape) for name, t in theirs.items()
         ]
-        one, two = (torch.cat([t.flatten() for t in tensors.values()]) for tensors in (ours, theirs))
+        one, two = (
+            torch.cat([t.flatten() for t in tensors.values()]) for tensors in (ours, theirs)
+        )
         assert relative_error(two, one) < (0.1 if name == "fsdp" else 1e-4)
     model = vssm.load(both)
     assert vssm.generate(model, num=2, length=5).x.isfinite().all()
@@ -154,5 +156,7 @@ def test_killed_worker_ends_the_other_and_the_run_resumes(tmp_path):
     assert shown.messages[-1] == f"resuming {str(folder)!r} at step {step} of 300000"
     steps = [line["step"] for line in log(folder, "train")]
     assert steps == list(range(5, step + 6, 5))
-    rates = [line["learning_rate"] for line in log(folder, "train")]  # a loss may rise in so few steps
+    rates = [
+        line["learning_rate"] for line in log(folder, "train")
+    ]  # a loss may rise in so few steps
     assert all(before < after for before, after in itertools.pairwise(rates))

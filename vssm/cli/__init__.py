@@ -21,10 +21,16 @@ from typing import Any
 
 import tyro
 
+from vssm.checks import check_choice
 from vssm.cli.bench import Bench
 from vssm.cli.data import Data
 from vssm.cli.demo import Demo
-from vssm.cli.errors import box_as_line, mistakes_in_one_line, stopped_by_signal, warnings_in_one_line
+from vssm.cli.errors import (
+    box_as_line,
+    mistakes_in_one_line,
+    stopped_by_signal,
+    warnings_in_one_line,
+)
 from vssm.cli.evaluate import Evaluate
 from vssm.cli.forecast import Forecast
 from vssm.cli.generate import Generate
@@ -34,7 +40,6 @@ from vssm.cli.reproduce import Reproduce
 from vssm.cli.serve import Serve
 from vssm.cli.sweep import Sweep
 from vssm.cli.train import Train
-from vssm.config import check_choice
 
 __all__ = ["COMMANDS", "main"]
 
@@ -90,6 +95,12 @@ def _parse(name: str, arguments: list[str]) -> Any:  # noqa: ANN401
 
 
 def _help() -> str:
-    lines = [f"  {name:<10}{(command.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
-    head, tail = ["usage: vssm COMMAND [options]", ""], ["", "vssm COMMAND --help says what it takes."]
+    lines = [
+        f"  {name:<10}{(command.__doc__ or '').splitlines()[0]}"
+        for name, command in COMMANDS.items()
+    ]
+    head, tail = (
+        ["usage: vssm COMMAND [options]", ""],
+        ["", "vssm COMMAND --help says what it takes."],
+    )
     return "\n".join(head + lines + tail)

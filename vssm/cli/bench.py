@@ -73,7 +73,9 @@ class Bench:
         defaults, allowed = Bench(self.what), inspect.signature(function).parameters
         names = [option.name for option in fields(self) if option.name != "what"]
         given = {
-            name: getattr(self, name) for name in names if getattr(self, name) != getattr(defaults, name)
+            name: getattr(self, name)
+            for name in names
+            if getattr(self, name) != getattr(defaults, name)
         }
         for name, value in given.items():
             if name not in allowed:

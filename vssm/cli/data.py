@@ -33,7 +33,9 @@ class Data(DataOptions):
                 f"out={str(out)!r} would become one of the images; allowed: a file in another folder"
             )
         read = {"series": self.series.path, "text": self.text.path, "arrays": self.arrays.path}
-        check_inputs_stay({f"{name}.path": Path(path) for name, path in read.items() if path}, out=out)
+        check_inputs_stay(
+            {f"{name}.path": Path(path) for name, path in read.items() if path}, out=out
+        )
         data = open_data(config)
         facts = describe(data)
         files = [f"{file['path']}  sha256 {file['sha256']}" for file in facts["files"]]

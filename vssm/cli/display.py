@@ -14,7 +14,9 @@ def show_table(title: str, values: dict[str, Any]) -> None:
 
     table = Table(title=escape(title), show_header=False, title_justify="left")
     for name, value in values.items():
-        table.add_row(escape(name), f"{value:.4f}" if isinstance(value, float) else escape(str(value)))
+        table.add_row(
+            escape(name), f"{value:.4f}" if isinstance(value, float) else escape(str(value))
+        )
     Console().print(table)
 
 

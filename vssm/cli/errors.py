@@ -79,13 +79,14 @@ def stopped_by_signal() -> Iterator[None]:
 def box_as_line(box: str, command: str) -> str:
     """Returns in one line what tyro says of wrong options of a command in a box."""
     # Rules part the box into message, advice and a pointer to the help; without Unicode a title comes first.
-    parts = [" ".join(part.split()) for part in re.split(r"[^\n]*(?:───|---)[^\n]*\n", box.replace("│", " "))]
+    parts = [
+        " ".join(part.split())
+        for part in re.split(r"[^\n]*(?:───|---)[^\n]*\n", box.replace("│", " "))
+    ]
     message, *rest = [part for part in parts if part][0 if "╭" in box else 1 :]
     nearest = re.search(r"--[\w.-]+", rest[0]) if rest and "Perhaps you meant" in rest[0] else None
     # Of an option that may be left out tyro tells how it failed to be None, too.
-    union = (
-        r"no type matching \{None\}\|(?:\{\[)?(\w+).*? could be instantiated from \[(.*?)\]\. Got errors:.*"
-    )
+    union = r"no type matching \{None\}\|(?:\{\[)?(\w+).*? could be instantiated from \[(.*?)\]\. Got errors:.*"
     message = re.sub(union, r"\2 is not allowed; allowed: \1", message)
     hint = f" (did you mean {nearest[0]}?)" if nearest else f"; see vssm {command} --help"
     return message.removesuffix(".") + hint

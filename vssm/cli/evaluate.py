@@ -50,15 +50,22 @@ class Evaluate:
         if self.result is not None:
             check_result_path(self.result)
             if self.splits != "test":
-                raise ValueError(f"splits={self.splits!r} is not allowed with result; allowed: 'test'")
+                raise ValueError(
+                    f"splits={self.splits!r} is not allowed with result; allowed: 'test'"
+                )
         folder = own_copy(self.run_folder)
         if RunFolder(folder).is_in_training():
-            if self.result is not None:  # it would have weights, log and samples of different moments
+            if (
+                self.result is not None
+            ):  # it would have weights, log and samples of different moments
                 raise ValueError(
                     f"result is not for {str(folder)!r}, which is still being trained; "
                     "allowed: once that has ended or was stopped"
                 )
-            print(f"note: {str(folder)!r} is still being trained: its best weights so far", file=sys.stderr)
+            print(
+                f"note: {str(folder)!r} is still being trained: its best weights so far",
+                file=sys.stderr,
+            )
         title = f"{folder}: {self.splits} set"
         try:
             with ProgressBar() as bar:

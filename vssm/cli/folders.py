@@ -30,7 +30,9 @@ def own_copy(folder: Path) -> Path:
             begun.rename(copy)
         finally:
             shutil.rmtree(begun, ignore_errors=True)
-    _, other, missing = filecmp.cmpfiles(shipped, copy, ("config.json", "weights.safetensors"), shallow=False)
+    _, other, missing = filecmp.cmpfiles(
+        shipped, copy, ("config.json", "weights.safetensors"), shallow=False
+    )
     if other or missing:
         raise ValueError(
             f"{str(copy)!r} is there and no copy of the shipped {folder.name!r}; "

@@ -42,9 +42,9 @@ class Forecast:
     """Where to run: auto, cpu or cuda."""
 
     def run(self) -> None:
+        from vssm.checks import choose_device
         from vssm.forecasting.files import check_quantiles, draw_fan, forecast_file, write_quantiles
         from vssm.forecasting.forecaster import Forecaster
-        from vssm.training.loop import choose_device
 
         check_seed(self.seed)
         picture = self.out.with_suffix(".png") if self.out.name else self.out
@@ -64,4 +64,6 @@ class Forecast:
         write_quantiles(made, self.out, self.quantiles)
         draw_fan(made, history, picture, forecaster.meta.context or 96)
         steps = made.mean.shape[0]
-        print(f"forecast: {self.out}  {steps} steps of {len(made.columns)} columns\nfan chart: {picture}")
+        print(
+            f"forecast: {self.out}  {steps} steps of {len(made.columns)} columns\nfan chart: {picture}"
+        )

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from vssm.checks import whole_number
 from vssm.cli.folders import local_folder
 from vssm.cli.options import check_seed, note_idle_recondition
 from vssm.cli.samples import (
@@ -20,7 +21,6 @@ from vssm.cli.samples import (
     write_samples,
     write_texts,
 )
-from vssm.config import whole_number
 from vssm.storage import write_atomically
 
 __all__ = ["Generate"]
@@ -78,7 +78,9 @@ class Generate:
         words = self.prompt is not None and not self.prompt.endswith(".npy")
         out = self.out or Path("samples.txt" if words else "samples.npy")
         if out.suffix not in (".npy", ".txt"):
-            raise ValueError(f"out={str(out)!r} is not allowed; allowed from a server: .npy or .txt")
+            raise ValueError(
+                f"out={str(out)!r} is not allowed; allowed from a server: .npy or .txt"
+            )
         if self.passes != 1:
             raise ValueError(f"passes={self.passes} is not allowed; allowed from a server: 1")
         if self.prompt is not None and self.resume is not None:
@@ -121,19 +123,23 @@ class Generate:
         """Raises, before the work is done, if a file can not be written or would replace one that is read."""
         targets = {"out": out} if self.state is None else {"out": out, "state": self.state}
         check_targets(**targets)
-        prompt = Path(self.prompt) if self.prompt is not None and self.prompt.endswith(".npy") else None
+        prompt = (
+            Path(self.prompt) if self.prompt is not None and self.prompt.endswith(".npy") else None
+        )
         check_inputs_stay({"prompt": prompt, "token_file": self.token_file}, **targets)
         check_inputs_stay({"resume": self.resume}, out=out)  # whose place the new state may take
 
     def _compute(self) -> None:
         import vssm
+        from vssm.checks import choose_device
         from vssm.data import read_meta, steps_left
         from vssm.runs.checkpoint import load_finite
-        from vssm.training.loop import choose_device
 
         out = self.out or Path("samples.npy")
         if out.suffix not in (".npy", ".png", ".txt"):
-            raise ValueError(f"out={str(out)!r} is not allowed; allowed: a name in .npy, .png or .txt")
+            raise ValueError(
+                f"out={str(out)!r} is not allowed; allowed: a name in .npy, .png or .txt"
+            )
         if self.state is not None:
             check_targets(state=self.state)
             check_state_target(self.state)
@@ -148,11 +154,15 @@ class Generate:
             self._check_files(out)
         state = None if self.resume is None else vssm.State.load(self.resume, device)
         if state is not None and state.batch == 1 and (self.num or 1) > 1:
-            state = state.repeat(self.num or 1)  # it ends a sample, which is continued in several ways
+            state = state.repeat(
+                self.num or 1
+            )  # it ends a sample, which is continued in several ways
         prompt = None if self.prompt is None else read_prompt(self.prompt, model, meta).to(device)
         known = 0 if state is None else state.position
         if prompt is not None:
-            model.head.validate(prompt, "prompt", values=False, steps=0)  # else features may count as steps
+            model.head.validate(
+                prompt, "prompt", values=False, steps=0
+            )  # else features may count as steps
             known += prompt.shape[1]
         length = self.length or steps_left(meta, known, "--length")
         num = 16 if self.num is None and prompt is None and state is None else self.num

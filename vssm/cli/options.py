@@ -6,8 +6,16 @@ from typing import Annotated, Self
 
 import tyro
 
-from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig, check_choice, check_number
-from vssm.data import ArraysConfig, DataConfig, ImagesConfig, SeriesConfig, SyntheticConfig, TextConfig
+from vssm.checks import check_choice, check_number
+from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig
+from vssm.data import (
+    ArraysConfig,
+    DataConfig,
+    ImagesConfig,
+    SeriesConfig,
+    SyntheticConfig,
+    TextConfig,
+)
 
 __all__ = ["DataOptions", "RunOptions", "check_seed", "note_idle_recondition"]
 
@@ -54,7 +62,9 @@ class RunOptions(DataOptions):
     Other options apply on top."""
     smoke: bool = False
     """A run of seconds: a tiny model and a few steps."""
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(features=1, head="auto", width=128))
+    model: ModelConfig = field(
+        default_factory=lambda: ModelConfig(features=1, head="auto", width=128)
+    )
     """The model; its features, and a head of "auto", follow the data."""
     train: TrainConfig = field(default_factory=TrainConfig)
 
@@ -98,7 +108,10 @@ def check_seed(seed: int | None) -> None:
 def note_idle_recondition(recondition: bool, chunk: int | None) -> None:
     """Says so if steps are read before the next chunk, but there is no next one."""
     if recondition and chunk is None:
-        print("note: --recondition changes no sample without --chunk: all steps are one", file=sys.stderr)
+        print(
+            "note: --recondition changes no sample without --chunk: all steps are one",
+            file=sys.stderr,
+        )
 
 
 def _value_of(flag: str, arguments: list[str]) -> str | None:

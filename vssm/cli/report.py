@@ -13,7 +13,9 @@ __all__ = ["Report"]
 class Report:
     """Makes one self-contained HTML page from run folders and results."""
 
-    run_folders: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="[RUN ...]")]]
+    run_folders: tyro.conf.Positional[
+        Annotated[tuple[Path, ...], tyro.conf.arg(metavar="[RUN ...]")]
+    ]
     """Run folders to compare."""
     results: Path | None = None
     """A folder of result files."""
@@ -28,7 +30,9 @@ class Report:
 
         if self.page is not None:
             if self.run_folders:
-                raise ValueError("run_folders are for the HTML page, not for page; allowed: results")
+                raise ValueError(
+                    "run_folders are for the HTML page, not for page; allowed: results"
+                )
             print(f"page: {write_page(self.results or Path('results'), self.page)}")
             return
         if not self.run_folders and self.results is None:

@@ -50,4 +50,6 @@ class Reproduce:
         else:
             _, results = places(self.data, self.scale, self.out, self.results)
             folder = shlex.quote(str(results))
-            print(f"all done; for a page of the results: vssm report --results {folder} --page FILE.md")
+            print(
+                f"all done; for a page of the results: vssm report --results {folder} --page FILE.md"
+            )

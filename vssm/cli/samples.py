@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, TYPE_CHECKING, cast
 
-from vssm.config import printable
+from vssm.checks import printable
 from vssm.storage import is_device, why_read_only, write_atomically
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ def check_targets(**paths: Path) -> None:
     """Raises, before the work is done, unless files can be written there, each under a name of its own."""
     for name, path in paths.items():
         if not path.name or path.is_dir() or not path.absolute().parent.is_dir():
-            raise ValueError(f"{name}={str(path)!r} is not allowed; allowed: a file in a folder that exists")
+            raise ValueError(
+                f"{name}={str(path)!r} is not allowed; allowed: a file in a folder that exists"
+            )
         place = path if is_device(path) else path.absolute().parent
         if why := why_read_only(place):
             raise ValueError(
@@ -74,7 +76,9 @@ def check_place_target(state: Path) -> None:
 def read_place(path: Path) -> str:
     """Returns the place to resume from, as a server named it, that a file holds."""
     if not path.exists() or path.is_dir():
-        raise ValueError(f"resume={str(path)!r} is no file; allowed: what --state wrote of a server")
+        raise ValueError(
+            f"resume={str(path)!r} is no file; allowed: what --state wrote of a server"
+        )
     place = _place(path)
     if place is None:
         raise ValueError(
@@ -107,7 +111,9 @@ def read_prompt(prompt: str, model: "Model", meta: "Meta | None") -> "torch.Tens
 
     if not prompt.endswith(".npy"):
         if meta is None or not model.head.tokens:
-            raise ValueError(f"prompt={prompt!r} is not allowed; allowed for this model: a .npy file")
+            raise ValueError(
+                f"prompt={prompt!r} is not allowed; allowed for this model: a .npy file"
+            )
         return meta.encode(prompt)[None]
     array = read_array(prompt)
     if not model.head.tokens:
@@ -133,7 +139,9 @@ def read_prompt(prompt: str, model: "Model", meta: "Meta | None") -> "torch.Tens
         with np.errstate(over="ignore"):  # what is too large becomes infinite, and is named later
             return torch.from_numpy(array.astype(np.float32))
     if array.dtype.kind == "f" and not np.equal(np.mod(array, 1), 0).all():
-        raise ValueError(f"prompt={prompt!r} holds fractions or NaN; allowed for this model: whole numbers")
+        raise ValueError(
+            f"prompt={prompt!r} holds fractions or NaN; allowed for this model: whole numbers"
+        )
     array = array.astype(np.int64)
     return torch.from_numpy(array[None] if array.ndim == 1 else array)
 
@@ -152,11 +160,15 @@ def read_array(prompt: str) -> "np.ndarray":
         except DAMAGED_NPY:  # numpy's own words advise to unpickle
             array = None
     if array is None or array.dtype.kind not in "biuf":
-        raise ValueError(f"prompt={prompt!r} is damaged or holds no numbers; allowed: a .npy file of numbers")
+        raise ValueError(
+            f"prompt={prompt!r} is damaged or holds no numbers; allowed: a .npy file of numbers"
+        )
     return array
 
 
-def write_samples(x: "torch.Tensor", prompt: "torch.Tensor | None", meta: "Meta | None", out: Path) -> None:
+def write_samples(
+    x: "torch.Tensor", prompt: "torch.Tensor | None", meta: "Meta | None", out: Path
+) -> None:
     """Writes an array of the samples alone, or a picture or text of what came first and the samples."""
     import torch
 
@@ -166,13 +178,17 @@ def write_samples(x: "torch.Tensor", prompt: "torch.Tensor | None", meta: "Meta 
         write_array(x.numpy(), out)
         return
     if meta is None:
-        raise ValueError(f"out={str(out)!r} needs a run folder that knows its data; allowed here: .npy")
+        raise ValueError(
+            f"out={str(out)!r} needs a run folder that knows its data; allowed here: .npy"
+        )
     whole = x if prompt is None else torch.cat([prompt.expand(len(x), *prompt.shape[1:]), x], 1)
     if out.suffix == ".png":
         write_atomically(out, lambda path: draw(meta, whole, path))
         return
     if whole.ndim != 2:
-        raise ValueError(f"out={str(out)!r} is for text; allowed for data set {meta.name!r}: .npy, .png")
+        raise ValueError(
+            f"out={str(out)!r} is for text; allowed for data set {meta.name!r}: .npy, .png"
+        )
     print(write_texts([meta.decode(tokens) for tokens in whole], out))
 
 

@@ -15,7 +15,9 @@ __all__ = ["Serve"]
 class Serve:
     """Serves models over HTTP, with a page to play with at /; the shipped ones by default."""
 
-    models: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[RUN ...]")]] = ()
+    models: tyro.conf.Positional[
+        Annotated[tuple[str, ...], tyro.conf.arg(metavar="[RUN ...]")]
+    ] = ()
     """Run folders, names of shipped models or hf://OWNER/NAME, each optionally after NAME=."""
     host: str = "127.0.0.1"
     """The address to listen on; one that others can reach needs --token-file or --insecure."""
@@ -38,8 +40,8 @@ class Serve:
     limits: Settings = field(default_factory=Settings)
 
     def run(self) -> None:
+        from vssm.checks import choose_device
         from vssm.serve.run import read_secret, serve
-        from vssm.training.loop import choose_device
 
         token = None if self.token_file is None else read_secret(self.token_file, "token_file")
         key = None if self.key_file is None else read_secret(self.key_file, "key_file").encode()
@@ -48,8 +50,12 @@ class Serve:
         if self.ray:
             from vssm.serve.cluster import serve_on_ray
 
-            serve_on_ray(self.models, *options, replicas=self.replicas, max_replicas=self.max_replicas)
+            serve_on_ray(
+                self.models, *options, replicas=self.replicas, max_replicas=self.max_replicas
+            )
         else:
             if self.replicas != 1 or self.max_replicas is not None:
-                raise ValueError("replicas and max_replicas are for --ray; allowed: with it, or without them")
+                raise ValueError(
+                    "replicas and max_replicas are for --ray; allowed: with it, or without them"
+                )
             serve(self.models, *options)

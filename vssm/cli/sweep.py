@@ -35,7 +35,11 @@ class Sweep(RunOptions):
             self.ray_address,
         )
         for row in rows:
-            loss = "" if row["validation_loss"] is None else f"  validation loss {row['validation_loss']:.3f}"
+            loss = (
+                ""
+                if row["validation_loss"] is None
+                else f"  validation loss {row['validation_loss']:.3f}"
+            )
             print(f"{row['folder']}: {row['status']}{loss}  {row['reason'] or ''}".rstrip())
         print(f"table: {self.out / 'sweep.json'}")
         failed = sum(row["status"] == "failed" for row in rows)

@@ -26,24 +26,33 @@ class Train(RunOptions):
         from vssm.runs.folder import RunFolder
 
         folder = self.resume or self.out or Path("runs") / f"{self.name}-{self.model.kind}"
-        if self.resume is None and os.environ.get("RANK", "0") == "0":  # the first of several starts the run
+        if (
+            self.resume is None and os.environ.get("RANK", "0") == "0"
+        ):  # the first of several starts the run
             RunFolder(folder).check_new()  # before all that takes time
         from vssm.training.loop import train
 
         if self.resume is not None and (ignored := self._ignored()):
             unused = ", ".join(ignored)
-            print(f"note: --resume keeps the run's own settings and ignores {unused}", file=sys.stderr)
+            print(
+                f"note: --resume keeps the run's own settings and ignores {unused}", file=sys.stderr
+            )
         started, pasted = self.resume is not None, shlex.quote(str(folder))  # as a shell reads it
         try:
             if self.resume is not None:
                 train(None, folder, resume=True)
             else:
                 config = self.run_config()
-                started = not (folder / "config.json").exists()  # else it is another run's, and refused
+                started = not (
+                    folder / "config.json"
+                ).exists()  # else it is another run's, and refused
                 train(config, folder)
         except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
             if started and (folder / "config.json").exists() and not RunFolder(folder).has_ended():
-                print(f"to go on from the last checkpoint: vssm train --resume {pasted}", file=sys.stderr)
+                print(
+                    f"to go on from the last checkpoint: vssm train --resume {pasted}",
+                    file=sys.stderr,
+                )
             raise
         # With several machines the folder may be on another.
         meta = read_meta(folder) if (folder / "config.json").exists() else None

@@ -39,10 +39,14 @@ def open_arrays(config: DataConfig) -> Data:
     maximum = 255 if x.dtype == np.uint8 and x.max() > 1 else 1
     if x.ndim == 4 or x.dtype == np.uint8:
         height, width, channels = x.shape[1:] if x.ndim == 4 else (*x.shape[1:], 1)
-        meta = image_meta("arrays", (height, width, channels), maximum if x.dtype == np.uint8 else None)
+        meta = image_meta(
+            "arrays", (height, width, channels), maximum if x.dtype == np.uint8 else None
+        )
         x = x.reshape(len(x), height, width * channels)
     else:
-        meta = Meta(name="arrays", features=x.shape[2], length=x.shape[1], suggested_head="gaussian-learned")
+        meta = Meta(
+            name="arrays", features=x.shape[2], length=x.shape[1], suggested_head="gaussian-learned"
+        )
     for note in _notes(x, meta, maximum):
         warnings.warn(f"{path}: {note}", stacklevel=3)
 
@@ -74,13 +78,19 @@ def _read(path: Path) -> dict[str, np.ndarray]:
     if isinstance(file, np.ndarray):
         return {"x": file}
     if "x" not in file.files or set(file.files) - {"x", "lengths"}:
-        raise ValueError(f"{path} holds {', '.join(sorted(file.files)) or 'nothing'}; allowed: x, lengths")
-    packed = [member for member in file.zip.infolist() if member.compress_type != zipfile.ZIP_STORED]
+        raise ValueError(
+            f"{path} holds {', '.join(sorted(file.files)) or 'nothing'}; allowed: x, lengths"
+        )
+    packed = [
+        member for member in file.zip.infolist() if member.compress_type != zipfile.ZIP_STORED
+    ]
     check_unpacked(sum(member.file_size for member in packed), path)
     with _damage_named(path):
         if any(member.compress_type != zipfile.ZIP_DEFLATED for member in packed):
             raise ValueError  # numpy packs in this way only, and other ways unpack more than was asked for
-        return {name: np.asarray(file[name]) for name in file.files}  # what is no array comes as bytes
+        return {
+            name: np.asarray(file[name]) for name in file.files
+        }  # what is no array comes as bytes
 
 
 @contextmanager
@@ -88,8 +98,15 @@ def _damage_named(path: Path) -> Iterator[None]:
     """Says which file is damaged instead of numpy's own words, which advise to unpickle."""
     try:
         yield
-    except (*DAMAGED_NPY, zipfile.BadZipFile, zlib.error, RuntimeError):  # which asks for a password
-        raise ValueError(f"{path} is damaged or no file of plain arrays; allowed: .npy or .npz") from None
+    except (
+        *DAMAGED_NPY,
+        zipfile.BadZipFile,
+        zlib.error,
+        RuntimeError,
+    ):  # which asks for a password
+        raise ValueError(
+            f"{path} is damaged or no file of plain arrays; allowed: .npy or .npz"
+        ) from None
 
 
 def _checked(path: Path, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray | None]:
@@ -114,7 +131,9 @@ def _checked(path: Path, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.
         outside = np.flatnonzero((lengths < 1) | (lengths > x.shape[1]))
         if len(outside):
             row = outside[0]
-            raise ValueError(f"{path}: lengths is {lengths[row]} at {row}; allowed: 1 to {x.shape[1]}")
+            raise ValueError(
+                f"{path}: lengths is {lengths[row]} at {row}; allowed: 1 to {x.shape[1]}"
+            )
         x, lengths = x[:, : lengths.max()].copy(), lengths.astype(np.int64)
         x[np.arange(x.shape[1]) >= lengths[:, None]] = 0
     bad = np.argwhere(~np.isfinite(x))

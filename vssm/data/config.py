@@ -89,7 +89,9 @@ class SeriesConfig:
         _check_at_least("series.patch", self.patch, 1)
         _check_at_least("series.season", self.season, 1)
         if self.season > self.context:
-            raise ValueError(f"series.season {self.season} is longer than series.context {self.context}")
+            raise ValueError(
+                f"series.season {self.season} is longer than series.context {self.context}"
+            )
         if self.season > 1 and self.scale not in ("window", "last"):
             raise ValueError(f"series.season {self.season} needs series.scale window or last")
         for name in ("context", "horizon"):
@@ -204,7 +206,13 @@ class DataConfig:
             raise ValueError(f"data set {self.name!r} is unknown; {hint}known: {', '.join(NAMES)}")
         _check_path("dir", self.dir)
         _check_flag("binarize", self.binarize)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
-            raise ValueError(f"seed={self.seed} (--split-seed) is not allowed; allowed: 0 to 2^64 - 1")
+        if (
+            isinstance(self.seed, bool)
+            or not isinstance(self.seed, int)
+            or not 0 <= self.seed < 2**64
+        ):
+            raise ValueError(
+                f"seed={self.seed} (--split-seed) is not allowed; allowed: 0 to 2^64 - 1"
+            )
         if self.binarize and self.name not in ("digits", "mnist"):
             raise ValueError(f"binarize is for grey images (digits, mnist), not for {self.name!r}")

@@ -23,7 +23,9 @@ from vssm.data.config import DataConfig
 from vssm.storage import read_object
 
 _PART = 1 << 22  # values of sequences that are looked at together, once
-LEAST_SPREAD = 0.1  # of a window, in deviations of its column: a constant context must not divide by zero
+LEAST_SPREAD = (
+    0.1  # of a window, in deviations of its column: a constant context must not divide by zero
+)
 
 SPLIT, BINARIZE_TRAIN, BINARIZE_TEST, SYNTHETIC_TRAIN, SYNTHETIC_TEST, DIGITS, ARRAYS = range(7)
 
@@ -143,7 +145,9 @@ class Split:
         return (sums / max(1, done)).tolist()
 
     def batch(
-        self, index: Tensor | np.ndarray | Sequence[int] | slice, device: torch.device | str | None = None
+        self,
+        index: Tensor | np.ndarray | Sequence[int] | slice,
+        device: torch.device | str | None = None,
     ) -> Tensor:
         """Returns the sequences at `index` as a model reads them.
 
@@ -168,7 +172,9 @@ class Split:
         return x if self.patch == 1 else x.unflatten(1, (-1, self.patch)).flatten(2)
 
     def real(
-        self, index: Tensor | np.ndarray | Sequence[int] | slice, device: torch.device | str | None = None
+        self,
+        index: Tensor | np.ndarray | Sequence[int] | slice,
+        device: torch.device | str | None = None,
     ) -> Tensor | None:
         """Returns how many steps of the sequences at `index` are real, (B,); None where all are."""
         if self.lengths is None:
@@ -179,7 +185,9 @@ class Split:
     @property
     def filled(self) -> float:
         """The share of the steps that are real."""
-        return 1.0 if self.lengths is None else float(self.lengths.double().mean()) / self.x.shape[1]
+        return (
+            1.0 if self.lengths is None else float(self.lengths.double().mean()) / self.x.shape[1]
+        )
 
     def to(self, device: torch.device | str) -> "Split":
         """Returns this split on `device`; overlapping windows stay a view of the rows they share."""
@@ -196,7 +204,9 @@ class Split:
     @property
     def _memory(self) -> Tensor:
         """The elements that `x` covers, once each, as a vector."""
-        reach = sum((size - 1) * stride for size, stride in zip(self.x.shape, self.x.stride(), strict=True))
+        reach = sum(
+            (size - 1) * stride for size, stride in zip(self.x.shape, self.x.stride(), strict=True)
+        )
         return self.x.as_strided((reach + 1,), (1,))
 
 
@@ -263,14 +273,18 @@ class Meta:
         Raises a ValueError that names the field where one is missing or can not be.
         """
         if not isinstance(fields, dict):
-            raise ValueError(f"data_meta={fields!r} is not allowed; allowed: the fields of a run's data")
+            raise ValueError(
+                f"data_meta={fields!r} is not allowed; allowed: the fields of a run's data"
+            )
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):
             raise ValueError(f"metadata of data has unknown fields: {', '.join(unknown)}")
         for name in ("name", "features", "length", "suggested_head"):
             if name not in fields:
                 raise ValueError(f"metadata of data has no {name}")
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        values: dict[str, Any] = {
+            k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()
+        }
         meta = cls(**values)
         meta._check()
         return meta
@@ -319,11 +333,14 @@ class Meta:
         features = self.patch * ((1 if self.separate else num) + 2 * len(self.cycles))
         if self.features != features:
             self._refuse(
-                "features", f"{features}, for {num} columns, patch={self.patch} and cycles={self.cycles}"
+                "features",
+                f"{features}, for {num} columns, patch={self.patch} and cycles={self.cycles}",
             )
 
     def _refuse(self, name: str, allowed: str) -> NoReturn:
-        raise ValueError(f"data_meta.{name}={getattr(self, name)!r} is not allowed; allowed: {allowed}")
+        raise ValueError(
+            f"data_meta.{name}={getattr(self, name)!r} is not allowed; allowed: {allowed}"
+        )
 
     def differing(self, other: "Meta") -> Iterator[str]:
         """Gives the names of the fields in which two differ, but for rounding and for how they were read.
@@ -337,7 +354,12 @@ class Meta:
             if field.name in ("time", "fill"):
                 continue
             one, two = getattr(self, field.name), getattr(other, field.name)
-            if field.name in ("mean", "std") and one is not None and two is not None and len(one) == len(two):
+            if (
+                field.name in ("mean", "std")
+                and one is not None
+                and two is not None
+                and len(one) == len(two)
+            ):
                 largest = max(map(abs, (*one, *two)), default=0.0)
                 if all(
                     math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9 * largest)
@@ -364,7 +386,9 @@ class Meta:
             raise ValueError(
                 f"text has characters outside the vocabulary: {unknown}; it is {self.vocabulary!r}"
             )
-        return torch.tensor([position[character] for character in text], dtype=torch.long, device="cpu")
+        return torch.tensor(
+            [position[character] for character in text], dtype=torch.long, device="cpu"
+        )
 
     def decode(self, tokens: Tensor) -> str:
         """Returns the text of one sequence of tokens (T,); bytes that are no UTF-8 become U+FFFD."""
@@ -383,7 +407,9 @@ def read_meta(folder: str | Path) -> Meta | None:
     """Returns what the config.json of a folder says of its data; that of a model alone says nothing."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ValueError(f"{str(folder)!r} has no config.json; allowed: the folder of a run or a model")
+        raise ValueError(
+            f"{str(folder)!r} has no config.json; allowed: the folder of a run or a model"
+        )
     values = read_object(path)
     return Meta.from_json(values["data_meta"]) if "data_meta" in values else None
 
@@ -457,7 +483,11 @@ class Data:
 
 
 def split_at_random(
-    config: DataConfig, meta: Meta, num: int, read: Callable[[np.ndarray], Split], files: Sequence[Path]
+    config: DataConfig,
+    meta: Meta,
+    num: int,
+    read: Callable[[np.ndarray], Split],
+    files: Sequence[Path],
 ) -> Data:
     """Returns `num` sequences as data: a tenth is the test set, and a tenth of the others validation.
 

@@ -18,7 +18,9 @@ def check_values(head: Head, split: Split, name: str) -> None:
     first = 0
     for x in split.parts():
         head.validate(x, name=f"{name} from row {first}", values=False)
-        if head.name in HEADS_IN_UNIT and (x.min() < 0 or x.max() > 1):  # the head is what to change here
+        if head.name in HEADS_IN_UNIT and (
+            x.min() < 0 or x.max() > 1
+        ):  # the head is what to change here
             raise ValueError(
                 f"head={head.name!r} is for values in [0, 1], {name} has others; allowed: 'auto'"
             )

@@ -83,7 +83,9 @@ def locate(
         return _download(remote)
     except (ImportError, OSError, ValueError) as error:  # the errors of requests are OSErrors
         cause: BaseException = error
-        while cause.__context__ is not None:  # requests wraps the one that tells something three times
+        while (
+            cause.__context__ is not None
+        ):  # requests wraps the one that tells something three times
             cause = cause.__context__
         reason = " ".join(str(cause).split())
         raise ValueError(
@@ -96,9 +98,13 @@ def _download(remote: Remote) -> Path:
 
     folder = cache_folder()
     assert folder is not None
-    if (folder / remote.file).is_file():  # another process was quicker; pooch would replace a damaged file
+    if (
+        folder / remote.file
+    ).is_file():  # another process was quicker; pooch would replace a damaged file
         return folder / remote.file
-    return Path(pooch.retrieve(remote.url, f"sha256:{remote.sha256}", fname=remote.file, path=folder))
+    return Path(
+        pooch.retrieve(remote.url, f"sha256:{remote.sha256}", fname=remote.file, path=folder)
+    )
 
 
 def locate_own(path: str, subfolder: str, given: str | None) -> Path:

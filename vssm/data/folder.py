@@ -48,12 +48,16 @@ def open_images(config: DataConfig) -> Data:
     def split(index: np.ndarray) -> Split:
         return Split(x[index], maximum=255)
 
-    return split_at_random(config, image_meta("images", (height, width, channels), 255), num, split, paths)
+    return split_at_random(
+        config, image_meta("images", (height, width, channels), 255), num, split, paths
+    )
 
 
 def _image_files(folder: Path) -> list[Path]:
     """Returns the images of a folder in the order of their names."""
-    files = [Path(entry) for entry in os.scandir(folder) if entry.is_file() and entry.name[0] != "."]
+    files = [
+        Path(entry) for entry in os.scandir(folder) if entry.is_file() and entry.name[0] != "."
+    ]
     images = sorted(path for path in files if path.suffix.lower() in _FORMATS)
     if len(images) < FEWEST:
         raise ValueError(
@@ -101,7 +105,11 @@ def _read_one(path: Path) -> np.ndarray:
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
             pixels = np.asarray(image.convert("L" if mode in _GREY else "RGB"))
     except Exception as error:  # the readers of damaged files raise many kinds
-        raise ValueError(f"{path} is damaged or no image: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"{path} is damaged or no image: {' '.join(str(error).split())}"
+        ) from error
     if mode.startswith(_DEEP):
-        raise ValueError(f"{path} has pixels of more than 8 bits (mode {mode}); save it with 8 bits")
+        raise ValueError(
+            f"{path} has pixels of more than 8 bits (mode {mode}); save it with 8 bits"
+        )
     return pixels.reshape(*pixels.shape[:2], -1)

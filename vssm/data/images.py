@@ -14,7 +14,16 @@ import numpy as np
 import torch
 
 from vssm.data.config import DataConfig
-from vssm.data.dataset import BINARIZE_TEST, BINARIZE_TRAIN, DIGITS, Data, Meta, Split, hold_out, random_bits
+from vssm.data.dataset import (
+    BINARIZE_TEST,
+    BINARIZE_TRAIN,
+    DIGITS,
+    Data,
+    Meta,
+    Split,
+    hold_out,
+    random_bits,
+)
 from vssm.data.files import Remote, check_sha256, locate, read_bytes
 
 Labelled = tuple[np.ndarray, np.ndarray]  # (M, H, W, C) uint8 pixels, (M,) uint8 classes
@@ -87,7 +96,9 @@ def _image_data(
 
     def split(images: np.ndarray, labels: np.ndarray) -> Split:
         x = torch.from_numpy(images.reshape(-1, meta.length, meta.features))
-        return Split(x, torch.from_numpy(labels.astype(np.int64)), 1 if config.binarize else maximum)
+        return Split(
+            x, torch.from_numpy(labels.astype(np.int64)), 1 if config.binarize else maximum
+        )
 
     def binarized(images: np.ndarray, stream: int) -> np.ndarray:
         return _binarize(images, maximum, config.seed, stream) if config.binarize else images
@@ -123,7 +134,9 @@ def open_digits(config: DataConfig) -> Data:
         index = hold_out(len(images), seed=0, fraction=0.2, stream=DIGITS)[part]
         return images[index].astype(np.uint8), np.asarray(labels)[index].astype(np.uint8)
 
-    return _image_data(config, (8, 8, 1), 16, lambda: read(0), lambda: read(1), [], "part of scikit-learn")
+    return _image_data(
+        config, (8, 8, 1), 16, lambda: read(0), lambda: read(1), [], "part of scikit-learn"
+    )
 
 
 def open_mnist(config: DataConfig) -> Data:
@@ -162,9 +175,13 @@ def _parse_idx(content: bytes, shape: tuple[int, ...], path: Path) -> np.ndarray
     header = 4 + 4 * len(shape)
     magic = bytes((0, 0, 8, len(shape)))
     if content[:4] != magic:
-        raise ValueError(f"{path} is no IDX file: it begins with {content[:4].hex()}, not {magic.hex()}")
+        raise ValueError(
+            f"{path} is no IDX file: it begins with {content[:4].hex()}, not {magic.hex()}"
+        )
     if len(content) < header:
-        raise ValueError(f"{path} is truncated: {len(content)} bytes are less than its header of {header}")
+        raise ValueError(
+            f"{path} is truncated: {len(content)} bytes are less than its header of {header}"
+        )
     sizes = struct.unpack(f">{len(shape)}I", content[4:header])
     if sizes != shape:
         raise ValueError(f"{path} holds an array of {sizes}, expected {shape}")
@@ -181,7 +198,9 @@ def open_cifar10(config: DataConfig) -> Data:
     if found.suffix == ".bin":
         files = [found.parent / name for name in _CIFAR10]
         if missing := [str(path) for path in files if not path.is_file()]:
-            raise ValueError(f"cifar10 is incomplete, these files are missing: {', '.join(missing)}")
+            raise ValueError(
+                f"cifar10 is incomplete, these files are missing: {', '.join(missing)}"
+            )
     else:
         files = [found]
     *train, test = _CIFAR10
@@ -199,7 +218,9 @@ def open_cifar10(config: DataConfig) -> Data:
 def _read_cifar10(found: Path, names: list[str]) -> Labelled:
     """Returns the images (M, 32, 32, 3) and classes of some batches, beside `found` or inside it."""
     if found.suffix == ".bin":
-        contents = {name: read_bytes(found.parent / name, limit=_CIFAR10_BYTES + 1) for name in names}
+        contents = {
+            name: read_bytes(found.parent / name, limit=_CIFAR10_BYTES + 1) for name in names
+        }
     else:
         contents = _read_archive(found, names)
     parts = []
@@ -222,7 +243,9 @@ def _read_archive(archive: Path, names: list[str]) -> dict[str, bytes]:
     wanted = {f"cifar-10-batches-bin/{name}": name for name in names}
     contents = {}
     try:
-        with tarfile.open(archive, "r|gz") as tar:  # a stream: going back would mean unpacking again
+        with tarfile.open(
+            archive, "r|gz"
+        ) as tar:  # a stream: going back would mean unpacking again
             for member in tar:
                 if member.name in wanted and member.isfile() and (file := tar.extractfile(member)):
                     contents[wanted[member.name]] = file.read(_CIFAR10_BYTES + 1)
@@ -231,5 +254,7 @@ def _read_archive(archive: Path, names: list[str]) -> dict[str, bytes]:
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{archive} cannot be read: {error}") from error
     if missing := [name for name in names if name not in contents]:
-        raise ValueError(f"{archive} is not the binary version of CIFAR-10: it has no {', '.join(missing)}")
+        raise ValueError(
+            f"{archive} is not the binary version of CIFAR-10: it has no {', '.join(missing)}"
+        )
     return {name: contents[name] for name in names}

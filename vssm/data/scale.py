@@ -42,7 +42,9 @@ class Scale:
         self._fixed = mean, std, meta.windowed, meta.season, meta.patch, meta.separate, self.far
         self._hash = hash(self._fixed)
         self.meta, self.device = meta, torch.device(device)
-        self.mean, self.std = (torch.tensor(v, dtype=torch.float64, device=device) for v in (mean, std))
+        self.mean, self.std = (
+            torch.tensor(v, dtype=torch.float64, device=device) for v in (mean, std)
+        )
         self._variance = (LEAST_SPREAD * self.std).square()
         self._least, self._most = min(std), max(map(abs, mean))
         self._reach = _FAR * np.array(std)
@@ -91,7 +93,12 @@ class Scale:
         return factor, shift
 
     def steps(
-        self, x: Tensor, factor: Tensor, shift: Tensor, clock: Tensor | None = None, since: int | None = None
+        self,
+        x: Tensor,
+        factor: Tensor,
+        shift: Tensor,
+        clock: Tensor | None = None,
+        since: int | None = None,
     ) -> Tensor:
         """Returns what the model reads, (rows, C / patch, features) in float32.
 

@@ -57,7 +57,10 @@ def open_series(config: DataConfig) -> Data:
                 f" + horizon = {options.context} + {options.horizon} = {window}; allowed: less of either"
             )
 
-    for note in (left_out(whole, options), None if table.times is None else uneven_dates(table.times)):
+    for note in (
+        left_out(whole, options),
+        None if table.times is None else uneven_dates(table.times),
+    ):
         if note is not None:
             warnings.warn(f"{path}: {note}", stacklevel=3)
     windowed = options.scale if options.scale in ("window", "last") else None
@@ -76,7 +79,11 @@ def open_series(config: DataConfig) -> Data:
         there = there.T[..., None] if options.separate else there[None]
         steps = np.concatenate([series, np.broadcast_to(phase, (len(series), *phase.shape))], -1)
         x = torch.from_numpy(steps.astype(np.float32)).flatten(0, 1)
-        scaled = None if windowed is None else (options.context, series.shape[-1], windowed, options.season)
+        scaled = (
+            None
+            if windowed is None
+            else (options.context, series.shape[-1], windowed, options.season)
+        )
         if there.all() and not options.separate:
             x = x.unfold(0, window, options.stride).transpose(1, 2)
             return Split(x, scaled=scaled, patch=options.patch)
@@ -124,7 +131,9 @@ def _whole_windows(known: np.ndarray, window: int, stride: int) -> torch.Tensor:
     num, rows, _ = known.shape
     counts = np.concatenate([np.zeros((num, 1, known.shape[2]), int), known.cumsum(1)], 1)
     starts = np.arange(0, rows - window + 1, stride)
-    whole = (2 * (counts[:, starts + window] - counts[:, starts]) >= window).all(-1)  # (series, starts)
+    whole = (2 * (counts[:, starts + window] - counts[:, starts]) >= window).all(
+        -1
+    )  # (series, starts)
     series, index = np.nonzero(whole)
     return torch.from_numpy(series * rows + starts[index])
 
@@ -135,7 +144,9 @@ def _cycles(table: Table, rows: int, path: Path) -> tuple[str, ...]:
         raise ValueError(f"series.time_features needs dates; {path} has no column of dates")
     seconds = (table.times[:rows] - table.times[0]) / np.timedelta64(1, "s")
     step, reach = np.median(np.diff(seconds)), seconds[-1]
-    found = tuple(name for name, period in _CYCLES.items() if 2 * step < period and reach >= 2 * period)
+    found = tuple(
+        name for name, period in _CYCLES.items() if 2 * step < period and reach >= 2 * period
+    )
     if not found:
         raise ValueError(
             f"series.time_features: {path} has steps of {step:g} s over {reach:.12g} s, which hold no whole"

@@ -29,7 +29,9 @@ def describe(data: Data) -> dict[str, Any]:
         "shape": list(train.x.shape[1:]),
         "features": data.meta.features,
         "dtype": str(train.x.dtype).removeprefix("torch."),
-        "range": [bound.item() if train.maximum == 1 else bound.item() / train.maximum for bound in bounds],
+        "range": [
+            bound.item() if train.maximum == 1 else bound.item() / train.maximum for bound in bounds
+        ],
         "splits": {name: len(split) for name, split in splits.items()},
         "split_seed": data.config.seed,
         "suggested_head": data.meta.suggested_head,
@@ -93,7 +95,9 @@ def _draw_images(images: np.ndarray, path: Path) -> None:
     num, height, width, channels = images.shape
     across = min(8, num)
     down = -(-num // across)
-    grid = np.ones((down * across, height + 2, width + 2, channels), np.float32)  # a white frame of one pixel
+    grid = np.ones(
+        (down * across, height + 2, width + 2, channels), np.float32
+    )  # a white frame of one pixel
     grid[:num, 1:-1, 1:-1] = images
     grid = grid.reshape(down, across, height + 2, width + 2, channels).transpose(0, 2, 1, 3, 4)
     grid = grid.reshape(down * (height + 2), across * (width + 2), channels)
@@ -108,12 +112,16 @@ def _draw_lines(meta: Meta, x: np.ndarray, path: Path) -> None:
 
     figure = Figure(figsize=(8, 1.6 * len(x)), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, sequence in zip(figure.subplots(len(x), 1, sharex=True, squeeze=False)[:, 0], x, strict=True):
+    for axes, sequence in zip(
+        figure.subplots(len(x), 1, sharex=True, squeeze=False)[:, 0], x, strict=True
+    ):
         axes.plot(sequence, linewidth=0.8)
         if meta.context is not None:
             axes.axvline(meta.context - 0.5, color="grey", linestyle=":", linewidth=0.8)
     if meta.columns is not None and len(meta.columns) <= 10:
-        figure.axes[0].legend([name.replace("$", r"\$") for name in meta.columns], fontsize=6, ncols=5)
+        figure.axes[0].legend(
+            [name.replace("$", r"\$") for name in meta.columns], fontsize=6, ncols=5
+        )
     figure.savefig(path, format="png", dpi=100)
 
 
@@ -127,10 +135,14 @@ def _draw_text(texts: list[str], path: Path) -> None:
     lines = []
     for text in texts:
         shown = "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
-        lines += [part for line in shown.split("\n") for part in textwrap.wrap(line, 90) or [""]] + ["─" * 90]
+        lines += [
+            part for line in shown.split("\n") for part in textwrap.wrap(line, 90) or [""]
+        ] + ["─" * 90]
     figure = Figure(figsize=(8, 0.17 * len(lines) + 0.2))
     FigureCanvasAgg(figure)
-    figure.text(0.01, 0.99, "\n".join(lines), va="top", family="monospace", fontsize=8, parse_math=False)
+    figure.text(
+        0.01, 0.99, "\n".join(lines), va="top", family="monospace", fontsize=8, parse_math=False
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # drawn as a box
         figure.savefig(path, format="png", dpi=100)

@@ -11,13 +11,26 @@ import numpy as np
 import torch
 
 from vssm.data.config import DataConfig
-from vssm.data.dataset import SYNTHETIC_TEST, SYNTHETIC_TRAIN, Data, Meta, Split, hold_out, random_bits
+from vssm.data.dataset import (
+    SYNTHETIC_TEST,
+    SYNTHETIC_TRAIN,
+    Data,
+    Meta,
+    Split,
+    hold_out,
+    random_bits,
+)
 
 
 def open_synthetic(config: DataConfig) -> Data:
     """Opens waves drawn from the seed; the test set has a fifth as many as the training set."""
     options = config.synthetic
-    meta = Meta(name="synthetic", features=options.features, length=options.length, suggested_head="gaussian")
+    meta = Meta(
+        name="synthetic",
+        features=options.features,
+        length=options.length,
+        suggested_head="gaussian",
+    )
 
     def fit() -> tuple[Split, Split]:
         x = torch.from_numpy(
@@ -29,14 +42,18 @@ def open_synthetic(config: DataConfig) -> Data:
     def test() -> Split:
         num = options.num // 5
         return Split(
-            torch.from_numpy(_waves(num, options.length, options.features, config.seed, SYNTHETIC_TEST))
+            torch.from_numpy(
+                _waves(num, options.length, options.features, config.seed, SYNTHETIC_TEST)
+            )
         )
 
     return Data(config, meta, fit, test, checksum="computed")
 
 
 def _waves(num: int, length: int, features: int, seed: int, stream: int) -> np.ndarray:
-    words = random_bits(seed, stream, 3 * num + -(-num * length * features // 2)).astype("<u8", copy=False)
+    words = random_bits(seed, stream, 3 * num + -(-num * length * features // 2)).astype(
+        "<u8", copy=False
+    )
     f, p, s = (words[: 3 * num].reshape(3, num, 1) >> 11) * 2.0**-53
     f, s = 1 / 64 + f * (1 / 8 - 1 / 64), s / 4
     phase = (f * np.arange(length) + p) % 1  # (M, T), in float64: f t grows with the length

@@ -59,14 +59,20 @@ def left_out(table: Table, options: SeriesConfig) -> str | None:
         for name, cells in table.texts.items()
         if not isinstance(cells, np.ndarray)  # dates by their type
         and name.strip().lower() not in _TIME_NAMES
-        and not (options.time == "none" and _date(cells[0]) is not None)  # dates that are not wanted
+        and not (
+            options.time == "none" and _date(cells[0]) is not None
+        )  # dates that are not wanted
     ]
     if not names:
-        timed = [name for name in table.names if name.strip() and name.strip().lower() in _TIME_NAMES]
+        timed = [
+            name for name in table.names if name.strip() and name.strip().lower() in _TIME_NAMES
+        ]
         note = "of numbers is left out, by its name; --series.columns NAMES takes it"
         return f"column {timed[0]!r} {note}" if timed else None
     odd = {name: _odd_cell(table.texts[name]) for name in names}
-    name = max(names, key=lambda name: any(map(str.isdigit, odd[name][1])))  # more likely meant as numbers
+    name = max(
+        names, key=lambda name: any(map(str.isdigit, odd[name][1]))
+    )  # more likely meant as numbers
     place, cell = odd[name]
     others = [repr(other) for other in names if other != name]
     if len(others) > _MOST_NAMED:
@@ -113,7 +119,9 @@ def read_table(
         raise ValueError(f"{path} has no rows")
     for k, name in enumerate(table.names):
         if name and name in table.names[:k]:
-            raise ValueError(f"{path}: column {name!r} is there twice; allowed: a name for each column")
+            raise ValueError(
+                f"{path}: column {name!r} is there twice; allowed: a name for each column"
+            )
     numeric = np.flatnonzero(np.isfinite(table.values).any(0))
     if not len(numeric):
         raise ValueError(
@@ -136,13 +144,17 @@ def read_table(
     )
 
 
-def _time_column(table: Table, time: str | None, usual: str | None, option: str, path: Path) -> str | None:
+def _time_column(
+    table: Table, time: str | None, usual: str | None, option: str, path: Path
+) -> str | None:
     if time is None and usual in table.texts:
         return usual
     if time is not None:
         if time not in table.texts:
             there = ", ".join(map(repr, table.texts)) or "none"
-            raise ValueError(f"{option}: {time!r} is no column of dates in {path}; available: {there}")
+            raise ValueError(
+                f"{option}: {time!r} is no column of dates in {path}; available: {there}"
+            )
         return time
     named = [name for name in table.texts if name.strip().lower() in _TIME_NAMES]
     typed = [
@@ -163,7 +175,9 @@ def _in_order(cells: Sequence[object]) -> bool:
     return len(dates) == len(cells) and all(a < b for a, b in pairwise(dates))
 
 
-def _times(cells: Sequence[object], name: str, places: list[str], option: str, path: Path) -> np.ndarray:
+def _times(
+    cells: Sequence[object], name: str, places: list[str], option: str, path: Path
+) -> np.ndarray:
     """Returns dates (N,) in seconds or microseconds, once they are in order."""
     if isinstance(cells, np.ndarray):
         times = plain_dates(cells)
@@ -221,7 +235,9 @@ def _read_csv(path: Path) -> Table:
     width = len(rows[0][1])
     for line, row in rows:
         if len(row) != width:
-            raise ValueError(f"{path}: line {line} has {len(row)} cells, the first line has {width}")
+            raise ValueError(
+                f"{path}: line {line} has {len(row)} cells, the first line has {width}"
+            )
     names = tuple(map(str, range(width)))
     if _is_header(rows[0][1], rows[1][1] if len(rows) > 1 else ()):
         names = tuple(name.strip() for name in rows.pop(0)[1])
@@ -232,8 +248,12 @@ def _read_csv(path: Path) -> Table:
         if None in numbers and None not in (flags := [_flag(cell) for cell in column]):
             numbers = flags
         odd = next((k for k, number in enumerate(numbers) if number is None), None)
-        if odd is not None and any(number is not None and np.isfinite(number) for number in numbers):
-            raise ValueError(f"{path}: line {rows[odd][0]}, column {name!r}: {column[odd]!r} is not a number")
+        if odd is not None and any(
+            number is not None and np.isfinite(number) for number in numbers
+        ):
+            raise ValueError(
+                f"{path}: line {rows[odd][0]}, column {name!r}: {column[odd]!r} is not a number"
+            )
         if odd is not None:
             texts[name] = column
         columns.append(np.full(len(rows), np.nan) if odd is not None else np.array(numbers))
@@ -245,14 +265,20 @@ def _is_header(first: Sequence[str], second: Sequence[str]) -> bool:
     """Says whether the first line of a file has names."""
     cells = [_number(cell) for cell in first]
     flagged = any(cell.strip().lower() in _FLAGS for cell in first)
-    if None in cells and not flagged and not any(cell is not None and np.isfinite(cell) for cell in cells):
+    if (
+        None in cells
+        and not flagged
+        and not any(cell is not None and np.isfinite(cell) for cell in cells)
+    ):
         return True
     over_dates = any(
         name.strip()[:1].isalpha() and _number(cell) is None and _date(cell) is not None
         for name, cell in zip(first, second, strict=False)
     )
     counted = (
-        len(first) > 1 and not first[0].strip() and [*first[1:]] == [str(k) for k in range(len(first) - 1)]
+        len(first) > 1
+        and not first[0].strip()
+        and [*first[1:]] == [str(k) for k in range(len(first) - 1)]
     )
     return over_dates or (counted and bool(second) and bool(second[0].strip()))
 
@@ -350,7 +376,9 @@ def _read_parquet(path: Path) -> Table:
         else:  # lists, durations, ...: named among what is left out
             texts[name] = [str(kind)] * table.num_rows
     values = np.stack(columns, 1) if columns else np.empty((table.num_rows, 0))
-    return Table(tuple(names), values, _row_places(table.num_rows), texts=texts, positions=positions)
+    return Table(
+        tuple(names), values, _row_places(table.num_rows), texts=texts, positions=positions
+    )
 
 
 def _row_places(num: int) -> list[str]:
@@ -408,7 +436,9 @@ def filled(table: Table, fill: str | None, path: Path) -> np.ndarray:
     values = fill_gaps(table.values, known, fill)
     if (large := np.abs(values).max(0)).max() > 1e30:
         column = table.names[large.argmax()]
-        raise ValueError(f"{path}: column {column!r} has values up to {large.max():g}, the most is 1e30")
+        raise ValueError(
+            f"{path}: column {column!r} has values up to {large.max():g}, the most is 1e30"
+        )
     return values
 
 
@@ -422,4 +452,6 @@ def fill_gaps(values: np.ndarray, known: np.ndarray, fill: str | None) -> np.nda
     if fill == "previous":
         last = np.maximum.accumulate(np.where(known, steps[:, None], known.argmax(0)))
         return np.take_along_axis(values, last, 0)
-    return np.stack([np.interp(steps, steps[k], v[k]) for k, v in zip(known.T, values.T, strict=True)], 1)
+    return np.stack(
+        [np.interp(steps, steps[k], v[k]) for k, v in zip(known.T, values.T, strict=True)], 1
+    )

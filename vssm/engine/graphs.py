@@ -62,9 +62,15 @@ class _Kept:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.weights: list[Hashable] = []
-        self.held: list[Tensor] = []  # what the programs read stays there, also when the model gets others
-        self.asked: OrderedDict[Hashable, bool] = OrderedDict()  # keys so far, and whether to record them
-        self.programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()  # the last was used last
+        self.held: list[
+            Tensor
+        ] = []  # what the programs read stays there, also when the model gets others
+        self.asked: OrderedDict[Hashable, bool] = (
+            OrderedDict()
+        )  # keys so far, and whether to record them
+        self.programs: OrderedDict[Hashable, Callable[..., Any]] = (
+            OrderedDict()
+        )  # the last was used last
         self.last: _Last | None = None
         self.recorder: Recorder | None = None
         self.stream: torch.cuda.Stream | None = None
@@ -88,7 +94,9 @@ class _Kept:
             self.asked.popitem(last=False)
         if not due:
             return None
-        if self.recorder is None or not self.programs:  # a pool that was given back can not be used again
+        if (
+            self.recorder is None or not self.programs
+        ):  # a pool that was given back can not be used again
             self.recorder = Recorder(device)
         self.held = self.held or [weight.detach() for weight in found_weights(model)]
         self.programs[key] = make(self.recorder)
@@ -118,7 +126,9 @@ class _Kept:
             self.clear()
             return None
         self.programs.move_to_end(key)
-        self.last = None if made is None else self.last  # else it would be started in vain next time
+        self.last = (
+            None if made is None else self.last
+        )  # else it would be started in vain next time
         return made
 
     def forget(self, key: Hashable) -> None:
@@ -205,12 +215,18 @@ def attempt(
             kept.forget(key)
             kept.asked[key] = False
             why = str(error).partition("\n")[0]
-            warnings.warn(f"generating without a CUDA graph, which could not be made: {why}", stacklevel=3)
+            warnings.warn(
+                f"generating without a CUDA graph, which could not be made: {why}", stacklevel=3
+            )
             return None
 
 
 def again(
-    model: nn.Module, device: torch.device, key: Hashable, *inputs: object, question: tuple | None = None
+    model: nn.Module,
+    device: torch.device,
+    key: Hashable,
+    *inputs: object,
+    question: tuple | None = None,
 ) -> Any:  # noqa: ANN401
     """Returns what a program makes that is there already, or None if `attempt` is to find out.
 
@@ -230,7 +246,9 @@ def again(
             return None
         made = kept.replay(model, device, key, program, *inputs)
         if made is not None and question is not None:
-            kept.last = _Last(question, list(map(type, question)), _settings(), device, key, program)
+            kept.last = _Last(
+                question, list(map(type, question)), _settings(), device, key, program
+            )
         return made
 
 

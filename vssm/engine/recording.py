@@ -52,7 +52,10 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.device, self.weights = device, SplitWeights()
         if device.type == "cuda":
-            self.stream, self.pool = torch.cuda.Stream(device, priority=MAIN), torch.cuda.graph_pool_handle()
+            self.stream, self.pool = (
+                torch.cuda.Stream(device, priority=MAIN),
+                torch.cuda.graph_pool_handle(),
+            )
 
     def record(
         self,
@@ -126,7 +129,9 @@ class Recording(Generic[_T]):
             if self._watch is not None:
                 self._watch.look(model)
             with torch.no_grad():
-                copy(map(row_of, self.outputs.leaves()), map(row_of, self._function(model).leaves()))
+                copy(
+                    map(row_of, self.outputs.leaves()), map(row_of, self._function(model).leaves())
+                )
 
 
 class OneShot:
@@ -154,7 +159,8 @@ class OneShot:
         numbers: Iterable[str] = (),
     ) -> None:
         inputs, self.fixed = (
-            tree.map(lambda t: t.clone(memory_format=torch.contiguous_format)) for tree in (inputs, fixed)
+            tree.map(lambda t: t.clone(memory_format=torch.contiguous_format))
+            for tree in (inputs, fixed)
         )
         self.static, self.constants, self.watch = list(inputs.leaves()), constants, watch
         everything = State({**inputs.children, **self.fixed.children})
@@ -211,7 +217,9 @@ class Loop:
         carried: State,
     ) -> None:
         self.recorder, self.step = recorder, step
-        self.carried = carried.map(lambda t: torch.zeros_like(t, memory_format=torch.contiguous_format))
+        self.carried = carried.map(
+            lambda t: torch.zeros_like(t, memory_format=torch.contiguous_format)
+        )
         self._gathered = Gathered(State({"carried": self.carried}))
         self._blocks: dict[int, tuple[list[Tensor], Recording[State]]] = {}
 
@@ -231,7 +239,9 @@ class Loop:
             zero(self.carried.leaves())
         for name in known:
             static, given = self.carried.children[name], carried.children[name]
-            copy(leaves_of(static), leaves_like(static, given))  # a state that was loaded has another order
+            copy(
+                leaves_of(static), leaves_like(static, given)
+            )  # a state that was loaded has another order
         steps = list(feed.leaves())
         length, done = steps[0].shape[1], 0
         made: list[Tensor] = []
@@ -241,13 +251,17 @@ class Loop:
             copy(static, [tensor[:, done : done + size] for tensor in steps])
             recording.replay(model)
             new = list(recording.outputs.leaves())
-            made = made or [tensor.new_empty(len(tensor), length, *tensor.shape[2:]) for tensor in new]
+            made = made or [
+                tensor.new_empty(len(tensor), length, *tensor.shape[2:]) for tensor in new
+            ]
             copy([tensor[:, done : done + size] for tensor in made], new)
             done += size
         outputs = State(dict(zip(recording.outputs.children, made, strict=True)))
         return outputs, self._gathered.own(carried.position + length).child("carried")
 
-    def _block(self, model: nn.Module, feed: State, size: int) -> tuple[list[Tensor], Recording[State]]:
+    def _block(
+        self, model: nn.Module, feed: State, size: int
+    ) -> tuple[list[Tensor], Recording[State]]:
         if size not in self._blocks:
             static = feed.map(lambda t: t[:, :size].clone(memory_format=torch.contiguous_format))
             # To record runs the steps once, which moves what is carried.
@@ -315,4 +329,9 @@ def _steps(
 
 
 def _tensors(values: Iterable[object]) -> list[Tensor]:
-    return [tensor for value in values if isinstance(value, Tensor | State) for tensor in leaves_of(value)]
+    return [
+        tensor
+        for value in values
+        if isinstance(value, Tensor | State)
+        for tensor in leaves_of(value)
+    ]

@@ -13,7 +13,17 @@ from torch import Tensor
 
 from vssm.nn import State
 
-__all__ = ["Gathered", "Later", "copy", "describe", "join", "leaves_like", "leaves_of", "row_of", "zero"]
+__all__ = [
+    "Gathered",
+    "Later",
+    "copy",
+    "describe",
+    "join",
+    "leaves_like",
+    "leaves_of",
+    "row_of",
+    "zero",
+]
 
 # Bytes from which a tensor has memory of its own: to gather it would take longer than to launch another copy,
 # and whoever keeps a small result must not keep a large one.
@@ -55,7 +65,9 @@ class Gathered:
             if row.data_ptr() not in shared:
                 groups.setdefault(i if row.nbytes >= _LARGE else tops[i], []).append(i)
         self.pieces = []
-        self._where: list[tuple] = [()] * len(rows)  # for every tensor its piece, type and layout there
+        self._where: list[tuple] = [()] * len(
+            rows
+        )  # for every tensor its piece, type and layout there
         for group in groups.values():
             parts, starts = _side_by_side([rows[i] for i in group])
             for i, start in zip(group, starts, strict=True):
@@ -99,7 +111,9 @@ class Gathered:
         piece, dtype, layout = self._where[number]
         return pieces[piece].view(dtype).as_strided(*layout)
 
-    def _children(self, names: "_Names", pieces: Mapping[int, Tensor], position: int) -> "_Children":
+    def _children(
+        self, names: "_Names", pieces: Mapping[int, Tensor], position: int
+    ) -> "_Children":
         return {
             name: self._tensor(numbers, pieces)
             if isinstance(numbers, int)
@@ -170,8 +184,12 @@ def _side_by_side(rows: list[Tensor]) -> tuple[list[Tensor], list[int]]:
     sizes = [size for row in rows for size in (row.nbytes, row.storage_offset() * row.itemsize)]
     word = next(word for word in _WORDS if not any(size % word.itemsize for size in sizes))
     gap = torch.empty(_ALIGNED // word.itemsize, dtype=word, device=rows[0].device)
-    pairs = [(row.reshape(-1).view(word), gap[: -row.nbytes % _ALIGNED // word.itemsize]) for row in rows]
-    starts = accumulate((word.itemsize * (len(data) + len(after)) for data, after in pairs[:-1]), initial=0)
+    pairs = [
+        (row.reshape(-1).view(word), gap[: -row.nbytes % _ALIGNED // word.itemsize]) for row in rows
+    ]
+    starts = accumulate(
+        (word.itemsize * (len(data) + len(after)) for data, after in pairs[:-1]), initial=0
+    )
     return [part for pair in pairs for part in pair if len(part)] or [gap[:0]], list(starts)
 
 
@@ -205,7 +223,9 @@ def leaves_like(tree: Tensor | State, other: Tensor | State) -> list[Tensor]:
     if isinstance(tree, Tensor) or isinstance(other, Tensor):
         return leaves_of(other)
     return [
-        leaf for name, child in tree.children.items() for leaf in leaves_like(child, other.children[name])
+        leaf
+        for name, child in tree.children.items()
+        for leaf in leaves_like(child, other.children[name])
     ]
 
 

@@ -27,11 +27,15 @@ class Watch:
 
     _UNSEEN = -(2**62) + 1  # a number that is not there yet
 
-    def __init__(self, show: Callable[[Any, Tensor], None], expected: int, device: torch.device) -> None:
+    def __init__(
+        self, show: Callable[[Any, Tensor], None], expected: int, device: torch.device
+    ) -> None:
         self._show, self._expected, self._device = show, expected, device
         self._looking = False  # whether a number may be on its way
         with torch.inference_mode(False):  # else it could be written to in that mode only
-            self._value = torch.full((), self._UNSEEN, device="cpu", pin_memory=device.type == "cuda")
+            self._value = torch.full(
+                (), self._UNSEEN, device="cpu", pin_memory=device.type == "cuda"
+            )
         self._seen = self._value.numpy()  # the same number, in less time
 
     def look(self, model: nn.Module) -> None:

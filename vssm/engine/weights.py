@@ -63,7 +63,11 @@ def opaque(model: nn.Module) -> bool:
 
 
 def _is_opaque(found: _Found) -> bool:
-    return found.foreign or any(found.hooks) or any(map(dict.__contains__, found.own, repeat("forward")))
+    return (
+        found.foreign
+        or any(found.hooks)
+        or any(map(dict.__contains__, found.own, repeat("forward")))
+    )
 
 
 def _is_foreign(module: nn.Module) -> bool:

@@ -73,7 +73,9 @@ class Classifier(nn.Module):
         height, width, before = shape
         convolutions = []
         for channels, stride in zip(_RECIPE["channels"], _RECIPE["strides"], strict=True):
-            convolutions.append(nn.Conv2d(before, channels, 3, stride, padding=1, dtype=torch.float32))
+            convolutions.append(
+                nn.Conv2d(before, channels, 3, stride, padding=1, dtype=torch.float32)
+            )
             height, width, before = -(-height // stride), -(-width // stride), channels
         self.convolutions = nn.ModuleList(convolutions)
         self.hidden = nn.Linear(height * width * before, _RECIPE["features"], dtype=torch.float32)
@@ -125,14 +127,18 @@ def train_classifier(
             "allowed: floats (num, height, width, channels) with num >= 1"
         )
     if labels.shape != images.shape[:1]:
-        raise ValueError(f"labels has shape {tuple(labels.shape)}; allowed: ({len(images)},), one an image")
+        raise ValueError(
+            f"labels has shape {tuple(labels.shape)}; allowed: ({len(images)},), one an image"
+        )
     if labels.min() < 0 or labels.max() >= num_classes:
         raise ValueError(
             f"labels lie in {int(labels.min())} to {int(labels.max())}; allowed: 0 to {num_classes - 1}"
         )
     height, width, channels = images.shape[1:]
     with torch.random.fork_rng(devices=[]):  # the caller's random state is not ours to move
-        torch.default_generator.manual_seed(_RECIPE["seed"])  # torch.manual_seed would seed GPUs as well
+        torch.default_generator.manual_seed(
+            _RECIPE["seed"]
+        )  # torch.manual_seed would seed GPUs as well
         classifier = Classifier((height, width, channels), num_classes)
     identity = _identity(images, labels, num_classes) if path is not None else ""
     if path is not None and Path(path).is_file():
@@ -172,7 +178,11 @@ def cached_classifier(
 
 
 def _fit(
-    classifier: Classifier, images: Tensor, labels: Tensor, device: torch.device, progress: Progress | None
+    classifier: Classifier,
+    images: Tensor,
+    labels: Tensor,
+    device: torch.device,
+    progress: Progress | None,
 ) -> None:
     generator = torch.Generator().manual_seed(_RECIPE["seed"])
     optimizer = torch.optim.Adam(classifier.parameters(), lr=_RECIPE["learning_rate"])
@@ -182,7 +192,10 @@ def _fit(
         for _ in range(epochs):
             for index in torch.randperm(len(images), generator=generator).split(batch):
                 x = images[index.to(images.device)].float().clamp(0, 1)
-                noise = torch.randn(x.shape, generator=generator, dtype=torch.float32) * _RECIPE["noise"]
+                noise = (
+                    torch.randn(x.shape, generator=generator, dtype=torch.float32)
+                    * _RECIPE["noise"]
+                )
                 logits = classifier(x.to(device) + noise.to(device))
                 loss = F.cross_entropy(logits, labels[index.to(labels.device)].to(device))
                 optimizer.zero_grad()
@@ -272,7 +285,12 @@ def frechet_distance(features_a: Tensor, features_b: Tensor) -> float:
     mean_a, root_a = _gaussian(features_a)
     mean_b, root_b = _gaussian(features_b)
     overlap = torch.linalg.svdvals(root_a @ root_b.T).sum()
-    distance = (mean_a - mean_b).square().sum() + root_a.square().sum() + root_b.square().sum() - 2 * overlap
+    distance = (
+        (mean_a - mean_b).square().sum()
+        + root_a.square().sum()
+        + root_b.square().sum()
+        - 2 * overlap
+    )
     return max(0.0, float(distance))
 
 

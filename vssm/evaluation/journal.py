@@ -67,7 +67,10 @@ class Journal:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is not None:
             self._write()
@@ -81,7 +84,9 @@ class Journal:
             if not isinstance(content, dict) or content.get("subject") != self._subject:
                 return {}
             parts = content.get("parts")
-            return parts if isinstance(parts, dict) and content.get("digest") == _digest(parts) else {}
+            return (
+                parts if isinstance(parts, dict) and content.get("digest") == _digest(parts) else {}
+            )
         except (OSError, ValueError, RecursionError):
             return {}
 

@@ -100,7 +100,9 @@ def ways_to_sample(model: Model, length: int, curves: bool = False) -> dict[str,
     if "passes" in turned and curves:
         ways |= {f"s{s}": {"passes": s} for s in sorted({2, 4, 8, 16, length}) if 1 < s <= length}
         if "chunk" in turned:
-            ways |= {f"w{quarter}_s{s}": {"chunk": quarter, "passes": s} for s in (2, 4) if s < quarter}
+            ways |= {
+                f"w{quarter}_s{s}": {"chunk": quarter, "passes": s} for s in (2, 4) if s < quarter
+            }
     return {name: {"length": length, **options} for name, options in ways.items()}
 
 
@@ -171,13 +173,17 @@ def generation_times(work: Work, repeats: int, curves: bool = False) -> dict[str
     metrics, widest = {}, 1.0
     for done, (name, options) in enumerate(ways.items()):
         work.progress("generation times", done, len(ways))
-        metrics[name], ratio = _milliseconds(partial(generate, model, **options), work.device, repeats)
+        metrics[name], ratio = _milliseconds(
+            partial(generate, model, **options), work.device, repeats
+        )
         widest = max(widest, ratio)
     work.progress("generation times", len(ways), len(ways))
     return {**metrics, "timing_spread": widest}
 
 
-def _milliseconds(call: Callable[[], object], device: torch.device, repeats: int) -> tuple[float, float]:
+def _milliseconds(
+    call: Callable[[], object], device: torch.device, repeats: int
+) -> tuple[float, float]:
     """Returns the median time of a call after a warm-up, and the third quartile over the first."""
 
     def timed() -> float:
@@ -213,16 +219,26 @@ def image_quality(
     train, to_image = work.data.train, work.data.meta.to_image
     assert train.labels is not None
     assert split.labels is not None
-    learnt = to_image(train.batch(slice(None))), train.labels, int(train.labels.max()) + 1, work.device
+    learnt = (
+        to_image(train.batch(slice(None))),
+        train.labels,
+        int(train.labels.max()) + 1,
+        work.device,
+    )
 
     def tell(done: int, total: int) -> None:
         work.progress("classifier", done, total)
 
-    classifier = cached_classifier(*learnt, tell) if path is None else train_classifier(*learnt, tell, path)
+    classifier = (
+        cached_classifier(*learnt, tell) if path is None else train_classifier(*learnt, tell, path)
+    )
     num = min(num_images, len(split))
     real = to_image(split.batch(slice(None)))
     reference = features(classifier, real)
-    hits = classifier.out(reference.to(work.device, torch.float32)).argmax(-1).cpu() == split.labels.cpu()
+    hits = (
+        classifier.out(reference.to(work.device, torch.float32)).argmax(-1).cpu()
+        == split.labels.cpu()
+    )
     floor = features(classifier, to_image(train.batch(spread(len(train), num))))
     metrics = {
         "num_images": num,
@@ -241,10 +257,14 @@ def image_quality(
                 own["prompt"] = prompts[rows.start : rows.stop].to(work.device)
             x = generate(model, num=len(rows), **own).x
             found.append(
-                features(classifier, to_image(torch.cat([own["prompt"], x], 1) if "prompt" in own else x))
+                features(
+                    classifier, to_image(torch.cat([own["prompt"], x], 1) if "prompt" in own else x)
+                )
             )
         made = torch.cat(found)
-        metrics[name] = frechet_distance(made, reference) if torch.isfinite(made).all() else math.nan
+        metrics[name] = (
+            frechet_distance(made, reference) if torch.isfinite(made).all() else math.nan
+        )
         work.journal["images"] = dict(metrics)
     return metrics
 
@@ -261,7 +281,9 @@ def _scored_ways(work: Work, curves: bool) -> dict[str, Options]:
     scored = {"sample": "", "mean": "_mean"} if work.observed == "mean" else {"sample": ""}
     ways = {f"fd_{observe}": {"length": work.length, "observe": observe} for observe in scored}
     if work.cut:
-        ways |= {f"fd_prompted{end}": {**rest, "observe": observe} for observe, end in scored.items()}
+        ways |= {
+            f"fd_prompted{end}": {**rest, "observe": observe} for observe, end in scored.items()
+        }
     return ways
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vssm.checks import choose_device
 from vssm.data import Data, open_data
 from vssm.evaluation.quality import observed, ways_to_sample
 from vssm.models import Model
@@ -23,7 +24,6 @@ from vssm.runs.folder import read_config, read_log
 from vssm.runs.results import write_result
 from vssm.sampling.generation import generate
 from vssm.storage import why_read_only, write_atomically
-from vssm.training.loop import choose_device
 
 __all__ = ["check_result_path", "draw_grid", "keep_result", "shown_ways", "validations"]
 
@@ -39,7 +39,9 @@ def check_result_path(path: Path) -> None:
         raise ValueError(f"result={str(path)!r} is not allowed; allowed: a file that ends in .json")
     first = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not first.is_dir():
-        raise ValueError(f"result={str(path)!r} is not allowed; allowed: a file in a folder of yours")
+        raise ValueError(
+            f"result={str(path)!r} is not allowed; allowed: a file in a folder of yours"
+        )
     if why := why_read_only(first):
         raise ValueError(
             f"result={str(path)!r} can not be written ({why}); allowed: a file in a folder of yours"
@@ -61,7 +63,9 @@ def keep_result(
     check_result_path(path)
     found = folder / "eval.json"
     if not found.is_file():
-        raise ValueError(f"{str(folder)!r} has no eval.json; allowed: a run folder after vssm evaluate")
+        raise ValueError(
+            f"{str(folder)!r} has no eval.json; allowed: a run folder after vssm evaluate"
+        )
     scored = json.loads(found.read_bytes())
     metrics = scored["metrics"] | _training(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +108,9 @@ def validations(folder: Path) -> tuple[dict[str, float | None], dict[str, list[f
     """
     lines = [line for line in read_log(folder) if line["split"] == "valid"]
     bounds = [
-        None if None in (line["reconstruction"], line["kl"]) else line["reconstruction"] - line["kl"]
+        None
+        if None in (line["reconstruction"], line["kl"])
+        else line["reconstruction"] - line["kl"]
         for line in lines
     ]
     # The last that was the best: its weights are kept.

@@ -24,11 +24,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.config import RunConfig, check_choice, check_flag, check_path, whole_number
+from vssm.checks import check_choice, check_flag, check_path, choose_device, whole_number
+from vssm.config import RunConfig
 from vssm.data import Data, open_data, read_meta
 from vssm.data.feed import is_grey
 from vssm.evaluation.journal import Journal
-from vssm.evaluation.quality import Progress, Work, generation_times, image_quality, passes_at_once, spread
+from vssm.evaluation.quality import (
+    Progress,
+    Work,
+    generation_times,
+    image_quality,
+    passes_at_once,
+    spread,
+)
 from vssm.evaluation.quality import dials as dials_of
 from vssm.likelihoods import estimates, reconstruct
 from vssm.models import Autoregressive, Ladder, Model, Variational
@@ -112,7 +120,9 @@ def evaluate_run(
     num_images = whole_number("num_images", num_images, 0)
     if num_images == 1:
         raise ValueError("num_images=1 is not allowed; allowed: 0 for no distances, or 2 and more")
-    max_sequences = None if max_sequences is None else whole_number("max_sequences", max_sequences, 1)
+    max_sequences = (
+        None if max_sequences is None else whole_number("max_sequences", max_sequences, 1)
+    )
     batch = None if batch is None else whole_number("batch", batch, 1)
     given = {
         "num_samples": num_samples,
@@ -131,7 +141,7 @@ def evaluate_run(
         num_samples, num_images = min(num_samples, 10), min(num_images, 256)
         max_sequences = min(max_sequences or 64, 64)
 
-    folder, device = Path(folder), _choose_device(str(device))
+    folder, device = Path(folder), choose_device(str(device))
     measured = _version(folder / "weights.safetensors")
     model = load(folder, device).eval().requires_grad_(False)
     if dials and not dials_of(model):
@@ -163,12 +173,17 @@ def evaluate_run(
     with Journal(path.with_suffix(".part.json"), subject) as journal:
         work = Work(model, data, split, batch, device, progress, journal)
         index, repeats = spread(len(split), max_sequences), 5 if quick else 21
-        metrics = _metrics(work, index, num_samples, num_images, repeats, dials, particles, classifier)
+        metrics = _metrics(
+            work, index, num_samples, num_images, repeats, dials, particles, classifier
+        )
         settings = {**given, "device": device.type, "backend": None}
         if model.config.block == "mamba":
             settings["backend"] = choose_backend("auto", device, torch.float32)
         made = result(
-            folder.resolve().name, _command(folder, given), {**config, "evaluate": settings}, metrics
+            folder.resolve().name,
+            _command(folder, given),
+            {**config, "evaluate": settings},
+            metrics,
         )
         try:
             replaced = _write(path, made, measured)
@@ -207,7 +222,9 @@ def _metrics(
     metrics |= _likelihoods(work, index, num_samples)
     if particles:
         found = _likelihoods(work, index, num_samples, "particles")
-        metrics |= {f"{name}_particles": nats for name, nats in found.items() if "log_likelihood" in name}
+        metrics |= {
+            f"{name}_particles": nats for name, nats in found.items() if "log_likelihood" in name
+        }
     if model.config.head == "bernoulli" and is_grey(work.split):
         metrics = {_pseudo(name): value for name, value in metrics.items() if name != "nats"}
     metrics |= work.journal.measure("times", lambda: generation_times(work, repeats, dials))
@@ -227,7 +244,9 @@ def _write(path: Path, made: dict[str, Any], measured: tuple[int, int, int] | No
     aside, weights = path.with_name(f"{path.name}.old"), path.with_name("weights.safetensors")
     replaced = _version(weights) != measured
     write_result(aside if replaced else path, made)
-    if not replaced and _version(weights) != measured:  # just now: they may have come before it was written
+    if (
+        not replaced and _version(weights) != measured
+    ):  # just now: they may have come before it was written
         replaced = True
         with suppress(FileNotFoundError):  # where the training has set it aside already
             path.replace(aside)
@@ -262,7 +281,9 @@ def _reconstruction(work: Work, index: np.ndarray) -> dict[str, float]:
             add("kl", (kl * real[..., None]).sum(0))  # (T, Z)
             add("aggregate", (q_z.probs * real[..., None, None]).sum(0))  # (T, Z, N)
             add("there", real.sum(0))  # (T,)
-    metrics = {name: float(sums[name]) / len(index) for name in ("mse", "reconstruction") if name in sums}
+    metrics = {
+        name: float(sums[name]) / len(index) for name in ("mse", "reconstruction") if name in sums
+    }
     if "kl" not in sums:
         return metrics
     there = sums["there"][:, None].expand_as(sums["kl"])
@@ -294,7 +315,9 @@ def _likelihoods(
     stage, rows = "likelihoods", work.batch
     if method == "particles":
         stage = "likelihoods by particles"
-        rows *= 8 if work.device.type == "cuda" else 1  # single steps: a GPU wants many rows of each
+        rows *= (
+            8 if work.device.type == "cuda" else 1
+        )  # single steps: a GPU wants many rows of each
     nothing = {"done": 0, "totals": dict.fromkeys(cases, 0.0), "nums": dict.fromkeys(cases, 0)}
     kept = work.journal.get(stage) or nothing
     totals, nums = dict(kept["totals"]), dict(kept["nums"])
@@ -304,7 +327,9 @@ def _likelihoods(
         wanted = list(cases.values())
         found = estimates(model, x, num_samples, wanted, _SEED, rows, real, method, first)
         for (name, (cut, _)), nats in zip(cases.items(), found, strict=True):
-            scored = nats if lengths is None else nats[lengths > cut]  # else nothing follows the cut
+            scored = (
+                nats if lengths is None else nats[lengths > cut]
+            )  # else nothing follows the cut
             totals[name] += float(scored.double().sum())
             nums[name] += len(scored)
         work.journal[stage] = {"done": first + len(x), "totals": dict(totals), "nums": dict(nums)}
@@ -321,23 +346,16 @@ def _likelihoods(
     return metrics
 
 
-def _choose_device(name: str) -> torch.device:
-    there = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    if name == "auto":
-        name = there[:2][-1]
-    elif name == "cuda":
-        name = "cuda:0"
-    if name not in there:
-        raise ValueError(f"device={name!r} is not there; allowed: 'auto', {', '.join(map(repr, there))}")
-    return torch.device(name)
-
-
-def _open_run(folder: Path, model: Model, data_dir: str | Path | None) -> tuple[dict[str, Any], Data]:
+def _open_run(
+    folder: Path, model: Model, data_dir: str | Path | None
+) -> tuple[dict[str, Any], Data]:
     """Returns the config of a run as it was saved, and its data, once they fit the model."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     if not isinstance(config.get("data"), dict):
-        raise ValueError(f"{str(path)!r} has no key 'data'; allowed: a run folder written by vssm train")
+        raise ValueError(
+            f"{str(path)!r} has no key 'data'; allowed: a run folder written by vssm train"
+        )
     try:
         chosen = RunConfig.from_dict({"data": config["data"]}).data
     except ValueError as error:

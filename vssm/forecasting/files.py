@@ -85,7 +85,9 @@ def write_quantiles(made: Forecast, path: str | Path, levels: Sequence[float]) -
         columns[_column_name(level)] = made.quantile(level).flatten().cpu().numpy()
     if path.suffix == ".csv":
         rows = zip(*(_cells(column) for column in columns.values()), strict=True)
-        write_atomically(path, lambda file: _write_csv(file, list(columns), [list(row) for row in rows]))
+        write_atomically(
+            path, lambda file: _write_csv(file, list(columns), [list(row) for row in rows])
+        )
         return
     try:
         import pyarrow
@@ -127,7 +129,11 @@ def draw_fan(made: Forecast, history: Table, path: str | Path, context: int = 96
     FigureCanvasAgg(figure)
     past = history.values[-context:]
     dated = made.times is not None and history.times is not None
-    before = history.times[-len(past) :] if dated and history.times is not None else np.arange(-len(past), 0)
+    before = (
+        history.times[-len(past) :]
+        if dated and history.times is not None
+        else np.arange(-len(past), 0)
+    )
     ahead = made.times if dated and made.times is not None else np.arange(made.samples.shape[-2])
     for k, axes in enumerate(figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]):
         axes.plot(before, past[:, k], color="black", linewidth=0.8, label="history")
@@ -136,7 +142,9 @@ def draw_fan(made: Forecast, history: Table, path: str | Path, context: int = 96
             axes.fill_between(
                 ahead, low, high, color="tab:blue", alpha=0.25, linewidth=0, label=f"{band:.0%}"
             )
-        axes.plot(ahead, made.quantile(0.5)[:, k].cpu(), color="tab:blue", linewidth=1, label="median")
+        axes.plot(
+            ahead, made.quantile(0.5)[:, k].cpu(), color="tab:blue", linewidth=1, label="median"
+        )
         axes.set_ylabel(names[k].replace("$", r"\$"), fontsize=8)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, fontsize=6, ncols=5, loc="outside upper center")  # over no line

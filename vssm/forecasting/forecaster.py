@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.config import check_type, whole_number
+from vssm.checks import check_type, whole_number
 from vssm.data import Meta, read_meta
 from vssm.data.scale import Scale
 from vssm.engine import graphs
@@ -66,7 +66,9 @@ class Forecast:
     def __repr__(self) -> str:
         *series, paths, steps, _ = self.samples.shape
         parts = [*(f"{num} series" for num in series), f"{paths} paths", f"{steps} steps"]
-        dates = "" if self.times is None or not steps else f", from {self.times[0]} to {self.times[-1]}"
+        dates = (
+            "" if self.times is None or not steps else f", from {self.times[0]} to {self.times[-1]}"
+        )
         return f"Forecast({' x '.join(parts)} of {_named(self.columns)}{dates})"
 
     @property
@@ -173,7 +175,9 @@ class Forecaster:
         if meta is None:
             features = model.config.features
             columns = tuple(map(str, range(features)))
-            meta = Meta(name="series", features=features, length=0, suggested_head="", columns=columns)
+            meta = Meta(
+                name="series", features=features, length=0, suggested_head="", columns=columns
+            )
         if meta.columns is None or meta.features != model.config.features:
             raise ValueError(
                 f"meta is of data set {meta.name!r} with {meta.features} features; allowed: data set 'series'"
@@ -187,7 +191,11 @@ class Forecaster:
         self._found: dict[Asked, _Found] = {}
 
     def __repr__(self) -> str:
-        steps = f", context={self.meta.context}, horizon={self.meta.horizon}" if self.meta.context else ""
+        steps = (
+            f", context={self.meta.context}, horizon={self.meta.horizon}"
+            if self.meta.context
+            else ""
+        )
         return f"Forecaster({self.model.config.kind} of {_named(self.columns)}{steps}, on {self.device})"
 
     @classmethod
@@ -224,7 +232,9 @@ class Forecaster:
         meta = read_meta(folder)
         if meta is None or meta.columns is None:
             name = "unknown data" if meta is None else repr(meta.name)
-            raise ValueError(f"{str(run)!r} was trained on {name}; allowed: a run of data set 'series'")
+            raise ValueError(
+                f"{str(run)!r} was trained on {name}; allowed: a run of data set 'series'"
+            )
         return cls(model, meta)
 
     def forecast(
@@ -269,7 +279,9 @@ class Forecaster:
         rows, clock = self._reader.rows(x), self._reader.clock(times)
         num, recorded = len(rows), graphs.usable(self.device)
         scale = self._reader.scale_of(x, samples, horizon)
-        slab, _ = divided(self.model, num, samples, rows.shape[1] // self.meta.patch + self._steps(horizon))
+        slab, _ = divided(
+            self.model, num, samples, rows.shape[1] // self.meta.patch + self._steps(horizon)
+        )
         paths: Tensor | None = None
 
         def finish(made: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
@@ -285,7 +297,9 @@ class Forecaster:
                 # Slabs of one size replay one recording: the last makes some paths again, of the same noise.
                 first = max(0, min(first, num - slab))
             own = slice(first, min(first + slab, num))
-            self._paths_after(rows[own], clock, scale, seed, first, horizon, samples, options, finish)
+            self._paths_after(
+                rows[own], clock, scale, seed, first, horizon, samples, options, finish
+            )
         assert paths is not None
         if asked is not None and recorded and slab == num:
             self._remember(asked, rows, scale, horizon, single)
@@ -317,7 +331,9 @@ class Forecaster:
         """
         return Stream(self, history, times, seed, samples)
 
-    def _remember(self, asked: Asked, rows: Tensor, scale: Scale, horizon: int, single: bool) -> None:
+    def _remember(
+        self, asked: Asked, rows: Tensor, scale: Scale, horizon: int, single: bool
+    ) -> None:
         """Makes `_repeated` answer when the same is asked again; rows are those of the history."""
         trained = self.meta.horizon
         if not isinstance(self.model, Variational) or rows.dtype != asked.dtype:
@@ -336,7 +352,11 @@ class Forecaster:
 
         def fits() -> bool:
             largest = largest_of(values)
-            return largest <= LARGEST and scale.fits(largest) and self._scale.of(values, largest) == scale
+            return (
+                largest <= LARGEST
+                and scale.fits(largest)
+                and self._scale.of(values, largest) == scale
+            )
 
         def finish(made: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
             made = scale.exact(self._points(made, found.horizon))
@@ -363,7 +383,11 @@ class Forecaster:
         finish: Finish,
     ) -> None:
         """Gives `finish` new steps of histories from row `first` on, (rows, S, T, features)."""
-        if is_seed(seed) and isinstance(self.model, Variational) and not set(options) - {"temperature"}:
+        if (
+            is_seed(seed)
+            and isinstance(self.model, Variational)
+            and not set(options) - {"temperature"}
+        ):
             temperature = check_temperature(options.get("temperature", 1.0))
             task = self._task(x, clock, scale, horizon, samples, temperature)
             paths_after(self.model, task, x, clock, seed, first, finish)
@@ -377,7 +401,9 @@ class Forecaster:
             start: dict[str, Any] = {"prompt": prompt, "seed": seed, "rows": rows}
         else:
             start = {"state": observe(self.model, prompt, seed=seed, rows=rows).repeat(samples)}
-        made = generate(self.model, length=self._steps(horizon), observe="sample", **start, **options)
+        made = generate(
+            self.model, length=self._steps(horizon), observe="sample", **start, **options
+        )
         finish(made.x.unflatten(0, (len(x), samples)), factor, shift)
 
     def _task(
@@ -391,7 +417,9 @@ class Forecaster:
     ) -> Task:
         cycles = 0 if clock is None else clock.shape[1]
         steps = self._steps(horizon)
-        _, at_once = divided(self.model, len(rows), samples, rows.shape[1] // self.meta.patch + steps)
+        _, at_once = divided(
+            self.model, len(rows), samples, rows.shape[1] // self.meta.patch + steps
+        )
         return Task(rows.shape, rows.dtype, cycles, scale, samples, steps, temperature, at_once)
 
     def _steps(self, horizon: int) -> int:
@@ -546,7 +574,10 @@ class Stream:
             )
         if self._stale:
             self._renew()
-        scale, steps = forecaster._reader.scale_of(self._points, samples, horizon), forecaster._steps(horizon)
+        scale, steps = (
+            forecaster._reader.scale_of(self._points, samples, horizon),
+            forecaster._steps(horizon),
+        )
         made = forecaster._points(self._paths(steps, samples, options), horizon)
         made = scale.exact(made)
         units = self._factor.to(made), self._shift.to(made)
@@ -561,7 +592,9 @@ class Stream:
         if not self._draws:
             state = state.repeat(samples)
         elif samples < self.samples:
-            rows = torch.arange(state.batch, device=state.device).view(-1, self.samples)[:, :samples]
+            rows = torch.arange(state.batch, device=state.device).view(-1, self.samples)[
+                :, :samples
+            ]
             state = state.select(rows.flatten())
         if isinstance(model, Variational) and not set(options) - {"temperature"}:
             return paths_from(

@@ -47,7 +47,9 @@ def predictor(
         from gluonts.model.forecast import SampleForecast
         from gluonts.model.predictor import Predictor
     except ImportError as error:
-        raise ValueError("predictor needs GluonTS, install it with: pip install 'vssm[forecast]'") from error
+        raise ValueError(
+            "predictor needs GluonTS, install it with: pip install 'vssm[forecast]'"
+        ) from error
 
     forecaster = run if isinstance(run, Forecaster) else Forecaster.load(run, device)
     length = prediction_length or forecaster.meta.horizon
@@ -64,15 +66,23 @@ def predictor(
         ) -> Iterator[SampleForecast]:
             rest, seeds = iter(dataset), count()
             while entries := list(islice(rest, _SERIES_PER_PASS)):
-                made = _forecasts(forecaster, entries, self.prediction_length, num_samples or paths, seeds)
+                made = _forecasts(
+                    forecaster, entries, self.prediction_length, num_samples or paths, seeds
+                )
                 for entry, samples in zip(entries, made, strict=True):
-                    yield SampleForecast(samples, forecast_start(entry), item_id=entry.get("item_id"))
+                    yield SampleForecast(
+                        samples, forecast_start(entry), item_id=entry.get("item_id")
+                    )
 
     return RunPredictor(prediction_length=length)
 
 
 def _forecasts(
-    forecaster: Forecaster, entries: list[dict[str, Any]], horizon: int, paths: int, seeds: Iterator[int]
+    forecaster: Forecaster,
+    entries: list[dict[str, Any]],
+    horizon: int,
+    paths: int,
+    seeds: Iterator[int],
 ) -> list[np.ndarray]:
     """Returns the paths of each entry, (S, H), or (S, H, D) of entries with several columns.
 

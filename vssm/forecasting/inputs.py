@@ -11,10 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.config import check_choice, whole_number
+from vssm.checks import check_choice, whole_number
 from vssm.data.dates import calendar_step, plain_dates, uneven_dates, usual_step
 
-__all__ = ["Asked", "History", "asked_for", "check_horizon", "check_options", "check_order", "continued"]
+__all__ = [
+    "Asked",
+    "History",
+    "asked_for",
+    "check_horizon",
+    "check_options",
+    "check_order",
+    "continued",
+]
 __all__ += ["dates_of", "double", "is_seed", "largest_of", "numbers"]
 
 History = Tensor | np.ndarray | Sequence
@@ -49,24 +57,32 @@ def _array(values: object) -> np.ndarray:
 
 def _by_name(name: str, values: History, columns: tuple[str, ...]) -> History:
     """Returns the columns of a table of pandas, or the cells of a row, in order; other values as they are."""
-    if isinstance(values, list | tuple) and values and hasattr(values[0], "columns"):  # tables of many series
+    if (
+        isinstance(values, list | tuple) and values and hasattr(values[0], "columns")
+    ):  # tables of many series
         return [np.asarray(_by_name(name, table, columns)) for table in values]
     labels = getattr(values, "columns", getattr(values, "index", ()))
     labels = () if callable(labels) else list(labels)  # a list has a method of that name
-    if not any(isinstance(label, str) for label in labels):  # numbers of columns and dates of rows name none
+    if not any(
+        isinstance(label, str) for label in labels
+    ):  # numbers of columns and dates of rows name none
         return values
     missing = [column for column in columns if column not in labels]
     if not missing:
         return values[list(columns)]  # type: ignore[index]
     if all(map(str.isdecimal, columns)):  # what the model was trained on had no names
         return values
-    raise ValueError(f"{name} has no column {missing[0]!r}; allowed: {', '.join(columns)}, in any order")
+    raise ValueError(
+        f"{name} has no column {missing[0]!r}; allowed: {', '.join(columns)}, in any order"
+    )
 
 
 # By NumPy, which calls no other threads: to wake them takes longer than to do it.
 def double(x: Tensor) -> Tensor:
     """Returns numbers on a CPU in float64."""
-    return torch.from_numpy(x.numpy().astype(np.float64)) if x.dtype == torch.float32 else x.double()
+    return (
+        torch.from_numpy(x.numpy().astype(np.float64)) if x.dtype == torch.float32 else x.double()
+    )
 
 
 def largest_of(values: np.ndarray) -> float:
@@ -90,7 +106,9 @@ def dates_of(times: np.ndarray | None, num: int, of: str) -> np.ndarray | None:
 def check_order(dates: np.ndarray) -> None:
     """Raises unless dates are known and follow each other."""
     if np.isnat(dates).any():
-        raise ValueError(f"times has no date at step {int(np.isnat(dates).argmax())}; allowed: all of them")
+        raise ValueError(
+            f"times has no date at step {int(np.isnat(dates).argmax())}; allowed: all of them"
+        )
     late = ~(dates[1:] > dates[:-1])
     if late.any():
         k = int(late.argmax()) + 1
@@ -121,7 +139,9 @@ def continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:
     last = times[-1].astype("datetime64[M]")
     new = last + months * ahead * month
     if from_end:
-        return (new + month).astype("datetime64[s]") - ((last + month).astype("datetime64[s]") - times[-1])
+        return (new + month).astype("datetime64[s]") - (
+            (last + month).astype("datetime64[s]") - times[-1]
+        )
     return new.astype("datetime64[s]") + (times[-1] - last.astype("datetime64[s]"))
 
 
@@ -130,7 +150,9 @@ def check_horizon(horizon: int | None, samples: int, trained: int | None) -> int
     if horizon is None:
         horizon = trained
     if horizon is None:
-        raise ValueError("horizon=None needs a run that knows its own; allowed: a whole number >= 1")
+        raise ValueError(
+            "horizon=None needs a run that knows its own; allowed: a whole number >= 1"
+        )
     horizon, _ = whole_number("horizon", horizon, 1), whole_number("samples", samples, 1)
     if trained is not None and horizon > trained:
         warnings.warn(
@@ -167,10 +189,19 @@ def asked_for(
     options: dict[str, Any],
 ) -> Asked | None:
     """Returns what is asked for if it can be told from what was asked before, or None."""
-    if type(history) is not Tensor or not history.is_cpu or history.requires_grad or times is not None:
+    if (
+        type(history) is not Tensor
+        or not history.is_cpu
+        or history.requires_grad
+        or times is not None
+    ):
         return None
     temperature = options.get("temperature", 1.0)
-    if len(options) > ("temperature" in options) or type(temperature) is not float or not is_seed(seed):
+    if (
+        len(options) > ("temperature" in options)
+        or type(temperature) is not float
+        or not is_seed(seed)
+    ):
         return None
     # Types are looked at since True, 1 and 1.0 are equal, but not equally right.
     if type(samples) is not int or not (horizon is None or type(horizon) is int):

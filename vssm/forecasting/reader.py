@@ -56,7 +56,9 @@ class Reader:
             )
         times = dates_of(times, x.shape[1], "history")
         if times is None and self._meta.cycles:
-            raise ValueError("times is needed: the model was trained with the time features of its data")
+            raise ValueError(
+                "times is needed: the model was trained with the time features of its data"
+            )
         context = self._meta.context or x.shape[1]
         x, known = x[:, -context:].cpu(), None
         x = x if x.dtype == torch.float32 else double(x)
@@ -78,9 +80,13 @@ class Reader:
     def _check_steps(self, steps: int) -> None:
         season, patch = self._meta.season, self._meta.patch
         if steps < season:
-            raise ValueError(f"history has {steps} steps; allowed: {season} or more, a season of the run")
+            raise ValueError(
+                f"history has {steps} steps; allowed: {season} or more, a season of the run"
+            )
         if steps < patch:
-            raise ValueError(f"history has {steps} steps; allowed: {patch} or more, a step of the model")
+            raise ValueError(
+                f"history has {steps} steps; allowed: {patch} or more, a step of the model"
+            )
 
     def check_known(self, known: Tensor) -> None:
         """Raises where more is missing than the run can fill."""
@@ -106,7 +112,9 @@ class Reader:
         values, series = x.numpy(), len(x)
         scale = self.scale.of(values, largest_of(values))
         size = series * samples * horizon * len(self._columns) * (8 if scale.far else 4)
-        check_bytes(f"samples={samples} and horizon={horizon} of {series} series", size, self._device)
+        check_bytes(
+            f"samples={samples} and horizon={horizon} of {series} series", size, self._device
+        )
         return scale
 
     def scaled(self, x: Tensor, times: np.ndarray | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,7 +124,12 @@ class Reader:
         return self.prompt(rows, factor, shift, times), factor, shift
 
     def prompt(
-        self, rows: Tensor, factor: Tensor, shift: Tensor, times: np.ndarray | None, since: int | None = None
+        self,
+        rows: Tensor,
+        factor: Tensor,
+        shift: Tensor,
+        times: np.ndarray | None,
+        since: int | None = None,
     ) -> Tensor:
         """Returns what the model reads of rows, on its device."""
         x = self._on_host.steps(rows, factor, shift, self.clock(times), since)

@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.config import ModelConfig, RunConfig, TrainConfig, check_choice, whole_number
+from vssm.checks import check_choice, choose_device, whole_number
+from vssm.config import ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, SeriesConfig
 from vssm.data.files import locate_own
 from vssm.data.table import Table, filled, read_table, select
@@ -35,7 +36,7 @@ from vssm.forecasting.forecaster import Forecaster
 from vssm.forecasting.metrics import scores
 from vssm.runs.folder import RunFolder
 from vssm.runs.results import result, write_result
-from vssm.training.loop import choose_device, train
+from vssm.training.loop import train
 
 __all__ = ["Comparison", "compare", "main"]
 
@@ -43,7 +44,9 @@ _OURS = ("vssm", "tvae", "rnn", "vrnn", "ssm", "transformer")
 _PEERS = ("naive", "deepar")
 _WINDOWS_PER_PASS = 32
 _CALIBRATION_WINDOWS = 32
-_CALIBRATION_OVERLAP = 4  # validation parts are short: windows that start every quarter of a horizon
+_CALIBRATION_OVERLAP = (
+    4  # validation parts are short: windows that start every quarter of a horizon
+)
 _TEMPERATURES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
 _DEEPAR_MOST = 200_000  # path steps of a timing; beyond, DeepAR would take minutes
 
@@ -187,7 +190,9 @@ class _Task:
             first, end = self.train_rows, first
         last = end - series.horizon
         if last < first or first < series.context:
-            raise ValueError(f"{series.path} has {len(values)} rows, too few for a window of {options.part}")
+            raise ValueError(
+                f"{series.path} has {len(values)} rows, too few for a window of {options.part}"
+            )
         starts = np.arange(first, last + 1, options.stride or series.horizon)
         if options.windows is not None and options.windows < len(starts):
             starts = starts[np.arange(options.windows) * len(starts) // options.windows]
@@ -218,7 +223,9 @@ def _forecaster(
     assert run is not None
     run.finish()
     forecaster = Forecaster.load(run.folder, choose_device(options.train.device))
-    temperature = _calibrated(forecaster, task) if options.calibrate and options.part == "test" else 1.0
+    temperature = (
+        _calibrated(forecaster, task) if options.calibrate and options.part == "test" else 1.0
+    )
     variants: dict[str, dict[str, Any]] = {kind: {"temperature": temperature}, f"{kind}_t1": {}}
     if temperature == 1:
         variants = {kind: {}}
@@ -231,7 +238,9 @@ def _forecaster(
     made[kind]["parameters"] = sum(p.numel() for p in forecaster.model.parameters())
     one = _first_column(forecaster)
     for series, paths, steps in shapes:
-        history = np.random.default_rng(0).normal(size=(series, options.series.context, len(one.columns)))
+        history = np.random.default_rng(0).normal(
+            size=(series, options.series.context, len(one.columns))
+        )
         dates = np.arange(history.shape[1]).astype("datetime64[h]").astype("datetime64[s]")
         made[kind][f"ms_{series}x{paths}x{steps}"] = _milliseconds(
             lambda h=history, s=steps, p=paths, t=dates: one.forecast(h, s, p, t).samples.cpu()
@@ -241,7 +250,9 @@ def _forecaster(
 
 def _model(kind: str, options: Comparison) -> ModelConfig:
     """Returns the model of a kind; levels are for vssm."""
-    return replace(options.model, kind=kind, **({} if kind == "vssm" else {"levels": 1, "spans": ()}))
+    return replace(
+        options.model, kind=kind, **({} if kind == "vssm" else {"levels": 1, "spans": ()})
+    )
 
 
 def _calibrated(forecaster: Forecaster, task: _Task) -> float:
@@ -249,7 +260,10 @@ def _calibrated(forecaster: Forecaster, task: _Task) -> float:
     stride = max(1, task.options.series.horizon // _CALIBRATION_OVERLAP)
     options = replace(task.options, part="valid", windows=_CALIBRATION_WINDOWS, stride=stride)
     valid = _Task(options, task.table, task.values)
-    found = {t: valid.score(_rolled(forecaster, valid, {"temperature": t}))["crps"] for t in _TEMPERATURES}
+    found = {
+        t: valid.score(_rolled(forecaster, valid, {"temperature": t}))["crps"]
+        for t in _TEMPERATURES
+    }
     return min(found, key=found.__getitem__)
 
 
@@ -262,8 +276,14 @@ def _rolled(forecaster: Forecaster, task: _Task, ways: dict[str, Any]) -> Tensor
         pairs = zip(task.history, dates, strict=True)
         made = (forecaster.forecast(h, horizon, samples, t, **ways).samples for h, t in pairs)
         return torch.stack([paths.cpu() for paths in made])
-    parts = [task.history[k : k + _WINDOWS_PER_PASS] for k in range(0, len(task.history), _WINDOWS_PER_PASS)]
-    made = (forecaster.forecast(h, horizon, samples, seed=k, **ways).samples for k, h in enumerate(parts))
+    parts = [
+        task.history[k : k + _WINDOWS_PER_PASS]
+        for k in range(0, len(task.history), _WINDOWS_PER_PASS)
+    ]
+    made = (
+        forecaster.forecast(h, horizon, samples, seed=k, **ways).samples
+        for k, h in enumerate(parts)
+    )
     return torch.cat([paths.cpu() for paths in made])
 
 
@@ -272,8 +292,12 @@ def _first_column(forecaster: Forecaster) -> Forecaster:
     meta = forecaster.meta
     if not meta.separate or meta.columns is None:
         return Forecaster(forecaster.model, replace(meta, horizon=None))
-    ends = {key: None if (value := getattr(meta, key)) is None else value[:1] for key in ("mean", "std")}
-    return Forecaster(forecaster.model, replace(meta, columns=meta.columns[:1], horizon=None, **ends))
+    ends = {
+        key: None if (value := getattr(meta, key)) is None else value[:1] for key in ("mean", "std")
+    }
+    return Forecaster(
+        forecaster.model, replace(meta, columns=meta.columns[:1], horizon=None, **ends)
+    )
 
 
 def _naive(task: _Task) -> Tensor:
@@ -337,7 +361,9 @@ def _milliseconds(call: Callable[[], object]) -> float:
 def _shape(text: str) -> tuple[int, int, int]:
     parts = text.split("x")
     if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"shapes={text!r} is not allowed; allowed: SERIESxPATHSxSTEPS, as 1x100x336")
+        raise ValueError(
+            f"shapes={text!r} is not allowed; allowed: SERIESxPATHSxSTEPS, as 1x100x336"
+        )
     return int(parts[0]), int(parts[1]), int(parts[2])
 
 

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from vssm import noise
-from vssm.config import RunConfig, whole_number
+from vssm.checks import whole_number
+from vssm.config import RunConfig
 from vssm.data import Data, Meta, open_data
 from vssm.distributions import Latents
 from vssm.likelihoods import log_likelihood
@@ -80,7 +81,10 @@ def chunked_bits(model: Variational, x: Tensor, chunk: int, num_samples: int = 2
         >>> 0 < bits < 8
         True
     """
-    chunk, num_samples = whole_number("chunk", chunk, 1), whole_number("num_samples", num_samples, 1)
+    chunk, num_samples = (
+        whole_number("chunk", chunk, 1),
+        whole_number("num_samples", num_samples, 1),
+    )
     q_z, p_z = model.posterior(x)[0], _chunked_prior(model, x, chunk)
     rows = torch.arange(len(x), device=x.device)
     shape = (0, x.shape[1], model.config.latents)
@@ -145,7 +149,9 @@ def compare_text(folders: Sequence[Path], options: TextComparison) -> dict[str, 
             for chunk in sorted({length, *(c for c in options.chunks if c < length)}, reverse=True):
                 own = {"chunk": chunk, "recondition": True} if chunk < length else {}
                 if isinstance(model, Variational):
-                    numbers[f"bits_per_char_w{chunk}"] = _chunked(model, x, chunk, options.num_samples)
+                    numbers[f"bits_per_char_w{chunk}"] = _chunked(
+                        model, x, chunk, options.num_samples
+                    )
                 numbers[f"ms_w{chunk}"] = _milliseconds(model, length, own)
                 ways[f" W = {chunk}"] = own
             del ways[""]
@@ -155,7 +161,9 @@ def compare_text(folders: Sequence[Path], options: TextComparison) -> dict[str, 
         for way, own in ways.items():
             samples[f"{name}{way}"] = _sample(model, meta, options.prompt, own)
             print(f"--- {name}{way}\n{samples[f'{name}{way}']}")
-    made = result("text", f"python -m vssm.lab.compare_text {shlex.join(sys.argv[1:])}", settings, metrics)
+    made = result(
+        "text", f"python -m vssm.lab.compare_text {shlex.join(sys.argv[1:])}", settings, metrics
+    )
     made["samples"] = samples
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +176,9 @@ def _open(folder: Path, device: str) -> tuple[Model, Data]:
     config = json.loads((folder / "config.json").read_text())
     name = config.get("data", {}).get("name", "unknown data")
     if name != "text":
-        raise ValueError(f"{str(folder)!r} was trained on {name!r}; allowed: a run of data set 'text'")
+        raise ValueError(
+            f"{str(folder)!r} was trained on {name!r}; allowed: a run of data set 'text'"
+        )
     return model, open_data(RunConfig.from_dict({"data": config["data"]}).data)
 
 
@@ -237,7 +247,9 @@ def _milliseconds(model: Model, length: int, ways: dict[str, Any]) -> float:
 
 def _sample(model: Model, meta: Meta, prompt: str, ways: dict[str, Any]) -> str:
     tokens = _encode_prompt(meta, prompt).to(next(model.parameters()).device)
-    made = generate(model, prompt=tokens, length=meta.length - tokens.shape[1], observe="sample", **ways).x
+    made = generate(
+        model, prompt=tokens, length=meta.length - tokens.shape[1], observe="sample", **ways
+    ).x
     return prompt + meta.decode(made[0].cpu())
 
 

@@ -38,7 +38,9 @@ def demo(folder: Path) -> None:
         print(f"\n== {kind}: train on digits", flush=True)
         config = RunConfig(
             data=DataConfig(name="digits"),
-            model=ModelConfig(kind=kind, features=8, width=96, layers=2, heads=4, latents=12, classes=16),
+            model=ModelConfig(
+                kind=kind, features=8, width=96, layers=2, heads=4, latents=12, classes=16
+            ),
             train=TrainConfig(epochs=_EPOCHS[kind], batch=64, learning_rate=3e-3),
         )
         models[kind] = vssm.load(train(config, folder / kind))
@@ -62,7 +64,9 @@ def demo(folder: Path) -> None:
     print(f"\n{time.perf_counter() - start:.0f} seconds in all. Look at:")
     for path in (page, *pictures):
         print(f"  {path}")
-    program = "vssm" if shutil.which("vssm") else shlex.quote(str(Path(sys.executable).with_name("vssm")))
+    program = (
+        "vssm" if shutil.which("vssm") else shlex.quote(str(Path(sys.executable).with_name("vssm")))
+    )
     print(
         "Try next:\n"
         f"  {program} generate {shlex.quote(str(folder / 'vssm'))} --num 64 --out samples.png\n"
@@ -76,7 +80,9 @@ def _clear(folder: Path) -> None:
     """Makes the folder anew; one that is not the demo's own is left alone."""
     if folder.exists() and any(folder.iterdir()):
         if not (folder / "DEMO").is_file():
-            raise ValueError(f"out={str(folder)!r} is not empty and not a demo's; allowed: a new folder")
+            raise ValueError(
+                f"out={str(folder)!r} is not empty and not a demo's; allowed: a new folder"
+            )
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "DEMO").write_text(_MARK)
@@ -133,7 +139,9 @@ def _race(models: dict[str, Model], folder: Path) -> None:
         times = "".join(f"{metrics[f'{kind}_ms_b1_t{length}']:14.2f}" for kind in models)
         print(f"{length:6d}  {times}", flush=True)
     (folder / "results").mkdir()
-    text = json.dumps(result("generate_demo", "vssm demo", {"width": 96, "layers": 2}, metrics), indent=2)
+    text = json.dumps(
+        result("generate_demo", "vssm demo", {"width": 96, "layers": 2}, metrics), indent=2
+    )
     write_atomically(folder / "results" / "generate_demo.json", lambda path: path.write_text(text))
 
 

@@ -31,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vssm.checks import choose_device
 from vssm.config import RunConfig, TrainConfig
 from vssm.data import DataConfig, open_data
 from vssm.evaluation.result import draw_grid, validations
@@ -43,7 +44,6 @@ from vssm.runs.folder import FREE, RunFolder, read_config
 from vssm.runs.labels import is_number
 from vssm.runs.results import result, write_result
 from vssm.storage import why_read_only
-from vssm.training.loop import choose_device
 from vssm.training.progress import Progress, choose_progress
 
 __all__ = ["places", "reproduce"]
@@ -120,14 +120,20 @@ def reproduce(
     start = time.monotonic()
     chosen = choose_scale(data, scale, kinds, learning_rates, seeds, epochs, grid_epochs)
     if minutes is not None and (not minutes > 0 or ray_address is not None):
-        raise ValueError(f"minutes={minutes!r} is not allowed; allowed: a number > 0, without ray_address")
+        raise ValueError(
+            f"minutes={minutes!r} is not allowed; allowed: a number > 0, without ray_address"
+        )
     out, results = places(data, scale, out, results)
     whole = chosen.grid_epochs == chosen.epochs
     most = 1 if whole else len(chosen.learning_rates)
     if isinstance(finalists, bool) or not isinstance(finalists, int) or not 1 <= finalists <= most:
         raise ValueError(
             f"finalists={finalists!r} is not allowed; allowed: "
-            + ("1, as every rate is trained to the end" if whole else f"1 to {most}, the rates of the grid")
+            + (
+                "1, as every rate is trained to the end"
+                if whole
+                else f"1 to {most}, the rates of the grid"
+            )
         )
     options = _options(scale, learning_rates, epochs, grid_epochs, finalists)
     deadline = None if minutes is None else start + 60 * minutes
@@ -164,13 +170,18 @@ def reproduce(
             if stage == "seeds":
                 _draw_again(plan, configs[name], folder / name, show)
         if done:
-            show.message(f"{stage}: {len(done)} of {len(configs)} are in {results} already and not run again")
+            show.message(
+                f"{stage}: {len(done)} of {len(configs)} are in {results} already and not run again"
+            )
         _run(left, folder, plan, stage, ray_address, _Until(show, deadline))
 
     failure = None
     try:
         run(grid, out / ("runs" if whole else "grid"), "grid")
-        ranked = {kind: _ranked(plan, grid, kind, "grid") or [min(chosen.learning_rates)] for kind in kinds}
+        ranked = {
+            kind: _ranked(plan, grid, kind, "grid") or [min(chosen.learning_rates)]
+            for kind in kinds
+        }
         finals = {
             f"{kind}-lr{rate!r}-seed0": config_of(base, chosen.epochs, kind, rate, 0)
             for kind in kinds
@@ -182,13 +193,17 @@ def reproduce(
         run(finals, out / "runs", "finals")
         rates = {kind: (_ranked(plan, finals, kind, "finals") or ranked[kind])[0] for kind in kinds}
         seeded = {
-            f"{kind}-lr{rates[kind]!r}-seed{seed}": config_of(base, chosen.epochs, kind, rates[kind], seed)
+            f"{kind}-lr{rates[kind]!r}-seed{seed}": config_of(
+                base, chosen.epochs, kind, rates[kind], seed
+            )
             for seed in chosen.seeds  # every kind once before any twice
             for kind in kinds
         }
         run(seeded, out / "runs", "seeds")
     except _TimeIsUp:
-        show.message(f"stopped after {(time.monotonic() - start) / 60:.1f} minutes; the same call goes on")
+        show.message(
+            f"stopped after {(time.monotonic() - start) / 60:.1f} minutes; the same call goes on"
+        )
     except _RunFailed as error:
         failure = error  # the others are drawn all the same
     with nullcontext() if failure is None else suppress(ValueError, OSError):
@@ -253,7 +268,9 @@ def _missing(plan: _Plan, configs: Mapping[str, RunConfig], stage: str) -> dict[
                 raise ValueError(
                     f"{found}; allowed: the same settings, another results folder, or without that file"
                 )
-    return {name: config for name, config in configs.items() if not plan.piece(config, stage).exists()}
+    return {
+        name: config for name, config in configs.items() if not plan.piece(config, stage).exists()
+    }
 
 
 def _kept(plan: _Plan, config: RunConfig, stage: str) -> Iterator[tuple[Path, RunConfig]]:
@@ -277,7 +294,14 @@ def _reuse(plan: _Plan, config: RunConfig) -> None:
     if _difference(scored, config, "validation_loss"):  # of another rate, as a rule
         return
     content = json.loads(scored.read_bytes())
-    kept = ("validation_loss", "validation_elbo", "best_epoch", "train_seconds", "epochs", "learning_rate")
+    kept = (
+        "validation_loss",
+        "validation_elbo",
+        "best_epoch",
+        "train_seconds",
+        "epochs",
+        "learning_rate",
+    )
     metrics = {name: content["metrics"].get(name) for name in kept}
     content = {key: value for key, value in content.items() if key != "curve"}
     write_result(path, {**content, "name": path.stem, "config": _plain(config), "metrics": metrics})
@@ -292,7 +316,9 @@ def _difference(path: Path, config: RunConfig, metric: str) -> str | None:
         if found is not None and not is_number(found):  # a run that diverged has null
             raise ValueError(f"its {metric} is {found}")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is damaged: {damage(error)}; allowed: without that file") from None
+        raise ValueError(
+            f"{str(path)!r} is damaged: {damage(error)}; allowed: without that file"
+        ) from None
     given, kept = (dataclasses.asdict(_comparable(c)) for c in (config, saved))
     if saved.data.name == config.data.name:
         asked, had = epochs_of(config), epochs_of(saved)  # from which max_steps follows
@@ -320,9 +346,13 @@ def _ranked(plan: _Plan, runs: Mapping[str, RunConfig], kind: str, stage: str) -
         if config.model.kind == kind:
             loss = json.loads(plan.piece(config, stage).read_bytes())["metrics"]["validation_loss"]
             losses[config.train.learning_rate] = math.inf if loss is None else loss
-    ranked = sorted((rate for rate in losses if losses[rate] < math.inf), key=lambda rate: losses[rate])
+    ranked = sorted(
+        (rate for rate in losses if losses[rate] < math.inf), key=lambda rate: losses[rate]
+    )
     if losses and not ranked:
-        raise ValueError(f"kind={kind!r} diverged at every learning rate of {tuple(losses)}; allowed: lower")
+        raise ValueError(
+            f"kind={kind!r} diverged at every learning rate of {tuple(losses)}; allowed: lower"
+        )
     return ranked
 
 
@@ -334,7 +364,9 @@ def _record_rate(plan: _Plan, stage: str, folder: Path) -> None:
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
 
 
-def _write_rate(plan: _Plan, stage: str, config: RunConfig, metrics: dict[str, float | None]) -> None:
+def _write_rate(
+    plan: _Plan, stage: str, config: RunConfig, metrics: dict[str, float | None]
+) -> None:
     metrics = {**metrics, "epochs": epochs_of(config), "learning_rate": config.train.learning_rate}
     path = plan.piece(config, stage)
     command = f"vssm reproduce {plan.data}{plan.options} --kinds {config.model.kind}"
@@ -402,12 +434,16 @@ def _draw_again(plan: _Plan, config: RunConfig, folder: Path, show: Progress) ->
             raise ValueError("its weights are not the last ones")
         _draw(plan, config, folder)
     except (ValueError, OSError):
-        show.message(f"note: the samples of {path} are lost, and its run is not there to draw them again")
+        show.message(
+            f"note: the samples of {path} are lost, and its run is not there to draw them again"
+        )
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:
     plain = _comparable(config)
-    shown = replace(plain.train, validate_partial=config.train.validate_partial)  # the curve says it too
+    shown = replace(
+        plain.train, validate_partial=config.train.validate_partial
+    )  # the curve says it too
     values = dataclasses.asdict(replace(plain, train=shown))
     return {part: values[part] for part in ("data", "model", "train")}
 

@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vssm.config import KINDS, PRESETS, ModelConfig, RunConfig, TrainConfig, check_choice
+from vssm.checks import check_choice
+from vssm.config import KINDS, PRESETS, ModelConfig, RunConfig, TrainConfig
 from vssm.lab.sweep import LEARNING_RATES
 
 __all__ = ["TRAINING_SETS", "Scale", "choose_scale", "config_of", "epochs_of"]
@@ -43,7 +44,9 @@ def choose_scale(
         raise ValueError("scale='paper' is not for data='digits'; allowed: 'small'")
     for name, values in (("kinds", kinds), ("learning_rates", learning_rates), ("seeds", seeds)):
         if values is not None and (not values or len(set(values)) < len(values)):
-            raise ValueError(f"{name}={tuple(values)!r} is not allowed; allowed: one or more different ones")
+            raise ValueError(
+                f"{name}={tuple(values)!r} is not allowed; allowed: one or more different ones"
+            )
     for name, value in (("epochs", epochs), ("grid_epochs", grid_epochs)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name}={value!r} is not allowed; allowed: a number > 0")
@@ -56,7 +59,9 @@ def choose_scale(
     if scale == "small":
         found = _small(data)
     else:
-        found = Scale(PRESETS[f"paper-{data}"], 200, 200, LEARNING_RATES, (0, 1, 2, 3, 4), 100, None, 10_000)
+        found = Scale(
+            PRESETS[f"paper-{data}"], 200, 200, LEARNING_RATES, (0, 1, 2, 3, 4), 100, None, 10_000
+        )
     epochs = epochs or found.epochs
     if grid_epochs is not None and grid_epochs > epochs:
         raise ValueError(
@@ -73,18 +78,26 @@ def choose_scale(
 
 def _small(data: str) -> Scale:
     """The same on a CPU: a small model, few steps, three learning rates, one seed."""
-    model = ModelConfig(features=_FEATURES[data], width=64, layers=2, heads=4, latents=12, classes=16)
+    model = ModelConfig(
+        features=_FEATURES[data], width=64, layers=2, heads=4, latents=12, classes=16
+    )
     options = TrainConfig(batch=64, validate_every=0.25, num_valid=1000, samples=0)
     if data == "digits":
         options = replace(options, validate_every=5.0)
-        return Scale(RunConfig(model=model, train=options), 20, 5, (1e-2, 5e-3, 1e-3), (0,), 20, None, 359)
-    return Scale(RunConfig(model=model, train=options), 1.5, 0.2, (1e-2, 5e-3, 1e-3), (0,), 20, 500, 500)
+        return Scale(
+            RunConfig(model=model, train=options), 20, 5, (1e-2, 5e-3, 1e-3), (0,), 20, None, 359
+        )
+    return Scale(
+        RunConfig(model=model, train=options), 1.5, 0.2, (1e-2, 5e-3, 1e-3), (0,), 20, 500, 500
+    )
 
 
 def config_of(base: RunConfig, epochs: float, kind: str, rate: float, seed: int) -> RunConfig:
     steps_per_epoch = TRAINING_SETS[base.data.name] // base.train.batch
     steps = None if epochs == int(epochs) else max(1, round(epochs * steps_per_epoch))
-    options = replace(base.train, epochs=math.ceil(epochs), max_steps=steps, learning_rate=rate, seed=seed)
+    options = replace(
+        base.train, epochs=math.ceil(epochs), max_steps=steps, learning_rate=rate, seed=seed
+    )
     return replace(base, model=replace(base.model, kind=kind), train=options)
 
 

@@ -108,8 +108,12 @@ def run_all(
     _check(configs, folder, ray_address)
     folder.mkdir(parents=True, exist_ok=True)
 
-    ended = {name: row for name, config in configs.items() if (row := _ended(config, folder / name))}
-    waiting = {name: config for name, config in configs.items() if name not in ended or finish is not None}
+    ended = {
+        name: row for name, config in configs.items() if (row := _ended(config, folder / name))
+    }
+    waiting = {
+        name: config for name, config in configs.items() if name not in ended or finish is not None
+    }
     show = progress or choose_progress()
     show.message(f"sweep {str(folder)!r}: {len(configs)} runs, {len(ended)} of them ended before")
     _write(folder, [ended[name] for name in configs if name in ended])
@@ -160,7 +164,11 @@ def _check(configs: Mapping[str, RunConfig], folder: Path, ray_address: str | No
 
 
 def _row(config: RunConfig, folder: Path, **values: Any) -> dict[str, Any]:  # noqa: ANN401
-    row = {"kind": config.model.kind, "learning_rate": config.train.learning_rate, "seed": config.train.seed}
+    row = {
+        "kind": config.model.kind,
+        "learning_rate": config.train.learning_rate,
+        "seed": config.train.seed,
+    }
     return {**row, "folder": folder.name, **values}
 
 
@@ -176,7 +184,9 @@ def _ended(config: RunConfig, folder: Path) -> dict[str, Any] | None:
             return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    return _row(config, folder, status="finished", validation_loss=loss, seconds=seconds, reason=None)
+    return _row(
+        config, folder, status="finished", validation_loss=loss, seconds=seconds, reason=None
+    )
 
 
 def _run(
@@ -201,11 +211,15 @@ def _run(
     return row
 
 
-def _failed(config: RunConfig, folder: Path, error: Exception, seconds: float | None) -> dict[str, Any]:
+def _failed(
+    config: RunConfig, folder: Path, error: Exception, seconds: float | None
+) -> dict[str, Any]:
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     reason = kind + " ".join(str(error).split())
     seconds = None if seconds is None else round(seconds, 3)
-    return _row(config, folder, status="failed", validation_loss=None, seconds=seconds, reason=reason)
+    return _row(
+        config, folder, status="failed", validation_loss=None, seconds=seconds, reason=reason
+    )
 
 
 def _run_on_ray(
@@ -227,7 +241,9 @@ def _run_on_ray(
             device = next((config.train.device for config in configs.values()), "cpu")
             num_gpus = 1 if device != "cpu" and ray.cluster_resources().get("GPU", 0) else 0
         task = ray.remote(_run).options(num_cpus=num_cpus, num_gpus=num_gpus, max_retries=_RETRIES)
-        names = {task.remote(config, folder / name, finish): name for name, config in configs.items()}
+        names = {
+            task.remote(config, folder / name, finish): name for name, config in configs.items()
+        }
         while names:
             (done,), _ = ray.wait(list(names))
             name = names.pop(done)
@@ -290,7 +306,9 @@ def _best(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         losses.setdefault(row["kind"], {}).setdefault(row["learning_rate"], []).append(loss)
     best = {}
     for kind, rates in losses.items():
-        rate, loss = min(((r, statistics.median(ls)) for r, ls in rates.items()), key=lambda pair: pair[1])
+        rate, loss = min(
+            ((r, statistics.median(ls)) for r, ls in rates.items()), key=lambda pair: pair[1]
+        )
         if math.isfinite(loss):
             best[kind] = {"learning_rate": rate, "validation_loss": loss}
     return best

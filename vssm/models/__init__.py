@@ -4,7 +4,8 @@ import warnings
 
 from torch import nn
 
-from vssm.config import ModelConfig, check_type
+from vssm.checks import check_type
+from vssm.config import ModelConfig
 from vssm.models.autoregressive import Autoregressive as Autoregressive
 from vssm.models.ladder import Ladder as Ladder
 from vssm.models.variational import Variational as Variational
@@ -12,11 +13,25 @@ from vssm.models.vrnn import VRNN as VRNN
 from vssm.models.vrnn import Trajectory as Trajectory
 from vssm.threads import single_after_fork
 
-__all__ = ["MODELS", "VRNN", "Autoregressive", "Ladder", "Model", "Trajectory", "Variational", "build"]
+__all__ = [
+    "MODELS",
+    "VRNN",
+    "Autoregressive",
+    "Ladder",
+    "Model",
+    "Trajectory",
+    "Variational",
+    "build",
+]
 __all__ += ["inner_model"]
 
 Model = Autoregressive | Variational | VRNN | Ladder
-_CLASSES = (Autoregressive, Variational, VRNN, Ladder)  # torch.compile of PyTorch 2.9 knows no unions
+_CLASSES = (
+    Autoregressive,
+    Variational,
+    VRNN,
+    Ladder,
+)  # torch.compile of PyTorch 2.9 knows no unions
 
 MODELS: dict[str, type[nn.Module]] = {
     "transformer": Autoregressive,
@@ -60,9 +75,13 @@ def inner_model(model: object) -> Model:
     single_after_fork()
     found = model if isinstance(model, _CLASSES) else None
     if isinstance(model, nn.Module) and isinstance(getattr(model, "config", None), ModelConfig):
-        found = found or next((part for part in model.modules() if isinstance(part, _CLASSES)), None)
+        found = found or next(
+            (part for part in model.modules() if isinstance(part, _CLASSES)), None
+        )
     if found is None:
-        raise ValueError(f"model is a {type(model).__name__}; allowed: a model of vssm.build or vssm.load")
+        raise ValueError(
+            f"model is a {type(model).__name__}; allowed: a model of vssm.build or vssm.load"
+        )
     wrapped = found is not model and hasattr(model, "_orig_mod")  # by torch.compile(model)
     in_place = found._compiled_call_impl is not None  # by model.compile(), which reaches a vrnn
     if (wrapped and not isinstance(found, Autoregressive)) or (

@@ -45,7 +45,9 @@ class Autoregressive(Moving):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.head = make_head(config.head, config.features, config.sigma, config.mixtures, config.bins)
+        self.head = make_head(
+            config.head, config.features, config.sigma, config.mixtures, config.bins
+        )
         self.stack = Stack(config, embedding(config), self.head.size, blank=True)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Observation, State]:
@@ -58,7 +60,9 @@ class Autoregressive(Moving):
 
     def next(self, batch: int, state: State | None) -> tuple[Observation, State]:
         """Returns the distribution of the next step, (B, 1, ...), and the state of the stack after it."""
-        w, stack = self.stack.run(self.pending(batch, state), None if state is None else state.child("stack"))
+        w, stack = self.stack.run(
+            self.pending(batch, state), None if state is None else state.child("stack")
+        )
         return self.head(w), stack
 
     def recompute(self, batch: int, x: Tensor | None) -> tuple[Observation, State]:

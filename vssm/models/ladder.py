@@ -65,7 +65,11 @@ class Task(NamedTuple):
         live = tuple(part.repeat(times, 1) for part in self.live)
         evidence = tuple(part.repeat(times, 1, 1) for part in self.evidence)
         return Task(
-            self.e.repeat(times, 1, 1), self.cut.repeat(times), self.new.repeat(times, 1), live, evidence
+            self.e.repeat(times, 1, 1),
+            self.cut.repeat(times),
+            self.new.repeat(times, 1),
+            live,
+            evidence,
         )
 
 
@@ -79,7 +83,11 @@ class Rung(nn.Module):
 
     def __init__(self, config: ModelConfig, span: int) -> None:
         super().__init__()
-        self.latents, self.classes, width = config.latents // config.levels, config.classes, config.width
+        self.latents, self.classes, width = (
+            config.latents // config.levels,
+            config.classes,
+            config.width,
+        )
         codes, self.span = self.latents * self.classes, span
         self.block = MambaBlock(config)
         self.norm = RMSNorm(width, eps=1e-5)
@@ -116,19 +124,25 @@ class Rung(nn.Module):
         assert self.gather is not None
         first = self.starts(cut, f.shape[1])[..., None]
         steps = (first + torch.arange(self.span, device=cut.device)).flatten(1)
-        return self.gather(_take(f, steps, past=steps.shape[1]).unflatten(1, (-1, self.span)).flatten(2))
+        return self.gather(
+            _take(f, steps, past=steps.shape[1]).unflatten(1, (-1, self.span)).flatten(2)
+        )
 
     def joined(self, z: Tensor | None, held: Tensor | None) -> tuple[Tensor, int]:
         """Returns latents that were held with new ones, and how many steps those held have spoken for."""
         if held is None:
             assert z is not None
             return z, 0
-        return held[:, :1] if z is None else torch.cat([held[:, :1], z], 1), self.span - held.shape[1]
+        return held[:, :1] if z is None else torch.cat([held[:, :1], z], 1), self.span - held.shape[
+            1
+        ]
 
     def at_steps(self, z: Tensor | None, held: Tensor | None, length: int) -> Tensor:
         """Returns the latents that speak for each of T steps, (B, T, Z / L), from those held and new ones."""
         z, spoken = self.joined(z, held)
-        return z if self.span == 1 else z.repeat_interleave(self.span, 1)[:, spoken : spoken + length]
+        return (
+            z if self.span == 1 else z.repeat_interleave(self.span, 1)[:, spoken : spoken + length]
+        )
 
     def tell(self, z: Tensor) -> Tensor:
         """Returns what latents say to the steps that they speak for, (B, A span, width)."""
@@ -170,12 +184,18 @@ class Ladder(Moving):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.head = make_head(config.head, config.features, config.sigma, config.mixtures, config.bins)
+        self.head = make_head(
+            config.head, config.features, config.sigma, config.mixtures, config.bins
+        )
         last = max(1, config.layers // 2)
-        trunk = replace(config, layers=config.levels + last)  # blocks are scaled by how many there are
+        trunk = replace(
+            config, layers=config.levels + last
+        )  # blocks are scaled by how many there are
         spans = config.spans or (1,) * config.levels
         self.evidence = Stack(config, embedding(config), max(1, spans.count(1)) * config.width)
-        if 1 not in spans:  # no level would read it, and DDP does not take weights without a gradient
+        if (
+            1 not in spans
+        ):  # no level would read it, and DDP does not take weights without a gradient
             self.evidence.out = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
         self.rungs = nn.ModuleList(Rung(trunk, span) for span in spans)
         self.decoder = Stack(trunk, embedding(config), self.head.size, blank=True)
@@ -232,7 +252,9 @@ class Ladder(Moving):
         h = e.float() if torch.is_autocast_enabled(e.device.type) else e  # as in `Stack.run`
         for level in range(self.config.levels):
             rung = self.rung(level)
-            h, children[str(level)] = rung.block(h, None if state is None else state.child(str(level)))
+            h, children[str(level)] = rung.block(
+                h, None if state is None else state.child(str(level))
+            )
             if draw is not None and cut is not None:
                 z = draw(level, *rung.prior(rung.begin(h, cut)))
                 h = h + rung.tell_after(z, cut, h.shape[1]).to(h.dtype)
@@ -246,7 +268,9 @@ class Ladder(Moving):
                 rest = said.shape[1] - h.shape[1]
                 if rest:
                     children[f"held{level}"] = z[:, -1:].expand(-1, rest, -1)
-        w, children["decoder"] = self.decoder.run(h, None if state is None else state.child("decoder"))
+        w, children["decoder"] = self.decoder.run(
+            h, None if state is None else state.child("decoder")
+        )
         return self.head(w), State(children, w.shape[1] + (0 if state is None else state.position))
 
     def held(self, level: int, state: State | None) -> Tensor | None:

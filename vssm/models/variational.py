@@ -42,7 +42,9 @@ class Variational(Moving):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.head = make_head(config.head, config.features, config.sigma, config.mixtures, config.bins)
+        self.head = make_head(
+            config.head, config.features, config.sigma, config.mixtures, config.bins
+        )
         codes = config.latents * config.classes
         self.encoder = Stack(config, embedding(config), codes)
         self.partial = Stack(config, embedding(config), codes, blank=True)
@@ -63,7 +65,11 @@ class Variational(Moving):
         return self._latents(v), after
 
     def partial_posterior(
-        self, x: Tensor | None = None, cut: Tensor | None = None, empty: int = 0, state: State | None = None
+        self,
+        x: Tensor | None = None,
+        cut: Tensor | None = None,
+        empty: int = 0,
+        state: State | None = None,
     ) -> tuple[Latents, State]:
         """Returns q_omega(z_t | x_{1:min(C,t)}) for the steps of x and `empty` steps after it.
 

@@ -56,7 +56,9 @@ class VRNN(Moving):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.head = make_head(config.head, config.features, config.sigma, config.mixtures, config.bins)
+        self.head = make_head(
+            config.head, config.features, config.sigma, config.mixtures, config.bins
+        )
         width, codes = config.width, config.latents * config.classes
         self.embed_x = embedding(config)
         self.embed_z = LatentEmbedding(config.latents, config.classes, width)

@@ -77,12 +77,16 @@ class AttentionBlock(nn.Module):
         cache.index_copy_(3, at, qkv[1:, :, :, None])
         q, (k, v) = qkv[0], cache
         if q.dtype.itemsize < 4:  # its kernel keeps the scores in float32
-            y = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask.expand(1, 1, 1, room))
+            y = F.scaled_dot_product_attention(
+                q[:, :, None], k, v, attn_mask=mask.expand(1, 1, 1, room)
+            )
         else:
             # By hand: for one query the kernel computes sixty-four, and gives each head to one processor.
             rows = batch * heads
             q, k, v = q.reshape(rows, 1, size), k.view(rows, room, size), v.view(rows, room, size)
-            scores = torch.baddbmm(mask.expand(rows, 1, room), q, k.transpose(1, 2), alpha=size**-0.5)
+            scores = torch.baddbmm(
+                mask.expand(rows, 1, room), q, k.transpose(1, 2), alpha=size**-0.5
+            )
             parts = _parts(rows, room)
             y = scores.softmax(-1).view(rows * parts, 1, -1) @ v.view(rows * parts, -1, size)
             y = y.view(rows, parts, size).sum(1) if parts > 1 else y
@@ -111,7 +115,9 @@ def _append(k: Tensor, v: Tensor, state: State | None) -> State:
         state["k"][:, :, past:end] = k
         state["v"][:, :, past:end] = v
         return State({"k": state["k"], "v": state["v"]}, end)
-    return State({name: torch.cat([state[name][:, :, :past], t], 2) for name, t in (("k", k), ("v", v))}, end)
+    return State(
+        {name: torch.cat([state[name][:, :, :past], t], 2) for name, t in (("k", k), ("v", v))}, end
+    )
 
 
 def reserve(state: State, length: int) -> State:
@@ -121,7 +127,9 @@ def reserve(state: State, length: int) -> State:
     to that loop: what it hands out goes through `trim` first, so that no two states share room.
     """
     if "k" not in state.children:
-        children = {n: reserve(c, length) if isinstance(c, State) else c for n, c in state.children.items()}
+        children = {
+            n: reserve(c, length) if isinstance(c, State) else c for n, c in state.children.items()
+        }
         return State(children, state.position, state.owner)
     children = {}
     for name in ("k", "v"):

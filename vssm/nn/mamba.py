@@ -81,9 +81,13 @@ class MambaMixer(nn.Module):
         if not plain(self.in_proj):
             u, z = applied(self.in_proj, given, norm=norm).chunk(2, -1)
             u, conv = causal_conv_silu(u, *convolution, last=last)
-        elif torch.is_grad_enabled() and given.is_cuda:  # two products: no gradient has to be put together
+        elif (
+            torch.is_grad_enabled() and given.is_cuda
+        ):  # two products: no gradient has to be put together
             given = given if norm is None else norm(given)
-            u, z = (F.linear(given, half) for half in self.in_proj.weight.unflatten(0, (2, -1)).unbind())
+            u, z = (
+                F.linear(given, half) for half in self.in_proj.weight.unflatten(0, (2, -1)).unbind()
+            )
             u, conv = causal_conv_silu(u, *convolution, last=last)
         else:
             u, z, conv = linear_conv_silu(x, self.in_proj.weight, *convolution, norm, last=last)

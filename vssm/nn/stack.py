@@ -44,7 +44,9 @@ class LatentEmbedding(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         """Maps z, (B, T, Z) classes or (B, T, Z, N) one-hot, to (B, T, width)."""
         if z.is_floating_point():
-            if not torch.is_autocast_enabled(z.device.type):  # draws are float32, the weights may not be
+            if not torch.is_autocast_enabled(
+                z.device.type
+            ):  # draws are float32, the weights may not be
                 z = z.to(self.weight.dtype)
             return z.flatten(-2) @ self.weight
         assert z.shape[-1] == self.latents, f"z has {z.shape[-1]} latents, not {self.latents}"
@@ -61,7 +63,9 @@ class Stack(nn.Module):
         blank: Whether the stack owns a learned blank input.
     """
 
-    def __init__(self, config: ModelConfig, embed: nn.Module, outputs: int, blank: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, embed: nn.Module, outputs: int, blank: bool = False
+    ) -> None:
         super().__init__()
         attention = config.block == "attention"
         self.embed = embed
@@ -95,7 +99,9 @@ class Stack(nn.Module):
         making = Beside(e.device, "decays") if many else None
         with nullcontext() if making is None else making.stream:
             known = decays(self.blocks) if fused else []
-        known = known if len(known) == len(self.blocks) else []  # some may be wrapped in other modules
+        known = (
+            known if len(known) == len(self.blocks) else []
+        )  # some may be wrapped in other modules
         try:
             for i, block in enumerate(self.blocks):
                 before = None if state is None else state.child(str(i))
@@ -137,7 +143,9 @@ def _joined(making: Beside | None, made: Tensor) -> Tensor:
     return made
 
 
-def sinusoids(position: int, length: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+def sinusoids(
+    position: int, length: int, width: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
     """Returns the position code of Vaswani et al. (2017), (length, width): any length, no parameters."""
     rates = torch.exp(
         torch.arange(0, width, 2, dtype=torch.float32, device=device) * (-math.log(10000.0) / width)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vssm.config import check_device, shown, whole_number
+from vssm.checks import check_device, shown, whole_number
 from vssm.noise import fork
 from vssm.storage import check_checksum, with_checksum, write_atomically
 
@@ -26,7 +26,9 @@ _SHOWN = 2  # tensors
 _DEEPEST = 16  # states in one another, in a file; those of the models are four
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # tensors have no one answer to ==: states are told apart
+@dataclass(
+    frozen=True, slots=True, eq=False
+)  # tensors have no one answer to ==: states are told apart
 class State:
     """Creates a state from named tensors (batch first) and nested states.
 
@@ -117,8 +119,12 @@ class State:
                 f"index is {dtype}; allowed: row numbers, as mask.nonzero().flatten() gives them"
             )
         rows = given.to(self.device, torch.int64)
-        if rows.ndim != 1 or (rows.numel() and not (-self.batch <= rows.min() and rows.max() < self.batch)):
-            raise ValueError(f"index={rows.tolist()} does not fit; allowed: row numbers below {self.batch}")
+        if rows.ndim != 1 or (
+            rows.numel() and not (-self.batch <= rows.min() and rows.max() < self.batch)
+        ):
+            raise ValueError(
+                f"index={rows.tolist()} does not fit; allowed: row numbers below {self.batch}"
+            )
         return self.map(lambda tensor: tensor[rows])
 
     def repeat(self, times: int) -> "State":
@@ -167,7 +173,9 @@ class State:
                 children[name] = cls.cat([state.child(name) for state in states])
             else:
                 parts = [state[name] for state in states]
-                if len({part.shape[1:] for part in parts}) > 1:  # e.g. latents that speak for steps to come
+                if (
+                    len({part.shape[1:] for part in parts}) > 1
+                ):  # e.g. latents that speak for steps to come
                     raise ValueError(
                         f"states differ in {name!r}, {sorted(tuple(part.shape[1:]) for part in parts)}; "
                         "allowed: states that began at one position"
@@ -254,7 +262,9 @@ class State:
         return cls._from_file("state", header.get("__metadata__", {}), tensors).to(device)
 
     @classmethod
-    def _from_file(cls, name_of_file: str, metadata: dict[str, str], tensors: dict[str, Tensor]) -> "State":
+    def _from_file(
+        cls, name_of_file: str, metadata: dict[str, str], tensors: dict[str, Tensor]
+    ) -> "State":
         if metadata.get("format") != _FORMAT:
             raise ValueError(
                 f"{name_of_file} has format {metadata.get('format')!r}; allowed: {_FORMAT!r}, a saved state"
@@ -282,9 +292,13 @@ class State:
             )
         rows = {tensor.shape[:1] for tensor in tensors.values()}
         if len(rows) > 1 or () in rows:
-            raise ValueError(f"{name_of_file} is damaged: its tensors are not all of one number of rows")
+            raise ValueError(
+                f"{name_of_file} is damaged: its tensors are not all of one number of rows"
+            )
         for name, tensor in tensors.items():
-            if tensor.itemsize > 1 and not tensor.isfinite().all():  # smaller types hold no state of a model
+            if (
+                tensor.itemsize > 1 and not tensor.isfinite().all()
+            ):  # smaller types hold no state of a model
                 raise ValueError(
                     f"{name_of_file} holds NaN or infinity in {name!r}; resume from a state that is finite"
                 )

@@ -8,7 +8,9 @@ from vssm.ops.scan import choose_backend
 __all__ = ["choose_fused", "needs_operator", "product_dtype"]
 
 
-def choose_fused(backend: str, device: torch.device, dtype: torch.dtype, refusal: str | None = None) -> bool:
+def choose_fused(
+    backend: str, device: torch.device, dtype: torch.dtype, refusal: str | None = None
+) -> bool:
     """Says whether the Triton kernel runs rather than its twin in PyTorch.
 
     Arguments:
@@ -29,7 +31,9 @@ def choose_fused(backend: str, device: torch.device, dtype: torch.dtype, refusal
         raise ValueError(f"backend={backend!r} is unknown; allowed: 'auto', 'reference', 'triton'")
     choose_backend("triton", device, dtype)
     if refusal is not None:
-        raise ValueError(f"backend='triton' can not run here: {refusal}; allowed: 'auto', 'reference'")
+        raise ValueError(
+            f"backend='triton' can not run here: {refusal}; allowed: 'auto', 'reference'"
+        )
     return True
 
 

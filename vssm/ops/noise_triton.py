@@ -19,7 +19,17 @@ BLOCK = 256
 
 @triton.jit(do_not_specialize=["position", "length", "components", "tag", "total"])
 def _uniform_kernel(
-    out, seed, row, start, position, length, components, tag, total, BLOCK: tl.constexpr, WIDE: tl.constexpr
+    out,
+    seed,
+    row,
+    start,
+    position,
+    length,
+    components,
+    tag,
+    total,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if WIDE:

@@ -92,12 +92,18 @@ def copy(source, source_stride, target, target_stride, steps, count, padded):
 def place(words, which, b, t, channel):
     """Address and stride of an operand from batch row b, step t and a channel on; address 0 if not given."""
     address, stride = load_word(words, which), load_word(words, which + 2)
-    return (address + load_word(words, which + 1) * b + stride * t + 4 * channel if address else 0), stride
+    return (
+        address + load_word(words, which + 1) * b + stride * t + 4 * channel if address else 0
+    ), stride
 
 
 @inline
 def place_states(words, which, b, channel):
-    address, count, channels = load_word(words, which), load_word(words, COUNT), load_word(words, CHANNELS)
+    address, count, channels = (
+        load_word(words, which),
+        load_word(words, COUNT),
+        load_word(words, CHANNELS),
+    )
     return address + 4 * count * (channels * b + channel) if address else 0
 
 
@@ -107,7 +113,9 @@ def read(words, which, b, t, channel, steps, buffer):
     address, stride = place(words, which, b, t, channel)
     if not address or (channel + LANES <= load_word(words, CHANNELS) and steps % 4 == 0):
         return address, stride
-    copy(address, stride, buffer, ROW, steps, min(LANES, load_word(words, CHANNELS) - channel), LANES)
+    copy(
+        address, stride, buffer, ROW, steps, min(LANES, load_word(words, CHANNELS) - channel), LANES
+    )
     clear(buffer + ROW * steps, -steps % 4)
     return buffer, ROW
 
@@ -187,11 +195,23 @@ def hint(words, which, b, t, channel, target):
 @inline
 def draw_task(words):
     """The next task: its group, its tiles and its batch rows; no tiles when all tasks are drawn."""
-    task, groups = draw(words), -(-load_word(words, CHANNELS) // (LANES * load_word(words, PER_GROUP)))
-    first, b = task % groups * load_word(words, PER_GROUP), task // groups * load_word(words, PER_TASK)
+    task, groups = (
+        draw(words),
+        -(-load_word(words, CHANNELS) // (LANES * load_word(words, PER_GROUP))),
+    )
+    first, b = (
+        task % groups * load_word(words, PER_GROUP),
+        task // groups * load_word(words, PER_TASK),
+    )
     last = (
         min(first + load_word(words, PER_GROUP), -(-load_word(words, CHANNELS) // LANES))
         if task < load_word(words, TASKS)
         else first
     )
-    return task % groups, first, last, b, min(b + load_word(words, PER_TASK), load_word(words, BATCH))
+    return (
+        task % groups,
+        first,
+        last,
+        b,
+        min(b + load_word(words, PER_TASK), load_word(words, BATCH)),
+    )

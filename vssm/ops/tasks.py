@@ -26,7 +26,12 @@ __all__ = ["cut", "kernel", "room", "run", "total"]
 GROUP = 8  # tiles, at most
 BATCHES = 16  # partial sums over batch rows, at most
 INLINE = 1 << 18  # with fewer elements, waking a second thread costs more than it saves
-SHARED = ("conv/__init__", "operands", "tasks", "vectors")  # what kernels take code from, beside their own
+SHARED = (
+    "conv/__init__",
+    "operands",
+    "tasks",
+    "vectors",
+)  # what kernels take code from, beside their own
 
 
 def kernel(function: Callable) -> Callable:
@@ -66,7 +71,9 @@ def cut(batch: int, channels: int) -> tuple[int, int, int, int]:
     return per_task, per_group, parts, -(-tiles // per_group)
 
 
-def run(function: Callable, rows: tuple, wholes: tuple, count: int, size: int, flag: bool = False) -> None:
+def run(
+    function: Callable, rows: tuple, wholes: tuple, count: int, size: int, flag: bool = False
+) -> None:
     """Runs all tasks of a kernel, in several threads if it pays.
 
     Arguments:
@@ -92,7 +99,10 @@ def run(function: Callable, rows: tuple, wholes: tuple, count: int, size: int, f
         pool = _pool(os.getpid(), torch.get_num_threads())
         # Each holds on to the memory it works in, even if this thread is interrupted before it is done.
         memory = (table, scratch, copies, rows)
-        others = [pool.submit(_work, function, address, start + size * i, memory) for i in range(1, threads)]
+        others = [
+            pool.submit(_work, function, address, start + size * i, memory)
+            for i in range(1, threads)
+        ]
     if tasks:
         function(address, start)
     for other in others:

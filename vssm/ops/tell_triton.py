@@ -19,7 +19,9 @@ _BLOCK = 1024
 @triton.jit(do_not_specialize=["size"])
 def _tell_kernel(number, target, size, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target + at, tl.load(number, volatile=True) + tl.zeros((BLOCK,), tl.int64), mask=at < size)
+    tl.store(
+        target + at, tl.load(number, volatile=True) + tl.zeros((BLOCK,), tl.int64), mask=at < size
+    )
 
 
 def tell(number: Tensor, target: Tensor) -> None:

@@ -64,7 +64,9 @@ def _operation(emit: Callable, result: Any = None) -> Any:
         exact = [types.int64 if isinstance(kind, types.Integer) else kind for kind in exact]
         return (result or _kind(exact))(*exact), functools.partial(_lower, emit)
 
-    vars(typed)["__signature__"] = inspect.signature(emit)  # where numba reads the number of arguments
+    vars(typed)["__signature__"] = inspect.signature(
+        emit
+    )  # where numba reads the number of arguments
     return intrinsic(typed)
 
 
@@ -124,7 +126,9 @@ def _exponent(builder, x):
 def _mantissa(builder, x):
     bits = ir.VectorType(_int, x.type.count)
     digits = builder.and_(builder.bitcast(x, bits), ir.Constant(bits, [0x7FFFFF] * bits.count))
-    return builder.bitcast(builder.or_(digits, ir.Constant(bits, [0x3F000000] * bits.count)), x.type)
+    return builder.bitcast(
+        builder.or_(digits, ir.Constant(bits, [0x3F000000] * bits.count)), x.type
+    )
 
 
 def _exceeds(builder, x, y):
@@ -133,7 +137,9 @@ def _exceeds(builder, x, y):
 
 
 def _rows(builder, x):
-    return [_shuffle(builder, x, x, list(range(i, i + LANES))) for i in range(0, x.type.count, LANES)]
+    return [
+        _shuffle(builder, x, x, list(range(i, i + LANES))) for i in range(0, x.type.count, LANES)
+    ]
 
 
 def _fold(builder, x, y, total):
@@ -147,7 +153,9 @@ def _load_rows(builder, address, stride):
     for _ in range(4):
         rows.append(_load(builder, address, ir.VectorType(_float, LANES)))
         address = builder.add(address, stride)
-    first, second = (_shuffle(builder, x, y, list(range(2 * LANES))) for x, y in (rows[:2], rows[2:]))
+    first, second = (
+        _shuffle(builder, x, y, list(range(2 * LANES))) for x, y in (rows[:2], rows[2:])
+    )
     return _shuffle(builder, first, second, list(range(4 * LANES)))
 
 
@@ -164,7 +172,10 @@ def _gather(builder, x, y, total):
         keep = [i + LANES if i & width else i for i in range(LANES)]
         swap = [(i ^ width) + LANES if i & width else i ^ width for i in range(LANES)]
         pairs = zip(rows[: len(rows) // 2], rows[len(rows) // 2 :], strict=True)
-        rows = [builder.fadd(_shuffle(builder, x, y, keep), _shuffle(builder, x, y, swap)) for x, y in pairs]
+        rows = [
+            builder.fadd(_shuffle(builder, x, y, keep), _shuffle(builder, x, y, swap))
+            for x, y in pairs
+        ]
     return builder.fadd(rows[0], total)
 
 
@@ -222,18 +233,28 @@ def _set_float_mode(builder, mode):
 
 zero_row = _operation(lambda b: ir.Constant(ir.VectorType(_float, LANES), None), row)
 load_row = _operation(lambda b, address: _load(b, address, ir.VectorType(_float, LANES)), row)
-load_block = _operation(lambda b, address: _load(b, address, ir.VectorType(_float, 4 * LANES)), block)
+load_block = _operation(
+    lambda b, address: _load(b, address, ir.VectorType(_float, 4 * LANES)), block
+)
 load_number = _operation(lambda b, address: _load(b, address, _float), types.float32)
-load_word = _operation(lambda b, words, i: _load(b, b.add(words, b.shl(i, i.type(3))), _word), types.int64)
+load_word = _operation(
+    lambda b, words, i: _load(b, b.add(words, b.shl(i, i.type(3))), _word), types.int64
+)
 store = _operation(_store, types.none)  # a row, a block or a word
-store_number = _operation(lambda b, address, x: _store(b, address, b.fptrunc(x, _float)), types.none)
+store_number = _operation(
+    lambda b, address, x: _store(b, address, b.fptrunc(x, _float)), types.none
+)
 load_rows = _operation(_load_rows, block)  # four rows at a stride
 store_rows = _operation(_store_rows, types.none)
 spread = _operation(_spread, block)  # four numbers in memory, each repeated to a row
-repeat = _operation(lambda b, x: _shuffle(b, x, x, list(range(LANES)) * 4), block)  # a row, four times
+repeat = _operation(
+    lambda b, x: _shuffle(b, x, x, list(range(LANES)) * 4), block
+)  # a row, four times
 muladd = _operation(_muladd)  # x y + z
 fold = _operation(_fold, row)  # the row z plus the sum over rows of x y
-gather = _operation(_gather, row)  # adds the sums of the rows of x and y to z, LANES / 8 lanes for each
+gather = _operation(
+    _gather, row
+)  # adds the sums of the rows of x and y to z, LANES / 8 lanes for each
 store_gathered = _operation(_store_gathered, types.none)  # the four sums of x and the four of y
 transpose = _operation(_transpose, types.none)  # LANES rows of LANES numbers
 power = _operation(_power)  # 2^k from k + ROUND
@@ -242,7 +263,9 @@ minimum = _operation(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), y, x))
 exponent = _operation(_exponent)  # k of x = 2^k m with 1/2 <= m < 1, for a normal x > 0
 mantissa = _operation(_mantissa)  # and m
 if_less = _operation(lambda b, x, y, then, other: b.select(b.fcmp_ordered("<", x, y), then, other))
-if_equal = _operation(lambda b, x, y, then, other: b.select(b.fcmp_ordered("==", x, y), then, other))
+if_equal = _operation(
+    lambda b, x, y, then, other: b.select(b.fcmp_ordered("==", x, y), then, other)
+)
 exceeds = _operation(_exceeds, types.boolean)  # whether x > y anywhere
 prefetch = _operation(_prefetch, types.none)
 draw = _operation(_draw, types.int64)  # the next number of a counter that threads share
@@ -306,7 +329,9 @@ def log(x):
     p = muladd(f, p, -0.24999993993)
     p = muladd(f, p, 0.33333331174)
     square = f * f
-    p = muladd(k, -2.12194440e-4, p * f * square - 0.5 * square)  # log(2) in two parts: the first is exact
+    p = muladd(
+        k, -2.12194440e-4, p * f * square - 0.5 * square
+    )  # log(2) in two parts: the first is exact
     return muladd(k, 0.693359375, f + p)
 
 

@@ -50,14 +50,19 @@ def chart(
         f'width="{_inner_width()}" height="{_inner_height()}">',
     ]
     for y in y_axis.ticks:
-        parts.append(f'<line class="grid" x1="0" x2="100%" y1="{_y(y_axis, y)}" y2="{_y(y_axis, y)}"/>')
+        parts.append(
+            f'<line class="grid" x1="0" x2="100%" y1="{_y(y_axis, y)}" y2="{_y(y_axis, y)}"/>'
+        )
     for index, (name, points) in enumerate(lines.items()):
         places = [(_x(x_axis, x), _y(y_axis, y)) for x, y in points]
         path = " ".join(f"{x},{y}" for x, y in places)
         dash = ' stroke-dasharray="6 4"' if name in dashed else ""
         parts.append(f'<polyline class="c{index % _COLOURS}"{dash} points="{path}"/>')
         if name in dots or len(points) == 1:
-            parts += [f'<circle class="c{index % _COLOURS}" cx="{x}" cy="{y}" r="2.5"/>' for x, y in places]
+            parts += [
+                f'<circle class="c{index % _COLOURS}" cx="{x}" cy="{y}" r="2.5"/>'
+                for x, y in places
+            ]
     parts.append("</svg>")
     for y in y_axis.ticks:
         parts.append(
@@ -67,7 +72,9 @@ def chart(
         place = f'x="{_LEFT + _x(x_axis, x):.1f}" y="{_HEIGHT - _BOTTOM + 16}"'
         parts.append(f'<text {place} class="middle">{_short(x)}</text>')
     middle = _LEFT + _inner_width() / 2
-    parts.append(f'<text x="{middle}" y="{_HEIGHT - 4}" class="middle">{escape(x_label)}</text></svg>')
+    parts.append(
+        f'<text x="{middle}" y="{_HEIGHT - 4}" class="middle">{escape(x_label)}</text></svg>'
+    )
     legend = "".join(
         f'<li><span class="key c{index % _COLOURS}"></span>{escape(name)}</li>'
         for index, name in enumerate(lines)
@@ -83,7 +90,11 @@ class _Axis:
         self.log = log
         low, high = min(values), max(values)
         if low == high:
-            low, high = (low / 2, high * 2) if log else (low - abs(low) / 2 - 0.5, high + abs(high) / 2 + 0.5)
+            low, high = (
+                (low / 2, high * 2)
+                if log
+                else (low - abs(low) / 2 - 0.5, high + abs(high) / 2 + 0.5)
+            )
         self.low, self.high = low, high
         if log and 0 < len(at) <= 8:
             self.ticks = list(at)

@@ -134,7 +134,9 @@ def report(
         run_folders = [run_folders]
     folders, files = [Path(folder) for folder in run_folders], _Files()
     if not folders and results_folder is None:
-        raise ValueError("run_folders is empty and results_folder is None; allowed: at least one of the two")
+        raise ValueError(
+            "run_folders is empty and results_folder is None; allowed: at least one of the two"
+        )
     out = Path(out)
     if out.suffix.lower() not in (".html", ".htm"):  # not over a file of a run
         raise ValueError(f"out={str(out)!r} is not allowed; allowed: a name in .html or .htm")
@@ -159,7 +161,9 @@ def _read_run(folder: Path, files: _Files) -> _Run:
     name = folder.resolve().name
     if not any((folder / file).is_file() for file in ("config.json", "log.jsonl", "eval.json")):
         what = "holds no run" if folder.is_dir() else "is no folder"
-        raise ValueError(f"run_folders has {str(folder)!r}, which {what}; allowed: run folders of vssm train")
+        raise ValueError(
+            f"run_folders has {str(folder)!r}, which {what}; allowed: run folders of vssm train"
+        )
     return _Run(
         name,
         files.json(folder / "config.json", f"{name}/config.json"),
@@ -184,7 +188,9 @@ def _read_results(folder: Path, files: _Files) -> dict[str, dict[str, dict[str, 
             files.notices.append(f"{top}/{place.as_posix()} has no metrics")
     if not groups:
         what = "holds no result with metrics" if folder.is_dir() else "is no folder"
-        raise ValueError(f"results_folder={str(folder)!r} {what}; allowed: a folder of result files")
+        raise ValueError(
+            f"results_folder={str(folder)!r} {what}; allowed: a folder of result files"
+        )
     return groups
 
 
@@ -202,7 +208,9 @@ def _run(run: _Run) -> str:
     machine = _part(run.meta, "machine") or _part(run.evaluation, "machine")
     latent = model.get("kind") in ("tvae", "vrnn", "vssm")
     facts = {
-        "model": f"vssm, {model['levels']} levels" if model.get("levels", 1) != 1 else model.get("kind"),
+        "model": f"vssm, {model['levels']} levels"
+        if model.get("levels", 1) != 1
+        else model.get("kind"),
         "data": run.task,
         "size": f"width {_text(model.get('width'))}, {_text(model.get('layers'))} layers",
         "latents": f"{_text(model.get('latents'))} × {_text(model.get('classes'))} classes"
@@ -235,7 +243,9 @@ def _run(run: _Run) -> str:
         f'<dl class="facts">{told}</dl><div class="figures">{_curves(run)}{picture}</div>'
         + _dials(run.name, metrics)
         + (_metrics("Evaluation", {"value": untimed}) if untimed else "")
-        + (f"<details><summary>All settings</summary>{_table('Settings', ['value'], rows)}</details>")
+        + (
+            f"<details><summary>All settings</summary>{_table('Settings', ['value'], rows)}</details>"
+        )
     )
 
 
@@ -251,7 +261,9 @@ def _dials(name: str, metrics: Mapping[str, Any]) -> str:
         lines = dial_curves(metrics, batch)
         if lines:
             title, marked = f"{name}: Fréchet distance, batch {batch}", frozenset(lines) - {"floor"}
-            figures.append(chart(title, "milliseconds", lines, marked, log=True, dashed=frozenset({"floor"})))
+            figures.append(
+                chart(title, "milliseconds", lines, marked, log=True, dashed=frozenset({"floor"}))
+            )
     rows = []
     for way in ways:
         shown = [f"fd_{way}", *(f"ms_{way}{end}" for end in batches.values())]
@@ -267,7 +279,11 @@ def _curves(run: _Run) -> str:
     for term in _TERMS:
         lines: dict[str, list[tuple[float, float]]] = {}
         for split in ("train", "valid"):
-            points = [(line.get("epoch"), line.get(term)) for line in run.log if line.get("split") == split]
+            points = [
+                (line.get("epoch"), line.get(term))
+                for line in run.log
+                if line.get("split") == split
+            ]
             lines[split] = [(x, y) for x, y in points if is_number(x) and is_number(y)]
         if any(y for points in lines.values() for _, y in points):
             title = f"{label(term)}, nats a sequence"
@@ -275,7 +291,9 @@ def _curves(run: _Run) -> str:
     return "".join(figures)
 
 
-def _metrics(caption: str, columns: Mapping[str, Mapping[str, Any]], num_groups: int = len(GROUPS)) -> str:
+def _metrics(
+    caption: str, columns: Mapping[str, Mapping[str, Any]], num_groups: int = len(GROUPS)
+) -> str:
     """Makes a table of metrics, a row each, with the best of every row in bold."""
     names = [name for metrics in columns.values() for name in metrics]
     rows: list[tuple[str, list[str]]] = []
@@ -284,9 +302,14 @@ def _metrics(caption: str, columns: Mapping[str, Mapping[str, Any]], num_groups:
         for name in own:
             values = [metrics.get(name) for metrics in columns.values()]
             numbers = [value for value in values if is_number(value)]
-            best = max(numbers, key=lambda v: direction * v) if direction and len(numbers) > 1 else None
+            best = (
+                max(numbers, key=lambda v: direction * v)
+                if direction and len(numbers) > 1
+                else None
+            )
             cells = [
-                f"<strong>{_cell(v)}</strong>" if v == best and best is not None else _cell(v) for v in values
+                f"<strong>{_cell(v)}</strong>" if v == best and best is not None else _cell(v)
+                for v in values
             ]
             rows.append((label(name), cells))
     return _table(caption, list(columns), rows)
@@ -313,9 +336,13 @@ def _results(found: Mapping[str, Mapping[str, Any]]) -> str:
             ((name, metrics),) = rest.items()
             parts.append(_table(name, ["value"], [(label(m), [_cell(metrics[m])]) for m in names]))
         else:
-            rows = [(name, [_cell(metrics.get(m)) for m in names]) for name, metrics in rest.items()]
+            rows = [
+                (name, [_cell(metrics.get(m)) for m in names]) for name, metrics in rest.items()
+            ]
             parts.append(_table("All results", [label(m) for m in names], rows))
-    rows = [(name, [_cell(_origin(values, key)) for key in _ORIGIN]) for name, values in found.items()]
+    rows = [
+        (name, [_cell(_origin(values, key)) for key in _ORIGIN]) for name, values in found.items()
+    ]
     origin = _table("Origin", list(_ORIGIN), rows)
     return "".join(parts) + f"<details><summary>Where this comes from</summary>{origin}</details>"
 
@@ -325,7 +352,9 @@ _ORIGIN = ("date", "commit", "machine", "command")
 
 def _origin(values: Mapping[str, Any], key: str) -> object:
     value = values.get(key)
-    return ", ".join(f"{k} {v}" for k, v in value.items() if v) if isinstance(value, dict) else value
+    return (
+        ", ".join(f"{k} {v}" for k, v in value.items() if v) if isinstance(value, dict) else value
+    )
 
 
 def _times(name: str, times: Mapping[tuple[int, int], Mapping[str, Any]]) -> str:
@@ -374,8 +403,12 @@ def _page(sections: Mapping[str, str], notices: list[str]) -> str:
     warning = ""
     if notices:
         items = "".join(f"<li>{escape(notice)}</li>" for notice in notices)
-        warning = f'<aside class="notice" aria-label="Notices"><h2>Not shown</h2><ul>{items}</ul></aside>'
-    contents = "".join(f'<li><a href="#s{i}">{escape(title)}</a></li>' for i, title in enumerate(sections))
+        warning = (
+            f'<aside class="notice" aria-label="Notices"><h2>Not shown</h2><ul>{items}</ul></aside>'
+        )
+    contents = "".join(
+        f'<li><a href="#s{i}">{escape(title)}</a></li>' for i, title in enumerate(sections)
+    )
     body = "".join(
         f'<section id="s{i}" aria-labelledby="h{i}"><h2 id="h{i}">{escape(title)}</h2>{text}</section>'
         for i, (title, text) in enumerate(sections.items())

@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vssm.config import FORMAT, ModelConfig, check_device, check_path
+from vssm.checks import check_device, check_path
+from vssm.config import FORMAT, ModelConfig
 from vssm.models import Model, build, inner_model
 from vssm.nn import BLOCKS
 from vssm.runs import pretrained
@@ -50,11 +51,15 @@ def save(model: Model, folder: str | Path) -> None:
     folder = Path(folder)
     _check_target(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {
+        name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
+    }
     _check_own(model, tensors)
     text = json.dumps({"format": FORMAT, "model": model.config.to_dict()}, indent=2) + "\n"
     metadata = with_checksum(tensors, {_METADATA: text})
-    write_atomically(folder / "weights.safetensors", lambda path: save_file(tensors, path, metadata))
+    write_atomically(
+        folder / "weights.safetensors", lambda path: save_file(tensors, path, metadata)
+    )
     write_atomically(folder / "config.json", lambda path: path.write_text(text))
 
 
@@ -101,7 +106,11 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
         with torch.device("meta"):
             _check_depth(config, folder, len(tensors))
             model = build(config)
-    except (ValueError, RuntimeError, TypeError) as error:  # sizes beyond what an address can have, too
+    except (
+        ValueError,
+        RuntimeError,
+        TypeError,
+    ) as error:  # sizes beyond what an address can have, too
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{str(folder / 'config.json')!r} describes no model: {reason}") from None
     expected = model.state_dict()
@@ -128,9 +137,13 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
 def load_finite(folder: str | Path, device: torch.device | str = "cpu") -> Model:
     """Does what `load` does, for models that answer: numbers that are none would look like any others."""
     model = load(folder, device)
-    odd = next((name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()), None)
+    odd = next(
+        (name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()), None
+    )
     if odd is not None:
-        raise ValueError(f"{str(folder)!r}: tensor {odd!r} holds NaN or infinity; allowed: finite weights")
+        raise ValueError(
+            f"{str(folder)!r}: tensor {odd!r} holds NaN or infinity; allowed: finite weights"
+        )
     return model
 
 
@@ -163,7 +176,9 @@ def _check_own(model: Model, tensors: dict[str, Tensor]) -> None:
         expected = {name: tensor.shape for name, tensor in build(model.config).state_dict().items()}
     given = {name: tensor.shape for name, tensor in tensors.items()}
     if given != expected:
-        names = sorted(name for name in {**given, **expected} if given.get(name) != expected.get(name))
+        names = sorted(
+            name for name in {**given, **expected} if given.get(name) != expected.get(name)
+        )
         raise ValueError(
             f"the model differs from what its config builds in {', '.join(names[:3])}"
             + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -180,7 +195,11 @@ def _check_target(folder: Path) -> None:
             )
     try:
         values = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):  # there is none, or none that a run could go on with
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ):  # there is none, or none that a run could go on with
         return
     if isinstance(values, dict) and ("data" in values or "train" in values):
         raise ValueError(
@@ -228,7 +247,9 @@ def _parse_config(text: str, path: Path) -> ModelConfig:
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is damaged: {error}") from None
     if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
-        raise ValueError(f"{str(path)!r} has no key 'model'; allowed: a config written by vssm.save")
+        raise ValueError(
+            f"{str(path)!r} has no key 'model'; allowed: a config written by vssm.save"
+        )
     if values.get("format") != FORMAT:
         raise ValueError(
             f"{str(path)!r} has format {values.get('format')!r}; allowed: {FORMAT}, that of this version"
@@ -255,7 +276,9 @@ def _check_depth(config: ModelConfig, folder: Path, tensors: int) -> None:
 def _check_names(path: Path, given: set[str], expected: set[str]) -> None:
     for problem, names in (("lacks", expected - given), ("has unknown", given - expected)):
         if names:
-            shown = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            shown = ", ".join(sorted(names)[:3]) + (
+                f" and {len(names) - 3} more" if len(names) > 3 else ""
+            )
             raise ValueError(
                 f"{str(path)!r} {problem} tensors {shown}; allowed: those of config.json, no other"
             )

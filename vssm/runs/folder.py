@@ -40,7 +40,16 @@ from vssm.data import Meta
 from vssm.runs.labels import is_number
 from vssm.storage import check_checksum, read_object, with_checksum, write_atomically
 
-__all__ = ["FREE", "Checkpoint", "RunFolder", "claim", "finite", "read_config", "read_line", "read_log"]
+__all__ = [
+    "FREE",
+    "Checkpoint",
+    "RunFolder",
+    "claim",
+    "finite",
+    "read_config",
+    "read_line",
+    "read_log",
+]
 
 _TERMS = ("loss", "reconstruction", "kl")  # of every line; null where they were not finite
 _KEPT = 2  # checkpoints: the newest, and one more should that be damaged
@@ -67,12 +76,16 @@ def read_config(folder: str | Path) -> RunConfig:
     """Returns the config of the run in a folder; what is wrong with it is said in one line."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ValueError(f"{str(folder)!r} has no config.json; allowed: the folder of a run that was started")
+        raise ValueError(
+            f"{str(folder)!r} has no config.json; allowed: the folder of a run that was started"
+        )
     values = read_object(path)
     values.pop("data_meta", None)
     for key in ("data", "train"):  # defaults in their place would train another model over this one
         if key not in values:
-            raise ValueError(f"{str(path)!r} has no key {key!r}; allowed: a run folder written by vssm train")
+            raise ValueError(
+                f"{str(path)!r} has no key {key!r}; allowed: a run folder written by vssm train"
+            )
     try:
         return RunConfig.from_dict(values)
     except ValueError as error:
@@ -103,7 +116,9 @@ def read_line(line: bytes) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError("it is no JSON object")
     for name in ("step", "epoch", *_TERMS):
-        if not is_number(values.get(name)) and not (name in _TERMS and values.get(name, "") is None):
+        if not is_number(values.get(name)) and not (
+            name in _TERMS and values.get(name, "") is None
+        ):
             raise ValueError(f"{name!r} is no number")
     if values.get("partial_elbo") is not None and not is_number(values["partial_elbo"]):
         raise ValueError("'partial_elbo' is no number")
@@ -228,7 +243,9 @@ class RunFolder:
             return
         saved = read_config(self.path).model
         head = saved.head if config.model.head == "auto" else config.model.head
-        model = dataclasses.replace(config.model, features=saved.features, head=head, bins=saved.bins)
+        model = dataclasses.replace(
+            config.model, features=saved.features, head=head, bins=saved.bins
+        )
         model = saved if config.train.init is not None else model
         self.compare(dataclasses.replace(config, model=model))
 
@@ -251,7 +268,9 @@ class RunFolder:
             ended = json.loads((self.path / "meta.json").read_bytes())["ended"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return True  # a run has a whole meta.json before it has weights: it may have ended
-        return ended is not None or not self.log_path.exists()  # a run has a log before it has weights
+        return (
+            ended is not None or not self.log_path.exists()
+        )  # a run has a log before it has weights
 
     def _tidy(self) -> None:
         """Removes what a killed training was writing; an evaluation may be at work."""
@@ -269,7 +288,9 @@ class RunFolder:
         """Writes the best weights; what was measured of those before is set aside as "eval.json.old"."""
         self._set_aside()  # first: killed in between, this leaves no result beside weights that it is not of
         metadata = with_checksum(tensors, {})
-        write_atomically(self.path / "weights.safetensors", lambda path: save_file(tensors, path, metadata))
+        write_atomically(
+            self.path / "weights.safetensors", lambda path: save_file(tensors, path, metadata)
+        )
         self._set_aside()  # what an evaluation of those before has written meanwhile
 
     def _set_aside(self) -> None:
@@ -310,7 +331,11 @@ class RunFolder:
         write_atomically(self.log_path, lambda path: path.write_bytes(b"".join(kept)))
 
     def save_checkpoint(
-        self, config: RunConfig, step: int, parts: dict[str, dict[str, Tensor]], progress: dict[str, Any]
+        self,
+        config: RunConfig,
+        step: int,
+        parts: dict[str, dict[str, Tensor]],
+        progress: dict[str, Any],
     ) -> Path:
         """Writes a checkpoint, then lets go of all but the two newest.
 
@@ -354,7 +379,9 @@ class RunFolder:
             self._discard(old)
         return final
 
-    def read_checkpoint(self, config: RunConfig, warn: Callable[[str], object]) -> Checkpoint | None:
+    def read_checkpoint(
+        self, config: RunConfig, warn: Callable[[str], object]
+    ) -> Checkpoint | None:
         """Returns the newest checkpoint that is whole, or None when there never was one.
 
         A damaged one is named to `warn` and set aside under the name "step-N.damaged". One of another run
@@ -382,7 +409,9 @@ class RunFolder:
             )
         return None
 
-    def _check_origin(self, checkpoint: Checkpoint, config: RunConfig, warn: Callable[[str], object]) -> None:
+    def _check_origin(
+        self, checkpoint: Checkpoint, config: RunConfig, warn: Callable[[str], object]
+    ) -> None:
         path, origin = str(checkpoint.path), checkpoint.progress.pop("config", None)
         if origin is None:  # as older versions wrote it
             warn(f"{path!r} does not say which run it is of; it is taken for one of this run")
@@ -404,7 +433,9 @@ class RunFolder:
     def _saved(self) -> list[Path]:
         """The checkpoints by their final name, oldest first."""
         found = [path for path in self.checkpoints.glob("step-*") if path.name[5:].isdecimal()]
-        return sorted(found, key=lambda path: int(path.name[5:]))  # names have 8 digits, steps may have more
+        return sorted(
+            found, key=lambda path: int(path.name[5:])
+        )  # names have 8 digits, steps may have more
 
     @staticmethod
     def _discard(checkpoint: Path) -> None:
@@ -417,7 +448,9 @@ class RunFolder:
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
     """Returns the values with None for every float that JSON has no number for."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
+    }
 
 
 def _read(path: Path) -> Checkpoint:
@@ -443,14 +476,18 @@ def _differing(config: RunConfig, other: RunConfig) -> Iterator[tuple[str, Any, 
     """Gives the options, with both values, that make two runs of different results."""
     values, others = _flat(dataclasses.asdict(config)), _flat(dataclasses.asdict(other))
     return (
-        (key, values[key], others[key]) for key in values if values[key] != others[key] and key not in FREE
+        (key, values[key], others[key])
+        for key in values
+        if values[key] != others[key] and key not in FREE
     )
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= (
+            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
     return flat
 
 

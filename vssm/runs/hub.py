@@ -25,11 +25,21 @@ __all__ = ["FILES", "model_card", "pull", "push", "train_command", "without_fold
 FILES = ("config.json", "weights.safetensors", "README.md")
 _ADDRESS = re.compile(r"(?:hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^\s@]+))?")
 _PAPER = "https://arxiv.org/abs/2407.08415"
-_SOURCES = ("images", "series", "text", "arrays", "synthetic")  # data sets with options of their own
+_SOURCES = (
+    "images",
+    "series",
+    "text",
+    "arrays",
+    "synthetic",
+)  # data sets with options of their own
 
 
 def push(
-    folder: str | Path, repo: str, token: str | None = None, private: bool = False, message: str | None = None
+    folder: str | Path,
+    repo: str,
+    token: str | None = None,
+    private: bool = False,
+    message: str | None = None,
 ) -> str:
     """Publishes a model with a model card, all in one commit.
 
@@ -59,12 +69,16 @@ def push(
     try:
         api.create_repo(name, private=private, exist_ok=True)
         if private and not api.model_info(name).private:
-            raise ValueError("it exists and is public; allowed with private=True: a private or new one")
+            raise ValueError(
+                "it exists and is public; allowed with private=True: a private or new one"
+            )
         files = [
             hub.CommitOperationAdd(path_in_repo=path, path_or_fileobj=content)
             for path, content in contents.items()
         ]
-        commit = api.create_commit(name, files, commit_message=message or "Add a model made with vssm")
+        commit = api.create_commit(
+            name, files, commit_message=message or "Add a model made with vssm"
+        )
     except (OSError, ValueError, hub.errors.HTTPError) as error:
         raise ValueError(f"repo={repo!r} can not be written: {_one_line(error)}") from None
     return f"hf://{name}@{commit.oid}"
@@ -83,12 +97,16 @@ def pull(repo: str, revision: str | None = None) -> Path:
     name, given = _address(repo)
     hub = _import_hub()
     try:
-        folder = Path(hub.snapshot_download(name, revision=revision or given, allow_patterns=list(FILES)))
+        folder = Path(
+            hub.snapshot_download(name, revision=revision or given, allow_patterns=list(FILES))
+        )
     except (OSError, ValueError, hub.errors.HTTPError) as error:
         raise ValueError(f"repo={repo!r} can not be read: {_one_line(error)}") from None
     for file in FILES[:2]:
         if not (folder / file).is_file():
-            raise ValueError(f"repo={repo!r} has no {file}; allowed: a repository made by vssm.runs.hub.push")
+            raise ValueError(
+                f"repo={repo!r} has no {file}; allowed: a repository made by vssm.runs.hub.push"
+            )
     return folder
 
 
@@ -110,7 +128,14 @@ def model_card(folder: str | Path, repo: str = "OWNER/NAME") -> str:
 
     # The front matter has values from fixed lists only, so nothing in it needs quotes.
     tags = [kind, "sequence-modeling", *([run.data.name] if trained else [])]
-    front = ["---", "license: mit", "library_name: vssm", "tags:", *(f"- {tag}" for tag in tags), "---"]
+    front = [
+        "---",
+        "license: mit",
+        "library_name: vssm",
+        "tags:",
+        *(f"- {tag}" for tag in tags),
+        "---",
+    ]
     facts = [("data set", "not recorded")]
     if trained:
         facts = _data_facts(run, meta)
@@ -141,7 +166,9 @@ def model_card(folder: str | Path, repo: str = "OWNER/NAME") -> str:
 def _address(repo: str) -> tuple[str, str | None]:
     match = _ADDRESS.fullmatch(repo)
     if match is None:
-        raise ValueError(f"repo={repo!r} is not allowed; allowed: 'OWNER/NAME', 'hf://OWNER/NAME[@REVISION]'")
+        raise ValueError(
+            f"repo={repo!r} is not allowed; allowed: 'OWNER/NAME', 'hf://OWNER/NAME[@REVISION]'"
+        )
     return match["repo"], match["revision"]
 
 
@@ -150,7 +177,9 @@ def _import_hub() -> Any:  # noqa: ANN401
         import huggingface_hub
         import huggingface_hub.errors
     except ImportError:
-        raise ValueError("huggingface_hub is not installed; allowed: pip install 'vssm[hub]'") from None
+        raise ValueError(
+            "huggingface_hub is not installed; allowed: pip install 'vssm[hub]'"
+        ) from None
     return huggingface_hub
 
 
@@ -219,7 +248,9 @@ def _model_facts(model: ModelConfig) -> list[tuple[str, str]]:
 
 def _train_facts(run: RunConfig) -> list[tuple[str, str]]:
     options = run.train
-    length = f"epochs: {options.epochs}" if options.max_steps is None else f"steps: {options.max_steps}"
+    length = (
+        f"epochs: {options.epochs}" if options.max_steps is None else f"steps: {options.max_steps}"
+    )
     rest = f"batch: {options.batch}, learning rate: {options.learning_rate:g}, seed: {options.seed}"
     name = {"adamw": "AdamW", "muon": "Muon and AdamW"}[options.optimizer]
     return [("training", f"{name}, {length}, {rest}; the weights that were best on validation")]
@@ -234,7 +265,9 @@ def _metrics(path: Path) -> str:
     for name, value in metrics.items():
         if value is not None and not is_number(value):
             raise ValueError(f"{str(path)!r} is damaged: metric {name} is no number, or a huge one")
-    rows = [(name, "not finite" if value is None else f"{value:.6g}") for name, value in metrics.items()]
+    rows = [
+        (name, "not finite" if value is None else f"{value:.6g}") for name, value in metrics.items()
+    ]
     return "On the test set, by `vssm evaluate`; likelihoods in nats per sequence.\n\n" + _table(
         ("metric", "value"), rows
     )
@@ -260,9 +293,13 @@ def train_command(run: RunConfig) -> str:
     """Returns the command that trains this run: what is not the default, and a few options that say most."""
     run = RunConfig.from_dict(without_folders(run.to_dict()))
     words = ["vssm", "train", run.data.name]
-    default = PRESETS["series"] if run.data.name == "series" else RunConfig()  # as the command starts from
+    default = (
+        PRESETS["series"] if run.data.name == "series" else RunConfig()
+    )  # as the command starts from
     others = {name: getattr(default.data, name) for name in _SOURCES if name != run.data.name}
-    run = dataclasses.replace(run, data=dataclasses.replace(run.data, **others))  # not read for this data
+    run = dataclasses.replace(
+        run, data=dataclasses.replace(run.data, **others)
+    )  # not read for this data
     for part in ("data", "model", "train"):
         prefix = "" if part == "data" else f"{part}."
         words += _options(getattr(run, part), getattr(default, part), prefix)

@@ -50,14 +50,24 @@ GROUPS = (  # title, pattern of names, whether more (+1) or less (-1) is better
     ("Fréchet distance of samples to the test set", r"fd_(?!floor)\w+", -1),
     ("Fréchet distance of real images to the test set", r"fd_floor", 0),
     ("Generation time, ms", r"\w+_ms_b\d+|ms_\w+", -1),
-    ("Spread of these times, third quartile over first: near 1 on a quiet machine", r"timing_spread", 0),
-    ("Reconstruction and latents", r"mse|reconstruction|kl|\w*components|code_perplexity|aggregate_kl", 0),
+    (
+        "Spread of these times, third quartile over first: near 1 on a quiet machine",
+        r"timing_spread",
+        0,
+    ),
+    (
+        "Reconstruction and latents",
+        r"mse|reconstruction|kl|\w*components|code_perplexity|aggregate_kl",
+        0,
+    ),
     ("Counts", r"\w+", 0),
 )
 _WAY = re.compile(r"one_shot|w(\d{1,9})(?:_s(\d{1,9}))?|s(\d{1,9})")
 
 
-def grouped(names: Iterable[str], num_groups: int = len(GROUPS)) -> list[tuple[str, int, list[str]]]:
+def grouped(
+    names: Iterable[str], num_groups: int = len(GROUPS)
+) -> list[tuple[str, int, list[str]]]:
     """Returns the title of each group that has some of the metrics, its direction, and their names.
 
     >>> grouped(["sequences", "fd_w4", "elbo", "fd_one_shot"])[:2]  # doctest: +NORMALIZE_WHITESPACE
@@ -129,13 +139,22 @@ def dial_curves(metrics: Mapping[str, Any], batch: int = 1) -> dict[str, list[tu
     """
     points: dict[str, tuple[float, float]] = {}
     for way in dial_ways(metrics):
-        ms, fd = metrics.get(f"ms_{way}" + (f"_b{batch}" if batch > 1 else "")), metrics.get(f"fd_{way}")
+        ms, fd = (
+            metrics.get(f"ms_{way}" + (f"_b{batch}" if batch > 1 else "")),
+            metrics.get(f"fd_{way}"),
+        )
         if is_number(ms) and is_number(fd) and min(ms, fd) > 1e-100:
             points[way] = ms, fd
     lines: dict[str, list[tuple[float, float]]] = {}
     for way, point in points.items():
         chunk, passes = _turned(way)
-        name = f"chunks of {chunk}, passes S" if chunk and passes else "chunks W" if chunk else "passes S"
+        name = (
+            f"chunks of {chunk}, passes S"
+            if chunk and passes
+            else "chunks W"
+            if chunk
+            else "passes S"
+        )
         if chunk or passes:
             first = points.get(f"w{chunk}" if chunk and passes else "one_shot")
             lines.setdefault(name, [first] if first else []).append(point)

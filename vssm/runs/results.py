@@ -83,7 +83,9 @@ def commit() -> str | None:
         return None
     found = _git(package, "rev-parse", "HEAD")
     # Only the package: results that replace committed ones are written into the same clone.
-    return f"{found}-dirty" if found and _git(package, "status", "--porcelain", "--", ".") else found
+    return (
+        f"{found}-dirty" if found and _git(package, "status", "--porcelain", "--", ".") else found
+    )
 
 
 def source(but: tuple[str, ...] = (), package: Path = Path(__file__).parents[1]) -> str:
@@ -107,7 +109,9 @@ def source(but: tuple[str, ...] = (), package: Path = Path(__file__).parents[1])
 
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
-        run = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10)
+        run = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return run.stdout.strip() if run.returncode == 0 else None

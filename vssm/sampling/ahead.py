@@ -58,7 +58,9 @@ def posterior_ahead(model: Variational, x: Tensor, state: State | None = None) -
     if torch.is_autocast_enabled(s.device.type):
         s = s.float()  # as in `Stack.run`
     if stack.positional:
-        codes = sinusoids(0 if state is None else state.position, width, s.shape[2], s.device, s.dtype)
+        codes = sinusoids(
+            0 if state is None else state.position, width, s.shape[2], s.device, s.dtype
+        )
         s = s + codes.repeat_interleave(2, 0)[:-1]
     for i, block in enumerate(stack.blocks):
         before = None if state is None else state.child(str(i))
@@ -75,7 +77,8 @@ def _attention_ahead(block: AttentionBlock, s: Tensor, state: State | None) -> T
     batch, both, width = s.shape
     past = 0 if state is None else state.position
     q, k, v = (
-        t.view(batch, both, block.heads, -1).transpose(1, 2) for t in block.c_attn(block.ln_1(s)).chunk(3, -1)
+        t.view(batch, both, block.heads, -1).transpose(1, 2)
+        for t in block.c_attn(block.ln_1(s)).chunk(3, -1)
     )
     if state is not None:
         k, v = (torch.cat([state[n][:, :, :past], new], 2) for n, new in (("k", k), ("v", v)))

@@ -84,7 +84,9 @@ def _forward(words, scratch):
             read_decay(words, LANES * i, A2_first + A2_bytes * (i - first))
         for b in range(b_first, b_last):
             for i in range(first, last):
-                read_states(words, H0, b, LANES * i, A2_first + A2_bytes * (i - first) + states * ROW)
+                read_states(
+                    words, H0, b, LANES * i, A2_first + A2_bytes * (i - first) + states * ROW
+                )
             for start in range(0, length, STEPS):
                 steps = min(STEPS, length - start)
                 B, B_stride = read_numbers(words, B_, b, start, steps, B_buffer)

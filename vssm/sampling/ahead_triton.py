@@ -17,7 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from vssm.ops.scan.triton import _call
-from vssm.ops.scan.triton_steps import _load_states, _rates, _row, _scalars, _sigmoid, _softplus, _vector
+from vssm.ops.scan.triton_steps import (
+    _load_states,
+    _rates,
+    _row,
+    _scalars,
+    _sigmoid,
+    _softplus,
+    _vector,
+)
 
 __all__ = ["forward"]
 

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.config import ModelConfig, check_choice, check_flag, shown, whole_number, whole_numbers
+from vssm.checks import check_choice, check_flag, shown, whole_number, whole_numbers
+from vssm.config import ModelConfig
 from vssm.engine import graphs as recorded
 from vssm.engine.trees import Later
 from vssm.engine.weights import first_weight
@@ -123,7 +124,11 @@ def generate(
         True
     """
     dials = length, chunk, recondition, passes, temperature, observe, cache, graphs
-    repeat = _repeat(model, num, seed, dials) if prompt is None and state is None and rows is None else None
+    repeat = (
+        _repeat(model, num, seed, dials)
+        if prompt is None and state is None and rows is None
+        else None
+    )
     made = None if repeat is None else recorded.same(model, *repeat)
     if made is not None:
         return _made(model, made)
@@ -208,7 +213,9 @@ def observe(
     own = len(x) if state is None else state.batch
     num = own if num is None else whole_number("num", num, 1)
     if state is not None and num != own:
-        raise ValueError(f"num={num} is not the number of rows of the state, {own}; state.repeat makes more")
+        raise ValueError(
+            f"num={num} is not the number of rows of the state, {own}; state.repeat makes more"
+        )
     if len(x) not in (1, num):
         raise ValueError(f"x has {len(x)} rows; allowed: {num}, or 1 that serves all")
     check_room(model, num, x.shape[1], device)
@@ -250,7 +257,9 @@ class _Repeat(NamedTuple):
     position: int
 
 
-def _repeat(model: Model, num: int | None, seed: int | Tensor | None, dials: tuple) -> _Repeat | None:
+def _repeat(
+    model: Model, num: int | None, seed: int | Tensor | None, dials: tuple
+) -> _Repeat | None:
     """Returns None if there is more to check."""
     if type(model) is not Variational:
         return None
@@ -270,14 +279,18 @@ def _made(model: Model, made: State) -> Generation:
 def _owner(config: ModelConfig) -> str:
     # Only what is not usual: a field that is new must not make a stranger of every older state.
     fields = [(f.name, getattr(config, f.name), f.default) for f in dataclasses.fields(config)]
-    return ", ".join(f"{name}={value}" for name, value, usual in fields if name == "kind" or value != usual)
+    return ", ".join(
+        f"{name}={value}" for name, value, usual in fields if name == "kind" or value != usual
+    )
 
 
 def _own(model: Model, state: State | None, source: Noise) -> State:
     """Adds to a state what resuming needs: the noise, and whose state it is."""
     children = {} if state is None else state.children
     position = 0 if state is None else state.position
-    return State({**children, "seed": source.seed, "row": source.row}, position, _owner(model.config))
+    return State(
+        {**children, "seed": source.seed, "row": source.row}, position, _owner(model.config)
+    )
 
 
 def _noise_source(
@@ -305,7 +318,9 @@ def _noise_source(
         row = whole_numbers("rows", rows, device).clone()
     for name, given in (("seed", seeds), ("rows", row)):
         if isinstance(given, Tensor) and given.shape != (num,):
-            raise ValueError(f"{name} has shape {tuple(given.shape)}; allowed: ({num},), one for each row")
+            raise ValueError(
+                f"{name} has shape {tuple(given.shape)}; allowed: ({num},), one for each row"
+            )
     return Noise(seeds, row, device=device)
 
 
@@ -333,8 +348,16 @@ def _checked(
     check_choice("observe", observe, ("mean", "sample"))
     if passes > 1 and issubclass(model, Ladder):
         raise ValueError(f"passes={passes} is for a vssm or tvae without levels; allowed: 1")
-    if (chunk is not None or recondition or passes > 1) and not issubclass(model, Variational | Ladder):
-        name = "recondition=True" if recondition else f"passes={passes}" if passes > 1 else f"chunk={chunk}"
+    if (chunk is not None or recondition or passes > 1) and not issubclass(
+        model, Variational | Ladder
+    ):
+        name = (
+            "recondition=True"
+            if recondition
+            else f"passes={passes}"
+            if passes > 1
+            else f"chunk={chunk}"
+        )
         raise ValueError(
             f"{name} is for models that generate in parallel, not kind={kind!r}; allowed: vssm, tvae"
         )
@@ -347,10 +370,14 @@ def _checked(
             "cache=False recomputes from the first step and can not use a state; allowed: a prompt"
         )
     sample = observe == "sample" or (tokens and issubclass(model, Autoregressive))
-    return Options(length, chunk or max(length, 1), recondition or passes > 1, passes, temperature, sample)
+    return Options(
+        length, chunk or max(length, 1), recondition or passes > 1, passes, temperature, sample
+    )
 
 
-def _check_sequence(model: Model, x: Tensor, name: str, device: torch.device, steps: int = 1) -> Tensor:
+def _check_sequence(
+    model: Model, x: Tensor, name: str, device: torch.device, steps: int = 1
+) -> Tensor:
     model.head.validate(x, name=name, values=False, steps=steps)
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}; allowed: {device}, the device of the model")
@@ -361,7 +388,9 @@ def _check_sequence(model: Model, x: Tensor, name: str, device: torch.device, st
 def _check_state(model: Model, state: State, device: torch.device) -> State:
     """Returns a state as the model keeps it: numbers of another precision are cast."""
     if not isinstance(state, State):
-        raise ValueError(f"state is a {type(state).__name__}; allowed: a State from generate or observe")
+        raise ValueError(
+            f"state is a {type(state).__name__}; allowed: a State from generate or observe"
+        )
     if state.owner != _owner(model.config):
         raise ValueError(
             f"state belongs to another model ({state.owner or 'unknown'}); "

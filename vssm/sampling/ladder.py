@@ -35,7 +35,12 @@ __all__ = ["read_ladder", "sample_ladder"]
 
 
 def sample_ladder(
-    model: Ladder, prompt: Tensor | None, state: State | None, source: Noise, options: Options, record: bool
+    model: Ladder,
+    prompt: Tensor | None,
+    state: State | None,
+    source: Noise,
+    options: Options,
+    record: bool,
 ) -> Result:
     """Runs the algorithm below, or replays it."""
     made = _replayed(model, prompt, state, source, options) if record and options.length else None
@@ -87,7 +92,9 @@ def _make(
         return z
 
     p_x, after = model.descend(model.decoder.blanks(len(u), width), draw, trunk)
-    z = torch.cat([model.rung(level).at_steps(zs[level], helds[level], width) for level in levels], -1)
+    z = torch.cat(
+        [model.rung(level).at_steps(zs[level], helds[level], width) for level in levels], -1
+    )
     if options.sample:
         x = p_x.sample(source.observation(model, position, width), options.temperature)
     else:
@@ -97,7 +104,9 @@ def _make(
 
 def read_ladder(model: Ladder, x: Tensor, state: State | None) -> State:
     """Reads known data, which has no latents: nothing is drawn."""
-    _, trunk = model.descend(model.decoder.embed(x), None, None if state is None else state.child("trunk"))
+    _, trunk = model.descend(
+        model.decoder.embed(x), None, None if state is None else state.child("trunk")
+    )
     return State({"trunk": trunk}, trunk.position)
 
 

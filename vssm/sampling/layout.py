@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vssm.config import ModelConfig, shown, whole_number
+from vssm.checks import shown, whole_number
+from vssm.config import ModelConfig
 from vssm.engine.weights import first_weight
 from vssm.models import Ladder, Model
 from vssm.nn import State
@@ -35,9 +36,13 @@ def fitted(model: Model, state: State, device: torch.device) -> State:
     steps = state.position if model.config.block == "attention" else min(state.position, 1)
     last = len(model.decoder.blocks) if isinstance(model, Ladder) else model.config.layers
     dtypes = (first_weight(model).dtype,)
-    if torch.is_autocast_enabled(device.type):  # products choose their precision, and what is kept follows
+    if torch.is_autocast_enabled(
+        device.type
+    ):  # products choose their precision, and what is kept follows
         dtypes += _FLOATS[:3]
-    return _fitted(state, _layout(model.config, blind, last, rows, steps, dtypes), state.position, device)
+    return _fitted(
+        state, _layout(model.config, blind, last, rows, steps, dtypes), state.position, device
+    )
 
 
 class _Kept(NamedTuple):
@@ -53,7 +58,12 @@ _Layout = dict[str, Any]  # of _Kept, and of the layouts of nested states
 
 @lru_cache(maxsize=256)
 def _layout(
-    config: ModelConfig, blind: bool, last: int, rows: int, steps: int, dtypes: tuple[torch.dtype, ...]
+    config: ModelConfig,
+    blind: bool,
+    last: int,
+    rows: int,
+    steps: int,
+    dtypes: tuple[torch.dtype, ...],
 ) -> _Layout:
     """Returns what is in a state that has read `steps`; `last` blocks come last, after those of levels."""
     noise: _Layout = dict.fromkeys(("seed", "row"), _Kept((rows,), _INTEGER))
@@ -85,13 +95,17 @@ def _layout(
     return {"stack": stack, "last": x, **noise}
 
 
-def _fitted(state: State, layout: _Layout, position: int, device: torch.device, path: str = "") -> State:
+def _fitted(
+    state: State, layout: _Layout, position: int, device: torch.device, path: str = ""
+) -> State:
     """Returns the state itself where nothing is to be cast; raises `ValueError` that names what is wrong."""
     children, cast = state.children, {}
     if children.keys() != layout.keys():
         _check_names(children, layout, path)
     if state.position != position:
-        raise ValueError(f"state is at position {shown(state.position)} in {path!r}; allowed: {position}")
+        raise ValueError(
+            f"state is at position {shown(state.position)} in {path!r}; allowed: {position}"
+        )
     for name, child in children.items():
         kept = layout[name]
         if isinstance(child, State) and isinstance(kept, dict):
@@ -102,35 +116,46 @@ def _fitted(state: State, layout: _Layout, position: int, device: torch.device, 
             fitted = _fitted_tensor(child, kept, device, path + name)
         else:
             wanted = "a State" if isinstance(kept, dict) else "a tensor"
-            raise ValueError(f"state has a {type(child).__name__} in {path + name!r}; allowed: {wanted}")
+            raise ValueError(
+                f"state has a {type(child).__name__} in {path + name!r}; allowed: {wanted}"
+            )
         if fitted is not child:
             cast[name] = fitted
     return State({**children, **cast}, state.position, state.owner) if cast else state
 
 
 def _check_names(children: dict[str, Tensor | State], layout: _Layout, path: str) -> None:
-    missing = [n for n in layout if n not in children and not n.startswith("held")]  # none may be held
+    missing = [
+        n for n in layout if n not in children and not n.startswith("held")
+    ]  # none may be held
     unknown = [n for n in children if n not in layout]
     if missing or unknown:
         wrong = f"no {path + missing[0]!r}" if missing else f"an unknown {path + str(unknown[0])!r}"
-        raise ValueError(f"state has {wrong}; allowed: {', '.join(repr(path + name) for name in layout)}")
+        raise ValueError(
+            f"state has {wrong}; allowed: {', '.join(repr(path + name) for name in layout)}"
+        )
 
 
 def _fitted_tensor(tensor: Tensor, kept: _Kept, device: torch.device, name: str) -> Tensor:
     if tensor.device != device:
         raise ValueError(f"state is on {tensor.device}; allowed: {device}, the device of the model")
     if not _within(tensor.shape, kept.shape):
-        allowed = ", ".join(f"{n[0]} to {n[-1]}" if isinstance(n, range) else str(n) for n in kept.shape)
+        allowed = ", ".join(
+            f"{n[0]} to {n[-1]}" if isinstance(n, range) else str(n) for n in kept.shape
+        )
         raise ValueError(f"state has {name!r} of shape {tuple(tensor.shape)}; allowed: ({allowed})")
     if tensor.dtype in kept.dtypes:
         return tensor
     if not tensor.is_floating_point() or kept.dtypes == _INTEGER:
-        given, allowed = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, kept.dtypes[0]))
+        given, allowed = (
+            str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, kept.dtypes[0])
+        )
         raise ValueError(f"state has {name!r} of dtype {given}; allowed: {allowed}")
     return tensor.to(kept.dtypes[0])
 
 
 def _within(shape: Sequence[int], wanted: tuple[int | range, ...]) -> bool:
     return len(shape) == len(wanted) and all(
-        n in size if isinstance(size, range) else n == size for n, size in zip(shape, wanted, strict=True)
+        n in size if isinstance(size, range) else n == size
+        for n, size in zip(shape, wanted, strict=True)
     )

@@ -65,7 +65,11 @@ def sample_variational(
     remember: bool = True,
 ) -> Result:
     """Runs the algorithm below, or replays it; `remember` allows an all-empty pass of before."""
-    steps = _empty_steps(options, source.num) if state is None and prompt is None and options.length else 0
+    steps = (
+        _empty_steps(options, source.num)
+        if state is None and prompt is None and options.length
+        else 0
+    )
     remember = remember and not opaque(model) and steps * _bytes_of_empty(model) <= _EMPTY_BYTES
     if record and remember and options.length:
         made = _replayed(model, prompt, state, source, options, steps)
@@ -73,7 +77,9 @@ def sample_variational(
             return made
     empty = None
     if steps:
-        empty = _remembered(model, steps) if remember else _Pass(*model.partial_posterior(empty=steps))
+        empty = (
+            _remembered(model, steps) if remember else _Pass(*model.partial_posterior(empty=steps))
+        )
     x, z, after = _variational(model, prompt, state, source, options, empty)
     assert z is not None
     return _alone(x), _alone(z), after
@@ -130,7 +136,9 @@ def _variational(
         return *nothing(model, num, source), None
     if not options.recondition and options.length:
         blind = True
-    state = State({"blind" if blind else "partial": expand_rows(partial, num), "decoder": decoder}, position)
+    state = State(
+        {"blind" if blind else "partial": expand_rows(partial, num), "decoder": decoder}, position
+    )
     if not xs:
         return *nothing(model, num, source), state
     if len(xs) == 1:
@@ -141,10 +149,14 @@ def _variational(
 def read_variational(model: Variational, x: Tensor, state: State | None, source: Noise) -> State:
     """Reads known data: draws its latents from the partial posterior and feeds them to the decoder."""
     position = 0 if state is None else state.position
-    q_z, partial = model.partial_posterior(x, state=None if state is None else state.child("partial"))
+    q_z, partial = model.partial_posterior(
+        x, state=None if state is None else state.child("partial")
+    )
     z = q_z.sample(source.latent(model, position, x.shape[1]))
     _, decoder = model.likelihood(z, None if state is None else state.child("decoder"))
-    return State({"partial": expand_rows(partial, len(z)), "decoder": decoder}, position + x.shape[1])
+    return State(
+        {"partial": expand_rows(partial, len(z)), "decoder": decoder}, position + x.shape[1]
+    )
 
 
 def _decode(
@@ -160,7 +172,9 @@ def draw(q_z: Latents, u: Tensor, known: int, temperature: float) -> Tensor:
     if known == 0 or temperature == 1:
         return q_z.sample(u, temperature)
     old, new = (Latents(part) for part in q_z.logits.tensor_split([known], -3))
-    return torch.cat([old.sample(u[..., :known, :]), new.sample(u[..., known:, :], temperature)], -2)
+    return torch.cat(
+        [old.sample(u[..., :known, :]), new.sample(u[..., known:, :], temperature)], -2
+    )
 
 
 class _Pass(NamedTuple):
@@ -227,7 +241,9 @@ def _remembered(model: Variational, length: int) -> _Pass:
     return _Pass(run.q_z, run.state.map(Tensor.clone))
 
 
-def _empty_run(model: Variational, length: int, weights: list[Hashable], probed: bool = True) -> _Empty:
+def _empty_run(
+    model: Variational, length: int, weights: list[Hashable], probed: bool = True
+) -> _Empty:
     """Returns q_omega(z | ∅, ..., ∅), which is the same for every row: one row, remembered by length.
 
     To look at the weights waits for the device; `probed=False` leaves it to the caller.
@@ -295,7 +311,9 @@ def _show_probe(model: Variational, place: Tensor) -> None:
     """Writes the probe to memory of the host, without waiting for it."""
     assert model.partial.blank is not None
     weights = model.partial.blank, model.partial.norm.weight
-    whole = all(w.nbytes % 8 == w.storage_offset() * w.itemsize % 8 == 0 for w in weights)  # words of 64 bits
+    whole = all(
+        w.nbytes % 8 == w.storage_offset() * w.itemsize % 8 == 0 for w in weights
+    )  # words of 64 bits
     if whole and choose_backend("auto", weights[0].device, torch.float32) == "triton":
         from vssm.sampling import probe_triton
 
@@ -366,7 +384,9 @@ def _key(fixed: Hashable, empty: _Empty | None) -> Hashable:
     return "one shot", fixed, None if empty is None else empty.q_z.raw.data_ptr()
 
 
-def _variational_tree(options: Options, empty: _Empty | None, model: Variational, inputs: State) -> State:
+def _variational_tree(
+    options: Options, empty: _Empty | None, model: Variational, inputs: State
+) -> State:
     """Does `_variational` on a tree of inputs, as it is recorded."""
     prompt, state, source = unpacked(inputs)
     made = _variational(model, prompt, state, source, options, empty)

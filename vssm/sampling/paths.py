@@ -92,7 +92,13 @@ def _most_paths(model: Model, length: int) -> int:
 
 
 def paths_after(
-    model: Variational, task: Task, x: Tensor, clock: Tensor | None, seed: int, first: int, finish: Finish
+    model: Variational,
+    task: Task,
+    x: Tensor,
+    clock: Tensor | None,
+    seed: int,
+    first: int,
+    finish: Finish,
 ) -> Tensor:
     """Returns what `finish` makes of paths after histories, (B, S, T, D), and of their factor and shift.
 
@@ -149,11 +155,15 @@ def paths_from(
         length: T, new steps.
         temperature: As for `generate`.
     """
-    first = torch.arange(0, state.batch, samples, device=state.device)  # all rows of a history read the same
+    first = torch.arange(
+        0, state.batch, samples, device=state.device
+    )  # all rows of a history read the same
     q_z, _ = model.partial_posterior(empty=length, state=state.child("partial").select(first))
     own = Noise(state["seed"], state["row"])
     at_once = min(samples, max(1, _most_paths(model, length) // len(first)))
-    return _paths_on(model, q_z.raw, state.child("decoder"), state.position, 0, own, at_once, temperature)
+    return _paths_on(
+        model, q_z.raw, state.child("decoder"), state.position, 0, own, at_once, temperature
+    )
 
 
 def _paths_on(
@@ -184,7 +194,11 @@ def _paths_on(
     for first in range(0, index.shape[1], at_once):
         rows = index[:, first : first + at_once].flatten()
         source = own if len(rows) == own.num else Noise(own.seed[rows], own.row[rows])
-        before = state if state is None or source is own else state.map(lambda leaf, rows=rows: leaf[rows])
+        before = (
+            state
+            if state is None or source is own
+            else state.map(lambda leaf, rows=rows: leaf[rows])
+        )
         u = source.latent(model, position, known + length).unflatten(0, (batch, -1))
         w = source.observation(model, position + known, length)
         z = draw(Latents(logits[:, None]), u, known, temperature)

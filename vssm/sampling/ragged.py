@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vssm.config import whole_number
+from vssm.checks import whole_number
 from vssm.distributions import Latents
 from vssm.models import Model, Variational, inner_model
 from vssm.nn import State
@@ -48,7 +48,9 @@ def pad(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         >>> x.shape, lengths, x[1, :, 0]
         (torch.Size([2, 3, 2]), tensor([3, 1]), tensor([1., 0., 0.]))
     """
-    several = isinstance(sequences, Sequence) or (isinstance(sequences, Tensor) and sequences.ndim > 0)
+    several = isinstance(sequences, Sequence) or (
+        isinstance(sequences, Tensor) and sequences.ndim > 0
+    )
     if not several or not len(sequences):
         given = "empty" if several else f"a {type(sequences).__name__}"
         raise ValueError(f"sequences is {given}; allowed: a list of one sequence or more")
@@ -109,7 +111,9 @@ def generate_ragged(
     check_room(model, len(x), length, device)
     if isinstance(model, Variational) and not states and set(options) <= {"temperature", "observe"}:
         return _in_one_pass(model, x, lengths, length, seed, **options)
-    seeds = generate(model, num=len(x), length=0, seed=seed).state["seed"]  # checked for all rows together
+    seeds = generate(model, num=len(x), length=0, seed=seed).state[
+        "seed"
+    ]  # checked for all rows together
     made: dict[int, Generation] = {}
     for steps in sorted(set(lengths.tolist())):
         rows = (lengths == steps).nonzero().flatten().tolist()
@@ -138,7 +142,9 @@ def _in_one_pass(
     observe: str = "mean",
 ) -> Ragged:
     # For its checks, and the noise of the rows.
-    start = generate(model, num=len(prompts), length=0, temperature=temperature, observe=observe, seed=seed)
+    start = generate(
+        model, num=len(prompts), length=0, temperature=temperature, observe=observe, seed=seed
+    )
     device, steps = prompts.device, prompts.shape[1] + length
     if not length:
         return Ragged(start.x, start.z, None)
@@ -147,10 +153,16 @@ def _in_one_pass(
         known = prompts.to(torch.int64 if model.head.tokens else next(model.parameters()).dtype)
         q_z, _ = model.partial_posterior(known, cut=lengths, empty=length)
         new = torch.arange(steps, device=device) >= lengths[:, None]
-        heat = torch.where(new, temperature, 1.0)[..., None]  # for what is new, not for latents of known data
+        heat = torch.where(new, temperature, 1.0)[
+            ..., None
+        ]  # for what is new, not for latents of known data
         z = Latents(q_z.logits / heat[..., None]).sample(source.latent(model, 0, steps))
         p_x, _ = model.likelihood(z)
-        x = p_x.mean if observe == "mean" else p_x.sample(source.observation(model, 0, steps), temperature)
+        x = (
+            p_x.mean
+            if observe == "mean"
+            else p_x.sample(source.observation(model, 0, steps), temperature)
+        )
         row = torch.arange(len(z), device=device)[:, None]
         index = lengths[:, None] + torch.arange(length, device=device)
         return State({"x": x[row, index], "z": z[row, index]})

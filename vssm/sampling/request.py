@@ -135,7 +135,9 @@ class Inputs(NamedTuple):
 
 def portable(model: Model, state: State) -> State:
     """Returns a state as input of a recording, without its position unless attention needs to know it."""
-    kept = State({n: c for n, c in state.children.items() if n not in ("seed", "row")}, state.position)
+    kept = State(
+        {n: c for n, c in state.children.items() if n not in ("seed", "row")}, state.position
+    )
     return kept if model.config.block == "attention" else placed(kept, 0)
 
 
@@ -187,7 +189,9 @@ def end_of(prompt: Tensor | None, state: State | None, options: Options) -> int:
 
 def placed(state: State, position: int) -> State:
     """Returns the state at another position: all parts of a model have read as many steps."""
-    children = {n: placed(c, position) if isinstance(c, State) else c for n, c in state.children.items()}
+    children = {
+        n: placed(c, position) if isinstance(c, State) else c for n, c in state.children.items()
+    }
     return State(children, position, state.owner)
 
 

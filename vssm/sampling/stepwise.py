@@ -19,7 +19,13 @@ from vssm.nn.stack import sinusoids
 from vssm.sampling.request import Noise, Options, Result, expand_rows, nothing, portable
 from vssm.sampling.slabs import in_slabs, rows_of_slab
 
-__all__ = ["read_autoregressive", "read_vrnn", "sample_autoregressive", "sample_recomputed", "sample_vrnn"]
+__all__ = [
+    "read_autoregressive",
+    "read_vrnn",
+    "sample_autoregressive",
+    "sample_recomputed",
+    "sample_vrnn",
+]
 
 _NOISE_STEPS = 1024  # steps of noise drawn ahead of the loop
 _WORTH = 64  # steps from which recording a loop pays within one call
@@ -79,7 +85,9 @@ def read_autoregressive(
     model: Autoregressive, prompt: Tensor, state: State | None, record: bool = False
 ) -> State:
     """Returns the state after known data."""
-    if model.config.block == "gru":  # reads step by step in one call: slabs would read one after the other
+    if (
+        model.config.block == "gru"
+    ):  # reads step by step in one call: slabs would read one after the other
         return model(prompt, state)[1]
     num = len(prompt)
     rows = rows_of_slab(model, num, prompt.shape[1], False)
@@ -88,7 +96,9 @@ def read_autoregressive(
 
 def _read_rows(model: Autoregressive, record: bool, prompt: Tensor, state: State | None) -> State:
     if record:
-        before: dict[str, Tensor | State] = {} if state is None else {"state": portable(model, state)}
+        before: dict[str, Tensor | State] = (
+            {} if state is None else {"state": portable(model, state)}
+        )
         inputs = State({**before, "prompt": prompt})
         made = graphs.attempt(
             model,
@@ -180,7 +190,12 @@ def _autoregressive_step(
 
 
 def _transformer_step(
-    options: Options, codes: Tensor, model: Autoregressive, carried: State, feed: State, caches: list[Tensor]
+    options: Options,
+    codes: Tensor,
+    model: Autoregressive,
+    carried: State,
+    feed: State,
+    caches: list[Tensor],
 ) -> tuple[State, State]:
     p_x = model.decode(carried["e"], caches, carried["at"], codes)
     x = p_x.sample(feed["u"], options.temperature)
@@ -189,7 +204,11 @@ def _transformer_step(
 
 
 def sample_recomputed(
-    model: Autoregressive, prompt: Tensor | None, state: State | None, source: Noise, options: Options
+    model: Autoregressive,
+    prompt: Tensor | None,
+    state: State | None,
+    source: Noise,
+    options: Options,
 ) -> Result:
     """Algorithm "Transformer sampling": the whole prefix again at every step."""
     num = source.num
@@ -263,7 +282,9 @@ def _vrnn_step(options: Options, model: VRNN, carried: State, feed: State) -> tu
     return _vrnn_next(model, carried["h"], carried, feed, options.temperature)
 
 
-def read_vrnn(model: VRNN, x: Tensor, state: State | None, source: Noise, record: bool = False) -> State:
+def read_vrnn(
+    model: VRNN, x: Tensor, state: State | None, source: Noise, record: bool = False
+) -> State:
     position = 0 if state is None else state.position
     u = source.latent(model, position, x.shape[1])
     if record:
@@ -272,7 +293,9 @@ def read_vrnn(model: VRNN, x: Tensor, state: State | None, source: Noise, record
             ("read", len(x)),
             lambda recorder, _: _vrnn_loop(recorder, model, len(x), _vrnn_read_step),
             _vrnn_carried(model, len(x), state),
-            lambda at, count: State({"x": x, "u": u}).map(lambda t: t.narrow(1, at - position, count)),
+            lambda at, count: State({"x": x, "u": u}).map(
+                lambda t: t.narrow(1, at - position, count)
+            ),
             x.shape[1],
         )
         if made is not None:
@@ -289,7 +312,9 @@ def _vrnn_carried(model: VRNN, num: int, state: State | None) -> State:
     return State({"h": model.memory(num, None)}) if state is None else state
 
 
-def _vrnn_loop(recorder: Recorder, model: VRNN, num: int, step: Callable[..., tuple[State, State]]) -> Loop:
+def _vrnn_loop(
+    recorder: Recorder, model: VRNN, num: int, step: Callable[..., tuple[State, State]]
+) -> Loop:
     h = model.memory(1)
     z = model.prior(h).mode
     return Loop(recorder, step, model.advance(model.likelihood(h, z).mean, z).expand(num))

@@ -49,7 +49,11 @@ _STYLE = (
     "pre{overflow:auto;padding:.5rem;border:1px solid}td{vertical-align:top;padding:0 .8rem 0 0}</style>"
 )
 _HOST = re.compile(r"([\w.-]+|\[[\da-fA-F:.]+\])(:\d+)?", re.ASCII)
-_BODIES = {"/v1/generate": GenerateRequest, "/v1/resume": ResumeRequest, "/v1/observe": ObserveRequest}
+_BODIES = {
+    "/v1/generate": GenerateRequest,
+    "/v1/resume": ResumeRequest,
+    "/v1/observe": ObserveRequest,
+}
 _OTHER_LISTS = 64  # in a body, beside those of sequences and steps
 _CODES = (400, 401, 403, 404, 408, 410, 413, 415, 422, 429, 503, 504)
 _ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": ErrorReply} for code in _CODES}
@@ -122,18 +126,25 @@ def create_app(
 
     examples = _examples(models[0])
 
-    @app.post("/v1/generate", response_model=Reply, responses=_ANSWERS, openapi_extra=examples["generate"])
+    @app.post(
+        "/v1/generate", response_model=Reply, responses=_ANSWERS, openapi_extra=examples["generate"]
+    )
     async def generate(ask: GenerateRequest, request: Request) -> Response:
         """Generates sequences, from nothing or after a prompt."""
         return await server.answer(request, server.plan_generate(ask))
 
-    @app.post("/v1/resume", response_model=Reply, responses=_ANSWERS, openapi_extra=examples["resume"])
+    @app.post(
+        "/v1/resume", response_model=Reply, responses=_ANSWERS, openapi_extra=examples["resume"]
+    )
     async def resume(ask: ResumeRequest, request: Request) -> Response:
         """Goes on from where an answer stopped; the same place can be resumed many times."""
         return await server.answer(request, server.plan_resume(ask))
 
     @app.post(
-        "/v1/observe", response_model=ObserveReply, responses=_ERRORS, openapi_extra=examples["observe"]
+        "/v1/observe",
+        response_model=ObserveReply,
+        responses=_ERRORS,
+        openapi_extra=examples["observe"],
     )
     async def observe(ask: ObserveRequest, request: Request) -> Response:
         """Reads data, first or more of it, and returns where to resume from."""
@@ -143,7 +154,8 @@ def create_app(
     async def list_models() -> Response:
         """Says what is served, and what one request may ask for."""
         limits = {
-            name: getattr(settings, name) for name in ("max_num", "max_length", "max_cells", "max_body")
+            name: getattr(settings, name)
+            for name in ("max_num", "max_length", "max_cells", "max_body")
         }
         return json_response({"models": [served.describe() for served in models], "limits": limits})
 
@@ -171,7 +183,9 @@ def _add_errors(app: FastAPI) -> None:
     async def bug(_: Request, error: Exception) -> Response:
         _log.error("failed: %s", type(error).__name__)
         body = Refused(500, "internal", "the server failed; its log says why").body()
-        return json_response(body, 500, {"x-content-type-options": "nosniff"})  # the guard is not asked
+        return json_response(
+            body, 500, {"x-content-type-options": "nosniff"}
+        )  # the guard is not asked
 
 
 def _add_pages(app: FastAPI, server: Service) -> None:
@@ -237,7 +251,10 @@ def _examples(served: Served) -> dict[str, dict[str, Any]]:
     }
     made = {}
     for route, cases in values.items():
-        shown = {str(i): {"summary": name, "value": value} for i, (name, value) in enumerate(cases.items())}
+        shown = {
+            str(i): {"summary": name, "value": value}
+            for i, (name, value) in enumerate(cases.items())
+        }
         made[route] = {"requestBody": {"content": {"application/json": {"examples": shown}}}}
     return made
 
@@ -245,7 +262,9 @@ def _examples(served: Served) -> dict[str, dict[str, Any]]:
 def _address(request: Request) -> str:
     """Returns where the client has reached us."""
     host = request.headers.get("host", "")
-    if not _HOST.fullmatch(host):  # the client may send anything, and commands are pasted into shells
+    if not _HOST.fullmatch(
+        host
+    ):  # the client may send anything, and commands are pasted into shells
         name, port = request.scope.get("server") or ("127.0.0.1", 8000)
         host = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
     return f"{request.url.scheme}://{html.escape(host)}"
@@ -262,7 +281,9 @@ def _describe(spec: dict[str, Any], address: str) -> str:
             content = route.get("requestBody", {}).get("content", {}).get("application/json")
             if content is None:
                 continue
-            fields = spec["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]["properties"]
+            fields = spec["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]][
+                "properties"
+            ]
             rows = "".join(
                 f"<tr><td><code>{name}</code><td>{html.escape(field.get('description', ''))}"
                 for name, field in fields.items()
@@ -270,7 +291,9 @@ def _describe(spec: dict[str, Any], address: str) -> str:
             parts.append(f"<table>{rows}</table>")
             for example in content.get("examples", {}).values():
                 body = html.escape(orjson.dumps(example["value"]).decode())
-                curl = "curl -N" if example["value"].get("stream") else "curl"  # -N shows chunks as they come
+                curl = (
+                    "curl -N" if example["value"].get("stream") else "curl"
+                )  # -N shows chunks as they come
                 command = f"{curl} -H 'content-type: application/json' -d '{body}' {address}{path}"
                 parts.append(f"<p>{html.escape(example['summary'])}:</p><pre>{command}</pre>")
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>vssm: API</title>{_STYLE}'

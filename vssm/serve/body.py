@@ -74,7 +74,9 @@ class BodyReader:
             }
         except (OSError, ValueError):  # the child was killed; the next body starts another
             self._stop()
-            raise BadBody(503, "not_ready", "the body could not be read; try again", None, 1) from None
+            raise BadBody(
+                503, "not_ready", "the body could not be read; try again", None, 1
+            ) from None
         if reply["refused"] is not None:
             raise BadBody(*reply["refused"])
         return reply["content"] | arrays if arrays else reply["content"]
@@ -97,18 +99,26 @@ def read_body(body: bytes, max_lists: int) -> Any:  # noqa: ANN401
         {'num': 2, 'prompt': array([[0, 1]])}
     """
     if body.count(b"[") > max_lists:  # each costs as much as many numbers
-        raise BadBody(422, "too_many", f"the body holds too many lists; allowed: at most {max_lists}")
+        raise BadBody(
+            422, "too_many", f"the body holds too many lists; allowed: at most {max_lists}"
+        )
     try:
         content = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError:
-        raise BadBody(400, "not_json", "the body is no JSON; allowed: an object, finite numbers") from None
+        raise BadBody(
+            400, "not_json", "the body is no JSON; allowed: an object, finite numbers"
+        ) from None
     if not isinstance(content, dict):
         return []
     if len(content) > _MAX_FIELDS:  # each unknown field would have a message of its own
-        raise BadBody(422, "too_many", f"{len(content)} fields is not allowed; allowed: {_MAX_FIELDS}")
+        raise BadBody(
+            422, "too_many", f"{len(content)} fields is not allowed; allowed: {_MAX_FIELDS}"
+        )
     for name in ("prompt", "x"):
         if content.get(name) is not None and content.get(f"{name}_npy") is not None:
-            raise BadBody(422, "invalid", f"{name} and {name}_npy were both given; allowed: one", name)
+            raise BadBody(
+                422, "invalid", f"{name} and {name}_npy were both given; allowed: one", name
+            )
     for name, value in content.items():
         try:
             if name in ("prompt", "x") and isinstance(value, list):
@@ -141,7 +151,9 @@ def read_array(content: str) -> np.ndarray:
     width = 2 if data[6] == 1 else 4
     start = 8 + width + int.from_bytes(data[8 : 8 + width], "little")
     if start > min(len(data), _MAX_HEADER):
-        raise ValueError(f"the .npy file has a header of {start} bytes; allowed: {_MAX_HEADER}, none missing")
+        raise ValueError(
+            f"the .npy file has a header of {start} bytes; allowed: {_MAX_HEADER}, none missing"
+        )
     try:
         header = ast.literal_eval(data[8 + width : start].decode("latin1").strip())
         dtype, shape = np.dtype(header["descr"]), header["shape"]
@@ -149,16 +161,22 @@ def read_array(content: str) -> np.ndarray:
         fits = type(shape) is tuple and len(shape) <= 3
         fits = fits and all(type(size) is int and size >= 0 for size in shape)
     except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError):
-        raise ValueError("the .npy file has a damaged header; allowed: what numpy.save writes") from None
+        raise ValueError(
+            "the .npy file has a damaged header; allowed: what numpy.save writes"
+        ) from None
     if not fits or dtype.kind not in "iuf":  # objects would be pickles
-        raise ValueError("the .npy file holds no array of numbers; allowed: integers or floats, 1 to 3 axes")
+        raise ValueError(
+            "the .npy file holds no array of numbers; allowed: integers or floats, 1 to 3 axes"
+        )
     if math.prod(shape) * dtype.itemsize != len(data) - start:
         raise ValueError("the .npy file has another length than its header says")
     return np.frombuffer(data, dtype, offset=start).reshape(shape, order=order)
 
 
 def _from_lists(value: list[Any], name: str) -> np.ndarray:
-    wrong = ValueError(f"{name} is no array of numbers; allowed: nested lists of numbers, equally long")
+    wrong = ValueError(
+        f"{name} is no array of numbers; allowed: nested lists of numbers, equally long"
+    )
     try:
         # As objects first: numpy would make every string of a list as long as the longest.
         leaves = np.array(value, object)
@@ -177,7 +195,10 @@ def _serve(max_lists: int) -> None:
 
     An answer on stdout is a length of 8 bytes, JSON, and the bytes of the arrays that the JSON names.
     """
-    for name in (signal.SIGINT, signal.SIGTERM):  # sent to all of a group; the server may still need us
+    for name in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # sent to all of a group; the server may still need us
         signal.signal(name, signal.SIG_IGN)
     given, back = sys.stdin.buffer, sys.stdout.buffer
     while size := given.read(8):
@@ -193,7 +214,9 @@ def _serve(max_lists: int) -> None:
                 if isinstance(value, np.ndarray)
             }
             content = {name: value for name, value in content.items() if name not in arrays}
-        heads = [(name, array.nbytes, array.dtype.str, array.shape) for name, array in arrays.items()]
+        heads = [
+            (name, array.nbytes, array.dtype.str, array.shape) for name, array in arrays.items()
+        ]
         reply = json.dumps({"content": content, "arrays": heads, "refused": refused}).encode()
         back.write(len(reply).to_bytes(8, "little") + reply)
         for array in arrays.values():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vssm.config import printable
+from vssm.checks import printable
 
 __all__ = ["Answer", "Client", "ServerError"]
 
@@ -52,19 +52,27 @@ class Client:
         retries: How often a call is tried again.
     """
 
-    def __init__(self, url: str, token: str | None = None, timeout: float = 60.0, retries: int = 5) -> None:
+    def __init__(
+        self, url: str, token: str | None = None, timeout: float = 60.0, retries: int = 5
+    ) -> None:
         try:
             import httpx
         except ImportError:
-            raise ValueError("the client needs httpx; install it with: pip install 'vssm[serve]'") from None
+            raise ValueError(
+                "the client needs httpx; install it with: pip install 'vssm[serve]'"
+            ) from None
         token = None if token is None else token.strip()  # a file of one line ends in a line break
         if token is not None and not (token.isascii() and token.isprintable()):
-            raise ValueError("token has characters that no header can have; allowed: printable ASCII")
+            raise ValueError(
+                "token has characters that no header can have; allowed: printable ASCII"
+            )
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         self._url, self._retries, self._httpx = url.rstrip("/"), retries, httpx
         # The environment's proxies are not for us: a server is named in full, often on this machine.
         try:
-            self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout, trust_env=False)
+            self._http = httpx.Client(
+                base_url=self._url, headers=headers, timeout=timeout, trust_env=False
+            )
         except httpx.InvalidURL as error:
             raise ValueError(
                 f"url={url!r} is not allowed ({error}); allowed: an address like 'http://127.0.0.1:8000'"
@@ -103,7 +111,11 @@ class Client:
             raise self._foreign()
         return told["resume"]
 
-    def stream(self, prompt: np.ndarray | str | None = None, **options: Any) -> Iterator[dict[str, Any]]:  # noqa: ANN401
+    def stream(
+        self,
+        prompt: np.ndarray | str | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> Iterator[dict[str, Any]]:
         """Yields events as they come: chunks, with "from" and "x", then one with "resume"."""
         path = "/v1/resume" if "resume" in options else "/v1/generate"
         body = {**_with_array(options, "prompt", prompt), "stream": True}
@@ -157,7 +169,9 @@ class Client:
                 raise self._foreign()
             x = x.astype(np.float32) if x.dtype.kind == "f" else x
             text, position = told["text"], told["position"]
-            if type(position) is not int or not (text is None or all(isinstance(row, str) for row in text)):
+            if type(position) is not int or not (
+                text is None or all(isinstance(row, str) for row in text)
+            ):
                 raise self._foreign()
             return Answer(x, text, position, told["resume"], told["timing"])
         except (KeyError, TypeError, ValueError):  # of rows of different lengths, among others
@@ -183,7 +197,9 @@ class Client:
 
     def _foreign(self) -> ServerError:
         """Something else listens there, such as the page of a router."""
-        message = f"{self._url} does not answer as vssm serve does; allowed: the address of one that runs"
+        message = (
+            f"{self._url} does not answer as vssm serve does; allowed: the address of one that runs"
+        )
         return ServerError(200, "foreign", message)
 
     def _unreachable(self, error: Exception) -> ServerError:
@@ -191,7 +207,9 @@ class Client:
         return ServerError(0, "unreachable", f"{self._url} can not be reached: {what}")
 
 
-def _with_array(options: dict[str, Any], name: str, value: np.ndarray | str | None) -> dict[str, Any]:
+def _with_array(
+    options: dict[str, Any], name: str, value: np.ndarray | str | None
+) -> dict[str, Any]:
     body = {key: option for key, option in options.items() if option is not None}
     if isinstance(value, str):
         body[name] = value
@@ -207,4 +225,6 @@ def _error(reply: Any) -> ServerError:  # noqa: ANN401
         error = reply.json()["error"]
         return ServerError(reply.status_code, error["type"], error["message"], error["param"])
     except (ValueError, KeyError, TypeError):
-        return ServerError(reply.status_code, "unknown", f"{reply.url} answered {reply.status_code}")
+        return ServerError(
+            reply.status_code, "unknown", f"{reply.url} answered {reply.status_code}"
+        )

@@ -241,8 +241,12 @@ class Job:
             if self._in_parts:
                 self._read_again(before, x)
         elif self._reading and self.prompt is None:
-            if state is not None and self._decoder is not None:  # it has followed the latents that were drawn
-                self.state = State({**state.children, "decoder": self._decoder}, state.position, state.owner)
+            if (
+                state is not None and self._decoder is not None
+            ):  # it has followed the latents that were drawn
+                self.state = State(
+                    {**state.children, "decoder": self._decoder}, state.position, state.owner
+                )
             self._reading, self._decoder = False, None
         if self._left or self.prompt is not None:
             return None
@@ -257,7 +261,9 @@ class Job:
         if whole and (self._left or self.keep):
             assert self.state is not None
             self.prompt, self._unread, self._reading = torch.cat(self._unread, 1), [], True
-            self._decoder = self.state.child("decoder") if "decoder" in self.state.children else None
+            self._decoder = (
+                self.state.child("decoder") if "decoder" in self.state.children else None
+            )
             self.state, self._before = self._before, None
 
     def release(self) -> None:
@@ -274,7 +280,9 @@ class Job:
 def _layout(state: State) -> Hashable:
     """Returns what states must agree in to form a batch: positions, names and shapes."""
     children = sorted(state.children.items())
-    return state.position, *((n, _layout(c) if isinstance(c, State) else c.shape[1:]) for n, c in children)
+    return state.position, *(
+        (n, _layout(c) if isinstance(c, State) else c.shape[1:]) for n, c in children
+    )
 
 
 class Engine:
@@ -349,10 +357,14 @@ class Engine:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # nobody else would say it, and whoever waits would wait in vain
+        except (
+            BaseException
+        ) as error:  # nobody else would say it, and whoever waits would wait in vain
             _log.exception("the engine failed")
             with self._changed:
-                self.failure = f"the engine failed ({type(error).__name__}); the server's log says why"
+                self.failure = (
+                    f"the engine failed ({type(error).__name__}); the server's log says why"
+                )
                 left, self._scheduler = self._scheduler.jobs, Scheduler(self._settings)
             for job in left:
                 _end(job, Broken(self.failure))
@@ -422,8 +434,12 @@ class Engine:
         index = torch.arange(padded, device=device).clamp_max(rows - 1)  # repeats the last row
         seed = torch.cat([job.seed.to(device) for job in batch])[index]
         row = torch.cat([job.row.to(device) for job in batch])[index]
-        prompts = [job.prompt[:, : piece.read].to(device) for job in batch if job.prompt is not None]
-        states = [_widen(job.state.to(device), len(job.row)) for job in batch if job.state is not None]
+        prompts = [
+            job.prompt[:, : piece.read].to(device) for job in batch if job.prompt is not None
+        ]
+        states = [
+            _widen(job.state.to(device), len(job.row)) for job in batch if job.state is not None
+        ]
         prompt = torch.cat(prompts)[index] if prompts else None
         state = None if not states else states[0] if alone else State.cat(states).select(index)
         if not piece.make:
@@ -447,7 +463,9 @@ class Engine:
         if alone and not first.ends_with(piece):
             return [(x, after)]
         results = []
-        for job, cut in zip(batch, torch.arange(rows).split([len(job.row) for job in batch]), strict=True):
+        for job, cut in zip(
+            batch, torch.arange(rows).split([len(job.row) for job in batch]), strict=True
+        ):
             needed = job.keep or not job.ends_with(piece)
             results.append((None if x is None else x[cut], after.select(cut) if needed else None))
         return results
@@ -467,7 +485,9 @@ def _end(job: Job, result: Done | Exception | None) -> None:
 
 def _return_memory() -> None:
     """Gives freed memory back to the system; glibc keeps blocks of up to 32 MiB, which states are made of."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # other C libraries have no such function
+    with contextlib.suppress(
+        OSError, AttributeError, TypeError
+    ):  # other C libraries have no such function
         ctypes.CDLL(None).malloc_trim(0)
 
 

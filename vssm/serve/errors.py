@@ -20,7 +20,12 @@ class Refused(Exception):
     """
 
     def __init__(
-        self, status: int, type: str, message: str, param: str | None = None, retry_after: int | None = None
+        self,
+        status: int,
+        type: str,
+        message: str,
+        param: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.type, self.message, self.param = status, type, message, param

@@ -24,7 +24,9 @@ __all__ = ["Guard", "Metrics"]
 
 _log = logging.getLogger("vssm.serve")
 _OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz")
-_DROP = 64 * 2**20  # bytes of a refused body that are still read, so that the client can read the answer
+_DROP = (
+    64 * 2**20
+)  # bytes of a refused body that are still read, so that the client can read the answer
 _NOSNIFF = (b"x-content-type-options", b"nosniff")  # browsers must not guess another type
 _GUESS_SECONDS = 1.0  # until a wrong token is refused
 _ONCE = (b"host", b"authorization", b"content-type")  # what is checked here must not be ambiguous
@@ -43,7 +45,10 @@ class Metrics:
             "vssm_requests", "Requests answered.", ["route", "status"], registry=self.registry
         )
         self.latency = Histogram(
-            "vssm_request_seconds", "Time to the end of the answer.", ["route"], registry=self.registry
+            "vssm_request_seconds",
+            "Time to the end of the answer.",
+            ["route"],
+            registry=self.registry,
         )
         self.rows = Counter("vssm_rows", "Sequences computed.", ["model"], registry=self.registry)
         sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -53,9 +58,15 @@ class Metrics:
         self.compute = Counter(
             "vssm_compute_seconds", "Time spent computing.", ["model"], registry=self.registry
         )
-        self.cancelled = Counter("vssm_cancelled", "Requests whose client left.", registry=self.registry)
-        self.in_progress = Gauge("vssm_in_progress", "Requests in progress.", registry=self.registry)
-        self.waiting = Gauge("vssm_waiting", "Passes that wait to be computed.", registry=self.registry)
+        self.cancelled = Counter(
+            "vssm_cancelled", "Requests whose client left.", registry=self.registry
+        )
+        self.in_progress = Gauge(
+            "vssm_in_progress", "Requests in progress.", registry=self.registry
+        )
+        self.waiting = Gauge(
+            "vssm_waiting", "Passes that wait to be computed.", registry=self.registry
+        )
         self.states = Gauge("vssm_states", "States kept for resuming.", registry=self.registry)
         self.state_bytes = Gauge(
             "vssm_state_bytes", "Bytes of states kept for resuming.", registry=self.registry
@@ -95,7 +106,10 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.perf_counter(), 499  # what is logged when the client leaves before an answer
+        began, status = (
+            time.perf_counter(),
+            499,
+        )  # what is logged when the client leaves before an answer
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -122,7 +136,10 @@ class Guard:
             else:
                 if accept := scope.get("extensions", {}).get("vssm.accept"):
                     accept()
-                inner = {**scope, "vssm.body": content}  # not in the scope, which a connection may keep
+                inner = {
+                    **scope,
+                    "vssm.body": content,
+                }  # not in the scope, which a connection may keep
                 await self._app(inner, _replay(receive), sending)
         except Exception:  # answered with 500 outside of us
             status = 500
@@ -135,7 +152,9 @@ class Guard:
             self._metrics.latency.labels(route).observe(seconds)
             _log.info("%s %s %d %.1f ms", scope["method"][:8], route, status, 1e3 * seconds)
 
-    async def _receive(self, scope: Message, receive: Receive, parts: list[bytes]) -> Refused | None:
+    async def _receive(
+        self, scope: Message, receive: Receive, parts: list[bytes]
+    ) -> Refused | None:
         """Checks the head and appends the body to `parts`, whose bytes are counted as held.
 
         Returns why the request is refused, if it is. Its body is received then, too, and dropped: a client
@@ -143,19 +162,28 @@ class Guard:
         """
         refused, size, more = self._check(scope), 0, True
         limit, seconds = self._settings.max_body, self._settings.body_timeout
-        if refused is not None and dict(scope["headers"]).get(b"expect", b"").lower() == b"100-continue":
+        if (
+            refused is not None
+            and dict(scope["headers"]).get(b"expect", b"").lower() == b"100-continue"
+        ):
             more = False  # its body was not sent yet, and need not be
         try:
             async with asyncio.timeout(seconds):
                 while more and size <= _DROP:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        return Refused(400, "disconnected", "the client left before its request was complete")
+                        return Refused(
+                            400, "disconnected", "the client left before its request was complete"
+                        )
                     part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
                     if refused is None and size > limit:
-                        refused = Refused(413, "too_large", f"the body is too large; allowed: {limit} bytes")
-                    elif refused is None and self._held + len(part) > max(limit, self._settings.max_bodies):
+                        refused = Refused(
+                            413, "too_large", f"the body is too large; allowed: {limit} bytes"
+                        )
+                    elif refused is None and self._held + len(part) > max(
+                        limit, self._settings.max_bodies
+                    ):
                         refused = Refused(
                             429, "busy", "other requests are too large; try again soon", None, 1
                         )
@@ -168,7 +196,11 @@ class Guard:
         except TimeoutError:
             message = f"the body did not arrive in time; allowed: {seconds:g} s"
             refused = refused or Refused(408, "too_slow", message)
-        if refused is not None and refused.status == 401 and b"authorization" in dict(scope["headers"]):
+        if (
+            refused is not None
+            and refused.status == 401
+            and b"authorization" in dict(scope["headers"])
+        ):
             await asyncio.sleep(_GUESS_SECONDS)
         return refused
 
@@ -180,11 +212,15 @@ class Guard:
                 return Refused(
                     400, "invalid", f"the header {name.decode()} was sent more than once; send one"
                 )
-        if self._settings.hosts:  # keeps pages of other sites, whose names lead here, from calling us
+        if (
+            self._settings.hosts
+        ):  # keeps pages of other sites, whose names lead here, from calling us
             host = re.sub(r":\d*$", "", headers.get(b"host", b"").decode("latin1").lower())
             if host not in self._settings.hosts and host[1:-1] not in self._settings.hosts:  # [::1]
                 allowed = ", ".join(self._settings.hosts)
-                return Refused(421, "host", f"this server does not answer to that name; allowed: {allowed}")
+                return Refused(
+                    421, "host", f"this server does not answer to that name; allowed: {allowed}"
+                )
         if self._token is not None and scope["path"] not in _OPEN:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if not hmac.compare_digest(given.strip(), self._token) or scheme.lower() != b"bearer":
@@ -193,7 +229,9 @@ class Guard:
         if scope["method"] == "POST":
             kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
             if kind != b"application/json":  # a browser asks before it sends JSON to another site
-                return Refused(415, "content_type", "the body has another type; allowed: application/json")
+                return Refused(
+                    415, "content_type", "the body has another type; allowed: application/json"
+                )
         declared, limit = headers.get(b"content-length", b""), self._settings.max_body
         if declared.isdigit() and int(declared[:20]) > limit:
             return Refused(413, "too_large", f"the body is too large; allowed: {limit} bytes")

@@ -78,7 +78,9 @@ class Served:
         products = _PRODUCTS.get(next(self.model.parameters()).device.type, _PRODUCTS["cpu"])
         products //= 1 if self.parallel else 2  # one step at a time takes about twice as long
         self.cells = max(1, min(_MOST_CELLS, products // size))
-        self.weights = checksum({name: tensor.cpu() for name, tensor in self.model.state_dict().items()})
+        self.weights = checksum(
+            {name: tensor.cpu() for name, tensor in self.model.state_dict().items()}
+        )
 
     @property
     def parallel(self) -> bool:
@@ -114,7 +116,9 @@ class Served:
             "length": self.length,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "data": None if meta is None else meta.name,
-            "image_shape": None if meta is None or meta.image_shape is None else list(meta.image_shape),
+            "image_shape": None
+            if meta is None or meta.image_shape is None
+            else list(meta.image_shape),
         }
 
 
@@ -131,7 +135,9 @@ def open_models(sources: Sequence[str], device: str = "cpu") -> list[Served]:
         name, _, place = source.rpartition("=")
         name = name or re.sub(r"[^\w.-]", "-", Path(place.removeprefix("hf://").rstrip("/")).name)
         if not re.fullmatch(r"\w[\w.-]{0,63}", name) or any(other.name == name for other in served):
-            raise ValueError(f"model name {name!r} is not allowed; allowed: NAME=FOLDER, each name once")
+            raise ValueError(
+                f"model name {name!r} is not allowed; allowed: NAME=FOLDER, each name once"
+            )
         model = load_finite(place, device).eval()
         served.append(Served(name, model, _meta(place)))
     return served
@@ -182,7 +188,9 @@ def measure_speed(model: Model) -> Speed:
     # Zeros suit every head; what the model makes could overflow, and would not be read.
     x = torch.zeros_like(generate(model, num=_MOST, length=_STEPS).x)
     calls = 1 if isinstance(model, Variational | Ladder) else _STEPS
-    makes = [_seconds(lambda num=num: generate(model, num=num, length=_STEPS)) for num in (1, _MOST)]
+    makes = [
+        _seconds(lambda num=num: generate(model, num=num, length=_STEPS)) for num in (1, _MOST)
+    ]
     reads = [_seconds(lambda num=num: observe(model, x[:num])) for num in (1, _MOST)]
     return Speed(_line(reads, 1), _line(makes, calls))
 

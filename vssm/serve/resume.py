@@ -60,7 +60,9 @@ class Store:
         size = sum(leaf.untyped_storage().nbytes() for leaf in state.leaves())
         if size > self._bytes:
             raise Refused(
-                413, "state_too_large", f"the state has {size} bytes; allowed: {self._bytes}, or keep='none'"
+                413,
+                "state_too_large",
+                f"the state has {size} bytes; allowed: {self._bytes}, or keep='none'",
             )
         self._forget_expired()
         handle = f"h.{secrets.token_urlsafe(24)}"
@@ -118,12 +120,17 @@ class Seal:
         mac, rest = content[:_MAC], content[_MAC:]
         if not hmac.compare_digest(mac, self._mac(rest)):
             raise Refused(
-                403, "resume_forged", "resume was not sealed by this server; allowed: one as given", "resume"
+                403,
+                "resume_forged",
+                "resume was not sealed by this server; allowed: one as given",
+                "resume",
             )
         cut = 4 + int.from_bytes(rest[:4], "little")
         head = json.loads(rest[4:cut])
         if head["expires"] <= self._clock():
-            raise Refused(410, "resume_expired", "resume has expired; allowed: a recent one", "resume")
+            raise Refused(
+                410, "resume_expired", "resume has expired; allowed: a recent one", "resume"
+            )
         return head["model"], head.get("weights", ""), State.from_bytes(rest[cut:])
 
     def _mac(self, content: bytes) -> bytes:

@@ -60,7 +60,9 @@ def serve(
 
         from vssm.serve.app import create_app
     except ImportError as error:
-        raise ValueError(f"serving needs {error.name}; install it with: pip install 'vssm[serve]'") from None
+        raise ValueError(
+            f"serving needs {error.name}; install it with: pip install 'vssm[serve]'"
+        ) from None
     from vssm.serve.models import open_models
 
     settings = settings or Settings()
@@ -84,12 +86,16 @@ def serve(
     )
     shown = f"[{host}]" if ":" in host else host
     names = ", ".join(served.name for served in models)
-    print(f"serving {names} at http://{shown}:{listener.getsockname()[1]}  (Ctrl-C ends)", flush=True)
+    print(
+        f"serving {names} at http://{shown}:{listener.getsockname()[1]}  (Ctrl-C ends)", flush=True
+    )
     # uvicorn sends itself the signal again once it has drained; then the work is done and all is well.
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: sys.exit(0))
     server, engine = uvicorn.Server(config), app.state.server.engine
-    engine.on_failure = lambda: setattr(server, "should_exit", True)  # who started us can start us again
+    engine.on_failure = lambda: setattr(
+        server, "should_exit", True
+    )  # who started us can start us again
     gc.collect()
     gc.freeze()  # a collection that looks at all of PyTorch's objects stops every request for 0.4 s
     try:
@@ -116,7 +122,9 @@ def check_exposure(host: str, token: str | None, insecure: bool) -> bool:
     except ValueError:
         local = False
     if not local and token is None and not insecure:
-        raise ValueError(f"host={host!r} can be reached by others; allowed: --token-file FILE, or --insecure")
+        raise ValueError(
+            f"host={host!r} can be reached by others; allowed: --token-file FILE, or --insecure"
+        )
     return local
 
 
@@ -136,10 +144,14 @@ def read_secret(path: Path, name: str) -> str:
         raise ValueError(f"{name}={str(path)!r} does not exist; allowed: a file with the secret")
     mode = path.stat().st_mode
     if stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ValueError(f"{name}={str(path)!r} can be changed by other users; run: chmod go-w {path}")
+        raise ValueError(
+            f"{name}={str(path)!r} can be changed by other users; run: chmod go-w {path}"
+        )
     secret = path.read_bytes().decode(errors="replace").strip()
     if len(secret) < 16 or not secret.isascii() or not secret.isprintable() or " " in secret:
-        raise ValueError(f"{name}={str(path)!r} holds no secret; allowed: one word of 16 or more characters")
+        raise ValueError(
+            f"{name}={str(path)!r} holds no secret; allowed: one word of 16 or more characters"
+        )
     return secret
 
 
@@ -191,7 +203,9 @@ def _impatient(settings: Settings) -> type[asyncio.Protocol]:
             self._is_idle()
 
         def send_400_response(self, msg: str) -> None:
-            body = json.dumps(Refused(400, "not_http", "the request is no valid HTTP/1.1").body()).encode()
+            body = json.dumps(
+                Refused(400, "not_http", "the request is no valid HTTP/1.1").body()
+            ).encode()
             head = "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
             head += f"x-content-type-options: nosniff\r\ncontent-length: {len(body)}\r\n\r\n"
             self.transport.write(head.encode() + body)
@@ -235,5 +249,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ValueError(f"can not listen on host={host!r}, port={port}: {error.strerror or error}") from None
+        raise ValueError(
+            f"can not listen on host={host!r}, port={port}: {error.strerror or error}"
+        ) from None
     return listener

@@ -99,12 +99,18 @@ class Scheduler:
         lane, other = (self._short, self._long) if job.short else (self._long, self._short)
         turn = lane.turn(job.client)
         ahead = [*lane.running, *(one for one in lane.waiting if one.turn <= turn)]
-        if ahead:  # the first of its kind is taken in any case: only computing shows how long it takes
+        if (
+            ahead
+        ):  # the first of its kind is taken in any case: only computing shows how long it takes
             seconds = self._until_end(ahead, job) * (2 if other.busy else 1)
             late = math.ceil(seconds - _SAFE * self._settings.timeout)
             if late > 0:
-                message = f"the answer would take about {seconds:.0f} s; try again later, or ask for less"
-                raise Refused(429, "busy", message, retry_after=min(late, math.ceil(self._settings.timeout)))
+                message = (
+                    f"the answer would take about {seconds:.0f} s; try again later, or ask for less"
+                )
+                raise Refused(
+                    429, "busy", message, retry_after=min(late, math.ceil(self._settings.timeout))
+                )
         displaced = self._make_place(job.client)
         if not lane.busy:
             lane.used = max(lane.used, other.used)  # time that a lane did not need is not saved up
@@ -119,7 +125,9 @@ class Scheduler:
                 dropped.append((job, None))
             elif now >= job.deadline:
                 limit = self._settings.timeout
-                message = f"the request took more than {limit:g} s; ask for fewer sequences or steps"
+                message = (
+                    f"the request took more than {limit:g} s; ask for fewer sequences or steps"
+                )
                 dropped.append((job, Refused(504, "timeout", message, retry_after=1)))
         late = [job for job in self._long.waiting if now + job.seconds_left > job.deadline]
         for job in late if len(self.jobs) > 1 else ():  # alone it may try
@@ -201,7 +209,9 @@ class Scheduler:
             return None
         held = Counter(job.client for job in jobs)
         greediest, most = held.most_common(1)[0]
-        waiting = [job for job in (*self._short.waiting, *self._long.waiting) if job.client == greediest]
+        waiting = [
+            job for job in (*self._short.waiting, *self._long.waiting) if job.client == greediest
+        ]
         if most <= held[client] + 1 or not waiting:
             message = f"{self._settings.max_queue} requests are in progress; try again soon"
             raise Refused(429, "busy", message, retry_after=1)

@@ -34,15 +34,24 @@ _INT64 = 2**63
 # of training, from 0 on (vssm.cli.options.check_seed).
 _Seed = Annotated[
     int,
-    Field(ge=-_INT64, lt=_INT64, description="Names the sample: any whole number of 64 bits, as in Python."),
+    Field(
+        ge=-_INT64,
+        lt=_INT64,
+        description="Names the sample: any whole number of 64 bits, as in Python.",
+    ),
 ]
-_Model = Annotated[str | None, Field(max_length=64, description="One of /v1/models; the first by default.")]
+_Model = Annotated[
+    str | None, Field(max_length=64, description="One of /v1/models; the first by default.")
+]
 _ItsModel = Annotated[
-    str | None, Field(max_length=64, description="The model of `resume`, to be sure; another is refused.")
+    str | None,
+    Field(max_length=64, description="The model of `resume`, to be sure; another is refused."),
 ]
 _Array = Annotated[
     np.ndarray | str | None,
-    WithJsonSchema({"anyOf": [{"type": "array", "items": {}}, {"type": "string"}, {"type": "null"}]}),
+    WithJsonSchema(
+        {"anyOf": [{"type": "array", "items": {}}, {"type": "string"}, {"type": "null"}]}
+    ),
     Field(
         description="(steps, features), or (batch, steps, features); for tokens (steps) or (batch, steps); "
         "for a model of text also a text."
@@ -55,7 +64,9 @@ _Npy = Annotated[
 ]
 _Keep = Annotated[
     Literal["server", "client", "none"] | None,
-    Field(description="Where the state waits to be resumed: here, sealed in the answer, or not at all."),
+    Field(
+        description="Where the state waits to be resumed: here, sealed in the answer, or not at all."
+    ),
 ]
 _Resume = Annotated[str, Field(min_length=2, description="`resume` of an answer.")]
 
@@ -89,7 +100,9 @@ class _Strict(BaseModel):
 
 class _Dials(_Strict):
     num: int | None = Field(
-        None, ge=1, description="How many sequences; one prompt serves any number, and one state of a sample."
+        None,
+        ge=1,
+        description="How many sequences; one prompt serves any number, and one state of a sample.",
     )
     length: int | None = Field(
         None,
@@ -97,11 +110,15 @@ class _Dials(_Strict):
         description="How many new steps; the rest of a sequence as long as the training data's by default.",
     )
     chunk: int | None = Field(None, ge=1, description="Make so many steps at a time (vssm, tvae).")
-    recondition: bool = Field(False, description="Read each chunk before making the next (vssm, tvae).")
+    recondition: bool = Field(
+        False, description="Read each chunk before making the next (vssm, tvae)."
+    )
     temperature: float = Field(
         1.0, ge=1e-30, le=100, allow_inf_nan=False, description="Below 1: safer samples."
     )
-    observe: Literal["mean", "sample"] = Field("mean", description="The mean of the head, or a sample of it.")
+    observe: Literal["mean", "sample"] = Field(
+        "mean", description="The mean of the head, or a sample of it."
+    )
     seed: _Seed | None = None
     stream: bool = Field(False, description="Send chunks as they are made, as server-sent events.")
     every: int | None = Field(
@@ -146,7 +163,9 @@ class Timing(BaseModel):
 
     compute_ms: float = Field(description="In passes that this request was part of.")
     total_ms: float = Field(description="From the arrival of the request to this answer.")
-    rows: int = Field(description="Sequences in the last of these passes, those of other requests included.")
+    rows: int = Field(
+        description="Sequences in the last of these passes, those of other requests included."
+    )
 
 
 class ObserveReply(BaseModel):
@@ -161,7 +180,9 @@ class ObserveReply(BaseModel):
 class Reply(ObserveReply):
     """The new steps, and where to resume from."""
 
-    x: list[Any] = Field(description="The new steps, (num, length, features), or (num, length) tokens.")
+    x: list[Any] = Field(
+        description="The new steps, (num, length, features), or (num, length) tokens."
+    )
     text: list[str] | None = Field(description="The same as text, for a model of text.")
 
 
@@ -262,7 +283,9 @@ def _to_tensor(array: np.ndarray, tokens: bool, name: str) -> Tensor:
     if tokens and array.dtype.kind == "f":
         raise ValueError(f"{name} has dtype {array.dtype}; allowed: whole numbers")
     if tokens and array.size and not (array.min() >= 0 and array.max() < _INT64):
-        raise ValueError(f"{name} holds numbers that are no tokens; allowed: whole numbers from 0 on")
+        raise ValueError(
+            f"{name} holds numbers that are no tokens; allowed: whole numbers from 0 on"
+        )
     with np.errstate(over="ignore"):  # too large becomes infinite, which the head refuses
         array = array.astype(np.int64 if tokens else np.float32)
     return torch.from_numpy(array)

@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from torch import Tensor
 
-from vssm.config import shown
+from vssm.checks import shown
 from vssm.data import Meta, steps_left
 from vssm.nn import State
 from vssm.sampling.generation import shares_latents
@@ -43,7 +43,9 @@ class Service:
     def __init__(self, engine: Engine, settings: Settings, metrics: Metrics, key: bytes) -> None:
         self.engine, self.settings, self.metrics = engine, settings, metrics
         self.models = {served.name: served for served in engine.models}
-        self.store = Store(settings.resume_seconds, settings.resume_count, settings.resume_mib * 2**20)
+        self.store = Store(
+            settings.resume_seconds, settings.resume_count, settings.resume_mib * 2**20
+        )
         self.seal = Seal(key, settings.resume_seconds)
 
     def plan_generate(self, ask: GenerateRequest) -> _Plan:
@@ -77,7 +79,9 @@ class Service:
             )
             raise Refused(422, "invalid", message, "num")
         length = ask.length or _steps_left(served, state.position)
-        known = state.position if served.row_bytes[1] else 0  # what the state has no memory of costs nothing
+        known = (
+            state.position if served.row_bytes[1] else 0
+        )  # what the state has no memory of costs nothing
         self._check_dials(served, ask, num, length, known, "resume")
         keep = self._keep(ask.keep)
         size = self._weigh(served, num, state.position + length, keep)
@@ -134,12 +138,18 @@ class Service:
         if state is not None and num != own:
             raise _invalid("num", num, f"{own}, the rows of resume")
         if len(x) not in (1, num):
-            raise Refused(422, "invalid", f"x has {len(x)} rows; allowed: {num}, or 1 that serves all", "x")
+            raise Refused(
+                422, "invalid", f"x has {len(x)} rows; allowed: {num}, or 1 that serves all", "x"
+            )
         self._check_size(num, 1, before + x.shape[1], "x")
         if state is not None and "blind" in state.children:
             message = "resume has no memory of data: it was generated without recondition; allowed: another"
             raise Refused(422, "invalid", message, "resume")
-        seed = torch.full((num,), ask.seed or 0) if state is None or ask.seed is not None else state["seed"]
+        seed = (
+            torch.full((num,), ask.seed or 0)
+            if state is None or ask.seed is not None
+            else state["seed"]
+        )
         row = torch.arange(num) if state is None else state["row"]
         keep = self._keep(ask.keep)
         size = self._weigh(served, num, before + x.shape[1], keep)
@@ -181,7 +191,11 @@ class Service:
             del result
 
     async def _events(
-        self, plan: _Plan, pieces: "asyncio.Queue[Done | None]", result: "asyncio.Future[Done]", began: float
+        self,
+        plan: _Plan,
+        pieces: "asyncio.Queue[Done | None]",
+        result: "asyncio.Future[Done]",
+        began: float,
     ) -> AsyncIterator[bytes]:
         job, start, xs = plan.job, 0, []
         shown, timing = _Shown(job.served), _Timing(began)
@@ -261,10 +275,14 @@ class Service:
         if not served.parallel and (ask.chunk is not None or ask.recondition):
             name = "recondition" if ask.recondition else "chunk"
             raise _invalid(
-                name, getattr(ask, name), f"a model of kind vssm or tvae, not {served.model.config.kind}"
+                name,
+                getattr(ask, name),
+                f"a model of kind vssm or tvae, not {served.model.config.kind}",
             )
         if ask.every is not None and (served.parallel or not ask.stream):
-            raise _invalid("every", ask.every, "streams of step-by-step models; chunk is for the others")
+            raise _invalid(
+                "every", ask.every, "streams of step-by-step models; chunk is for the others"
+            )
 
     def _check_size(self, num: int, length: int, known: int, source: str) -> None:
         limits = self.settings
@@ -275,11 +293,11 @@ class Service:
         ):
             if value > most:
                 what = f"{name} of {value} steps" if name == source else f"{name}={shown(value)}"
-                raise Refused(422, "too_many", f"{what} is not allowed; allowed: at most {most}", name)
+                raise Refused(
+                    422, "too_many", f"{what} is not allowed; allowed: at most {most}", name
+                )
         if num * (length + known) > limits.max_cells:
-            cells = (
-                f"num={num} times {length + known} steps is not allowed; allowed: at most {limits.max_cells}"
-            )
+            cells = f"num={num} times {length + known} steps is not allowed; allowed: at most {limits.max_cells}"
             raise Refused(422, "too_many", cells, "num")
 
     def _weigh(self, served: Served, num: int, steps: int, keep: str) -> int:
@@ -291,9 +309,14 @@ class Service:
         elif keep == "client":
             most = min(most, limits.max_body * 3 // 8)  # in base64, half of a request
         if size > most:
-            fewer = "ask for fewer sequences or steps" + ("" if keep == "none" else ", or keep='none'")
+            fewer = "ask for fewer sequences or steps" + (
+                "" if keep == "none" else ", or keep='none'"
+            )
             raise Refused(
-                413, "state_too_large", f"the state has {size} bytes; allowed: {most}, so {fewer}", "keep"
+                413,
+                "state_too_large",
+                f"the state has {size} bytes; allowed: {most}, so {fewer}",
+                "keep",
             )
         return size
 
@@ -336,16 +359,19 @@ class _Shown:
 
     def steps(self, x: Tensor, final: bool) -> dict[str, Any]:
         if not x.isfinite().all():  # JSON has no word for it
-            message = (
-                "the model's output overflowed to NaN or infinity; send smaller values or a lower temperature"
-            )
+            message = "the model's output overflowed to NaN or infinity; send smaller values or a lower temperature"
             raise Refused(422, "overflow", message)
-        return {"x": x.numpy(), "text": None if self._meta is None else self._text(self._meta, x, final)}
+        return {
+            "x": x.numpy(),
+            "text": None if self._meta is None else self._text(self._meta, x, final),
+        }
 
     def _text(self, meta: Meta, x: Tensor, final: bool) -> list[str]:
         if meta.vocabulary is not None:
             return [meta.decode(tokens) for tokens in x]
-        self._decoders = self._decoders or [codecs.getincrementaldecoder("utf-8")("replace") for _ in x]
+        self._decoders = self._decoders or [
+            codecs.getincrementaldecoder("utf-8")("replace") for _ in x
+        ]
         return [
             decoder.decode(bytes(tokens.tolist()), final)
             for decoder, tokens in zip(self._decoders, x, strict=True)
@@ -404,7 +430,9 @@ def _refused(error: Broken | ValueError) -> Refused:
 
 
 def _invalid(param: str, value: object, allowed: str) -> Refused:
-    return Refused(422, "invalid", f"{param}={shown(value)} is not allowed; allowed: {allowed}", param)
+    return Refused(
+        422, "invalid", f"{param}={shown(value)} is not allowed; allowed: {allowed}", param
+    )
 
 
 def _dumps(body: Any) -> bytes:  # noqa: ANN401

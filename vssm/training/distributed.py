@@ -15,26 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vssm.config import check_device
+from vssm.checks import choose_device
 from vssm.nn import BLOCKS
 
-__all__ = ["Call", "World", "choose_device", "join"]
-
-
-def choose_device(name: str) -> torch.device:
-    """Returns the device that a name means; "auto" is CUDA where there is one, else the CPU.
-
-    >>> choose_device("cpu")
-    device(type='cpu')
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return check_device(name)
-    except ValueError:  # whose list has no "auto", which only we know
-        there = ["auto", "cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        allowed = ", ".join(map(repr, there))
-        raise ValueError(f"device={name!r} is not there; allowed: {allowed}") from None
+__all__ = ["Call", "World", "join"]
 
 
 class Call(nn.Module):
@@ -92,7 +76,9 @@ class World:
             from torch.distributed.fsdp import fully_shard
 
             mesh = init_device_mesh(self.device.type, (self.size,))
-            for block in [part for part in module.modules() if isinstance(part, tuple(BLOCKS.values()))]:
+            for block in [
+                part for part in module.modules() if isinstance(part, tuple(BLOCKS.values()))
+            ]:
                 fully_shard(block, mesh=mesh)
             # Else the root keeps what it has gathered in a validation: averaged weights.
             fully_shard(module, mesh=mesh, reshard_after_forward=True)

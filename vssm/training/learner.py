@@ -50,7 +50,9 @@ class Learner:
         if matrices:
             self.optimizers.append(Muon(matrices.values(), rate, weight_decay=decay))
         self.parameters = dict(model.named_parameters())
-        self.ema = {n: p.detach().clone() for n, p in self.parameters.items()} if options.ema else {}
+        self.ema = (
+            {n: p.detach().clone() for n, p in self.parameters.items()} if options.ema else {}
+        )
 
     def begin(self, step: int, total: int) -> None:
         """Sets what depends on the step, 1 to `total`."""
@@ -58,7 +60,9 @@ class Learner:
         if self._cuda:
             self._rate.fill_(rate)
         else:
-            for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            for group in (
+                group for optimizer in self.optimizers for group in optimizer.param_groups
+            ):
                 group["lr"] = rate
         self._pace.fill_(1 - min(self.options.ema, step / (step + 9)))
 
@@ -67,7 +71,9 @@ class Learner:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), (self.options.clip or math.inf) * values)
+        norm = nn.utils.clip_grad_norm_(
+            self.parameters.values(), (self.options.clip or math.inf) * values
+        )
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]
         return norm / values
 
@@ -108,10 +114,15 @@ class Learner:
         """Takes up what `parts` returned, which the first process has read from `source`."""
         world = self.world
         # AdamW makes its state at the first step; Muon has had its own from the start.
-        for parameter in (parameter for group in self.adamw.param_groups for parameter in group["params"]):
+        for parameter in (
+            parameter for group in self.adamw.param_groups for parameter in group["params"]
+        ):
             state = self.adamw.state[parameter]
             state["step"] = torch.zeros((), device=world.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            state["exp_avg"], state["exp_avg_sq"] = (
+                torch.zeros_like(parameter),
+                torch.zeros_like(parameter),
+            )
         targets = {"weights": self.parameters, "optimizer": self._state(), "ema": self.ema}
         for part, tensors in targets.items():
             for name, target in tensors.items():
@@ -119,7 +130,9 @@ class Learner:
                 if part == "optimizer" and saved is None:  # a parameter that never had a gradient
                     saved = torch.zeros(target.shape)
                 if world.rank == 0 and (saved is None or saved.shape != target.shape):
-                    raise ValueError(f"{source!r} has no {part} {name!r} of shape {tuple(target.shape)}")
+                    raise ValueError(
+                        f"{source!r} has no {part} {name!r} of shape {tuple(target.shape)}"
+                    )
                 world.fill(target, saved)
 
     def _state(self) -> dict[str, Tensor]:

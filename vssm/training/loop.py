@@ -28,7 +28,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from vssm.config import RunConfig, TrainConfig, check_flag, check_path, check_type
+from vssm.checks import check_flag, check_path, check_type
+from vssm.config import RunConfig, TrainConfig
 from vssm.data import Data, draw, open_data
 from vssm.data.feed import check_values, is_grey, moved, place, take
 from vssm.distributions import Head
@@ -44,19 +45,22 @@ from vssm.runs.results import commit, machine
 from vssm.sampling.generation import check_room, generate
 from vssm.storage import write_atomically
 from vssm.training import figures
-from vssm.training.distributed import Call, World, choose_device, join
+from vssm.training.distributed import Call, World, join
 from vssm.training.learner import Learner
 from vssm.training.optimize import Replayed, Tally, TrainingStopped, learning_rate, mix, on_stream
 from vssm.training.progress import Progress, choose_progress
 from vssm.training.resolve import resolve
 
-__all__ = ["TrainingStopped", "choose_device", "train"]
+__all__ = ["TrainingStopped", "train"]
 
 _PICTURE_SECONDS = 30  # between two pictures, so that short runs do not spend their time on drawing
 
 
 def train(
-    config: RunConfig | None, folder: str | Path, resume: bool = False, progress: Progress | None = None
+    config: RunConfig | None,
+    folder: str | Path,
+    resume: bool = False,
+    progress: Progress | None = None,
 ) -> Path:
     """Trains a model and leaves a run folder, which `vssm.load` reads.
 
@@ -129,7 +133,9 @@ class _Training:
                 f"{options.max_steps} (--train.epochs)"
             )
         self.cut = data.meta.length // 2 if options.validate_partial else 0
-        self.validation_steps = max(1, round(min(options.validate_every * self.steps_per_epoch, 1e18)))
+        self.validation_steps = max(
+            1, round(min(options.validate_every * self.steps_per_epoch, 1e18))
+        )
 
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(mix(options.seed, "weights"))
@@ -144,7 +150,9 @@ class _Training:
         )
 
         if options.compile:
-            for block in [part for part in self.model.modules() if isinstance(part, tuple(BLOCKS.values()))]:
+            for block in [
+                part for part in self.model.modules() if isinstance(part, tuple(BLOCKS.values()))
+            ]:
                 block.compile()
         self.call = Call(self.model)
         self.parallel = world.wrap(self.call, options.fsdp)
@@ -187,12 +195,16 @@ class _Training:
                 folder.create(self.config, self.meta)
         if resume:
             self._restore()
-        self.board = _open_board(folder.path, self.step) if options.tensorboard and world.rank == 0 else None
+        self.board = (
+            _open_board(folder.path, self.step) if options.tensorboard and world.rank == 0 else None
+        )
 
     def run(self) -> None:
         """Takes the steps that are left."""
         self.clock = self.window = self.checkpointed = time.monotonic()
-        done = self.step == self.total and not self.lost and self.folder.has_ended()  # then nothing is new
+        done = (
+            self.step == self.total and not self.lost and self.folder.has_ended()
+        )  # then nothing is new
         if self.world.rank == 0 and not done:
             with self._stopping():
                 self.folder.describe(self._facts(ended=False))
@@ -205,7 +217,9 @@ class _Training:
         with board, warnings.catch_warnings(), on_stream(self.stream), patient:
             # Views that FSDP2 fears are never written in place; norms of bfloat16 on a CPU are merely slower;
             # the first steps of a run that will be recorded are not.
-            expected = "FSDP2-wrapped module|Mismatch dtype between input and weight|.*capturable=True"
+            expected = (
+                "FSDP2-wrapped module|Mismatch dtype between input and weight|.*capturable=True"
+            )
             warnings.filterwarnings("ignore", expected)
             logged = self.step
             if self.step == self.total and self.lost:
@@ -289,7 +303,10 @@ class _Training:
         self._log("train", line)
         if validating:
             self._validate()
-        due = now - self.checkpointed >= 60 * self.options.checkpoint_minutes or self.step == self.total
+        due = (
+            now - self.checkpointed >= 60 * self.options.checkpoint_minutes
+            or self.step == self.total
+        )
         due = self.progress.wants_checkpoint() or self.unread is not None or due
         if self.world.agree([float(due)])[0]:
             self._save(skipped, streak)
@@ -297,7 +314,9 @@ class _Training:
         if self.unread is not None and self.step < self.total:
             raise self.unread
         drawing = validating and self.world.rank == 0 and self.may_draw
-        if drawing and time.monotonic() - self.drawn > _PICTURE_SECONDS:  # a kill meanwhile loses no step
+        if (
+            drawing and time.monotonic() - self.drawn > _PICTURE_SECONDS
+        ):  # a kill meanwhile loses no step
             self._draw()
         self.window = time.monotonic()
 
@@ -322,7 +341,11 @@ class _Training:
         """Scores the validation set, always with the same noise, and keeps the best weights."""
         with self.learner.averaged():
             means = self._validation_means()
-            score = means["loss"] if self.options.select == "loss" else means["kl"] - means["reconstruction"]
+            score = (
+                means["loss"]
+                if self.options.select == "loss"
+                else means["kl"] - means["reconstruction"]
+            )
             best = self.best is None or score < self.best
             if best:
                 self.best = score if math.isfinite(score) else None
@@ -331,7 +354,9 @@ class _Training:
                     self.folder.save_weights(tensors)
         self._log("valid", {**means, "best": best})
         if not math.isfinite(score) and self.unread is None:
-            self.progress.message("note: validation is not finite; a lower --train.learning-rate may help")
+            self.progress.message(
+                "note: validation is not finite; a lower --train.learning-rate may help"
+            )
 
     def _validation_means(self) -> dict[str, float]:
         options, world = self.options, self.world
@@ -347,7 +372,9 @@ class _Training:
             sums += torch.where(index < num, self.score().double(), 0.0).sum(1)
         means = dict(zip(names, (world.average(sums) * world.size / num).tolist(), strict=True))
         bound, share = means.pop("partial_elbo", 0.0), means.pop("partial_rows", 0.0)
-        return {**means, "partial_elbo": bound / share} if share else means  # else no sequence is so long
+        return (
+            {**means, "partial_elbo": bound / share} if share else means
+        )  # else no sequence is so long
 
     @torch.no_grad()
     def _score(self) -> Tensor:
@@ -361,7 +388,10 @@ class _Training:
             terms = self.call(objective, x, self.generator, (world.rank, world.size), lengths)
             if not self.cut:
                 return torch.stack(terms)
-            real, cases = None if lengths is None else real_steps(x, lengths), [(self.cut, "partial")]
+            real, cases = (
+                None if lengths is None else real_steps(x, lengths),
+                [(self.cut, "partial")],
+            )
             seed, method, rows = self.options.seed, "importance", self.valid_index
             (bound,) = self.call(estimates, x, 1, cases, seed, len(x), real, method, rows)
         counts = torch.ones_like(bound) if lengths is None else (lengths > self.cut).to(bound)
@@ -376,7 +406,9 @@ class _Training:
         if num := self._shown():
             with self.learner.averaged():
                 x = generate(self.model, num=num, length=self.meta.length, seed=self.options.seed).x
-            write_atomically(self.folder.path / "samples.png", lambda path: draw(self.meta, x, path))
+            write_atomically(
+                self.folder.path / "samples.png", lambda path: draw(self.meta, x, path)
+            )
         self.drawn = time.monotonic()
 
     def _shown(self) -> int:
@@ -414,7 +446,9 @@ class _Training:
             if checkpoint is not None:
                 self.saved, progress, parts = checkpoint
                 self.started = progress["started"]
-                self._check_data(progress.get("data", self.digest))  # older versions did not write it
+                self._check_data(
+                    progress.get("data", self.digest)
+                )  # older versions did not write it
                 best = math.nan if progress["best"] is None else progress["best"]
                 validated = not math.isnan(best) or progress["step"] == self.total
                 self.lost = validated and not self.folder.has_weights()
@@ -438,7 +472,10 @@ class _Training:
         if not self.step:
             return
         self.best = None if math.isnan(best) else best
-        self.tally.skipped, self.tally.streak = self.tally.skipped + skipped, self.tally.streak + streak
+        self.tally.skipped, self.tally.streak = (
+            self.tally.skipped + skipped,
+            self.tally.streak + streak,
+        )
         self.tally.restore(pending)
         self.learner.restore(parts, str(self.saved))
 
@@ -461,12 +498,16 @@ class _Training:
         except (TrainingStopped, OSError, SafetensorError) as error:
             reason = str(error)
             if not isinstance(error, TrainingStopped):
-                reason = f"step {self.step}: {str(self.folder.path)!r} could not be written ({reason})"
+                reason = (
+                    f"step {self.step}: {str(self.folder.path)!r} could not be written ({reason})"
+                )
             last = repr(str(self.saved)) if self.saved else "none yet"
             raise TrainingStopped(f"{reason}; last good checkpoint: {last}") from error
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        return torch.autocast(
+            self.world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16
+        )
 
     def _facts(self, ended: bool) -> dict[str, Any]:
         backend = None
@@ -492,7 +533,9 @@ class _Training:
 
 def _check_board(options: TrainConfig) -> None:
     if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError("tensorboard=True needs TensorBoard; install it with: pip install 'vssm[track]'")
+        raise ValueError(
+            "tensorboard=True needs TensorBoard; install it with: pip install 'vssm[track]'"
+        )
 
 
 def _warn_of_grey(head: Head, data: Data) -> None:

@@ -65,7 +65,9 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.ndim != 2:
                     shape = tuple(parameter.shape)
-                    raise ValueError(f"a parameter has shape {shape}; allowed: matrices, (rows, columns)")
+                    raise ValueError(
+                        f"a parameter has shape {shape}; allowed: matrices, (rows, columns)"
+                    )
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     @torch.no_grad()

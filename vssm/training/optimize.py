@@ -102,7 +102,9 @@ class Tally:
     names = (*Terms._fields, "gradient_norm")
 
     def __init__(self, device: torch.device) -> None:
-        self.sums, self.culprit = torch.zeros(2, len(self.names), dtype=torch.float64, device=device)
+        self.sums, self.culprit = torch.zeros(
+            2, len(self.names), dtype=torch.float64, device=device
+        )
         counts = torch.zeros(5, dtype=torch.float64, device=device)
         self.step, self.taken, self.skipped, self.streak, self.stopped = counts
 
@@ -128,11 +130,21 @@ class Tally:
         size = len(self.names)
         counts = torch.stack([self.taken, self.skipped, self.streak, self.stopped])
         numbers = torch.cat([self.sums, self.culprit, counts]).tolist()
-        sums, culprit, (taken, skipped, streak, stopped) = numbers[:size], numbers[size:-4], numbers[-4:]
+        sums, culprit, (taken, skipped, streak, stopped) = (
+            numbers[:size],
+            numbers[size:-4],
+            numbers[-4:],
+        )
         if stopped:
-            bad = [name for name, value in zip(self.names, culprit, strict=True) if not math.isfinite(value)]
+            bad = [
+                name
+                for name, value in zip(self.names, culprit, strict=True)
+                if not math.isfinite(value)
+            ]
             term = (*bad[1:], *bad)[0]  # a part of the loss says more than the loss
-            raise TrainingStopped(f"step {stopped:.0f}: {term} is not finite, for the tenth step in a row")
+            raise TrainingStopped(
+                f"step {stopped:.0f}: {term} is not finite, for the tenth step in a row"
+            )
         if clear:
             self.sums.zero_()
             self.taken.zero_()
@@ -182,7 +194,12 @@ class Replayed:
         stream: "torch.cuda.Stream | None",
         failed: Callable[[str], object],
     ) -> None:
-        self.function, self.generator, self.stream, self.failed = function, generator, stream, failed
+        self.function, self.generator, self.stream, self.failed = (
+            function,
+            generator,
+            stream,
+            failed,
+        )
         self.plain_calls = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 

@@ -67,7 +67,12 @@ class Bar(Progress):
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
 
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         self._bar = RichProgress(*columns, TextColumn("{task.fields[state]}"))
         self._task = self._bar.add_task("train", total=total, completed=step, state="")
         self._bar.start()
@@ -79,7 +84,9 @@ class Bar(Progress):
         if line["split"] == "valid":
             self._bar.console.print(f"step {line['step']}  {describe(line)}", highlight=False)
         else:
-            self._bar.update(self._task, description=f"epoch {line['epoch']:.1f}", state=describe(line))
+            self._bar.update(
+                self._task, description=f"epoch {line['epoch']:.1f}", state=describe(line)
+            )
 
     def message(self, text: str) -> None:
         if hasattr(self, "_bar"):
@@ -100,7 +107,9 @@ def describe(line: dict[str, Any]) -> str:
     """
     words = [f"epoch {line['epoch']:.2f}", f"{line['split']} loss {_number(line['loss'])}"]
     words += [
-        f"{name} {_number(line[name])}" for name in ("reconstruction", "kl", "partial") if line.get(name)
+        f"{name} {_number(line[name])}"
+        for name in ("reconstruction", "kl", "partial")
+        if line.get(name)
     ]
     if line.get("tokens_per_second"):
         words.append(f"{line['tokens_per_second']:,.0f} tokens/s")

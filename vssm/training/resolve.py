@@ -25,7 +25,9 @@ def resolve(config: RunConfig, meta: Meta, first: Model | None = None) -> RunCon
         head = meta.suggested_head
     if tokens != (head == "categorical"):
         allowed = "'categorical'" if tokens else "any other head"
-        raise ValueError(f"head={head!r} does not suit data set {meta.name!r}; allowed: 'auto', {allowed}")
+        raise ValueError(
+            f"head={head!r} does not suit data set {meta.name!r}; allowed: 'auto', {allowed}"
+        )
     if head == "logistic-mixture" and meta.levels is None:
         raise ValueError(
             f"head={head!r} needs values in levels, data set {meta.name!r} has none; allowed: 'auto'"

@@ -8,7 +8,7 @@
 Both rates are measured here and now. Products of half precision are the fastest of a GPU; results that equal
 those of float32 take three of them. Tables of embeddings are read, not multiplied; scans, attention, norms and
 draws do not count, so the true floor is higher.
-"""  # noqa: E501
+"""
 
 from typing import NamedTuple
 
@@ -23,7 +23,11 @@ __all__ = ["Rates", "copy_bytes_per_ms", "generation_floor_ms", "training_ceilin
 _EQUAL_PRODUCTS = 3  # of halves of 11 bits for one of float32
 _UPDATE = 7  # AdamW reads weight, gradient and two moments, and writes three of them
 # The parts that make a new step, where others only read what is given.
-_PARTS = {"tvae": ("decoder",), "vssm": ("decoder", "rungs"), "vrnn": ("stack", "to_prior", "to_likelihood")}
+_PARTS = {
+    "tvae": ("decoder",),
+    "vssm": ("decoder", "rungs"),
+    "vrnn": ("stack", "to_prior", "to_likelihood"),
+}
 
 
 def copy_bytes_per_ms(device: torch.device) -> float:

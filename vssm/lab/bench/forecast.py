@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from vssm.config import KINDS, ModelConfig, check_choice
+from vssm.checks import check_choice
+from vssm.config import KINDS, ModelConfig
 from vssm.data import Meta
 from vssm.forecasting.forecaster import Forecaster
 from vssm.lab.bench.plot import check_plot, plot_result
@@ -72,7 +73,9 @@ def main_forecast(
         check_choice("kinds", kind, KINDS)
     series = (100 if cuda else 1) if series is None else series
     paths = (500 if cuda else 100) if paths is None else paths
-    lengths = ((96, 192, 336, 720, 1440, 2880) if cuda else (96, 336)) if lengths is None else lengths
+    lengths = (
+        ((96, 192, 336, 720, 1440, 2880) if cuda else (96, 336)) if lengths is None else lengths
+    )
     for name, values in (
         ("series", [series]),
         ("paths", [paths]),
@@ -84,10 +87,20 @@ def main_forecast(
     ):
         check_whole(name, *values)
     if not 0 < max(patches, default=0) <= context:
-        raise ValueError(f"patches={tuple(patches)} is not allowed; allowed: 1 to {context}, the context")
+        raise ValueError(
+            f"patches={tuple(patches)} is not allowed; allowed: 1 to {context}, the context"
+        )
     at_least, repeats = (0.1, 3) if repeats is None else (0.0, repeats)
-    stopwatch = Stopwatch(where, repeats, seconds_per_point, warm=3 if cuda else 1, at_least=at_least)
-    config = {"series": series, "paths": paths, "context": context, "width": width, "layers": layers}
+    stopwatch = Stopwatch(
+        where, repeats, seconds_per_point, warm=3 if cuda else 1, at_least=at_least
+    )
+    config = {
+        "series": series,
+        "paths": paths,
+        "context": context,
+        "width": width,
+        "layers": layers,
+    }
     record = Record("forecast", command, where, config, out, restart)
     history = torch.randn(series, context, 1, generator=torch.Generator().manual_seed(0))
     for length in sorted(set(lengths)):
@@ -124,7 +137,9 @@ def main_forecast(
     return made
 
 
-def _show(record: Record, kinds: Sequence[str], patches: Sequence[int], lengths: Sequence[int]) -> None:
+def _show(
+    record: Record, kinds: Sequence[str], patches: Sequence[int], lengths: Sequence[int]
+) -> None:
     def at(kind: str, patch: int, length: int) -> float | None:
         return record.metrics.get(f"{kind}_p{patch}_ms_t{length}")
 
@@ -137,7 +152,9 @@ def _show(record: Record, kinds: Sequence[str], patches: Sequence[int], lengths:
                 record.add({f"ahead_p{patch}_t{length}": slow / own})
         ahead = [record.metrics.get(f"ahead_p{patch}_t{length}") for length in lengths]
         if any(ahead):
-            rows.append([f"rnn, P = 1 / vssm, P = {patch}", *(f"{v:.1f}x" if v else "" for v in ahead)])
+            rows.append(
+                [f"rnn, P = 1 / vssm, P = {patch}", *(f"{v:.1f}x" if v else "" for v in ahead)]
+            )
     config = record.config
     title = f"Forecasts in ms: {config['series']} series, {config['paths']} paths, width {config['width']}"
     table(title, ["", *(f"H = {length}" for length in lengths)], rows)

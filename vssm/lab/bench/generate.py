@@ -159,7 +159,9 @@ def bench_generate(
 def _calls(model: Model, batch: int, length: int) -> dict[str, Callable[[], object]]:
     """Returns what is timed of a model, by what its names have after the kind."""
     device = next(model.parameters()).device
-    calls: dict[str, Callable[[], object]] = {"": partial(generate, model, num=batch, length=length)}
+    calls: dict[str, Callable[[], object]] = {
+        "": partial(generate, model, num=batch, length=length)
+    }
     if length > 1:
         prompt = torch.rand(batch, length // 2, _FEATURES, device=device)
         calls["_prompted"] = partial(generate, model, length=length - length // 2, prompt=prompt)
@@ -184,7 +186,11 @@ def _bench_peers(
             for length in sorted({length for length in lengths if length <= _PEER_STEPS}):
                 model = Peer(peer, _FEATURES, width, layers, length).to(stopwatch.device).eval()
                 stopwatch.alone(
-                    record, f"{peer}_ms", "b1_", length, partial(model.generate, num=1, length=length)
+                    record,
+                    f"{peer}_ms",
+                    "b1_",
+                    length,
+                    partial(model.generate, num=1, length=length),
                 )
         except Exception as error:  # another version of transformers may fail in its own way
             record.fail(f"{peer}_ms", error)
@@ -200,7 +206,10 @@ def _show(record: Record) -> None:
             row = row.replace("_prompted", " prompted").replace("_floor", ", floor")
             cells.setdefault(row, {})[int(match[2]), int(match[3])] = value
     places = sorted({place for row in cells.values() for place in row})
-    rows = [[row, *(number(values.get(place)) for place in places)] for row, values in sorted(cells.items())]
+    rows = [
+        [row, *(number(values.get(place)) for place in places)]
+        for row, values in sorted(cells.items())
+    ]
     ahead = ["fastest step by step / vssm"]
     for place in places:
         slow = [

@@ -60,7 +60,9 @@ class Peer(nn.Module):
             )
             self.body = GPT2Model(config)
         else:
-            self.body = MambaModel(MambaConfig(vocab_size=1, hidden_size=width, num_hidden_layers=layers))
+            self.body = MambaModel(
+                MambaConfig(vocab_size=1, hidden_size=width, num_hidden_layers=layers)
+            )
         self.start = nn.Parameter(torch.zeros(width))
         self.into, self.out = nn.Linear(features, width), nn.Linear(width, features)
 

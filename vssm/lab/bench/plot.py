@@ -65,7 +65,9 @@ def plot_result(made: Mapping[str, Any] | str | Path, path: str | Path) -> None:
     write_atomically(path, lambda file: figure.savefig(file, format=path.suffix[1:], dpi=120))
 
 
-def _panels(name: str, metrics: Mapping[str, float]) -> list[tuple[str, bool, dict[str, dict[Any, float]]]]:
+def _panels(
+    name: str, metrics: Mapping[str, float]
+) -> list[tuple[str, bool, dict[str, dict[Any, float]]]]:
     """Returns (title, whether bars, values by label and by place) of every panel."""
     panels: dict[str, dict[str, dict[Any, float]]] = {}
 
@@ -86,6 +88,8 @@ def _panels(name: str, metrics: Mapping[str, float]) -> list[tuple[str, bool, di
             put(title, match[1], int(match[3]), value)
         elif match := re.fullmatch(r"(\w+)_p(\d+)_ms_t(\d+)", key):
             put("forecasts, ms", f"{match[1]}, {match[2]} a step", int(match[3]), value)
-        elif match := re.fullmatch(r"((?!.*(?:prompted|chunk|p10|p90|floor))\w+?)_ms_b(\d+)_t(\d+)", key):
+        elif match := re.fullmatch(
+            r"((?!.*(?:prompted|chunk|p10|p90|floor))\w+?)_ms_b(\d+)_t(\d+)", key
+        ):
             put(f"from nothing, batch {match[2]}, ms", match[1], int(match[3]), value)
     return [(title, name == "train", lines) for title, lines in panels.items()]

@@ -64,13 +64,19 @@ class Record:
         self._before: list[str] = []  # commands that the file has numbers of
         if self.out is not None:
             if self.out.is_dir():
-                raise ValueError(f"out={str(self.out)!r} is a folder; allowed: the name of a JSON file")
+                raise ValueError(
+                    f"out={str(self.out)!r} is a folder; allowed: the name of a JSON file"
+                )
             self.out.parent.mkdir(parents=True, exist_ok=True)
             if self.out.exists() and not restart:
                 self._take_up(self.out)
-        versions = ", ".join(f"{key} {value}" for key, value in self.config["versions"].items() if value)
+        versions = ", ".join(
+            f"{key} {value}" for key, value in self.config["versions"].items() if value
+        )
         where = machine()["gpu"] if device.type == "cuda" else machine()["cpu"]
-        print(f"{command}: {where}, scan backend {self.config['backend']}, {versions}, commit {commit()}")
+        print(
+            f"{command}: {where}, scan backend {self.config['backend']}, {versions}, commit {commit()}"
+        )
         if self.metrics:
             print(f"{len(self.metrics)} numbers are in {self.out} already", flush=True)
 
@@ -102,9 +108,15 @@ class Record:
     def _take_up(self, path: Path) -> None:
         try:
             found = json.loads(path.read_text())
-            metrics, config, notes = found["metrics"], found["config"], found["config"].pop("notes", {})
+            metrics, config, notes = (
+                found["metrics"],
+                found["config"],
+                found["config"].pop("notes", {}),
+            )
             assert all(isinstance(part, dict) for part in (metrics, config, notes))
-            assert all(value is None or isinstance(value, int | float) for value in metrics.values())
+            assert all(
+                value is None or isinstance(value, int | float) for value in metrics.values()
+            )
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
             raise ValueError(
                 f"out={str(path)!r} is damaged or no result; allowed: a new name, or --restart"

@@ -45,7 +45,12 @@ class Shape(NamedTuple):
         return f"b{self.batch}_t{self.length}"
 
 
-SHAPES = (Shape(16, 256, 512, 16), Shape(1, 2048, 256, 16), Shape(64, 28, 2048, 16), Shape(1, 1, 512, 16))
+SHAPES = (
+    Shape(16, 256, 512, 16),
+    Shape(1, 2048, 256, 16),
+    Shape(64, 28, 2048, 16),
+    Shape(1, 1, 512, 16),
+)
 CUDA_SHAPES = tuple(
     Shape(*size, 2048, 16) for size in ((1024, 28), (256, 32), (64, 1024), (8, 4096), (1, 65536))
 )
@@ -171,7 +176,9 @@ def _parse(shape: str | Shape) -> Shape:
     if isinstance(shape, Shape):
         return shape
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(x[1-9]\d*x[1-9]\d*)?", shape):
-        raise ValueError(f"shapes={shape!r} is not allowed; allowed: BxT or BxTxDxN, whole numbers >= 1")
+        raise ValueError(
+            f"shapes={shape!r} is not allowed; allowed: BxT or BxTxDxN, whole numbers >= 1"
+        )
     sizes = [int(size) for size in shape.split("x")]
     return Shape(*sizes, *((2048, 16) if len(sizes) == 2 else ()))
 
@@ -210,10 +217,14 @@ def _run(backend: str, inputs: dict[str, Tensor], train: bool) -> dict[str, floa
     return times
 
 
-def _headings_and_rows(record: Record, shapes: Sequence[Shape]) -> tuple[list[str], list[list[str]]]:
+def _headings_and_rows(
+    record: Record, shapes: Sequence[Shape]
+) -> tuple[list[str], list[list[str]]]:
     """The metrics of the CPU, with how many times faster ours is than each peer."""
     metrics = record.metrics
-    peers = [peer for peer in ("reference", "mambapy") if any(name.startswith(peer) for name in metrics)]
+    peers = [
+        peer for peer in ("reference", "mambapy") if any(name.startswith(peer) for name in metrics)
+    ]
     rows = []
     for shape in shapes:
         for what in ("fwd", "bwd"):
@@ -228,7 +239,10 @@ def _headings_and_rows(record: Record, shapes: Sequence[Shape]) -> tuple[list[st
                     what,
                     number(metrics[f"floor_ms_{shape.name}"]) if what == "fwd" else "",
                     f"{number(ours)}, {number(low)}–{number(high)}",
-                    *("" if peer is None else f"{number(peer)} ({peer / ours:.0f}x)" for peer in theirs),
+                    *(
+                        "" if peer is None else f"{number(peer)} ({peer / ours:.0f}x)"
+                        for peer in theirs
+                    ),
                 ]
             )
     return ["B, T, D, N", "", "floor", f"{record.config['backend']}, 10–90 %", *peers], rows

@@ -12,7 +12,7 @@
 The reference runs on 32 of the channels, which do not touch one another; for dB and dC u, dy and dh are zero
 in all others. Compiling takes seconds a kernel, so every case is first run in a process of its own, which
 fills Triton's cache.
-"""  # noqa: E501
+"""
 
 import itertools
 import json
@@ -48,7 +48,9 @@ TARGETS = {
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 NAMES = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "h0")
 _EXPONENTIALS = 16 * 1.98e6  # a multiprocessor and millisecond
-_FEW_STEPS = 64  # backward of transformers' loop fills a tensor of all steps for every step, and that of
+_FEW_STEPS = (
+    64  # backward of transformers' loop fills a tensor of all steps for every step, and that of
+)
 # associative_scan, with 4,096 of them, was not there after seven minutes on an H200 (torch 2.11)
 _PEER_SECONDS = 60.0  # for each number of a peer, compilation included
 _PEER, _MARK = "peer", "told: "  # of processes that time a peer, and of what they say
@@ -59,7 +61,9 @@ def bench_scan_cuda(
 ) -> None:
     """Times the Triton kernels in all shapes, checks them if asked, then times the peers."""
     todo = [shape for shape in shapes if f"fwd_ms_{shape.name}" not in record.metrics]
-    unchecked = [shape for shape in shapes if check and f"same_bits_{shape.name}" not in record.metrics]
+    unchecked = [
+        shape for shape in shapes if check and f"same_bits_{shape.name}" not in record.metrics
+    ]
     _compile(
         [(shape, torch.bfloat16, False) for shape in todo]
         + [(shape, dtype, True) for shape in unchecked for dtype in LIMITS]
@@ -75,11 +79,15 @@ def bench_scan_cuda(
             if not error < limit:
                 record.note(name, f"{error:.1e} in {worst} is too large; allowed: below {limit:g}")
             metrics |= {name: error}
-            metrics[f"same_bits_{shape.name}"] = min(float(same), metrics.get(f"same_bits_{shape.name}", 1.0))
+            metrics[f"same_bits_{shape.name}"] = min(
+                float(same), metrics.get(f"same_bits_{shape.name}", 1.0)
+            )
         record.add(metrics)
     torch.cuda.empty_cache()  # peers have processes of their own
     for peer in PEERS if peers else ():
-        unmeasured = [shape for shape in shapes if f"{peer}_fwd_ms_{shape.name}" not in record.metrics]
+        unmeasured = [
+            shape for shape in shapes if f"{peer}_fwd_ms_{shape.name}" not in record.metrics
+        ]
         if reason := absence(peer):
             for shape in unmeasured:
                 record.note(f"{peer}_fwd_ms_{shape.name}", reason)
@@ -133,12 +141,16 @@ def errors(shape: "Shape", dtype: torch.dtype, device: torch.device) -> tuple[fl
         tensor.masked_fill_(others, 0)
     alone = _run(values, dy, dh.masked_fill(others[:, None], 0))
     given = _pick({**given, "B": alone["B"], "C": alone["C"]}, some)
-    found = {name: float((given[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted}
+    found = {
+        name: float((given[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted
+    }
     worst = max(found, key=lambda name: found[name] if found[name] >= 0 else float("inf"))
     return found[worst], worst, same
 
 
-def headings_and_rows(record: Record, shapes: Sequence["Shape"]) -> tuple[list[str], list[list[str]]]:
+def headings_and_rows(
+    record: Record, shapes: Sequence["Shape"]
+) -> tuple[list[str], list[list[str]]]:
     """The metrics of CUDA beside the targets, with how many times faster ours is than each peer."""
     metrics, rows = record.metrics, []
     peers = [peer for peer in PEERS if any(name.startswith(f"{peer}_") for name in metrics)]
@@ -148,7 +160,9 @@ def headings_and_rows(record: Record, shapes: Sequence["Shape"]) -> tuple[list[s
             assert ours is not None
             low, high = (metrics[f"{what}_{part}_ms_{shape.name}"] for part in ("p10", "p90"))
             floor = metrics[f"floor_{'' if what == 'fwd' else 'bwd_'}ms_{shape.name}"]
-            found = [metrics.get(f"error_{dtype}_{shape.name}") for dtype in ("float32", "bfloat16")]
+            found = [
+                metrics.get(f"error_{dtype}_{shape.name}") for dtype in ("float32", "bfloat16")
+            ]
             told = [f"{error:.0e}" for error in found if error is not None and what == "fwd"]
             theirs = [metrics.get(f"{peer}_{what}_ms_{shape.name}") for peer in peers]
             rows.append(
@@ -160,10 +174,21 @@ def headings_and_rows(record: Record, shapes: Sequence["Shape"]) -> tuple[list[s
                     f"{ours:.3f}, {low:.3f}–{high:.3f}",
                     number(metrics[f"{what}_mib_{shape.name}"]),
                     ", ".join(told),
-                    *("" if peer is None else f"{number(peer)} ({peer / ours:.0f}x)" for peer in theirs),
+                    *(
+                        "" if peer is None else f"{number(peer)} ({peer / ours:.0f}x)"
+                        for peer in theirs
+                    ),
                 ]
             )
-    headings = ["B, T, D, N", "", "floor", "target", "triton, 10–90 %", "MiB", "error float32, bf16"]
+    headings = [
+        "B, T, D, N",
+        "",
+        "floor",
+        "target",
+        "triton, 10–90 %",
+        "MiB",
+        "error float32, bf16",
+    ]
     return headings + peers, rows
 
 
@@ -214,7 +239,10 @@ def _peer(peer: str, shape: "Shape", device: torch.device) -> Iterator[tuple[str
             yield f"{peer}_fwd_mib_{shape.name}", _peak_mib(lambda: scan(**values), device)
         name = backward
         if peer == "associative_scan" and many:
-            yield name, f"not run: {shape.length} steps would take minutes, at most {_FEW_STEPS} are run"
+            yield (
+                name,
+                f"not run: {shape.length} steps would take minutes, at most {_FEW_STEPS} are run",
+            )
             return
         leaves = {key: values[key].detach().requires_grad_() for key in NAMES[:8]}
         y = scan(**leaves, softplus=True)
@@ -224,7 +252,9 @@ def _peer(peer: str, shape: "Shape", device: torch.device) -> Iterator[tuple[str
         yield name, failure(error)
 
 
-def _apart(peer: str, shapes: Sequence["Shape"], device: torch.device) -> Iterator[tuple[str, float | str]]:
+def _apart(
+    peer: str, shapes: Sequence["Shape"], device: torch.device
+) -> Iterator[tuple[str, float | str]]:
     """Yields what `_peer` does for all shapes, from a process that is killed where it hangs: not all of them
     end (see `_FEW_STEPS`)."""
     left, known = list(shapes), set()
@@ -303,7 +333,10 @@ def _forward(values: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
 def _pick(tensors: dict[str, Tensor], some: Tensor) -> dict[str, Tensor]:
     """Returns the tensors with only the channels in some."""
     where = {"y": 2, "u": 2, "dt": 2, "z": 2, "h": 1, "h0": 1, "A": 0, "D": 0, "dt_bias": 0}
-    return {name: t.index_select(where[name], some) if name in where else t for name, t in tensors.items()}
+    return {
+        name: t.index_select(where[name], some) if name in where else t
+        for name, t in tensors.items()
+    }
 
 
 def _peak_mib(call: Callable[[], object], device: torch.device) -> float:
@@ -316,12 +349,21 @@ def _peak_mib(call: Callable[[], object], device: torch.device) -> float:
 def _compile(cases: Sequence[tuple["Shape", torch.dtype, bool]]) -> None:
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "vssm.lab.bench.scan_cuda", _sizes(shape), str(dtype), str(state)]
+            [
+                sys.executable,
+                "-m",
+                "vssm.lab.bench.scan_cuda",
+                _sizes(shape),
+                str(dtype),
+                str(state),
+            ]
         )
         for shape, dtype, state in cases
     ]
     codes = [process.wait() for process in processes]
-    assert not any(codes), f"a kernel failed in one of {[case[0].name for case in cases]}, as said above"
+    assert not any(codes), (
+        f"a kernel failed in one of {[case[0].name for case in cases]}, as said above"
+    )
 
 
 def _compile_one(shape: str, dtype: str, state: str) -> None:

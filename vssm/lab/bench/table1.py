@@ -9,7 +9,7 @@
 
 The paper counts work, a clock measures it: a device that is not yet busy does more work in the same time, so
 an exponent below the theory's means that the term of that order is not what takes the time at these lengths.
-"""  # noqa: E501
+"""
 
 import math
 import re
@@ -95,14 +95,27 @@ def main_table1(
     if lengths is None:
         lengths = [2**power for power in (range(8, 16) if cuda else range(5, 12))]
     width = (256 if cuda else 64) if width is None else width
-    for name, values in (("batch", [batch]), ("lengths", lengths), ("width", [width]), ("layers", [layers])):
+    for name, values in (
+        ("batch", [batch]),
+        ("lengths", lengths),
+        ("width", [width]),
+        ("layers", [layers]),
+    ):
         check_whole(name, *values)
     stopwatch = Stopwatch(where, repeats, seconds_per_point, warm=3 if cuda else 1)
-    config = {"batch": batch, "width": width, "layers": layers, "features": _FEATURES, "dtype": "float32"}
+    config = {
+        "batch": batch,
+        "width": width,
+        "layers": layers,
+        "features": _FEATURES,
+        "dtype": "float32",
+    }
     record = Record("table1", command, where, config, out, restart)
     for length in sorted(set(lengths)):
         for name, options in models.items():
-            model = build(ModelConfig(features=_FEATURES, width=width, layers=layers, **options)).to(where)
+            model = build(
+                ModelConfig(features=_FEATURES, width=width, layers=layers, **options)
+            ).to(where)
             x = torch.rand(batch, length, _FEATURES, device=where)
             stopwatch.alone(record, f"{name}_train_ms", "", length, partial(_train, model, x))
             sample = partial(generate, model, num=batch, length=length)
@@ -141,7 +154,10 @@ def _train(model: Model, x: torch.Tensor) -> None:
 
 
 def _points(record: Record, series: str) -> list[tuple[int, float]]:
-    found = [(re.fullmatch(rf"{series}_ms_t(\d+)", name), value) for name, value in record.metrics.items()]
+    found = [
+        (re.fullmatch(rf"{series}_ms_t(\d+)", name), value)
+        for name, value in record.metrics.items()
+    ]
     return sorted((int(match[1]), value) for match, value in found if match and value)
 
 
@@ -150,13 +166,29 @@ def _show(record: Record, names: Sequence[str]) -> None:
     for name in names:
         theory = THEORY[name.partition("_l")[0]]  # levels change no order
         row, order = [name], "O(T²)" if theory.order == 2 else "O(T)"
-        for way, parallel in (("train", theory.trains_in_parallel), ("sample", theory.samples_in_parallel)):
-            points, k = _points(record, f"{name}_{way}"), record.metrics.get(f"{name}_{way}_exponent")
+        for way, parallel in (
+            ("train", theory.trains_in_parallel),
+            ("sample", theory.samples_in_parallel),
+        ):
+            points, k = (
+                _points(record, f"{name}_{way}"),
+                record.metrics.get(f"{name}_{way}_exponent"),
+            )
             last = f"{number(points[-1][1])} at {points[-1][0]}" if points else ""
             row += [order, _yes(parallel), "" if k is None else f"T^{k:.2f}", last]
         if len(row) > 1 and any(_points(record, f"{name}_{way}") for way in ("train", "sample")):
             rows.append([*row, _yes(theory.follows_prompt), _yes(theory.resumes)])
-    headings = ["model", "training", "//", "measured", "ms at T", "sampling", "//", "measured", "ms at T"]
+    headings = [
+        "model",
+        "training",
+        "//",
+        "measured",
+        "ms at T",
+        "sampling",
+        "//",
+        "measured",
+        "ms at T",
+    ]
     config = record.config
     title = f"Table 1, batch {config['batch']}, width {config['width']}, {config['layers']} layers, float32"
     table(title, [*headings, "prompt", "resume"], rows)

@@ -16,15 +16,27 @@ from typing import Any
 
 import torch
 
-from vssm.config import KINDS, ModelConfig, check_choice
+from vssm.checks import check_choice, choose_device
+from vssm.config import KINDS, ModelConfig
 from vssm.lab.bench.record import Record
-from vssm.training.distributed import choose_device
 
-__all__ = ["Stopwatch", "best_ms", "check_whole", "kernel", "open_device", "options_of", "spread", "wall"]
+__all__ = [
+    "Stopwatch",
+    "best_ms",
+    "check_whole",
+    "kernel",
+    "open_device",
+    "options_of",
+    "spread",
+    "wall",
+]
 
 _CACHE = 256 * 2**20  # bytes that push everything else out of any L2 cache
 _MOST_CALLS = 500
-_LONG, _ENDLESS = 1.0, 10.0  # seconds of a call that two calls warm up, or none: its start is lost in it
+_LONG, _ENDLESS = (
+    1.0,
+    10.0,
+)  # seconds of a call that two calls warm up, or none: its start is lost in it
 
 Call = Callable[[], object]
 
@@ -52,7 +64,9 @@ def options_of(kinds: Sequence[str], levels: Sequence[int]) -> dict[str, dict[st
     models: dict[str, dict[str, Any]] = {kind: {"kind": kind} for kind in kinds}
     for number in levels:
         models[f"vssm_l{number}"] = {"kind": "vssm", "levels": number}
-        ModelConfig(features=1, **models[f"vssm_l{number}"])  # for its checks, before anything is measured
+        ModelConfig(
+            features=1, **models[f"vssm_l{number}"]
+        )  # for its checks, before anything is measured
     return models
 
 
@@ -88,7 +102,9 @@ def kernel(call: Call, device: torch.device, total_ms: float = 100, most: int = 
     if device.type != "cuda":
         return [wall(call, device) for _ in range(repeats)]
     cache = torch.empty(_CACHE, dtype=torch.uint8, device=device)
-    starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2))
+    starts, ends = (
+        [torch.cuda.Event(enable_timing=True) for _ in range(repeats)] for _ in range(2)
+    )
     for start, end in zip(starts, ends, strict=True):
         cache.zero_()
         start.record()
@@ -139,7 +155,9 @@ class Stopwatch:
     def __post_init__(self) -> None:
         check_whole("repeats", self.repeats)
         if not self.seconds > 0:
-            raise ValueError(f"seconds_per_point={self.seconds} is not allowed; allowed: a number > 0")
+            raise ValueError(
+                f"seconds_per_point={self.seconds} is not allowed; allowed: a number > 0"
+            )
 
     @property
     def turns(self) -> bool:
@@ -153,7 +171,9 @@ class Stopwatch:
         latter is noted. Those that are `expected` to take long, in seconds, are timed after fewer others.
         """
         # Never one alone: the second may be recorded, and takes twice as long then.
-        most_warm = 0 if expected > _ENDLESS else min(2, self.warm) if expected > _LONG else self.warm
+        most_warm = (
+            0 if expected > _ENDLESS else min(2, self.warm) if expected > _LONG else self.warm
+        )
         times: dict[str, list[float]] = {}
         spent: dict[str, float] = {}
         watched = self.more and self.device.type == "cuda" and len(calls) == 1
@@ -168,7 +188,9 @@ class Stopwatch:
                 warm, spent[name] = self._warm_up(call, most_warm)
                 times[name] = []
                 if warm < self.warm:
-                    why = f"{self.seconds:g} s a point" if most_warm == self.warm else "it takes long"
+                    why = (
+                        f"{self.seconds:g} s a point" if most_warm == self.warm else "it takes long"
+                    )
                     record.note(name, f"warmed up by {warm} calls, not {self.warm}: {why}")
         for turn in range(max(self.repeats, _MOST_CALLS)):
             for name in list(times):
@@ -202,7 +224,8 @@ class Stopwatch:
         known = [
             (int(match[1]), taken)
             for key, taken in record.metrics.items()
-            if taken is not None and (match := re.fullmatch(rf"{re.escape(series)}_{where}t(\d+)", key))
+            if taken is not None
+            and (match := re.fullmatch(rf"{re.escape(series)}_{where}t(\d+)", key))
         ]
         steps, taken = max((point for point in known if point[0] < length), default=(length, 0.0))
         seconds = taken / 1e3 * length / steps

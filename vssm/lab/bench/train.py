@@ -14,7 +14,7 @@ A run is stopped after its windows, or twenty seconds after the first: validatio
 kernels are compiled, do not count either. The data are synthetic waves of the shape of MNIST's rows, 28 steps
 of 28 values: no file is needed, and time does not depend on values. On CUDA the model is that of the preset
 paper-mnist, on a CPU a small one.
-"""  # noqa: E501
+"""
 
 import gc
 import math
@@ -59,7 +59,9 @@ class _Windows(Progress):
     def line(self, line: dict[str, Any]) -> None:
         if line["split"] == "train":
             self.speeds.append(line["tokens_per_second"])
-        if len(self.speeds) == 1:  # kernels are compiled in the first window, however long that takes
+        if (
+            len(self.speeds) == 1
+        ):  # kernels are compiled in the first window, however long that takes
             self.began = time.perf_counter()
         if _enough(self.speeds, self.began):
             raise _Stop
@@ -129,8 +131,13 @@ def main_train(
         [
             name,
             f"{speed:,.0f}",
-            "–".join(f"{record.metrics[f'{name}_tokens_per_second_{part}']:,.0f}" for part in ("p10", "p90")),
-            f"{speed / ceiling:.0%}" if (ceiling := record.metrics.get(f"{name}_ceiling_per_second")) else "",
+            "–".join(
+                f"{record.metrics[f'{name}_tokens_per_second_{part}']:,.0f}"
+                for part in ("p10", "p90")
+            ),
+            f"{speed / ceiling:.0%}"
+            if (ceiling := record.metrics.get(f"{name}_ceiling_per_second"))
+            else "",
             number(record.metrics.get(f"{name}_peak_memory_mib")),
             f"{record.metrics[f'{name}_parameters']:,.0f}",
         ]
@@ -146,7 +153,11 @@ def main_train(
 
 
 def _run_config(
-    device: torch.device, batch: int | None, steps: int | None, width: int | None, layers: int | None
+    device: torch.device,
+    batch: int | None,
+    steps: int | None,
+    width: int | None,
+    layers: int | None,
 ) -> RunConfig:
     cuda, paper = device.type == "cuda", PRESETS["paper-mnist"]
     batch = (paper.train.batch if cuda else 32) if batch is None else batch
@@ -226,16 +237,25 @@ def _theirs(record: Record, peer: str, run: RunConfig, device: torch.device) -> 
 
 
 def _write(
-    record: Record, name: str, speeds: Sequence[float], parameters: int, before: int, device: torch.device
+    record: Record,
+    name: str,
+    speeds: Sequence[float],
+    parameters: int,
+    before: int,
+    device: torch.device,
 ) -> None:
     counted, key = speeds[min(_WARM, len(speeds) - 1) :], f"{name}_tokens_per_second"
     if len(counted) < _WINDOWS:
-        record.note(key, f"the median of {len(counted)} windows, all that fitted into {_SECONDS:g} s")
+        record.note(
+            key, f"the median of {len(counted)} windows, all that fitted into {_SECONDS:g} s"
+        )
     median, low, high = spread(counted)
     metrics: dict[str, float | None] = {key: median, f"{key}_p10": low, f"{key}_p90": high}
     metrics[f"{name}_parameters"] = parameters
     if device.type == "cuda":
-        metrics[f"{name}_peak_memory_mib"] = (torch.cuda.max_memory_allocated(device) - before) / 2**20
+        metrics[f"{name}_peak_memory_mib"] = (
+            torch.cuda.max_memory_allocated(device) - before
+        ) / 2**20
     record.add(metrics)
 
 

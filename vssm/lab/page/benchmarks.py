@@ -181,7 +181,13 @@ _SCAN = Benchmark(
             _SIZE,
             True,
         ),
-        View("10 % and 90 % quantiles, ms.", rf"(?P<model>\w+?)_{_QUANTILES}_ms_{{by}}", _SIZES, _SIZE, True),
+        View(
+            "10 % and 90 % quantiles, ms.",
+            rf"(?P<model>\w+?)_{_QUANTILES}_ms_{{by}}",
+            _SIZES,
+            _SIZE,
+            True,
+        ),
         View(
             "Most memory while they ran, beyond their arguments, MiB.",
             _MODEL + "_mib_{by}",
@@ -228,7 +234,9 @@ _TABLE1 = Benchmark(
     "that order is not what takes the time at these lengths. The best of a row is bold.",
     (
         View("Sampling from nothing, ms.", _MODEL + "_sample_ms_{by}", _LENGTHS, "length"),
-        View("Forward and backward of training, ms.", _MODEL + "_train_ms_{by}", _LENGTHS, "length"),
+        View(
+            "Forward and backward of training, ms.", _MODEL + "_train_ms_{by}", _LENGTHS, "length"
+        ),
         View(
             "Exponent k of the fit time = c length^k over the upper half of the lengths.",
             _MODEL + "_{by}_exponent",

@@ -28,7 +28,14 @@ _SHOWN_COLUMNS = 4  # of the samples, in the figure
 _SHOWN_MODELS = 3  # beside each other, there
 _STORED_COLUMNS = 16
 _JSON = {dict: "JSON object", list: "list", str: "text", int: "whole number", float: "number"}
-_ENVELOPE = {"metrics": dict, "machine": dict, "config": dict, "name": str, "command": str, "date": str}
+_ENVELOPE = {
+    "metrics": dict,
+    "machine": dict,
+    "config": dict,
+    "name": str,
+    "command": str,
+    "date": str,
+}
 _SCORED = {"config.model.kind": str, "config.train.seed": int, "curve.epoch": list}
 _SCORED |= {"curve.validation_elbo": list}
 _CURVES = {"validation_elbo": "-", "validation_partial_elbo": "--"}  # and how they are drawn
@@ -40,11 +47,15 @@ def scored_runs(folder: Path, data: str) -> dict[str, list[Result]]:
     """Returns the scored runs of a data set by kind, each with its seeds in order."""
     found: dict[str, list[Result]] = {}
     paths = folder.glob(f"{data}_*_seed*.json")
-    for result in read_results((p for p in paths if p.stem.rpartition("seed")[2].isdecimal()), _SCORED):
+    for result in read_results(
+        (p for p in paths if p.stem.rpartition("seed")[2].isdecimal()), _SCORED
+    ):
         curve = result["curve"]
         for name in ("epoch", *_CURVES):
             values = curve.get(name, curve["epoch"])
-            numbers = isinstance(values, list) and all(value is None or is_number(value) for value in values)
+            numbers = isinstance(values, list) and all(
+                value is None or is_number(value) for value in values
+            )
             if not numbers or len(values) != len(curve["epoch"]):
                 raise ValueError(
                     f"{str(result['path'])!r} is damaged: curve.{name} is no list of a number for each epoch;"
@@ -77,7 +88,9 @@ def read_results(paths: Iterable[Path], needs: Mapping[str, type] | None = None)
                 if value is not None and not is_number(value):
                     raise ValueError(f"metric {name} is no number")
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise ValueError(f"{str(path)!r} is damaged: {damage(error)}; allowed: a result file") from None
+            raise ValueError(
+                f"{str(path)!r} is damaged: {damage(error)}; allowed: a result file"
+            ) from None
         results.append({**values, "path": path})
     return results
 
@@ -162,10 +175,20 @@ def _draw_curves(axes: Any, runs: dict[str, list[Result]]) -> None:  # noqa: ANN
             middle = [statistics.median(values[epoch]) for epoch in epochs]
             label = kind if style == "-" else None
             marker = "o" if len(epochs) == 1 else None  # a line of one point is none
-            axes.plot(epochs, middle, style, label=label, color=_COLOURS[kind], linewidth=1.2, marker=marker)
+            axes.plot(
+                epochs,
+                middle,
+                style,
+                label=label,
+                color=_COLOURS[kind],
+                linewidth=1.2,
+                marker=marker,
+            )
             low, high = ([pick(values[epoch]) for epoch in epochs] for pick in (min, max))
             axes.fill_between(epochs, low, high, color=_COLOURS[kind], alpha=0.25, linewidth=0)
-            later = sorted(middle[len(middle) // 10 :])  # first epochs are far below others, as spikes are
+            later = sorted(
+                middle[len(middle) // 10 :]
+            )  # first epochs are far below others, as spikes are
             lowest.append(later[len(later) // 50])
             dashed = dashed or style == "--"
     if dashed:
@@ -173,7 +196,9 @@ def _draw_curves(axes: Any, runs: dict[str, list[Result]]) -> None:  # noqa: ANN
     if lowest:
         bottom, top = min(lowest), axes.get_ylim()[1]
         height = top - bottom
-        axes.set_ylim(bottom - 0.02 * height, top + 0.13 * height)  # room for the legend over the curves
+        axes.set_ylim(
+            bottom - 0.02 * height, top + 0.13 * height
+        )  # room for the legend over the curves
         axes.legend(fontsize=7, ncols=4, loc="upper center", columnspacing=1)
     axes.set_xlabel("epoch")
     axes.set_ylabel("nats a sequence")
@@ -206,14 +231,22 @@ def _draw_bars(axes: Any, runs: dict[str, list[Result]]) -> None:  # noqa: ANN40
                 reach = [[mean - min(values)], [max(values) - mean]]
                 ax.bar(x, mean, color=_COLOURS[kind], yerr=reach, capsize=2, label=label)
                 label = None
-                place_of = {"textcoords": "offset points", "xytext": (0, 4), "ha": "center", "va": "bottom"}
+                place_of = {
+                    "textcoords": "offset points",
+                    "xytext": (0, 4),
+                    "ha": "center",
+                    "va": "bottom",
+                }
                 ax.annotate(f"{mean:{form}}", (x, max(values)), fontsize=7, rotation=90, **place_of)
         ax.set_xticks(
-            [group * (len(runs) + 1) + (len(runs) - 1) / 2 for group in range(2)], ["full", "partial"]
+            [group * (len(runs) + 1) + (len(runs) - 1) / 2 for group in range(2)],
+            ["full", "partial"],
         )
         ax.set_title(title, fontsize=9)
         ax.set_ylim(top=ax.get_ylim()[1] * 1.08)  # room for the numbers over the bars
-    axes[0].set_ylim(top=axes[0].get_ylim()[1] * (1 + 0.06 * len(runs)))  # and for the legend over them
+    axes[0].set_ylim(
+        top=axes[0].get_ylim()[1] * (1 + 0.06 * len(runs))
+    )  # and for the legend over them
     if axes[0].containers:
         axes[0].legend(fontsize=7)
 
@@ -224,7 +257,11 @@ def _picture(folder: Path, result: Result) -> Any:  # noqa: ANN401
     path = folder / f"{result['name']}.png"
     try:
         return imread(path) if path.is_file() else None
-    except (OSError, ValueError, SyntaxError) as error:  # the last is what Pillow says of other files
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+    ) as error:  # the last is what Pillow says of other files
         raise ValueError(f"{str(path)!r} is damaged: {error}; allowed: without that file") from None
 
 

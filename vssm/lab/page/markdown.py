@@ -10,7 +10,17 @@ from urllib.parse import quote
 
 from vssm.lab.page.figures import Result
 
-__all__ = ["contents", "details", "links", "machine", "number", "origins", "short", "table", "wrapped"]
+__all__ = [
+    "contents",
+    "details",
+    "links",
+    "machine",
+    "number",
+    "origins",
+    "short",
+    "table",
+    "wrapped",
+]
 
 
 def short(value: float) -> str:
@@ -62,7 +72,8 @@ def machine(result: Result) -> str:
 def links(paths: Iterable[Path], folder: Path) -> str:
     """Says where the files that `origins` names lie, seen from the folder of the page."""
     lines = (
-        f"[{_reference(path)}]: {quote(Path(os.path.relpath(path, folder)).as_posix())}" for path in paths
+        f"[{_reference(path)}]: {quote(Path(os.path.relpath(path, folder)).as_posix())}"
+        for path in paths
     )
     return "\n".join(lines)
 

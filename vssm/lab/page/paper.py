@@ -45,7 +45,13 @@ def experiments(folder: Path, scale: str, found: Sequence[str], alone: bool = Fa
     """
     if scale != "paper" and not folder.is_dir():
         return []
-    about = [*_PAPER] if scale == "paper" else [_SMALL, *_PAPER] if alone else [f"{_SMALL} {_LIKE_PAPER}"]
+    about = (
+        [*_PAPER]
+        if scale == "paper"
+        else [_SMALL, *_PAPER]
+        if alone
+        else [f"{_SMALL} {_LIKE_PAPER}"]
+    )
     parts = [f"## {SCALES[scale]}", *about]
     if not folder.is_dir():
         parts.append("No run of this scale is committed yet; `vssm reproduce mnist` makes them.")
@@ -66,13 +72,17 @@ def _data_set(folder: Path, scale: str, data: str) -> list[str]:
         "log p(x)": lambda metrics: _spread(metrics, "log_likelihood", 1),
         "by particles": lambda metrics: _spread(metrics, "log_likelihood_particles", 1),
         "second half": lambda metrics: _spread(metrics, "partial_log_likelihood", 1),
-        "half, by particles": lambda metrics: _spread(metrics, "partial_log_likelihood_particles", 1),
+        "half, by particles": lambda metrics: _spread(
+            metrics, "partial_log_likelihood_particles", 1
+        ),
         "ms": lambda metrics: _spread(metrics, "generate_ms_b1", 2),
         "ms, half": lambda metrics: _spread(metrics, "prompted_ms_b1", 2),
         "training, s": lambda metrics: _spread(metrics, "train_seconds", 0),
     }
     cells = {
-        kind: {name: cell([result["metrics"] for result in results]) for name, cell in columns.items()}
+        kind: {
+            name: cell([result["metrics"] for result in results]) for name, cell in columns.items()
+        }
         for kind, results in runs.items()
     }
     shown = [name for name in columns if any(row[name] for row in cells.values())]
@@ -90,7 +100,11 @@ def _verdicts(runs: dict[str, list[Result]]) -> list[str]:
         full, half = (_ahead(*pair, name) for name in ("log_likelihood", "partial_log_likelihood"))
         line = f"- vssm against {other}: {full} nats in full, {half} in the second half"
         own, theirs = (_mean(results, "generate_ms_b1") for results in pair)
-        if own and theirs and len({result.get("commit") for results in pair for result in results}) == 1:
+        if (
+            own
+            and theirs
+            and len({result.get("commit") for results in pair for result in results}) == 1
+        ):
             ratio = theirs / own
             speed = f"{ratio:.1f} times faster" if ratio >= 1 else f"{1 / ratio:.1f} times slower"
             line += f"; {speed} to draw a sequence"
@@ -111,12 +125,20 @@ def _grid(folder: Path, data: str) -> list[str]:
     rates = sorted({rate for results in found.values() for rate in results}, reverse=True)
     rows = []
     for kind, epochs in sorted(found, key=lambda row: (KINDS.index(row[0]), row[1])):
-        losses = {rate: made["metrics"]["validation_loss"] for rate, made in found[kind, epochs].items()}
+        losses = {
+            rate: made["metrics"]["validation_loss"] for rate, made in found[kind, epochs].items()
+        }
         finite = {rate: loss for rate, loss in losses.items() if loss is not None}
         best = min(finite, key=lambda rate: finite[rate], default=None)
         cells = []
         for rate in rates:
-            text = "" if rate not in losses else "diverged" if rate not in finite else f"{finite[rate]:.1f}"
+            text = (
+                ""
+                if rate not in losses
+                else "diverged"
+                if rate not in finite
+                else f"{finite[rate]:.1f}"
+            )
             cells.append(f"**{text}**" if rate == best and text else text)
         rows.append([kind, short(epochs), *cells])
     about = (
@@ -157,7 +179,11 @@ def _spread(metrics: list[dict[str, Any]], name: str, digits: int) -> str:
     if not values:
         return "–" if any(name in m for m in metrics) else ""
     mean = f"{statistics.fmean(values):.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return (
+        mean
+        if len(values) == 1
+        else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    )
 
 
 def _signed(value: float) -> str:

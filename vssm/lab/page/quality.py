@@ -42,7 +42,9 @@ def quality(folder: Path) -> list[str]:
         for result in results:
             parts += _dials(result)
             if (folder / f"{result['name']}.png").is_file():
-                shown = "three rows each in one shot, in four chunks, step by step, and of completions"
+                shown = (
+                    "three rows each in one shot, in four chunks, step by step, and of completions"
+                )
                 parts.append(f"![{result['name']}: {shown}](pictures/quality_{result['name']}.png)")
         parts.append(origins(_with_training(result) for result in results))
     return parts
@@ -103,12 +105,17 @@ def _dials(result: Result) -> list[str]:
     """Shows quality against time of one run, if that was measured."""
     name, metrics = result["name"], result["metrics"]
     rows = [
-        [label(f"fd_{way}"), *(number(metrics.get(m)) for m in (f"fd_{way}", f"ms_{way}", f"ms_{way}_b256"))]
+        [
+            label(f"fd_{way}"),
+            *(number(metrics.get(m)) for m in (f"fd_{way}", f"ms_{way}", f"ms_{way}_b256")),
+        ]
         for way in dial_ways(metrics)
     ]
     if not rows:
         return []
     parts = [f"Quality against time of {name}:", table([name, "FD", "ms", "ms, batch 256"], rows)]
     if dial_curves(metrics):
-        parts.append(f"![Fréchet distance against milliseconds of {name}](pictures/dials_{name}.png)")
+        parts.append(
+            f"![Fréchet distance against milliseconds of {name}](pictures/dials_{name}.png)"
+        )
     return parts

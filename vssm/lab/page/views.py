@@ -127,7 +127,8 @@ def show(
         if found
     ]
     parts = [
-        [part for view, both in made if view.folded == folded for part in both] for folded in (False, True)
+        [part for view, both in made if view.folded == folded for part in both]
+        for folded in (False, True)
     ]
     return parts[0], parts[1], rest
 
@@ -143,7 +144,10 @@ def _marked(cells: Sequence[Sequence[float]], best: Best) -> list[str]:
     texts = [" to ".join(map(number, cell)) or "–" for cell in cells]
     if len(known) < 2:
         return texts
-    return [f"**{text}**" if score == min(known) else text for text, score in zip(texts, scores, strict=True)]
+    return [
+        f"**{text}**" if score == min(known) else text
+        for text, score in zip(texts, scores, strict=True)
+    ]
 
 
 def _variant(model: str) -> tuple[str, str]:

@@ -16,8 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from vssm.lab.page.benchmarks import SECTIONS, Benchmark, benchmark
-from vssm.lab.page.figures import Result, draw_dials, draw_figure, draw_samples, read_results, scored_runs
-from vssm.lab.page.markdown import contents, details, links, machine, number, origins, table, wrapped
+from vssm.lab.page.figures import (
+    Result,
+    draw_dials,
+    draw_figure,
+    draw_samples,
+    read_results,
+    scored_runs,
+)
+from vssm.lab.page.markdown import (
+    contents,
+    details,
+    links,
+    machine,
+    number,
+    origins,
+    table,
+    wrapped,
+)
 from vssm.lab.page.paper import DATA_SETS, SCALES, experiments
 from vssm.lab.page.quality import quality
 from vssm.lab.page.views import show
@@ -97,7 +113,9 @@ def _page(results: Path, folder: Path, scales: Mapping[str, tuple[Path, list[str
     parts += quality(results / "quality")
     paths = sorted([*results.glob("*.json"), *results.glob("*/*.json")])
     here = [data for own, found in scales.values() if own == results for data in found]
-    shown = {run["path"] for data in here for runs in scored_runs(results, data).values() for run in runs}
+    shown = {
+        run["path"] for data in here for runs in scored_runs(results, data).values() for run in runs
+    }
     for data in here:
         shown |= {*results.glob(f"grid/{data}_*.json"), *results.glob(f"finals/{data}_*.json")}
     found = read_results(
@@ -112,7 +130,10 @@ def _page(results: Path, folder: Path, scales: Mapping[str, tuple[Path, list[str
     for result in unknown:
         parts += _any_result(result, result["path"].relative_to(results).with_suffix("").as_posix())
     return (
-        "\n\n".join(map(wrapped, ["# Results", intro, contents(parts), *parts, links(paths, folder)])) + "\n"
+        "\n\n".join(
+            map(wrapped, ["# Results", intro, contents(parts), *parts, links(paths, folder)])
+        )
+        + "\n"
     )
 
 
@@ -122,7 +143,9 @@ def _section(title: str, benchmarks: Sequence[Benchmark], found: Sequence[Result
     for kind in benchmarks:
         own = [result for result in found if benchmark(result) is kind]
         # GPUs first, then files with a plain name before those that stand apart.
-        own.sort(key=lambda result: (not result["machine"].get("gpu"), result["path"].stem.count("_")))
+        own.sort(
+            key=lambda result: (not result["machine"].get("gpu"), result["path"].stem.count("_"))
+        )
         if own:
             parts += [f"### {kind.title}", kind.about] if len(benchmarks) > 1 else [kind.about]
         for result in own:
@@ -145,7 +168,11 @@ def _benchmark(result: Result, kind: Benchmark, found: Sequence[Result]) -> list
     metrics, file = result["metrics"], result["path"]
     newer = file.with_name(file.name.replace("_before_", "_"))
     again = {name for other in found if other["path"] == newer != file for name in other["metrics"]}
-    counts = [words.format(number(metrics[name])) for name, words in kind.counts.items() if name in metrics]
+    counts = [
+        words.format(number(metrics[name]))
+        for name, words in kind.counts.items()
+        if name in metrics
+    ]
     line = ", ".join(counts) or "; ".join(_settings(result["config"]))
     parts = [f"{line[:1].upper()}{line[1:]}."] if line else []
     others = [name for name in metrics if name not in kind.counts]
@@ -172,7 +199,9 @@ def _settings(config: Mapping[str, Any]) -> list[str]:
     ]
     shapes = config.get("shapes")
     if isinstance(shapes, list) and all(isinstance(shape, dict) for shape in shapes):
-        sizes = dict.fromkeys(f"{shape.get('channels')} x {shape.get('states')}" for shape in shapes)
+        sizes = dict.fromkeys(
+            f"{shape.get('channels')} x {shape.get('states')}" for shape in shapes
+        )
         words.append(f"channels x states {', '.join(sizes)}")
     return words
 
@@ -184,7 +213,9 @@ def _notes(config: Mapping[str, Any]) -> list[str]:
     for name, note in (notes if isinstance(notes, dict) else {}).items():
         names.setdefault(str(note), []).append(f"`{name}`")
     lines = [f"- {note}: {', '.join(own)}" for note, own in names.items()]
-    return details("What was left out or measured otherwise, and why", ["\n".join(lines)] if lines else [])
+    return details(
+        "What was left out or measured otherwise, and why", ["\n".join(lines)] if lines else []
+    )
 
 
 def _any_result(result: Result, name: str) -> list[str]:
@@ -205,5 +236,7 @@ def _any_result(result: Result, name: str) -> list[str]:
         head = "batch x length" if any(batch for batch, _ in times) else "length"
         parts.append(table([head, *columns], rows))
     if rest:
-        parts.append(table(["metric", "value"], [[f"`{n}`", number(value)] for n, value in rest.items()]))
+        parts.append(
+            table(["metric", "value"], [[f"`{n}`", number(value)] for n, value in rest.items()])
+        )
     return [*parts, origins([result])]

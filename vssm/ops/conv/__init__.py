@@ -152,7 +152,9 @@ def linear_conv_silu(
     from vssm.ops.conv import triton as conv_triton
 
     after = x.new_empty(len(x) if last else 0, taps.shape[1] - 1, len(taps))
-    return *conv_triton.forward_parts(made, x.shape[1], taps, bias, state, after if last else None), after
+    return *conv_triton.forward_parts(
+        made, x.shape[1], taps, bias, state, after if last else None
+    ), after
 
 
 def causal_conv_silu_reference(
@@ -192,7 +194,9 @@ def _kernels(backend: str) -> ModuleType:
 
 
 @torch.library.custom_op("vssm::conv_silu", mutates_args=())
-def _conv_silu(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, backend: str) -> Tensor:
+def _conv_silu(
+    x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, backend: str
+) -> Tensor:
     return _kernels(backend).forward(x, weight, bias, state)
 
 

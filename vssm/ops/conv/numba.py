@@ -164,7 +164,11 @@ def _backward(words, scratch):
                     for t in range(0, steps, 4):
                         s = convolve(taps, count, window + ROW * t, bias)
                         gate = sigmoid(s)
-                        ds = load_rows(dy + dy_stride * t, dy_stride) * gate * muladd(s, 1.0 - gate, 1.0)
+                        ds = (
+                            load_rows(dy + dy_stride * t, dy_stride)
+                            * gate
+                            * muladd(s, 1.0 - gate, 1.0)
+                        )
                         store(slopes + ROW * t, ds)  # zeros where steps have ended, as dy has
                         for k in range(count):
                             at = dtaps + ROW * k
@@ -178,10 +182,14 @@ def _backward(words, scratch):
                             made = muladd(tap, load_block(slopes + ROW * (t + count - 1 - k)), made)
                         store_rows(dx + dx_stride * t, dx_stride, made)
                     written(words, DU, b, start, channel, steps, dx)
-                for t in range(count - 1 if load_word(words, DZ) else 0):  # steps before the sequence
+                for t in range(
+                    count - 1 if load_word(words, DZ) else 0
+                ):  # steps before the sequence
                     made = zero_row()
                     for k in range(t + 1):
-                        made = muladd(load_row(taps + ROW * k), load_row(slopes + ROW * (t - k)), made)
+                        made = muladd(
+                            load_row(taps + ROW * k), load_row(slopes + ROW * (t - k)), made
+                        )
                     store(buffer, made)
                     address, _ = place(words, DZ, b, t, channel)
                     width = min(LANES, load_word(words, CHANNELS) - channel)
@@ -200,7 +208,13 @@ def _backward(words, scratch):
 def forward(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> Tensor:
     """Returns y (B, T, D); the arguments are those of `causal_conv_silu`, in float32."""
     y, taps = room(*x.shape), weight.T.contiguous()[None]
-    run(_forward, (x, taps, state, None, None, y, None, None, None), (None, None, bias), taps.shape[1], SIZE)
+    run(
+        _forward,
+        (x, taps, state, None, None, y, None, None, None),
+        (None, None, bias),
+        taps.shape[1],
+        SIZE,
+    )
     return y
 
 

@@ -34,7 +34,10 @@ __all__ = ["backward", "forward", "forward_parts"]
 _CHUNK = 32  # steps of a program
 _BLOCK = 512  # channels of a program
 _FEW = 256  # programs that do not fill a device: smaller ones then do
-_WIDE_CHUNK, _WIDE_BLOCK = 16, 128  # the same for float32, of whose steps a program loads some at once:
+_WIDE_CHUNK, _WIDE_BLOCK = (
+    16,
+    128,
+)  # the same for float32, of whose steps a program loads some at once:
 _SHORT, _SOME, _MANY = 16, 4, 8  # those of sequences of so many steps, and of longer ones
 _PROGRAMS = 8  # a multiprocessor, backward: each leaves partial sums
 
@@ -47,7 +50,9 @@ def _input(x, state, stride, t, T, d, channels, K: tl.constexpr):
     value = tl.load(x + t * stride + d, mask=d < limit, other=0.0).to(tl.float32)
     if state is not None:
         limit = tl.where(t < 0, channels, 0)
-        value += tl.load(state + (t + K - 1) * channels + d, mask=d < limit, other=0.0).to(tl.float32)
+        value += tl.load(state + (t + K - 1) * channels + d, mask=d < limit, other=0.0).to(
+            tl.float32
+        )
     return value
 
 

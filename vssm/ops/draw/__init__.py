@@ -30,7 +30,9 @@ MAX_CLASSES = 1024
 """The kernel holds all classes of a row in registers."""
 
 
-def inverse_cdf(logits: Tensor, noise: Tensor, temperature: float = 1.0, backend: str = "auto") -> Tensor:
+def inverse_cdf(
+    logits: Tensor, noise: Tensor, temperature: float = 1.0, backend: str = "auto"
+) -> Tensor:
     """Returns the first class whose cumulative probability exceeds the noise.
 
     Arguments:

@@ -54,7 +54,9 @@ def _rows(weight, latent, classes, live, d, N, D):
     """Returns columns d of the rows of some classes, each of its latent; NaN where there is no such class."""
     known = (classes >= 0) & (classes < N)
     at = (latent * N + classes)[:, None] * D + d[None, :]
-    rows = tl.load(weight + at, mask=(live & known)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    rows = tl.load(weight + at, mask=(live & known)[:, None] & (d < D)[None, :], other=0.0).to(
+        tl.float32
+    )
     return tl.where(known[:, None], rows, float("nan"))
 
 

@@ -62,7 +62,9 @@ def gumbel_one_hot(logits: Tensor, noise: Tensor, estimator: str = "gumbel") -> 
         middle = 0.5 * (hard + q.detach())
         # Its value is the middle, its gradient that of a softmax there.
         soft = 2 * (logits + (middle.log() - logits).detach()).softmax(-1) - 0.5 * q
-    return hard + (soft - soft.detach())  # the bracket is exactly 0: the value stays exactly one-hot
+    return hard + (
+        soft - soft.detach()
+    )  # the bracket is exactly 0: the value stays exactly one-hot
 
 
 def kl_to_uniform(log_probs: Tensor) -> Tensor:
@@ -98,9 +100,13 @@ def sample_and_kl(
         (tensor([0., 0., 0., 1.]), True)
     """
     if logits.dim() < 2:
-        raise ValueError(f"logits has shape {tuple(logits.shape)}; allowed: (..., components, classes)")
+        raise ValueError(
+            f"logits has shape {tuple(logits.shape)}; allowed: (..., components, classes)"
+        )
     _check_estimator(estimator)
-    refusal = _refusal(logits, noise, "noise") or (prior is not None and _refusal(logits, prior, "prior"))
+    refusal = _refusal(logits, noise, "noise") or (
+        prior is not None and _refusal(logits, prior, "prior")
+    )
     chosen = _choose(backend, logits, refusal or None)
     if chosen == "reference":
         exact = at_least_float32(logits)
@@ -132,7 +138,9 @@ def expected_log_prob(logits: Tensor, q: Tensor, backend: str = "auto") -> Tenso
         tensor(-3.)
     """
     if logits.dim() < 2:
-        raise ValueError(f"logits has shape {tuple(logits.shape)}; allowed: (..., components, classes)")
+        raise ValueError(
+            f"logits has shape {tuple(logits.shape)}; allowed: (..., components, classes)"
+        )
     refusal = _refusal(logits, q, "q")
     if torch.is_grad_enabled() and q.requires_grad:
         refusal = "q requires a gradient"
@@ -147,7 +155,9 @@ def expected_log_prob(logits: Tensor, q: Tensor, backend: str = "auto") -> Tenso
 
 def _check_estimator(estimator: str) -> None:
     if estimator not in ESTIMATORS:
-        raise ValueError(f"estimator={estimator!r} is unknown; allowed: {', '.join(map(repr, ESTIMATORS))}")
+        raise ValueError(
+            f"estimator={estimator!r} is unknown; allowed: {', '.join(map(repr, ESTIMATORS))}"
+        )
 
 
 def _choose(backend: str, logits: Tensor, refusal: str | None) -> str:
@@ -157,13 +167,17 @@ def _choose(backend: str, logits: Tensor, refusal: str | None) -> str:
         return chosen
     if backend == "auto":
         return "reference"
-    raise ValueError(f"backend={backend!r} can not run here: {refusal}; allowed: 'auto', 'reference'")
+    raise ValueError(
+        f"backend={backend!r} can not run here: {refusal}; allowed: 'auto', 'reference'"
+    )
 
 
 def _refusal(logits: Tensor, other: Tensor, name: str) -> str | None:
     """Says why the kernels can not take the inputs, None if they can."""
     if other.shape != logits.shape:
-        return f"{name} has shape {tuple(other.shape)}, not that of the logits, {tuple(logits.shape)}"
+        return (
+            f"{name} has shape {tuple(other.shape)}, not that of the logits, {tuple(logits.shape)}"
+        )
     if other.device != logits.device:
         return f"{name} is on {other.device}, not on {logits.device} as the logits"
     if other.dtype == torch.float64:
@@ -186,7 +200,12 @@ def _kernels(backend: str) -> ModuleType:
 
 @torch.library.custom_op("vssm::sample_and_kl", mutates_args=())
 def _sample(
-    logits: Tensor, noise: Tensor, prior: Tensor | None, dtype: torch.dtype, reinmax: bool, backend: str
+    logits: Tensor,
+    noise: Tensor,
+    prior: Tensor | None,
+    dtype: torch.dtype,
+    reinmax: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     return _kernels(backend).sample_forward(logits, noise, prior, dtype)
 
@@ -200,16 +219,22 @@ def _(logits, noise, prior, dtype, reinmax, backend):  # noqa: ANN001, ANN202
 
 @torch.library.custom_op("vssm::sample_and_kl_backward", mutates_args=())
 def _sample_backward(
-    dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor, prior: Tensor | None, reinmax: bool, backend: str
+    dz: Tensor,
+    dkl: Tensor,
+    logits: Tensor,
+    noise: Tensor,
+    prior: Tensor | None,
+    reinmax: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     return _kernels(backend).sample_backward(dz, dkl, logits, noise, prior, reinmax)
 
 
 @_sample_backward.register_fake
 def _(dz, dkl, logits, noise, prior, reinmax, backend):  # noqa: ANN001, ANN202
-    return logits.new_empty(logits.shape), logits.new_empty(0) if prior is None else prior.new_empty(
-        prior.shape
-    )
+    return logits.new_empty(logits.shape), logits.new_empty(
+        0
+    ) if prior is None else prior.new_empty(prior.shape)
 
 
 @torch.library.custom_op("vssm::expected_log_prob", mutates_args=())

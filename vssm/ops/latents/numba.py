@@ -310,4 +310,6 @@ def _run(
     rows, classes = (each, None, None, None, None, each, None, None, None), v.shape[-1]
     size = ROW * (1 + 6 * (classes + 3))
     wholes = (v, None, None, u, v_p, z, dv, dv_p)
-    run(function, rows, tuple(x if x is None else x.float() for x in wholes), classes, size, reinmax)
+    run(
+        function, rows, tuple(x if x is None else x.float() for x in wholes), classes, size, reinmax
+    )

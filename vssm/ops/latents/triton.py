@@ -35,7 +35,9 @@ __all__ = ["expected_backward", "expected_forward", "sample_backward", "sample_f
 TILE = 1024
 """Elements that a program holds at a time."""
 LOG2E = tl.constexpr(1.4426950408889634)
-TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest number that the device does not take for 0
+TINY = tl.constexpr(
+    1.1754943508222875e-38
+)  # the smallest number that the device does not take for 0
 
 
 @triton.jit

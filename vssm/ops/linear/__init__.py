@@ -62,7 +62,9 @@ class Linear(nn.Linear):
         True
     """
 
-    def forward(self, x: Tensor | Ready, add: Tensor | None = None, norm: nn.Module | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor | Ready, add: Tensor | None = None, norm: nn.Module | None = None
+    ) -> Tensor:
         """Maps x (..., K) to (..., N), normed before by `norm`, and adds `add` (..., N)."""
         return linear(x, self.weight, self.bias, add, norm)
 
@@ -150,7 +152,9 @@ def linear_ready(
         columns: Those of the next product.
         backend: As for `linear`.
     """
-    if not _is_plain(norm, add) or hasattr(norm.weight, "full_tensor"):  # FSDP2: whole inside `forward` only
+    if not _is_plain(norm, add) or hasattr(
+        norm.weight, "full_tensor"
+    ):  # FSDP2: whole inside `forward` only
         refusal = "the norm must be an RMSNorm of the columns of the result, at hand"
     elif len(weight) % _DIVISOR:
         refusal = f"{_DIVISOR} must divide the columns of the result"
@@ -216,7 +220,9 @@ def _refusal(
     x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None, norm: nn.RMSNorm | None
 ) -> str | None:
     """Says why the kernels can not take a product, or None when they can."""
-    tensors = [t for t in (x, weight, bias, add, None if norm is None else norm.weight) if t is not None]
+    tensors = [
+        t for t in (x, weight, bias, add, None if norm is None else norm.weight) if t is not None
+    ]
     if needs_operator(*tensors):
         return "it has no gradient and is unknown to torch.compile"
     if any(t.dtype != torch.float32 or t.device != x.device for t in tensors):
@@ -235,6 +241,8 @@ def _refusal(
         return "products may be less accurate than float32, which is faster"
     if not _has_descriptors():
         return "it needs Triton 3.4 or more"
-    if x.is_cuda and (torch.version.cuda is None or torch.cuda.get_device_capability(x.device) < (8, 0)):
+    if x.is_cuda and (
+        torch.version.cuda is None or torch.cuda.get_device_capability(x.device) < (8, 0)
+    ):
         return "it needs an NVIDIA GPU of compute capability 8.0 or more"
     return None

@@ -149,7 +149,9 @@ def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
             return how._replace(stages=min(how.stages, K // how.BK + 1, room))
         how = large[0]._replace(BM=BM) if large else Plan(BM, 16, 128, 1, 4, 4)
     tiles, split = triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN), 1
-    programs = how.SPLIT if how.split == "turned" else (1 if how.split == "before" else 2) * PROCESSORS
+    programs = (
+        how.SPLIT if how.split == "turned" else (1 if how.split == "before" else 2) * PROCESSORS
+    )
     least = 64 if how.split == "tf32" else 128
     while split < 16 and 2 * split * tiles <= programs and K % (2 * split * least) == 0:
         split *= 2
@@ -263,7 +265,13 @@ def multiply(
         return y
     if how.split == "once":
         return _once(x, weight, bias, add, scale, eps, y, how)
-    sizes = {"BM": how.BM, "BN": how.BN, "BK": how.BK, "num_warps": how.warps, "num_stages": how.stages}
+    sizes = {
+        "BM": how.BM,
+        "BN": how.BN,
+        "BK": how.BK,
+        "num_warps": how.warps,
+        "num_stages": how.stages,
+    }
     if how.split == "none":
         grid = triton.cdiv(N, how.BN), triton.cdiv(M, how.BM)
         inputs = x, weight, bias, add, scale, y, M, N, K, x.stride(0), eps
@@ -274,9 +282,13 @@ def multiply(
     squares = None
     ends = (bias, add) if whole else (None, None)
     grid = (triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN), how.SPLIT)
-    assert halves is None or how.split == "before", f"halves are not for a product that is cut up as {how}"
+    assert halves is None or how.split == "before", (
+        f"halves are not for a product that is cut up as {how}"
+    )
     if how.split == "before":
-        from triton.tools.tensor_descriptor import TensorDescriptor  # since Triton 3.4, as `linear` knows
+        from triton.tools.tensor_descriptor import (
+            TensorDescriptor,  # since Triton 3.4, as `linear` knows
+        )
 
         high, low, down = _split(x, scale, eps) if halves is None else halves
         high_w, low_w, down_w = halves_of(weight, _split)
@@ -285,7 +297,9 @@ def multiply(
         left = (*(TensorDescriptor.from_tensor(half, rows) for half in (high, low)), down)
         right = (*(TensorDescriptor.from_tensor(half, columns) for half in (high_w, low_w)), down_w)
         group = 8 if M <= 2048 else 4
-        kernels.halves_kernel[grid](*left, *right, *ends, y, M, N, K, K // how.SPLIT, GROUP=group, **sizes)
+        kernels.halves_kernel[grid](
+            *left, *right, *ends, y, M, N, K, K // how.SPLIT, GROUP=group, **sizes
+        )
     else:
         if scale is not None and not whole:
             squares = torch.empty((how.SPLIT, M), dtype=torch.float32, device=x.device)
@@ -366,4 +380,6 @@ def _resident(how: Plan, K: int, add: bool, shared: int) -> int:
 def _shared(device: torch.device) -> int:
     if device.type != "cuda":
         return SHARED
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED)
+    return getattr(
+        torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED
+    )

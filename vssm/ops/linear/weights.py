@@ -118,7 +118,9 @@ class SplitWeights:
 
         The weight that is read first is looked at when it is asked for, or `early`, beside what comes before.
         """
-        places = {id(kept.weight): (i, kept) for i, some in enumerate(renewals) for kept in some.kept}
+        places = {
+            id(kept.weight): (i, kept) for i, some in enumerate(renewals) for kept in some.kept
+        }
         started: dict[int, Beside] = {}
 
         def start(group: int) -> None:

@@ -64,7 +64,9 @@ def rms_norm(
     elif weight.device != x.device or weight.dtype == torch.float64:
         refusal = f"weight is {weight.dtype} on {weight.device}, x is on {x.device}"
     dtype = dtype or x.dtype
-    if (backend == "auto" and dtype == x.dtype) or not choose_fused(backend, x.device, x.dtype, refusal):
+    if (backend == "auto" and dtype == x.dtype) or not choose_fused(
+        backend, x.device, x.dtype, refusal
+    ):
         return F.rms_norm(x, weight.shape, weight, eps).to(dtype)
     if needs_operator(x, weight):
         return _norm(x, weight, eps, dtype)

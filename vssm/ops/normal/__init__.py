@@ -61,7 +61,9 @@ def normal_draw(
     if needs_operator(w, noise):
         refusal = "it has no gradient and is unknown to torch.compile"
     elif w.dtype != torch.float32 or noise.dtype != torch.float32 or noise.device != w.device:
-        refusal = f"w is {w.dtype} on {w.device}, noise {noise.dtype} on {noise.device}, not all float32"
+        refusal = (
+            f"w is {w.dtype} on {w.device}, noise {noise.dtype} on {noise.device}, not all float32"
+        )
     elif w.shape != (*noise.shape[:-1], noise.shape[-1] * (2 if scale is None else 1)):
         refusal = f"noise has shape {tuple(noise.shape)}, w has {tuple(w.shape)}"
     if choose_fused(backend, w.device, w.dtype, refusal):

@@ -46,23 +46,32 @@ def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> st
             return "triton"
         return "numba" if device.type == "cpu" and dtype == torch.float32 else "reference"
     if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is unknown; allowed: 'auto', {', '.join(map(repr, BACKENDS))}")
+        raise ValueError(
+            f"backend={backend!r} is unknown; allowed: 'auto', {', '.join(map(repr, BACKENDS))}"
+        )
     refusal = None
     if backend == "numba" and (device.type != "cpu" or dtype != torch.float32):
         refusal = f"it runs float32 on a CPU, not {dtype} on {device.type}"
     if backend == "triton":
         refusal = _triton_refusal(device, dtype)
     if refusal:
-        raise ValueError(f"backend={backend!r} can not run here: {refusal}; allowed: 'auto', 'reference'")
+        raise ValueError(
+            f"backend={backend!r} can not run here: {refusal}; allowed: 'auto', 'reference'"
+        )
     return backend
 
 
 def _triton_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
     """Says why the Triton kernels can not run, or None when they can."""
-    if importlib.util.find_spec("vssm.ops.scan.triton") is None or importlib.util.find_spec("triton") is None:
+    if (
+        importlib.util.find_spec("vssm.ops.scan.triton") is None
+        or importlib.util.find_spec("triton") is None
+    ):
         return "the package 'triton' is not installed (pip install 'vssm[gpu]')"
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"it needs a CUDA device, not {device.type} (or TRITON_INTERPRET=1 for a slow test run)"
+        return (
+            f"it needs a CUDA device, not {device.type} (or TRITON_INTERPRET=1 for a slow test run)"
+        )
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it runs float32, bfloat16 and float16, not {dtype}"
     return None
@@ -175,7 +184,9 @@ def _chosen(
         D, z, dt_bias, h0 = (None if t is None else t.float() for t in (D, z, dt_bias, h0))
     if not direct:
         # An exported program is to take other sizes than it was traced with, which decide what is kept.
-        exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # PyTorch 2.7
+        exporting = getattr(
+            torch.compiler, "is_exporting", torch.compiler.is_compiling
+        )  # PyTorch 2.7
         keep = recorded and not exporting()
         y, h, _ = _scan(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend, keep)
         return y, h
@@ -206,7 +217,9 @@ def _check_arguments(
         raise ValueError(f"u has shape {tuple(u.shape)}; allowed: (batch, length, channels)")
     batch, length, channels = u.shape
     if A.ndim != 2 or A.shape[0] != channels or A.shape[1] < 1:
-        raise ValueError(f"A has shape {tuple(A.shape)}; allowed: ({channels}, states) with states >= 1")
+        raise ValueError(
+            f"A has shape {tuple(A.shape)}; allowed: ({channels}, states) with states >= 1"
+        )
     states = A.shape[1]
     starts = batch
     if shared and h0 is not None and h0.ndim and len(h0) and batch % len(h0) == 0:
@@ -222,7 +235,9 @@ def _check_arguments(
     )
     for name, tensor, shape in expected:
         if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; allowed: {shape}, to match u and A")
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; allowed: {shape}, to match u and A"
+            )
         if tensor is not None and tensor.device != u.device:
             raise ValueError(f"{name} is on {tensor.device}; allowed: {u.device}, the device of u")
     if A.device != u.device:
@@ -293,7 +308,9 @@ def _scan_backward(
 ) -> list[Tensor]:
     """Returns the gradients of u, dt, A, B, C, D, z, dt_bias, h0; empty for an argument not given."""
     options = {"kept": kept} if kept.numel() else {}
-    grads = _kernels(backend).backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0, **options)
+    grads = _kernels(backend).backward(
+        dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0, **options
+    )
     given = (u, dt, A, B, C, D, z, dt_bias, h0)
     return [u.new_empty(0) if t is None else grad for t, grad in zip(given, grads, strict=True)]
 
@@ -301,7 +318,9 @@ def _scan_backward(
 @_scan_backward.register_fake
 def _(dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0, kept, backend):  # noqa: ANN001, ANN202
     return [
-        torch.empty_like(t, memory_format=torch.contiguous_format) if t is not None else u.new_empty(0)
+        torch.empty_like(t, memory_format=torch.contiguous_format)
+        if t is not None
+        else u.new_empty(0)
         for t in (u, dt, A, B, C, D, z, dt_bias, h0)
     ]
 
@@ -318,7 +337,9 @@ def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
 def _backward(ctx, dy: Tensor | None, dh: Tensor | None, _: None) -> tuple:  # noqa: ANN001
     u, dt, A, B, C, D, z, dt_bias, h0, kept = ctx.saved_tensors
     dy = torch.zeros_like(u) if dy is None else dy
-    grads = _scan_backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, ctx.softplus, h0, kept, ctx.backend)
+    grads = _scan_backward(
+        dy, dh, u, dt, A, B, C, D, z, dt_bias, ctx.softplus, h0, kept, ctx.backend
+    )
     given = [
         grad if tensor is not None else None
         for grad, tensor in zip(grads, (u, dt, A, B, C, D, z, dt_bias, h0), strict=True)

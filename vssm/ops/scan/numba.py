@@ -214,7 +214,9 @@ def finish_forward(words, b, start, steps, channel, scratch, tile):
     y, y_stride = write(words, Y, b, start, channel, steps, scratch + BUFFERS + 2 * ROWS)
     skip = read_vector(words, D_, channel, scratch + SPARE)
     for t in range(0, steps, 4):
-        value = muladd(skip, load_rows(u + u_stride * t, u_stride), load_block(tile + OUT + ROW * t))
+        value = muladd(
+            skip, load_rows(u + u_stride * t, u_stride), load_block(tile + OUT + ROW * t)
+        )
         if z:
             gate = load_rows(z + z_stride * t, z_stride)
             value = value * gate * sigmoid(gate)
@@ -251,7 +253,11 @@ def finish_backward(words, b, start, steps, channel, scratch, tile):
     dD, dbias = load_row(tile + TILE_DD), load_row(tile + TILE_DBIAS)
     for t in range(0, steps, 4):
         here, x = tile + ROW * t, load_rows(u + u_stride * t, u_stride)
-        delta, slope, ddrive = load_block(here + DELTA), load_block(here + SLOPE), load_block(here + DDRIVE)
+        delta, slope, ddrive = (
+            load_block(here + DELTA),
+            load_block(here + SLOPE),
+            load_block(here + DDRIVE),
+        )
         store_rows(du + du_stride * t, du_stride, muladd(delta, ddrive, skip * slope))
         ddelta = muladd(x, ddrive, load_block(here + DDELTA) * LN2)
         if load_word(words, SOFTPLUS):
@@ -262,7 +268,9 @@ def finish_backward(words, b, start, steps, channel, scratch, tile):
         if z:
             gate = load_rows(z + z_stride * t, z_stride)
             s = sigmoid(gate)
-            value = muladd(skip, x, load_block(here + OUT)) * load_rows(dy + dy_stride * t, dy_stride)
+            value = muladd(skip, x, load_block(here + OUT)) * load_rows(
+                dy + dy_stride * t, dy_stride
+            )
             store_rows(dz + dz_stride * t, dz_stride, value * muladd(gate * s, 1.0 - s, s))
     store(tile + TILE_DD, dD)
     store(tile + TILE_DBIAS, dbias)
@@ -273,7 +281,11 @@ def finish_backward(words, b, start, steps, channel, scratch, tile):
 
 @kernel
 def _forward(words, scratch):
-    hints, length, states = scratch + HINTS, load_word(words, LENGTH), -(-load_word(words, COUNT) // 4) * 4
+    hints, length, states = (
+        scratch + HINTS,
+        load_word(words, LENGTH),
+        -(-load_word(words, COUNT) // 4) * 4,
+    )
     B_buffer, C_buffer = scratch + NUMBERS, scratch + NUMBERS + 4 * STEPS * states
     tile = scratch + NUMBERS + 16 * STEPS * states
     A2_first, A2_bytes = tile + TILE + ROW, ROW + 2 * states * ROW
@@ -286,7 +298,9 @@ def _forward(words, scratch):
             read_decay(words, LANES * i, A2_first + A2_bytes * (i - first))
         for b in range(b_first, b_last):
             for i in range(first, last):
-                read_states(words, H0, b, LANES * i, A2_first + A2_bytes * (i - first) + states * ROW)
+                read_states(
+                    words, H0, b, LANES * i, A2_first + A2_bytes * (i - first) + states * ROW
+                )
             for start in range(0, length, STEPS):
                 steps = min(STEPS, length - start)
                 B, B_stride = read_numbers(words, B_, b, start, steps, B_buffer)
@@ -295,7 +309,9 @@ def _forward(words, scratch):
                     channel, A2 = LANES * i, A2_first + A2_bytes * (i - first)
                     prepare(words, b, start, steps, channel, scratch, tile, A2)
                     # What comes next: another tile, else other steps, else another batch row.
-                    t, c = (start, channel + LANES) if i + 1 < last else (start + STEPS, LANES * first)
+                    t, c = (
+                        (start, channel + LANES) if i + 1 < last else (start + STEPS, LANES * first)
+                    )
                     t, b_next = (t, b) if t < length else (0, b + 1)
                     hint(words, DT, b_next, t, c, hints)
                     hint(words, U, b_next, t, c, hints + 16)
@@ -306,13 +322,19 @@ def _forward(words, scratch):
                     advance(tile, A2, h, B, B_stride, C, C_stride, y, 0, steps, 0, states, hints)
                     finish_forward(words, b, start, steps, channel, scratch, tile)
             for i in range(first, last):
-                write_states(words, H, b, LANES * i, A2_first + A2_bytes * (i - first) + states * ROW)
+                write_states(
+                    words, H, b, LANES * i, A2_first + A2_bytes * (i - first) + states * ROW
+                )
     set_float_mode(mode)
 
 
 @kernel
 def _backward(words, scratch):
-    hints, length, states = scratch + HINTS, load_word(words, LENGTH), -(-load_word(words, COUNT) // 4) * 4
+    hints, length, states = (
+        scratch + HINTS,
+        load_word(words, LENGTH),
+        -(-load_word(words, COUNT) // 4) * 4,
+    )
     chunks, numbers = -(-length // STEPS), 4 * STEPS * states
     trace, B_buffer, C_buffer = scratch + TRACE, scratch + NUMBERS, scratch + NUMBERS + numbers
     dB, dC = C_buffer + numbers, C_buffer + 2 * numbers
@@ -367,24 +389,48 @@ def _backward(words, scratch):
                         hint(words, U, b_next, t, LANES * i, hints + 16)
                         hint(words, Y, b_next, t, LANES * i, hints + 32)
                         hint(words, Z, b_next, t, LANES * i, hints + 48)
-                        h, y = A2 + to_h + states * ROW * chunk, tile + OUT if load_word(words, Z) else 0
+                        h, y = (
+                            A2 + to_h + states * ROW * chunk,
+                            tile + OUT if load_word(words, Z) else 0,
+                        )
                         advance(tile, A2, h, B, B_stride, 0, 0, 0, trace, steps, n, n + 4, hints)
-                        retreat(tile, A2, A2 + to_g, A2 + to_dA, B, B_stride, C, C_stride, y, trace, steps, n)
+                        retreat(
+                            tile,
+                            A2,
+                            A2 + to_g,
+                            A2 + to_dA,
+                            B,
+                            B_stride,
+                            C,
+                            C_stride,
+                            y,
+                            trace,
+                            steps,
+                            n,
+                        )
                     for t in range(steps):
                         at = 4 * (states * t + n)
                         store_gathered(dB + at, dC + at, load_row(trace + RECORD * t + TRACE_SUMS))
                 count, at = (
                     load_word(words, COUNT),
-                    4 * load_word(words, COUNT) * (length * (load_word(words, BATCH) * group + b) + start),
+                    4
+                    * load_word(words, COUNT)
+                    * (length * (load_word(words, BATCH) * group + b) + start),
                 )
                 copy(dB, 4 * states, load_word(words, DB) + at, 4 * count, steps, count, count)
                 copy(dC, 4 * states, load_word(words, DC) + at, 4 * count, steps, count, count)
                 for i in range(first, last):
-                    finish_backward(words, b, start, steps, LANES * i, scratch, tiles + TILE * (i - first))
+                    finish_backward(
+                        words, b, start, steps, LANES * i, scratch, tiles + TILE * (i - first)
+                    )
             for i in range(first, last):
                 write_states(words, DH0, b, LANES * i, A2_first + A2_bytes * (i - first) + to_g)
         for i in range(first, last):
-            channel, tile, part = LANES * i, tiles + TILE * (i - first), b_first // load_word(words, PER_TASK)
+            channel, tile, part = (
+                LANES * i,
+                tiles + TILE * (i - first),
+                b_first // load_word(words, PER_TASK),
+            )
             width, at = (
                 min(LANES, load_word(words, CHANNELS) - channel),
                 4 * (load_word(words, CHANNELS) * part + channel),
@@ -395,7 +441,9 @@ def _backward(words, scratch):
     set_float_mode(mode)
 
 
-def run_scan(function: Callable, rows: tuple, wholes: tuple, softplus: bool, tiles: int, tables: int) -> None:
+def run_scan(
+    function: Callable, rows: tuple, wholes: tuple, softplus: bool, tiles: int, tables: int
+) -> None:
     """Runs all tasks of a kernel with the memory that it needs.
 
     Arguments:
@@ -429,7 +477,9 @@ def forward(
     """Returns y and the last state; the arguments are those of `selective_scan`."""
     batch, length, channels = u.shape
     y, h = room(batch, length, channels), room(batch, channels, A.shape[1])
-    run_scan(_forward, (u, dt, z, B, C, y, None, None, None), (A, D, dt_bias, h0, h), softplus, 1, 2)
+    run_scan(
+        _forward, (u, dt, z, B, C, y, None, None, None), (A, D, dt_bias, h0, h), softplus, 1, 2
+    )
     return y, h
 
 
@@ -456,7 +506,10 @@ def backward(
     dh0 = None if h0 is None else room(batch, channels, count)
     dA, dD, dbias = (room(parts, *shape) for shape in ((channels, count), (channels,), (channels,)))
     dB, dC = room(groups, batch, length, count), room(groups, batch, length, count)
-    rows, wholes = (u, dt, z, B, C, dy, du, ddt, dz), (A, D, dt_bias, h0, dh, dB, dC, dA, dD, dbias, dh0)
+    rows, wholes = (
+        (u, dt, z, B, C, dy, du, ddt, dz),
+        (A, D, dt_bias, h0, dh, dB, dC, dA, dD, dbias, dh0),
+    )
     run_scan(_backward, rows, wholes, softplus, per_group, 3 + max(1, -(-length // STEPS)))
     dD, dbias = None if D is None else total(dD), None if dt_bias is None else total(dbias)
     grads = (du, ddt, total(dA), total(dB), total(dC), dD, dz, dbias, dh0)

@@ -37,7 +37,9 @@ def selective_scan_reference(
     drive = delta * x
     outputs = []
     # Not by an index: its gradient would be a tensor of all steps, for every step.
-    for delta_t, drive_t, B_t, C_t in zip(*(steps.unbind(1) for steps in (delta, drive, B, C)), strict=True):
+    for delta_t, drive_t, B_t, C_t in zip(
+        *(steps.unbind(1) for steps in (delta, drive, B, C)), strict=True
+    ):
         h = torch.exp(delta_t[..., None] * A) * h + drive_t[..., None] * B_t[:, None, :]
         outputs.append(torch.einsum("bdn,bn->bd", h, C_t))
     y = torch.stack(outputs, 1) if outputs else torch.zeros_like(x)

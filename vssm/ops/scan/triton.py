@@ -75,7 +75,11 @@ __all__ = ["backward", "decays", "forward", "kept_shape"]
 
 def _processors(device: torch.device) -> int:
     # The interpreter has no multiprocessors; two make small tests take every branch.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 2
+    )
 
 
 def kept_shape(
@@ -157,7 +161,12 @@ class _Call(NamedTuple):
         } | ({} if plan.registers is None else {"maxnreg": plan.registers})
 
     def scan(
-        self, plan: Plan, start: Tensor | None, every: int = 0, share: int = 1, **results: Tensor | None
+        self,
+        plan: Plan,
+        start: Tensor | None,
+        every: int = 0,
+        share: int = 1,
+        **results: Tensor | None,
     ) -> None:
         """Runs `_scan_kernel` for the results that it is given room for, from the inputs that they take."""
         dy, u, dt, A, B, C, D, z, dt_bias = self.inputs
@@ -186,7 +195,9 @@ class _Call(NamedTuple):
             AHEAD=plan.ahead, **self.settings(plan),
         )  # fmt: skip
 
-    def scan_whole(self, plan: Plan, start: Tensor | None, share: int, y: Tensor, end: Tensor | None) -> None:
+    def scan_whole(
+        self, plan: Plan, start: Tensor | None, share: int, y: Tensor, end: Tensor | None
+    ) -> None:
         """Runs `_lanes_kernel`."""
         batch, length, channels = self.inputs[1].shape
         _lanes_kernel[(batch * triton.cdiv(channels * plan.parts, plan.BD),)](
@@ -363,7 +374,9 @@ def backward(
             adjoint = torch.zeros((batch, *A.shape), dtype=torch.float32, device=u.device)
         start, adjoint = _enter_chunks(call, plan.length, start, adjoint)
     elif chunks > 1:
-        starts = torch.empty((batch, chunks, states, channels), dtype=torch.float32, device=u.device)
+        starts = torch.empty(
+            (batch, chunks, states, channels), dtype=torch.float32, device=u.device
+        )
         call.scan(plan_starts(length, states, B.dtype), start, plan.length, starts=starts)
         start = starts
     spans = triton.cdiv(chunks, each)

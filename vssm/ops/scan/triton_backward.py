@@ -22,7 +22,16 @@ from vssm.ops.scan.triton_lanes import (
     _sum_lanes,
     _take_states,
 )
-from vssm.ops.scan.triton_steps import LN2, LOG2E, _next, _prepare, _store, _vector, _vectors, _zeros
+from vssm.ops.scan.triton_steps import (
+    LN2,
+    LOG2E,
+    _next,
+    _prepare,
+    _store,
+    _vector,
+    _vectors,
+    _zeros,
+)
 
 
 # fmt: off

@@ -19,7 +19,9 @@ SHARED_BYTES = 16384
 SHARED_START = tl.constexpr(f"{{ .shared .align 16 .b8 kept[{SHARED_BYTES}]; mov.u32 $0, kept; }}")
 # One exchange between lanes each, where `_swap` takes three instructions: with the lane whose number differs
 # in one bit; what the first or second of a pair of lanes has, for both.
-EXCHANGES = tl.constexpr([f"shfl.sync.bfly.b32 $0, $1, {1 << k}, 0x1f, 0xffffffff;" for k in range(5)])
+EXCHANGES = tl.constexpr(
+    [f"shfl.sync.bfly.b32 $0, $1, {1 << k}, 0x1f, 0xffffffff;" for k in range(5)]
+)
 TAKES = tl.constexpr([f"shfl.sync.idx.b32 $0, $1, {k}, 0x1e1f, 0xffffffff;" for k in range(2)])
 # What one of PARTS lanes has, for all of them: number PARTS + k is that of lane k.
 SPREADS = tl.constexpr(
@@ -36,7 +38,9 @@ SPREADS = tl.constexpr(
 def _swap(x, LEVEL: tl.constexpr, M: tl.constexpr):
     """Gives every lane what the lane has whose number differs in bit LEVEL; x is (32, M)."""
     bits = tl.reshape(x.to(tl.int32, bitcast=True), (16 >> LEVEL, 2, 1 << LEVEL, M))
-    return tl.reshape(bits ^ tl.xor_sum(bits, 1, keep_dims=True), (32, M)).to(tl.float32, bitcast=True)
+    return tl.reshape(bits ^ tl.xor_sum(bits, 1, keep_dims=True), (32, M)).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit

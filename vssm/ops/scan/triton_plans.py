@@ -32,7 +32,9 @@ class Plan(NamedTuple):
     parts: int = 1  # lanes a channel
     split: bool = True  # backward: chunks run side by side, not one after the other
     warps: int = 1  # a program
-    ring: int = 0  # forward: blocks of the ring in shared memory that inputs are copied to; 0: no ring
+    ring: int = (
+        0  # forward: blocks of the ring in shared memory that inputs are copied to; 0: no ring
+    )
 
 
 MOST_PARTS = 8
@@ -86,7 +88,9 @@ def plan_forward(
         if most > 2 and (length <= ALONE or filled):
             return _plan_ring(length, most, wide)
     if lanes and parts > 1 and 1 < length <= ALONE:
-        warps = max(1, parts // 4)  # then it reads whole sectors of memory, 8 channels, of every step
+        warps = max(
+            1, parts // 4
+        )  # then it reads whole sectors of memory, 8 channels, of every step
         block = parts if parts >= 8 else 2 * parts
         if length >= 64 and parts >= 8:  # longer runs of loads pay
             warps, block = 2 * warps, 2 * parts
@@ -120,9 +124,13 @@ def _plan_ring(length: int, parts: int, wide: bool) -> Plan:
     return Plan(length, 128, K, registers, True, parts=parts, warps=4, ring=4)
 
 
-def plan_summary(length: int, states: int, adjoint: bool, few: bool = False, wide: bool = False) -> Plan:
+def plan_summary(
+    length: int, states: int, adjoint: bool, few: bool = False, wide: bool = False
+) -> Plan:
     """Returns how chunks, few of them or many, are summarised, with or without the adjoint."""
-    polynomials = 0 if adjoint else states // 8  # more than when out is written, which takes instructions too
+    polynomials = (
+        0 if adjoint else states // 8
+    )  # more than when out is written, which takes instructions too
     if states > 16:
         return Plan(length, 32, 1, None, False, polynomials)
     if adjoint:
@@ -169,6 +177,8 @@ ROUNDS = 8
 def plan_span(batch: int, chunks: int, groups: int) -> int:
     """Returns how many chunks are a span, for so many programs a block of channels."""
     span = 1
-    while 2 * span <= min(SPAN, chunks) and batch * triton.cdiv(chunks, 2 * span) >= ROUNDS * groups:
+    while (
+        2 * span <= min(SPAN, chunks) and batch * triton.cdiv(chunks, 2 * span) >= ROUNDS * groups
+    ):
         span *= 2
     return span

@@ -47,7 +47,9 @@ def _load_value(shared, pointer, PTX: tl.constexpr):
     if not PTX:
         return tl.load(pointer).to(tl.float32)
     elif pointer.dtype.element_ty == tl.bfloat16:
-        return tl.inline_asm_elementwise(LOAD_HALF, "=f,r", [shared], tl.float32, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise(
+            LOAD_HALF, "=f,r", [shared], tl.float32, is_pure=False, pack=1
+        )
     else:
         return tl.inline_asm_elementwise(
             "ld.shared.f32 $0, [$1];", "=f,r", [shared], tl.float32, is_pure=False, pack=1
@@ -73,7 +75,12 @@ def _load_row(shared, pointer, N: tl.constexpr, PTX: tl.constexpr):
             )  # fmt: skip
         if WORDS % 2 == 1:
             last = tl.inline_asm_elementwise(
-                "ld.shared.b32 $0, [$1];", "=r,r", [shared + (WORDS - 1) * 4], tl.int32, is_pure=False, pack=1
+                "ld.shared.b32 $0, [$1];",
+                "=r,r",
+                [shared + (WORDS - 1) * 4],
+                tl.int32,
+                is_pure=False,
+                pack=1,
             )
             words = words + (last,)
         for i in tl.static_range(len(words)):

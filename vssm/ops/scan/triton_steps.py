@@ -13,7 +13,9 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-ROUND = tl.constexpr(12582912.0)  # 1.5 2**23: adding it rounds to an integer, which its low bits then are
+ROUND = tl.constexpr(
+    12582912.0
+)  # 1.5 2**23: adding it rounds to an integer, which its low bits then are
 
 
 @triton.jit
@@ -73,7 +75,9 @@ def _prepare(dts, zs, bias, GATES: tl.constexpr, SOFTPLUS: tl.constexpr):
             denominators = denominators + ((1.0 + e) * (2.0 + e),)
     for j in tl.static_range(GATES):
         # At most 2**60, so that products of two stay finite.
-        denominators = denominators + (1.0 + tl.exp2(tl.minimum(zs[j].to(tl.float32) * -LOG2E, 60.0)),)
+        denominators = denominators + (
+            1.0 + tl.exp2(tl.minimum(zs[j].to(tl.float32) * -LOG2E, 60.0)),
+        )
     inverses = _reciprocals(denominators)
     slopes = ()
     deltas = raws
@@ -195,7 +199,9 @@ def _load_states(pointer, d, channels, N: tl.constexpr, LOG: tl.constexpr, BD: t
 
 
 @triton.jit
-def _store_states(pointer, states, d, channels, N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr):
+def _store_states(
+    pointer, states, d, channels, N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr
+):
     tile, mask = _tile(d, channels, N, LOG)
     tl.store(pointer + tile, _stack(states, LOG, BD).to(pointer.dtype.element_ty), mask=mask)
 
@@ -236,8 +242,12 @@ def _scalars(row, dtype: tl.constexpr, WORDS: tl.constexpr):
                     values = values + ((bits << 16).to(tl.float32, bitcast=True),)
                     values = values + ((bits & -65536).to(tl.float32, bitcast=True),)
                 else:
-                    values = values + (bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)
-                    values = values + ((bits >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),)
+                    values = values + (
+                        bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),
+                    )
+                    values = values + (
+                        (bits >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),
+                    )
         else:
             values = values + (row[i].to(tl.float32),)
     return values

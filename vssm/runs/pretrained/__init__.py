@@ -78,18 +78,24 @@ def export(run: str | Path, folder: str | Path) -> Path:
         if not (run / file).is_file():
             raise ValueError(f"run={str(run)!r} has no {file}; allowed: the folder of a run")
     if (folder / "eval.json").exists():
-        raise ValueError(f"folder={str(folder)!r} has metrics of other weights; allowed: a new folder")
+        raise ValueError(
+            f"folder={str(folder)!r} has metrics of other weights; allowed: a new folder"
+        )
     try:
         tensors = load_file(run / "weights.safetensors")
         values = json.loads((run / "config.json").read_bytes())
         values |= without_folders({"data": dict(values["data"])})
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"run={str(run)!r} is damaged: {error}; allowed: the folder of a run") from None
+        raise ValueError(
+            f"run={str(run)!r} is damaged: {error}; allowed: the folder of a run"
+        ) from None
     folder.mkdir(parents=True, exist_ok=True)
     rounded = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     text = json.dumps(values, indent=2) + "\n"
     metadata = with_checksum(rounded, {})
-    write_atomically(folder / "weights.safetensors", lambda path: save_file(rounded, path, metadata))
+    write_atomically(
+        folder / "weights.safetensors", lambda path: save_file(rounded, path, metadata)
+    )
     write_atomically(folder / "config.json", lambda path: path.write_text(text))
     write_card(folder)
     return folder
