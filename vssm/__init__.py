@@ -14,6 +14,7 @@ with command_ends_at_once():  # PyTorch takes seconds
     sleep_soon()
     from vssm import ops as ops
     from vssm.config import ModelConfig as ModelConfig
+    from vssm.engine import Engine as Engine
     from vssm.forecasting.forecaster import Forecaster as Forecaster
     from vssm.forecasting.forecaster import forecast as forecast
     from vssm.likelihoods import log_likelihood as log_likelihood
@@ -28,6 +29,7 @@ with command_ends_at_once():  # PyTorch takes seconds
     from vssm.sampling.generation import observe as observe
 
 __all__ = [
+    "Engine",
     "Forecaster",
     "Generation",
     "ModelConfig",

@@ -1,1 +1,3 @@
-"""The engine: what makes repeated calls fast. CUDA graphs, and when they have to be recorded anew."""
+"""The engine: everything that makes repeated generation fast, behind `vssm.Engine`."""
+
+from vssm.engine.engine import Engine as Engine

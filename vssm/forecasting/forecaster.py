@@ -12,7 +12,7 @@ Legend: B series of N steps and D columns; C `context`; H `horizon`; S `samples`
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +21,10 @@ from torch import Tensor
 from vssm.checks import check_type, whole_number
 from vssm.data import Meta, read_meta
 from vssm.data.scale import Scale
-from vssm.engine import graphs
+from vssm.engine import Engine
+from vssm.engine.paths import Finish
 from vssm.forecasting.inputs import (
-    Asked,
     History,
-    asked_for,
     check_horizon,
     check_options,
     check_order,
@@ -33,7 +32,6 @@ from vssm.forecasting.inputs import (
     dates_of,
     double,
     is_seed,
-    largest_of,
     numbers,
 )
 from vssm.forecasting.reader import LARGEST, Reader
@@ -42,8 +40,8 @@ from vssm.nn import State
 from vssm.noise import fork
 from vssm.runs import pretrained
 from vssm.runs.checkpoint import load_finite
-from vssm.sampling.generation import check_room, check_temperature, generate, observe
-from vssm.sampling.paths import Finish, Task, divided, paths_after, paths_from, repeat_paths
+from vssm.sampling.generation import check_room, check_temperature
+from vssm.sampling.paths import Task, divided, paths_from
 
 __all__ = ["Forecast", "Forecaster", "Stream", "forecast"]
 
@@ -140,15 +138,6 @@ def _named(columns: tuple[str, ...]) -> str:
     return ", ".join(columns[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-class _Found(NamedTuple):
-    """What an `Asked` was found to mean; all that is left to check is the values of the history."""
-
-    task: Task
-    horizon: int
-    series: int
-    single: bool
-
-
 class Forecaster:
     """Joins a model with what is known of its data, so that it reads and writes the units of the data.
 
@@ -188,7 +177,7 @@ class Forecaster:
         self.channels = 1 if meta.separate else len(meta.columns)
         self._reader = Reader(model.head, meta, self.device)
         self._scale = self._reader.scale
-        self._found: dict[Asked, _Found] = {}
+        self.engine = Engine(model)
 
     def __repr__(self) -> str:
         steps = (
@@ -267,17 +256,11 @@ class Forecaster:
             >>> made.samples.shape, made.times.astype("M8[D]").astype(str).tolist()
             (torch.Size([5, 2, 2]), ['2024-02-29', '2024-03-01'])
         """
-        asked = asked_for(history, horizon, samples, times, seed, options)
-        if asked is not None and (found := self._found.get(asked)) is not None:
-            assert isinstance(history, Tensor)
-            made = self._repeated(found, history, seed)
-            if made is not None:
-                return made
         check_options(options)
         horizon = check_horizon(horizon, samples, self.meta.horizon)
         x, _, times, single = self._reader.read(history, times)
         rows, clock = self._reader.rows(x), self._reader.clock(times)
-        num, recorded = len(rows), graphs.usable(self.device)
+        num = len(rows)
         scale = self._reader.scale_of(x, samples, horizon)
         slab, _ = divided(
             self.model, num, samples, rows.shape[1] // self.meta.patch + self._steps(horizon)
@@ -293,16 +276,13 @@ class Forecaster:
             return scale.place(made, factor, shift, out=paths[own])
 
         for first in range(0, num, slab):
-            if recorded:
-                # Slabs of one size replay one recording: the last makes some paths again, of the same noise.
-                first = max(0, min(first, num - slab))
+            # Slabs of one size replay one recording: the last one makes some paths again.
+            first = max(0, min(first, num - slab))
             own = slice(first, min(first + slab, num))
             self._paths_after(
                 rows[own], clock, scale, seed, first, horizon, samples, options, finish
             )
         assert paths is not None
-        if asked is not None and recorded and slab == num:
-            self._remember(asked, rows, scale, horizon, single)
         out = self._reader.by_column(paths, len(x))
         return Forecast(out[0] if single else out, self.columns, continued(times, horizon))
 
@@ -331,44 +311,6 @@ class Forecaster:
         """
         return Stream(self, history, times, seed, samples)
 
-    def _remember(
-        self, asked: Asked, rows: Tensor, scale: Scale, horizon: int, single: bool
-    ) -> None:
-        """Makes `_repeated` answer when the same is asked again; rows are those of the history."""
-        trained = self.meta.horizon
-        if not isinstance(self.model, Variational) or rows.dtype != asked.dtype:
-            return
-        if trained is not None and horizon > trained:  # to be warned of again
-            return
-        if len(self._found) >= _REQUESTS:
-            self._found.clear()
-        task = self._task(rows, None, scale, horizon, asked.samples, asked.temperature)
-        self._found[asked] = _Found(task, horizon, 1 if single else asked.shape[0], single)
-
-    def _repeated(self, found: _Found, history: Tensor, seed: int) -> Forecast | None:
-        """Replays at once what was forecast before; None, if it can not be or if there is more to check."""
-        task, scale = found.task, found.task.scale
-        values = history.numpy()[..., -task.shape[1] :, :]
-
-        def fits() -> bool:
-            largest = largest_of(values)
-            return (
-                largest <= LARGEST
-                and scale.fits(largest)
-                and self._scale.of(values, largest) == scale
-            )
-
-        def finish(made: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
-            made = scale.exact(self._points(made, found.horizon))
-            return scale.place(made, factor, shift, out=made.new_empty(made.shape))
-
-        rows = values.swapaxes(-1, -2) if self.meta.separate else values
-        paths = repeat_paths(self.model, task, rows, seed, finish, fits)
-        if paths is None:
-            return None
-        out = self._reader.by_column(paths, found.series)
-        return Forecast(out[0] if found.single else out, self.columns)
-
     @torch.no_grad()
     def _paths_after(
         self,
@@ -390,7 +332,7 @@ class Forecaster:
         ):
             temperature = check_temperature(options.get("temperature", 1.0))
             task = self._task(x, clock, scale, horizon, samples, temperature)
-            paths_after(self.model, task, x, clock, seed, first, finish)
+            self.engine.paths(task, x, clock, seed, first, finish)
             return
         x = double(x).to(self.device)
         factor, shift = scale.units(x, first)
@@ -400,9 +342,9 @@ class Forecaster:
             prompt, rows = prompt.repeat_interleave(samples, 0), fork(rows, samples).flatten()
             start: dict[str, Any] = {"prompt": prompt, "seed": seed, "rows": rows}
         else:
-            start = {"state": observe(self.model, prompt, seed=seed, rows=rows).repeat(samples)}
-        made = generate(
-            self.model, length=self._steps(horizon), observe="sample", **start, **options
+            start = {"state": self.engine.observe(prompt, seed=seed, rows=rows).repeat(samples)}
+        made = self.engine.generate(
+            length=self._steps(horizon), observe="sample", **start, **options
         )
         finish(made.x.unflatten(0, (len(x), samples)), factor, shift)
 
@@ -529,7 +471,7 @@ class Stream:
         last = forecaster._reader.rows(self._points[:, -1:])
         x = forecaster._reader.prompt(last, self._factor, self._shift, time, self._since)
         x = x.repeat_interleave(self.samples, 0) if self._draws else x
-        self._state = observe(forecaster.model, x, self._state)
+        self._state = forecaster.engine.observe(x, self._state)
         self._since += 1
 
     def _renew(self) -> None:
@@ -542,12 +484,12 @@ class Stream:
         """Returns the state after the past, (rows, C, features), of all copies of every row."""
         model, rows = self._forecaster.model, torch.arange(len(prompt), device=prompt.device)
         if not self._draws:
-            return observe(model, prompt, seed=self._seed, rows=rows)
+            return self._forecaster.engine.observe(prompt, seed=self._seed, rows=rows)
         check_room(model, len(rows) * self.samples, prompt.shape[1], prompt.device)
         rows = fork(rows, self.samples).flatten()
         if len(prompt) > 1:  # one row would be read once for all of its copies
             prompt = prompt.repeat_interleave(self.samples, 0)
-        return observe(model, prompt, seed=self._seed, rows=rows, num=len(rows))
+        return self._forecaster.engine.observe(prompt, seed=self._seed, rows=rows, num=len(rows))
 
     def forecast(
         self,
@@ -600,5 +542,7 @@ class Stream:
             return paths_from(
                 model, state, samples, steps, check_temperature(options.get("temperature", 1.0))
             )
-        made = generate(model, length=steps, state=state, observe="sample", **options)
+        made = self._forecaster.engine.generate(
+            length=steps, state=state, observe="sample", **options
+        )
         return made.x.unflatten(0, (-1, samples))

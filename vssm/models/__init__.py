@@ -2,7 +2,7 @@
 
 import warnings
 
-from torch import nn
+from torch import Tensor, nn
 
 from vssm.checks import check_type
 from vssm.config import ModelConfig
@@ -23,7 +23,7 @@ __all__ = [
     "Variational",
     "build",
 ]
-__all__ += ["inner_model"]
+__all__ += ["first_weight", "inner_model"]
 
 Model = Autoregressive | Variational | VRNN | Ladder
 _CLASSES = (
@@ -56,6 +56,11 @@ def build(config: ModelConfig) -> Model:
     model = (MODELS[config.kind] if config.levels == 1 else Ladder)(config)
     assert isinstance(model, Model)
     return model
+
+
+def first_weight(model: nn.Module) -> Tensor:
+    """Returns a weight of the model, for its device and dtype."""
+    return next(model.parameters())
 
 
 def inner_model(model: object) -> Model:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vssm.config import ModelConfig
 from vssm.distributions import Observation, make_head
-from vssm.nn import AttentionBlock, Moving, Stack, State
+from vssm.nn import Stack, State
 
 __all__ = ["Autoregressive", "embedding"]
 
@@ -32,7 +32,7 @@ class _Projection(nn.Linear):
         return super().forward(x.to(self.weight.dtype))
 
 
-class Autoregressive(Moving):
+class Autoregressive(nn.Module):
     """Creates a transformer, ssm or rnn that predicts every step from the steps before it.
 
     Example:
@@ -72,23 +72,6 @@ class Autoregressive(Moving):
             e = torch.cat([e, self.stack.embed(x)], 1)
         w, stack = self.stack.run(e)
         return self.head(w[:, -1:]), stack
-
-    def decode(self, e: Tensor, caches: list[Tensor], at: Tensor, codes: Tensor) -> Observation:
-        """Does the same as `next` for a transformer at a position that only the device knows.
-
-        Arguments:
-            e: The input that is pending, embedded, (B, 1, width).
-            caches: For every block its keys and values, (2, B, heads, R, size), written in place.
-            at: The position, (1,).
-            codes: The codes of the positions 0 to R - 1, (R, width).
-        """
-        hidden = torch.arange(len(codes), device=e.device) > at
-        mask = e.new_zeros(len(codes)).masked_fill_(hidden, -torch.inf)
-        e = e + codes.index_select(0, at)
-        for block, cache in zip(self.stack.blocks, caches, strict=True):
-            assert isinstance(block, AttentionBlock)
-            e = block.decode(e, cache, at, mask)
-        return self.head(self.stack.out(self.stack.norm(e)))
 
     def pending(self, batch: int, state: State | None) -> Tensor:
         """Embeds the input that the stack has not read yet: the last x, or the start."""

@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from vssm.config import ModelConfig
 from vssm.distributions import Latents, Observation, make_head
 from vssm.models.autoregressive import embedding
-from vssm.nn import LatentEmbedding, MambaBlock, Moving, Stack, State
-from vssm.ops.linear import Linear, applied
+from vssm.nn import LatentEmbedding, MambaBlock, Stack, State
+from vssm.ops.linear import Linear
 from vssm.ops.norm import RMSNorm
 
 __all__ = ["Ladder", "Rung", "Task"]
@@ -99,7 +99,7 @@ class Rung(nn.Module):
     def prior(self, h: Tensor) -> tuple[Latents, Tensor]:
         """Returns p(z^l_t | ...), and R_l h, the query of the posterior, (B, T, width)."""
         sizes = [self.update.out_features, self.update.in_features]
-        codes, query = applied(self.prior_and_query, h, norm=self.norm).split(sizes, -1)
+        codes, query = self.prior_and_query(self.norm(h)).split(sizes, -1)
         return self._latents(codes), query
 
     def posterior(self, p_z: Latents, query: Tensor, evidence: Tensor) -> Latents:
@@ -169,7 +169,7 @@ def _take(h: Tensor, steps: Tensor, past: int) -> Tensor:
     return torch.take_along_dim(F.pad(h, (0, 0, 0, past)), steps[..., None], 1)
 
 
-class Ladder(Moving):
+class Ladder(nn.Module):
     """Creates a vssm with levels of latents.
 
     Example:

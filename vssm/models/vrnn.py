@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vssm.config import ModelConfig
 from vssm.distributions import Latents, Observation, make_head
 from vssm.models.autoregressive import embedding
-from vssm.nn import LatentEmbedding, Moving, Stack, State
+from vssm.nn import LatentEmbedding, Stack, State
 from vssm.ops.linear import Linear
 
 __all__ = ["VRNN", "Trajectory"]
@@ -42,7 +42,7 @@ class Trajectory(NamedTuple):
     """The state after the last step."""
 
 
-class VRNN(Moving):
+class VRNN(nn.Module):
     """Creates a variational recurrent network.
 
     Example:

@@ -6,7 +6,6 @@ from vssm.nn.attention import trim as trim
 from vssm.nn.gru import GRUBlock as GRUBlock
 from vssm.nn.mamba import MambaBlock as MambaBlock
 from vssm.nn.mamba import MambaMixer as MambaMixer
-from vssm.nn.moving import Moving as Moving
 from vssm.nn.stack import BLOCKS as BLOCKS
 from vssm.nn.stack import LatentEmbedding as LatentEmbedding
 from vssm.nn.stack import Stack as Stack

@@ -4,9 +4,7 @@
 
 The state keeps `k` and `v`, (B, heads, steps, size). It grows with the sequence: that is why the
 Transformer can not resume in constant memory. `State.position` says how many steps are filled;
-a state made by `reserve` has room for more, which is then written in place. `decode` does one step
-where only the device knows the position p, as a CUDA graph needs it: the cache has a fixed room of R
-steps, and a mask hides those after p.
+a state made by `reserve` has room for more, which is then written in place.
 """
 
 import math
@@ -57,53 +55,13 @@ class AttentionBlock(nn.Module):
             steps = torch.arange(past + length, device=x.device)
             mask = steps <= past + torch.arange(length, device=x.device)[:, None]
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self._finish(x, y.transpose(1, 2).reshape(batch, length, width)), state
+        return self.finish(x, y.transpose(1, 2).reshape(batch, length, width)), state
 
-    def decode(self, x: Tensor, cache: Tensor, at: Tensor, mask: Tensor) -> Tensor:
-        """Does one step, and writes its key and value into the cache in place.
-
-        Arguments:
-            x: The input of the step, (B, 1, width).
-            cache: Keys and values, (2, B, heads, R, size).
-            at: Its position p, (1,).
-            mask: 0 for the steps up to p, -inf after it, (R,).
-
-        Returns:
-            The output of the step, (B, 1, width).
-        """
-        batch, _, width = x.shape
-        _, _, heads, room, size = cache.shape
-        qkv = self.c_attn(self.ln_1(x)).view(batch, 3, heads, size).movedim(1, 0)
-        cache.index_copy_(3, at, qkv[1:, :, :, None])
-        q, (k, v) = qkv[0], cache
-        if q.dtype.itemsize < 4:  # its kernel keeps the scores in float32
-            y = F.scaled_dot_product_attention(
-                q[:, :, None], k, v, attn_mask=mask.expand(1, 1, 1, room)
-            )
-        else:
-            # By hand: for one query the kernel computes sixty-four, and gives each head to one processor.
-            rows = batch * heads
-            q, k, v = q.reshape(rows, 1, size), k.view(rows, room, size), v.view(rows, room, size)
-            scores = torch.baddbmm(
-                mask.expand(rows, 1, room), q, k.transpose(1, 2), alpha=size**-0.5
-            )
-            parts = _parts(rows, room)
-            y = scores.softmax(-1).view(rows * parts, 1, -1) @ v.view(rows * parts, -1, size)
-            y = y.view(rows, parts, size).sum(1) if parts > 1 else y
-        return self._finish(x, y.reshape(batch, 1, width))
-
-    def _finish(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.c_proj(y, add=x)
+    def finish(self, x: Tensor, y: Tensor) -> Tensor:
+        """Adds the output projection of attention, y, and the feed-forward network to x."""
+        x = x + self.c_proj(y)
         hidden = F.gelu(self.mlp_c_fc(self.ln_2(x)), approximate="tanh")
-        return self.mlp_c_proj(hidden, add=x)
-
-
-def _parts(rows: int, room: int) -> int:
-    """Into how many parts a sum over the room is cut, so that few rows fill a device: a power of two."""
-    parts = 1
-    while parts * rows < 256 and room % (2 * parts) == 0 and room // (2 * parts) >= 64:
-        parts *= 2
-    return parts
+        return x + self.mlp_c_proj(hidden)
 
 
 def _append(k: Tensor, v: Tensor, state: State | None) -> State:

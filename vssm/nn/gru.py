@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from vssm.config import ModelConfig
 from vssm.nn.state import State
-from vssm.ops.linear import linear
 
 __all__ = ["GRUBlock"]
 
@@ -30,7 +29,7 @@ class GRUBlock(nn.Module):
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step."""
         h = None if state is None else state["h"]
         if x.shape[1] == 1:  # a cell: half the cost of a layer, and a CUDA graph can hold it
-            h = self._cell(x, x.new_zeros(len(x), x.shape[2]) if h is None else h)
+            h = self.cell(x, x.new_zeros(len(x), x.shape[2]) if h is None else h)
             y = h[:, None]
         else:
             y, h = self._layer(self.norm(x), h)
@@ -55,15 +54,13 @@ class GRUBlock(nn.Module):
             lasts.append(now[0])
         return _joined(ys, 0), _joined(lasts, 0)
 
-    def _cell(self, x: Tensor, h: Tensor) -> Tensor:
+    def cell(self, x: Tensor, h: Tensor) -> Tensor:
+        """Returns the hidden state after one step, (B, width)."""
         weights, biases = (
             (getattr(self.gru, f"{name}_ih_l0"), getattr(self.gru, f"{name}_hh_l0"))
             for name in ("weight", "bias")
         )
-        if torch.is_grad_enabled() or not x.is_cuda:
-            return torch.gru_cell(self.norm(x)[:, 0], h, *weights, *biases)
-        gates = linear(x[:, 0], weights[0], norm=self.norm), linear(h, weights[1])
-        return torch.ops.aten._thnn_fused_gru_cell(*gates, h, *biases)[0]  # what `gru_cell` does
+        return torch.gru_cell(self.norm(x)[:, 0], h, *weights, *biases)
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

@@ -8,8 +8,6 @@ own one `blank`, a learned input: the start of a sequence or the paper's empty t
 """
 
 import math
-from contextlib import nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +15,11 @@ from torch import Tensor, nn
 from vssm.config import ModelConfig
 from vssm.nn.attention import AttentionBlock
 from vssm.nn.gru import GRUBlock
-from vssm.nn.mamba import MambaBlock, decays
+from vssm.nn.mamba import MambaBlock
 from vssm.nn.state import State
 from vssm.ops.embed import embed_sum
-from vssm.ops.linear import Linear, applied, hooked, plain
+from vssm.ops.linear import Linear
 from vssm.ops.norm import RMSNorm
-from vssm.ops.streams import Beside
 
 __all__ = ["BLOCKS", "LatentEmbedding", "Stack", "sinusoids"]
 
@@ -79,68 +76,22 @@ class Stack(nn.Module):
         """Maps the input of T steps to (B, T, outputs) and returns the state after the last step."""
         return self.run(self.embed(x), state)
 
-    def run(self, e: Tensor, state: State | None = None, last: bool = True) -> tuple[Tensor, State]:
-        """Runs the blocks on inputs that are already embedded, e (B, T, width).
-
-        With `last=False` Mamba blocks do not write the state after the last step, theirs then holds but its
-        position, and they take a state of fewer rows, B / S: each is where S neighbouring rows of e start.
-        """
-        position = 0 if state is None else state.position
-        length = e.shape[1]
+    def run(self, e: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Runs the blocks on inputs that are already embedded, e (B, T, width)."""
+        position, length = 0 if state is None else state.position, e.shape[1]
         if torch.is_autocast_enabled(e.device.type):
             e = e.float()  # the blocks add to it: a bfloat16 sum would round away what they add
         if self.positional:
             e = e + sinusoids(position, length, e.shape[2], e.device, e.dtype)
         children: dict[str, Tensor | State] = {}
-        fused = e.is_cuda and not torch.is_grad_enabled()
-        # Few steps on a GPU wait for launches: one for all blocks is less than two for each. Many have a long
-        # first product, which does not need it.
-        many = fused and length > 1 and not torch.compiler.is_compiling()
-        making = Beside(e.device, "decays") if many else None
-        with nullcontext() if making is None else making.stream:
-            known = decays(self.blocks) if fused else []
-        known = (
-            known if len(known) == len(self.blocks) else []
-        )  # some may be wrapped in other modules
-        try:
-            for i, block in enumerate(self.blocks):
-                before = None if state is None else state.child(str(i))
-                if isinstance(block, MambaBlock):
-                    then = self._after(i) if fused else None
-                    A = partial(_joined, making, known[i]) if known else None
-                    e, children[str(i)] = block(e, before, A, last, then)
-                else:
-                    e, children[str(i)] = block(e, before)
-        finally:  # also where no block has asked for it: a capture must end on one stream
-            if making is not None:
-                making.join()
-        return applied(self.out, e, norm=self.norm), State(children, position + length)
-
-    def _after(self, i: int) -> tuple[nn.Module, int] | None:
-        """Returns the norm and the columns of the product that reads what a block makes.
-
-        None, if what the block makes has to be a tensor, since others see it.
-        """
-        near = list(self.blocks[i : i + 2])
-        if any(not isinstance(b, MambaBlock) or hooked(b) or hooked(b.mixer) for b in near):
-            return None
-        if len(near) == 1:
-            return (self.norm, len(self.out.weight)) if plain(self.out) else None
-        following = near[1]
-        assert isinstance(following, MambaBlock)
-        layer = following.mixer.in_proj
-        return (following.norm, len(layer.weight)) if plain(layer) else None
+        for i, block in enumerate(self.blocks):
+            e, children[str(i)] = block(e, None if state is None else state.child(str(i)))
+        return self.out(self.norm(e)), State(children, position + length)
 
     def blanks(self, batch: int, length: int) -> Tensor:
         """Returns the learned blank input, embedded, (B, length, width)."""
         assert self.blank is not None
         return self.blank.expand(batch, length, -1)
-
-
-def _joined(making: Beside | None, made: Tensor) -> Tensor:
-    if making is not None:
-        making.join()
-    return made
 
 
 def sinusoids(

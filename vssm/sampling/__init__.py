@@ -17,26 +17,20 @@ before it: a second dial between the same ends.
 Every random number is a function of (seed, row, position, component), so chunk size, batch split and
 resume point never change what a seed gives, but for float rounding.
 
-Calls that are too large for one pass are made in pieces (see `vssm.sampling.slabs`).
-
-On a GPU, a call that is made a second time is recorded as a CUDA graph and replayed from then on (see
-`vssm.engine.graphs`), unless its rows are divided.
+A call that is too large for one pass is made in pieces (`vssm.sampling.slabs`). Nothing is kept from one
+call to the next; `vssm.engine` keeps things.
 """
 
 from functools import partial
 
 from torch import Tensor
 
+from vssm.distributions import Latents
 from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational
 from vssm.nn import State
 from vssm.sampling.ladder import read_ladder, sample_ladder
 from vssm.sampling.parallel import read_variational, sample_variational
-from vssm.sampling.parallel import repeat_variational as repeat_variational
-from vssm.sampling.request import BLIND as BLIND
-from vssm.sampling.request import Noise as Noise
-from vssm.sampling.request import Options as Options
-from vssm.sampling.request import Result as Result
-from vssm.sampling.request import expand_rows
+from vssm.sampling.request import Noise, Options, Result, expand_rows
 from vssm.sampling.slabs import fitting, in_slabs, rows_of_cache, rows_of_slab
 from vssm.sampling.stepwise import (
     read_autoregressive,
@@ -46,7 +40,7 @@ from vssm.sampling.stepwise import (
     sample_vrnn,
 )
 
-__all__ = ["BLIND", "Noise", "Options", "Result", "read", "repeat_variational", "sample"]
+__all__ = ["divide", "read", "sample"]
 
 
 def sample(
@@ -55,82 +49,56 @@ def sample(
     state: State | None,
     source: Noise,
     options: Options,
-    cache: bool = True,
-    record: bool = False,
-    remember: bool = True,
+    empty: tuple[Latents, State] | None = None,
 ) -> Result:
     """Makes new steps after a prompt, a state or nothing, with the algorithm of the model.
 
     Arguments:
         model: Any of the six models.
         prompt: Steps that come first, (1 or B, C, D), or tokens.
-        state: What came before, at a position above 0.
+        state: The state after earlier steps, at a position above 0.
         source: The noise of the B rows.
         options: What is asked for.
-        cache: False recomputes the whole prefix at every step.
-        record: Whether calls that repeat are recorded and replayed.
-        remember: Whether what depends on the weights alone is kept for the next call.
+        empty: As for `sample_variational`.
     """
-    if isinstance(model, Variational | Ladder):
-        return _sample_in_parallel(model, prompt, state, source, options, record, remember)
     if isinstance(model, VRNN):
-        return sample_vrnn(model, prompt, state, source, options, record)
-    if cache:
-        return _sample_with_cache(model, prompt, state, source, options, record)
-    return sample_recomputed(model, prompt, state, source, options)
-
-
-def _sample_with_cache(
-    model: Autoregressive,
-    prompt: Tensor | None,
-    state: State | None,
-    source: Noise,
-    options: Options,
-    record: bool,
-) -> Result:
-    before = (0 if prompt is None else prompt.shape[1]) + (0 if state is None else state.position)
-    rows = rows_of_cache(model, source.num, before + options.length)
-    if rows == source.num:
-        return sample_autoregressive(model, prompt, state, source, options, record)
+        return sample_vrnn(model, prompt, state, source, options)
+    if not options.cache:
+        assert isinstance(model, Autoregressive)
+        return sample_recomputed(model, prompt, source, options)
+    options, rows = divide(model, prompt, state, source.num, options)
+    if isinstance(model, Ladder):
+        algorithm = partial(sample_ladder, model)
+    elif isinstance(model, Variational):
+        algorithm = partial(sample_variational, model, empty=empty)
+    else:
+        algorithm = partial(sample_autoregressive, model)
 
     def make(prompt: Tensor | None, state: State | None, source: Noise) -> State:
-        x, _, after = sample_autoregressive(model, prompt, state, source, options, record)
-        assert after is not None, "something was made or read"
-        return State({"x": x, "state": after})
+        x, z, after = algorithm(prompt, state, source, options)
+        parts = {"x": x, "z": z, "state": after}
+        return State({name: part for name, part in parts.items() if part is not None})
 
     made = in_slabs(make, rows, source.num, prompt, state, source)
-    return made["x"], None, made.child("state")
+    z = made["z"] if "z" in made.children else None
+    return made["x"], z, made.child("state") if "state" in made.children else None
 
 
-def _sample_in_parallel(
-    model: Variational | Ladder,
-    prompt: Tensor | None,
-    state: State | None,
-    source: Noise,
-    options: Options,
-    record: bool,
-    remember: bool,
-) -> Result:
-    num, known, least = source.num, 0 if prompt is None else prompt.shape[1], 1
+def divide(
+    model: Model, prompt: Tensor | None, state: State | None, num: int, options: Options
+) -> tuple[Options, int]:
+    """Returns options whose chunks fit the memory, and how many rows are made at a time."""
+    known, least = 0 if prompt is None else prompt.shape[1], 1
+    if isinstance(model, Autoregressive):
+        before = known + (0 if state is None else state.position)
+        return options, rows_of_cache(model, num, before + options.length)
     reads = prompt is not None or state is not None
-    if isinstance(model, Ladder):
-        run = partial(sample_ladder, model)
-    else:
-        run = partial(sample_variational, model, remember=remember)
+    if isinstance(model, Variational):
         options = fitting(model, options, num, known, reads)
         if state is None and (prompt is None or len(prompt) == 1) and not options.recondition:
-            least = 2  # these share a state, which can not be seen of one row
-    steps, reads = known + min(options.chunk, options.length), reads or options.recondition
-    rows = rows_of_slab(model, num, steps, reads, least)
-    record = record and rows == num
-
-    def make(prompt: Tensor | None, state: State | None, source: Noise) -> State:
-        x, z, after = run(prompt, state, source, options, record)
-        assert z is not None
-        return State({"x": x, "z": z} if after is None else {"x": x, "z": z, "state": after})
-
-    made = in_slabs(make, rows, num, prompt, state, source)
-    return made["x"], made["z"], made.child("state") if "state" in made.children else None
+            least = 2  # rows share a state here, and one row alone would not show it
+    steps = known + min(options.chunk, options.length)
+    return options, rows_of_slab(model, num, steps, reads or options.recondition, least)
 
 
 def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:
@@ -139,7 +107,7 @@ def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:
     Arguments:
         model: Any of the six models.
         x: The data, (1 or B, C, D), or tokens.
-        state: What came before, of B rows.
+        state: The state after earlier data, of B rows.
         source: The noise of the B rows.
     """
     num = source.num
@@ -147,7 +115,7 @@ def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:
         x = x.expand(num, *x.shape[1:])
     if isinstance(model, VRNN):
         return read_vrnn(model, x, state, source)
-    if not isinstance(model, Variational | Ladder):
+    if isinstance(model, Autoregressive):
         return expand_rows(read_autoregressive(model, x, state), num)
     if isinstance(model, Ladder):
         rows = rows_of_slab(model, len(x), x.shape[1], True)

@@ -87,14 +87,14 @@ def _attention_ahead(block: AttentionBlock, s: Tensor, state: State | None) -> T
     mask = (steps % 2 == 1) & (steps <= query) | (steps == query)
     mask = F.pad(mask, (past, 0), value=True)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return block._finish(s, y.transpose(1, 2).reshape(batch, both, width))
+    return block.finish(s, y.transpose(1, 2).reshape(batch, both, width))
 
 
 def _mamba_ahead(mixer: MambaMixer, s: Tensor, state: State | None) -> Tensor:
     u, z = mixer.in_proj(s).chunk(2, -1)
     u = _convolve_ahead(mixer.conv1d, u, None if state is None else state["conv"])
     dt, B, C = mixer.x_proj(u).split([mixer.rank, mixer.states, mixer.states], -1)
-    dt, bias = mixer.steps(dt)
+    dt, bias = mixer.dt_proj(dt), mixer.dt_proj.bias
     y = scan_ahead(
         u,
         dt,

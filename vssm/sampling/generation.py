@@ -10,7 +10,6 @@ import math
 import operator
 import os
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,26 +18,25 @@ from torch import Tensor
 
 from vssm.checks import check_choice, check_flag, shown, whole_number, whole_numbers
 from vssm.config import ModelConfig
-from vssm.engine import graphs as recorded
-from vssm.engine.trees import Later
-from vssm.engine.weights import first_weight
-from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational, inner_model
+from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational, first_weight, inner_model
 from vssm.nn import State
-from vssm.sampling import BLIND, Noise, Options, read, repeat_variational, sample
+from vssm.sampling import read, sample
 from vssm.sampling.layout import fitted
+from vssm.sampling.request import BLIND, Noise, Options
 
 __all__ = [
     "Generation",
+    "Request",
     "check_bytes",
+    "check_reading",
+    "check_request",
     "check_room",
     "check_temperature",
     "generate",
     "observe",
+    "own_state",
     "shares_latents",
 ]
-
-_CONSTANTS = {type, str, int, float, bool, type(None)}
-_NOTHING = State({})
 
 
 class Generation(NamedTuple):
@@ -78,7 +76,6 @@ def generate(
     state: State | None = None,
     rows: Sequence[int] | Tensor | None = None,
     cache: bool = True,
-    graphs: bool = True,
 ) -> Generation:
     """Generates `length` new steps after a prompt, after a state, or from nothing.
 
@@ -107,9 +104,6 @@ def generate(
         rows: Which rows of the noise to use, (B,); 0 to B - 1 by default. `rows=range(8, 16)` makes the
             second half of a batch of sixteen.
         cache: False recomputes the whole prefix at every step, as the paper's Transformer does.
-        graphs: Whether calls that repeat are replayed as CUDA graphs where there is a GPU, which changes
-            results by rounding at most, and whether a vssm or tvae keeps its pass over empty tokens, which
-            depends on the weights alone, from one call to the next.
 
     Returns:
         The new steps, their latents, and the state to resume from.
@@ -123,52 +117,25 @@ def generate(
         >>> torch.allclose(whole.x, torch.cat([half.x, rest.x], 1), atol=1e-6)
         True
     """
-    dials = length, chunk, recondition, passes, temperature, observe, cache, graphs
-    repeat = (
-        _repeat(model, num, seed, dials)
-        if prompt is None and state is None and rows is None
-        else None
-    )
-    made = None if repeat is None else recorded.same(model, *repeat)
-    if made is not None:
-        return _made(model, made)
     model = inner_model(model)
-    asked = type(model), model.config.kind, model.head.tokens, *dials, state is not None
-    # The same question has the same answer, if it is made of values that can not change.
-    constant = _CONSTANTS.issuperset(map(type, asked))
-    options = (_checked if constant else _checked.__wrapped__)(*asked)
-    if graphs and constant and repeat is not None and isinstance(model, Variational):
-        made = repeat_variational(model, num or 1, options, *repeat)
-        if made is not None:
-            return _made(model, made)
     with torch.no_grad():
-        device = first_weight(model).device
-        if prompt is not None:
-            prompt = _check_sequence(model, prompt, "prompt", device, steps=0)
-        if state is not None:
-            state = _check_state(model, state, device)
-        num = _check_num(None if num is None else whole_number("num", num, 1), prompt, state)
-        check_room(model, num, options.length, device)
-        if state is not None and state.batch != num:
-            if shares_latents(model, state):
-                raise ValueError(
-                    f"num={num} sequences would share the latents behind this state of one row. If it has "
-                    f"read data, pass num={num} to observe, so that each draws its own; to continue one "
-                    f"sample in {num} ways, pass state.repeat({num})"
-                )
-            state = state.repeat(num)
-        if state is not None and prompt is not None:
-            prompt = prompt.expand(num, *prompt.shape[1:])
-        source = _noise_source(num, seed, rows, state, device)
-        if prompt is not None and prompt.shape[1] == 0:
-            prompt = None
-        if prompt is not None and state is not None and "blind" in state.children:
-            raise ValueError(f"prompt and state together are ambiguous here: {BLIND}")
-        before = state if state is not None and state.position else None
-        kinds = (Autoregressive, Variational, VRNN, Ladder)
-        record = graphs and recorded.usable(device) and type(model) in kinds
-        x, z, after = sample(model, prompt, before, source, options, cache, record, graphs)
-        return Generation(x, z, _own(model, after, source))
+        request = check_request(
+            model,
+            num,
+            length,
+            prompt,
+            chunk,
+            recondition,
+            passes,
+            temperature,
+            observe,
+            seed,
+            state,
+            rows,
+            cache,
+        )
+        x, z, after = sample(model, *request)
+        return Generation(x, z, own_state(model, after, request.source))
 
 
 @torch.no_grad()
@@ -204,6 +171,75 @@ def observe(
         True
     """
     model = inner_model(model)
+    x, before, source = check_reading(model, x, state, seed, rows, num)
+    return own_state(model, read(model, x, before, source), source)
+
+
+class Request(NamedTuple):
+    """A call of `generate` that was checked."""
+
+    prompt: Tensor | None
+    state: State | None
+    """The state to go on from, at a position above 0."""
+    source: Noise
+    options: Options
+
+
+def check_request(
+    model: Model,
+    num: int | None,
+    length: int,
+    prompt: Tensor | None,
+    chunk: int | None,
+    recondition: bool,
+    passes: int,
+    temperature: float,
+    observe: str,
+    seed: int | Tensor | None,
+    state: State | None,
+    rows: Sequence[int] | Tensor | None,
+    cache: bool,
+) -> Request:
+    """Checks the arguments of `generate`, of the same names."""
+    resumed = state is not None
+    options = _check_options(
+        model, length, chunk, recondition, passes, temperature, observe, cache, resumed
+    )
+    device = first_weight(model).device
+    if prompt is not None:
+        prompt = _check_sequence(model, prompt, "prompt", device, steps=0)
+    if state is not None:
+        state = _check_state(model, state, device)
+    num = _check_num(None if num is None else whole_number("num", num, 1), prompt, state)
+    check_room(model, num, options.length, device)
+    if state is not None and state.batch != num:
+        if shares_latents(model, state):
+            raise ValueError(
+                f"num={num} sequences would share the latents behind this state of one row. If it "
+                f"has read data, pass num={num} to observe, so that each draws its own; to continue "
+                f"one sample in {num} ways, pass state.repeat({num})"
+            )
+        state = state.repeat(num)
+    if state is not None and prompt is not None:
+        prompt = prompt.expand(num, *prompt.shape[1:])
+    source = _check_noise(num, seed, rows, state, device)
+    if prompt is not None and prompt.shape[1] == 0:
+        prompt = None
+    if prompt is not None and state is not None and "blind" in state.children:
+        raise ValueError(f"prompt and state together are ambiguous here: {BLIND}")
+    before = state if state is not None and state.position else None
+    return Request(prompt, before, source, options)
+
+
+def check_reading(
+    model: Model,
+    x: Tensor,
+    state: State | None,
+    seed: int | Tensor | None,
+    rows: Sequence[int] | Tensor | None,
+    num: int | None,
+) -> tuple[Tensor, State | None, Noise]:
+    """Checks the arguments of `observe`, of the same names."""
     device = first_weight(model).device
     x = _check_sequence(model, x, "x", device)
     if state is not None:
@@ -219,9 +255,8 @@ def observe(
     if len(x) not in (1, num):
         raise ValueError(f"x has {len(x)} rows; allowed: {num}, or 1 that serves all")
     check_room(model, num, x.shape[1], device)
-    source = _noise_source(num, seed, rows, state, device)
-    before = state if state is not None and state.position else None
-    return _own(model, read(model, x, before, source), source)
+    source = _check_noise(num, seed, rows, state, device)
+    return x, state if state is not None and state.position else None, source
 
 
 def shares_latents(model: Model, state: State) -> bool:
@@ -248,87 +283,54 @@ def check_temperature(temperature: float) -> float:
     return value
 
 
-class _Repeat(NamedTuple):
-    """What a recording that starts from nothing is found by, and what it is called with."""
-
-    question: tuple
-    inputs: State
-    numbers: dict[str, int]
-    position: int
-
-
-def _repeat(
-    model: Model, num: int | None, seed: int | Tensor | None, dials: tuple
-) -> _Repeat | None:
-    """Returns None if there is more to check."""
-    if type(model) is not Variational:
-        return None
-    num, seed = 1 if num is None else num, 0 if seed is None else seed
-    if type(num) is not int or num < 1 or type(seed) is not int or not -(2**63) <= seed < 2**63:
-        return None
-    return _Repeat((model.config, num, *dials), _NOTHING, {"seed": seed}, dials[0])
-
-
-def _made(model: Model, made: State) -> Generation:
-    after = made.child("state")
-    owner = _owner(model.config)
-    return Generation(made["x"], made["z"], Later(lambda: after.children, after.position, owner))
-
-
-@lru_cache(maxsize=64)
 def _owner(config: ModelConfig) -> str:
-    # Only what is not usual: a field that is new must not make a stranger of every older state.
+    # Only unusual fields: a new field must not make every older state belong to another model.
     fields = [(f.name, getattr(config, f.name), f.default) for f in dataclasses.fields(config)]
     return ", ".join(
         f"{name}={value}" for name, value, usual in fields if name == "kind" or value != usual
     )
 
 
-def _own(model: Model, state: State | None, source: Noise) -> State:
-    """Adds to a state what resuming needs: the noise, and whose state it is."""
+def own_state(model: Model, state: State | None, source: Noise) -> State:
+    """Adds to a state what resuming needs: the noise, and the model that it belongs to."""
     children = {} if state is None else state.children
     position = 0 if state is None else state.position
-    return State(
-        {**children, "seed": source.seed, "row": source.row}, position, _owner(model.config)
-    )
+    children = {**children, "seed": source.seed, "row": source.row}
+    return State(children, position, _owner(model.config))
 
 
-def _noise_source(
+def _check_noise(
     num: int,
     seed: int | Tensor | None,
     rows: Sequence[int] | Tensor | None,
     state: State | None,
     device: torch.device,
 ) -> Noise:
-    seeds: Tensor | int
-    row: Tensor | int
     seed = operator.index(seed) if isinstance(seed, np.integer) else seed
     if seed is None:
-        seeds = 0 if state is None else state["seed"]
-    elif isinstance(seed, int) and not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed={seed} is not allowed; allowed: a whole number of 64 bits")
+        seeds = torch.zeros(num, dtype=torch.int64, device=device)
+        seeds = seeds if state is None else state["seed"]
     elif isinstance(seed, int) and not isinstance(seed, bool):
-        seeds = seed
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed={seed} is not allowed; allowed: a whole number of 64 bits")
+        seeds = torch.full((num,), seed, device=device)
     else:
         seeds = whole_numbers("seed", seed, device)
         seeds = seeds.repeat(num) if seeds.ndim == 0 else seeds.clone()  # a state keeps it
     if rows is None:
-        row = num if state is None else state["row"]
+        row = torch.arange(num, device=device) if state is None else state["row"]
     else:
         row = whole_numbers("rows", rows, device).clone()
     for name, given in (("seed", seeds), ("rows", row)):
-        if isinstance(given, Tensor) and given.shape != (num,):
+        if given.shape != (num,):
             raise ValueError(
                 f"{name} has shape {tuple(given.shape)}; allowed: ({num},), one for each row"
             )
-    return Noise(seeds, row, device=device)
+    return Noise(seeds, row)
 
 
-@lru_cache(maxsize=256, typed=True)
-def _checked(
-    model: type[Model],
-    kind: str,
-    tokens: bool,
+def _check_options(
+    model: Model,
     length: int,
     chunk: int | None,
     recondition: bool,
@@ -336,43 +338,37 @@ def _checked(
     temperature: float,
     observe: str,
     cache: bool,
-    graphs: bool,
     resumed: bool,
 ) -> Options:
-    """Checks what does not depend on tensors; `resumed` says whether there is a state to go on from."""
+    kind = model.config.kind
     length, passes = whole_number("length", length, 0), whole_number("passes", passes, 1)
     chunk = None if chunk is None else whole_number("chunk", chunk, 1)
     temperature = check_temperature(temperature)
-    for name, flag in (("recondition", recondition), ("cache", cache), ("graphs", graphs)):
-        check_flag(name, flag)
+    check_flag("recondition", recondition)
+    check_flag("cache", cache)
     check_choice("observe", observe, ("mean", "sample"))
-    if passes > 1 and issubclass(model, Ladder):
+    if passes > 1 and isinstance(model, Ladder):
         raise ValueError(f"passes={passes} is for a vssm or tvae without levels; allowed: 1")
-    if (chunk is not None or recondition or passes > 1) and not issubclass(
-        model, Variational | Ladder
-    ):
-        name = (
-            "recondition=True"
-            if recondition
-            else f"passes={passes}"
-            if passes > 1
-            else f"chunk={chunk}"
-        )
+    given = {"recondition=True": recondition, f"passes={passes}": passes > 1}
+    given[f"chunk={chunk}"] = chunk is not None
+    name = next((name for name, there in given.items() if there), None)
+    if name is not None and not isinstance(model, Variational | Ladder):
         raise ValueError(
             f"{name} is for models that generate in parallel, not kind={kind!r}; allowed: vssm, tvae"
         )
-    if not cache and not issubclass(model, Autoregressive):
+    if not cache and not isinstance(model, Autoregressive):
         raise ValueError(
-            f"cache=False is for autoregressive models, not kind={kind!r}; allowed: transformer, ssm, rnn"
+            f"cache=False is for autoregressive models, not kind={kind!r}; "
+            "allowed: transformer, ssm, rnn"
         )
     if not cache and resumed:
         raise ValueError(
             "cache=False recomputes from the first step and can not use a state; allowed: a prompt"
         )
-    sample = observe == "sample" or (tokens and issubclass(model, Autoregressive))
-    return Options(
-        length, chunk or max(length, 1), recondition or passes > 1, passes, temperature, sample
-    )
+    sample = observe == "sample" or (model.head.tokens and isinstance(model, Autoregressive))
+    recondition = bool(recondition) or passes > 1
+    chunk = chunk or max(length, 1)
+    return Options(length, chunk, recondition, passes, temperature, sample, bool(cache))
 
 
 def _check_sequence(
@@ -417,7 +413,6 @@ def check_bytes(what: str, needed: int, device: torch.device) -> None:
         )
 
 
-@lru_cache(maxsize=16)
 def _memory(device: torch.device) -> int:
     """Returns the bytes that a device has; 0 where that is not known."""
     if device.type == "cuda":

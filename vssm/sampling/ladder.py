@@ -1,55 +1,26 @@
-"""Sampling from a vssm with levels: at once, or in chunks; each level is drawn for all steps together.
+"""Sampling from a vssm with levels, at once or in chunks: each level is drawn for all steps together.
 
-A state says what it has read: under `trunk` data only, under `blind` also empty tokens, of new steps that it
-has made but not read. With `recondition` a chunk that was made is then read by the state before it.
+A state says what it has read: under `trunk` only data, under `blind` also empty tokens, of new steps
+that it has made but not read. With `recondition`, the state before a chunk then reads that chunk.
 
 Legend: x (B, T, D) or tokens (B, T); z (B, T, Z); W chunk size.
 """
-
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from vssm.distributions import Latents
-from vssm.engine import graphs
-from vssm.engine.recording import OneShot
-from vssm.engine.trees import describe
 from vssm.models import Ladder
 from vssm.nn import State
-from vssm.sampling.request import (
-    BLIND,
-    Noise,
-    Options,
-    Result,
-    end_of,
-    expand_rows,
-    nothing,
-    packed,
-    results,
-    taken,
-    unpacked,
-)
+from vssm.sampling.request import BLIND, Noise, Options, Result, expand_rows, no_steps
 
 __all__ = ["read_ladder", "sample_ladder"]
 
 
 def sample_ladder(
-    model: Ladder,
-    prompt: Tensor | None,
-    state: State | None,
-    source: Noise,
-    options: Options,
-    record: bool,
-) -> Result:
-    """Runs the algorithm below, or replays it."""
-    made = _replayed(model, prompt, state, source, options) if record and options.length else None
-    return made or _ladder(model, prompt, state, source, options)
-
-
-def _ladder(
     model: Ladder, prompt: Tensor | None, state: State | None, source: Noise, options: Options
 ) -> Result:
+    """The algorithms of `vssm.sampling.parallel` for levels of latents."""
     num = source.num
     blind = state is not None and "blind" in state.children
     if blind and options.recondition:
@@ -68,10 +39,10 @@ def _ladder(
             _, after = model.descend(model.decoder.embed(x), None, trunk)
         position, trunk, blind = position + width, after, not options.recondition
     if trunk is None:
-        return *nothing(model, num, source), None
+        return *no_steps(model, source), None
     state = State({"blind" if blind else "trunk": trunk}, position)
     if not xs:
-        return *nothing(model, num, source), state
+        return *no_steps(model, source), state
     return torch.cat(xs, 1), torch.cat(zs, 1), state
 
 
@@ -104,31 +75,6 @@ def _make(
 
 def read_ladder(model: Ladder, x: Tensor, state: State | None) -> State:
     """Reads known data, which has no latents: nothing is drawn."""
-    _, trunk = model.descend(
-        model.decoder.embed(x), None, None if state is None else state.child("trunk")
-    )
+    before = None if state is None else state.child("trunk")
+    _, trunk = model.descend(model.decoder.embed(x), None, before)
     return State({"trunk": trunk}, trunk.position)
-
-
-def _replayed(
-    model: Ladder, prompt: Tensor | None, state: State | None, source: Noise, options: Options
-) -> Result | None:
-    """Replays `_ladder`, or returns None if it is to run itself."""
-    inputs = packed(model, prompt, state, source)
-    made = graphs.attempt(
-        model,
-        source.device,
-        ("ladder", options, source.num, describe(inputs.tensors)),
-        lambda recorder: OneShot(
-            recorder, model, partial(_ladder_tree, options), inputs.tensors, inputs.fixed(source)
-        ),
-        *inputs,
-        end_of(prompt, state, options),
-    )
-    return None if made is None else taken(made, source)
-
-
-def _ladder_tree(options: Options, model: Ladder, inputs: State) -> State:
-    """Does `_ladder` on a tree of inputs, as it is recorded."""
-    prompt, state, source = unpacked(inputs)
-    return results(_ladder(model, prompt, state, source, options), source)

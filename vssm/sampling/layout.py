@@ -5,7 +5,6 @@ before a kernel reads it. A change of what a block or model keeps is a change of
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +12,7 @@ from torch import Tensor
 
 from vssm.checks import shown, whole_number
 from vssm.config import ModelConfig
-from vssm.engine.weights import first_weight
-from vssm.models import Ladder, Model
+from vssm.models import Ladder, Model, first_weight
 from vssm.nn import State
 
 __all__ = ["fitted"]
@@ -56,7 +54,6 @@ class _Kept(NamedTuple):
 _Layout = dict[str, Any]  # of _Kept, and of the layouts of nested states
 
 
-@lru_cache(maxsize=256)
 def _layout(
     config: ModelConfig,
     blind: bool,

@@ -12,18 +12,15 @@ same.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from vssm.engine.trees import row_of
-from vssm.engine.weights import first_weight
-from vssm.models import Model
+from vssm.models import Model, first_weight
 from vssm.nn import State
 from vssm.sampling.request import Noise, Options
 
-__all__ = ["fitting", "in_slabs", "rows_of_cache", "rows_of_slab"]
+__all__ = ["fitting", "in_slabs", "one_row", "rows_of_cache", "rows_of_slab"]
 
 _SHARE = 8  # a slab takes about this part of a GPU's memory: smaller ones are slower
 _CPU_BYTES = 2**32  # of a slab on a CPU
@@ -115,7 +112,6 @@ def in_slabs(make: Callable[..., State], rows: int, num: int, *inputs: _Rows) ->
     return whole
 
 
-@lru_cache(maxsize=16)
 def bytes_of_slab(device: torch.device) -> int:
     """Returns how much memory a slab may take."""
     return _bytes_of_device(device) // _SHARE or _CPU_BYTES
@@ -156,7 +152,7 @@ def _room(made: State, num: int) -> State:
     for name, child in made.children.items():
         if isinstance(child, State):
             children[name] = _room(child, num)
-        elif len(row := row_of(child)) < len(child):
+        elif len(row := one_row(child)) < len(child):
             children[name] = row.clone().expand(num, *child.shape[1:])
         else:
             children[name] = child.new_empty(num, *child.shape[1:])
@@ -168,5 +164,11 @@ def _put(whole: State, made: State, rows: slice) -> None:
     for name, child in whole.children.items():
         if isinstance(child, State):
             _put(child, made.child(name), rows)
-        elif row_of(child) is child:
+        elif one_row(child) is child:
             child[rows] = made[name]
+
+
+def one_row(tensor: Tensor) -> Tensor:
+    """Returns the one row of a tensor that shows it many times, and any other tensor as it is."""
+    shared = tensor.ndim and tensor.shape[0] > 1 and tensor.stride(0) == 0
+    return tensor[:1] if shared else tensor

@@ -1,42 +1,70 @@
-"""The matrix product of a layer, for generation: as accurate as float32, at the speed of tensor cores.
+"""The matrix product of a layer, without gradients: as accurate as float32, as fast as tensor cores.
 
     y = norm(x) weight^T + bias + add          norm(x) = x scale (mean_k x_k^2 + eps)^(-1/2), or x
 
 Shapes: x (..., K); weight (N, K); bias (N,); add, y (..., N); scale (K,).
 
-On a GPU a float32 product runs on the units for single numbers, and one of few rows does not even fill these.
-`vssm.ops.linear.triton` has kernels for both. They have no gradients: with gradients, under autocast or
-`torch.compile`, and everywhere but on a GPU, PyTorch's own product runs.
+On a GPU, PyTorch multiplies float32 on the units for single numbers, and a product of few rows does not
+fill even these. `vssm.ops.linear.triton` has kernels for both cases. They have no gradients. PyTorch's
+own product runs with gradients, under autocast or `torch.compile`, and on a CPU.
+
+`linear_parts`, `linear_ready` and `PackedWeight` let `vssm.engine` fuse neighbouring products.
 """
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.ops.dispatch import choose_fused, needs_operator, product_dtype
-from vssm.ops.linear.weights import Halves
 
 if TYPE_CHECKING:
     from vssm.ops.linear.triton import Parts
 
 __all__ = [
+    "Halves",
     "Linear",
+    "PackedWeight",
     "Ready",
-    "applied",
-    "hooked",
+    "apply_in_halves",
     "linear",
     "linear_parts",
     "linear_ready",
-    "plain",
     "ready_parts",
 ]
 
 _DIVISOR = 32  # of K, in the kernels; less where there are many rows
 _FEW = 64
+
+Halves = tuple[Tensor, Tensor, Tensor]
+"""A matrix as high and low parts in float16 and a factor for each row."""
+
+
+class PackedWeight:
+    """A weight that never changes, with the halves that products of many rows read.
+
+    The halves are made when a product first asks for them, and kept: they take as many bytes as the
+    weight.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight.detach().contiguous()
+        self._halves: Halves | None = None
+
+    def halves(self, split: Callable[[Tensor], Halves]) -> Halves:
+        """Returns the halves, made by `split` at the first call."""
+        if self._halves is None:
+            halves = split(self.weight)
+            if self.weight.is_cuda:
+                if torch.cuda.is_current_stream_capturing():
+                    return halves  # belongs to the memory of that CUDA graph
+                torch.cuda.current_stream(self.weight.device).synchronize()  # any stream may read
+            self._halves = halves
+        return self._halves
 
 
 class Ready(NamedTuple):
@@ -44,77 +72,65 @@ class Ready(NamedTuple):
 
     x: Tensor
     normed: Tensor | Halves
-    """norm(x), whole or in the halves of `vssm.ops.linear.triton`."""
+    """norm(x), whole or in halves."""
 
     @property
     def product(self) -> tuple[Tensor, Halves | None]:
-        """What is to be multiplied, and its halves."""
+        """The tensor to multiply, and its halves."""
         return (self.normed, None) if isinstance(self.normed, Tensor) else (self.x, self.normed)
 
 
 class Linear(nn.Linear):
-    """Creates an `nn.Linear`, same parameters and same numbers, that is fast when it generates on a GPU.
+    """Creates an `nn.Linear`, same parameters and same numbers, that is fast without gradients on CUDA.
 
     Example:
-        >>> layer = Linear(3, 2)
-        >>> x, y = torch.ones(4, 3), torch.ones(4, 2)
-        >>> torch.equal(layer(x, add=y), F.linear(x, layer.weight, layer.bias) + y)
+        >>> layer, x = Linear(3, 2), torch.ones(4, 3)
+        >>> torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
         True
     """
 
-    def forward(
-        self, x: Tensor | Ready, add: Tensor | None = None, norm: nn.Module | None = None
-    ) -> Tensor:
-        """Maps x (..., K) to (..., N), normed before by `norm`, and adds `add` (..., N)."""
-        return linear(x, self.weight, self.bias, add, norm)
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps x (..., K) to (..., N)."""
+        return linear(x, self.weight, self.bias)
 
 
-def hooked(module: nn.Module) -> bool:
-    """Says whether somebody listens to what a module is given or makes."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def apply_in_halves(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Applies a linear layer and returns the two halves of its result.
 
-
-def plain(layer: nn.Module) -> bool:
-    """Says whether its weights say all that a layer does: it was not replaced (LoRA), and nobody listens."""
-    return type(layer) is Linear and not hooked(layer)
-
-
-def applied(
-    layer: nn.Module, x: Tensor | Ready, add: Tensor | None = None, norm: nn.Module | None = None
-) -> Tensor:
-    """Does what a `Linear` does; what is in the place of one is given the input, normed, and no more.
+    Training on CUDA multiplies once for each half: the gradients of the halves are then not copied
+    into one matrix. A layer of another class (LoRA) or with a hook is called as it is.
 
     Example:
-        >>> x, y = torch.ones(4, 3), torch.ones(4, 2)
-        >>> layer = Linear(3, 2)
-        >>> torch.equal(applied(nn.Sequential(layer), x, add=y), layer(x, add=y))
-        True
+        >>> u, z = apply_in_halves(Linear(3, 4), torch.ones(5, 3))
+        >>> u.shape, z.shape
+        (torch.Size([5, 2]), torch.Size([5, 2]))
     """
-    if plain(layer):
-        return layer(x, add, norm)
-    x = x.x if isinstance(x, Ready) else x
-    y = layer(x if norm is None else norm(x))
-    return y if add is None else add + y
+    hooked = bool(layer._forward_hooks or layer._forward_pre_hooks)
+    if torch.is_grad_enabled() and x.is_cuda and type(layer) is Linear and not hooked:
+        first, second = layer.weight.unflatten(0, (2, -1)).unbind()
+        return F.linear(x, first), F.linear(x, second)
+    u, z = layer(x).chunk(2, -1)
+    return u, z
 
 
 def linear(
     x: Tensor | Ready,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None = None,
     add: Tensor | None = None,
-    norm: nn.Module | None = None,
+    norm: nn.RMSNorm | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Multiplies the rows of x by a weight, as `torch.nn.functional.linear` does.
 
     Arguments:
-        x: The input, (..., K), or what `linear_ready` made of it, with this norm.
+        x: The input, (..., K), or a result of `linear_ready` with this norm.
         weight: The weight, (N, K).
         bias: Added to every row, (N,).
         add: Added to the result, (..., N).
-        norm: Applied to x before, (..., K) to (..., K); a kernel may do an RMSNorm on the way.
-        backend: "auto", "reference" or "triton"; "auto" takes the kernel for float32 on CUDA where no
-            gradient is asked for and PyTorch is not allowed to be less accurate (`fp32_precision`).
+        norm: Applied to x before the product.
+        backend: "auto", "reference" or "triton"; "auto" takes the kernel for float32 on CUDA, unless a
+            gradient is needed or PyTorch may be less accurate (`fp32_precision`).
 
     Returns:
         The product, (..., N).
@@ -128,11 +144,9 @@ def linear(
 
         given, halves = x.product
         return linear_triton.forward(given, weight, bias, add, halves=halves)
-    if norm is not None and not _is_plain(norm, x):
-        x, norm = cast(Tensor, norm(x)), None
     skip = backend == "auto" and not x.is_cuda  # a step-by-step loop feels each of these questions
     if skip or not choose_fused(backend, x.device, x.dtype, _refusal(x, weight, bias, add, norm)):
-        y = F.linear(x if norm is None else norm(x), weight, bias)
+        y = F.linear(x if norm is None else norm(x), _tensor(weight), bias)
         return y if add is None else add + y
     from vssm.ops.linear import triton as linear_triton
 
@@ -140,55 +154,59 @@ def linear(
 
 
 def linear_ready(
-    x: Tensor, weight: Tensor, add: Tensor, norm: nn.Module, columns: int, backend: str = "auto"
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    add: Tensor,
+    norm: nn.RMSNorm,
+    columns: int,
+    backend: str = "auto",
 ) -> Tensor | Ready:
-    """Does `linear`, and may make the result ready for the next product on the way.
+    """Computes `linear`, and may prepare the result for the next product in the same kernel.
 
     Arguments:
         x: As for `linear`.
         weight: As for `linear`.
         add: As for `linear`.
         norm: Applied to the result before the next product.
-        columns: Those of the next product.
+        columns: The columns of the next product.
         backend: As for `linear`.
     """
-    if not _is_plain(norm, add) or hasattr(
-        norm.weight, "full_tensor"
-    ):  # FSDP2: whole inside `forward` only
-        refusal = "the norm must be an RMSNorm of the columns of the result, at hand"
-    elif len(weight) % _DIVISOR:
+    refusal = _refusal(x, weight, None, add, norm)
+    if len(_tensor(weight)) % _DIVISOR:
         refusal = f"{_DIVISOR} must divide the columns of the result"
-    else:
-        refusal = _refusal(x, weight, None, add, norm)
     if not choose_fused(backend, x.device, x.dtype, refusal):
         return linear(x, weight, None, add, backend=backend)
     from vssm.ops.linear import triton as linear_triton
 
-    assert isinstance(norm, nn.RMSNorm) and norm.eps is not None
-    y, normed = linear_triton.forward_split(x, weight, add, columns, norm.weight, norm.eps)
+    y, normed = linear_triton.forward_split(x, weight, add, columns, *_scale_of(norm))
     return y if normed is None else Ready(y, normed)
 
 
 def linear_parts(
-    x: Tensor, weight: Tensor, norm: nn.Module | None = None, backend: str = "auto"
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    norm: nn.RMSNorm | None = None,
+    backend: str = "auto",
 ) -> "Tensor | Parts":
-    """Does `linear`, but may leave parts of the sums over K to be added by who reads the product."""
-    if norm is not None and not _is_plain(norm, x):
-        x, norm = norm(x), None
+    """Computes `linear`, but may leave parts of the sums over K for the reader to add."""
     skip = backend == "auto" and not x.is_cuda
     if skip or not choose_fused(backend, x.device, x.dtype, _refusal(x, weight, None, None, norm)):
-        return F.linear(x if norm is None else norm(x), weight)
+        return F.linear(x if norm is None else norm(x), _tensor(weight))
     from vssm.ops.linear import triton as linear_triton
 
     return linear_triton.multiply(x, weight, None, None, *_scale_of(norm))
 
 
-def ready_parts(x: Ready, weight: Tensor) -> "Tensor | Parts":
-    """Does `linear_parts` with what `linear_ready` has made ready."""
+def ready_parts(x: Ready, weight: Tensor | PackedWeight) -> "Tensor | Parts":
+    """Computes `linear_parts` of a result of `linear_ready`."""
     from vssm.ops.linear import triton as linear_triton
 
     given, halves = x.product
     return linear_triton.multiply(given, weight, halves=halves)
+
+
+def _tensor(weight: Tensor | PackedWeight) -> Tensor:
+    return weight.weight if isinstance(weight, PackedWeight) else weight
 
 
 @cache
@@ -199,27 +217,19 @@ def _has_descriptors() -> bool:
         return False
 
 
-def _is_plain(norm: nn.Module, x: Tensor) -> TypeGuard[nn.RMSNorm]:
-    """Says whether kernels can norm the rows of x on the way."""
-    return (
-        isinstance(norm, nn.RMSNorm)
-        and norm.elementwise_affine
-        and norm.eps is not None
-        and norm.weight.shape == x.shape[-1:]
-    )
-
-
 def _scale_of(norm: nn.RMSNorm | None) -> tuple[Tensor | None, float]:
-    if norm is None:
-        return None, 0.0
-    assert norm.eps is not None
-    return norm.weight, norm.eps
+    return (None, 0.0) if norm is None else (norm.weight, norm.eps or 0.0)
 
 
 def _refusal(
-    x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None, norm: nn.RMSNorm | None
+    x: Tensor,
+    packed: Tensor | PackedWeight,
+    bias: Tensor | None,
+    add: Tensor | None,
+    norm: nn.RMSNorm | None,
 ) -> str | None:
-    """Says why the kernels can not take a product, or None when they can."""
+    """Says why the kernels can not take a product, or returns None when they can."""
+    weight = _tensor(packed)
     tensors = [
         t for t in (x, weight, bias, add, None if norm is None else norm.weight) if t is not None
     ]

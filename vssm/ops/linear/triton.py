@@ -43,8 +43,8 @@ import torch
 import triton
 from torch import Tensor
 
+from vssm.ops.linear import Halves, PackedWeight
 from vssm.ops.linear import triton_kernels as kernels
-from vssm.ops.linear.weights import Halves, halves_of
 
 __all__ = ["Parts", "Plan", "forward", "forward_split", "multiply", "plan"]
 
@@ -168,7 +168,7 @@ def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
 
 def forward(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None = None,
     add: Tensor | None = None,
     scale: Tensor | None = None,
@@ -185,7 +185,12 @@ def forward(
 
 
 def forward_split(
-    x: Tensor, weight: Tensor, add: Tensor | None, columns: int, scale: Tensor, eps: float
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    add: Tensor | None,
+    columns: int,
+    scale: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, Halves | Tensor | None]:
     """Returns y as `forward` does, and y normed if the kernel that adds its parts of K can do that too.
 
@@ -209,10 +214,10 @@ def forward_split(
     y = torch.empty((*x.shape[:-1], N), dtype=torch.float32, device=x.device)
     halves = _room(M, N, x.device) if how.split == "before" else None
     normed = torch.empty_like(y) if halves is None else None
-    add = None if add is None else add.contiguous()
+    add, scale = (None if t is None else t.contiguous() for t in (add, scale))
     results = y, normed, *(halves or (None, None, None))
     kernels.sum_split_kernel[(M,)](
-        made.partial, add, scale.contiguous(), *results, M, eps, N, len(made.partial),
+        made.partial, add, scale, *results, M, eps, N, len(made.partial),
         triton.next_power_of_2(N), num_warps=8,
     )  # fmt: skip
     return y, normed if halves is None else halves
@@ -236,7 +241,7 @@ def _added(made: Parts, shape: torch.Size, bias: Tensor | None, add: Tensor | No
 
 def multiply(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     bias: Tensor | None = None,
     add: Tensor | None = None,
     scale: Tensor | None = None,
@@ -245,10 +250,11 @@ def multiply(
     halves: Halves | None = None,
 ) -> Tensor | Parts:
     """Does `forward` but for the parts of K, if there are any: neither are they added, nor bias and add."""
+    packed = weight if isinstance(weight, PackedWeight) else None
+    weight = weight.contiguous() if isinstance(weight, Tensor) else weight.weight
     (N, K), shape = weight.shape, (*x.shape[:-1], len(weight))
     x = x.reshape(-1, K)
     x = x if x.stride(1) == 1 else x.contiguous()
-    weight = weight.contiguous()
     bias, add, scale = (None if t is None else t.contiguous() for t in (bias, add, scale))
     M = len(x)
     if K < THIN and M > 1 and N:
@@ -291,7 +297,7 @@ def multiply(
         )
 
         high, low, down = _split(x, scale, eps) if halves is None else halves
-        high_w, low_w, down_w = halves_of(weight, _split)
+        high_w, low_w, down_w = _split(weight) if packed is None else packed.halves(_split)
         # Tiles that are described once are copied by a unit of their own, which computes no addresses.
         rows, columns = [how.BM, how.BK], [how.BN, how.BK]
         left = (*(TensorDescriptor.from_tensor(half, rows) for half in (high, low)), down)

@@ -1,0 +1,238 @@
+"""Blocks and stacks for a frozen model on a GPU: fewer kernels, and weights in the layout they read.
+
+They compute what the plain modules of `vssm.nn` compute, to rounding, and have the same signatures.
+Because the weights never change, A = -exp(A_log) is computed once, and every matrix keeps the halves
+that products of many rows read (`vssm.ops.linear.PackedWeight`). In a stack of Mamba blocks, the kernel
+that ends a product also adds the residual, and norms and splits the sum for the product that follows.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vssm.models import Model, Variational
+from vssm.nn import AttentionBlock, GRUBlock, MambaBlock, Stack, State
+from vssm.ops import selective_scan
+from vssm.ops.conv import linear_conv_silu
+from vssm.ops.linear import Linear, PackedWeight, Ready, linear, linear_ready
+
+__all__ = ["decode_step", "fuse"]
+
+
+def fuse(model: Model, backend: str = "auto") -> None:
+    """Replaces the layers, blocks and stacks of a frozen model by fused ones, in place.
+
+    Modules of other classes, such as adapters that replace a layer, stay as they are.
+
+    Arguments:
+        model: The model. Its weights must not change any more.
+        backend: The backend of the products, for tests; "auto" takes the kernels on CUDA.
+    """
+    if isinstance(model, Variational):
+        model.encoder = nn.Identity()  # generation does not read it  # type: ignore[assignment]
+    _replace(model, backend)
+
+
+def _replace(parent: nn.Module, backend: str) -> None:
+    for name, child in list(parent.named_children()):
+        _replace(child, backend)
+        if type(child) is Linear:
+            child = PackedLinear(child, backend)
+        elif type(child) is MambaBlock and _packed(child.mixer):
+            child = FusedMamba(child, backend)
+        elif type(child) is AttentionBlock and _packed(child):
+            child = FusedAttention(child)
+        elif type(child) is GRUBlock:
+            child = FusedGRU(child, backend)
+        elif type(child) is Stack:
+            child = FusedStack(child)
+        setattr(parent, name, child)
+
+
+def _packed(module: nn.Module) -> bool:
+    """Says whether no linear layer of a block was replaced, except by `PackedLinear`."""
+    names = ("in_proj", "x_proj", "out_proj", "c_attn", "c_proj", "mlp_c_fc", "mlp_c_proj")
+    layers = [getattr(module, name) for name in names if hasattr(module, name)]
+    return all(type(layer) is PackedLinear for layer in layers)
+
+
+class PackedLinear(nn.Module):
+    """Creates a frozen linear layer from a plain one."""
+
+    def __init__(self, layer: Linear, backend: str) -> None:
+        super().__init__()
+        self.weight, self.bias, self.backend = layer.weight, layer.bias, backend
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.packed = PackedWeight(layer.weight)
+
+    def forward(
+        self, x: Tensor | Ready, add: Tensor | None = None, norm: nn.RMSNorm | None = None
+    ) -> Tensor:
+        """Maps x (..., K), after the norm, to (..., N) and adds `add` (..., N)."""
+        return linear(x, self.packed, self.bias, add, norm, self.backend)
+
+
+class FusedMamba(MambaBlock):
+    """Creates a frozen Mamba block from a plain one."""
+
+    def __init__(self, block: MambaBlock, backend: str) -> None:
+        nn.Module.__init__(self)
+        mixer = block.mixer
+        self.norm, self.mixer, self.backend = block.norm, mixer, backend
+        assert isinstance(mixer.in_proj, PackedLinear) and isinstance(mixer.out_proj, PackedLinear)
+        assert mixer.conv1d.bias is not None
+        self.in_weight, self.out_weight = mixer.in_proj.packed, mixer.out_proj.packed
+        self.taps, self.bias = mixer.conv1d.weight.squeeze(1).contiguous(), mixer.conv1d.bias
+        self.A = -torch.exp(mixer.A_log.detach().float())
+        self.dt_weight = PackedWeight(mixer.dt_proj.weight)
+
+    def forward(
+        self,
+        x: Tensor | Ready,
+        state: State | None = None,
+        following: tuple[nn.RMSNorm, int] | None = None,
+    ) -> tuple[Tensor | Ready, State]:
+        """Maps x (B, T, width) to (B, T, width) and returns the state after the last step.
+
+        Arguments:
+            x: The input, or a result that the block before has made ready.
+            state: The state before it.
+            following: The norm and the number of columns of the product that reads the result. If
+                given, the result may come ready for that product.
+        """
+        mixer, given = self.mixer, x.x if isinstance(x, Ready) else x
+        conv, h = (None, None) if state is None else (state["conv"], state["ssm"])
+        convolution = self.taps, self.bias, conv
+        u, z, conv = linear_conv_silu(x, self.in_weight, *convolution, self.norm, self.backend)
+        dt, B, C = mixer.x_proj(u).split([mixer.rank, mixer.states, mixer.states], -1)
+        dt = linear(dt, self.dt_weight, backend=self.backend)
+        inputs = u, dt, self.A, B, C, mixer.D, z, mixer.dt_proj.bias
+        y, h = selective_scan(*inputs, softplus=True, h0=h)
+        position = given.shape[1] + (0 if state is None else state.position)
+        after = State({"conv": conv, "ssm": h}, position)
+        if following is None:
+            return mixer.out_proj(y, add=given), after
+        return linear_ready(y, self.out_weight, given, *following, self.backend), after
+
+
+class FusedAttention(AttentionBlock):
+    """Creates a frozen attention block from a plain one."""
+
+    def __init__(self, block: AttentionBlock) -> None:
+        nn.Module.__init__(self)
+        self.heads = block.heads
+        for name, layer in block.named_children():
+            setattr(self, name, layer)
+
+    def finish(self, x: Tensor, y: Tensor) -> Tensor:
+        """Adds the output projection of attention, y, and the feed-forward network to x."""
+        x = self.c_proj(y, add=x)
+        hidden = F.gelu(self.mlp_c_fc(self.ln_2(x)), approximate="tanh")
+        return self.mlp_c_proj(hidden, add=x)
+
+
+class FusedGRU(GRUBlock):
+    """Creates a frozen GRU block from a plain one: a step has two products and one kernel."""
+
+    def __init__(self, block: GRUBlock, backend: str) -> None:
+        nn.Module.__init__(self)
+        self.norm, self.gru, self.backend = block.norm, block.gru, backend
+        weights = dict(block.gru.named_parameters())
+        self.input_weight = PackedWeight(weights["weight_ih_l0"])
+        self.hidden_weight = PackedWeight(weights["weight_hh_l0"])
+
+    def cell(self, x: Tensor, h: Tensor) -> Tensor:
+        """Returns the hidden state after one step."""
+        if not x.is_cuda:
+            return super().cell(x, h)
+        gates = linear(x[:, 0], self.input_weight, norm=self.norm, backend=self.backend)
+        recurrent = linear(h, self.hidden_weight, backend=self.backend)
+        biases = self.gru.bias_ih_l0, self.gru.bias_hh_l0
+        return torch.ops.aten._thnn_fused_gru_cell(gates, recurrent, h, *biases)[0]
+
+
+class FusedStack(Stack):
+    """Creates a frozen stack from a plain one whose blocks are fused."""
+
+    def __init__(self, stack: Stack) -> None:
+        nn.Module.__init__(self)
+        self.embed, self.blank, self.blocks = stack.embed, stack.blank, stack.blocks
+        self.norm, self.out, self.positional = stack.norm, stack.out, stack.positional
+
+    def run(self, e: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Runs the blocks on inputs that are already embedded, e (B, T, width)."""
+        blocks = list(self.blocks)
+        if not all(isinstance(block, FusedMamba) for block in blocks):
+            return super().run(e, state)
+        x: Tensor | Ready = e.float() if torch.is_autocast_enabled(e.device.type) else e
+        children: dict[str, Tensor | State] = {}
+        for i, block in enumerate(blocks):
+            before = None if state is None else state.child(str(i))
+            x, children[str(i)] = block(x, before, self._following(i))
+        position = e.shape[1] + (0 if state is None else state.position)
+        return self.out(x, norm=self.norm), State(children, position)
+
+    def _following(self, i: int) -> tuple[nn.RMSNorm, int] | None:
+        """Returns the norm and the number of columns of the product that reads block i."""
+        if i + 1 < len(self.blocks):
+            following = self.blocks[i + 1]
+            assert isinstance(following, FusedMamba)
+            return following.norm, len(following.mixer.in_proj.weight)
+        if not isinstance(self.out, PackedLinear) or not isinstance(self.norm, nn.RMSNorm):
+            return None
+        return self.norm, len(self.out.weight)
+
+
+def decode_step(stack: Stack, e: Tensor, caches: list[Tensor], at: Tensor, codes: Tensor) -> Tensor:
+    """Runs one step of a transformer's stack at a position that only the device knows.
+
+    A CUDA graph needs this: the key-value cache has room for R steps, and a mask hides the steps
+    after the position.
+
+    Arguments:
+        stack: The stack.
+        e: The embedded input of the step, (B, 1, width).
+        caches: For every block its keys and values, (2, B, heads, R, size), written in place.
+        at: The position p, (1,).
+        codes: The codes of the positions 0 to R - 1, (R, width).
+
+    Returns:
+        The output of the stack, (B, 1, outputs).
+    """
+    hidden = torch.arange(len(codes), device=e.device) > at
+    mask = e.new_zeros(len(codes)).masked_fill_(hidden, -torch.inf)
+    e = e + codes.index_select(0, at)
+    for block, cache in zip(stack.blocks, caches, strict=True):
+        assert isinstance(block, AttentionBlock)
+        e = _attend(block, e, cache, at, mask)
+    return stack.out(stack.norm(e))
+
+
+def _attend(block: AttentionBlock, x: Tensor, cache: Tensor, at: Tensor, mask: Tensor) -> Tensor:
+    """Runs one step of a block, x (B, 1, width); mask is 0 up to the position and -inf after it, (R,)."""
+    batch, _, width = x.shape
+    _, _, heads, room, size = cache.shape
+    qkv = block.c_attn(block.ln_1(x)).view(batch, 3, heads, size).movedim(1, 0)
+    cache.index_copy_(3, at, qkv[1:, :, :, None])
+    q, (k, v) = qkv[0], cache
+    if q.dtype.itemsize < 4:  # its kernel keeps the scores in float32
+        mask = mask.expand(1, 1, 1, room)
+        y = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask)
+    else:
+        # For one query the kernel would compute sixty-four, and give each head to one processor.
+        rows = batch * heads
+        q, k, v = q.reshape(rows, 1, size), k.view(rows, room, size), v.view(rows, room, size)
+        mask = mask.expand(rows, 1, room)
+        scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=size**-0.5)
+        parts = _num_parts(rows, room)
+        y = scores.softmax(-1).view(rows * parts, 1, -1) @ v.view(rows * parts, -1, size)
+        y = y.view(rows, parts, size).sum(1) if parts > 1 else y
+    return block.finish(x, y.reshape(batch, 1, width))
+
+
+def _num_parts(rows: int, room: int) -> int:
+    """Returns how many parts a sum over the room is cut into, so that few rows fill a device."""
+    parts = 1
+    while parts * rows < 256 and room % (2 * parts) == 0 and room // (2 * parts) >= 64:
+        parts *= 2
+    return parts
