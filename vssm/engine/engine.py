@@ -1,7 +1,7 @@
 """The engine: a frozen copy of a model that generates fast.
 
-Plain `vssm.generate(model, ...)` keeps nothing. An engine keeps everything that depends on the weights
-alone, because its own weights never change:
+Plain `vssm.generate(model, ...)` keeps nothing. An engine keeps everything that depends on the
+weights alone, because its own weights never change:
 
 | kept                                               | where                    | for               |
 | -------------------------------------------------- | ------------------------ | ----------------- |
@@ -9,8 +9,8 @@ alone, because its own weights never change:
 | calls that repeat, as CUDA graphs                  | `vssm.engine.programs`   | CUDA              |
 | the partial posterior's pass over empty tokens     | here                     | vssm, tvae        |
 
-A call of a new shape runs as it is; the second call of that shape is recorded, and later calls replay
-the recording.
+A call of a new shape runs as it is; the second call of that shape is recorded, and later calls
+replay the recording.
 """
 
 import copy
@@ -55,9 +55,9 @@ _ROOM = 64  # steps in the smallest recorded key-value cache; others double it
 class Engine:
     """Creates a frozen copy of a model for fast generation.
 
-    `generate` and `observe` have the arguments of `vssm.generate` and `vssm.observe` without the model,
-    and the same results, to rounding. Training or moving the model later does not change the engine.
-    Hooks of the model are not called when a recording is replayed.
+    `generate` and `observe` have the arguments of `vssm.generate` and `vssm.observe` without the
+    model, and the same results, to rounding. Training or moving the model later does not change the
+    engine. Hooks of the model are not called when a recording is replayed.
 
     Arguments:
         model: Any of the six models, on the device where it should generate.

@@ -1,9 +1,11 @@
-"""Blocks and stacks for a frozen model on a GPU: fewer kernels, and weights in the layout they read.
+"""Blocks and stacks for a frozen model on a GPU: fewer kernels, and weights in the layout they
+read.
 
 They compute what the plain modules of `vssm.nn` compute, to rounding, and have the same signatures.
-Because the weights never change, A = -exp(A_log) is computed once, and every matrix keeps the halves
-that products of many rows read (`vssm.ops.linear.PackedWeight`). In a stack of Mamba blocks, the kernel
-that ends a product also adds the residual, and norms and splits the sum for the product that follows.
+Because the weights never change, A = -exp(A_log) is computed once, and every matrix keeps the
+halves that products of many rows read (`vssm.ops.linear.PackedWeight`). In a stack of Mamba blocks,
+the kernel that ends a product also adds the residual, and norms and splits the sum for the product
+that follows.
 """
 
 import torch
@@ -209,7 +211,9 @@ def decode_step(stack: Stack, e: Tensor, caches: list[Tensor], at: Tensor, codes
 
 
 def _attend(block: AttentionBlock, x: Tensor, cache: Tensor, at: Tensor, mask: Tensor) -> Tensor:
-    """Runs one step of a block, x (B, 1, width); mask is 0 up to the position and -inf after it, (R,)."""
+    """Runs one step of a block, x (B, 1, width); mask is 0 up to the position and -inf after it,
+    (R,).
+    """
     batch, _, width = x.shape
     _, _, heads, room, size = cache.shape
     qkv = block.c_attn(block.ln_1(x)).view(batch, 3, heads, size).movedim(1, 0)

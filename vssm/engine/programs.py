@@ -20,8 +20,8 @@ _KEYS = 64  # remembered as asked for once
 class Programs:
     """Keeps the programs of one model on one device, the last used ones.
 
-    `run` returns None where the plain path should run: at the first call of a key, since most keys are
-    asked for only once; where recording failed; and where nothing can be recorded.
+    `run` returns None where the plain path should run: at the first call of a key, since most keys
+    are asked for only once; where recording failed; and where nothing can be recorded.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,8 +1,9 @@
-"""Programs of an engine: functions that are recorded as CUDA graphs and replayed with other numbers.
+"""Programs of an engine: functions that are recorded as CUDA graphs and replayed with other
+numbers.
 
-A small model on a fast device waits for Python and for launches. A recorded program has static tensors
-that it reads and writes. A call copies its inputs there, replays the graph, and copies the results out.
-The device waits for everything that comes before the replay, so that is little.
+A small model on a fast device waits for Python and for launches. A recorded program has static
+tensors that it reads and writes. A call copies its inputs there, replays the graph, and copies the
+results out. The device waits for everything that comes before the replay, so that is little.
 
 | program   | recorded                                                        | used for                    |
 | --------- | --------------------------------------------------------------- | --------------------------- |

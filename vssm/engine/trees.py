@@ -14,8 +14,8 @@ from vssm.sampling.slabs import one_row
 
 __all__ = ["OutputTree", "copy", "describe", "join_steps", "leaves_like", "place", "zero"]
 
-# Bytes from which a tensor gets memory of its own. To gather a larger tensor takes longer than another
-# launch, and a caller who keeps a small result must not keep a large one alive.
+# Bytes from which a tensor gets memory of its own. To gather a larger tensor takes longer than
+# another launch, and a caller who keeps a small result must not keep a large one alive.
 _LARGE = 1 << 20
 _ALIGNED = 256  # bytes, as in allocated memory: how a product is computed depends on it
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -24,8 +24,8 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 class OutputTree:
     """Holds a tree of static tensors; `copy` returns a copy of it in a few launches.
 
-    In a copy, the tensors at the top share a piece of memory, and so do the tensors of each subtree: a
-    caller who keeps x keeps z alive, but not the state.
+    In a copy, the tensors at the top share a piece of memory, and so do the tensors of each
+    subtree: a caller who keeps x keeps z alive, but not the state.
 
     Example:
         >>> tree = OutputTree(State({"x": torch.ones(2), "z": torch.zeros(3), "state": State({})}))
@@ -82,7 +82,9 @@ class OutputTree:
 
 
 def _side_by_side(rows: list[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """Returns the parts that make dense tensors one piece of memory, and the byte where each starts."""
+    """Returns the parts that make dense tensors one piece of memory, and the byte where each
+    starts.
+    """
     if len(rows) == 1:
         return rows, [0]
     # `torch.cat` copies large words at once, and is slow where a part is empty.

@@ -64,9 +64,11 @@ def first_weight(model: nn.Module) -> Tensor:
 
 
 def inner_model(model: object) -> Model:
-    """Returns a model, or the one inside a module that shows its config, as `torch.compile` makes them.
+    """Returns a model, or the one inside a module that shows its config, as `torch.compile` makes
+    them.
 
-    Warns when `torch.compile` had no effect: it compiles `forward`, which only autoregressive models have.
+    Warns when `torch.compile` had no effect: it compiles `forward`, which only autoregressive
+    models have.
 
     Example:
         >>> import torch

@@ -59,7 +59,9 @@ class Autoregressive(nn.Module):
         return self.head(w), State({"stack": stack, "last": last}, position)
 
     def next(self, batch: int, state: State | None) -> tuple[Observation, State]:
-        """Returns the distribution of the next step, (B, 1, ...), and the state of the stack after it."""
+        """Returns the distribution of the next step, (B, 1, ...), and the state of the stack after
+        it.
+        """
         w, stack = self.stack.run(
             self.pending(batch, state), None if state is None else state.child("stack")
         )

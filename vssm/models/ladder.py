@@ -1,4 +1,5 @@
-"""A vssm whose latents have levels: what a step needs to know of the others is drawn before it, in parallel.
+"""A vssm whose latents have levels: what a step needs to know of the others is drawn before it, in
+parallel.
 
     input               e_t = E x_t for t <= C, a learned ∅ after
     level l = 1 ... L   h   = block_l(h)                                  one causal Mamba block
@@ -7,22 +8,23 @@
                         h_t <- h_t + (E_l z^l_a)_{t-a}                    for t > C, a = a_l(t)
     likelihood          p(x_t | z_{1:t}, x_{1:C})          = P(x_t | w_t)   w = f_dec(h)
 
-In a plain vssm the latents of different steps are drawn independently of one another, and one shot then
-makes steps that do not fit together. Here those of level l depend on all levels above, at this and all
-earlier steps: in L rounds, each parallel in time, the steps agree. One network is the prior (C = 0), what the
-paper calls partial posterior (C > 0) and the decoder. The evidence f reads the whole sequence, in both
-directions (with one layer backwards only), and is used for training and for likelihoods only: what generates
-is causal, so that chunks, resuming and constant states are those of a vssm. A level is a `Rung`.
+In a plain vssm the latents of different steps are drawn independently of one another, and one shot
+then makes steps that do not fit together. Here those of level l depend on all levels above, at this
+and all earlier steps: in L rounds, each parallel in time, the steps agree. One network is the prior
+(C = 0), what the paper calls partial posterior (C > 0) and the decoder. The evidence f reads the
+whole sequence, in both directions (with one layer backwards only), and is used for training and for
+likelihoods only: what generates is causal, so that chunks, resuming and constant states are those
+of a vssm. A level is a `Rung`.
 
-A latent of a level with span s speaks for s steps: it is drawn at the first of them, a_l(t) = C + 1 +
-s floor((t - C - 1) / s), from the evidence of all s, and says something else to each (E_l z has a row for
-each of them). With spans that become shorter from level to level, what many steps have to agree on is drawn
-once: first the whole, then its parts. With span 1, a_l(t) = t. A state holds the latents that speak for steps
-to come; what follows a prompt begins with new ones.
+A latent of a level with span s speaks for s steps: it is drawn at the first of them, a_l(t) = C + 1
++ s floor((t - C - 1) / s), from the evidence of all s, and says something else to each (E_l z has a
+row for each of them). With spans that become shorter from level to level, what many steps have to
+agree on is drawn once: first the whole, then its parts. With span 1, a_l(t) = t. A state holds the
+latents that speak for steps to come; what follows a prompt begins with new ones.
 
-Legend: x (B, T, D), or (B, T) tokens; z (B, T, Z), of which each level has its Z / L components in turn;
-h (B, T, width); C the cut, or length of the prompt, one for each row in training; L `levels`; A latents of
-a level after the cut, or in the steps of a call, T of them with span 1.
+Legend: x (B, T, D), or (B, T) tokens; z (B, T, Z), of which each level has its Z / L components in
+turn; h (B, T, width); C the cut, or length of the prompt, one for each row in training; L `levels`;
+A latents of a level after the cut, or in the steps of a call, T of them with span 1.
 """
 
 from collections.abc import Callable
@@ -43,7 +45,9 @@ from vssm.ops.norm import RMSNorm
 __all__ = ["Ladder", "Rung", "Task"]
 
 Draw = Callable[[int, Latents, Tensor], Tensor]
-"""From a level, p(z^l) and the query R_l h to z^l: classes (B, A, Z / L), or one-hot (B, A, Z / L, N)."""
+"""From a level, p(z^l) and the query R_l h to z^l: classes (B, A, Z / L), or one-hot (B, A, Z / L,
+N).
+"""
 
 
 class Task(NamedTuple):
@@ -120,7 +124,9 @@ class Rung(nn.Module):
         return h if self.span == 1 else _take(h, self.starts(cut, h.shape[1]), past=h.shape[1])
 
     def read(self, f: Tensor, cut: Tensor) -> Tensor:
-        """Makes one of what was read (B, T, width) of all steps that a latent speaks for, (B, A, width)."""
+        """Makes one of what was read (B, T, width) of all steps that a latent speaks for, (B, A,
+        width).
+        """
         assert self.gather is not None
         first = self.starts(cut, f.shape[1])[..., None]
         steps = (first + torch.arange(self.span, device=cut.device)).flatten(1)
@@ -129,7 +135,9 @@ class Rung(nn.Module):
         )
 
     def joined(self, z: Tensor | None, held: Tensor | None) -> tuple[Tensor, int]:
-        """Returns latents that were held with new ones, and how many steps those held have spoken for."""
+        """Returns latents that were held with new ones, and how many steps those held have spoken
+        for.
+        """
         if held is None:
             assert z is not None
             return z, 0
@@ -138,7 +146,9 @@ class Rung(nn.Module):
         ]
 
     def at_steps(self, z: Tensor | None, held: Tensor | None, length: int) -> Tensor:
-        """Returns the latents that speak for each of T steps, (B, T, Z / L), from those held and new ones."""
+        """Returns the latents that speak for each of T steps, (B, T, Z / L), from those held and
+        new ones.
+        """
         z, spoken = self.joined(z, held)
         return (
             z if self.span == 1 else z.repeat_interleave(self.span, 1)[:, spoken : spoken + length]
@@ -162,7 +172,8 @@ class Rung(nn.Module):
 
 
 def _take(h: Tensor, steps: Tensor, past: int) -> Tensor:
-    """Returns those steps (B, J) of h (B, T, width), with zeros for up to `past` steps past the end.
+    """Returns those steps (B, J) of h (B, T, width), with zeros for up to `past` steps past the
+    end.
 
     No step of a row comes twice: its gradient would be a sum in an order that a GPU does not keep.
     """
@@ -238,15 +249,17 @@ class Ladder(nn.Module):
     def descend(
         self, e: Tensor, draw: Draw | None, state: State | None = None, cut: Tensor | None = None
     ) -> tuple[Observation, State]:
-        """Goes down all levels; returns p(x_t | z_{1:t}, x_{1:C}) of all steps, and the state after them.
+        """Goes down all levels; returns p(x_t | z_{1:t}, x_{1:C}) of all steps, and the state after
+        them.
 
         Arguments:
             e: The input of the steps, (B, T, width).
-            draw: Makes the latents of a level that begin in these steps, if any do; None where all steps are
-                known, which have none.
+            draw: Makes the latents of a level that begin in these steps, if any do; None where all
+                steps are known, which have none.
             state: What came before; with a `draw` and no `cut`, also the latents that still speak.
-            cut: C, the steps that have no latents, (B,), in training and for likelihoods: latents begin after
-                it, and the state is not one to go on from. All steps are new by default.
+            cut: C, the steps that have no latents, (B,), in training and for likelihoods: latents
+                begin after it, and the state is not one to go on from. All steps are new by
+                default.
         """
         children: dict[str, Tensor | State] = {}
         h = e.float() if torch.is_autocast_enabled(e.device.type) else e  # as in `Stack.run`
@@ -279,7 +292,9 @@ class Ladder(nn.Module):
         return None if state is None or name not in state.children else state[name]
 
     def begins(self, length: int) -> Tensor:
-        """Returns which components have a latent that begins at a step, (T, Z), after an empty prompt."""
+        """Returns which components have a latent that begins at a step, (T, Z), after an empty
+        prompt.
+        """
         none = torch.zeros(1, dtype=torch.int64)
         table = torch.zeros(length, self.config.levels, dtype=torch.bool)
         for level in range(self.config.levels):
@@ -293,7 +308,9 @@ class Ladder(nn.Module):
         return rung
 
     def _read(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """Returns what the encoder makes of x, (B, T, width): blocks backwards and forwards take turns."""
+        """Returns what the encoder makes of x, (B, T, width): blocks backwards and forwards take
+        turns.
+        """
         stack, turned = self.evidence, None
         if lengths is not None:  # padding stays at the end, where no block sees it
             steps, last = torch.arange(x.shape[1], device=x.device), lengths[:, None] - 1

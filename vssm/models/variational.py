@@ -1,4 +1,5 @@
-"""Variational models: vssm (Mamba blocks) and tvae (GPT-2 blocks). One class; the kind chooses the block.
+"""Variational models: vssm (Mamba blocks) and tvae (GPT-2 blocks). One class; the kind chooses the
+block.
 
     prior               p(z_t) = 1 / N^Z                                uniform, the same at every step
     posterior           q_psi(z_t | x_{1:t})           = D(z_t | v_t)   v = f_enc(x)

@@ -7,8 +7,9 @@
 
 Every step needs the latent drawn before it: neither training nor generation is parallel.
 
-Legend: x (B, T, D), or (B, T) tokens; z (B, T, Z) classes, or (B, T, Z, N) one-hot in training;
-h (B, 1, width), the output of the stack after the last step, kept in the state beside the stack's own.
+Legend: x (B, T, D), or (B, T) tokens; z (B, T, Z) classes, or (B, T, Z, N) one-hot in training; h
+(B, 1, width), the output of the stack after the last step, kept in the state beside the stack's
+own.
 """
 
 from collections.abc import Callable

@@ -13,7 +13,8 @@ from vssm.nn.state import State
 
 __all__ = ["GRUBlock"]
 
-# Values of gates in a call. With 50,000 rows of 168 steps, 1.6e9, an H200 read where it must not (cuDNN 9).
+# Values of gates in a call. With 50,000 rows of 168 steps, 1.6e9, an H200 read where it must not
+# (cuDNN 9).
 _MOST_GATES = 2**28
 
 
@@ -37,9 +38,11 @@ class GRUBlock(nn.Module):
         return x + y, State({"h": h}, position)
 
     def _layer(self, x: Tensor, h: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Reads many steps, and where their gates are too many for a call, some steps after the others.
+        """Reads many steps, and where their gates are too many for a call, some steps after the
+        others.
 
-        Rows are divided only where one step of all is too much: each part of them goes through all steps.
+        Rows are divided only where one step of all is too much: each part of them goes through all
+        steps.
         """
         h = x.new_zeros(len(x), x.shape[2]) if h is None else h
         rows = max(1, _MOST_GATES // (3 * x.shape[2]))

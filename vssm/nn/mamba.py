@@ -5,9 +5,9 @@
     y_t = (C_t h_t + D u_t) silu(z_t)                       A = -exp(A_log)
     out = out_proj(y)
 
-Parameters have the names and the initialisation of the published code, so its weights load. The state
-keeps `conv`, the last d_conv - 1 inputs of the convolution (B, d_conv - 1, inner), and `ssm`, h in
-float32 (B, inner, N).
+Parameters have the names and the initialisation of the published code, so its weights load. The
+state keeps `conv`, the last d_conv - 1 inputs of the convolution (B, d_conv - 1, inner), and `ssm`,
+h in float32 (B, inner, N).
 """
 
 import math

@@ -97,7 +97,9 @@ class Stack(nn.Module):
 def sinusoids(
     position: int, length: int, width: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Returns the position code of Vaswani et al. (2017), (length, width): any length, no parameters."""
+    """Returns the position code of Vaswani et al. (2017), (length, width): any length, no
+    parameters.
+    """
     rates = torch.exp(
         torch.arange(0, width, 2, dtype=torch.float32, device=device) * (-math.log(10000.0) / width)
     )

@@ -130,10 +130,10 @@ class State:
     def repeat(self, times: int) -> "State":
         """Repeats every row `times` times, next to each other; every copy gets noise of its own.
 
-        The copies continue differently, from one another, from the row itself and from the copies of any
-        other row (`vssm.noise.fork`). Copies are numbered: copy c is the same in every call on this state.
-        Copies share what the row has read: a vssm, tvae or vrnn has drawn its latents once for all of them.
-        `observe(..., num=times)` draws them for every copy.
+        The copies continue differently, from one another, from the row itself and from the copies
+        of any other row (`vssm.noise.fork`). Copies are numbered: copy c is the same in every call
+        on this state. Copies share what the row has read: a vssm, tvae or vrnn has drawn its
+        latents once for all of them. `observe(..., num=times)` draws them for every copy.
         """
         times = whole_number("times", times, 1)
         state = self.map(lambda tensor: tensor.repeat_interleave(times, 0))

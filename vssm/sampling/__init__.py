@@ -8,17 +8,17 @@
 | SSM sampling              | `sample_autoregressive`, ssm: the prompt is read in parallel      |
 | Transformer sampling      | `sample_recomputed`; with a key-value cache `sample_autoregressive` |
 
-`sample_vrnn` completes the six models, and `sample_ladder` is for a vssm with levels of latents. With
-`recondition=True` a variational model reads each chunk that it has made, instead of empty tokens, before it
-makes the next: the chunk size is then a dial from fully parallel (W = T) to step by step (W = 1). With
-`passes=S` it redraws a chunk that it has made, all steps at once, each after those that the last pass made
-before it: a second dial between the same ends.
+`sample_vrnn` completes the six models, and `sample_ladder` is for a vssm with levels of latents.
+With `recondition=True` a variational model reads each chunk that it has made, instead of empty
+tokens, before it makes the next: the chunk size is then a dial from fully parallel (W = T) to step
+by step (W = 1). With `passes=S` it redraws a chunk that it has made, all steps at once, each after
+those that the last pass made before it: a second dial between the same ends.
 
-Every random number is a function of (seed, row, position, component), so chunk size, batch split and
-resume point never change what a seed gives, but for float rounding.
+Every random number is a function of (seed, row, position, component), so chunk size, batch split
+and resume point never change what a seed gives, but for float rounding.
 
-A call that is too large for one pass is made in pieces (`vssm.sampling.slabs`). Nothing is kept from one
-call to the next; `vssm.engine` keeps things.
+A call that is too large for one pass is made in pieces (`vssm.sampling.slabs`). Nothing is kept
+from one call to the next; `vssm.engine` keeps things.
 """
 
 from functools import partial

@@ -2,19 +2,22 @@
 
     q_omega(z_t | x_{1:t-1}),  t = 1 ... W        the partial posterior with its cut at t - 1, for every t
 
-Two streams go through the stack together, interleaved: ∅_1, x_1, ∅_2, x_2, ..., x_{W-1}, ∅_W. An x sees the x
-before it and itself; an empty token ∅ sees the x before it and itself, and nothing ever sees it:
+Two streams go through the stack together, interleaved: ∅_1, x_1, ∅_2, x_2, ..., x_{W-1}, ∅_W. An x
+sees the x before it and itself; an empty token ∅ sees the x before it and itself, and nothing ever
+sees it:
 
     Mamba        h°_t = exp(dt°_t A) h_{t-1} + dt°_t B°_t u°_t        y°_t = C°_t h°_t + D u°_t
                  h_t  = exp(dt_t A) h_{t-1} + dt_t B_t u_t            y_t  = C_t h_t + D u_t
                  u° is convolved over the last inputs of the x and its own
     attention    a mask says who sees whom
 
-The letters are those of `vssm.nn`, with ° for empty tokens. Steps are counted from 0 in the code: the even
-ones are empty. The scan takes an even step but leaves the state as it was. It is a kernel of its own
-(`vssm.sampling.ahead_numba`, `ahead_triton`), which costs what a scan of 2 W - 1 steps costs.
+The letters are those of `vssm.nn`, with ° for empty tokens. Steps are counted from 0 in the code:
+the even ones are empty. The scan takes an even step but leaves the state as it was. It is a kernel
+of its own (`vssm.sampling.ahead_numba`, `ahead_triton`), which costs what a scan of 2 W - 1 steps
+costs.
 
-Legend: s (B, 2 W - 1, width), the two streams; u, dt, z, y (B, 2 W - 1, inner); B, C (B, 2 W - 1, N).
+Legend: s (B, 2 W - 1, width), the two streams; u, dt, z, y (B, 2 W - 1, inner); B, C (B, 2 W - 1,
+N).
 """
 
 import importlib
@@ -110,7 +113,9 @@ def _mamba_ahead(mixer: MambaMixer, s: Tensor, state: State | None) -> Tensor:
 
 
 def _convolve_ahead(conv: nn.Conv1d, u: Tensor, before: Tensor | None) -> Tensor:
-    """Convolves the odd steps with the odd ones before them, and each even step with those and itself."""
+    """Convolves the odd steps with the odd ones before them, and each even step with those and
+    itself.
+    """
     weight, bias = conv.weight.squeeze(1), conv.bias
     assert bias is not None
     taps, own, x = weight.shape[1], u[:, ::2], u[:, 1::2]

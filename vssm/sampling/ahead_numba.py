@@ -1,9 +1,11 @@
-"""The scan of `vssm.sampling.ahead` on a CPU in float32: `vssm.ops.scan.numba` with a state that waits.
+"""The scan of `vssm.sampling.ahead` on a CPU in float32: `vssm.ops.scan.numba` with a state that
+waits.
 
     x_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t     y_t = C_t x_t + D u_t     h_t = x_t if t is odd, else h_{t-1}
 
-with dt_t <- softplus(dt_t + dt_bias) before and y_t <- y_t silu(z_t) after; steps are counted from 0. Layouts
-and names are those of `scan_numba`, which cuts time into STEPS steps, an even number: odd steps stay odd.
+with dt_t <- softplus(dt_t + dt_bias) before and y_t <- y_t silu(z_t) after; steps are counted from
+0. Layouts and names are those of `scan_numba`, which cuts time into STEPS steps, an even number:
+odd steps stay odd.
 """
 # ruff: noqa: ANN001, ANN202 (numba infers the types of kernels)
 

@@ -2,8 +2,9 @@
 
     x_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t     y_t = C_t x_t + D u_t     h_t = x_t if t is odd, else h_{t-1}
 
-with dt_t <- softplus(dt_t + dt_bias) before and y_t <- y_t silu(z_t) after; steps are counted from 0. As
-there, a thread owns whole channels, runs over time and has their N states in registers; time is not cut.
+with dt_t <- softplus(dt_t + dt_bias) before and y_t <- y_t silu(z_t) after; steps are counted from
+0. As there, a thread owns whole channels, runs over time and has their N states in registers; time
+is not cut.
 """
 
 # Kernels are written in the part of Python that Triton compiles.

@@ -1,8 +1,8 @@
 """Generation: what a user asks for is checked here; `vssm.sampling` makes it.
 
-Every random number is a function of (seed, row, position, component), so chunk size, batch split and
-resume point never change what a seed gives, but for float rounding. Rarely, rounding decides between two
-classes of a latent, and then the sample differs from there on.
+Every random number is a function of (seed, row, position, component), so chunk size, batch split
+and resume point never change what a seed gives, but for float rounding. Rarely, rounding decides
+between two classes of a latent, and then the sample differs from there on.
 """
 
 import dataclasses
@@ -81,28 +81,33 @@ def generate(
 
     Arguments:
         model: Any of the six models.
-        num: The number of sequences, B. Defaults to the rows of the prompt or state, else 1. One row of
-            prompt or state serves any number: `num=16` gives sixteen continuations of it. Each draws the
-            latents of the prompt for itself. The latents behind a state are drawn already, so a vssm, tvae
-            or vrnn refuses to share those of a state that may have read data: `observe(..., num=16)` draws
-            them sixteen times, and `state.repeat(16)` shares them on purpose.
+        num: The number of sequences, B. Defaults to the rows of the prompt or state, else 1. One
+            row of prompt or state serves any number: `num=16` gives sixteen continuations of it.
+            Each draws the latents of the prompt for itself. The latents behind a state are drawn
+            already, so a vssm, tvae or vrnn refuses to share those of a state that may have read
+            data: `observe(..., num=16)` draws them sixteen times, and `state.repeat(16)` shares
+            them on purpose.
         length: The number of new steps.
         prompt: Steps that come first, (B, C, D), or (B, C) tokens.
         chunk: W, for vssm and tvae: make W steps at a time. Alone it changes nothing in the result.
         recondition: For vssm and tvae: read each generated chunk before making the next.
-        passes: S, for vssm and tvae: parallel passes over each chunk. 1 is the paper's one shot. Each further
-            pass redraws all steps, with the same noise, from what the last pass made before each of them;
-            S >= chunk (or length) gives the sample of chunk=1, recondition=True. More than 1 implies
-            `recondition`: the next chunk and the state have read what was made.
-        temperature: Divides the logits of every categorical and multiplies every scale that is drawn from.
-        observe: What x is made of: the "mean" of the head (mode of a categorical one), or a "sample" of
-            it. A model with latents feeds back what it returns. An autoregressive model always feeds back a
-            sample. If it is a model of tokens, it returns these samples whatever `observe` says: the modes
-            would not be the tokens that its later steps and its state follow.
-        seed: Names the sample; one for all rows, or one for each, (B,). Defaults to the state's, else 0.
+        passes: S, for vssm and tvae: parallel passes over each chunk. 1 is the paper's one shot.
+            Each further pass redraws all steps, with the same noise, from what the last pass made
+            before each of them; S >= chunk (or length) gives the sample of chunk=1,
+            recondition=True. More than 1 implies `recondition`: the next chunk and the state have
+            read what was made.
+        temperature: Divides the logits of every categorical and multiplies every scale that is
+            drawn from.
+        observe: What x is made of: the "mean" of the head (mode of a categorical one), or a
+            "sample" of it. A model with latents feeds back what it returns. An autoregressive model
+            always feeds back a sample. If it is a model of tokens, it returns these samples
+            whatever `observe` says: the modes would not be the tokens that its later steps and its
+            state follow.
+        seed: Names the sample; one for all rows, or one for each, (B,). Defaults to the state's,
+            else 0.
         state: Where to go on from, as returned by `generate` and `observe`.
-        rows: Which rows of the noise to use, (B,); 0 to B - 1 by default. `rows=range(8, 16)` makes the
-            second half of a batch of sixteen.
+        rows: Which rows of the noise to use, (B,); 0 to B - 1 by default. `rows=range(8, 16)` makes
+            the second half of a batch of sixteen.
         cache: False recomputes the whole prefix at every step, as the paper's Transformer does.
 
     Returns:
@@ -149,9 +154,10 @@ def observe(
 ) -> State:
     """Reads real data and returns the state after it, to generate from or to observe more.
 
-    A vssm, tvae or vrnn draws latents for what it reads. Samples of the future follow the model's law only
-    if each of them has latents of its own, so read the data for as many rows as you want to generate:
-    `generate(model, state=observe(model, x, num=100))` gives a hundred futures of one sequence.
+    A vssm, tvae or vrnn draws latents for what it reads. Samples of the future follow the model's
+    law only if each of them has latents of its own, so read the data for as many rows as you want
+    to generate: `generate(model, state=observe(model, x, num=100))` gives a hundred futures of one
+    sequence.
 
     Arguments:
         model: Any of the six models.
@@ -159,8 +165,8 @@ def observe(
         state: What came before.
         seed: Names the latents that are drawn for x, and what is generated later.
         rows: Which rows of the noise to use.
-        num: The number of rows of the new state. Defaults to those of x or the state. One row of x serves any
-            number; a vssm or tvae reads it once and draws latents for every row.
+        num: The number of rows of the new state. Defaults to those of x or the state. One row of x
+            serves any number; a vssm or tvae reads it once and draws latents for every row.
 
     Example:
         >>> from vssm import ModelConfig, build, generate
@@ -262,9 +268,9 @@ def check_reading(
 def shares_latents(model: Model, state: State) -> bool:
     """Says whether copies of a state could share latents that were drawn for data.
 
-    A state that has run over empty tokens ends a sample: to go on from it many times is to continue that
-    sample. Of other states nobody can tell whether they have read data or what they made themselves. A vssm
-    with levels draws no latents for data.
+    A state that has run over empty tokens ends a sample: to go on from it many times is to continue
+    that sample. Of other states nobody can tell whether they have read data or what they made
+    themselves. A vssm with levels draws no latents for data.
     """
     read = state.position > 0 and "blind" not in state.children
     return read and isinstance(model, Variational | VRNN)
@@ -396,8 +402,8 @@ def _check_state(model: Model, state: State, device: torch.device) -> State:
 
 
 def check_room(model: Model, num: int, length: int, device: torch.device) -> None:
-    """Raises `ValueError` where x and z alone would not fit: nothing else would stop a slip of the keyboard
-    before the system does, which takes the whole process with it."""
+    """Raises `ValueError` where x and z alone would not fit: nothing else would stop a slip of the
+    keyboard before the system does, which takes the whole process with it."""
     numbers = 1 if model.head.tokens else model.config.features
     numbers += 0 if isinstance(model, Autoregressive) else model.config.latents
     check_bytes(f"num={num} and length={length}", 4 * num * length * numbers, device)

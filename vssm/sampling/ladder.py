@@ -1,7 +1,9 @@
-"""Sampling from a vssm with levels, at once or in chunks: each level is drawn for all steps together.
+"""Sampling from a vssm with levels, at once or in chunks: each level is drawn for all steps
+together.
 
-A state says what it has read: under `trunk` only data, under `blind` also empty tokens, of new steps
-that it has made but not read. With `recondition`, the state before a chunk then reads that chunk.
+A state says what it has read: under `trunk` only data, under `blind` also empty tokens, of new
+steps that it has made but not read. With `recondition`, the state before a chunk then reads that
+chunk.
 
 Legend: x (B, T, D) or tokens (B, T); z (B, T, Z); W chunk size.
 """

@@ -1,7 +1,8 @@
 """What each model keeps in a state, and whether a state that is given is such.
 
-A state may come from a file, from another model or from somebody's own code. What does not fit is named here,
-before a kernel reads it. A change of what a block or model keeps is a change of `_layout`.
+A state may come from a file, from another model or from somebody's own code. What does not fit is
+named here, before a kernel reads it. A change of what a block or model keeps is a change of
+`_layout`.
 """
 
 from collections.abc import Sequence
@@ -62,7 +63,9 @@ def _layout(
     steps: int,
     dtypes: tuple[torch.dtype, ...],
 ) -> _Layout:
-    """Returns what is in a state that has read `steps`; `last` blocks come last, after those of levels."""
+    """Returns what is in a state that has read `steps`; `last` blocks come last, after those of
+    levels.
+    """
     noise: _Layout = dict.fromkeys(("seed", "row"), _Kept((rows,), _INTEGER))
     if steps == 0:
         return noise
@@ -95,7 +98,9 @@ def _layout(
 def _fitted(
     state: State, layout: _Layout, position: int, device: torch.device, path: str = ""
 ) -> State:
-    """Returns the state itself where nothing is to be cast; raises `ValueError` that names what is wrong."""
+    """Returns the state itself where nothing is to be cast; raises `ValueError` that names what is
+    wrong.
+    """
     children, cast = state.children, {}
     if children.keys() != layout.keys():
         _check_names(children, layout, path)

@@ -1,15 +1,16 @@
-"""Sampling in parallel: vssm and tvae, at once, in chunks, or by passes towards the stepwise sample.
+"""Sampling in parallel: vssm and tvae, at once, in chunks, or by passes towards the stepwise
+sample.
 
 A chunk is made in S passes, all with the same noise:
 
     pass 1              z_t ~ q_omega(z_t | past, ∅, ..., ∅)                x = f(z), the paper's one shot
     pass s = 2 ... S    z_t ~ q_omega(z_t | past, x_{1:t-1} of pass s - 1)  x = f(z), all t at once
 
-Step t of a pass depends on the steps before t of the last one, so pass s settles step s at the latest.
-S >= W gives the fixed point, which is the sample that is made step by step.
+Step t of a pass depends on the steps before t of the last one, so pass s settles step s at the
+latest. S >= W gives the fixed point, which is the sample that is made step by step.
 
-Legend: x (B, T, D) or tokens (B, T); z (B, T, Z); C steps of prompt; W chunk size; S passes; ∅ empty
-token; f the decoder and the observation head.
+Legend: x (B, T, D) or tokens (B, T); z (B, T, Z); C steps of prompt; W chunk size; S passes; ∅
+empty token; f the decoder and the observation head.
 """
 
 import torch
@@ -36,7 +37,8 @@ def sample_variational(
 ) -> Result:
     """Algorithms "VSSM sampling" (one chunk) and "VSSM chunk sampling".
 
-    `empty` is the partial posterior's pass over empty tokens from nothing, if the caller has kept it.
+    `empty` is the partial posterior's pass over empty tokens from nothing, if the caller has kept
+    it.
     """
     num, position = source.num, 0 if state is None else state.position
     blind = state is not None and "blind" in state.children
@@ -108,8 +110,8 @@ def _make(
 def empty_steps(options: Options, num: int) -> int:
     """Returns how many empty tokens one row runs over before all rows are made from nothing.
 
-    All steps, for all chunks, unless data comes between the chunks or the pass would take more memory
-    than a chunk of all rows.
+    All steps, for all chunks, unless data comes between the chunks or the pass would take more
+    memory than a chunk of all rows.
     """
     if options.recondition or options.length > max(_EMPTY_STEPS, num * options.chunk):
         return min(options.chunk, options.length)

@@ -1,15 +1,17 @@
-"""Sampling of many paths from each history, for a vssm or tvae: one history is read once for all of them.
+"""Sampling of many paths from each history, for a vssm or tvae: one history is read once for all of
+them.
 
     q_omega(z_t | x_{1:C})               once a history, for its own steps and the steps to come: logits
     z_{1:C+T}, x_{C+1:C+T}               for each of S paths, from noise of its own, for all steps at once
 
-Paths share the logits. They do not share the latents of the history: the law of the future given the history
-averages over these latents too, so paths that shared one draw of them would be too close to each other.
+Paths share the logits. They do not share the latents of the history: the law of the future given
+the history averages over these latents too, so paths that shared one draw of them would be too
+close to each other.
 
 Path s of the history with row r reads the noise of fork s of row r, as after `State.repeat(S)`.
 
-Legend: B histories, S paths of each, C steps of a history, T new steps; x (B, C, D); z (B S, C + T, Z);
-paths (B, S, T, D).
+Legend: B histories, S paths of each, C steps of a history, T new steps; x (B, C, D); z (B S, C + T,
+Z); paths (B, S, T, D).
 """
 
 from typing import NamedTuple
@@ -27,8 +29,8 @@ from vssm.sampling.request import Noise
 
 __all__ = ["Task", "divided", "paths_after", "paths_from"]
 
-# What is made at a time: paths and, where their steps are made all at once, steps times width of the model.
-# On a GPU that takes some milliseconds and gigabytes: more would not make it busier.
+# What is made at a time: paths and, where their steps are made all at once, steps times width of
+# the model. On a GPU that takes some milliseconds and gigabytes: more would not make it busier.
 _MOST_PATHS = {"cpu": 2**12, "cuda": 2**16}
 _MOST_NUMBERS = {"cpu": 2**25, "cuda": 6 * 2**24}
 
@@ -110,7 +112,8 @@ def paths_from(
 
     Arguments:
         model: The model.
-        state: The state of B S rows, those of a history next to each other, each with latents of its own.
+        state: The state of B S rows, those of a history next to each other, each with latents of
+            its own.
         samples: S, paths of each history.
         length: T, new steps.
         temperature: As for `generate`.

@@ -1,12 +1,16 @@
-"""Sequences of different lengths: padding, the mask of what is real, and prompts of different lengths.
+"""Sequences of different lengths: padding, the mask of what is real, and prompts of different
+lengths.
 
-All models are causal: what comes after the end of a row never changes what was before it. So a row of a
-padded batch is the row alone once the terms after its end are left out, whatever the padding holds.
+All models are causal: what comes after the end of a row never changes what was before it. So a row
+of a padded batch is the row alone once the terms after its end are left out, whatever the padding
+holds.
 
-A vssm or tvae continues prompts of all lengths in one pass, as it was trained: the partial posterior reads
-x_{1:C_b} of row b and empty tokens after it. The new steps of row b are C_b + 1, ..., C_b + T of that pass.
+A vssm or tvae continues prompts of all lengths in one pass, as it was trained: the partial
+posterior reads x_{1:C_b} of row b and empty tokens after it. The new steps of row b are C_b + 1,
+..., C_b + T of that pass.
 
-Legend: x (B, T, D), or tokens (B, T); lengths (B,), the real steps of each row, C_b those of a prompt.
+Legend: x (B, T, D), or tokens (B, T); lengths (B,), the real steps of each row, C_b those of a
+prompt.
 """
 
 from collections.abc import Sequence
@@ -79,9 +83,10 @@ def generate_ragged(
 ) -> Ragged:
     """Continues prompts of different lengths; every row is as if it were alone.
 
-    Row b reads the noise of row b: it equals `generate(model, prompt=prompts[b][None], rows=[b], ...)`.
-    A vssm or tvae does all rows in one pass, or as many as fit the memory, unless it is asked for states or
-    to work in chunks. The others, whose rows are at different steps, go through the lengths one by one.
+    Row b reads the noise of row b: it equals `generate(model, prompt=prompts[b][None], rows=[b],
+    ...)`. A vssm or tvae does all rows in one pass, or as many as fit the memory, unless it is
+    asked for states or to work in chunks. The others, whose rows are at different steps, go through
+    the lengths one by one.
 
     Arguments:
         model: Any of the six models.

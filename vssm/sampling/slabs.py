@@ -1,14 +1,14 @@
 """Large calls in pieces, so that the memory of a pass does not grow with the number of sequences.
 
-All steps of all rows at once is what parallel generation takes its memory for: a thousand sequences of four
-thousand steps would need some 240 GB at the paper's scale. A GPU is as busy with 15 GB of them. So a vssm
-goes through long sequences in chunks of time, and what is still too much is made in slabs of rows. Neither
-changes results but by rounding. Slabs are not recorded, though one is like the other: what keeps a device
-busy gains nothing by it, and the memory of a recording stays.
+All steps of all rows at once is what parallel generation takes its memory for: a thousand sequences
+of four thousand steps would need some 240 GB at the paper's scale. A GPU is as busy with 15 GB of
+them. So a vssm goes through long sequences in chunks of time, and what is still too much is made in
+slabs of rows. Neither changes results but by rounding. Slabs are not recorded, though one is like
+the other: what keeps a device busy gains nothing by it, and the memory of a recording stays.
 
-A transformer that goes step by step has slabs for another reason: it needs several times the keys and values
-that its state ends with. It is divided where that would not fit a GPU, and its steps are recorded all the
-same.
+A transformer that goes step by step has slabs for another reason: it needs several times the keys
+and values that its state ends with. It is divided where that would not fit a GPU, and its steps are
+recorded all the same.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,8 @@ _Rows = Tensor | State | Noise | None
 
 
 def fitting(model: Model, options: Options, num: int, known: int, reads: bool) -> Options:
-    """Returns options with chunks that fit a slab, of a model that makes them as fast as all steps at once.
+    """Returns options with chunks that fit a slab, of a model that makes them as fast as all steps
+    at once.
 
     Arguments:
         model: The model.
@@ -72,7 +73,8 @@ def rows_of_slab(model: Model, num: int, steps: int, reads: bool, least: int = 1
 
 
 def rows_of_cache(model: Model, num: int, steps: int) -> int:
-    """Returns how many rows are made at a time step by step: all, if their keys and values leave room.
+    """Returns how many rows are made at a time step by step: all, if their keys and values leave
+    room.
 
     Arguments:
         model: The model.
@@ -125,8 +127,9 @@ def _bytes_of_device(device: torch.device) -> int:
 def _bytes_of_step(model: Model, weight: Tensor, reads: bool) -> int:
     """Returns about what a pass takes for a row and step, as measured on an H200 from nothing.
 
-    Products and scan of one block are in memory at a time; logits of latents and head beside them. Keys and
-    values of all blocks of attention stay, and hold on to the queries, with which they were made.
+    Products and scan of one block are in memory at a time; logits of latents and head beside them.
+    Keys and values of all blocks of attention stay, and hold on to the queries, with which they
+    were made.
     """
     config = model.config
     numbers = config.width * (5 * config.expand + 5) + 4 * model.head.size
@@ -147,7 +150,9 @@ def _part(given: _Rows, rows: slice) -> _Rows:
 
 
 def _room(made: State, num: int) -> State:
-    """Returns a tree such as that of a slab with room for all rows; what all rows share stays shared."""
+    """Returns a tree such as that of a slab with room for all rows; what all rows share stays
+    shared.
+    """
     children: dict[str, Tensor | State] = {}
     for name, child in made.children.items():
         if isinstance(child, State):

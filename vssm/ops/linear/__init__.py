@@ -1,12 +1,13 @@
-"""The matrix product of a layer, without gradients: as accurate as float32, as fast as tensor cores.
+"""The matrix product of a layer, without gradients: as accurate as float32, as fast as tensor
+cores.
 
     y = norm(x) weight^T + bias + add          norm(x) = x scale (mean_k x_k^2 + eps)^(-1/2), or x
 
 Shapes: x (..., K); weight (N, K); bias (N,); add, y (..., N); scale (K,).
 
-On a GPU, PyTorch multiplies float32 on the units for single numbers, and a product of few rows does not
-fill even these. `vssm.ops.linear.triton` has kernels for both cases. They have no gradients. PyTorch's
-own product runs with gradients, under autocast or `torch.compile`, and on a CPU.
+On a GPU, PyTorch multiplies float32 on the units for single numbers, and a product of few rows does
+not fill even these. `vssm.ops.linear.triton` has kernels for both cases. They have no gradients.
+PyTorch's own product runs with gradients, under autocast or `torch.compile`, and on a CPU.
 
 `linear_parts`, `linear_ready` and `PackedWeight` let `vssm.engine` fuse neighbouring products.
 """
@@ -81,7 +82,8 @@ class Ready(NamedTuple):
 
 
 class Linear(nn.Linear):
-    """Creates an `nn.Linear`, same parameters and same numbers, that is fast without gradients on CUDA.
+    """Creates an `nn.Linear`, same parameters and same numbers, that is fast without gradients on
+    CUDA.
 
     Example:
         >>> layer, x = Linear(3, 2), torch.ones(4, 3)
@@ -129,8 +131,8 @@ def linear(
         bias: Added to every row, (N,).
         add: Added to the result, (..., N).
         norm: Applied to x before the product.
-        backend: "auto", "reference" or "triton"; "auto" takes the kernel for float32 on CUDA, unless a
-            gradient is needed or PyTorch may be less accurate (`fp32_precision`).
+        backend: "auto", "reference" or "triton"; "auto" takes the kernel for float32 on CUDA,
+            unless a gradient is needed or PyTorch may be less accurate (`fp32_precision`).
 
     Returns:
         The product, (..., N).

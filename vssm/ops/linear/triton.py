@@ -24,15 +24,16 @@ Either operand is split into two numbers of 11 bits, and three of the four produ
 
 A product of fewer than 32 columns of x is float32 throughout as well: it waits for memory alone.
 
-Tensor cores multiply float16 and tf32 exactly and add up one tile; tiles are added in float32, since tensor
-cores cut off where float32 rounds.
+Tensor cores multiply float16 and tf32 exactly and add up one tile; tiles are added in float32,
+since tensor cores cut off where float32 rounds.
 
-Few rows read weights as fast as memory gives them: so that all processors read, K is cut into SPLIT parts,
-whose sums a second kernel adds in their order, or whoever reads them (`vssm.ops.conv.triton`). How a product
-is cut depends on its sizes only, and there are no atomics: results repeat bit for bit.
+Few rows read weights as fast as memory gives them: so that all processors read, K is cut into SPLIT
+parts, whose sums a second kernel adds in their order, or whoever reads them
+(`vssm.ops.conv.triton`). How a product is cut depends on its sizes only, and there are no atomics:
+results repeat bit for bit.
 
-Shapes: x (M, K), weight (N, K), bias (N,), add and y (M, N), scale (K,), partial (SPLIT, M, N), squares
-(SPLIT, M), high and low (M, K) or (N, K), down = 2^e (M,) or (N,).
+Shapes: x (M, K), weight (N, K), bias (N,), add and y (M, N), scale (K,), partial (SPLIT, M, N),
+squares (SPLIT, M), high and low (M, K) or (N, K), down = 2^e (M,) or (N,).
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
@@ -55,7 +56,9 @@ SOME = 2048
 MANY = 384
 """Rows from which it pays to split the weights before."""
 SMALL = 6 << 20
-"""Products of numbers up to which few rows are multiplied without parts of K, that is in one kernel."""
+"""Products of numbers up to which few rows are multiplied without parts of K, that is in one
+kernel.
+"""
 PROCESSORS = 132
 """Multiprocessors of a device, for which products are cut up."""
 SHARED = 227 * 1024
@@ -63,7 +66,9 @@ SHARED = 227 * 1024
 LONGEST = 8192
 """The kernel that splits holds a row in registers."""
 SHORT = 128
-"""Columns of x up to which products of many rows norm them on the way, once for each tile of columns of y."""
+"""Columns of x up to which products of many rows norm them on the way, once for each tile of
+columns of y.
+"""
 
 
 TALL = 100_000
@@ -110,7 +115,9 @@ TURNED = (
     (2048, Plan(32, 128, 64, PROCESSORS, 8, 4, "turned")),
     (1024, Plan(32, 64, 64, PROCESSORS, 4, 4, "turned")),
 )
-"""How large ones are, by the least number of columns: here SPLIT is the most programs, and BM for 32 rows."""
+"""How large ones are, by the least number of columns: here SPLIT is the most programs, and BM for
+32 rows.
+"""
 
 
 def plan_row(N: int, K: int) -> Plan:
@@ -128,7 +135,9 @@ def plan_tall(N: int, K: int) -> Plan | None:
 
 
 def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
-    """Returns how a product of more than one row is cut up, on a device with that much shared memory."""
+    """Returns how a product of more than one row is cut up, on a device with that much shared
+    memory.
+    """
     tall = plan_tall(N, K) if M >= TALL else None
     if tall is not None:
         return tall
@@ -158,10 +167,12 @@ def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
     BK, row = how.BK, 4 * (how.BM + how.BN)
     while K // split % BK or 3 * BK * row > shared:
         BK //= 2
-    # What is split in the kernel takes the room of one more tile, but a turned product splits in registers.
+    # What is split in the kernel takes the room of one more tile, but a turned product splits in
+    # registers.
     stages = min(how.stages, shared // (BK * row) - (how.split in ("tile", "tf32")))
     if how.split == "turned" or (how.split == "tf32" and split == 1):
-        # A loop can not load further ahead than it goes; room that it does not take is for other programs.
+        # A loop can not load further ahead than it goes; room that it does not take is for other
+        # programs.
         stages = min(stages, K // split // BK + 1)
     return how._replace(BK=BK, SPLIT=split, stages=stages)
 
@@ -176,7 +187,8 @@ def forward(
     how: Plan | None = None,
     halves: Halves | None = None,
 ) -> Tensor:
-    """Returns y (..., N) in float32, for K that 32 divides, or of two rows and more for K below THIN.
+    """Returns y (..., N) in float32, for K that 32 divides, or of two rows and more for K below
+    THIN.
 
     Halves of x, normed, are those of `forward_split`.
     """
@@ -192,7 +204,8 @@ def forward_split(
     scale: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Halves | Tensor | None]:
-    """Returns y as `forward` does, and y normed if the kernel that adds its parts of K can do that too.
+    """Returns y as `forward` does, and y normed if the kernel that adds its parts of K can do that
+    too.
 
     It is split, or whole, as the product takes it that comes next.
 
@@ -224,7 +237,9 @@ def forward_split(
 
 
 def _normed_before(M: int, K: int, how: Plan) -> bool:
-    """Says whether rows are normed by a kernel of its own: on the way it would be once for each tile."""
+    """Says whether rows are normed by a kernel of its own: on the way it would be once for each
+    tile.
+    """
     return M > FEW and how.split in ("tf32", "turned") and K > SHORT
 
 
@@ -249,7 +264,9 @@ def multiply(
     how: Plan | None = None,
     halves: Halves | None = None,
 ) -> Tensor | Parts:
-    """Does `forward` but for the parts of K, if there are any: neither are they added, nor bias and add."""
+    """Does `forward` but for the parts of K, if there are any: neither are they added, nor bias and
+    add.
+    """
     packed = weight if isinstance(weight, PackedWeight) else None
     weight = weight.contiguous() if isinstance(weight, Tensor) else weight.weight
     (N, K), shape = weight.shape, (*x.shape[:-1], len(weight))
@@ -298,7 +315,8 @@ def multiply(
 
         high, low, down = _split(x, scale, eps) if halves is None else halves
         high_w, low_w, down_w = _split(weight) if packed is None else packed.halves(_split)
-        # Tiles that are described once are copied by a unit of their own, which computes no addresses.
+        # Tiles that are described once are copied by a unit of their own, which computes no
+        # addresses.
         rows, columns = [how.BM, how.BK], [how.BN, how.BK]
         left = (*(TensorDescriptor.from_tensor(half, rows) for half in (high, low)), down)
         right = (*(TensorDescriptor.from_tensor(half, columns) for half in (high_w, low_w)), down_w)
@@ -378,7 +396,8 @@ def _resident(how: Plan, K: int, add: bool, shared: int) -> int:
     """Returns how many programs that go over rows run at a time on a multiprocessor."""
     BK, tile = triton.next_power_of_2(K), 4 * how.BM * how.BN
     ahead = (how.stages - 1) * (4 * how.BM * BK + tile * add)
-    # Beside what is loaded ahead: halves of the rows, or the result on its way out, and halves of the weight.
+    # Beside what is loaded ahead: halves of the rows, or the result on its way out, and halves of
+    # the weight.
     room = ahead + max(4 * how.BM * BK, tile) + 4 * how.BN * BK
     return max(1, min(16 // how.warps, shared // (room + 1024)))
 

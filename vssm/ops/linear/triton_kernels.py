@@ -57,7 +57,9 @@ def _finish(y, result, bias, add, at, column, mask):
 
 @triton.jit
 def _corner(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Returns the first row and column of a program: those that run together share GROUP tiles of rows."""
+    """Returns the first row and column of a program: those that run together share GROUP tiles of
+    rows.
+    """
     pid = tl.program_id(0)
     rows, columns = tl.cdiv(M, BM), tl.cdiv(N, BN)
     first = pid // (GROUP * columns) * GROUP
@@ -224,7 +226,9 @@ def sum_split_kernel(
     K: tl.constexpr, SPLIT: tl.constexpr, BK: tl.constexpr,
 ):
     # fmt: on
-    """Adds the parts of a row, and norms it; that is split, as by `split_kernel`, unless it stays whole."""
+    """Adds the parts of a row, and norms it; that is split, as by `split_kernel`, unless it stays
+    whole.
+    """
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BK)[None, :]
     mask = k < K
@@ -333,7 +337,9 @@ def rows_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
-    """A few rows: every program reads BM rows of x and BN of the weight, and needs nothing of the others."""
+    """A few rows: every program reads BM rows of x and BN of the weight, and needs nothing of the
+    others.
+    """
     first = tl.program_id(1) * BM
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     last = tl.minimum(column, N - 1)

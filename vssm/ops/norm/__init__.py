@@ -4,9 +4,9 @@
 
 Shapes: x, y (..., D); weight (D,).
 
-Under autocast the residual stream x is float32 and the product that reads y is not. On a GPU the kernel of
-`vssm.ops.norm.triton` then writes y in the dtype of that product; where there is no cast to save, PyTorch's
-own kernel runs.
+Under autocast the residual stream x is float32 and the product that reads y is not. On a GPU the
+kernel of `vssm.ops.norm.triton` then writes y in the dtype of that product; where there is no cast
+to save, PyTorch's own kernel runs.
 """
 
 import torch
@@ -45,7 +45,8 @@ def rms_norm(
         weight: The weight, (D,).
         eps: Added to the mean square.
         dtype: The dtype of the result; that of x if not given.
-        backend: "auto", "reference" or "triton"; "auto" takes the kernel on CUDA when dtype is not that of x.
+        backend: "auto", "reference" or "triton"; "auto" takes the kernel on CUDA when dtype is not
+            that of x.
 
     Returns:
         The normed x, (..., D). Gradients flow to x and weight.

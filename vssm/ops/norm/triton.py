@@ -5,9 +5,9 @@
 
 Shapes: x, y, dy, dx (rows, D); weight (D,). All is float32 inside; addresses are 64-bit.
 
-A program holds BR whole rows in registers. Backward reads x anyway and so computes r again. Each of its P
-programs takes every P-th group of rows and adds up its part of dweight; PyTorch adds the P parts. No atomics:
-results repeat bit for bit.
+A program holds BR whole rows in registers. Backward reads x anyway and so computes r again. Each of
+its P programs takes every P-th group of rows and adds up its part of dweight; PyTorch adds the P
+parts. No atomics: results repeat bit for bit.
 """
 
 # Kernels are written in the part of Python that Triton compiles.
