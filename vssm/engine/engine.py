@@ -3,11 +3,11 @@
 Plain `vssm.generate(model, ...)` keeps nothing. An engine keeps everything that depends on the
 weights alone, because its own weights never change:
 
-| kept                                               | where                    | for               |
-| -------------------------------------------------- | ------------------------ | ----------------- |
-| weights in the layout of the kernels               | `vssm.engine.fused`      | CUDA              |
-| calls that repeat, as CUDA graphs                  | `vssm.engine.programs`   | CUDA              |
-| the partial posterior's pass over empty tokens     | here                     | vssm, tvae        |
+| kept                                           | where                  | for        |
+| ---------------------------------------------- | ---------------------- | ---------- |
+| weights in the layout of the kernels           | `vssm.engine.fused`    | CUDA       |
+| calls that repeat, as CUDA graphs              | `vssm.engine.programs` | CUDA       |
+| the partial posterior's pass over empty tokens | here                   | vssm, tvae |
 
 A call of a new shape runs as it is; the second call of that shape is recorded, and later calls
 replay the recording.
@@ -64,8 +64,8 @@ class Engine:
 
     Example:
         >>> import vssm
-        >>> config = vssm.ModelConfig(kind="vssm", features=3, width=8, layers=1, latents=4, classes=5)
-        >>> model = vssm.build(config)
+        >>> sizes = {"width": 8, "layers": 1, "latents": 4, "classes": 5}
+        >>> model = vssm.build(vssm.ModelConfig(kind="vssm", features=3, **sizes))
         >>> engine = Engine(model)
         >>> made = engine.generate(num=2, length=8, seed=1)
         >>> torch.allclose(made.x, vssm.generate(model, num=2, length=8, seed=1).x, atol=1e-6)
@@ -181,7 +181,7 @@ class Engine:
         return finish(*paths_after(model, task, x.to(self.device), times, *numbers))
 
     def _replay_unconditional(self, asked: tuple, seed: int) -> Generation | None:
-        """Fast path for calls from nothing: replays a recording, or returns None if there is none."""
+        """Fast path for calls from nothing; returns None if nothing was recorded for it."""
         types = tuple(map(type, asked))  # 1, 1.0 and True are equal
         if not set(types) <= set(_PLAIN_TYPES) or not -(2**63) <= seed < 2**63:
             return None
@@ -214,7 +214,7 @@ class Engine:
         return sample(model, prompt, state, source, options, empty)
 
     def _empty_pass(self, request: Request) -> tuple[Latents, State] | None:
-        """Returns the pass over empty tokens that a call from nothing starts with, kept by length."""
+        """Returns the pass over empty tokens that a call from nothing starts with."""
         prompt, state, source, options = request
         model = self._model
         if not isinstance(model, Variational) or prompt is not None or state is not None:
@@ -418,7 +418,7 @@ def _portable(model: Model, state: State) -> State:
 def _pack(
     model: Model, request: Request, seed: int | None
 ) -> tuple[State, dict[str, int], dict[str, Tensor]]:
-    """Returns the inputs of a recorded call: tensors, numbers, and the tensors that numbers fill."""
+    """Returns the inputs of a recorded call: tensors, numbers, and tensors to fill with them."""
     prompt, state, source, _ = request
     tensors: dict[str, Tensor | State] = {}
     numbers: dict[str, int] = {}

@@ -5,11 +5,11 @@ A small model on a fast device waits for Python and for launches. A recorded pro
 tensors that it reads and writes. A call copies its inputs there, replays the graph, and copies the
 results out. The device waits for everything that comes before the replay, so that is little.
 
-| program   | recorded                                                        | used for                    |
-| --------- | --------------------------------------------------------------- | --------------------------- |
-| `OneShot` | a function of a tree of tensors                                 | vssm, tvae, reading prompts |
-| `Loop`    | 16, 4 and 1 steps of a loop that carries a tree of tensors      | ssm, rnn, vrnn              |
-| `Decoder` | the same, with key-value caches that have room for R steps      | transformer                 |
+| program   | recorded                                                   | used for         |
+| --------- | ---------------------------------------------------------- | ---------------- |
+| `OneShot` | a function of a tree of tensors                            | vssm and tvae    |
+| `Loop`    | 16, 4 and 1 steps of a loop that carries a tree of tensors | ssm, rnn, vrnn   |
+| `Decoder` | the same, with key-value caches that have room for R steps | transformer      |
 
 The programs of a recorder share one pool of memory: they run one after the other and leave nothing
 there between calls.

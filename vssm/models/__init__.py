@@ -95,8 +95,9 @@ def inner_model(model: object) -> Model:
         in_place and isinstance(found, (Variational, Ladder))
     ):
         warnings.warn(
-            f"torch.compile has no effect on a {found.config.kind} model as a whole, so it runs uncompiled;"
-            " compile a function that calls vssm.objective(model, x), or train with --train.compile",
+            f"torch.compile has no effect on a {found.config.kind} model as a whole, so it runs "
+            "uncompiled; compile a function that calls vssm.objective(model, x), or train with "
+            "--train.compile",
             stacklevel=3,
         )
     return found

@@ -1,26 +1,25 @@
-"""A vssm whose latents have levels: what a step needs to know of the others is drawn before it, in
-parallel.
+"""A vssm whose latents have levels, each drawn for all steps at once, given the levels above.
 
-    input               e_t = E x_t for t <= C, a learned ∅ after
-    level l = 1 ... L   h   = block_l(h)                                  one causal Mamba block
-                        p(z^l_t | z^{<l}_{1:t}, x_{1:C})   = D(z^l_t | P_l h_t)
-                        q(z^l_t | z^{<l}_{1:t}, x_{1:T})   = D(z^l_t | P_l h_t + Q_l silu(R_l h_t + f_l(x)_t))
-                        h_t <- h_t + (E_l z^l_a)_{t-a}                    for t > C, a = a_l(t)
-    likelihood          p(x_t | z_{1:t}, x_{1:C})          = P(x_t | w_t)   w = f_dec(h)
+    input              e_t = E x_t for t <= C, a learned ∅ after
+    level l = 1 ... L  h = block_l(h)                                    one causal Mamba block
+                       p(z^l_t | z^{<l}_{1:t}, x_{1:C}) = D(z^l_t | P_l h_t)
+                       q(z^l_t | z^{<l}_{1:t}, x_{1:T}) = D(z^l_t | P_l h_t + Q_l silu(g^l_t))
+                                                          g^l = R_l h + f_l(x)
+                       h_t <- h_t + (E_l z^l_a)_{t-a}                    for t > C, a = a_l(t)
+    likelihood         p(x_t | z_{1:t}, x_{1:C}) = P(x_t | w_t)          w = f_dec(h)
 
-In a plain vssm the latents of different steps are drawn independently of one another, and one shot
-then makes steps that do not fit together. Here those of level l depend on all levels above, at this
-and all earlier steps: in L rounds, each parallel in time, the steps agree. One network is the prior
-(C = 0), what the paper calls partial posterior (C > 0) and the decoder. The evidence f reads the
-whole sequence, in both directions (with one layer backwards only), and is used for training and for
-likelihoods only: what generates is causal, so that chunks, resuming and constant states are those
-of a vssm. A level is a `Rung`.
+In a plain vssm the latents of different steps are drawn independently, so one shot makes steps that
+do not fit together. Here the latents of level l depend on all levels above, at this and all earlier
+steps: in L rounds, each parallel in time, the steps agree. One network is the prior (C = 0), the
+paper's partial posterior (C > 0) and the decoder. The evidence f reads the whole sequence in both
+directions (backwards only, with one layer). Training and likelihoods use it, generation does not:
+generation is causal, so chunks, resuming and states of constant size work as in a plain vssm.
 
-A latent of a level with span s speaks for s steps: it is drawn at the first of them, a_l(t) = C + 1
-+ s floor((t - C - 1) / s), from the evidence of all s, and says something else to each (E_l z has a
-row for each of them). With spans that become shorter from level to level, what many steps have to
-agree on is drawn once: first the whole, then its parts. With span 1, a_l(t) = t. A state holds the
-latents that speak for steps to come; what follows a prompt begins with new ones.
+A level is a `Rung`. A latent of a level with span s speaks for s steps. It is drawn at the first of
+them, a_l(t) = C + 1 + s floor((t - C - 1) / s), from the evidence of all s, and tells each step
+something else (E_l z has a row for each). Spans that become shorter from level to level let many
+steps agree once: first the whole, then its parts. With span 1, a_l(t) = t. A state holds the
+latents that speak for steps to come; the steps after a prompt begin with new ones.
 
 Legend: x (B, T, D), or (B, T) tokens; z (B, T, Z), of which each level has its Z / L components in
 turn; h (B, T, width); C the cut, or length of the prompt, one for each row in training; L `levels`;
@@ -107,7 +106,7 @@ class Rung(nn.Module):
         return self._latents(codes), query
 
     def posterior(self, p_z: Latents, query: Tensor, evidence: Tensor) -> Latents:
-        """Returns q(z^l_t | ...), which starts from the prior: it has to learn the difference only."""
+        """Returns q(z^l_t | ...), which starts from the prior and learns the difference."""
         update = self.update(F.silu(query + evidence))
         return Latents(p_z.raw + self._latents(update).raw)
 
@@ -184,7 +183,8 @@ class Ladder(nn.Module):
     """Creates a vssm with levels of latents.
 
     Example:
-        >>> model = Ladder(ModelConfig(features=3, width=8, layers=2, latents=4, classes=5, levels=2))
+        >>> sizes = {"width": 8, "layers": 2, "latents": 4, "classes": 5}
+        >>> model = Ladder(ModelConfig(features=3, levels=2, **sizes))
         >>> x = torch.zeros(2, 6, 3)
         >>> task = model.task(x, cut=torch.tensor([0, 4]))
         >>> p_x, _ = model.descend(task.e, lambda level, p_z, query: p_z.mode, cut=task.cut)
@@ -216,7 +216,8 @@ class Ladder(nn.Module):
         """Raises, in place of PyTorch, and says what to call."""
         raise NotImplementedError(
             "a vssm with levels is not called itself; allowed: vssm.objective(model, x), "
-            "vssm.log_likelihood(model, x), vssm.generate(model), model.task(x, cut), model.descend(e, draw)"
+            "vssm.log_likelihood(model, x), vssm.generate(model), model.task(x, cut), "
+            "model.descend(e, draw)"
         )
 
     def task(self, x: Tensor, cut: Tensor, lengths: Tensor | None = None, copies: int = 1) -> Task:
@@ -287,7 +288,7 @@ class Ladder(nn.Module):
         return self.head(w), State(children, w.shape[1] + (0 if state is None else state.position))
 
     def held(self, level: int, state: State | None) -> Tensor | None:
-        """Returns the latents of a level that speak for the next steps, one row for each, or None."""
+        """Returns the latents of a level that speak for the next steps, or None."""
         name = f"held{level}"
         return None if state is None or name not in state.children else state[name]
 

@@ -1,10 +1,10 @@
 """Variational models: vssm (Mamba blocks) and tvae (GPT-2 blocks). One class; the kind chooses the
 block.
 
-    prior               p(z_t) = 1 / N^Z                                uniform, the same at every step
-    posterior           q_psi(z_t | x_{1:t})           = D(z_t | v_t)   v = f_enc(x)
-    partial posterior   q_omega(z_t | x_{1:min(C,t)})  = D(z_t | v̄_t)   v̄ = f_par(x_{1:C}, ∅, ..., ∅)
-    likelihood          p_phi(x_t | z_{1:t})           = P(x_t | w_t)   w = f_dec(z)
+    prior              p(z_t) = 1 / N^Z                               uniform, for every step
+    posterior          q_psi(z_t | x_{1:t})          = D(z_t | v_t)   v = f_enc(x)
+    partial posterior  q_omega(z_t | x_{1:min(C,t)}) = D(z_t | v̄_t)   v̄ = f_par(x_{1:C}, ∅, ...)
+    likelihood         p_phi(x_t | z_{1:t})          = P(x_t | w_t)   w = f_dec(z)
 
 Given z the x_t are independent, and given x the z_t are: everything is drawn at once.
 
@@ -57,7 +57,8 @@ class Variational(nn.Module):
         """Raises, in place of PyTorch, and says what to call."""
         raise NotImplementedError(
             "a vssm or tvae is not called itself; allowed: vssm.objective(model, x), "
-            "vssm.log_likelihood(model, x), vssm.generate(model), model.posterior(x), model.likelihood(z)"
+            "vssm.log_likelihood(model, x), vssm.generate(model), model.posterior(x), "
+            "model.likelihood(z)"
         )
 
     def posterior(self, x: Tensor, state: State | None = None) -> tuple[Latents, State]:

@@ -65,7 +65,7 @@ class MambaMixer(nn.Module):
 
 
 class _StepSizes(nn.Linear):
-    """A linear layer whose bias is added by the scan: bfloat16 would round small step sizes away."""
+    """A linear layer whose bias the scan adds: bfloat16 would round small step sizes away."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight)

@@ -73,7 +73,7 @@ class Stack(nn.Module):
         self.positional = attention  # a recurrence knows where it is, attention does not
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Maps the input of T steps to (B, T, outputs) and returns the state after the last step."""
+        """Maps the input of T steps to (B, T, outputs) and returns the state after them."""
         return self.run(self.embed(x), state)
 
     def run(self, e: Tensor, state: State | None = None) -> tuple[Tensor, State]:

@@ -26,9 +26,7 @@ _SHOWN = 2  # tensors
 _DEEPEST = 16  # states in one another, in a file; those of the models are four
 
 
-@dataclass(
-    frozen=True, slots=True, eq=False
-)  # tensors have no one answer to ==: states are told apart
+@dataclass(frozen=True, slots=True, eq=False)  # tensors have no single answer to ==
 class State:
     """Creates a state from named tensors (batch first) and nested states.
 
@@ -146,7 +144,8 @@ class State:
         """Joins states of one model at one position along the batch; each row keeps its own noise.
 
         Example:
-            >>> a, b = State({"h": torch.zeros(1, 2)}, position=3), State({"h": torch.ones(2, 2)}, position=3)
+            >>> a = State({"h": torch.zeros(1, 2)}, position=3)
+            >>> b = State({"h": torch.ones(2, 2)}, position=3)
             >>> State.cat([a, b])["h"].sum(1)
             tensor([0., 2., 2.])
         """
@@ -165,7 +164,8 @@ class State:
                 )
             if other.children.keys() != first.children.keys():
                 raise ValueError(
-                    f"states hold {sorted(first.children)} and {sorted(other.children)}; allowed: equal names"
+                    f"states hold {sorted(first.children)} and {sorted(other.children)}; "
+                    "allowed: equal names"
                 )
         children: dict[str, Tensor | State] = {}
         for name, child in first.children.items():
@@ -173,11 +173,10 @@ class State:
                 children[name] = cls.cat([state.child(name) for state in states])
             else:
                 parts = [state[name] for state in states]
-                if (
-                    len({part.shape[1:] for part in parts}) > 1
-                ):  # e.g. latents that speak for steps to come
+                shapes = {tuple(part.shape[1:]) for part in parts}
+                if len(shapes) > 1:  # for example latents that speak for steps to come
                     raise ValueError(
-                        f"states differ in {name!r}, {sorted(tuple(part.shape[1:]) for part in parts)}; "
+                        f"states differ in {name!r}, {sorted(shapes)}; "
                         "allowed: states that began at one position"
                     )
                 children[name] = torch.cat(parts)
@@ -209,7 +208,7 @@ class State:
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "State":
-        """Reads a state that `save` wrote; a file that is damaged, foreign or not finite is named."""
+        """Reads a state that `save` wrote; refuses a damaged, foreign or non-finite file."""
         from safetensors import SafetensorError, safe_open
 
         if not Path(path).is_file():
@@ -267,7 +266,8 @@ class State:
     ) -> "State":
         if metadata.get("format") != _FORMAT:
             raise ValueError(
-                f"{name_of_file} has format {metadata.get('format')!r}; allowed: {_FORMAT!r}, a saved state"
+                f"{name_of_file} has format {metadata.get('format')!r}; "
+                f"allowed: {_FORMAT!r}, a saved state"
             )
         check_checksum(name_of_file, tensors, metadata)
         try:
@@ -300,7 +300,8 @@ class State:
                 tensor.itemsize > 1 and not tensor.isfinite().all()
             ):  # smaller types hold no state of a model
                 raise ValueError(
-                    f"{name_of_file} holds NaN or infinity in {name!r}; resume from a state that is finite"
+                    f"{name_of_file} holds NaN or infinity in {name!r}; "
+                    "resume from a state that is finite"
                 )
         return root
 

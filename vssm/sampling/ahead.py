@@ -1,6 +1,6 @@
 """One empty step ahead of every position at once: what a pass of refinement draws its latents from.
 
-    q_omega(z_t | x_{1:t-1}),  t = 1 ... W        the partial posterior with its cut at t - 1, for every t
+    q_omega(z_t | x_{1:t-1}),  t = 1 ... W        the partial posterior with its cut at t - 1
 
 Two streams go through the stack together, interleaved: ∅_1, x_1, ∅_2, x_2, ..., x_{W-1}, ∅_W. An x
 sees the x before it and itself; an empty token ∅ sees the x before it and itself, and nothing ever
@@ -50,7 +50,8 @@ def posterior_ahead(model: Variational, x: Tensor, state: State | None = None) -
 
     Example:
         >>> from vssm import ModelConfig, build
-        >>> model = build(ModelConfig(kind="vssm", features=3, width=8, layers=2, latents=4, classes=5))
+        >>> sizes = {"width": 8, "layers": 2, "latents": 4, "classes": 5}
+        >>> model = build(ModelConfig(kind="vssm", features=3, **sizes))
         >>> x = torch.rand(2, 6, 3)
         >>> ahead, (one, _) = posterior_ahead(model, x), model.partial_posterior(x[:, :4], empty=1)
         >>> torch.allclose(ahead.logits[:, 4], one.logits[:, 4], atol=1e-5)

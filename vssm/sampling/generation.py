@@ -44,10 +44,11 @@ class Generation(NamedTuple):
 
     Example:
         >>> from vssm import ModelConfig, build
-        >>> made = generate(build(ModelConfig(kind="rnn", features=3, width=8, layers=1)), num=2, length=4)
+        >>> model = build(ModelConfig(kind="rnn", features=3, width=8, layers=1))
+        >>> made = generate(model, num=2, length=4)
         >>> x, z, state = made
         >>> made
-        Generation(x=(2, 4, 3), z=None, state=State(position=4, stack/0/h (2, 8), last (2, 1, 3), and 2 more))
+        Generation(x=(2, 4, 3), z=None, state=State(position=4, stack/0/h (2, 8), ...))
     """
 
     x: Tensor
@@ -115,7 +116,8 @@ def generate(
 
     Example:
         >>> from vssm import ModelConfig, build
-        >>> model = build(ModelConfig(kind="vssm", features=3, width=8, layers=1, latents=4, classes=5))
+        >>> sizes = {"width": 8, "layers": 1, "latents": 4, "classes": 5}
+        >>> model = build(ModelConfig(kind="vssm", features=3, **sizes))
         >>> whole = generate(model, num=2, length=8, seed=1)
         >>> half = generate(model, num=2, length=4, seed=1)
         >>> rest = generate(model, length=4, state=half.state)
@@ -170,10 +172,13 @@ def observe(
 
     Example:
         >>> from vssm import ModelConfig, build, generate
-        >>> model = build(ModelConfig(kind="vssm", features=3, width=8, layers=1, latents=4, classes=5))
+        >>> sizes = {"width": 8, "layers": 1, "latents": 4, "classes": 5}
+        >>> model = build(ModelConfig(kind="vssm", features=3, **sizes))
         >>> x = torch.rand(2, 6, 3)
         >>> state = observe(model, x[:, 4:], observe(model, x[:, :4]))
-        >>> torch.allclose(generate(model, length=5, state=state).x, generate(model, length=5, prompt=x).x)
+        >>> resumed, prompted = {"state": state}, {"prompt": x}
+        >>> made = [generate(model, length=5, **start).x for start in (resumed, prompted)]
+        >>> torch.allclose(*made, atol=1e-6)
         True
     """
     model = inner_model(model)
@@ -221,9 +226,9 @@ def check_request(
     if state is not None and state.batch != num:
         if shares_latents(model, state):
             raise ValueError(
-                f"num={num} sequences would share the latents behind this state of one row. If it "
-                f"has read data, pass num={num} to observe, so that each draws its own; to continue "
-                f"one sample in {num} ways, pass state.repeat({num})"
+                f"num={num} sequences would share the latents behind this state of one row. If "
+                f"it has read data, pass num={num} to observe, so that each draws its own; to "
+                f"continue one sample in {num} ways, pass state.repeat({num})"
             )
         state = state.repeat(num)
     if state is not None and prompt is not None:
@@ -277,14 +282,15 @@ def shares_latents(model: Model, state: State) -> bool:
 
 
 def check_temperature(temperature: float) -> float:
-    """Returns a temperature as a float; raises `ValueError` where logits or scales would overflow."""
+    """Returns a temperature as a float; raises `ValueError` if logits or scales overflow."""
     try:
         value = math.nan if isinstance(temperature, str | bytes) else float(temperature)
     except (TypeError, ValueError, RuntimeError):
         value = math.nan
     if not 1e-30 <= value <= 1e6:
         raise ValueError(
-            f"temperature={shown(temperature)} is not allowed; allowed: a number > 0, from 1e-30 to 1e6"
+            f"temperature={shown(temperature)} is not allowed; "
+            "allowed: a number > 0, from 1e-30 to 1e6"
         )
     return value
 
@@ -360,7 +366,8 @@ def _check_options(
     name = next((name for name, there in given.items() if there), None)
     if name is not None and not isinstance(model, Variational | Ladder):
         raise ValueError(
-            f"{name} is for models that generate in parallel, not kind={kind!r}; allowed: vssm, tvae"
+            f"{name} is for models that generate in parallel, not kind={kind!r}; "
+            "allowed: vssm, tvae"
         )
     if not cache and not isinstance(model, Autoregressive):
         raise ValueError(

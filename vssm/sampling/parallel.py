@@ -3,8 +3,8 @@ sample.
 
 A chunk is made in S passes, all with the same noise:
 
-    pass 1              z_t ~ q_omega(z_t | past, ∅, ..., ∅)                x = f(z), the paper's one shot
-    pass s = 2 ... S    z_t ~ q_omega(z_t | past, x_{1:t-1} of pass s - 1)  x = f(z), all t at once
+    pass 1            z_t ~ q_omega(z_t | past, ∅, ..., ∅)                 x = f(z), one shot
+    pass s = 2 ... S  z_t ~ q_omega(z_t | past, x_{1:t-1} of pass s - 1)   x = f(z), all t at once
 
 Step t of a pass depends on the steps before t of the last one, so pass s settles step s at the
 latest. S >= W gives the fixed point, which is the sample that is made step by step.
@@ -138,7 +138,7 @@ def read_variational(model: Variational, x: Tensor, state: State | None, source:
 
 
 def draw(q_z: Latents, u: Tensor, known: int, temperature: float) -> Tensor:
-    """Draws z, (..., T, Z); the temperature is for new steps, not for the latents of `known` data."""
+    """Draws z, (..., T, Z); the temperature applies to new steps, not to `known` data."""
     if known == 0 or temperature == 1:
         return q_z.sample(u, temperature)
     old, new = (Latents(part) for part in q_z.logits.tensor_split([known], -3))

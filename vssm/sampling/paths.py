@@ -1,8 +1,8 @@
 """Sampling of many paths from each history, for a vssm or tvae: one history is read once for all of
 them.
 
-    q_omega(z_t | x_{1:C})               once a history, for its own steps and the steps to come: logits
-    z_{1:C+T}, x_{C+1:C+T}               for each of S paths, from noise of its own, for all steps at once
+    q_omega(z_t | x_{1:C})    once for each history: logits of its steps and of the steps to come
+    z_{1:C+T}, x_{C+1:C+T}    for each of S paths, from noise of its own, all steps at once
 
 Paths share the logits. They do not share the latents of the history: the law of the future given
 the history averages over these latents too, so paths that shared one draw of them would be too

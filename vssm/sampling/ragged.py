@@ -66,7 +66,8 @@ def pad(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     if len(shapes) > 1 or len({sequence.dtype for sequence in sequences}) > 1:
         dtypes = sorted({str(sequence.dtype).removeprefix("torch.") for sequence in sequences})
         raise ValueError(
-            f"sequences have steps of shapes {sorted(shapes)} and dtypes {dtypes}; allowed: one of each"
+            f"sequences have steps of shapes {sorted(shapes)} and dtypes {dtypes}; "
+            "allowed: one of each"
         )
     lengths = torch.tensor([len(sequence) for sequence in sequences], device=sequences[0].device)
     return torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True), lengths
@@ -98,7 +99,8 @@ def generate_ragged(
 
     Example:
         >>> from vssm import ModelConfig, build
-        >>> model = build(ModelConfig(kind="vssm", features=3, width=8, layers=1, latents=4, classes=5))
+        >>> sizes = {"width": 8, "layers": 1, "latents": 4, "classes": 5}
+        >>> model = build(ModelConfig(kind="vssm", features=3, **sizes))
         >>> prompts = [torch.rand(5, 3), torch.rand(2, 3)]
         >>> together = generate_ragged(model, prompts, length=4).x
         >>> alone = generate(model, prompt=prompts[1][None], length=4, rows=[1]).x

@@ -1,14 +1,12 @@
 """Large calls in pieces, so that the memory of a pass does not grow with the number of sequences.
 
-All steps of all rows at once is what parallel generation takes its memory for: a thousand sequences
-of four thousand steps would need some 240 GB at the paper's scale. A GPU is as busy with 15 GB of
-them. So a vssm goes through long sequences in chunks of time, and what is still too much is made in
-slabs of rows. Neither changes results but by rounding. Slabs are not recorded, though one is like
-the other: what keeps a device busy gains nothing by it, and the memory of a recording stays.
+Parallel generation holds all steps of all rows in memory: a thousand sequences of four thousand steps
+would need 240 GB at the paper's scale. A GPU is as busy with 15 GB. So a vssm makes long sequences in
+chunks of time, and a call that is still too large is made in slabs of rows. Both change results by
+rounding only.
 
-A transformer that goes step by step has slabs for another reason: it needs several times the keys
-and values that its state ends with. It is divided where that would not fit a GPU, and its steps are
-recorded all the same.
+A transformer that generates step by step is divided for another reason: it needs several times the
+memory of the keys and values that its state ends with.
 """
 
 from collections.abc import Callable

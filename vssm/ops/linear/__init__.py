@@ -138,7 +138,8 @@ def linear(
         The product, (..., N).
 
     Example:
-        >>> linear(torch.tensor([1.0, 2.0]), torch.tensor([[3.0, 4.0], [5.0, 6.0]]), torch.tensor([0.5, 0.0]))
+        >>> weight, bias = torch.tensor([[3.0, 4.0], [5.0, 6.0]]), torch.tensor([0.5, 0.0])
+        >>> linear(torch.tensor([1.0, 2.0]), weight, bias)
         tensor([11.5000, 17.0000])
     """
     if isinstance(x, Ready):
@@ -244,8 +245,8 @@ def _refusal(
     K = weight.shape[1]
     if x.shape[-1] != K or (K % _DIVISOR and not (K < _DIVISOR and x.numel() > _FEW * K)):
         return (
-            f"weight has {K} columns; x needs as many, and {_DIVISOR} must divide them, or x has more than"
-            f" {_FEW} rows of fewer than {_DIVISOR}"
+            f"weight has {K} columns; x needs as many, and {_DIVISOR} must divide them, or x has "
+            f"more than {_FEW} rows of fewer than {_DIVISOR}"
         )
     if add is not None and add.shape != (*x.shape[:-1], len(weight)):
         return f"add has shape {tuple(add.shape)}, not that of the result"

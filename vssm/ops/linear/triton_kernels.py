@@ -155,7 +155,8 @@ def turned_kernel(
 # fmt: off
 @triton.jit(do_not_specialize=["rows", "eps"])
 def split_kernel(
-    x, scale, high, low, down, rows, stride, eps, K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr
+    x, scale, high, low, down, rows, stride, eps,
+    K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):
     # fmt: on
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
@@ -286,7 +287,7 @@ def once_kernel(
     if scale is not None:
         b *= _columns(scale, k, K, BK)[None, :]
     high_b, low_b, down_b = halves(b)
-    high_b, low_b = tl.trans(high_b), tl.trans(low_b)  # here, else they would go to shared memory every time
+    high_b, low_b = tl.trans(high_b), tl.trans(low_b)  # else shared memory holds them
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM), tl.num_programs(0), num_stages=STAGES):
         row = tile * BM + tl.arange(0, BM)
         # Rows after the end are the last again: they are not stored.
@@ -299,7 +300,8 @@ def once_kernel(
             down *= tl.rsqrt(tl.sum(a * a, 1) / K + eps)
         at = row.to(tl.int64)[:, None] * N + column[None, :]
         mask = (row < M)[:, None] & (column < N)[None, :]
-        _finish(y, total * down[:, None] * down_b[None, :], bias, add, at, (column % N)[None, :], mask)
+        scaled = total * down[:, None] * down_b[None, :]
+        _finish(y, scaled, bias, add, at, (column % N)[None, :], mask)
 
 
 @triton.jit
@@ -349,7 +351,7 @@ def rows_kernel(
     for _ in tl.static_range(BM):
         sums = sums + (tl.zeros((BN, BK), tl.float32),)
         squares = squares + (tl.zeros((BK,), tl.float32),)
-    for at in tl.range(0, K, BK, num_stages=STAGES):  # without products of tiles, loads wait unless told
+    for at in tl.range(0, K, BK, num_stages=STAGES):  # else the loads wait
         b = tl.load(right + at)
         if scale is not None:
             factor = tl.load(scale + at + k)

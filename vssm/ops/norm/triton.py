@@ -110,4 +110,6 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor,
 
 
 def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
