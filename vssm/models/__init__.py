@@ -22,16 +22,12 @@ __all__ = [
     "Trajectory",
     "Variational",
     "build",
+    "first_weight",
+    "inner_model",
 ]
-__all__ += ["first_weight", "inner_model"]
 
 Model = Autoregressive | Variational | VRNN | Ladder
-_CLASSES = (
-    Autoregressive,
-    Variational,
-    VRNN,
-    Ladder,
-)  # torch.compile of PyTorch 2.9 knows no unions
+_CLASSES = (Autoregressive, Variational, VRNN, Ladder)  # torch.compile knows no unions
 
 MODELS: dict[str, type[nn.Module]] = {
     "transformer": Autoregressive,

@@ -134,20 +134,15 @@ class Rung(nn.Module):
         )
 
     def joined(self, z: Tensor | None, held: Tensor | None) -> tuple[Tensor, int]:
-        """Returns latents that were held with new ones, and how many steps those held have spoken
-        for.
-        """
+        """Joins held latents with new ones; also returns how many steps the held ones spoke for."""
         if held is None:
             assert z is not None
             return z, 0
-        return held[:, :1] if z is None else torch.cat([held[:, :1], z], 1), self.span - held.shape[
-            1
-        ]
+        spoken = self.span - held.shape[1]
+        return held[:, :1] if z is None else torch.cat([held[:, :1], z], 1), spoken
 
     def at_steps(self, z: Tensor | None, held: Tensor | None, length: int) -> Tensor:
-        """Returns the latents that speak for each of T steps, (B, T, Z / L), from those held and
-        new ones.
-        """
+        """Returns the latents, held or new, that speak for each of T steps, (B, T, Z / L)."""
         z, spoken = self.joined(z, held)
         return (
             z if self.span == 1 else z.repeat_interleave(self.span, 1)[:, spoken : spoken + length]
@@ -199,14 +194,10 @@ class Ladder(nn.Module):
             config.head, config.features, config.sigma, config.mixtures, config.bins
         )
         last = max(1, config.layers // 2)
-        trunk = replace(
-            config, layers=config.levels + last
-        )  # blocks are scaled by how many there are
+        trunk = replace(config, layers=config.levels + last)  # which scales the blocks
         spans = config.spans or (1,) * config.levels
         self.evidence = Stack(config, embedding(config), max(1, spans.count(1)) * config.width)
-        if (
-            1 not in spans
-        ):  # no level would read it, and DDP does not take weights without a gradient
+        if 1 not in spans:  # no level reads it, and DDP refuses weights without a gradient
             self.evidence.out = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
         self.rungs = nn.ModuleList(Rung(trunk, span) for span in spans)
         self.decoder = Stack(trunk, embedding(config), self.head.size, blank=True)

@@ -41,9 +41,7 @@ class LatentEmbedding(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         """Maps z, (B, T, Z) classes or (B, T, Z, N) one-hot, to (B, T, width)."""
         if z.is_floating_point():
-            if not torch.is_autocast_enabled(
-                z.device.type
-            ):  # draws are float32, the weights may not be
+            if not torch.is_autocast_enabled(z.device.type):  # draws are always float32
                 z = z.to(self.weight.dtype)
             return z.flatten(-2) @ self.weight
         assert z.shape[-1] == self.latents, f"z has {z.shape[-1]} latents, not {self.latents}"

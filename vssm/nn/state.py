@@ -296,9 +296,7 @@ class State:
                 f"{name_of_file} is damaged: its tensors are not all of one number of rows"
             )
         for name, tensor in tensors.items():
-            if (
-                tensor.itemsize > 1 and not tensor.isfinite().all()
-            ):  # smaller types hold no state of a model
+            if tensor.itemsize > 1 and not tensor.isfinite().all():
                 raise ValueError(
                     f"{name_of_file} holds NaN or infinity in {name!r}; "
                     "resume from a state that is finite"

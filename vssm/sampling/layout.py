@@ -35,13 +35,10 @@ def fitted(model: Model, state: State, device: torch.device) -> State:
     steps = state.position if model.config.block == "attention" else min(state.position, 1)
     last = len(model.decoder.blocks) if isinstance(model, Ladder) else model.config.layers
     dtypes = (first_weight(model).dtype,)
-    if torch.is_autocast_enabled(
-        device.type
-    ):  # products choose their precision, and what is kept follows
+    if torch.is_autocast_enabled(device.type):  # states follow the precision of products
         dtypes += _FLOATS[:3]
-    return _fitted(
-        state, _layout(model.config, blind, last, rows, steps, dtypes), state.position, device
-    )
+    layout = _layout(model.config, blind, last, rows, steps, dtypes)
+    return _fitted(state, layout, state.position, device)
 
 
 class _Kept(NamedTuple):
@@ -127,9 +124,8 @@ def _fitted(
 
 
 def _check_names(children: dict[str, Tensor | State], layout: _Layout, path: str) -> None:
-    missing = [
-        n for n in layout if n not in children and not n.startswith("held")
-    ]  # none may be held
+    # A state need not hold latents that speak for steps to come.
+    missing = [n for n in layout if n not in children and not n.startswith("held")]
     unknown = [n for n in children if n not in layout]
     if missing or unknown:
         wrong = f"no {path + missing[0]!r}" if missing else f"an unknown {path + str(unknown[0])!r}"

@@ -118,9 +118,8 @@ def paths_from(
         length: T, new steps.
         temperature: As for `generate`.
     """
-    first = torch.arange(
-        0, state.batch, samples, device=state.device
-    )  # all rows of a history read the same
+    # The partial posterior has read the same in all rows of a history.
+    first = torch.arange(0, state.batch, samples, device=state.device)
     q_z, _ = model.partial_posterior(empty=length, state=state.child("partial").select(first))
     own = Noise(state["seed"], state["row"])
     at_once = min(samples, max(1, _most_paths(model, length) // len(first)))

@@ -118,9 +118,7 @@ def generate_ragged(
     check_room(model, len(x), length, device)
     if isinstance(model, Variational) and not states and set(options) <= {"temperature", "observe"}:
         return _in_one_pass(model, x, lengths, length, seed, **options)
-    seeds = generate(model, num=len(x), length=0, seed=seed).state[
-        "seed"
-    ]  # checked for all rows together
+    seeds = generate(model, num=len(x), length=0, seed=seed).state["seed"]  # checks them too
     made: dict[int, Generation] = {}
     for steps in sorted(set(lengths.tolist())):
         rows = (lengths == steps).nonzero().flatten().tolist()
@@ -160,16 +158,13 @@ def _in_one_pass(
         known = prompts.to(torch.int64 if model.head.tokens else next(model.parameters()).dtype)
         q_z, _ = model.partial_posterior(known, cut=lengths, empty=length)
         new = torch.arange(steps, device=device) >= lengths[:, None]
-        heat = torch.where(new, temperature, 1.0)[
-            ..., None
-        ]  # for what is new, not for latents of known data
-        z = Latents(q_z.logits / heat[..., None]).sample(source.latent(model, 0, steps))
-        p_x, _ = model.likelihood(z)
-        x = (
-            p_x.mean
-            if observe == "mean"
-            else p_x.sample(source.observation(model, 0, steps), temperature)
-        )
+        # The temperature applies to new steps, not to the latents of known data.
+        heat = torch.where(new, temperature, 1.0)[..., None, None]
+        z = Latents(q_z.logits / heat).sample(source.latent(model, 0, steps))
+        p_x, x = model.likelihood(z)[0], None
+        if observe == "sample":
+            x = p_x.sample(source.observation(model, 0, steps), temperature)
+        x = p_x.mean if x is None else x
         row = torch.arange(len(z), device=device)[:, None]
         index = lengths[:, None] + torch.arange(length, device=device)
         return State({"x": x[row, index], "z": z[row, index]})
