@@ -37,6 +37,7 @@ from vssm.sampling.generation import (
     check_reading,
     check_request,
     own_state,
+    owner_of,
 )
 from vssm.sampling.parallel import empty_steps
 from vssm.sampling.paths import Task, paths_after
@@ -81,6 +82,7 @@ class Engine:
         if self.device.type == "cuda":
             with torch.no_grad():
                 fuse(self._model)
+        self._owner = owner_of(self._model.config)
         self._programs = Programs(self.device)
         self._unconditional: dict[tuple, tuple] = {}  # arguments of a call, and its program's key
         self._empty: dict[int, tuple[Latents, State]] = {}
@@ -192,8 +194,7 @@ class Engine:
         if made is None:
             return None
         state = made.child("state")
-        source = Noise(state["seed"], state["row"])
-        return Generation(made["x"], made["z"], own_state(self._model, state, source))
+        return Generation(made["x"], made["z"], State(state.children, state.position, self._owner))
 
     def _sample(self, request: Request, asked: tuple | None, seed: int | None) -> Result:
         """Makes new steps, by a program or by the plain algorithm."""

@@ -35,6 +35,7 @@ __all__ = [
     "generate",
     "observe",
     "own_state",
+    "owner_of",
     "shares_latents",
 ]
 
@@ -295,7 +296,8 @@ def check_temperature(temperature: float) -> float:
     return value
 
 
-def _owner(config: ModelConfig) -> str:
+def owner_of(config: ModelConfig) -> str:
+    """Returns the name by which a state knows its model."""
     # Only unusual fields: a new field must not make every older state belong to another model.
     fields = [(f.name, getattr(config, f.name), f.default) for f in dataclasses.fields(config)]
     return ", ".join(
@@ -308,7 +310,7 @@ def own_state(model: Model, state: State | None, source: Noise) -> State:
     children = {} if state is None else state.children
     position = 0 if state is None else state.position
     children = {**children, "seed": source.seed, "row": source.row}
-    return State(children, position, _owner(model.config))
+    return State(children, position, owner_of(model.config))
 
 
 def _check_noise(
@@ -400,10 +402,10 @@ def _check_state(model: Model, state: State, device: torch.device) -> State:
         raise ValueError(
             f"state is a {type(state).__name__}; allowed: a State from generate or observe"
         )
-    if state.owner != _owner(model.config):
+    if state.owner != owner_of(model.config):
         raise ValueError(
             f"state belongs to another model ({state.owner or 'unknown'}); "
-            f"allowed: a state of {_owner(model.config)}"
+            f"allowed: a state of {owner_of(model.config)}"
         )
     return fitted(model, state, device)
 
