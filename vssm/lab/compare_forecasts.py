@@ -130,9 +130,8 @@ def compare(options: Comparison, show: Callable[[str], None] = print) -> dict[st
     runs: dict[str, tuple[Path, RunConfig]] = {}
     for kind in options.models:
         if kind in KINDS:
-            model = replace(options.model, kind=kind)
-            if kind != "vssm":
-                model = replace(model, levels=1, spans=())
+            levels = {} if kind == "vssm" else {"levels": 1, "spans": ()}  # only vssm has levels
+            model = replace(options.model, kind=kind, **levels)
             config = RunConfig(data=data, model=model, train=options.train)
             runs[kind] = options.runs / f"{name}-{kind}", config
     for folder, config in runs.values():  # before any is trained

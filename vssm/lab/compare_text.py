@@ -43,6 +43,7 @@ from vssm.sampling.generation import generate
 __all__ = ["TextComparison", "chunked_bits", "compare_text", "main"]
 
 _CHARACTERS_PER_PASS = 2**14
+_ROWS_PER_PASS = 512  # draws share a pass while the batch is small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +86,16 @@ def chunked_bits(model: Variational, x: Tensor, chunk: int, num_samples: int = 2
     rows = torch.arange(len(x), device=x.device)
     shape = (0, x.shape[1], model.config.latents)
     weights = []
-    for draw in range(num_samples):
+    for draws in torch.arange(num_samples).split(max(1, _ROWS_PER_PASS // len(x))):
         seeds = torch.zeros_like(rows)
-        z = q_z.sample(noise.uniform(seeds, rows, *shape, stream=noise.LATENT, draw=draw))
-        log_p_x = model.likelihood(z)[0].log_prob(x)
+        u = [
+            noise.uniform(seeds, rows, *shape, stream=noise.LATENT, draw=k) for k in draws.tolist()
+        ]
+        z = q_z.sample(torch.stack(u))  # (K, B, T, Z)
+        p_x, _ = model.likelihood(z.flatten(0, 1))
+        log_p_x = p_x.log_prob(x.repeat(len(draws), 1)).unflatten(0, z.shape[:2])
         weights.append((log_p_x + p_z.log_prob(z) - q_z.log_prob(z)).double().sum(-1))
-    nats = torch.logsumexp(torch.stack(weights), 0) - math.log(num_samples)
+    nats = torch.logsumexp(torch.cat(weights), 0) - math.log(num_samples)
     return float(-nats.mean() / math.log(2) / x.shape[1])
 
 
