@@ -12,12 +12,11 @@
 | `same_bits`                    | 1 when a second run gave the same bits, else 0          |
 
 On CUDA: bfloat16 with softplus, bias, skip and gate, timed by events. On a CPU: float32 without
-gate and softplus, because mambapy has neither; every repeat runs each implementation once, so
-that a disturbance meets all of them. A single step is timed without a graph.
+gate and softplus, because mambapy has neither. A single step is timed without a graph.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from torch import Tensor
 from vssm.lab.bench.floor import copy_bytes_per_ms
 from vssm.lab.bench.peers import SCANS, missing, peer_scan
 from vssm.lab.bench.record import Record, failure, number
-from vssm.lab.bench.timing import Stopwatch, check_whole, kernel, open_device, spread
+from vssm.lab.bench.timing import check_whole, kernel, open_device, spread
 from vssm.ops import choose_backend, selective_scan
 
 __all__ = ["Shape", "floor_ms", "main_scan", "scan_arguments", "scan_errors"]
@@ -55,8 +54,9 @@ LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 _GRADIENTS = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "h0")
 _OPERATIONS = 13  # multiply-adds per element of h: 9 for an exp with error 4e-7, 4 for h and y
 _EXPONENTIALS = 16 * 1.98e6  # per multiprocessor and millisecond, at 1.98 GHz
-_SECONDS = 2.0  # for each number on a CPU
 _FEW_STEPS = 64  # with more, some peers take minutes: see `_too_slow`
+
+Scan = Callable[..., Any]
 
 
 def main_scan(
@@ -84,10 +84,23 @@ def main_scan(
         choose_backend("triton", where, dtype)  # raises where Triton is missing
     record = Record(main_scan, options, where, config, dtype)
     record.config["shapes"] = [shape._asdict() for shape in chosen]
-    if cuda:
-        _time_on_cuda(record, chosen, peers)
-    else:
-        _time_on_cpu(record, chosen, repeats, peers)
+    scans: dict[str, Scan] = {"": partial(_ours, "auto")}
+    if peers:
+        scans |= {} if cuda else {"reference": partial(_ours, "reference")}
+        scans |= {peer: _peer(peer) for peer in (SCANS if cuda else ("mambapy",))}
+    rate = copy_bytes_per_ms(where) if cuda else 0.0
+    for shape in chosen:
+        values = scan_arguments(shape, dtype, where, full=cuda)
+        for name, scan in scans.items():
+            if reason := missing(name) if name in SCANS else None:
+                record.note(f"{name}_ms", reason)
+            elif not (name == "mambapy" and shape.length == 1):
+                _time(record, name, scan, shape, values, (100, 200) if cuda else (2000, repeats))
+        if f"floor_ms_{shape.name}" not in record.metrics:
+            record.add({f"floor_ms_{shape.name}": floor_ms(shape, where, rate, False)})
+            if cuda:
+                floor = floor_ms(shape, where, rate, True)
+                record.add({f"floor_bwd_ms_{shape.name}": floor, "copy_gb_per_second": rate / 1e6})
     for shape in chosen if check else ():
         if f"same_bits_{shape.name}" not in record.metrics:
             _check(record, shape)
@@ -152,7 +165,7 @@ def scan_errors(
     shape: Shape,
     dtype: torch.dtype,
     device: torch.device,
-    scan: Callable[..., Any] = selective_scan,
+    scan: Scan = selective_scan,
 ) -> tuple[float, str, bool]:
     """Compares a scan with the loop over time in float64.
 
@@ -200,97 +213,59 @@ def _ours(backend: str, **values: Any) -> Tensor:  # noqa: ANN401
     return selective_scan(**values, backend=backend)[0]
 
 
-def _passes(scan: Callable[..., Tensor], values: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    """Returns the calls to time."""
-    if values["u"].shape[1] == 1:
-        return {"fwd": partial(scan, **values)}
-    leaves = {
-        name: value.detach().requires_grad_() if isinstance(value, Tensor) else value
-        for name, value in values.items()
+def _peer(peer: str) -> Scan:
+    scan = partial(peer_scan, peer)
+    return torch.compile(scan, dynamic=False) if peer == "associative_scan" else scan
+
+
+def _time(
+    record: Record,
+    name: str,
+    scan: Scan,
+    shape: Shape,
+    values: dict[str, Any],
+    budget: tuple[int, int],
+) -> None:
+    """Times both passes of an implementation, or notes why it can not.
+
+    The budget is the total milliseconds of all calls, and the largest number of calls.
+    """
+    device, prefix = record.device, f"{name}_" if name else ""
+    train = shape.length > 1
+    inputs = {
+        key: v.detach().requires_grad_(train) for key, v in values.items() if key in _GRADIENTS
     }
-    y = scan(**leaves)
-    inputs = [value for value in leaves.values() if isinstance(value, Tensor)]
-    slope = torch.ones_like(y)
-    backward = partial(torch.autograd.grad, y, inputs, slope, retain_graph=True)
-    return {"fwd": partial(scan, **leaves), "bwd": backward}
-
-
-def _time_on_cpu(record: Record, shapes: Sequence[Shape], repeats: int, peers: bool) -> None:
-    scans: dict[str, Callable[..., Tensor]] = {"": partial(_ours, "auto")}
-    if peers:
-        scans["reference_"] = partial(_ours, "reference")
-        if reason := missing("mambapy"):
-            record.note("mambapy_ms", reason)
-        else:
-            scans["mambapy_"] = partial(peer_scan, "mambapy")
-    stopwatch = Stopwatch(record, repeats, _SECONDS, more=True)
-    for shape in shapes:
-        values = scan_arguments(shape, torch.float32, record.device, full=False)
-        calls = {
-            f"{prefix}{way}_ms_{shape.name}": call
-            for prefix, scan in scans.items()
-            if not (prefix == "mambapy_" and shape.length == 1)
-            for way, call in _passes(scan, values).items()
-        }
-        stopwatch.time(calls)
-        if f"floor_ms_{shape.name}" not in record.metrics:
-            record.add({f"floor_ms_{shape.name}": floor_ms(shape, record.device, 0, False)})
-
-
-def _time_on_cuda(record: Record, shapes: Sequence[Shape], peers: bool) -> None:
-    device, rate = record.device, 0.0
-    for shape in shapes:
-        if f"bwd_ms_{shape.name}" in record.metrics:
+    flags = {key: value for key, value in values.items() if key not in _GRADIENTS}
+    for way in ("fwd", "bwd") if train else ("fwd",):
+        metric = f"{prefix}{way}_ms_{shape.name}"
+        if metric in record.metrics:
             continue
-        rate = rate or copy_bytes_per_ms(device)
-        metrics = {
-            "copy_gb_per_second": rate / 1e6,
-            f"floor_ms_{shape.name}": floor_ms(shape, device, rate, False),
-            f"floor_bwd_ms_{shape.name}": floor_ms(shape, device, rate, True),
-        }
-        passes = _passes(partial(_ours, "auto"), scan_arguments(shape, torch.bfloat16, device))
-        for way, call in passes.items():
-            median, low, high = spread(kernel(call, device))
-            metrics[f"{way}_ms_{shape.name}"] = median
-            metrics[f"{way}_p10_ms_{shape.name}"] = low
-            metrics[f"{way}_p90_ms_{shape.name}"] = high
-            metrics[f"{way}_mib_{shape.name}"] = _peak_mib(call, device)
-        record.add(metrics)
-        del passes
-    for peer in SCANS if peers else ():
-        for shape in shapes:
-            if f"{peer}_fwd_ms_{shape.name}" in record.metrics:
-                continue
-            for name, found in _time_peer(peer, shape, device):
-                if isinstance(found, str):
-                    record.note(name, found)
-                else:
-                    record.add({name: found})
-            torch.cuda.empty_cache()
-
-
-def _time_peer(peer: str, shape: Shape, device: torch.device) -> Iterator[tuple[str, float | str]]:
-    """Gives names of metrics and their values, or why there are none."""
-    forward, backward = f"{peer}_fwd_ms_{shape.name}", f"{peer}_bwd_ms_{shape.name}"
-    name = forward
-    if reason := missing(peer) or _too_slow(peer, shape, backward=False):
-        yield forward, reason
-        return
-    try:
-        scan: Callable[..., Tensor] = partial(peer_scan, peer)
-        if peer == "associative_scan":
-            scan = torch.compile(scan, dynamic=False)
-        values = scan_arguments(shape, torch.bfloat16, device)
-        with torch.no_grad():
-            yield forward, spread(kernel(lambda: scan(**values), device))[0]
-            yield f"{peer}_fwd_mib_{shape.name}", _peak_mib(lambda: scan(**values), device)
-        name = backward
-        if reason := _too_slow(peer, shape, backward=True):
-            yield backward, reason
-        elif "bwd" in (passes := _passes(scan, values)):
-            yield backward, spread(kernel(passes["bwd"], device, most=20))[0]
-    except Exception as error:  # prototypes fail in ways of their own
-        yield name, failure(error)
+        if reason := _too_slow(name, shape, way == "bwd"):
+            record.note(metric, reason)
+            continue
+        try:
+            call = partial(scan, **inputs, **flags)
+            if way == "bwd":
+                y = call()
+                arguments = (y, list(inputs.values()), torch.ones_like(y))
+                call = partial(torch.autograd.grad, *arguments, retain_graph=True)
+            median, low, high = spread(kernel(call, device, *budget))
+            metrics: dict[str, float | None] = {
+                metric: median,
+                f"{prefix}{way}_p10_ms_{shape.name}": low,
+                f"{prefix}{way}_p90_ms_{shape.name}": high,
+            }
+            if device.type == "cuda":
+                metrics[f"{prefix}{way}_mib_{shape.name}"] = _peak_mib(call, device)
+            record.add(metrics)
+        except Exception as error:
+            if not name:
+                raise
+            record.note(metric, failure(error))  # prototypes fail in ways of their own
+            return
+        finally:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
 
 
 def _too_slow(peer: str, shape: Shape, backward: bool) -> str | None:
@@ -320,9 +295,7 @@ def _check(record: Record, shape: Shape) -> None:
     record.add({**metrics, f"same_bits_{shape.name}": float(same)})
 
 
-def _outputs(
-    scan: Callable[..., Any], values: dict[str, Any], dy: Tensor, dh: Tensor
-) -> dict[str, Tensor]:
+def _outputs(scan: Scan, values: dict[str, Any], dy: Tensor, dh: Tensor) -> dict[str, Tensor]:
     """Returns y, h and the gradients of all inputs."""
     leaves = {name: values[name].detach().requires_grad_() for name in _GRADIENTS}
     y, h = scan(**leaves, softplus=values["softplus"])
