@@ -25,6 +25,7 @@ lowest: pyproject.toml constraints-lowest.txt
 
 docs: .venv/ready-dev
 	$(BIN)/python docs/reference.py
+	$(BIN)/python docs/results_page
 	$(BIN)/python -m pytest -q tests/test_readme.py vssm
 
 bench: .venv/ready-dev

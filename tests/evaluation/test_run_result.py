@@ -6,9 +6,9 @@ import pytest
 from matplotlib.image import imread
 
 from tests.evaluation.test_evaluate import DIGITS, WAVES, make_run
+from tests.lab.results_page import write_page
 from vssm.cli import main
 from vssm.evaluation.result import keep_result
-from vssm.lab.page.write import write_page
 from vssm.runs.results import write_result
 
 LOG = [

@@ -3,7 +3,6 @@
 import json
 import pickle
 import runpy
-import subprocess
 import sys
 import warnings
 from dataclasses import asdict, replace
@@ -931,176 +930,6 @@ def test_chart_without_dates(tmp_path, monkeypatch):
     assert not legend.get_window_extent().overlaps(axes.get_window_extent()), "no line is covered"
 
 
-def test_levels_are_for_vssm():
-    from vssm.lab.compare_forecasts import Comparison, _model
-
-    levels = small_config("vssm", latents=4, levels=2)
-    options = Comparison(series=SeriesConfig(context=12, horizon=6, patch=3), model=levels)
-    assert _model("vssm", options) == levels
-    assert _model("rnn", options) == replace(levels, kind="rnn", levels=1)
-
-
-def comparison(tmp_path, **options):
-    """Returns a small comparison of models on waves."""
-    from vssm.lab.compare_forecasts import Comparison
-
-    path = waves(tmp_path / "waves.csv")
-    values = {
-        "series": SeriesConfig(path=str(path), context=12, horizon=6, separate=True),
-        "model": small_config("vssm", head="auto", width=8, layers=1),
-        "train": TrainConfig(max_steps=2, batch=16, samples=0, num_valid=8, device="cpu"),
-        "models": ("naive", "vssm", "rnn"),
-        "samples": 7,
-        "season": 6,
-        "chunk": 2,
-        "calibrate": True,
-        "shapes": ("2x3x9",),
-        "runs": tmp_path / "runs",
-        "out": tmp_path / "results" / "waves.json",
-    }
-    return Comparison(**(values | options))
-
-
-class StopAtValidation(Progress):
-    """Stops a training once it has weights."""
-
-    def line(self, line):
-        if line["split"] == "valid":
-            raise KeyboardInterrupt
-
-
-def test_comparison_finishes_a_run_that_was_stopped(tmp_path, monkeypatch):
-    from vssm.lab import compare_forecasts as forecast_compare
-    from vssm.runs.folder import RunFolder
-
-    steps = TrainConfig(
-        max_steps=4, batch=16, samples=0, num_valid=8, validate_every=0.1, device="cpu"
-    )
-    options = comparison(tmp_path, models=("rnn",), train=steps, calibrate=False, shapes=())
-    whole = forecast_compare.compare(replace(options, runs=tmp_path / "whole"))["metrics"]
-    folder = options.runs / "waves-rnn"
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            forecast_compare, "train", lambda *a, **k: train(*a, **k, progress=StopAtValidation())
-        )
-        with pytest.raises(KeyboardInterrupt):
-            forecast_compare.compare(options)
-    assert (folder / "weights.safetensors").exists() and not RunFolder(folder).has_ended()
-    made = forecast_compare.compare(options)["metrics"]
-    assert RunFolder(folder).has_ended() and made["rnn_crps"] == whole["rnn_crps"]
-    monkeypatch.setattr(forecast_compare, "train", lambda *_, **__: pytest.fail("it has ended"))
-    assert forecast_compare.compare(options)["metrics"]["rnn_crps"] == whole["rnn_crps"]
-
-
-def test_comparison_refuses_runs_of_other_settings(tmp_path, monkeypatch):
-    from vssm.lab import compare_forecasts as forecast_compare
-
-    options = comparison(tmp_path, models=("rnn",), calibrate=False, shapes=())
-    forecast_compare.compare(options)
-    written = options.out.read_text()
-    monkeypatch.setattr(
-        forecast_compare, "train", lambda *_, **__: pytest.fail("before any training")
-    )
-    for change, message in (
-        (
-            {"model": replace(options.model, width=16)},
-            "model.width=16 differs from 8 of the run in .*rnn",
-        ),
-        (
-            {"train": replace(options.train, max_steps=3)},
-            "train.max_steps=3 differs from 2 of the run",
-        ),
-        (
-            {"series": replace(options.series, horizon=5)},
-            "data.series.horizon=5 differs from 6 of the run",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            forecast_compare.compare(replace(options, models=("vssm", "rnn"), **change))
-    assert options.out.read_text() == written
-
-
-def test_comparison_writes_the_metrics_of_every_model(tmp_path):
-    from vssm.lab.compare_forecasts import compare
-
-    options, lines = comparison(tmp_path), []
-    compare(options, lines.append)
-    written = json.loads(options.out.read_text())
-    metrics = written["metrics"]
-    assert metrics["vssm_temperature"] >= 1 and metrics["rnn_temperature"] >= 1
-    assert len(lines) == 4 + sum(f"{kind}_t1_crps" in metrics for kind in ("vssm", "rnn"))
-    assert metrics["windows"] == 7 and metrics["columns"] == 2
-    for name in ("naive", "vssm", "vssm_w2", "rnn"):
-        assert metrics[f"{name}_crps"] > 0 and 0 <= metrics[f"{name}_coverage80"] <= 1
-        assert {f"{name}_{key}" for key in ("wql", "mase", "energy", "mae")} <= set(metrics)
-    assert metrics["vssm_ms_2x3x9"] > 0 and metrics["rnn_parameters"] > 0
-    for change, message in (
-        ({"models": ("deeper",)}, "models='deeper' is unknown; .*did you mean 'deepar'"),
-        ({"season": 13}, "season=13 is not allowed; allowed: 1 to 12"),
-        ({"shapes": ("3x3",)}, "shapes='3x3' is not allowed"),
-        ({"part": "train"}, "part='train' is unknown; allowed: 'test', 'valid'"),
-        *(
-            ({key: value}, f"{key}={value} is not allowed; allowed: a whole number >= 1")
-            for key in ("windows", "stride", "samples", "chunk", "deepar_epochs", "deepar_context")
-            for value in (0, -1)
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            compare(replace(options, **change))
-
-
-def test_naive_repeats_the_season(tmp_path):
-    from vssm.lab.compare_forecasts import Comparison, _naive, _Task
-
-    values = np.tile([[1.0], [2.0], [4.0]], (20, 1))
-    options = Comparison(series=SeriesConfig(context=6, horizon=4), season=3, samples=5)
-    task = _Task(options, None, values)
-    assert torch.equal(_naive(task), task.future[:, None].expand(-1, 5, -1, -1))
-
-
-def test_noise_of_the_naive_forecast_grows_with_the_seasons_ahead():
-    from vssm.lab.compare_forecasts import Comparison, _naive, _Task
-
-    series = SeriesConfig(context=6, horizon=7)
-    options = Comparison(series=series, season=3, samples=4000, windows=1)
-    task = _Task(options, None, np.random.default_rng(0).normal(size=(60, 1)))
-    change = task.history[0, 3:] - task.history[0, :-3]
-    expected = np.sqrt(np.square(change).mean() * np.array([1, 1, 1, 2, 2, 2, 3]))
-    np.testing.assert_allclose(_naive(task)[0, :, :, 0].std(0), expected, rtol=0.05)
-
-
-def test_scores_are_in_the_units_of_the_training_rows():
-    from vssm.lab.compare_forecasts import Comparison, _Task
-
-    options = Comparison(series=SeriesConfig(context=6, horizon=4), season=3)
-    values = np.random.default_rng(0).normal(size=(100, 2)) * [1, 5]
-    changed, rows = values.copy(), values[:70]
-    changed[70:] *= 9
-    for task in (_Task(options, None, values), _Task(options, None, changed)):
-        np.testing.assert_allclose(task.mean, rows.mean(0))
-        np.testing.assert_allclose(task.std, rows.std(0))
-        np.testing.assert_allclose(task.naive, np.abs(rows[3:] - rows[:-3]).mean(0) / rows.std(0))
-
-
-def test_the_temperature_is_the_best_on_validation(monkeypatch):
-    from vssm.lab import compare_forecasts as forecast_compare
-    from vssm.lab.compare_forecasts import Comparison, _calibrated, _Task
-
-    def score(task, temperature):
-        assert task.options.part == "valid" and task.starts.min() >= 70 and task.starts.max() <= 76
-        return {"crps": abs(temperature - 2.0)}
-
-    monkeypatch.setattr(
-        forecast_compare, "_rolled", lambda forecaster, task, ways: ways["temperature"]
-    )
-    monkeypatch.setattr(_Task, "score", score)
-    options = Comparison(series=SeriesConfig(context=6, horizon=4), season=3)
-    assert (
-        _calibrated(None, _Task(options, None, np.random.default_rng(0).normal(size=(100, 2))))
-        == 2.0
-    )
-
-
 def test_predictor_takes_the_place_of_one_of_gluonts(run_folder):
     pytest.importorskip("gluonts")
     with warnings.catch_warnings():
@@ -1174,16 +1003,6 @@ def test_predictor_names_its_extra(run_folder, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match=r"pip install 'vssm\[forecast\]'"):
         predictor(run_folder)
-
-
-def test_module_runs_as_a_command():
-    done = subprocess.run(
-        [sys.executable, "-m", "vssm.lab.compare_forecasts", "--season", "0"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2 and done.stderr.startswith("vssm: season=0 is not allowed")
 
 
 def test_sensor_example_runs_in_constant_memory(capsys):

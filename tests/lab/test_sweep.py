@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -126,7 +125,7 @@ def test_one_sweep_at_a_time_in_a_folder(tmp_path):
     assert sweep(BASE, tmp_path, (1e-2,), progress=Progress()) == rows  # it is free again
 
 
-def test_other_settings_do_not_pass_for_a_run_that_ended(tmp_path):
+def test_runs_of_other_settings_are_refused(tmp_path):
     sweep(BASE, tmp_path, (1e-3,), progress=Progress())
     before = written_at(tmp_path)
     with pytest.raises(
@@ -168,7 +167,7 @@ def test_a_failed_run_is_recorded_and_tried_again(tmp_path, fake_train):
     assert table(tmp_path)["best"] == {"rnn": {"learning_rate": 0.01, "validation_loss": 4.0}}
 
 
-def test_the_best_has_the_lowest_median_for_every_kind(tmp_path, fake_train):
+def test_best_rate_has_the_lowest_median_for_every_kind(tmp_path, fake_train):
     losses, calls = fake_train
     losses |= dict(zip([(r, s) for r in RATES for s in (0, 1, 2)], [1, 9, 8, 5, 7, 6], strict=True))
     rows = sweep(BASE, tmp_path, RATES, (0, 1, 2), kinds=("ssm", "vssm"), progress=Progress())
@@ -180,22 +179,11 @@ def test_the_best_has_the_lowest_median_for_every_kind(tmp_path, fake_train):
     assert table(tmp_path)["best"] == {"ssm": expected, "vssm": expected}
 
 
-def test_a_damaged_meta_file_is_no_run_that_ended(tmp_path, fake_train):
+def test_run_with_a_damaged_meta_file_is_trained_again(tmp_path, fake_train):
     losses, calls = fake_train
     losses[1e-3, 0] = 2.0
-    values = [
-        ("[1]", "1"),
-        ('"low"', "1"),
-        ("1" + "0" * 400, "1"),
-        ("2.0", '"1"'),
-        ("2.0", "1" + "0" * 400),
-    ]
-    facts = [
-        f'{{"ended": "now", "best_validation_loss": {a}, "seconds": {b}}}'.encode()
-        for a, b in values
-    ]
-    facts += [b"", b"\x80\x04\x95", b"[]", b'{"ended": "now"}', b'{"ended": null, "seconds": 1}']
-    for damage in (*facts, b"[" * 10**5):
+    ended = b'{"ended": "now", "best_validation_loss": "low", "seconds": 1}'
+    for damage in (ended, b"", b"[]", b'{"ended": "now"}', b'{"ended": null, "seconds": 1}'):
         (tmp_path / NAMES[2]).mkdir(exist_ok=True)
         (tmp_path / NAMES[2] / "meta.json").write_bytes(damage)
         calls.clear()
@@ -226,7 +214,7 @@ def test_ray_that_is_missing_or_not_running_is_named(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "ray", None)
         with pytest.raises(
-            ValueError, match=re.escape("pip install 'vssm[cluster]', or no --ray-address")
+            ValueError, match=re.escape("pip install 'vssm[cluster]', or leave out --ray-address")
         ):
             sweep(BASE, tmp_path / "sweep", ray_address="auto")
     assert not (tmp_path / "sweep").exists()
@@ -241,29 +229,10 @@ def test_ray_that_is_missing_or_not_running_is_named(tmp_path, monkeypatch):
         sweep(BASE, tmp_path / "sweep", ray_address="auto", progress=Progress())
 
 
-@pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_an_address_where_nobody_listens_is_refused_at_once(tmp_path, scheme):
-    pytest.importorskip("ray")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
-        address = f"{scheme}127.0.0.1:{taken.getsockname()[1]}"
-        begun = time.monotonic()
-        with pytest.raises(
-            ValueError, match=f"^ray_address='{address}' can not be used: nobody answers there"
-        ):
-            sweep(BASE, tmp_path / "sweep", ray_address=address, progress=Progress())
-    assert time.monotonic() - begun < 30
-    for wrong in ("nonsense", "host:port", "host:99999"):
-        with pytest.raises(
-            ValueError, match=f"^ray_address='{wrong}' can not be used: allowed: auto, local"
-        ):
-            sweep(BASE, tmp_path / "sweep", ray_address=wrong, progress=Progress())
-
-
 def test_torchrun_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="sweep was started by torchrun; allowed: one process"):
+    with pytest.raises(ValueError, match="sweep was started by torchrun; start one process"):
         sweep(BASE, tmp_path)
 
 
@@ -313,7 +282,7 @@ def test_on_ray_a_worker_that_dies_is_replaced_and_its_run_resumed(cluster, tmp_
     run = tmp_path / NAMES[2]
     while not list(run.glob("checkpoint/step-*")) and thread.is_alive():
         time.sleep(0.05)
-    (worker,) = descendants(os.getpid(), b"ray::_run")
+    (worker,) = descendants(os.getpid(), b"ray::run_one")
     started = json.loads((run / "meta.json").read_text())["started"]
     os.kill(worker, signal.SIGKILL)
     thread.join(120)

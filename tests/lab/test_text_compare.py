@@ -82,16 +82,16 @@ def test_runs_of_one_kind_are_named_by_their_folders(runs, tmp_path):
 def test_runs_that_can_not_be_compared_are_refused(runs, tmp_path):
     options = TextComparison(chunks=(), num_samples=1, sequences=1, prompt="to ")
     with pytest.raises(
-        ValueError, match="would all be called 'ssm1'; allowed: runs of different kinds"
+        ValueError, match="would be called 'ssm1'; rename a folder, or give different kinds"
     ):
         compare_text([runs[1], runs[1]], options)
     for k, change in enumerate(({"text": TEXT[::-1]}, {"length": 6}, {"unit": "byte"})):
         other = text_run(tmp_path / str(k), **change)
         with pytest.raises(
-            ValueError, match="are of different test sequences; allowed: runs of one text"
+            ValueError, match="have different test sequences; give runs of one text"
         ):
             compare_text([runs[0], other], options)
-    with pytest.raises(ValueError, match="runs is empty; allowed: one run folder"):
+    with pytest.raises(ValueError, match="runs is empty; give one or more run folders"):
         compare_text([], options)
 
 
@@ -130,7 +130,7 @@ def test_bad_requests_are_named(runs, tmp_path, capsys):
     for arguments, message in (
         ([str(runs[0]), "--prompt", "Ω"], "text has characters outside the vocabulary: ['Ω']"),
         ([str(tmp_path)], "has no config.json"),
-        ([], "runs is empty; allowed: one run folder"),
+        ([], "runs is empty; give one or more run folders"),
         ([str(runs[0]), "--chunks", "0"], "chunks=0 is not allowed; allowed: a whole number >= 1"),
         (
             [str(runs[0]), "--chunks", "-3"],

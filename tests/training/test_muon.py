@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.conftest import KINDS, relative_error, small_model
 from tests.tiny_runs import log, newest, result, run, stopped, tiny
 from vssm.config import PRESETS, RunConfig, TrainConfig
-from vssm.lab.reproduce import _difference
+from vssm.lab.reproduce import difference
 from vssm.models import build
 from vssm.objectives import Terms, objective
 from vssm.runs.folder import _checksum
@@ -293,8 +293,8 @@ def test_results_from_before_there_was_a_choice_are_of_adamw(tmp_path):
     values, path = RunConfig().to_dict(), tmp_path / "result.json"
     del values["train"]["optimizer"]
     path.write_text(json.dumps({"config": values, "metrics": {"validation_loss": 1.0}}))
-    assert _difference(path, RunConfig(), "validation_loss") is None
-    other = _difference(path, RunConfig(train=TrainConfig(optimizer="muon")), "validation_loss")
+    assert difference(path, RunConfig(), "validation_loss") is None
+    other = difference(path, RunConfig(train=TrainConfig(optimizer="muon")), "validation_loss")
     assert other == f"train.optimizer='muon' differs from 'adamw' of {str(path)!r}"
 
 

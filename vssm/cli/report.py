@@ -1,4 +1,4 @@
-"""`vssm report`: a page of runs and results."""
+"""`vssm report`: a page of runs, results or experiments."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,30 +11,26 @@ __all__ = ["Report"]
 
 @dataclass
 class Report:
-    """Makes one self-contained HTML page from run folders and results."""
+    """Makes one self-contained HTML page from run folders, results, or a folder of experiments."""
 
     run_folders: tyro.conf.Positional[
         Annotated[tuple[Path, ...], tyro.conf.arg(metavar="[RUN ...]")]
     ]
-    """Run folders to compare."""
+    """Run folders to compare, or one folder that `vssm reproduce` wrote."""
     results: Path | None = None
     """A folder of result files."""
     out: Path = Path("report.html")
     """Where the page goes: .html or .htm."""
-    page: Path | None = None
-    """Write the results page instead, as Markdown with figures beside it: docs/results.md."""
 
     def run(self) -> None:
-        from vssm.lab.page.write import write_page
+        from vssm.lab.experiments import find_results, write_experiments
         from vssm.report.page import report
 
-        if self.page is not None:
-            if self.run_folders:
-                raise ValueError(
-                    "run_folders are for the HTML page, not for page; allowed: results"
-                )
-            print(f"page: {write_page(self.results or Path('results'), self.page)}")
-            return
+        if len(self.run_folders) == 1 and self.results is None:
+            experiments = find_results(self.run_folders[0])
+            if experiments is not None:
+                print(f"report: {write_experiments(experiments, self.out)}")
+                return
         if not self.run_folders and self.results is None:
             raise ValueError("neither RUN nor --results is given; allowed: one of them, or both")
         print(f"report: {report(self.run_folders, self.results, self.out)}")

@@ -42,14 +42,11 @@ class Reproduce:
     """Folder with the data; else $VSSM_DATA; else the user cache."""
 
     def run(self) -> None:
-        from vssm.lab.reproduce import places, reproduce
+        from vssm.lab.reproduce import folders, reproduce
 
         left = reproduce(**vars(self))
         if left:
             print(f"left: {', '.join(left)}")
         else:
-            _, results = places(self.data, self.scale, self.out, self.results)
-            folder = shlex.quote(str(results))
-            print(
-                f"all done; for a page of the results: vssm report --results {folder} --page FILE.md"
-            )
+            _, results = folders(self.data, self.scale, self.out, self.results)
+            print(f"all done; for a page of the results: vssm report {shlex.quote(str(results))}")

@@ -1,14 +1,14 @@
-"""Compares forecasters on rolling windows of a test set, all trained in the same run on the same split.
+"""Compares forecasters on rolling windows of a test set, all trained on the same split.
 
-    python -m vssm.lab.compare_forecasts --series.path ETTh1.csv.gz --series.separate --series.patch 24 \\
-        --series.season 24 --freq h --season 24
+    python -m vssm.lab.compare_forecasts --series.path ETTh1.csv.gz --series.separate \\
+        --series.patch 24 --series.season 24 --freq h --season 24
 
-Windows of the test part start every `stride` steps; each forecaster draws `samples` paths of the horizon of
-every window. `naive` is the seasonal naive forecast with normal noise: the deviation of the seasonal
-differences of the context, times the root of the seasons ahead. DeepAR (GluonTS, its own defaults) unrolls
-over a context of the length of the horizon and also reads what came before: it takes lags from there. A short
-training leaves our models too sure of themselves: one number each, the temperature, is fitted to the
-validation part, and the scores at temperature 1 stand beside.
+Windows of the test part start every `stride` steps. Each forecaster draws `samples` paths of the
+horizon of every window. `naive` is the seasonal naive forecast with normal noise: the deviation of
+the seasonal differences of the context, times the root of the seasons ahead. DeepAR (GluonTS, its
+own defaults) unrolls over a context as long as the horizon, and takes lags from what came before.
+A short training leaves our models too sure of themselves, so one number of each, the temperature,
+is fitted to the validation part; the scores at temperature 1 are recorded as well.
 """
 
 import json
@@ -19,41 +19,41 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vssm.checks import check_choice, choose_device, whole_number
-from vssm.config import ModelConfig, RunConfig, TrainConfig
+from vssm.config import KINDS, ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, SeriesConfig
 from vssm.data.files import locate_own
 from vssm.data.table import Table, filled, read_table, select
 from vssm.forecasting.forecaster import Forecaster
 from vssm.forecasting.metrics import scores
+from vssm.lab.bench.timing import wall
 from vssm.runs.folder import RunFolder
 from vssm.runs.results import result, write_result
 from vssm.training.loop import train
 
-__all__ = ["Comparison", "compare", "main"]
+__all__ = ["Comparison", "RollingWindows", "best_temperature", "compare", "main", "naive_paths"]
 
-_OURS = ("vssm", "tvae", "rnn", "vrnn", "ssm", "transformer")
-_PEERS = ("naive", "deepar")
 _WINDOWS_PER_PASS = 32
-_CALIBRATION_WINDOWS = 32
-_CALIBRATION_OVERLAP = (
-    4  # validation parts are short: windows that start every quarter of a horizon
-)
+_CALIBRATION = {"windows": 32, "overlap": 4}  # validation parts are short, so windows overlap
 _TEMPERATURES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
 _DEEPAR_MOST = 200_000  # path steps of a timing; beyond, DeepAR would take minutes
+
+Shape = tuple[int, int, int]
+"""Series, paths and steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Which forecasters are compared, on what, and how."""
+    """Which forecasters are compared, on which data, and how."""
 
     series: SeriesConfig = field(default_factory=SeriesConfig)
     """The file, its windows and scale."""
@@ -64,7 +64,7 @@ class Comparison:
             features=1, head="auto", width=64, layers=2, latents=8, classes=16
         )
     )
-    """The size of our models; their kind is taken from `models`. Levels are for vssm."""
+    """The size of our models; `models` gives their kind. Levels apply to vssm only."""
     train: TrainConfig = field(default_factory=lambda: TrainConfig(samples=0, batch=64))
     """How our models are trained, and where everything runs."""
     models: tuple[str, ...] = ("naive", "vssm", "rnn", "ssm", "transformer", "deepar")
@@ -72,29 +72,29 @@ class Comparison:
     samples: int = 100
     """Paths of a window."""
     part: Literal["test", "valid"] = "test"
-    """Which part the windows are of: choose settings on valid, report on test."""
+    """Which part is scored: choose settings on valid, report on test."""
     windows: int | None = None
-    """At most so many windows, spread evenly over the part."""
+    """The largest number of windows, spread evenly over the part."""
     stride: int | None = None
     """Steps between windows; the horizon by default."""
     season: int = 1
     """Steps of a season."""
     freq: str = "D"
-    """What a step is, for DeepAR, in the letters of pandas: h, D, ..."""
+    """The time between steps, for DeepAR, as pandas writes it: h, D, ..."""
     deepar_epochs: int = 20
     """Passes of 50 batches of 32 windows."""
     deepar_context: int | None = None
-    """Steps that DeepAR unrolls over before the horizon; as many as the horizon by default, as in GluonTS."""
+    """Steps that DeepAR unrolls over before the horizon; by default the horizon, as in GluonTS."""
     calibrate: bool = True
-    """Draw our paths of the test part at the temperature with the best CRPS on the validation part, and also
-    at 1, as <kind>_t1."""
+    """Draw our paths at the temperature with the best CRPS on the validation part, and also at 1,
+    as <kind>_t1."""
     chunk: int | None = None
-    """Our vssm also re-conditioned after so many steps, as vssm_w<chunk>."""
+    """Also score our vssm re-conditioned after so many steps, as vssm_w<chunk>."""
     shapes: tuple[str, ...] = ("1x100x336",)
     """What is timed: series x paths x steps."""
     runs: Path = Path("runs/forecast")
-    """The folder for our runs: one that has ended is not trained again, one that was stopped goes on, and one
-    with other settings is refused."""
+    """The folder for our runs. A run that has ended is not trained again, a run that was stopped
+    continues, and a run with other settings is refused."""
     out: Path | None = None
     """Where the result goes; results/forecast/<data set>.json by default."""
 
@@ -109,256 +109,226 @@ def compare(options: Comparison, show: Callable[[str], None] = print) -> dict[st
     Returns:
         The result as written.
     """
+    series = options.series
     for kind in options.models:
-        check_choice("models", kind, (*_OURS, *_PEERS))
-    if options.season < 1 or options.season > options.series.context:
+        check_choice("models", kind, (*KINDS, "naive", "deepar"))
+    if not 1 <= options.season <= series.context:
         raise ValueError(
-            f"season={options.season} is not allowed; allowed: 1 to {options.series.context}, the context"
+            f"season={options.season} is not allowed; allowed: 1 to {series.context}, the context"
         )
-    whole_number("samples", options.samples, 1)
-    whole_number("deepar_epochs", options.deepar_epochs, 1)
-    for key in ("windows", "stride", "chunk", "deepar_context"):
+    for key in ("samples", "deepar_epochs", "windows", "stride", "chunk", "deepar_context"):
         if (value := getattr(options, key)) is not None:
             whole_number(key, value, 1)
     shapes = [_shape(text) for text in options.shapes]
-    data = DataConfig(name="series", dir=options.data_dir, series=options.series)
-    if options.series.path is None:
+    if series.path is None:
         raise ValueError("series.path is needed: a CSV, .npy or Parquet file")
-    path = locate_own(options.series.path, "timeseries", options.data_dir)
-    table = select(read_table(path, options.series.time), options.series.columns, path)
-    task = _Task(options, table, filled(table, options.series.fill, path))
+    path = locate_own(series.path, "timeseries", options.data_dir)
+    table = select(read_table(path, series.time), series.columns, path)
+    windows = RollingWindows(options, table, filled(table, series.fill, path))
     name = path.name.split(".")[0]
-    runs = {
-        kind: _Run(
-            options.runs / f"{name}-{kind}",
-            RunConfig(data=data, model=_model(kind, options), train=options.train),
-        )
-        for kind in options.models
-        if kind in _OURS
-    }
-    for run in runs.values():  # before any is trained
-        RunFolder(run.folder).check_same(run.config)
+    data = DataConfig(name="series", dir=options.data_dir, series=series)
+    runs: dict[str, tuple[Path, RunConfig]] = {}
+    for kind in options.models:
+        if kind in KINDS:
+            levels = {} if kind == "vssm" else {"levels": 1, "spans": ()}  # only vssm has levels
+            model = replace(options.model, kind=kind, **levels)
+            config = RunConfig(data=data, model=model, train=options.train)
+            runs[kind] = options.runs / f"{name}-{kind}", config
+    for folder, config in runs.values():  # before any is trained
+        RunFolder(folder).check_same(config)
     out = options.out or Path("results/forecast") / f"{name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     metrics: dict[str, float | None] = {
-        "windows": len(task.starts),
+        "windows": len(windows.starts),
         "columns": len(table.names),
-        "horizon": options.series.horizon,
+        "horizon": series.horizon,
         "samples": options.samples,
+    }
+    settings = {
+        "model": options.model.to_dict(),
+        "train": vars(options.train),
+        "data": vars(series),
+        "naive_season": options.season,
+        "freq": options.freq,
+        "part": options.part,
+        "deepar_epochs": options.deepar_epochs,
+        "deepar_context": options.deepar_context or series.horizon,
     }
     made = {}
     for kind in options.models:
-        for label, numbers in _forecaster(kind, task, runs.get(kind), shapes).items():
+        if kind == "naive":
+            found = {kind: windows.score(naive_paths(windows))}
+        elif kind == "deepar":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of GluonTS
+                found = {kind: _deepar(windows, shapes)}
+        else:
+            found = _our_model(kind, windows, *runs[kind], shapes)
+        for label, numbers in found.items():
             metrics |= {f"{label}_{key}": value for key, value in numbers.items()}
             show(f"{label}: " + "  ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
-        settings = {
-            "model": options.model.to_dict(),
-            "train": vars(options.train),
-            "data": vars(options.series),
-            "naive_season": options.season,
-            "freq": options.freq,
-            "part": options.part,
-            "deepar_epochs": options.deepar_epochs,
-            "deepar_context": options.deepar_context or options.series.horizon,
-        }
         command = f"python -m vssm.lab.compare_forecasts {shlex.join(sys.argv[1:])}"
         made = result(f"forecast {name}", command, settings, metrics)
         write_result(out, made)
     return made
 
 
-class _Run(NamedTuple):
-    folder: Path
-    config: RunConfig
+class RollingWindows:
+    """The windows that all forecasters are asked about.
 
-    def finish(self) -> None:
-        """Trains from wherever the run is."""
-        if not RunFolder(self.folder).has_ended():
-            train(self.config, self.folder, resume=(self.folder / "config.json").exists())
+    Arguments:
+        options: The comparison.
+        table: The data, for its dates.
+        values: The values of the table without gaps, (N, D).
+    """
 
-
-class _Task:
-    """The windows that all forecasters are asked about."""
-
-    def __init__(self, options: Comparison, table: Table, values: np.ndarray) -> None:
-        series = options.series
+    def __init__(self, options: Comparison, table: Table | None, values: np.ndarray) -> None:
+        series, season = options.series, options.season
         self.options, self.table, self.values = options, table, values
-        self.train_rows = int(0.7 * len(values))
         check_choice("part", options.part, ("test", "valid"))
-        first, end = int(0.8 * len(values)), len(values)
+        first_valid, first_test = int(0.7 * len(values)), int(0.8 * len(values))
+        first, end = (first_test, len(values))
         if options.part == "valid":
-            first, end = self.train_rows, first
-        last = end - series.horizon
-        if last < first or first < series.context:
+            first, end = first_valid, first_test
+        if first + series.horizon > end or first < series.context:
             raise ValueError(
                 f"{series.path} has {len(values)} rows, too few for a window of {options.part}"
             )
-        starts = np.arange(first, last + 1, options.stride or series.horizon)
+        starts = np.arange(first, end - series.horizon + 1, options.stride or series.horizon)
         if options.windows is not None and options.windows < len(starts):
             starts = starts[np.arange(options.windows) * len(starts) // options.windows]
         self.starts = starts
         self.history = np.stack([values[s - series.context : s] for s in starts])
         self.future = torch.from_numpy(np.stack([values[s : s + series.horizon] for s in starts]))
-        rows, season = values[: self.train_rows], options.season
+        self.train_rows = rows = values[:first_valid]
         self.mean = torch.from_numpy(rows.mean(0))
-        std = rows.std(0)
-        self.std = torch.from_numpy(np.where(std > 0, std, 1.0))
+        self.std = torch.from_numpy(np.where(rows.std(0) > 0, rows.std(0), 1.0))
         self.naive = torch.from_numpy(np.abs(rows[season:] - rows[:-season]).mean(0)) / self.std
 
     def score(self, paths: Tensor) -> dict[str, float]:
+        """Returns the scores of paths, (W, S, H, D), in the units of the training rows."""
         return scores(paths.double(), self.future, self.mean, self.std, self.naive.clamp_min(1e-6))
 
+    def forecast(self, forecaster: Forecaster, **way: Any) -> Tensor:  # noqa: ANN401
+        """Returns paths of our model for all windows."""
+        horizon, samples = self.options.series.horizon, self.options.samples
+        if forecaster.meta.cycles:  # every window has its own dates
+            assert self.table is not None and self.table.times is not None
+            dates = [self.table.times[s - self.options.series.context : s] for s in self.starts]
+            pairs = zip(self.history, dates, strict=True)
+            made = [forecaster.forecast(h, horizon, samples, t, **way).samples for h, t in pairs]
+            return torch.stack([paths.cpu() for paths in made])
+        made = []
+        for seed, first in enumerate(range(0, len(self.history), _WINDOWS_PER_PASS)):
+            part = self.history[first : first + _WINDOWS_PER_PASS]
+            made.append(forecaster.forecast(part, horizon, samples, seed=seed, **way).samples.cpu())
+        return torch.cat(made)
 
-def _forecaster(
-    kind: str, task: _Task, run: _Run | None, shapes: list[tuple[int, int, int]]
+
+def naive_paths(windows: RollingWindows) -> Tensor:
+    """Returns paths that repeat the last season, with noise that grows with the seasons ahead."""
+    options, season, history = windows.options, windows.options.season, windows.history
+    horizon = options.series.horizon
+    point = np.tile(history[:, -season:], (1, math.ceil(horizon / season), 1))[:, :horizon]
+    change = np.square(history[:, season:] - history[:, :-season]).mean(1, keepdims=True)
+    deviation = np.sqrt(change * (np.arange(horizon) // season + 1)[:, None])
+    size = (len(point), options.samples, *point.shape[1:])
+    noise = np.random.default_rng(options.train.seed).normal(size=size)
+    return torch.from_numpy(point[:, None] + deviation[:, None] * noise)
+
+
+def best_temperature(forecaster: Forecaster, windows: RollingWindows) -> float:
+    """Returns the temperature whose paths have the best CRPS on windows of the validation part."""
+    stride = max(1, windows.options.series.horizon // _CALIBRATION["overlap"])
+    options = replace(windows.options, part="valid", windows=_CALIBRATION["windows"], stride=stride)
+    valid = RollingWindows(options, windows.table, windows.values)
+    crps = {
+        t: valid.score(valid.forecast(forecaster, temperature=t))["crps"] for t in _TEMPERATURES
+    }
+    return min(crps, key=lambda temperature: crps[temperature])
+
+
+def _our_model(
+    kind: str, windows: RollingWindows, folder: Path, config: RunConfig, shapes: list[Shape]
 ) -> dict[str, dict[str, float]]:
-    """Returns the scores and times of a forecaster, and of its variants, by name."""
-    options = task.options
-    if kind == "naive":
-        return {kind: task.score(_naive(task))}
-    if kind == "deepar":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # GluonTS's own
-            return {kind: _deepar(task, shapes)}
-    assert run is not None
-    run.finish()
-    forecaster = Forecaster.load(run.folder, choose_device(options.train.device))
-    temperature = (
-        _calibrated(forecaster, task) if options.calibrate and options.part == "test" else 1.0
-    )
-    variants: dict[str, dict[str, Any]] = {kind: {"temperature": temperature}, f"{kind}_t1": {}}
-    if temperature == 1:
-        variants = {kind: {}}
+    """Trains one of our models from wherever its run is; returns scores and times by name."""
+    options = windows.options
+    if not RunFolder(folder).has_ended():
+        train(config, folder, resume=(folder / "config.json").exists())
+    forecaster = Forecaster.load(folder, choose_device(options.train.device))
+    calibrate = options.calibrate and options.part == "test"
+    temperature = best_temperature(forecaster, windows) if calibrate else 1.0
+    ways: dict[str, dict[str, Any]] = {kind: {"temperature": temperature}}
+    if temperature != 1:
+        ways[f"{kind}_t1"] = {}
     if options.chunk is not None and kind in ("vssm", "tvae"):
-        ways = {"chunk": options.chunk, "recondition": True, "temperature": temperature}
-        variants[f"{kind}_w{options.chunk}"] = ways
-    made = {label: task.score(_rolled(forecaster, task, ways)) for label, ways in variants.items()}
+        way = {"chunk": options.chunk, "recondition": True, "temperature": temperature}
+        ways[f"{kind}_w{options.chunk}"] = way
+    made = {
+        label: windows.score(windows.forecast(forecaster, **way)) for label, way in ways.items()
+    }
     made[kind]["temperature"] = temperature
-    made[kind]["train_seconds"] = json.loads((run.folder / "meta.json").read_text())["seconds"]
+    made[kind]["train_seconds"] = json.loads((folder / "meta.json").read_text())["seconds"]
     made[kind]["parameters"] = sum(p.numel() for p in forecaster.model.parameters())
-    one = _first_column(forecaster)
-    for series, paths, steps in shapes:
-        history = np.random.default_rng(0).normal(
-            size=(series, options.series.context, len(one.columns))
-        )
-        dates = np.arange(history.shape[1]).astype("datetime64[h]").astype("datetime64[s]")
-        made[kind][f"ms_{series}x{paths}x{steps}"] = _milliseconds(
-            lambda h=history, s=steps, p=paths, t=dates: one.forecast(h, s, p, t).samples.cpu()
-        )
+    single = _single_series(forecaster)
+    context = options.series.context
+    dates = np.arange(context).astype("datetime64[h]").astype("datetime64[s]")
+    for num, paths, steps in shapes:
+        history = np.random.default_rng(0).normal(size=(num, context, len(single.columns)))
+        call = partial(single.forecast, history, steps, paths, dates)
+        made[kind][f"ms_{num}x{paths}x{steps}"] = _milliseconds(call, forecaster.device)
     return made
 
 
-def _model(kind: str, options: Comparison) -> ModelConfig:
-    """Returns the model of a kind; levels are for vssm."""
-    return replace(
-        options.model, kind=kind, **({} if kind == "vssm" else {"levels": 1, "spans": ()})
-    )
+def _single_series(forecaster: Forecaster) -> Forecaster:
+    """Returns a forecaster of one series: of the first column where columns are separate."""
+    meta = replace(forecaster.meta, horizon=None)
+    if meta.separate and meta.columns is not None:
+        first = {
+            key: value and value[:1] for key in ("mean", "std") if (value := getattr(meta, key))
+        }
+        meta = replace(meta, columns=meta.columns[:1], **first)
+    return Forecaster(forecaster.model, meta)
 
 
-def _calibrated(forecaster: Forecaster, task: _Task) -> float:
-    """Returns the temperature whose paths have the best CRPS on windows of the validation part."""
-    stride = max(1, task.options.series.horizon // _CALIBRATION_OVERLAP)
-    options = replace(task.options, part="valid", windows=_CALIBRATION_WINDOWS, stride=stride)
-    valid = _Task(options, task.table, task.values)
-    found = {
-        t: valid.score(_rolled(forecaster, valid, {"temperature": t}))["crps"]
-        for t in _TEMPERATURES
-    }
-    return min(found, key=found.__getitem__)
-
-
-def _rolled(forecaster: Forecaster, task: _Task, ways: dict[str, Any]) -> Tensor:
-    horizon, samples = task.options.series.horizon, task.options.samples
-    if forecaster.meta.cycles:  # every window has dates of its own
-        times, context = task.table.times, task.options.series.context
-        assert times is not None
-        dates = [times[s - context : s] for s in task.starts]
-        pairs = zip(task.history, dates, strict=True)
-        made = (forecaster.forecast(h, horizon, samples, t, **ways).samples for h, t in pairs)
-        return torch.stack([paths.cpu() for paths in made])
-    parts = [
-        task.history[k : k + _WINDOWS_PER_PASS]
-        for k in range(0, len(task.history), _WINDOWS_PER_PASS)
-    ]
-    made = (
-        forecaster.forecast(h, horizon, samples, seed=k, **ways).samples
-        for k, h in enumerate(parts)
-    )
-    return torch.cat([paths.cpu() for paths in made])
-
-
-def _first_column(forecaster: Forecaster) -> Forecaster:
-    """Returns a forecaster of one series: of the first column where columns are apart."""
-    meta = forecaster.meta
-    if not meta.separate or meta.columns is None:
-        return Forecaster(forecaster.model, replace(meta, horizon=None))
-    ends = {
-        key: None if (value := getattr(meta, key)) is None else value[:1] for key in ("mean", "std")
-    }
-    return Forecaster(
-        forecaster.model, replace(meta, columns=meta.columns[:1], horizon=None, **ends)
-    )
-
-
-def _naive(task: _Task) -> Tensor:
-    options, season = task.options, task.options.season
-    horizon = options.series.horizon
-    last = task.history[:, -season:]
-    point = np.tile(last, (1, math.ceil(horizon / season), 1))[:, :horizon]
-    deviation = np.sqrt(
-        np.square(task.history[:, season:] - task.history[:, :-season]).mean(1, keepdims=True)
-    )
-    ahead = np.sqrt(np.arange(horizon) // season + 1)[:, None]
-    noise = np.random.default_rng(options.train.seed).normal(
-        size=(len(point), options.samples, *point.shape[1:])
-    )
-    return torch.from_numpy(point[:, None] + (deviation * ahead)[:, None] * noise)
-
-
-def _deepar(task: _Task, shapes: list[tuple[int, int, int]]) -> dict[str, float]:
+def _deepar(windows: RollingWindows, shapes: list[Shape]) -> dict[str, float]:
     from vssm.forecasting.gluonts import deepar, entries
 
-    options, series = task.options, task.options.series
-    rows = task.values[: task.train_rows]
-    settings = (options.freq, options.deepar_epochs)
-    began = time.monotonic()
-    device = str(choose_device(options.train.device))
-    seed = options.train.seed
-    context = options.deepar_context or series.horizon
-    predictor = deepar(rows, context, series.horizon, *settings, seed=seed, device=device)
+    options, series = windows.options, windows.options.series
+    device = choose_device(options.train.device)
+    context, freq = options.deepar_context or series.horizon, options.freq
+    seed, began = options.train.seed, time.monotonic()
+    build = partial(deepar, windows.train_rows, context, freq=freq, device=str(device))
+    predictor: Any = build(horizon=series.horizon, epochs=options.deepar_epochs, seed=seed)
     seconds = time.monotonic() - began
-    histories = [entry for s in task.starts for entry in entries(task.values[:s], options.freq)]
+    histories = [entry for s in windows.starts for entry in entries(windows.values[:s], freq)]
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # its paths come from torch's global generator
         made = predictor.predict(histories, num_samples=options.samples)
-        paths = np.stack([one.samples for one in made])  # type: ignore[attr-defined]  # (W D, S, H)
-    paths = paths.reshape(len(task.starts), -1, *paths.shape[1:]).transpose(0, 2, 3, 1)
-    numbers = {**task.score(torch.from_numpy(paths)), "train_seconds": seconds}
-    network = predictor.prediction_net  # type: ignore[attr-defined]
-    numbers["parameters"] = sum(p.numel() for p in network.parameters())
+        paths = np.stack([one.samples for one in made])  # (W D, S, H)
+    paths = paths.reshape(len(windows.starts), -1, *paths.shape[1:]).transpose(0, 2, 3, 1)
+    numbers = {**windows.score(torch.from_numpy(paths)), "train_seconds": seconds}
+    numbers["parameters"] = sum(p.numel() for p in predictor.prediction_net.parameters())
     for num, samples, steps in shapes:
-        if num * samples * steps <= _DEEPAR_MOST:  # its time does not depend on its weights
-            timed = deepar(rows, context, steps, options.freq, 1, batches=1, device=device)
-            batch = entries(np.repeat(task.values[: task.starts[0], :1], num, 1), options.freq)
-            numbers[f"ms_{num}x{samples}x{steps}"] = _milliseconds(
-                lambda p=timed, b=batch, s=samples: list(p.predict(b, num_samples=s))
+        if num * samples * steps <= _DEEPAR_MOST:
+            timed: Any = build(horizon=steps, epochs=1, batches=1)  # time ignores the weights
+            batch = entries(np.repeat(windows.values[: windows.starts[0], :1], num, 1), freq)
+            ms = _milliseconds(
+                lambda p=timed, b=batch, s=samples: list(p.predict(b, num_samples=s)), device
             )
+            numbers[f"ms_{num}x{samples}x{steps}"] = ms
     return numbers
 
 
-def _milliseconds(call: Callable[[], object]) -> float:
-    """Returns the median time of up to five calls, after one to warm up; one call if it takes seconds."""
-    times = []
-    for _ in range(6):
-        began = time.perf_counter()
-        call()  # whose paths end on the CPU, so that nothing is left to wait for
-        times.append(1000 * (time.perf_counter() - began))
-        if sum(times) > 30_000:
-            break
+def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    """Returns the median of up to five calls after a warm-up, fewer if they take half a minute."""
+    times = [wall(call, device)]
+    while len(times) < 6 and sum(times) <= 30_000:
+        times.append(wall(call, device))
     return median(times[1:] or times)
 
 
-def _shape(text: str) -> tuple[int, int, int]:
+def _shape(text: str) -> Shape:
     parts = text.split("x")
     if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
         raise ValueError(
@@ -368,7 +338,7 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the comparison that the arguments describe; a mistake gives one line and exit code 2."""
+    """Runs the comparison from the command line; a mistake gives one line and exit code 2."""
     import tyro
 
     try:

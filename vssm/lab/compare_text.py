@@ -1,26 +1,26 @@
-"""Compares models of text: bits per character of every model, and of a vssm or tvae by its chunk size W.
+"""Compares models of text: bits per character, for vssm and tvae also by the chunk size W.
 
     python -m vssm.lab.compare_text runs/text-vssm runs/text-ssm --chunks 1 8 64
 
-    log p(x)      exact for an autoregressive model, by importance sampling for the others: a bound
-    log p_W(x)  = log E_{q_psi(z|x)} prod_t p(x_t|z_{1:t}) q_omega(z_t|x_{1:c(t)}) / q_psi(z_t|x_{1:t})
+    log p(x)     exact for an autoregressive model, a bound by importance sampling for the others
+    log p_W(x) = log E_{q_psi(z|x)} prod_t p(x_t|z_{1:t}) r_t
+    r_t        = q_omega(z_t|x_{1:c(t)}) / q_psi(z_t|x_{1:t})
 
-p_W is the model that generates in chunks of W and reads each before the next (`recondition=True`), so that
-c(t) = W floor((t - 1) / W) steps are known when z_t is drawn; W = T is one shot. It is estimated with K
-draws, a bound as well. A vssm with L levels is named vssm_lL; its log p(x) is that of one shot, and its bits
-by W are not measured. Runs of one kind are named as their folders. Times are of one sequence of T characters.
+p_W is the model that generates in chunks of W and reads each chunk before the next, as
+`recondition=True` does: c(t) = W floor((t - 1) / W) steps are known when z_t is drawn, and W = T is
+one shot. It is estimated with K draws, which is a bound as well. A vssm with L levels is called
+vssm_lL; its log p(x) is for one shot, and its bits by W are not measured. If several runs have the
+same kind, they are named by their folders. Times are for one sequence of T characters.
 
 Legend: x (B, T) tokens; T `length`; W `chunk`; K `num_samples`.
 """
 
-import json
 import math
 import shlex
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,12 +30,13 @@ from torch import Tensor
 
 from vssm import noise
 from vssm.checks import whole_number
-from vssm.config import RunConfig
 from vssm.data import Data, Meta, open_data
 from vssm.distributions import Latents
+from vssm.lab.bench.timing import wall
 from vssm.likelihoods import log_likelihood
 from vssm.models import Ladder, Model, Variational
 from vssm.runs.checkpoint import load
+from vssm.runs.folder import read_config
 from vssm.runs.results import result, write_result
 from vssm.sampling.generation import generate
 
@@ -47,10 +48,10 @@ _ROWS_PER_PASS = 512  # draws share a pass while the batch is small
 
 @dataclass(frozen=True, kw_only=True)
 class TextComparison:
-    """Which runs are compared, and how."""
+    """How runs are compared."""
 
     chunks: tuple[int, ...] = (1, 4, 16, 64)
-    """The chunk sizes W; one shot is always there. W = 1 takes as many passes as there are characters."""
+    """The chunk sizes W; one shot is always included. W = 1 takes a pass for each character."""
     num_samples: int = 20
     """K, the latent draws of each estimate."""
     sequences: int = 64
@@ -65,12 +66,12 @@ class TextComparison:
 
 @torch.no_grad()
 def chunked_bits(model: Variational, x: Tensor, chunk: int, num_samples: int = 20) -> float:
-    """Returns the bits per character of text that is generated W at a time, each chunk read before the next.
+    """Returns the bits per character of text that is generated W characters at a time.
 
     Arguments:
         model: A vssm or tvae of tokens.
         x: Text, (B, T) tokens.
-        chunk: W.
+        chunk: W; each chunk is read before the next.
         num_samples: K.
 
     Example:
@@ -81,19 +82,15 @@ def chunked_bits(model: Variational, x: Tensor, chunk: int, num_samples: int = 2
         >>> 0 < bits < 8
         True
     """
-    chunk, num_samples = (
-        whole_number("chunk", chunk, 1),
-        whole_number("num_samples", num_samples, 1),
-    )
     q_z, p_z = model.posterior(x)[0], _chunked_prior(model, x, chunk)
     rows = torch.arange(len(x), device=x.device)
     shape = (0, x.shape[1], model.config.latents)
     weights = []
-    together = max(1, _ROWS_PER_PASS // len(x))
-    for first in range(0, num_samples, together):
-        draws = range(first, min(first + together, num_samples))
+    for draws in torch.arange(num_samples).split(max(1, _ROWS_PER_PASS // len(x))):
         seeds = torch.zeros_like(rows)
-        u = [noise.uniform(seeds, rows, *shape, stream=noise.LATENT, draw=draw) for draw in draws]
+        u = [
+            noise.uniform(seeds, rows, *shape, stream=noise.LATENT, draw=k) for k in draws.tolist()
+        ]
         z = q_z.sample(torch.stack(u))  # (K, B, T, Z)
         p_x, _ = model.likelihood(z.flatten(0, 1))
         log_p_x = p_x.log_prob(x.repeat(len(draws), 1)).unflatten(0, z.shape[:2])
@@ -114,10 +111,10 @@ def _chunked_prior(model: Variational, x: Tensor, chunk: int) -> Latents:
 
 
 def compare_text(folders: Sequence[Path], options: TextComparison) -> dict[str, Any]:
-    """Measures runs of data set text on their test set, and prints a table and a sample of each.
+    """Measures runs of data set text on their test set, and prints numbers and samples of each.
 
     Arguments:
-        folders: Run folders, one or more, of one text, unit and length.
+        folders: One or more run folders with the same text, unit and length.
         options: How.
 
     Returns:
@@ -125,136 +122,116 @@ def compare_text(folders: Sequence[Path], options: TextComparison) -> dict[str, 
     """
     for chunk in options.chunks:
         whole_number("chunks", chunk, 1)
-    whole_number("num_samples", options.num_samples, 1)
+    num_samples = whole_number("num_samples", options.num_samples, 1)
     sequences = whole_number("sequences", options.sequences, 1)
     if not folders:
-        raise ValueError("runs is empty; allowed: one run folder of data set 'text' or more")
+        raise ValueError("runs is empty; give one or more run folders of data set 'text'")
     folders = [Path(folder) for folder in folders]
-    opened = [_open(folder, options.device) for folder in folders]
-    names = _names(folders, [model for model, _ in opened])
-    _check_one_text(folders, [data for _, data in opened])
-    meta, split = opened[0][1].meta, opened[0][1].test()
-    _encode_prompt(meta, options.prompt)
-    length, num = meta.length, min(sequences, len(split))
+    models = [load(folder, options.device).eval() for folder in folders]
+    names = _names(folders, models)
+    data = _open_text(folders)
+    meta, split = data.meta, data.test()
+    prompt = meta.encode(options.prompt)[None].to(options.device)
+    if not 1 <= prompt.shape[1] < meta.length:
+        raise ValueError(
+            f"prompt has {prompt.shape[1]} tokens; allowed: 1 to {meta.length - 1},"
+            " fewer than a sequence of the runs"
+        )
+    num = min(sequences, len(split))
     x = split.batch(torch.arange(num) * len(split) // num, options.device)
+    parts = x.split(max(1, _CHARACTERS_PER_PASS // meta.length))
     metrics: dict[str, float | None] = {}
     settings: dict[str, Any] = {}
     samples: dict[str, str] = {}
-    for name, folder, (model, _) in zip(names, folders, opened, strict=True):
-        numbers: dict[str, float] = {"bits_per_char": _bits(model, x, options.num_samples)}
-        numbers["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-        numbers["ms"] = _milliseconds(model, length, {})
+    for name, model in zip(names, models, strict=True):
+        nats = torch.cat([log_likelihood(model, part, num_samples) for part in parts])
+        numbers = {
+            "bits_per_char": float(-nats.double().mean() / math.log(2) / meta.length),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "ms": _milliseconds(model, meta.length, {}),
+        }
         ways: dict[str, dict[str, Any]] = {"": {}}
         if isinstance(model, Variational | Ladder):
-            for chunk in sorted({length, *(c for c in options.chunks if c < length)}, reverse=True):
-                own = {"chunk": chunk, "recondition": True} if chunk < length else {}
+            shorter = {chunk for chunk in options.chunks if chunk < meta.length}
+            ways = {f" W = {meta.length}": {}}
+            for chunk in sorted(shorter, reverse=True):
+                ways[f" W = {chunk}"] = {"chunk": chunk, "recondition": True}
+            for way in ways.values():
+                chunk = way.get("chunk", meta.length)
+                numbers[f"ms_w{chunk}"] = _milliseconds(model, meta.length, way)
                 if isinstance(model, Variational):
-                    numbers[f"bits_per_char_w{chunk}"] = _chunked(
-                        model, x, chunk, options.num_samples
-                    )
-                numbers[f"ms_w{chunk}"] = _milliseconds(model, length, own)
-                ways[f" W = {chunk}"] = own
-            del ways[""]
+                    bits = [len(p) * chunked_bits(model, p, chunk, num_samples) for p in parts]
+                    numbers[f"bits_per_char_w{chunk}"] = sum(bits) / num
         metrics |= {f"{name}_{key}": value for key, value in numbers.items()}
-        settings[name] = json.loads((folder / "config.json").read_text())["model"]
+        settings[name] = model.config.to_dict()
         print(f"{name}: " + "  ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
         for way, own in ways.items():
-            samples[f"{name}{way}"] = _sample(model, meta, options.prompt, own)
+            samples[f"{name}{way}"] = _sample(model, meta, options.prompt, prompt, own)
             print(f"--- {name}{way}\n{samples[f'{name}{way}']}")
-    made = result(
-        "text", f"python -m vssm.lab.compare_text {shlex.join(sys.argv[1:])}", settings, metrics
-    )
-    made["samples"] = samples
+    command = f"python -m vssm.lab.compare_text {shlex.join(sys.argv[1:])}"
+    made = {**result("text", command, settings, metrics), "samples": samples}
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_result(options.out, made)
     return made
 
 
-def _open(folder: Path, device: str) -> tuple[Model, Data]:
-    model = load(folder, device).eval()
-    config = json.loads((folder / "config.json").read_text())
-    name = config.get("data", {}).get("name", "unknown data")
-    if name != "text":
-        raise ValueError(
-            f"{str(folder)!r} was trained on {name!r}; allowed: a run of data set 'text'"
-        )
-    return model, open_data(RunConfig.from_dict({"data": config["data"]}).data)
-
-
 def _names(folders: list[Path], models: list[Model]) -> list[str]:
-    """Returns the kinds of models, and the names of their folders where a kind is there more than once."""
+    """Returns the kinds of the models, or folder names where several models have the same kind."""
     configs = [model.config for model in models]
-    names = [c.kind if c.levels == 1 else f"{c.kind}_l{c.levels}" for c in configs]
-    count = Counter(names)
-    pairs = zip(names, folders, strict=True)
-    names = [name if count[name] == 1 else folder.resolve().name for name, folder in pairs]
-    for name, num in Counter(names).items():
-        if num > 1:
-            given = ", ".join(str(f) for f, own in zip(folders, names, strict=True) if own == name)
-            raise ValueError(
-                f"runs={given!r} would all be called {name!r}; allowed: runs of different kinds, or of"
-                " folders with different names"
-            )
+    kinds = [c.kind if c.levels == 1 else f"{c.kind}_l{c.levels}" for c in configs]
+    names = [
+        kind if kinds.count(kind) == 1 else folder.resolve().name
+        for kind, folder in zip(kinds, folders, strict=True)
+    ]
+    twice = [name for name, num in Counter(names).items() if num > 1]
+    if twice:
+        raise ValueError(
+            f"several runs would be called {twice[0]!r}; rename a folder, or give different kinds"
+        )
     return names
 
 
-def _check_one_text(folders: list[Path], datas: list[Data]) -> None:
-    """Raises unless all runs have the same test sequences: others would be no comparison."""
-    first, test = datas[0].meta, datas[0].test()
-    for folder, data in zip(folders[1:], datas[1:], strict=True):
-        same = (data.meta.vocabulary, data.meta.length) == (first.vocabulary, first.length)
-        if not same or not torch.equal(data.test().x, test.x):
-            raise ValueError(
-                f"runs {str(folders[0])!r} and {str(folder)!r} are of different test sequences; allowed: runs"
-                " of one text, with the same text.unit and text.length"
-            )
-
-
-def _encode_prompt(meta: Meta, prompt: str) -> Tensor:
-    """Returns the tokens of a prompt, (1, N), that leaves room for a sample."""
-    tokens = meta.encode(prompt)[None]
-    if not 1 <= tokens.shape[1] < meta.length:
-        raise ValueError(
-            f"prompt has {tokens.shape[1]} tokens; allowed: 1 to {meta.length - 1}, fewer than a sequence of"
-            " the runs"
+def _open_text(folders: list[Path]) -> Data:
+    """Opens the text of the runs; raises unless all have the same test sequences."""
+    first: Data | None = None
+    for folder in folders:
+        config = read_config(folder).data
+        if config.name != "text":
+            raise ValueError(f"{str(folder)!r} was trained on {config.name!r}, not on 'text'")
+        data = open_data(config)
+        first = first or data
+        same = (data.meta.vocabulary, data.meta.length) == (
+            first.meta.vocabulary,
+            first.meta.length,
         )
-    return tokens
+        if not same or not torch.equal(data.test().x, first.test().x):
+            raise ValueError(
+                f"runs {str(folders[0])!r} and {str(folder)!r} have different test sequences;"
+                " give runs of one text, with the same text.unit and text.length"
+            )
+    assert first is not None
+    return first
 
 
-def _batches(x: Tensor) -> tuple[Tensor, ...]:
-    return x.split(max(1, _CHARACTERS_PER_PASS // x.shape[1]))
+def _milliseconds(model: Model, length: int, way: dict[str, Any]) -> float:
+    """Returns the median of three calls after a warm-up."""
 
+    def call() -> object:
+        return generate(model, num=1, length=length, observe="sample", **way).x.cpu()
 
-def _bits(model: Model, x: Tensor, num_samples: int) -> float:
-    nats = torch.cat([log_likelihood(model, part, num_samples) for part in _batches(x)])
-    return float(-nats.double().mean() / math.log(2) / x.shape[1])
-
-
-def _chunked(model: Variational, x: Tensor, chunk: int, num_samples: int) -> float:
-    parts = _batches(x)
-    return sum(chunked_bits(model, part, chunk, num_samples) * len(part) for part in parts) / len(x)
-
-
-def _milliseconds(model: Model, length: int, ways: dict[str, Any]) -> float:
-    times = []
-    for _ in range(4):
-        began = time.perf_counter()
-        generate(model, num=1, length=length, observe="sample", **ways).x.cpu()
-        times.append(1000 * (time.perf_counter() - began))
+    times = [wall(call, next(model.parameters()).device) for _ in range(4)]
     return median(times[1:])
 
 
-def _sample(model: Model, meta: Meta, prompt: str, ways: dict[str, Any]) -> str:
-    tokens = _encode_prompt(meta, prompt).to(next(model.parameters()).device)
-    made = generate(
-        model, prompt=tokens, length=meta.length - tokens.shape[1], observe="sample", **ways
-    ).x
-    return prompt + meta.decode(made[0].cpu())
+def _sample(model: Model, meta: Meta, text: str, prompt: Tensor, way: dict[str, Any]) -> str:
+    length = meta.length - prompt.shape[1]
+    made = generate(model, prompt=prompt, length=length, observe="sample", **way).x
+    return text + meta.decode(made[0].cpu())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the comparison that the arguments describe; a mistake gives one line and exit code 2."""
+    """Runs the comparison from the command line; a mistake gives one line and exit code 2."""
     import tyro
 
     @dataclass(frozen=True, kw_only=True)
@@ -263,8 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         """Run folders of data set text."""
 
     try:
-        given = tyro.cli(Arguments, prog="python -m vssm.lab.compare_text", args=arguments)
-        compare_text(given.runs, given)
+        given = asdict(tyro.cli(Arguments, prog="python -m vssm.lab.compare_text", args=arguments))
+        compare_text(given.pop("runs"), TextComparison(**given))
     except ValueError as error:
         print(f"vssm: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -1,39 +1,114 @@
-"""Models of transformers, of the size of our stacks, with the input and output projections of ours.
+"""Other implementations that benchmarks run beside ours: the selective scan, and whole models.
 
-    mean of x_t = out(body(start, in(x_1), ..., in(x_{t-1})))          body: GPT2Model or MambaModel
+Scans do all the work around the recurrence that our kernels fuse:
+
+    h_t = decay_t h_{t-1} + drive_t       decay = exp(dt A), drive = dt B u, both (B, T, D, N)
+
+| scan               | how it computes h                                                           |
+| ------------------ | --------------------------------------------------------------------------- |
+| `mambapy`          | mambapy's `pscan`, in the steps of its `MambaBlock.selective_scan`          |
+| `transformers`     | the loop over time that transformers' `MambaMixer` runs without a kernel    |
+| `associative_scan` | PyTorch's prototype, compiled on CUDA, as its documentation asks for        |
+
+Models of transformers have the size of our stacks and the input and output projections of ours:
+
+    mean of x_t = out(body(start, in(x_1), ..., in(x_{t-1})))         body: GPT2Model or MambaModel
 
 Legend: x (B, T, D).
 """
 
 import importlib.util
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["PEERS", "Peer", "absence", "remark"]
+from vssm.lab.bench.record import Record
 
-PEERS = ("transformers_gpt2", "transformers_mamba")
+__all__ = ["MODELS", "SCANS", "PeerModel", "missing", "models_that_run", "peer_scan"]
 
-
-def absence() -> str | None:
-    """Says why the peers can not run here, or None when they can be tried."""
-    if importlib.util.find_spec("transformers") is None:
-        return "not installed: transformers (pip install 'vssm[dev]')"
-    return None
+MODELS = ("transformers_gpt2", "transformers_mamba")
 
 
-def remark(peer: str) -> str | None:
-    """Says what to know about a peer's numbers here, if anything."""
-    if peer == "transformers_mamba" and importlib.util.find_spec("mamba_ssm") is None:
-        return "in plain PyTorch, since mamba_ssm is not installed"
-    return None
+def missing(peer: str) -> str | None:
+    """Says that a peer is not installed, or returns None."""
+    module = f"torch._higher_order_ops.{peer}" if peer == "associative_scan" else peer
+    return None if importlib.util.find_spec(module) else f"not installed: {peer}"
 
 
-class Peer(nn.Module):
-    """Creates an autoregressive model around a body of transformers.
+def models_that_run(record: Record, metric: str) -> tuple[str, ...]:
+    """Returns the peer models that can run here, and notes why others can not."""
+    if reason := missing("transformers"):
+        for name in MODELS:
+            record.note(f"{name}_{metric}", f"{reason} (pip install 'vssm[dev]')")
+        return ()
+    if missing("mamba_ssm"):
+        record.note("transformers_mamba", "in plain PyTorch, since mamba_ssm is not installed")
+    return MODELS
+
+
+def peer_scan(
+    peer: str,
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    softplus: bool = False,
+) -> Tensor:
+    """Returns y of `selective_scan` as a peer computes it; states are float32, as ours are."""
+    if dt_bias is not None:
+        dt = dt + dt_bias
+    if softplus:
+        dt = F.softplus(dt)
+    decay = torch.exp(dt.unsqueeze(-1).float() * A)
+    drive = (dt.unsqueeze(-1) * B.unsqueeze(2) * u.unsqueeze(-1)).float()
+    y = SCANS[peer](decay, drive, C.float()) + D * u
+    return (y if z is None else y * F.silu(z)).to(u.dtype)
+
+
+def _mambapy(decay: Tensor, drive: Tensor, C: Tensor) -> Tensor:
+    from mambapy.pscan import pscan
+
+    return (pscan(decay, drive) @ C.unsqueeze(-1)).squeeze(3)
+
+
+def _transformers(decay: Tensor, drive: Tensor, C: Tensor) -> Tensor:
+    h, ys = torch.zeros_like(drive[:, 0]), []
+    for t in range(drive.shape[1]):
+        h = decay[:, t] * h + drive[:, t]
+        ys.append((h @ C[:, t].unsqueeze(-1)).squeeze(-1))
+    return torch.stack(ys, 1)
+
+
+def _associative_scan(decay: Tensor, drive: Tensor, C: Tensor) -> Tensor:
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    mode = "pointwise" if decay.is_cuda else "generic"
+    _, h = associative_scan(_combine, (decay, drive), dim=1, combine_mode=mode)
+    return (h @ C.unsqueeze(-1)).squeeze(3)
+
+
+def _combine(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return left[0] * right[0], right[0] * left[1] + right[1]
+
+
+SCANS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "mambapy": _mambapy,
+    "transformers": _transformers,
+    "associative_scan": _associative_scan,
+}
+
+
+class PeerModel(nn.Module):
+    """An autoregressive model around a body of transformers.
 
     Arguments:
-        name: "transformers_gpt2" or "transformers_mamba".
+        name: One of `MODELS`.
         features: D.
         width: Width of the body.
         layers: Blocks of the body.
@@ -46,23 +121,13 @@ class Peer(nn.Module):
 
         self.name = name
         if name == "transformers_gpt2":
-            config = GPT2Config(
-                vocab_size=1,
-                n_positions=steps,
-                n_embd=width,
-                n_layer=layers,
-                n_head=8,
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                bos_token_id=0,
-                eos_token_id=0,
-            )
+            config = GPT2Config(vocab_size=1, n_positions=steps, n_embd=width, n_layer=layers)
+            config.n_head, config.bos_token_id, config.eos_token_id = 8, 0, 0
+            config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
             self.body = GPT2Model(config)
         else:
-            self.body = MambaModel(
-                MambaConfig(vocab_size=1, hidden_size=width, num_hidden_layers=layers)
-            )
+            config = MambaConfig(vocab_size=1, hidden_size=width, num_hidden_layers=layers)
+            self.body = MambaModel(config)
         self.start = nn.Parameter(torch.zeros(width))
         self.into, self.out = nn.Linear(features, width), nn.Linear(width, features)
 

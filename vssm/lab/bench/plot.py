@@ -1,4 +1,4 @@
-"""Pictures of benchmark results: bars for training, points and lines on logarithmic axes for the others."""
+"""Pictures of benchmark results: bars for training, lines on logarithmic axes for the others."""
 
 import json
 import re
@@ -10,9 +10,29 @@ from vssm.storage import write_atomically
 
 __all__ = ["check_plot", "plot_result"]
 
+_SIZE = r"_ms_b(?P<batch>\d+)_t(?P<length>\d+)"
+# Names of metrics, the title of their panel, and the label of their line.
+_PANELS = {
+    rf"(?:(?P<model>\w+)_)?fwd{_SIZE}": ("forward, ms", "{model}"),
+    rf"(?:(?P<model>\w+)_)?bwd{_SIZE}": ("backward, ms", "{model}"),
+    rf"(?P<model>floor){_SIZE}": ("forward, ms", "{model}"),
+    r"(?P<model>\w+)_tokens_per_second": ("tokens per second", "{model}"),
+    r"(?P<model>\w+)_peak_memory_mib": ("peak memory, MiB", "{model}"),
+    r"(?P<model>\w+?)_train_ms_t(?P<length>\d+)": ("training pass, ms", "{model}"),
+    r"(?P<model>\w+?)_sample_ms_t(?P<length>\d+)": ("sampling, ms", "{model}"),
+    r"(?P<model>\w+)_p(?P<patch>\d+)_ms_t(?P<length>\d+)": (
+        "forecasts, ms",
+        "{model}, {patch} points per step",
+    ),
+    rf"(?P<model>(?!.*(?:prompted|chunk|p10|p90|floor))\w+?){_SIZE}": (
+        "unconditional, batch {batch}, ms",
+        "{model}",
+    ),
+}
+
 
 def check_plot(path: str | Path | None) -> None:
-    """Raises `ValueError` for a picture that can not be made, before anything is measured."""
+    """Raises `ValueError` for a picture that can not be drawn, before anything is measured."""
     if path is not None and Path(path).suffix not in (".png", ".svg"):
         raise ValueError(f"plot={str(path)!r} is not allowed; allowed: a name in .png or .svg")
 
@@ -21,8 +41,8 @@ def plot_result(made: Mapping[str, Any] | str | Path, path: str | Path) -> None:
     """Draws the result of a benchmark.
 
     Arguments:
-        made: The result, or its file: the machine that draws need not be the one that measured.
-        path: The picture, .png or .svg; its folder is made if it does not exist.
+        made: The result, or its file, which may come from another machine.
+        path: The picture, .png or .svg; its folder is created if it does not exist.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -31,32 +51,27 @@ def plot_result(made: Mapping[str, Any] | str | Path, path: str | Path) -> None:
     if isinstance(made, str | Path):
         made = json.loads(Path(made).read_text())
     assert isinstance(made, Mapping)
-    panels = _panels(made["name"], {k: v for k, v in made["metrics"].items() if v})
+    panels = _panels({name: value for name, value in made["metrics"].items() if value})
     if not panels:
         raise ValueError(f"plot={str(path)!r}: result {made['name']!r} has no numbers to draw")
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(5.5 * columns, 3.6 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    machine = made["machine"]
-    where = machine["gpu"] if made["config"].get("device") == "cuda" else machine["cpu"]
+    where = made["machine"]["gpu" if made["config"].get("device") == "cuda" else "cpu"]
     figure.suptitle(f"vssm bench {made['name']}, {where}", fontsize=10)
-    for axes, (title, bars, lines) in zip(
-        figure.subplots(rows, columns, squeeze=False).flat, panels, strict=False
-    ):
+    places = figure.subplots(rows, columns, squeeze=False).flat
+    for axes, (title, lines) in zip(places, panels.items(), strict=False):
         axes.set_title(title, fontsize=9)
         axes.tick_params(labelsize=7)
-        if bars:
-            axes.barh(list(lines), [points[""] for points in lines.values()])
+        if made["name"] == "train":
+            axes.barh(list(lines), [value for ((_, value),) in lines.values()])
             continue
-        axes.set_yscale("log")
-        steps = all(isinstance(x, int) for points in lines.values() for x in points)
-        if steps:
-            axes.set_xscale("log", base=2)
-        axes.set_xlabel("steps" if steps else "batch, steps", fontsize=8)
         for label, points in lines.items():
-            values = sorted(points.items()) if steps else points.items()
-            axes.plot(*zip(*values, strict=True), "o-" if steps else "o", label=label, markersize=4)
+            axes.plot(*zip(*sorted(points), strict=True), "o-", label=label, markersize=4)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("steps, all sequences" if made["name"] == "scan" else "steps", fontsize=8)
         axes.legend(fontsize=7)
     for axes in figure.axes[len(panels) :]:
         axes.remove()
@@ -65,31 +80,17 @@ def plot_result(made: Mapping[str, Any] | str | Path, path: str | Path) -> None:
     write_atomically(path, lambda file: figure.savefig(file, format=path.suffix[1:], dpi=120))
 
 
-def _panels(
-    name: str, metrics: Mapping[str, float]
-) -> list[tuple[str, bool, dict[str, dict[Any, float]]]]:
-    """Returns (title, whether bars, values by label and by place) of every panel."""
-    panels: dict[str, dict[str, dict[Any, float]]] = {}
-
-    def put(title: str, label: str, x: Any, value: float) -> None:  # noqa: ANN401
-        panels.setdefault(title, {}).setdefault(label, {})[x] = value
-
-    for key, value in metrics.items():
-        if match := re.fullmatch(r"(.*?)_?(fwd|bwd)_ms_b(\d+)_t(\d+)", key):
-            way = "forward" if match[2] == "fwd" else "backward"
-            put(f"{way}, ms", match[1] or "vssm", f"{match[3]}, {match[4]}", value)
-        elif match := re.fullmatch(r"floor_ms_b(\d+)_t(\d+)", key):
-            put("forward, ms", "floor", f"{match[1]}, {match[2]}", value)
-        elif match := re.fullmatch(r"(\w+)_(tokens_per_second|peak_memory_mib)", key):
-            title = "tokens a second" if match[2].startswith("tokens") else "most memory, MiB"
-            put(title, match[1], "", value)
-        elif match := re.fullmatch(r"(\w+?)_(train|sample)_ms_t(\d+)", key):
-            title = "training pass, ms" if match[2] == "train" else "sampling, ms"
-            put(title, match[1], int(match[3]), value)
-        elif match := re.fullmatch(r"(\w+)_p(\d+)_ms_t(\d+)", key):
-            put("forecasts, ms", f"{match[1]}, {match[2]} a step", int(match[3]), value)
-        elif match := re.fullmatch(
-            r"((?!.*(?:prompted|chunk|p10|p90|floor))\w+?)_ms_b(\d+)_t(\d+)", key
-        ):
-            put(f"from nothing, batch {match[2]}, ms", match[1], int(match[3]), value)
-    return [(title, name == "train", lines) for title, lines in panels.items()]
+def _panels(metrics: Mapping[str, float]) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Returns points by title and by label."""
+    panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for name, value in metrics.items():
+        for pattern, (title, label) in _PANELS.items():
+            if match := re.fullmatch(pattern, name):
+                parts = {"model": "vssm", **{k: v for k, v in match.groupdict().items() if v}}
+                x = int(parts.get("length", 1))
+                if title in ("forward, ms", "backward, ms"):
+                    x *= int(parts["batch"])
+                lines = panels.setdefault(title.format(**parts), {})
+                lines.setdefault(label.format(**parts), []).append((x, value))
+                break
+    return panels

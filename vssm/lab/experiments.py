@@ -1,0 +1,280 @@
+"""The paper's experiments as tables and figures, from the files that `vssm reproduce` keeps."""
+
+import base64
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from vssm.config import KINDS
+from vssm.storage import write_atomically
+
+__all__ = [
+    "DATA_SETS",
+    "draw_figure",
+    "draw_samples",
+    "experiment_table",
+    "find_results",
+    "read_results",
+    "scored_runs",
+    "write_experiments",
+]
+
+DATA_SETS = ("mnist", "cifar10", "digits")
+_COLOURS: dict[str, str] = dict(
+    zip(KINDS, ("#4c72b0", "#dd8452", "#937860", "#8172b3", "#da8bc3", "#55a868"), strict=True)
+)
+_CURVES = {"validation_elbo": "-", "validation_partial_elbo": "--"}  # and how they are drawn
+_NUMBERS = (int, float, type(None))
+_SHOWN_SAMPLES = 0.25  # of the width of a stored picture, in the figure
+_ENVELOPE = ("name", "date", "command", "machine", "config", "metrics")
+_COLUMNS = {  # title: metric, digits after the point
+    "log p(x)": ("log_likelihood", 1),
+    "by particles": ("log_likelihood_particles", 1),
+    "second half": ("partial_log_likelihood", 1),
+    "half, by particles": ("partial_log_likelihood_particles", 1),
+    "ms": ("generate_ms_b1", 2),
+    "ms, half": ("prompted_ms_b1", 2),
+    "training, s": ("train_seconds", 0),
+}
+_LEGEND = (
+    "Likelihoods are in nats per sequence (higher is better): the mean over seeds, with the range "
+    "in brackets. They are estimated by importance sampling for models with latents, and exact for "
+    "the others. The second half is conditioned on the first. Times are milliseconds for one "
+    "sequence, and for its second half."
+)
+
+Result = dict[str, Any]
+
+
+def find_results(folder: str | Path) -> Path | None:
+    """Returns the results in a folder that `vssm reproduce` wrote, or None if there are none."""
+    for place in (Path(folder), Path(folder) / "results"):
+        if any(scored_runs(place, data) for data in DATA_SETS):
+            return place
+    return None
+
+
+def read_results(paths: Iterable[Path]) -> list[Result]:
+    """Reads result files and adds its own `path` to each; raises for a damaged one."""
+    results = []
+    for path in sorted(paths):
+        try:
+            found = json.loads(path.read_bytes())
+            if lacking := [key for key in _ENVELOPE if key not in found]:
+                raise ValueError(f"it has no {lacking[0]!r}")
+            if wrong := [k for k, v in found["metrics"].items() if type(v) not in _NUMBERS]:
+                raise ValueError(f"metric {wrong[0]} is no number")
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
+            raise ValueError(f"{str(path)!r} is damaged: {error}; remove it") from None
+        results.append({**found, "path": path})
+    return results
+
+
+def scored_runs(folder: Path, data: str) -> dict[str, list[Result]]:
+    """Returns the scored runs of a data set by kind, in the order of seeds."""
+    found: dict[str, list[Result]] = {}
+    paths = [
+        p for p in folder.glob(f"{data}_*_seed*.json") if p.stem.partition("seed")[2].isdecimal()
+    ]
+    for result in read_results(paths):
+        try:
+            model, seed = result["config"]["model"], int(result["config"]["train"]["seed"])
+            epochs = len(result["curve"]["epoch"])
+            if any(len(result["curve"].get(name, range(epochs))) != epochs for name in _CURVES):
+                raise ValueError("its curve has not one value for each epoch")
+            found.setdefault(str(model["kind"]), []).append({**result, "seed": seed})
+        except (KeyError, TypeError, ValueError) as error:
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"{str(result['path'])!r} is damaged: {why}; remove it") from None
+    runs = {kind: found[kind] for kind in KINDS if kind in found}
+    return {kind: sorted(own, key=lambda run: run["seed"]) for kind, own in runs.items()}
+
+
+def experiment_table(runs: Mapping[str, Sequence[Result]]) -> tuple[list[str], list[list[str]]]:
+    """Returns the headings and rows of the table of a data set; empty columns are left out."""
+    rows: list[dict[str, str]] = []
+    for kind, results in runs.items():
+        metrics = [result["metrics"] for result in results]
+        size, epochs, rate = (
+            metrics[0].get(name) for name in ("parameters", "epochs", "learning_rate")
+        )
+        row = {
+            "model": kind,
+            "seeds": f"{len(results)}",
+            "size": "" if size is None else f"{size / 1e6:.3g} M",
+            "epochs": "" if epochs is None else f"{epochs:.4g}",
+            "rate": "" if rate is None else f"{rate:g}",
+        }
+        rows.append(row | {title: _spread(metrics, *column) for title, column in _COLUMNS.items()})
+    titles = [title for title in rows[0] if any(row[title] for row in rows)]
+    return titles, [[row[title] or "–" for title in titles] for row in rows]
+
+
+def write_experiments(results: Path, page: str | Path) -> Path:
+    """Writes one self-contained HTML page with the table and the figures of the experiments.
+
+    Arguments:
+        results: The folder that `vssm reproduce` keeps results in.
+        page: Where the page goes, a name in .html or .htm.
+
+    Returns:
+        `page`.
+    """
+    page = Path(page)
+    if page.suffix.lower() not in (".html", ".htm"):  # do not overwrite a result
+        raise ValueError(f"out={str(page)!r} is not allowed; allowed: a name in .html or .htm")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    parts = [f"<h1>Experiments of the paper</h1><p>{_LEGEND}</p>"]
+    for data in DATA_SETS:
+        runs = scored_runs(results, data)
+        if not runs:
+            continue
+        headings, rows = experiment_table(runs)
+        cells = [f"<th>{escape(title)}</th>" for title in headings]
+        lines = ["".join(cells), *("".join(f"<td>{escape(c)}</td>" for c in row) for row in rows)]
+        table = "".join(f"<tr>{line}</tr>" for line in lines)
+        parts.append(f"<h2>{escape(data)}</h2><table>{table}</table>")
+        picture = page.with_name(f".{page.name}.png")
+        for alt, draw in (("Figure", draw_figure), ("Samples", draw_samples)):
+            draw(results, picture, [data])
+            code = base64.b64encode(picture.read_bytes()).decode()
+            parts.append(
+                f'<p><img alt="{alt}" width="100%" src="data:image/png;base64,{code}"></p>'
+            )
+            picture.unlink()
+    style = "body{font:16px sans-serif;margin:2em}td,th{padding:.2em .6em;text-align:left}"
+    head = f'<!doctype html><meta charset="utf-8"><title>Experiments</title><style>{style}</style>'
+    write_atomically(page, lambda path: path.write_text(head + "\n".join(parts) + "\n"))
+    return page
+
+
+def draw_figure(results: Path, path: str | Path, data_sets: Sequence[str]) -> None:
+    """Draws the paper's figure as a PNG: curves, test statistics and samples of each data set."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4.4 * len(data_sets)), layout="constrained")
+    rows = figure.subfigures(len(data_sets), 1, squeeze=False)[:, 0]
+    for row, data in zip(rows, data_sets, strict=True):
+        runs = scored_runs(results, data)
+        left, middle, right = row.subfigures(1, 3, width_ratios=(1, 1, 1.3))
+        left.suptitle(f"{data}: bound on the validation log-likelihood", fontsize=10)
+        _draw_curves(left.subplots(), runs)
+        middle.suptitle(f"{data}: test set", fontsize=10)
+        _draw_bars(middle.subplots(1, 2), runs)
+        right.suptitle(f"{data}: samples", fontsize=10)
+        columns = min(len(runs), 3)
+        places = right.subplots(-(-len(runs) // columns), columns, squeeze=False).ravel()
+        for axes in places:
+            axes.axis("off")
+        for axes, (kind, own) in zip(places, runs.items(), strict=False):
+            _show_samples(axes, own[0], kind, _SHOWN_SAMPLES)
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))
+
+
+def draw_samples(results: Path, path: str | Path, data_sets: Sequence[str]) -> None:
+    """Draws all stored samples of every model as a PNG, the paper's additional figure."""
+    from matplotlib.figure import Figure
+
+    runs = [run[0] for data in data_sets for run in scored_runs(results, data).values()]
+    figure = Figure(figsize=(8, 3.4 * len(runs)), layout="constrained")
+    for axes, run in zip(figure.subplots(len(runs), 1, squeeze=False)[:, 0], runs, strict=True):
+        axes.axis("off")
+        _show_samples(axes, run, f"{run['config']['model']['kind']}, seed {run['seed']}", 1)
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))
+
+
+def _draw_curves(axes: Any, runs: Mapping[str, Sequence[Result]]) -> None:  # noqa: ANN401
+    """Draws the median over seeds and its range; the second half given the first is dashed."""
+    lowest, dashed = [], False
+    for kind, results in runs.items():
+        for name, style in _CURVES.items():
+            values: dict[float, list[float]] = {}
+            for curve in (result["curve"] for result in results):
+                for epoch, value in zip(curve["epoch"], curve.get(name, ()), strict=False):
+                    if value is not None:
+                        values.setdefault(epoch, []).append(value)
+            if not values:
+                continue
+            epochs = sorted(values)
+            middle = [statistics.median(values[epoch]) for epoch in epochs]
+            label = kind if style == "-" else None
+            marker = "o" if len(epochs) == 1 else None  # a single point draws no line
+            look = {"color": _COLOURS[kind], "linewidth": 1.2, "marker": marker, "label": label}
+            axes.plot(epochs, middle, style, **look)
+            low, high = ([pick(values[epoch]) for epoch in epochs] for pick in (min, max))
+            axes.fill_between(epochs, low, high, color=_COLOURS[kind], alpha=0.25, linewidth=0)
+            later = sorted(middle[len(middle) // 10 :])  # the first epochs are far below the others
+            lowest.append(later[len(later) // 50])
+            dashed = dashed or style == "--"
+    if dashed:
+        axes.plot([], [], "--", label="second half", color="grey", linewidth=1.2)
+    if lowest:
+        bottom, top = min(lowest), axes.get_ylim()[1]
+        height = top - bottom
+        axes.set_ylim(bottom - 0.02 * height, top + 0.13 * height)  # room for the legend
+        axes.legend(fontsize=7, ncols=4, loc="upper center", columnspacing=1)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("nats per sequence")
+
+
+def _draw_bars(axes: Any, runs: Mapping[str, Sequence[Result]]) -> None:  # noqa: ANN401
+    panels = (
+        ("log-likelihood, nats", ("log_likelihood", "partial_log_likelihood"), ".0f"),
+        ("generation, ms", ("generate_ms_b1", "prompted_ms_b1"), ".3g"),
+    )
+    width = len(runs) + 1
+    for ax, (title, names, form) in zip(axes, panels, strict=True):
+        for place, (kind, results) in enumerate(runs.items()):
+            label: str | None = kind  # of its first bar
+            for group, name in enumerate(names):
+                found = [result["metrics"].get(name) for result in results]
+                values = [value for value in found if value is not None]
+                if not values:
+                    continue
+                mean, x = statistics.fmean(values), group * width + place
+                reach = [[mean - min(values)], [max(values) - mean]]
+                ax.bar(x, mean, color=_COLOURS[kind], yerr=reach, capsize=2, label=label)
+                label = None
+                text = {"fontsize": 7, "rotation": 90, "ha": "center", "va": "bottom"}
+                ax.annotate(
+                    f"{mean:{form}}", (x, max(values)), (0, 4), textcoords="offset points", **text
+                )
+        ax.set_xticks([(width - 2) / 2, width + (width - 2) / 2], ["full", "partial"])
+        ax.set_title(title, fontsize=9)
+        ax.set_ylim(top=ax.get_ylim()[1] * 1.08)  # room for the numbers
+    axes[0].set_ylim(top=axes[0].get_ylim()[1] * (1 + 0.06 * len(runs)))  # room for the legend
+    if axes[0].containers:
+        axes[0].legend(fontsize=7)
+
+
+def _show_samples(axes: Any, run: Result, title: str, share: float) -> None:  # noqa: ANN401
+    """Shows the left part of the picture that lies beside a result, if there is one."""
+    from matplotlib.image import imread
+
+    axes.set_title(title, fontsize=9)
+    path = run["path"].with_suffix(".png")
+    try:
+        picture = imread(path) if path.is_file() else None
+    except (OSError, ValueError, SyntaxError) as error:  # Pillow raises SyntaxError
+        raise ValueError(f"{str(path)!r} is damaged: {error}; remove it") from None
+    if picture is not None:
+        axes.imshow(picture[:, : int(share * picture.shape[1])], interpolation="nearest")
+
+
+def _spread(metrics: Sequence[Mapping[str, Any]], name: str, digits: int) -> str:
+    """Writes the mean and, of several values, their range; a dash where none is finite.
+
+    >>> _spread([{"a": 1.0}, {"a": 2.0}], "a", 1), _spread([{"a": 1.0}], "a", 1)
+    ('1.5 (1.0 to 2.0)', '1.0')
+    >>> _spread([{}], "a", 1), _spread([{"a": None}], "a", 1)
+    ('', '–')
+    """
+    values = [m[name] for m in metrics if m.get(name) is not None]
+    if not values:
+        return "–" if any(name in m for m in metrics) else ""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    span = f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return mean if len(values) == 1 else mean + span

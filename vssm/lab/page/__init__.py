@@ -1,1 +1,0 @@
-"""The page of results and its figures, made from result files alone."""
