@@ -35,7 +35,6 @@ __all__ = [
 ]
 
 _CHECKSUM = "crc32"  # its key in the metadata of a safetensors file
-_ABANDONED = 3600  # seconds after which a temporary file belongs to a process that was killed
 
 
 def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
@@ -43,12 +42,6 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
 
     A reader finds the old file or the new one, never half of one. If `write` fails, the old file
     stays. Devices and pipes, such as /dev/null, are written to directly.
-
-    Example:
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_atomically(f"{folder}/note.txt", lambda file: file.write_text("done"))
-        ...     [file.name for file in Path(folder).iterdir()]
-        ['note.txt']
     """
     path = Path(path)
     if not path.name:
@@ -76,13 +69,11 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
-        with suppress(
-            OSError
-        ):  # on a disk that became read-only, the first error is the one to see
+        with suppress(OSError):  # the first error is the one that the user must see
             temporary.unlink(missing_ok=True)
-    with suppress(OSError):  # another process may remove the same leftovers
+    with suppress(OSError):  # another process may remove the same leftovers of killed processes
         for left in path.parent.glob(f"{glob.escape(start)}{'[0-9a-f]' * 12}.tmp"):
-            if time.time() - left.stat().st_mtime > _ABANDONED:
+            if time.time() - left.stat().st_mtime > 3600:
                 left.unlink()
 
 
@@ -99,10 +90,10 @@ def read_object(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file; raises `ValueError` if the file is damaged."""
     try:
         values = json.loads(path.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError("it is not a JSON object")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is damaged: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{str(path)!r} is damaged: it is not a JSON object")
     return values
 
 

@@ -181,7 +181,7 @@ def test_save_killed_between_its_files_leaves_the_new_model(options, tmp_path):
     save(old, tmp_path)
     save_killed_between_the_files(new, tmp_path)
     with pytest.warns(
-        UserWarning, match=r"config.json' describes another model .* saved with"
+        UserWarning, match=r"config.json' describes another model .* with their own "
     ) as notes:
         copy = load(tmp_path)
     assert all(f"{name}={value!r}" in str(notes[0].message) for name, value in options.items())

@@ -4,7 +4,6 @@ Two files cannot be replaced at once. So `save` also puts the config into the me
 weights: if it is killed between the two files, `load` still reads the new model.
 """
 
-import dataclasses
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -95,18 +94,15 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
         )
     tensors, metadata = read_tensors(path)
     if _METADATA in metadata:
-        own = SavedConfig.parse(metadata[_METADATA], path).model()
-        if own != config:
-            names = (field.name for field in dataclasses.fields(own))
-            pairs = ((name, getattr(own, name), getattr(config, name)) for name in names)
-            settings = ", ".join(f"{name}={mine!r}" for name, mine, other in pairs if mine != other)
+        own, other = SavedConfig.parse(metadata[_METADATA], path).model(), config.to_dict()
+        config = own
+        if changed := {k: v for k, v in own.to_dict().items() if v != other[k]}:
+            settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())
             warnings.warn(
                 f"{str(saved.path)!r} describes another model than the weights beside it, which "
-                f"were saved with {settings}; the model is loaded with these settings, and saving "
-                "it again makes the files agree",
+                f"are loaded with their own {settings}; save the model again to make them agree",
                 stacklevel=2,
             )
-            config = own
     model = _empty_model(config, tensors, repr(str(path)))
     # Weights may be stored in fewer bits than the model computes with.
     weights = {name: tensor.to(device).float() for name, tensor in tensors.items()}
@@ -165,15 +161,12 @@ def _check_replaceable(folder: Path) -> None:
         values = read_object(folder / "config.json")
     except (OSError, ValueError):  # it is absent or damaged
         return
-    if "data" in values or "train" in values:
-        lost = "is a run, whose weights and settings would be lost"
-    elif "model" not in values:
-        lost = "has a config.json of another program, which would be lost"
-    else:
-        return
-    raise ValueError(
-        f"folder={str(folder)!r} {lost}; allowed: a new folder, or one written by vssm.save"
-    )
+    if "data" in values or "train" in values or "model" not in values:
+        what = "has a config.json of another program" if "model" not in values else "is a run"
+        raise ValueError(
+            f"folder={str(folder)!r} {what}, which would be lost; allowed: a new folder, or one "
+            "written by vssm.save"
+        )
 
 
 def _empty_model(config: ModelConfig, tensors: Mapping[str, Tensor], source: str) -> Model:

@@ -102,12 +102,7 @@ def _parse_log(path: Path, damaged: Callable[[str], object]) -> list[dict[str, A
 def claim(folder: Path, what: str) -> IO[str] | None:
     """Keeps other processes out of a folder until the returned file is closed or this process ends.
 
-    Arguments:
-        folder: A folder that exists; it gets a file `.lock`, which stays.
-        what: The name of the folder in error messages.
-
-    Returns:
-        An open file; None on Windows, where nothing is locked.
+    Returns None on Windows, where nothing is locked. `what` names the folder in error messages.
     """
     if sys.platform == "win32":
         return None
@@ -124,11 +119,7 @@ def claim(folder: Path, what: str) -> IO[str] | None:
 
 
 class RunFolder:
-    """Reads and writes one run folder.
-
-    Arguments:
-        folder: Where it is, or will be.
-    """
+    """Reads and writes one run folder, which need not exist yet."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder)
@@ -280,16 +271,9 @@ class RunFolder:
         parts: dict[str, dict[str, Tensor]],
         progress: dict[str, Any],
     ) -> Path:
-        """Writes a checkpoint, then removes all but the two newest.
+        """Writes a checkpoint, then removes all but the two newest; returns its folder.
 
-        Arguments:
-            config: The run.
-            step: How many steps were done.
-            parts: Tensors by the name of their file.
-            progress: What else to remember, ready for JSON.
-
-        Returns:
-            The folder of the checkpoint.
+        It holds `parts`, tensors by the name of their file, and `progress`, ready for JSON.
         """
         final = self.checkpoints / f"step-{step:08d}"
         temporary, replaced = (

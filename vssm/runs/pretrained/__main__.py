@@ -1,4 +1,4 @@
-"""Prepares a run for shipping: `python -m vssm.runs.pretrained export --help`."""
+"""Ships a run: `python -m vssm.runs.pretrained export RUN FOLDER`, then `card FOLDER`."""
 
 import sys
 
@@ -6,14 +6,10 @@ import tyro
 
 from vssm.runs.pretrained import export, write_card
 
-
-def main() -> None:
+if __name__ == "__main__":
     commands = {"export": export, "card": write_card}
     try:
-        print(tyro.extras.subcommand_cli_from_dict(commands, prog="python -m vssm.runs.pretrained"))
+        options = (tyro.conf.PositionalRequiredArgs,)
+        print(tyro.extras.subcommand_cli_from_dict(commands, config=options))
     except ValueError as error:
         sys.exit(f"python -m vssm.runs.pretrained: {error}")
-
-
-if __name__ == "__main__":
-    main()
