@@ -732,7 +732,7 @@ def test_read_only_folder_is_named_before_the_work(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", "rnn", WAVES)
     monkeypatch.setattr("vssm.storage.os.access", lambda place, mode: False)
     stages = []
-    message = rf"^folder='{run}' cannot be written to \(permission denied\); allowed: a run folder of yours, "
+    message = rf"^folder='{run}' cannot be written to \(permission denied\); allowed: a run folder"
     with pytest.raises(ValueError, match=message):
         evaluate_run(run, quick=True, progress=lambda *stage: stages.append(stage))
     assert not stages

@@ -1,4 +1,4 @@
-"""The Fréchet distance equals closed forms; the classifier is the same each time and refuses strangers."""
+"""The Fréchet distance equals closed forms; the classifier is the same each time."""
 
 import pytest
 import torch

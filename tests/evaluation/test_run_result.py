@@ -67,7 +67,7 @@ def test_result_joins_evaluation_and_training(evaluated, tmp_path):
         "validation_elbo": -5.5,
         "best_epoch": 2,
     }
-    # three rows each of one shot, chunks of two, single steps and completions, a line around each image
+    # Three rows of one shot, chunks of two, single steps and completions, with lines between.
     assert imread(path.with_suffix(".png")).shape[:2] == (12 * 10, 16 * 10)
 
 

@@ -1,4 +1,4 @@
-"""The page shows what the files say, bold where it is best, escapes all of it and survives damage."""
+"""The page shows the files, marks the best values, escapes all text and survives damage."""
 
 import base64
 import json

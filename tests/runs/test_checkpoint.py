@@ -57,7 +57,7 @@ def test_missing_device_is_named(tmp_path):
 
 
 def edit_config(folder, **changes):
-    """Changes config.json beside weights that do not carry theirs, as those of a training do not."""
+    """Changes config.json, and removes the config from the weights, as a training leaves them."""
     edit_weights(folder, lambda tensors: None)
     values = json.loads((folder / "config.json").read_text())
     for name, value in changes.items():

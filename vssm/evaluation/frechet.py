@@ -150,17 +150,11 @@ def cached_classifier(
     progress: Progress,
     path: Path | None = None,
 ) -> Classifier:
-    """Trains the classifier, or reads it from a file that an earlier call wrote.
+    """Trains the classifier as `train_classifier` does, or reads what an earlier call wrote.
 
-    Arguments:
-        images: As for `train_classifier`.
-        labels: As for `train_classifier`.
-        num_classes: As for `train_classifier`.
-        device: As for `train_classifier`.
-        progress: As for `train_classifier`.
-        path: A safetensors file; one of other images is refused. By default the file is in the
-            user's cache, by images, version of torch and kind of device. A cache that cannot be
-            read or written costs time, no more.
+    The file `path` is refused if it belongs to other images. The default is a file in the user's
+    cache, one for each set of images, version of torch and kind of device; a cache that cannot be
+    read or written costs time, no more.
     """
     identity = _identity(images, labels, num_classes)
     folder, given = cache_folder(), path is not None
@@ -170,8 +164,14 @@ def cached_classifier(
         path = folder / "classifiers" / f"{made_by[:20]}.safetensors"
     with suppress(*() if given else (ValueError, OSError)):
         if path is not None and path.is_file():
+            tensors, metadata = read_tensors(path)
+            if (found := metadata.get("identity")) != identity:
+                raise ValueError(
+                    f"classifier {str(path)!r} has identity {str(found)[:12]}; allowed: "
+                    f"{identity[:12]}, the hash of this recipe and these training images"
+                )
             classifier = _first_weights(images, num_classes)
-            classifier.load_state_dict(_read_weights(path, identity))
+            classifier.load_state_dict(tensors)
             progress(1, 1)
             return classifier.to(device).requires_grad_(False)
     classifier = train_classifier(images, labels, num_classes, device, progress)
@@ -190,17 +190,6 @@ def _identity(images: Tensor, labels: Tensor, num_classes: int) -> str:
     for tensor in (images.float(), labels.long()):
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _read_weights(path: Path, identity: str) -> dict[str, Tensor]:
-    tensors, metadata = read_tensors(path)
-    found = metadata.get("identity")
-    if found != identity:
-        raise ValueError(
-            f"classifier {str(path)!r} has identity {str(found)[:12]}; allowed: {identity[:12]}, "
-            "the hash of this recipe and these training images"
-        )
-    return tensors
 
 
 @torch.no_grad()

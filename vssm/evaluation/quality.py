@@ -38,7 +38,7 @@ from vssm.models import Ladder, Model, Variational
 from vssm.sampling.generation import generate
 
 __all__ = ["Progress", "Work", "dials", "generation_times", "image_quality", "observed"]
-__all__ += ["passes_at_once", "spread", "ways_to_sample"]
+__all__ += ["spread", "ways_to_sample"]
 
 _LARGE_BATCH = 256  # of the times of the dials
 
@@ -54,13 +54,6 @@ def dials(model: Model) -> tuple[str, ...]:
     if isinstance(model, Ladder):
         return ("chunk",)
     return ("chunk", "passes") if isinstance(model, Variational) else ()
-
-
-def passes_at_once(model: Model, length: int) -> int:
-    """Returns how many rounds of draws follow one another in a sample: levels, or else steps."""
-    if isinstance(model, Ladder):
-        return model.config.levels
-    return 1 if isinstance(model, Variational) else length
 
 
 def observed(model: Model, levels: int | None) -> str:

@@ -190,11 +190,12 @@ def _scores(
 ) -> dict[str, float]:
     """Measures the ELBO and the likelihoods, except what the journal has already."""
     model, index = work.model, quality.spread(len(work.split), max_sequences)
+    parallel = isinstance(model, Variational | Ladder)
     metrics: dict[str, float] = {
         "sequences": len(index),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "prompt_length": work.cut,
-        "passes": quality.passes_at_once(model, work.length),
+        "passes": model.config.levels if parallel else work.length,  # rounds of draws in a sample
     }
     if not isinstance(model, Autoregressive):
         metrics["num_samples"] = num_samples

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vssm.report.chart import Chart, draw_chart
+from vssm.runs.config import flatten
 from vssm.runs.labels import GROUPS, dial_curves, dial_ways, grouped, is_number, label
 from vssm.storage import read_object, write_atomically
 
@@ -213,13 +214,14 @@ def _run(run: _Run) -> Blocks:
     picture = base64.b64encode(run.picture).decode()
     figures = {"picture": picture, "alt": f"samples of {run.name} ({run.task})"}
     untimed = {name: value for name, value in metrics.items() if not name.startswith("ms_")}
-    settings = [Row(key, [value]) for key, value in _flat(run.config) if "data_meta." not in key]
+    settings = {name: value for name, value in run.config.items() if name != "data_meta"}
+    rows = [Row(key, [value]) for key, value in flatten(settings).items()]
     return [
         {"facts": facts},
         {"charts": _curves(run.log), **figures},
         *_dials(run.name, metrics),
         *([_metrics("Evaluation", {"value": untimed})] if untimed else []),
-        {"table": Table("Settings", ["value"], settings), "summary": "All settings"},
+        {"table": Table("Settings", ["value"], rows), "summary": "All settings"},
     ]
 
 
@@ -330,14 +332,6 @@ def _part(values: Object, name: str) -> dict[str, Any]:
     """Returns a part of a JSON object that should be an object itself."""
     part = values.get(name)
     return part if isinstance(part, dict) else {}
-
-
-def _flat(values: Object, prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _text(value: object) -> str:

@@ -5,7 +5,7 @@ A model that was saved alone has the keys `format` and `model`. A run also has `
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from vssm.config import FORMAT, ModelConfig, RunConfig
 from vssm.storage import write_atomically
 
-__all__ = ["SavedConfig", "read_config"]
+__all__ = ["SavedConfig", "flatten", "read_config"]
 
 Config = TypeVar("Config")
 
@@ -87,6 +87,15 @@ class SavedConfig:
     def write(self) -> None:
         """Writes the file."""
         write_atomically(self.path, lambda file: file.write_text(self.text()))
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested dictionaries as one, with keys such as "train.epochs"."""
+    flat = {}
+    for key, value in values.items():
+        name = prefix + key
+        flat |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def read_config(folder: str | Path) -> RunConfig:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from vssm.config import RunConfig
 from vssm.data import Meta
-from vssm.runs.config import SavedConfig, read_config
+from vssm.runs.config import SavedConfig, flatten, read_config
 from vssm.runs.labels import is_number
 from vssm.storage import flush, read_object, read_tensors, write_atomically, write_tensors
 
@@ -390,18 +390,10 @@ def _read(path: Path) -> Checkpoint:
 
 def _differing(config: RunConfig, other: RunConfig) -> Iterator[tuple[str, Any, Any]]:
     """Yields the options that change the weights and differ between two runs, with both values."""
-    values, others = _flat(dataclasses.asdict(config)), _flat(dataclasses.asdict(other))
+    values, others = flatten(dataclasses.asdict(config)), flatten(dataclasses.asdict(other))
     for key, value in values.items():
         if value != others[key] and key not in FREE:
             yield key, value, others[key]
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in values.items():
-        name = prefix + key
-        flat |= _flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return flat
 
 
 def _is_temporary(path: Path) -> bool:
