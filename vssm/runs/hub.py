@@ -11,14 +11,13 @@ import dataclasses
 import math
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from vssm.config import PRESETS, RunConfig
-from vssm.runs.config import SavedConfig
+from vssm.runs.config import SavedConfig, flatten
 from vssm.runs.labels import is_number
 from vssm.storage import read_object
 
@@ -27,6 +26,8 @@ __all__ = ["FILES", "model_card", "pull", "push", "train_command", "without_fold
 FILES = ("config.json", "weights.safetensors", "README.md")
 _ADDRESS = re.compile(r"(?:hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^\s@]+))?")
 _SOURCES = ("images", "series", "text", "arrays", "synthetic")  # data sets with their own options
+_IMPLIED = ("data.name", "model.features", "train.device")  # by the data or the machine
+_ALWAYS_SHOWN = ("model.kind", "model.width", "train.epochs")
 _CARD = Path(__file__).with_name("card_template.md")  # for Jinja
 
 
@@ -236,27 +237,15 @@ def train_command(run: RunConfig) -> str:
     """Returns the command that trains a run, with the options that differ from the defaults."""
     run = RunConfig.from_dict(without_folders(run.to_dict()))
     default = PRESETS["series"] if run.data.name == "series" else RunConfig()  # as vssm train does
-    unused = {name: getattr(default.data, name) for name in _SOURCES if name != run.data.name}
-    words = ["vssm", "train", run.data.name]
-    words += _options(dataclasses.replace(run.data, **unused), default.data, "")
-    words += _options(run.model, default.model, "model.")
-    words += _options(run.train, default.train, "train.")
-    return " ".join(map(shlex.quote, words))
-
-
-def _options(given: Any, default: Any, prefix: str) -> Iterator[str]:  # noqa: ANN401
-    """Yields the command-line options of a config that differ from the default."""
-    for field in dataclasses.fields(given):
-        value, usual = getattr(given, field.name), getattr(default, field.name)
-        name = prefix + field.name
-        if dataclasses.is_dataclass(value):
-            yield from _options(value, usual, f"{name}.")
-        elif name in ("name", "model.features", "train.device"):
-            continue  # an argument of its own, known from the data, and chosen by the machine
-        elif value != usual or name in ("model.kind", "model.width", "train.epochs"):
-            option = "split-seed" if name == "seed" else field.name.replace("_", "-")
-            if isinstance(value, bool):
-                yield f"--{prefix}{option}" if value else f"--{prefix}no-{option}"
-            else:
-                yield f"--{prefix}{option}"
-                yield from map(str, value if isinstance(value, tuple) else [value])
+    words, usual = ["vssm", "train", run.data.name], flatten(dataclasses.asdict(default))
+    for path, value in flatten(dataclasses.asdict(run)).items():
+        prefix, _, name = path.removeprefix("data.").rpartition(".")
+        unused = prefix in _SOURCES and prefix != run.data.name
+        if unused or path in _IMPLIED or (value == usual[path] and path not in _ALWAYS_SHOWN):
+            continue
+        option = "split-seed" if path == "data.seed" else name.replace("_", "-")
+        option = f"no-{option}" if value is False else option
+        words.append(f"--{prefix}.{option}" if prefix else f"--{option}")
+        if not isinstance(value, bool):
+            words += map(str, value if isinstance(value, tuple) else [value])
+    return shlex.join(words)
