@@ -368,7 +368,7 @@ def test_components_are_judged_by_the_sequences_that_have_their_step(tmp_path, m
     p[missing] = torch.nan
     kl = (p * (p * p.shape[-1]).log()).sum(-1).nanmean(0)  # (T, Z)
     threshold = kl.flatten().sort().values[13:15].mean()
-    monkeypatch.setattr("vssm.evaluation.scores._ACTIVE", float(threshold))
+    monkeypatch.setattr("vssm.evaluation.scores.ACTIVE", float(threshold))
     metrics = evaluate_run(folder, quick=True)["metrics"]
     assert metrics["active_components"] == int((kl > threshold).sum()) == 13
     aggregate = p.nanmean(0)

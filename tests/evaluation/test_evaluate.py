@@ -1,4 +1,4 @@
-"""What `evaluate_run` measures is what its parts say, for every kind of model and data, and repeats."""
+"""`evaluate_run` measures what its parts say, for every kind of model and data, and repeats."""
 
 import dataclasses
 import errno
@@ -26,7 +26,6 @@ from vssm.evaluation.frechet import Classifier, features, frechet_distance, trai
 from vssm.evaluation.quality import Work, image_quality, observed, ways_to_sample
 from vssm.evaluation.scores import evaluate_run
 from vssm.report.page import report
-from vssm.runs import folder as runs
 from vssm.runs.folder import RunFolder, claim
 from vssm.runs.results import commit, result, write_result
 from vssm.training.loop import train
@@ -341,8 +340,8 @@ def test_text_has_bits_and_no_images(tmp_path):
     assert made["config"]["data"]["text"]["path"] == "text.txt"  # not where it lies
 
 
-def test_a_bernoulli_head_on_grey_values_has_a_pseudo_likelihood(tmp_path, capsys):
-    """It is a cross-entropy, and must not stand beside likelihoods under their name."""
+def test_bernoulli_head_on_grey_values_has_a_pseudo_likelihood(tmp_path, capsys):
+    """It is a cross-entropy, which must not be called a likelihood."""
     folder = make_run(tmp_path / "grey", "vssm", DIGITS, head="bernoulli")
     metrics = evaluate_run(folder, num_samples=2, max_sequences=8, num_images=0)["metrics"]
     names = ("log_likelihood", "log_likelihood_empty_prior", "partial_log_likelihood", "elbo")
@@ -395,7 +394,7 @@ def test_one_step_has_no_halves(tmp_path):
     assert not {"partial_log_likelihood", "resumed_ms_b1", "prompted_ms_b1"} & set(metrics)
 
 
-def test_weights_that_are_not_finite_give_null(tmp_path):
+def test_infinite_weights_give_null(tmp_path):
     run = make_run(tmp_path / "run", "rnn", DIGITS)
     model = load(run)
     with torch.no_grad():
@@ -407,7 +406,7 @@ def test_weights_that_are_not_finite_give_null(tmp_path):
     assert metrics["fd_floor"] > 0
 
 
-def test_what_can_not_be_evaluated_is_named(tmp_path):
+def test_mistakes_are_named(tmp_path):
     run = make_run(tmp_path / "run", "rnn", WAVES)
     good = json.loads((run / "config.json").read_text())
 
@@ -447,7 +446,7 @@ def test_what_can_not_be_evaluated_is_named(tmp_path):
         evaluate_run(tmp_path / "nowhere")
 
 
-def test_weights_replaced_in_the_meantime_are_not_given_the_result_of_those_before(tmp_path):
+def test_result_of_replaced_weights_is_set_aside(tmp_path):
     run = make_run(tmp_path / "run", "rnn", WAVES)
     weights = load(run).state_dict()
     write_result(run / "eval.json", {"metrics": {"elbo": 1.0}})
@@ -471,7 +470,7 @@ def test_weights_replaced_in_the_meantime_are_not_given_the_result_of_those_befo
 @pytest.mark.parametrize(
     "order", ["weights, result", "result, weights", "weights, their result, result"]
 )
-def test_weights_that_come_as_a_result_is_written(order, tmp_path, monkeypatch):
+def test_weights_replaced_while_the_result_is_written(order, tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", "rnn", WAVES)
     weights, theirs = load(run).state_dict(), {"metrics": {"elbo": 1.0}}
 
@@ -498,7 +497,7 @@ def test_weights_that_come_as_a_result_is_written(order, tmp_path, monkeypatch):
         assert json.loads((run / "eval.json").read_text()) == theirs
 
 
-def test_a_result_that_comes_as_weights_are_written(tmp_path, monkeypatch):
+def test_result_written_while_the_weights_are_replaced(tmp_path, monkeypatch):
     run, made = make_run(tmp_path / "run", "rnn", WAVES), []
     weights = load(run).state_dict()
 
@@ -507,14 +506,14 @@ def test_a_result_that_comes_as_weights_are_written(tmp_path, monkeypatch):
         assert (run / "eval.json").exists()
         save_file(tensors, path, metadata)
 
-    monkeypatch.setattr(runs, "save_file", save)
+    monkeypatch.setattr("safetensors.torch.save_file", save)
     RunFolder(run).save_weights(weights)
     assert not (run / "eval.json").exists()
     assert json.loads((run / "eval.json.old").read_text()) == made[0]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no folder is claimed")
-def test_a_run_that_is_still_being_trained_is_noted_and_not_kept(tmp_path, capsys):
+def test_run_in_training_is_noted_and_not_kept(tmp_path, capsys):
     run = make_run(tmp_path / "run", "rnn", WAVES)
     assert not RunFolder(run).is_in_training()  # it has no lock
     arguments = ["evaluate", str(run), "--quick", "--device", "cpu"]
@@ -537,17 +536,20 @@ def test_a_run_that_is_still_being_trained_is_noted_and_not_kept(tmp_path, capsy
 STAGES = ("reconstruction", "likelihoods", "likelihoods by particles", "generation times", "fd_w2")
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_evaluation_that_is_stopped_goes_on(stage, digits_run, tmp_path, capsys):
-    run, seen = tmp_path / "run", []
+STOPPED = {"quick": True, "num_samples": 3, "num_images": 50, "particles": True, "batch": 20}
+
+
+@pytest.fixture(scope="module")
+def not_stopped(digits_run, tmp_path_factory):
+    run = tmp_path_factory.mktemp("runs") / "run"
     shutil.copytree(digits_run, run, ignore=shutil.ignore_patterns("eval*"))
-    options = {
-        "num_samples": 3,
-        "num_images": 50,
-        "particles": True,
-        "max_sequences": 70,
-        "batch": 20,
-    }
+    return evaluate_run(run, **STOPPED)["metrics"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stopped_evaluation_goes_on(stage, digits_run, not_stopped, tmp_path):
+    run, seen, options = tmp_path / "run", [], STOPPED
+    shutil.copytree(digits_run, run, ignore=shutil.ignore_patterns("eval*"))
 
     def stop(at, done, total):
         seen.append((at, done))
@@ -565,9 +567,8 @@ def test_an_evaluation_that_is_stopped_goes_on(stage, digits_run, tmp_path, caps
     assert not again  # what had been measured is not measured again
     if "likelihoods" in stage:
         assert (stage, first[-1][1]) in seen and (stage, 0) not in seen
-    fresh = evaluate_run(run, **options)
-    assert steady(made["metrics"]) == steady(fresh["metrics"])
-    assert list(made["metrics"]) == list(fresh["metrics"])
+    assert steady(made["metrics"]) == steady(not_stopped)
+    assert list(made["metrics"]) == list(not_stopped)
 
 
 @pytest.mark.parametrize(
@@ -584,7 +585,7 @@ def test_an_evaluation_that_is_stopped_goes_on(stage, digits_run, tmp_path, caps
         "full disk",
     ],
 )
-def test_what_was_kept_of_another_evaluation_is_not_taken(change, tmp_path, monkeypatch):
+def test_parts_of_another_evaluation_are_not_used(change, tmp_path, monkeypatch):
     run, stages = make_run(tmp_path / "run", "vssm", WAVES), []
 
     def stop(stage, done, total):
@@ -631,14 +632,14 @@ def test_what_was_kept_of_another_evaluation_is_not_taken(change, tmp_path, monk
         assert not part.exists()
 
 
-def test_an_evaluation_that_is_killed_goes_on(tmp_path):
+def test_killed_evaluation_goes_on(tmp_path):
     run = make_run(tmp_path / "run", "vssm", WAVES)
     program = """
 import os, signal, sys
 import vssm.evaluation.journal
 from vssm.evaluation.scores import evaluate_run
 
-vssm.evaluation.journal._PAUSE = 0
+vssm.evaluation.journal.PAUSE = 0
 
 def kill(stage, done, total):
     if (stage, done) == ("likelihoods", 6):
@@ -688,7 +689,7 @@ def test_the_command_says_that_it_goes_on(tmp_path, monkeypatch, capsys):
     assert note not in capsys.readouterr().err
 
 
-def test_no_distances_are_measured_of_no_images(digits_run, tmp_path):
+def test_no_images_no_distances(digits_run, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(digits_run, run, ignore=shutil.ignore_patterns("eval*"))
     made = evaluate_run(run, num_samples=2, num_images=0, max_sequences=5)
@@ -710,7 +711,7 @@ def test_failed_write_leaves_the_old_evaluation(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["eval.json"]
 
 
-def test_what_can_not_be_written_is_shown(tmp_path, monkeypatch, capsys):
+def test_unwritten_result_is_shown(tmp_path, monkeypatch, capsys):
     run = make_run(tmp_path / "run", "rnn", WAVES)
 
     def full_disk(path, made):
@@ -727,18 +728,18 @@ def test_what_can_not_be_written_is_shown(tmp_path, monkeypatch, capsys):
     assert caught.value.result["metrics"]["sequences"] == 8
 
 
-def test_a_folder_that_is_read_only_is_named_before_the_work(tmp_path, monkeypatch):
+def test_read_only_folder_is_named_before_the_work(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", "rnn", WAVES)
     monkeypatch.setattr("vssm.storage.os.access", lambda place, mode: False)
     stages = []
-    message = rf"^folder='{run}' can not be written to \(permission denied\); allowed: a run folder of yours, "
+    message = rf"^folder='{run}' cannot be written to \(permission denied\); allowed: a run folder"
     with pytest.raises(ValueError, match=message):
         evaluate_run(run, quick=True, progress=lambda *stage: stages.append(stage))
     assert not stages
 
 
-def test_data_that_changed_are_refused(tmp_path):
-    """With as many characters, each of which is another token than in the training."""
+def test_changed_data_are_refused(tmp_path):
+    """The text has as many characters, but other tokens than in the training."""
     path, folder = tmp_path / "a.txt", tmp_path / "run"
     config = RunConfig(
         data=DataConfig(name="text", text=TextConfig(path=str(path), length=8)),
@@ -755,7 +756,7 @@ def test_data_that_changed_are_refused(tmp_path):
         evaluate_run(folder, quick=True, max_sequences=2)
 
 
-def test_result_tells_nothing_about_its_maker(tmp_path):
+def test_result_does_not_say_who_made_it(tmp_path):
     config = {"data": {"dir": "/home/me/data", "columns": ("a", "/b/c")}, "width": 3}
     made = result("x", "vssm train /home/me/run --seed 1", config, {"loss": math.inf, "steps": 3})
     assert made["config"] == {"data": {"dir": "data", "columns": ["a", "c"]}, "width": 3}
@@ -802,14 +803,14 @@ def test_commit_tells_changed_code_from_changed_results(monkeypatch, tmp_path):
 @pytest.mark.parametrize("kind", ["ssm", "vssm"])
 @torch.no_grad()
 def test_batches_change_nothing(kind):
-    """Of eight sequences, three a batch: the last is not full, and none has the noise of another."""
+    """The last of three batches is not full, and no sequence has the noise of another."""
     data, model, found = open_data(WAVES), build(small_config(kind, layers=1)), []
     methods = ("importance", "particles") if kind == "vssm" else ("importance",)
     for batch in (3, 8):
         work = Work(model, data, data.test(), batch, torch.device("cpu"), None)
         index = np.arange(8)
-        found += [evaluate._reconstruction(work, index)]
-        found += [evaluate._likelihoods(work, index, 2, method) for method in methods]
+        found += [evaluate.reconstruction(work, index)]
+        found += [evaluate.likelihoods(work, index, 2, method) for method in methods]
     for one, other in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True):
         assert one == pytest.approx(other, rel=1e-4) and one
 

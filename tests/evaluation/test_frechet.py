@@ -1,4 +1,4 @@
-"""The Fréchet distance equals closed forms; the classifier is the same each time and refuses strangers."""
+"""The Fréchet distance equals closed forms; the classifier is the same each time."""
 
 import pytest
 import torch
@@ -71,19 +71,6 @@ def test_constant_features_have_only_a_mean():
     assert frechet_distance(torch.zeros(2, 3), torch.zeros(9, 3)) == 0
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "message"),
-    [
-        (torch.zeros(1, 3), torch.zeros(5, 3), r"features_a has shape \(1, 3\); allowed"),
-        (torch.zeros(5, 3), torch.zeros(5, 4), r"features_b has shape \(5, 4\); allowed"),
-        (torch.zeros(5, 3), torch.full((5, 3), torch.nan), "features_b contains NaN"),
-    ],
-)
-def test_features_that_have_no_distance(a, b, message):
-    with pytest.raises(ValueError, match=message):
-        frechet_distance(a, b)
-
-
 @pytest.fixture(scope="module")
 def digits():
     data = open_data(DataConfig(name="digits"))
@@ -117,16 +104,16 @@ def test_classifier_learns_and_is_the_same_each_time(digits):
     assert not any(parameter.requires_grad for parameter in first.parameters())
 
 
-def test_the_first_weights_are_those_of_the_seed_and_no_gpu_is_seeded(digits, monkeypatch):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        wanted = Classifier(tuple(digits[0].shape[1:]), 10)
+def test_no_gpu_is_seeded(digits, monkeypatch):
     monkeypatch.setattr("torch.cuda.manual_seed_all", lambda seed: pytest.fail("seeds GPUs"))
-    monkeypatch.setattr("vssm.evaluation.frechet._fit", lambda *_: None)
-    given = train_classifier(*digits, 10)
-    assert all(
-        torch.equal(a, b) for a, b in zip(given.parameters(), wanted.parameters(), strict=True)
-    )
+    images, labels = digits[0][:60], digits[1][:60]
+    classifier = train_classifier(images, labels, 10)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(1)
+        first = Classifier(tuple(images.shape[1:]), 10).requires_grad_(False)
+    pairs = zip(classifier.parameters(), first.parameters(), strict=True)
+    moved = [float((a - b).abs().max()) for a, b in pairs]
+    assert 0 < max(moved) < 0.02  # 4 steps of at most 0.001 or little more
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -177,28 +164,32 @@ def test_convolutions_are_exact_in_training_and_features(digits):
 
 def test_file_is_reused_and_another_is_refused(digits, tmp_path):
     images, labels = digits
-    path = tmp_path / "classifier.safetensors"
-    trained = train_classifier(images, labels, 10, path=path)
-    steps = []
-    read = train_classifier(
-        images, labels, 10, progress=lambda *step: steps.append(step), path=path
-    )
-    assert not steps
+    path, steps = tmp_path / "classifier.safetensors", []
+
+    def classifier(images, num_classes=10):
+        steps.clear()
+        tell = lambda *step: steps.append(step)  # noqa: E731
+        return cached_classifier(images, labels, num_classes, torch.device("cpu"), tell, path)
+
+    trained = classifier(images)
+    assert len(steps) > 1
+    read = classifier(images)
+    assert steps == [(1, 1)]
     assert all(
         torch.equal(a, b) for a, b in zip(trained.parameters(), read.parameters(), strict=True)
     )
     before = path.read_bytes()
     with pytest.raises(ValueError, match=r"has identity .* the hash of this recipe"):
-        train_classifier(images.flip(0), labels, 10, path=path)
+        classifier(images.flip(0))
     with pytest.raises(ValueError, match="has identity"):
-        train_classifier(images, labels, 11, path=path)
+        classifier(images, 11)
     assert path.read_bytes() == before
     save_file(load_file(path), path)  # the same weights, no identity
     with pytest.raises(ValueError, match="has identity None"):
-        train_classifier(images, labels, 10, path=path)
+        classifier(images)
     path.write_bytes(b"\x80\x04\x95pickle")
     with pytest.raises(ValueError, match="is damaged"):
-        train_classifier(images, labels, 10, path=path)
+        classifier(images)
 
 
 @pytest.mark.parametrize(
@@ -248,19 +239,6 @@ def test_the_cache_saves_a_training_and_never_fails(trouble, digits, tmp_path, m
     classifier()
     images.mul_(2)
     assert len(steps) == trained  # other images
-
-
-@pytest.mark.parametrize(
-    ("images", "labels", "message"),
-    [
-        (torch.zeros(4, 8, 8), torch.zeros(4, dtype=torch.long), "images has shape"),
-        (torch.zeros(4, 8, 8, 1), torch.zeros(3, dtype=torch.long), r"labels has shape \(3,\)"),
-        (torch.zeros(4, 8, 8, 1), torch.full((4,), 2), "labels lie in 2 to 2; allowed: 0 to 1"),
-    ],
-)
-def test_images_that_can_not_be_learned(images, labels, message):
-    with pytest.raises(ValueError, match=message):
-        train_classifier(images, labels, 2)
 
 
 def test_the_classifier_learns_from_clamped_images_with_noise(monkeypatch):

@@ -67,11 +67,11 @@ def test_result_joins_evaluation_and_training(evaluated, tmp_path):
         "validation_elbo": -5.5,
         "best_epoch": 2,
     }
-    # three rows each of one shot, chunks of two, single steps and completions, a line around each image
+    # Three rows of one shot, chunks of two, single steps and completions, with lines between.
     assert imread(path.with_suffix(".png")).shape[:2] == (12 * 10, 16 * 10)
 
 
-def test_a_torn_log_is_read_and_a_damaged_one_named(evaluated, tmp_path):
+def test_torn_log_is_read_and_damaged_files_are_named(evaluated, tmp_path):
     path, log = tmp_path / "digits_base.json", evaluated / "log.jsonl"
     lines = [json.dumps(line) for line in LOG]
     log.write_text("\n".join([*lines, lines[0][:20]]))  # killed while it wrote
@@ -90,17 +90,17 @@ def test_a_torn_log_is_read_and_a_damaged_one_named(evaluated, tmp_path):
             keep_result(evaluated, path, "cpu")
     log.unlink()
     (evaluated / "meta.json").write_text('{"seconds"')
-    with pytest.raises(ValueError, match=r"meta.json' is damaged: .*; allowed: without that file"):
+    with pytest.raises(ValueError, match=r"meta.json' is damaged: "):
         keep_result(evaluated, path, "cpu")
 
 
-def test_a_model_without_its_log_is_kept(evaluated, tmp_path):
+def test_model_without_a_log_is_kept(evaluated, tmp_path):
     keep_result(evaluated, tmp_path / "digits_base.json", "cpu")
     made = json.loads((tmp_path / "digits_base.json").read_text())
     assert made["metrics"] == {"elbo": 3.0, "learning_rate": 0.002}
 
 
-def test_command_keeps_what_the_page_shows(tmp_path, monkeypatch, capsys):
+def test_command_keeps_what_the_results_page_shows(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "my waves", "tvae", WAVES)
     main(
@@ -133,7 +133,7 @@ def test_command_keeps_what_the_page_shows(tmp_path, monkeypatch, capsys):
         ),
         (
             ["--result", "waves/config.json/a.json"],
-            "a.json' is not allowed; allowed: a file in a folder of",
+            "a.json' cannot be written (something is in the way); allowed: a file",
         ),
         (["--result", "a.json", "--splits", "valid"], "splits='valid' is not allowed with result"),
     ],
@@ -150,7 +150,7 @@ def test_mistakes_are_named_before_anything_is_measured(
     assert not (tmp_path / "waves" / "eval.json").exists()
 
 
-def test_what_was_not_evaluated_is_not_kept(tmp_path):
+def test_run_without_evaluation_is_not_kept(tmp_path):
     run = make_run(tmp_path / "run", "vssm", DIGITS)
     with pytest.raises(
         ValueError, match=r"has no eval\.json; allowed: a run folder after vssm evaluate"

@@ -15,7 +15,7 @@ from vssm import generate, load, log_likelihood, objective, observe, save
 from vssm.config import ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig
 from vssm.engine import graphs
-from vssm.evaluation.scores import _reconstruction
+from vssm.evaluation.scores import reconstruction
 from vssm.models import Ladder
 from vssm.nn import State
 from vssm.sampling.ragged import generate_ragged
@@ -407,4 +407,4 @@ def test_only_latents_that_begin_are_components():
     model = small_model("vssm", levels=3, latents=6, spans=(4, 2, 1))
     x = sequences(model, 5, 9)
     work = SimpleNamespace(model=model, batches=lambda stage, index: [(0, x, None)])
-    assert _reconstruction(work, range(5))["components"] == 2 * (3 + 5 + 9)
+    assert reconstruction(work, range(5))["components"] == 2 * (3 + 5 + 9)

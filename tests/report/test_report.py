@@ -1,4 +1,4 @@
-"""The page shows what the files say, bold where it is best, escapes all of it and survives damage."""
+"""The page shows the files, marks the best values, escapes all text and survives damage."""
 
 import base64
 import json
@@ -7,13 +7,13 @@ from html.parser import HTMLParser
 
 import pytest
 
-from vssm.report.chart import chart
+from vssm.report.chart import draw_chart
 from vssm.report.page import report
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
-VOID = {"meta", "img", "line", "circle", "polyline", "br"}
+VOID = {"meta", "img", "br"}
 
 
 class Page(HTMLParser):
@@ -32,6 +32,9 @@ class Page(HTMLParser):
         if tag not in VOID:
             self.open.append(tag)
 
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
     def handle_endtag(self, tag):
         if tag not in VOID:
             assert self.open.pop() == tag
@@ -40,6 +43,11 @@ class Page(HTMLParser):
         self.text.setdefault(self.open[-1] if self.open else "", []).append(data)
         if self.open and self.open[-1] in ("td", "th", "strong") and self.rows:
             self.rows[-1].append(f"*{data}*" if self.open[-1] == "strong" else data)
+
+
+def places(attributes):
+    """The points of an SVG path."""
+    return [tuple(map(float, pair)) for pair in re.findall(r"[ML] (\S+) (\S+)", attributes["d"])]
 
 
 def read(path):
@@ -115,7 +123,7 @@ def test_only_runs_of_one_task_are_compared(tmp_path):
 def test_run_is_shown_whole(tmp_path):
     page = read(report([make_run(tmp_path / "mine")], out=tmp_path / "report.html"))
     assert "Run mine" in page.text["h2"]
-    assert {"width 96, 2 layers", "12 × 16 classes"} <= set(page.text["dd"])
+    assert {"vssm", "digits, gaussian head", "96", "12 × 16 classes"} <= set(page.text["dd"])
     labels = [
         attributes["aria-label"]
         for tag, attributes in page.tags
@@ -150,7 +158,7 @@ def test_page_is_accessible_and_loads_nothing(tmp_path):
     identities = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(identities) == len(set(identities))
     assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in page.tags}
-    assert not re.search(r"https?://|@import|url\(", text)
+    assert not re.search(r"https?://|@import|url\((?!#)|href=\"(?!#)", text)
     assert str(tmp_path) not in text
 
 
@@ -192,13 +200,13 @@ def test_all_text_is_escaped(tmp_path):
         ({"samples.png": None}, "mine/samples.png is missing"),
         ({"config.json": '{"model":'}, "mine/config.json is damaged: Expecting value"),
         ({"eval.json": b"\x80\x04\x95pickle"}, "mine/eval.json is damaged"),
-        ({"eval.json": "[1]"}, "mine/eval.json is damaged: it is no JSON object"),
+        ({"eval.json": "[1]"}, "mine/eval.json is damaged: it is not a JSON object"),
         ({"eval.json": "[" * 100_000}, "mine/eval.json is damaged"),
         (
             {"log.jsonl": '{"epoch": 1, "split": "train", "loss": 2}\n3\n{"epo'},
             "left out: line 2, 3",
         ),
-        ({"samples.png": PNG[:-9]}, "mine/samples.png is damaged: it is no whole PNG"),
+        ({"samples.png": PNG[:-9]}, "mine/samples.png is damaged: it is not a whole PNG"),
         ({"samples.png": b"<svg onload='alert(1)'/>"}, "mine/samples.png is damaged"),
     ],
 )
@@ -230,7 +238,7 @@ def test_odd_values_are_shown_or_left_out(value, tmp_path):
     (run / "log.jsonl").write_text("".join(json.dumps(content) + "\n" for content in (line, *huge)))
     page = read(report([run, run], out=tmp_path / "report.html"))
     assert "Run mine" in page.text["h2"]
-    assert "polyline" not in {tag for tag, _ in page.tags}
+    assert "svg" not in {tag for tag, _ in page.tags}
 
 
 DIALS = {
@@ -272,13 +280,9 @@ def test_dials_become_curves_and_a_table(tmp_path):
     assert ["in chunks of 14, re-conditioned", "820.0", "11.00", "61.00"] in page.rows
     assert ["in 4 passes", "757.0", "20.00", "–"] in page.rows
     assert ["floor: training images", "7.00", "–", "–"] in page.rows
-    lines = [
-        attributes for tag, attributes in page.tags if tag == "polyline" and attributes["points"]
-    ]
-    dashed = [line for line in lines if "stroke-dasharray" in line]
+    dashed = [places(attributes) for _, attributes in page.tags if "dash" in str(attributes)]
     assert len(dashed) == 2  # the floor, once a chart
-    heights = {point.split(",")[1] for point in dashed[0]["points"].split()}
-    assert len(heights) == 1
+    assert len({y for _, y in dashed[0]}) == 1
     assert {"chunks W", "passes S", "chunks of 7, passes S", "floor"} <= set(page.text["li"])
     legend = [text for text in page.text["li"] if text == "passes S"]
     assert len(legend) == 1  # at batch 256 no passes were timed
@@ -293,7 +297,7 @@ def test_no_curves_without_dials(tmp_path):
     assert ["in chunks of 7, 2 passes each", "500.0"] in page.rows
 
 
-def test_what_can_not_be_drawn_stays_in_the_table(tmp_path):
+def test_values_that_cannot_be_drawn_stay_in_the_table(tmp_path):
     odd = {
         "fd_one_shot": None,
         "ms_one_shot": 3.0,
@@ -386,7 +390,7 @@ def test_nothing_to_report(tmp_path):
     assert not out.parent.exists()
 
 
-def test_the_end_of_a_name_may_be_in_capitals(tmp_path):
+def test_suffix_may_be_in_capitals(tmp_path):
     path = report([make_run(tmp_path / "mine")], out=tmp_path / "Report.HTML")
     assert path.name == "Report.HTML" and "Run mine" in path.read_text()
 
@@ -394,7 +398,7 @@ def test_the_end_of_a_name_may_be_in_capitals(tmp_path):
 @pytest.mark.parametrize(
     ("option", "allowed"), [("--out", ".html or .htm"), ("--page", ".md")], ids=("html", "markdown")
 )
-def test_a_page_does_not_replace_a_file_of_a_run(option, allowed, tmp_path, capsys):
+def test_page_does_not_replace_a_file_of_a_run(option, allowed, tmp_path, capsys):
     from vssm.cli import main
 
     config = make_run(tmp_path / "mine") / "config.json"
@@ -444,24 +448,37 @@ def test_command_without_anything_to_report(arguments, message, tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
+def drawn(*arguments, **options):
+    """The chart's size, and the points of its lines, by stroke."""
+    chart = draw_chart(*arguments, **options)
+    width, height = map(float, chart.view.split()[2:])
+    paths = re.findall(r'<path d="([^"]*)" clip-path[^>]*stroke: (var\(--c.\))', chart.svg)
+    return width, height, {colour: places({"d": path}) for path, colour in paths}
+
+
 @pytest.mark.parametrize("log", [False, True])
-@pytest.mark.parametrize(
-    "points", [[(1, 1)], [(1, 5), (2, 5)], [(k, 1e6 / k**4) for k in range(1, 2000)]]
-)
+@pytest.mark.parametrize("points", [[(1, 5), (2, 5)], [(k, 1e6 / k**4) for k in range(1, 2000)]])
 def test_points_lie_inside_the_chart(points, log):
-    text = chart("t", "x", {"line": points}, frozenset({"line"}), log)
-    places = [
-        tuple(map(float, pair.split(","))) for pair in re.search(r'points="(.*?)"', text)[1].split()
+    width, height, lines = drawn("t", "x", {"line": points}, log=log)
+    (line,) = lines.values()
+    assert 2 <= len(line) <= 301
+    assert all(0 <= x <= width for x, _ in line)
+    # The first twentieth of a loss may be cut.
+    assert sum(0 <= y <= height for _, y in line) >= 0.9 * len(line)
+    assert line == sorted(line)  # by x
+
+
+def test_single_points_and_names_of_colours_are_drawn():
+    lines = {str(index): [(1, index)] for index in range(8)}
+    chart = draw_chart("t", "x", lines)
+    assert [chart.legend[name] for name in ("0", "5", "6")] == [
+        *("var(--c0)", "var(--c5)", "var(--c0)")
     ]
-    width, height = (float(re.search(rf' {name}="(\d+)"', text)[1]) for name in ("width", "height"))
-    assert 1 <= len(places) <= 301
-    assert all(0 <= x <= width for x, _ in places)
-    assert sum(0 <= y <= height for _, y in places) >= 0.94 * len(
-        places
-    )  # the first twentieth may be cut
-    assert places == sorted(places)  # by x
+    assert chart.svg.count("<use ") == 8
+    assert "#0000f" not in chart.svg
 
 
 def test_chart_keeps_the_last_point():
-    text = chart("t", "x", {"line": [(k, float(k)) for k in range(1001)]})
-    assert re.search(r'points="(.*?)"', text)[1].endswith(",0.0")
+    _, _, lines = drawn("t", "x", {"line": [(k, (k % 7) + 100 * (k == 1000)) for k in range(1001)]})
+    (line,) = lines.values()
+    assert line[-1][1] == min(y for _, y in line)  # y goes down

@@ -143,7 +143,7 @@ def test_round_trip(hub, tmp_path):
     assert torch.equal(model.posterior(x)[0].logits, copy.posterior(x)[0].logits)
 
 
-def test_a_revision_names_a_version(hub, tmp_path):
+def test_revision_names_a_version(hub, tmp_path):
     for kind in ("ssm", "rnn"):
         save(small_model(kind), tmp_path / kind)
         push(tmp_path / kind, "lab/model")
@@ -170,7 +170,7 @@ def test_only_three_files_are_fetched(hub, tmp_path):
 
 
 @pytest.mark.parametrize("file", FILES[:2])
-def test_a_pickle_is_refused(file, hub, tmp_path):
+def test_pickle_is_refused(file, hub, tmp_path):
     save(small_model("ssm"), tmp_path)
     good = {name: (tmp_path / name).read_bytes() for name in FILES[:2]}
     hub.commit("lab/pickle", {**good, file: PICKLE})
@@ -187,11 +187,11 @@ def test_a_pickle_is_refused(file, hub, tmp_path):
     assert "lab/other" not in hub.private
 
 
-def test_a_public_repository_takes_no_private_model(hub, tmp_path):
+def test_private_model_is_not_pushed_to_a_public_repository(hub, tmp_path):
     save(small_model("ssm"), tmp_path)
     push(tmp_path, "lab/open")
     with pytest.raises(
-        ValueError, match=r"^repo='lab/open' can not be written: it exists and is public"
+        ValueError, match=r"^repo='lab/open' cannot be written: it exists and is public"
     ):
         push(tmp_path, "lab/open", private=True)
     assert len(hub.commits["lab/open"]) == 1
@@ -206,7 +206,7 @@ def test_mistakes_are_named(hub, tmp_path, monkeypatch):
         ):
             pull(repo)
     with pytest.raises(
-        ValueError, match=r"^repo='lab/none' can not be read: no lab/none, nor a network$"
+        ValueError, match=r"^repo='lab/none' cannot be read: no lab/none, nor a network$"
     ):
         pull("lab/none")
     with pytest.raises(ValueError, match="has a revision"):
@@ -225,7 +225,7 @@ def test_card_of_a_run(tmp_path):
     data = DataConfig(name="mnist", binarize=True, dir="/home/someone/data")
     config = RunConfig(data=data, train=TrainConfig(epochs=7, learning_rate=5e-4))
     save_run(tmp_path, config, name="mnist", length=28, features=3)
-    front, body = front_matter(model_card(tmp_path, "lab/model"))
+    front, body = front_matter(model_card(tmp_path, "hf://lab/model"))
     assert front == {
         "license": "mit",
         "library_name": "vssm",
@@ -253,7 +253,7 @@ def test_card_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("huge", [10**400, -(10**400), 10**120, 1e300])
-def test_a_card_with_huge_numbers_is_refused_in_one_line(huge, tmp_path):
+def test_card_with_huge_numbers_is_refused_in_one_line(huge, tmp_path):
     save_run(tmp_path, RunConfig(), name="digits", length=8, features=3)
     for file, part, name in (
         ("eval.json", "metrics", "elbo"),
@@ -340,7 +340,7 @@ def test_card_shows_strange_names_as_they_are(tmp_path):
     ],
     ids=["mnist", "series", "whole series", "text"],
 )
-def test_the_command_of_a_card_makes_the_same_run(config, tmp_path, monkeypatch):
+def test_command_of_a_card_makes_the_same_run(config, tmp_path, monkeypatch):
     from vssm.cli import main
 
     made = []

@@ -2,13 +2,13 @@
 
     FD(a, b) = |μ_a - μ_b|² + tr(Σ_a) + tr(Σ_b) - 2 tr((Σ_a Σ_b)^{1/2})
 
-With centred features X = Q R (an orthogonal Q) and Σ = Xᵀ X / (M - 1), the last trace is the sum of the
-singular values of R_a R_bᵀ over sqrt((M_a - 1)(M_b - 1)). Nothing is squared and no matrix root is
-taken, so a singular covariance costs no precision and gives no NaN.
+With centred features X = Q R (an orthogonal Q) and Σ = Xᵀ X / (M - 1), the last trace is the sum of
+the singular values of R_a R_bᵀ over sqrt((M_a - 1)(M_b - 1)). No matrix is squared or rooted, so a
+singular covariance costs no precision and gives no NaN.
 
-The classifier's recipe is fixed, so that figures compare: 3 x 3 convolutions of 32, 64, 128 channels with
-strides 1, 2, 2 and ReLU, 64 ReLU features, a linear output; Adam 1e-3, batch 256, 4 epochs, Gaussian input
-noise 0.05, seed 1. Images are clamped to [0, 1].
+The classifier's recipe is fixed, so that figures compare: 3 x 3 convolutions of 32, 64, 128
+channels with strides 1, 2, 2 and ReLU, 64 ReLU features, a linear output; Adam 1e-3, batch 256,
+4 epochs, Gaussian input noise 0.05, seed 1. Images are clamped to [0, 1].
 
 | symbol | code | shape |
 | --- | --- | --- |
@@ -28,12 +28,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vssm.data.files import cache_folder
-from vssm.storage import check_checksum, with_checksum, write_atomically
+from vssm.storage import read_tensors, write_tensors
 
 __all__ = ["Classifier", "cached_classifier", "features", "frechet_distance", "train_classifier"]
 
@@ -52,11 +50,11 @@ _IMAGES_PER_PASS = 1000
 _exact = partial(torch.backends.cudnn.flags, enabled=True, deterministic=True, allow_tf32=False)
 
 Progress = Callable[[int, int], None]
-"""Called with the number of steps done and the number in all."""
+"""Called with the number of steps done and the total."""
 
 
 class Classifier(nn.Module):
-    """Creates the small convolutional classifier whose last hidden layer is the feature space, in float32.
+    """A small convolutional classifier in float32; its last hidden layer is the feature space.
 
     Arguments:
         shape: Height, width and channels of an image.
@@ -71,13 +69,11 @@ class Classifier(nn.Module):
     def __init__(self, shape: tuple[int, int, int], num_classes: int) -> None:
         super().__init__()
         height, width, before = shape
-        convolutions = []
+        self.convolutions = nn.ModuleList()
         for channels, stride in zip(_RECIPE["channels"], _RECIPE["strides"], strict=True):
-            convolutions.append(
-                nn.Conv2d(before, channels, 3, stride, padding=1, dtype=torch.float32)
-            )
+            layer = nn.Conv2d(before, channels, 3, stride, padding=1, dtype=torch.float32)
+            self.convolutions.append(layer)
             height, width, before = -(-height // stride), -(-width // stride), channels
-        self.convolutions = nn.ModuleList(convolutions)
         self.hidden = nn.Linear(height * width * before, _RECIPE["features"], dtype=torch.float32)
         self.out = nn.Linear(_RECIPE["features"], num_classes, dtype=torch.float32)
 
@@ -99,9 +95,8 @@ def train_classifier(
     num_classes: int,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
-    path: str | Path | None = None,
 ) -> Classifier:
-    """Trains the classifier of the fixed recipe, or reads it from a file that an earlier call wrote.
+    """Trains the classifier by the fixed recipe.
 
     Arguments:
         images: The training images, (M, H, W, C) in [0, 1].
@@ -109,8 +104,6 @@ def train_classifier(
         num_classes: The number of classes.
         device: Where to train; the random numbers are the same everywhere.
         progress: Called after every step with (done, total).
-        path: A safetensors file: read when it exists, else written. A file of another recipe, or of
-            other images, is refused.
 
     Returns:
         The classifier, on the device, without gradients.
@@ -121,69 +114,7 @@ def train_classifier(
         >>> features(classifier, images).shape
         torch.Size([20, 64])
     """
-    if images.ndim != 4 or not images.is_floating_point() or not len(images):
-        raise ValueError(
-            f"images has shape {tuple(images.shape)} and dtype {images.dtype}; "
-            "allowed: floats (num, height, width, channels) with num >= 1"
-        )
-    if labels.shape != images.shape[:1]:
-        raise ValueError(
-            f"labels has shape {tuple(labels.shape)}; allowed: ({len(images)},), one an image"
-        )
-    if labels.min() < 0 or labels.max() >= num_classes:
-        raise ValueError(
-            f"labels lie in {int(labels.min())} to {int(labels.max())}; allowed: 0 to {num_classes - 1}"
-        )
-    height, width, channels = images.shape[1:]
-    with torch.random.fork_rng(devices=[]):  # the caller's random state is not ours to move
-        torch.default_generator.manual_seed(
-            _RECIPE["seed"]
-        )  # torch.manual_seed would seed GPUs as well
-        classifier = Classifier((height, width, channels), num_classes)
-    identity = _identity(images, labels, num_classes) if path is not None else ""
-    if path is not None and Path(path).is_file():
-        _read(classifier, Path(path), identity)
-        return classifier.to(device).requires_grad_(False)
-    _fit(classifier.to(device), images, labels, torch.device(device), progress)
-    classifier.requires_grad_(False)
-    if path is not None:
-        _write(classifier, Path(path), identity)
-    return classifier
-
-
-def cached_classifier(
-    images: Tensor, labels: Tensor, num_classes: int, device: torch.device, progress: Progress
-) -> Classifier:
-    """Trains the classifier as `train_classifier` does, or takes it from the user's cache.
-
-    What lies there was trained on the same images, by the same version of torch, on the same kind of device,
-    so that figures do not depend on it. A cache that can not be read or written costs time, no more.
-    """
-    folder = cache_folder()
-    if folder is None:
-        return train_classifier(images, labels, num_classes, device, progress)
-    identity = _identity(images, labels, num_classes)
-    made_by = hashlib.sha256(f"{identity} {torch.__version__} {device.type}".encode()).hexdigest()
-    path = folder / "classifiers" / f"{made_by[:20]}.safetensors"
-    with suppress(ValueError, OSError):  # damaged, or in a folder of somebody else
-        if path.is_file():
-            classifier = train_classifier(images, labels, num_classes, device, path=path)
-            progress(1, 1)
-            return classifier
-    classifier = train_classifier(images, labels, num_classes, device, progress)
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(classifier, path, identity)
-    return classifier
-
-
-def _fit(
-    classifier: Classifier,
-    images: Tensor,
-    labels: Tensor,
-    device: torch.device,
-    progress: Progress | None,
-) -> None:
+    classifier = _first_weights(images, num_classes).to(device)
     generator = torch.Generator().manual_seed(_RECIPE["seed"])
     optimizer = torch.optim.Adam(classifier.parameters(), lr=_RECIPE["learning_rate"])
     batch, epochs = _RECIPE["batch"], _RECIPE["epochs"]
@@ -192,11 +123,8 @@ def _fit(
         for _ in range(epochs):
             for index in torch.randperm(len(images), generator=generator).split(batch):
                 x = images[index.to(images.device)].float().clamp(0, 1)
-                noise = (
-                    torch.randn(x.shape, generator=generator, dtype=torch.float32)
-                    * _RECIPE["noise"]
-                )
-                logits = classifier(x.to(device) + noise.to(device))
+                noise = torch.randn(x.shape, generator=generator, dtype=torch.float32)
+                logits = classifier(x.to(device) + (noise * _RECIPE["noise"]).to(device))
                 loss = F.cross_entropy(logits, labels[index.to(labels.device)].to(device))
                 optimizer.zero_grad()
                 loss.backward()
@@ -204,41 +132,64 @@ def _fit(
                 done += 1
                 if progress is not None:
                     progress(done, total)
+    return classifier.requires_grad_(False)
+
+
+def _first_weights(images: Tensor, num_classes: int) -> Classifier:
+    height, width, channels = images.shape[1:]
+    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state alone
+        torch.default_generator.manual_seed(_RECIPE["seed"])  # torch.manual_seed also seeds GPUs
+        return Classifier((height, width, channels), num_classes)
+
+
+def cached_classifier(
+    images: Tensor,
+    labels: Tensor,
+    num_classes: int,
+    device: torch.device,
+    progress: Progress,
+    path: Path | None = None,
+) -> Classifier:
+    """Trains the classifier as `train_classifier` does, or reads what an earlier call wrote.
+
+    The file `path` is refused if it belongs to other images. The default is a file in the user's
+    cache, one for each set of images, version of torch and kind of device; a cache that cannot be
+    read or written costs time, no more.
+    """
+    identity = _identity(images, labels, num_classes)
+    folder, given = cache_folder(), path is not None
+    if path is None and folder is not None:
+        text = f"{identity} {torch.__version__} {device.type}"
+        made_by = hashlib.sha256(text.encode()).hexdigest()
+        path = folder / "classifiers" / f"{made_by[:20]}.safetensors"
+    with suppress(*() if given else (ValueError, OSError)):
+        if path is not None and path.is_file():
+            tensors, metadata = read_tensors(path)
+            if (found := metadata.get("identity")) != identity:
+                raise ValueError(
+                    f"classifier {str(path)!r} has identity {str(found)[:12]}; allowed: "
+                    f"{identity[:12]}, the hash of this recipe and these training images"
+                )
+            classifier = _first_weights(images, num_classes)
+            classifier.load_state_dict(tensors)
+            progress(1, 1)
+            return classifier.to(device).requires_grad_(False)
+    classifier = train_classifier(images, labels, num_classes, device, progress)
+    with suppress(*() if given else (OSError,)):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tensors = {name: tensor.cpu() for name, tensor in classifier.state_dict().items()}
+            write_tensors(path, tensors, {"identity": identity})
+    return classifier
 
 
 def _identity(images: Tensor, labels: Tensor, num_classes: int) -> str:
-    """Returns a hash of all that the classifier depends on: the recipe, the images and the labels."""
+    """Returns a hash of what the classifier depends on: the recipe, the images and the labels."""
     recipe = {**_RECIPE, "num_classes": num_classes, "shape": list(images.shape)}
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode())
     for tensor in (images.float(), labels.long()):
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _write(classifier: Classifier, path: Path, identity: str) -> None:
-    tensors = {name: tensor.cpu() for name, tensor in classifier.state_dict().items()}
-    metadata = with_checksum(tensors, {"identity": identity})
-    write_atomically(path, lambda file: save_file(tensors, file, metadata))
-
-
-def _read(classifier: Classifier, path: Path, identity: str) -> None:
-    """Fills the classifier from a file, unless that was trained in another way or on other images."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"classifier {str(path)!r} is damaged: {error}; allowed: without that file"
-        ) from None
-    check_checksum(f"classifier {str(path)!r}", tensors, metadata)
-    found = metadata.get("identity")
-    if found != identity:
-        raise ValueError(
-            f"classifier {str(path)!r} has identity {str(found)[:12]}; allowed: {identity[:12]}, "
-            "the hash of this recipe and these training images"
-        )
-    classifier.load_state_dict(tensors)
 
 
 @torch.no_grad()
@@ -274,24 +225,11 @@ def frechet_distance(features_a: Tensor, features_b: Tensor) -> float:
         >>> round(frechet_distance(a, b), 6)            # (2 - 5)² + (2 - 1)²
         10.0
     """
-    for name, rows in (("features_a", features_a), ("features_b", features_b)):
-        if rows.ndim != 2 or len(rows) < 2 or rows.shape[1:] != features_a.shape[1:]:
-            raise ValueError(
-                f"{name} has shape {tuple(rows.shape)}; allowed: (num, features) with num >= 2, "
-                "the same features in both sets"
-            )
-        if not torch.isfinite(rows).all():
-            raise ValueError(f"{name} contains NaN or infinite values; allowed: finite numbers")
     mean_a, root_a = _gaussian(features_a)
     mean_b, root_b = _gaussian(features_b)
     overlap = torch.linalg.svdvals(root_a @ root_b.T).sum()
-    distance = (
-        (mean_a - mean_b).square().sum()
-        + root_a.square().sum()
-        + root_b.square().sum()
-        - 2 * overlap
-    )
-    return max(0.0, float(distance))
+    squares = (mean_a - mean_b).square().sum() + root_a.square().sum() + root_b.square().sum()
+    return max(0.0, float(squares - 2 * overlap))
 
 
 def _gaussian(rows: Tensor) -> tuple[Tensor, Tensor]:

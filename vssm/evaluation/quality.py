@@ -1,19 +1,20 @@
-"""How well and how fast a model generates, and what the dials that trade one for the other come to.
+"""How well and how fast a model generates, and how the two trade off.
 
-A way to sample has a short name; its metrics are `fd_NAME`, and `ms_NAME` (one sequence) and `ms_NAME_b256`:
+A way to sample has a short name; its metrics are `fd_NAME`, and `ms_NAME` (one sequence) and
+`ms_NAME_b256`:
 
     one_shot      all steps at once
     wW            in chunks of W steps, each re-conditioned on those before: W = 1 is step by step
     sS            in S passes over all steps; S = T gives the sample that is made step by step
     wW_sS         in chunks of W steps, each in S passes
 
-`fd_NAME` is the Fréchet distance of generated images to the test set (see `vssm.evaluation.frechet`), to be
-read beside `fd_floor`, that of real training images.
+`fd_NAME` is the Fréchet distance of generated images to the test set (see
+`vssm.evaluation.frechet`). Read it beside `fd_floor`, the distance of real training images.
 
- What is compared is the mean of the observation head, which is what
-`generate` returns unless asked. An autoregressive model reads its own samples, with their noise, and is
-scored by those (`fd_sample`) and by the means behind them (`fd_mean`). Binary data are the exception: real
-images are black and white and a mean is grey, so with a Bernoulli head it is samples that are compared.
+Samples are means of the observation head, as `generate` returns them by default. An autoregressive
+model reads its own samples, with their noise, and is scored by these (`fd_sample`) and by the means
+behind them (`fd_mean`). Binary images are black and white while means are grey, so a Bernoulli head
+on binary data is scored by samples.
 
 Legend: T length; W `chunk`; S `passes`; C prompt, `cut`.
 """
@@ -31,56 +32,40 @@ import torch
 from torch import Tensor
 
 from vssm.data import Data, Split
-from vssm.evaluation.frechet import cached_classifier, features, frechet_distance, train_classifier
+from vssm.evaluation.frechet import cached_classifier, features, frechet_distance
 from vssm.evaluation.journal import Journal
 from vssm.models import Ladder, Model, Variational
 from vssm.sampling.generation import generate
 
-__all__ = [
-    "Progress",
-    "Work",
-    "dials",
-    "generation_times",
-    "image_quality",
-    "observed",
-    "passes_at_once",
-    "spread",
-    "ways_to_sample",
-]
+__all__ = ["Progress", "Work", "dials", "generation_times", "image_quality", "observed"]
+__all__ += ["spread", "ways_to_sample"]
 
 _LARGE_BATCH = 256  # of the times of the dials
 
 Progress = Callable[[str, int, int], None]
-"""Called with the stage, how much of it is done, and how much there is."""
+"""Called with the stage, how much of it is done, and the total."""
 
 Options = dict[str, Any]
 """Options of `generate`."""
 
 
 def dials(model: Model) -> tuple[str, ...]:
-    """Returns which options of `generate` trade time for quality: `chunk` (re-conditioned) and `passes`."""
+    """Returns the options of `generate` that trade time for quality: `chunk` and `passes`."""
     if isinstance(model, Ladder):
         return ("chunk",)
     return ("chunk", "passes") if isinstance(model, Variational) else ()
 
 
-def passes_at_once(model: Model, length: int) -> int:
-    """Returns the rounds of draws, one after the other, of a sample of `length`: levels, or else steps."""
-    if isinstance(model, Ladder):
-        return model.config.levels
-    return 1 if isinstance(model, Variational) else length
-
-
 def observed(model: Model, levels: int | None) -> str:
-    """Returns what is compared with real data of so many grey levels: the head's "mean" or a "sample"."""
+    """Returns what to compare with data of so many grey levels: the head's "mean" or "sample"."""
     return "sample" if model.config.head == "bernoulli" and levels == 2 else "mean"
 
 
 def ways_to_sample(model: Model, length: int, curves: bool = False) -> dict[str, Options]:
-    """Returns the options of `generate` for one shot and for what the dials are turned to.
+    """Returns the options of `generate` for every way to sample.
 
     Arguments:
-        model: Any of the six models; without dials there are no ways but one shot.
+        model: Any of the six models; without dials there is only one shot.
         length: T.
         curves: Whether to add the passes, alone and with chunks.
 
@@ -92,22 +77,20 @@ def ways_to_sample(model: Model, length: int, curves: bool = False) -> dict[str,
         >>> list(ways_to_sample(model, 28, curves=True))[6:]
         ['s2', 's4', 's8', 's16', 's28', 'w7_s2', 'w7_s4']
     """
-    turned, quarter = dials(model), length // 4
+    quarter = length // 4
     ways: dict[str, Options] = {"one_shot": {}}
-    if "chunk" in turned:
+    if "chunk" in dials(model):
         sizes = sorted({length // 2, quarter, 4, 2, 1}, reverse=True)
         ways |= {f"w{w}": {"chunk": w, "recondition": True} for w in sizes if 0 < w < length}
-    if "passes" in turned and curves:
+    if "passes" in dials(model) and curves:
         ways |= {f"s{s}": {"passes": s} for s in sorted({2, 4, 8, 16, length}) if 1 < s <= length}
-        if "chunk" in turned:
-            ways |= {
-                f"w{quarter}_s{s}": {"chunk": quarter, "passes": s} for s in (2, 4) if s < quarter
-            }
+        both = {f"w{quarter}_s{s}": {"chunk": quarter, "passes": s} for s in (2, 4) if s < quarter}
+        ways |= both
     return {name: {"length": length, **options} for name, options in ways.items()}
 
 
 class Work:
-    """What is measured, on what, and how it is cut into passes."""
+    """What is measured, on which data, and in batches of which size."""
 
     def __init__(
         self,
@@ -129,7 +112,7 @@ class Work:
         self.progress: Progress = progress or (lambda stage, done, total: None)
 
     def ranges(self, stage: str, num: int, done: int = 0) -> Iterator[range]:
-        """Yields ranges of a batch each that make up `num`, after what is done, and tells how far it is."""
+        """Yields the ranges of the batches from `done` to `num`, and reports the progress."""
         for first in range(done, num, self.batch):
             self.progress(stage, first, num)
             yield range(first, min(first + self.batch, num))
@@ -138,22 +121,22 @@ class Work:
     def batches(
         self, stage: str, index: np.ndarray, done: int = 0
     ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Yields the sequences at `index`: the position of the first of a batch, x, and lengths if any."""
+        """Yields batches of the sequences at `index`: the first position, x, and lengths if any."""
         for rows in self.ranges(stage, len(index), done):
             own = index[rows.start : rows.stop]
             yield rows.start, self.split.batch(own, self.device), self.split.real(own, self.device)
 
 
 def generation_times(work: Work, repeats: int, curves: bool = False) -> dict[str, float]:
-    """Measures the milliseconds of one sequence and of sixteen: in one go, in chunks, resumed, prompted.
+    """Measures the milliseconds of 1 and 16 sequences: in one go, in chunks, resumed, prompted.
 
-    Resumed and prompted make the second half only. `timing_spread` is the largest of the quartile ratios:
-    far above 1 it says that the machine was busy with something else, and that the times mean little.
+    Resumed and prompted make only the second half. `timing_spread` is the largest ratio of the
+    third to the first quartile: far above 1, the machine was busy and the times mean little.
 
     Arguments:
         work: What is measured.
         repeats: Calls of which the median is taken, fewer when they are slow.
-        curves: Whether to time the ways to sample as well, one sequence and 256.
+        curves: Whether to time the ways to sample as well, for 1 and 256 sequences.
     """
     model, length, cut = work.model, work.length, work.cut
     prompts = work.split.batch(np.arange(16) % len(work.split), work.device)[:, :cut]
@@ -173,9 +156,8 @@ def generation_times(work: Work, repeats: int, curves: bool = False) -> dict[str
     metrics, widest = {}, 1.0
     for done, (name, options) in enumerate(ways.items()):
         work.progress("generation times", done, len(ways))
-        metrics[name], ratio = _milliseconds(
-            partial(generate, model, **options), work.device, repeats
-        )
+        call = partial(generate, model, **options)
+        metrics[name], ratio = _milliseconds(call, work.device, repeats)
         widest = max(widest, ratio)
     work.progress("generation times", len(ways), len(ways))
     return {**metrics, "timing_spread": widest}
@@ -209,82 +191,64 @@ def image_quality(
     Arguments:
         work: What is measured; its data are images with labels.
         num_images: Samples for every distance, at most as many as the split has.
-        path: Where the classifier is kept; in the user's cache by default.
+        path: The file of the classifier; in the user's cache by default.
         curves: Whether to measure the passes as well, alone and with chunks.
     """
-    model, cut, split = work.model, work.cut, work.split
+    split, train, to_image = work.split, work.data.train, work.data.meta.to_image
     ways, kept = _scored_ways(work, curves), work.journal.get("images") or {}
     if ways.keys() <= kept.keys():
         return kept
-    train, to_image = work.data.train, work.data.meta.to_image
-    assert train.labels is not None
-    assert split.labels is not None
-    learnt = (
+    assert train.labels is not None and split.labels is not None
+    classifier = cached_classifier(
         to_image(train.batch(slice(None))),
         train.labels,
         int(train.labels.max()) + 1,
         work.device,
-    )
-
-    def tell(done: int, total: int) -> None:
-        work.progress("classifier", done, total)
-
-    classifier = (
-        cached_classifier(*learnt, tell) if path is None else train_classifier(*learnt, tell, path)
+        partial(work.progress, "classifier"),
+        None if path is None else Path(path),
     )
     num = min(num_images, len(split))
-    real = to_image(split.batch(slice(None)))
-    reference = features(classifier, real)
-    hits = (
-        classifier.out(reference.to(work.device, torch.float32)).argmax(-1).cpu()
-        == split.labels.cpu()
-    )
+    reference = features(classifier, to_image(split.batch(slice(None))))
+    guesses = classifier.out(reference.to(work.device, torch.float32)).argmax(-1).cpu()
     floor = features(classifier, to_image(train.batch(spread(len(train), num))))
     metrics = {
         "num_images": num,
-        "classifier_accuracy": float(hits.double().mean()),
+        "classifier_accuracy": float((guesses == split.labels.cpu()).double().mean()),
         "fd_floor": frechet_distance(floor, reference),
     }
-    prompts = split.batch(spread(len(split), num))[:, :cut]
+    prompts = split.batch(spread(len(split), num))[:, : work.cut]
     for name, options in ways.items():
         if name in kept:
             metrics[name] = kept[name]
             continue
-        found = []
+        parts = []
         for rows in work.ranges(name, num):
-            own: Options = {**options, "rows": rows}
+            given = {}
             if "prompted" in name:
-                own["prompt"] = prompts[rows.start : rows.stop].to(work.device)
-            x = generate(model, num=len(rows), **own).x
-            found.append(
-                features(
-                    classifier, to_image(torch.cat([own["prompt"], x], 1) if "prompt" in own else x)
-                )
-            )
-        made = torch.cat(found)
-        metrics[name] = (
-            frechet_distance(made, reference) if torch.isfinite(made).all() else math.nan
-        )
+                given["prompt"] = prompts[rows.start : rows.stop].to(work.device)
+            x = generate(work.model, num=len(rows), rows=rows, **options, **given).x
+            parts.append(features(classifier, to_image(torch.cat([*given.values(), x], 1))))
+        made = torch.cat(parts)
+        finite = bool(torch.isfinite(made).all())
+        metrics[name] = frechet_distance(made, reference) if finite else math.nan
         work.journal["images"] = dict(metrics)
     return metrics
 
 
 def _scored_ways(work: Work, curves: bool) -> dict[str, Options]:
     """Returns the options of `generate` for every Fréchet distance."""
-    rest, ways = {"length": work.length - work.cut}, {}
+    whole, rest = {"length": work.length}, {"length": work.length - work.cut}
     if dials(work.model):
-        for name, options in ways_to_sample(work.model, work.length, curves).items():
-            ways[f"fd_{name}"] = {**options, "observe": work.observed}
-        if work.cut:
-            ways["fd_prompted"] = {**rest, "observe": work.observed}
-        return ways
-    scored = {"sample": "", "mean": "_mean"} if work.observed == "mean" else {"sample": ""}
-    ways = {f"fd_{observe}": {"length": work.length, "observe": observe} for observe in scored}
-    if work.cut:
-        ways |= {
-            f"fd_prompted{end}": {**rest, "observe": observe} for observe, end in scored.items()
+        ways = {
+            f"fd_{name}": {**options, "observe": work.observed}
+            for name, options in ways_to_sample(work.model, work.length, curves).items()
         }
-    return ways
+        prompted = {"fd_prompted": {**rest, "observe": work.observed}}
+    else:
+        ends = {"sample": ""} | ({"mean": "_mean"} if work.observed == "mean" else {})
+        ways = {f"fd_{observe}": {**whole, "observe": observe} for observe in ends}
+        prompted = {f"fd_prompted{end}": {**rest, "observe": o} for o, end in ends.items()}
+    return ways | (prompted if work.cut else {})
 
 
 def spread(num: int, limit: int | None) -> np.ndarray:

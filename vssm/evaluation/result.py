@@ -1,12 +1,11 @@
-"""A run as a result to keep: what it scored, how its training went, and its samples as a picture.
+"""Keeps a run as a result: its scores, how its training went, and a picture of its samples.
 
-| file | what |
+| file | content |
 | --- | --- |
-| `RESULT.json` | `eval.json` under another name, with `epochs`, `train_seconds` and the best validation |
-| `RESULT.png` | for images, samples of every way that is asked for, and completions of test images |
+| `RESULT.json` | `eval.json`, with `epochs`, `train_seconds` and the best validation |
+| `RESULT.png` | for images, samples of every way that is asked for, and completed test images |
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +19,11 @@ from vssm.data import Data, open_data
 from vssm.evaluation.quality import observed, ways_to_sample
 from vssm.models import Model
 from vssm.runs.checkpoint import load
-from vssm.runs.folder import read_config, read_log
+from vssm.runs.config import read_config
+from vssm.runs.folder import read_log
 from vssm.runs.results import write_result
 from vssm.sampling.generation import generate
-from vssm.storage import why_read_only, write_atomically
+from vssm.storage import read_object, why_read_only, write_atomically
 
 __all__ = ["check_result_path", "draw_grid", "keep_result", "shown_ways", "validations"]
 
@@ -34,24 +34,21 @@ Options = Mapping[str, Any]
 
 
 def check_result_path(path: Path) -> None:
-    """Refuses, before the work, a place that the results page would not find or that can not be written."""
+    """Raises, before the work, if a result could not be written or the results page not find it."""
     if path.suffix != ".json" or "\0" in str(path):
         raise ValueError(f"result={str(path)!r} is not allowed; allowed: a file that ends in .json")
     first = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.is_dir() or not first.is_dir():
+    blocked = path.is_dir() or not first.is_dir()
+    if why := "something is in the way" if blocked else why_read_only(first):
         raise ValueError(
-            f"result={str(path)!r} is not allowed; allowed: a file in a folder of yours"
-        )
-    if why := why_read_only(first):
-        raise ValueError(
-            f"result={str(path)!r} can not be written ({why}); allowed: a file in a folder of yours"
+            f"result={str(path)!r} cannot be written ({why}); allowed: a file in a folder of yours"
         )
 
 
 def keep_result(
     folder: str | Path, path: str | Path, device: str = "auto", data_dir: str | None = None
 ) -> None:
-    """Writes what `vssm evaluate` found of a run to a file of its own, and its samples beside it.
+    """Writes the evaluation of a run to a file of its own, and a picture of samples beside it.
 
     Arguments:
         folder: A run folder with `eval.json`.
@@ -61,21 +58,25 @@ def keep_result(
     """
     folder, path = Path(folder), Path(path)
     check_result_path(path)
-    found = folder / "eval.json"
-    if not found.is_file():
+    if not (folder / "eval.json").is_file():
         raise ValueError(
             f"{str(folder)!r} has no eval.json; allowed: a run folder after vssm evaluate"
         )
-    scored = json.loads(found.read_bytes())
-    metrics = scored["metrics"] | _training(folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    scored = read_object(folder / "eval.json")
     config = read_config(folder)
+    training: dict[str, Any] = {"learning_rate": config.train.learning_rate}
+    if (folder / "meta.json").is_file():  # a shipped model has neither this file nor a log
+        training["train_seconds"] = read_object(folder / "meta.json").get("seconds")
+    if (folder / "log.jsonl").is_file():
+        best, curve = validations(folder)
+        training |= {**best, "epochs": curve["epoch"][-1] if curve["epoch"] else None}
+    path.parent.mkdir(parents=True, exist_ok=True)
     data = open_data(config.data if data_dir is None else replace(config.data, dir=data_dir))
     if data.meta.image_shape is not None:
         model = load(folder, choose_device(device)).eval()
         ways = shown_ways(model, data.meta.length)
         draw_grid(data, model, path.with_suffix(".png"), ways, config.train.seed)
-    write_result(path, {**scored, "name": path.stem, "metrics": metrics})
+    write_result(path, {**scored, "name": path.stem, "metrics": scored["metrics"] | training})
 
 
 def shown_ways(model: Model, length: int) -> list[Options]:
@@ -84,41 +85,23 @@ def shown_ways(model: Model, length: int) -> list[Options]:
     return [ways[name] for name in ("one_shot", f"w{length // 4}", "w1") if name in ways]
 
 
-def _training(folder: Path) -> dict[str, float | None]:
-    """Returns how the training of a run went; nothing for a model that came without its log."""
-    facts: dict[str, float | None] = {"learning_rate": read_config(folder).train.learning_rate}
-    if (folder / "meta.json").is_file():
-        try:
-            facts["train_seconds"] = json.loads((folder / "meta.json").read_bytes()).get("seconds")
-        except (ValueError, AttributeError) as error:
-            raise ValueError(
-                f"{str(folder / 'meta.json')!r} is damaged: {error}; allowed: without that file"
-            ) from None
-    if (folder / "log.jsonl").is_file():
-        best, curve = validations(folder)
-        facts |= best
-        facts["epochs"] = curve["epoch"][-1] if curve["epoch"] else None
-    return facts
-
-
 def validations(folder: Path) -> tuple[dict[str, float | None], dict[str, list[float | None]]]:
-    """Returns the best validation of a run, and at every one the bound on log p(x).
+    """Returns the best validation of a run, and the bound on log p(x) of every validation.
 
-    Where the run had `validate_partial`, that of the second half given the first as well.
+    A run with `validate_partial` also has the bound of the second half given the first.
     """
     lines = [line for line in read_log(folder) if line["split"] == "valid"]
     bounds = [
         None
-        if None in (line["reconstruction"], line["kl"])
+        if line["reconstruction"] is None or line["kl"] is None
         else line["reconstruction"] - line["kl"]
         for line in lines
     ]
-    # The last that was the best: its weights are kept.
-    best = max((i for i, line in enumerate(lines) if line.get("best")), default=None)
+    best = [at for at, line in enumerate(lines) if line.get("best")][-1:]  # whose weights are kept
     facts = {
-        "validation_loss": None if best is None else lines[best]["loss"],
-        "validation_elbo": None if best is None else bounds[best],
-        "best_epoch": None if best is None else lines[best]["epoch"],
+        "validation_loss": lines[best[0]]["loss"] if best else None,
+        "validation_elbo": bounds[best[0]] if best else None,
+        "best_epoch": lines[best[0]]["epoch"] if best else None,
     }
     curve = {"epoch": [line["epoch"] for line in lines], "validation_elbo": _rounded(bounds)}
     if any("partial_elbo" in line for line in lines):
@@ -132,14 +115,14 @@ def _rounded(values: Sequence[float | None]) -> list[float | None]:
 
 @torch.no_grad()
 def draw_grid(data: Data, model: Model, path: Path, ways: Sequence[Options], seed: int = 0) -> None:
-    """Draws samples in their own pixels, a white line between them: three rows a way, and completions.
+    """Draws samples pixel by pixel: three rows for each way, and three rows of completions.
 
     Arguments:
         data: The images that the model was trained on.
         model: The model.
         path: The PNG, replaced as a whole.
         ways: Options of `generate` for samples from nothing.
-        seed: Names the samples.
+        seed: The seed of the samples.
     """
     from matplotlib.image import imsave
 

@@ -1,7 +1,7 @@
-"""Measures a run folder: how likely its test set is, and how well and how fast the model generates.
+"""Measures a run folder: how likely its test set is, and how well and fast the model generates.
 
-Of the latent components (t, i) it says how they are used, with q̄ the aggregate posterior, which is the mean
-of q(z_{t,i}|x) over the sequences:
+With q̄ the aggregate posterior, the mean of q(z_{t,i}|x) over the sequences, three metrics say how
+the latent components (t, i) are used:
 
     active_components   how many have a mean KL(q || p) above 0.01 nats
     code_perplexity     exp H(q̄), averaged over the components: N when all classes are used equally
@@ -11,7 +11,6 @@ Legend: x (B, T, D) or tokens (B, T); K `num_samples`; C `prompt_length`, `cut`.
 """
 
 import inspect
-import json
 import math
 import shlex
 import warnings
@@ -25,35 +24,29 @@ import torch
 from torch import Tensor
 
 from vssm.checks import check_choice, check_flag, check_path, choose_device, whole_number
-from vssm.config import RunConfig
-from vssm.data import Data, open_data, read_meta
+from vssm.data import Data, Meta, open_data
 from vssm.data.feed import is_grey
+from vssm.evaluation import quality
 from vssm.evaluation.journal import Journal
-from vssm.evaluation.quality import (
-    Progress,
-    Work,
-    generation_times,
-    image_quality,
-    passes_at_once,
-    spread,
-)
-from vssm.evaluation.quality import dials as dials_of
+from vssm.evaluation.quality import Progress, Work, generation_times, image_quality
 from vssm.likelihoods import estimates, reconstruct
 from vssm.models import Autoregressive, Ladder, Model, Variational
 from vssm.objectives import real_steps
 from vssm.ops import choose_backend
 from vssm.runs.checkpoint import load
+from vssm.runs.config import SavedConfig
 from vssm.runs.results import machine, result, source, write_result
 from vssm.storage import why_read_only
 
-__all__ = ["UnwrittenResult", "evaluate_run"]
+__all__ = ["ACTIVE", "UnwrittenResult", "evaluate_run", "likelihoods", "reconstruction"]
 
-_SEED = 0  # of all draws: which a sequence gets says its number, not the batch that it is in
-_ACTIVE = 0.01  # nats
+_SEED = 0  # of all draws; the number of a sequence, not its batch, decides which draws it gets
+ACTIVE = 0.01
+"""Nats of KL above which a latent component counts as active."""
 
 
 class UnwrittenResult(OSError):
-    """Raised when a result could not be written; it is in `result`, since it took long to find."""
+    """Raised when a result could not be written; it took long to measure, so `result` has it."""
 
     def __init__(self, error: OSError, result: dict[str, Any]) -> None:
         super().__init__(error.errno, error.strerror or str(error), error.filename)
@@ -79,50 +72,46 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Measures the best weights of a run and writes `eval.json` (`eval_valid.json`) to its folder.
 
-    Where a training has replaced the weights in the meantime it warns, and writes `eval.json.old` instead:
-    `eval.json` is of the weights that lie beside it. What was found before it was stopped or killed is kept
-    in `eval.part-….json`; the same call goes on from there, if weights, data, code and machine are the same.
+    If a training replaces the weights in the meantime, it warns and writes `eval.json.old` instead,
+    so that `eval.json` always describes the weights beside it. After a stop or a kill, the same
+    call goes on from `eval.part-….json`, if weights, data, code and machine are the same.
 
     Arguments:
-        folder: The run folder: `config.json` with `model` and `data`, and `weights.safetensors`.
+        folder: The run folder, with `config.json` and `weights.safetensors`.
         num_samples: K, the latent draws of every likelihood estimate.
         max_sequences: Score only so many sequences, spread evenly over the split.
-        num_images: Samples for every Fréchet distance, at most as many as the split has; 0 for no distances.
+        num_images: Samples for every Fréchet distance, at most as many as the split has; 0 for no
+            distances.
         batch: Sequences of a pass; by default what suits the device and the length.
         data_dir: Where the data files are, if not where they were in training.
         device: "auto" takes a GPU when there is one.
         splits: "test", or "valid" to look while the test set stays closed.
-        quick: At most 64 sequences, 10 draws and 256 images; their classifier is trained the first time.
-        dials: Whether to measure quality against time for vssm and tvae: Fréchet distances and times over
-            chunk sizes W and passes S (see `vssm.evaluation.quality`). For data without images, the times
-            alone.
-        particles: Whether to estimate likelihoods by a particle filter as well (`..._particles`), for vssm
-            and tvae without levels and vrnn: closer to log p(x) with as many draws, and slower.
-        classifier: A safetensors file for the classifier behind the Fréchet distances, read when it
+        quick: At most 64 sequences, 10 draws and 256 images.
+        dials: Whether to measure quality against time for vssm and tvae: Fréchet distances and
+            times over chunk sizes W and passes S (see `vssm.evaluation.quality`); only times if the
+            data are not images.
+        particles: Whether to estimate likelihoods by a particle filter as well (`..._particles`),
+            for vssm and tvae without levels and vrnn: closer to log p(x) with as many draws, and
+            slower.
+        classifier: A safetensors file for the classifier behind the Fréchet distances, read if it
             exists, else written; in the user's cache by default.
         progress: Called with (stage, done, total).
 
     Returns:
-        The result as written: `name`, `date`, `commit`, `machine`, `command`, `config` and `metrics`.
+        The result as written: `name`, `date`, `commit`, `machine`, `command`, `config`, `metrics`.
     """
-    check_path("folder", folder)
-    for name, path in (("classifier", classifier), ("data_dir", data_dir)):
-        if path is not None:
+    for name, path in (("folder", folder), ("classifier", classifier), ("data_dir", data_dir)):
+        if path is not None or name == "folder":
             check_path(name, path)
-    check_flag("quick", quick)
-    check_flag("dials", dials)
-    check_flag("particles", particles)
-    if progress is not None and not callable(progress):
-        raise ValueError(
-            f"progress is a {type(progress).__name__}; allowed: a function of stage, done, total"
-        )
+    for name, flag in (("quick", quick), ("dials", dials), ("particles", particles)):
+        check_flag(name, flag)
+    check_choice("splits", splits, ("test", "valid"))
     num_samples = whole_number("num_samples", num_samples, 1)
     num_images = whole_number("num_images", num_images, 0)
     if num_images == 1:
         raise ValueError("num_images=1 is not allowed; allowed: 0 for no distances, or 2 and more")
-    max_sequences = (
-        None if max_sequences is None else whole_number("max_sequences", max_sequences, 1)
-    )
+    if max_sequences is not None:
+        max_sequences = whole_number("max_sequences", max_sequences, 1)
     batch = None if batch is None else whole_number("batch", batch, 1)
     given = {
         "num_samples": num_samples,
@@ -136,27 +125,27 @@ def evaluate_run(
         "dials": dials,
         "particles": particles,
     }
-    check_choice("splits", splits, ("test", "valid"))
     if quick:
         num_samples, num_images = min(num_samples, 10), min(num_images, 256)
         max_sequences = min(max_sequences or 64, 64)
 
     folder, device = Path(folder), choose_device(str(device))
-    measured = _version(folder / "weights.safetensors")
+    weights = _version(folder / "weights.safetensors")
     model = load(folder, device).eval().requires_grad_(False)
-    if dials and not dials_of(model):
+    if dials and not quality.dials(model):
         raise ValueError(
-            f"dials=True is for models that generate in parallel, not kind={model.config.kind!r}; "
-            "allowed: vssm, tvae"
+            "dials=True is for models that generate in parallel, not "
+            f"kind={model.config.kind!r}; allowed: vssm, tvae"
         )
     if particles and isinstance(model, Autoregressive | Ladder):
         raise ValueError(
-            f"particles=True is not for kind={model.config.kind!r} with levels={model.config.levels}; "
-            "allowed: vssm and tvae without levels, vrnn"
+            f"particles=True is not for kind={model.config.kind!r} with "
+            f"levels={model.config.levels}; allowed: vssm and tvae without levels, vrnn"
         )
     if why := why_read_only(folder):
         raise ValueError(
-            f"folder={str(folder)!r} can not be written to ({why}); allowed: a run folder of yours, or a copy"
+            f"folder={str(folder)!r} cannot be written to ({why}); allowed: a run folder of yours, "
+            "or a copy"
         )
     config, data = _open_run(folder, model, data_dir)
     split = data.test() if splits == "test" else data.valid
@@ -164,7 +153,7 @@ def evaluate_run(
     subject = {
         **given,
         "device": str(device),
-        "weights": measured,
+        "weights": weights,
         "data": [config["data"], len(split), split.digest()],
         "classifier": None if classifier is None else str(classifier),
         "source": source(),
@@ -172,97 +161,80 @@ def evaluate_run(
     }
     with Journal(path.with_suffix(".part.json"), subject) as journal:
         work = Work(model, data, split, batch, device, progress, journal)
-        index, repeats = spread(len(split), max_sequences), 5 if quick else 21
-        metrics = _metrics(
-            work, index, num_samples, num_images, repeats, dials, particles, classifier
-        )
+        metrics = _scores(work, num_samples, max_sequences, particles)
+        repeats = 5 if quick else 21
+        metrics |= journal.measure("times", lambda: generation_times(work, repeats, dials))
+        labelled = data.meta.image_shape is not None and data.train.labels is not None
+        if num_images and labelled and not model.head.tokens:
+            metrics |= image_quality(work, num_images, classifier, dials)
         settings = {**given, "device": device.type, "backend": None}
         if model.config.block == "mamba":
             settings["backend"] = choose_backend("auto", device, torch.float32)
-        made = result(
-            folder.resolve().name,
-            _command(folder, given),
-            {**config, "evaluate": settings},
-            metrics,
-        )
+        settings = {**config, "evaluate": settings}
+        made = result(folder.resolve().name, _command(folder, given), settings, metrics)
         try:
-            replaced = _write(path, made, measured)
+            replaced = _write(path, made, weights)
         except OSError as error:
             raise UnwrittenResult(error, made) from None
     if replaced:
         warnings.warn(
-            f"a training has replaced the weights of {str(folder)!r} since they were read; what was found of "
-            f"those before is in {path.name}.old",
+            f"a training has replaced the weights of {str(folder)!r} since they were read; the "
+            f"evaluation of the old weights is in {path.name}.old",
             stacklevel=2,
         )
     return made
 
 
-def _metrics(
-    work: Work,
-    index: np.ndarray,
-    num_samples: int,
-    num_images: int,
-    repeats: int,
-    dials: bool,
-    particles: bool,
-    classifier: str | Path | None,
+def _scores(
+    work: Work, num_samples: int, max_sequences: int | None, particles: bool
 ) -> dict[str, float]:
-    """Measures all that there is of a model, but for what the journal has already."""
-    model, data = work.model, work.data
+    """Measures the ELBO and the likelihoods, except what the journal has already."""
+    model, index = work.model, quality.spread(len(work.split), max_sequences)
+    parallel = isinstance(model, Variational | Ladder)
     metrics: dict[str, float] = {
         "sequences": len(index),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "prompt_length": work.cut,
-        "passes": passes_at_once(model, work.length),
+        "passes": model.config.levels if parallel else work.length,  # rounds of draws in a sample
     }
     if not isinstance(model, Autoregressive):
         metrics["num_samples"] = num_samples
-    metrics |= work.journal.measure("reconstruction", lambda: _reconstruction(work, index))
-    metrics |= _likelihoods(work, index, num_samples)
+    metrics |= work.journal.measure("reconstruction", lambda: reconstruction(work, index))
+    metrics |= likelihoods(work, index, num_samples)
     if particles:
-        found = _likelihoods(work, index, num_samples, "particles")
+        found = likelihoods(work, index, num_samples, "particles")
         metrics |= {
             f"{name}_particles": nats for name, nats in found.items() if "log_likelihood" in name
         }
-    if model.config.head == "bernoulli" and is_grey(work.split):
-        metrics = {_pseudo(name): value for name, value in metrics.items() if name != "nats"}
-    metrics |= work.journal.measure("times", lambda: generation_times(work, repeats, dials))
-    labelled_images = data.meta.image_shape is not None and data.train.labels is not None
-    if num_images and labelled_images and not model.head.tokens:
-        metrics |= image_quality(work, num_images, classifier, dials)
+    if model.config.head == "bernoulli" and is_grey(work.split):  # a cross-entropy, no likelihood
+        metrics.pop("nats", None)
+        named = ((name, "log_likelihood" in name or name == "elbo") for name in metrics)
+        metrics = {f"pseudo_{name}" if odd else name: metrics[name] for name, odd in named}
     return metrics
 
 
-def _pseudo(name: str) -> str:
-    """Returns what a metric is called where a Bernoulli head scores values between 0 and 1."""
-    return f"pseudo_{name}" if "log_likelihood" in name or name == "elbo" else name
-
-
-def _write(path: Path, made: dict[str, Any], measured: tuple[int, int, int] | None) -> bool:
-    """Writes a result beside its weights, or aside where others replaced them; says whether they did."""
-    aside, weights = path.with_name(f"{path.name}.old"), path.with_name("weights.safetensors")
-    replaced = _version(weights) != measured
+def _write(path: Path, made: dict[str, Any], weights: tuple[int, int, int] | None) -> bool:
+    """Writes a result, to FILE.old if other weights have come; returns whether they have."""
+    aside, current = path.with_name(f"{path.name}.old"), path.with_name("weights.safetensors")
+    replaced = _version(current) != weights
     write_result(aside if replaced else path, made)
-    if (
-        not replaced and _version(weights) != measured
-    ):  # just now: they may have come before it was written
+    if not replaced and _version(current) != weights:  # they came while the result was written
         replaced = True
-        with suppress(FileNotFoundError):  # where the training has set it aside already
+        with suppress(FileNotFoundError):  # the training may have renamed it already
             path.replace(aside)
     return replaced
 
 
 def _version(path: Path) -> tuple[int, int, int] | None:
-    """Returns what changes when a file is replaced by another; None without a file."""
+    """Returns numbers that change when a file is replaced; None without a file."""
     if not path.is_file():
         return None
     facts = path.stat()
     return facts.st_ino, facts.st_mtime_ns, facts.st_size
 
 
-def _reconstruction(work: Work, index: np.ndarray) -> dict[str, float]:
-    """Measures the ELBO and its terms, the error of the head's mean, and how the latents are used."""
+def reconstruction(work: Work, index: np.ndarray) -> dict[str, float]:
+    """Measures the ELBO and its terms, the error of the head's mean, and the use of latents."""
     model = work.model
     sums: dict[str, Tensor] = {}
 
@@ -295,14 +267,14 @@ def _reconstruction(work: Work, index: np.ndarray) -> dict[str, float]:
     metrics["kl"] = float(sums["kl"].sum()) / len(index)
     metrics["elbo"] = metrics["reconstruction"] - metrics["kl"]
     metrics["components"] = entropy.numel()
-    metrics["active_components"] = int((sums["kl"][some] / there[some] > _ACTIVE).sum())
+    metrics["active_components"] = int((sums["kl"][some] / there[some] > ACTIVE).sum())
     metrics["code_perplexity"] = float(entropy.exp().mean())
     if isinstance(model, Variational):  # the prior of a vrnn is not uniform
         metrics["aggregate_kl"] = float((math.log(model.config.classes) - entropy).sum())
     return metrics
 
 
-def _likelihoods(
+def likelihoods(
     work: Work, index: np.ndarray, num_samples: int, method: str = "importance"
 ) -> dict[str, float]:
     """Measures log p(x) under either prior, where there are two, and log p(x_{C+1:T} | x_{1:C})."""
@@ -315,9 +287,7 @@ def _likelihoods(
     stage, rows = "likelihoods", work.batch
     if method == "particles":
         stage = "likelihoods by particles"
-        rows *= (
-            8 if work.device.type == "cuda" else 1
-        )  # single steps: a GPU wants many rows of each
+        rows *= 8 if work.device.type == "cuda" else 1  # single steps need many rows on a GPU
     nothing = {"done": 0, "totals": dict.fromkeys(cases, 0.0), "nums": dict.fromkeys(cases, 0)}
     kept = work.journal.get(stage) or nothing
     totals, nums = dict(kept["totals"]), dict(kept["nums"])
@@ -327,9 +297,7 @@ def _likelihoods(
         wanted = list(cases.values())
         found = estimates(model, x, num_samples, wanted, _SEED, rows, real, method, first)
         for (name, (cut, _)), nats in zip(cases.items(), found, strict=True):
-            scored = (
-                nats if lengths is None else nats[lengths > cut]
-            )  # else nothing follows the cut
+            scored = nats if lengths is None else nats[lengths > cut]  # something follows the cut
             totals[name] += float(scored.double().sum())
             nums[name] += len(scored)
         work.journal[stage] = {"done": first + len(x), "totals": dict(totals), "nums": dict(nums)}
@@ -349,31 +317,25 @@ def _likelihoods(
 def _open_run(
     folder: Path, model: Model, data_dir: str | Path | None
 ) -> tuple[dict[str, Any], Data]:
-    """Returns the config of a run as it was saved, and its data, once they fit the model."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    if not isinstance(config.get("data"), dict):
-        raise ValueError(
-            f"{str(path)!r} has no key 'data'; allowed: a run folder written by vssm train"
-        )
-    try:
-        chosen = RunConfig.from_dict({"data": config["data"]}).data
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r}: {error}") from None
-    data = open_data(chosen if data_dir is None else replace(chosen, dir=str(data_dir)))
+    """Returns the config of a run as it was saved, and its data, which must fit the model."""
+    saved = SavedConfig.read(folder)
+    config = saved.run().data
+    data = open_data(config if data_dir is None else replace(config, dir=str(data_dir)))
     kinds = {True: "tokens", False: "numbers"}
     tokens = data.meta.suggested_head == "categorical"
     if (data.meta.features, tokens) != (model.config.features, model.head.tokens):
         raise ValueError(
-            f"data {data.meta.name!r} has {data.meta.features} features ({kinds[tokens]}); allowed: "
-            f"{model.config.features} ({kinds[model.head.tokens]}), those of the model in {str(folder)!r}"
+            f"data {data.meta.name!r} has {data.meta.features} features ({kinds[tokens]}); "
+            f"allowed: {model.config.features} ({kinds[model.head.tokens]}), as the model in "
+            f"{str(folder)!r} has"
         )
-    for name in () if (trained := read_meta(folder)) is None else trained.differing(data.meta):
+    meta = saved.values.get("data_meta")
+    for name in [] if meta is None else Meta.from_json(meta).differing(data.meta):
         raise ValueError(
-            f"data {data.meta.name!r} has another {name} than the run in {str(folder)!r} was trained with; "
-            "allowed: the data that it was trained on, without rows that came later"
+            f"data {data.meta.name!r} has another {name} than the run in {str(folder)!r} was "
+            "trained with; allowed: the data that it was trained on, without rows that came later"
         )
-    return {name: config[name] for name in ("model", "data", "train") if name in config}, data
+    return {name: saved.values[name] for name in ("model", "data", "train")}, data
 
 
 def _command(folder: Path, given: dict[str, Any]) -> str:

@@ -1,110 +1,71 @@
-"""One self-contained HTML page about runs and results: it reads files and formats them, it computes nothing.
+"""One self-contained HTML page about runs and results. It formats files and computes nothing.
 
-Of a run folder it reads config.json, meta.json, log.jsonl, eval.json and samples.png; of a results folder
-every JSON file. Whatever of them is missing or damaged is named on the page; a folder that holds no run, or
-no results, is a mistake. All that comes from a file is escaped,
-and the page may load nothing and run nothing.
+From a run folder it reads config.json, meta.json, log.jsonl, eval.json and samples.png; from a
+results folder every JSON file. A missing or damaged file is named on the page. A folder without any
+run or result is an error. All text from files is escaped, and the page loads and runs nothing.
+
+A section of the page is a list of blocks, which page.html lays out. A block is a dictionary with
+`facts`, or with `charts` and a `picture`, or with a `table`, folded up if it has a `summary`.
 """
 
 import base64
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from vssm.report.chart import chart
-from vssm.report.style import STYLE
+from vssm.report.chart import Chart, draw_chart
+from vssm.runs.config import flatten
 from vssm.runs.labels import GROUPS, dial_curves, dial_ways, grouped, is_number, label
-from vssm.storage import write_atomically
+from vssm.storage import read_object, write_atomically
 
 __all__ = ["report"]
 
 _TERMS = ("loss", "reconstruction", "kl", "partial", "partial_elbo")
-_COMPARED = 6  # of the groups
-_TIME = re.compile(r"(.+)_ms_(?:b(\d+)_)?t(\d+)")
-_LARGEST_PICTURE = 16 * 2**20
+_TRAINING = ("epochs", "batch", "learning_rate", "seed")  # settings that a run shows first
+_COMPARED = 6  # groups of metrics in the comparison of runs
+_TIME = re.compile(r"(.+)_ms_(?:b(\d{1,9})_)?t(\d{1,9})")
+_ORIGIN = ("date", "commit", "machine", "command")
+
+Object = Mapping[str, Any]
+Blocks = list[dict[str, Any]]
+
+
+class Row(NamedTuple):
+    """A row of a table; without cells it is a heading."""
+
+    name: str
+    cells: Sequence[Any] = ()
+    best: float | None = None
+    """The value that is shown in bold."""
+
+
+class Table(NamedTuple):
+    """A table of the page."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Row]
 
 
 @dataclass
 class _Run:
     name: str
-    config: dict[str, Any]
-    meta: dict[str, Any]
-    evaluation: dict[str, Any]
-    log: list[dict[str, Any]]
-    picture: bytes | None
+    config: Object
+    meta: Object
+    evaluation: Object
+    log: list[Object]
+    picture: bytes
 
     @property
     def task(self) -> str:
-        """What must be equal for likelihoods to compare: the data and the kind of density."""
+        """The data and the kind of density; likelihoods compare only where both are equal."""
         data, model = _part(self.config, "data"), _part(self.config, "model")
         binary = "binarised " if data.get("binarize") else ""
         return f"{binary}{data.get('name', 'unknown data')}, {model.get('head', 'unknown')} head"
-
-
-@dataclass
-class _Files:
-    """Reads files, and keeps a note of each that could not be read."""
-
-    notices: list[str] = field(default_factory=list)
-
-    def json(self, path: Path, name: str, needed: bool = True) -> dict[str, Any]:
-        """Returns the object in a JSON file, an empty one when there is none that can be read."""
-        content = self._read(path, name, needed)
-        if content is None:
-            return {}
-        try:
-            values = json.loads(content)
-            if isinstance(values, dict):
-                return values
-            self.notices.append(f"{name} is damaged: it is no JSON object")
-        except (ValueError, RecursionError) as error:
-            self.notices.append(f"{name} is damaged: {error}")
-        return {}
-
-    def lines(self, path: Path, name: str) -> list[dict[str, Any]]:
-        """Returns the objects in a file of one JSON object a line."""
-        found, damaged = [], []
-        for number, line in enumerate((self._read(path, name) or b"").splitlines(), 1):
-            try:
-                values = json.loads(line)
-            except (ValueError, RecursionError):
-                values = None
-            if isinstance(values, dict):
-                found.append(values)
-            else:
-                damaged.append(number)
-        if damaged:
-            which = ", ".join(map(str, damaged[:5])) + (" …" if len(damaged) > 5 else "")
-            self.notices.append(f"{name} is damaged; left out: line {which}")
-        return found
-
-    def picture(self, path: Path, name: str) -> bytes | None:
-        """Returns a PNG file."""
-        content = self._read(path, name)
-        if content is None:
-            return None
-        if not content.startswith(b"\x89PNG\r\n\x1a\n") or b"IEND" not in content[-12:]:
-            self.notices.append(f"{name} is damaged: it is no whole PNG")
-            return None
-        if len(content) > _LARGEST_PICTURE:
-            self.notices.append(f"{name} has {len(content):,} bytes and was left out")
-            return None
-        return content
-
-    def _read(self, path: Path, name: str, needed: bool = True) -> bytes | None:
-        try:
-            return path.read_bytes()
-        except FileNotFoundError:
-            if needed:
-                self.notices.append(f"{name} is missing")
-        except OSError as error:
-            self.notices.append(f"{name} cannot be read: {error.strerror}")
-        return None
 
 
 def report(
@@ -115,9 +76,9 @@ def report(
     """Writes one HTML page about runs and results.
 
     Arguments:
-        run_folders: A run folder, or those to show and to compare; each holds one file of a run at least.
+        run_folders: One run folder, or several to show and compare.
         results_folder: A folder of result files, subfolders included.
-        out: Where the page goes, a name in .html or .htm; its folder is made if it does not exist.
+        out: The file of the page, .html or .htm; its folder is made if it does not exist.
 
     Returns:
         The path of the page.
@@ -130,62 +91,92 @@ def report(
         ...     "config.json is missing" in page.read_text()
         True
     """
-    if isinstance(run_folders, str | Path):
-        run_folders = [run_folders]
-    folders, files = [Path(folder) for folder in run_folders], _Files()
+    from jinja2 import Environment, FileSystemLoader
+
+    folders = [run_folders] if isinstance(run_folders, str | Path) else list(run_folders)
     if not folders and results_folder is None:
         raise ValueError(
             "run_folders is empty and results_folder is None; allowed: at least one of the two"
         )
     out = Path(out)
-    if out.suffix.lower() not in (".html", ".htm"):  # not over a file of a run
+    if out.suffix.lower() not in (".html", ".htm"):  # it could be a file of a run
         raise ValueError(f"out={str(out)!r} is not allowed; allowed: a name in .html or .htm")
+    notices: list[str] = []
     runs: dict[str, _Run] = {}
     for folder in folders:
-        run = _read_run(folder, files)
+        run = _read_run(Path(folder), notices)
         while run.name in runs:
             run.name += "′"
         runs[run.name] = run
-    results = {} if results_folder is None else _read_results(Path(results_folder), files)
+    results = {} if results_folder is None else _read_results(Path(results_folder), notices)
     sections = {"Comparison": _comparison(runs)} if len(runs) > 1 else {}
     sections |= {f"Run {name}": _run(run) for name, run in runs.items()}
     sections |= {f"Results: {name}": _results(found) for name, found in results.items()}
-    page = _page(sections, files.notices)
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    environment.filters["text"] = _text
+    page = environment.get_template("page.html").render(
+        sections=sections, notices=notices, date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     # JSON may hold a lone surrogate, UTF-8 may not.
     write_atomically(out, lambda path: path.write_bytes(page.encode("utf-8", "replace")))
     return out
 
 
-def _read_run(folder: Path, files: _Files) -> _Run:
-    name = folder.resolve().name
+def _read_run(folder: Path, notices: list[str]) -> _Run:
     if not any((folder / file).is_file() for file in ("config.json", "log.jsonl", "eval.json")):
         what = "holds no run" if folder.is_dir() else "is no folder"
         raise ValueError(
             f"run_folders has {str(folder)!r}, which {what}; allowed: run folders of vssm train"
         )
-    return _Run(
-        name,
-        files.json(folder / "config.json", f"{name}/config.json"),
-        files.json(folder / "meta.json", f"{name}/meta.json", needed=False),
-        files.json(folder / "eval.json", f"{name}/eval.json"),
-        files.lines(folder / "log.jsonl", f"{name}/log.jsonl"),
-        files.picture(folder / "samples.png", f"{name}/samples.png"),
+    name = folder.resolve().name
+    for file in ("config.json", "eval.json", "log.jsonl", "samples.png"):
+        if not (folder / file).is_file():
+            notices.append(f"{name}/{file} is missing")
+    config, meta, evaluation = (
+        _read_json(folder / file, f"{name}/{file}", notices)
+        for file in ("config.json", "meta.json", "eval.json")
     )
+    log, damaged = [], []
+    for number, line in enumerate(_read_bytes(folder / "log.jsonl").splitlines(), 1):
+        try:
+            log.append(dict(json.loads(line).items()))
+        except (ValueError, AttributeError, RecursionError):  # it is not a JSON object
+            damaged.append(str(number))
+    if damaged:
+        notices.append(f"{name}/log.jsonl is damaged; left out: line {', '.join(damaged)}")
+    picture = _read_bytes(folder / "samples.png")
+    if picture and not (picture.startswith(b"\x89PNG\r\n\x1a\n") and b"IEND" in picture[-12:]):
+        notices.append(f"{name}/samples.png is damaged: it is not a whole PNG file")
+        picture = b""
+    return _Run(name, config, meta, evaluation, log, picture)
 
 
-def _read_results(folder: Path, files: _Files) -> dict[str, dict[str, dict[str, Any]]]:
-    """Returns the results by subfolder, or by file where they lie in the folder itself."""
-    top = folder.resolve().name
-    groups: dict[str, dict[str, dict[str, Any]]] = {}
+def _read_bytes(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _read_json(path: Path, name: str, notices: list[str]) -> Object:
+    """Returns the object in a JSON file; an empty one, and a notice, if the file is damaged."""
+    try:
+        return read_object(path) if path.is_file() else {}
+    except ValueError as error:
+        notices.append(str(error).replace(repr(str(path)), name))
+        return {}
+
+
+def _read_results(folder: Path, notices: list[str]) -> dict[str, dict[str, Object]]:
+    """Returns results by subfolder; results in the folder itself by file."""
+    groups: dict[str, dict[str, Object]] = {}
     for path in sorted(folder.rglob("*.json")):
         place = path.relative_to(folder)
-        values = files.json(path, f"{top}/{place.as_posix()}")
+        name = f"{folder.resolve().name}/{place.as_posix()}"
+        values = _read_json(path, name, notices)
         if _part(values, "metrics"):
             group = place.parent.as_posix() if len(place.parts) > 1 else place.stem
             groups.setdefault(group, {})[place.stem] = values
         elif values:
-            files.notices.append(f"{top}/{place.as_posix()} has no metrics")
+            notices.append(f"{name} has no metrics")
     if not groups:
         what = "holds no result with metrics" if folder.is_dir() else "is no folder"
         raise ValueError(
@@ -194,180 +185,134 @@ def _read_results(folder: Path, files: _Files) -> dict[str, dict[str, dict[str, 
     return groups
 
 
-def _comparison(runs: Mapping[str, _Run]) -> str:
-    tasks: dict[str, dict[str, dict[str, Any]]] = {}
+def _comparison(runs: Mapping[str, _Run]) -> Blocks:
+    tasks: dict[str, dict[str, Object]] = {}
     for name, run in runs.items():
         tasks.setdefault(run.task, {})[name] = _part(run.evaluation, "metrics")
-    return "".join(_metrics(f"Test set of {task}", same, _COMPARED) for task, same in tasks.items())
+    return [_metrics(f"Test set of {task}", own, _COMPARED) for task, own in tasks.items()]
 
 
-def _run(run: _Run) -> str:
+def _run(run: _Run) -> Blocks:
     model, train = _part(run.config, "model"), _part(run.config, "train")
     metrics = _part(run.evaluation, "metrics")
-    untimed = {name: value for name, value in metrics.items() if not name.startswith("ms_")}
     machine = _part(run.meta, "machine") or _part(run.evaluation, "machine")
+    levels = model.get("levels", 1)
     latent = model.get("kind") in ("tvae", "vrnn", "vssm")
     facts = {
-        "model": f"vssm, {model['levels']} levels"
-        if model.get("levels", 1) != 1
-        else model.get("kind"),
+        "model": model.get("kind") if levels == 1 else f"vssm, {levels} levels",
         "data": run.task,
-        "size": f"width {_text(model.get('width'))}, {_text(model.get('layers'))} layers",
-        "latents": f"{_text(model.get('latents'))} × {_text(model.get('classes'))} classes"
-        if latent
-        else None,
+        "width": model.get("width"),
+        "layers": model.get("layers"),
+        "latents": f"{model.get('latents')} × {model.get('classes')} classes" if latent else None,
         "parameters": run.meta.get("parameters", metrics.get("parameters")),
-        "training": f"{_text(train.get('epochs'))} epochs, batch {_text(train.get('batch'))}, "
-        f"learning rate {_text(train.get('learning_rate'))}, seed {_text(train.get('seed'))}",
+        **{name.replace("_", " "): train.get(name) for name in _TRAINING},
         "training time, s": run.meta.get("seconds"),
         "machine": machine.get("gpu") or machine.get("cpu"),
         "commit": str(run.evaluation.get("commit") or run.meta.get("commit") or "")[:12] or None,
         "evaluated with": run.evaluation.get("command"),
     }
-    told = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{_cell(value)}</dd></div>"
-        for name, value in facts.items()
-        if value is not None
-    )
-    settings = {key: value for key, value in _flat(run.config) if not key.startswith("data_meta.")}
-    rows = [(key, [_cell(value)]) for key, value in settings.items()]
-    picture = ""
-    if run.picture is not None:
-        code = base64.b64encode(run.picture).decode()
-        text = f"samples of {run.name} ({run.task})"
-        picture = (
-            f'<figure class="samples"><figcaption>Samples</figcaption>'
-            f'<img src="data:image/png;base64,{code}" alt="{escape(text)}"></figure>'
-        )
-    return (
-        f'<dl class="facts">{told}</dl><div class="figures">{_curves(run)}{picture}</div>'
-        + _dials(run.name, metrics)
-        + (_metrics("Evaluation", {"value": untimed}) if untimed else "")
-        + (
-            f"<details><summary>All settings</summary>{_table('Settings', ['value'], rows)}</details>"
-        )
-    )
+    picture = base64.b64encode(run.picture).decode()
+    figures = {"picture": picture, "alt": f"samples of {run.name} ({run.task})"}
+    untimed = {name: value for name, value in metrics.items() if not name.startswith("ms_")}
+    settings = {name: value for name, value in run.config.items() if name != "data_meta"}
+    rows = [Row(key, [value]) for key, value in flatten(settings).items()]
+    return [
+        {"facts": facts},
+        {"charts": _curves(run.log), **figures},
+        *_dials(run.name, metrics),
+        *([_metrics("Evaluation", {"value": untimed})] if untimed else []),
+        {"table": Table("Settings", ["value"], rows), "summary": "All settings"},
+    ]
 
 
-def _dials(name: str, metrics: Mapping[str, Any]) -> str:
-    """Shows quality against time: a chart for every batch size, and a table of all ways to sample."""
-    ways = dial_ways(metrics)
-    if not ways:
-        return ""
-    sizes = (re.fullmatch(r"ms_one_shot_b(\d{1,9})", metric) for metric in metrics)
-    batches = {1: ""} | {int(size[1]): f"_b{size[1]}" for size in sizes if size}
-    figures = []
-    for batch in batches:
-        lines = dial_curves(metrics, batch)
-        if lines:
-            title, marked = f"{name}: Fréchet distance, batch {batch}", frozenset(lines) - {"floor"}
-            figures.append(
-                chart(title, "milliseconds", lines, marked, log=True, dashed=frozenset({"floor"}))
-            )
-    rows = []
-    for way in ways:
-        shown = [f"fd_{way}", *(f"ms_{way}{end}" for end in batches.values())]
-        rows.append((label(shown[0]), [_cell(metrics.get(metric)) for metric in shown]))
-    rows.append((label("fd_floor"), [_cell(metrics.get("fd_floor")), *("–" for _ in batches)]))
-    columns = ["Fréchet distance", *(f"ms, batch {batch}" for batch in batches)]
-    table = _table(f"{name}: quality against time", columns, rows)
-    return f'<div class="figures">{"".join(figures)}</div>{table}'
-
-
-def _curves(run: _Run) -> str:
-    figures = []
+def _curves(log: Sequence[Object]) -> list[Chart]:
+    charts = []
     for term in _TERMS:
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for split in ("train", "valid"):
-            points = [
-                (line.get("epoch"), line.get(term))
-                for line in run.log
-                if line.get("split") == split
-            ]
-            lines[split] = [(x, y) for x, y in points if is_number(x) and is_number(y)]
+        lines: dict[str, list[tuple[float, float]]] = {"train": [], "valid": []}
+        for line in log:
+            split, x, y = line.get("split"), line.get("epoch"), line.get(term)
+            if split in ("train", "valid") and is_number(x) and is_number(y):
+                lines[split].append((x, y))
         if any(y for points in lines.values() for _, y in points):
-            title = f"{label(term)}, nats a sequence"
-            figures.append(chart(title, "epoch", lines, dots=frozenset({"valid"})))
-    return "".join(figures)
+            charts.append(draw_chart(f"{label(term)}, nats a sequence", "epoch", lines, ["valid"]))
+    return charts
+
+
+def _dials(name: str, metrics: Object) -> Blocks:
+    """Shows quality against time: a chart for each batch size, and a table of ways to sample."""
+    ways, charts = dial_ways(metrics), []
+    if not ways:
+        return []
+    sizes = (re.fullmatch(r"ms_one_shot_b(\d{1,9})", metric) for metric in metrics)
+    ends = {1: ""} | {int(size[1]): f"_b{size[1]}" for size in sizes if size}
+    for batch in ends:
+        if lines := dial_curves(metrics, batch):
+            title, marked = f"{name}: Fréchet distance, batch {batch}", lines.keys() - {"floor"}
+            charts.append(draw_chart(title, "milliseconds", lines, marked, True, ["floor"]))
+    rows = []
+    for way in [*ways, "floor"]:
+        shown = (f"fd_{way}", *(f"ms_{way}{end}" for end in ends.values()))
+        rows.append(Row(label(f"fd_{way}"), [metrics.get(metric) for metric in shown]))
+    columns = ["Fréchet distance", *(f"ms, batch {batch}" for batch in ends)]
+    return [{"charts": charts}, {"table": Table(f"{name}: quality against time", columns, rows)}]
 
 
 def _metrics(
-    caption: str, columns: Mapping[str, Mapping[str, Any]], num_groups: int = len(GROUPS)
-) -> str:
-    """Makes a table of metrics, a row each, with the best of every row in bold."""
+    caption: str, columns: Mapping[str, Object], num_groups: int = len(GROUPS)
+) -> dict[str, Table]:
+    """Makes a table of metrics, a row each, with the best value of every row in bold."""
     names = [name for metrics in columns.values() for name in metrics]
-    rows: list[tuple[str, list[str]]] = []
+    rows: list[Row] = []
     for title, direction, own in grouped(names, num_groups):
-        rows.append((title, []))
+        rows.append(Row(title))
         for name in own:
             values = [metrics.get(name) for metrics in columns.values()]
-            numbers = [value for value in values if is_number(value)]
-            best = (
-                max(numbers, key=lambda v: direction * v)
-                if direction and len(numbers) > 1
-                else None
-            )
-            cells = [
-                f"<strong>{_cell(v)}</strong>" if v == best and best is not None else _cell(v)
-                for v in values
-            ]
-            rows.append((label(name), cells))
-    return _table(caption, list(columns), rows)
+            numbers = [direction * value for value in values if is_number(value)]
+            best = direction * max(numbers) if direction and len(numbers) > 1 else None
+            rows.append(Row(label(name), values, best))
+    return {"table": Table(caption, list(columns), rows)}
 
 
-def _results(found: Mapping[str, Mapping[str, Any]]) -> str:
+def _results(found: Mapping[str, Object]) -> Blocks:
     """Shows the results of a file, or of the files of a folder side by side."""
-    parts = []
+    blocks: Blocks = []
     rest: dict[str, dict[str, Any]] = {}
+    origins = []
     for name, values in found.items():
-        parts.append(_dials(name, _part(values, "metrics")))
+        blocks += _dials(name, _part(values, "metrics"))
         times: dict[tuple[int, int], dict[str, Any]] = {}
         for metric, value in _part(values, "metrics").items():
-            match = _TIME.fullmatch(metric)
-            if match and len(match[2] or "") < 10 and len(match[3]) < 10:
+            if match := _TIME.fullmatch(metric):
                 times.setdefault((int(match[2] or 0), int(match[3])), {})[match[1]] = value
             else:
                 rest.setdefault(name, {})[metric] = value
-        if times:
-            parts.append(_times(name, times))
-    if rest:
-        names = list(dict.fromkeys(metric for metrics in rest.values() for metric in metrics))
-        if len(rest) == 1:
-            ((name, metrics),) = rest.items()
-            parts.append(_table(name, ["value"], [(label(m), [_cell(metrics[m])]) for m in names]))
-        else:
-            rows = [
-                (name, [_cell(metrics.get(m)) for m in names]) for name, metrics in rest.items()
-            ]
-            parts.append(_table("All results", [label(m) for m in names], rows))
-    rows = [
-        (name, [_cell(_origin(values, key)) for key in _ORIGIN]) for name, values in found.items()
-    ]
-    origin = _table("Origin", list(_ORIGIN), rows)
-    return "".join(parts) + f"<details><summary>Where this comes from</summary>{origin}</details>"
+        blocks += _times(name, times) if times else []
+        machine = ", ".join(f"{key} {fact}" for key, fact in _part(values, "machine").items())
+        facts = {**values, "machine": machine or values.get("machine")}
+        origins.append(Row(name, [facts.get(key) for key in _ORIGIN]))
+    names = list(dict.fromkeys(metric for metrics in rest.values() for metric in metrics))
+    if len(rest) == 1:
+        ((name, metrics),) = rest.items()
+        rows = [Row(label(metric), [metrics[metric]]) for metric in names]
+        blocks.append({"table": Table(name, ["value"], rows)})
+    elif rest:
+        rows = [Row(name, [metrics.get(m) for m in names]) for name, metrics in rest.items()]
+        blocks.append({"table": Table("All results", [label(m) for m in names], rows)})
+    origin = Table("Origin", _ORIGIN, origins)
+    return [*blocks, {"table": origin, "summary": "Where this comes from"}]
 
 
-_ORIGIN = ("date", "commit", "machine", "command")
-
-
-def _origin(values: Mapping[str, Any], key: str) -> object:
-    value = values.get(key)
-    return (
-        ", ".join(f"{k} {v}" for k, v in value.items() if v) if isinstance(value, dict) else value
-    )
-
-
-def _times(name: str, times: Mapping[tuple[int, int], Mapping[str, Any]]) -> str:
-    """Shows times by batch and length: a table, and a chart for every axis that has a second value."""
+def _times(name: str, times: Mapping[tuple[int, int], Object]) -> Blocks:
+    """Shows times by (batch, length): a table, and charts along the axes with several values."""
     series = list(dict.fromkeys(line for cells in times.values() for line in cells))
     rows = [
-        (
+        Row(
             f"batch {batch:,}, length {length:,}" if batch else f"length {length:,}",
-            [_cell(cells.get(line)) for line in series],
+            [cells.get(line) for line in series],
         )
         for (batch, length), cells in sorted(times.items())
     ]
-    figures = []
+    charts = []
     for axis, fixed, along in ((1, 0, "length"), (0, 1, "batch")):
         for value in sorted({key[fixed] for key in times}):
             lines: dict[str, list[tuple[float, float]]] = {}
@@ -376,66 +321,17 @@ def _times(name: str, times: Mapping[tuple[int, int], Mapping[str, Any]]) -> str
                     if key[fixed] == value and key[axis] > 0 and is_number(time) and time > 1e-100:
                         lines.setdefault(label(line), []).append((float(key[axis]), float(time)))
             if any(len(points) > 1 for points in lines.values()):
-                other = f" at {'batch' if fixed == 0 else 'length'} {value:,}" if value else ""
+                other = f" at {('batch', 'length')[fixed]} {value:,}" if value else ""
                 title = f"{name}: milliseconds{other}"
-                figures.append(chart(title, along, lines, dots=frozenset(lines), log=True))
-    table = _table(f"{name}: milliseconds", [label(line) for line in series], rows)
-    return f'<div class="figures">{"".join(figures)}</div>{table}'
+                charts.append(draw_chart(title, along, lines, lines, log=True))
+    table = Table(f"{name}: milliseconds", [label(line) for line in series], rows)
+    return [{"charts": charts}, {"table": table}]
 
 
-def _table(caption: str, columns: list[str], rows: list[tuple[str, list[str]]]) -> str:
-    """Makes a table; cells are HTML, all else is text, and a row without cells is a heading."""
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
-        if cells
-        else f'<tr class="group"><th scope="colgroup" colspan="{len(columns) + 1}">{escape(name)}</th></tr>'
-        for name, cells in rows
-    )
-    return (
-        f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex="0"><table>'
-        f"<caption>{escape(caption)}</caption><thead><tr><td></td>{head}</tr></thead><tbody>{body}</tbody>"
-        "</table></div>"
-    )
-
-
-def _page(sections: Mapping[str, str], notices: list[str]) -> str:
-    warning = ""
-    if notices:
-        items = "".join(f"<li>{escape(notice)}</li>" for notice in notices)
-        warning = (
-            f'<aside class="notice" aria-label="Notices"><h2>Not shown</h2><ul>{items}</ul></aside>'
-        )
-    contents = "".join(
-        f'<li><a href="#s{i}">{escape(title)}</a></li>' for i, title in enumerate(sections)
-    )
-    body = "".join(
-        f'<section id="s{i}" aria-labelledby="h{i}"><h2 id="h{i}">{escape(title)}</h2>{text}</section>'
-        for i, (title, text) in enumerate(sections.items())
-    )
-    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>vssm report</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta http-equiv="Content-Security-Policy" '
-        "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
-        f"<style>{STYLE}</style></head><body><header><h1>vssm report</h1><p>{date}</p></header>"
-        f'<nav aria-label="Contents"><ul>{contents}</ul></nav><main>{warning}{body}</main></body></html>\n'
-    )
-
-
-def _part(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _part(values: Object, name: str) -> dict[str, Any]:
     """Returns a part of a JSON object that should be an object itself."""
     part = values.get(name)
     return part if isinstance(part, dict) else {}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _text(value: object) -> str:
@@ -450,11 +346,6 @@ def _text(value: object) -> str:
         return "not finite"
     if not isinstance(value, float):
         return f"{value:,}" if is_number(value) else str(value)
-    size = abs(value)
-    if size >= 1e7 or 0 < size < 1e-3:
+    if not 1 <= abs(value) < 1e7:
         return f"{value:.3g}"
-    return f"{value:,.1f}" if size >= 100 else f"{value:.2f}" if size >= 1 else f"{value:.3g}"
-
-
-def _cell(value: object) -> str:
-    return escape(_text(value))
+    return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.2f}"

@@ -1,1 +1,1 @@
-"""A run on disk: its folder, checkpoints, weights of shipped models and of the hub, and result files."""
+"""A run on disk: its folder, checkpoints and weights, shipped models, the hub, and result files."""

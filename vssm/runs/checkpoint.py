@@ -1,37 +1,34 @@
-"""A model in a folder: `config.json` and `weights.safetensors`, nothing that could run code.
+"""A model in a folder: `config.json` and `weights.safetensors`, neither of which can run code.
 
-Two files can not be replaced at once, so the weights that `save` writes carry their config, in the metadata:
-killed between the two it leaves the new model, beside the `config.json` of the old one.
+Two files cannot be replaced at once. So `save` also puts the config into the metadata of the
+weights: if it is killed between the two files, `load` still reads the new model.
 """
 
-import dataclasses
-import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vssm.checks import check_device, check_path
 from vssm.config import FORMAT, ModelConfig
 from vssm.models import Model, build, inner_model
-from vssm.nn import BLOCKS
 from vssm.runs import pretrained
-from vssm.storage import check_checksum, with_checksum, write_atomically
+from vssm.runs.config import SavedConfig
+from vssm.storage import read_object, read_tensors, write_tensors
 from vssm.threads import single_after_fork
 
 __all__ = ["config_of", "load", "load_finite", "save"]
 
-_METADATA = "vssm"  # the key in the metadata of the weights that has the text of their config.json
+_METADATA = "vssm"  # the key of the config in the metadata of the weights
 
 
 def save(model: Model, folder: str | Path) -> None:
     """Writes a model to a folder, which is made if it does not exist.
 
-    A model that was saved there before is replaced; a run of `vssm train` is not.
+    A model that was saved there before is replaced. The folder of a run is refused.
 
     Arguments:
         model: Any of the six models.
@@ -49,28 +46,32 @@ def save(model: Model, folder: str | Path) -> None:
     model = inner_model(model)
     check_path("folder", folder)
     folder = Path(folder)
-    _check_target(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()
     }
-    _check_own(model, tensors)
-    text = json.dumps({"format": FORMAT, "model": model.config.to_dict()}, indent=2) + "\n"
-    metadata = with_checksum(tensors, {_METADATA: text})
-    write_atomically(
-        folder / "weights.safetensors", lambda path: save_file(tensors, path, metadata)
-    )
-    write_atomically(folder / "config.json", lambda path: path.write_text(text))
+    _empty_model(model.config, tensors, "the model")  # or `load` could not read it
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(
+            f"folder={str(folder)!r} is a file or lies below one; allowed: a folder, or a new name"
+        ) from None
+    _check_replaceable(folder)
+    values = {"format": FORMAT, "model": model.config.to_dict()}
+    config = SavedConfig(folder / "config.json", values)
+    write_tensors(folder / "weights.safetensors", tensors, {_METADATA: config.text()})
+    config.write()
 
 
 def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
     """Reads a model; whatever does not fit is named and nothing is half-loaded.
 
-    Weights that carry their config are of that model; a `config.json` that has another is warned of.
+    Weights that carry their own config are loaded with it, with a warning if `config.json` differs.
 
     Arguments:
-        folder: A folder that `save` or a training wrote, "hf://OWNER/NAME[@REVISION]" on the hub, or the name
-            of a model in `vssm.runs.pretrained`; a folder of that name, where there is one, comes first.
+        folder: A folder that `save` or a training wrote, "hf://OWNER/NAME[@REVISION]" on the hub,
+            or the name of a model in `vssm.runs.pretrained`. An existing folder comes before a
+            shipped model of the same name.
         device: Where the weights go.
 
     Returns:
@@ -83,202 +84,121 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
         ('vssm', torch.Size([1, 2, 28]))
     """
     single_after_fork()
-    folder, device = _found(folder), check_device(device)
-    config = _read_config(folder / "config.json")
-    path = folder / "weights.safetensors"
+    folder, device = _find(folder), check_device(device)
+    saved = SavedConfig.read(folder)
+    config, path = saved.model(), folder / "weights.safetensors"
     if not path.is_file():
         raise ValueError(
-            f"{str(folder)!r} has no weights.safetensors; allowed: a run folder once it has weights, "
-            "or a folder written by vssm.save"
+            f"{str(folder)!r} has no weights.safetensors; allowed: a run folder once it has "
+            "weights, or a folder written by vssm.save"
         )
-    tensors, own = _read_weights(path, device)
-    if own is not None and own != config:
-        names = [field.name for field in dataclasses.fields(own)]
-        pairs = [(name, getattr(own, name), getattr(config, name)) for name in names]
-        saved = ", ".join(f"{name}={mine!r}" for name, mine, other in pairs if mine != other)
-        warnings.warn(
-            f"{str(folder / 'config.json')!r} is of another model than the weights beside it, which were "
-            f"saved with {saved} and are loaded so; saving the model again makes them agree",
-            stacklevel=2,
-        )
+    tensors, metadata = read_tensors(path)
+    if _METADATA in metadata:
+        own, other = SavedConfig.parse(metadata[_METADATA], path).model(), config.to_dict()
         config = own
-    try:
-        with torch.device("meta"):
-            _check_depth(config, folder, len(tensors))
-            model = build(config)
-    except (
-        ValueError,
-        RuntimeError,
-        TypeError,
-    ) as error:  # sizes beyond what an address can have, too
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{str(folder / 'config.json')!r} describes no model: {reason}") from None
-    expected = model.state_dict()
-    _check_names(path, set(tensors), set(expected))
-    for name, tensor in expected.items():
-        if tensors[name].shape != tensor.shape:
-            raise ValueError(
-                f"{str(path)!r}: tensor {name!r} has shape {tuple(tensors[name].shape)}; "
-                f"allowed: {tuple(tensor.shape)}, by config.json"
+        if changed := {k: v for k, v in own.to_dict().items() if v != other[k]}:
+            settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())
+            warnings.warn(
+                f"{str(saved.path)!r} describes another model than the weights beside it, which "
+                f"are loaded with their own {settings}; save the model again to make them agree",
+                stacklevel=2,
             )
-        if not tensors[name].is_floating_point():
-            raise ValueError(
-                f"{str(path)!r}: tensor {name!r} has dtype {tensors[name].dtype}; "
-                "allowed: a floating-point dtype"
-            )
+    model = _empty_model(config, tensors, repr(str(path)))
     # Weights may be stored in fewer bits than the model computes with.
-    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, assign=True)
+    weights = {name: tensor.to(device).float() for name, tensor in tensors.items()}
+    model.load_state_dict(weights, assign=True)
     for part in model.modules():
         if isinstance(part, torch.nn.RNNBase):
-            part.flatten_parameters()  # cuDNN wants them side by side, and would copy them at every call
+            part.flatten_parameters()  # or cuDNN would copy them at every call
     return model.requires_grad_(True)
 
 
 def load_finite(folder: str | Path, device: torch.device | str = "cpu") -> Model:
-    """Does what `load` does, for models that answer: numbers that are none would look like any others."""
+    """Does what `load` does, and rejects NaN and infinite weights."""
     model = load(folder, device)
-    odd = next(
-        (name for name, tensor in model.state_dict().items() if not tensor.isfinite().all()), None
-    )
-    if odd is not None:
-        raise ValueError(
-            f"{str(folder)!r}: tensor {odd!r} holds NaN or infinity; allowed: finite weights"
-        )
+    for name, tensor in model.state_dict().items():
+        if not tensor.isfinite().all():
+            raise ValueError(
+                f"{str(folder)!r}: tensor {name!r} holds NaN or infinity; allowed: finite weights"
+            )
     return model
 
 
 def config_of(folder: str | Path) -> ModelConfig:
-    """Returns the settings of a model, found as `load` finds it.
+    """Returns the settings of the model that `load` would read.
 
     Example:
         >>> config_of("mnist-small").kind
         'vssm'
     """
-    folder = _found(folder)
+    folder = _find(folder)
     path = folder / "weights.safetensors"
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-    except (SafetensorError, OSError):  # it is the reader of the weights who says so
+    except (SafetensorError, OSError):  # `load` will report damaged weights
         metadata = {}
-    own = metadata.get(_METADATA)
-    return _read_config(folder / "config.json") if own is None else _parse_config(own, path)
+    if _METADATA in metadata:
+        return SavedConfig.parse(metadata[_METADATA], path).model()
+    return SavedConfig.read(folder).model()
 
 
-def _found(folder: str | Path) -> Path:
+def _find(folder: str | Path) -> Path:
     check_path("folder", folder)
-    return pretrained.find(folder)
-
-
-def _check_own(model: Model, tensors: dict[str, Tensor]) -> None:
-    """Raises unless a model has what its config says: `load` could not read anything else."""
-    with torch.device("meta"):
-        expected = {name: tensor.shape for name, tensor in build(model.config).state_dict().items()}
-    given = {name: tensor.shape for name, tensor in tensors.items()}
-    if given != expected:
-        names = sorted(
-            name for name in {**given, **expected} if given.get(name) != expected.get(name)
-        )
-        raise ValueError(
-            f"the model differs from what its config builds in {', '.join(names[:3])}"
-            + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            + "; allowed: the same tensors, without parametrizations or new layers"
-        )
-
-
-def _check_target(folder: Path) -> None:
-    """Raises unless a model may be written to a folder: no file is in the way, no run is replaced."""
-    for place in (folder, *folder.parents):
-        if place.exists() and not place.is_dir():
-            raise ValueError(
-                f"folder={str(folder)!r}: {str(place)!r} is a file; allowed: a folder, or a new name"
-            )
-    try:
-        values = json.loads((folder / "config.json").read_bytes())
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ):  # there is none, or none that a run could go on with
-        return
-    if isinstance(values, dict) and ("data" in values or "train" in values):
-        raise ValueError(
-            f"folder={str(folder)!r} is a run, whose weights and settings would be lost; "
-            "allowed: a new folder, or one written by vssm.save"
-        )
-    if not isinstance(values, dict) or "model" not in values:
-        raise ValueError(
-            f"folder={str(folder)!r} has a config.json of something else, which would be lost; "
-            "allowed: a new folder, or one written by vssm.save"
-        )
-
-
-def _read_config(path: Path) -> ModelConfig:
-    if not path.is_file():
+    found = pretrained.find(folder)
+    if not found.exists():
         shipped = ", ".join(map(repr, pretrained.names())) or "none in this version"
-        lacks = "has no config.json" if path.parent.exists() else "does not exist"
         raise ValueError(
-            f"{str(path.parent)!r} {lacks}; allowed: a run folder, a folder written by vssm.save, "
+            f"{str(found)!r} does not exist; allowed: a run folder, a folder written by vssm.save, "
             f"or a shipped model ({shipped})"
         )
+    return found
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Raises if saving a model would overwrite a run, or the config.json of another program."""
     try:
-        text = path.read_text()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
-    return _parse_config(text, path)
-
-
-def _read_weights(path: Path, device: torch.device) -> tuple[dict[str, Tensor], ModelConfig | None]:
-    """Returns the tensors, and the config that they carry, if they do."""
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
-    check_checksum(repr(str(path)), tensors, metadata)
-    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
-    return tensors, _parse_config(metadata[_METADATA], path) if _METADATA in metadata else None
-
-
-def _parse_config(text: str, path: Path) -> ModelConfig:
-    try:
-        values: Any = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is damaged: {error}") from None
-    if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
+        values = read_object(folder / "config.json")
+    except (OSError, ValueError):  # it is absent or damaged
+        return
+    if "data" in values or "train" in values or "model" not in values:
+        what = "has a config.json of another program" if "model" not in values else "is a run"
         raise ValueError(
-            f"{str(path)!r} has no key 'model'; allowed: a config written by vssm.save"
-        )
-    if values.get("format") != FORMAT:
-        raise ValueError(
-            f"{str(path)!r} has format {values.get('format')!r}; allowed: {FORMAT}, that of this version"
-        )
-    try:
-        return ModelConfig.from_dict(values["model"])
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r}: {error}") from None
-
-
-def _check_depth(config: ModelConfig, folder: Path, tensors: int) -> None:
-    """Raises if there are too few tensors for all blocks: millions of those would take hours to build.
-
-    Other sizes cost nothing before weights are allocated.
-    """
-    needed = (config.layers + config.levels - 1) * len(BLOCKS[config.block](config).state_dict())
-    if needed > tensors:
-        raise ValueError(
-            f"layers={config.layers} and levels={config.levels} need {needed} tensors or more, "
-            f"{str(folder / 'weights.safetensors')!r} has {tensors}; allowed: the config it was saved with"
+            f"folder={str(folder)!r} {what}, which would be lost; allowed: a new folder, or one "
+            "written by vssm.save"
         )
 
 
-def _check_names(path: Path, given: set[str], expected: set[str]) -> None:
-    for problem, names in (("lacks", expected - given), ("has unknown", given - expected)):
+def _empty_model(config: ModelConfig, tensors: Mapping[str, Tensor], source: str) -> Model:
+    """Builds a model without memory; raises unless these tensors, named `source`, fit it."""
+    if config.layers + config.levels > len(tensors):  # building millions of blocks takes hours
+        raise ValueError(
+            f"layers={config.layers} and levels={config.levels} need more tensors than the "
+            f"{len(tensors)} of {source}; allowed: the config that the weights were saved with"
+        )
+    try:
+        with torch.device("meta"):
+            model = build(config)
+    except (ValueError, RuntimeError, TypeError) as error:  # also sizes that no address can have
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"the config of {source} describes no model: {reason}") from None
+    expected = model.state_dict()
+    for problem, names in (
+        ("lacks", expected.keys() - tensors.keys()),
+        ("has unknown", tensors.keys() - expected.keys()),
+    ):
         if names:
-            shown = ", ".join(sorted(names)[:3]) + (
-                f" and {len(names) - 3} more" if len(names) > 3 else ""
-            )
+            listed = ", ".join(sorted(names)[:3])
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise ValueError(
-                f"{str(path)!r} {problem} tensors {shown}; allowed: those of config.json, no other"
+                f"{source} {problem} tensors {listed}{more}; allowed: the tensors that its config "
+                "builds"
             )
+    for name, wanted in expected.items():
+        given = tensors[name]
+        if given.shape != wanted.shape or not given.is_floating_point():
+            raise ValueError(
+                f"{source}: tensor {name!r} has shape {tuple(given.shape)} and dtype "
+                f"{given.dtype}; allowed: {tuple(wanted.shape)}, by its config, and floats"
+            )
+    return model

@@ -1,27 +1,26 @@
-"""A run folder: all that one training leaves, written so that no kill or full disk damages what is there.
+"""A run folder holds everything that one training leaves.
 
-| file | what |
+| file | content |
 | --- | --- |
-| `config.json` | format, model, data, train, and data_meta, what the sequences are |
-| `weights.safetensors` | the best weights on validation: the folder is a model that `vssm.load` reads |
-| `meta.json` | commit, versions, machine, seed, times; `ended` says that the run is finished |
-| `log.jsonl` | one JSON object a line: a log point ("split": "train") or a validation ("split": "valid") |
-| `checkpoint/step-N/` | where to resume: `weights`, `optimizer`, `ema` (.safetensors), `progress.json` |
+| `config.json` | format, model, data, train, and data_meta, the shape of the sequences |
+| `weights.safetensors` | the weights that were best on validation; `vssm.load` reads them |
+| `meta.json` | commit, versions, machine, seed, times; `ended` is set when the run is finished |
+| `log.jsonl` | one JSON object a line: a log point ("train") or a validation ("valid") |
+| `checkpoint/step-N/` | `weights`, `optimizer` and `ema` (.safetensors), and `progress.json` |
 | `curves.png`, `samples.png` | pictures of the log and of samples |
-| `eval.part-*.json` | what an evaluation that was stopped has found, for the same one to go on with |
-| `eval.json.old` | what `vssm evaluate` found of weights that better ones have replaced, then or since |
+| `eval.part-*.json` | what an interrupted evaluation has measured so far |
+| `eval.json.old` | an evaluation of weights that better ones have replaced |
 
-Files are written under a temporary name, flushed to the disk and renamed; a checkpoint is a folder that is
-written that way as a whole. `progress.json` has the SHA-256 of its neighbours and of itself, so damage is
-seen before anything is loaded, and the config of the run, so that a checkpoint of another is seen too.
-Nothing is ever unpickled.
+A kill or a full disk damages nothing: files are written under a temporary name, flushed to the disk
+and renamed, and so is a checkpoint, as a whole folder. `progress.json` has the SHA-256 of its
+neighbours and of itself, so damage is found before anything is loaded, and the config of its run,
+so that a checkpoint of another run is refused. Nothing is ever unpickled.
 """
 
 import dataclasses
 import hashlib
 import json
 import math
-import os
 import shlex
 import shutil
 import sys
@@ -31,35 +30,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+import safetensors.torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from vssm.config import RunConfig
 from vssm.data import Meta
+from vssm.runs.config import SavedConfig, flatten, read_config
 from vssm.runs.labels import is_number
-from vssm.storage import check_checksum, read_object, with_checksum, write_atomically
+from vssm.storage import flush, read_object, read_tensors, write_atomically, write_tensors
 
-__all__ = [
-    "FREE",
-    "Checkpoint",
-    "RunFolder",
-    "claim",
-    "finite",
-    "read_config",
-    "read_line",
-    "read_log",
-]
+__all__ = ["FREE", "Checkpoint", "RunFolder", "claim", "finite", "read_config"]
+__all__ += ["read_line", "read_log"]
 
-_TERMS = ("loss", "reconstruction", "kl")  # of every line; null where they were not finite
-_KEPT = 2  # checkpoints: the newest, and one more should that be damaged
+_TERMS = ("loss", "reconstruction", "kl")  # every line has them; null where they were not finite
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a JSON file
+_KEPT = 2  # checkpoints: the newest, and one more in case it is damaged
 FREE = ("data.dir", "train.device", "train.checkpoint_minutes", "train.samples", "train.compile")
 FREE += ("train.graph", "train.fsdp", "train.tensorboard", "train.validate_partial")
-"""What may differ on resume, since the weights do not depend on it."""
+"""Options that may differ on resume, because the weights do not depend on them."""
 
 
 class Checkpoint(NamedTuple):
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     path: Path
     progress: dict[str, Any]
@@ -68,101 +61,65 @@ class Checkpoint(NamedTuple):
     """Tensors by the name of their file, "weights", "optimizer" or "ema"."""
 
 
-class _Damaged(Exception):
-    pass
-
-
-def read_config(folder: str | Path) -> RunConfig:
-    """Returns the config of the run in a folder; what is wrong with it is said in one line."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"{str(folder)!r} has no config.json; allowed: the folder of a run that was started"
-        )
-    values = read_object(path)
-    values.pop("data_meta", None)
-    for key in ("data", "train"):  # defaults in their place would train another model over this one
-        if key not in values:
-            raise ValueError(
-                f"{str(path)!r} has no key {key!r}; allowed: a run folder written by vssm train"
-            )
-    try:
-        return RunConfig.from_dict(values)
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r}: {error}") from None
-
-
 def read_log(folder: str | Path) -> list[dict[str, Any]]:
-    """Returns the lines of the log of a run; a torn last one, which a kill leaves, is left out."""
-    path, kept = Path(folder) / "log.jsonl", []
-    lines = path.read_bytes().splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            kept.append(read_line(line))
-        except ValueError as error:
-            if number < len(lines):
-                raise ValueError(
-                    f"{str(path)!r} line {number} is damaged: {error}; allowed: without that line"
-                ) from None
-    return kept
+    """Returns the lines of the log of a run, without a last line that a kill has torn."""
+
+    def refuse(problem: str) -> None:
+        raise ValueError(f"{problem}; allowed: without that line")
+
+    return _parse_log(Path(folder) / "log.jsonl", refuse)
 
 
 def read_line(line: bytes) -> dict[str, Any]:
-    """Returns a line of a log; one that lacks what every line has is as damaged as one that is no JSON."""
+    """Returns a line of a log; raises `ValueError` if it is damaged or incomplete."""
     try:
         values = json.loads(line)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(values, dict):
-        raise ValueError("it is no JSON object")
-    for name in ("step", "epoch", *_TERMS):
-        if not is_number(values.get(name)) and not (
-            name in _TERMS and values.get(name, "") is None
-        ):
-            raise ValueError(f"{name!r} is no number")
-    if values.get("partial_elbo") is not None and not is_number(values["partial_elbo"]):
-        raise ValueError("'partial_elbo' is no number")
+        raise ValueError("it is not a JSON object")
+    for name in ("step", "epoch", *_TERMS, "partial_elbo"):
+        value = values.get(name, None if name == "partial_elbo" else "missing")
+        if not is_number(value) and (value is not None or name in ("step", "epoch")):
+            raise ValueError(f"{name!r} is not a number")
     if values.get("split") not in ("train", "valid"):
         raise ValueError("'split' is neither 'train' nor 'valid'")
     return values
 
 
+def _parse_log(path: Path, damaged: Callable[[str], object]) -> list[dict[str, Any]]:
+    """Returns the whole lines of a log, and passes a message about each other line to `damaged`."""
+    kept, lines = [], path.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            kept.append(read_line(line))
+        except ValueError as error:
+            if number < len(lines):  # a kill tears the last line, which is no damage
+                damaged(f"{str(path)!r} line {number} is damaged: {error}")
+    return kept
+
+
 def claim(folder: Path, what: str) -> IO[str] | None:
-    """Keeps other processes from a folder until what is returned is closed, or this process ends.
+    """Keeps other processes out of a folder until the returned file is closed or this process ends.
 
-    Arguments:
-        folder: A folder that exists; it gets a file `.lock`, which stays.
-        what: What the message calls it.
-
-    Returns:
-        An open file; None on Windows, where nothing is claimed.
+    Returns None on Windows, where nothing is locked. `what` names the folder in error messages.
     """
     if sys.platform == "win32":
         return None
     import fcntl
 
     lock = (folder / ".lock").open("a")
-    for wait in (0.01, 0.1, None):  # who asks whether somebody trains holds it for a moment
-        try:
+    for wait in (0.01, 0.1, 0):  # `is_in_training` holds the lock for a moment
+        with suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if wait is not None:
-                time.sleep(wait)
-                continue
-            lock.close()
-            raise ValueError(
-                f"{what} {str(folder)!r} is in use by another process; allowed: one at a time"
-            ) from None
-    return lock
+            return lock
+        time.sleep(wait)
+    lock.close()
+    raise ValueError(f"{what} {str(folder)!r} is in use by another process; allowed: one at a time")
 
 
 class RunFolder:
-    """Reads and writes one run folder.
-
-    Arguments:
-        folder: Where it is, or will be.
-    """
+    """Reads and writes one run folder, which need not exist yet."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder)
@@ -176,12 +133,8 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
-    def _claim(self) -> None:
-        """Keeps other processes from training in this folder until `close`, or the end of this one."""
-        self._lock = claim(self.path, "run folder")
-
     def is_in_training(self) -> bool:
-        """Says whether a process trains in this folder now; on Windows nobody can tell."""
+        """Returns whether a process trains in this folder now; always False on Windows."""
         lock = self.path / ".lock"
         if sys.platform == "win32" or not lock.is_file():
             return False
@@ -189,41 +142,45 @@ class RunFolder:
 
         with lock.open() as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back as the file is closed
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it
             except BlockingIOError:
                 return True
         return False
 
     def check_new(self) -> None:
-        """Raises unless the folder does not exist, is empty, or has remains of a killed start."""
+        """Raises unless the folder is absent, empty, or left by a start that was killed."""
         name = str(self.path)
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"run folder {name!r} is a file; allowed: a new name")
-        remains = self.path.iterdir() if self.path.exists() else ()
-        if any(not _is_temporary(file) and file.name != ".lock" for file in remains):
+        files = self.path.iterdir() if self.path.exists() else ()
+        if any(not _is_temporary(file) and file.name != ".lock" for file in files):
             again = f"--resume {shlex.quote(name)}"
             raise ValueError(f"run folder {name!r} is not empty; allowed: {again}, or another name")
 
     def create(self, config: RunConfig, meta: Meta) -> None:
         """Starts a run in a new folder."""
-        self.check_new()  # a folder of others gets no lock
+        self.check_new()  # before a lock is put into a folder of somebody else
         self.path.mkdir(parents=True, exist_ok=True)
-        self._claim()
+        self._lock = claim(self.path, "run folder")
         self.check_new()  # another process may have trained here until now
         self._tidy()
         self.write_config(config, meta)
 
     def write_config(self, config: RunConfig, meta: Meta) -> None:
         """Writes config.json."""
-        text = json.dumps({**config.to_dict(), "data_meta": meta.to_json()}, indent=2) + "\n"
-        write_atomically(self.path / "config.json", lambda path: path.write_text(text))
+        values = {**config.to_dict(), "data_meta": meta.to_json()}
+        SavedConfig(self.path / "config.json", values).write()
 
     def has_ended(self) -> bool:
-        """Says whether the training is finished, as far as meta.json can be read."""
+        """Returns whether meta.json says that the training is finished."""
+        return self._ended() is True
+
+    def _ended(self) -> bool | None:
+        """Returns whether the training is finished; None if meta.json is missing or damaged."""
         try:
-            return json.loads((self.path / "meta.json").read_bytes())["ended"] is not None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return False
+            return read_object(self.path / "meta.json")["ended"] is not None
+        except (OSError, ValueError, KeyError):
+            return None
 
     def compare(self, config: RunConfig) -> None:
         """Raises unless the run in this folder has the same config in all that matters."""
@@ -234,46 +191,35 @@ class RunFolder:
             )
 
     def check_same(self, config: RunConfig) -> None:
-        """Raises when the folder has a run with other settings, which must not pass for the one asked for.
+        """Raises if the folder has a run with other settings than `config`.
 
-        Unlike in `compare`, the config may leave open what the data gives (features, head "auto", bins) and
-        what a model gives that it starts from (all).
+        Unlike in `compare`, the config may leave open what the data decides (features, head "auto",
+        bins). If it starts from another model, that model decides all model settings.
         """
         if not (self.path / "config.json").exists():
             return
         saved = read_config(self.path).model
         head = saved.head if config.model.head == "auto" else config.model.head
-        model = dataclasses.replace(
-            config.model, features=saved.features, head=head, bins=saved.bins
-        )
-        model = saved if config.train.init is not None else model
+        given = {"features": saved.features, "head": head, "bins": saved.bins}
+        model = saved if config.train.init else dataclasses.replace(config.model, **given)
         self.compare(dataclasses.replace(config, model=model))
 
     def reopen(self, config: RunConfig) -> None:
-        """Makes ready to resume the run."""
+        """Prepares to resume the run."""
         self.compare(config)
-        self._claim()
+        self._lock = claim(self.path, "run folder")
         self._tidy()
-        if self._is_done() and not self._saved():
+        # Weights without a log or a readable meta.json may be all that is left of a finished run.
+        finished = self._ended() is not False or not self.log_path.exists()
+        if (self.path / "weights.safetensors").exists() and finished and not self.has_checkpoint():
             raise ValueError(
-                f"{str(self.path)!r} has weights but no checkpoint to go on from, and a new start would "
-                "replace them; allowed: a run with its checkpoint folder, or a new run under another name"
+                f"{str(self.path)!r} has weights but no checkpoint to go on from, and a new start "
+                "would replace them; allowed: a run with its checkpoint folder, or a new run under "
+                "another name"
             )
 
-    def _is_done(self) -> bool:
-        """Whether the weights are all that is left of a training: a copy of them, or a run that ended."""
-        if not (self.path / "weights.safetensors").exists():
-            return False
-        try:
-            ended = json.loads((self.path / "meta.json").read_bytes())["ended"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return True  # a run has a whole meta.json before it has weights: it may have ended
-        return (
-            ended is not None or not self.log_path.exists()
-        )  # a run has a log before it has weights
-
     def _tidy(self) -> None:
-        """Removes what a killed training was writing; an evaluation may be at work."""
+        """Removes temporary files of a training that was killed, but not those of an evaluation."""
         for folder in (self.path, self.checkpoints):
             for file in folder.glob(".*"):
                 if _is_temporary(file) and not file.name.startswith(".eval"):
@@ -285,50 +231,38 @@ class RunFolder:
         write_atomically(self.path / "meta.json", lambda path: path.write_text(text))
 
     def save_weights(self, tensors: dict[str, Tensor]) -> None:
-        """Writes the best weights; what was measured of those before is set aside as "eval.json.old"."""
-        self._set_aside()  # first: killed in between, this leaves no result beside weights that it is not of
-        metadata = with_checksum(tensors, {})
-        write_atomically(
-            self.path / "weights.safetensors", lambda path: save_file(tensors, path, metadata)
-        )
-        self._set_aside()  # what an evaluation of those before has written meanwhile
+        """Writes the best weights, and renames evaluations of other weights to "eval.json.old"."""
+        self._set_evaluations_aside()  # before, so that a kill leaves none beside new weights
+        write_tensors(self.path / "weights.safetensors", tensors)
+        self._set_evaluations_aside()  # after, because an evaluation may just have ended
 
-    def _set_aside(self) -> None:
+    def _set_evaluations_aside(self) -> None:
         for file in (self.path / "eval.json", self.path / "eval_valid.json"):
             with suppress(FileNotFoundError):
                 file.replace(file.with_name(f"{file.name}.old"))
-            for part in self.path.glob(f"{file.stem}.part-*.json"):  # nobody could go on with it
+            for part in self.path.glob(f"{file.stem}.part-*.json"):
                 part.unlink(missing_ok=True)
 
     def has_weights(self) -> bool:
-        """Whether the best weights are there and whole."""
-        path = self.path / "weights.safetensors"
+        """Returns whether the best weights are there and undamaged."""
         try:
-            with safe_open(path, "pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                check_checksum(str(path), tensors, file.metadata() or {})
-        except (OSError, SafetensorError, ValueError):
+            read_tensors(self.path / "weights.safetensors")
+        except ValueError:
             return False
         return True
 
     def log(self, line: dict[str, Any]) -> None:
-        """Appends to the log."""
+        """Appends a line to the log."""
         with self.log_path.open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def cut_log(self, step: int, warn: Callable[[str], object]) -> None:
-        """Takes out of the log what comes after a step, and lines that are damaged."""
+        """Removes the lines after a step, and damaged lines, from the log."""
         if not self.log_path.exists():
             return
-        kept, lines = [], self.log_path.read_bytes().splitlines()
-        for number, line in enumerate(lines, 1):
-            try:
-                if read_line(line)["step"] <= step:
-                    kept.append(line + b"\n")
-            except ValueError:
-                if number < len(lines):  # a torn last line is what a kill leaves
-                    warn(f"{str(self.log_path)!r} line {number} is damaged and was left out")
-        write_atomically(self.log_path, lambda path: path.write_bytes(b"".join(kept)))
+        lines = _parse_log(self.log_path, lambda problem: warn(f"{problem}; it was left out"))
+        text = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
+        write_atomically(self.log_path, lambda path: path.write_text(text))
 
     def save_checkpoint(
         self,
@@ -337,75 +271,68 @@ class RunFolder:
         parts: dict[str, dict[str, Tensor]],
         progress: dict[str, Any],
     ) -> Path:
-        """Writes a checkpoint, then lets go of all but the two newest.
+        """Writes a checkpoint, then removes all but the two newest; returns its folder.
 
-        Arguments:
-            config: The run that it is of.
-            step: How many steps were done.
-            parts: Tensors by the name of their file.
-            progress: What else to remember, ready for JSON.
-
-        Returns:
-            The folder of the checkpoint.
+        It holds `parts`, tensors by the name of their file, and `progress`, ready for JSON.
         """
         final = self.checkpoints / f"step-{step:08d}"
-        temporary = self.checkpoints / f".{final.name}.tmp"
+        temporary, replaced = (
+            final.with_name(f".{final.name}{end}") for end in (".tmp", ".old.tmp")
+        )
         _remove(temporary)
         temporary.mkdir(parents=True)
         try:
             if self.log_path.exists():
-                _flush(self.log_path)
+                flush(self.log_path)
             checksums = {}
             for name, tensors in parts.items():
                 file = temporary / f"{name}.safetensors"
-                save_file(tensors, file)
-                _flush(file)
+                safetensors.torch.save_file(tensors, file)
+                flush(file)
                 checksums[file.name] = _sha256(file)
             record = {**progress, "step": step, "config": config.to_dict(), "files": checksums}
             record["checksum"] = _checksum(record)
             (temporary / "progress.json").write_text(json.dumps(record, indent=2) + "\n")
-            _flush(temporary / "progress.json")
-            _flush(temporary)
-            before = final.with_name(f".{final.name}.old.tmp")
-            if final.exists():  # of this step: it goes when the new one has its name
-                _remove(before)
-                final.rename(before)
+            flush(temporary / "progress.json")
+            flush(temporary)
+            if final.exists():  # the same step was saved before
+                _remove(replaced)
+                final.rename(replaced)
             temporary.rename(final)
-            _flush(self.checkpoints)
-            _remove(before)
+            flush(self.checkpoints)
+            _remove(replaced)
         finally:
             _remove(temporary)
         for old in self._saved()[:-_KEPT]:
-            self._discard(old)
+            shutil.rmtree(old)
         return final
 
     def read_checkpoint(
         self, config: RunConfig, warn: Callable[[str], object]
     ) -> Checkpoint | None:
-        """Returns the newest checkpoint that is whole, or None when there never was one.
+        """Returns the newest undamaged checkpoint, or None if there never was one.
 
-        A damaged one is named to `warn` and set aside under the name "step-N.damaged". One of another run
-        than `config` is refused, and nothing is changed.
+        Damaged checkpoints are reported to `warn` and renamed to "step-N.damaged". A checkpoint of
+        another run is refused, and nothing is changed.
         """
-        reasons = []
-        saved = self._saved()
-        for path in reversed(saved):
+        damaged: dict[Path, str] = {}
+        for path in reversed(self._saved()):
             try:
                 checkpoint = _read(path)
-            except _Damaged as error:
-                reasons.append(f"{str(path)!r} is damaged ({error})")
+            except ValueError as error:
+                damaged[path] = f"{str(path)!r} is damaged ({error})"
                 continue
             self._check_origin(checkpoint, config, warn)
-            for reason in reasons:
-                warn(f"{reason}; going on from {path.name}")
-            for newer in saved[saved.index(path) + 1 :]:
+            for newer, problem in damaged.items():
+                warn(f"{problem}; going on from {path.name}")
                 aside = newer.with_name(f"{newer.name}.damaged")
                 _remove(aside)
                 newer.rename(aside)
             return checkpoint
-        if reasons:
+        if damaged:
             raise ValueError(
-                f"no checkpoint is good: {', '.join(reasons)}; allowed: a new run under another name"
+                f"no checkpoint is good: {', '.join(damaged.values())}; allowed: a new run under "
+                "another name"
             )
         return None
 
@@ -413,8 +340,8 @@ class RunFolder:
         self, checkpoint: Checkpoint, config: RunConfig, warn: Callable[[str], object]
     ) -> None:
         path, origin = str(checkpoint.path), checkpoint.progress.pop("config", None)
-        if origin is None:  # as older versions wrote it
-            warn(f"{path!r} does not say which run it is of; it is taken for one of this run")
+        if origin is None:  # older versions did not save it
+            warn(f"{path!r} does not say which run it belongs to; it is used for this run")
             return
         try:
             saved = RunConfig.from_dict(origin)
@@ -423,72 +350,50 @@ class RunFolder:
         for key, here, there in _differing(config, saved):
             raise ValueError(
                 f"{path!r} is a checkpoint of another run, with {key}={there!r}, here {here!r}; "
-                f"allowed: those of this run (move it out of {str(self.path)!r} to go on from the one before)"
+                f"allowed: checkpoints of this run (move it out of {str(self.path)!r} to go on "
+                "from the one before)"
             )
 
     def has_checkpoint(self) -> bool:
-        """Whether there is one, whole or not."""
+        """Returns whether there is a checkpoint, damaged or not."""
         return bool(self._saved())
 
     def _saved(self) -> list[Path]:
-        """The checkpoints by their final name, oldest first."""
+        """Returns the checkpoints, oldest first."""
         found = [path for path in self.checkpoints.glob("step-*") if path.name[5:].isdecimal()]
-        return sorted(
-            found, key=lambda path: int(path.name[5:])
-        )  # names have 8 digits, steps may have more
-
-    @staticmethod
-    def _discard(checkpoint: Path) -> None:
-        """Deletes a checkpoint; killed in between it leaves nothing under the final name."""
-        hidden = checkpoint.with_name(f".{checkpoint.name}.old.tmp")
-        _remove(hidden)
-        checkpoint.rename(hidden)
-        _remove(hidden)
+        return sorted(found, key=lambda path: int(path.name[5:]))  # steps may have over 8 digits
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values with None for every float that JSON has no number for."""
+    """Returns the values with None for infinite floats and NaN, which JSON does not have."""
     return {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
     }
 
 
 def _read(path: Path) -> Checkpoint:
+    """Reads a checkpoint; raises `ValueError` with the name of a damaged file."""
+    name = "progress.json"
     try:
-        record = json.loads((path / "progress.json").read_bytes())
+        record = json.loads((path / name).read_bytes())
         if record.pop("checksum") != _checksum(record) or path.name != f"step-{record['step']:08d}":
-            raise _Damaged("progress.json differs from its checksum")
-        files = list(record.pop("files").items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _Damaged(f"progress.json: {error}") from None
-    parts = {}
-    for name, checksum in files:
-        try:
+            raise ValueError("it differs from its checksum")
+        parts = {}
+        for name, checksum in record.pop("files").items():
             if _sha256(path / name) != checksum:
-                raise _Damaged(f"{name} differs from its checksum")
-            parts[name.removesuffix(".safetensors")] = load_file(path / name)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise _Damaged(f"{name}: {error}") from None
+                raise ValueError("it differs from its checksum")
+            parts[name.removesuffix(".safetensors")] = safetensors.torch.load_file(path / name)
+    except (OSError, SafetensorError, *_MALFORMED) as error:
+        raise ValueError(f"{name}: {error}") from None
     return Checkpoint(path, record, parts)
 
 
 def _differing(config: RunConfig, other: RunConfig) -> Iterator[tuple[str, Any, Any]]:
-    """Gives the options, with both values, that make two runs of different results."""
-    values, others = _flat(dataclasses.asdict(config)), _flat(dataclasses.asdict(other))
-    return (
-        (key, values[key], others[key])
-        for key in values
-        if values[key] != others[key] and key not in FREE
-    )
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
+    """Yields the options that change the weights and differ between two runs, with both values."""
+    values, others = flatten(dataclasses.asdict(config)), flatten(dataclasses.asdict(other))
     for key, value in values.items():
-        flat |= (
-            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
-    return flat
+        if value != others[key] and key not in FREE:
+            yield key, value, others[key]
 
 
 def _is_temporary(path: Path) -> bool:
@@ -500,15 +405,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _flush(path: Path) -> None:
-    """Makes a file, or the names in a folder, reach the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _sha256(path: Path) -> str:

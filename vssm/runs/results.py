@@ -1,9 +1,9 @@
-"""The envelope of a result: what was measured, when, by which code, on which machine, with which command.
+"""A result file says what was measured, when, by which code, on which machine, by which command.
 
     {"name", "date", "commit", "machine", "command", "config", "metrics"}
 
-`metrics` is flat and holds numbers only. Nothing in it says who ran it or where their files lie: no host
-name, and of an absolute path only the last part.
+`metrics` is flat and holds only numbers. A file does not say who made it: it has no host name, and
+absolute paths lose their folders.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 from collections.abc import Mapping
@@ -28,45 +29,48 @@ __all__ = ["commit", "machine", "result", "source", "write_result"]
 def result(
     name: str, command: str, config: Mapping[str, Any], metrics: Mapping[str, float | None]
 ) -> dict[str, Any]:
-    """Wraps metrics with what is needed to trust and repeat them.
+    """Adds to metrics what is needed to trust and repeat them.
 
     Arguments:
-        name: What the result is called.
+        name: The name of the result.
         command: What to type to get it again.
         config: The settings, ready for JSON.
-        metrics: Numbers by name; one that is not finite becomes null.
+        metrics: Numbers by name; NaN and infinity become null.
 
     Example:
-        >>> made = result("scan", "vssm bench scan", {"dir": "/home/me/data"}, {"fwd_ms_b1_t8": 0.5})
+        >>> made = result("scan", "vssm bench scan", {"dir": "/home/me/data"}, {"fwd_ms": 0.5})
         >>> made["config"], made["metrics"]
-        ({'dir': 'data'}, {'fwd_ms_b1_t8': 0.5})
+        ({'dir': 'data'}, {'fwd_ms': 0.5})
     """
-    numbers: dict[str, float | None] = {}
     for key, value in metrics.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ValueError(f"metric {key!r} is {value!r}; allowed: a number")
-        numbers[key] = value if value is not None and math.isfinite(value) else None
     return {
         "name": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": machine(),
-        "command": shlex.join(map(_without_folder, shlex.split(command))),
+        "command": shlex.join(map(_without_folders, shlex.split(command))),
         "config": _without_folders(config),
-        "metrics": numbers,
+        "metrics": {
+            key: value if value is not None and math.isfinite(value) else None
+            for key, value in metrics.items()
+        },
     }
 
 
 def write_result(path: str | Path, made: Mapping[str, Any]) -> None:
-    """Writes a result as JSON: all of it or nothing."""
+    """Writes a result as JSON, atomically."""
     text = json.dumps(made, indent=2, allow_nan=False) + "\n"
     write_atomically(path, lambda file: file.write_text(text))
 
 
 def machine() -> dict[str, str | int | None]:
-    """Returns the processor, its cores, the GPU if there is one, and the versions that matter for speed."""
+    """Returns the processor, the GPU if there is one, and the versions that matter for speed."""
+    info = Path("/proc/cpuinfo")
+    cpu = re.search(r"model name\s*:\s*(.*\S)", info.read_text()) if info.is_file() else None
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu[1] if cpu else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
@@ -76,23 +80,22 @@ def machine() -> dict[str, str | int | None]:
 
 
 def commit() -> str | None:
-    """Returns the commit of this package's own repository, with "-dirty" after it when its code differs."""
+    """Returns the commit of this package's repository, with "-dirty" if the package was changed."""
     package = Path(__file__).parents[1]
-    # An installed copy may lie inside somebody else's repository, whose commit says nothing about it.
+    # An installed copy may lie inside another repository, whose commit says nothing about it.
     if _git(package, "rev-parse", "--show-prefix") != f"{package.name}/":
         return None
     found = _git(package, "rev-parse", "HEAD")
-    # Only the package: results that replace committed ones are written into the same clone.
-    return (
-        f"{found}-dirty" if found and _git(package, "status", "--porcelain", "--", ".") else found
-    )
+    # Only changes of the package count: new results are written into the same clone.
+    changed = found and _git(package, "status", "--porcelain", "--", ".")
+    return f"{found}-dirty" if changed else found
 
 
 def source(but: tuple[str, ...] = (), package: Path = Path(__file__).parents[1]) -> str:
-    """Returns a digest of the code of this package: a commit does not tell of changes, or is not known.
+    """Returns a digest of this package's code, which also changes where no commit is known.
 
     Arguments:
-        but: Beginnings of names in the package that do not count.
+        but: Beginnings of file names in the package that do not count.
         package: Its folder.
 
     Example:
@@ -108,31 +111,18 @@ def source(but: tuple[str, ...] = (), package: Path = Path(__file__).parents[1])
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", *arguments]
     try:
-        run = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10
-        )
+        run = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return run.stdout.strip() if run.returncode == 0 else None
 
 
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def _without_folders(value: Any) -> Any:  # noqa: ANN401
+    """Cuts absolute paths, anywhere in a value that is ready for JSON, down to their last part."""
     if isinstance(value, Mapping):
         return {key: _without_folders(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_without_folders(item) for item in value]
-    return _without_folder(value) if isinstance(value, str) else value
-
-
-def _without_folder(text: str) -> str:
-    return Path(text).name if Path(text).is_absolute() else text
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value

@@ -1,34 +1,33 @@
-"""Models that come with the package, each a folder here, so that real samples can be drawn offline.
+"""Models that are shipped with the package, each in a folder here, so that they work offline.
 
     vssm.load("mnist-small")        vssm generate mnist-small --num 64 --out one-shot.png
 
-| file | what |
+| file | content |
 | --- | --- |
-| `config.json` | the model, and the data and settings it was trained with |
-| `weights.safetensors` | its weights in bfloat16; they are computed with in float32 |
+| `config.json` | the model, and the data and settings that it was trained with |
+| `weights.safetensors` | its weights in bfloat16; the model computes in float32 |
 | `eval.json` | what `vssm evaluate` measured of these very weights |
 | `README.md` | the model card |
 
-A file or folder of the same name where the program runs comes first: what a user made is never hidden.
+A file or folder of the same name in the working directory comes first.
 """
 
-import json
+import dataclasses
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
+from vssm.runs.config import SavedConfig
 from vssm.runs.hub import model_card, pull, without_folders
-from vssm.storage import with_checksum, write_atomically
+from vssm.storage import read_tensors, write_atomically, write_tensors
 
 __all__ = ["export", "find", "names", "write_card"]
 
 FOLDER = Path(__file__).parent
 _LIMITS = (
-    "Trained for minutes, to be small and quick to try: longer training and more width give better numbers. "
-    "It knows only sequences like those of its data set. The weights are rounded to bfloat16; metrics are "
-    "those of the rounded weights."
+    "The model was trained for minutes, to be small and quick to try: longer training and more "
+    "width give better numbers. It knows only sequences like those of its data set. The weights "
+    "are rounded to bfloat16, and the metrics are those of the rounded weights."
 )
 _ONE_SHOT = (
     " Samples in one shot from nothing are worse than completions, and than samples with "
@@ -37,7 +36,7 @@ _ONE_SHOT = (
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names of the models that are there.
+    """Returns the names of the shipped models.
 
     Example:
         >>> all((FOLDER / name / "weights.safetensors").is_file() for name in names())
@@ -47,9 +46,9 @@ def names() -> tuple[str, ...]:
 
 
 def find(folder: str | Path) -> Path:
-    """Returns the folder that a model is in: of a shipped one for its name, fetched for "hf://OWNER/NAME".
+    """Returns the folder of a model: a shipped one by its name, or fetched for "hf://OWNER/NAME".
 
-    Anything else, or what exists here, as it is.
+    Anything else, and whatever exists in the working directory, is returned as it is.
 
     Example:
         >>> find("my/run")
@@ -64,45 +63,34 @@ def find(folder: str | Path) -> Path:
 
 
 def export(run: str | Path, folder: str | Path) -> Path:
-    """Makes a model for shipping of a run: weights in bfloat16, a config without folders, a model card.
+    """Prepares a run for shipping: bfloat16 weights, a config without folders, a model card.
 
     Arguments:
         run: A run folder.
-        folder: Where it goes; its last part is the name.
+        folder: Where the model goes; its last part is the name.
 
     Returns:
         `folder`. Measure it with `vssm evaluate`, then call `write_card` again.
     """
-    run, folder = Path(run), Path(folder)
-    for file in ("config.json", "weights.safetensors"):
-        if not (run / file).is_file():
-            raise ValueError(f"run={str(run)!r} has no {file}; allowed: the folder of a run")
+    folder = Path(folder)
     if (folder / "eval.json").exists():
         raise ValueError(
             f"folder={str(folder)!r} has metrics of other weights; allowed: a new folder"
         )
-    try:
-        tensors = load_file(run / "weights.safetensors")
-        values = json.loads((run / "config.json").read_bytes())
-        values |= without_folders({"data": dict(values["data"])})
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"run={str(run)!r} is damaged: {error}; allowed: the folder of a run"
-        ) from None
+    config = SavedConfig.read(run)
+    config.run()  # raises unless it is a run
+    tensors, _ = read_tensors(Path(run) / "weights.safetensors")
     folder.mkdir(parents=True, exist_ok=True)
     rounded = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
-    text = json.dumps(values, indent=2) + "\n"
-    metadata = with_checksum(rounded, {})
-    write_atomically(
-        folder / "weights.safetensors", lambda path: save_file(rounded, path, metadata)
-    )
-    write_atomically(folder / "config.json", lambda path: path.write_text(text))
+    write_tensors(folder / "weights.safetensors", rounded)
+    values = without_folders(config.values)
+    dataclasses.replace(config, path=folder / "config.json", values=values).write()
     write_card(folder)
     return folder
 
 
 def write_card(folder: str | Path) -> Path:
-    """Writes README.md: data, settings, metrics if there is an eval.json, the command, limits, licence.
+    """Writes README.md: data, settings, metrics if there is an eval.json, the command, limits.
 
     Arguments:
         folder: A folder that `export` made.
@@ -111,12 +99,8 @@ def write_card(folder: str | Path) -> Path:
         The path of the card.
     """
     folder = Path(folder)
-    name = folder.resolve().name
-    card = model_card(folder, name).replace(f"hf://{name}", name)
-    model = json.loads((folder / "config.json").read_bytes())["model"]
-    poor = model["kind"] in ("tvae", "vssm") and model.get("levels", 1) == 1
-    limits = _LIMITS + _ONE_SHOT * poor
-    text = card.replace("\n## Licence\n", f"\n## Limits\n\n{limits}\n\n## Licence\n")
-    assert limits in text
-    write_atomically(folder / "README.md", lambda path: path.write_text(text))
+    model = SavedConfig.read(folder).model()
+    poor = model.kind in ("tvae", "vssm") and model.levels == 1
+    card = model_card(folder, folder.resolve().name, _LIMITS + _ONE_SHOT * poor)
+    write_atomically(folder / "README.md", lambda path: path.write_text(card))
     return folder / "README.md"

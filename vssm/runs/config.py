@@ -1,0 +1,103 @@
+"""Reads config.json, which says what a folder holds.
+
+A model that was saved alone has the keys `format` and `model`. A run also has `data`, `train` and
+`data_meta`, the shape of its sequences.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vssm.config import FORMAT, ModelConfig, RunConfig
+from vssm.storage import write_atomically
+
+__all__ = ["SavedConfig", "flatten", "read_config"]
+
+Config = TypeVar("Config")
+
+
+@dataclass(frozen=True)
+class SavedConfig:
+    """The content of a config.json."""
+
+    path: Path
+    """The file that it was read from, for messages."""
+    values: dict[str, Any]
+    """The JSON object as it was saved."""
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "SavedConfig":
+        """Reads the config.json of a folder."""
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise ValueError(
+                f"{str(folder)!r} has no config.json; allowed: a run folder, or a folder written "
+                "by vssm.save"
+            )
+        return cls.parse(path.read_bytes(), path)
+
+    @classmethod
+    def parse(cls, text: str | bytes, path: Path) -> "SavedConfig":
+        """Reads the text of a config.json, found in the file `path`."""
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{str(path)!r} is damaged: {error}") from None
+        if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
+            raise ValueError(f"{str(path)!r} has no key 'model'; it is not a config of vssm")
+        if values.get("format") != FORMAT:
+            raise ValueError(
+                f"{str(path)!r} has format {values.get('format')!r}; allowed: {FORMAT}, "
+                "the format of this version"
+            )
+        return cls(path, values)
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it describes a run, not just a model."""
+        return "data" in self.values or "train" in self.values
+
+    def model(self) -> ModelConfig:
+        """Returns the settings of the model."""
+        return self._checked(ModelConfig.from_dict, self.values["model"])
+
+    def run(self) -> RunConfig:
+        """Returns the settings of the run; raises `ValueError` if there is just a model."""
+        for key in ("data", "train"):  # a default would train another model over this one
+            if key not in self.values:
+                raise ValueError(
+                    f"{str(self.path)!r} has no key {key!r}; allowed: a run folder written by "
+                    "vssm train"
+                )
+        values = {name: value for name, value in self.values.items() if name != "data_meta"}
+        return self._checked(RunConfig.from_dict, values)
+
+    def _checked(self, make: Callable[[dict[str, Any]], Config], values: dict[str, Any]) -> Config:
+        try:
+            return make(values)
+        except ValueError as error:
+            raise ValueError(f"{str(self.path)!r}: {error}") from None
+
+    def text(self) -> str:
+        """Returns the text of the file."""
+        return json.dumps(self.values, indent=2) + "\n"
+
+    def write(self) -> None:
+        """Writes the file."""
+        write_atomically(self.path, lambda file: file.write_text(self.text()))
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested dictionaries as one, with keys such as "train.epochs"."""
+    flat = {}
+    for key, value in values.items():
+        name = prefix + key
+        flat |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def read_config(folder: str | Path) -> RunConfig:
+    """Returns the settings of the run in a folder."""
+    return SavedConfig.read(folder).run()
