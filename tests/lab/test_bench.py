@@ -418,7 +418,7 @@ def test_what_is_timed_is_in_the_digest_of_the_code(tmp_path, monkeypatch):
         "training/loop",
     )
     assert all(changes(f"{name}.py") for name in (*timed, "forecasting/forecaster"))
-    apart = ("cli/bench", "serve/__init__", "report/style", "lab/page/write", "lab/bench/plot")
+    apart = ("cli/lab", "serve/__init__", "report/style", "lab/page/write", "lab/bench/plot")
     assert not any(changes(f"{name}.py") for name in apart)
     for name in _UNTIMED:
         assert list(package.glob(f"{name}*")), f"{name} is no longer there"
