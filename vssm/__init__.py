@@ -5,13 +5,15 @@ model = vssm.build(config)
 terms = vssm.objective(model, x)
 nats = vssm.log_likelihood(model, x)
 samples = vssm.generate(model, num=16, length=28).x
+
+Names are imported on first use (PEP 562). Python imports this file before `vssm.__main__`, which
+must set up signals and OpenMP before PyTorch is loaded.
 """
 
-from vssm.interrupts import command_ends_at_once
-from vssm.threads import sleep_soon
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-with command_ends_at_once():  # PyTorch takes seconds
-    sleep_soon()
+if TYPE_CHECKING:
     from vssm import ops as ops
     from vssm.config import ModelConfig as ModelConfig
     from vssm.engine import Engine as Engine
@@ -27,6 +29,8 @@ with command_ends_at_once():  # PyTorch takes seconds
     from vssm.sampling.generation import Generation as Generation
     from vssm.sampling.generation import generate as generate
     from vssm.sampling.generation import observe as observe
+
+__version__ = "0.2.0"
 
 __all__ = [
     "Engine",
@@ -46,12 +50,33 @@ __all__ = [
     "save",
 ]
 
-__version__ = "0.2.0"
+_SOURCES = {
+    "ModelConfig": "config",
+    "Forecaster": "forecasting.forecaster",
+    "forecast": "forecasting.forecaster",
+    "log_likelihood": "likelihoods",
+    "build": "models",
+    "State": "nn",
+    "Terms": "objectives",
+    "objective": "objectives",
+    "load": "runs.checkpoint",
+    "save": "runs.checkpoint",
+    "Generation": "sampling.generation",
+    "generate": "sampling.generation",
+    "observe": "sampling.generation",
+}
 
-# What the documents import from. Like all modules of Python they are there once they were imported.
-_MODULES = ("data", "evaluation", "forecasting", "lab", "sampling", "serve", "training")
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    if name in _SOURCES:
+        return getattr(import_module(f"vssm.{_SOURCES[name]}"), name)
+    try:
+        return import_module(f"vssm.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"vssm.{name}":
+            raise
+        raise AttributeError(f"module 'vssm' has no attribute {name!r}") from None
 
 
 def __dir__() -> list[str]:
-    """Lists what is public, for completion; other modules are there too, for ourselves."""
-    return [name for name in globals() if name in (*__all__, *_MODULES) or name.startswith("__")]
+    return sorted({*globals(), *__all__})

@@ -98,6 +98,18 @@ def test_it_loads_within_a_second_from_here_alone(browser, url):
     page.close()
 
 
+def test_the_docs_list_routes_fields_and_commands(page, url):
+    page.goto(f"{url}/docs")
+    page.wait_for_selector("pre")
+    text = page.inner_text("main")
+    assert all(word in text for word in ("POST /v1/observe", "GET /healthz", "recondition"))
+    commands = page.locator("pre").all_inner_texts()
+    assert len(commands) == 5 and all(f"' {url}/v1/" in command for command in commands)
+    assert ["stream" in command for command in commands] == [
+        " -N " in command for command in commands
+    ]
+
+
 def test_draw_erase_and_generate(page):
     box = page.locator("#pad").bounding_box()
     assert page.locator("#known").input_value() == "0"

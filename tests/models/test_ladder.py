@@ -19,7 +19,7 @@ from vssm.evaluation.scores import reconstruction
 from vssm.models import Ladder
 from vssm.nn import State
 from vssm.sampling.ragged import generate_ragged
-from vssm.serve.engine import Job
+from vssm.serve.jobs import Job
 from vssm.serve.models import Served
 from vssm.training.loop import train
 

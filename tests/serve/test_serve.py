@@ -20,15 +20,25 @@ from tests.serving import IMAGE, error, served
 from vssm import State, generate, observe, save
 from vssm.data import Meta
 from vssm.serve.app import create_app
-from vssm.serve.engine import Broken, Engine, Job
 from vssm.serve.errors import Refused
+from vssm.serve.jobs import Job
 from vssm.serve.models import Served, open_models
 from vssm.serve.resume import Seal, Store
 from vssm.serve.run import check_exposure, read_secret
 from vssm.serve.settings import Settings
+from vssm.serve.worker import Worker, compute
 
 RIGHT = "correct-horse-battery"
 NAMES = sorted(KINDS, reverse=True)  # vssm comes first
+
+
+def npy(array):
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+NPY = npy(np.zeros((1, 3), np.float32))
 
 
 @pytest.fixture(scope="module")
@@ -112,23 +122,23 @@ def test_merged_jobs_give_the_bits_of_jobs_alone(models, kind, case):
                 given = {"prompt": x, "chunk": 2, "recondition": True}
             yield Job(one, seed, row, None if case == "read" else 5, **given)
 
-    engine = Engine([one])
-    merged = [engine.submit(job) for job in jobs()]  # before the start, so that they are merged
-    engine.start()
+    worker = Worker([one])
+    merged = [worker.submit(job) for job in jobs()]  # before the start, so that they are merged
+    worker.start()
     merged = [future.result(30) for future in merged]
     assert {done.rows for done in merged} == {14}
     for job, together in zip(jobs(), merged, strict=True):
-        alone = engine.submit(job).result(30)
+        alone = worker.submit(job).result(30)
         assert alone.rows == len(job.row)
         assert together.x is None or torch.equal(together.x, alone.x)
         for given, expected in zip(together.state.leaves(), alone.state.leaves(), strict=True):
             assert torch.equal(given, expected)
-    engine.close()
+    worker.close()
 
 
 def test_jobs_that_differ_are_not_merged(models):
     one = models[0]
-    engine, seed = Engine([one]), torch.zeros(1, dtype=torch.int64)
+    worker, seed = Worker([one]), torch.zeros(1, dtype=torch.int64)
     options = [
         {},
         {"temperature": 0.5},
@@ -136,100 +146,95 @@ def test_jobs_that_differ_are_not_merged(models):
         {"chunk": 2},
         {"chunk": 2, "recondition": True},
     ]
-    futures = [engine.submit(Job(one, seed, seed, 4, **option)) for option in options]
-    futures.append(engine.submit(Job(one, seed, seed, 5)))
-    engine.start()
+    futures = [worker.submit(Job(one, seed, seed, 4, **option)) for option in options]
+    futures.append(worker.submit(Job(one, seed, seed, 5)))
+    worker.start()
     assert [future.result(30).rows for future in futures] == [1] * 6
-    engine.close()
-    off = Engine([one], Settings(batching=False))
+    worker.close()
+    off = Worker([one], Settings(batching=False))
     futures = [off.submit(Job(one, seed, seed, 4)) for _ in range(3)]
     off.start()
     assert [future.result(30).rows for future in futures] == [1] * 3
     off.close()
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(Refused, match="stopping"):
         off.submit(Job(one, seed, seed, 4))
 
 
 def test_a_batch_has_at_most_so_many_rows(models):
     """A job that does not fit waits for the next, and one that never would is a batch of its own."""
     one = models[0]
-    engine = Engine([one], Settings(max_rows=4))
+    worker = Worker([one], Settings(max_rows=4))
     jobs = [torch.zeros(rows, dtype=torch.int64) for rows in (2, 2, 1, 6, 3)]
-    futures = [engine.submit(Job(one, job, job, 4)) for job in jobs]
-    engine.start()
+    futures = [worker.submit(Job(one, job, job, 4)) for job in jobs]
+    worker.start()
     assert [future.result(30).rows for future in futures] == [4, 4, 4, 6, 4]
-    engine.close()
+    worker.close()
 
 
 def test_one_bad_job_does_not_hurt_the_others_and_a_cancelled_one_is_dropped(models):
     one = models[0]
-    engine, seed = Engine([one]), torch.zeros(1, dtype=torch.int64)
-    good = [engine.submit(Job(one, seed, seed, 4)) for _ in range(2)]
-    bad = engine.submit(Job(one, seed, torch.zeros(2, dtype=torch.int64), 4))
-    gone = engine.submit(Job(one, seed, seed, 4))
+    worker, seed = Worker([one]), torch.zeros(1, dtype=torch.int64)
+    good = [worker.submit(Job(one, seed, seed, 4)) for _ in range(2)]
+    bad = worker.submit(Job(one, seed, torch.zeros(2, dtype=torch.int64), 4))
+    gone = worker.submit(Job(one, seed, seed, 4))
     assert gone.cancel()
-    engine.start()
+    worker.start()
     assert all(future.result(30).x.shape == (1, 4, 3) for future in good)
-    with pytest.raises((ValueError, IndexError, RuntimeError)):
+    with pytest.raises(Refused) as refused:
         bad.result(30)
+    assert refused.value.status in (422, 500)
     with pytest.raises(CancelledError):
         gone.result(0)
-    engine.close()
+    worker.close()
 
 
-def test_an_engine_that_fails_ends_all_jobs_and_takes_no_more(models, monkeypatch, caplog):
+def test_a_worker_that_fails_ends_all_jobs_and_takes_no_more(models, monkeypatch, caplog):
     begun, seed, called = threading.Event(), torch.zeros(1, dtype=torch.int64), []
 
-    def measure(model):
+    def measure(served):
         assert begun.wait(30)
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("vssm.serve.engine.row_floor", measure)
-    engine = Engine([models[0]])
-    engine.on_failure = lambda: called.append(engine.failure)
-    engine.start()
-    waiting, gone = (engine.submit(Job(models[0], seed, seed, 4)) for _ in range(2))
+    monkeypatch.setattr(Served, "measure", measure)
+    worker = Worker([models[0]])
+    worker.on_failure = lambda: called.append(worker.failure)
+    worker.start()
+    waiting, gone = (worker.submit(Job(models[0], seed, seed, 4)) for _ in range(2))
     assert gone.cancel()
     begun.set()
-    message = "the engine failed (RuntimeError); the server's log says why"
-    with pytest.raises(Broken, match=re.escape(message)):
+    message = "computing failed (RuntimeError); the server's log says why"
+    with pytest.raises(Refused, match=re.escape(message)) as refused:
         waiting.result(30)
-    with pytest.raises(Broken, match=re.escape(message)):
-        engine.submit(Job(models[0], seed, seed, 4))
-    engine.close()
-    assert called == [engine.failure] == [message]
+    assert (refused.value.status, refused.value.type) == (503, "failed")
+    with pytest.raises(Refused, match=re.escape(message)):
+        worker.submit(Job(models[0], seed, seed, 4))
+    worker.close()
+    assert called == [worker.failure] == [message]
     assert "no such kernel" in caplog.text
 
 
-def test_the_jobs_of_a_batch_end_when_the_engine_fails_in_it(models, monkeypatch):
-    engine, seed = Engine([models[0]]), torch.zeros(1, dtype=torch.int64)
+def stop(*given, **options):
+    raise SystemExit  # no error of a request, but the end of the worker
 
-    def stop(batch, piece):
-        raise SystemExit
 
-    monkeypatch.setattr(engine, "_pass", stop)
-    futures = [engine.submit(Job(models[0], seed, seed, length)) for length in (4, 4, 5)]
-    engine.start()
+def test_the_jobs_of_a_batch_end_when_the_worker_fails_in_it(models, monkeypatch):
+    worker, seed = Worker([models[0]]), torch.zeros(1, dtype=torch.int64)
+    monkeypatch.setattr("vssm.serve.worker.compute", stop)
+    futures = [worker.submit(Job(models[0], seed, seed, length)) for length in (4, 4, 5)]
+    worker.start()
     for future in futures:
-        with pytest.raises(Broken, match="SystemExit"):
+        with pytest.raises(Refused, match="SystemExit"):
             future.result(30)
-    engine.close()
+    worker.close()
 
 
-def test_an_answer_that_waits_is_503_when_the_engine_fails(monkeypatch):
+def test_a_server_whose_worker_failed_says_so(monkeypatch):
     app = create_app([served("vssm")])
     with TestClient(app) as client:
         wait_until_ready(client)
-        monkeypatch.setattr(Job, "key", property(lambda job: 1 / 0))
-        assert error(client.post("/v1/generate", json={"length": 4}), 503)["type"] == "failed"
-
-
-def test_a_server_whose_engine_failed_says_so(monkeypatch):
-    monkeypatch.setattr("vssm.serve.engine.row_floor", lambda model: 1 / 0)
-    app = create_app([served("vssm")])
-    with TestClient(app) as client:
-        app.state.server.engine._thread.join(30)
+        monkeypatch.setattr(Served, "generate", stop)
         for reply in (
+            client.post("/v1/generate", json={"length": 4}),  # waits while it fails
             client.post("/v1/generate", json={"length": 4}),
             client.post("/v1/generate", json={"length": 4, "stream": True}),
             client.post("/v1/observe", json={"x": [[0, 0, 0]]}),
@@ -238,10 +243,17 @@ def test_a_server_whose_engine_failed_says_so(monkeypatch):
         ):
             told = error(reply, 503)
             assert told["type"] == "failed"
-            assert (
-                told["message"]
-                == "the engine failed (ZeroDivisionError); the server's log says why"
-            )
+            assert told["message"] == "computing failed (SystemExit); the server's log says why"
+
+
+def test_a_bug_in_a_pass_is_a_500(monkeypatch, caplog):
+    with TestClient(create_app([served("vssm")])) as client:
+        wait_until_ready(client)
+        monkeypatch.setattr(Served, "generate", lambda *given, **options: 1 / 0)
+        assert error(client.post("/v1/generate", json={"length": 4}), 500)["type"] == "internal"
+        (name, last), *_ = events(client.post("/v1/generate", json={"stream": True}).text)
+        assert (name, last["error"]["type"]) == ("error", "internal")
+    assert "ZeroDivisionError" in caplog.text
 
 
 def events(text):
@@ -329,16 +341,13 @@ def small_pieces(models):
     copies, pieces = [Served(one.name, one.model, one.meta) for one in models], []
     for one in copies:
         one.cells = 60
-    app = create_app(copies)
-    engine = app.state.server.engine
-    compute = engine._pass
 
-    def watch(batch, piece):
-        pieces.append((sum(len(job.row) for job in batch), piece))
-        return compute(batch, piece)
+    def watch(batch):
+        pieces.append((sum(len(job.row) for job in batch), batch[0].piece))
+        return compute(batch)
 
-    engine._pass = watch
-    with TestClient(app) as client:
+    with pytest.MonkeyPatch.context() as patch, TestClient(create_app(copies)) as client:
+        patch.setattr("vssm.serve.worker.compute", watch)
         wait_until_ready(client)
         yield client, pieces
 
@@ -400,23 +409,23 @@ def test_data_are_read_in_bounded_pieces(small_pieces, models, kind):
 def test_a_batch_counts_rows_times_steps(models, monkeypatch):
     one = models[0]
     monkeypatch.setattr(one, "cells", 60)
-    engine = Engine([one])
+    worker = Worker([one])
     seed = torch.zeros(1, dtype=torch.int64)
-    futures = [engine.submit(Job(one, seed, seed, 25)) for _ in range(5)]
-    engine.start()
+    futures = [worker.submit(Job(one, seed, seed, 25)) for _ in range(5)]
+    worker.start()
     assert [future.result(30).rows for future in futures] == [2, 2, 2, 2, 1]
-    engine.close()
+    worker.close()
 
 
 def test_a_client_that_leaves_is_dropped_between_two_pieces_of_its_prompt(small_pieces):
     client, pieces = small_pieces
     pieces.clear()
-    engine, seed = client.app.state.server.engine, torch.zeros(1, dtype=torch.int64)
-    one = engine.models[0]
-    future = engine.submit(Job(one, seed, seed, None, sequences(one.model, 1, 200_000)))
+    worker, seed = client.app.state.worker, torch.zeros(1, dtype=torch.int64)
+    one = worker.models[0]
+    future = worker.submit(Job(one, seed, seed, None, sequences(one.model, 1, 200_000)))
     wait_for(lambda: len(pieces) > 3)
     assert future.cancel()
-    wait_for(lambda: engine.in_progress == 0)
+    wait_for(lambda: worker.in_progress == 0)
     assert len(pieces) < 3000
 
 
@@ -510,7 +519,7 @@ def test_observed_data_are_read_before_what_follows(client, models):
     refused = error(client.post("/v1/resume", json={"resume": blind, "recondition": True}), 422)
     assert "recondition" in refused["message"]
     assert (
-        "x has 3 rows; allowed: 2, or 1 that serves all"
+        "x has 3 rows; allowed: 2, or one row for all"
         in error(
             client.post(
                 "/v1/observe",
@@ -524,10 +533,8 @@ def test_observed_data_are_read_before_what_follows(client, models):
 def test_prompts_as_lists_file_and_text(client, models):
     x = sequences(models[0].model, 2, 4).numpy()
     for dtype, order in ((np.float32, "C"), (np.float64, "F"), (">f4", "C")):
-        file = io.BytesIO()
-        np.save(file, np.asarray(x, dtype, order=order))
-        npy = base64.b64encode(file.getvalue()).decode()
-        sent = post(client, "generate", prompt_npy=npy, length=3)
+        file = npy(np.asarray(x, dtype, order=order))
+        sent = post(client, "generate", prompt_npy=file, length=3)
         close(array(sent), array(post(client, "generate", prompt=x.tolist(), length=3)))
     text = post(client, "generate", model="letters", prompt="badcab", num=2)
     tokens = post(client, "generate", model="letters", prompt=[1, 0, 3, 2, 0, 1], num=2)
@@ -545,17 +552,13 @@ def test_prompts_as_lists_file_and_text(client, models):
         ({"num": 257}, "num", "at most 256"),
         ({"length": 4097}, "length", "at most 4096"),
         ({"num": 256, "length": 4096}, "num", "at most 65536"),
-        ({"num": 0}, "num", "num=0 is not allowed; allowed: a whole number >= 1"),
-        ({"num": "2"}, "num", 'num="2" is not allowed; allowed: a whole number >= 1'),
+        ({"num": 0}, "num", "num=0 is not allowed: input should be greater than or equal to 1"),
+        ({"num": "2"}, "num", 'num="2" is not allowed: input should be a valid integer'),
         ({"model": "ssm", "chunk": 2}, "chunk", "vssm or tvae"),
         ({"model": "rnn", "recondition": True}, "recondition", "vssm or tvae"),
         ({"every": 2}, "every", "step-by-step"),
-        (
-            {"temperature": 0},
-            "temperature",
-            "temperature=0 is not allowed; allowed: a number > 0, from 1e-30",
-        ),
-        ({"temperature": 1e-300}, "temperature", "allowed: a number > 0, from 1e-30 to 100"),
+        ({"temperature": 0}, "temperature", "temperature=0 is not allowed: input should be"),
+        ({"temperature": 1e-300}, "temperature", "should be greater than or equal to 0.000"),
         (
             {"prompt": []},
             "prompt",
@@ -565,31 +568,18 @@ def test_prompts_as_lists_file_and_text(client, models):
         ({"prompt": [[1, 2]]}, "prompt", "allowed: (batch, length, 3)"),
         ({"prompt": [[[1, 2, 3]], [[1, 2, 3]]], "num": 3}, "num", "rows of the prompt"),
         ({"prompt": "text"}, "prompt", "numbers"),
-        ({"prompt": []}, "prompt", "allowed"),
-        ({"prompt": [[1, 2, 3]], "prompt_npy": "AAAA"}, "prompt", "both given"),
-        (
-            {"seed": 2**63},
-            "seed",
-            "=9223372036854775808 is not allowed; allowed: a whole number from -2^63 to",
-        ),
-        ({"stream": None}, "stream", "stream=null is not allowed; allowed: true or false"),
-        ({"keep": True}, "keep", "keep=true is not allowed; allowed: 'server', 'client' or 'none'"),
-        ({"model": "m" * 65}, "model", "model is not allowed; allowed: a name of /v1/models"),
-        (
-            {"prompt": 3},
-            "prompt",
-            "prompt=3 is not allowed; allowed: nested lists of numbers, or a text",
-        ),
-        (
-            {"prompt_npy": []},
-            "prompt_npy",
-            "prompt_npy is not allowed; allowed: a .npy file in base64",
-        ),
-        ({"colour": 1}, "colour", "field 'colour' is unknown; allowed: num, length,"),
+        ({"prompt": [[1, 2, 3]], "prompt_npy": NPY}, "prompt", "both given"),
+        ({"seed": 2**63}, "seed", "=9223372036854775808 is not allowed: input should be less"),
+        ({"stream": None}, "stream", "stream=null is not allowed: input should be a valid boolean"),
+        ({"keep": True}, "keep", "keep=true is not allowed: input should be 'server', 'client' or"),
+        ({"model": "m" * 65}, "model", "model is not allowed: string should have at most 64"),
+        ({"prompt": 3}, "prompt", "prompt=3 is not allowed: input should be nested lists of"),
+        ({"prompt_npy": []}, "prompt_npy", "is not allowed: input should be a .npy file in base64"),
+        ({"colour": 1}, "colour", "field 'colour' is unknown; allowed: model, num,"),
         ({"nmu": 1}, "nmu", "prompt_npy (did you mean num?)"),
-        ({"a\nb": 1}, "a\nb", r"field 'a\nb' is unknown; allowed: num"),
-        ([1], None, "the body is no object; allowed: a JSON object of fields"),
-        (None, None, "the body is no object; allowed: a JSON object of fields"),
+        ({"a\nb": 1}, "a\nb", r"field 'a\nb' is unknown; allowed: model"),
+        ([1], None, "the body is not an object; allowed: a JSON object of fields"),
+        (None, None, "the body is not an object; allowed: a JSON object of fields"),
     ],
 )
 def test_refusals_name_the_field(client, body, param, words):
@@ -599,26 +589,28 @@ def test_refusals_name_the_field(client, body, param, words):
     assert words in refused["message"]
 
 
-def test_every_field_has_words_for_what_it_takes(client):
-    schemas = client.get("/openapi.json").json()["components"]["schemas"]
+def test_every_field_says_what_it_takes(client):
+    paths = client.get("/openapi.json").json()["paths"]
     for route, other in (("generate", {}), ("resume", {"resume": "h.x"}), ("observe", {})):
-        names = list(schemas[f"{route.title()}Request"]["properties"])
+        body = paths[f"/v1/{route}"]["post"]["requestBody"]["content"]["application/json"]
+        names = list(body["schema"]["properties"])
         assert len(names) > 5
         for name in names:
             refused = error(client.post(f"/v1/{route}", json={**other, name: {}}), 422)
-            assert refused["message"].startswith(f"{name} is not allowed; allowed: ")
+            assert refused["message"].startswith(f"{name} is not allowed: ")
+            assert " should " in refused["message"] and refused["param"] == name
     refused = error(client.post("/v1/resume", json={}), 422)
-    assert refused["message"] == "resume is missing; allowed: `resume` of an answer"
+    assert (refused["message"], refused["param"]) == ("resume is missing", "resume")
 
 
 def test_a_full_queue_is_429_and_says_when_to_come_back(models, monkeypatch):
     app, seed = create_app(models[:1], Settings(max_queue=2)), torch.zeros(1, dtype=torch.int64)
-    engine, go_on = app.state.server.engine, threading.Event()
-    compute = engine._pass
-    monkeypatch.setattr(engine, "_pass", lambda *given: go_on.wait(30) and compute(*given))
+    worker, go_on = app.state.worker, threading.Event()
+    held = lambda batch: go_on.wait(30) and compute(batch)  # noqa: E731
+    monkeypatch.setattr("vssm.serve.worker.compute", held)
     with TestClient(app) as client:
         wait_until_ready(client)
-        mine = [engine.submit(Job(models[0], seed, seed, 4, client="testclient")) for _ in range(2)]
+        mine = [worker.submit(Job(models[0], seed, seed, 4, client="testclient")) for _ in range(2)]
         reply = client.post("/v1/generate", json={})
         assert error(reply, 429)["type"] == "busy"
         assert int(reply.headers["retry-after"]) >= 1
@@ -626,7 +618,7 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(models, monkeypatch):
         go_on.set()
         assert all(future.result(30).x.shape == (1, 4, 3) for future in mine)
         assert client.post("/v1/generate", json={}).status_code == 200
-        assert engine.in_progress == 0
+        assert worker.in_progress == 0
 
 
 def test_a_request_that_takes_too_long_is_504(models):
@@ -735,13 +727,7 @@ def test_models_pages_and_numbers(client):
     for route in ("generate", "resume"):
         answer = spec["paths"][f"/v1/{route}"]["post"]["responses"]["200"]["content"]
         assert set(answer) == {"application/json", "text/event-stream"}
-    docs = client.get("/docs").text
-    assert all(word in docs for word in ("/v1/observe", "curl", "recondition"))
-    commands = re.findall(r"<pre>(curl .*?)</pre>", docs)
-    assert len(commands) == 5 and all("http://testserver/v1/" in command for command in commands)
-    assert ["stream" in command for command in commands] == [
-        " -N " in command for command in commands
-    ]
+    assert "/openapi.json" in client.get("/docs").text  # tests/browser opens it
     numbers = client.get("/metrics").text
     assert 'vssm_requests_total{route="/v1/generate",status="200"}' in numbers
     assert re.search(r"vssm_batch_rows_count [1-9]", numbers)
@@ -768,22 +754,6 @@ def test_browsers_must_not_guess_the_type_of_an_answer(client):
         assert reply.headers["x-content-type-options"] == "nosniff"
 
 
-@pytest.mark.parametrize(
-    ("host", "shown"),
-    [
-        ("127.0.0.1:8791", "127.0.0.1:8791"),
-        ("[::1]:8791", "[::1]:8791"),
-        ("models.example", "models.example"),
-        ("<b>", "testserver:80"),  # no address: that of the socket
-        ("x;rm -r ~", "testserver:80"),
-    ],
-)
-def test_commands_of_the_docs_go_where_the_page_came_from(client, host, shown):
-    docs = client.get("/docs", headers={"host": host}).text
-    assert f"}}' http://{shown}/v1/generate</pre>" in docs and "8000" not in docs
-    assert host == shown or host not in docs
-
-
 def state_of(size):
     return State({"h": torch.zeros(1, size // 4)}, 1)
 
@@ -794,7 +764,7 @@ def test_states_are_kept_for_a_time_up_to_a_number_and_a_size():
     a, b, c = (store.put("m", state_of(100)) for _ in range(3))
     assert store.get(a)[0] == "m"
     d = store.put("m", state_of(100))  # b is the least recently used
-    with pytest.raises(Refused, match="unknown, expired or was evicted"):
+    with pytest.raises(Refused, match="unknown, has expired or was evicted"):
         store.get(b)
     assert store.get(c) and store.get(d) and len(store) == 3
     e = store.put("m", state_of(900))
@@ -859,7 +829,7 @@ def test_what_may_be_served_and_where(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"model name '\.\./x' is not allowed"):
         open_models([f"../x={tmp_path / 'run'}"])
     monkeypatch.setattr("vssm.runs.pretrained.names", lambda: ())
-    with pytest.raises(ValueError, match="ships none"):
+    with pytest.raises(ValueError, match="ships no models"):
         open_models([])
     assert check_exposure("::1", None, False) and check_exposure("localhost", None, False)
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org", ""):

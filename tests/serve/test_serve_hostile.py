@@ -21,6 +21,7 @@ from vssm.serve.app import create_app
 from vssm.serve.body import BadBody, BodyReader, read_array, read_body
 from vssm.serve.models import Served
 from vssm.serve.run import only_local
+from vssm.serve.service import Service
 from vssm.serve.settings import Settings
 
 JSON = {"content-type": "application/json"}
@@ -94,7 +95,7 @@ def test_bad_bodies(client, name):
 def test_what_is_refused_is_refused_before_it_costs_memory():
     body = json.dumps({"prompt": ["x" * 5000, *[""] * 5000]}).encode()
     tracemalloc.start()
-    with pytest.raises(BadBody, match="no array of numbers"):
+    with pytest.raises(BadBody, match="not an array"):
         read_body(body, 10)
     assert tracemalloc.get_traced_memory()[1] < 2**20, "numpy alone would make 5001 strings of 5000"
     tracemalloc.stop()
@@ -266,9 +267,7 @@ def test_a_sealed_state_of_other_weights_is_refused():
     assert answers[1].json()["x"] == answers[2].json()["x"]
     refused = error(answers[3], 410)
     assert (refused["type"], refused["param"]) == ("resume_outdated", "resume")
-    assert refused["message"] == (
-        "resume is of other weights of model 'ssm' than those here; allowed: one of these"
-    )
+    assert "other weights of model 'ssm'" in refused["message"]
 
 
 def test_nothing_that_was_sent_is_logged(client, caplog):
@@ -390,8 +389,8 @@ def test_a_reader_that_was_killed_is_started_again():
 
     async def ask():
         first = await reader.read(large(b'{"num": 1}'))
-        reader._child.kill()
-        reader._child.wait()
+        reader.child.kill()
+        reader.child.wait()
         with pytest.raises(BadBody) as bad:
             await reader.read(large(b'{"num": 2}'))
         return first, bad.value.args[0], await reader.read(large(b'{"num": 3}'))
@@ -412,13 +411,13 @@ def test_headers_that_are_checked_must_be_sent_once(client):
 
 def test_a_client_that_left_before_its_stream_began_leaves_its_place(app, client):
     asyncio.run(call(app, [part(b'{"stream": true}', False), {"type": "http.disconnect"}]))
-    wait_for(lambda: app.state.server.engine.in_progress == 0)
+    wait_for(lambda: app.state.worker.in_progress == 0)
 
 
 def test_a_bug_is_a_500_in_the_answer_the_log_and_the_numbers(app, client, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     with monkeypatch.context() as patch:
-        patch.setattr(app.state.server, "plan_generate", lambda ask: 1 / 0)
+        patch.setattr(Service, "plan_generate", lambda service, ask: 1 / 0)
         assert error(client.post("/v1/generate", json={}), 500)["type"] == "internal"
     assert "POST /v1/generate 500" in caplog.text
     assert (

@@ -27,7 +27,8 @@ from tests.serving import IMAGE, ROOT, load_script, running, save_models
 from vssm import generate
 from vssm.cli import main
 from vssm.serve.client import Client, ServerError
-from vssm.serve.run import _impatient
+from vssm.serve.connections import limited_protocol
+from vssm.serve.models import Served
 from vssm.serve.settings import Settings
 
 
@@ -170,10 +171,13 @@ def test_a_token_is_never_shown():
         match=r"^token has characters that no header can have; allowed: printable ASCII$",
     ):
         Client("http://127.0.0.1:1", token="sec\nret")
-    assert (
-        Client("http://127.0.0.1:1", token="secret\n")._http.headers["authorization"]
-        == "Bearer secret"
-    )
+
+
+def test_the_line_break_at_the_end_of_a_token_is_not_sent(foreign):
+    foreign.headers, foreign.answer = {}, b'{"models": []}'
+    with Client(f"http://127.0.0.1:{foreign.server_port}", token="secret\n") as client:
+        assert client.models() == []
+    assert foreign.seen["authorization"] == "Bearer secret"
 
 
 def test_a_server_that_is_not_there_is_named(capsys):
@@ -203,6 +207,7 @@ def foreign():
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
+            self.server.seen = self.headers
             self.send_response(200)
             for name, value in self.server.headers.items():
                 self.send_header(name, value)
@@ -519,7 +524,9 @@ async def serve_endless(use):
             await asyncio.sleep(0)
 
     limits = Settings(timeout=0.5, body_timeout=0.5)
-    config = uvicorn.Config(app, http=_impatient(limits), lifespan="off", log_level="critical")
+    config = uvicorn.Config(
+        app, http=limited_protocol(limits), lifespan="off", log_level="critical"
+    )
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         running = asyncio.create_task(server.serve([listener]))
@@ -575,8 +582,8 @@ def handlers():
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_server_whose_engine_fails_ends_with_an_error(folders, monkeypatch, capsys):
-    monkeypatch.setattr("vssm.serve.engine.row_floor", lambda model: 1 / 0)
+def test_a_server_whose_worker_fails_ends_with_an_error(folders, monkeypatch, capsys):
+    monkeypatch.setattr(Served, "measure", lambda served: 1 / 0)
     rescue = threading.Timer(
         30, signal.raise_signal, [signal.SIGTERM]
     )  # a good end, which is refused below
@@ -588,7 +595,7 @@ def test_a_server_whose_engine_fails_ends_with_an_error(folders, monkeypatch, ca
         rescue.cancel()
     assert end.value.code == 1
     assert (
-        "vssm: the engine failed (ZeroDivisionError); the server's log says why"
+        "vssm: computing failed (ZeroDivisionError); the server's log says why"
         in capsys.readouterr().err
     )
 

@@ -16,10 +16,11 @@ from fastapi.testclient import TestClient
 
 from tests.cli.test_cli import fails
 from tests.conftest import descendants
+from tests.serve.test_serve import stop
 from tests.serving import save_models
 from vssm.serve.client import Client, ServerError
-from vssm.serve.cluster import _replica
-from vssm.serve.engine import Job
+from vssm.serve.cluster import create_replica
+from vssm.serve.models import Served
 from vssm.serve.settings import Settings
 
 pytest.importorskip("ray.serve", reason="needs Ray Serve: pip install 'ray[serve]'")
@@ -66,15 +67,15 @@ def test_wrong_ways_to_start(capsys):
     assert "--token-file" in fails(capsys, "serve", "x", "--ray", "--host", "0.0.0.0")
 
 
-def test_a_replica_whose_engine_failed_ends(tmp_path, monkeypatch):
+def test_a_replica_whose_worker_failed_ends(tmp_path, monkeypatch):
     ended = threading.Event()
     monkeypatch.setattr(
         "vssm.serve.cluster.os._exit", lambda code: ended.set() if code == 1 else None
     )
-    app = _replica(save_models(tmp_path, ["vssm"]), "cpu", Settings(), None, bytes(32))
+    app = create_replica(save_models(tmp_path, ["vssm"]), "cpu", Settings(), None, bytes(32))
     with TestClient(app, base_url="http://127.0.0.1") as client:
         assert client.post("/v1/generate", json={"length": 2}).status_code == 200
-        monkeypatch.setattr(Job, "key", property(lambda job: 1 / 0))
+        monkeypatch.setattr(Served, "generate", stop)
         reply = client.post("/v1/generate", json={"length": 2})
         assert (reply.status_code, reply.json()["error"]["type"]) == (503, "failed")
         assert ended.wait(10)

@@ -2,14 +2,13 @@
 
     vssm COMMAND --help          what a command takes
 
-Options come from the typed dataclasses that Python users fill in as well. Each command has a module of its
-name (`push` and `pull` share `hub`); what commands share:
+tyro makes the options of a command from its fields and their docstrings. A class may have a
+`default` method, which returns the values of options that are not given. Shared modules:
 
 | module | what |
 | --- | --- |
 | `options` | the options of a data set and of a training run |
-| `folders` | the folder that a name stands for, and what it says of its data |
-| `samples` | prompts and samples as files |
+| `samples` | checks of files, prompts and samples |
 | `display` | tables and progress in the terminal |
 | `errors` | one line and an exit code for each mistake of the user |
 """
@@ -21,24 +20,16 @@ from typing import Any
 
 import tyro
 
+from vssm import __version__
 from vssm.checks import check_choice
-from vssm.cli.bench import Bench
 from vssm.cli.data import Data
-from vssm.cli.demo import Demo
-from vssm.cli.errors import (
-    box_as_line,
-    mistakes_in_one_line,
-    stopped_by_signal,
-    warnings_in_one_line,
-)
-from vssm.cli.evaluate import Evaluate
+from vssm.cli.errors import box_as_line, report_mistakes, report_sigterm, report_warnings
+from vssm.cli.evaluate import Evaluate, Report
 from vssm.cli.forecast import Forecast
 from vssm.cli.generate import Generate
 from vssm.cli.hub import Pull, Push
-from vssm.cli.report import Report
-from vssm.cli.reproduce import Reproduce
+from vssm.cli.lab import Bench, Demo, Reproduce, Sweep
 from vssm.cli.serve import Serve
-from vssm.cli.sweep import Sweep
 from vssm.cli.train import Train
 
 __all__ = ["COMMANDS", "main"]
@@ -63,20 +54,17 @@ COMMANDS: dict[str, type] = {
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command that the arguments name."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if len(arguments) > 1 and arguments[0] == "help":
-        arguments = [arguments[1], "--help"]
-    with mistakes_in_one_line(), warnings_in_one_line(), stopped_by_signal():
-        if not arguments or arguments[0] in ("-h", "--help", "help"):
-            print(_help(), flush=True)
-            return
-        if arguments[0] in ("-V", "--version"):
-            import vssm
-
-            print(vssm.__version__)
-            return
-        name, rest = arguments[0], arguments[1:]
-        check_choice("command", name, tuple(COMMANDS))
-        _parse(name, rest).run()
+    with report_mistakes(), report_warnings(), report_sigterm():
+        match arguments:
+            case [] | ["-h" | "--help" | "help"]:
+                print(_help(), flush=True)
+            case ["-V" | "--version", *_]:
+                print(__version__)
+            case ["help", name, *_]:
+                main([name, "--help"])
+            case [name, *rest]:
+                check_choice("command", name, tuple(COMMANDS))
+                _parse(name, rest).run()
 
 
 def _parse(name: str, arguments: list[str]) -> Any:  # noqa: ANN401
@@ -99,8 +87,5 @@ def _help() -> str:
         f"  {name:<10}{(command.__doc__ or '').splitlines()[0]}"
         for name, command in COMMANDS.items()
     ]
-    head, tail = (
-        ["usage: vssm COMMAND [options]", ""],
-        ["", "vssm COMMAND --help says what it takes."],
-    )
-    return "\n".join(head + lines + tail)
+    head, tail = "usage: vssm COMMAND [options]\n", "\nvssm COMMAND --help lists its options."
+    return "\n".join([head, *lines, tail])

@@ -8,16 +8,16 @@ import tyro
 
 from vssm.cli.display import show_table
 from vssm.cli.options import DataOptions
-from vssm.cli.samples import check_inputs_stay, check_targets
+from vssm.cli.samples import check_files
 
 __all__ = ["Data"]
 
-_MOST_FILES = 6  # that are shown; cifar10 has so many
+_MOST_FILES = 6  # that are shown; cifar10 has six
 
 
 @dataclass
 class Data(DataOptions):
-    """Prepares a data set (downloading it if need be) and shows its shape, range, splits and a picture."""
+    """Prepares a data set; shows its shape, range, splits and a picture."""
 
     out: Annotated[Path | None, tyro.conf.arg(aliases=("--picture",))] = None
     """Where the picture goes; DATA.png by default."""
@@ -27,20 +27,18 @@ class Data(DataOptions):
 
         out = self.out or Path(f"{self.name}.png")
         config = self.data_config()
-        check_targets(out=out)
+        reads = {"series": self.series.path, "text": self.text.path, "arrays": self.arrays.path}
+        reads = {f"{name}.path": Path(path) for name, path in reads.items() if path}
+        check_files({"out": out}, reads)
         if self.images.path and Path(self.images.path).resolve() == out.resolve().parent:
             raise ValueError(
-                f"out={str(out)!r} would become one of the images; allowed: a file in another folder"
+                f"out={str(out)!r} would become one of the images; "
+                "allowed: a file in another folder"
             )
-        read = {"series": self.series.path, "text": self.text.path, "arrays": self.arrays.path}
-        check_inputs_stay(
-            {f"{name}.path": Path(path) for name, path in read.items() if path}, out=out
-        )
         data = open_data(config)
         facts = describe(data)
         files = [f"{file['path']}  sha256 {file['sha256']}" for file in facts["files"]]
         if len(files) > _MOST_FILES:
             files = [*files[: _MOST_FILES - 1], f"and {len(files) - _MOST_FILES + 1} more"]
-        rows = {**facts, "files": files}
-        show_table(f"data set {self.name}", rows)
+        show_table(f"data set {self.name}", {**facts, "files": files})
         print(f"picture: {picture(data, out)}")

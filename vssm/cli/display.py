@@ -1,4 +1,4 @@
-"""What commands show in the terminal while they work and when they are done."""
+"""Tables and progress in the terminal."""
 
 import sys
 from typing import Any
@@ -8,39 +8,43 @@ __all__ = ["ProgressBar", "show_metrics", "show_table"]
 
 def show_table(title: str, values: dict[str, Any]) -> None:
     """Prints names and values under a title."""
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(title=escape(title), show_header=False, title_justify="left")
-    for name, value in values.items():
-        table.add_row(
-            escape(name), f"{value:.4f}" if isinstance(value, float) else escape(str(value))
-        )
-    Console().print(table)
+    _print_table(title, [[[escape(name), _text(value)] for name, value in values.items()]])
 
 
 def show_metrics(title: str, metrics: dict[str, Any]) -> None:
     """Prints metrics in groups and in words, each with its name in JSON."""
+    from vssm.runs.labels import grouped, label
+
+    groups = []
+    for heading, _, names in grouped(metrics):
+        rows = [[f"  {label(name)}", _text(metrics[name]), f"[dim]{name}[/dim]"] for name in names]
+        groups.append([[f"[bold]{heading}[/bold]"], *rows])
+    _print_table(title, groups)
+
+
+def _print_table(title: str, groups: list[list[list[str]]]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from vssm.runs.labels import grouped, label
-
     table = Table(title=escape(title), show_header=False, title_justify="left")
-    for heading, _, names in grouped(metrics):
+    for rows in groups:
         table.add_section()
-        table.add_row(f"[bold]{heading}[/bold]", "", "")
-        for name in names:
-            value = metrics[name]
-            shown = f"{value:.4f}" if isinstance(value, float) else str(value)
-            table.add_row(f"  {escape(label(name))}", shown, f"[dim]{escape(name)}[/dim]")
+        for row in rows:
+            table.add_row(*row)
     Console().print(table)
 
 
+def _text(value: object) -> str:
+    from rich.markup import escape
+
+    return f"{value:.4f}" if isinstance(value, float) else escape(str(value))
+
+
 class ProgressBar:
-    """A progress bar of named stages; plain lines when the output is no terminal."""
+    """A progress bar of named stages; plain lines when the output is not a terminal."""
 
     def __enter__(self) -> "ProgressBar":
         from rich.console import Console

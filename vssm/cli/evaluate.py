@@ -1,5 +1,8 @@
-"""`vssm evaluate`: how good a run is."""
+"""`vssm evaluate` and `vssm report`: how good runs are."""
 
+import filecmp
+import secrets
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,14 +11,13 @@ from typing import Annotated
 import tyro
 
 from vssm.cli.display import ProgressBar, show_metrics
-from vssm.cli.folders import own_copy
 
-__all__ = ["Evaluate"]
+__all__ = ["Evaluate", "Report", "own_copy"]
 
 
 @dataclass
 class Evaluate:
-    """Measures a run on the test set: likelihoods, sample quality, generation times."""
+    """Measures a run on test data: likelihoods, sample quality, times."""
 
     run_folder: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
     """A run folder, or the name of a shipped model, which is copied to runs/NAME."""
@@ -32,11 +34,13 @@ class Evaluate:
     splits: str = "test"
     """What to measure on: test, or valid while the test set stays closed."""
     quick: bool = False
-    """Take at most 64 sequences, 10 draws and 256 images; their classifier is trained the first time."""
+    """Take at most 64 sequences, 10 draws and 256 images; their classifier is trained the first
+    time."""
     batch: int | None = None
-    """Sequences of a pass; what suits the device by default."""
+    """Sequences of a pass; by default a number that suits the device."""
     result: Path | None = None
-    """Keep the result, with how the training went, in this file too: results/quality/DATA_NAME.json."""
+    """Keep the result, with how the training went, in this file too:
+    results/quality/DATA_NAME.json."""
     data_dir: str | None = None
     """Folder with the data files, if they are not where they were in training."""
     device: str = "auto"
@@ -55,34 +59,22 @@ class Evaluate:
                 )
         folder = own_copy(self.run_folder)
         if RunFolder(folder).is_in_training():
-            if (
-                self.result is not None
-            ):  # it would have weights, log and samples of different moments
+            if self.result is not None:  # weights, log and samples would be of different moments
                 raise ValueError(
                     f"result is not for {str(folder)!r}, which is still being trained; "
                     "allowed: once that has ended or was stopped"
                 )
-            print(
-                f"note: {str(folder)!r} is still being trained: its best weights so far",
-                file=sys.stderr,
-            )
+            note = f"{str(folder)!r} is still being trained: its best weights so far"
+            print(f"note: {note}", file=sys.stderr)
         title = f"{folder}: {self.splits} set"
+        options = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("run_folder", "result")
+        }
         try:
             with ProgressBar() as bar:
-                result = evaluate_run(
-                    folder,
-                    num_samples=self.num_samples,
-                    max_sequences=self.max_sequences,
-                    num_images=self.num_images,
-                    dials=self.dials,
-                    particles=self.particles,
-                    splits=self.splits,
-                    quick=self.quick,
-                    batch=self.batch,
-                    data_dir=self.data_dir,
-                    device=self.device,
-                    progress=bar.show,
-                )
+                result = evaluate_run(folder, **options, progress=bar.show)
         except UnwrittenResult as error:
             show_metrics(title, error.result["metrics"])
             raise
@@ -93,8 +85,59 @@ class Evaluate:
             raise
         show_metrics(title, result["metrics"])
         written = folder / ("eval.json" if self.splits == "test" else "eval_valid.json")
-        if written.is_file():  # else better weights came in the meantime, which is said
+        if written.is_file():  # else better weights came in the meantime, and a note said so
             print(f"written: {written}")
         if self.result is not None:
             keep_result(folder, self.result, self.device, self.data_dir)
             print(f"kept: {self.result}")
+
+
+def own_copy(folder: Path) -> Path:
+    """Returns a folder that may be written to: the folder of a shipped model is copied first."""
+    from vssm.runs.pretrained import find
+
+    shipped = find(str(folder))
+    if shipped == folder:
+        return folder
+    copy = Path("runs") / folder.name
+    if not copy.exists():
+        begun = copy.with_name(f".{copy.name}.{secrets.token_hex(6)}.tmp")
+        try:
+            shutil.copytree(shipped, begun)
+            begun.rename(copy)
+        finally:
+            shutil.rmtree(begun, ignore_errors=True)
+    files = ("config.json", "weights.safetensors")
+    if filecmp.cmpfiles(shipped, copy, files, shallow=False)[0] != list(files):
+        raise ValueError(
+            f"{str(copy)!r} is there and no copy of the shipped {folder.name!r}; "
+            f"allowed: {copy} for that run, or another name for it"
+        )
+    return copy
+
+
+@dataclass
+class Report:
+    """Makes one HTML page from run folders, results, or a folder of experiments."""
+
+    run_folders: tyro.conf.Positional[
+        Annotated[tuple[Path, ...], tyro.conf.arg(metavar="[RUN ...]")]
+    ]
+    """Run folders to compare, or one folder that `vssm reproduce` wrote."""
+    results: Path | None = None
+    """A folder of result files."""
+    out: Path = Path("report.html")
+    """Where the page goes: .html or .htm. It needs no other file."""
+
+    def run(self) -> None:
+        from vssm.lab.experiments import find_results, write_experiments
+        from vssm.report.page import report
+
+        if len(self.run_folders) == 1 and self.results is None:
+            experiments = find_results(self.run_folders[0])
+            if experiments is not None:
+                print(f"report: {write_experiments(experiments, self.out)}")
+                return
+        if not self.run_folders and self.results is None:
+            raise ValueError("neither RUN nor --results is given; allowed: one of them, or both")
+        print(f"report: {report(self.run_folders, self.results, self.out)}")

@@ -1,4 +1,4 @@
-"""`vssm forecast`: what comes after a table file."""
+"""`vssm forecast`: what follows a table."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,23 +7,23 @@ from typing import Annotated, Any
 import tyro
 
 from vssm.cli.options import check_seed, note_idle_recondition
-from vssm.cli.samples import check_inputs_stay, check_targets
+from vssm.cli.samples import check_files
 
 __all__ = ["Forecast"]
 
 
 @dataclass
 class Forecast:
-    """Forecasts what comes after a table file: quantiles as CSV or Parquet, and a fan chart."""
+    """Forecasts what follows a table file: quantiles and a fan chart."""
 
     run_folder: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
     """A run folder of data set series, or hf://OWNER/NAME."""
     path: Path
     """The history: a CSV, .npy or Parquet file with the columns of the run."""
     time: str | None = None
-    """Column of dates; that of training by default, none leaves dates out."""
+    """Column of dates; by default the one of training, none leaves dates out."""
     horizon: int | None = None
-    """Steps to forecast; those of training by default, more is extrapolation."""
+    """Steps to forecast; by default as in training, more is extrapolation."""
     samples: int = 500
     """Sample paths to draw."""
     quantiles: tuple[float, ...] = (0.025, 0.1, 0.25, 0.5, 0.75, 0.9, 0.975)
@@ -48,22 +48,20 @@ class Forecast:
 
         check_seed(self.seed)
         picture = self.out.with_suffix(".png") if self.out.name else self.out
-        check_targets(out=self.out, picture=picture)
+        writes = {"out": self.out, "picture": picture}
+        check_files(writes)
         check_quantiles(self.out, self.quantiles)
-        check_inputs_stay({"path": self.path}, out=self.out, picture=picture)
+        check_files(writes, {"path": self.path})
         forecaster = Forecaster.load(self.run_folder, choose_device(self.device))
-        options: dict[str, Any] = {"chunk": self.chunk} if self.chunk is not None else {}
-        if self.recondition:
-            options["recondition"] = True
-        if self.temperature != 1:
-            options["temperature"] = self.temperature
+        usual: dict[str, Any] = {"chunk": None, "recondition": False, "temperature": 1.0}
+        options = {
+            name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]
+        }
         made, history = forecast_file(
             forecaster, self.path, self.horizon, self.samples, self.seed, self.time, **options
         )
         note_idle_recondition(self.recondition, self.chunk)
         write_quantiles(made, self.out, self.quantiles)
         draw_fan(made, history, picture, forecaster.meta.context or 96)
-        steps = made.mean.shape[0]
-        print(
-            f"forecast: {self.out}  {steps} steps of {len(made.columns)} columns\nfan chart: {picture}"
-        )
+        steps, columns = made.mean.shape[0], len(made.columns)
+        print(f"forecast: {self.out}  {steps} steps of {columns} columns\nfan chart: {picture}")

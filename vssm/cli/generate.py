@@ -7,15 +7,13 @@ from typing import Annotated, Literal
 import tyro
 
 from vssm.checks import whole_number
-from vssm.cli.folders import local_folder
 from vssm.cli.options import check_seed, note_idle_recondition
 from vssm.cli.samples import (
-    check_inputs_stay,
-    check_place_target,
+    check_files,
+    check_handle_target,
     check_state_target,
-    check_targets,
     read_array,
-    read_place,
+    read_handle,
     read_prompt,
     write_array,
     write_samples,
@@ -28,24 +26,26 @@ __all__ = ["Generate"]
 
 @dataclass
 class Generate:
-    """Generates from a trained model: samples, a picture or text, and a state to resume from."""
+    """Generates samples, a picture or text, and a state to resume from."""
 
     run_folder: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
-    """A run folder, a folder of vssm.save, a shipped model's name, hf://OWNER/NAME, or http://SERVER[/MODEL]."""
+    """A run folder, a folder of vssm.save, a shipped model's name, hf://OWNER/NAME, or
+    http://SERVER[/MODEL]."""
     num: int | None = None
     """How many sequences; 16, or the rows of the prompt or state."""
     length: int | None = None
-    """How many new steps, 1 or more; by default what is left of a sequence as long as the training data's
-    (28 where a folder does not say how long those are)."""
+    """How many new steps, 1 or more; by default the rest of a sequence as long as the training
+    data's (28 if that is not known)."""
     prompt: str | None = None
-    """What comes first: a .npy file (batch, steps, features), of one sequence (steps, features), or text."""
+    """What comes first: a .npy file (batch, steps, features) or (steps, features), or text."""
     chunk: int | None = None
     """Generate so many steps at a time (vssm, tvae)."""
     recondition: bool = False
     """Read each generated chunk before making the next (vssm, tvae); without --chunk only the state
     has read what was made."""
     passes: int = 1
-    """Parallel passes over each chunk: 1 is one shot, more come closer to step by step (vssm, tvae)."""
+    """Parallel passes over each chunk: 1 is one shot, more come closer to step by step (vssm,
+    tvae)."""
     temperature: float = 1.0
     """Below 1 for safer, above 1 for wilder samples."""
     observe: Literal["mean", "sample"] = "mean"
@@ -53,11 +53,12 @@ class Generate:
     seed: int | None = None
     """Names the sample, 0 to 2^63 - 1; by default 0, or the state's."""
     resume: Path | None = None
-    """What --state wrote, to go on from."""
+    """A file that --state wrote, to continue from."""
     out: Path | None = None
-    """Where the samples go: .npy, .png or .txt; by default samples.npy, of text samples.txt."""
+    """Where the samples go: .npy, .png or .txt; by default samples.npy, for text samples.txt."""
     state: Path | None = None
-    """Where the state to resume from goes, for example state.safetensors; by default it is not kept."""
+    """Where the state to resume from goes, for example state.safetensors; by default it is not
+    kept."""
     device: str = "auto"
     """Where to run: auto, cpu or cuda."""
     token_file: Path | None = None
@@ -68,15 +69,26 @@ class Generate:
         if self.length is not None:
             whole_number("length", self.length, 1)
         if self.run_folder.startswith(("http://", "https://")):
-            return self._ask_server()
-        return self._compute()
+            self._ask_server()
+        else:
+            self._compute()
+
+    @property
+    def _prompt_file(self) -> Path | None:
+        return Path(self.prompt) if self.prompt and self.prompt.endswith(".npy") else None
+
+    def _check_files(self, out: Path) -> None:
+        """Raises if a file can not be written or would replace one that is read."""
+        writes = {"out": out} if self.state is None else {"out": out, "state": self.state}
+        check_files(writes, {"prompt": self._prompt_file, "token_file": self.token_file})
+        check_files({"out": out}, {"resume": self.resume})  # the new state may replace the old one
 
     def _ask_server(self) -> None:
         from vssm.serve.client import Client
         from vssm.serve.run import read_secret
 
-        words = self.prompt is not None and not self.prompt.endswith(".npy")
-        out = self.out or Path("samples.txt" if words else "samples.npy")
+        text = self.prompt is not None and self._prompt_file is None
+        out = self.out or Path("samples.txt" if text else "samples.npy")
         if out.suffix not in (".npy", ".txt"):
             raise ValueError(
                 f"out={str(out)!r} is not allowed; allowed from a server: .npy or .txt"
@@ -85,24 +97,26 @@ class Generate:
             raise ValueError(f"passes={self.passes} is not allowed; allowed from a server: 1")
         if self.prompt is not None and self.resume is not None:
             raise ValueError(
-                f"prompt={self.prompt!r} is not allowed with --resume; allowed from a server: one of the two"
+                f"prompt={self.prompt!r} is not allowed with --resume; "
+                "allowed from a server: one of the two"
             )
         self._check_files(out)
         if self.state is not None:
-            check_place_target(self.state)
-        url, _, model = self.run_folder.partition("://")[2].partition("/")
+            check_handle_target(self.state)
+        scheme, _, place = self.run_folder.partition("://")
+        host, _, model = place.partition("/")
         names = ("num", "length", "chunk", "recondition", "temperature", "observe", "seed")
         options = {name: getattr(self, name) for name in names} | {"model": model or None}
         options = {name: value for name, value in options.items() if value is not None}
-        if self.state is None:  # the server need not keep what nobody can ask for
+        if self.state is None:
             options["keep"] = "none"
         token = None if self.token_file is None else read_secret(self.token_file, "token_file")
         prompt = self.prompt
-        if prompt is not None and prompt.endswith(".npy"):
+        if prompt is not None and not text:
             prompt = read_array(prompt)
-        with Client(f"{self.run_folder.partition('://')[0]}://{url}", token) as client:
+        with Client(f"{scheme}://{host}", token) as client:
             if self.resume is not None:
-                answer = client.resume(read_place(self.resume), **options)
+                answer = client.resume(read_handle(self.resume), **options)
             else:
                 num = {"num": 16} if prompt is None else {}
                 answer = client.generate(prompt, **{**num, **options})
@@ -119,57 +133,41 @@ class Generate:
             write_atomically(self.state, lambda path: path.write_text(f"{answer.resume}\n"))
             print(f"state: {self.state}, after step {answer.position}")
 
-    def _check_files(self, out: Path) -> None:
-        """Raises, before the work is done, if a file can not be written or would replace one that is read."""
-        targets = {"out": out} if self.state is None else {"out": out, "state": self.state}
-        check_targets(**targets)
-        prompt = (
-            Path(self.prompt) if self.prompt is not None and self.prompt.endswith(".npy") else None
-        )
-        check_inputs_stay({"prompt": prompt, "token_file": self.token_file}, **targets)
-        check_inputs_stay({"resume": self.resume}, out=out)  # whose place the new state may take
-
     def _compute(self) -> None:
         import vssm
         from vssm.checks import choose_device
         from vssm.data import read_meta, steps_left
         from vssm.runs.checkpoint import load_finite
+        from vssm.runs.pretrained import find
 
-        out = self.out or Path("samples.npy")
-        if out.suffix not in (".npy", ".png", ".txt"):
+        if self.out is not None and self.out.suffix not in (".npy", ".png", ".txt"):
             raise ValueError(
-                f"out={str(out)!r} is not allowed; allowed: a name in .npy, .png or .txt"
+                f"out={str(self.out)!r} is not allowed; allowed: a name in .npy, .png or .txt"
             )
         if self.state is not None:
-            check_targets(state=self.state)
+            check_files({"state": self.state})
             check_state_target(self.state)
         if self.out is not None:  # else its name follows the data
-            self._check_files(out)
+            self._check_files(self.out)
         device = choose_device(self.device)
-        folder = local_folder(self.run_folder)
+        folder = find(self.run_folder)
         model, meta = load_finite(folder, device), read_meta(folder)
-        if self.out is None:
-            words = meta is not None and meta.suggested_head == "categorical"
-            out = Path("samples.txt" if words else "samples.npy")
-            self._check_files(out)
+        text = meta is not None and meta.suggested_head == "categorical"
+        out = self.out or Path("samples.txt" if text else "samples.npy")
+        self._check_files(out)
         state = None if self.resume is None else vssm.State.load(self.resume, device)
         if state is not None and state.batch == 1 and (self.num or 1) > 1:
-            state = state.repeat(
-                self.num or 1
-            )  # it ends a sample, which is continued in several ways
-        prompt = None if self.prompt is None else read_prompt(self.prompt, model, meta).to(device)
+            state = state.repeat(self.num or 1)  # one sample, continued in several ways
         known = 0 if state is None else state.position
+        prompt = None if self.prompt is None else read_prompt(self.prompt, model, meta).to(device)
         if prompt is not None:
-            model.head.validate(
-                prompt, "prompt", values=False, steps=0
-            )  # else features may count as steps
+            model.head.validate(prompt, "prompt", values=False, steps=0)
             known += prompt.shape[1]
-        length = self.length or steps_left(meta, known, "--length")
         num = 16 if self.num is None and prompt is None and state is None else self.num
         made = vssm.generate(
             model,
             num=num,
-            length=length,
+            length=self.length or steps_left(meta, known, "--length"),
             prompt=prompt,
             chunk=self.chunk,
             recondition=self.recondition,

@@ -8,14 +8,16 @@ import tyro
 
 __all__ = ["Pull", "Push"]
 
+_Repo = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="REPO")]]
+
 
 @dataclass
 class Push:
-    """Uploads a model, its config and a model card to the Hugging Face hub."""
+    """Uploads a model and its model card to the Hugging Face hub."""
 
     run_folder: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
     """A run folder, or a folder written by vssm.save."""
-    repo: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="REPO")]]
+    repo: _Repo
     """OWNER/NAME."""
     private: bool = False
     """Whether only you can see it."""
@@ -30,7 +32,7 @@ class Push:
 class Pull:
     """Downloads a model from the Hugging Face hub and says where it is."""
 
-    repo: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="REPO")]]
+    repo: _Repo
     """OWNER/NAME, or OWNER/NAME@REVISION."""
 
     def run(self) -> None:

@@ -1,7 +1,7 @@
-"""Options that several commands share: those of a data set, of a training run, and of generating."""
+"""Options that several commands share: of a data set, of a training run, and of generating."""
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Self
 
 import tyro
@@ -29,8 +29,8 @@ class DataOptions:
     data_dir: str | None = None
     """Folder with the files; else $VSSM_DATA; else the user cache."""
     split_seed: int = 0
-    """Fixes the validation split, binarisation, synthetic data and the test set of images and arrays;
-    0 to 2^64 - 1."""
+    """Fixes the validation split, binarisation, synthetic data and the test set of images and
+    arrays; 0 to 2^64 - 1."""
     binarize: bool = False
     """Black and white images, drawn once."""
     series: SeriesConfig = field(default_factory=SeriesConfig)
@@ -40,17 +40,9 @@ class DataOptions:
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
     def data_config(self) -> DataConfig:
-        return DataConfig(
-            name=self.name,
-            dir=self.data_dir,
-            seed=self.split_seed,
-            binarize=self.binarize,
-            series=self.series,
-            text=self.text,
-            images=self.images,
-            arrays=self.arrays,
-            synthetic=self.synthetic,
-        )
+        shared = {option.name for option in fields(DataConfig)} & set(vars(self))
+        values = {name: getattr(self, name) for name in shared}
+        return DataConfig(**values, dir=self.data_dir, seed=self.split_seed)
 
 
 @dataclass
@@ -58,8 +50,8 @@ class RunOptions(DataOptions):
     """A data set, a model and how it is trained."""
 
     preset: str | None = None
-    """Start from named settings: paper-mnist, paper-cifar10, best, series or smoke; series do so from theirs.
-    Other options apply on top."""
+    """Start from named settings: paper-mnist, paper-cifar10, best, series or smoke; the data set
+    series starts from the preset series. Other options apply on top."""
     smoke: bool = False
     """A run of seconds: a tiny model and a few steps."""
     model: ModelConfig = field(
@@ -73,10 +65,10 @@ class RunOptions(DataOptions):
 
     @classmethod
     def default(cls, arguments: list[str]) -> Self:
-        """Returns the defaults that the preset on the command line sets, and the model to start from."""
+        """Returns the defaults: those of the preset, and of the model to start from."""
         start = cls()
         preset = _value_of("--preset", arguments)
-        # A word that follows an option is its value, unless that has one already.
+        # A word after an option is its value, unless the option has one already.
         pairs = zip(["", *arguments], arguments, strict=False)
         words = [word for before, word in pairs if before[:2] != "--" or "=" in before]
         if preset is None and "series" in words:
@@ -96,22 +88,19 @@ class RunOptions(DataOptions):
 
 
 def check_seed(seed: int | None) -> None:
-    """Raises unless a seed is one that every command takes.
+    """Raises unless a seed is in the range of all commands, which is the range of training.
 
-    Training starts from 0, and one range for all commands is easier to remember than two. Python and the
-    server take what noise is a function of: any whole number of 64 bits.
+    Python and the server take any whole number of 64 bits.
     """
     if seed is not None:
         check_number("seed", seed, 0, below=2**63, whole=True)
 
 
 def note_idle_recondition(recondition: bool, chunk: int | None) -> None:
-    """Says so if steps are read before the next chunk, but there is no next one."""
+    """Prints a note if chunks are to be read before the next, but there is only one."""
     if recondition and chunk is None:
-        print(
-            "note: --recondition changes no sample without --chunk: all steps are one",
-            file=sys.stderr,
-        )
+        note = "--recondition changes no sample without --chunk: all steps are one"
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _value_of(flag: str, arguments: list[str]) -> str | None:

@@ -1,11 +1,12 @@
-"""Prompts and samples as files: arrays, pictures and text."""
+"""Files of commands: checks before the work, prompts that are read, samples that are written."""
 
+import io
 import os
 import re
+from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
-from types import SimpleNamespace
-from typing import IO, TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from vssm.checks import printable
 from vssm.storage import is_device, why_read_only, write_atomically
@@ -18,12 +19,11 @@ if TYPE_CHECKING:
     from vssm.models import Model
 
 __all__ = [
-    "check_inputs_stay",
-    "check_place_target",
+    "check_files",
+    "check_handle_target",
     "check_state_target",
-    "check_targets",
     "read_array",
-    "read_place",
+    "read_handle",
     "read_prompt",
     "write_array",
     "write_samples",
@@ -31,119 +31,126 @@ __all__ = [
 ]
 
 
-def check_targets(**paths: Path) -> None:
-    """Raises, before the work is done, unless files can be written there, each under a name of its own."""
-    for name, path in paths.items():
+def check_files(writes: Mapping[str, Path], reads: Mapping[str, Path | None] | None = None) -> None:
+    """Raises unless all files can be written, each under a name of its own, and none that is read
+    is replaced."""
+    for name, path in writes.items():
         if not path.name or path.is_dir() or not path.absolute().parent.is_dir():
             raise ValueError(
                 f"{name}={str(path)!r} is not allowed; allowed: a file in a folder that exists"
             )
-        place = path if is_device(path) else path.absolute().parent
-        if why := why_read_only(place):
+        if why := why_read_only(path if is_device(path) else path.absolute().parent):
             raise ValueError(
-                f"{name}={str(path)!r} can not be written ({why}); allowed: a file in a folder of yours"
+                f"{name}={str(path)!r} can not be written ({why}); "
+                "allowed: a file in a folder of yours"
             )
-    for one, other in combinations(paths.items(), 2):
-        _check_apart(one, other)
+    given = [(name, path) for name, path in (reads or {}).items() if path is not None]
+    pairs = [
+        *combinations(writes.items(), 2),
+        *((one, two) for one in given for two in writes.items()),
+    ]
+    for (name, path), (other, target) in pairs:
+        if os.path.realpath(path) == os.path.realpath(target):  # follows links
+            raise ValueError(
+                f"{name}={str(path)!r}, {other}={str(target)!r} are one file; "
+                "allowed: a name for each"
+            )
 
 
-def check_inputs_stay(inputs: "dict[str, Path | None]", **targets: Path) -> None:
-    """Raises, before the work is done, if a file that is read would be replaced by one that is written."""
-    for name, path in inputs.items():
-        for target in targets.items():
-            if path is not None:
-                _check_apart((name, path), target)
-
-
-def check_state_target(state: Path) -> None:
-    """Raises, before the work is done, if a state would replace a file that is none, such as weights."""
+def check_state_target(path: Path) -> None:
+    """Raises if a state would replace another kind of file, such as weights."""
     from vssm.nn import State
 
-    if not _is_free(state) and not State.is_saved_at(state):
+    if not _is_free(path) and not State.is_saved_at(path):
         raise ValueError(
-            f"state={str(state)!r} is there and no state; allowed: a new name, or an older state's"
+            f"state={str(path)!r} is there and no state; allowed: a new name, or an older state's"
         )
 
 
-def check_place_target(state: Path) -> None:
-    """Raises, before the work is done, if a state of a server would replace a file that is none."""
-    if not _is_free(state) and _place(state) is None:
+def check_handle_target(path: Path) -> None:
+    """Raises if a state of a server would replace another kind of file."""
+    if not _is_free(path) and _handle(path) is None:
         raise ValueError(
-            f"state={str(state)!r} is there and no state of a server; allowed: a new name, or that of one"
+            f"state={str(path)!r} is there and no state of a server; "
+            "allowed: a new name, or that of one"
         )
 
 
-def read_place(path: Path) -> str:
-    """Returns the place to resume from, as a server named it, that a file holds."""
+def _is_free(path: Path) -> bool:
+    """Returns whether nothing is lost when a file is written here; mktemp leaves an empty file."""
+    return not path.exists() or is_device(path) or not path.stat().st_size
+
+
+def read_handle(path: Path) -> str:
+    """Returns where to resume, as a server named it, from a file that --state wrote."""
     if not path.exists() or path.is_dir():
         raise ValueError(
             f"resume={str(path)!r} is no file; allowed: what --state wrote of a server"
         )
-    place = _place(path)
-    if place is None:
+    handle = _handle(path)
+    if handle is None:
         raise ValueError(
             f"resume={str(path)!r} holds no state of a server; allowed: what --state wrote of one"
         )
-    return place
+    return handle
 
 
-def _place(path: Path) -> str | None:
+def _handle(path: Path) -> str | None:
     content = path.read_bytes()
-    # A handle or a sealed state (vssm.serve.resume): one word.
+    # One word: a handle or a sealed state (vssm.serve.resume).
     return content.strip().decode() if re.fullmatch(rb"[hs]\.[\w=-]+\s*", content) else None
 
 
-def _is_free(path: Path) -> bool:
-    """Says whether nothing is lost when a file is written here."""
-    return not path.exists() or is_device(path) or not path.stat().st_size  # as mktemp leaves it
-
-
-def _check_apart(*named: tuple[str, Path]) -> None:
-    if len({os.path.realpath(path) for _, path in named}) < len(named):  # links are followed
-        given = ", ".join(f"{name}={str(path)!r}" for name, path in named)
-        raise ValueError(f"{given} are one file; allowed: a name for each")
-
-
 def read_prompt(prompt: str, model: "Model", meta: "Meta | None") -> "torch.Tensor":
-    """Returns what a prompt holds, the name of a .npy file or text, as a batch that the model takes."""
+    """Returns a prompt, the name of a .npy file or text, as a batch that the model takes."""
     import numpy as np
     import torch
 
+    tokens = model.head.tokens
     if not prompt.endswith(".npy"):
-        if meta is None or not model.head.tokens:
+        if meta is None or not tokens:
             raise ValueError(
                 f"prompt={prompt!r} is not allowed; allowed for this model: a .npy file"
             )
         return meta.encode(prompt)[None]
     array = read_array(prompt)
-    if not model.head.tokens:
-        if meta is not None and meta.image_shape is not None:
-            if array.shape[2:] == meta.image_shape[1:]:  # images, as `arrays` reads them
-                array = array.reshape(*array.shape[:2], -1)
-            if array.dtype == np.uint8 and meta.levels == 256:
-                array = array / np.float32(255)
-        if array.dtype.kind != "f":
+    if tokens:
+        if array.dtype.kind == "f" and not np.equal(np.mod(array, 1), 0).all():
             raise ValueError(
-                f"prompt={prompt!r} holds {array.dtype}; allowed for this model: floats,"
-                " as its data has them, such as pixels from 0 to 1"
+                f"prompt={prompt!r} holds fractions or NaN; allowed for this model: whole numbers"
             )
-        if meta is not None and meta.image_shape is not None and array.size:
-            low, high = float(array.min()), float(array.max())
-            if max(-low, high) > 10:  # far beyond what a poor model makes: most likely 0 to 255
-                raise ValueError(
-                    f"prompt={prompt!r} holds values from {low:g} to {high:g}, but pixels of this model lie"
-                    " from 0 to 1; divide them by 255, or give uint8"
-                )
-        if array.ndim == 2 and array.shape[1] == model.head.features:  # one sequence
-            array = array[None]
-        with np.errstate(over="ignore"):  # what is too large becomes infinite, and is named later
-            return torch.from_numpy(array.astype(np.float32))
-    if array.dtype.kind == "f" and not np.equal(np.mod(array, 1), 0).all():
+        array = array.astype(np.int64)
+        return torch.from_numpy(array[None] if array.ndim == 1 else array)
+    if meta is not None and meta.image_shape is not None:
+        array = _read_pixels(array, meta.image_shape, meta.levels, prompt)
+    if array.dtype.kind != "f":
         raise ValueError(
-            f"prompt={prompt!r} holds fractions or NaN; allowed for this model: whole numbers"
+            f"prompt={prompt!r} holds {array.dtype}; allowed for this model: floats,"
+            " as its data has them, such as pixels from 0 to 1"
         )
-    array = array.astype(np.int64)
-    return torch.from_numpy(array[None] if array.ndim == 1 else array)
+    if array.ndim == 2 and array.shape[1] == model.head.features:  # one sequence
+        array = array[None]
+    with np.errstate(over="ignore"):  # a value that is too large becomes infinite and is refused
+        return torch.from_numpy(array.astype(np.float32))
+
+
+def _read_pixels(
+    array: "np.ndarray", shape: tuple[int, ...], levels: int | None, prompt: str
+) -> "np.ndarray":
+    import numpy as np
+
+    if array.shape[2:] == shape[1:]:  # images, as the data set `arrays` reads them
+        array = array.reshape(*array.shape[:2], -1)
+    if array.dtype == np.uint8 and levels == 256:
+        return array / np.float32(255)
+    if array.dtype.kind == "f" and array.size:
+        low, high = float(array.min()), float(array.max())
+        if max(-low, high) > 10:  # most likely 0 to 255
+            raise ValueError(
+                f"prompt={prompt!r} holds values from {low:g} to {high:g}, but pixels of this model"
+                " lie from 0 to 1; divide them by 255, or give uint8"
+            )
+    return array
 
 
 def read_array(prompt: str) -> "np.ndarray":
@@ -157,7 +164,7 @@ def read_array(prompt: str) -> "np.ndarray":
     with Path(prompt).open("rb") as file:
         try:
             array = np.lib.format.read_array(file, allow_pickle=False)
-        except DAMAGED_NPY:  # numpy's own words advise to unpickle
+        except DAMAGED_NPY:  # NumPy's own message advises to unpickle
             array = None
     if array is None or array.dtype.kind not in "biuf":
         raise ValueError(
@@ -169,7 +176,7 @@ def read_array(prompt: str) -> "np.ndarray":
 def write_samples(
     x: "torch.Tensor", prompt: "torch.Tensor | None", meta: "Meta | None", out: Path
 ) -> None:
-    """Writes an array of the samples alone, or a picture or text of what came first and the samples."""
+    """Writes the samples as an array, or prompt and samples as a picture or text."""
     import torch
 
     from vssm.data import draw
@@ -196,12 +203,10 @@ def write_array(array: "np.ndarray", out: Path) -> None:
     """Writes a .npy file."""
     import numpy as np
 
-    def save(path: Path) -> None:
-        with path.open("wb") as file:
-            # To a file itself NumPy writes past Python, and does not see that the last bytes found no room.
-            np.save(cast("IO[bytes]", SimpleNamespace(write=file.write)), array, allow_pickle=False)
-
-    write_atomically(out, save)
+    # Not to the file itself: NumPy writes past Python and does not notice a full disk.
+    content = io.BytesIO()
+    np.save(content, array, allow_pickle=False)
+    write_atomically(out, lambda path: path.write_bytes(content.getbuffer()))
 
 
 def write_texts(texts: list[str], out: Path) -> str:

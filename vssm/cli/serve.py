@@ -13,12 +13,13 @@ __all__ = ["Serve"]
 
 @dataclass
 class Serve:
-    """Serves models over HTTP, with a page to play with at /; the shipped ones by default."""
+    """Serves models over HTTP, with a page to try them out at /."""
 
     models: tyro.conf.Positional[
         Annotated[tuple[str, ...], tyro.conf.arg(metavar="[RUN ...]")]
     ] = ()
-    """Run folders, names of shipped models or hf://OWNER/NAME, each optionally after NAME=."""
+    """Run folders, names of shipped models or hf://OWNER/NAME, each optionally after NAME=. By
+    default the shipped models."""
     host: str = "127.0.0.1"
     """The address to listen on; one that others can reach needs --token-file or --insecure."""
     port: int = 8000
@@ -28,15 +29,16 @@ class Serve:
     insecure: bool = False
     """Serve on an address that others can reach without a token."""
     key_file: Path | None = None
-    """A file with the secret that seals states which clients keep; by default they end with the process."""
+    """A file with the secret that seals states which clients keep; by default they end with the
+    process."""
     device: str = "auto"
     """Where to run: auto, cpu or cuda."""
     ray: bool = False
     """Serve on a Ray cluster."""
     replicas: int = 1
-    """Processes that compute, at least (with --ray)."""
+    """The least number of processes that compute (with --ray)."""
     max_replicas: int | None = None
-    """Processes that compute, at most, as load asks for (with --ray)."""
+    """The most processes that compute, as load asks for (with --ray)."""
     limits: Settings = field(default_factory=Settings)
 
     def run(self) -> None:
@@ -50,12 +52,10 @@ class Serve:
         if self.ray:
             from vssm.serve.cluster import serve_on_ray
 
-            serve_on_ray(
-                self.models, *options, replicas=self.replicas, max_replicas=self.max_replicas
+            serve_on_ray(self.models, *options, self.replicas, self.max_replicas)
+        elif self.replicas != 1 or self.max_replicas is not None:
+            raise ValueError(
+                "replicas and max_replicas are for --ray; allowed: with it, or without them"
             )
         else:
-            if self.replicas != 1 or self.max_replicas is not None:
-                raise ValueError(
-                    "replicas and max_replicas are for --ray; allowed: with it, or without them"
-                )
             serve(self.models, *options)

@@ -1,20 +1,22 @@
-"""A server that batches, streams and resumes, the page it shows, and a client.
+"""A server that batches, streams and resumes; its page; and a client.
 
 | module | what |
 | --- | --- |
-| `settings` | every limit, in one place |
-| `errors` | one form for everything that is refused |
-| `models` | what is served: a model, what its data are, and how its batches are padded |
-| `engine` | one thread that computes, merging requests that fit together |
-| `resume` | handles of states kept here, and sealed states that the client keeps |
+| `settings` | every limit |
+| `errors` | the one form of every refusal |
+| `models` | a served model; the one place that calls `generate` and `observe` |
+| `jobs` | a request as a series of pieces of bounded size |
+| `scheduler` | which requests are admitted, and whose piece is next |
+| `worker` | the thread that computes batches of pieces |
+| `resume` | states that wait in the server under handles, or sealed at the client |
 | `body` | JSON bodies to fields and arrays, large ones in a child process |
-| `schema` | what requests and answers look like; prompts to tensors |
+| `schema` | the fields of requests and answers; prompts to tensors |
 | `guard` | what every request passes first: token, size, time, log and metrics |
-| `service` | what the routes do: plan, compute, stream, keep |
-| `app` | the routes |
-| `page.html` | the page at / |
+| `service` | requests to jobs, results to answers |
+| `app` | the routes; `page.html` and `docs.html` are the pages at / and /docs |
+| `connections` | limits on idle, slow and half-open connections |
 | `run` | `vssm serve`, on uvicorn; `cluster` the same on Ray Serve |
 | `client` | `Client("http://...")` |
 
-Nothing here is imported by `import vssm`; it needs the extra `serve`.
+Nothing here is imported by `import vssm`. It needs the extra `serve`.
 """

@@ -1,8 +1,8 @@
 """`vssm serve --ray`: the same app in many processes, on Ray Serve.
 
-Every replica has its own engine, which merges requests of one shape; Ray's own batching knows no shapes. What
-a client resumes from is sealed and stays with the client, so that any replica can go on from it, also after
-the one that began is gone.
+Every replica has its own worker, which batches requests of one shape; Ray's own batching knows no
+shapes. States are sealed and stay with the clients, so that any replica can continue from them,
+also after the replica that began is gone.
 """
 
 import logging
@@ -21,7 +21,7 @@ from vssm.serve.settings import Settings
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-__all__ = ["serve_on_ray"]
+__all__ = ["create_replica", "serve_on_ray"]
 
 
 def serve_on_ray(
@@ -36,10 +36,10 @@ def serve_on_ray(
     replicas: int = 1,
     max_replicas: int | None = None,
 ) -> None:
-    """Serves models on a Ray cluster, the one at $RAY_ADDRESS or one on this machine, until told to stop.
+    """Serves models on the Ray cluster at $RAY_ADDRESS, or on this machine, until told to stop.
 
     Arguments:
-        sources: What to serve, see `open_models`.
+        sources: The models to serve, see `open_models`.
         host: The address to listen on.
         port: The port.
         settings: The limits of each replica.
@@ -47,13 +47,14 @@ def serve_on_ray(
         key: Seals the states that clients keep; the replicas share it.
         insecure: Allows an address that others can reach without a token.
         device: Where the models run; on "cuda" each replica takes a GPU.
-        replicas: Processes that compute, at least.
-        max_replicas: Processes that compute, at most: as many as the load asks for.
+        replicas: The least number of processes that compute.
+        max_replicas: The most; Ray chooses a number between the two by the load.
     """
     local = check_exposure(host, token, insecure)
     if replicas < 1 or (max_replicas is not None and max_replicas < replicas):
         raise ValueError(
-            f"replicas={replicas}, max_replicas={max_replicas} is not allowed; allowed: 1 <= replicas <= max"
+            f"replicas={replicas}, max_replicas={max_replicas} is not allowed; "
+            "allowed: 1 <= replicas <= max_replicas"
         )
     if not 0 < port < 2**16:
         raise ValueError(f"port={port} is not allowed; allowed: 1 to 65535")
@@ -67,9 +68,8 @@ def serve_on_ray(
         ) from None
     from vssm.serve.models import open_models
 
-    names = ", ".join(
-        served.name for served in open_models(sources)
-    )  # mistakes are said here, not in replicas
+    # Opened here once, so that mistakes are reported here and not in replicas.
+    names = ", ".join(served.name for served in open_models(sources))
     places = [_absolute(source) for source in sources]
     limits = replace(settings or Settings(), keep="client", handles=False)
     if local:
@@ -77,7 +77,7 @@ def serve_on_ray(
     secret = key or secrets.token_bytes(32)
 
     def build() -> "FastAPI":
-        return _replica(places, device, limits, token, secret)
+        return create_replica(places, device, limits, token, secret)
 
     scale: dict[str, Any] = {"num_replicas": replicas}
     if max_replicas is not None:
@@ -101,25 +101,25 @@ def serve_on_ray(
         serve.run(deployment.bind(), name="vssm", route_prefix="/")
         shown = f"[{host}]" if ":" in host else host
         print(f"serving {names} at http://{shown}:{port} on Ray  (Ctrl-C ends)", flush=True)
-        for name in (signal.SIGTERM, signal.SIGINT):  # in place of those that Ray has set
+        for name in (signal.SIGTERM, signal.SIGINT):  # replaces Ray's own handlers
             signal.signal(name, lambda *_: stop.set())
-        while not stop.wait(1):  # a wait without end would not see signals
+        while not stop.wait(1):  # an endless wait would not see signals
             pass
     finally:
         serve.shutdown()
         ray.shutdown()
 
 
-def _replica(
+def create_replica(
     places: Sequence[str], device: str, limits: Settings, token: str | None, secret: bytes
 ) -> "FastAPI":
-    """Returns the app of a replica; its process ends when its engine has failed, and Ray starts another."""
+    """Returns the app of a replica. If computing fails, its process ends; Ray starts another."""
     from vssm.serve.app import create_app
     from vssm.serve.models import open_models
 
     app = create_app(open_models(places, device), limits, token, secret)
-    # Not at once: those who wait are told first.
-    app.state.server.engine.on_failure = lambda: threading.Timer(1, os._exit, [1]).start()
+    # After a second, so that waiting clients are told first.
+    app.state.worker.on_failure = lambda: threading.Timer(1, os._exit, [1]).start()
     return app
 
 

@@ -1,11 +1,14 @@
-"""One form for everything that a server refuses:
+"""One form for every refused request:
 
-{"error": {"type": "too_many", "message": "num=999 is not allowed; allowed: 1 to 256", "param": "num"}}
+{"error": {"type": "too_many", "message": "num=999 is not allowed; ...", "param": "num"}}
 """
 
 from typing import Any
 
-__all__ = ["Refused"]
+import orjson
+from starlette.responses import Response
+
+__all__ = ["Refused", "json_bytes", "json_response"]
 
 
 class Refused(Exception):
@@ -15,7 +18,7 @@ class Refused(Exception):
         status: The HTTP status.
         type: What went wrong, one word for programs.
         message: What went wrong, one line for people.
-        param: The field of the request that it is about.
+        param: The field of the request that is wrong.
         retry_after: Seconds after which to try again.
     """
 
@@ -32,5 +35,19 @@ class Refused(Exception):
         self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
 
     def body(self) -> dict[str, Any]:
-        """Returns the answer's body."""
+        """Returns the body of the answer."""
         return {"error": {"type": self.type, "message": self.message, "param": self.param}}
+
+    def response(self, **headers: str) -> Response:
+        """Returns the answer."""
+        return json_response(self.body(), self.status, {**self.headers, **headers})
+
+
+def json_bytes(body: Any) -> bytes:  # noqa: ANN401
+    """Returns JSON. A float32 is written in the fewest digits that give the same bits back."""
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:  # noqa: ANN401
+    """Returns a response whose JSON may contain arrays."""
+    return Response(json_bytes(body), status, headers, "application/json")

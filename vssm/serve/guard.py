@@ -1,8 +1,7 @@
-"""What every request passes first: host, token, kind, size and time of its body; then log and metrics.
+"""What every request passes first: checks of its head and body, then the log and metrics.
 
-The body is received here, whole, so that a slow or endless one is refused before anything else looks at it,
-and is parsed once (`body`); routes find its content in the scope. The log has the route, the status and the
-time, never what was sent.
+The whole body is received here, so that a slow or endless one is refused early, and parsed once
+(`body`); routes find it in the scope. The log has route, status and time, never the content.
 """
 
 import asyncio
@@ -10,11 +9,10 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from functools import partial
 
-import orjson
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vssm.serve.body import BadBody, BodyReader
 from vssm.serve.errors import Refused
@@ -23,54 +21,34 @@ from vssm.serve.settings import Settings
 __all__ = ["Guard", "Metrics"]
 
 _log = logging.getLogger("vssm.serve")
-_OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz")
-_DROP = (
-    64 * 2**20
-)  # bytes of a refused body that are still read, so that the client can read the answer
+_OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz")  # need no token
+_DRAIN = 64 * 2**20  # bytes of a refused body that are still received
 _NOSNIFF = (b"x-content-type-options", b"nosniff")  # browsers must not guess another type
 _GUESS_SECONDS = 1.0  # until a wrong token is refused
-_ONCE = (b"host", b"authorization", b"content-type")  # what is checked here must not be ambiguous
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+_ONCE = (b"host", b"authorization", b"content-type")  # headers that must not be ambiguous
 
 
 class Metrics:
-    """The numbers at /metrics, in a registry of their own."""
+    """The metrics at /metrics, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "vssm_requests", "Requests answered.", ["route", "status"], registry=self.registry
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter("vssm_requests", "Requests answered.", ["route", "status"])
+        self.latency = histogram(
+            "vssm_request_seconds", "Time to the end of the answer.", ["route"]
         )
-        self.latency = Histogram(
-            "vssm_request_seconds",
-            "Time to the end of the answer.",
-            ["route"],
-            registry=self.registry,
-        )
-        self.rows = Counter("vssm_rows", "Sequences computed.", ["model"], registry=self.registry)
+        self.rows = counter("vssm_rows", "Sequences computed.", ["model"])
         sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-        self.batch = Histogram(
-            "vssm_batch_rows", "Sequences computed together.", buckets=sizes, registry=self.registry
-        )
-        self.compute = Counter(
-            "vssm_compute_seconds", "Time spent computing.", ["model"], registry=self.registry
-        )
-        self.cancelled = Counter(
-            "vssm_cancelled", "Requests whose client left.", registry=self.registry
-        )
-        self.in_progress = Gauge(
-            "vssm_in_progress", "Requests in progress.", registry=self.registry
-        )
-        self.waiting = Gauge(
-            "vssm_waiting", "Passes that wait to be computed.", registry=self.registry
-        )
-        self.states = Gauge("vssm_states", "States kept for resuming.", registry=self.registry)
-        self.state_bytes = Gauge(
-            "vssm_state_bytes", "Bytes of states kept for resuming.", registry=self.registry
-        )
+        self.batch = histogram("vssm_batch_rows", "Sequences computed together.", buckets=sizes)
+        self.compute = counter("vssm_compute_seconds", "Time spent computing.", ["model"])
+        self.cancelled = counter("vssm_cancelled", "Requests whose client left.")
+        self.in_progress = gauge("vssm_in_progress", "Requests in progress.")
+        self.waiting = gauge("vssm_waiting", "Requests that have not begun.")
+        self.states = gauge("vssm_states", "States kept for resuming.")
+        self.state_bytes = gauge("vssm_state_bytes", "Bytes of states kept for resuming.")
 
     def watch(self, name: str, rows: int, seconds: float) -> None:
         """Counts a batch."""
@@ -92,7 +70,7 @@ class Guard:
 
     def __init__(
         self,
-        app: Any,  # noqa: ANN401
+        app: ASGIApp,
         settings: Settings,
         metrics: Metrics,
         bodies: BodyReader,
@@ -102,14 +80,11 @@ class Guard:
         self._token = None if token is None else token.encode()
         self._held = 0  # bytes of the bodies of all requests in progress
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = (
-            time.perf_counter(),
-            499,
-        )  # what is logged when the client leaves before an answer
+        began, status = time.perf_counter(), 499  # 499: the client left before an answer
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -119,29 +94,22 @@ class Guard:
             await send(message)
 
         parts: list[bytes] = []
-        held, inner, content = 0, scope, None
+        held, inner = 0, dict(scope)  # a copy: the connection may keep the scope itself
         try:
-            refused = await self._receive(scope, receive, parts)
-            if refused is None and scope["method"] == "POST":
-                body = b"".join(parts)
-                held = len(body)
-                parts.clear()
-                try:
-                    content = await self._bodies.read(body)
-                except BadBody as bad:
-                    refused = Refused(*bad.args)
-                del body
-            if refused is not None:
-                await answer(refused, sending)
-            else:
-                if accept := scope.get("extensions", {}).get("vssm.accept"):
-                    accept()
-                inner = {
-                    **scope,
-                    "vssm.body": content,
-                }  # not in the scope, which a connection may keep
-                await self._app(inner, _replay(receive), sending)
-        except Exception:  # answered with 500 outside of us
+            await self._receive(scope, receive, parts)
+            body = b"".join(parts)
+            held = len(body)
+            parts.clear()
+            if scope["method"] == "POST":
+                inner["vssm.body"] = await self._bodies.read(body)
+            del body
+            scope.get("vssm.accept", lambda: None)()
+            await self._app(inner, receive, sending)
+        except (Refused, BadBody) as error:
+            refused = error if isinstance(error, Refused) else Refused(*error.args)
+            headers = {"www-authenticate": "Bearer"} if refused.status == 401 else {}
+            await refused.response(connection="close", **headers)(scope, receive, sending)
+        except Exception:  # answered with 500 outside of the guard
             status = 500
             raise
         finally:
@@ -152,111 +120,71 @@ class Guard:
             self._metrics.latency.labels(route).observe(seconds)
             _log.info("%s %s %d %.1f ms", scope["method"][:8], route, status, 1e3 * seconds)
 
-    async def _receive(
-        self, scope: Message, receive: Receive, parts: list[bytes]
-    ) -> Refused | None:
-        """Checks the head and appends the body to `parts`, whose bytes are counted as held.
+    async def _receive(self, scope: Scope, receive: Receive, parts: list[bytes]) -> None:
+        """Appends the body of a request to `parts`, counted in `_held`, or raises `Refused`.
 
-        Returns why the request is refused, if it is. Its body is received then, too, and dropped: a client
-        that is still sending when its connection is closed can not read the answer.
+        The rest of a refused body is received too: a client that is still sending when its
+        connection is closed can not read the answer.
         """
-        refused, size, more = self._check(scope), 0, True
-        limit, seconds = self._settings.max_body, self._settings.body_timeout
-        if (
-            refused is not None
-            and dict(scope["headers"]).get(b"expect", b"").lower() == b"100-continue"
-        ):
-            more = False  # its body was not sent yet, and need not be
+        headers = dict(scope["headers"])
+        refused, size = self._check_head(scope, headers), 0
+        # A client that waits for "100 Continue" has not sent its body yet.
+        more = refused is None or headers.get(b"expect", b"").lower() != b"100-continue"
         try:
-            async with asyncio.timeout(seconds):
-                while more and size <= _DROP:
+            async with asyncio.timeout(self._settings.body_timeout):
+                while more and size <= _DRAIN:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        return Refused(
-                            400, "disconnected", "the client left before its request was complete"
-                        )
+                        raise Refused(400, "disconnected", "the client left while it was sending")
                     part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
-                    if refused is None and size > limit:
-                        refused = Refused(
-                            413, "too_large", f"the body is too large; allowed: {limit} bytes"
-                        )
-                    elif refused is None and self._held + len(part) > max(
-                        limit, self._settings.max_bodies
-                    ):
-                        refused = Refused(
-                            429, "busy", "other requests are too large; try again soon", None, 1
-                        )
                     if refused is None:
                         parts.append(part)
                         self._held += len(part)
-                    else:
+                        refused = self._check_size(size)
+                    if refused is not None:
                         self._held -= sum(map(len, parts))
                         parts.clear()
         except TimeoutError:
-            message = f"the body did not arrive in time; allowed: {seconds:g} s"
+            seconds = f"{self._settings.body_timeout:g} s"
+            message = f"the body did not arrive in time; allowed: {seconds}"
             refused = refused or Refused(408, "too_slow", message)
-        if (
-            refused is not None
-            and refused.status == 401
-            and b"authorization" in dict(scope["headers"])
-        ):
-            await asyncio.sleep(_GUESS_SECONDS)
-        return refused
+        if refused is not None:
+            if refused.status == 401 and b"authorization" in headers:
+                await asyncio.sleep(_GUESS_SECONDS)
+            raise refused
 
-    def _check(self, scope: Message) -> Refused | None:
-        """Returns what is wrong with the head of a request."""
-        headers, names = dict(scope["headers"]), [name for name, _ in scope["headers"]]
+    def _check_size(self, size: int) -> Refused | None:
+        limits = self._settings
+        if size > limits.max_body:
+            message = f"the body is too large; allowed: {limits.max_body} bytes"
+            return Refused(413, "too_large", message)
+        if self._held > max(limits.max_body, limits.max_bodies):
+            message = "the bodies of all requests are too large together; try again soon"
+            return Refused(429, "busy", message, retry_after=1)
+        return None
+
+    def _check_head(self, scope: Scope, headers: dict[bytes, bytes]) -> Refused | None:
+        names = [name for name, _ in scope["headers"]]
         for name in _ONCE:
             if names.count(name) > 1:
-                return Refused(
-                    400, "invalid", f"the header {name.decode()} was sent more than once; send one"
-                )
-        if (
-            self._settings.hosts
-        ):  # keeps pages of other sites, whose names lead here, from calling us
+                message = f"the header {name.decode()} was sent more than once; send one"
+                return Refused(400, "invalid", message)
+        hosts = self._settings.hosts
+        if hosts:  # protects from pages of other sites whose names lead here
             host = re.sub(r":\d*$", "", headers.get(b"host", b"").decode("latin1").lower())
-            if host not in self._settings.hosts and host[1:-1] not in self._settings.hosts:  # [::1]
-                allowed = ", ".join(self._settings.hosts)
-                return Refused(
-                    421, "host", f"this server does not answer to that name; allowed: {allowed}"
-                )
+            if host not in hosts and host[1:-1] not in hosts:  # [::1]
+                message = f"this server has another name; allowed: {', '.join(hosts)}"
+                return Refused(421, "host", message)
         if self._token is not None and scope["path"] not in _OPEN:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if not hmac.compare_digest(given.strip(), self._token) or scheme.lower() != b"bearer":
-                message = "a token is needed; allowed: Authorization: Bearer TOKEN"
+                message = "a token is needed; send the header Authorization: Bearer TOKEN"
                 return Refused(401, "unauthorized", message)
-        if scope["method"] == "POST":
-            kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-            if kind != b"application/json":  # a browser asks before it sends JSON to another site
-                return Refused(
-                    415, "content_type", "the body has another type; allowed: application/json"
-                )
-        declared, limit = headers.get(b"content-length", b""), self._settings.max_body
-        if declared.isdigit() and int(declared[:20]) > limit:
-            return Refused(413, "too_large", f"the body is too large; allowed: {limit} bytes")
-        return None
-
-
-def _replay(receive: Receive) -> Receive:
-    """Receives a body again that was received before; what it held is in the scope."""
-    sent = False
-
-    async def receive_again() -> Message:
-        nonlocal sent
-        if sent:
-            return await receive()
-        sent = True
-        return {"type": "http.request", "body": b"{}", "more_body": False}
-
-    return receive_again
-
-
-async def answer(refused: Refused, send: Send) -> None:
-    """Sends an error as an answer."""
-    headers = {"content-type": "application/json", "connection": "close", **refused.headers}
-    if refused.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": refused.status, "headers": pairs})
-    await send({"type": "http.response.body", "body": orjson.dumps(refused.body())})
+        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        # A browser asks for permission before it sends JSON to another site.
+        if scope["method"] == "POST" and kind != b"application/json":
+            message = "the body has another content type; allowed: application/json"
+            return Refused(415, "content_type", message)
+        declared = headers.get(b"content-length", b"")
+        return self._check_size(int(declared[:20])) if declared.isdigit() else None

@@ -1,17 +1,18 @@
 """Decides which requests are admitted and whose piece is computed next.
 
-A request is computed in pieces of bounded size. One that fits a single piece is short, any other is long.
+A request is computed in pieces of bounded size. A request of one piece is short, any other is long.
 
 | question | rule |
 | --- | --- |
-| Is a request admitted? | If it is expected to end within its timeout, given what goes before it. |
-| Who is next? | Clients take turns: a request begins where its client's last one ends at an equal share. |
-| Short or long? | Both kinds get the same time, so short requests pass long ones and neither kind starves. |
-| How many at once? | Two long requests, and those computed together with them, alternate piece by piece. |
-| What is computed together? | Requests whose next pieces agree, up to so many rows, and rows times steps. |
+| Is a request admitted? | If it is expected to end in time, given the requests before it. |
+| Who is next? | Clients take turns, by the time that their requests take. |
+| Short or long? | Both kinds get the same time: short ones pass long ones, neither starves. |
+| How many at once? | Two long requests, and their batches, alternate piece by piece. |
+| What is a batch? | Requests whose next pieces agree, up to a number of rows and cells. |
 
-Long requests begin late and then end soon: if all of them advanced together, all would end too late.
-Turns are start-time fair queueing (Goyal, Vin and Cheng, 1996). The engine calls all methods under its lock.
+Long requests begin late and then end soon: if all advanced together, all would end too late. Turns
+are start-time fair queueing (Goyal, Vin and Cheng, 1996). The worker calls all methods under its
+lock.
 """
 
 import bisect
@@ -23,7 +24,7 @@ from vssm.serve.errors import Refused
 from vssm.serve.settings import Settings
 
 if TYPE_CHECKING:
-    from vssm.serve.engine import Job
+    from vssm.serve.jobs import Job
 
 __all__ = ["Scheduler"]
 
@@ -56,8 +57,8 @@ class _Lane:
         bisect.insort(self.waiting, job, key=lambda other: other.turn)
 
     def begin(self, job: "Job", in_turn: bool = True) -> None:
-        """Begins a request. One that only joins the batch of another, before its turn, moves no clock:
-        else whoever comes next would wait for all that stood between."""
+        """Begins a request. A request that joins a batch before its turn does not move the clock:
+        otherwise the next client would wait for all turns in between."""
         self.waiting.remove(job)
         self.running.append(job)
         if in_turn:
@@ -95,25 +96,20 @@ class Scheduler:
         return len(self._short.waiting) + len(self._long.waiting)
 
     def admit(self, job: "Job") -> "Job | None":
-        """Adds a request or refuses it with 429; returns a request that lost its place to it, if any."""
+        """Adds a request or refuses it with 429; returns a request that lost its place, if any."""
         lane, other = (self._short, self._long) if job.short else (self._long, self._short)
         turn = lane.turn(job.client)
         ahead = [*lane.running, *(one for one in lane.waiting if one.turn <= turn)]
-        if (
-            ahead
-        ):  # the first of its kind is taken in any case: only computing shows how long it takes
+        if ahead:  # the first of its kind is always admitted: only computing shows its real time
             seconds = self._until_end(ahead, job) * (2 if other.busy else 1)
             late = math.ceil(seconds - _SAFE * self._settings.timeout)
             if late > 0:
-                message = (
-                    f"the answer would take about {seconds:.0f} s; try again later, or ask for less"
-                )
-                raise Refused(
-                    429, "busy", message, retry_after=min(late, math.ceil(self._settings.timeout))
-                )
+                message = f"the answer would take about {seconds:.0f} s; try later or ask for less"
+                wait = min(late, math.ceil(self._settings.timeout))
+                raise Refused(429, "busy", message, retry_after=wait)
         displaced = self._make_place(job.client)
         if not lane.busy:
-            lane.used = max(lane.used, other.used)  # time that a lane did not need is not saved up
+            lane.used = max(lane.used, other.used)  # unused time is not saved up
         lane.add(job)
         return displaced
 
@@ -124,13 +120,11 @@ class Scheduler:
             if job.future.cancelled():
                 dropped.append((job, None))
             elif now >= job.deadline:
-                limit = self._settings.timeout
-                message = (
-                    f"the request took more than {limit:g} s; ask for fewer sequences or steps"
-                )
+                limit = f"{self._settings.timeout:g} s"
+                message = f"the request took more than {limit}; ask for fewer sequences or steps"
                 dropped.append((job, Refused(504, "timeout", message, retry_after=1)))
         late = [job for job in self._long.waiting if now + job.seconds_left > job.deadline]
-        for job in late if len(self.jobs) > 1 else ():  # alone it may try
+        for job in late if len(self.jobs) > 1 else ():  # when alone, it may try
             if all(job is not other for other, _ in dropped):
                 message = "other requests took longer than expected; try again"
                 dropped.append((job, Refused(429, "busy", message, retry_after=1)))
@@ -191,7 +185,7 @@ class Scheduler:
         return min(total, 2 * max(total - longest, job.seconds_left))
 
     def _together(self, jobs: "list[Job]") -> float:
-        """Returns the expected seconds of requests; those that agree share the fixed costs of passes."""
+        """Returns the expected seconds of requests; equal keys share the fixed costs of passes."""
         rows: Counter = Counter()
         for job in jobs:
             rows[job.key] += len(job.row)
@@ -203,15 +197,14 @@ class Scheduler:
         return total
 
     def _make_place(self, client: str) -> "Job | None":
-        """Returns None while there are places, else the latest request of the client that has the most."""
+        """Returns None if there is a place, else the latest request of the client with the most."""
         jobs = self.jobs
         if len(jobs) < self._settings.max_queue:
             return None
         held = Counter(job.client for job in jobs)
         greediest, most = held.most_common(1)[0]
-        waiting = [
-            job for job in (*self._short.waiting, *self._long.waiting) if job.client == greediest
-        ]
+        waiting = [*self._short.waiting, *self._long.waiting]
+        waiting = [job for job in waiting if job.client == greediest]
         if most <= held[client] + 1 or not waiting:
             message = f"{self._settings.max_queue} requests are in progress; try again soon"
             raise Refused(429, "busy", message, retry_after=1)

@@ -1,17 +1,17 @@
-"""What requests and answers look like, and how prompts become tensors.
+"""The fields of requests and answers, and how prompts become tensors.
 
-A prompt comes as nested lists, as the bytes of a .npy file in base64, or as text. Lists and files are arrays
-by the time a request is validated (`body`).
+A prompt comes as nested lists, as a .npy file in base64, or as text. Lists and files are arrays by
+the time a request is validated (`body`).
 """
 
 import difflib
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import PydanticCustomError
 from torch import Tensor
 
 from vssm.serve.errors import Refused
@@ -25,137 +25,98 @@ __all__ = [
     "ObserveRequest",
     "Reply",
     "ResumeRequest",
-    "mistake",
+    "read_request",
     "read_sequences",
 ]
 
 _INT64 = 2**63
-# All that `vssm.generate` takes: programs make seeds by hashes, half of them negative. Commands take those
-# of training, from 0 on (vssm.cli.options.check_seed).
-_Seed = Annotated[
-    int,
-    Field(
-        ge=-_INT64,
-        lt=_INT64,
-        description="Names the sample: any whole number of 64 bits, as in Python.",
-    ),
-]
-_Model = Annotated[
-    str | None, Field(max_length=64, description="One of /v1/models; the first by default.")
-]
-_ItsModel = Annotated[
-    str | None,
-    Field(max_length=64, description="The model of `resume`, to be sure; another is refused."),
-]
+_LONGEST = 64  # characters of a name or value that an error repeats
+
+
+def _check_array(value: object) -> object:
+    if isinstance(value, np.ndarray | str | None):
+        return value
+    raise PydanticCustomError("array", "input should be nested lists of numbers, or text")
+
+
+def _check_file(value: object) -> object:
+    if isinstance(value, np.ndarray | None):
+        return value
+    raise PydanticCustomError("npy", "input should be a .npy file in base64")
+
+
 _Array = Annotated[
-    np.ndarray | str | None,
-    WithJsonSchema(
-        {"anyOf": [{"type": "array", "items": {}}, {"type": "string"}, {"type": "null"}]}
-    ),
+    Any,
+    AfterValidator(_check_array),
+    WithJsonSchema({"anyOf": [{"type": kind} for kind in ("array", "string", "null")]}),
     Field(
-        description="(steps, features), or (batch, steps, features); for tokens (steps) or (batch, steps); "
-        "for a model of text also a text."
+        description="(steps, features) or (batch, steps, features); for tokens (steps) or "
+        "(batch, steps); for a model of text also a text."
     ),
 ]
 _Npy = Annotated[
-    np.ndarray | None,
+    Any,
+    AfterValidator(_check_file),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
     Field(description="The same as a .npy file in base64."),
 ]
-_Keep = Annotated[
-    Literal["server", "client", "none"] | None,
-    Field(
-        description="Where the state waits to be resumed: here, sealed in the answer, or not at all."
-    ),
-]
+_Count = Annotated[int, Field(ge=1)]
 _Resume = Annotated[str, Field(min_length=2, description="`resume` of an answer.")]
 
 
-# What each field takes, for who sent something else.
-_COUNT, _FLAG, _ARRAY = "a whole number >= 1", "true or false", "nested lists of numbers, or a text"
-_NPY, _LONGEST_NAME = "a .npy file in base64", 64
-_ALLOWED = {
-    "num": _COUNT,
-    "length": _COUNT,
-    "chunk": _COUNT,
-    "every": _COUNT,
-    "recondition": _FLAG,
-    "stream": _FLAG,
-    "temperature": "a number > 0, from 1e-30 to 100",
-    "observe": "'mean' or 'sample'",
-    "seed": "a whole number from -2^63 to 2^63 - 1",
-    "keep": "'server', 'client' or 'none'",
-    "model": "a name of /v1/models",
-    "prompt": _ARRAY,
-    "prompt_npy": _NPY,
-    "x": _ARRAY,
-    "x_npy": _NPY,
-    "resume": "`resume` of an answer",
-}
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
 
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
-
-
-class _Dials(_Strict):
-    num: int | None = Field(
+    model: str | None = Field(
         None,
-        ge=1,
-        description="How many sequences; one prompt serves any number, and one state of a sample.",
+        max_length=_LONGEST,
+        description="One of /v1/models; by default the first, or the model of `resume`.",
     )
-    length: int | None = Field(
-        None,
-        ge=1,
-        description="How many new steps; the rest of a sequence as long as the training data's by default.",
+    num: _Count | None = Field(
+        None, description="How many sequences. One prompt serves any number, as does one sample."
     )
-    chunk: int | None = Field(None, ge=1, description="Make so many steps at a time (vssm, tvae).")
-    recondition: bool = Field(
-        False, description="Read each chunk before making the next (vssm, tvae)."
+    # Negative seeds too, as in Python: programs often make seeds by hashing.
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = Field(
+        None, description="Names the sample: any whole number of 64 bits."
     )
-    temperature: float = Field(
-        1.0, ge=1e-30, le=100, allow_inf_nan=False, description="Below 1: safer samples."
+    keep: Literal["server", "client", "none"] | None = Field(
+        None, description="Where the state waits: in the server, sealed in the answer, or nowhere."
     )
-    observe: Literal["mean", "sample"] = Field(
-        "mean", description="The mean of the head, or a sample of it."
-    )
-    seed: _Seed | None = None
-    stream: bool = Field(False, description="Send chunks as they are made, as server-sent events.")
-    every: int | None = Field(
-        None, ge=1, description="Steps of an event of a step-by-step model; 1 by default."
-    )
-    keep: _Keep = None
 
 
-class GenerateRequest(_Dials):
+class _MakeRequest(_Request):
+    length: _Count | None = Field(
+        None, description="How many new steps; by default the rest of a sequence of the data."
+    )
+    chunk: _Count | None = Field(None, description="Make so many steps at a time (vssm, tvae).")
+    recondition: bool = Field(False, description="Read each chunk before the next (vssm, tvae).")
+    temperature: float = Field(1.0, ge=1e-30, le=100, description="Below 1: safer samples.")
+    observe: Literal["mean", "sample"] = Field("mean", description="The head's mean or a sample.")
+    stream: bool = Field(False, description="Send chunks as they are made (server-sent events).")
+    every: _Count | None = Field(
+        None, description="Steps in an event of a step-by-step model; 1 by default."
+    )
+
+
+class GenerateRequest(_MakeRequest):
     """Generates sequences, from nothing or after a prompt."""
 
-    model: _Model = None
     prompt: _Array = None
     prompt_npy: _Npy = None
 
 
-class ResumeRequest(_Dials):
-    """Goes on from where an answer stopped."""
+class ResumeRequest(_MakeRequest):
+    """Continues where an answer stopped; the same place can be resumed many times."""
 
-    model: _ItsModel = None
     resume: _Resume
 
 
-class ObserveRequest(_Strict):
-    """Reads data, and returns where to resume from."""
+class ObserveRequest(_Request):
+    """Reads data and returns where to resume; `resume` adds more data to earlier data."""
 
-    model: _Model = None
-    num: int | None = Field(
-        None,
-        ge=1,
-        description="How many sequences to resume; each draws latents of its own for one row of data.",
-    )
     x: _Array = None
     x_npy: _Npy = None
     resume: _Resume | None = None
-    seed: _Seed | None = None
-    keep: _Keep = None
 
 
 class Timing(BaseModel):
@@ -163,13 +124,11 @@ class Timing(BaseModel):
 
     compute_ms: float = Field(description="In passes that this request was part of.")
     total_ms: float = Field(description="From the arrival of the request to this answer.")
-    rows: int = Field(
-        description="Sequences in the last of these passes, those of other requests included."
-    )
+    rows: int = Field(description="Sequences in the last pass, including other requests'.")
 
 
 class ObserveReply(BaseModel):
-    """Where to resume from."""
+    """Where to resume."""
 
     model: str
     position: int = Field(description="Steps read and made so far.")
@@ -178,16 +137,14 @@ class ObserveReply(BaseModel):
 
 
 class Reply(ObserveReply):
-    """The new steps, and where to resume from."""
+    """The new steps, and where to resume."""
 
-    x: list[Any] = Field(
-        description="The new steps, (num, length, features), or (num, length) tokens."
-    )
+    x: list[Any] = Field(description="(num, length, features), or (num, length) tokens.")
     text: list[str] | None = Field(description="The same as text, for a model of text.")
 
 
 class ModelReply(BaseModel):
-    """A model that is served."""
+    """A served model."""
 
     name: str
     kind: str
@@ -203,7 +160,7 @@ class ModelReply(BaseModel):
 
 
 class ModelsReply(BaseModel):
-    """What is served, the default first, and what one request may ask for."""
+    """The served models, the default first, and the limits of one request."""
 
     models: list[ModelReply]
     limits: dict[str, int]
@@ -223,53 +180,59 @@ class ErrorReply(BaseModel):
     error: ErrorDetail
 
 
-def mistake(ask: type[BaseModel], error: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Says in one line what is wrong with a request, and in which field.
+Request = TypeVar("Request", bound=_Request)
 
-    Arguments:
-        ask: What was expected.
-        error: What pydantic says; its words are for programmers, and only where it is is taken.
+
+def read_request(kind: type[Request], fields: Any) -> Request:  # noqa: ANN401
+    """Returns a valid request, or refuses it and names the first wrong field.
 
     Example:
-        >>> mistake(ResumeRequest, {"type": "extra_forbidden", "loc": ("body", "resum"), "input": ""})[0]
-        "field 'resum' is unknown; allowed: num, length, ..., model, resume (did you mean resume?)"
-        >>> mistake(GenerateRequest, {"type": "int_type", "loc": ("body", "num"), "input": 1.5})
-        ('num=1.5 is not allowed; allowed: a whole number >= 1', 'num')
+        >>> read_request(ResumeRequest, {"resum": "h.1"})
+        Traceback (most recent call last):
+        vssm.serve.errors.Refused: resume is missing
+        >>> read_request(GenerateRequest, {"num": 0})
+        Traceback (most recent call last):
+        vssm.serve.errors.Refused: num=0 is not allowed: input should be greater than or equal to 1
     """
-    fields, place = ask.model_fields, error["loc"][1:2]
-    if not place:
-        return "the body is no object; allowed: a JSON object of fields", None
-    name = str(place[0])
-    if name not in fields:
-        nearest = difflib.get_close_matches(name, fields, n=1)
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    if not first["loc"]:
+        raise Refused(422, "invalid", "the body is not an object; allowed: a JSON object of fields")
+    name, value = str(first["loc"][0]), first["input"]
+    if first["type"] == "missing":
+        message = f"{name} is missing"
+    elif name not in kind.model_fields:
+        nearest = difflib.get_close_matches(name, kind.model_fields, n=1)
         hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-        name = name[:_LONGEST_NAME]
-        return f"field {name!r} is unknown; allowed: {', '.join(fields)}{hint}", name
-    value = error["input"]
-    if error["type"] == "missing":
-        what = f"{name} is missing"
-    elif isinstance(value, list | dict) or len(str(value)) > _LONGEST_NAME:  # too much to repeat
-        what = f"{name} is not allowed"
+        name, allowed = name[:_LONGEST], ", ".join(kind.model_fields)
+        message = f"field {name!r} is unknown; allowed: {allowed}{hint}"
     else:
-        what = f"{name}={json.dumps(value)} is not allowed"
-    return f"{what}; allowed: {_ALLOWED[name]}", name
+        repeat = not isinstance(value, list | dict) and len(str(value)) <= _LONGEST
+        given = f"={json.dumps(value)}" if repeat else ""
+        message = f"{name}{given} is not allowed: {first['msg'][0].lower()}{first['msg'][1:]}"
+    raise Refused(422, "invalid", message, name)
 
 
 def read_sequences(
     served: Served, value: np.ndarray | str | None, npy: np.ndarray | None, name: str
 ) -> Tensor | None:
     """Turns a prompt into what the model reads, (B, C, D) or (B, C), or refuses it."""
-    array = npy if value is None else value
+    if value is not None and npy is not None:
+        message = f"{name} and {name}_npy were both given; allowed: one of them"
+        raise Refused(422, "invalid", message, name)
+    array, name = (value, name) if npy is None else (npy, f"{name}_npy")
     if array is None:
         return None
-    head, name = served.model.head, name if npy is None else f"{name}_npy"
+    head = served.model.head
     try:
-        if isinstance(array, str):
-            if not served.text or served.meta is None:
-                raise ValueError(f"{name} is text; allowed for model {served.name!r}: numbers")
+        if not isinstance(array, str):
+            x = _to_tensor(array, head.tokens, name)
+        elif served.text and served.meta is not None:
             x = served.meta.encode(array)
         else:
-            x = _to_tensor(array, head.tokens, name)
+            raise ValueError(f"{name} is text; allowed for model {served.name!r}: numbers")
         x = x[None] if x.dim() == (1 if head.tokens else 2) else x
         head.validate(x, name=name)
     except ValueError as error:
@@ -280,12 +243,7 @@ def read_sequences(
 def _to_tensor(array: np.ndarray, tokens: bool, name: str) -> Tensor:
     if not array.size:
         raise ValueError(f"{name} is empty; allowed: one step or more, or to leave it out")
-    if tokens and array.dtype.kind == "f":
-        raise ValueError(f"{name} has dtype {array.dtype}; allowed: whole numbers")
-    if tokens and array.size and not (array.min() >= 0 and array.max() < _INT64):
-        raise ValueError(
-            f"{name} holds numbers that are no tokens; allowed: whole numbers from 0 on"
-        )
-    with np.errstate(over="ignore"):  # too large becomes infinite, which the head refuses
-        array = array.astype(np.int64 if tokens else np.float32)
-    return torch.from_numpy(array)
+    if tokens and (array.dtype.kind == "f" or array.min() < 0 or array.max() >= _INT64):
+        raise ValueError(f"{name} does not hold tokens; allowed: whole numbers from 0 on")
+    with np.errstate(over="ignore"):  # a value that is too large becomes infinite and is refused
+        return torch.from_numpy(array.astype(np.int64 if tokens else np.float32))

@@ -1,4 +1,4 @@
-"""The limits of a server: what one request may ask for, and what all of them together may hold."""
+"""The limits of a server: what one request may ask for, and what all requests together may use."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,41 +19,40 @@ class Settings:
     """
 
     max_num: int = 256
-    """Most sequences of one request."""
+    """Most sequences in one request."""
     max_length: int = 4096
-    """Most new steps of one request, and most steps of a prompt."""
+    """Most new steps in one request, and most steps in a prompt."""
     max_cells: int = 65_536
-    """Most sequences times steps of one request, prompt included."""
+    """Most sequences times steps in one request, including the prompt."""
     max_body: int = 8 * 2**20
-    """Most bytes of a request."""
+    """Most bytes in one request."""
     max_bodies: int = 64 * 2**20
-    """Most bytes of all requests in progress; more are answered 429 as well."""
+    """Most bytes in all requests in progress; beyond it the answer is 429."""
     max_queue: int = 128
-    """Most requests in progress; more are answered 429 with Retry-After, beginning with the client that has
-    the most of them."""
+    """Most requests in progress; beyond it the client with the most requests is answered 429."""
     work_mib: int = 2048
-    """Most MiB of states of the long requests that are being computed; others wait."""
+    """Most MiB of states of the long requests that are being computed; other long ones wait."""
     max_rows: int = 64
     """Most sequences that are computed together."""
     batching: bool = True
-    """Compute requests that fit together at once."""
+    """Compute requests together where they agree."""
     threads: int | None = None
-    """Threads that compute; `vssm serve` takes one less than there are cores."""
+    """Threads that compute; `vssm serve` takes one fewer than there are cores."""
     timeout: float = 60.0
-    """Seconds that a request may take, its body excepted; one that is expected to take longer, because of
-    those before it, is answered 429."""
+    """Seconds that a request may take after its body has arrived; a request that is expected to
+    take longer, because of the requests before it, is answered 429."""
     body_timeout: float = 10.0
     """Seconds that a client may take to send its request."""
     keep: Literal["server", "client"] = "server"
     """Where states wait to be resumed, unless a request says otherwise."""
     handles: bool = True
-    """Whether states may wait here at all; not where several processes share the work."""
+    """Whether states may wait in the server; off where several processes share the work."""
     resume_seconds: float = 600.0
     """How long a state can be resumed."""
     resume_count: int = 1024
-    """Most states kept here; the least recently used goes first."""
+    """Most states in the server; the least recently used goes first."""
     resume_mib: int = 256
-    """Most MiB of states kept here."""
+    """Most MiB of states in the server."""
     hosts: tuple[str, ...] = ()
     """Names that the server answers to in the Host header; empty for all."""
 

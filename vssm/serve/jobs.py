@@ -1,0 +1,245 @@
+"""A job is one request. It is computed in pieces of bounded size.
+
+Each piece continues from the state of the piece before: first the prompt is read, then new steps
+are made. Cutting a request into pieces does not change its result (to float rounding).
+"""
+
+import math
+from collections.abc import Callable, Generator, Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vssm.nn import State
+from vssm.serve.models import Served
+
+__all__ = ["Done", "Job", "Piece"]
+
+_STEPWISE = 32  # most steps of a piece that is made step by step
+
+
+class Done(NamedTuple):
+    """The result of a job, or of one of its pieces."""
+
+    x: Tensor | None
+    """The new steps; None when data were only read."""
+    state: State | None
+    """Where to resume; None unless the job keeps it."""
+    position: int
+    seconds: float
+    """How long its batches took."""
+    rows: int
+    """How many rows the last batch had, including rows of other jobs."""
+
+
+class Piece(NamedTuple):
+    """A part of a job: steps of the prompt to read, then new steps to make."""
+
+    read: int
+    make: int
+    chunk: int | None = None
+    recondition: bool = False
+
+    @property
+    def steps(self) -> int:
+        """The steps of each sequence."""
+        return self.read + self.make
+
+
+@dataclass(eq=False)
+class Job:
+    """One request: reads the prompt, if any, and makes `length` steps, unless `length` is None.
+
+    Arguments:
+        served: The model.
+        seed: Seeds of the noise, (B,).
+        row: Rows of the noise, (B,).
+        length: The number of new steps, or None to read only.
+        prompt: What is read first, (B, C, D) or (B, C).
+        state: Where to continue from: B rows, or one row for all.
+        chunk: Steps that are made at a time (vssm, tvae).
+        recondition: Whether a chunk is read before the next is made.
+        temperature: The temperature of the draws.
+        sample: Whether x is a sample of the head or its mean.
+        keep: Whether the final state is needed.
+        every: No piece goes past a multiple of so many new steps.
+        each: Called in the worker's thread with every piece that has new steps.
+        client: Who asks; clients take turns.
+        deadline: When the job is given up, in seconds of `time.monotonic`.
+        bytes: The size of its final state.
+        future: The result. Cancelling it drops the job before its next piece.
+    """
+
+    served: Served
+    seed: Tensor
+    row: Tensor
+    length: int | None
+    prompt: Tensor | None = None
+    state: State | None = None
+    chunk: int | None = None
+    recondition: bool = False
+    temperature: float = 1.0
+    sample: bool = False
+    keep: bool = True
+    every: int | None = None
+    each: Callable[[Done], None] | None = None
+    client: str = ""
+    deadline: float = math.inf
+    bytes: int = 0
+    future: "Future[Done]" = field(default_factory=Future, repr=False)
+    turn: float = 0.0
+    """Its place in the order of the scheduler, and the place after it."""
+    turn_end: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._left, self._position, self._seconds = self.length or 0, 0, 0.0
+        self._xs: list[Tensor] = []
+        self._most = max(1, self.served.cells // len(self.row))  # steps of a piece
+        self._chunk = min(self.chunk or self.length or 1, self.length or 1)
+        self._pieces = self._plan()
+        self._set_piece(next(self._pieces))
+        self.short = self.ends_with_piece
+        """Whether one piece is all."""
+
+    @property
+    def _unread(self) -> int:
+        return 0 if self.prompt is None else self.prompt.shape[1]
+
+    @property
+    def ends_with_piece(self) -> bool:
+        """Whether the next piece is all that is left."""
+        return self.piece[:2] == (self._unread, self._left)
+
+    def _plan(self) -> Generator[Piece, Tensor | None, None]:
+        """Yields the pieces; the caller computes each one and sends its new steps."""
+        split_chunks = self.recondition and self._chunk > self._most
+        while self._left or self._unread:
+            make = 0 if split_chunks else self._next_steps()
+            while self._unread and (not make or self._unread + make > self._most):
+                yield Piece(min(self._unread, self._most), 0)
+            if split_chunks and self._left:
+                yield from self._plan_chunk()
+            elif make:
+                chunk = None if self.chunk is None else min(self.chunk, make)
+                yield Piece(self._unread, make, chunk, self.recondition)
+
+    def _plan_chunk(self) -> Generator[Piece, Tensor | None, None]:
+        """Makes a chunk that is too large for one piece, then reads it from the state before it."""
+        before, made, left = self.state, [], min(self._chunk, self._left)
+        while left:
+            made.append((yield Piece(0, min(left, self._most))))
+            left -= made[-1].shape[1]
+        if not (self._left or self.keep):
+            return
+        assert self.state is not None
+        decoder = self.state.children.get("decoder")
+        self.state, self.prompt = before, torch.cat(made, 1)
+        while self._unread:
+            yield Piece(min(self._unread, self._most), 0)
+        assert self.state is not None
+        if decoder is not None:  # it follows the latents that were drawn, not those of the reading
+            children = {**self.state.children, "decoder": decoder}
+            self.state = State(children, self.state.position, self.state.owner)
+
+    def _next_steps(self) -> int:
+        left, most = self._left, self._most
+        if not self.served.parallel:
+            most = min(most, _STEPWISE)
+        elif self.recondition:
+            most = self._chunk * max(1, min(most, _STEPWISE) // self._chunk)
+        if self.every is not None:
+            left = min(left, self.every - ((self.length or 0) - left) % self.every)
+        return min(left, most)
+
+    def _set_piece(self, piece: Piece) -> None:
+        self.piece = piece
+        before = None if self.state is None else _layout(self.state)
+        self.key: Hashable = self.served.name, before, piece, self.temperature, self.sample
+        """Jobs with equal keys can be computed together."""
+
+    @property
+    def costs(self) -> tuple[float, float]:
+        """The seconds still needed: those that other rows can share, and its own."""
+        return self._cost(self._unread, self._left, len(self.row))
+
+    @property
+    def seconds_left(self) -> float:
+        """The seconds still needed if it is computed alone."""
+        return sum(self.costs)
+
+    def _cost(self, read: int, make: int, rows: int) -> tuple[float, float]:
+        speed = self.served.speed
+        calls = make if not self.served.parallel else math.ceil(make / self._most)
+        fixed = math.ceil(read / self._most) * speed.read[0]
+        variable = read * speed.read[1] + make * speed.make[1]
+        if self.recondition:
+            calls = max(calls, math.ceil(make / self._chunk))
+            fixed += calls * speed.read[0]
+            variable += make * speed.read[1]
+        return speed.stretch * (fixed + calls * speed.make[0]), speed.stretch * rows * variable
+
+    def expected(self, rows: int) -> float:
+        """Returns the expected seconds of the next piece in a batch of so many rows."""
+        return sum(self._cost(self.piece.read, self.piece.make, rows))
+
+    @property
+    def narrowest(self) -> int:
+        """The fewest steps of any pass over the next piece."""
+        piece = self.piece
+        if self.served.model.config.block == "gru":  # reads step by step too
+            return 1
+        if not piece.make:
+            return piece.read
+        if not self.served.parallel:
+            return 1
+        chunk = min(piece.chunk or piece.make, piece.make)
+        passes = [chunk, piece.make % chunk or chunk]
+        if piece.read:  # a prompt is embedded separately
+            passes.append(piece.read)
+        return min(passes)
+
+    def advance(
+        self, x: Tensor | None, state: State | None, seconds: float, rows: int
+    ) -> Done | None:
+        """Takes the result of the next piece; returns the result of the job once it has ended."""
+        piece = self.piece
+        self._position = (0 if self.state is None else self.state.position) + piece.steps
+        self._seconds += seconds
+        self._left -= piece.make
+        self.state = state
+        if self.prompt is not None and piece.read:
+            self.prompt = self.prompt[:, piece.read :] if piece.read < self._unread else None
+        if x is not None and self.each is not None:
+            self.each(Done(x, None, self._position, seconds, rows))
+        elif x is not None:
+            self._xs.append(x)
+        try:
+            self._set_piece(self._pieces.send(x))
+        except StopIteration:
+            made = torch.cat(self._xs, 1) if self._xs else None
+            kept = self.state if self.keep else None
+            return Done(made, kept, self._position, self._seconds, rows)
+        return None
+
+    def release(self) -> None:
+        """Drops all tensors and the future.
+
+        The generator of pieces refers to the job. An error in the future refers, by its traceback,
+        to frames that hold the job. Both cycles would keep memory until the next collection.
+        """
+        self._pieces.close()
+        self.prompt = self.state = self.each = None
+        self._xs = []
+        del self.future
+
+
+def _layout(state: State) -> Hashable:
+    """Returns what states must have in common to form a batch: position, names and shapes."""
+    children = sorted(state.children.items())
+    return state.position, *(
+        (name, _layout(child) if isinstance(child, State) else child.shape[1:])
+        for name, child in children
+    )
