@@ -146,12 +146,12 @@ X = np.zeros((10, 5, 2), np.float32)
     [
         ({"y": X}, r"holds y; allowed: x, lengths"),
         ({"x": X, "z": X}, r"holds x, z; allowed: x, lengths"),
-        ({"x": X[:9]}, r"x is float32 of shape \(9, 5, 2\); allowed: .*, 10 sequences or more"),
+        ({"x": X[:9]}, r"x is float32 of shape \(9, 5, 2\); allowed: .* at least 10 sequences"),
         (
             {"x": X[..., 0]},
             r"x is float32 of shape \(10, 5\); allowed: numbers \(sequences, steps, feat",
         ),
-        ({"x": X[:, :0]}, r"x is float32 of shape \(10, 0, 2\); allowed: .* one step or more"),
+        ({"x": X[:, :0]}, r"x is float32 of shape \(10, 0, 2\); allowed: .* at least one step"),
         ({"x": X.astype(str)}, r"x is <U32 of shape"),
         (
             {"x": X, "lengths": np.ones(9, int)},
@@ -438,7 +438,7 @@ def test_data_that_has_moved_is_given_to_evaluate(tmp_path, monkeypatch, capsys)
     (tmp_path / "mine.npz").rename(tmp_path / "my data" / "mine.npz")
     with pytest.raises(SystemExit):
         main(["evaluate", "run", "--quick"])
-    assert "found no mine.npz in the place given" in capsys.readouterr().err
+    assert "nor mine.npz in" in capsys.readouterr().err
     main(["evaluate", "run", "--quick", "--data-dir", "my data", "--result", "mine_base.json"])
     made = json.loads((tmp_path / "mine_base.json").read_text())
     assert made["metrics"]["sequences"] == 9

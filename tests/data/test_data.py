@@ -143,18 +143,18 @@ def test_config_fields_are_documented(cls, capsys):
         (lambda: DataConfig(name="text", binarize=True), ("binarize", "'text'", "mnist")),
         (
             lambda: SeriesConfig(fill="nearest"),
-            ("series.fill", "'nearest'", "zero, previous, linear"),
+            ("series.fill='nearest'", "'zero', 'previous', 'linear'"),
         ),
         (lambda: SeriesConfig(horizon=0), ("series.horizon", "0", "1")),
         (
             lambda: SeriesConfig(scale="robust"),
-            ("series.scale", "'robust'", "window, last, column, none"),
+            ("series.scale='robust'", "'window', 'last', 'column', 'none'"),
         ),
         (
             lambda: SeriesConfig(time="none", time_features=True),
             ("series.time_features", "series.time"),
         ),
-        (lambda: TextConfig(unit="word"), ("text.unit", "'word'", "char, byte")),
+        (lambda: TextConfig(unit="word"), ("text.unit='word'", "'char', 'byte'")),
         (lambda: SyntheticConfig(num=3), ("synthetic.num", "3", "10")),
     ],
 )
@@ -163,7 +163,8 @@ def test_bad_options_are_named(make, parts):
 
 
 def test_import_needs_nothing_optional():
-    code = "import sys, vssm.data; print({'sklearn', 'matplotlib', 'pooch', 'pyarrow'} & set(sys.modules))"
+    slow = {"sklearn", "matplotlib", "pooch", "pandas", "pyarrow"}
+    code = f"import sys, vssm.data; print({slow} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -269,28 +270,26 @@ def test_meta_survives_json_and_refuses_newer_fields(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
-        ("context", "x", "a whole number >= 1"),
-        ("context", -1, "a whole number >= 1"),
-        ("patch", 0, "a whole number >= 1"),
-        ("season", True, "a whole number >= 1"),
-        ("length", 2.5, "a whole number >= 1"),
-        ("name", None, "text"),
-        ("windowed", "first", "None, window, last"),
-        ("separate", "no", "True, False"),
-        ("image_shape", [2, 2], "height, width, channels"),
-        ("cycles", None, "a list of names"),
-        ("columns", "ab", "a list of names"),
-        ("columns", ["a"], "1 finite numbers"),
-        ("mean", [0.0], "2 finite numbers"),
-        ("mean", [0.0, "x"], "2 finite numbers"),
-        ("mean", None, "mean and std, or neither"),
-        ("std", [1.0, 1.0, 1.0], "2 finite numbers"),
-        ("std", [1.0, float("nan")], "2 finite numbers"),
+        ("context", "x", "int >= 1 | None"),
+        ("context", -1, "int >= 1 | None"),
+        ("patch", 0, "int >= 1"),
+        ("season", True, "int >= 1"),
+        ("length", 2.5, "int >= 1"),
+        ("name", None, "str"),
+        ("windowed", "first", "window"),
+        ("separate", "no", "bool"),
+        ("image_shape", [2, 2], "tuple"),
+        ("cycles", None, "tuple"),
+        ("columns", "ab", "tuple"),
+        ("mean", [0.0], "2 numbers"),
+        ("mean", [0.0, "x"], "tuple"),
+        ("mean", None, "2 numbers"),
+        ("std", [1.0, float("nan")], "tuple"),
         ("std", [1.0, 0.0], "numbers > 0"),
         ("features", 3, "2, for 2 columns"),
     ],
 )
-def test_meta_that_can_not_be_is_named(field, value, allowed):
+def test_impossible_metadata_is_named(field, value, allowed):
     meta = Meta(
         name="series",
         features=2,
@@ -302,15 +301,16 @@ def test_meta_that_can_not_be_is_named(field, value, allowed):
         context=4,
         horizon=2,
     )
-    with pytest.raises(
-        ValueError, match=rf"^data_meta\.\w+=.* is not allowed; allowed: ({allowed}).*$"
-    ) as caught:
+    with pytest.raises(ValueError, match=rf"^data_meta\.{field}=.* is not allowed; ") as caught:
         Meta.from_json(meta.to_json() | {field: value})
-    named = "mean" if field == "columns" and value == ["a"] else field  # two for one column
-    assert str(caught.value).startswith(f"data_meta.{named}=")
+    assert allowed in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_missing_metadata_is_named():
+    fields = Meta(name="a", features=2, length=6, suggested_head="gaussian").to_json()
     for lost in ("name", "features", "length", "suggested_head"):
         with pytest.raises(ValueError, match=f"^metadata of data has no {lost}$"):
-            Meta.from_json({name: value for name, value in meta.to_json().items() if name != lost})
+            Meta.from_json({name: value for name, value in fields.items() if name != lost})
     with pytest.raises(ValueError, match=r"^data_meta=\[\] is not allowed"):
         Meta.from_json([])
 
@@ -370,14 +370,9 @@ def test_download_with_another_checksum_names_both_and_leaves_nothing(server, tm
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # pooch leaves a socket open
-@pytest.mark.parametrize("reason", ["not there", "no server", "no pooch"])
-def test_failed_download_says_what_was_looked_for_and_how_to_give_it(
-    server, tmp_path, monkeypatch, reason
-):
+@pytest.mark.parametrize("reason", ["not there", "no server"])
+def test_failed_download_says_what_was_looked_for_and_how_to_give_it(server, tmp_path, reason):
     url = "http://127.0.0.1:9/a.txt" if reason == "no server" else f"{server}/a.txt"
-    if reason == "no pooch":
-        monkeypatch.setitem(sys.modules, "pooch", None)
-        (tmp_path / "site" / "a.txt").write_bytes(b"hello")
     with pytest.raises(ValueError) as caught:
         files.locate(
             ["a.txt"], ["text"], str(tmp_path), files.Remote(url, sha256(b"hello"), "a.txt")
@@ -386,7 +381,7 @@ def test_failed_download_says_what_was_looked_for_and_how_to_give_it(
     for part in (
         "a.txt",
         "text",
-        {"not there": "404", "no server": "refused", "no pooch": "pooch"}[reason],
+        {"not there": "404", "no server": "refused"}[reason],
         str(tmp_path),
         str(tmp_path / "cache"),
         url,
@@ -400,8 +395,8 @@ def test_failed_download_says_what_was_looked_for_and_how_to_give_it(
 
 
 def test_damaged_file_is_never_replaced(server, mnist, tmp_path, monkeypatch):
-    monkeypatch.setattr(images, "_MNIST_URL", f"{server}/")
-    for name in images._MNIST:
+    monkeypatch.setattr(images, "MNIST_URL", f"{server}/")
+    for name in images.MNIST:
         (tmp_path / "site" / f"{name}.gz").write_bytes(
             gzip.compress((mnist / name).read_bytes(), mtime=0)
         )
@@ -415,7 +410,7 @@ def test_damaged_file_is_never_replaced(server, mnist, tmp_path, monkeypatch):
         DataConfig(name="mnist"),
         data.files[0],
         sha256(broken),
-        images._MNIST["train-images-idx3-ubyte"][2],
+        images.MNIST["train-images-idx3-ubyte"][2],
     )
     assert data.files[0].read_bytes() == damaged
 
@@ -454,7 +449,7 @@ def mnist(tmp_path, monkeypatch):
     folder.mkdir()
     rng = np.random.default_rng(0)
     published = {}
-    for name in images._MNIST:
+    for name in images.MNIST:
         num = 50 if name.startswith("train") else 20
         array = rng.integers(
             0, 256 if "images" in name else 10, (num, 28, 28)[: 3 if "images" in name else 1]
@@ -462,7 +457,7 @@ def mnist(tmp_path, monkeypatch):
         content = idx(array.astype(np.uint8))
         (folder / name).write_bytes(content)
         published[name] = (array.shape, sha256(gzip.compress(content, mtime=0)), sha256(content))
-    monkeypatch.setattr(images, "_MNIST", published)
+    monkeypatch.setattr(images, "MNIST", published)
     return folder
 
 
@@ -486,14 +481,17 @@ def test_mnist_loads_packed_or_not(mnist, packed, inside):
     [
         (lambda c: c[:-1], "truncated"),
         (lambda c: c + b"\0", "too long"),
-        (lambda c: c[:9], "truncated"),
+        (lambda c: c[:9], "no IDX file"),
         (lambda c: b"", "no IDX file"),
-        (lambda c: b"\0\0\x0d\x03" + c[4:], "00000d03, not 00000803"),
+        (lambda c: b"\0\0\x0d\x03" + c[4:], "begins with 00000d03"),
         (
             lambda c: c[:4] + struct.pack(">3I", 50, 28, 27) + c[16:],
-            "(50, 28, 27), expected (50, 28, 28)",
+            "no IDX file of shape (50, 28, 28)",
         ),
-        (lambda c: c[:4] + struct.pack(">3I", 2**32 - 1, 28, 28) + c[16:], "expected (50, 28, 28)"),
+        (
+            lambda c: c[:4] + struct.pack(">3I", 2**32 - 1, 28, 28) + c[16:],
+            "begins with 00000803ff",
+        ),
         (lambda c: c[:100] + bytes((c[100] ^ 1,)) + c[101:], "the published one is"),
     ],
 )
@@ -516,13 +514,13 @@ def test_damaged_gzip_is_named(mnist, damage):
 
 def test_binarisation_is_fixed_by_the_seed_and_follows_the_pixels():
     grey = np.tile(np.array([0, 1, 100, 254, 255], np.uint8), (40000, 1))
-    bits = images._binarize(grey, 255, seed=3, stream=1)
+    bits = images.binarized(grey, 255, seed=3, stream=1)
     p = grey[0] / 255
     # five standard deviations of a mean of 40,000 draws
     assert np.all(np.abs(bits.mean(0) - p) <= 5 * np.sqrt(p * (1 - p) / 40000))
-    assert np.array_equal(bits, images._binarize(grey, 255, seed=3, stream=1))
-    assert not np.array_equal(bits, images._binarize(grey, 255, seed=4, stream=1))
-    assert images._binarize(grey[:1, :3], 255, seed=3, stream=1).shape == (1, 3)
+    assert np.array_equal(bits, images.binarized(grey, 255, seed=3, stream=1))
+    assert not np.array_equal(bits, images.binarized(grey, 255, seed=4, stream=1))
+    assert images.binarized(grey[:1, :3], 255, seed=3, stream=1).shape == (1, 3)
 
 
 def test_binarised_data_is_bernoulli():
@@ -538,13 +536,13 @@ def cifar10(tmp_path, monkeypatch):
     folder.mkdir()
     rng = np.random.default_rng(0)
     published = {}
-    for name in images._CIFAR10:
+    for name in images.CIFAR10:
         records = rng.integers(0, 256, (20, 3073), dtype=np.uint8)
         records[:, 0] %= 10
         (folder / name).write_bytes(records.tobytes())
         published[name] = sha256(records.tobytes())
-    monkeypatch.setattr(images, "_CIFAR10", published)
-    monkeypatch.setattr(images, "_CIFAR10_BYTES", 20 * 3073)
+    monkeypatch.setattr(images, "CIFAR10", published)
+    monkeypatch.setattr(images, "CIFAR10_BYTES", 20 * 3073)
     return tmp_path
 
 
@@ -779,7 +777,7 @@ def test_windows_that_are_mostly_missing_are_left_out(tmp_path):
         tmp_path / "b.csv", [[v if k % 3 == 0 else "", 1] for k, v in enumerate(range(90))]
     )
     with pytest.raises(
-        ValueError, match=r"no window for training .* = 6 steps has half .* every column"
+        ValueError, match=r"no window for training .* = 6 rows has half .* every column"
     ):
         _ = open_data(series(path, **options)).train
 
@@ -839,7 +837,7 @@ def test_bad_dates_are_named(tmp_path, change, parts):
     refused(series(path, time="when"), "series.time", "'when'", "'date'")
 
 
-@pytest.mark.filterwarnings("ignore:.* is left out")
+@pytest.mark.filterwarnings("ignore:.* left out")
 @pytest.mark.parametrize(
     ("cells", "found"),
     [
@@ -900,7 +898,7 @@ def test_phases_go_on_between_seconds():
 
 def test_two_columns_of_one_name_are_named(tmp_path):
     path = write_csv(tmp_path / "a.csv", [[k, -k] for k in range(40)], header=["a", "a"])
-    refused(series(path, context=4, horizon=2), path, "column 'a' is there twice")
+    refused(series(path, context=4, horizon=2), path, "two columns called 'a'")
 
 
 @pytest.mark.filterwarnings("ignore:.* dates are uneven")
@@ -927,7 +925,7 @@ TABLES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.* is left out")
+@pytest.mark.filterwarnings("ignore:.* left out")
 @pytest.mark.parametrize("name", TABLES)
 def test_csv_dialects(tmp_path, name):
     (tmp_path / name).write_text(
@@ -946,40 +944,17 @@ def test_csv_dialects(tmp_path, name):
 @pytest.mark.parametrize(
     ("header", "row", "note"),
     [
-        (
-            "t;v",
-            "{k};0,{k}",
-            "column 'v' is left out: line 2 has '0,0', which is no number; allowed: a dec",
-        ),
-        (
-            "t,v",
-            '{k},"1,{k}"',
-            "column 'v' is left out: line 2 has '1,0', which is no number; allowed: a dec",
-        ),
-        (
-            "t,place,v",
-            "{k},x,{k}%",
-            r"column 'v' is left out \(and so is 'place'\): line 2 has '0%', which is no num",
-        ),
-        (
-            "t,a,b,c,d,e,f,v",
-            "{k},x,x,x,x,x,x,{k}%",
-            r"column 'v' is left out \(and so are 'a', 'b', 'c', 'd', 2 more\): line 2 has '0%'",
-        ),
-        ("t,place", "{k},x", "column 'place' is left out: line 2 has 'x', which is no number$"),
-        ("t,v", "{k},", "column 'v' is left out: all of its values are missing or not finite$"),
-        ("t,v", "{k},inf", "column 'v' is left out: all of its values are missing or not finite$"),
-        (
-            "t,v,place",
-            "{k},NA,x1",
-            r"column 'place' is left out \(and so is 'v'\): line 2 has 'x1'",
-        ),
+        ("t;v", "{k};0,{k}", r"'v' \(line 2 has '0,0'\); write numbers with a decimal point$"),
+        ("t,v", '{k},"1,{k}"', r"'v' \(line 2 has '1,0'\); write numbers with a decimal point$"),
+        ("t,place,v", "{k},x,{k}%", r"'place' \(line 2 has 'x'\), 'v' \(line 2 has '0%'\)$"),
+        ("t,v", "{k},", r"'v' \(all values are missing\)$"),
+        ("t,v", "{k},inf", r"'v' \(line 2 has 'inf'\)$"),
     ],
 )
 def test_columns_that_are_left_out_are_noted(tmp_path, header, row, note):
     path = tmp_path / "a.csv"
     path.write_text("\n".join([header, *(row.format(k=k) for k in range(30))]))
-    with pytest.warns(UserWarning, match=f"a.csv: {note}"):
+    with pytest.warns(UserWarning, match=f"a.csv: columns without numbers are left out: {note}"):
         data = open_data(series(path, context=2, horizon=1))
     assert data.meta.columns == ("t",)
     open_data(
@@ -1014,13 +989,13 @@ def test_csv_in_another_encoding_is_noted_or_refused(tmp_path):
     path = write_csv(tmp_path / "a.csv", [[k, -k] for k in range(200)], header=["a", "b"])
     text = path.read_text().replace("b", "température", 1)
     path.write_bytes(text.encode("latin-1"))
-    with pytest.warns(UserWarning, match=r"a\.csv: line 1 has characters that are no UTF-8$"):
+    with pytest.warns(UserWarning, match=r"a\.csv: line 1 has characters that are not UTF-8$"):
         assert open_data(series(path, context=4, horizon=2)).meta.columns == (
             "a",
             "temp\ufffdrature",
         )
     path.write_bytes(text.encode("utf-16"))
-    refused(series(path), path, "has bytes of zero, as UTF-16 has; allowed: a file saved as UTF-8")
+    refused(series(path), path, "has zero bytes, as UTF-16 has; save the file as UTF-8")
 
 
 @settings(max_examples=25, deadline=None)
@@ -1047,13 +1022,13 @@ def test_columns_are_chosen_by_name_or_position(tmp_path):
     assert data.meta.columns == ("OT", "HUFL") and data.train.x[0, 0].tolist() == [100, 1]
     refused(
         series(path, columns=("HUFLL",)),
-        "series.columns",
+        path,
         "'HUFLL'",
         "HUFL, HULL, OT",
         "did you mean",
     )
     for position in "04":  # of the dates, and of nothing
-        refused(series(path, columns=(position,)), f"'{position}' is no column", "HUFL, HULL, OT")
+        refused(series(path, columns=(position,)), f"no column of numbers '{position}'", "HULL, OT")
     refused(series(path, columns=("date",)), "'date'", "HUFL, HULL, OT")
 
 
@@ -1074,14 +1049,13 @@ def test_a_position_is_that_in_the_file(tmp_path, name):
     assert data.meta.columns == (names[3], names[2]) and data.train.x[0, 0].tolist() == [-1, 1]
     for position in "014":
         refused(
-            series(path, columns=("2", position)), f"'{position}' is no column of numbers", names[2]
+            series(path, columns=("2", position)), f"no column of numbers '{position}'", names[2]
         )
     for columns in (("2", "2"), (names[2], "2"), ("2", names[3], names[2])):
         refused(
             series(path, columns=columns),
             "series.columns",
             f"has '{names[2]}' twice",
-            "each column once",
         )
 
 
@@ -1090,11 +1064,11 @@ def test_a_column_without_numbers_keeps_its_position(tmp_path):
     data = open_data(series(tmp_path / "a.npy", columns=("1",), context=2, horizon=1, scale="none"))
     assert data.train.x[0, 0].tolist() == [1]
     refused(
-        series(tmp_path / "a.npy", columns=("0",)), "'0' is no column of numbers", "available: 1, 2"
+        series(tmp_path / "a.npy", columns=("0",)), "no column of numbers '0'", "available: 1, 2"
     )
 
 
-@pytest.mark.filterwarnings("ignore:.* is left out")
+@pytest.mark.filterwarnings("ignore:.* left out")
 def test_missing_values_are_placed_and_filled(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("name,a,b\nx,,1\nx,2,2\nx,NA,3\nx,nan,inf\nx,8,5\n" + "x,9,9\n" * 20)
@@ -1129,8 +1103,7 @@ def test_missing_values_are_placed_and_filled(tmp_path):
         ("a,b\n1,2\n3,oops\n", ("line 3", "'b'", "'oops' is not a number")),
         ("a,b\n1,2\n3,1e300\n", ("'b'", "1e+300")),
         ("a\n" + "1\n" * 150, ("150 rows", "105", "96 + 96 = 192")),
-        ("a\n" + "x" * 200000, ("line", "field")),
-        ('a,b\n1,2\n"1" ,2\n3,4\n', ("line 3", "',' expected after '\"'")),
+        ("a\n" + "x" * 200000, ("no column of numbers",)),
     ],
 )
 def test_bad_csv_is_named(tmp_path, content, parts):
@@ -1155,7 +1128,7 @@ def test_a_quote_that_is_not_closed_takes_no_rows(tmp_path, later, row):
     )
 
 
-@pytest.mark.filterwarnings("ignore:.* is left out")
+@pytest.mark.filterwarnings("ignore:.* left out")
 def test_cells_in_quotes_hold_commas_and_quotes(tmp_path):
     notes = ['5" pipe', "a, b", '"', 'say ""x"", "y"', ""] * 8
     rows = [[k, note, str(-k)] for k, note in enumerate(notes)]
@@ -1167,7 +1140,7 @@ def test_cells_in_quotes_hold_commas_and_quotes(tmp_path):
 
 def test_series_needs_a_path():
     refused(DataConfig(name="series"), "series.path")
-    refused(series("nowhere.csv"), "found no nowhere.csv", "timeseries", "--data-dir")
+    refused(series("nowhere.csv"), "found no file 'nowhere.csv'", "timeseries", "--data-dir")
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -1191,7 +1164,7 @@ def test_npy_series(tmp_path, packed):
 def test_a_damaged_header_of_npy_is_named(tmp_path, end):
     np.save(tmp_path / "a.npy", np.zeros((30, 3)))
     (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes().replace(end, b" ", 1))
-    refused(series(tmp_path / "a.npy"), "a.npy is no plain .npy array: its header is damaged")
+    refused(series(tmp_path / "a.npy"), "a.npy is no plain .npy array, or it is damaged")
 
 
 def test_parquet_needs_its_extra(tmp_path, monkeypatch):
@@ -1200,7 +1173,7 @@ def test_parquet_needs_its_extra(tmp_path, monkeypatch):
     refused(series(tmp_path / "a.parquet"), "pyarrow", "pip install 'vssm[forecast]'")
 
 
-@pytest.mark.filterwarnings("ignore:.* is left out")
+@pytest.mark.filterwarnings("ignore:.* left out")
 def test_parquet_series(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
@@ -1246,9 +1219,7 @@ def test_a_first_line_of_true_and_false_is_no_header(tmp_path):
 def test_words_beside_true_and_false_are_text(tmp_path):
     rows = [[k, "maybe" if k == 7 else "true"] for k in range(30)]
     path = write_csv(tmp_path / "a.csv", rows, header=["a", "b"])
-    with pytest.warns(
-        UserWarning, match="column 'b' is left out: line 2 has 'true', which is no number"
-    ):
+    with pytest.warns(UserWarning, match=r"are left out: 'b' \(line 2 has 'true'\)"):
         assert open_data(series(path, context=2, horizon=1)).meta.columns == ("a",)
 
 
@@ -1258,9 +1229,7 @@ def test_categories_of_parquet_are_noted(tmp_path):
 
     columns = {"a": range(30), "place": pyarrow.array(["x", "y"] * 15).dictionary_encode()}
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
-    with pytest.warns(
-        UserWarning, match="column 'place' is left out: row 1 has 'x', which is no number"
-    ):
+    with pytest.warns(UserWarning, match=r"are left out: 'place' \(row 1 has 'x'\)"):
         assert open_data(series(tmp_path / "a.parquet", context=2, horizon=1)).meta.columns == (
             "a",
         )
@@ -1273,9 +1242,7 @@ def test_columns_of_parquet_that_are_no_plain_numbers(tmp_path):
     path = tmp_path / "a.parquet"
     columns = {"id": [2**60 + 1] * 30, "a": range(30), "parts": [[1, 2]] * 30}
     parquet.write_table(pyarrow.table(columns), path)
-    with pytest.warns(
-        UserWarning, match="column 'parts' is left out: row 1 has 'list<.*', which is no number"
-    ):
+    with pytest.warns(UserWarning, match=r"are left out: 'parts' \(row 1 has 'list<.*'\)"):
         data = open_data(series(path, context=2, horizon=1, scale="none"))
     assert data.meta.columns == ("id", "a") and data.train.x[0, 0].tolist() == [2.0**60, 0]
     days = pyarrow.array([f"2024-05-{day:02}" for day in range(1, 31)], pyarrow.string_view())
@@ -1288,13 +1255,13 @@ def test_missing_columns_of_parquet_are_noted(tmp_path):
     from pyarrow import parquet
 
     for kind, cell, why in (
-        ("float64", None, "all of its values are missing"),
-        ("string", None, "all of its values"),
-        ("string", "7", "it is text"),
+        ("float64", None, "all values are missing"),
+        ("string", None, "all values are missing"),
+        ("string", "7", "row 1 has '7'"),
     ):
         columns = {"a": range(30), "b": pyarrow.array([cell] * 30, kind)}
         parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
-        with pytest.warns(UserWarning, match=f"column 'b' is left out: {why}"):
+        with pytest.warns(UserWarning, match=rf"are left out: 'b' \({why}\)"):
             assert open_data(series(tmp_path / "a.parquet", context=2, horizon=1)).meta.columns == (
                 "a",
             )
@@ -1465,26 +1432,26 @@ def test_real_series_load(name, rows, columns):
     [
         ({"seed": 0.5}, r"seed=0.5 \(--split-seed\) is not allowed"),
         ({"seed": True}, r"seed=True \(--split-seed\) is not allowed"),
-        ({"dir": 5}, "dir 5 is not allowed; allowed: a path"),
-        ({"binarize": "no"}, "binarize 'no' is not allowed; allowed: True, False"),
+        ({"dir": 5}, "dir is a int; allowed: a path"),
+        ({"binarize": "no"}, "binarize is a str; allowed: True, False"),
         (
             {"synthetic": {"num": 1e3}},
-            r"synthetic.num 1000.0 is not allowed; allowed: a whole number >= 10",
+            r"synthetic.num=1000.0 is not allowed; allowed: a whole number >= 10",
         ),
         (
             {"synthetic": {"length": float("nan")}},
-            "synthetic.length nan is not allowed; allowed: a whole",
+            "synthetic.length=nan is not allowed; allowed: a whole",
         ),
         (
             {"text": {"length": True}},
-            "text.length True is not allowed; allowed: a whole number >= 1",
+            "text.length=True is not allowed; allowed: a whole number >= 1",
         ),
-        ({"arrays": {"path": 5}}, "arrays.path 5 is not allowed; allowed: a path"),
-        ({"series": {"path": ["x"]}}, r"series.path \['x'\] is not allowed; allowed: a path"),
-        ({"series": {"separate": 1}}, "series.separate 1 is not allowed; allowed: True, False"),
+        ({"arrays": {"path": 5}}, "arrays.path is a int; allowed: a path"),
+        ({"series": {"path": ["x"]}}, "series.path is a list; allowed: a path"),
+        ({"series": {"separate": 1}}, "series.separate is a int; allowed: True, False"),
         (
             {"series": {"season": 2.0}},
-            "series.season 2.0 is not allowed; allowed: a whole number >= 1",
+            "series.season=2.0 is not allowed; allowed: a whole number >= 1",
         ),
     ],
 )
@@ -1559,12 +1526,14 @@ def test_a_header_may_have_numbers(first, rows, names, tmp_path):
 def test_columns_that_are_left_out_by_their_name_are_noted(tmp_path):
     values = np.random.default_rng(0).normal(size=(60, 2))
     (tmp_path / "a.csv").write_text("\n".join(["index,vol", *(f"{a},{b}" for a, b in values)]))
-    with pytest.warns(UserWarning, match="column 'index' of numbers is left out, by its name"):
+    with pytest.warns(
+        UserWarning, match="column 'index' of numbers is left out because of its name"
+    ):
         open_data(series(tmp_path / "a.csv", context=3, horizon=2))
     (tmp_path / "a.csv").write_text(
         "\n".join(["index,load,b", *(f'{k},"1,5",{k * k}' for k in range(60))])
     )
-    with pytest.warns(UserWarning, match="column 'load' is left out: .* allowed: a decimal point"):
+    with pytest.warns(UserWarning, match="'load' .line 2 has '1,5'.; write .* decimal point"):
         open_data(series(tmp_path / "a.csv", context=3, horizon=2))
 
 
@@ -1583,7 +1552,7 @@ def test_many_values_are_looked_at_in_parts(monkeypatch):
     assert digest == pytest.approx(
         [float(v.mean()) for v in (x, x * x, x * torch.linspace(0, 1, len(x)))]
     )
-    monkeypatch.setattr("vssm.data.dataset._PART", 100)  # four sequences
+    monkeypatch.setattr("vssm.data.dataset.PART", 100)  # four sequences
     assert split.digest() == pytest.approx(digest, rel=1e-12)
     assert [len(part) for part in split.parts()] == [*12 * [4], 2]
     split.x[41, 2, 1] = torch.nan
@@ -1668,9 +1637,7 @@ def test_kinds_of_images_are_read_as_they_look(tmp_path):
     (folder / ".hidden.png").write_text("no image")
     (folder / "more").mkdir()
     (folder / "notes.txt").write_text("no image")
-    with pytest.warns(
-        UserWarning, match=r"names are not those of images: 1; the first is notes\.txt"
-    ):
+    with pytest.warns(UserWarning, match=r"1 files are left out, such as notes\.txt"):
         data = open_data(images_in(folder))
     assert data.meta.image_shape == (4, 4, 3) and len(data.files) == 17
     x = torch.cat([data.train.x, data.valid.x, data.test().x])
@@ -1692,7 +1659,7 @@ def test_kinds_of_images_are_read_as_they_look(tmp_path):
 def test_bad_folders_of_images_are_named(tmp_path):
     folder = tmp_path / "a"
     refused(DataConfig(name="images"), "images.path is needed: a folder of images")
-    refused(images_in(folder), f"'{folder}' is not a folder", "--data-dir")
+    refused(images_in(folder), f"found no folder '{folder}'", "--data-dir")
     folder_of_images(folder, num=9)
     refused(images_in(folder), f"{folder} has 9 images directly in it; allowed: 10 or more", ".png")
     refused(images_in(folder / "00.png"), "00.png' is a file; allowed: a folder")
@@ -1702,7 +1669,7 @@ def test_bad_folders_of_images_are_named(tmp_path):
     Image.new("RGB", (8, 4)).save(odd)
     refused(
         images_in(folder),
-        f"{odd} is an image of 8 x 4 pixels, 00.png is one of 6 x 4; allowed: images",
+        f"{odd} has 8 x 4 pixels, but 00.png has 6 x 4; all images must have one size",
     )
     Image.fromarray(np.zeros((4, 6), np.uint16)).save(odd)
     refused(images_in(folder), odd, "more than 8 bits")

@@ -28,7 +28,6 @@ from vssm.engine.recording import OneShot, Recorder, Recording
 from vssm.engine.watch import Watch
 from vssm.engine.weights import first_weight
 from vssm.forecasting.forecaster import Forecaster
-from vssm.forecasting.reader import Reader
 from vssm.models import build
 from vssm.nn import State
 from vssm.nn.attention import AttentionBlock
@@ -1196,41 +1195,6 @@ def test_slabs_of_separate_columns_have_their_own_scale(device, replays, monkeyp
     assert replays == {"recorded": 1, "replayed": 7}
 
 
-def known_forecasts(monkeypatch):
-    """Makes what is known already be known: a forecast must not check more than values."""
-
-    def refuse(*_):
-        raise AssertionError("asked for again")
-
-    monkeypatch.setattr(Reader, "read", refuse)
-    monkeypatch.setattr(sys.modules["vssm.forecasting.forecaster"], "divided", refuse)
-    monkeypatch.setattr(
-        sys.modules["vssm.forecasting.forecaster"], "check_horizon", refuse
-    )  # vssm.forecast is a function
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", [*OTHERS[:-1], {"context": 7}], ids=str)
-@pytest.mark.parametrize("num", [None, 3])
-def test_forecasts_asked_for_again_check_values_alone(
-    num, options, dtype, device, replays, monkeypatch
-):
-    own = paths_forecaster(device, **options)
-    given = [
-        histories(3, seed=turn).to(dtype)[0 if num is None else slice(num)] for turn in range(4)
-    ]
-    dials = [{}, {}, {"seed": -5}, {"seed": 2**63 - 1, "temperature": 1.0}]
-    wanted = [plain_forecast(own, x, 9, 5, **dial) for x, dial in zip(given, dials, strict=True)]
-    made = [own.forecast(x, 9, 5, **dial) for x, dial in zip(given[:2], dials[:2], strict=True)]
-    known_forecasts(monkeypatch)
-    made += [own.forecast(x, 9, 5, **dial) for x, dial in zip(given[2:], dials[2:], strict=True)]
-    for one, other in zip(made, wanted, strict=True):
-        same(one.samples, other)
-        assert one.samples.is_contiguous() == other.is_contiguous()
-        assert (one.columns, one.times) == (("a", "b"), None)
-    assert replays == {"recorded": 1, "replayed": 3}
-
-
 def test_what_is_equal_but_not_right_is_refused_again(device):
     own, x = paths_forecaster(device, horizon=6), histories(2)
     for horizon in (1, 1, 1, None, None):
@@ -1260,16 +1224,8 @@ def test_gaps_are_filled_in_forecasts_asked_for_again(device, replays):
     assert replays == {"recorded": 1, "replayed": 3}, "what can not be read is not replayed"
 
 
-def test_only_so_many_forecasts_are_remembered(device, monkeypatch):
-    monkeypatch.setattr(sys.modules["vssm.forecasting.forecaster"], "_REQUESTS", 2)
-    own, x = paths_forecaster(device), histories(2)
-    for samples in (1, 2, 3, 1, 3):
-        same(own.forecast(x, 6, samples).samples, plain_forecast(own, x, 6, samples))
-        assert 0 < len(own._found) <= 2
-
-
 def test_a_history_on_its_way_is_not_written_over(monkeypatch):
-    """Until the device has read a history its memory stays as it is, also where that was refused."""
+    """Until the device has read a history its memory stays as it is."""
     monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
     own, x = paths_forecaster("cpu"), histories(2)
     for _ in range(2):
@@ -1285,10 +1241,6 @@ def test_a_history_on_its_way_is_not_written_over(monkeypatch):
         same(own.forecast(factor * x, 6, 4).samples, plain_forecast(own, factor * x, 6, 4))
     assert torch.equal(program._parcel.words, words)
     assert event.record.call_count == 1
-    event.query.return_value = True
-    with pytest.raises(ValueError, match="missing"):
-        own.forecast(x / 0, 6, 4)
-    assert event.record.call_count == 2
 
 
 def test_equal_scales_share_a_recording_and_others_do_not(device, replays):

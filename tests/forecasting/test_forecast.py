@@ -19,8 +19,7 @@ from tests.conftest import KINDS, relative_error, small_config, small_model
 from vssm.cli import main
 from vssm.config import RunConfig, TrainConfig
 from vssm.data import DataConfig, Meta, SeriesConfig, open_data
-from vssm.data.dataset import in_season, spread
-from vssm.data.scale import Scale
+from vssm.data.scale import Scale, centre_of_steps, window_scale
 from vssm.forecasting.files import draw_fan, read_history, write_quantiles
 from vssm.forecasting.forecaster import Forecast, Forecaster
 from vssm.forecasting.metrics import crps, energy_score, scores
@@ -196,8 +195,8 @@ def test_factor_and_shift_are_both_scales_at_once(windowed, season, separate):
     once = (x - scale.mean) / scale.std
     middle, width = torch.zeros(2, 1, 3), torch.ones(2, 1, 3)
     if windowed is not None:
-        middle, width = spread(once, windowed, season)
-    twice = (once - in_season(middle, -9, 9)) / width
+        middle, width = window_scale(once, windowed, season)
+    twice = (once - centre_of_steps(middle, -9, 9)) / width
     rows = x.transpose(1, 2).flatten(0, 1)[..., None] if separate else x
     factor, shift = scale.units(rows)
     expected = twice.transpose(1, 2).reshape(6, 9, 1) if separate else twice
@@ -329,8 +328,30 @@ def test_time_features_follow_the_dates():
             np.datetime64("2024-01-01") + 7 * DAY * np.arange(9),
             ["2024-03-04", "2024-03-11", "2024-03-18"],
         ),
+        (
+            np.arange("2022-01", "2024-04", 3, dtype="datetime64[M]"),
+            ["2024-04-01", "2024-07-01", "2024-10-01"],
+        ),
+        (
+            np.arange("2023-06", "2024-03", dtype="datetime64[M]").astype("datetime64[D]")
+            + 14 * DAY,
+            ["2024-03-15", "2024-04-15", "2024-05-15"],
+        ),
+        (
+            np.busday_offset("2024-05-02", np.arange(9)),
+            ["2024-05-15", "2024-05-16", "2024-05-17"],
+        ),
     ],
-    ids=["first of the month", "last of the month", "years", "days", "weeks"],
+    ids=[
+        "month_start",
+        "month_end",
+        "years",
+        "days",
+        "weeks",
+        "quarters",
+        "mid_month",
+        "business_days",
+    ],
 )
 def test_dates_go_on_by_the_calendar(dates, next_dates):
     made = forecaster().forecast(history(), 3, 2, dates)
@@ -357,10 +378,11 @@ def test_uneven_dates_are_noted_and_go_on_by_the_usual_step():
     with pytest.warns(UserWarning, match=note):
         made = forecaster().forecast(history(), 2, 2, dates)
     assert made.times.astype("datetime64[D]").astype(str).tolist() == ["2024-05-18", "2024-05-19"]
-    workdays = np.datetime64("2024-05-02") + DAY * np.array([0, 1, 4, 5, 6, 7, 8, 11, 12])
-    with pytest.warns(UserWarning, match=r"2024-05-06\S* comes right after 2024-05-03"):
-        made = forecaster().forecast(history(), 2, 2, workdays)
-    assert made.times.astype("datetime64[D]").astype(str).tolist() == ["2024-05-15", "2024-05-16"]
+    workdays = np.datetime64("2024-05-02") + DAY * np.array([0, 1, 4, 5, 6, 8, 11, 12, 13])
+    with pytest.warns(UserWarning, match=r"2024-05-10\S* comes right after 2024-05-08"):
+        made = forecaster().forecast(history(), 3, 2, workdays)
+    days = made.times.astype("datetime64[D]").astype(str).tolist()
+    assert days == ["2024-05-16", "2024-05-17", "2024-05-20"]
     months = np.arange("2023-06", "2024-04", dtype="datetime64[M]")
     with pytest.warns(UserWarning, match=r"2023-09-01\S* comes right after 2023-07-01"):
         made = forecaster().forecast(history(), 2, 2, np.delete(months, 2))
@@ -806,7 +828,7 @@ def test_command_names_what_is_wrong_with_a_file(run_folder, tmp_path, capsys):
     new.write_text("\n".join([*lines[:20], lines[18], *lines[20:]]))
     refused(new, "line 21", "'date'", "comes after")
     new.write_text("\n".join([*lines[:20], lines[19], *lines[20:]]))
-    refused(new, "line 21", "is there twice", "or --time none")
+    refused(new, "line 21", "is there twice", "--time none")
     new.write_text("\n".join([*lines[:20], "2020-01-32" + lines[20][10:], *lines[21:]]))
     refused(new, "line 21", "is no date")
     new.write_text("\n".join([*lines[:25], lines[25].rpartition(",")[0] + ",", *lines[26:]]))

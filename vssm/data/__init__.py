@@ -1,6 +1,6 @@
 """Data sets as sequences: digits, mnist, cifar10, images, text, series, arrays and synthetic.
 
-`open_data` finds (or downloads) a data set and returns a `Data` with lazily read splits:
+`open_data` finds (or downloads) a data set and returns a `Data`, whose splits are read lazily:
 
     data = open_data(DataConfig(name="mnist"))
     x = data.train.batch(torch.arange(64))      # (64, 28, 28) in [0, 1]
@@ -10,41 +10,25 @@
 """
 
 from vssm.data.arrays import open_arrays
-from vssm.data.config import (
-    NAMES,
-    ArraysConfig,
-    DataConfig,
-    ImagesConfig,
-    SeriesConfig,
-    SyntheticConfig,
-    TextConfig,
-)
-from vssm.data.dataset import Data, Meta, Split, read_meta, steps_left
-from vssm.data.folder import open_images
-from vssm.data.images import open_cifar10, open_digits, open_mnist
+from vssm.data.config import NAMES as NAMES
+from vssm.data.config import ArraysConfig as ArraysConfig
+from vssm.data.config import DataConfig as DataConfig
+from vssm.data.config import ImagesConfig as ImagesConfig
+from vssm.data.config import SeriesConfig as SeriesConfig
+from vssm.data.config import SyntheticConfig as SyntheticConfig
+from vssm.data.config import TextConfig as TextConfig
+from vssm.data.dataset import Data as Data
+from vssm.data.dataset import Split as Split
+from vssm.data.images import open_cifar10, open_digits, open_images, open_mnist
+from vssm.data.meta import Meta as Meta
+from vssm.data.meta import read_meta as read_meta
+from vssm.data.meta import steps_left as steps_left
 from vssm.data.series import open_series
-from vssm.data.show import describe, draw, picture
+from vssm.data.show import describe as describe
+from vssm.data.show import draw as draw
+from vssm.data.show import picture as picture
 from vssm.data.synthetic import open_synthetic
 from vssm.data.text import open_text
-
-__all__ = [
-    "NAMES",
-    "ArraysConfig",
-    "Data",
-    "DataConfig",
-    "ImagesConfig",
-    "Meta",
-    "SeriesConfig",
-    "Split",
-    "SyntheticConfig",
-    "TextConfig",
-    "describe",
-    "draw",
-    "open_data",
-    "picture",
-    "read_meta",
-    "steps_left",
-]
 
 _OPENERS = {
     "digits": open_digits,
@@ -56,11 +40,10 @@ _OPENERS = {
     "arrays": open_arrays,
     "synthetic": open_synthetic,
 }
-assert tuple(_OPENERS) == NAMES
 
 
 def open_data(config: DataConfig) -> Data:
-    """Returns the data set that `config` names, downloading it when it is public and not found.
+    """Opens the data set that `config` names; a public one is downloaded if it is not found.
 
     Arguments:
         config: The data options; `config.name` is one of `NAMES`.
@@ -74,7 +57,6 @@ def open_data(config: DataConfig) -> Data:
         (1294, 144, (3, 8, 8))
     """
     if not isinstance(config, DataConfig):
-        raise ValueError(
-            f"config={config!r} is not allowed; allowed: a DataConfig, as DataConfig(name='digits')"
-        )
+        allowed = "a DataConfig, such as DataConfig(name='digits')"
+        raise ValueError(f"config={config!r} is not allowed; allowed: {allowed}")
     return _OPENERS[config.name](config)

@@ -1,17 +1,20 @@
-"""The usual step of dates: months of a calendar, or a number of seconds or microseconds.
+"""The dates of a series: their usual step, gaps in them, and how they go on.
 
-Legend: times (N,) datetime64[s] or [us], ascending, N at least 2.
+pandas knows the calendar: months, quarters, years and business days. Legend: times (N,) datetime64,
+ascending.
 """
+
+from typing import Any
 
 import numpy as np
 
-__all__ = ["calendar_step", "plain_dates", "uneven_dates", "usual_step"]
+__all__ = ["next_dates", "plain_dates", "uneven_dates"]
 
-_MONTH = np.timedelta64(1, "M")
+_GAP = 1.5  # steps; two dates that are further apart have a gap between them
 
 
 def plain_dates(times: np.ndarray) -> np.ndarray:
-    """Returns dates of any unit in seconds, or in microseconds where one lies between two seconds.
+    """Returns dates in seconds, or in microseconds if one of them lies between two seconds.
 
     Example:
         >>> plain_dates(np.array(["2024-05-01T12", "2024-05-01T13"], "M8[h]")).dtype
@@ -24,51 +27,60 @@ def plain_dates(times: np.ndarray) -> np.ndarray:
     return seconds if whole.all() else times.astype("datetime64[us]")
 
 
-def calendar_step(times: np.ndarray) -> tuple[int, bool] | None:
-    """Returns the usual step in months, and whether dates lie as far from the end of their month.
-
-    None where dates keep no place in their month: then they go by the clock.
-
-    Example:
-        >>> calendar_step(np.array(["2023-10-31", "2023-11-30", "2023-12-31"], "M8[s]"))
-        (1, True)
-    """
-    starts = times.astype("datetime64[M]")
-    months = _most_frequent(np.diff(starts.astype(np.int64)))
-    if not months:
-        return None
-    into = times - starts.astype("datetime64[s]")
-    if (into == into[0]).all() and into[0] < np.timedelta64(28, "D"):  # the first of a month, say
-        return months, False
-    left = (starts + _MONTH).astype("datetime64[s]") - times
-    return (months, True) if (left == left[0]).all() else None  # or the last
-
-
-def usual_step(times: np.ndarray) -> np.timedelta64:
-    """Returns the usual step by the clock, that of business days being a day."""
-    steps = np.diff(times)
-    return np.timedelta64(_most_frequent(steps.astype(np.int64)), np.datetime_data(steps.dtype)[0])
-
-
-def _most_frequent(steps: np.ndarray) -> int:
-    """Returns the most frequent step, the shortest of several."""
-    values, counts = np.unique(steps, return_counts=True)
-    return int(values[counts.argmax()])
-
-
 def uneven_dates(times: np.ndarray) -> str | None:
-    """Says which dates are the first that are not one usual step apart; None where all are.
+    """Says where the first gap or extra date is; None if all dates are one usual step apart.
 
     Example:
-        >>> print(uneven_dates(np.array(["2024-05-01", "2024-05-02", "2024-05-03", "2024-05-05"], "M8[s]")))
-        dates are uneven: 2024-05-05T00:00:00 comes right after 2024-05-03T00:00:00
+        >>> print(uneven_dates(np.array(["2024-05-01", "2024-05-02", "2024-05-05"], "M8[s]")))
+        dates are uneven: 2024-05-05T00:00:00 comes right after 2024-05-02T00:00:00
     """
-    calendar = calendar_step(times)
-    if calendar is None:
-        odd = np.diff(times) != usual_step(times)
-    else:
-        odd = np.diff(times.astype("datetime64[M]").astype(np.int64)) != calendar[0]
+    if len(times) < 2:
+        return None
+    times = plain_dates(times)
+    odd = times[1:] != _dates_from(times[0], _usual_step(times), len(times) - 1)
     if not odd.any():
         return None
     first = int(odd.argmax())
     return f"dates are uneven: {times[first + 1]} comes right after {times[first]}"
+
+
+def next_dates(times: np.ndarray, num: int) -> np.ndarray:
+    """Returns the `num` dates after two or more dates, by their usual step.
+
+    Example:
+        >>> months = np.array(["2023-10-31", "2023-11-30", "2023-12-31"], "M8[s]")
+        >>> next_dates(months, 2).astype("M8[D]")
+        array(['2024-01-31', '2024-02-29'], dtype='datetime64[D]')
+    """
+    times = plain_dates(times)
+    return _dates_from(times[-1], _usual_step(times), num)
+
+
+def _dates_from(first: np.datetime64, step: Any, num: int) -> np.ndarray:  # noqa: ANN401
+    """Returns the `num` dates after `first`."""
+    import pandas
+
+    unit = np.datetime_data(first.dtype)[0]
+    dates = pandas.date_range(pandas.Timestamp(first), periods=num + 2, freq=step, unit=unit)
+    dates = dates[dates > pandas.Timestamp(first)]  # `first` itself may lie off the calendar
+    return dates[:num].to_numpy()
+
+
+def _usual_step(times: np.ndarray) -> Any:  # noqa: ANN401
+    """Returns the step of the longest run of dates without a gap."""
+    import pandas
+    from pandas.tseries.frequencies import to_offset
+    from pandas.tseries.offsets import BusinessDay
+
+    steps = np.diff(times)
+    ends = np.flatnonzero(steps > _GAP * np.median(steps)) + 1
+    run: Any = pandas.DatetimeIndex(max(np.split(times, ends), key=len))
+    step: Any = to_offset(pandas.infer_freq(run)) if len(run) > 2 else None
+    months = np.diff(run.year * 12 + run.month)
+    if step is None and len(set(run.day)) == 1 and len(set(months)) == 1 and months[0]:
+        step = pandas.DateOffset(months=int(months[0]))  # the 15th of each month, say
+    if step is None:
+        values, counts = np.unique(steps, return_counts=True)
+        step = to_offset(values[counts.argmax()].item())
+    weekdays = np.is_busday(times.astype("datetime64[D]")).all()
+    return BusinessDay() if step == to_offset("D") and weekdays and len(times) > 5 else step

@@ -1,4 +1,4 @@
-"""How a training takes its sequences: checked once, on the GPU where they fit, a batch at a time."""
+"""How training takes its sequences: checked once, on the GPU if they fit, a batch at a time."""
 
 import torch
 from torch import Tensor
@@ -8,19 +8,17 @@ from vssm.distributions import HEADS_IN_UNIT, Head
 
 __all__ = ["check_values", "is_grey", "moved", "place", "take"]
 
-_SHARE = 4  # data lives on a GPU when it takes less than one part in so many of the free memory
+_SHARE = 4  # data moves to a GPU if it takes less than a quarter of the free memory
 
 
 def check_values(head: Head, split: Split, name: str) -> None:
-    """Checks once what a model would otherwise have to check at every step."""
+    """Checks once, before training, that the model can read all sequences."""
     if not len(split):
         raise ValueError(f"{name} is empty; allowed: at least one sequence")
     first = 0
     for x in split.parts():
         head.validate(x, name=f"{name} from row {first}", values=False)
-        if head.name in HEADS_IN_UNIT and (
-            x.min() < 0 or x.max() > 1
-        ):  # the head is what to change here
+        if head.name in HEADS_IN_UNIT and (x.min() < 0 or x.max() > 1):
             raise ValueError(
                 f"head={head.name!r} is for values in [0, 1], {name} has others; allowed: 'auto'"
             )
@@ -29,23 +27,23 @@ def check_values(head: Head, split: Split, name: str) -> None:
 
 
 def is_grey(split: Split) -> bool:
-    """Says whether some values are neither 0 nor 1: a Bernoulli head is no distribution of them.
+    """Says whether some values are neither 0 nor 1, so that a Bernoulli head does not suit them.
 
     Example:
-        >>> is_grey(Split(torch.tensor([[[0.0, 1.0]]]))), is_grey(Split(torch.tensor([[[0.0, 0.5]]])))
+        >>> is_grey(Split(torch.tensor([[[0.0, 1.0]]]))), is_grey(Split(torch.tensor([[[0.5]]])))
         (False, True)
     """
     return any(bool(((x != 0) & (x != 1)).any()) for x in split.parts())
 
 
 def take(split: Split, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Returns the sequences at `index`, and their lengths where they differ."""
+    """Returns the sequences at `index`, and their lengths if they differ."""
     index = index.to(split.x.device)
     return split.batch(index, device), split.real(index, device)
 
 
 def place(split: Split, device: torch.device) -> Split:
-    """Moves a split to a GPU where it fits well."""
+    """Moves a split to a GPU if it fits well."""
     if device.type == "cuda" and split.nbytes < torch.cuda.mem_get_info(device)[0] // _SHARE:
         return split.to(device)
     return split
@@ -58,19 +56,10 @@ def moved(
     generator: torch.Generator | None = None,
     shard: tuple[int, int] = (0, 1),
 ) -> Tensor:
-    """Moves some images by -1, 0 or 1 rows, and as many columns, each as often; edges are repeated.
+    """Moves a `share` of images (B, height, width * channels) by up to one row and one column.
 
-    Arguments:
-        x: Images, (B, height, width * channels).
-        share: How many of them.
-        channels: The values of a pixel.
-        generator: The source of the draws.
-        shard: Which part of a larger batch x is, as for `vssm.objective`.
-
-    Example:
-        >>> x = torch.arange(9.0).view(1, 3, 3).expand(1000, 3, 3)
-        >>> sorted(set(moved(x, 0.5, channels=1)[:, 1, 1].tolist()))  # what comes to the middle
-        [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+    Steps of -1, 0 and 1 are equally likely, and edges are repeated. `shard` is the part of a larger
+    batch that x is, as for `vssm.objective`.
     """
     index, count = shard
     (batch, height, size), device = x.shape, x.device

@@ -1,11 +1,18 @@
-"""Public images as sequences of rows: digits (8 x 8), mnist (28 x 28) and cifar10 (32 x 32 x 3).
+"""Images as sequences of rows: digits, mnist and cifar10, and folders of your own image files.
 
 An image (H, W, C) is a sequence of T = H steps with D = W C features, channels last within a pixel.
-Pixels stay uint8 in memory. Files are compared with their published sha256 whenever they are read.
+Pixels stay uint8 in memory. Public files are compared with their published sha256 whenever they are
+read.
+
+Of a folder, the images directly in it count, in the order of their names. They must have one size,
+and are grey if all files are, else RGB. Transparent parts are laid over white, photographs are
+turned as their camera says, and an animation gives its first frame.
 """
 
+import os
 import struct
 import tarfile
+import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,17 +26,21 @@ from vssm.data.dataset import (
     BINARIZE_TRAIN,
     DIGITS,
     Data,
-    Meta,
     Split,
     hold_out,
     random_bits,
+    split_at_random,
 )
-from vssm.data.files import Remote, check_sha256, locate, read_bytes
+from vssm.data.files import Remote, check_sha256, check_unpacked, locate, locate_own, read_bytes
+from vssm.data.meta import Meta
 
 Labelled = tuple[np.ndarray, np.ndarray]  # (M, H, W, C) uint8 pixels, (M,) uint8 classes
 
-_MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-_MNIST = {  # file: (shape, sha256 of the .gz, sha256 of its content)
+FEWEST = 10  # sequences or images of the user's own
+_COMPARED = "compared with the published sha256"
+
+MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+MNIST = {  # file: (shape, sha256 of the .gz, sha256 of its content)
     "train-images-idx3-ubyte": (
         (60000, 28, 28),
         "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
@@ -51,7 +62,7 @@ _MNIST = {  # file: (shape, sha256 of the .gz, sha256 of its content)
         "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
     ),
 }
-_CIFAR10 = {  # file: sha256
+CIFAR10 = {  # file: sha256
     "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
     "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
     "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
@@ -66,11 +77,23 @@ _CIFAR10_ARCHIVE = Remote(
 )
 _CIFAR10_FOLDERS = ("cifar-10-batches-bin", "cifar10", "cifar10/cifar-10-batches-bin")
 _CIFAR10_RECORD = 1 + 3 * 32 * 32  # a class, then the red, green and blue planes
-_CIFAR10_BYTES = 10000 * _CIFAR10_RECORD
+CIFAR10_BYTES = 10000 * _CIFAR10_RECORD
+_FORMATS = {  # by the end of a name; Pillow tries no others, since some of them start programs
+    ".bmp": "BMP",
+    ".gif": "GIF",
+    ".jpeg": "JPEG",
+    ".jpg": "JPEG",
+    ".pgm": "PPM",
+    ".png": "PNG",
+    ".ppm": "PPM",
+    ".tif": "TIFF",
+    ".tiff": "TIFF",
+    ".webp": "WEBP",
+}
 
 
 def image_meta(name: str, shape: tuple[int, int, int], maximum: int | None) -> Meta:
-    """Describes images of (height, width, channels) with values 0 .. `maximum`, or any in [0, 1] for None."""
+    """Describes images (height, width, channels) of values 0 .. `maximum`, or any in [0, 1]."""
     height, width, channels = shape
     return Meta(
         name=name,
@@ -86,38 +109,35 @@ def _image_data(
     config: DataConfig,
     shape: tuple[int, int, int],
     maximum: int,
-    read_train: Callable[[], Labelled],
-    read_test: Callable[[], Labelled],
+    read: Callable[[bool], Labelled],
     files: list[Path],
-    checksum: str,
+    checksum: str = _COMPARED,
 ) -> Data:
-    """Returns images of `shape` and values 0 .. `maximum`, one tenth of the training set held out."""
-    meta = image_meta(config.name, shape, 1 if config.binarize else maximum)
+    """Returns images with values 0 .. `maximum`; `read` reads the test set if True."""
+    stored = 1 if config.binarize else maximum
+    meta = image_meta(config.name, shape, stored)
 
     def split(images: np.ndarray, labels: np.ndarray) -> Split:
         x = torch.from_numpy(images.reshape(-1, meta.length, meta.features))
-        return Split(
-            x, torch.from_numpy(labels.astype(np.int64)), 1 if config.binarize else maximum
-        )
+        return Split(x, torch.from_numpy(labels.astype(np.int64)), stored)
 
-    def binarized(images: np.ndarray, stream: int) -> np.ndarray:
-        return _binarize(images, maximum, config.seed, stream) if config.binarize else images
+    def images(test: bool) -> Labelled:
+        pixels, labels = read(test)
+        if config.binarize:
+            stream = BINARIZE_TEST if test else BINARIZE_TRAIN
+            pixels = binarized(pixels, maximum, config.seed, stream)
+        return pixels, labels
 
     def fit() -> tuple[Split, Split]:
-        images, labels = read_train()
-        images = binarized(images, BINARIZE_TRAIN)
-        train, valid = hold_out(len(images), config.seed)
-        return split(images[train], labels[train]), split(images[valid], labels[valid])
+        pixels, labels = images(test=False)
+        train, valid = hold_out(len(pixels), config.seed)
+        return split(pixels[train], labels[train]), split(pixels[valid], labels[valid])
 
-    def test() -> Split:
-        images, labels = read_test()
-        return split(binarized(images, BINARIZE_TEST), labels)
-
-    return Data(config, meta, fit, test, files, checksum)
+    return Data(config, meta, fit, lambda: split(*images(test=True)), files, checksum)
 
 
-def _binarize(images: np.ndarray, maximum: int, seed: int, stream: int) -> np.ndarray:
-    """Returns one draw of 0 or 1 a pixel, 1 with probability pixel / maximum."""
+def binarized(images: np.ndarray, maximum: int, seed: int, stream: int) -> np.ndarray:
+    """Returns one draw of 0 or 1 for each pixel, 1 with probability pixel / maximum."""
     words = random_bits(seed, stream, -(-images.size // 4)).astype("<u8", copy=False)
     uniform = words.view("<u2")[: images.size].reshape(images.shape) % maximum
     return (uniform < images).astype(np.uint8)
@@ -126,112 +146,82 @@ def _binarize(images: np.ndarray, maximum: int, seed: int, stream: int) -> np.nd
 def open_digits(config: DataConfig) -> Data:
     """Opens scikit-learn's digits; a fifth of them, the same for every seed, is the test set."""
 
-    def read(part: int) -> Labelled:
+    def read(test: bool) -> Labelled:
         from sklearn.datasets import load_digits
 
         pixels, labels = load_digits(return_X_y=True)
         images = np.asarray(pixels).reshape(-1, 8, 8, 1)
-        index = hold_out(len(images), seed=0, fraction=0.2, stream=DIGITS)[part]
+        index = hold_out(len(images), seed=0, fraction=0.2, stream=DIGITS)[test]
         return images[index].astype(np.uint8), np.asarray(labels)[index].astype(np.uint8)
 
-    return _image_data(
-        config, (8, 8, 1), 16, lambda: read(0), lambda: read(1), [], "part of scikit-learn"
-    )
+    return _image_data(config, (8, 8, 1), 16, read, [], "part of scikit-learn")
 
 
 def open_mnist(config: DataConfig) -> Data:
     """Opens MNIST from its four IDX files, packed or not."""
     paths = []
-    for name, (_, packed_sha256, _) in _MNIST.items():
-        remote = Remote(f"{_MNIST_URL}{name}.gz", packed_sha256, f"mnist/{name}.gz")
+    for name, (_, packed_sha256, _) in MNIST.items():
+        remote = Remote(f"{MNIST_URL}{name}.gz", packed_sha256, f"mnist/{name}.gz")
         paths.append(locate((name, f"{name}.gz"), ("mnist", "MNIST/raw"), config.dir, remote))
-    train_images, train_labels, test_images, test_labels = paths
 
-    def read(images: Path, labels: Path) -> Labelled:
-        return _read_mnist(images)[..., None], _read_mnist(labels)
+    def read(test: bool) -> Labelled:
+        images, labels = paths[2:] if test else paths[:2]
+        return _read_idx(images)[..., None], _read_idx(labels)
 
-    return _image_data(
-        config,
-        (28, 28, 1),
-        255,
-        lambda: read(train_images, train_labels),
-        lambda: read(test_images, test_labels),
-        paths,
-        "compared with the published sha256",
-    )
+    return _image_data(config, (28, 28, 1), 255, read, paths)
 
 
-def _read_mnist(path: Path) -> np.ndarray:
-    shape, _, published = _MNIST[path.name.removesuffix(".gz")]
-    header = 4 + 4 * len(shape)
-    content = read_bytes(path, limit=header + int(np.prod(shape)) + 1)
-    array = _parse_idx(content, shape, path)
+def _read_idx(path: Path) -> np.ndarray:
+    """Returns the uint8 array of an IDX file: 0 0 8 rank, the big-endian sizes, the values."""
+    shape, _, published = MNIST[path.name.removesuffix(".gz")]
+    header = bytes((0, 0, 8, len(shape))) + struct.pack(f">{len(shape)}I", *shape)
+    size = len(header) + int(np.prod(shape))
+    content = read_bytes(path, limit=size + 1)
+    if not content.startswith(header):
+        begins = content[: len(header)].hex()
+        raise ValueError(
+            f"{path} is no IDX file of shape {shape}: it begins with {begins}, not {header.hex()}"
+        )
+    if len(content) != size:
+        what = "truncated" if len(content) < size else "too long"
+        raise ValueError(f"{path} is {what}: its header promises {size} bytes")
     check_sha256(content, published, path)
-    return array
-
-
-def _parse_idx(content: bytes, shape: tuple[int, ...], path: Path) -> np.ndarray:
-    """Returns the uint8 array of an IDX file: 0 0 8 rank, the sizes in big-endian order, the values."""
-    header = 4 + 4 * len(shape)
-    magic = bytes((0, 0, 8, len(shape)))
-    if content[:4] != magic:
-        raise ValueError(
-            f"{path} is no IDX file: it begins with {content[:4].hex()}, not {magic.hex()}"
-        )
-    if len(content) < header:
-        raise ValueError(
-            f"{path} is truncated: {len(content)} bytes are less than its header of {header}"
-        )
-    sizes = struct.unpack(f">{len(shape)}I", content[4:header])
-    if sizes != shape:
-        raise ValueError(f"{path} holds an array of {sizes}, expected {shape}")
-    if len(content) - header != np.prod(shape):
-        less = "truncated" if len(content) - header < np.prod(shape) else "too long"
-        raise ValueError(f"{path} is {less}: its header promises {np.prod(shape)} values")
-    return np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy()
+    return np.frombuffer(content, np.uint8, offset=len(header)).reshape(shape).copy()
 
 
 def open_cifar10(config: DataConfig) -> Data:
     """Opens CIFAR-10 from its official binary version, unpacked or as the archive it comes in."""
     names = ("data_batch_1.bin", _CIFAR10_ARCHIVE.file)
     found = locate(names, _CIFAR10_FOLDERS, config.dir, _CIFAR10_ARCHIVE)
+    files = [found]
     if found.suffix == ".bin":
-        files = [found.parent / name for name in _CIFAR10]
+        files = [found.parent / name for name in CIFAR10]
         if missing := [str(path) for path in files if not path.is_file()]:
             raise ValueError(
                 f"cifar10 is incomplete, these files are missing: {', '.join(missing)}"
             )
-    else:
-        files = [found]
-    *train, test = _CIFAR10
-    return _image_data(
-        config,
-        (32, 32, 3),
-        255,
-        lambda: _read_cifar10(found, train),
-        lambda: _read_cifar10(found, [test]),
-        files,
-        "compared with the published sha256",
-    )
+
+    def read(test: bool) -> Labelled:
+        *train, last = CIFAR10
+        return _read_cifar10(found, [last] if test else train)
+
+    return _image_data(config, (32, 32, 3), 255, read, files)
 
 
 def _read_cifar10(found: Path, names: list[str]) -> Labelled:
-    """Returns the images (M, 32, 32, 3) and classes of some batches, beside `found` or inside it."""
+    """Returns the images (M, 32, 32, 3) and classes of batches beside or inside `found`."""
     if found.suffix == ".bin":
-        contents = {
-            name: read_bytes(found.parent / name, limit=_CIFAR10_BYTES + 1) for name in names
-        }
+        folder = found.parent
+        contents = {name: read_bytes(folder / name, limit=CIFAR10_BYTES + 1) for name in names}
     else:
-        contents = _read_archive(found, names)
+        folder, contents = found, _read_archive(found, names)
     parts = []
-    for name, content in contents.items():
-        path = found.parent / name if found.suffix == ".bin" else found / name
-        if len(content) != _CIFAR10_BYTES:
-            size = f"{len(content)} bytes" if len(content) < _CIFAR10_BYTES else "more bytes"
-            raise ValueError(
-                f"{path} has {size}, expected {_CIFAR10_BYTES} (10000 records of {_CIFAR10_RECORD})"
-            )
-        check_sha256(content, _CIFAR10[name], path)
+    for name in names:
+        content, path = contents[name], folder / name
+        if len(content) != CIFAR10_BYTES:
+            size = f"{len(content)} bytes" if len(content) < CIFAR10_BYTES else "more bytes"
+            raise ValueError(f"{path} has {size}, expected {CIFAR10_BYTES}")
+        check_sha256(content, CIFAR10[name], path)
         parts.append(np.frombuffer(content, np.uint8).reshape(-1, _CIFAR10_RECORD))
     records = np.concatenate(parts)
     planes = records[:, 1:].reshape(-1, 3, 32, 32)
@@ -239,22 +229,76 @@ def _read_cifar10(found: Path, names: list[str]) -> Labelled:
 
 
 def _read_archive(archive: Path, names: list[str]) -> dict[str, bytes]:
-    """Returns the content of members, read in memory: nothing is extracted, so no path can escape."""
+    """Returns the content of members, read in memory: nothing is extracted, so no path escapes."""
     wanted = {f"cifar-10-batches-bin/{name}": name for name in names}
     contents = {}
     try:
-        with tarfile.open(
-            archive, "r|gz"
-        ) as tar:  # a stream: going back would mean unpacking again
+        with tarfile.open(archive, "r|gz") as tar:  # a stream, so that nothing is unpacked twice
             for member in tar:
                 if member.name in wanted and member.isfile() and (file := tar.extractfile(member)):
-                    contents[wanted[member.name]] = file.read(_CIFAR10_BYTES + 1)
+                    contents[wanted[member.name]] = file.read(CIFAR10_BYTES + 1)
                 if len(contents) == len(names):
                     break
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{archive} cannot be read: {error}") from error
     if missing := [name for name in names if name not in contents]:
+        missing = ", ".join(missing)
+        raise ValueError(f"{archive} is not the binary version of CIFAR-10: it has no {missing}")
+    return contents
+
+
+def open_images(config: DataConfig) -> Data:
+    """Opens a folder of image files."""
+    if config.images.path is None:
+        raise ValueError("images.path is needed: a folder of images")
+    folder = locate_own(config.images.path, "images", config.dir, folder=True)
+    files = sorted(Path(f) for f in os.scandir(folder) if f.is_file() and f.name[0] != ".")
+    paths = [path for path in files if path.suffix.lower() in _FORMATS]
+    if len(paths) < FEWEST:
         raise ValueError(
-            f"{archive} is not the binary version of CIFAR-10: it has no {', '.join(missing)}"
+            f"{folder} has {len(paths)} images directly in it; allowed: {FEWEST} or more, whose"
+            f" names end in {', '.join(_FORMATS)}"
         )
-    return {name: contents[name] for name in names}
+    if len(paths) < len(files):
+        first = next(path.name for path in files if path not in paths)
+        note = f"{len(files) - len(paths)} files are left out, such as {first}"
+        warnings.warn(f"{folder}: {note}; images end in {', '.join(_FORMATS)}", stacklevel=3)
+    images: list[np.ndarray] = []
+    for path in paths:
+        image = _read_image(path)
+        images.append(image)
+        (height, width), (first_height, first_width) = image.shape[:2], images[0].shape[:2]
+        if (height, width) != (first_height, first_width):
+            raise ValueError(
+                f"{path} has {width} x {height} pixels, but {paths[0].name} has"
+                f" {first_width} x {first_height}; all images must have one size"
+            )
+        check_unpacked(len(paths) * image.nbytes, folder)
+    channels = max(image.shape[2] for image in images)
+    shape = (*images[0].shape[:2], channels)
+    meta = image_meta("images", shape, 255)
+    pixels = np.stack([np.broadcast_to(image, shape) for image in images])
+    x = torch.from_numpy(pixels.reshape(len(images), meta.length, meta.features))
+    return split_at_random(config, meta, len(x), lambda i: Split(x[i], maximum=255), paths)
+
+
+def _read_image(path: Path) -> np.ndarray:
+    """Returns the pixels of an image, (H, W, 1) or (H, W, 3) uint8."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path, formats=sorted(set(_FORMATS.values()))) as file:
+            mode = file.mode
+            image = ImageOps.exif_transpose(file)
+            if image.has_transparency_data:
+                image = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+            pixels = np.asarray(image.convert("L" if mode in ("1", "L", "LA") else "RGB"))
+    except Exception as error:  # the readers of damaged files raise many kinds
+        why = " ".join(str(error).split())
+        raise ValueError(f"{path} is damaged or no image: {why}") from error
+    if mode.startswith(("I", "F")):
+        raise ValueError(
+            f"{path} has pixels of more than 8 bits (mode {mode}); save it with 8 bits"
+        )
+    return pixels.reshape(*pixels.shape[:2], -1)

@@ -1,19 +1,18 @@
-"""Time series from CSV, .npy or Parquet files, cut into windows of context + horizon steps.
+"""Time series from CSV, .npy or Parquet files, cut into windows of context + horizon rows.
 
-A file is a table of N rows (time) and D columns. It is split by time: the first 70 % of the rows are for
-training, the next 10 % for validation, the last 20 % for testing. A window of validation or test may take its
-context from the part before, as in use, but never a step of its horizon. Columns are standardised by
-their mean and standard deviation over the training rows, and each window by those of its context.
+A file is a table of N rows (time) and D columns (`vssm.data.table`). It is split by time: the first
+70 % of the rows are for training, the next 10 % for validation, the last 20 % for testing. A window
+of validation or test may take its context from the part before, as in use, but never a row of its
+horizon. Columns are standardised over the training rows, and each window over its context.
 
     joint       a step is (x_1, ..., x_D, phases), one window for each start
     separate    a step is (x_d, phases), one window for each start and column
 
-With `patch` = P, P rows follow each other in one step, T = (context + horizon) / P. The states
-of a Mamba block settle over empty tokens; with a season a step they need not keep a cycle going.
+With `patch` = P, a step holds P rows, T = (context + horizon) / P. The states of a Mamba block
+settle while it reads empty tokens; if a step is a season, they need not keep a cycle going.
 
-The phases are sine and cosine of the time in each cycle of the calendar (day, week, year). A window in which
-a column is missing for more than half of the steps is left out; other gaps are filled. Dates that are not
-evenly apart are warned of. `vssm.data.table` reads the files.
+The phases are sine and cosine of the time in each cycle of the calendar (day, week, year). Windows
+in which a column is missing for more than half of the rows are left out; other gaps are filled.
 """
 
 import warnings
@@ -24,9 +23,10 @@ import numpy as np
 import torch
 
 from vssm.data.config import DataConfig
-from vssm.data.dataset import Data, Meta, Split
+from vssm.data.dataset import Data, Split
 from vssm.data.dates import plain_dates, uneven_dates
 from vssm.data.files import locate_own
+from vssm.data.meta import Meta
 from vssm.data.table import Table, filled, left_out, read_table, select
 
 _CYCLES = {"day": 86_400, "week": 604_800, "year": 31_556_952}  # seconds
@@ -40,8 +40,7 @@ def open_series(config: DataConfig) -> Data:
     path = locate_own(options.path, "timeseries", config.dir)
     whole = read_table(path, options.time)
     table = select(whole, options.columns, path)
-    values = filled(table, options.fill, path)
-    known = np.isfinite(table.values)
+    values, known = filled(table, options.fill, path), np.isfinite(table.values)
 
     num, window = len(values), options.context + options.horizon
     valid, test = int(0.7 * num), int(0.8 * num)
@@ -53,17 +52,14 @@ def open_series(config: DataConfig) -> Data:
     for part, (first, end) in bounds.items():
         if end - first < window:
             raise ValueError(
-                f"{path} has {num} rows, {end - first} of them for {part}, fewer than series.context"
-                f" + horizon = {options.context} + {options.horizon} = {window}; allowed: less of either"
+                f"{path} has {num} rows, {end - first} of them for {part}, fewer than"
+                f" series.context + horizon = {options.context} + {options.horizon} = {window};"
+                " make one of them shorter"
             )
+    uneven = None if table.times is None else uneven_dates(table.times)
+    for note in filter(None, (left_out(whole, options), uneven)):
+        warnings.warn(f"{path}: {note}", stacklevel=3)
 
-    for note in (
-        left_out(whole, options),
-        None if table.times is None else uneven_dates(table.times),
-    ):
-        if note is not None:
-            warnings.warn(f"{path}: {note}", stacklevel=3)
-    windowed = options.scale if options.scale in ("window", "last") else None
     mean, std = None, None
     if options.scale != "none":
         mean, std = values[:valid].mean(0), values[:valid].std(0)
@@ -71,37 +67,37 @@ def open_series(config: DataConfig) -> Data:
         values = (values - mean) / std
     cycles = _cycles(table, valid, path) if options.time_features else ()
     clock = phases(table.times, cycles) if table.times is not None else np.empty((num, 0))
+    channels = 1 if options.separate else len(table.names)
+    windowed = options.scale if options.scale in ("window", "last") else None
+    scaled = None if windowed is None else (options.context, channels, windowed, options.season)
 
     def windows(part: str) -> Split:
-        first, end = bounds[part]
-        own, there, phase = values[first:end], known[first:end], clock[first:end]
-        series = own.T[..., None] if options.separate else own[None]  # (series, rows, channels)
-        there = there.T[..., None] if options.separate else there[None]
-        steps = np.concatenate([series, np.broadcast_to(phase, (len(series), *phase.shape))], -1)
-        x = torch.from_numpy(steps.astype(np.float32)).flatten(0, 1)
-        scaled = (
-            None
-            if windowed is None
-            else (options.context, series.shape[-1], windowed, options.season)
-        )
+        own = slice(*bounds[part])
+        x, there, phase = values[own], known[own], clock[own]
+        if options.separate:  # (series, rows, channels)
+            x, there = x.T[..., None], there.T[..., None]
+        else:
+            x, there = x[None], there[None]
+        x = np.concatenate([x, np.broadcast_to(phase, (len(x), *phase.shape))], -1)
+        rows = torch.from_numpy(x.astype(np.float32)).flatten(0, 1)
         if there.all() and not options.separate:
-            x = x.unfold(0, window, options.stride).transpose(1, 2)
+            x = rows.unfold(0, window, options.stride).transpose(1, 2)
             return Split(x, scaled=scaled, patch=options.patch)
-        rows = _whole_windows(there, window, options.stride)
-        if not len(rows):
+        starts = _window_starts(there, window, options.stride)
+        if not len(starts):
             raise ValueError(
-                f"{path}: no window for {part} of series.context + horizon = {window} steps has half of the"
-                " values of every column; allowed: fewer columns, or a file with fewer gaps"
+                f"{path}: no window for {part} of series.context + horizon = {window} rows has half"
+                " of the values of every column; take fewer columns, or a file with fewer gaps"
             )
-        x = x.unfold(0, window, 1).transpose(1, 2)
-        return Split(x, rows=rows, scaled=scaled, patch=options.patch)
+        x = rows.unfold(0, window, 1).transpose(1, 2)
+        return Split(x, rows=starts, scaled=scaled, patch=options.patch)
 
     def fit() -> tuple[Split, Split]:
         return windows("training"), windows("validation")
 
     meta = Meta(
         name="series",
-        features=options.patch * ((1 if options.separate else len(table.names)) + 2 * len(cycles)),
+        features=options.patch * (channels + 2 * len(cycles)),
         length=window // options.patch,
         suggested_head="gaussian-learned",
         columns=table.names,
@@ -120,43 +116,37 @@ def open_series(config: DataConfig) -> Data:
     return Data(config, meta, fit, lambda: windows("test"), [path])
 
 
-def _whole_windows(known: np.ndarray, window: int, stride: int) -> torch.Tensor:
-    """Returns the first rows of windows whose channels are all known for half of the steps.
+def _window_starts(known: np.ndarray, window: int, stride: int) -> torch.Tensor:
+    """Returns the first rows of the windows in which every channel is known for half of the rows.
 
-    Arguments:
-        known: (series, rows, channels); windows stay within a series, whose rows follow each other.
-        window: Steps of a window.
-        stride: Rows between two windows.
+    `known` is (series, rows, channels). Windows stay within a series, and the rows of the series
+    follow each other.
     """
-    num, rows, _ = known.shape
-    counts = np.concatenate([np.zeros((num, 1, known.shape[2]), int), known.cumsum(1)], 1)
+    num, rows, channels = known.shape
+    counts = np.concatenate([np.zeros((num, 1, channels), int), known.cumsum(1)], 1)
     starts = np.arange(0, rows - window + 1, stride)
-    whole = (2 * (counts[:, starts + window] - counts[:, starts]) >= window).all(
-        -1
-    )  # (series, starts)
-    series, index = np.nonzero(whole)
+    enough = 2 * (counts[:, starts + window] - counts[:, starts]) >= window
+    series, index = np.nonzero(enough.all(-1))
     return torch.from_numpy(series * rows + starts[index])
 
 
 def _cycles(table: Table, rows: int, path: Path) -> tuple[str, ...]:
-    """Returns the cycles that the training rows go through twice, in steps of less than half of them."""
+    """Returns the cycles that the training rows go through twice, in steps below half a cycle."""
     if table.times is None:
         raise ValueError(f"series.time_features needs dates; {path} has no column of dates")
     seconds = (table.times[:rows] - table.times[0]) / np.timedelta64(1, "s")
     step, reach = np.median(np.diff(seconds)), seconds[-1]
-    found = tuple(
-        name for name, period in _CYCLES.items() if 2 * step < period and reach >= 2 * period
-    )
+    found = tuple(name for name, period in _CYCLES.items() if 2 * step < period <= reach / 2)
     if not found:
         raise ValueError(
-            f"series.time_features: {path} has steps of {step:g} s over {reach:.12g} s, which hold no whole"
-            f" {', '.join(_CYCLES)} twice"
+            f"series.time_features: {path} has steps of {step:g} s over {reach:.12g} s, which hold"
+            f" no whole {', '.join(_CYCLES)} twice"
         )
     return found
 
 
 def phases(times: np.ndarray, cycles: Sequence[str]) -> np.ndarray:
-    """Returns sine and cosine of the time within each cycle, (..., 2 x cycles), between -1/2 and 1/2.
+    """Returns sine and cosine of the time within each cycle, (..., 2 x cycles), in [-1/2, 1/2].
 
     Example:
         >>> night = np.array(["2020-01-01T03:00"], "datetime64[s]")

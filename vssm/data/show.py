@@ -1,6 +1,8 @@
 """Shows a data set: its facts as a dictionary, a few sequences as a picture."""
 
 import hashlib
+import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.data.dataset import Data, Meta
+from vssm.data.dataset import Data
+from vssm.data.meta import Meta
 from vssm.storage import write_atomically
 
 
 def describe(data: Data) -> dict[str, Any]:
-    """Returns what there is to know about a data set, ready for JSON; reads all splits, test included.
+    """Returns the facts about a data set, ready for JSON; reads all splits, test included.
 
     Example:
         >>> from vssm.data import DataConfig, open_data
@@ -23,15 +26,13 @@ def describe(data: Data) -> dict[str, Any]:
     """
     splits = {"train": data.train, "valid": data.valid, "test": data.test()}
     train = data.train
-    bounds = torch.aminmax(train.x)
+    bounds = [bound.item() for bound in torch.aminmax(train.x)]
     facts: dict[str, Any] = {
         "name": data.meta.name,
         "shape": list(train.x.shape[1:]),
         "features": data.meta.features,
         "dtype": str(train.x.dtype).removeprefix("torch."),
-        "range": [
-            bound.item() if train.maximum == 1 else bound.item() / train.maximum for bound in bounds
-        ],
+        "range": bounds if train.maximum == 1 else [bound / train.maximum for bound in bounds],
         "splits": {name: len(split) for name, split in splits.items()},
         "split_seed": data.config.seed,
         "suggested_head": data.meta.suggested_head,
@@ -57,7 +58,7 @@ def _file_sha256(path: Path) -> str:
 
 
 def picture(data: Data, path: str | Path) -> Path:
-    """Saves a PNG of training sequences, spread evenly over the training set, and returns its path."""
+    """Saves a PNG of training sequences, spread evenly over the training set; returns its path."""
     num = min(len(data.train), 32 if data.meta.image_shape else 6)
     index = np.linspace(0, len(data.train) - 1, num).astype(int)
     x, lengths = data.train.batch(index), data.train.real(index)
@@ -69,7 +70,7 @@ def picture(data: Data, path: str | Path) -> Path:
 
 
 def draw(meta: Meta, x: Tensor, path: str | Path) -> Path:
-    """Saves a PNG of sequences: a grid of images, the lines of up to six series, or an excerpt of text.
+    """Saves a PNG of sequences: a grid of images, the lines of up to six series, or some text.
 
     Arguments:
         meta: What the sequences are.
@@ -82,10 +83,19 @@ def draw(meta: Meta, x: Tensor, path: str | Path) -> Path:
     path, x = Path(path), x.detach().cpu()
     if meta.image_shape is not None:
         _draw_images(meta.to_image(x).numpy(), path)
-    elif x.dim() == 2:
-        _draw_text([meta.decode(tokens) for tokens in x[:4]], path)
-    else:
-        _draw_lines(meta, meta.to_rows(x[:6].float()).numpy(), path)
+        return path
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    FigureCanvasAgg(figure)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # drawn as a box
+        if x.dim() == 2:
+            _draw_text(figure, [meta.decode(tokens) for tokens in x[:4]])
+        else:
+            _draw_lines(figure, meta, meta.to_rows(x[:6].float()).numpy())
+        figure.savefig(path, format="png", dpi=100)
     return path
 
 
@@ -95,9 +105,7 @@ def _draw_images(images: np.ndarray, path: Path) -> None:
     num, height, width, channels = images.shape
     across = min(8, num)
     down = -(-num // across)
-    grid = np.ones(
-        (down * across, height + 2, width + 2, channels), np.float32
-    )  # a white frame of one pixel
+    grid = np.ones((down * across, height + 2, width + 2, channels), np.float32)  # a white frame
     grid[:num, 1:-1, 1:-1] = images
     grid = grid.reshape(down, across, height + 2, width + 2, channels).transpose(0, 2, 1, 3, 4)
     grid = grid.reshape(down * (height + 2), across * (width + 2), channels)
@@ -106,43 +114,24 @@ def _draw_images(images: np.ndarray, path: Path) -> None:
     imsave(path, np.rint(np.nan_to_num(grid) * 255).astype(np.uint8), format="png")
 
 
-def _draw_lines(meta: Meta, x: np.ndarray, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 1.6 * len(x)), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, sequence in zip(
-        figure.subplots(len(x), 1, sharex=True, squeeze=False)[:, 0], x, strict=True
-    ):
+def _draw_lines(figure: Any, meta: Meta, x: np.ndarray) -> None:  # noqa: ANN401
+    figure.set(figwidth=8, figheight=1.6 * len(x), layout_engine="constrained")
+    rows = figure.subplots(len(x), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, sequence in zip(rows, x, strict=True):
         axes.plot(sequence, linewidth=0.8)
         if meta.context is not None:
             axes.axvline(meta.context - 0.5, color="grey", linestyle=":", linewidth=0.8)
     if meta.columns is not None and len(meta.columns) <= 10:
-        figure.axes[0].legend(
-            [name.replace("$", r"\$") for name in meta.columns], fontsize=6, ncols=5
-        )
-    figure.savefig(path, format="png", dpi=100)
+        names = [name.replace("$", r"\$") for name in meta.columns]
+        rows[0].legend(names, fontsize=6, ncols=5)
 
 
-def _draw_text(texts: list[str], path: Path) -> None:
-    import textwrap
-    import warnings
-
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def _draw_text(figure: Any, texts: list[str]) -> None:  # noqa: ANN401
     lines = []
     for text in texts:
         shown = "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
-        lines += [
-            part for line in shown.split("\n") for part in textwrap.wrap(line, 90) or [""]
-        ] + ["─" * 90]
-    figure = Figure(figsize=(8, 0.17 * len(lines) + 0.2))
-    FigureCanvasAgg(figure)
-    figure.text(
-        0.01, 0.99, "\n".join(lines), va="top", family="monospace", fontsize=8, parse_math=False
-    )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # drawn as a box
-        figure.savefig(path, format="png", dpi=100)
+        lines += [part for line in shown.split("\n") for part in textwrap.wrap(line, 90) or [""]]
+        lines.append("─" * 90)
+    figure.set(figwidth=8, figheight=0.17 * len(lines) + 0.2)
+    style = {"va": "top", "family": "monospace", "fontsize": 8, "parse_math": False}
+    figure.text(0.01, 0.99, "\n".join(lines), **style)

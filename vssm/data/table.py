@@ -1,21 +1,20 @@
 """Tables of numbers and dates from CSV, .npy or Parquet files: N rows (time) and D columns.
 
-In CSV, the first line is a header when no cell of it is a number, true or false, when a word of it stands
-over dates, or when it numbers the columns after an empty cell, as pandas does. A column of true and false is
-read as 1 and 0. A column without any number (dates, names) is left out with a warning, unless it is that of
-the dates, and so is one with a name such as `date`, `time` or `index`, unless it is asked for.
+The first line of a CSV file is a header if none of its cells is a number, true or false, if one of
+its words stands above dates, or if it counts the columns after an empty cell, as pandas writes it.
+A column of true and false is read as 1 and 0. Columns without any number are left out with a
+warning. So are columns of numbers called `date`, `time` or `index`, unless the user asks for them.
 """
 
-import csv
 import difflib
 import io
 import re
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,86 +22,38 @@ from vssm.data.config import SeriesConfig
 from vssm.data.dates import plain_dates
 from vssm.data.files import DAMAGED_NPY, check_unpacked, read_bytes
 
-__all__ = ["Table", "fill_gaps", "filled", "left_out", "read_table", "select"]
+__all__ = ["Table", "fill_gaps", "filled", "find_column", "left_out", "read_table", "select"]
+
+Columns = list[tuple[str, np.ndarray]]  # float64 numbers, datetime64 dates, or objects
 
 _TIME_NAMES = {"", "date", "datetime", "time", "timestamp", "index"}
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
-_MOST_NAMED = 5  # columns in a note, beside the one that it is about
 _PARQUET_ROWS = 1024  # unpacked at once: a row of text can be large
-_FLAGS = {"true": 1.0, "false": 0.0}
 
 
 @dataclass(frozen=True)
 class Table:
-    """Holds columns of numbers: `values` (N, D) float64 with NaN where missing, and where rows come from."""
+    """Holds the columns of numbers of a file, and the dates of its rows."""
 
     names: tuple[str, ...]
     values: np.ndarray
+    """(N, D) float64, NaN where a value is missing."""
     places: list[str]
-    """What to call each row in a message: its line in a CSV file, else its number."""
+    """What messages call each row: its line in a CSV file, else its number."""
     times: np.ndarray | None = None
-    """The dates of the rows, (N,) datetime64[s], or [us] where seconds are too coarse, ascending."""
+    """(N,) datetime64[s], or [us] if seconds are too coarse; ascending."""
     time: str | None = None
     """The name of the column of dates."""
-    texts: dict[str, Sequence[object]] = field(default_factory=dict)
-    """The cells of other columns without numbers."""
-    positions: Sequence[int] = ()
+    others: dict[str, np.ndarray] = field(default_factory=dict)
+    """The columns that are neither numbers nor the dates."""
+    positions: tuple[int, ...] = ()
     """Where in the file each column is, from 0."""
-
-
-def left_out(table: Table, options: SeriesConfig) -> str | None:
-    """Says which columns hold no numbers, where the user may think that they do."""
-    if options.columns is not None:  # others are not wanted
-        return None
-    names = [
-        name
-        for name, cells in table.texts.items()
-        if not isinstance(cells, np.ndarray)  # dates by their type
-        and name.strip().lower() not in _TIME_NAMES
-        and not (
-            options.time == "none" and _date(cells[0]) is not None
-        )  # dates that are not wanted
-    ]
-    if not names:
-        timed = [
-            name for name in table.names if name.strip() and name.strip().lower() in _TIME_NAMES
-        ]
-        note = "of numbers is left out, by its name; --series.columns NAMES takes it"
-        return f"column {timed[0]!r} {note}" if timed else None
-    odd = {name: _odd_cell(table.texts[name]) for name in names}
-    name = max(
-        names, key=lambda name: any(map(str.isdigit, odd[name][1]))
-    )  # more likely meant as numbers
-    place, cell = odd[name]
-    others = [repr(other) for other in names if other != name]
-    if len(others) > _MOST_NAMED:
-        others = [*others[: _MOST_NAMED - 1], f"{len(others) - _MOST_NAMED + 1} more"]
-    more = f" (and so {'are' if len(others) > 1 else 'is'} {', '.join(others)})" if others else ""
-    if _number(cell) is None:
-        why = f"{table.places[place]} has {cell!r}, which is no number"
-    elif _has_numbers(table.texts[name]):
-        why = "it is text"
-    else:
-        why = "all of its values are missing or not finite"
-    allowed = "; allowed: a decimal point" if "," in cell else ""
-    return f"column {name!r} is left out{more}: {why}{allowed}"
-
-
-def _odd_cell(cells: Sequence[object]) -> tuple[int, str]:
-    """Returns the first cell of a column of text that is neither missing nor a number, and where it is."""
-    texts = ["" if cell is None else str(cell) for cell in cells]
-    return next(((k, text) for k, text in enumerate(texts) if _number(text) is None), (0, texts[0]))
-
-
-def _has_numbers(cells: Sequence[object]) -> bool:
-    numbers = (_number(str(cell)) for cell in cells)
-    return any(number is not None and np.isfinite(number) for number in numbers)
 
 
 def read_table(
     path: Path, time: str | None = None, usual: str | None = None, option: str = "series.time"
 ) -> Table:
-    """Returns the columns of a CSV, .npy or Parquet file that hold numbers, and the dates of its rows.
+    """Reads a CSV, .npy or Parquet file.
 
     Arguments:
         path: The file.
@@ -112,234 +63,206 @@ def read_table(
     """
     name = path.name.lower().removesuffix(".gz")
     if name.endswith((".parquet", ".pq")):
-        table = _read_parquet(path)
+        columns, places = _read_parquet(path)
     else:
-        table = _read_npy(path) if name.endswith(".npy") else _read_csv(path)
-    if not table.places:
+        columns, places = _read_npy(path) if name.endswith(".npy") else _read_csv(path)
+    if not places:
         raise ValueError(f"{path} has no rows")
-    for k, name in enumerate(table.names):
-        if name and name in table.names[:k]:
-            raise ValueError(
-                f"{path}: column {name!r} is there twice; allowed: a name for each column"
-            )
-    numeric = np.flatnonzero(np.isfinite(table.values).any(0))
-    if not len(numeric):
+    names = [name for name, _ in columns]
+    for name in names:
+        if name and names.count(name) > 1:
+            raise ValueError(f"{path} has two columns called {name!r}; rename one of them")
+    numeric = [
+        k
+        for k, (_, cells) in enumerate(columns)
+        if cells.dtype == float and np.isfinite(cells).any()
+    ]
+    if not numeric:
         raise ValueError(
-            f"{path} has no column of numbers; allowed: numbers with a decimal point, such as 3.5, in cells"
-            " that commas, semicolons or tabs separate"
+            f"{path} has no column of numbers; expected numbers with a decimal point, such as 3.5,"
+            " in cells separated by commas, semicolons or tabs"
         )
-    dates = None if time == "none" else _time_column(table, time, usual, option, path)
-    texts = {name: cells for name, cells in table.texts.items() if name != dates}
-    for k, name in enumerate(table.names):
-        if k not in numeric and name not in table.texts:  # all of it is missing
-            texts[name] = table.values[:, k].tolist()
+    others = dict(column for k, column in enumerate(columns) if k not in numeric)
+    time = None if time == "none" else _time_column(others, time, usual, option, path)
+    times = None if time is None else _times(others.pop(time), time, places, option, path)
+    values = np.stack([columns[k][1] for k in numeric], 1)
     return Table(
-        tuple(table.names[k] for k in numeric),
-        table.values[:, numeric],
-        table.places,
-        None if dates is None else _times(table.texts[dates], dates, table.places, option, path),
-        dates,
-        texts,
-        [table.positions[k] if table.positions else k for k in numeric.tolist()],
+        tuple(names[k] for k in numeric), values, places, times, time, others, tuple(numeric)
     )
 
 
 def _time_column(
-    table: Table, time: str | None, usual: str | None, option: str, path: Path
+    columns: dict[str, np.ndarray], time: str | None, usual: str | None, option: str, path: Path
 ) -> str | None:
-    if time is None and usual in table.texts:
-        return usual
-    if time is not None:
-        if time not in table.texts:
-            there = ", ".join(map(repr, table.texts)) or "none"
-            raise ValueError(
-                f"{option}: {time!r} is no column of dates in {path}; available: {there}"
-            )
-        return time
-    named = [name for name in table.texts if name.strip().lower() in _TIME_NAMES]
-    typed = [
-        name
-        for name, cells in table.texts.items()
-        if isinstance(cells, np.ndarray)
-        or (name.isdecimal() and _date(cells[0]) is not None)  # no name at all
-        or _in_order(cells)
-    ]
-    return next(iter([*named, *typed]), None)
+    """Returns the name of the column of dates, if there is one."""
+    texts = {name: cells for name, cells in columns.items() if cells.dtype != float}
+    if time is not None and time not in texts:
+        there = ", ".join(map(repr, texts)) or "none"
+        raise ValueError(f"{option}: {path} has no column of dates {time!r}; available: {there}")
+    if time is not None or usual in texts:
+        return time or usual
+    named = [name for name in texts if name.strip().lower() in _TIME_NAMES]
+    dated = [name for name, cells in texts.items() if cells.dtype.kind == "M" or _ascend(cells)]
+    return next(iter(named + dated), None)
 
 
-def _in_order(cells: Sequence[object]) -> bool:
-    """Says whether cells are dates, each after the one before: then that is what they are for."""
-    if _date(cells[0]) is None or _date(cells[-1]) is None:  # most texts
+def _ascend(cells: np.ndarray) -> bool:
+    """Says whether all cells are dates, each later than the one before."""
+    if _date(cells[0]) is None:  # saves time: most columns of text hold no date
         return False
-    dates = [date for date in map(_date, cells) if date is not None]
+    dates = [date for cell in cells if (date := _date(cell)) is not None]
     return len(dates) == len(cells) and all(a < b for a, b in pairwise(dates))
 
 
-def _times(
-    cells: Sequence[object], name: str, places: list[str], option: str, path: Path
-) -> np.ndarray:
-    """Returns dates (N,) in seconds or microseconds, once they are in order."""
-    if isinstance(cells, np.ndarray):
-        times = plain_dates(cells)
-        if np.isnat(times).any():
-            odd = int(np.isnat(times).argmax())
-            raise ValueError(
-                f"{path}: {places[odd]}, column {name!r} has no date; allowed: one for each row, or"
-                f" --{option} none to leave dates out"
-            )
+def _times(cells: np.ndarray, name: str, places: list[str], option: str, path: Path) -> np.ndarray:
+    """Returns the cells as dates in seconds or microseconds, if they ascend."""
+    if cells.dtype.kind != "M":
+        dates = np.array([_date(cell) for cell in cells], "datetime64[us]")
     else:
-        dates = [_date(cell) for cell in cells]
-        if None in dates:
-            odd = dates.index(None)
-            raise ValueError(
-                f"{path}: {places[odd]}, column {name!r}: {cells[odd]!r} is no date; allowed: ISO 8601, as"
-                f" 2016-07-01 13:00, or --{option} none to leave dates out"
-            )
-        times = plain_dates(np.array(dates, "datetime64[us]"))
-    steps = np.diff(times).astype(np.int64)
-    if (steps <= 0).any():
-        late = int((steps <= 0).argmax()) + 1
-        what = "is there twice" if not steps[late - 1] else f"comes after {times[late - 1]}"
+        dates = cells
+    times = plain_dates(dates)
+    advice = f"--{option} none leaves dates out"
+    if (missing := np.isnat(times)).any():
+        k = int(missing.argmax())
+        cell = "" if _is_missing(cells[k]) else cells[k]
         raise ValueError(
-            f"{path}: {places[late]}, column {name!r}: {times[late]} {what}; allowed: each date once and in"
-            f" order, a microsecond or more apart, or --{option} none to leave dates out"
+            f"{path}: {places[k]}, column {name!r}: {cell!r} is no date; expected ISO 8601, such as"
+            f" 2016-07-01 13:00, in every row ({advice})"
+        )
+    if (late := times[1:] <= times[:-1]).any():
+        k = int(late.argmax()) + 1
+        what = "is there twice" if times[k] == times[k - 1] else f"comes after {times[k - 1]}"
+        raise ValueError(
+            f"{path}: {places[k]}, column {name!r}: {times[k]} {what}; dates must ascend by a"
+            f" microsecond or more ({advice})"
         )
     return times
 
 
 def _date(cell: object) -> datetime | None:
+    """Returns a date in UTC; None if the cell holds none."""
     try:
         date = datetime.fromisoformat(str(cell).strip())
         return date if date.tzinfo is None else date.astimezone(UTC).replace(tzinfo=None)
-    except (ValueError, OverflowError):  # before year 1 or after 9999 in UTC
+    except (ValueError, OverflowError):  # UTC may be before the year 1 or after 9999
         return None
 
 
-def _read_csv(path: Path) -> Table:
+def _number(cell: object) -> float | None:
+    """Returns the number in a cell, NaN if the cell is missing, None if it holds something else."""
+    if _is_missing(cell):
+        return float("nan")
+    try:
+        return float(cell)  # type: ignore[arg-type]
+    except ValueError:
+        return None
+
+
+def _is_missing(cell: object) -> bool:
+    return cell is None or cell != cell or str(cell).strip().lower() in _MISSING
+
+
+def _read_csv(path: Path) -> tuple[Columns, list[str]]:
+    import pandas
+
     content = read_bytes(path)
     if b"\0" in content:
-        raise ValueError(f"{path} has bytes of zero, as UTF-16 has; allowed: a file saved as UTF-8")
-    # Only names can hold other characters than ASCII, and a name with U+FFFD does no harm.
-    text = content.decode("utf-8-sig", errors="replace")
+        raise ValueError(f"{path} has zero bytes, as UTF-16 has; save the file as UTF-8")
+    # Only names hold characters beyond ASCII, and U+FFFD in a name does no harm.
+    text = content.decode("utf-8-sig", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
     if "\ufffd" in text:
         line = text[: text.index("\ufffd")].count("\n") + 1
-        warnings.warn(f"{path}: line {line} has characters that are no UTF-8", stacklevel=2)
-    first = text.lstrip("\r\n").partition("\n")[0]
-    # A comma beside another separator is a decimal comma or part of a name, and what is in quotes is a name.
-    unquoted = re.sub('"[^"]*"', "", first)
-    delimiter = next((d for d in "\t;" if d in unquoted), ",")
-    rows = _csv_rows(text, delimiter, path)
-    if not rows:
+        warnings.warn(f"{path}: line {line} has characters that are not UTF-8", stacklevel=2)
+    # A comma beside another separator is a decimal comma or part of a name.
+    first = re.sub('"[^"]*"', "", text.lstrip("\n").partition("\n")[0])
+    delimiter = next((d for d in "\t;" if d in first), ",")
+    lines = _row_lines(text, delimiter, path)
+    style: dict[str, Any] = {"sep": delimiter, "header": None, "skipinitialspace": True}
+    head = pandas.read_csv(io.StringIO(text), nrows=2, dtype=str, keep_default_na=False, **style)
+    names, *second = head.to_numpy().tolist()
+    header = _is_header(names, second[0] if second else [])
+    names = [name.strip() for name in names] if header else [str(k) for k in range(len(names))]
+    places = [f"line {line}" for line in lines[header:]]
+    if not places:
+        return [], places
+    style |= {"skiprows": lines[0]} if header else {}
+    style |= {"na_values": ["?", "na", "none"], "float_precision": "round_trip"}
+    frame = pandas.read_csv(io.StringIO(text), low_memory=False, **style)
+    columns = []
+    for name, (_, cells) in zip(names, frame.items(), strict=True):
+        if cells.dtype != object:
+            columns.append((name, cells.to_numpy(np.float64)))
+            continue
+        numbers = [_number(cell) for cell in cells]
+        if None not in numbers:
+            columns.append((name, np.array(numbers, np.float64)))
+            continue
+        if any(number is not None and np.isfinite(number) for number in numbers):
+            k = numbers.index(None)
+            raise ValueError(f"{path}: {places[k]}, column {name!r}: {cells[k]!r} is not a number")
+        columns.append((name, cells.to_numpy()))
+    return columns, places
+
+
+def _row_lines(text: str, delimiter: str, path: Path) -> list[int]:
+    """Returns the number of each line that is not empty; all of them must have as many cells.
+
+    A quoted cell must end on its line: an unclosed quote would swallow lines up to the next one.
+    """
+    quoted = re.compile(rf'(^|{delimiter}) *"(?:[^"]|"")*"')
+    opened = re.compile(rf'(^|{delimiter}) *"')
+    blank = " " if delimiter == "\t" else " \t"
+    lines, width = [], 0
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip(blank):
+            continue
+        plain = quoted.sub(r"\1", line) if '"' in line else line
+        if '"' in plain and opened.search(plain):
+            raise ValueError(
+                f"{path}: line {number} has a quote that is not closed; write a quote inside a"
+                ' quoted cell as "", and no line break'
+            )
+        cells = plain.count(delimiter) + 1
+        width = width or cells
+        if cells != width:
+            raise ValueError(
+                f"{path}: line {number} has {cells} cells, but the first line has {width}"
+            )
+        lines.append(number)
+    if not lines:
         raise ValueError(f"{path} is empty")
-
-    width = len(rows[0][1])
-    for line, row in rows:
-        if len(row) != width:
-            raise ValueError(
-                f"{path}: line {line} has {len(row)} cells, the first line has {width}"
-            )
-    names = tuple(map(str, range(width)))
-    if _is_header(rows[0][1], rows[1][1] if len(rows) > 1 else ()):
-        names = tuple(name.strip() for name in rows.pop(0)[1])
-
-    columns, texts = [], {}
-    for name, column in zip(names, zip(*(row for _, row in rows), strict=True), strict=False):
-        numbers = [_number(cell) for cell in column]
-        if None in numbers and None not in (flags := [_flag(cell) for cell in column]):
-            numbers = flags
-        odd = next((k for k, number in enumerate(numbers) if number is None), None)
-        if odd is not None and any(
-            number is not None and np.isfinite(number) for number in numbers
-        ):
-            raise ValueError(
-                f"{path}: line {rows[odd][0]}, column {name!r}: {column[odd]!r} is not a number"
-            )
-        if odd is not None:
-            texts[name] = column
-        columns.append(np.full(len(rows), np.nan) if odd is not None else np.array(numbers))
-    values = np.stack(columns, 1) if columns else np.empty((0, width))
-    return Table(names, values, [f"line {line}" for line, _ in rows], texts=texts)
+    return lines
 
 
-def _is_header(first: Sequence[str], second: Sequence[str]) -> bool:
-    """Says whether the first line of a file has names."""
-    cells = [_number(cell) for cell in first]
-    flagged = any(cell.strip().lower() in _FLAGS for cell in first)
-    if (
-        None in cells
-        and not flagged
-        and not any(cell is not None and np.isfinite(cell) for cell in cells)
-    ):
-        return True
-    over_dates = any(
+def _is_header(first: list[str], second: list[str]) -> bool:
+    """Says whether the first line of a file holds names."""
+    numbers = [_number(cell) for cell in first]
+    flags = any(cell.strip().lower() in ("true", "false") for cell in first)
+    words_only = None in numbers and not any(n is not None and np.isfinite(n) for n in numbers)
+    above_date = any(
         name.strip()[:1].isalpha() and _number(cell) is None and _date(cell) is not None
         for name, cell in zip(first, second, strict=False)
     )
-    counted = (
-        len(first) > 1
-        and not first[0].strip()
-        and [*first[1:]] == [str(k) for k in range(len(first) - 1)]
-    )
-    return over_dates or (counted and bool(second) and bool(second[0].strip()))
+    counted = len(first) > 1 and ["", *map(str, range(len(first) - 1))] == [
+        c.strip() for c in first
+    ]
+    return (words_only and not flags) or above_date or (counted and bool(second and second[0]))
 
 
-def _csv_rows(text: str, delimiter: str, path: Path) -> list[tuple[int, list[str]]]:
-    """Returns the rows of a CSV text that are not empty, each with its line.
-
-    A cell ends on the line where it begins: a quote that is not closed would take all lines to the next one.
-    """
-    lines = io.StringIO(text, newline="")
-    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True, strict=True)
-    rows, line, error = [], 0, None
-    while True:
-        line += 1
-        try:
-            row = next(reader, None)
-        except csv.Error as caught:
-            row, error = None, caught
-        if reader.line_num > line or "unexpected end" in str(error):
-            raise ValueError(
-                f"{path}: line {line} has a quote that is not closed on it; allowed: a whole cell in quotes,"
-                ' with "" for a quote inside, and no line break'
-            )
-        if error is not None:
-            raise ValueError(f"{path}: line {line}: {error}") from error
-        if row is None:
-            return rows
-        if row:
-            rows.append((line, row))
-
-
-def _number(cell: str) -> float | None:
-    """Returns the number in a cell, NaN when it says that there is none, None when it is something else."""
-    try:
-        return float(cell)
-    except ValueError:
-        return float("nan") if cell.strip().lower() in _MISSING else None
-
-
-def _flag(cell: str) -> float | None:
-    """Returns 1 or 0 for true or false, NaN for a cell that is missing, None for anything else."""
-    text = cell.strip().lower()
-    return float("nan") if text in _MISSING else _FLAGS.get(text)
-
-
-def _read_npy(path: Path) -> Table:
+def _read_npy(path: Path) -> tuple[Columns, list[str]]:
     try:
         values = np.lib.format.read_array(io.BytesIO(read_bytes(path)), allow_pickle=False)
-    except ValueError as error:
-        raise ValueError(f"{path} is no plain .npy array: {str(error).splitlines()[0]}") from error
     except DAMAGED_NPY as error:
-        raise ValueError(f"{path} is no plain .npy array: its header is damaged") from error
+        raise ValueError(f"{path} is no plain .npy array, or it is damaged") from error
     if values.ndim not in (1, 2) or values.dtype.kind not in "fiub":
         raise ValueError(
-            f"{path} holds {values.dtype} of shape {values.shape}, expected numbers of shape (N, D)"
+            f"{path} holds {values.dtype} of shape {values.shape}; expected numbers (rows, columns)"
         )
     values = (values if values.ndim == 2 else values[:, None]).astype(np.float64)
-    return Table(tuple(map(str, range(values.shape[1]))), values, _row_places(len(values)))
+    return [(str(k), column) for k, column in enumerate(values.T)], _row_places(len(values))
 
 
-def _read_parquet(path: Path) -> Table:
+def _read_parquet(path: Path) -> tuple[Columns, list[str]]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -350,7 +273,7 @@ def _read_parquet(path: Path) -> Table:
     try:
         with parquet.ParquetFile(path) as file:
             check_unpacked(8 * file.metadata.num_rows * file.metadata.num_columns, path)
-            batches, size = [], 0  # the header may be wrong, and says nothing of long texts
+            batches, size = [], 0  # the header may be wrong, and does not count long texts
             for batch in file.iter_batches(_PARQUET_ROWS):
                 size += batch.nbytes
                 check_unpacked(size, path)
@@ -359,36 +282,51 @@ def _read_parquet(path: Path) -> Table:
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     types = pyarrow.types
-    numeric = (types.is_integer, types.is_floating, types.is_decimal, types.is_boolean)
-    words = (types.is_string, types.is_large_string, types.is_string_view, types.is_dictionary)
-    names, columns, texts, positions = [], [], {}, []
-    for k, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
-        kind = column.type
+    columns = []
+    for name, cells in zip(table.column_names, table.columns, strict=True):
+        kind = cells.type
         if types.is_timestamp(kind) or types.is_date(kind):
-            texts[name] = column.to_numpy()
-        elif any(test(kind) for test in numeric):
-            names.append(name)
-            positions.append(k)
-            # Not all whole numbers of 64 bits are floats; those of a CSV file are rounded, too.
-            columns.append(column.cast(pyarrow.float64(), safe=False).to_numpy())
-        elif any(test(kind) for test in words):
-            texts[name] = column.to_pylist()
-        else:  # lists, durations, ...: named among what is left out
-            texts[name] = [str(kind)] * table.num_rows
-    values = np.stack(columns, 1) if columns else np.empty((table.num_rows, 0))
-    return Table(
-        tuple(names), values, _row_places(table.num_rows), texts=texts, positions=positions
-    )
+            array = cells.to_numpy()
+        elif (types.is_primitive(kind) and not types.is_temporal(kind)) or types.is_decimal(kind):
+            # Integers beyond 2^53 are rounded, as in a CSV file.
+            array = cells.cast(pyarrow.float64(), safe=False).to_numpy()
+        elif types.is_nested(kind) or types.is_temporal(kind):
+            array = np.full(table.num_rows, str(kind), object)
+        else:
+            array = np.array(cells.to_pylist(), object)
+        columns.append((name, array))
+    return columns, _row_places(table.num_rows)
 
 
 def _row_places(num: int) -> list[str]:
     return [f"row {k}" for k in range(1, num + 1)]
 
 
-def select(table: Table, columns: tuple[str, ...] | None, path: Path) -> Table:
-    """Returns the table with the columns asked for, by name or position in the file.
+def left_out(table: Table, options: SeriesConfig) -> str | None:
+    """Says which columns are left out although the user may expect them; None if there are none."""
+    if options.columns is not None:
+        return None
+    notes, advice = [], ""
+    for name, cells in table.others.items():
+        dates = cells.dtype.kind == "M" or (options.time == "none" and _date(cells[0]) is not None)
+        if dates or name.strip().lower() in _TIME_NAMES:
+            continue
+        k = next((k for k, cell in enumerate(cells) if not _is_missing(cell)), None)
+        why = "all values are missing" if k is None else f"{table.places[k]} has {str(cells[k])!r}"
+        notes.append(f"{name!r} ({why})")
+        if k is not None and "," in str(cells[k]):
+            advice = "; write numbers with a decimal point"
+    if notes:
+        return f"columns without numbers are left out: {', '.join(notes)}{advice}"
+    timed = [name for name in table.names if name.strip().lower() in _TIME_NAMES - {""}]
+    advice = "is left out because of its name; --series.columns NAMES takes it"
+    return f"column {timed[0]!r} of numbers {advice}" if timed else None
 
-    All but those of times when none are.
+
+def select(table: Table, columns: tuple[str, ...] | None, path: Path) -> Table:
+    """Returns the table with some of its columns, by name or by position in the file.
+
+    None selects all columns of numbers, but for those with the name of a column of dates.
     """
     if columns is None:
         index = [k for k, name in enumerate(table.names) if name.strip().lower() not in _TIME_NAMES]
@@ -398,33 +336,29 @@ def select(table: Table, columns: tuple[str, ...] | None, path: Path) -> Table:
                 " choose with --series.columns"
             )
     else:
-        index = [_find(table, column, path) for column in columns]
-        for k, name in enumerate(table.names):
-            if index.count(k) > 1:
-                raise ValueError(
-                    f"series.columns {', '.join(columns)} has {name!r} twice; allowed: each column once"
-                )
+        index = [find_column(table, column, path) for column in columns]
+        if twice := [table.names[k] for k in index if index.count(k) > 1]:
+            raise ValueError(f"series.columns {', '.join(columns)} has {twice[0]!r} twice")
     names = tuple(table.names[k] for k in index)
     return Table(names, table.values[:, index], table.places, table.times, table.time)
 
 
-def _find(table: Table, column: str, path: Path) -> int:
-    """Returns the index in a table of the column that has this name, or else this position in the file."""
+def find_column(table: Table, column: str, path: Path, by_position: bool = True) -> int:
+    """Returns the index of the column with this name, or else with this position in the file."""
     if column in table.names:
         return table.names.index(column)
-    named = column == table.time or column in table.texts
-    if column.isdecimal() and not named and int(column) in table.positions:
+    named = column == table.time or column in table.others
+    if by_position and column.isdecimal() and not named and int(column) in table.positions:
         return table.positions.index(int(column))
     near = difflib.get_close_matches(column, table.names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(
-        f"series.columns: {column!r} is no column of numbers in {path};"
-        f" {hint}available: {', '.join(table.names)}"
+        f"{path} has no column of numbers {column!r}; {hint}available: {', '.join(table.names)}"
     )
 
 
 def filled(table: Table, fill: str | None, path: Path) -> np.ndarray:
-    """Returns the values (N, D), all finite; a gap at the start takes the first value known."""
+    """Returns the values (N, D) with all gaps filled."""
     known = np.isfinite(table.values)
     if fill is None and not known.all():
         row, column = np.argwhere(~known)[0]
@@ -433,19 +367,20 @@ def filled(table: Table, fill: str | None, path: Path) -> np.ndarray:
             f" ({(~known).sum()} such values in all);"
             " fill them with --series.fill zero, previous or linear"
         )
-    values = fill_gaps(table.values, known, fill)
+    values = table.values if known.all() else fill_gaps(table.values, known, fill)
     if (large := np.abs(values).max(0)).max() > 1e30:
         column = table.names[large.argmax()]
         raise ValueError(
-            f"{path}: column {column!r} has values up to {large.max():g}, the most is 1e30"
+            f"{path}: column {column!r} has values up to {large.max():g}; the most is 1e30"
         )
     return values
 
 
 def fill_gaps(values: np.ndarray, known: np.ndarray, fill: str | None) -> np.ndarray:
-    """Returns values (N, D) with the unknown ones filled, as `SeriesConfig.fill` says."""
-    if known.all():
-        return values
+    """Returns values (N, D) with the unknown ones filled, as `SeriesConfig.fill` says.
+
+    A gap at the start takes the first known value, unless gaps are filled with zeros.
+    """
     if fill == "zero":
         return np.where(known, values, 0.0)
     steps = np.arange(len(known))

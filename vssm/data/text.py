@@ -1,16 +1,17 @@
 """Text as sequences of tokens, characters or bytes, from any UTF-8 file.
 
-Sequences are windows of `length` tokens that do not overlap, a rest shorter than that is left out. The split
-is by position: the last 10 % of the file is the test set, and of the 90 % before it the last tenth is
-validation. The vocabulary is that of the whole file, so that every split can be encoded.
+Sequences are windows of `length` tokens that do not overlap; a shorter rest is left out. The split
+is by position: the last 10 % of the file is the test set, and the last tenth of the 90 % before it
+is validation. The vocabulary covers the whole file, so that every split can be encoded.
 """
 
 import numpy as np
 import torch
 
 from vssm.data.config import DataConfig
-from vssm.data.dataset import Data, Meta, Split
+from vssm.data.dataset import Data, Split
 from vssm.data.files import Remote, check_sha256, locate, locate_own, read_bytes
+from vssm.data.meta import Meta
 
 _SHAKESPEARE = Remote(
     url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -21,26 +22,23 @@ _SHAKESPEARE = Remote(
 
 def open_text(config: DataConfig) -> Data:
     """Opens a text file, by default tinyshakespeare."""
-    options = config.text
+    options, checksum = config.text, "none published"
     if options.path is None:
         path = locate(("tinyshakespeare.txt",), ("text",), config.dir, _SHAKESPEARE)
-        checksum = "compared with the published sha256"
-        content = read_bytes(path)
+        content, checksum = read_bytes(path), "compared with the published sha256"
         check_sha256(content, _SHAKESPEARE.sha256, path)
     else:
-        path, checksum = locate_own(options.path, "text", config.dir), "none published"
+        path = locate_own(options.path, "text", config.dir)
         content = read_bytes(path)
-
     if options.unit == "byte":
         tokens, vocabulary = np.frombuffer(content, np.uint8), None
     else:
         try:
             tokens, vocabulary = _characters(content.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
-            byte = content[error.start]
-            raise ValueError(
-                f"{path}: byte {error.start} (0x{byte:02x}) is no UTF-8; read it with --text.unit byte"
-            ) from error
+            byte = f"byte {error.start} (0x{content[error.start]:02x})"
+            advice = "read the file with --text.unit byte"
+            raise ValueError(f"{path}: {byte} is not UTF-8; {advice}") from error
 
     test = round(0.9 * len(tokens))
     valid = round(0.9 * test)
@@ -56,9 +54,6 @@ def open_text(config: DataConfig) -> Data:
         whole = len(parts[part]) // options.length * options.length
         return Split(torch.from_numpy(parts[part][:whole].reshape(-1, options.length).copy()))
 
-    def fit() -> tuple[Split, Split]:
-        return windows("training"), windows("validation")
-
     meta = Meta(
         name="text",
         features=256 if vocabulary is None else len(vocabulary),
@@ -66,13 +61,17 @@ def open_text(config: DataConfig) -> Data:
         suggested_head="categorical",
         vocabulary=vocabulary,
     )
+
+    def fit() -> tuple[Split, Split]:
+        return windows("training"), windows("validation")
+
     return Data(config, meta, fit, lambda: windows("test"), [path], checksum)
 
 
 def _characters(text: str) -> tuple[np.ndarray, str]:
     """Returns the tokens of a text in the smallest type that fits, and its characters in order."""
     codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
-    token = np.zeros(0x110000, np.int32)
+    token = np.zeros(0x110000, np.int32)  # a table is faster than sorting
     token[codes] = 1
     known = np.flatnonzero(token)
     token[known] = np.arange(len(known))

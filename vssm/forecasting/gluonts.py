@@ -28,8 +28,8 @@ def predictor(
 ) -> "Predictor":
     """Returns a run as a GluonTS predictor, to put where another one was.
 
-    A run with `--series.separate` forecasts any series, each in its own scale: a `target` is (N,). Any other
-    run forecasts its own D columns: a `target` is (D, N).
+    A run with `--series.separate` forecasts any series, each in its own scale: a `target` is (N,).
+    Any other run forecasts its own D columns: a `target` is (D, N).
 
     Arguments:
         run: A run folder of data set series, or a `Forecaster`.
@@ -40,7 +40,8 @@ def predictor(
     Example:
         from gluonts.evaluation import make_evaluation_predictions
 
-        forecasts, actual = make_evaluation_predictions(test, predictor("runs/etth1"), num_samples=100)
+        made = predictor("runs/etth1")
+        forecasts, actual = make_evaluation_predictions(test, made, num_samples=100)
     """
     try:
         from gluonts.dataset.util import forecast_start
@@ -86,33 +87,35 @@ def _forecasts(
 ) -> list[np.ndarray]:
     """Returns the paths of each entry, (S, H), or (S, H, D) of entries with several columns.
 
-    Every call of the forecaster takes the next seed: with one for all, their first series would share noise.
+    Entries of one length are forecast together. Each call of the forecaster takes the next seed, or
+    their first series would share noise.
     """
     meta, own = forecaster.meta, forecaster
-    if meta.separate:  # of columns that the run never saw: each is standardised by itself
+    if meta.separate:  # any series, also of columns that the run never saw, in its own scale
         own = Forecaster(forecaster.model, replace(meta, columns=("target",), mean=None, std=None))
-    context = meta.context or 10**9
-    groups: dict[object, list[tuple[int, np.ndarray, float, float, np.ndarray | None]]] = {}
+    groups: dict[object, list[int]] = {}
+    histories, centres, widths = [], [], []
     for k, entry in enumerate(entries):
         target = np.asarray(entry["target"], np.float64)
-        if len(target.reshape(-1, target.shape[-1])) != len(own.columns):
+        history = target.reshape(-1, target.shape[-1]).T
+        if history.shape[1] != len(own.columns):
             allowed = "(N,)" if len(own.columns) == 1 else f"({len(own.columns)}, N)"
             raise ValueError(f"target has shape {target.shape}; allowed for this run: {allowed}")
-        history = target.reshape(-1, target.shape[-1]).T
-        centre, width = 0.0, 1.0
-        if meta.separate:
-            centre, width = float(np.nanmean(history)), float(np.nanstd(history)) or 1.0
-        times = _times(entry, len(history))[-context:] if meta.cycles else None
-        history = (history[-context:] - centre) / width
-        group = (len(history), k if meta.cycles else 0)  # dates are those of one entry
-        groups.setdefault(group, []).append((k, history, centre, width, times))
+        centres.append(float(np.nanmean(history)) if meta.separate else 0.0)
+        widths.append((float(np.nanstd(history)) or 1.0) if meta.separate else 1.0)
+        histories.append(((history - centres[k]) / widths[k])[-(meta.context or len(history)) :])
+        # The forecaster takes one array of dates, so entries with dates go alone.
+        groups.setdefault((len(histories[k]), k if meta.cycles else 0), []).append(k)
     made: dict[int, np.ndarray] = {}
     for group in groups.values():
-        index, histories, centres, widths, times = zip(*group, strict=True)
-        found = own.forecast(np.stack(histories), horizon, paths, times[0], seed=next(seeds))
-        out = found.samples.cpu().numpy()
-        for k, samples, centre, width in zip(index, out, centres, widths, strict=True):
-            samples = samples * width + centre
+        times = None
+        if meta.cycles:
+            num = np.shape(entries[group[0]]["target"])[-1]
+            times = _times(entries[group[0]], num)[-len(histories[group[0]]) :]
+        x = np.stack([histories[k] for k in group])
+        found = own.forecast(x, horizon, paths, times, seed=next(seeds)).samples.cpu().numpy()
+        for k, samples in zip(group, found, strict=True):
+            samples = samples * widths[k] + centres[k]
             made[k] = samples[..., 0] if np.ndim(entries[k]["target"]) == 1 else samples
     return [made[k] for k in range(len(entries))]
 
@@ -196,7 +199,7 @@ def _kept_numpy_state() -> Iterator[None]:
 
 
 def entries(values: np.ndarray, freq: str) -> list[dict[str, Any]]:
-    """Returns the columns of (N, D) as GluonTS has them; what has no date starts in the year 2000."""
+    """Returns the columns of (N, D) as GluonTS has them; series start in the year 2000."""
     import pandas
 
     start = pandas.Period("2000-01-01", freq=freq)

@@ -1,16 +1,16 @@
-"""How good sample paths are as forecasts, against what came.
+"""Scores of sample paths as forecasts.
 
-    crps        E|X - y| - E|X - X'| / 2                    a value, X and X' independent paths
-    energy      E‖X - y‖ - E‖X - X'‖ / 2                    a whole path of H steps of one column
-    wql         2 sum_q sum rho_q(y, x_q) / (9 sum |y|)     rho_q the pinball loss, q = 0.1, ..., 0.9
+    crps        E|X - y| - E|X - X'| / 2                  a value, X and X' independent paths
+    energy      E‖X - y‖ - E‖X - X'‖ / 2                  a whole path of H steps of one column
+    wql         2 sum_q sum rho_q(y, x_q) / (9 sum |y|)   rho_q the pinball loss, q = 0.1 ... 0.9
     coverage80  share of the values between the quantiles 0.1 and 0.9
     mase        mean |median - y| / mean |y_t - y_{t-m}| over the training rows, m the season
 
-E|X - X'| is the mean over pairs of different paths, so that crps and energy do not depend on S in
-expectation: over all S (S - 1) of them for crps, over S of them for energy, each path with the next one. All
-but wql are of values in deviations of their column over the training rows.
+E|X - X'| is the mean over pairs of different paths, so that the expected crps and energy do not
+depend on S: over all S (S - 1) pairs for crps, over S pairs, each path with the next one, for
+energy. All scores but wql are in deviations of the column over the training rows.
 
-Legend: paths (W, S, H, D) of W windows; y (W, H, D).
+Legend: paths (W, S, H, D) of W windows; y (W, H, D), what came.
 """
 
 import torch
@@ -31,16 +31,13 @@ def crps(paths: Tensor, y: Tensor) -> Tensor:
     error = (paths - y[:, None]).abs().mean(1)
     if num == 1:
         return error
-    # sum_{i<j} (x_(j) - x_(i)) = sum_k (2 k - S + 1) x_(k) over the order statistics, k = 0 ... S - 1
+    # sum_{i<j} (x_(j) - x_(i)) = sum_k (2 k - S + 1) x_(k) over order statistics k = 0 ... S - 1
     weight = 2 * torch.arange(num, dtype=paths.dtype) - num + 1
     return error - torch.einsum("wshd,s->whd", paths.sort(1).values, weight) / (num * (num - 1))
 
 
 def energy_score(paths: Tensor, y: Tensor) -> Tensor:
-    """Returns the energy score of every path of a column, (W, D), over the root of its steps.
-
-    The pairs of different paths are S of them, each path with the next one and the last with the first.
-    """
+    """Returns the energy score of every column, (W, D), divided by the root of its steps."""
     error = (paths - y[:, None]).norm(dim=2).mean(1)
     between = (paths - paths.roll(1, 1)).norm(dim=2).mean(1)
     return (error - between / 2) / paths.shape[2] ** 0.5
@@ -54,7 +51,8 @@ def scores(paths: Tensor, y: Tensor, mean: Tensor, std: Tensor, naive: Tensor) -
         y: What came, (W, H, D).
         mean: The mean of the columns over the training rows, (D,).
         std: Their deviation, (D,).
-        naive: The mean error of the seasonal naive forecast over the training rows, (D,), in deviations.
+        naive: The mean error of the seasonal naive forecast over the training rows, (D,), in
+            deviations.
     """
     levels = torch.arange(1, 10, dtype=paths.dtype) / 10
     quantiles = torch.quantile(paths, levels, dim=1)  # (9, W, H, D)

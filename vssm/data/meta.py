@@ -1,0 +1,209 @@
+"""`Meta`: what a run remembers of its data, so that generating and forecasting do without it."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, NoReturn, Union, get_origin, get_type_hints
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vssm.storage import read_object
+
+__all__ = ["Meta", "read_meta", "steps_left"]
+
+
+def _fits(value: object, hint: Any) -> bool:  # noqa: ANN401
+    """Says whether a value from a JSON file has the type of a field; numbers are checked too."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, part) for part in hint.__args__)
+    if get_origin(hint) is tuple:
+        parts = [part for part in hint.__args__ if part is not Ellipsis]
+        if not isinstance(value, tuple) or len(parts) not in (1, len(value)):
+            return False
+        return all(_fits(each, parts[0]) for each in value)
+    if get_origin(hint) is Literal:
+        return value in hint.__args__
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    return type(value) is hint and not (hint is int and value < 1)  # type: ignore[operator]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meta:
+    """Describes sequences well enough to show or decode generated ones without the data.
+
+    Example:
+        >>> known = {"name": "text", "features": 3, "length": 4, "suggested_head": "categorical"}
+        >>> meta = Meta(**known, vocabulary="abc")
+        >>> meta.decode(meta.encode("cab")), Meta.from_json(meta.to_json()) == meta
+        ('cab', True)
+    """
+
+    name: str
+    features: int
+    """D, or the number of different tokens."""
+    length: int
+    """T."""
+    suggested_head: str
+    levels: int | None = None
+    """Number of equally spaced values in [0, 1] that x can take (256 for 8-bit images)."""
+    image_shape: tuple[int, int, int] | None = None
+    """Height, width, channels; a step is one row, channels last within a pixel."""
+    vocabulary: str | None = None
+    """Token k is character k; None for 256 byte tokens."""
+    columns: tuple[str, ...] | None = None
+    mean: tuple[float, ...] | None = None
+    """Mean of each column over the training rows."""
+    std: tuple[float, ...] | None = None
+    """Standard deviation of each column over the training rows."""
+    context: int | None = None
+    """Rows of a window that are known."""
+    horizon: int | None = None
+    """Rows of a window that are forecast."""
+    patch: int = 1
+    """Rows of a series in one step."""
+    windowed: Literal["window", "last"] | None = None
+    """What centres each window, after `mean` and `std`: "window", "last" or nothing."""
+    season: int = 1
+    """Rows of a season, each of which has its own centre."""
+    separate: bool = False
+    """Whether each column is a series of its own."""
+    cycles: tuple[str, ...] = ()
+    """Cycles of the calendar whose phases, as sine and cosine, are the last channels of a step."""
+    time: str | None = None
+    """The column of dates; "none" if dates were left out."""
+    fill: str | None = None
+    """How missing values were filled."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields as a dictionary that `json` can write."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Meta":
+        """Returns the metadata that `to_json` gave, also after a trip through a JSON file.
+
+        Raises a ValueError that names the field if one is missing or impossible.
+        """
+        if not isinstance(fields, dict):
+            raise ValueError(
+                f"data_meta={fields!r} is not allowed; allowed: fields of a run's data"
+            )
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(fields) - known):
+            raise ValueError(f"metadata of data has unknown fields: {', '.join(unknown)}")
+        for name in ("name", "features", "length", "suggested_head"):
+            if name not in fields:
+                raise ValueError(f"metadata of data has no {name}")
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields.items()
+        }
+        meta = cls(**values)
+        for name, hint in get_type_hints(cls).items():
+            if not _fits(getattr(meta, name), hint):
+                kind = hint.__name__ if isinstance(hint, type) else str(hint)
+                meta._refuse(name, kind.replace("typing.", "").replace("int", "int >= 1"))
+        meta._check_columns()
+        return meta
+
+    def _check_columns(self) -> None:
+        """Raises if the fields about columns contradict each other."""
+        num = len(self.columns or ())
+        for name, value in (("mean", self.mean), ("std", self.std)):
+            if len(value or ()) != (num if self.mean or self.std else 0):
+                self._refuse(name, f"{num} numbers, one for each of columns")
+        if min(self.std or (1,)) <= 0:
+            self._refuse("std", "numbers > 0")
+        features = self.patch * ((1 if self.separate else num) + 2 * len(self.cycles))
+        if num and self.features != features:
+            self._refuse("features", f"{features}, for {num} columns and patch={self.patch}")
+
+    def _refuse(self, name: str, allowed: str) -> NoReturn:
+        value = getattr(self, name)
+        raise ValueError(f"data_meta.{name}={value!r} is not allowed; allowed: {allowed}")
+
+    def differing(self, other: "Meta") -> Iterator[str]:
+        """Gives the names of the fields that differ, but for rounding and for how files were read.
+
+        Example:
+            >>> meta = Meta(name="series", features=2, length=4, suggested_head="gaussian")
+            >>> list(meta.differing(dataclasses.replace(meta, length=5)))
+            ['length']
+        """
+        for field in dataclasses.fields(self):
+            one, two = getattr(self, field.name), getattr(other, field.name)
+            if field.name in ("time", "fill") or one == two:
+                continue
+            if field.name in ("mean", "std") and one and two and len(one) == len(two):
+                largest = max(map(abs, (*one, *two)))
+                if np.allclose(one, two, rtol=1e-6, atol=1e-9 * largest):
+                    continue
+            yield field.name
+
+    def to_image(self, x: Tensor) -> Tensor:
+        """Returns sequences of rows (B, T, D) as images (B, T, width, channels) within [0, 1]."""
+        if self.image_shape is None:
+            raise ValueError(f"data set {self.name!r} has no images")
+        return x.detach().float().clamp(0, 1).reshape(*x.shape[:2], *self.image_shape[1:])
+
+    def encode(self, text: str) -> Tensor:
+        """Returns the tokens (T,) of a text."""
+        self._check_text()
+        if self.vocabulary is None:
+            return torch.tensor(list(text.encode()), dtype=torch.long, device="cpu")
+        token = {character: k for k, character in enumerate(self.vocabulary)}
+        if unknown := sorted(set(text) - set(token)):
+            raise ValueError(
+                f"text has characters outside the vocabulary: {unknown}; it is {self.vocabulary!r}"
+            )
+        return torch.tensor([token[c] for c in text], dtype=torch.long, device="cpu")
+
+    def decode(self, tokens: Tensor) -> str:
+        """Returns the text of tokens (T,); bytes that are not UTF-8 become U+FFFD."""
+        self._check_text()
+        if self.vocabulary is None:
+            return bytes(tokens.tolist()).decode(errors="replace")
+        return "".join(self.vocabulary[k] for k in tokens.tolist())
+
+    def _check_text(self) -> None:
+        if self.suggested_head != "categorical":
+            raise ValueError(f"data set {self.name!r} has no text")
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """Returns steps (..., T, patch x channels) as rows, (..., T x patch, channels)."""
+        return x if self.patch == 1 else x.unflatten(-1, (self.patch, -1)).flatten(-3, -2)
+
+
+def read_meta(folder: str | Path) -> Meta | None:
+    """Returns the metadata in the config.json of a run; None for the folder of a plain model."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{str(folder)!r} has no config.json; allowed: the folder of a run or a model"
+        )
+    values = read_object(path)
+    return Meta.from_json(values["data_meta"]) if "data_meta" in values else None
+
+
+def steps_left(meta: Meta | None, known: int, option: str = "length") -> int:
+    """Returns how many steps are left until a sequence is as long as the training data's.
+
+    Arguments:
+        meta: The metadata of the data; None if unknown, which gives 28.
+        known: The steps of prompt and state.
+        option: The option that a message advises to give.
+    """
+    if meta is None:
+        return 28
+    if known >= meta.length:
+        raise ValueError(
+            f"nothing is left of the training data's {meta.length} steps after {known}; "
+            f"allowed: {option} of 1 or more"
+        )
+    return meta.length - known
