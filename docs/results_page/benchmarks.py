@@ -111,6 +111,7 @@ _TEXT = Benchmark(
 )
 _WAYS = {
     "": "whole sequences, unconditional",
+    "_plain": "whole sequences, unconditional, by plain `vssm.generate`",
     "_prompted": "the second half of a sequence, given the first",
     r"_chunk\d+": "whole sequences in four chunks",
 }

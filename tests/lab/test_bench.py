@@ -225,6 +225,9 @@ def test_out_of_memory_is_noted(record):
     assert json.loads(record.out.read_text())["config"]["notes"] == record.notes
 
 
+NEW = ("ssm_ms_b2_t1", "ssm_plain_ms_b2_t1", "ssm_floor_ms_b2_t1")
+
+
 def test_result_is_continued(tmp_path, monkeypatch, capsys):
     out, options = (
         tmp_path / "generate.json",
@@ -234,8 +237,10 @@ def test_result_is_continued(tmp_path, monkeypatch, capsys):
     assert re.search(r"fastest step by step / vssm +\d+\.\dx", capsys.readouterr().out)
     assert set(first["metrics"]) == {
         "ssm_ms_b2_t4",
+        "ssm_plain_ms_b2_t4",
         "ssm_prompted_ms_b2_t4",
         "vssm_ms_b2_t4",
+        "vssm_plain_ms_b2_t4",
         "vssm_prompted_ms_b2_t4",
         "vssm_chunk1_ms_b2_t4",
         "ssm_floor_ms_b2_t4",
@@ -243,7 +248,7 @@ def test_result_is_continued(tmp_path, monkeypatch, capsys):
     }
     assert all(value > 0 for value in first["metrics"].values())
     more = bench.main_generate(out, kinds=["ssm"], lengths=[4, 1], **options)
-    new = {name: more["metrics"][name] for name in ("ssm_ms_b2_t1", "ssm_floor_ms_b2_t1")}
+    new = {name: more["metrics"][name] for name in NEW}
     assert more["metrics"] == {**first["metrics"], **new}
     again = first["command"].replace("ssm vssm", "ssm").replace("--lengths 4", "--lengths 4 1")
     assert more["command"] == f"{first['command']} && {again}"

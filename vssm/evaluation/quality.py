@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from vssm.data import Data, Split
+from vssm.engine import Engine
 from vssm.evaluation.frechet import cached_classifier, features, frechet_distance
 from vssm.evaluation.journal import Journal
 from vssm.models import Ladder, Model, Variational
-from vssm.sampling.generation import generate
 
 __all__ = ["Progress", "Work", "dials", "generation_times", "image_quality", "observed"]
 __all__ += ["spread", "ways_to_sample"]
@@ -139,6 +139,7 @@ def generation_times(work: Work, repeats: int, curves: bool = False) -> dict[str
         curves: Whether to time the ways to sample as well, for 1 and 256 sequences.
     """
     model, length, cut = work.model, work.length, work.cut
+    engine = Engine(model)
     prompts = work.split.batch(np.arange(16) % len(work.split), work.device)[:, :cut]
     ways: dict[str, Options] = {}
     for num in (1, 16):
@@ -146,7 +147,7 @@ def generation_times(work: Work, repeats: int, curves: bool = False) -> dict[str
         if dials(model):
             ways[f"chunks_ms_b{num}"] = {"num": num, "length": length, "chunk": max(1, length // 4)}
         if cut:
-            state = generate(model, num=num, length=cut).state
+            state = engine.generate(num=num, length=cut).state
             ways[f"resumed_ms_b{num}"] = {"length": length - cut, "state": state}
             ways[f"prompted_ms_b{num}"] = {"length": length - cut, "prompt": prompts[:num]}
     if curves:
@@ -156,7 +157,7 @@ def generation_times(work: Work, repeats: int, curves: bool = False) -> dict[str
     metrics, widest = {}, 1.0
     for done, (name, options) in enumerate(ways.items()):
         work.progress("generation times", done, len(ways))
-        call = partial(generate, model, **options)
+        call = partial(engine.generate, **options)
         metrics[name], ratio = _milliseconds(call, work.device, repeats)
         widest = max(widest, ratio)
     work.progress("generation times", len(ways), len(ways))
@@ -216,7 +217,7 @@ def image_quality(
         "classifier_accuracy": float((guesses == split.labels.cpu()).double().mean()),
         "fd_floor": frechet_distance(floor, reference),
     }
-    prompts = split.batch(spread(len(split), num))[:, : work.cut]
+    prompts, engine = split.batch(spread(len(split), num))[:, : work.cut], Engine(work.model)
     for name, options in ways.items():
         if name in kept:
             metrics[name] = kept[name]
@@ -226,7 +227,7 @@ def image_quality(
             given = {}
             if "prompted" in name:
                 given["prompt"] = prompts[rows.start : rows.stop].to(work.device)
-            x = generate(work.model, num=len(rows), rows=rows, **options, **given).x
+            x = engine.generate(num=len(rows), rows=rows, **options, **given).x
             parts.append(features(classifier, to_image(torch.cat([*given.values(), x], 1))))
         made = torch.cat(parts)
         finite = bool(torch.isfinite(made).all())

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from vssm.data import Meta, read_meta, steps_left
+from vssm.engine import Engine
 from vssm.models import Ladder, Model, Variational
 from vssm.nn import State
 from vssm.runs import pretrained
 from vssm.runs.checkpoint import load_finite
-from vssm.sampling.generation import Generation, generate, observe
+from vssm.sampling.generation import Generation
 from vssm.storage import checksum
 
 __all__ = ["Served", "Speed", "open_models"]
@@ -73,7 +74,8 @@ class Served:
     """
 
     def __init__(self, name: str, model: Model, meta: Meta | None = None) -> None:
-        self.name, self.model, self.meta = name, model, meta
+        self.engine = Engine(model)
+        self.name, self.model, self.meta = name, self.engine.model, meta
         self.parallel = isinstance(model, Variational | Ladder)
         """Whether the model generates many steps in one pass."""
         self.text = model.head.tokens and meta is not None
@@ -95,11 +97,11 @@ class Served:
 
     def generate(self, **options: Any) -> Generation:  # noqa: ANN401
         """Makes new steps; options are those of `vssm.generate`."""
-        return generate(self.model, **options)
+        return self.engine.generate(**options)
 
     def observe(self, x: Tensor, state: State | None = None, **options: Any) -> State:  # noqa: ANN401
         """Reads data; options are those of `vssm.observe`."""
-        return observe(self.model, x, state, **options)
+        return self.engine.observe(x, state, **options)
 
     @property
     def length(self) -> int:

@@ -2,7 +2,8 @@
 
 | metric                   | what runs                                                            |
 | ------------------------ | -------------------------------------------------------------------- |
-| `<kind>_ms_...`          | T unconditional steps; one shot for vssm and tvae, caches for others |
+| `<kind>_ms_...`          | T unconditional steps of an engine; one shot for vssm and tvae       |
+| `<kind>_plain_ms_...`    | the same by plain `vssm.generate`, which keeps nothing               |
 | `<kind>_prompted_ms_...` | the second half of T steps after the first                           |
 | `<kind>_chunk<W>_ms_...` | T steps in four chunks (vssm and tvae)                               |
 | `vssm_l<L>_...`          | the same for a vssm with L levels of latents                         |
@@ -17,7 +18,6 @@ Weights and products are float32; the config says at which precision PyTorch mul
 that would break the budget of seconds, or the memory, is left out and noted, never extrapolated.
 """
 
-import copy
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from vssm.config import KINDS, ModelConfig
+from vssm.engine import Engine
 from vssm.lab.bench.floor import Rates, generation_floor_ms
 from vssm.lab.bench.peers import PeerModel, models_that_run
 from vssm.lab.bench.record import Record, failure, number
@@ -86,20 +87,23 @@ def main_generate(
     return record.finish(f"Generation in ms, width {width}, {layers} layers", headings, rows)
 
 
-def generation_calls(model: Model, batch: int, length: int) -> dict[str, Callable[[], object]]:
+def generation_calls(
+    model: Model, engine: Engine, batch: int, length: int
+) -> dict[str, Callable[[], object]]:
     """Returns what is timed of a model, by what follows its name in a metric.
 
     This is the only place where the benchmark calls our models.
     """
     device = next(model.parameters()).device
     calls: dict[str, Callable[[], object]] = {}
-    calls[""] = partial(generate, model, num=batch, length=length)
+    calls[""] = partial(engine.generate, num=batch, length=length)
+    calls["_plain"] = partial(generate, model, num=batch, length=length)
     if length > 1:
         prompt = torch.rand(batch, length // 2, _FEATURES, device=device)
-        calls["_prompted"] = partial(generate, model, length=length - length // 2, prompt=prompt)
+        calls["_prompted"] = partial(engine.generate, length=length - length // 2, prompt=prompt)
     if model.config.kind in ("vssm", "tvae"):
         chunk = max(1, length // 4)
-        calls[f"_chunk{chunk}"] = partial(generate, model, num=batch, length=length, chunk=chunk)
+        calls[f"_chunk{chunk}"] = partial(engine.generate, num=batch, length=length, chunk=chunk)
     return calls
 
 
@@ -111,8 +115,8 @@ def _time_models(
 ) -> None:
     """Times all models at all sizes, the shortest first.
 
-    On a CPU all calls of a size take turns. On CUDA each call is timed alone, with a copy of the
-    model that is thrown away afterwards together with everything that was captured for it.
+    On a CPU all calls of a size take turns. On CUDA each call is timed alone, and each model has an
+    engine of its own, which is dropped afterwards together with its CUDA graphs.
     """
     record = stopwatch.record
     rates = Rates.measure(record.device)
@@ -126,14 +130,15 @@ def _time_models(
             calls = {
                 f"{name}{way}_ms_{size}": call
                 for name, model in models.items()
-                for way, call in generation_calls(model, batch, length).items()
+                for way, call in generation_calls(model, Engine(model), batch, length).items()
             }
             stopwatch.time(calls)
             continue
         for name, model in models.items():
-            for way, call in generation_calls(copy.deepcopy(model), batch, length).items():
+            engine = Engine(model)
+            for way, call in generation_calls(model, engine, batch, length).items():
                 stopwatch.time_length(f"{name}{way}_ms", f"b{batch}_", length, call)
-            del call
+            del call, engine
             stopwatch.free_memory()
 
 
@@ -144,7 +149,8 @@ def _table(record: Record) -> tuple[list[str], list[list[str]]]:
         match = re.fullmatch(r"((?!.*_p[19]0_)\w+?)_ms_b(\d+)_t(\d+)", name)
         if match and value is not None:
             row = re.sub(r"_chunk\d+", " in four chunks", match[1])
-            row = row.replace("_prompted", " prompted").replace("_floor", ", floor")
+            row = row.replace("_prompted", " prompted").replace("_plain", " plain")
+            row = row.replace("_floor", ", floor")
             cells.setdefault(row, {})[int(match[2]), int(match[3])] = value
     sizes = sorted({size for row in cells.values() for size in row})
     rows = [[row, *(number(cells[row].get(size)) for size in sizes)] for row in sorted(cells)]

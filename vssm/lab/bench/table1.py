@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 
 from vssm.config import KINDS, ModelConfig
+from vssm.engine import Engine
 from vssm.lab.bench.record import Record, number
 from vssm.lab.bench.timing import Stopwatch, check_whole, model_options, open_device
 from vssm.models import Model, build
 from vssm.objectives import objective
-from vssm.sampling.generation import generate
 
 __all__ = ["THEORY", "Theory", "exponent", "main_table1"]
 
@@ -89,7 +89,7 @@ def main_table1(
         model = build(ModelConfig(**size, **own)).to(where)
         x = torch.rand(batch, length, _FEATURES, device=where)
         stopwatch.time_length(f"{name}_train_ms", "", length, partial(_train, model, x))
-        sample = partial(generate, model, num=batch, length=length)
+        sample = partial(Engine(model).generate, num=batch, length=length)
         stopwatch.time_length(f"{name}_sample_ms", "", length, sample)
         del model, x, sample
         stopwatch.free_memory()
