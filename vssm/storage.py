@@ -21,18 +21,8 @@ from safetensors import SafetensorError, safe_open
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "check_checksum",
-    "checksum",
-    "flush",
-    "is_device",
-    "read_object",
-    "read_tensors",
-    "why_read_only",
-    "with_checksum",
-    "write_atomically",
-    "write_tensors",
-]
+__all__ = ["check_checksum", "checksum", "flush", "is_device", "read_object", "read_tensors"]
+__all__ += ["why_read_only", "with_checksum", "write_atomically", "write_tensors"]
 
 _CHECKSUM = "crc32"  # its key in the metadata of a safetensors file
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.checks import check_choice, check_flag, check_path, choose_device, whole_number
+from vssm.checks import check_choice, check_flag, check_path, choose_device, shown, whole_number
 from vssm.data import Data, Meta, open_data
 from vssm.data.feed import is_grey
 from vssm.evaluation import quality
@@ -106,6 +106,8 @@ def evaluate_run(
     for name, flag in (("quick", quick), ("dials", dials), ("particles", particles)):
         check_flag(name, flag)
     check_choice("splits", splits, ("test", "valid"))
+    if progress is not None and not callable(progress):
+        raise ValueError(f"progress={shown(progress)} is not allowed; allowed: a function")
     num_samples = whole_number("num_samples", num_samples, 1)
     num_images = whole_number("num_images", num_images, 0)
     if num_images == 1:

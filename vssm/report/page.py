@@ -144,7 +144,8 @@ def _read_run(folder: Path, notices: list[str]) -> _Run:
         except (ValueError, AttributeError, RecursionError):  # it is not a JSON object
             damaged.append(str(number))
     if damaged:
-        notices.append(f"{name}/log.jsonl is damaged; left out: line {', '.join(damaged)}")
+        lines = ", ".join(damaged[:5]) + " …" * (len(damaged) > 5)
+        notices.append(f"{name}/log.jsonl is damaged; left out: line {lines}")
     picture = _read_bytes(folder / "samples.png")
     if picture and not (picture.startswith(b"\x89PNG\r\n\x1a\n") and b"IEND" in picture[-12:]):
         notices.append(f"{name}/samples.png is damaged: it is not a whole PNG file")

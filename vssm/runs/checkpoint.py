@@ -84,7 +84,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
         ('vssm', torch.Size([1, 2, 28]))
     """
     single_after_fork()
-    folder, device = _find(folder), check_device(device)
+    device, folder = check_device(device), _find(folder)
     saved = SavedConfig.read(folder)
     config, path = saved.model(), folder / "weights.safetensors"
     if not path.is_file():
