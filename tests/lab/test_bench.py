@@ -431,12 +431,12 @@ def test_a_vssm_with_levels_is_timed_under_its_own_name(tmp_path, monkeypatch, c
     generated = bench.main_generate(lengths=[4], batches=[1], repeats=1, peers=False, **options)[
         "metrics"
     ]
-    ways = ("ms", "prompted_ms", "chunk1_ms", "floor_ms")
+    ways = ("ms", "plain_ms", "prompted_ms", "chunk1_ms", "floor_ms")
     assert set(generated) == {f"{name}_{way}_b1_t4" for name in ("vssm", "vssm_l2") for way in ways}
     table1 = bench.main_table1(lengths=[2, 4, 8], repeats=1, **options)
     assert {"vssm_l2_train_exponent", "vssm_l2_sample_exponent"} <= set(table1["metrics"])
     assert " --levels 2" in table1["command"]
-    assert len(re.findall(r"^ *vssm_l2 ", capsys.readouterr().out, re.MULTILINE)) == 5
+    assert len(re.findall(r"^ *vssm_l2 ", capsys.readouterr().out, re.MULTILINE)) == 6
 
 
 def test_levels_that_do_not_fit_are_named_before_anything_is_measured(
