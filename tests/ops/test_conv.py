@@ -1,4 +1,4 @@
-"""The fused convolution: its kernels against its plain twin, and against PyTorch's own convolution."""
+"""The fused convolution: its kernels against its twin, and its twin against PyTorch's own."""
 
 from functools import partial
 
@@ -12,7 +12,6 @@ from tests.conftest import relative_error
 from tests.interpreter import DEVICE, kernels, needs_interpreter, run_interpreted
 from vssm.ops.conv import (
     MAX_TAPS,
-    _conv_silu,
     causal_conv_silu,
     causal_conv_silu_reference,
     linear_conv_silu,
@@ -143,7 +142,7 @@ def test_the_operator_is_well_formed(backend):
     pytest.importorskip(backend)
     device = DEVICE if backend == "triton" else "cpu"
     values = [t.requires_grad_() for t in arguments(2, 5, 3, 4, device=device)]
-    torch.library.opcheck(_conv_silu, (*values, backend))
+    torch.library.opcheck(torch.ops.vssm.conv_silu.default, (*values, backend))
 
 
 @pytest.mark.gpu

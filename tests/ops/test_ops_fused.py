@@ -1,4 +1,4 @@
-"""The fused kernels against their PyTorch twins, interpreted without a GPU and compiled with one."""
+"""The fused kernels against their PyTorch twins: compiled on a GPU, else interpreted."""
 
 from functools import partial
 
@@ -42,7 +42,7 @@ def noises(*shape, seed=0):
 
 
 def draw(logits, noise, backend, dtype=None, estimator="gumbel"):
-    """Returns z, KL and the gradient of the logits, of random weights that all dtypes hold exactly."""
+    """Returns z, KL and the gradient of the logits, of weights that all dtypes hold exactly."""
     logits = logits.detach().requires_grad_()
     z, kl = sample_and_kl(logits, noise, dtype, backend=backend, estimator=estimator)
     total = (z.double() * normal(*z.shape, seed=1, dtype=torch.bfloat16).double()).sum()
@@ -118,8 +118,8 @@ def test_hard_draws_lie_in_their_interval(shape, dtype, temperature):
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("classes", [2, 5, 32])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
-def test_of_logits_that_are_not_finite_a_class_is_drawn(classes, backend):
-    """Any: what comes of them is said at the end of a step, and an index beyond the last would end all."""
+def test_logits_that_are_not_finite_still_draw_a_class(classes, backend):
+    """An index out of range would abort the device; training reports the error after the step."""
     logits, noise = normal(8, classes), noises(8)
     logits[::2] = torch.nan
     logits[1] = torch.inf
@@ -433,7 +433,7 @@ def test_norm_is_that_of_torch_on_a_cpu(autocast):
         ),
         (
             lambda: sample_and_kl(torch.zeros(2, 3).double(), torch.rand(2, 3), backend="numba"),
-            "backend='numba' can not run here: it runs float32 on a CPU, .*; allowed: 'auto', 'reference'",
+            "backend='numba' can not run here: it runs float32 on a CPU, .*; allowed: 'auto', .*",
         ),
         (
             lambda: sample_and_kl(torch.zeros(2, 3).double(), torch.rand(2, 3), backend="triton"),
@@ -473,7 +473,7 @@ def test_bad_input_is_named(call, message):
         ),
         (
             lambda v: sample_and_kl(v.new_zeros(1, 1025), v.new_zeros(1, 1025), backend="triton"),
-            "there are 1025 classes, more than 1024",
+            "there are 1025 classes, not 1 to 1024",
         ),
         (
             lambda v: rms_norm(v.new_zeros(1, 8193), v.new_zeros(8193), 1e-5, backend="triton"),
@@ -510,13 +510,13 @@ def test_objective_agrees_with_the_plain_path(monkeypatch, autocast):
 
         monkeypatch.setattr(norm, "choose_fused", choose)
         monkeypatch.setattr(
-            latents, "_choose", lambda _, v, refusal, *__: asked.append(refusal) or backend
+            latents, "choose_backend", lambda *given: asked.append(given[3]) or backend
         )
         generator = torch.Generator(DEVICE).manual_seed(0)
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
             terms = objective(model, x, generator)
         grads = torch.autograd.grad(terms.loss.sum(), list(model.parameters()))
-        # The draw and the expectation; under autocast three stacks with the norms of a block and of the end.
+        # The draw and the expectation; under autocast also two norms in each of three stacks.
         assert asked == [None] * (8 if autocast else 2)
         return torch.cat([value.flatten() for value in (*terms, *grads)])
 

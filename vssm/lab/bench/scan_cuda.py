@@ -30,7 +30,7 @@ from vssm.lab.bench.floor import copy_bytes_per_ms
 from vssm.lab.bench.record import Record, failure, number
 from vssm.lab.bench.scan_peers import PEERS, absence, peer_scan
 from vssm.lab.bench.timing import kernel, spread
-from vssm.ops.scan.reference import selective_scan_reference
+from vssm.ops.scan import selective_scan_reference
 
 if TYPE_CHECKING:
     from vssm.lab.bench.scan import Shape
