@@ -214,10 +214,10 @@ def test_import_does_nothing_and_is_quick():
 KERNEL = """
 import torch
 from vssm.ops import causal_conv_silu
-from vssm.ops.conv.numba import _forward
+from vssm.ops.conv.numba import forward_kernel
 
 y, _ = causal_conv_silu(torch.ones(1, 2, 3), torch.ones(3, 2), torch.zeros(3), backend="numba")
-print(float(y.sum()), sum(_forward.stats.cache_hits.values()))
+print(float(y.sum()), sum(forward_kernel.stats.cache_hits.values()))
 """
 
 

@@ -59,9 +59,8 @@ def causal_conv_silu(
     direct = not needs_operator(x, weight, bias, state)
     if chosen == "triton" and direct and x.numel():
         after = x.new_empty(len(x) if last else 0, taps - 1, x.shape[2])
-        return kernels("conv", chosen).forward(
-            x, weight, bias, state, after if last else None
-        ), after
+        y = kernels("conv", chosen).forward(x, weight, bias, state, after if last else None)
+        return y, after
     if state is not None and len(state) != len(x):
         state = state.repeat_interleave(len(x) // len(state), 0)
     if chosen == "reference":

@@ -20,7 +20,7 @@ Backward computes s again and goes from the last step to the first:
 Scratch memory holds rows of LANES numbers: `window`, the inputs of some steps and the K - 1 inputs
 before them; `slopes`, ds of the steps and of the K - 1 steps after them.
 """
-# ruff: noqa: ANN001, ANN202 (numba infers the types of kernels)
+# ruff: noqa: ANN001, ANN201, ANN202 (numba infers the types of kernels)
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ from vssm.ops.vectors import (  # isort: skip
     set_float_mode, sigmoid, store, store_rows, zero_row,
 )  # fmt: skip
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "forward_kernel"]
 
 STEPS = 32  # a window of this many steps stays in the fastest cache
 # Offsets in bytes in the scratch memory of a thread.
@@ -79,7 +79,7 @@ def convolve(taps, count, rows, bias):
 
 
 @kernel
-def _forward(words, scratch):
+def forward_kernel(words, scratch):
     length, count = load_word(words, LENGTH), load_word(words, COUNT)
     window, taps = scratch + WINDOW, scratch + TAPS
     mode = set_float_mode(FLUSH)
@@ -103,7 +103,7 @@ def _forward(words, scratch):
 
 
 @kernel
-def _backward(words, scratch):
+def backward_kernel(words, scratch):
     length, count = load_word(words, LENGTH), load_word(words, COUNT)
     window, slopes, buffer = scratch + WINDOW, scratch + SLOPES, scratch + BUFFER
     taps, dtaps, dbias = scratch + TAPS, scratch + DTAPS, scratch + DTAPS + MAX_TAPS * ROW
@@ -163,7 +163,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> Te
     """Returns y (B, T, D); the arguments are those of `causal_conv_silu`, in float32."""
     y, taps = room(*x.shape), weight.T.contiguous()[None]
     rows = (x, taps, state, None, None, y, None, None, None)
-    run(_forward, rows, (None, None, bias), taps.shape[1], SIZE)
+    run(forward_kernel, rows, (None, None, bias), taps.shape[1], SIZE)
     return y
 
 
@@ -176,5 +176,5 @@ def backward(
     dx, dtaps, dbias = room(*x.shape), room(parts, *taps.shape[1:]), room(parts, channels)
     dstate = None if state is None else room(*state.shape)
     rows = (x, taps, state, None, None, dy, dx, dtaps, dstate)
-    run(_backward, rows, (None, None, bias, *[None] * 6, dbias), taps.shape[1], SIZE)
+    run(backward_kernel, rows, (None, None, bias, *[None] * 6, dbias), taps.shape[1], SIZE)
     return dx, total(dtaps).T.contiguous(), total(dbias), room(0) if dstate is None else dstate

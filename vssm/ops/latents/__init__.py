@@ -164,15 +164,13 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-@torch.library.custom_op("vssm::sample_and_kl", mutates_args=())
-def _sample(
-    logits: Tensor,
-    noise: Tensor,
-    prior: Tensor | None,
-    dtype: torch.dtype,
-    reinmax: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "vssm::sample_and_kl",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor noise, Tensor? prior, ScalarType dtype, bool reinmax,"
+    " str backend) -> (Tensor, Tensor)",
+)
+def _sample(logits, noise, prior, dtype, reinmax, backend):  # noqa: ANN001, ANN202
     return kernels("latents", backend).sample_forward(logits, noise, prior, dtype)
 
 
@@ -182,16 +180,13 @@ def _(logits, noise, prior, dtype, reinmax, backend):  # noqa: ANN001, ANN202
     return logits.new_empty(logits.shape, dtype=dtype), kl
 
 
-@torch.library.custom_op("vssm::sample_and_kl_backward", mutates_args=())
-def _sample_backward(
-    dz: Tensor,
-    dkl: Tensor,
-    logits: Tensor,
-    noise: Tensor,
-    prior: Tensor | None,
-    reinmax: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "vssm::sample_and_kl_backward",
+    mutates_args=(),
+    schema="(Tensor dz, Tensor dkl, Tensor logits, Tensor noise, Tensor? prior, bool reinmax,"
+    " str backend) -> (Tensor, Tensor)",
+)
+def _sample_backward(dz, dkl, logits, noise, prior, reinmax, backend):  # noqa: ANN001, ANN202
     return kernels("latents", backend).sample_backward(dz, dkl, logits, noise, prior, reinmax)
 
 
