@@ -149,7 +149,7 @@ def test_one_row_of_logits_serves_all_noise():
     ("own", "shape"),
     [((2, 1, 5, 3), (2, 4, 5, 3)), ((2, 1, 1), (2, 3, 4)), ((3,), (2, 4, 3)), ((1,), (5,))],
 )
-def test_logits_serve_noise_in_the_dimensions_that_they_lack(own, shape, backend):
+def test_logits_broadcast_over_noise(own, shape, backend):
     logits, noise = normal(*own, 7), noises(*shape)
     z = inverse_cdf(logits, noise, backend=backend)
     whole = logits.expand(*shape, 7).contiguous()
@@ -158,7 +158,7 @@ def test_logits_serve_noise_in_the_dimensions_that_they_lack(own, shape, backend
 
 
 @kernels
-def test_dimensions_that_logits_lack_must_be_neighbours():
+def test_broadcast_dimensions_must_be_neighbours():
     logits, noise = normal(1, 5, 1, 7), noises(4, 5, 3)
     with pytest.raises(ValueError, match="do not repeat over noise"):
         inverse_cdf(logits, noise, backend="triton")
@@ -238,7 +238,7 @@ def test_reinmax_matches_float64(shape, dtype, backend):
 
 
 @BACKENDS
-def test_one_of_two_gradients_is_enough(backend):
+def test_gradient_of_one_result_alone(backend):
     logits, noise, weight = (
         normal(2, 3, 5).requires_grad_(),
         noises(2, 3, 5),
@@ -322,7 +322,7 @@ def test_results_repeat_bit_for_bit_and_strides_do_not_matter():
 
 @BACKENDS
 @pytest.mark.parametrize("shape", [(0, 3, 5), (2, 0, 5)])
-def test_no_latents_no_draws(shape, backend):
+def test_draws_of_no_latents(shape, backend):
     z, kl, grad = draw(normal(*shape), noises(*shape), backend)
     assert (
         z.shape == grad.shape == shape
@@ -332,7 +332,7 @@ def test_no_latents_no_draws(shape, backend):
 
 
 @kernels
-def test_nothing_in_nothing_out():
+def test_norm_of_no_rows():
     y, dx, dw = norm(normal(0, 5), normal(5), "triton", torch.bfloat16)
     assert y.shape == dx.shape == (0, 5) and torch.equal(dw, torch.zeros_like(dw))
 
@@ -485,7 +485,7 @@ def test_bad_input_is_named(call, message):
         ),
     ],
 )
-def test_what_the_kernels_do_not_take_is_named(call, message):
+def test_refusals_of_the_kernels_are_named(call, message):
     with pytest.raises(
         ValueError,
         match=f"^backend='triton' can not run here: {message}; allowed: 'auto', 'reference'$",

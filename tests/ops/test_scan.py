@@ -158,7 +158,7 @@ def test_any_strides(backend):
 
 @pytest.mark.parametrize("backend", KERNELS)
 @pytest.mark.parametrize("reduce", ["sum of y", "sum of h", "transposed"])
-def test_gradients_of_any_strides_arrive(backend, reduce):
+def test_gradients_of_any_strides(backend, reduce):
     def scalar(y, h):
         if reduce == "sum of y":
             return y.sum()
@@ -226,7 +226,7 @@ def _in_parts(cuts, backend):
     softplus=st.booleans(),
 )
 @settings(max_examples=15)
-def test_cut_anywhere(backend, shape, where, optional, softplus):
+def test_cutting_a_sequence_anywhere_changes_nothing(backend, shape, where, optional, softplus):
     values = arguments(*shape, given=optional, softplus=softplus)
     cuts = sorted(round(share * shape[1]) for share in where)
     assert_close(run(values, backend, function=_in_parts(cuts, backend)), run(values, backend))
@@ -276,7 +276,7 @@ def test_extremes_of_softplus_and_gate(backend, level):
         assert difference <= TOLERANCE * expected[name].norm() + 1e-30, name
 
 
-def test_decay_beyond_float32_does_not_become_a_number():
+def test_nan_stays_in_its_channel():
     values = arguments(1, 4, 20, 3, given=(), softplus=False)
     values["u"][0, 1, 5] = math.nan
     for backend in KERNELS:
@@ -357,7 +357,7 @@ def test_calls_from_many_threads(backend):
 
 
 @pytest.mark.parametrize("backend", KERNELS)
-def test_never_reads_memory_that_nobody_wrote(backend, monkeypatch):
+def test_never_reads_uninitialised_memory(backend, monkeypatch):
     values = arguments(3, 35, 20, 5)
     expected = run(values, backend)
 
@@ -451,7 +451,7 @@ def test_bad_input_is_named(change, message):
 
 @pytest.mark.parametrize("backend", ("reference", *KERNELS))
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_output_alone_from_states_that_sequences_share(backend, times):
+def test_scan_output_with_shared_states(backend, times):
     values = arguments(6, 7, 5, 3)
     few = {**values, "h0": values["h0"][: 6 // times]}
     whole = {**values, "h0": few["h0"].repeat_interleave(times, 0)}
@@ -474,7 +474,7 @@ def test_automatic_choice():
 
 
 @pytest.mark.parametrize("name", ["A", "B", "h0"])
-def test_complex_numbers_and_other_things_are_refused(name):
+def test_complex_numbers_and_arrays_are_refused(name):
     values = {"u": torch.ones(1, 3, 2), "dt": torch.ones(1, 3, 2), "A": -torch.ones(2, 1)}
     values |= {"B": torch.ones(1, 3, 1), "C": torch.ones(1, 3, 1), "h0": torch.zeros(1, 2, 1)}
     for wrong, told in (

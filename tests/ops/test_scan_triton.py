@@ -201,9 +201,7 @@ def test_a_ring_with_every_optional_argument(rings, given, softplus):
     indirect=["rings"],  # lanes a channel
 )
 @torch.no_grad()
-def test_a_ring_of_every_dtype_from_states_that_sequences_share(
-    rings, batch, length, channels, states, dtype
-):
+def test_a_ring_of_every_dtype_with_shared_states(rings, batch, length, channels, states, dtype):
     values = to_device(arguments(batch, length, channels, states), dtype)
     first, second = (
         assert_ring(values, rings, 1e-6 if dtype == torch.float32 else HALF) for _ in range(2)
@@ -224,7 +222,7 @@ def test_a_ring_of_every_dtype_from_states_that_sequences_share(
 
 @kernels
 @torch.no_grad()
-def test_what_cannot_be_copied_to_a_ring_is_cut_in_chunks(rings):
+def test_inputs_that_a_ring_can_not_copy_run_in_chunks(rings):
     values = to_device(arguments(1, 16, 64, 16))
     wanted = selective_scan(**values, backend="triton")
     assert rings
@@ -373,7 +371,7 @@ def keeps(monkeypatch):
         ("unaligned", 1, 24, 64, 8, 8, True, 2, ("h0",)),
     ],
 )
-def test_a_backward_from_kept_states(
+def test_backward_from_kept_states(
     keeps, way, batch, length, channels, states, chunk, split, span, given
 ):
     plans, ran = keeps
@@ -393,9 +391,7 @@ def test_a_backward_from_kept_states(
     ("way", "split", "length", "channels", "dtype"),
     [("ring", True, 16, 64, torch.bfloat16), ("whole", False, 9, 16, torch.float16)],
 )
-def test_kept_states_change_no_more_than_rounding(
-    keeps, monkeypatch, way, split, length, channels, dtype
-):
+def test_kept_states_change_only_rounding(keeps, monkeypatch, way, split, length, channels, dtype):
     from vssm.ops.scan import triton as scan_triton
 
     plans, ran = keeps
@@ -534,7 +530,7 @@ def test_half_precision_in_float32_inside(small, dtype, states):
     ("times", "length", "chunk"), [(1, 4, 4), (3, 7, 7), (6, 8, 4), (3, 4, 4), (2, 0, 4)]
 )
 @torch.no_grad()
-def test_output_alone_from_states_that_sequences_share(small, times, length, chunk):
+def test_scan_output_with_shared_states(small, times, length, chunk):
     small(chunk)
     values = to_device(arguments(6, length, 40, 4))
     few = values["h0"][: 6 // times].contiguous()
@@ -643,7 +639,7 @@ def test_operator_is_registered_properly(small):
     )
 
 
-def test_the_backend_says_where_it_runs():
+def test_choice_of_the_backend():
     if DEVICE == "cuda":
         assert choose_backend("auto", torch.device("cuda"), torch.bfloat16) == "triton"
     with pytest.raises(ValueError, match="float64"):
