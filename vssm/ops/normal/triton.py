@@ -79,7 +79,7 @@ def _kernel(
 def draw(w: Tensor, noise: Tensor, factor: float, learned: tuple[float, float] | None) -> Tensor:
     """Returns x (..., D).
 
-    `factor` is the scale, or multiplies the learned scale, whose log has middle and reach `learned`.
+    `factor` is the scale or, given `learned` (middle and reach), a factor of the learned scale.
     """
     x = torch.empty(noise.shape, dtype=torch.float32, device=w.device)
     total = x.numel()
