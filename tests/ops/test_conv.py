@@ -1,4 +1,4 @@
-"""The fused convolution: its kernels against its plain twin, and against PyTorch's own convolution."""
+"""The fused convolution: its kernels against its twin, and its twin against PyTorch's own."""
 
 from functools import partial
 
@@ -12,7 +12,6 @@ from tests.conftest import relative_error
 from tests.interpreter import DEVICE, kernels, needs_interpreter, run_interpreted
 from vssm.ops.conv import (
     MAX_TAPS,
-    _conv_silu,
     causal_conv_silu,
     causal_conv_silu_reference,
     linear_conv_silu,
@@ -105,7 +104,7 @@ def test_numba_follows_the_twin_in_float64(size, state, contiguous):
 
 
 @torch.no_grad()
-def test_numba_does_not_depend_on_where_it_is_cut_or_on_threads():
+def test_numba_does_not_depend_on_cuts_or_threads():
     x, weight, bias, before = arguments(9, 70, 37, 4, device="cpu")
     y, after = causal_conv_silu(x, weight, bias, before, "numba")
     for cut in (1, 2, 33, 69):
@@ -129,7 +128,7 @@ def test_a_state_does_not_hold_on_to_the_whole_input():
     assert after.untyped_storage().nbytes() == after.nbytes
 
 
-def test_taps_that_the_kernel_has_no_room_for():
+def test_too_many_taps_for_the_kernel():
     x, weight, bias, before = arguments(1, 5, 3, MAX_TAPS + 1, device="cpu")
     y, after = causal_conv_silu(x, weight, bias, before)
     wanted, end = causal_conv_silu_reference(x, weight, bias, before)
@@ -139,11 +138,11 @@ def test_taps_that_the_kernel_has_no_room_for():
 
 
 @pytest.mark.parametrize("backend", ["numba", pytest.param("triton", marks=kernels)])
-def test_the_operator_is_well_formed(backend):
+def test_operator_is_registered_properly(backend):
     pytest.importorskip(backend)
     device = DEVICE if backend == "triton" else "cpu"
     values = [t.requires_grad_() for t in arguments(2, 5, 3, 4, device=device)]
-    torch.library.opcheck(_conv_silu, (*values, backend))
+    torch.library.opcheck(torch.ops.vssm.conv_silu.default, (*values, backend))
 
 
 @pytest.mark.gpu
@@ -163,7 +162,7 @@ def test_real_sizes(dtype):
 @pytest.mark.parametrize("size", [(6, 5, 7, 4), (6, 35, 140, 4), (6, 2, 3, 3)])
 @pytest.mark.parametrize("times", [1, 2, 6])
 @torch.no_grad()
-def test_rows_share_a_state_and_leave_none(size, times, backend):
+def test_shared_states_and_no_last_state(size, times, backend):
     x, weight, bias, before = arguments(*size, device="cpu" if backend == "numba" else DEVICE)
     few = before[: 6 // times]
     y, after = causal_conv_silu(x, weight, bias, few.repeat_interleave(times, 0), backend)
@@ -179,7 +178,7 @@ def test_rows_share_a_state_and_leave_none(size, times, backend):
     "size", [(2, 1, 3, 4), (1, 28, 5, 4), (2, 7, 130, 4), (2, 2, 4, 1), (1, 5, 20, 3)]
 )
 @torch.no_grad()
-def test_parts_of_a_product_are_added_on_the_way(size, state, monkeypatch):
+def test_linear_conv_silu_adds_the_parts_of_the_product(size, state, monkeypatch):
     """The bits are those of a product, whose sum is a kernel of its own, and a convolution."""
     pytest.importorskip("triton")
     from vssm.ops.linear import triton as linear_triton

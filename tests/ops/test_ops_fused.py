@@ -1,4 +1,4 @@
-"""The fused kernels against their PyTorch twins, interpreted without a GPU and compiled with one."""
+"""The fused kernels against their PyTorch twins: compiled on a GPU, else interpreted."""
 
 from functools import partial
 
@@ -42,7 +42,7 @@ def noises(*shape, seed=0):
 
 
 def draw(logits, noise, backend, dtype=None, estimator="gumbel"):
-    """Returns z, KL and the gradient of the logits, of random weights that all dtypes hold exactly."""
+    """Returns z, KL and the gradient of the logits, of weights that all dtypes hold exactly."""
     logits = logits.detach().requires_grad_()
     z, kl = sample_and_kl(logits, noise, dtype, backend=backend, estimator=estimator)
     total = (z.double() * normal(*z.shape, seed=1, dtype=torch.bfloat16).double()).sum()
@@ -118,8 +118,8 @@ def test_hard_draws_lie_in_their_interval(shape, dtype, temperature):
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("classes", [2, 5, 32])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
-def test_of_logits_that_are_not_finite_a_class_is_drawn(classes, backend):
-    """Any: what comes of them is said at the end of a step, and an index beyond the last would end all."""
+def test_logits_that_are_not_finite_still_draw_a_class(classes, backend):
+    """An index out of range would abort the device; training reports the error after the step."""
     logits, noise = normal(8, classes), noises(8)
     logits[::2] = torch.nan
     logits[1] = torch.inf
@@ -149,7 +149,7 @@ def test_one_row_of_logits_serves_all_noise():
     ("own", "shape"),
     [((2, 1, 5, 3), (2, 4, 5, 3)), ((2, 1, 1), (2, 3, 4)), ((3,), (2, 4, 3)), ((1,), (5,))],
 )
-def test_logits_serve_noise_in_the_dimensions_that_they_lack(own, shape, backend):
+def test_logits_broadcast_over_noise(own, shape, backend):
     logits, noise = normal(*own, 7), noises(*shape)
     z = inverse_cdf(logits, noise, backend=backend)
     whole = logits.expand(*shape, 7).contiguous()
@@ -158,7 +158,7 @@ def test_logits_serve_noise_in_the_dimensions_that_they_lack(own, shape, backend
 
 
 @kernels
-def test_dimensions_that_logits_lack_must_be_neighbours():
+def test_broadcast_dimensions_must_be_neighbours():
     logits, noise = normal(1, 5, 1, 7), noises(4, 5, 3)
     with pytest.raises(ValueError, match="do not repeat over noise"):
         inverse_cdf(logits, noise, backend="triton")
@@ -238,7 +238,7 @@ def test_reinmax_matches_float64(shape, dtype, backend):
 
 
 @BACKENDS
-def test_one_of_two_gradients_is_enough(backend):
+def test_gradient_of_one_result_alone(backend):
     logits, noise, weight = (
         normal(2, 3, 5).requires_grad_(),
         noises(2, 3, 5),
@@ -322,7 +322,7 @@ def test_results_repeat_bit_for_bit_and_strides_do_not_matter():
 
 @BACKENDS
 @pytest.mark.parametrize("shape", [(0, 3, 5), (2, 0, 5)])
-def test_no_latents_no_draws(shape, backend):
+def test_draws_of_no_latents(shape, backend):
     z, kl, grad = draw(normal(*shape), noises(*shape), backend)
     assert (
         z.shape == grad.shape == shape
@@ -332,7 +332,7 @@ def test_no_latents_no_draws(shape, backend):
 
 
 @kernels
-def test_nothing_in_nothing_out():
+def test_norm_of_no_rows():
     y, dx, dw = norm(normal(0, 5), normal(5), "triton", torch.bfloat16)
     assert y.shape == dx.shape == (0, 5) and torch.equal(dw, torch.zeros_like(dw))
 
@@ -433,7 +433,7 @@ def test_norm_is_that_of_torch_on_a_cpu(autocast):
         ),
         (
             lambda: sample_and_kl(torch.zeros(2, 3).double(), torch.rand(2, 3), backend="numba"),
-            "backend='numba' can not run here: it runs float32 on a CPU, .*; allowed: 'auto', 'reference'",
+            "backend='numba' can not run here: it runs float32 on a CPU, .*; allowed: 'auto', .*",
         ),
         (
             lambda: sample_and_kl(torch.zeros(2, 3).double(), torch.rand(2, 3), backend="triton"),
@@ -473,7 +473,7 @@ def test_bad_input_is_named(call, message):
         ),
         (
             lambda v: sample_and_kl(v.new_zeros(1, 1025), v.new_zeros(1, 1025), backend="triton"),
-            "there are 1025 classes, more than 1024",
+            "there are 1025 classes, not 1 to 1024",
         ),
         (
             lambda v: rms_norm(v.new_zeros(1, 8193), v.new_zeros(8193), 1e-5, backend="triton"),
@@ -485,7 +485,7 @@ def test_bad_input_is_named(call, message):
         ),
     ],
 )
-def test_what_the_kernels_do_not_take_is_named(call, message):
+def test_refusals_of_the_kernels_are_named(call, message):
     with pytest.raises(
         ValueError,
         match=f"^backend='triton' can not run here: {message}; allowed: 'auto', 'reference'$",
@@ -510,13 +510,13 @@ def test_objective_agrees_with_the_plain_path(monkeypatch, autocast):
 
         monkeypatch.setattr(norm, "choose_fused", choose)
         monkeypatch.setattr(
-            latents, "_choose", lambda _, v, refusal, *__: asked.append(refusal) or backend
+            latents, "choose_backend", lambda *given: asked.append(given[3]) or backend
         )
         generator = torch.Generator(DEVICE).manual_seed(0)
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
             terms = objective(model, x, generator)
         grads = torch.autograd.grad(terms.loss.sum(), list(model.parameters()))
-        # The draw and the expectation; under autocast three stacks with the norms of a block and of the end.
+        # The draw and the expectation; under autocast also two norms in each of three stacks.
         assert asked == [None] * (8 if autocast else 2)
         return torch.cat([value.flatten() for value in (*terms, *grads)])
 

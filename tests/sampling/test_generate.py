@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import KINDS, relative_error, sequences, small_model
-from tests.interpreter import INTERPRETED, run_interpreted
 from vssm import State, generate, load, log_likelihood, noise, objective, observe, save
 from vssm.sampling import parallel
-from vssm.sampling.ahead import posterior_ahead, scan_ahead, scan_ahead_reference
+from vssm.sampling.ahead import posterior_ahead
 from vssm.sampling.parallel import _empty_runs
 
 PARALLEL = ("tvae", "vssm")
@@ -535,37 +534,6 @@ def test_passes_in_double_and_over_many_steps():
         with torch.no_grad():
             logits = model.partial_posterior(x[:, :t] if t else None, empty=1)[0].logits
         assert relative_error(ahead[:, t], logits[:, -1].expand(2, -1, -1)) < 1e-5
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(
-    "sizes", [(1, 1, 5, 3), (3, 2, 17, 1), (2, 33, 40, 5), (2, 71, 16, 16), (9, 8, 33, 7)]
-)
-def test_the_scan_ahead_equals_its_twin(sizes, device):
-    batch, length, channels, states = sizes
-    length = min(length, 5) if INTERPRETED else length  # which is slow
-    rows = {
-        name: torch.randn(batch, length, 2 * channels)[..., :channels] for name in ("u", "dt", "z")
-    }
-    rows |= {name: torch.randn(batch, length, states) for name in "BC"}
-    whole = {"A": -9 * torch.rand(channels, states)}
-    whole |= {name: torch.randn(channels) for name in ("D", "dt_bias")}
-    h = torch.randn(batch, channels, states)
-    scan = scan_ahead
-    if INTERPRETED:
-        from vssm.sampling.ahead_triton import forward as scan
-    for h0 in (None, h, h[:1].expand(batch, -1, -1)):
-        given = {
-            name: None if v is None else v.to(device)
-            for name, v in {**rows, **whole, "h0": h0}.items()
-        }
-        exact = {name: None if v is None else v.double() for name, v in given.items()}
-        assert relative_error(scan(**given), scan_ahead_reference(**exact)) < 1e-5
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-def test_the_scan_ahead_in_the_interpreter():
-    assert "5 passed" in run_interpreted(f"{__file__}::test_the_scan_ahead_equals_its_twin")
 
 
 @pytest.mark.parametrize("kind", AUTOREGRESSIVE)

@@ -3,9 +3,10 @@
 A thread computes one Philox hash, four numbers: word i // 4 of a step makes the components i.
 """
 
-# Kernels are written in the part of Python that Triton compiles.
+# Kernels are written in the subset of Python that Triton compiles.
 # ruff: noqa: ANN001, ANN202
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportIndexIssue=false
 
 import torch
 import triton
@@ -17,20 +18,13 @@ __all__ = ["uniform"]
 BLOCK = 256
 
 
+# fmt: off
 @triton.jit(do_not_specialize=["position", "length", "components", "tag", "total"])
 def _uniform_kernel(
-    out,
-    seed,
-    row,
-    start,
-    position,
-    length,
-    components,
-    tag,
-    total,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
+    out, seed, row, start, position, length, components, tag, total,
+    BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):
+    # fmt: on
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if WIDE:
         index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -49,7 +43,7 @@ def _uniform_kernel(
     hashed = tl.philox(key, where.to(tl.uint32), word.to(tl.uint32), c2, c3)
     first = step * components + word * 4
     for i in tl.static_range(4):
-        # 23 bits and a half, as in the twin: a float32 holds them exactly.
+        # 23 bits and a half, as in the twin, which float32 represents exactly.
         u = ((hashed[i] >> 9).to(tl.float32) + 0.5) * (1.0 / 8388608.0)
         tl.store(out + first + i, u, mask=live & (word * 4 + i < components))
 
@@ -57,13 +51,13 @@ def _uniform_kernel(
 def uniform(
     seed: Tensor, row: Tensor, position: int | Tensor, length: int, components: int, tag: int
 ) -> Tensor:
-    """Returns `vssm.noise.uniform` of arguments that it has checked; tag is stream 2^24 + draw."""
+    """Returns `vssm.noise.uniform` of checked arguments; tag is stream 2^24 + draw."""
     out = torch.empty(len(seed), length, components, dtype=torch.float32, device=seed.device)
     total = len(seed) * length * -(-components // 4)
     start, position = (position, 0) if isinstance(position, Tensor) else (None, position)
     if total:
         sizes = (position, length, components, tag, total)
-        wide = 4 * (total + BLOCK) >= 2**31  # 64-bit divisions would take most of the time
+        wide = 4 * (total + BLOCK) >= 2**31  # 64-bit divisions are slow
         _uniform_kernel[(triton.cdiv(total, BLOCK),)](
             out, seed.contiguous(), row.contiguous(), start, *sizes, BLOCK, wide
         )

@@ -1,14 +1,12 @@
-"""Vectors of float32 numbers for numba code, and the functions of them that kernels need.
+"""Float32 vectors for numba code, and the elementary functions that the CPU kernels need.
 
-A *row* is LANES numbers, what one register holds; a *block* is four rows. A processor can start two
-multiply-adds a cycle but each takes four cycles: the four independent rows of a block keep it busy.
+A *row* holds LANES numbers, one register; a *block* is four rows. A processor starts two
+multiply-adds per cycle but each takes four cycles, so four independent rows keep it busy.
 
     exp(x) = 2^k (1 + q)      x log2(e) = k + r, k an integer, |r| <= 1/2, q = 2^r - 1 = r p(r)
 
-p is a polynomial, a minimax fit with a relative error of 4e-7. q has no constant term and the scan never
-adds it to 1, so that a decay very close to 1 loses no digits.
-
-Memory is named by its address, a 64-bit integer.
+p is a minimax polynomial with a relative error of 4e-7. q has no constant term and the scan never
+adds it to 1, so a decay very close to 1 loses no digits. Memory is addressed by 64-bit integers.
 """
 # ruff: noqa: ANN001, ANN002, ANN201, ANN202, ANN401 (numba infers the types)
 
@@ -36,7 +34,7 @@ _float, _int, _word, _byte = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.
 
 
 class Vector(types.Type):
-    """The numba type of some rows in registers."""
+    """The numba type of several rows held in registers."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -53,10 +51,10 @@ row, block = Vector(1), Vector(4)
 
 
 def _operation(emit: Callable, result: Any = None) -> Any:
-    """Makes a function for numba code of one that emits instructions, `emit(builder, *values)`.
+    """Turns `emit(builder, *values)`, which emits instructions, into a function for numba code.
 
-    Its result has the type given, or else that of the first vector among its arguments. Where there is a
-    vector, numbers become vectors too.
+    The result has the given type, or the type of the first vector argument. If any argument is a
+    vector, numbers are broadcast to vectors.
     """
 
     def typed(typing, *given):
@@ -64,9 +62,8 @@ def _operation(emit: Callable, result: Any = None) -> Any:
         exact = [types.int64 if isinstance(kind, types.Integer) else kind for kind in exact]
         return (result or _kind(exact))(*exact), functools.partial(_lower, emit)
 
-    vars(typed)["__signature__"] = inspect.signature(
-        emit
-    )  # where numba reads the number of arguments
+    # numba reads the number of arguments from here.
+    vars(typed)["__signature__"] = inspect.signature(emit)
     return intrinsic(typed)
 
 
@@ -111,24 +108,26 @@ def _muladd(builder, x, y, z):
     return _call(builder, f"llvm.fmuladd.v{x.type.count}f32", x.type, x, y, z)
 
 
+def _bits(builder, x):
+    """Returns the bits of x as integers, and a function that makes integer constants."""
+    kind = ir.VectorType(_int, x.type.count)
+    return builder.bitcast(x, kind), lambda value: ir.Constant(kind, [value] * kind.count)
+
+
 def _power(builder, x):
-    bits = ir.VectorType(_int, x.type.count)
-    shift = ir.Constant(bits, [23] * bits.count)
-    return builder.bitcast(builder.shl(builder.bitcast(x, bits), shift), x.type)
+    bits, constant = _bits(builder, x)
+    return builder.bitcast(builder.shl(bits, constant(23)), x.type)
 
 
 def _exponent(builder, x):
-    bits = ir.VectorType(_int, x.type.count)
-    exponent = builder.lshr(builder.bitcast(x, bits), ir.Constant(bits, [23] * bits.count))
-    return builder.sitofp(builder.sub(exponent, ir.Constant(bits, [126] * bits.count)), x.type)
+    bits, constant = _bits(builder, x)
+    return builder.sitofp(builder.sub(builder.lshr(bits, constant(23)), constant(126)), x.type)
 
 
 def _mantissa(builder, x):
-    bits = ir.VectorType(_int, x.type.count)
-    digits = builder.and_(builder.bitcast(x, bits), ir.Constant(bits, [0x7FFFFF] * bits.count))
-    return builder.bitcast(
-        builder.or_(digits, ir.Constant(bits, [0x3F000000] * bits.count)), x.type
-    )
+    bits, constant = _bits(builder, x)
+    digits = builder.and_(bits, constant(0x7FFFFF))
+    return builder.bitcast(builder.or_(digits, constant(0x3F000000)), x.type)
 
 
 def _exceeds(builder, x, y):
@@ -231,37 +230,34 @@ def _set_float_mode(builder, mode):
     return builder.zext(before, _word)
 
 
-zero_row = _operation(lambda b: ir.Constant(ir.VectorType(_float, LANES), None), row)
-load_row = _operation(lambda b, address: _load(b, address, ir.VectorType(_float, LANES)), row)
-load_block = _operation(
-    lambda b, address: _load(b, address, ir.VectorType(_float, 4 * LANES)), block
-)
+_row_kind, _block_kind = ir.VectorType(_float, LANES), ir.VectorType(_float, 4 * LANES)
+
+zero_row = _operation(lambda b: ir.Constant(_row_kind, None), row)
+load_row = _operation(lambda b, address: _load(b, address, _row_kind), row)
+load_block = _operation(lambda b, address: _load(b, address, _block_kind), block)
+load_rows = _operation(_load_rows, block)  # four rows at a stride
 load_number = _operation(lambda b, address: _load(b, address, _float), types.float32)
 load_word = _operation(
     lambda b, words, i: _load(b, b.add(words, b.shl(i, i.type(3))), _word), types.int64
 )
 store = _operation(_store, types.none)  # a row, a block or a word
+store_rows = _operation(_store_rows, types.none)  # four rows at a stride
 store_number = _operation(
     lambda b, address, x: _store(b, address, b.fptrunc(x, _float)), types.none
 )
-load_rows = _operation(_load_rows, block)  # four rows at a stride
-store_rows = _operation(_store_rows, types.none)
 spread = _operation(_spread, block)  # four numbers in memory, each repeated to a row
-repeat = _operation(
-    lambda b, x: _shuffle(b, x, x, list(range(LANES)) * 4), block
-)  # a row, four times
+repeat = _operation(lambda b, x: _shuffle(b, x, x, list(range(LANES)) * 4), block)  # a row, 4 times
 muladd = _operation(_muladd)  # x y + z
 fold = _operation(_fold, row)  # the row z plus the sum over rows of x y
-gather = _operation(
-    _gather, row
-)  # adds the sums of the rows of x and y to z, LANES / 8 lanes for each
+# Adds the sums of the rows of x and y to z, LANES / 8 lanes for each sum.
+gather = _operation(_gather, row)
 store_gathered = _operation(_store_gathered, types.none)  # the four sums of x and the four of y
 transpose = _operation(_transpose, types.none)  # LANES rows of LANES numbers
 power = _operation(_power)  # 2^k from k + ROUND
 maximum = _operation(lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), y, x))
 minimum = _operation(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), y, x))
 exponent = _operation(_exponent)  # k of x = 2^k m with 1/2 <= m < 1, for a normal x > 0
-mantissa = _operation(_mantissa)  # and m
+mantissa = _operation(_mantissa)  # m of the same
 if_less = _operation(lambda b, x, y, then, other: b.select(b.fcmp_ordered("<", x, y), then, other))
 if_equal = _operation(
     lambda b, x, y, then, other: b.select(b.fcmp_ordered("==", x, y), then, other)
@@ -269,9 +265,10 @@ if_equal = _operation(
 exceeds = _operation(_exceeds, types.boolean)  # whether x > y anywhere
 prefetch = _operation(_prefetch, types.none)
 draw = _operation(_draw, types.int64)  # the next number of a counter that threads share
-# Returns the mode before. Denormal numbers are a hundred times slower than others: FLUSH makes them zero.
+# Returns the previous mode. Denormals are a hundred times slower than other numbers: FLUSH makes
+# them zero.
 set_float_mode = _operation(_set_float_mode, types.int64)
-FLUSH = 0x9FC0  # the default of x86 with "denormals are zero" and "flush to zero"
+FLUSH = 0x9FC0  # the x86 default with "denormals are zero" and "flush to zero"
 
 
 def _operator(symbol: Callable, method: str) -> None:
@@ -282,10 +279,8 @@ def _operator(symbol: Callable, method: str) -> None:
         lower_builtin(symbol, *kinds)(lambda *code, emit=emit: emit(*code))
 
 
-_operator(operator.add, "fadd")
-_operator(operator.sub, "fsub")
-_operator(operator.mul, "fmul")
-_operator(operator.truediv, "fdiv")
+for _symbol, _method in (("add", "fadd"), ("sub", "fsub"), ("mul", "fmul"), ("truediv", "fdiv")):
+    _operator(getattr(operator, _symbol), _method)
 
 options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 inline: Any = njit(forceinline=True, **options)
@@ -316,7 +311,7 @@ def exp(x):
 
 @inline
 def log(x):
-    """k log(2) + log(1 + f) with x = 2^k (1 + f), 1 + f around 1; the polynomial is that of Cephes' logf."""
+    """Computes k log(2) + log(1 + f) with x = 2^k (1 + f); the polynomial of Cephes' logf."""
     k, m = exponent(x), mantissa(x)
     f = if_less(m, 0.7071067811865476, m + m, m) - 1.0
     k = if_less(m, 0.7071067811865476, k - 1.0, k)
@@ -329,9 +324,8 @@ def log(x):
     p = muladd(f, p, -0.24999993993)
     p = muladd(f, p, 0.33333331174)
     square = f * f
-    p = muladd(
-        k, -2.12194440e-4, p * f * square - 0.5 * square
-    )  # log(2) in two parts: the first is exact
+    # log(2) comes in two parts, the larger of which is exact.
+    p = muladd(k, -2.12194440e-4, p * f * square - 0.5 * square)
     return muladd(k, 0.693359375, f + p)
 
 
@@ -342,7 +336,7 @@ def sigmoid(x):
 
 @inline
 def softplus(x):
-    """max(x, 0) + log(1 + e) with e = exp(-|x|); log(1 + e) / e is a minimax polynomial on [0, 1]."""
+    """Computes max(x, 0) + log(1 + e), e = exp(-|x|), by a minimax polynomial of log(1 + e) / e."""
     e = exp(minimum(x, 0.0 - x))
     p = muladd(e, 0.005232692698679005, -0.02950523250293209)
     p = muladd(e, p, 0.07822594165806147)
@@ -357,6 +351,6 @@ def softplus(x):
 
 @inline
 def softplus_derivative(y):
-    """1 - exp(-y) where y is the softplus, accurate for a small y too."""
+    """Computes 1 - exp(-y) for the softplus y, accurate for small y too."""
     q, s = exp2(minimum(y, 87.0), -LOG2E, True)
     return (1.0 - s) - q * s

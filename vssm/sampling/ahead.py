@@ -1,26 +1,22 @@
 """One empty step ahead of every position at once: what a pass of refinement draws its latents from.
 
-    q_omega(z_t | x_{1:t-1}),  t = 1 ... W        the partial posterior with its cut at t - 1
+    q_omega(z_t | x_{1:t-1}),  t = 1 ... W        the partial posterior with its cut at t - 1, for every t
 
-Two streams go through the stack together, interleaved: ∅_1, x_1, ∅_2, x_2, ..., x_{W-1}, ∅_W. An x
-sees the x before it and itself; an empty token ∅ sees the x before it and itself, and nothing ever
-sees it:
+Two streams go through the stack together, interleaved: ∅_1, x_1, ∅_2, x_2, ..., x_{W-1}, ∅_W. An x sees the x
+before it and itself; an empty token ∅ sees the x before it and itself, and nothing ever sees it:
 
     Mamba        h°_t = exp(dt°_t A) h_{t-1} + dt°_t B°_t u°_t        y°_t = C°_t h°_t + D u°_t
                  h_t  = exp(dt_t A) h_{t-1} + dt_t B_t u_t            y_t  = C_t h_t + D u_t
                  u° is convolved over the last inputs of the x and its own
     attention    a mask says who sees whom
 
-The letters are those of `vssm.nn`, with ° for empty tokens. Steps are counted from 0 in the code:
-the even ones are empty. The scan takes an even step but leaves the state as it was. It is a kernel
-of its own (`vssm.sampling.ahead_numba`, `ahead_triton`), which costs what a scan of 2 W - 1 steps
-costs.
+The letters are those of `vssm.nn`, with ° for empty tokens. Steps are counted from 0 in the code: the even
+ones are empty. The scan (`vssm.ops.scan_ahead`) takes an even step but leaves the state as it was. It
+costs what a scan of 2 W - 1 steps costs.
 
-Legend: s (B, 2 W - 1, width), the two streams; u, dt, z, y (B, 2 W - 1, inner); B, C (B, 2 W - 1,
-N).
+Legend: s (B, 2 W - 1, width), the two streams; u, dt, z, y (B, 2 W - 1, inner); B, C (B, 2 W - 1, N).
 """
 
-import importlib
 from typing import cast
 
 import torch
@@ -31,9 +27,10 @@ from vssm.distributions import Latents
 from vssm.models import Variational
 from vssm.nn import AttentionBlock, MambaBlock, MambaMixer, State
 from vssm.nn.stack import sinusoids
-from vssm.ops import causal_conv_silu, choose_backend, selective_scan
+from vssm.ops import causal_conv_silu
+from vssm.ops.scan_ahead import scan_ahead
 
-__all__ = ["posterior_ahead", "scan_ahead", "scan_ahead_reference"]
+__all__ = ["posterior_ahead"]
 
 
 @torch.no_grad()
@@ -50,8 +47,7 @@ def posterior_ahead(model: Variational, x: Tensor, state: State | None = None) -
 
     Example:
         >>> from vssm import ModelConfig, build
-        >>> sizes = {"width": 8, "layers": 2, "latents": 4, "classes": 5}
-        >>> model = build(ModelConfig(kind="vssm", features=3, **sizes))
+        >>> model = build(ModelConfig(kind="vssm", features=3, width=8, layers=2, latents=4, classes=5))
         >>> x = torch.rand(2, 6, 3)
         >>> ahead, (one, _) = posterior_ahead(model, x), model.partial_posterior(x[:, :4], empty=1)
         >>> torch.allclose(ahead.logits[:, 4], one.logits[:, 4], atol=1e-5)
@@ -114,9 +110,7 @@ def _mamba_ahead(mixer: MambaMixer, s: Tensor, state: State | None) -> Tensor:
 
 
 def _convolve_ahead(conv: nn.Conv1d, u: Tensor, before: Tensor | None) -> Tensor:
-    """Convolves the odd steps with the odd ones before them, and each even step with those and
-    itself.
-    """
+    """Convolves the odd steps with the odd ones before them, and each even step with those and itself."""
     weight, bias = conv.weight.squeeze(1), conv.bias
     assert bias is not None
     taps, own, x = weight.shape[1], u[:, ::2], u[:, 1::2]
@@ -130,64 +124,3 @@ def _convolve_ahead(conv: nn.Conv1d, u: Tensor, before: Tensor | None) -> Tensor
         total = torch.addcmul(total, seen[:, k : k + own.shape[1]], weight[:, k])
     y[:, ::2] = F.silu(total)
     return y
-
-
-def scan_ahead(
-    u: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    z: Tensor,
-    dt_bias: Tensor,
-    h0: Tensor | None = None,
-) -> Tensor:
-    """Does a selective scan, gated and with softplus, whose even steps leave the state as it was.
-
-    Arguments:
-        u: The input, (B, T, D).
-        dt: The step sizes, (B, T, D), before bias and softplus.
-        A: The decay, (D, N).
-        B: The input matrix of every step, (B, T, N).
-        C: The output matrix of every step, (B, T, N).
-        D: The skip connection, (D,).
-        z: The gate, (B, T, D).
-        dt_bias: Added to dt, (D,).
-        h0: The state to start from, (B, D, N); zero if not given.
-
-    Returns:
-        y (B, T, D).
-
-    Example:
-        >>> u, A, one = torch.ones(1, 3, 1), -torch.ones(1, 1), torch.ones(1)
-        >>> even, odd, after = scan_ahead(u, u, A, u, u, one, u, one)[0, :, 0]
-        >>> bool(even == odd), bool(after > odd)
-        (True, True)
-    """
-    backend = choose_backend("auto", u.device, u.dtype)
-    if backend == "reference":
-        return scan_ahead_reference(u, dt, A, B, C, D, z, dt_bias, h0)
-    kernels = importlib.import_module(f"vssm.sampling.ahead_{backend}")
-    return kernels.forward(u, dt, A, B, C, D, z, dt_bias, h0)
-
-
-def scan_ahead_reference(
-    u: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    z: Tensor,
-    dt_bias: Tensor,
-    h0: Tensor | None = None,
-) -> Tensor:
-    """The twin of `scan_ahead` for every device and dtype: one `selective_scan` a step."""
-    h, ys = h0, []
-    for t in range(u.shape[1]):
-        now = [tensor[:, t : t + 1] for tensor in (u, dt, B, C, z)]
-        y, after = selective_scan(now[0], now[1], A, now[2], now[3], D, now[4], dt_bias, True, h)
-        ys.append(y)
-        h = after if t % 2 else h
-    return torch.cat(ys, 1)

@@ -1,14 +1,15 @@
-"""The causal convolution with SiLU on a CPU in float32: kernels compiled by numba at first use.
+"""The causal convolution with SiLU on a CPU in float32: kernels that numba compiles at first use.
 
-    s_t = bias + sum_k w_k x_{t-K+1+k}      y_t = s_t sigmoid(s_t)      x_t of t < 0 is the state, or zero
+    s_t = bias + sum_k w_k x_{t-K+1+k}      y_t = s_t sigmoid(s_t)
+
+where x_t of t < 0 is the state, or zero.
 
 Backward computes s again and goes from the last step to the first:
 
     ds_t = dy_t sigmoid(s_t) (1 + s_t (1 - sigmoid(s_t)))      dbias = sum_{b,t} ds_t
     dx_t = sum_k w_k ds_{t+K-1-k}                              dw_k  = sum_{b,t} ds_t x_{t-K+1+k}
 
-Tiles, groups and tasks are those of `vssm.ops.tasks`. The table of `vssm.ops.operands` has names for a scan;
-here they mean:
+`vssm.ops.tasks` explains tiles, groups and tasks. Here the words of its table mean:
 
 | word      | operand                          | word            | operand                       |
 | --------- | -------------------------------- | --------------- | ----------------------------- |
@@ -16,85 +17,47 @@ here they mean:
 | `Z`, `DZ` | state, its gradient (B, K-1, D)  | `BIAS`, `DBIAS` | bias (D,), dbias (parts, D)   |
 | `Y`       | y, or dy in backward             | `COUNT`         | K                             |
 
-In scratch memory, by rows of LANES numbers: `window`, the K - 1 inputs before some steps and those of the
-steps; `slopes`, ds of the steps and of the K - 1 after them.
+Scratch memory holds rows of LANES numbers: `window`, the inputs of some steps and the K - 1 inputs
+before them; `slopes`, ds of the steps and of the K - 1 steps after them.
 """
-# ruff: noqa: ANN001, ANN202 (numba infers the types of kernels)
+# ruff: noqa: ANN001, ANN201, ANN202 (numba infers the types of kernels)
 
-from typing import Any
-
-from numba import njit
 from torch import Tensor
 
 from vssm.ops.conv import MAX_TAPS
-from vssm.ops.operands import (
-    BIAS,
-    CHANNELS,
-    COUNT,
-    DBIAS,
-    DDT,
-    DT,
-    DU,
-    DZ,
-    LENGTH,
-    PER_TASK,
-    U,
-    Y,
-    Z,
-    clear,
-    copy,
-    draw_task,
-    place,
-    read,
-    read_vector,
-    write,
-    written,
-)
-from vssm.ops.tasks import cut, kernel, room, run, total
-from vssm.ops.vectors import (
-    FLUSH,
-    LANES,
-    ROW,
-    fold,
-    load_block,
-    load_row,
-    load_rows,
-    load_word,
-    muladd,
-    options,
-    repeat,
-    set_float_mode,
-    sigmoid,
-    store,
-    store_rows,
-    zero_row,
-)
 
-__all__ = ["backward", "forward"]
+from vssm.ops.tasks import (  # isort: skip
+    BIAS, CHANNELS, COUNT, DBIAS, DDT, DT, DU, DZ, LENGTH, PER_TASK, U, Y, Z, clear, compiled, copy,
+    cut, draw_task, kernel, place, read, read_vector, room, run, total, width_of, write, written,
+)  # fmt: skip
+from vssm.ops.vectors import (  # isort: skip
+    FLUSH, LANES, ROW, fold, load_block, load_row, load_rows, load_word, muladd, repeat,
+    set_float_mode, sigmoid, store, store_rows, zero_row,
+)  # fmt: skip
 
-STEPS = 32  # of a window, which stays in the fastest cache
+__all__ = ["backward", "forward", "forward_kernel"]
+
+STEPS = 32  # a window of this many steps stays in the fastest cache
 # Offsets in bytes in the scratch memory of a thread.
-ROWS = STEPS * ROW
 WINDOW = 0
 SLOPES = WINDOW + (MAX_TAPS + STEPS) * ROW
-BUFFER, SPARE = SLOPES + (MAX_TAPS + STEPS) * ROW, SLOPES + (MAX_TAPS + STEPS) * ROW + ROWS
-TAPS, DTAPS = SPARE + ROW, SPARE + ROW + MAX_TAPS * ROW
+BUFFER = SLOPES + (MAX_TAPS + STEPS) * ROW
+SPARE = BUFFER + STEPS * ROW
+TAPS = SPARE + ROW
+DTAPS = TAPS + MAX_TAPS * ROW
 SIZE = DTAPS + (MAX_TAPS + 1) * ROW
 
-_compile: Any = njit(**options)
 
-
-@_compile
+@compiled
 def read_taps(words, channel, taps):
     address, stride = place(words, DT, 0, 0, channel)
-    width = min(LANES, load_word(words, CHANNELS) - channel)
-    copy(address, stride, taps, ROW, load_word(words, COUNT), width, LANES)
+    copy(address, stride, taps, ROW, load_word(words, COUNT), width_of(words, channel), LANES)
 
 
-@_compile
+@compiled
 def fill_window(words, b, start, steps, channel, window):
-    """Copies the inputs of some steps and the K - 1 before them, with zeros where there are none."""
-    before, width = load_word(words, COUNT) - 1, min(LANES, load_word(words, CHANNELS) - channel)
+    """Copies the inputs of some steps and the K - 1 before them, with zeros where none exist."""
+    before, width = load_word(words, COUNT) - 1, width_of(words, channel)
     early = max(0, before - start)  # inputs from before the sequence
     x, x_stride = place(words, U, b, start - before + early, channel)
     state, state_stride = place(words, Z, b, before - early, channel)
@@ -106,9 +69,9 @@ def fill_window(words, b, start, steps, channel, window):
     clear(window + ROW * (before + steps), -steps % 4)
 
 
-@_compile
+@compiled
 def convolve(taps, count, rows, bias):
-    """Returns s of four steps, of the window's rows from those that the first one sees on."""
+    """Returns s of four steps; `rows` starts at the first input that the first step sees."""
     s = bias
     for k in range(count):
         s = muladd(repeat(load_row(taps + ROW * k)), load_block(rows + ROW * k), s)
@@ -116,7 +79,7 @@ def convolve(taps, count, rows, bias):
 
 
 @kernel
-def _forward(words, scratch):
+def forward_kernel(words, scratch):
     length, count = load_word(words, LENGTH), load_word(words, COUNT)
     window, taps = scratch + WINDOW, scratch + TAPS
     mode = set_float_mode(FLUSH)
@@ -140,7 +103,7 @@ def _forward(words, scratch):
 
 
 @kernel
-def _backward(words, scratch):
+def backward_kernel(words, scratch):
     length, count = load_word(words, LENGTH), load_word(words, COUNT)
     window, slopes, buffer = scratch + WINDOW, scratch + SLOPES, scratch + BUFFER
     taps, dtaps, dbias = scratch + TAPS, scratch + DTAPS, scratch + DTAPS + MAX_TAPS * ROW
@@ -152,24 +115,22 @@ def _backward(words, scratch):
         for channel in range(LANES * first, LANES * last, LANES):
             read_taps(words, channel, taps)
             bias = read_vector(words, BIAS, channel, scratch + SPARE)
+            width = width_of(words, channel)
             clear(dtaps, MAX_TAPS + 1)
             for b in range(b_first, b_last):
                 clear(slopes, count - 1)
                 for start in range((length - 1) // STEPS * STEPS, -1, -STEPS):
                     steps = min(STEPS, length - start)
-                    for k in range(count - 1):  # what was first is now behind the last
+                    for k in range(count - 1):  # the first steps of the later chunk follow here
                         store(slopes + ROW * (steps + k), load_row(slopes + ROW * k))
                     fill_window(words, b, start, steps, channel, window)
                     dy, dy_stride = read(words, Y, b, start, channel, steps, buffer)
                     for t in range(0, steps, 4):
                         s = convolve(taps, count, window + ROW * t, bias)
                         gate = sigmoid(s)
-                        ds = (
-                            load_rows(dy + dy_stride * t, dy_stride)
-                            * gate
-                            * muladd(s, 1.0 - gate, 1.0)
-                        )
-                        store(slopes + ROW * t, ds)  # zeros where steps have ended, as dy has
+                        ds = load_rows(dy + dy_stride * t, dy_stride)
+                        ds = ds * gate * muladd(s, 1.0 - gate, 1.0)
+                        store(slopes + ROW * t, ds)  # zero after the last step, as dy is
                         for k in range(count):
                             at = dtaps + ROW * k
                             store(at, fold(ds, load_block(window + ROW * (t + k)), load_row(at)))
@@ -182,22 +143,15 @@ def _backward(words, scratch):
                             made = muladd(tap, load_block(slopes + ROW * (t + count - 1 - k)), made)
                         store_rows(dx + dx_stride * t, dx_stride, made)
                     written(words, DU, b, start, channel, steps, dx)
-                for t in range(
-                    count - 1 if load_word(words, DZ) else 0
-                ):  # steps before the sequence
+                for t in range(count - 1 if load_word(words, DZ) else 0):  # before the sequence
                     made = zero_row()
                     for k in range(t + 1):
-                        made = muladd(
-                            load_row(taps + ROW * k), load_row(slopes + ROW * (t - k)), made
-                        )
+                        tap = load_row(taps + ROW * k)
+                        made = muladd(tap, load_row(slopes + ROW * (t - k)), made)
                     store(buffer, made)
                     address, _ = place(words, DZ, b, t, channel)
-                    width = min(LANES, load_word(words, CHANNELS) - channel)
                     copy(buffer, 0, address, 0, 1, width, width)
-            part, width = (
-                b_first // load_word(words, PER_TASK),
-                min(LANES, load_word(words, CHANNELS) - channel),
-            )
+            part = b_first // load_word(words, PER_TASK)
             address, stride = place(words, DDT, part, 0, channel)
             copy(dtaps, ROW, address, stride, count, width, width)
             at = load_word(words, DBIAS) + 4 * (load_word(words, CHANNELS) * part + channel)
@@ -208,24 +162,19 @@ def _backward(words, scratch):
 def forward(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> Tensor:
     """Returns y (B, T, D); the arguments are those of `causal_conv_silu`, in float32."""
     y, taps = room(*x.shape), weight.T.contiguous()[None]
-    run(
-        _forward,
-        (x, taps, state, None, None, y, None, None, None),
-        (None, None, bias),
-        taps.shape[1],
-        SIZE,
-    )
+    rows = (x, taps, state, None, None, y, None, None, None)
+    run(forward_kernel, rows, (None, None, bias), taps.shape[1], SIZE)
     return y
 
 
 def backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, weight, bias and state; the last is empty if there is no state."""
+    """Returns the gradients of x, weight, bias and state; the last is empty without a state."""
     batch, _, channels = x.shape
     parts, taps = cut(batch, channels)[2], weight.T.contiguous()[None]
     dx, dtaps, dbias = room(*x.shape), room(parts, *taps.shape[1:]), room(parts, channels)
     dstate = None if state is None else room(*state.shape)
     rows = (x, taps, state, None, None, dy, dx, dtaps, dstate)
-    run(_backward, rows, (None, None, bias, *[None] * 6, dbias), taps.shape[1], SIZE)
+    run(backward_kernel, rows, (None, None, bias, *[None] * 6, dbias), taps.shape[1], SIZE)
     return dx, total(dtaps).T.contiguous(), total(dbias), room(0) if dstate is None else dstate

@@ -4,19 +4,22 @@
 
 Backward, with e_t = dy_t silu'(s_t) and s_t computed again:
 
-    dx_t = sum_k weight_k e_{t + K - 1 - k}    dweight_k = sum_{b, t} e_t x_{t - K + 1 + k}    dbias = sum e_t
+    dx_t = sum_k weight_k e_{t + K - 1 - k}                dbias = sum_{b, t} e_t
+    dweight_k = sum_{b, t} e_t x_{t - K + 1 + k}
 
-Shapes: x, y, dy, dx (B, T, D); weight (D, K); bias (D,); state, dstate (B, K - 1, D), the inputs before x.
+Shapes: x, y, dy, dx (B, T, D); weight (D, K); bias (D,); state, dstate (B, K - 1, D), the inputs
+before x.
 
-The input may come as parts of a product that are still to be added (`vssm.ops.linear.triton`), of u, which is
-convolved, and of a gate z: partial (SPLIT, B T, 2 D) = (u, z), squares (SPLIT, B T).
+The input may also be the parts of a product that are still to be added (`vssm.ops.linear.triton`),
+of u, which is convolved, and of a gate z: partial (SPLIT, B T, 2 D) = (u, z), squares (SPLIT, B T).
 
-A program owns a block of channels and goes through a chunk of time with the last K inputs (and, backward, the
-last K values of e) in registers; what it needs beyond its chunk it computes again. Sums over batch and time
-leave as one partial per program; PyTorch adds them, so results repeat bit for bit.
+A program owns a block of channels and goes through a chunk of time with the last K inputs (and,
+backward, the last K values of e) in registers. It recomputes what it needs from beyond its chunk.
+Sums over batch and time leave as one partial per program; PyTorch adds them, so results repeat bit
+for bit.
 """
 
-# Kernels are written in the part of Python that Triton compiles.
+# Kernels are written in the subset of Python that Triton compiles.
 # ruff: noqa: ANN001, ANN202, RUF005
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -33,26 +36,23 @@ __all__ = ["backward", "forward", "forward_parts"]
 
 _CHUNK = 32  # steps of a program
 _BLOCK = 512  # channels of a program
-_FEW = 256  # programs that do not fill a device: smaller ones then do
-_WIDE_CHUNK, _WIDE_BLOCK = (
-    16,
-    128,
-)  # the same for float32, of whose steps a program loads some at once:
-_SHORT, _SOME, _MANY = 16, 4, 8  # those of sequences of so many steps, and of longer ones
-_PROGRAMS = 8  # a multiprocessor, backward: each leaves partial sums
+_FEW = 256  # fewer programs than this do not fill a device, so smaller ones are used
+_WIDE_CHUNK, _WIDE_BLOCK = 16, 128  # steps and channels of a program for float32
+_SHORT = 16  # steps of a short sequence
+_SOME, _MANY = 4, 8  # steps loaded at once, of short and of longer sequences
+_PROGRAMS = 8  # programs per multiprocessor, backward: each leaves partial sums
 
 
 @triton.jit
 def _input(x, state, stride, t, T, d, channels, K: tl.constexpr):
-    """Loads x_t; before the start from the state, zeros without one and after the end."""
+    """Loads x_t: from the state before the start, zeros without a state and after the end."""
     t = tl.cast(t, tl.int64)
     limit = tl.where((t >= 0) & (t < T), channels, 0)
     value = tl.load(x + t * stride + d, mask=d < limit, other=0.0).to(tl.float32)
     if state is not None:
         limit = tl.where(t < 0, channels, 0)
-        value += tl.load(state + (t + K - 1) * channels + d, mask=d < limit, other=0.0).to(
-            tl.float32
-        )
+        before = tl.load(state + (t + K - 1) * channels + d, mask=d < limit, other=0.0)
+        value += before.to(tl.float32)
     return value
 
 
@@ -123,13 +123,13 @@ def _conv_kernel(
 # fmt: off
 @triton.jit(do_not_specialize=["T", "chunks", "total", "eps"])
 def _parts_kernel(
-    partial, squares, weight, bias, state, y, z, after, T, channels, chunks, share, total, depth, eps,
-    K: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    partial, squares, weight, bias, state, y, z, after, T, channels, chunks, share, total, depth,
+    eps, K: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
     """Adds the parts of u and z, convolves u and stores z.
 
-    All is loaded before anything is stored: a load does not pass a store, and there is little else to do.
+    Everything is loaded before anything is stored, because a load does not pass a store.
     """
     item = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -153,7 +153,8 @@ def _parts_kernel(
             value *= rate
         if state is not None:
             limit = tl.where(t < 0, channels, 0)
-            value += tl.load(state + (t + K - 1) * channels + d, mask=d < limit, other=0.0).to(tl.float32)
+            before = tl.load(state + (t + K - 1) * channels + d, mask=d < limit, other=0.0)
+            value += before.to(tl.float32)
         inputs = inputs + (value,)
         if i >= K - 1:
             gates = gates + (add_parts(partial, at + channels, mask, total, SPLIT) * rate,)
@@ -165,7 +166,7 @@ def _parts_kernel(
         tl.store(z + at, gates[i], mask=d < limit)
     if after is not None:
         for i in tl.static_range(K - 1 + CHUNK):
-            place = first + i - T  # in the state, which the last program of a row stores
+            place = first + i - T  # in the state, which the last chunk of a row stores
             limit = tl.where((first + CHUNK >= T) & (place >= 0) & (place < K - 1), channels, 0)
             at = (b.to(tl.int64) * (K - 1) + place) * channels + d
             tl.store(after + at, inputs[i].to(after.dtype.element_ty), mask=d < limit)
@@ -178,7 +179,7 @@ def _conv_backward_kernel(
     K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
-    """Goes over s_t from the first step of a chunk to K - 1 after it: e still reaches into the chunk."""
+    """Goes over a chunk and K - 1 steps beyond it, whose e reach back into the chunk."""
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     taps = _taps(weight, d, channels, K)
     shift = tl.load(bias + d, mask=d < channels, other=0.0).to(tl.float32)
@@ -199,7 +200,8 @@ def _conv_backward_kernel(
         window = ()
         errors = ()
         for k in tl.static_range(K - 1):
-            window = window + (_input(source, before, stride, first - (K - 1) + k, T, d, channels, K),)
+            step = first - (K - 1) + k
+            window = window + (_input(source, before, stride, step, T, d, channels, K),)
             errors = errors + (zero,)
         for t in range(first, last + K - 1):
             window = window + (_input(source, before, stride, t, T, d, channels, K),)
@@ -215,7 +217,7 @@ def _conv_backward_kernel(
             for k in tl.static_range(K):
                 new_sums = new_sums + (sums[k] + own * window[k],)
             sums = new_sums + (sums[K] + own,)
-            back = t - (K - 1)  # the step whose gradient is complete now
+            back = t - (K - 1)  # the step whose gradient is complete
             value = zero
             for k in tl.static_range(K):
                 value += taps[K - 1 - k] * errors[k]
@@ -230,6 +232,11 @@ def _conv_backward_kernel(
     partial += tl.program_id(0).to(tl.int64) * (K + 1) * channels
     for k in tl.static_range(K + 1):
         tl.store(partial + k * channels + d, sums[k], mask=d < channels)
+
+
+def _shared(state: Tensor | None, batch: int) -> tuple[Tensor | None, int]:
+    """Returns a contiguous state, and how many rows of x share a row of it."""
+    return (None, 1) if state is None else (state.contiguous(), batch // len(state))
 
 
 def forward(
@@ -248,10 +255,10 @@ def forward(
     elif batch * triton.cdiv(length, chunk) * triton.cdiv(channels, block) < _FEW:
         chunk, block = 4, 128
     chunks = triton.cdiv(length, chunk)
+    state, share = _shared(state, batch)
     _conv_kernel[(batch * chunks, triton.cdiv(channels, block))](
-        x, weight.contiguous(), bias, None if state is None else state.contiguous(), y, after,
-        x.stride(0), x.stride(1), length, channels, chunks, 1 if state is None else batch // len(state),
-        K=weight.shape[1], CHUNK=chunk, BLOCK=block, STEPS=steps,
+        x, weight.contiguous(), bias, state, y, after, x.stride(0), x.stride(1), length, channels,
+        chunks, share, K=weight.shape[1], CHUNK=chunk, BLOCK=block, STEPS=steps,
         num_warps=max(1, block // 256),
     )  # fmt: skip
     return y
@@ -268,12 +275,14 @@ def forward_parts(
     """Returns y and z (B, T, D) in float32, and fills the state `after`."""
     split, rows, both = parts.partial.shape
     batch, channels, chunk, block = rows // length, both // 2, 4, 128
-    y, z = torch.empty((2, batch, length, channels), dtype=torch.float32, device=parts.partial.device)
+    shape, device = (2, batch, length, channels), parts.partial.device
+    y, z = torch.empty(shape, dtype=torch.float32, device=device)
     chunks = triton.cdiv(length, chunk)
+    state, share = _shared(state, batch)
     _parts_kernel[(batch * chunks, triton.cdiv(channels, block))](
-        *parts[:2], weight.contiguous(), bias, None if state is None else state.contiguous(), y, z, after,
-        length, channels, chunks, 1 if state is None else batch // len(state), rows * both, *parts[2:],
-        K=weight.shape[1], SPLIT=split, CHUNK=chunk, BLOCK=block, num_warps=4,
+        *parts[:2], weight.contiguous(), bias, state, y, z, after, length, channels, chunks, share,
+        rows * both, *parts[2:], K=weight.shape[1], SPLIT=split, CHUNK=chunk, BLOCK=block,
+        num_warps=4,
     )  # fmt: skip
     return y, z
 
@@ -290,18 +299,16 @@ def backward(
         return dx, torch.zeros_like(weight), torch.zeros_like(bias), dstate.zero_()
     x = x if x.stride(2) == 1 else x.contiguous()
     chunks = triton.cdiv(length, _CHUNK)
-    # The interpreter has no multiprocessors; a few programs make small tests take every branch.
-    processors = 1
+    processors = 1  # in the interpreter
     if x.device.type == "cuda":
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     blocks = triton.cdiv(channels, _BLOCK)
     programs = min(batch * chunks, triton.cdiv(_PROGRAMS * processors, blocks))
     partial = torch.empty((programs, taps + 1, channels), dtype=torch.float32, device=x.device)
     _conv_backward_kernel[(programs, blocks)](
-        x, weight.contiguous(), bias, None if state is None else state.contiguous(), dy.contiguous(),
-        dx, None if state is None else dstate, partial,
-        x.stride(0), x.stride(1), length, channels, chunks, batch * chunks,
-        K=taps, CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=4,
+        x, weight.contiguous(), bias, _shared(state, batch)[0], dy.contiguous(), dx,
+        None if state is None else dstate, partial, x.stride(0), x.stride(1), length, channels,
+        chunks, batch * chunks, K=taps, CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     sums = partial.sum(0)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)

@@ -1,11 +1,11 @@
 """The draws of `vssm.ops.draw` on a GPU: softmax, cumulative sum and search of a row in registers.
 
-Shapes: v (runs x run, N), u and z (runs x span,): a run of rows of the logits serves all of a span of noise,
-again and again. A program does BR rows, with the BN >= N classes of a row in neighbouring threads. Classes
-that are not there have no probability, and lie above every target. Addresses are 64-bit where needed.
+Shapes: v (runs x run, N), u and z (runs x span,): a run of rows of the logits is repeated over a
+span of noise. A program does BR rows, with the BN >= N classes of a row in neighbouring threads.
+Padded classes have no probability and lie above every target. Addresses are 64-bit where needed.
 """
 
-# Kernels are written in the part of Python that Triton compiles.
+# Kernels are written in the subset of Python that Triton compiles.
 # ruff: noqa: ANN001, ANN202
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false
@@ -19,8 +19,7 @@ from vssm.ops.draw import repeats
 
 __all__ = ["inverse_cdf"]
 
-TILE = 1024
-"""Elements that a program holds."""
+TILE = 1024  # elements that a program holds
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -45,7 +44,7 @@ def _kernel(
     noise = tl.load(u + row, mask=live, other=0.5)
     target = tl.minimum((noise * total.to(tl.float32)).to(tl.int32), total - 1)
     below = tl.cumsum(parts, 1) <= target[:, None]
-    # Of logits that are not finite all may be below.
+    # If logits are not finite, all classes may be below.
     tl.store(z + row, tl.minimum(tl.sum(below.to(tl.int32), 1), N - 1).to(tl.int64), mask=live)
 
 
@@ -60,7 +59,7 @@ def inverse_cdf(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
         assert shared is not None
         times, run = shared
         inputs = (logits.contiguous(), noise.contiguous())
-        wide = max(rows + BR, logits.numel()) >= 2**31  # 64-bit divisions would take most of the time
+        wide = max(rows + BR, logits.numel()) >= 2**31  # 64-bit divisions are slow
         sizes = (rows, times * run, run, float(temperature))
         _kernel[(triton.cdiv(rows, BR),)](*inputs, z, *sizes, N, BR, BN, wide)
     return z

@@ -1,23 +1,21 @@
-"""The embedding of hard latents: one row of the weight for each of them, added up.
+"""The embedding of hard latents: each selects one row of the weight, and the rows are added.
 
     y = sum_i weight[i N + z_i]
 
 Shapes: z (..., Z) classes in [0, N); weight (Z N, D); y (..., D).
 
-It is the product of Z one-hot vectors and the weight. On a GPU one kernel of `vssm.ops.embed.triton` does it
-when no gradient is asked for.
+This is the product of Z one-hot vectors and the weight. On a GPU one kernel
+(`vssm.ops.embed.triton`) does it if no gradient is needed.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vssm.ops.dispatch import choose_fused, needs_operator
-
-__all__ = ["embed_sum"]
+from vssm.ops.dispatch import choose_fused, kernels, needs_operator
 
 MAX_LATENTS = 256
-"""The kernel adds up all latents of a step at once."""
+"""The kernel adds all latents of a step at once."""
 
 
 def embed_sum(z: Tensor, weight: Tensor, backend: str = "auto") -> Tensor:
@@ -25,8 +23,9 @@ def embed_sum(z: Tensor, weight: Tensor, backend: str = "auto") -> Tensor:
 
     Arguments:
         z: Classes, (..., Z) integers in [0, N).
-        weight: The rows of all classes of the first latent, then of the second, and so on, (Z N, D).
-        backend: "auto", "reference" or "triton"; "auto" takes the kernel on CUDA without a gradient.
+        weight: The rows of all classes of the first latent, then of the second, ..., (Z N, D).
+        backend: "auto", "reference" or "triton"; "auto" takes the kernel on CUDA if no gradient is
+            needed.
 
     Returns:
         The sums, (..., D) in the dtype of the weight.
@@ -44,9 +43,7 @@ def embed_sum(z: Tensor, weight: Tensor, backend: str = "auto") -> Tensor:
     elif not 1 <= latents <= MAX_LATENTS:
         refusal = f"there are {latents} latents, not 1 to {MAX_LATENTS}"
     if choose_fused(backend, weight.device, weight.dtype, refusal):
-        from vssm.ops.embed import triton as embed_triton
-
-        return embed_triton.embed_sum(z, weight)
+        return kernels("embed", "triton").embed_sum(z, weight)
     offsets = torch.arange(0, len(weight), len(weight) // latents, device=z.device)
     rows = (z + offsets).reshape(-1, latents)
     return F.embedding_bag(rows, weight, mode="sum").view(*z.shape[:-1], -1)

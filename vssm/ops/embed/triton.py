@@ -1,17 +1,17 @@
-"""The sum of `vssm.ops.embed` on a GPU: a program reads BD columns of the Z rows that its steps select.
+"""The sum of `vssm.ops.embed` on a GPU: a program reads BD columns of the rows of its steps.
 
-Shapes: z (steps, Z), weight (Z N, D), y (steps, D). Sums are float32. A class that is not there gives NaN
-rather than a read out of bounds. Addresses are 64-bit.
+Shapes: z (steps, Z), weight (Z N, D), y (steps, D). Sums are float32. A class out of range gives
+NaN instead of a read out of bounds. Addresses are 64-bit.
 
-| steps | columns | a program                                                                               |
-| ----- | ------- | --------------------------------------------------------------------------------------- |
-| few   | any     | takes one step, and reads all of its rows at once                                       |
-| more  | many    | takes a slice of columns and many steps, some latents at a time: rows that several      |
-|       |         | steps select are then read from its own cache, where all of them would share the next   |
-| many  | few     | takes several, since to start one for each takes longer than its sums                   |
+| steps | columns | a program takes                                                             |
+| ----- | ------- | --------------------------------------------------------------------------- |
+| few   | any     | one step, and reads all of its rows at once                                 |
+| more  | many    | many steps and a slice of columns, whose part of the table stays in its own |
+|       |         | cache when several steps select the same row                                |
+| many  | few     | several steps, because starting a program takes longer than its sums        |
 """
 
-# Kernels are written in the part of Python that Triton compiles.
+# Kernels are written in the subset of Python that Triton compiles.
 # ruff: noqa: ANN001, ANN202
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false
@@ -25,46 +25,37 @@ from torch import Tensor
 
 __all__ = ["Plan", "embed_sum", "plan"]
 
-TILE = 4096
-"""Elements that a program of one step holds."""
-TOTAL = 2048
-"""Sums that a program of several narrow steps holds."""
-MANY = 4096
-"""Steps from which a program takes several,"""
-NARROW = 256
-"""if they have no more columns than this;"""
-MORE = 768
-"""Steps from which a program takes a slice of wider ones, whose part of the table then stays in its cache."""
+TILE = 4096  # elements of a program of one step
+TOTAL = 2048  # sums of a program of several narrow steps
+MANY = 4096  # steps from which a program takes several, if they are narrow:
+NARROW = 256  # columns, at most
+MORE = 768  # steps from which a program takes a slice of the columns, if they are not narrow
 
 
 class Plan(NamedTuple):
     """How the sums are cut up."""
 
-    BR: int
-    """Steps of a program."""
-    BD: int
-    """Columns of a program."""
-    together: int = 1
-    """Latents that a program of several steps reads at a time; divides Z."""
+    BR: int  # steps of a program
+    BD: int  # columns of a program
+    together: int = 1  # latents that a program of several steps reads at a time; divides Z
     warps: int = 4
 
 
 @triton.jit
 def _rows(weight, latent, classes, live, d, N, D):
-    """Returns columns d of the rows of some classes, each of its latent; NaN where there is no such class."""
+    """Returns columns d of the rows of some classes of their latents; NaN if out of range."""
     known = (classes >= 0) & (classes < N)
     at = (latent * N + classes)[:, None] * D + d[None, :]
-    rows = tl.load(weight + at, mask=(live & known)[:, None] & (d < D)[None, :], other=0.0).to(
-        tl.float32
-    )
+    mask = (live & known)[:, None] & (d < D)[None, :]
+    rows = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
     return tl.where(known[:, None], rows, float("nan"))
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["steps"])
 def _kernel(
-    z, weight, y, steps, N, D, Z: tl.constexpr, BR: tl.constexpr, BZ: tl.constexpr, BD: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    z, weight, y, steps, N, D, Z: tl.constexpr, BR: tl.constexpr, BZ: tl.constexpr,
+    BD: tl.constexpr, TOGETHER: tl.constexpr,
 ):
     # fmt: on
     d = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -84,7 +75,7 @@ def _kernel(
                 chosen = tl.load(z + each * Z + first + j, mask=live, other=0)
                 known = (chosen >= 0) & (chosen < N)
                 unknown += tl.where(known, 0, 1)
-                # The first class instead: its row is there to be read, and the sum is not kept.
+                # Reads the first class instead of one out of range; this sum is replaced by NaN.
                 row = (first + j) * N + tl.where(known, chosen, 0).to(tl.int32)
                 at = row.to(tl.int64)[:, None] * D + d[None, :]
                 total += tl.load(weight + at, mask=(d < D)[None, :]).to(tl.float32)
@@ -96,9 +87,11 @@ def _kernel(
 def plan(steps: int, Z: int, D: int) -> Plan:
     """Returns how the sums of some steps are cut up."""
     if D > NARROW and steps >= MORE:
-        # As many threads as steps: a row is then looked up once, not by each thread that reads some of it.
+        # As many threads as steps, so that a row is looked up once.
         together = Z & -Z
-        return Plan(64, 64, min(4, together), 2) if steps >= MANY else Plan(128, 32, min(8, together), 4)
+        if steps >= MANY:
+            return Plan(64, 64, min(4, together), 2)
+        return Plan(128, 32, min(8, together), 4)
     BD = min(128, TILE // triton.next_power_of_2(Z), triton.next_power_of_2(D))
     return Plan(max(2, TOTAL // BD) if steps >= MANY and D <= NARROW else 1, BD)
 

@@ -1,11 +1,11 @@
 """Draws and expectations of categorical latents, each in one pass over the logits.
 
-    w = v + g,  g = -log(-log u)                      z = one_hot(argmax w), with a gradient of `estimator`:
-    "gumbel"     that of softmax(w)                                                  (Jang et al., 2017)
-    "reinmax"    2 J((z + q) / 2) - J(q) / 2          J(p) = diag p - p p'           (Liu et al., 2023)
-    KL(q || uniform) = sum_i sum_n q_in (log q_in + log N)                           q = softmax(v)
+    w = v + g,  g = -log(-log u)             z = one_hot(argmax w), whose gradient is
+    "gumbel"     the gradient of softmax(w)                                     (Jang et al., 2017)
+    "reinmax"    2 J((z + q) / 2) - J(q) / 2,     J(p) = diag p - p p'          (Liu et al., 2023)
+    KL(q || uniform) = sum_i sum_n q_in (log q_in + log N)                      q = softmax(v)
     KL(q || p)       = sum_i sum_n q_in (log q_in - log p_in)
-    E_q log p        = sum_i sum_n q_in log p_in                                     p = softmax(v_p)
+    E_q log p        = sum_i sum_n q_in log p_in                                p = softmax(v_p)
 
 | symbol | code | shape |
 | --- | --- | --- |
@@ -14,34 +14,22 @@
 | z | first result of `sample_and_kl` | (..., Z, N) one-hot |
 | KL, E_q log p | | (...) |
 
-On a GPU the kernels of `vssm.ops.latents.triton` read logits of any half or single precision once, on a CPU
-those of `vssm.ops.latents.numba` logits in float32. They compute in float32 and keep nothing for backward but
-their inputs. Elsewhere PyTorch does it, in float32 or float64.
+`vssm.ops.latents.triton` has kernels for half and single precision on a GPU, and
+`vssm.ops.latents.numba` for float32 on a CPU. Both compute in float32 and keep only their inputs
+for backward. Otherwise PyTorch computes in float32 or float64.
 """
 
-import importlib
 import math
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from vssm.ops.dispatch import needs_operator
-from vssm.ops.scan import choose_backend
-
-__all__ = [
-    "ESTIMATORS",
-    "at_least_float32",
-    "expected_log_prob",
-    "gumbel_one_hot",
-    "kl_to_uniform",
-    "sample_and_kl",
-]
+from vssm.ops.dispatch import choose_backend, kernels, needs_operator
 
 ESTIMATORS = ("gumbel", "reinmax")
 """How gradients pass through a draw."""
 MAX_CLASSES = 1024
-"""The kernels hold all classes of a component in registers."""
+"""The kernels keep all classes of a component in registers."""
 
 
 def gumbel_one_hot(logits: Tensor, noise: Tensor, estimator: str = "gumbel") -> Tensor:
@@ -50,7 +38,7 @@ def gumbel_one_hot(logits: Tensor, noise: Tensor, estimator: str = "gumbel") -> 
     Arguments:
         logits: Finite, (..., Z, N).
         noise: Uniform numbers strictly inside (0, 1), broadcast against the logits.
-        estimator: "gumbel", or "reinmax", whose mean is the true gradient if the loss is quadratic in z.
+        estimator: "gumbel", or "reinmax", which is unbiased for losses that are quadratic in z.
     """
     _check_estimator(estimator)
     perturbed = logits - torch.log(-torch.log(noise.to(logits.dtype)))
@@ -60,16 +48,14 @@ def gumbel_one_hot(logits: Tensor, noise: Tensor, estimator: str = "gumbel") -> 
     else:
         q = logits.softmax(-1)
         middle = 0.5 * (hard + q.detach())
-        # Its value is the middle, its gradient that of a softmax there.
+        # The value of this softmax is the middle, and its gradient is taken there.
         soft = 2 * (logits + (middle.log() - logits).detach()).softmax(-1) - 0.5 * q
-    return hard + (
-        soft - soft.detach()
-    )  # the bracket is exactly 0: the value stays exactly one-hot
+    return hard + (soft - soft.detach())  # the bracket is exactly 0, so z stays one-hot
 
 
 def kl_to_uniform(log_probs: Tensor) -> Tensor:
     """Returns KL(q || uniform), (...), of normalised log-probabilities (..., Z, N)."""
-    # log N inside the sum: near the uniform distribution the difference of the two sums would cancel
+    # log N is inside the sum, because near the uniform distribution two sums would cancel.
     return (log_probs.exp() * (log_probs + math.log(log_probs.shape[-1]))).sum((-2, -1))
 
 
@@ -86,8 +72,9 @@ def sample_and_kl(
     Arguments:
         logits: Finite, (..., Z, N); gradients flow to them.
         noise: Uniform numbers strictly inside (0, 1), (..., Z, N), which get no gradient.
-        dtype: The dtype of z, in which ones and zeros are exact; that of the KL if not given.
-        prior: The logits of the prior, finite, (..., Z, N); gradients flow to them too. Uniform if not given.
+        dtype: The dtype of z; the dtype of the KL if not given.
+        prior: The logits of the prior, finite, (..., Z, N); gradients flow to them too. The prior
+            is uniform if not given.
         backend: "auto", "reference", "numba" or "triton".
         estimator: "gumbel" or "reinmax", as for `gumbel_one_hot`.
 
@@ -99,15 +86,11 @@ def sample_and_kl(
         >>> z[0, 0], bool(kl.abs().max() < 1e-6)
         (tensor([0., 0., 0., 1.]), True)
     """
-    if logits.dim() < 2:
-        raise ValueError(
-            f"logits has shape {tuple(logits.shape)}; allowed: (..., components, classes)"
-        )
     _check_estimator(estimator)
-    refusal = _refusal(logits, noise, "noise") or (
-        prior is not None and _refusal(logits, prior, "prior")
-    )
-    chosen = _choose(backend, logits, refusal or None)
+    refusal = _refusal(logits, noise, "noise")
+    if prior is not None:
+        refusal = refusal or _refusal(logits, prior, "prior")
+    chosen = choose_backend(backend, logits.device, logits.dtype, refusal)
     if chosen == "reference":
         exact = at_least_float32(logits)
         z, log_q = gumbel_one_hot(exact, noise, estimator), exact.log_softmax(-1)
@@ -117,40 +100,37 @@ def sample_and_kl(
             kl = (log_q.exp() * (log_q - at_least_float32(prior).log_softmax(-1))).sum((-2, -1))
         return z if dtype is None else z.to(dtype), kl
     dtype = dtype or torch.float32
-    if needs_operator(logits) or (prior is not None and needs_operator(prior)):
+    if needs_operator(logits, prior):
         return _sample(logits, noise, prior, dtype, estimator == "reinmax", chosen)
-    return _kernels(chosen).sample_forward(logits, noise, prior, dtype)
+    return kernels("latents", chosen).sample_forward(logits, noise, prior, dtype)
 
 
 def expected_log_prob(logits: Tensor, q: Tensor, backend: str = "auto") -> Tensor:
     """Returns E[log p(z)] for z ~ q, exactly.
 
     Arguments:
-        logits: Those of p, finite, (..., Z, N); gradients flow to them.
-        q: The logits of q, finite, (..., Z, N). If they need a gradient too, PyTorch does it all.
+        logits: The logits of p, finite, (..., Z, N); gradients flow to them.
+        q: The logits of q, finite, (..., Z, N). If they require a gradient, PyTorch computes all.
         backend: "auto", "reference", "numba" or "triton".
 
     Returns:
         The expectation, (...), in float32, or float64 if the logits are.
 
     Example:
-        >>> (expected_log_prob(torch.zeros(3, 4), torch.randn(3, 4)) / math.log(4)).round(decimals=5)
-        tensor(-3.)
+        >>> value = expected_log_prob(torch.zeros(3, 4), torch.randn(3, 4))
+        >>> bool((value + 3 * math.log(4)).abs() < 1e-5)
+        True
     """
-    if logits.dim() < 2:
-        raise ValueError(
-            f"logits has shape {tuple(logits.shape)}; allowed: (..., components, classes)"
-        )
     refusal = _refusal(logits, q, "q")
     if torch.is_grad_enabled() and q.requires_grad:
         refusal = "q requires a gradient"
-    chosen = _choose(backend, logits, refusal)
+    chosen = choose_backend(backend, logits.device, logits.dtype, refusal)
     if chosen == "reference":
         p, q = (at_least_float32(values).log_softmax(-1) for values in (logits, q))
         return (q.exp() * p).sum((-2, -1))
     if needs_operator(logits):
         return _expected(logits, q, chosen)
-    return _kernels(chosen).expected_forward(logits, q)
+    return kernels("latents", chosen).expected_forward(logits, q)
 
 
 def _check_estimator(estimator: str) -> None:
@@ -160,20 +140,12 @@ def _check_estimator(estimator: str) -> None:
         )
 
 
-def _choose(backend: str, logits: Tensor, refusal: str | None) -> str:
-    """Returns the backend that runs; raises `ValueError` when the one asked for can not."""
-    chosen = choose_backend(backend, logits.device, logits.dtype)
-    if refusal is None or chosen == "reference":
-        return chosen
-    if backend == "auto":
-        return "reference"
-    raise ValueError(
-        f"backend={backend!r} can not run here: {refusal}; allowed: 'auto', 'reference'"
-    )
-
-
 def _refusal(logits: Tensor, other: Tensor, name: str) -> str | None:
-    """Says why the kernels can not take the inputs, None if they can."""
+    """Returns why the kernels can not take the inputs, or None if they can."""
+    if logits.dim() < 2:
+        raise ValueError(
+            f"logits has shape {tuple(logits.shape)}; allowed: (..., components, classes)"
+        )
     if other.shape != logits.shape:
         return (
             f"{name} has shape {tuple(other.shape)}, not that of the logits, {tuple(logits.shape)}"
@@ -183,63 +155,50 @@ def _refusal(logits: Tensor, other: Tensor, name: str) -> str | None:
     if other.dtype == torch.float64:
         return f"{name} has dtype float64"
     if not 0 < logits.shape[-1] <= MAX_CLASSES:
-        many = f"more than {MAX_CLASSES}" if logits.shape[-1] else "not one"
-        return f"there are {logits.shape[-1]} classes, {many}"
+        return f"there are {logits.shape[-1]} classes, not 1 to {MAX_CLASSES}"
     return None
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Returns x in float32, or in float64 if it is."""
+    """Returns x in float32, or unchanged if it is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _kernels(backend: str) -> ModuleType:
-    # Imported at first use: numba and triton take a second to load and not everybody needs them.
-    return importlib.import_module(f"vssm.ops.latents.{backend}")
-
-
-@torch.library.custom_op("vssm::sample_and_kl", mutates_args=())
-def _sample(
-    logits: Tensor,
-    noise: Tensor,
-    prior: Tensor | None,
-    dtype: torch.dtype,
-    reinmax: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    return _kernels(backend).sample_forward(logits, noise, prior, dtype)
+@torch.library.custom_op(
+    "vssm::sample_and_kl",
+    mutates_args=(),
+    schema="(Tensor logits, Tensor noise, Tensor? prior, ScalarType dtype, bool reinmax,"
+    " str backend) -> (Tensor, Tensor)",
+)
+def _sample(logits, noise, prior, dtype, reinmax, backend):  # noqa: ANN001, ANN202
+    return kernels("latents", backend).sample_forward(logits, noise, prior, dtype)
 
 
 @_sample.register_fake
 def _(logits, noise, prior, dtype, reinmax, backend):  # noqa: ANN001, ANN202
-    return logits.new_empty(logits.shape, dtype=dtype), logits.new_empty(
-        logits.shape[:-2], dtype=torch.float32
-    )
+    kl = logits.new_empty(logits.shape[:-2], dtype=torch.float32)
+    return logits.new_empty(logits.shape, dtype=dtype), kl
 
 
-@torch.library.custom_op("vssm::sample_and_kl_backward", mutates_args=())
-def _sample_backward(
-    dz: Tensor,
-    dkl: Tensor,
-    logits: Tensor,
-    noise: Tensor,
-    prior: Tensor | None,
-    reinmax: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    return _kernels(backend).sample_backward(dz, dkl, logits, noise, prior, reinmax)
+@torch.library.custom_op(
+    "vssm::sample_and_kl_backward",
+    mutates_args=(),
+    schema="(Tensor dz, Tensor dkl, Tensor logits, Tensor noise, Tensor? prior, bool reinmax,"
+    " str backend) -> (Tensor, Tensor)",
+)
+def _sample_backward(dz, dkl, logits, noise, prior, reinmax, backend):  # noqa: ANN001, ANN202
+    return kernels("latents", backend).sample_backward(dz, dkl, logits, noise, prior, reinmax)
 
 
 @_sample_backward.register_fake
 def _(dz, dkl, logits, noise, prior, reinmax, backend):  # noqa: ANN001, ANN202
-    return logits.new_empty(logits.shape), logits.new_empty(
-        0
-    ) if prior is None else prior.new_empty(prior.shape)
+    dprior = logits.new_empty(0) if prior is None else prior.new_empty(prior.shape)
+    return logits.new_empty(logits.shape), dprior
 
 
 @torch.library.custom_op("vssm::expected_log_prob", mutates_args=())
 def _expected(logits: Tensor, q: Tensor, backend: str) -> Tensor:
-    return _kernels(backend).expected_forward(logits, q)
+    return kernels("latents", backend).expected_forward(logits, q)
 
 
 @_expected.register_fake
@@ -249,7 +208,7 @@ def _(logits, q, backend):  # noqa: ANN001, ANN202
 
 @torch.library.custom_op("vssm::expected_log_prob_backward", mutates_args=())
 def _expected_backward(grad: Tensor, logits: Tensor, q: Tensor, backend: str) -> Tensor:
-    return _kernels(backend).expected_backward(grad, logits, q)
+    return kernels("latents", backend).expected_backward(grad, logits, q)
 
 
 @_expected_backward.register_fake
@@ -257,12 +216,7 @@ def _(grad, logits, q, backend):  # noqa: ANN001, ANN202
     return logits.new_empty(logits.shape)
 
 
-def _save_two(ctx, inputs, output) -> None:  # noqa: ANN001
-    ctx.save_for_backward(*inputs[:2])
-    ctx.backend = inputs[2]
-
-
-def _save_draw(ctx, inputs, output) -> None:  # noqa: ANN001
+def _save_sample(ctx, inputs, output) -> None:  # noqa: ANN001
     ctx.save_for_backward(*inputs[:3])
     ctx.reinmax, ctx.backend = inputs[4:]
 
@@ -273,8 +227,14 @@ def _sample_gradient(ctx, dz, dkl):  # noqa: ANN001, ANN202
     return dv, None, None if prior is None else dprior, None, None, None
 
 
-_sample.register_autograd(_sample_gradient, setup_context=_save_draw)
-_expected.register_autograd(
-    lambda ctx, grad: (_expected_backward(grad, *ctx.saved_tensors, ctx.backend), None, None),
-    setup_context=_save_two,
-)
+def _save_expected(ctx, inputs, output) -> None:  # noqa: ANN001
+    ctx.save_for_backward(*inputs[:2])
+    ctx.backend = inputs[2]
+
+
+def _expected_gradient(ctx, grad):  # noqa: ANN001, ANN202
+    return _expected_backward(grad, *ctx.saved_tensors, ctx.backend), None, None
+
+
+_sample.register_autograd(_sample_gradient, setup_context=_save_sample)
+_expected.register_autograd(_expected_gradient, setup_context=_save_expected)

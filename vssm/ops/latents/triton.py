@@ -1,26 +1,27 @@
-"""Categorical latents on a GPU: Triton kernels of `vssm.ops.latents`, one pass over the logits each way.
+"""Categorical latents on a GPU: the Triton kernels of `vssm.ops.latents`.
 
-With s = v - max v, e = exp(s), S = sum_n e and q = e / S, and the Gumbel softmax r of v - log(-log u):
+With s = v - max v, e = exp(s), S = sum_n e, q = e / S and the Gumbel softmax r of v - log(-log u):
 
     z = one_hot(argmax_n e_n / -log u_n)              r_n ~ e_n / -log u_n
     KL = sum_n q_n s_n - log(S / N)                   dv = J(r) dz + dKL q (s - sum_n q_n s_n)
 
-with J(r) dz = r (dz - sum_n r_n dz_n), or for "reinmax" 2 J((z + q) / 2) dz - J(q) dz / 2; and
-
-with s^p = v_p - max v_p in place of the uniform prior
+where J(r) dz = r (dz - sum_n r_n dz_n), or for "reinmax" 2 J((z + q) / 2) dz - J(q) dz / 2. With
+s^p = v_p - max v_p instead of the uniform prior:
 
     KL = sum_n q_n (s_n - s^p_n) - log(S / S^p)       dv likewise, of s - s^p;  dv_p = dKL (p - q)
     E_q log p = sum_n q_n s^p_n - log S^p             dv_p = dE (q - p)
 
-One exp serves the KL and the draw, and no log-probability is formed. The quotient is exp(w - max v): a class
-whose e is 0 in float32 lies 87 nats below the largest, and g spans 22 nats, so it is never the argmax.
+One exp serves the KL and the draw, and no log-probability is formed. The quotient is
+exp(w - max v). A class whose e is 0 in float32 lies 87 nats below the largest, and g spans 22 nats,
+so it is never the argmax.
 
-Shapes: v, u, z (steps, Z, N); KL, E (steps,). A program does one step, BZ components at a time, with the
-BN >= N classes of a component in neighbouring threads; it alone adds up its step, so results repeat bit for
-bit. Padded components read v = u = 0, which is harmless, and are left out of the sums. Addresses are 64-bit.
+Shapes: v, u, z (steps, Z, N); KL, E (steps,). A program does one step, BZ components at a time,
+with the BN >= N classes of a component in neighbouring threads. It alone adds up its step, so
+results repeat bit for bit. Padded components read v = u = 0 and are left out of the sums. Addresses
+are 64-bit.
 """
 
-# Kernels are written in the part of Python that Triton compiles.
+# Kernels are written in the subset of Python that Triton compiles.
 # ruff: noqa: ANN001, ANN202
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
@@ -32,17 +33,14 @@ from torch import Tensor
 
 __all__ = ["expected_backward", "expected_forward", "sample_backward", "sample_forward"]
 
-TILE = 1024
-"""Elements that a program holds at a time."""
+TILE = 1024  # elements that a program holds at a time
 LOG2E = tl.constexpr(1.4426950408889634)
-TINY = tl.constexpr(
-    1.1754943508222875e-38
-)  # the smallest number that the device does not take for 0
+TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest number that is not flushed to 0
 
 
 @triton.jit
 def _tile(step, first, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr):
-    """Returns the offsets of BZ components from the first on, and which components and classes there are."""
+    """Returns the offsets of BZ components, and which of the components and classes exist."""
     z = first + tl.arange(0, BZ)
     n = tl.arange(0, BN)
     return (step * Z + z[:, None]) * N + n[None, :], z < Z, (n < N)[None, :]
@@ -55,7 +53,7 @@ def _load(pointer, index, live):
 
 @triton.jit
 def _exponential(v, column):
-    """Returns s = v - max v and e = exp(s), both 0 in columns that are not there."""
+    """Returns s = v - max v and e = exp(s), both 0 in columns that do not exist."""
     s = tl.where(column, v - tl.max(tl.where(column, v, float("-inf")), 1)[:, None], 0.0)
     return s, tl.where(column, tl.exp2(s * LOG2E), 0.0)
 
@@ -68,13 +66,15 @@ def _gumbel(e, u):
 
 @triton.jit
 def _through_softmax(p, g):
-    """Returns J(p) g: a gradient of probabilities p as one of their logits."""
+    """Returns J(p) g: turns a gradient of probabilities p into one of their logits."""
     return p * (g - tl.sum(p * g, 1)[:, None])
 
 
 # fmt: off
 @triton.jit
-def _sample_kernel(v, u, p, z, kl, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr):
+def _sample_kernel(
+    v, u, p, z, kl, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr
+):
     # fmt: on
     step = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BZ,), tl.float32)
@@ -127,7 +127,9 @@ def _sample_backward_kernel(
 
 # fmt: off
 @triton.jit
-def _expected_kernel(v, q, out, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr):
+def _expected_kernel(
+    v, q, out, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr
+):
     # fmt: on
     step = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BZ,), tl.float32)
@@ -163,7 +165,8 @@ def _launch(kernel, shape: torch.Size, *inputs: Tensor | bool | None) -> None:
     BN = triton.next_power_of_2(N)
     BZ = min(triton.next_power_of_2(Z), max(1, TILE // BN))
     if shape.numel():
-        kernel[(shape[:-2].numel(),)](*inputs, Z, N, BZ, BN, num_warps=max(1, min(4, BZ * BN // 256)))
+        warps = max(1, min(4, BZ * BN // 256))
+        kernel[(shape[:-2].numel(),)](*inputs, Z, N, BZ, BN, num_warps=warps)
 
 
 def sample_forward(
@@ -180,13 +183,12 @@ def sample_forward(
 def sample_backward(
     dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor, prior: Tensor | None, reinmax: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of the logits and of the prior's, (..., Z, N); of nothing for no prior."""
-    dv = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    dp = torch.empty(0, device=dv.device) if prior is None else torch.empty(
-        prior.shape, dtype=prior.dtype, device=prior.device
-    )
+    """Returns the gradients of the logits and of the prior's, (..., Z, N); empty for no prior."""
+    dv = logits.new_empty(logits.shape)
+    dp = logits.new_empty(0) if prior is None else prior.new_empty(prior.shape)
     inputs = (None if t is None else t.contiguous() for t in (dz, dkl, logits, noise, prior))
-    _launch(_sample_backward_kernel, logits.shape, *inputs, dv, None if prior is None else dp, reinmax)
+    outputs = (dv, None if prior is None else dp)
+    _launch(_sample_backward_kernel, logits.shape, *inputs, *outputs, reinmax)
     return dv, dp
 
 
@@ -199,13 +201,13 @@ def expected_forward(logits: Tensor, q: Tensor) -> Tensor:
 
 def expected_backward(grad: Tensor, logits: Tensor, q: Tensor) -> Tensor:
     """Returns the gradient of the logits of p, (..., Z, N)."""
-    dv = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    dv = logits.new_empty(logits.shape)
     inputs = (tensor.contiguous() for tensor in (grad, logits, q))
     _launch(_expected_backward_kernel, logits.shape, *inputs, dv)
     return dv
 
 
 def _steps(logits: Tensor) -> Tensor:
-    """Returns room for a number a step; a step without components has a sum of nothing."""
+    """Returns room for one number per step: zeros if steps have no components."""
     make = torch.empty if logits.numel() else torch.zeros
     return make(logits.shape[:-2], dtype=torch.float32, device=logits.device)

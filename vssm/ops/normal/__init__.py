@@ -1,12 +1,12 @@
 """Draws of a normal distribution, a function of uniform noise.
 
     x = m + s temperature sqrt(2) erfinv(2 u - 1)          w = m, or w = (m, r) with a learned s
-    log s = middle + reach softsign(r / reach),  middle +- reach = the logarithms of the bounds of s
+    log s = middle + reach softsign(r / reach)             middle +- reach = log of the bounds of s
 
 Shapes: w (..., D) or (..., 2 D); u, x (..., D).
 
-In PyTorch that is more than a dozen passes over memory. On a GPU one kernel of `vssm.ops.normal.triton` does
-it when no gradient is asked for.
+PyTorch passes over memory more than a dozen times for this. On a GPU one kernel
+(`vssm.ops.normal.triton`) does it if no gradient is needed.
 """
 
 import math
@@ -15,20 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vssm.ops.dispatch import choose_fused, needs_operator
-
-__all__ = ["bounded_scale", "normal_draw"]
+from vssm.ops.dispatch import choose_fused, kernels, needs_operator
 
 
 def bounded_scale(raw: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """Maps outputs to scales between bounds: log scale has slope 1 at 0 and tails that never get flat.
+    """Maps outputs to scales between bounds; the log scale has slope 1 at 0 and no flat tails.
 
     Example:
         >>> bounded_scale(torch.tensor([0.0, 1e9]), (0.5, 2.0))
         tensor([1., 2.])
     """
     middle, reach = centre_and_reach(bounds)
-    # softsign, since the gradient of tanh or sigmoid is exactly 0 in float32 once they saturate
+    # softsign, because gradients of tanh and sigmoid are exactly 0 in float32 once they saturate.
     return torch.exp(middle + reach * F.softsign(raw / reach))
 
 
@@ -40,15 +38,16 @@ def normal_draw(
     bounds: tuple[float, float] = (1e-3, 20.0),
     backend: str = "auto",
 ) -> Tensor:
-    """Returns the x that the noise selects.
+    """Returns a draw of a normal distribution, with the noise as its quantile.
 
     Arguments:
-        w: The centres, (..., D), or with learned scales the centres and raw scales, (..., 2 D).
+        w: The means, (..., D), or, with learned scales, the means and raw scales, (..., 2 D).
         noise: Uniform numbers inside (0, 1), (..., D).
         temperature: Multiplies the scale.
-        scale: The scale of all; learned if not given.
-        bounds: Of a learned scale.
-        backend: "auto", "reference" or "triton"; "auto" takes the kernel on CUDA without a gradient.
+        scale: The scale of all draws; learned if not given.
+        bounds: The smallest and the largest learned scale.
+        backend: "auto", "reference" or "triton"; "auto" takes the kernel on CUDA if no gradient is
+            needed.
 
     Returns:
         x, (..., D) in the dtype of w.
@@ -67,11 +66,10 @@ def normal_draw(
     elif w.shape != (*noise.shape[:-1], noise.shape[-1] * (2 if scale is None else 1)):
         refusal = f"noise has shape {tuple(noise.shape)}, w has {tuple(w.shape)}"
     if choose_fused(backend, w.device, w.dtype, refusal):
-        from vssm.ops.normal import triton as normal_triton
-
+        draw = kernels("normal", "triton").draw
         if scale is not None:
-            return normal_triton.draw(w, noise, scale * temperature, None)
-        return normal_triton.draw(w, noise, temperature, centre_and_reach(bounds))
+            return draw(w, noise, scale * temperature, None)
+        return draw(w, noise, temperature, centre_and_reach(bounds))
     if scale is None:
         loc, raw = w.chunk(2, dim=-1)
         spread = bounded_scale(raw, bounds)
@@ -82,6 +80,6 @@ def normal_draw(
 
 
 def centre_and_reach(bounds: tuple[float, float]) -> tuple[float, float]:
-    """Returns the middle of the logarithms of two bounds, and how far they are from it."""
+    """Returns the middle of the logarithms of two bounds, and their distance from it."""
     least, most = bounds
     return math.log(least * most) / 2, math.log(most / least) / 2

@@ -2,15 +2,16 @@
 
 Shapes: w (rows, D) or (rows, 2 D), u and x (rows, D). A program does BLOCK numbers of x.
 
-erfinv is the polynomial of Giles (2012) in t = -log((1 - a) (1 + a)) of a = 2 u - 1. As 4 u (1 - u) the
-product is exact to one rounding, also where u is next to 0 or 1. The result is off by some 3e-7 of itself.
+erfinv is the polynomial of Giles (2012) in t = -log((1 - a) (1 + a)) of a = 2 u - 1. Computed as
+4 u (1 - u), the product is exact to one rounding even if u is next to 0 or 1. The relative error is
+about 3e-7.
 
 References:
     Approximating the erfinv function (Giles, 2012), single precision
     https://people.maths.ox.ac.uk/gilesm/files/gems_erfinv.pdf
 """
 
-# Kernels are written in the part of Python that Triton compiles.
+# Kernels are written in the subset of Python that Triton compiles.
 # ruff: noqa: ANN001, ANN202
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false
@@ -78,7 +79,7 @@ def _kernel(
 def draw(w: Tensor, noise: Tensor, factor: float, learned: tuple[float, float] | None) -> Tensor:
     """Returns x (..., D).
 
-    `factor` is the scale, or multiplies the learned one, whose logarithm has the middle and reach `learned`.
+    `factor` is the scale or, given `learned` (middle and reach), a factor of the learned scale.
     """
     x = torch.empty(noise.shape, dtype=torch.float32, device=w.device)
     total = x.numel()

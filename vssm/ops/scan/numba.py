@@ -1,4 +1,4 @@
-"""The selective scan on a CPU in float32: kernels compiled by numba at first use.
+"""The selective scan on a CPU in float32: kernels that numba compiles at first use.
 
     a_t = exp(dt_t A)      h_t = a_t h_{t-1} + dt_t u_t B_t      y_t = C_t h_t + D u_t
 
@@ -10,11 +10,7 @@ Backward, with g_t = dL/dh_t, goes from the last step to the first:
     du_t = dt_t d(dt_t u_t) + D dy_t      ddt_t = u_t d(dt_t u_t) + sum_n e_t A
 
 Nothing of size B T D N is stored: one state in STEPS is kept and the steps between are run again.
-
-A *tile* is LANES channels that go through time together, a row of them in every register; a *group* is some
-tiles that share B and C. A task is a range of batch rows and a group; threads draw tasks from a counter. How
-the work is cut depends on the shapes only, never on the number of threads, and every sum has one order: the
-same input gives the same bits.
+`vssm.ops.tasks` explains tiles, groups and tasks.
 
 | name             | meaning                                  | layout                        |
 | ---------------- | ---------------------------------------- | ----------------------------- |
@@ -24,94 +20,29 @@ same input gives the same bits.
 | `h`, `g`         | state and its gradient                   | states rounded up to 4, LANES |
 | `B`, `C`         | B and C of some steps, with a stride     | steps, states rounded up to 4 |
 | `trace`          | h, q, s with a_t = s (1 + q) of 4 states | steps, a record each          |
-
-`vssm.ops.operands` knows where the arguments are, `vssm.ops.vectors` how to compute with rows.
 """
 # ruff: noqa: ANN001, ANN202 (numba infers the types of kernels)
 
-from collections.abc import Callable
-from typing import Any
-
-from numba import njit
 from torch import Tensor
 
-from vssm.ops.operands import (
-    A_,
-    B_,
-    BATCH,
-    BIAS,
-    C_,
-    CHANNELS,
-    COUNT,
-    D_,
-    DA,
-    DB,
-    DBIAS,
-    DC,
-    DD,
-    DDT,
-    DH0,
-    DT,
-    DU,
-    DZ,
-    H0,
-    LENGTH,
-    PER_GROUP,
-    PER_TASK,
-    SOFTPLUS,
-    H,
-    U,
-    Y,
-    Z,
-    clear,
-    copy,
-    draw_task,
-    hint,
-    read,
-    read_numbers,
-    read_states,
-    read_vector,
-    write,
-    write_states,
-    written,
-)
-from vssm.ops.tasks import cut, kernel, room, run, total
-from vssm.ops.vectors import (
-    BLOCK,
-    FLUSH,
-    LANES,
-    LN2,
-    LOG2E,
-    ROW,
-    exceeds,
-    exp2,
-    fold,
-    gather,
-    load_block,
-    load_row,
-    load_rows,
-    load_word,
-    maximum,
-    muladd,
-    options,
-    prefetch,
-    repeat,
-    set_float_mode,
-    sigmoid,
-    softplus,
-    softplus_derivative,
-    spread,
-    store,
-    store_gathered,
-    store_rows,
-    zero_row,
-)
+from vssm.ops.tasks import (  # isort: skip
+    A_, B_, BATCH, BIAS, C_, CHANNELS, COUNT, D_, DA, DB, DBIAS, DC, DD, DDT, DH0, DT, DU, DZ, FLAG,
+    H, H0, LENGTH, PER_GROUP, PER_TASK, U, Y, Z, clear, compiled, copy, cut, draw_task, hint,
+    kernel, read, read_numbers, read_states, read_vector, room, run, total, width_of, write,
+    write_states, written,
+)  # fmt: skip
+from vssm.ops.vectors import (  # isort: skip
+    BLOCK, FLUSH, LANES, LN2, LOG2E, ROW, exceeds, exp2, fold, gather, load_block, load_row,
+    load_rows, load_word, maximum, muladd, prefetch, repeat, set_float_mode, sigmoid, softplus,
+    softplus_derivative, spread, store, store_gathered, store_rows, zero_row,
+)  # fmt: skip
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "forward_ahead"]
 
-STEPS = 32  # the trace of that many steps fits the fastest cache
+STEPS = 32  # the trace of this many steps fits into the fastest cache; even, for `look_ahead`
+SOFTPLUS, HOLD = 1, 2  # bits of the word FLAG
 
-# Offsets in bytes: in a record of the trace, in the scratch memory of a thread, and in that of a tile.
+# Offsets in bytes: in a record of the trace, in the scratch memory of a thread, and in a tile's.
 TRACE_Q, TRACE_S, TRACE_SUMS, RECORD = BLOCK, 2 * BLOCK, 3 * BLOCK, 3 * BLOCK + ROW
 ROWS = STEPS * ROW
 HINTS, SPARE, BUFFERS = 0, ROW, 2 * ROW
@@ -120,12 +51,10 @@ NUMBERS = TRACE + STEPS * RECORD + BLOCK
 BOUNDED, TILE_DD, TILE_DBIAS = 0, ROW, 2 * ROW
 DELTA, DRIVE, SLOPE, OUT, DDRIVE, DDELTA, TILE = (3 * ROW + i * ROWS for i in range(7))
 
-_compile: Any = njit(**options)
 
-
-@_compile
+@compiled
 def read_decay(words, channel, A2):
-    """Lays A out as A2, with the largest |A2| of every channel in the row before."""
+    """Fills A2, and the row before it with the largest |A2| of every channel."""
     read_states(words, A_, 0, channel, A2)
     peak = zero_row()
     for n in range(load_word(words, COUNT)):
@@ -135,16 +64,16 @@ def read_decay(words, channel, A2):
     store(A2 - ROW, peak)
 
 
-@_compile
+@compiled
 def prepare(words, b, start, steps, channel, scratch, tile, A2):
-    """Fills `delta` and `drive` of a tile and notes whether all |dt A log2(e)| <= 126, as it should be."""
+    """Fills `delta` and `drive` of a tile, and notes whether all |dt A log2(e)| <= 126."""
     dt, dt_stride = read(words, DT, b, start, channel, steps, scratch + BUFFERS)
     u, u_stride = read(words, U, b, start, channel, steps, scratch + BUFFERS + ROWS)
     bias = read_vector(words, BIAS, channel, scratch + SPARE)
     peak = repeat(zero_row())
     for t in range(0, steps, 4):
         d = load_rows(dt + dt_stride * t, dt_stride) + bias
-        if load_word(words, SOFTPLUS):
+        if load_word(words, FLAG) & SOFTPLUS:
             d = softplus(d)
         peak = maximum(peak, maximum(d, 0.0 - d))
         store(tile + DELTA + ROW * t, d)
@@ -152,12 +81,12 @@ def prepare(words, b, start, steps, channel, scratch, tile, A2):
     store(tile + BOUNDED, 0 if exceeds(peak * repeat(load_row(A2 - ROW)), 126.0) else 1)
 
 
-@_compile
+@compiled
 def advance(tile, A2, h, B, B_stride, C, C_stride, y, trace, steps, first, last, hints):
-    """Moves states first to last of a tile over some steps and adds C h to `y` where given.
+    """Moves states first to last of a tile over some steps and adds C h to `y` if given.
 
-    With a `trace`, for one block of states, h stays as it was and goes there with q and s for every step.
-    Meanwhile each of four successive blocks fetches the rows of one of four `hints` into the cache.
+    With a `trace`, for one block of states, h does not change; the trace gets h, q and s of every
+    step. Each of four successive blocks prefetches the rows of one of the four `hints`.
     """
     bounded = load_word(tile + BOUNDED, 0) != 0
     for n in range(first, last, 4):
@@ -178,11 +107,29 @@ def advance(tile, A2, h, B, B_stride, C, C_stride, y, trace, steps, first, last,
         store(trace + RECORD * steps if trace else h + ROW * n, x)
 
 
-@_compile
-def retreat(tile, A2, g, dA, B, B_stride, C, C_stride, y, trace, steps, n):
-    """Moves the gradients g of the block of states n back over the steps of the trace.
+@compiled
+def look_ahead(tile, A2, h, B, B_stride, C, C_stride, y, steps, states):
+    """As `advance`, but only odd steps change the state: the scan of `vssm.ops.scan_ahead`."""
+    bounded = load_word(tile + BOUNDED, 0) != 0
+    for n in range(0, states, 4):
+        a, kept = load_block(A2 + ROW * n), load_block(h + ROW * n)
+        for t in range(steps):
+            dt, du = load_row(tile + DELTA + ROW * t), load_row(tile + DRIVE + ROW * t)
+            q, s = exp2(repeat(dt), a, bounded)
+            x = kept * s
+            x = muladd(q, x, muladd(repeat(du), spread(B + B_stride * t + 4 * n), x))
+            store(y + ROW * t, fold(x, spread(C + C_stride * t + 4 * n), load_row(y + ROW * t)))
+            if t % 2:
+                kept = x
+        store(h + ROW * n, kept)
 
-    Adds to dA, `ddrive`, `ddelta` (lacking a factor log(2)), the sums for dB and dC, and C h to `y` if given.
+
+@compiled
+def retreat(tile, A2, g, dA, B, B_stride, C, C_stride, y, trace, steps, n):
+    """Moves the gradients g of one block of states back over the steps of the trace.
+
+    Adds to dA, `ddrive`, `ddelta` (without its factor log(2)), the sums for dB and dC, and adds
+    C h to `y` if given.
     """
     a, c, da = load_block(A2 + ROW * n), load_block(g + ROW * n), load_block(dA + ROW * n)
     h = load_block(trace + RECORD * steps)
@@ -206,7 +153,7 @@ def retreat(tile, A2, g, dA, B, B_stride, C, C_stride, y, trace, steps, n):
     store(dA + ROW * n, da)
 
 
-@_compile
+@compiled
 def finish_forward(words, b, start, steps, channel, scratch, tile):
     """Writes y = (C h + D u) silu(z)."""
     u, u_stride = read(words, U, b, start, channel, steps, scratch + BUFFERS)
@@ -214,9 +161,8 @@ def finish_forward(words, b, start, steps, channel, scratch, tile):
     y, y_stride = write(words, Y, b, start, channel, steps, scratch + BUFFERS + 2 * ROWS)
     skip = read_vector(words, D_, channel, scratch + SPARE)
     for t in range(0, steps, 4):
-        value = muladd(
-            skip, load_rows(u + u_stride * t, u_stride), load_block(tile + OUT + ROW * t)
-        )
+        x = load_rows(u + u_stride * t, u_stride)
+        value = muladd(skip, x, load_block(tile + OUT + ROW * t))
         if z:
             gate = load_rows(z + z_stride * t, z_stride)
             value = value * gate * sigmoid(gate)
@@ -224,7 +170,7 @@ def finish_forward(words, b, start, steps, channel, scratch, tile):
     written(words, Y, b, start, channel, steps, y)
 
 
-@_compile
+@compiled
 def begin_backward(words, b, start, steps, channel, scratch, tile, A2):
     """Fills `slope`, the gradient of C h + D u, and clears what `retreat` adds to."""
     prepare(words, b, start, steps, channel, scratch, tile, A2)
@@ -239,7 +185,7 @@ def begin_backward(words, b, start, steps, channel, scratch, tile, A2):
     clear(tile + OUT, 3 * STEPS)
 
 
-@_compile
+@compiled
 def finish_backward(words, b, start, steps, channel, scratch, tile):
     """Writes du, ddt and dz; adds to dD and ddt_bias."""
     buffers = scratch + BUFFERS
@@ -253,14 +199,11 @@ def finish_backward(words, b, start, steps, channel, scratch, tile):
     dD, dbias = load_row(tile + TILE_DD), load_row(tile + TILE_DBIAS)
     for t in range(0, steps, 4):
         here, x = tile + ROW * t, load_rows(u + u_stride * t, u_stride)
-        delta, slope, ddrive = (
-            load_block(here + DELTA),
-            load_block(here + SLOPE),
-            load_block(here + DDRIVE),
-        )
+        delta, slope = load_block(here + DELTA), load_block(here + SLOPE)
+        ddrive = load_block(here + DDRIVE)
         store_rows(du + du_stride * t, du_stride, muladd(delta, ddrive, skip * slope))
         ddelta = muladd(x, ddrive, load_block(here + DDELTA) * LN2)
-        if load_word(words, SOFTPLUS):
+        if load_word(words, FLAG) & SOFTPLUS:
             ddelta = ddelta * softplus_derivative(delta)
         store_rows(ddt + ddt_stride * t, ddt_stride, ddelta)
         dbias = fold(ddelta, 1.0, dbias)
@@ -268,9 +211,8 @@ def finish_backward(words, b, start, steps, channel, scratch, tile):
         if z:
             gate = load_rows(z + z_stride * t, z_stride)
             s = sigmoid(gate)
-            value = muladd(skip, x, load_block(here + OUT)) * load_rows(
-                dy + dy_stride * t, dy_stride
-            )
+            value = muladd(skip, x, load_block(here + OUT))
+            value = value * load_rows(dy + dy_stride * t, dy_stride)
             store_rows(dz + dz_stride * t, dz_stride, value * muladd(gate * s, 1.0 - s, s))
     store(tile + TILE_DD, dD)
     store(tile + TILE_DBIAS, dbias)
@@ -281,14 +223,12 @@ def finish_backward(words, b, start, steps, channel, scratch, tile):
 
 @kernel
 def _forward(words, scratch):
-    hints, length, states = (
-        scratch + HINTS,
-        load_word(words, LENGTH),
-        -(-load_word(words, COUNT) // 4) * 4,
-    )
+    hints, length = scratch + HINTS, load_word(words, LENGTH)
+    states, hold = -(-load_word(words, COUNT) // 4) * 4, load_word(words, FLAG) & HOLD
     B_buffer, C_buffer = scratch + NUMBERS, scratch + NUMBERS + 4 * STEPS * states
     tile = scratch + NUMBERS + 16 * STEPS * states
-    A2_first, A2_bytes = tile + TILE + ROW, ROW + 2 * states * ROW
+    # Every tile of a group has the largest |A2|, A2 and h, one after the other.
+    A2_first, A2_bytes, to_h = tile + TILE + ROW, ROW + 2 * states * ROW, states * ROW
     mode = set_float_mode(FLUSH)
     while True:
         _, first, last, b_first, b_last = draw_task(words)
@@ -298,51 +238,46 @@ def _forward(words, scratch):
             read_decay(words, LANES * i, A2_first + A2_bytes * (i - first))
         for b in range(b_first, b_last):
             for i in range(first, last):
-                read_states(
-                    words, H0, b, LANES * i, A2_first + A2_bytes * (i - first) + states * ROW
-                )
+                read_states(words, H0, b, LANES * i, A2_first + A2_bytes * (i - first) + to_h)
             for start in range(0, length, STEPS):
                 steps = min(STEPS, length - start)
                 B, B_stride = read_numbers(words, B_, b, start, steps, B_buffer)
                 C, C_stride = read_numbers(words, C_, b, start, steps, C_buffer)
                 for i in range(first, last):
                     channel, A2 = LANES * i, A2_first + A2_bytes * (i - first)
+                    h, y = A2 + to_h, tile + OUT
                     prepare(words, b, start, steps, channel, scratch, tile, A2)
-                    # What comes next: another tile, else other steps, else another batch row.
-                    t, c = (
-                        (start, channel + LANES) if i + 1 < last else (start + STEPS, LANES * first)
-                    )
+                    clear(y, steps)
+                    if hold:
+                        look_ahead(tile, A2, h, B, B_stride, C, C_stride, y, steps, states)
+                        finish_forward(words, b, start, steps, channel, scratch, tile)
+                        continue
+                    # Next comes another tile, or else later steps, or else another batch row.
+                    more = i + 1 < last
+                    t, c = (start, channel + LANES) if more else (start + STEPS, LANES * first)
                     t, b_next = (t, b) if t < length else (0, b + 1)
                     hint(words, DT, b_next, t, c, hints)
                     hint(words, U, b_next, t, c, hints + 16)
                     hint(words, Y, b_next, t, c, hints + 32)
                     hint(words, Z, b_next, t, c, hints + 48)
-                    clear(tile + OUT, steps)
-                    h, y = A2 + states * ROW, tile + OUT
                     advance(tile, A2, h, B, B_stride, C, C_stride, y, 0, steps, 0, states, hints)
                     finish_forward(words, b, start, steps, channel, scratch, tile)
             for i in range(first, last):
-                write_states(
-                    words, H, b, LANES * i, A2_first + A2_bytes * (i - first) + states * ROW
-                )
+                write_states(words, H, b, LANES * i, A2_first + A2_bytes * (i - first) + to_h)
     set_float_mode(mode)
 
 
 @kernel
 def _backward(words, scratch):
-    hints, length, states = (
-        scratch + HINTS,
-        load_word(words, LENGTH),
-        -(-load_word(words, COUNT) // 4) * 4,
-    )
+    hints, length, count = scratch + HINTS, load_word(words, LENGTH), load_word(words, COUNT)
+    states = -(-count // 4) * 4
     chunks, numbers = -(-length // STEPS), 4 * STEPS * states
     trace, B_buffer, C_buffer = scratch + TRACE, scratch + NUMBERS, scratch + NUMBERS + numbers
     dB, dC = C_buffer + numbers, C_buffer + 2 * numbers
     tiles = dC + numbers
-    A2_first, A2_bytes = (
-        tiles + TILE * load_word(words, PER_GROUP) + ROW,
-        ROW + (3 + max(chunks, 1)) * states * ROW,
-    )
+    # Every tile of a group has the largest |A2|, A2, g, dA and h before every chunk of STEPS.
+    A2_first = tiles + TILE * load_word(words, PER_GROUP) + ROW
+    A2_bytes = ROW + (3 + max(chunks, 1)) * states * ROW
     to_g, to_dA, to_h = states * ROW, 2 * states * ROW, 3 * states * ROW
     mode = set_float_mode(FLUSH)
     while True:
@@ -360,17 +295,16 @@ def _backward(words, scratch):
                 read_states(words, H0, b, LANES * i, A2 + to_h)
                 read_states(words, H, b, LANES * i, A2 + to_g)
             for start in range(0, length - STEPS, STEPS):
-                steps = min(STEPS, length - start)
-                B, B_stride = read_numbers(words, B_, b, start, steps, B_buffer)
+                B, B_stride = read_numbers(words, B_, b, start, STEPS, B_buffer)
                 for i in range(first, last):
                     channel, A2 = LANES * i, A2_first + A2_bytes * (i - first)
-                    prepare(words, b, start, steps, channel, scratch, tiles, A2)
+                    prepare(words, b, start, STEPS, channel, scratch, tiles, A2)
                     h = A2 + to_h + states * ROW * (start // STEPS + 1)
                     for n in range(states):
                         store(h + ROW * n, load_row(h + ROW * (n - states)))
                     hint(words, DT, b, start + STEPS, channel, hints)
                     hint(words, U, b, start + STEPS, channel, hints + 16)
-                    advance(tiles, A2, h, B, B_stride, 0, 0, 0, 0, steps, 0, states, hints)
+                    advance(tiles, A2, h, B, B_stride, 0, 0, 0, 0, STEPS, 0, states, hints)
             for chunk in range(chunks - 1, -1, -1):
                 start = chunk * STEPS
                 steps = min(STEPS, length - start)
@@ -379,138 +313,80 @@ def _backward(words, scratch):
                 for i in range(first, last):
                     tile, A2 = tiles + TILE * (i - first), A2_first + A2_bytes * (i - first)
                     begin_backward(words, b, start, steps, LANES * i, scratch, tile, A2)
+                t, b_next = (start - STEPS, b) if chunk else (chunks * STEPS - STEPS, b + 1)
                 for n in range(0, states, 4):
-                    for t in range(steps):
-                        clear(trace + RECORD * t + TRACE_SUMS, 1)
+                    for step in range(steps):
+                        clear(trace + RECORD * step + TRACE_SUMS, 1)
                     for i in range(first, last):
                         tile, A2 = tiles + TILE * (i - first), A2_first + A2_bytes * (i - first)
-                        t, b_next = (start - STEPS, b) if chunk else (chunks * STEPS - STEPS, b + 1)
                         hint(words, DT, b_next, t, LANES * i, hints)
                         hint(words, U, b_next, t, LANES * i, hints + 16)
                         hint(words, Y, b_next, t, LANES * i, hints + 32)
                         hint(words, Z, b_next, t, LANES * i, hints + 48)
-                        h, y = (
-                            A2 + to_h + states * ROW * chunk,
-                            tile + OUT if load_word(words, Z) else 0,
-                        )
+                        g, dA, h = A2 + to_g, A2 + to_dA, A2 + to_h + states * ROW * chunk
+                        y = tile + OUT if load_word(words, Z) else 0
                         advance(tile, A2, h, B, B_stride, 0, 0, 0, trace, steps, n, n + 4, hints)
-                        retreat(
-                            tile,
-                            A2,
-                            A2 + to_g,
-                            A2 + to_dA,
-                            B,
-                            B_stride,
-                            C,
-                            C_stride,
-                            y,
-                            trace,
-                            steps,
-                            n,
-                        )
-                    for t in range(steps):
-                        at = 4 * (states * t + n)
-                        store_gathered(dB + at, dC + at, load_row(trace + RECORD * t + TRACE_SUMS))
-                count, at = (
-                    load_word(words, COUNT),
-                    4
-                    * load_word(words, COUNT)
-                    * (length * (load_word(words, BATCH) * group + b) + start),
-                )
+                        retreat(tile, A2, g, dA, B, B_stride, C, C_stride, y, trace, steps, n)
+                    for step in range(steps):
+                        sums, at = trace + RECORD * step + TRACE_SUMS, 4 * (states * step + n)
+                        store_gathered(dB + at, dC + at, load_row(sums))
+                at = 4 * count * (length * (load_word(words, BATCH) * group + b) + start)
                 copy(dB, 4 * states, load_word(words, DB) + at, 4 * count, steps, count, count)
                 copy(dC, 4 * states, load_word(words, DC) + at, 4 * count, steps, count, count)
                 for i in range(first, last):
-                    finish_backward(
-                        words, b, start, steps, LANES * i, scratch, tiles + TILE * (i - first)
-                    )
+                    tile = tiles + TILE * (i - first)
+                    finish_backward(words, b, start, steps, LANES * i, scratch, tile)
             for i in range(first, last):
                 write_states(words, DH0, b, LANES * i, A2_first + A2_bytes * (i - first) + to_g)
+        part = b_first // load_word(words, PER_TASK)
         for i in range(first, last):
-            channel, tile, part = (
-                LANES * i,
-                tiles + TILE * (i - first),
-                b_first // load_word(words, PER_TASK),
-            )
-            width, at = (
-                min(LANES, load_word(words, CHANNELS) - channel),
-                4 * (load_word(words, CHANNELS) * part + channel),
-            )
+            channel, tile = LANES * i, tiles + TILE * (i - first)
+            width, at = width_of(words, channel), 4 * (load_word(words, CHANNELS) * part + channel)
             write_states(words, DA, part, channel, A2_first + A2_bytes * (i - first) + to_dA)
             copy(tile + TILE_DD, 0, load_word(words, DD) + at, 0, 1, width, width)
             copy(tile + TILE_DBIAS, 0, load_word(words, DBIAS) + at, 0, 1, width, width)
     set_float_mode(mode)
 
 
-def run_scan(
-    function: Callable, rows: tuple, wholes: tuple, softplus: bool, tiles: int, tables: int
-) -> None:
-    """Runs all tasks of a kernel with the memory that it needs.
-
-    Arguments:
-        function: The kernel.
-        rows: The operands that have strides, in the order of their words, from u on.
-        wholes: The other operands, in the order of their words, from A on.
-        softplus: Whether dt passes through softplus.
-        tiles: How many tiles of a group keep their steps at the same time.
-        tables: How many arrays of states a tile keeps.
-    """
-    batch, _, channels = rows[0].shape
-    _, per_group, _, _ = cut(batch, channels)
-    count = wholes[0].shape[1]
-    states = -(-count // 4) * 4
-    size = NUMBERS + 16 * STEPS * states + TILE * tiles + ROW * per_group * (1 + states * tables)
-    run(function, rows, wholes, count, size, softplus)
-
-
-def forward(
-    u: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    softplus: bool,
-    h0: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def forward(u, dt, A, B, C, D, z, dt_bias, softplus, h0) -> tuple[Tensor, Tensor]:
     """Returns y and the last state; the arguments are those of `selective_scan`."""
-    batch, length, channels = u.shape
-    y, h = room(batch, length, channels), room(batch, channels, A.shape[1])
-    run_scan(
-        _forward, (u, dt, z, B, C, y, None, None, None), (A, D, dt_bias, h0, h), softplus, 1, 2
-    )
+    y, h = room(*u.shape), room(len(u), *A.shape)
+    inputs = (u, dt, A, B, C, D, z, dt_bias, h0)
+    _run_forward(inputs, y, h, SOFTPLUS if softplus else 0)
     return y, h
 
 
-def backward(
-    dy: Tensor,
-    dh: Tensor | None,
-    u: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    softplus: bool,
-    h0: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Returns the gradients of u, dt, A, B, C, D, z, dt_bias and h0; empty for an argument that is None."""
+def forward_ahead(*inputs: Tensor) -> Tensor:
+    """Returns y; the arguments are those of `scan_ahead`."""
+    y = room(*inputs[0].shape)
+    _run_forward(inputs, y, None, SOFTPLUS | HOLD)
+    return y
+
+
+def _run_forward(inputs: tuple, y: Tensor, h: Tensor | None, flag: int) -> None:
+    u, dt, A, B, C, D, z, dt_bias, h0 = inputs
+    states = -(-A.shape[1] // 4) * 4
+    rows, wholes = (u, dt, z, B, C, y, None, None, None), (A, D, dt_bias, h0, h)
+    size, per_tile = NUMBERS + 16 * STEPS * states + TILE, ROW * (1 + 2 * states)
+    run(_forward, rows, wholes, A.shape[1], size, per_tile, flag)
+
+
+def backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0) -> tuple[Tensor, ...]:
+    """Returns the gradients of u, dt, A, B, C, D, z, dt_bias, h0; empty if an argument is None."""
     (batch, length, channels), count = u.shape, A.shape[1]
-    _, per_group, parts, groups = cut(batch, channels)
+    _, _, parts, groups = cut(batch, channels)
     dh = room(batch, channels, count).zero_() if dh is None else dh
     du, ddt = room(batch, length, channels), room(batch, length, channels)
     dz = None if z is None else room(batch, length, channels)
     dh0 = None if h0 is None else room(batch, channels, count)
-    dA, dD, dbias = (room(parts, *shape) for shape in ((channels, count), (channels,), (channels,)))
+    dA, dD, dbias = room(parts, channels, count), room(parts, channels), room(parts, channels)
     dB, dC = room(groups, batch, length, count), room(groups, batch, length, count)
-    rows, wholes = (
-        (u, dt, z, B, C, dy, du, ddt, dz),
-        (A, D, dt_bias, h0, dh, dB, dC, dA, dD, dbias, dh0),
-    )
-    run_scan(_backward, rows, wholes, softplus, per_group, 3 + max(1, -(-length // STEPS)))
+    rows = (u, dt, z, B, C, dy, du, ddt, dz)
+    wholes = (A, D, dt_bias, h0, dh, dB, dC, dA, dD, dbias, dh0)
+    states = -(-count // 4) * 4
+    per_tile = TILE + ROW * (1 + (3 + max(1, -(-length // STEPS))) * states)
+    flag = SOFTPLUS if softplus else 0
+    run(_backward, rows, wholes, count, NUMBERS + 16 * STEPS * states, per_tile, flag)
     dD, dbias = None if D is None else total(dD), None if dt_bias is None else total(dbias)
     grads = (du, ddt, total(dA), total(dB), total(dC), dD, dz, dbias, dh0)
-    return tuple(u.new_empty(0) if grad is None else grad for grad in grads)
+    return tuple(room(0) if grad is None else grad for grad in grads)

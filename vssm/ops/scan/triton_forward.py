@@ -1,6 +1,9 @@
-"""The kernels that run the selective scan over time and chain its chunks; see `vssm.ops.scan.triton`."""
+"""The kernels that run the selective scan forward, and those that chain chunks of time.
 
-# Kernels are written in the part of Python that Triton compiles: no star unpacking, no early return.
+`vssm.ops.scan.triton` explains them; `vssm.ops.scan.triton_ring` has one more.
+"""
+
+# Kernels are written in the subset of Python that Triton compiles.
 # ruff: noqa: ANN001, ANN202, RUF005, RUF059, SIM102
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -8,29 +11,17 @@
 import triton
 import triton.language as tl
 
-from vssm.ops.scan.triton_lanes import _put_states, _spread, _sum_parts, _take_states
-from vssm.ops.scan.triton_steps import (
-    LOG2E,
-    _decay,
-    _load_states,
-    _next,
-    _prepare,
-    _rates,
-    _rows,
-    _scalars,
-    _store,
-    _store_states,
-    _vector,
-    _vectors,
-    _zeros,
-)
+from vssm.ops.scan.triton_steps import (  # isort: skip
+    LOG2E, _load_states, _next, _prepare, _put_states, _rates, _rows, _scalars, _spread, _store,
+    _store_states, _sum_parts, _take_states, _vector, _vectors, _zeros,
+)  # fmt: skip
 
 
 @triton.jit
 def _first_column(T, PTX: tl.constexpr):
-    """Returns zero, but known only at run time and, for the compiler, another in every lane.
+    """Returns a zero that, as far as the compiler knows, differs from lane to lane.
 
-    B and C then stay in vector registers; from uniform ones they would have to move at every use.
+    So B and C stay in vector registers. From uniform registers they would be moved at every use.
     """
     column = 0
     if PTX:
@@ -44,17 +35,18 @@ def _first_column(T, PTX: tl.constexpr):
 # fmt: off
 @triton.jit(do_not_specialize=["T", "length", "chunks"])
 def _scan_kernel(
-    inputs, strides, start, y, end, total, local, pull, starts, T, channels: tl.constexpr, length, chunks,
-    share, N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, EVERY: tl.constexpr,
-    POLYNOMIALS: tl.constexpr, AHEAD: tl.constexpr, SOFTPLUS: tl.constexpr, WORDS: tl.constexpr,
+    inputs, strides, start, y, end, total, local, pull, starts, T, channels: tl.constexpr, length,
+    chunks, share,
+    N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, EVERY: tl.constexpr,
+    AHEAD: tl.constexpr, SOFTPLUS: tl.constexpr, WORDS: tl.constexpr,
     EVEN: tl.constexpr, PTX: tl.constexpr,
 ):
     # fmt: on
-    """Writes what it is given room for.
+    """Runs over chunks of time and writes each result that it is given room for.
 
-    y, end: out and the last h. total, local, pull: sum delta, local and pull of every chunk. starts: h before
-    every EVERY steps, (B, T / EVERY, N, D). One h of `start` serves `share` chunks. EVERY and length are
-    multiples of K.
+    y, end: out and the last h. total, local, pull: sum delta, local and pull of every chunk.
+    starts: h before every EVERY steps, (B, T / EVERY, N, D). One h of `start` serves `share`
+    chunks. EVERY and length are multiples of K.
     """
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     blocks = tl.cdiv(channels, BD)
@@ -120,7 +112,7 @@ def _scan_kernel(
             new_pulls = ()
             new_products = ()
             for n in tl.static_range(N):
-                decay = _decay(delta, rates[n], n < POLYNOMIALS)
+                decay = tl.exp2(delta * rates[n])
                 state = decay * states[n] + drive * row_B[n]
                 new_states = new_states + (state,)
                 if y is not None:
@@ -138,7 +130,7 @@ def _scan_kernel(
                     out *= gate
                 outs = outs + (out,)
         if y is not None:
-            # Stores last: they would hold back the loads of the steps that follow.
+            # Stores come last: they would delay the loads of the next steps.
             for k in tl.static_range(K):
                 mask = d < tl.where(t0 + k < last, channels, 0)
                 _store(y + (b * T + t0) * channels + k * channels, d, outs[k], mask, EVEN)
@@ -156,11 +148,12 @@ def _scan_kernel(
 @triton.jit(do_not_specialize=["T", "length", "spans"])
 def _pull_kernel(
     inputs, strides, total, pull, T, channels: tl.constexpr, length, spans,
-    N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, POLYNOMIALS: tl.constexpr,
-    AHEAD: tl.constexpr, SOFTPLUS: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr,
+    AHEAD: tl.constexpr, SOFTPLUS: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     # fmt: on
-    """Writes sum delta and pull of every span of time, for which it walks back and needs no states."""
+    """Writes sum delta and pull of every span of time. It walks back and needs no states."""
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     blocks = tl.cdiv(channels, BD)
     item = (tl.program_id(0) // blocks).to(tl.int64)
@@ -200,7 +193,7 @@ def _pull_kernel(
             row_C = _scalars(Cs[k], C.dtype.element_ty, WORDS)
             new_pulls = ()
             for n in tl.static_range(N):
-                decay = _decay(delta, rates[n], n < POLYNOMIALS)
+                decay = tl.exp2(delta * rates[n])
                 new_pulls = new_pulls + (decay * (pulls[n] + g * row_C[n]),)
             pulls = new_pulls
     tl.store(total + item * channels + d, elapsed, mask=d < channels)
@@ -211,13 +204,13 @@ def _pull_kernel(
 @triton.jit(do_not_specialize=["T"])
 def _lanes_kernel(
     inputs, strides, start, y, end, T, channels: tl.constexpr, share,
-    N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, POLYNOMIALS: tl.constexpr,
+    N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr,
     SOFTPLUS: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):
     # fmt: on
-    """Writes out and the last h of whole sequences: 2**LOG lanes share a channel, with N states each.
+    """Writes out and the last h of whole sequences; 2**LOG lanes share a channel, N states each.
 
-    Of every 2**LOG steps each lane of a channel does one, but for the states: softplus, gate and out.
+    Each lane of a channel does softplus, gate and out of one step in 2**LOG.
     """
     PARTS: tl.constexpr = 1 << LOG
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
@@ -268,7 +261,7 @@ def _lanes_kernel(
                 out = zero
                 new_states = ()
                 for n in tl.static_range(N):
-                    decay = _decay(delta_k, rates[n], n < POLYNOMIALS)
+                    decay = tl.exp2(delta_k * rates[n])
                     state = decay * states[n] + drive_k * row_B[n]
                     new_states = new_states + (state,)
                     out += state * row_C[n]
@@ -301,15 +294,18 @@ def _combine_kernel(
     for c0 in range(0, chunks, AHEAD):
         terms = ()
         elapsed = ()
-        # Loads first: the recurrence over chunks is short, waiting for memory is not.
+        # Loads come first: the recurrence over chunks is short, waiting for memory is not.
         for k in tl.static_range(AHEAD):
             limit = tl.where(c0 + k < chunks, channels * N, 0)
             if REVERSE:
                 row = (b + 1) * chunks - 1 - c0 - k
             else:
                 row = b * chunks + c0 + k
-            terms = terms + (tl.load(local + row * channels * N + entry, mask=entry < limit, other=0.0),)
-            elapsed = elapsed + (tl.load(total + row * channels + entry // N, mask=entry < limit, other=0.0),)
+            there = entry < limit
+            term = tl.load(local + row * channels * N + entry, mask=there, other=0.0)
+            delta = tl.load(total + row * channels + entry // N, mask=there, other=0.0)
+            terms = terms + (term,)
+            elapsed = elapsed + (delta,)
         for k in tl.static_range(AHEAD):
             limit = tl.where(c0 + k < chunks, channels * N, 0)
             if REVERSE:

@@ -1,18 +1,19 @@
-"""The kernel that runs the selective scan straight through time, its inputs copied ahead into shared memory.
+"""The kernel that runs the selective scan straight through time, with inputs copied ahead.
 
-A program has BD lanes, 2**LOG of them a channel, with N states each, and walks over time in blocks of K
-steps. u, dt and z of its channels and B and C of a block lie in one slot of a ring of STAGES slots. While it
-works on block i, the copies of blocks i + 2 to i + STAGES - 1 are under way (cp.async, 16 bytes each): they
-take no registers. What is not per state (softplus, gate) is done a block ahead, so that its chains of
-operations run beside those of the states; of every 2**LOG steps each lane of a channel does one.
+A program has BD lanes, 2**LOG lanes per channel with N states each, and walks over time in blocks
+of K steps. A ring in shared memory has STAGES slots; a slot holds u, dt and z of the program's
+channels, and B and C, of one block. While the program works on block i, the copies of blocks i + 2
+to i + STAGES - 1 are under way (cp.async, 16 bytes each), which takes no registers. What does not
+depend on the states (softplus, gate) is done a block ahead, so that it overlaps with them; each
+lane of a channel does one step in 2**LOG.
 
-A slot, row after row: u, dt, z (if there is one) as (K, BD / 2**LOG), then B, C as (K, N 2**LOG). Without PTX
-(Triton's interpreter) there is no ring, and values are loaded from where they would have been copied from.
+A slot, row after row: u, dt, z (if given) as (K, BD / 2**LOG), then B, C as (K, N 2**LOG). Without
+PTX (in Triton's interpreter) there is no ring, and values are loaded directly.
 
-Letters are those of `vssm.ops.scan.triton`.
+The letters are those of `vssm.ops.scan.triton`.
 """
 
-# Kernels are written in the part of Python that Triton compiles: no star unpacking, no early return.
+# Kernels are written in the subset of Python that Triton compiles.
 # ruff: noqa: ANN001, ANN202, RET505, RUF005, RUF059, SIM102
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -20,22 +21,24 @@ Letters are those of `vssm.ops.scan.triton`.
 import triton
 import triton.language as tl
 
-from vssm.ops.scan.triton_lanes import _put_states, _spread, _sum_parts, _take_states
-from vssm.ops.scan.triton_steps import LOG2E, _prepare, _vector, _zeros
+from vssm.ops.scan.triton_steps import (  # isort: skip
+    LOG2E, _prepare, _put_states, _spread, _sum_parts, _take_states, _vector, _zeros,
+)  # fmt: skip
 
-# Shared memory of a program's own, which Triton has no words for, by its size in kB: what every GPU lends.
+# Shared memory of a program, by its size in kB. Triton has no way to ask for it.
 STARTS = tl.constexpr(
     [f"{{ .shared .align 16 .b8 ring[{1024 * size}]; mov.u32 $0, ring; }}" for size in range(48)]
 )
 COPY = tl.constexpr(
-    "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p cp.async.cg.shared.global [$1], [$2], 16; mov.b32 $0, 0; }"
+    "{ .reg .pred p; setp.ne.s32 p, $3, 0; "
+    "@p cp.async.cg.shared.global [$1], [$2], 16; mov.b32 $0, 0; }"
 )
-# The copies since the last time are one group; groups end in their order.
+# The copies since the last commit form a group; groups end in order.
 COMMIT = tl.constexpr("cp.async.commit_group; mov.b32 $0, $1;")
-# Until all but so many groups of a lane have ended, and then for all lanes: what they copied is there for
-# all, and what all have read may be written over.
+# Waits until all but n groups of a lane have ended, and then for all lanes: after it, copies of all
+# lanes can be read, and what all lanes have read may be overwritten.
 WAITS = tl.constexpr([f"cp.async.wait_group {n}; bar.sync 0; mov.b32 $0, $1;" for n in range(8)])
-# One bfloat16 as float32, which has the same upper half.
+# Loads one bfloat16 as float32, which has the same upper half.
 LOAD_HALF = tl.constexpr(
     "{ .reg .b16 h, zero; mov.b16 zero, 0; ld.shared.b16 h, [$1]; mov.b32 $0, {zero, h}; }"
 )
@@ -58,7 +61,7 @@ def _load_value(shared, pointer, PTX: tl.constexpr):
 
 @triton.jit
 def _load_row(shared, pointer, N: tl.constexpr, PTX: tl.constexpr):
-    """Loads N adjacent values, whole 32-bit words, for every lane, a tuple of float32; as `_load_value`."""
+    """Loads N adjacent values (whole 32-bit words) as float32, as `_load_value` does."""
     values = ()
     if PTX:
         words = ()
@@ -74,13 +77,9 @@ def _load_row(shared, pointer, N: tl.constexpr, PTX: tl.constexpr):
                 (tl.int32, tl.int32), is_pure=False, pack=1,
             )  # fmt: skip
         if WORDS % 2 == 1:
+            at = shared + (WORDS - 1) * 4
             last = tl.inline_asm_elementwise(
-                "ld.shared.b32 $0, [$1];",
-                "=r,r",
-                [shared + (WORDS - 1) * 4],
-                tl.int32,
-                is_pure=False,
-                pack=1,
+                "ld.shared.b32 $0, [$1];", "=r,r", [at], tl.int32, is_pure=False, pack=1
             )
             words = words + (last,)
         for i in tl.static_range(len(words)):
@@ -97,9 +96,9 @@ def _load_row(shared, pointer, N: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def _aim(aim, number, pointer, stride, WIDTH: tl.constexpr, K: tl.constexpr):
-    """Lets copies from number 0 on be of the rows of a pointer, WIDTH wide; number is one for every lane.
+    """Lets copies from number 0 on read rows, WIDTH wide, of a pointer; each lane has a number.
 
-    An aim is the address of a lane's 16 bytes in the first block and the bytes from there to the next block.
+    An aim is the address of a lane's 16 bytes in the first block, and the bytes to the next block.
     """
     BYTES: tl.constexpr = pointer.dtype.element_ty.primitive_bitwidth // 8
     EACH: tl.constexpr = WIDTH * BYTES // 16  # copies a row
@@ -111,9 +110,10 @@ def _aim(aim, number, pointer, stride, WIDTH: tl.constexpr, K: tl.constexpr):
 
 # fmt: off
 @triton.jit
-def _aims(inputs, strides, b, base, number, CHANNELS: tl.constexpr, STATES: tl.constexpr, K: tl.constexpr):
+def _aims(inputs, strides, b, base, number, CHANNELS: tl.constexpr, STATES: tl.constexpr,
+          K: tl.constexpr):
     # fmt: on
-    """Returns the aim of every lane, of whose copies of a slot this is the one with that number."""
+    """Returns the aim of the copy with this number, of a slot, for every lane."""
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     s_dy, s_u, s_dt, s_B, s_C, s_z = strides
     VECTORS: tl.constexpr = K * CHANNELS * u.dtype.element_ty.primitive_bitwidth // 128
@@ -132,15 +132,14 @@ def _aims(inputs, strides, b, base, number, CHANNELS: tl.constexpr, STATES: tl.c
 
 @triton.jit
 def _copy(slot, addresses, strides, live, COUNT: tl.constexpr, BD: tl.constexpr):
-    """Starts the COUNT copies of a block into a slot, if live, and returns addresses of the next block."""
+    """Starts the COUNT copies of a block, if live; returns the addresses of the next block."""
     lane = tl.arange(0, BD)
     following = ()
     for r in tl.static_range(len(addresses)):
         number = r * BD + lane
         flag = ((number < COUNT) & live).to(tl.int32)
-        tl.inline_asm_elementwise(
-            COPY, "=r,r,l,r", [slot + 16 * number, addresses[r], flag], tl.int32, is_pure=False, pack=1
-        )
+        operands = [slot + 16 * number, addresses[r], flag]
+        tl.inline_asm_elementwise(COPY, "=r,r,l,r", operands, tl.int32, is_pure=False, pack=1)
         following = following + (addresses[r] + strides[r],)
     tl.inline_asm_elementwise(COMMIT, "=r,r", [lane], tl.int32, is_pure=False, pack=1)
     return following
@@ -148,12 +147,12 @@ def _copy(slot, addresses, strides, live, COUNT: tl.constexpr, BD: tl.constexpr)
 
 # fmt: off
 @triton.jit
-def _ready(inputs, strides, b, t0, d, part, place, bias, skip, CHANNELS: tl.constexpr, K: tl.constexpr,
-           PARTS: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+def _ready(inputs, strides, b, t0, d, part, place, bias, skip, CHANNELS: tl.constexpr,
+           K: tl.constexpr, PARTS: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
     # fmt: on
-    """Returns delta, delta u, D u and, if there is a z, silu(z) of every step from t0 that is a lane's own.
+    """Returns delta, delta u, D u and, given z, silu(z) of every step of a block that a lane does.
 
-    place is where u of the first such step is, in a slot.
+    place is the address of u of the first such step, in a slot.
     """
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     s_dy, s_u, s_dt, s_B, s_C, s_z = strides
@@ -185,10 +184,10 @@ def _ring_kernel(
     SOFTPLUS: tl.constexpr, PTX: tl.constexpr,
 ):
     # fmt: on
-    """Writes out and the last h of whole sequences: `_lanes_kernel`, but for where values wait.
+    """Writes out and the last h of whole sequences, as `_lanes_kernel` does.
 
-    starts: h before every EVERY steps, a multiple of K, as `_scan_kernel` writes it. T is a multiple of K and
-    channels of BD / 2**LOG; rows of inputs start at multiples of 16 bytes.
+    starts: h before every EVERY steps, a multiple of K, as `_scan_kernel` writes it. T is a
+    multiple of K, channels of BD / 2**LOG, and rows of inputs start at multiples of 16 bytes.
     """
     PARTS: tl.constexpr = 1 << LOG
     CHANNELS: tl.constexpr = BD // PARTS
@@ -236,7 +235,7 @@ def _ring_kernel(
         tl.inline_asm_elementwise(FIRST, "=r,r", [lane], tl.int32, is_pure=False, pack=1)
     own_vectors = ring + (part * CHANNELS + lane // PARTS) * (VECTOR // (K * CHANNELS))
     own_rows = ring + ROWS_AT + own * (ROW // STATES)
-    # Slots, in bytes from the start of the ring: of the block that is worked on, and the one to copy to.
+    # Slots in bytes from the start of the ring: the one of the current block, and the one to fill.
     here = 0
     free = RING - SLOT
     ready = _ready(
@@ -246,9 +245,10 @@ def _ring_kernel(
         if PTX:
             WAIT: tl.constexpr = WAITS[STAGES - 3]
             tl.inline_asm_elementwise(WAIT, "=r,r", [lane], tl.int32, is_pure=False, pack=1)
-            addresses = _copy(ring + free, addresses, jumps, i + (STAGES - 1) < count, SLOT // 16, BD)
+            more = i + (STAGES - 1) < count
+            addresses = _copy(ring + free, addresses, jumps, more, SLOT // 16, BD)
         t0 = tl.cast(i, tl.int64) * K
-        # A branch costs least here, where all lanes have just waited for each other.
+        # A branch is cheapest here, where all lanes have just waited for each other.
         if starts is not None:
             if i % (EVERY // K) == 0:
                 place = starts + (b * tl.cdiv(T, EVERY) + t0 // EVERY) * (channels * STATES)
@@ -256,11 +256,11 @@ def _ring_kernel(
                     tl.store(place + (own * channels + d) + n * channels, states[n])
         now = ready
         following = tl.where(here + SLOT == RING, 0, here + SLOT)
-        # After the last block comes a slot of anything, which nobody uses.
+        # After the last block the slot holds anything, and its values are not used.
         after = tl.minimum(t0 + K, T - K)
         ready = _ready(
-            inputs, strides, b, after, d, part, own_vectors + following, bias, skip, CHANNELS, K, PARTS,
-            SOFTPLUS, PTX,
+            inputs, strides, b, after, d, part, own_vectors + following, bias, skip, CHANNELS, K,
+            PARTS, SOFTPLUS, PTX,
         )  # fmt: skip
         for j in tl.static_range(K // PARTS):
             outs = ()

@@ -1,9 +1,10 @@
-"""What the kernels of the selective scan have in common: values of a step, and rows and states in registers.
+"""What the kernels of the selective scan share: the values of a step, and states in registers.
 
+PARTS neighbouring lanes (threads) of a warp share the states of a channel, N states each.
 Shapes and letters are those of `vssm.ops.scan.triton`.
 """
 
-# Kernels are written in the part of Python that Triton compiles: no star unpacking, no early return.
+# Kernels are written in the subset of Python that Triton compiles.
 # ruff: noqa: ANN001, ANN202, RET505, RUF005, RUF059
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -13,21 +14,31 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-ROUND = tl.constexpr(
-    12582912.0
-)  # 1.5 2**23: adding it rounds to an integer, which its low bits then are
+# One exchange each: with the lane whose number differs in bit k.
+EXCHANGES = tl.constexpr(
+    [f"shfl.sync.bfly.b32 $0, $1, {1 << k}, 0x1f, 0xffffffff;" for k in range(5)]
+)
+# The value of lane k of PARTS neighbouring lanes, for all of them, is at PARTS + k.
+SPREADS = tl.constexpr(
+    [""]
+    + [
+        f"shfl.sync.idx.b32 $0, $1, {k}, {(32 - parts) << 8 | 31}, 0xffffffff;"
+        for parts in (1, 2, 4, 8, 16)
+        for k in range(parts)
+    ]
+)
 
 
 @triton.jit
 def _reciprocal(x):
-    # Of a positive number: two instructions, where a division takes eight.
+    # For positive numbers: two instructions instead of the eight of a division.
     root = tl.rsqrt(x)
     return root * root
 
 
 @triton.jit
 def _reciprocals(values):
-    """Returns 1 / x of every value; two share one, which spares the unit that exponentials need."""
+    """Returns 1 / x of every value; pairs share one, which spares the unit of exponentials."""
     inverses = ()
     for i in tl.static_range(0, len(values) - 1, 2):
         both = _reciprocal(values[i] * values[i + 1])
@@ -52,7 +63,7 @@ def _softplus(x):
 @triton.jit
 def _softplus_of(x, e, r):
     """Returns log(1 + exp(x)) and its slope from e = exp(-|x|) and r = 1 / ((1 + e) (2 + e))."""
-    # log1p(e) = 2 artanh(e / (2 + e)), a polynomial: log(1 + e) would lose the small steps dt near 1e-3.
+    # log1p(e) = 2 artanh(e / (2 + e)) by a polynomial: log(1 + e) would lose steps near 1e-3.
     s = e * (1.0 + e) * r
     q = s * s
     p = (((0.2817465726 * q + 0.2796141884) * q + 0.4002485372) * q + 0.6666631594) * q + 2.0
@@ -61,8 +72,8 @@ def _softplus_of(x, e, r):
 
 @triton.jit
 def _prepare(dts, zs, bias, GATES: tl.constexpr, SOFTPLUS: tl.constexpr):
-    """Returns delta, its slope in dt and sigmoid(z) of the steps given; GATES is the length of zs."""
-    # Triton 3.6 gives kernels of the arguments ((a, b), ()) and ((a,), (b,)) one name: hence GATES.
+    """Returns delta, its slope in dt and sigmoid(z) of some steps; GATES is the length of zs."""
+    # Triton 3.6 gives functions of ((a, b), ()) and of ((a,), (b,)) the same name: hence GATES.
     raws = ()
     exponentials = ()
     denominators = ()
@@ -75,9 +86,8 @@ def _prepare(dts, zs, bias, GATES: tl.constexpr, SOFTPLUS: tl.constexpr):
             denominators = denominators + ((1.0 + e) * (2.0 + e),)
     for j in tl.static_range(GATES):
         # At most 2**60, so that products of two stay finite.
-        denominators = denominators + (
-            1.0 + tl.exp2(tl.minimum(zs[j].to(tl.float32) * -LOG2E, 60.0)),
-        )
+        power = tl.minimum(zs[j].to(tl.float32) * -LOG2E, 60.0)
+        denominators = denominators + (1.0 + tl.exp2(power),)
     inverses = _reciprocals(denominators)
     slopes = ()
     deltas = raws
@@ -94,25 +104,6 @@ def _prepare(dts, zs, bias, GATES: tl.constexpr, SOFTPLUS: tl.constexpr):
 
 
 @triton.jit
-def _decay(delta, rate, POLYNOMIAL: tl.constexpr):
-    """Returns 2**(delta rate): by the unit for it or, to 2e-7, by multiplications and additions."""
-    if POLYNOMIAL:
-        # Below 2**-126 that number; 2**128 is infinity, as the exponent says then.
-        power = tl.minimum(tl.maximum(delta * rate, -126.0), 128.0)
-        whole = power + ROUND
-        f = power - (whole - ROUND)
-        p = tl.fma(f, 1.326472877e-3, 9.671513184e-3)
-        p = tl.fma(p, f, 5.550733744e-2)
-        p = tl.fma(p, f, 2.402224208e-1)
-        p = tl.fma(p, f, 6.931469776e-1)
-        p = tl.fma(p, f, 1.0)
-        bits = p.to(tl.int32, bitcast=True) + (whole.to(tl.int32, bitcast=True) << 23)
-        return bits.to(tl.float32, bitcast=True)
-    else:
-        return tl.exp2(delta * rate)
-
-
-@triton.jit
 def _vector(pointer, index, limit, SIZE: tl.constexpr):
     """Loads pointer[index] as float32, zero from limit on; zeros if there is no pointer."""
     if pointer is not None:
@@ -123,7 +114,7 @@ def _vector(pointer, index, limit, SIZE: tl.constexpr):
 
 @triton.jit
 def _load(pointer, index, mask, EVEN: tl.constexpr):
-    """Loads pointer[index], zero where mask is not set; EVEN: it is set everywhere."""
+    """Loads pointer[index], zero where the mask is not set; EVEN says that it is set everywhere."""
     if EVEN:
         return tl.load(pointer + index)
     else:
@@ -217,7 +208,7 @@ def _rates(A, d, channels, N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr)
 
 @triton.jit
 def _row(pointer, N: tl.constexpr, WORDS: tl.constexpr):
-    """Loads N adjacent values, the same for all threads: N scalars or, if WORDS, 64-bit words."""
+    """Loads N adjacent values for all threads: N scalars or, if WORDS, 64-bit words."""
     values = ()
     if WORDS:
         for i in tl.static_range(N * pointer.dtype.element_ty.primitive_bitwidth // 64):
@@ -242,12 +233,9 @@ def _scalars(row, dtype: tl.constexpr, WORDS: tl.constexpr):
                     values = values + ((bits << 16).to(tl.float32, bitcast=True),)
                     values = values + ((bits & -65536).to(tl.float32, bitcast=True),)
                 else:
-                    values = values + (
-                        bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),
-                    )
-                    values = values + (
-                        (bits >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),
-                    )
+                    low = bits.to(tl.int16).to(tl.float16, bitcast=True)
+                    high = (bits >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+                    values = values + (low.to(tl.float32), high.to(tl.float32))
         else:
             values = values + (row[i].to(tl.float32),)
     return values
@@ -255,12 +243,12 @@ def _scalars(row, dtype: tl.constexpr, WORDS: tl.constexpr):
 
 # fmt: off
 @triton.jit
-def _vectors(inputs, strides, b, t0, last, d, part, channels, K: tl.constexpr, PARTS: tl.constexpr,
-             EVEN: tl.constexpr):
+def _vectors(inputs, strides, b, t0, last, d, part, channels, K: tl.constexpr,
+             PARTS: tl.constexpr, EVEN: tl.constexpr):
     # fmt: on
-    """Loads u, dt, z, dout of every PARTS-th of the K steps from t0, part steps on; none is after last.
+    """Loads u, dt, z and dout of the steps t0 + part, t0 + part + PARTS, ... before t0 + K.
 
-    Only dt must be given.
+    Steps from last on read the last step. Only dt must be given.
     """
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     s_dy, s_u, s_dt, s_B, s_C, s_z = strides
@@ -276,10 +264,13 @@ def _vectors(inputs, strides, b, t0, last, d, part, channels, K: tl.constexpr, P
             near = 0
             step = tl.minimum(k + part, last - 1 - t0)
         if u is not None:
-            us = us + (_load(u + b * s_u[0] + t0 * s_u[1] + near * s_u[1], step * s_u[1] + d, mask, EVEN),)
-        dts = dts + (_load(dt + b * s_dt[0] + t0 * s_dt[1] + near * s_dt[1], step * s_dt[1] + d, mask, EVEN),)
+            u_at = u + b * s_u[0] + t0 * s_u[1] + near * s_u[1]
+            us = us + (_load(u_at, step * s_u[1] + d, mask, EVEN),)
+        dt_at = dt + b * s_dt[0] + t0 * s_dt[1] + near * s_dt[1]
+        dts = dts + (_load(dt_at, step * s_dt[1] + d, mask, EVEN),)
         if z is not None:
-            zs = zs + (_load(z + b * s_z[0] + t0 * s_z[1] + near * s_z[1], step * s_z[1] + d, mask, EVEN),)
+            z_at = z + b * s_z[0] + t0 * s_z[1] + near * s_z[1]
+            zs = zs + (_load(z_at, step * s_z[1] + d, mask, EVEN),)
         if dy is not None:
             dy_at = dy + b * s_dy[0] + t0 * s_dy[1] + near * s_dy[1]
             dys = dys + (_load(dy_at, step * s_dy[1] + d, mask, EVEN),)
@@ -288,10 +279,10 @@ def _vectors(inputs, strides, b, t0, last, d, part, channels, K: tl.constexpr, P
 
 # fmt: off
 @triton.jit
-def _rows(inputs, strides, b, t0, last, column, N: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr,
-          EVEN: tl.constexpr):
+def _rows(inputs, strides, b, t0, last, column, N: tl.constexpr, K: tl.constexpr,
+          WORDS: tl.constexpr, EVEN: tl.constexpr):
     # fmt: on
-    """Loads N states from column on of B, C, where given, of the K steps from t0.
+    """Loads N states, from a column on, of B and C (if given) for the K steps from t0.
 
     Steps from last on read the last row.
     """
@@ -313,8 +304,75 @@ def _rows(inputs, strides, b, t0, last, column, N: tl.constexpr, K: tl.constexpr
 
 @triton.jit
 def _next(t0, last, K: tl.constexpr, EVEN: tl.constexpr):
-    """Returns where to load ahead: the block after t0, or the last block again."""
+    """Returns the block to load ahead: the one after t0, or the last block again."""
     if EVEN:
         return tl.minimum(t0 + K, last - K)
     else:
         return t0 + K
+
+
+@triton.jit
+def _spread(x, STEP: tl.constexpr, LOG: tl.constexpr, WIDTH: tl.constexpr, PTX: tl.constexpr):
+    """Gives all 2**LOG lanes of a channel the value of the channel's lane STEP; x is (WIDTH,)."""
+    if LOG == 0:
+        return x
+    elif PTX:
+        SPREAD: tl.constexpr = SPREADS[(1 << LOG) + STEP]
+        return tl.inline_asm_elementwise(SPREAD, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.gather(x, tl.arange(0, WIDTH) >> LOG << LOG | STEP, 0)
+
+
+@triton.jit
+def _partner(x, LEVEL: tl.constexpr, WIDTH: tl.constexpr, PTX: tl.constexpr):
+    """Gives every lane the value of the lane whose number differs in bit LEVEL; x is (WIDTH,)."""
+    if PTX:
+        EXCHANGE: tl.constexpr = EXCHANGES[LEVEL]
+        return tl.inline_asm_elementwise(EXCHANGE, "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.gather(x, tl.arange(0, WIDTH) ^ (1 << LEVEL), 0)
+
+
+@triton.jit
+def _sum_parts(values, LOG: tl.constexpr, WIDTH: tl.constexpr, PTX: tl.constexpr):
+    """Gives lane i of the 2**LOG lanes of a channel the sum of values[i] over these lanes.
+
+    At every level a lane keeps half of the values, (WIDTH,), and gives the others to its partner.
+    """
+    lane = tl.arange(0, WIDTH)
+    for level in tl.static_range(LOG):
+        odd = (lane >> level) % 2 == 1
+        sums = ()
+        for i in tl.static_range(0, 1 << (LOG - level), 2):
+            keep = tl.where(odd, values[i + 1], values[i])
+            give = tl.where(odd, values[i], values[i + 1])
+            sums = sums + (keep + _partner(give, level, WIDTH, PTX),)
+        values = sums
+    return values[0]
+
+
+@triton.jit
+def _number(first, slot, FOLD: tl.constexpr):
+    """Returns the state that a lane has in a slot; first is the state in slot 0."""
+    if FOLD:
+        return first ^ slot
+    else:
+        return first + slot
+
+
+@triton.jit
+def _take_states(pointer, first, mask, N: tl.constexpr, STRIDE: tl.constexpr, FOLD: tl.constexpr):
+    """Loads the N states of every lane, STRIDE apart, from the pointer of its channel."""
+    states = ()
+    for n in tl.static_range(N):
+        at = pointer + _number(first, n, FOLD) * STRIDE
+        states = states + (tl.load(at, mask=mask, other=0.0).to(tl.float32),)
+    return states
+
+
+@triton.jit
+def _put_states(pointer, states, first, mask, FOLD: tl.constexpr):
+    """Stores the states of every lane next to each other, at the pointer of its channel."""
+    for n in tl.static_range(len(states)):
+        state = states[n].to(pointer.dtype.element_ty)
+        tl.store(pointer + _number(first, n, FOLD), state, mask=mask)

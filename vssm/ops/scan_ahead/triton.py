@@ -1,13 +1,10 @@
-"""The scan of `vssm.sampling.ahead` on a GPU: `vssm.ops.scan.triton` with a state that waits.
+"""The scan of `vssm.ops.scan_ahead` on a GPU.
 
-    x_t = exp(dt_t A) h_{t-1} + dt_t u_t B_t     y_t = C_t x_t + D u_t     h_t = x_t if t is odd, else h_{t-1}
-
-with dt_t <- softplus(dt_t + dt_bias) before and y_t <- y_t silu(z_t) after; steps are counted from
-0. As there, a thread owns whole channels, runs over time and has their N states in registers; time
-is not cut.
+As in `vssm.ops.scan.triton`, a thread owns whole channels, runs over time and has their N states in
+registers. Time is not cut into chunks.
 """
 
-# Kernels are written in the part of Python that Triton compiles.
+# Kernels are written in the subset of Python that Triton compiles.
 # ruff: noqa: ANN001, ANN202, RUF005, RUF059
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -17,16 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.scan.triton import _call
-from vssm.ops.scan.triton_steps import (
-    _load_states,
-    _rates,
-    _row,
-    _scalars,
-    _sigmoid,
-    _softplus,
-    _vector,
-)
+from vssm.ops.scan.triton import make_call
+
+from vssm.ops.scan.triton_steps import (  # isort: skip
+    _load_states, _rates, _row, _scalars, _sigmoid, _softplus, _vector,
+)  # fmt: skip
 
 __all__ = ["forward"]
 
@@ -70,21 +62,11 @@ def _ahead_kernel(
         tl.store(y + t * channels + d, out.to(y.dtype.element_ty), mask=d < channels)
 
 
-def forward(
-    u: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    z: Tensor,
-    dt_bias: Tensor,
-    h0: Tensor | None,
-) -> Tensor:
+def forward(u, dt, A, B, C, D, z, dt_bias, h0) -> Tensor:
     """Returns y; the arguments are those of `scan_ahead`."""
     (batch, length, channels), states = u.shape, A.shape[1]
     y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
-    call = _call(None, u, dt, A, B, C, D, z, dt_bias, True)
+    call = make_call(None, u, dt, A, B, C, D, z, dt_bias, True)
     if y.numel():
         _ahead_kernel[(batch * triton.cdiv(channels, _BD),)](
             call.inputs, call.strides, None if h0 is None else h0.contiguous(), y, length, channels,
