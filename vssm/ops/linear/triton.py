@@ -17,8 +17,8 @@ Either operand is split into two numbers of 11 bits, and three of the four produ
 | more | "turned"     | as above, up to SOME rows, where there are columns enough                        |
 |      | "tf32"       | into tf32, by Triton, which needs no exponent                                    |
 | many | "before"     | into float16, by a kernel of its own, which does the norm too, or by the one     |
-|      |              | that adds the parts of the product before (`forward_split`); recordings keep     |
-|      |              | what it makes of weights (`vssm.ops.linear.weights`)                             |
+|      |              | that adds the parts of the product before (`forward_split`); a `PackedWeight`    |
+|      |              | keeps its halves                                                                 |
 | tall | "once"       | into float16, in the kernel: a program keeps its columns of the weight, with the |
 |      |              | norm's scale in them, and goes over tiles of rows, of which it loads the next    |
 
