@@ -8,7 +8,7 @@ import torch
 # Property tests draw the same examples on every machine, and slow machines do not fail them.
 from hypothesis import settings
 
-from vssm import ModelConfig, build
+from vssm import ModelConfig, State, build
 
 settings.register_profile("vssm", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("vssm")
@@ -16,7 +16,7 @@ settings.load_profile("vssm")
 KINDS = ("transformer", "ssm", "rnn", "tvae", "vrnn", "vssm")
 
 
-# Files of minutes come first: the last of several processes would otherwise work on one of them alone.
+# Slow files come first: else one of several processes would end with one of them alone.
 LONGEST = (
     "test_tutorials.py",
     "test_scan_triton.py",
@@ -93,6 +93,32 @@ def relative_error(given, expected):
     """‖given - expected‖ / ‖expected‖ in float64."""
     given, expected = given.detach().double(), expected.detach().double()
     return float((given - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def same(given, expected, tolerance=1e-5):
+    """Asserts that two tensors, or two missing ones, are equal to rounding."""
+    assert (given is None) == (expected is None)
+    if given is not None:
+        assert given.shape == expected.shape and given.dtype == expected.dtype
+        assert relative_error(given, expected) < tolerance
+
+
+def same_states(given, expected, tolerance=1e-5):
+    """Asserts that two states are equal to rounding; their names may have another order."""
+    assert (given.position, given.owner) == (expected.position, expected.owner)
+    assert given.children.keys() == expected.children.keys()
+    for name, child in given.children.items():
+        if isinstance(child, State):
+            same_states(child, expected.child(name), tolerance)
+        else:
+            same(child, expected[name], tolerance)
+
+
+def same_results(given, expected, tolerance=1e-5):
+    """Asserts that two generations are equal to rounding, with their states."""
+    same(given.x, expected.x, tolerance)
+    same(given.z, expected.z, tolerance)
+    same_states(given.state, expected.state, tolerance)
 
 
 def descendants(process, command):

@@ -1,4 +1,4 @@
-"""The house keeps its shape: public names, the direction of imports, and an import that does nothing."""
+"""The package keeps its shape: public names, directions of imports, and no traces in a process."""
 
 import ast
 import re
@@ -32,8 +32,8 @@ ORDER = (
     "particles",
     "likelihoods",
     "runs",
-    "engine",
     "sampling",
+    "engine",
     "training",
     "evaluation",
     "forecasting",
@@ -46,6 +46,7 @@ ORDER = (
 
 def test_public_names():
     assert sorted(vssm.__all__) == [
+        "Engine",
         "Forecaster",
         "Generation",
         "ModelConfig",
@@ -144,7 +145,7 @@ def test_sdist_includes_only_files_of_the_repository_root():
 
 
 def test_the_lowest_versions_that_are_tried_are_those_declared():
-    """`make lowest` installs constraints-lowest.txt; a minimum that it does not have would be untested."""
+    """`make lowest` installs constraints-lowest.txt; other minimums would be untested."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     tried = re.search(r"lowest\.txt.*?\[(.*?)\]", (ROOT / "Makefile").read_text(), re.DOTALL)
@@ -179,7 +180,8 @@ signals = {name: signal.getsignal(name) for name in signal.valid_signals()}
 start = time.perf_counter()
 from vssm import *
 seconds = time.perf_counter() - start
-heavy = {"numba", "triton", "matplotlib", "sklearn", "tyro", "pooch", "rich", "pandas"} & set(sys.modules)
+heavy = {"numba", "triton", "matplotlib", "sklearn", "tyro", "pooch", "rich", "pandas"}
+heavy &= set(sys.modules)
 assert not heavy, heavy
 assert threading.active_count() == threads
 assert dict(os.environ) == environment
@@ -197,6 +199,51 @@ def test_import_does_nothing_and_is_quick():
     )
     assert run.returncode == 0, run.stderr
     assert float(run.stdout) < 1.5
+
+
+FOOTPRINT = """
+import collections, importlib, os, signal, sys, threading, weakref
+hooks = importlib.import_module("torch.optim.optimizer")
+
+CONTAINERS = (dict, list, set, collections.deque, weakref.WeakKeyDictionary, weakref.WeakSet,
+              weakref.WeakValueDictionary)
+ROOMS = ("vssm.sampling", "vssm.nn", "vssm.models", "vssm.engine")
+
+def process():
+    return (dict(os.environ), {n: signal.getsignal(n) for n in signal.valid_signals()},
+            set(threading.enumerate()), len(hooks._global_optimizer_post_hooks),
+            len(hooks._global_optimizer_pre_hooks))
+
+def kept():
+    found = {}
+    for module in [m for name, m in sys.modules.items() if name.startswith(ROOMS)]:
+        for name, value in vars(module).items():
+            if name[:2] != "__" and isinstance(value, CONTAINERS):
+                found[module.__name__, name] = len(value)
+            elif hasattr(value, "cache_info"):
+                found[module.__name__, name] = value.cache_info().currsize
+    return found
+
+before = process()
+import vssm
+sizes = kept()
+assert ("vssm.models", "MODELS") in sizes
+for kind in ("vssm", "tvae", "vrnn", "ssm", "rnn", "transformer"):
+    config = vssm.ModelConfig(kind=kind, features=3, width=8, layers=1, heads=2)
+    model = vssm.build(config)
+    state = vssm.generate(model, prompt=vssm.generate(model, num=2, length=4).x, length=3).state
+    vssm.generate(model, length=2, state=state)
+    vssm.Engine(model).generate(num=2, length=4)
+assert process() == before
+assert kept() == sizes, (kept(), sizes)
+"""
+
+
+def test_generation_leaves_no_trace_in_the_process():
+    """No handler of signals, no variable, no thread, no hook, and nothing kept in a module."""
+    command = [sys.executable, "-c", FOOTPRINT]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 KERNEL = """

@@ -1,9 +1,8 @@
-"""A vssm with levels of latents keeps the promises of a vssm: bounds, chunks, resuming, prompts, ragged."""
+"""A vssm with levels keeps the promises of a vssm: bounds, chunks, resuming, prompts, ragged."""
 
 import itertools
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from tests.conftest import relative_error, sequences, small_config, small_model
 from vssm import generate, load, log_likelihood, objective, observe, save
 from vssm.config import ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig
-from vssm.engine import graphs
-from vssm.evaluation.scores import reconstruction
 from vssm.models import Ladder
 from vssm.nn import State
 from vssm.sampling.ragged import generate_ragged
@@ -224,29 +221,6 @@ def test_ragged_prompts_generate_as_alone(model):
         )
 
 
-@torch.no_grad()
-def test_a_replay_is_the_plain_call(model, monkeypatch):
-    monkeypatch.setattr(graphs, "DEVICES", ("cpu",))
-    x = sequences(model, 2, 3)
-    for options in (
-        {},
-        {"prompt": x},
-        {"chunk": 2},
-        {"chunk": 2, "recondition": True, "observe": "sample"},
-    ):
-        for seed in range(4):  # the second call records
-            a, b = (
-                generate(model, num=2, length=5, seed=seed, graphs=on, **options)
-                for on in (True, False)
-            )
-            assert relative_error(a.x, b.x) < 1e-6 and torch.equal(a.z, b.z)
-            a, b = (
-                generate(model, length=2, state=made.state, graphs=on)
-                for made, on in ((a, True), (b, False))
-            )
-            assert relative_error(a.x, b.x) < 1e-6 and a.state.position == b.state.position
-
-
 @pytest.mark.parametrize(
     "head", ["bernoulli", "categorical", "logistic-mixture", "gaussian-learned"]
 )
@@ -402,9 +376,7 @@ def test_samples_of_the_head_do_not_depend_on_chunks(spans):
     assert relative_error(torch.cat([first.x, rest], 1), whole) < 1e-5
 
 
-@torch.no_grad()
-def test_only_latents_that_begin_are_components():
+def test_latents_begin_once_for_each_span():
     model = small_model("vssm", levels=3, latents=6, spans=(4, 2, 1))
-    x = sequences(model, 5, 9)
-    work = SimpleNamespace(model=model, batches=lambda stage, index: [(0, x, None)])
-    assert reconstruction(work, range(5))["components"] == 2 * (3 + 5 + 9)
+    begins = model.begins(9)
+    assert begins.shape == (9, 6) and begins.sum() == 2 * (3 + 5 + 9)

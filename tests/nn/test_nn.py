@@ -1,4 +1,4 @@
-"""Blocks and the stack: cut anywhere, causal, differentiable through the state; and the State itself."""
+"""Blocks and stacks are causal, differentiable and can be cut anywhere; and the State itself."""
 
 import copy
 import json
@@ -9,12 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from tests.conftest import relative_error, small_config
 from vssm.nn import BLOCKS, LatentEmbedding, Stack, State, reserve, trim
-from vssm.nn.mamba import decays
 from vssm.ops import causal_conv_silu
 
 KIND_OF_BLOCK = {"mamba": "ssm", "attention": "transformer", "gru": "rnn"}
@@ -109,31 +106,6 @@ def test_reserved_cache_is_the_same_and_keeps_old_states_usable():
         assert trim(state).child("0")["k"].shape[2] == 9
         again, _ = stack(x[:, 4:], old)
         assert relative_error(again, whole[:, 4:]) < 1e-5
-
-
-def test_decays_of_all_blocks_at_once():
-    """Which a stack computes ahead on a GPU where there is no gradient."""
-    stack = Stack(small_config("ssm"), torch.nn.Identity(), 3)
-    known = decays(stack.blocks)
-    assert len(known) == len(stack.blocks) and not known[0].requires_grad
-    x = torch.randn(2, 5, small_config("ssm").width)
-    for block, A in zip(stack.blocks, known, strict=True):
-        assert torch.equal(A, -block.mixer.A_log.exp())
-        assert torch.equal(block(x, None, A.clone)[0], block(x)[0])
-    assert decays(Stack(small_config("rnn"), torch.nn.Identity(), 3).blocks) == []
-
-
-def test_decays_of_sharded_blocks_are_left_to_the_blocks():
-    stack = Stack(small_config("ssm"), torch.nn.Identity(), 3)
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
-        for block in stack.blocks:
-            fully_shard(block, mesh=init_device_mesh("cpu", (1,)))
-        assert decays(stack.blocks) == []
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_latent_embedding_of_classes_equals_one_hot():
@@ -336,7 +308,7 @@ def test_a_large_batch_of_a_gru_is_read_in_parts_of_time(most, shapes, monkeypat
         )
 
     wanted = [results(state) for state in states]
-    monkeypatch.setattr("vssm.nn.gru._MOST_GATES", most * 3 * 16)
+    monkeypatch.setattr("vssm.nn.gru.MOST_GATES", most * 3 * 16)
     block.gru.register_forward_hook(
         lambda gru, inputs, outputs: seen.append(tuple(inputs[0].shape[:2]))
     )
@@ -359,52 +331,27 @@ def test_a_gru_reads_fifty_thousand_rows():
         assert torch.isfinite(state["h"]).all()
 
 
-def test_a_block_makes_its_result_ready_only_where_nobody_else_sees_it():
-    stack = Stack(replace(small_config("ssm"), layers=3), torch.nn.Identity(), 5)
-    mixers = [block.mixer for block in stack.blocks]
-    assert [stack._after(i) for i in range(3)] == [
-        *((block.norm, len(block.mixer.in_proj.weight)) for block in stack.blocks[1:]),
-        (stack.norm, 5),
-    ]
-    for module, silent in (
-        (stack.blocks[1], {0, 1}),
-        (mixers[2], {1, 2}),
-        (stack.out, {2}),
-    ):
-        hook = module.register_forward_hook(lambda *_: None)
-        assert {i for i in range(3) if stack._after(i) is None} == silent
-        hook.remove()
-    stack.blocks[1] = torch.nn.Sequential(stack.blocks[1])
-    assert {i for i in range(3) if stack._after(i) is None} == {0, 1}
-
-
-@torch.no_grad()
-def test_a_last_product_that_is_listened_to_or_another_is_called():
-    block, x = make_block("mamba"), torch.randn(2, 5, 16)
-    then, seen = (block.norm, len(block.mixer.in_proj.weight)), []
-    wanted = block(x)[0]
-    hook = block.mixer.out_proj.register_forward_hook(lambda *_: seen.append(1))
-    assert torch.equal(block(x, then=then)[0], wanted) and seen == [1]
-    hook.remove()
-
-    class Twice(torch.nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer, self.weight = layer, layer.weight
-
-        def forward(self, y):
-            return 2 * self.layer(y)
-
-    block.mixer.out_proj = Twice(block.mixer.out_proj)
-    assert torch.allclose(block(x, then=then)[0], 2 * (wanted - x) + x, atol=1e-6)
+def test_a_step_of_a_gru_equals_its_layer():
+    block = make_block("gru").double()
+    x = torch.randn(3, 6, 16, dtype=torch.float64)
+    whole, _ = block(x)
+    y, state = block(x[:, :1])
+    assert relative_error(y, whole[:, :1]) < 1e-12
+    y, state = block(x[:, 2:], block(x[:, 1:2], state)[1])
+    assert relative_error(y, whole[:, 2:]) < 1e-12
+    assert state.position == 6
 
 
 class Adapted(torch.nn.Module):
-    """As adapters do it: takes the place of a layer, and adds to what it makes."""
+    """Takes the place of a layer and adds to its result, as adapters do.
+
+    The scan adds the bias of `dt_proj`, so an adapter shows it.
+    """
 
     def __init__(self, layer):
         super().__init__()
-        self.layer, self.extra = layer, torch.nn.Parameter(torch.zeros(layer.out_features))
+        self.layer, self.bias = layer, layer.bias
+        self.extra = torch.nn.Parameter(torch.zeros(layer.out_features))
 
     def forward(self, x):
         return self.layer(x) + self.extra
@@ -450,6 +397,6 @@ def test_who_listens_to_a_layer_sees_its_input_and_output(name):
     layer.register_forward_hook(lambda _, given, made: seen.append((given, made)))
     assert torch.allclose(stack(x)[0], wanted, atol=1e-6)
     ((given,), made) = seen[0]
-    assert len(seen) == 1 and torch.allclose(
-        made, torch.nn.functional.linear(given, layer.weight, layer.bias), atol=1e-6
-    )
+    bias = None if name.endswith("dt_proj") else layer.bias  # the scan adds it
+    wanted = torch.nn.functional.linear(given, layer.weight, bias)
+    assert len(seen) == 1 and torch.allclose(made, wanted, atol=1e-6)

@@ -699,32 +699,3 @@ def test_normal_draws_reach_into_the_tails():
 def test_normal_draw_refuses(change, message):
     with pytest.raises(ValueError, match=message):
         normal_draw(change(normal(2, 6)), noises(2, 3), backend="triton")
-
-
-@kernels
-@pytest.mark.parametrize("kind", ["vssm", "tvae"])
-def test_the_probe_of_a_recording_is_that_of_pytorch(kind):
-    """And it changes when a bit does."""
-    from vssm.sampling import parallel, probe_triton
-
-    model = small_model(kind).to(DEVICE)
-    place = torch.zeros((), dtype=torch.int64, pin_memory=DEVICE == "cuda")
-    seen = set()
-    for _ in range(2):
-        probe_triton.show((model.partial.blank, model.partial.norm.weight), place)
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        assert place.item() == int(parallel._probe(model))
-        seen.add(place.item())
-        model.partial.norm.weight.data[3] += 1e-6
-    assert len(seen) == 2
-
-
-@kernels
-@pytest.mark.parametrize("size", [1, 5, 1030])
-def test_a_number_of_the_host_fills_a_tensor(size):
-    from vssm.ops.tell_triton import tell
-
-    number, target = torch.tensor(-(2**62) - 3), torch.zeros(size, dtype=torch.int64, device=DEVICE)
-    tell(number.pin_memory() if DEVICE == "cuda" else number, target)
-    assert (target == -(2**62) - 3).all()

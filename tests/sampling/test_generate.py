@@ -1,6 +1,5 @@
 """One seed gives one sample, however it is made."""
 
-import copy
 import re
 
 import pytest
@@ -8,20 +7,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import KINDS, relative_error, sequences, small_model
+from tests import conftest
+from tests.conftest import KINDS, relative_error, same_states, sequences, small_model
+from tests.interpreter import INTERPRETED, run_interpreted
 from vssm import State, generate, load, log_likelihood, noise, objective, observe, save
-from vssm.sampling import parallel
+from vssm.ops.scan_ahead import scan_ahead, scan_ahead_reference
 from vssm.sampling.ahead import posterior_ahead
-from vssm.sampling.parallel import _empty_runs
 
 PARALLEL = ("tvae", "vssm")
 AUTOREGRESSIVE = ("transformer", "ssm", "rnn")
 TOLERANCE = 1e-4
 
 
-def same(a, b):
-    assert a.shape == b.shape
-    assert relative_error(a, b) < TOLERANCE
+def same(given, expected):
+    conftest.same(given, expected, TOLERANCE)
 
 
 @pytest.mark.parametrize("sample", ["mean", "sample"])
@@ -129,7 +128,7 @@ def test_one_prompt_serves_many_rows(kind):
 
 
 def z_scores_of_means(make, seeds=12, samples=500):
-    """Returns how far the means of samples with different seeds lie apart, in their Monte Carlo errors."""
+    """Returns the spread of means of samples over seeds, in units of their Monte Carlo error."""
     x = torch.stack([make(seed, samples) for seed in range(seeds)])  # (seeds, samples, D)
     return x.mean(1).std(0) / (x.std(1).mean(0) / samples**0.5)
 
@@ -310,81 +309,60 @@ def test_a_state_can_be_forked_again_and_again(kind):
 
 
 @pytest.mark.parametrize("kind", PARALLEL)
-def test_unconditional_generation_runs_the_partial_posterior_on_one_row(kind, monkeypatch):
-    model = small_model(kind)
-    run, batches = model.partial.run, []
-
-    def spy(e, state=None):
-        batches.append(e.shape)
-        return run(e, state)
-
-    monkeypatch.setattr(model.partial, "run", spy)
-    first = generate(model, num=5, length=7, seed=1).x
-    generate(model, num=9, length=7, seed=2)
-    assert batches == [(1, 7, 16)], "one row, once per length"
-    with torch.no_grad():
-        model.partial.blank.add_(torch.randn(16))  # training changes the weights in place
-    changed = generate(model, num=5, length=7, seed=1).x
-    assert len(batches) == 2, "new weights, new pass"
-    assert relative_error(changed, first) > 1e-3
-    for parameter in model.partial.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    torch.optim.AdamW(model.partial.parameters(), lr=0.1, fused=True).step()  # counts no version
-    assert relative_error(generate(model, num=5, length=7, seed=1).x, changed) > 1e-3
+def test_generation_from_nothing_runs_the_partial_posterior_on_one_row(kind):
+    model, seen = small_model(kind), []
+    model.partial.blocks[0].register_forward_hook(
+        lambda _, given, made: seen.append(given[0].shape)
+    )
+    generate(model, num=5, length=7, seed=1)
+    generate(model, num=9, length=7, seed=2, chunk=3)
+    assert seen == [(1, 7, 16), (1, 7, 16)]
 
 
-def fused_step(weights):
-    """One step of an optimiser that counts no versions."""
-    for weight in weights:
-        weight.grad = torch.randn_like(weight)
-    torch.optim.AdamW(weights, lr=0.3, fused=True).step()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_of_the_weights_is_seen(kind):
+    """Also one that PyTorch does not count: of `data`, or by a fused optimiser."""
+    model, made = small_model(kind), []
+    for change in (None, "data", "optimiser"):
+        for weight in model.parameters() if change else ():
+            weight.grad = torch.randn_like(weight)
+            if change == "data":
+                weight.data.mul_(1.5)
+        if change == "optimiser":
+            torch.optim.AdamW(model.parameters(), lr=0.3, fused=True).step()
+        fresh = small_model(kind)
+        fresh.load_state_dict(model.state_dict())
+        made.append(generate(model, num=4, length=5).x)
+        assert torch.equal(made[-1], generate(fresh, num=4, length=5).x)
+    assert relative_error(made[0], made[1]) > 1e-3 and relative_error(made[1], made[2]) > 1e-3
 
 
-UNSEEN = {
-    "an optimiser of the last layer": lambda partial: fused_step(
-        [partial.out.weight, partial.out.bias]
-    ),
-    "an optimiser of the blocks": lambda partial: fused_step(list(partial.blocks.parameters())),
-    "data": lambda partial: partial.out.weight.data.mul_(5),
-    "data of a block": lambda partial: next(iter(partial.blocks.parameters())).data.mul_(-2),
-}
+class Adapter(torch.nn.Module):
+    """Takes the place of a layer, as adapters do, and may be switched off."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.enabled = layer, True
+
+    def forward(self, x):
+        return self.layer(x) * (3 if self.enabled else 1)
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("change", UNSEEN)
-@pytest.mark.parametrize("kind", PARALLEL)
-def test_an_empty_pass_of_weights_that_changed_unseen_is_not_taken(kind, change, graphs):
-    model = small_model(kind)
-    options = {"num": 4, "length": 6, "seed": 1, "graphs": graphs}
-    first, versions = generate(model, **options), [w._version for w in model.parameters()]
-    UNSEEN[change](model.partial)
-    assert versions == [w._version for w in model.parameters()]
-    changed = generate(model, **options)
-    fresh = generate(copy.deepcopy(model), **options)
-    assert torch.equal(changed.z, fresh.z) and torch.equal(changed.x, fresh.x)
-    assert not torch.equal(changed.z, first.z)
-
-
-def test_one_number_that_changed_unseen_is_seen_without_graphs():
-    model = small_model("vssm")
-    first = generate(model, num=8, length=6, seed=1).z
-    model.partial.out.weight.data[1, 1] += 9
-    changed = generate(model, num=8, length=6, seed=1, graphs=False).z
-    assert torch.equal(changed, generate(copy.deepcopy(model), num=8, length=6, seed=1).z)
-    assert not torch.equal(changed, first)
-
-
-def test_a_remembered_pass_is_of_one_precision_and_for_every_mode():
-    model, options = small_model("vssm"), {"num": 64, "length": 12, "seed": 1}
-    with torch.inference_mode():
-        generate(model, **options)
-    plain = generate(model, **options)
-    assert not any(leaf.is_inference() for leaf in plain.state.leaves())
-    with torch.autocast("cpu", torch.bfloat16):
-        half = generate(model, **options).z
-        assert torch.equal(half, generate(copy.deepcopy(model), **options).z)
-    assert torch.equal(generate(model, **options).z, plain.z)
-    assert not torch.equal(half, plain.z), "precision matters here"
+@pytest.mark.parametrize("part", ["partial", "decoder", "stack"])
+def test_adapters_and_hooks_are_called_in_every_call(part):
+    model = small_model("ssm" if part == "stack" else "vssm")
+    options = {"num": 2, "length": 6, "seed": 4, "temperature": 0.5, "observe": "sample"}
+    stack, seen = getattr(model, part), []
+    plain = generate(model, **options).x
+    stack.out = Adapter(stack.out)
+    loud = generate(model, **options).x
+    assert relative_error(loud, plain) > 1e-3
+    stack.out.enabled = False
+    assert torch.equal(generate(model, **options).x, plain)
+    stack.out.register_forward_hook(lambda _, given, made: seen.append(made) or 3 * made)
+    for calls in (1, 2):
+        assert relative_error(generate(model, **options).x, loud) < 1e-6
+        assert len(seen) == calls * (6 if part == "stack" else 1)
 
 
 @pytest.mark.parametrize("num", [1, 3])
@@ -430,15 +408,6 @@ def reading_model(kind, **options):
                 if parameter.ndim > 1:
                     parameter.mul_(4)
     return model
-
-
-def same_states(a, b):
-    assert (a.position, list(a.children)) == (b.position, list(b.children))
-    for name, child in a.children.items():
-        if isinstance(child, State):
-            same_states(child, b.child(name))
-        else:
-            assert relative_error(child, b[name]) < 1e-5, name
 
 
 def same_samples(a, b, steps=None):
@@ -497,7 +466,7 @@ def test_passes_inside_chunks(kind):
         refined = generate(model, length=8, chunk=chunk, passes=chunk, recondition=True, **options)
         same_samples(refined, stepwise)
         same_states(refined.state, stepwise.state)
-    # Two passes: the second chunk goes on from the first, as does a call that resumes; reading is implied.
+    # With two passes the second chunk reads the first, as a call that resumes does.
     both = generate(model, length=8, chunk=4, passes=2, **options)
     first = generate(model, length=4, passes=2, **options)
     rest = generate(model, length=4, passes=2, state=first.state)
@@ -681,13 +650,13 @@ def test_bad_states_are_named():
         generate(ssm, length=2, state=observe(ssm, x), cache=False)
 
 
-@pytest.mark.parametrize("kind", AUTOREGRESSIVE)
-def test_noise_that_is_drawn_in_portions_is_the_same_noise(kind, monkeypatch):
-    model = small_model(kind)
-    options = {"prompt": sequences(model, 2, 2), "length": 7, "seed": 3, "observe": "sample"}
-    whole = generate(model, **options).x
-    monkeypatch.setattr("vssm.sampling.stepwise._NOISE_STEPS", 3)
-    same(generate(model, **options).x, whole)
+def test_noise_of_a_long_loop_is_that_of_its_parts():
+    """A loop draws the noise of 1,024 steps at a time."""
+    model = small_model("rnn", width=8, layers=1)
+    whole = generate(model, num=2, length=1030, seed=3, observe="sample")
+    first = generate(model, num=2, length=1020, seed=3, observe="sample")
+    rest = generate(model, length=10, state=first.state, observe="sample")
+    same(torch.cat([first.x, rest.x], 1), whole.x)
 
 
 @pytest.mark.parametrize("kind", AUTOREGRESSIVE)
@@ -714,23 +683,6 @@ def test_temperature_multiplies_the_scale_of_an_observation(options):
         return sample - mean
 
     same(noise(0.25), 0.25 * noise(1.0))
-
-
-def test_the_last_empty_passes_are_remembered():
-    model = small_model("vssm", width=8, layers=1)
-    for length in range(1, 12):
-        generate(model, length=length)
-    assert list(_empty_runs[model]) == list(range(4, 12))
-
-
-def test_empty_passes_are_remembered_up_to_some_bytes(monkeypatch):
-    model = small_model("vssm", width=8, layers=1)
-    step = model.config.latents * model.config.classes * 4
-    monkeypatch.setattr(parallel, "_EMPTY_BYTES", 10 * step)
-    made = [generate(model, length=length).x for length in (4, 5, 6, 11)]
-    assert list(_empty_runs[model]) == [6], "5 and 6 are too much together, and 11 alone"
-    for length, x in zip((4, 5, 6, 11), made, strict=True):
-        assert torch.equal(generate(model, length=length).x, x)
 
 
 @pytest.mark.parametrize("kind", ["vssm", "tvae"])
@@ -764,19 +716,16 @@ def test_chunks_from_nothing_share_one_empty_pass(monkeypatch):
 
     monkeypatch.setattr(model, "partial_posterior", counted)
     whole, chunks = (generate(model, num=3, length=11, chunk=chunk, seed=5) for chunk in (None, 4))
-    assert passes == [11]
+    assert passes == [11, 11]
     same(chunks.x, whole.x)
     same(
         generate(model, length=4, state=chunks.state).x,
         generate(model, length=4, state=whole.state).x,
     )
     del passes[:]
-    monkeypatch.setattr("vssm.sampling.parallel._EMPTY_STEPS", 11)
-    long = generate(
-        model, num=2, length=12, chunk=5, seed=5
-    )  # one row of 12 steps is more than two of 5
-    assert passes == [5, 5, 2]
-    same(long.x, generate(model, num=2, length=12, seed=5).x)
+    long = generate(model, length=4100, chunk=2000, seed=5)  # one row of all steps is too much
+    assert passes == [2000, 2000, 100]
+    same(long.x, generate(model, length=4100, seed=5).x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

@@ -1,4 +1,4 @@
-"""A row of a ragged batch is the row alone: in generation, in the training loss and in the likelihood."""
+"""A row of a ragged batch is the row alone: generated, in the training loss and the likelihood."""
 
 import sys
 from unittest import mock
@@ -71,7 +71,7 @@ def test_options_and_states_of_a_row(kind, options):
 
 
 class _Noise:
-    """Gives every row the same numbers at the same step, in one draw for all steps or step by step."""
+    """Gives every row the same numbers at the same step, in one draw or step by step."""
 
     def __init__(self):
         self.table, self.step = torch.rand(20, 8, 8, generator=torch.Generator().manual_seed(3)), 0

@@ -118,8 +118,10 @@ class Engine:
         """Generates new steps, as `vssm.generate` does."""
         asked, number = None, 0 if seed is None else seed
         if prompt is None and state is None and rows is None and type(number) is int:
-            asked = (num, length, chunk, recondition, passes, temperature, observe, cache)
-            made = self._replay_unconditional(asked, number)
+            asked = _plain_arguments(
+                num, length, chunk, recondition, passes, temperature, observe, cache
+            )
+            made = self._replay_unconditional(asked, number, length)
             if made is not None:
                 return made
         with torch.no_grad():
@@ -138,9 +140,8 @@ class Engine:
                 rows,
                 cache,
             )
-            x, z, after = self._sample(
-                request, asked, number if type(number) is int and asked else None
-            )
+            known = number if asked is not None and isinstance(number, int) else None
+            x, z, after = self._sample(request, asked, known)
             return Generation(x, z, own_state(self._model, after, request.source))
 
     @torch.no_grad()
@@ -182,15 +183,14 @@ class Engine:
         numbers = (torch.tensor(number, device=self.device) for number in (seed, first))
         return finish(*paths_after(model, task, x.to(self.device), times, *numbers))
 
-    def _replay_unconditional(self, asked: tuple, seed: int) -> Generation | None:
-        """Fast path for calls from nothing; returns None if nothing was recorded for it."""
-        types = tuple(map(type, asked))  # 1, 1.0 and True are equal
-        if not set(types) <= set(_PLAIN_TYPES) or not -(2**63) <= seed < 2**63:
+    def _replay_unconditional(
+        self, asked: tuple | None, seed: int, length: int
+    ) -> Generation | None:
+        """Replays a call from nothing without more checks; returns None if it was not recorded."""
+        key = None if asked is None else self._unconditional.get(asked)
+        if key is None or not -(2**63) <= seed < 2**63:
             return None
-        key = self._unconditional.get((asked, types))
-        if key is None:
-            return None
-        made = self._programs.replay(key, State({}), {"seed": seed}, asked[1])
+        made = self._programs.replay(key, State({}), {"seed": seed}, length)
         if made is None:
             return None
         state = made.child("state")
@@ -227,7 +227,8 @@ class Engine:
         size *= first_weight(model).itemsize
         if not steps or steps * size > _EMPTY_BYTES or torch.is_autocast_enabled(self.device.type):
             return None
-        if steps not in self._empty:
+        made = self._empty.get(steps)
+        if made is None:
             if (sum(self._empty) + steps) * size > _EMPTY_BYTES:
                 self._programs.clear()  # they read the passes
                 self._empty.clear()
@@ -236,7 +237,7 @@ class Engine:
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()  # any stream may read it
             self._empty[steps] = made
-        return self._empty[steps]
+        return made
 
     def _one_shot(self, request: Request, asked: tuple | None, seed: int | None) -> Result | None:
         """Replays a whole call of a vssm or tvae; returns None if the plain path should run."""
@@ -267,7 +268,7 @@ class Engine:
         if asked is not None:
             if len(self._unconditional) >= _CALLS:
                 self._unconditional.clear()
-            self._unconditional[asked, tuple(map(type, asked))] = key
+            self._unconditional[asked] = key
         return made["x"], made["z"], made.child("state")
 
     def _autoregressive_steps(
@@ -297,8 +298,8 @@ class Engine:
             lambda at, count: State({"u": source.observation(model, at, count)}),
             options.length,
         )
-        if made is None:
-            return None
+        if made is None:  # the prompt is read already
+            return sample(model, None, state, source, options)
         out, after = made
         children = {"stack": after.child("stack"), "last": after["last"]}
         return out["x"], None, State(children, after.position)
@@ -404,6 +405,15 @@ class Engine:
             out, carried = made
             parts.append(out)
         return join_steps(parts), carried
+
+
+def _plain_arguments(*arguments: object) -> tuple | None:
+    """Returns arguments as a key, with their types, because 1, 1.0 and True are equal.
+
+    Returns None if one of them is of another type: an array may change its value between calls.
+    """
+    types = tuple(map(type, arguments))
+    return (arguments, types) if all(kind in _PLAIN_TYPES for kind in types) else None
 
 
 def _portable(model: Model, state: State) -> State:

@@ -8,23 +8,30 @@ the kernel that ends a product also adds the residual, and norms and splits the 
 that follows.
 """
 
+from typing import TypeGuard, TypeVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.models import Model, Variational
-from vssm.nn import AttentionBlock, GRUBlock, MambaBlock, Stack, State
+from vssm.nn import AttentionBlock, GRUBlock, MambaBlock, MambaMixer, Stack, State
+from vssm.nn.mamba import StepSizes
 from vssm.ops import selective_scan
 from vssm.ops.conv import linear_conv_silu
 from vssm.ops.linear import Linear, PackedWeight, Ready, linear, linear_ready
+from vssm.ops.norm import RMSNorm
 
 __all__ = ["decode_step", "fuse"]
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 def fuse(model: Model, backend: str = "auto") -> None:
     """Replaces the layers, blocks and stacks of a frozen model by fused ones, in place.
 
-    Modules of other classes, such as adapters that replace a layer, stay as they are.
+    Modules of other classes, such as adapters that replace a layer, and modules with hooks stay as
+    they are. So do the blocks that own them.
 
     Arguments:
         model: The model. Its weights must not change any more.
@@ -38,24 +45,35 @@ def fuse(model: Model, backend: str = "auto") -> None:
 def _replace(parent: nn.Module, backend: str) -> None:
     for name, child in list(parent.named_children()):
         _replace(child, backend)
-        if type(child) is Linear:
+        if _unchanged(child, Linear):
             child = PackedLinear(child, backend)
-        elif type(child) is MambaBlock and _packed(child.mixer):
+        elif _unchanged(child, MambaBlock) and _fusible_mamba(child):
             child = FusedMamba(child, backend)
-        elif type(child) is AttentionBlock and _packed(child):
+        elif _unchanged(child, AttentionBlock) and _packed(child):
             child = FusedAttention(child)
-        elif type(child) is GRUBlock:
+        elif _unchanged(child, GRUBlock) and _unchanged(child.norm, nn.RMSNorm):
             child = FusedGRU(child, backend)
-        elif type(child) is Stack:
+        elif _unchanged(child, Stack):
             child = FusedStack(child)
         setattr(parent, name, child)
 
 
+def _unchanged(module: nn.Module, kind: type[_Module]) -> TypeGuard[_Module]:
+    """Says whether a module is of exactly that class, and nobody listens to it."""
+    return type(module) is kind and not (module._forward_hooks or module._forward_pre_hooks)
+
+
 def _packed(module: nn.Module) -> bool:
-    """Says whether no linear layer of a block was replaced, except by `PackedLinear`."""
+    """Says whether all linear layers of a module were replaced by `PackedLinear`."""
     names = ("in_proj", "x_proj", "out_proj", "c_attn", "c_proj", "mlp_c_fc", "mlp_c_proj")
     layers = [getattr(module, name) for name in names if hasattr(module, name)]
     return all(type(layer) is PackedLinear for layer in layers)
+
+
+def _fusible_mamba(block: MambaBlock) -> bool:
+    mixer = block.mixer
+    ours = _unchanged(mixer, MambaMixer) and _unchanged(mixer.dt_proj, StepSizes)
+    return ours and _unchanged(block.norm, RMSNorm) and _packed(mixer)
 
 
 class PackedLinear(nn.Module):
@@ -172,7 +190,8 @@ class FusedStack(Stack):
             before = None if state is None else state.child(str(i))
             x, children[str(i)] = block(x, before, self._following(i))
         position = e.shape[1] + (0 if state is None else state.position)
-        return self.out(x, norm=self.norm), State(children, position)
+        y = self.out(x, norm=self.norm) if self._fused_out() else self.out(self.norm(x))
+        return y, State(children, position)
 
     def _following(self, i: int) -> tuple[nn.RMSNorm, int] | None:
         """Returns the norm and the number of columns of the product that reads block i."""
@@ -180,9 +199,14 @@ class FusedStack(Stack):
             following = self.blocks[i + 1]
             assert isinstance(following, FusedMamba)
             return following.norm, len(following.mixer.in_proj.weight)
-        if not isinstance(self.out, PackedLinear) or not isinstance(self.norm, nn.RMSNorm):
+        if not self._fused_out():
             return None
+        assert isinstance(self.norm, nn.RMSNorm)
         return self.norm, len(self.out.weight)
+
+    def _fused_out(self) -> bool:
+        """Says whether the last product also does the norm."""
+        return isinstance(self.out, PackedLinear) and _unchanged(self.norm, RMSNorm)
 
 
 def decode_step(stack: Stack, e: Tensor, caches: list[Tensor], at: Tensor, codes: Tensor) -> Tensor:

@@ -114,7 +114,10 @@ class OneShot:
         with torch.inference_mode(False):
             inputs = inputs.map(lambda t: t.clone(memory_format=torch.contiguous_format))
             self._scalars = {name: tensor.clone() for name, tensor in scalars.items()}
-        self._static = list(inputs.leaves())
+        self._static, self._function = (
+            list(inputs.leaves()),
+            function,
+        )  # a graph reads what it holds
         everything = State({**inputs.children, **self._scalars})
         self._recording = recorder.record(lambda: OutputTree(function(everything)))
 
@@ -183,18 +186,21 @@ class Loop:
                     lambda t: t[:, :size].clone(memory_format=torch.contiguous_format)
                 )
                 before = self._carried.map(torch.clone)
-            recording = self._recorder.record(partial(self._run, static, size))
+            run = partial(_run_steps, self._step, self._carried, static, size)
+            recording = self._recorder.record(run)
             self._blocks[size] = list(static.leaves()), recording
             copy(self._carried.leaves(), before.leaves())  # recording has run the steps
         return self._blocks[size]
 
-    def _run(self, feed: State, size: int) -> State:
-        now, made = self._carried, []
-        for t in range(size):
-            now, outputs = self._step(now, feed.map(lambda tensor, t=t: tensor[:, t : t + 1]))
-            made.append(outputs)
-        copy(self._carried.leaves(), now.leaves())
-        return join_steps(made)
+
+def _run_steps(step: Step, carried: State, feed: State, size: int) -> State:
+    """Runs some steps of a loop: writes the carried tree, and returns the outputs."""
+    now, made = carried, []
+    for t in range(size):
+        now, outputs = step(now, feed.map(lambda tensor, t=t: tensor[:, t : t + 1]))
+        made.append(outputs)
+    copy(carried.leaves(), now.leaves())
+    return join_steps(made)
 
 
 class Decoder(Loop):

@@ -15,7 +15,7 @@ __all__ = ["GRUBlock"]
 
 # Values of gates in a call. With 50,000 rows of 168 steps, 1.6e9, an H200 read where it must not
 # (cuDNN 9).
-_MOST_GATES = 2**28
+MOST_GATES = 2**28
 
 
 class GRUBlock(nn.Module):
@@ -45,7 +45,7 @@ class GRUBlock(nn.Module):
         steps.
         """
         h = x.new_zeros(len(x), x.shape[2]) if h is None else h
-        rows = max(1, _MOST_GATES // (3 * x.shape[2]))
+        rows = max(1, MOST_GATES // (3 * x.shape[2]))
         steps = max(1, rows // max(1, len(x)))
         ys, lasts = [], []
         for part, last in zip(x.split(rows), h.split(rows), strict=True):

@@ -21,7 +21,7 @@ from vssm.ops import causal_conv_silu, selective_scan
 from vssm.ops.linear import Linear, apply_in_halves, linear
 from vssm.ops.norm import RMSNorm
 
-__all__ = ["MambaBlock", "MambaMixer"]
+__all__ = ["MambaBlock", "MambaMixer", "StepSizes"]
 
 _DT_RANGE = (1e-3, 1e-1)  # range of the initial step sizes, log-uniform
 _DT_FLOOR = 1e-4
@@ -37,7 +37,7 @@ class MambaMixer(nn.Module):
         self.in_proj = Linear(width, 2 * inner, bias=False)
         self.conv1d = nn.Conv1d(inner, inner, config.conv, groups=inner, padding=config.conv - 1)
         self.x_proj = Linear(inner, rank + 2 * states, bias=False)
-        self.dt_proj = _StepSizes(rank, inner)
+        self.dt_proj = StepSizes(rank, inner)
         self.A_log = nn.Parameter(torch.arange(1.0, states + 1).log().repeat(inner, 1))
         self.D = nn.Parameter(torch.ones(inner))
         self.out_proj = Linear(inner, width, bias=False)
@@ -64,10 +64,11 @@ class MambaMixer(nn.Module):
         return self.out_proj(y), State({"conv": conv, "ssm": h}, position)
 
 
-class _StepSizes(nn.Linear):
-    """A linear layer whose bias the scan adds: bfloat16 would round small step sizes away."""
+class StepSizes(nn.Linear):
+    """Creates a linear layer whose bias the scan adds: bfloat16 would round small steps away."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Maps x (..., rank) to (..., inner), without the bias."""
         return linear(x, self.weight)
 
 

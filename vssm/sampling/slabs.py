@@ -25,7 +25,7 @@ _CPU_BYTES = 2**32  # of a slab on a CPU
 _COPIES = 3.75  # of its keys and values that a recorded transformer takes, as measured on an H200
 _USABLE = 0.9  # of a GPU's memory
 _LOGITS = 3  # copies of the latents' logits of a pass
-_SHORTEST = 256  # steps of a chunk: with fewer, rows are divided
+SHORTEST = 256  # steps of a chunk: with fewer, rows are divided
 
 _Rows = Tensor | State | Noise | None
 
@@ -44,14 +44,14 @@ def fitting(model: Model, options: Options, num: int, known: int, reads: bool) -
     if options.recondition or model.config.block != "mamba":  # chunks mean more, or take longer
         return options
     weight = first_weight(model)
-    taken = num * _bytes_of_step(model, weight, reads)
+    taken = num * bytes_of_step(model, weight, reads)
     if not reads:  # the latents' logits of one row, for all
         taken += _LOGITS * model.config.latents * model.config.classes * weight.itemsize
     room = bytes_of_slab(weight.device) // taken - known
-    most = max(room, _SHORTEST)
+    most = max(room, SHORTEST)
     if min(options.chunk, options.length) <= most:
         return options
-    count = max(1, min(-(-options.length // most), options.length // _SHORTEST))
+    count = max(1, min(-(-options.length // most), options.length // SHORTEST))
     return options._replace(chunk=min(options.chunk, -(-options.length // count)))  # of one size
 
 
@@ -66,7 +66,7 @@ def rows_of_slab(model: Model, num: int, steps: int, reads: bool, least: int = 1
         least: The fewest rows of a slab, whatever they take.
     """
     weight = first_weight(model)
-    most = bytes_of_slab(weight.device) // max(1, steps * _bytes_of_step(model, weight, reads))
+    most = bytes_of_slab(weight.device) // max(1, steps * bytes_of_step(model, weight, reads))
     return -(-num // -(-num // max(most, least)))
 
 
@@ -80,7 +80,7 @@ def rows_of_cache(model: Model, num: int, steps: int) -> int:
         steps: The steps of a row at the end, those of prompt and state among them.
     """
     weight, config = first_weight(model), model.config
-    usable = _USABLE * _bytes_of_device(weight.device)
+    usable = _USABLE * bytes_of_device(weight.device)
     if config.block != "attention" or not usable:
         return num
     row = 2 * config.width * config.layers * steps * weight.itemsize
@@ -114,15 +114,15 @@ def in_slabs(make: Callable[..., State], rows: int, num: int, *inputs: _Rows) ->
 
 def bytes_of_slab(device: torch.device) -> int:
     """Returns how much memory a slab may take."""
-    return _bytes_of_device(device) // _SHARE or _CPU_BYTES
+    return bytes_of_device(device) // _SHARE or _CPU_BYTES
 
 
-def _bytes_of_device(device: torch.device) -> int:
+def bytes_of_device(device: torch.device) -> int:
     """Returns the memory of a GPU, and 0 of a CPU, whose programs share it."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
-def _bytes_of_step(model: Model, weight: Tensor, reads: bool) -> int:
+def bytes_of_step(model: Model, weight: Tensor, reads: bool) -> int:
     """Returns about what a pass takes for a row and step, as measured on an H200 from nothing.
 
     Products and scan of one block are in memory at a time; logits of latents and head beside them.

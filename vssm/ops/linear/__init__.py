@@ -32,6 +32,7 @@ __all__ = [
     "PackedWeight",
     "Ready",
     "apply_in_halves",
+    "has_descriptors",
     "linear",
     "linear_parts",
     "linear_ready",
@@ -213,7 +214,8 @@ def _tensor(weight: Tensor | PackedWeight) -> Tensor:
 
 
 @cache
-def _has_descriptors() -> bool:
+def has_descriptors() -> bool:
+    """Says whether there is a Triton that knows the descriptors that the kernels read."""
     try:
         return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
     except ModuleNotFoundError:  # no Triton at all
@@ -252,7 +254,7 @@ def _refusal(
         return f"add has shape {tuple(add.shape)}, not that of the result"
     if getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee") not in ("ieee", "none"):
         return "products may be less accurate than float32, which is faster"
-    if not _has_descriptors():
+    if not has_descriptors():
         return "it needs Triton 3.4 or more"
     if x.is_cuda and (
         torch.version.cuda is None or torch.cuda.get_device_capability(x.device) < (8, 0)
