@@ -1,4 +1,4 @@
-"""The page at /, in Debian's Chromium: draw, generate, stream, resume, race, and read what went wrong."""
+"""The pages / and /docs in Chromium: draw, generate, stream, resume, race, and read errors."""
 
 import re
 import shutil
@@ -230,8 +230,9 @@ def test_while_it_works_nothing_else_can_be_started_but_it_can_be_stopped(page):
 def test_everything_has_a_name_for_a_screen_reader(page):
     generate(page)
     nameless = page.evaluate(
-        """() => [...document.querySelectorAll("button, input, select, textarea, canvas")].filter(node =>
-        node.offsetParent !== null && !node.getAttribute("aria-label") && !node.textContent.trim() &&
+        """() => [...document.querySelectorAll("button, input, select, textarea, canvas")].filter(
+        node => node.offsetParent !== null && !node.getAttribute("aria-label") &&
+        !node.textContent.trim() &&
         !(node.labels && node.labels.length && node.labels[0].textContent.trim()))
         .map(node => node.outerHTML)"""
     )

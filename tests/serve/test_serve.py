@@ -1,4 +1,4 @@
-"""The server in this process: answers equal the package's, merged or alone, whole, streamed or resumed."""
+"""The server in this process: answers equal the package's, however they are batched and cut."""
 
 import base64
 import gc
@@ -24,8 +24,8 @@ from vssm.serve.errors import Refused
 from vssm.serve.jobs import Job
 from vssm.serve.models import Served, open_models
 from vssm.serve.resume import Seal, Store
-from vssm.serve.run import check_exposure, read_secret
-from vssm.serve.settings import Settings
+from vssm.serve.run import exposed_settings, read_secret
+from vssm.serve.settings import ServeOptions, Settings
 from vssm.serve.worker import Worker, compute
 
 RIGHT = "correct-horse-battery"
@@ -161,7 +161,7 @@ def test_jobs_that_differ_are_not_merged(models):
 
 
 def test_a_batch_has_at_most_so_many_rows(models):
-    """A job that does not fit waits for the next, and one that never would is a batch of its own."""
+    """A job that does not fit waits; a job that never fits is a batch of its own."""
     one = models[0]
     worker = Worker([one], Settings(max_rows=4))
     jobs = [torch.zeros(rows, dtype=torch.int64) for rows in (2, 2, 1, 6, 3)]
@@ -337,7 +337,7 @@ def test_sequences_that_follow_data_draw_latents_of_their_own(client, models, ki
 
 @pytest.fixture(scope="module")
 def small_pieces(models):
-    """Yields a client of a server whose pieces have at most 60 cells, and a list of these pieces."""
+    """Yields a client of a server whose pieces have at most 60 cells, and their list."""
     copies, pieces = [Served(one.name, one.model, one.meta) for one in models], []
     for one in copies:
         one.cells = 60
@@ -491,7 +491,8 @@ def test_what_is_left_of_a_sequence_is_the_default_and_nothing_is_refused():
                 refused = error(client.post(f"/v1/{route}", json=ask), 422)
                 assert refused["param"] == "length"
                 assert refused["message"] == (
-                    "nothing is left of the training data's 6 steps after 6; allowed: length of 1 or more"
+                    "nothing is left of the training data's 6 steps after 6; "
+                    "allowed: length of 1 or more"
                 )
                 assert array(post(client, route, **ask, length=1)).shape == (1, 1, 3)
         first = post(client, "generate", model="rnn")  # how long its data are is not known
@@ -831,12 +832,13 @@ def test_what_may_be_served_and_where(tmp_path, monkeypatch):
     monkeypatch.setattr("vssm.runs.pretrained.names", lambda: ())
     with pytest.raises(ValueError, match="ships no models"):
         open_models([])
-    assert check_exposure("::1", None, False) and check_exposure("localhost", None, False)
+    for host in ("::1", "localhost"):
+        assert host in exposed_settings(ServeOptions(host=host), None).hosts
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org", ""):
         with pytest.raises(ValueError, match="--token-file"):
-            check_exposure(host, None, False)
-        assert not check_exposure(host, "token", False)
-        assert not check_exposure(host, None, True)
+            exposed_settings(ServeOptions(host=host), None)
+        assert not exposed_settings(ServeOptions(host=host), "token").hosts
+        assert not exposed_settings(ServeOptions(host=host, insecure=True), None).hosts
     (tmp_path / "token").write_text("correct-horse-battery\n")
     (tmp_path / "token").chmod(0o644)
     assert read_secret(tmp_path / "token", "token_file") == "correct-horse-battery"

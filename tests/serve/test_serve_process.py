@@ -505,7 +505,7 @@ def test_large_prompts_are_answered_as_small_ones(defaults):
 
 
 async def serve_endless(use):
-    """Runs `use` with the port of a server whose answers never end, and the set of those that go on."""
+    """Runs `use` with the port of a server whose answers never end, and the running ones."""
     going = set()
 
     async def app(scope, receive, send):
@@ -615,24 +615,24 @@ def test_both_signals_are_a_good_end(folders, monkeypatch, name):
     assert end.value.code == 0
 
 
-def test_sigterm_finishes_what_runs_and_ends_well(folders):
-    with running(folders[1:2]) as (process, url):
-        lines = []
+def test_sigterm_finishes_what_runs_and_ends_well(server):
+    """The last test in this file: it ends the server."""
+    process, url = server
+    lines = []
 
-        def read():
-            body = {"length": 300, "stream": True}
-            with httpx.stream(
-                "POST", f"{url}/v1/generate", json=body, timeout=60, trust_env=False
-            ) as reply:
-                lines.extend(line for line in reply.iter_lines() if line.startswith("event"))
+    def read():
+        body = {"model": "ssm", "length": 300, "stream": True}
+        asking = httpx.stream("POST", f"{url}/v1/generate", json=body, timeout=60, trust_env=False)
+        with asking as reply:
+            lines.extend(line for line in reply.iter_lines() if line.startswith("event"))
 
-        reader = threading.Thread(target=read)
-        reader.start()
-        within(30, lambda: len(lines) > 5)
-        process.send_signal(signal.SIGTERM)
-        reader.join(60)
-        assert len(lines) == 301
-        assert lines[-1] == "event: done"
-        assert process.wait(30) == 0
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url}/healthz", trust_env=False)
+    reader = threading.Thread(target=read)
+    reader.start()
+    within(30, lambda: len(lines) > 5)
+    process.send_signal(signal.SIGTERM)
+    reader.join(60)
+    assert len(lines) == 301
+    assert lines[-1] == "event: done"
+    assert process.wait(30) == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/healthz", trust_env=False)

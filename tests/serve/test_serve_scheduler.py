@@ -1,4 +1,4 @@
-"""The scheduler in simulated time: which requests are admitted, whose turn it is, and what is answered."""
+"""The scheduler in simulated time: who is admitted, whose turn it is, what is answered."""
 
 import itertools
 from concurrent.futures import Future
@@ -51,7 +51,7 @@ def compute(scheduler, now):
 
 
 def simulate(arrivals, until, settings=None):
-    """Runs requests, given as (time, seconds, client); returns those answered, refused and given up."""
+    """Runs requests (time, seconds, client); returns those answered, refused and given up."""
     settings = settings or Settings()
     scheduler, now, coming = Scheduler(settings), 0.0, sorted(arrivals)
     answered, refused, late = [], [], []

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.resources import files
 from typing import Any
 
@@ -42,7 +42,6 @@ _HEADERS = {
 _OTHER_LISTS = 64  # lists in a body besides those of sequences and steps
 _CODES = (400, 401, 403, 404, 408, 410, 413, 415, 422, 429, 503, 504)
 _ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": ErrorReply} for code in _CODES}
-_STREAM = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
 def create_app(
@@ -101,35 +100,34 @@ def create_app(
 def _add_calls(app: FastAPI, service: Service) -> None:
     """Adds the routes that compute. The guard has parsed their bodies."""
     examples = _examples(service.worker.models[0])
-
-    def options(kind: type[GenerateRequest | ResumeRequest | ObserveRequest]) -> dict[str, Any]:
+    stream = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    for path, kind, reply, responses in (
+        ("/v1/generate", GenerateRequest, Reply, stream | _ERRORS),
+        ("/v1/resume", ResumeRequest, Reply, stream | _ERRORS),
+        ("/v1/observe", ObserveRequest, ObserveReply, _ERRORS),
+    ):
         content = {"schema": kind.model_json_schema(), "examples": examples[kind]}
         body = {"content": {"application/json": content}, "required": True}
-        return {"description": kind.__doc__, "openapi_extra": {"requestBody": body}}
+        app.add_api_route(
+            path,
+            _endpoint(service, kind),
+            methods=["POST"],
+            name=path.rpartition("/")[2],
+            description=kind.__doc__ or "",
+            response_model=reply,
+            responses=responses,
+            openapi_extra={"requestBody": body},
+        )
 
-    @app.post(
-        "/v1/generate",
-        response_model=Reply,
-        responses=_STREAM | _ERRORS,
-        **options(GenerateRequest),
-    )
-    async def generate(request: Request) -> Response:
-        ask = read_request(GenerateRequest, request.scope["vssm.body"])
-        return await service.answer(request, service.plan_generate(ask))
 
-    @app.post(
-        "/v1/resume", response_model=Reply, responses=_STREAM | _ERRORS, **options(ResumeRequest)
-    )
-    async def resume(request: Request) -> Response:
-        ask = read_request(ResumeRequest, request.scope["vssm.body"])
-        return await service.answer(request, service.plan_resume(ask))
+def _endpoint(
+    service: Service, kind: type[GenerateRequest | ResumeRequest | ObserveRequest]
+) -> Callable[[Request], Awaitable[Response]]:
+    async def call(request: Request) -> Response:
+        job = service.plan(read_request(kind, request.scope["vssm.body"]))
+        return await service.answer(request, job)
 
-    @app.post(
-        "/v1/observe", response_model=ObserveReply, responses=_ERRORS, **options(ObserveRequest)
-    )
-    async def observe(request: Request) -> Response:
-        ask = read_request(ObserveRequest, request.scope["vssm.body"])
-        return await service.answer(request, service.plan_observe(ask))
+    return call
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -59,7 +59,7 @@ class BodyReader:
         to_child, from_child = self.child.stdin, self.child.stdout
         assert to_child is not None and from_child is not None
         try:
-            pickle.dump(body, to_child)
+            pickle.dump(body, to_child, protocol=5)
             to_child.flush()
             content, refusal = pickle.load(from_child)
         except (OSError, EOFError, pickle.UnpicklingError):  # killed; the next body starts another
@@ -165,7 +165,7 @@ def _serve(max_lists: int) -> None:
             reply = read_body(body, max_lists), None
         except BadBody as error:
             reply = None, error.args
-        pickle.dump(reply, sys.stdout.buffer)
+        pickle.dump(reply, sys.stdout.buffer, protocol=5)  # arrays are not copied again
         sys.stdout.flush()
 
 

@@ -15,8 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vssm.serve.run import check_exposure, drain_seconds, only_local
-from vssm.serve.settings import Settings
+from vssm.checks import choose_device
+from vssm.serve.run import drain_seconds, exposed_settings, read_secrets
+from vssm.serve.settings import ServeOptions, Settings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -24,36 +25,14 @@ if TYPE_CHECKING:
 __all__ = ["create_replica", "serve_on_ray"]
 
 
-def serve_on_ray(
-    sources: Sequence[str],
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    settings: Settings | None = None,
-    token: str | None = None,
-    key: bytes | None = None,
-    insecure: bool = False,
-    device: str = "cpu",
-    replicas: int = 1,
-    max_replicas: int | None = None,
-) -> None:
-    """Serves models on the Ray cluster at $RAY_ADDRESS, or on this machine, until told to stop.
-
-    Arguments:
-        sources: The models to serve, see `open_models`.
-        host: The address to listen on.
-        port: The port.
-        settings: The limits of each replica.
-        token: What clients must send as bearer.
-        key: Seals the states that clients keep; the replicas share it.
-        insecure: Allows an address that others can reach without a token.
-        device: Where the models run; on "cuda" each replica takes a GPU.
-        replicas: The least number of processes that compute.
-        max_replicas: The most; Ray chooses a number between the two by the load.
-    """
-    local = check_exposure(host, token, insecure)
-    if replicas < 1 or (max_replicas is not None and max_replicas < replicas):
+def serve_on_ray(options: ServeOptions) -> None:
+    """Serves models on the Ray cluster at $RAY_ADDRESS, or on this machine, until told to stop."""
+    host, port, replicas, most = options.host, options.port, options.replicas, options.max_replicas
+    token, key = read_secrets(options)
+    settings = exposed_settings(options, token)
+    if replicas < 1 or (most is not None and most < replicas):
         raise ValueError(
-            f"replicas={replicas}, max_replicas={max_replicas} is not allowed; "
+            f"replicas={replicas}, max_replicas={most} is not allowed; "
             "allowed: 1 <= replicas <= max_replicas"
         )
     if not 0 < port < 2**16:
@@ -69,19 +48,18 @@ def serve_on_ray(
     from vssm.serve.models import open_models
 
     # Opened here once, so that mistakes are reported here and not in replicas.
-    names = ", ".join(served.name for served in open_models(sources))
-    places = [_absolute(source) for source in sources]
-    limits = replace(settings or Settings(), keep="client", handles=False)
-    if local:
-        limits = only_local(limits, host)
+    names = ", ".join(served.name for served in open_models(options.models))
+    places = [_absolute(source) for source in options.models]
+    device = str(choose_device(options.device))
+    limits = replace(settings, keep="client", handles=False)
     secret = key or secrets.token_bytes(32)
 
     def build() -> "FastAPI":
         return create_replica(places, device, limits, token, secret)
 
     scale: dict[str, Any] = {"num_replicas": replicas}
-    if max_replicas is not None:
-        scale = {"autoscaling_config": {"min_replicas": replicas, "max_replicas": max_replicas}}
+    if most is not None:
+        scale = {"autoscaling_config": {"min_replicas": replicas, "max_replicas": most}}
     deployment = serve.deployment(
         serve.ingress(build)(),
         name="vssm",

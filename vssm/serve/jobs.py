@@ -51,47 +51,27 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """One request: reads the prompt, if any, and makes `length` steps, unless `length` is None.
-
-    Arguments:
-        served: The model.
-        seed: Seeds of the noise, (B,).
-        row: Rows of the noise, (B,).
-        length: The number of new steps, or None to read only.
-        prompt: What is read first, (B, C, D) or (B, C).
-        state: Where to continue from: B rows, or one row for all.
-        chunk: Steps that are made at a time (vssm, tvae).
-        recondition: Whether a chunk is read before the next is made.
-        temperature: The temperature of the draws.
-        sample: Whether x is a sample of the head or its mean.
-        keep: Whether the final state is needed.
-        every: No piece goes past a multiple of so many new steps.
-        each: Called in the worker's thread with every piece that has new steps.
-        client: Who asks; clients take turns.
-        deadline: When the job is given up, in seconds of `time.monotonic`.
-        bytes: The size of its final state.
-        future: The result. Cancelling it drops the job before its next piece.
-    """
+    """One request: reads the prompt, if any, and makes `length` steps, unless `length` is None."""
 
     served: Served
-    seed: Tensor
-    row: Tensor
+    seed: Tensor  # of the noise, (B,)
+    row: Tensor  # of the noise, (B,)
     length: int | None
-    prompt: Tensor | None = None
-    state: State | None = None
-    chunk: int | None = None
-    recondition: bool = False
+    prompt: Tensor | None = None  # (B, C, D) or (B, C)
+    state: State | None = None  # where to continue from: B rows, or one row for all
+    chunk: int | None = None  # steps that are made at a time (vssm, tvae)
+    recondition: bool = False  # read each chunk before the next is made
     temperature: float = 1.0
-    sample: bool = False
-    keep: bool = True
-    every: int | None = None
-    each: Callable[[Done], None] | None = None
-    client: str = ""
-    deadline: float = math.inf
-    bytes: int = 0
-    future: "Future[Done]" = field(default_factory=Future, repr=False)
-    turn: float = 0.0
-    """Its place in the order of the scheduler, and the place after it."""
+    sample: bool = False  # x is a sample of the head, not its mean
+    keep: str = "server"  # where the final state waits: server, client or none
+    stream: bool = False  # send the pieces as they are made
+    every: int | None = None  # no piece goes past a multiple of so many new steps
+    each: Callable[[Done], None] | None = None  # gets every piece with new steps
+    client: str = ""  # clients take turns
+    deadline: float = math.inf  # in seconds of `time.monotonic`
+    bytes: int = 0  # the size of the final state
+    future: "Future[Done]" = field(default_factory=Future)  # cancelling it drops the job
+    turn: float = 0.0  # the place in the order of the scheduler, and the place after it
     turn_end: float = 0.0
 
     def __post_init__(self) -> None:
@@ -107,6 +87,11 @@ class Job:
     @property
     def _unread(self) -> int:
         return 0 if self.prompt is None else self.prompt.shape[1]
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the final state is needed."""
+        return self.keep != "none"
 
     @property
     def ends_with_piece(self) -> bool:
@@ -132,7 +117,7 @@ class Job:
         while left:
             made.append((yield Piece(0, min(left, self._most))))
             left -= made[-1].shape[1]
-        if not (self._left or self.keep):
+        if not (self._left or self.keeps_state):
             return
         assert self.state is not None
         decoder = self.state.children.get("decoder")
@@ -220,7 +205,7 @@ class Job:
             self._set_piece(self._pieces.send(x))
         except StopIteration:
             made = torch.cat(self._xs, 1) if self._xs else None
-            kept = self.state if self.keep else None
+            kept = self.state if self.keeps_state else None
             return Done(made, kept, self._position, self._seconds, rows)
         return None
 

@@ -13,41 +13,22 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vssm.serve.settings import Settings
+from vssm.serve.settings import ServeOptions, Settings
 
-__all__ = ["check_exposure", "drain_seconds", "only_local", "read_secret", "serve"]
+__all__ = ["drain_seconds", "exposed_settings", "read_secret", "read_secrets", "serve"]
 
 _MAX_HEAD = 64 * 2**10  # bytes of a request before its body
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-def serve(
-    sources: Sequence[str],
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    settings: Settings | None = None,
-    token: str | None = None,
-    key: bytes | None = None,
-    insecure: bool = False,
-    device: str = "cpu",
-) -> None:
-    """Serves models until the process is told to stop.
-
-    Arguments:
-        sources: The models to serve, see `open_models`.
-        host: The address to listen on.
-        port: The port; 0 for any that is free.
-        settings: The limits.
-        token: What clients must send as bearer.
-        key: Seals the states that clients keep; random by default.
-        insecure: Allows an address that others can reach without a token.
-        device: Where the models run.
-    """
-    local = check_exposure(host, token, insecure)
+def serve(options: ServeOptions) -> None:
+    """Serves models until the process is told to stop."""
+    host, port = options.host, options.port
+    token, key = read_secrets(options)
+    settings = exposed_settings(options, token)
     if not 0 <= port < 2**16:
         raise ValueError(f"port={port} is not allowed; allowed: 0 to 65535")
     try:
@@ -59,15 +40,13 @@ def serve(
         raise ValueError(
             f"serving needs {error.name}; install it with: pip install 'vssm[serve]'"
         ) from None
+    from vssm.checks import choose_device
     from vssm.serve.models import open_models
 
-    settings = settings or Settings()
     if settings.threads is None:
         # Threads wait for each other: one that shares its core with the connections delays all.
         settings = replace(settings, threads=max(1, (os.cpu_count() or 2) - 1))
-    if local:
-        settings = only_local(settings, host)
-    models = open_models(sources, device)
+    models = open_models(options.models, str(choose_device(options.device)))
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
@@ -104,35 +83,43 @@ def serve(
         sys.exit(1)
 
 
-def check_exposure(host: str, token: str | None, insecure: bool) -> bool:
-    """Returns whether only this machine can reach an address; any other address needs a token.
+def exposed_settings(options: ServeOptions, token: str | None) -> Settings:
+    """Returns the limits. An address that others can reach needs a token; a server that only this
+    machine can reach answers only to names of this machine.
 
     Example:
-        >>> check_exposure("127.0.0.1", None, False)
-        True
-        >>> check_exposure("0.0.0.0", None, False)
+        >>> exposed_settings(ServeOptions(host="127.0.0.2"), None).hosts
+        ('127.0.0.1', 'localhost', '::1', '127.0.0.2')
+        >>> exposed_settings(ServeOptions(host="0.0.0.0"), None)
         Traceback (most recent call last):
         ValueError: host='0.0.0.0' can be reached by others; allowed: --token-file FILE...
     """
+    host = options.host
     try:
         local = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         local = False
-    if not local and token is None and not insecure:
+    if local:
+        return replace(options.limits, hosts=tuple(dict.fromkeys((*_LOCAL, host))))
+    if token is None and not options.insecure:
         raise ValueError(
             f"host={host!r} can be reached by others; allowed: --token-file FILE, or --insecure"
         )
-    return local
-
-
-def only_local(settings: Settings, host: str) -> Settings:
-    """Returns settings for a server that answers only to names of this machine."""
-    return replace(settings, hosts=tuple(dict.fromkeys((*_LOCAL, host))))
+    return options.limits
 
 
 def drain_seconds(settings: Settings) -> int:
     """Returns the longest time of a request: running ones get as long when the server ends."""
     return math.ceil(settings.body_timeout + settings.timeout)
+
+
+def read_secrets(options: ServeOptions) -> tuple[str | None, bytes | None]:
+    """Returns the token of clients and the key of sealed states."""
+    token, key = options.token_file, options.key_file
+    return (
+        None if token is None else read_secret(token, "token_file"),
+        None if key is None else read_secret(key, "key_file").encode(),
+    )
 
 
 def read_secret(path: Path, name: str) -> str:

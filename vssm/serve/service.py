@@ -5,12 +5,12 @@ import codecs
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.background import BackgroundTask
 from torch import Tensor
 
 from vssm.checks import shown
@@ -26,15 +26,7 @@ from vssm.serve.schema import GenerateRequest, ObserveRequest, ResumeRequest, re
 from vssm.serve.settings import Settings
 from vssm.serve.worker import Worker
 
-__all__ = ["Plan", "Service"]
-
-
-class Plan(NamedTuple):
-    """A valid request."""
-
-    job: Job
-    keep: str
-    stream: bool
+__all__ = ["Service"]
 
 
 class Service:
@@ -48,18 +40,22 @@ class Service:
         )
         self.seal = Seal(key, settings.resume_seconds)
 
-    def plan_generate(self, ask: GenerateRequest) -> Plan:
-        """Plans to generate from nothing or after a prompt."""
+    def plan(self, ask: GenerateRequest | ResumeRequest | ObserveRequest) -> Job:
+        """Returns the job of a request, or refuses it."""
+        if isinstance(ask, GenerateRequest):
+            return self._plan_generate(ask)
+        return self._plan_resume(ask) if isinstance(ask, ResumeRequest) else self._plan_observe(ask)
+
+    def _plan_generate(self, ask: GenerateRequest) -> Job:
         served = self._model(ask.model)
         prompt = read_sequences(served, ask.prompt, ask.prompt_npy, "prompt")
         rows = 1 if prompt is None else len(prompt)
         num = ask.num or rows
         if rows not in (1, num):
             raise _invalid("num", num, f"{rows}, the rows of the prompt")
-        return self._plan(ask, served, num, prompt, None)
+        return self._job(ask, served, num, prompt, None)
 
-    def plan_resume(self, ask: ResumeRequest) -> Plan:
-        """Plans to continue from a state."""
+    def _plan_resume(self, ask: ResumeRequest) -> Job:
         served, state = self._resume(ask.resume, ask.model)
         num = ask.num or state.batch
         if state.batch not in (1, num):
@@ -73,10 +69,9 @@ class Service:
         if ask.recondition and "blind" in state.children:
             message = "recondition=true can not follow an answer without it; set it from the start"
             raise Refused(422, "invalid", message, "recondition")
-        return self._plan(ask, served, num, None, state)
+        return self._job(ask, served, num, None, state)
 
-    def plan_observe(self, ask: ObserveRequest) -> Plan:
-        """Plans to read data."""
+    def _plan_observe(self, ask: ObserveRequest) -> Job:
         served, state = self._model(ask.model), None
         if ask.resume is not None:
             served, state = self._resume(ask.resume, ask.model)
@@ -92,22 +87,22 @@ class Service:
         if state is not None and "blind" in state.children:
             message = "resume can not read data: it was generated without recondition"
             raise Refused(422, "invalid", message, "resume")
-        return self._plan(ask, served, num, x, state)
+        return self._job(ask, served, num, x, state)
 
-    def _plan(
+    def _job(
         self,
         ask: GenerateRequest | ResumeRequest | ObserveRequest,
         served: Served,
         num: int,
         data: Tensor | None,
         state: State | None,
-    ) -> Plan:
+    ) -> Job:
         position = 0 if state is None else state.position
         steps = 0 if data is None else data.shape[1]
-        length, options, stream = None, {}, False
+        length, options = None, {}
         if not isinstance(ask, ObserveRequest):
             length = ask.length or _steps_left(served, position + steps)
-            stream, options = ask.stream, _dials(ask, served)
+            options = _dials(ask, served)
         # A state of constant size remembers no single steps, so they count for nothing.
         known = steps + (position if served.row_bytes[1] else 0)
         source = "resume" if data is None else "x" if length is None else "prompt"
@@ -123,9 +118,7 @@ class Service:
             seed, row = noise["seed"] if ask.seed is None else seed, noise["row"]
         if data is not None:
             data = data.expand(num, *data.shape[1:])
-        kept = keep != "none"
-        job = Job(served, seed, row, length, data, state, keep=kept, bytes=size, **options)
-        return Plan(job, keep, stream)
+        return Job(served, seed, row, length, data, state, keep=keep, bytes=size, **options)
 
     def _check_size(self, num: int, length: int, known: int, source: str) -> None:
         limits = self.settings
@@ -181,20 +174,19 @@ class Service:
             raise Refused(410, "resume_outdated", message, "resume")
         return served, state
 
-    async def answer(self, request: Request, plan: Plan) -> Response:
-        """Runs a plan, whole or as a stream."""
-        began, job = time.perf_counter(), plan.job
+    async def answer(self, request: Request, job: Job) -> Response:
+        """Runs a job, whole or as a stream."""
+        began, served, keep = time.perf_counter(), job.served, job.keep
         job.client = "" if request.client is None else request.client.host
         job.deadline = time.monotonic() + self.settings.timeout
-        if plan.stream:
-            return self._stream(plan, began)
-        served = job.served
+        if job.stream:
+            return self._stream(job, began)
         done = await self._unless_gone(request, job)
         if done is None:
             return Response(status_code=499)
         steps = {} if done.x is None else _Steps(served).show(done.x, final=True)
         timing = _timing(began, done.seconds, done.rows)
-        return json_response({**steps, **self._keep(served, done, plan.keep), **timing})
+        return json_response({**steps, **self._keep(served, done, keep), **timing})
 
     async def _unless_gone(self, request: Request, job: Job) -> Done | None:
         """Returns the result of a job; None when its client has left, which cancels the job."""
@@ -213,27 +205,34 @@ class Service:
             # An error has this frame in its traceback, and the future has the error: a cycle.
             del result
 
-    def _stream(self, plan: Plan, began: float) -> Response:
+    def _stream(self, job: Job, began: float) -> Response:
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
 
         def each(piece: Done) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        plan.job.each = each
+        job.each = each
         # Submitted before the status line is sent, so that a full queue is still a 429.
-        result = asyncio.wrap_future(self.worker.submit(plan.job))
+        result = asyncio.wrap_future(self.worker.submit(job))
         result.add_done_callback(lambda _: pieces.put_nowait(None))
-        return _Stream(self._events(plan, pieces, result, began), result)
+
+        async def cancel() -> None:  # runs even if the client leaves before the first event
+            result.cancel()
+
+        # Without these headers, proxies would collect events before they pass them on.
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        events = self._events(job, pieces, result, began)
+        return StreamingResponse(events, 200, headers, "text/event-stream", BackgroundTask(cancel))
 
     async def _events(
         self,
-        plan: Plan,
+        job: Job,
         pieces: "asyncio.Queue[Done | None]",
         result: "asyncio.Future[Done]",
         began: float,
     ) -> AsyncIterator[bytes]:
-        served, every, length = plan.job.served, plan.job.every, plan.job.length
+        served, every, length = job.served, job.every, job.length
         steps, start, xs, seconds, rows = _Steps(served), 0, [], 0.0, 0
         try:
             while (piece := await pieces.get()) is not None:
@@ -245,7 +244,7 @@ class Service:
                     timing = _timing(began, seconds, rows)
                     yield _event("chunk", {"from": start, **made, **timing})
                     start, xs = end, []
-            kept = self._keep(served, await result, plan.keep)
+            kept = self._keep(served, await result, job.keep)
             yield _event("done", {**kept, **_timing(began, seconds, rows)})
         except Refused as refused:
             yield _event("error", refused.body())
@@ -253,6 +252,7 @@ class Service:
             self.metrics.cancelled.inc()
             raise
         finally:
+            result.cancel()
             del result  # breaks a cycle, as above
 
     def _keep(self, served: Served, done: Done, keep: str) -> dict[str, Any]:
@@ -263,22 +263,6 @@ class Service:
         elif done.state is not None:
             resume = self.seal.seal(served.name, served.weights, done.state)
         return {"model": served.name, "position": done.position, "resume": resume}
-
-
-class _Stream(StreamingResponse):
-    """Streams the events of a job. However the stream ends, the job is cancelled."""
-
-    def __init__(self, events: AsyncIterator[bytes], result: "asyncio.Future[Done]") -> None:
-        # Otherwise proxies would collect events before they pass them on.
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._result = result
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._result.cancel()
 
 
 class _Steps:
@@ -318,6 +302,7 @@ def _dials(ask: GenerateRequest | ResumeRequest, served: Served) -> dict[str, An
         "temperature": ask.temperature,
         "sample": ask.observe == "sample",
         "every": every,
+        "stream": ask.stream,
     }
 
 

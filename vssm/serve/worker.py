@@ -209,7 +209,7 @@ def compute(batch: list[Job]) -> list[tuple[Tensor | None, State | None]]:
         return [(x, after)]
     results = []
     for job, cut in zip(batch, torch.arange(rows).split(sizes), strict=True):
-        needed = job.keep or not job.ends_with_piece
+        needed = job.keeps_state or not job.ends_with_piece
         results.append((None if x is None else x[cut], after.select(cut) if needed else None))
     return results
 
