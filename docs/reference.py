@@ -1,4 +1,4 @@
-"""Writes the reference of public names to docs/reference.md, from their docstrings: `make docs`."""
+"""Writes docs/reference.md, the reference of public names, from their docstrings: `make docs`."""
 
 import ast
 import doctest
@@ -60,9 +60,10 @@ SECTIONS = {
 }
 HEAD = """# Reference
 
-Made from the docstrings by `make docs`, not by hand. Fields of `ModelConfig`, `TrainConfig` and of options of
-data sets are options on the command line: `--model.width`, `--train.batch`, `--series.path`; the help of each
-command lists all. The [guide](guide.md) says how things go together."""
+Made from the docstrings by `make docs`, not by hand. Fields of `ModelConfig`, `TrainConfig` and of
+the options of data sets are also options on the command line: `--model.width`, `--train.batch`,
+`--series.path`. The help of each command lists them all. The [guide](guide.md) shows how they fit
+together."""
 
 
 def page() -> str:
@@ -83,7 +84,7 @@ def _links(names: tuple[str, ...]) -> str:
 
 
 def _anchor(title: str) -> str:
-    """Returns what a heading is called in an address."""
+    """Returns the anchor of a heading."""
     return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
@@ -131,9 +132,9 @@ def _call(name: str, function: object) -> str:
 
 
 def _prose(value: object, names: Mapping[str, object]) -> Iterator[str]:
-    """Gives the paragraphs of a docstring; arguments become a list, the example at its end code.
+    """Gives the paragraphs of a docstring; arguments become a list, the example becomes code.
 
-    The example may use the `names` of its module: those that it does not import are imported before it.
+    The example may use `names` of its module; names that it does not import are imported first.
     """
     text, _, example = (inspect.getdoc(value) or "").partition("\nExample:\n")
     for part in re.split(r"\n\s*\n", text.strip()):
@@ -154,7 +155,7 @@ def _prose(value: object, names: Mapping[str, object]) -> Iterator[str]:
 
 
 def _imports(example: str, names: Mapping[str, object]) -> list[str]:
-    """Returns the lines that make an example run by itself."""
+    """Returns the imports that an example needs to run on its own."""
     tree = ast.parse("".join(part.source for part in doctest.DocTestParser().get_examples(example)))
     nodes = list(ast.walk(tree))
     own = {
@@ -192,7 +193,7 @@ def _joined(text: str) -> str:
 
 
 def _fields(value: type) -> list[str]:
-    """Lists the fields of a class with their defaults and what the source says below them."""
+    """Lists the fields of a class with their defaults and the docstrings below them."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
     assert isinstance(tree, ast.ClassDef)
     lines = []

@@ -1,4 +1,4 @@
-"""Kernels of a CPU beside their PyTorch twins: milliseconds of forward and backward on one thread.
+"""Times the CPU kernels beside their PyTorch twins: forward and backward, on one thread.
 
 python experiments/cpu_ops.py
 """
@@ -16,12 +16,10 @@ from vssm.ops.latents import expected_log_prob, sample_and_kl
 
 REPEATS = 30
 Case = Callable[[str], tuple[Callable[[], Tensor], list[Tensor]]]
-"""Maps a backend to what is timed and what it is differentiated by."""
+"""Maps a backend to the function that is timed and the inputs of its gradients."""
 
 
-def convolve(
-    batch: int, length: int, channels: int
-) -> Callable[[str], tuple[Callable[[], Tensor], list[Tensor]]]:
+def convolve(batch: int, length: int, channels: int) -> Case:
     x = torch.randn(batch, length, 2 * channels)[..., :channels].requires_grad_()
     weights = [
         torch.randn(channels, 4, requires_grad=True),

@@ -1,10 +1,11 @@
-"""Follows fixed-point refinement: how far S passes are from the step-by-step sample, and what they cost.
+"""Measures fixed-point refinement: how far S passes are from the step-by-step sample.
 
     python experiments/passes.py --num 512
 
-For every chunk size W and number of passes S: the mean of |x - x*|, where x* is the sample of the same noise
-made step by step (chunk 1, re-conditioned), how many of the latents are those of x*, and seconds, the best of
-`repeats` calls. Rounding can flip a latent, so the distance at S = T is small rather than zero.
+x* is the sample that the same noise gives step by step (chunk 1, re-conditioned). For every chunk
+size W and number of passes S, a table shows the mean of |x - x*|, the share of latents that equal
+those of x*, and the seconds of the best of `repeats` calls. Rounding can flip a latent, so the
+distance at S = T is small rather than zero.
 """
 
 import time
@@ -23,7 +24,7 @@ def follow(
     repeats: int = 1,
     seed: int = 0,
 ) -> list[tuple[int, int, float, float, float]]:
-    """Prints and returns W, S, the mean distance, the share of equal latents and the seconds of each."""
+    """Prints and returns W, S, the mean distance, the share of equal latents, and the seconds."""
     net = vssm.load(model)
     end = vssm.generate(net, num=num, length=length, chunk=1, recondition=True, seed=seed)
     assert end.z is not None

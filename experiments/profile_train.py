@@ -1,9 +1,9 @@
-"""Prints where the time of one training step goes, kernel by kernel, on a CUDA device.
+"""Prints how much time each kernel takes in one training step on a CUDA device.
 
     PYTHONPATH=. python experiments/profile_train.py [--kind vssm] [--batch 1024] [--rows 40]
 
-The step is the trainer's own, of the preset paper-mnist on synthetic rows of the same shape, replayed as a
-CUDA graph. `ms` is the time of all launches of a kernel in one step.
+The step is the trainer's own, for the preset paper-mnist on synthetic rows of the same shape,
+replayed as a CUDA graph. `ms` is the time of all launches of a kernel in one step.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from vssm.data import DataConfig, SyntheticConfig
 from vssm.training.loop import _Training, train
 from vssm.training.progress import Progress
 
-STEPS = 4  # the first two run plainly, the third is recorded
+STEPS = 4  # two plain steps, then one that is recorded
 
 
 def main() -> None:

@@ -1,15 +1,15 @@
-"""Loads a server on this machine and writes down how it held: bounded, on loopback, and it stops by itself.
+"""Puts a server on this machine under load and records how it behaves.
 
     python experiments/serve_load.py --out results/serve_xeon-2cores.json
 
-Three parts, each with a server in a process of its own; the first two have 64 clients:
+There are three parts, each with its own server process; the first two have 64 clients:
 
-- mixed requests for a minute (one sample, sixteen, prompted, chunked and re-conditioned, streamed, resumed,
-  step by step) against a queue shorter than the number of clients; every answer is compared, bit for bit,
-  with the same request sent alone
-- single samples for ten seconds, with batching and without, by turns
-- large requests at twice the rate that fits, while a client at another address asks for single steps: the
-  share of the time that ends in answers, and how long the single steps take
+- mixed requests for a minute (one sample, sixteen, prompted, chunked and re-conditioned, streamed,
+  resumed, step by step) against a queue that is shorter than the number of clients; every answer is
+  compared bit for bit with the same request sent alone
+- single samples for ten seconds, with and without batching, in turns
+- large requests at twice the rate that the server can answer, while a client at another address
+  asks for single steps: the share of time that ends in answers, and the time of the single steps
 """
 
 import argparse
@@ -40,7 +40,7 @@ ROUNDS = 5
 
 
 class Connection:
-    """A bare HTTP client: what drives the load must not take the processor from what is loaded."""
+    """A bare HTTP client, which leaves the processor to the server."""
 
     def __init__(self, port: int, address: str = "127.0.0.1") -> None:
         self.port, self.address = port, address
@@ -101,7 +101,7 @@ def _until_ready(port: int) -> None:
 
 
 def requests(names: list[str], features: int) -> list[dict[str, Any]]:
-    """Returns the mixed requests, each of which has one right answer."""
+    """Returns the mixed requests; each has exactly one right answer."""
     vssm_name, *others = names
     prompt = [[(7 * i + 3 * j) % 11 / 10 for j in range(features)] for i in range(14)]
     made: list[dict[str, Any]] = []
@@ -135,7 +135,7 @@ def steps(reply: bytes) -> list[Any]:
 
 
 async def alone(port: int, bodies: list[dict[str, Any]]) -> list[list[Any]]:
-    """Returns the answers of requests that are sent one after the other."""
+    """Sends requests one after the other and returns their answers."""
     connection, answers = Connection(port), []
     for body in bodies:
         status, reply = await connection.post("/v1/generate", body)
@@ -218,7 +218,7 @@ def resident_mib(pid: int) -> float:
 
 
 async def singles(port: int, name: str, seconds: float, clients: int = CLIENTS) -> float:
-    """Returns the single-sample requests answered in a second."""
+    """Returns how many single-sample requests are answered per second."""
     answered, began = 0, time.perf_counter()
     end = began + seconds
 
@@ -240,7 +240,7 @@ def speedups(folders: list[str], names: list[str], seconds: float) -> dict[str, 
     """Compares the throughput of single samples with batching and without."""
     with server(folders) as (_, batched), server(folders, "--limits.no-batching") as (_, unbatched):
         seen: dict[tuple[int, str], list[float]] = {}
-        for _ in range(ROUNDS):  # by turns, so that a disturbance of the machine meets both
+        for _ in range(ROUNDS):  # in turns, so that a disturbance meets both
             for port in (batched, unbatched):
                 for name in names:
                     rate = asyncio.run(singles(port, name, seconds / ROUNDS))
@@ -258,7 +258,7 @@ def speedups(folders: list[str], names: list[str], seconds: float) -> dict[str, 
 async def overload(
     process: subprocess.Popen, port: int, large: dict[str, Any], seconds: float
 ) -> dict[str, float]:
-    """Sends large requests at twice the rate that fits, and single steps from another address."""
+    """Sends large requests at twice the possible rate, and single steps from another address."""
     began = time.perf_counter()
     for _ in range(3):
         await ask(port, large)
@@ -307,7 +307,7 @@ async def overload(
 
 
 async def ask(port: int, body: dict[str, Any]) -> int:
-    """Sends a request from a connection of its own and returns the status."""
+    """Sends a request on a new connection and returns the status."""
     connection = Connection(port)
     try:
         return (await connection.post("/v1/generate", body))[0]
@@ -318,7 +318,7 @@ async def ask(port: int, body: dict[str, Any]) -> int:
 
 
 def fresh_models(folder: Path) -> list[str]:
-    """Writes models of the sizes of the shipped ones; time and bits do not depend on what was learned."""
+    """Saves untrained models in the sizes of the shipped ones; weights do not change the time."""
     places = []
     for kind, width in (("vssm", 160), ("ssm", 256), ("transformer", 192)):
         torch.manual_seed(0)

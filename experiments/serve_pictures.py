@@ -1,9 +1,9 @@
-"""Takes the pictures of the page that the documents show, with Debian's Chromium.
+"""Takes the screenshots of the web page that the docs show, with Debian's Chromium.
 
     python experiments/serve_pictures.py [RUN_FOLDER ...]        the shipped models by default
 
-docs/pictures/page.png is the page on a desk, after completions and a race; page_phone.png on a phone, in the
-dark.
+docs/pictures/page.png shows the page on a desktop, after completions and a race. page_phone.png
+shows it on a phone in dark mode.
 """
 
 import shutil

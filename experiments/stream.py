@@ -1,10 +1,10 @@
-"""Follows a sensor point by point: time and memory of a point stay what they are, however long the stream.
+"""Follows a sensor point by point: time and memory per point stay constant along the stream.
 
     python experiments/stream.py --points 10000
 
-A small vssm is trained on the first part of a made-up sensor (a wave of slowly changing period, with noise),
-then reads the rest one point at a time and forecasts every 1,000 points. The model is no good after so short
-a training, and need not be: what is shown is the cost of a point.
+A small vssm is trained on the first part of a synthetic sensor (a noisy wave with a slowly changing
+period). It then reads the rest one point at a time and forecasts every 1,000 points. The training
+is too short for good forecasts; the script shows the cost of a point.
 """
 
 import resource
@@ -26,7 +26,7 @@ from vssm.training.progress import Progress
 def follow(
     points: int = 10_000, every: int = 1000, kind: str = "vssm", steps: int = 20
 ) -> list[tuple[float, float]]:
-    """Prints and returns the milliseconds of a point and the peak memory in MiB, part by part."""
+    """Prints and returns the milliseconds per point and the peak memory in MiB, part by part."""
     rng = np.random.default_rng(0)
     phase = np.cumsum(0.2 + 0.05 * np.sin(np.arange(points + 1000) / 500))
     sensor = (20 + 5 * np.sin(phase) + rng.normal(size=len(phase)) / 2)[:, None]
@@ -56,8 +56,9 @@ def follow(
         made.append((milliseconds, memory))
         interval = [float(ahead.quantile(level)[0, 0]) for level in (0.1, 0.9)]
         print(
-            f"{first - 1000 + every:>6} points: {milliseconds:.2f} ms a point, peak memory {memory:.0f} MiB,"
-            f" state of {stream.position} steps, next value in {interval[0]:.1f} .. {interval[1]:.1f} (80 %)",
+            f"{first - 1000 + every:>6} points: {milliseconds:.2f} ms per point, peak memory"
+            f" {memory:.0f} MiB, state of {stream.position} steps, next value in"
+            f" {interval[0]:.1f} .. {interval[1]:.1f} (80 %)",
             flush=True,
         )
     return made

@@ -1,4 +1,4 @@
-"""The benchmarks at sizes of milliseconds, and the meaning of the paper's Table 1, for all six models."""
+"""The benchmarks at sizes of milliseconds, and the meaning of the paper's Table 1."""
 
 import collections
 import json
@@ -459,7 +459,7 @@ def test_exponent_is_of_the_upper_half():
 
 
 def sequential_steps(function):
-    """Counts the runs of a stack that must follow one another; a GRU's loop over time counts its steps."""
+    """Counts the sequential runs of a stack; a GRU's loop over time counts its steps."""
     steps, run = [], Stack.run
 
     def counted(stack, e, state=None):

@@ -95,8 +95,8 @@ def test_everything_is_kept(done):
         assert math.isfinite(half) and abs(half - whole) > 1
         assert made["config"]["train"]["validate_partial"]
         assert made["command"] == (
-            "vssm reproduce digits --scale small --learning-rates 0.01 0.001 --epochs 6 --grid-epochs 1 "
-            f"--kinds {kind} --seeds 0"
+            "vssm reproduce digits --scale small --learning-rates 0.01 0.001 --epochs 6 "
+            f"--grid-epochs 1 --kinds {kind} --seeds 0"
         )
         grid = {
             rate: read(done / "results" / "grid" / f"digits_{kind}_lr{rate}.json")["metrics"]
@@ -203,7 +203,8 @@ def test_time_limit_stops_at_a_checkpoint_and_the_same_call_continues(done, tmp_
 
 def test_killed_in_a_run_the_same_call_continues(tmp_path):
     options = {"scale": "small", "kinds": ("rnn",), "learning_rates": (5e-3,), "epochs": 6}
-    code = f"from vssm.lab.reproduce import reproduce; reproduce('digits', out={str(tmp_path)!r}, **{options!r})"
+    call = f"reproduce('digits', out={str(tmp_path)!r}, **{options!r})"
+    code = f"from vssm.lab.reproduce import reproduce; {call}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stdout=subprocess.DEVNULL
@@ -367,7 +368,7 @@ def test_finalists_are_trained_to_the_end_before_one_is_chosen(tmp_path, monkeyp
     [
         (
             ["mnits"],
-            "data='mnits' is unknown; allowed: 'mnist', 'cifar10', 'digits' (did you mean 'mnist'?)",
+            "data='mnits' is unknown; allowed: 'mnist', 'cifar10', 'digits' (did you mean 'mnist'",
         ),
         (["digits"], "scale='paper' has no data='digits'; use scale='small'"),
         (["mnist", "--scale", "tiny"], "scale='tiny' is unknown; allowed: 'paper', 'small'"),

@@ -58,7 +58,7 @@ class StopAfter(Progress):
 
 @pytest.fixture
 def fake_train(monkeypatch):
-    """Replaces training: the loss is what `losses` says for a learning rate and seed, or an error."""
+    """Replaces training: `losses` has the loss or the error of a learning rate and seed."""
     losses, calls = {}, []
 
     def train(config, folder, resume=False, progress=None):
@@ -220,7 +220,7 @@ def test_ray_that_is_missing_or_not_running_is_named(tmp_path, monkeypatch):
     assert not (tmp_path / "sweep").exists()
     pytest.importorskip("ray")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    # "auto" looks in this folder and among the processes of this machine: another test may have a cluster
+    # "auto" looks here and among the processes, where another test may have a cluster.
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr("ray._private.services.find_gcs_addresses", lru_cache(set))
     with pytest.raises(

@@ -395,17 +395,14 @@ def test_suffix_may_be_in_capitals(tmp_path):
     assert path.name == "Report.HTML" and "Run mine" in path.read_text()
 
 
-@pytest.mark.parametrize(
-    ("option", "allowed"), [("--out", ".html or .htm"), ("--page", ".md")], ids=("html", "markdown")
-)
-def test_page_does_not_replace_a_file_of_a_run(option, allowed, tmp_path, capsys):
+def test_a_page_does_not_replace_a_file_of_a_run(tmp_path, capsys):
     from vssm.cli import main
 
     config = make_run(tmp_path / "mine") / "config.json"
     before = config.read_bytes()
     with pytest.raises(SystemExit, match="2"):
-        main(["report", "--results", str(config.parent), option, str(config)])
-    line = f"vssm: {option[2:]}='{config}' is not allowed; allowed: a name in {allowed}\n"
+        main(["report", "--results", str(config.parent), "--out", str(config)])
+    line = f"vssm: out='{config}' is not allowed; allowed: a name in .html or .htm\n"
     assert capsys.readouterr().err == line and config.read_bytes() == before
 
 
@@ -421,18 +418,6 @@ def test_page_does_not_replace_a_file_of_a_run(option, allowed, tmp_path, capsys
         (
             ["--results", "."],
             "results_folder='.' holds no result with metrics; allowed: a folder of result",
-        ),
-        (
-            ["--results", ".", "--page", "r.md"],
-            "results='.' holds no results; allowed: a folder of result",
-        ),
-        (
-            ["--results", "gone", "--page", "r.md"],
-            "results='gone' is no folder; allowed: a folder of result",
-        ),
-        (
-            ["nowhere", "--page", "r.md"],
-            "run_folders are for the HTML page, not for page; allowed: results",
         ),
     ],
 )

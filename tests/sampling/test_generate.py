@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from tests import conftest
 from tests.conftest import KINDS, relative_error, same_states, sequences, small_model
-from tests.interpreter import INTERPRETED, run_interpreted
 from vssm import State, generate, load, log_likelihood, noise, objective, observe, save
-from vssm.ops.scan_ahead import scan_ahead, scan_ahead_reference
 from vssm.sampling.ahead import posterior_ahead
 
 PARALLEL = ("tvae", "vssm")

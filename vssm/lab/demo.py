@@ -33,7 +33,7 @@ def demo(folder: Path) -> None:
     start = time.perf_counter()
     if folder.exists() and any(folder.iterdir()):
         if not (folder / "DEMO").is_file():
-            raise ValueError(f"out={str(folder)!r} is not empty and no demo; give a new folder")
+            raise ValueError(f"out={str(folder)!r} is not empty and not a demo's; give a new one")
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "DEMO").write_text("This folder was made by `vssm demo`, which may replace it.\n")

@@ -97,21 +97,11 @@ def run_all(
     num_gpus: float | None = None,
     finish: Callable[[Path], object] | None = None,
 ) -> list[dict[str, Any]]:
-    """Trains the runs that have not been trained yet, whatever their settings.
+    """Trains the runs that have not been trained yet; `configs` has them by folder name.
 
-    Arguments:
-        configs: The runs by the names of their folders.
-        folder: As in `sweep`.
-        ray_address: As in `sweep`.
-        progress: As in `sweep`.
-        num_cpus: As in `sweep`.
-        num_gpus: As in `sweep`.
-        finish: Called with the folder of every run that has ended, now or before, on the machine
-            that trained it. If it raises, the run counts as failed. On Ray it must be a function of
-            a module.
-
-    Returns:
-        The rows of `sweep.json`, as in `sweep`.
+    Options and rows are those of `sweep`. `finish` is called with the folder of every run that has
+    ended, now or before, on the machine that trained it; if it raises, the run counts as failed. On
+    Ray it must be a function of a module.
     """
     _check(configs, folder, ray_address)
     folder.mkdir(parents=True, exist_ok=True)

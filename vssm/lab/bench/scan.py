@@ -1,15 +1,15 @@
 """The selective scan, u of shape (B, T, D) and N states, beside its peers and its floor.
 
-| metric                         | what                                                    |
-| ------------------------------ | ------------------------------------------------------- |
-| `fwd_ms`                       | a forward pass that records a graph                     |
-| `bwd_ms`                       | the backward pass through that graph                    |
-| `fwd_p10_ms`, `fwd_p90_ms`     | the 10 % and 90 % quantiles                             |
-| `fwd_mib`, `bwd_mib`           | peak memory beyond the arguments (CUDA)                 |
-| `reference_...`, `mambapy_...` | the same for our loop over time (CPU) and for the peers |
-| `floor_ms`, `floor_bwd_ms`     | a lower bound for this machine, see `floor_ms`          |
-| `error_float32`, `_bfloat16`   | the worst relative error of y, h and all gradients      |
-| `same_bits`                    | 1 when a second run gave the same bits, else 0          |
+| metric                         | what                                                        |
+| ------------------------------ | ----------------------------------------------------------- |
+| `fwd_ms`                       | a forward pass; ours records a graph, those of peers do not |
+| `bwd_ms`                       | the backward pass through a graph                           |
+| `fwd_p10_ms`, `fwd_p90_ms`     | the 10 % and 90 % quantiles                                 |
+| `fwd_mib`, `bwd_mib`           | peak memory beyond the arguments (CUDA)                     |
+| `reference_...`, `mambapy_...` | the same for our loop over time (CPU) and for the peers     |
+| `floor_ms`, `floor_bwd_ms`     | a lower bound for this machine, see `floor_ms`              |
+| `error_float32`, `_bfloat16`   | the worst relative error of y, h and all gradients          |
+| `same_bits`                    | 1 when a second run gave the same bits, else 0              |
 
 On CUDA: bfloat16 with softplus, bias, skip and gate, timed by events. On a CPU: float32 without
 gate and softplus, because mambapy has neither. A single step is timed without a graph.
@@ -87,14 +87,16 @@ def main_scan(
     scans: dict[str, Scan] = {"": partial(_ours, "auto")}
     if peers:
         scans |= {} if cuda else {"reference": partial(_ours, "reference")}
-        scans |= {peer: _peer(peer) for peer in (SCANS if cuda else ("mambapy",))}
+        for peer in SCANS if cuda else ("mambapy",):
+            if reason := missing(peer):
+                record.note(f"{peer}_ms", reason)
+            else:
+                scans[peer] = _peer(peer)
     rate = copy_bytes_per_ms(where) if cuda else 0.0
     for shape in chosen:
         values = scan_arguments(shape, dtype, where, full=cuda)
         for name, scan in scans.items():
-            if reason := missing(name) if name in SCANS else None:
-                record.note(f"{name}_ms", reason)
-            elif not (name == "mambapy" and shape.length == 1):
+            if not (name == "mambapy" and shape.length == 1):
                 _time(record, name, scan, shape, values, (100, 200) if cuda else (2000, repeats))
         if f"floor_ms_{shape.name}" not in record.metrics:
             record.add({f"floor_ms_{shape.name}": floor_ms(shape, where, rate, False)})
@@ -214,7 +216,9 @@ def _ours(backend: str, **values: Any) -> Tensor:  # noqa: ANN401
 
 
 def _peer(peer: str) -> Scan:
-    scan = partial(peer_scan, peer)
+    def scan(**values: Any) -> Tensor:  # noqa: ANN401
+        return peer_scan(peer, **values)
+
     return torch.compile(scan, dynamic=False) if peer == "associative_scan" else scan
 
 
@@ -232,9 +236,6 @@ def _time(
     """
     device, prefix = record.device, f"{name}_" if name else ""
     train = shape.length > 1
-    inputs = {
-        key: v.detach().requires_grad_(train) for key, v in values.items() if key in _GRADIENTS
-    }
     flags = {key: value for key, value in values.items() if key not in _GRADIENTS}
     for way in ("fwd", "bwd") if train else ("fwd",):
         metric = f"{prefix}{way}_ms_{shape.name}"
@@ -243,6 +244,10 @@ def _time(
         if reason := _too_slow(name, shape, way == "bwd"):
             record.note(metric, reason)
             continue
+        graph = train and (way == "bwd" or name not in SCANS)
+        inputs = {
+            key: v.detach().requires_grad_(graph) for key, v in values.items() if key not in flags
+        }
         try:
             call = partial(scan, **inputs, **flags)
             if way == "bwd":
@@ -329,6 +334,7 @@ def _table(record: Record, shapes: Sequence[Shape]) -> tuple[list[str], list[lis
         for peer in ("reference", *SCANS)
         if any(name.startswith(f"{peer}_fwd_ms") for name in metrics)
     ]
+    checked = any(name.startswith("error_") for name in metrics)
     for shape in shapes:
         for way, floor in (("fwd", "floor_ms"), ("bwd", "floor_bwd_ms")):
             ours = metrics.get(f"{way}_ms_{shape.name}")
@@ -339,15 +345,17 @@ def _table(record: Record, shapes: Sequence[Shape]) -> tuple[list[str], list[lis
             errors = [
                 metrics.get(f"error_{dtype}_{shape.name}") for dtype in ("float32", "bfloat16")
             ]
+            told = ", ".join(f"{error:.0e}" for error in errors if error and way == "fwd")
             rows.append(
                 [
                     ", ".join(map(str, shape)) if way == "fwd" else "",
                     way,
                     number(metrics.get(f"{floor}_{shape.name}")),
                     f"{number(ours)}, {number(low)}–{number(high)}",
-                    ", ".join(f"{error:.0e}" for error in errors if error and way == "fwd"),
+                    *([told] if checked else []),
                     *(f"{number(t)} ({t / ours:.0f}x)" if t else "" for t in theirs),
                 ]
             )
     backend = f"{record.config['backend']}, 10–90 %"
-    return ["B, T, D, N", "", "floor", backend, "error float32, bf16", *peers], rows
+    errors = ["error float32, bf16"] if checked else []
+    return ["B, T, D, N", "", "floor", backend, *errors, *peers], rows

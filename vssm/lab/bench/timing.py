@@ -33,6 +33,8 @@ Call = Callable[[], object]
 def open_device(name: str) -> torch.device:
     """Returns the device that "auto", "cpu", "cuda" or "cuda:N" means."""
     device = choose_device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={name!r} is not timed; allowed: 'auto', 'cpu', 'cuda'")
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)  # where events are recorded
