@@ -22,7 +22,6 @@ from torch import Tensor
 from vssm.checks import check_choice, check_type, whole_number
 from vssm.data import Meta, read_meta
 from vssm.data.scale import Scale
-from vssm.engine import graphs
 from vssm.forecasting.history import (
     LARGEST,
     History,
@@ -332,10 +331,8 @@ class Forecaster:
             return scale.place(made, factor, shift, out=paths[own])
 
         for first in range(0, num, slab):
-            if graphs.usable(self.device):
-                # Slabs of one size share a recorded graph, so the last one repeats some paths.
-                first = max(0, min(first, num - slab))
-            own = slice(first, min(first + slab, num))
+            first = min(first, num - slab)  # slabs of one size replay one recorded graph
+            own = slice(first, first + slab)
             x = rows[own]
             if parallel and isinstance(self.model, Variational):
                 temperature = check_temperature(options.get("temperature", 1.0))
