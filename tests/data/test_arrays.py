@@ -1,4 +1,4 @@
-"""Sequences of your own, of different lengths: read, trained on and evaluated as if each were alone."""
+"""Your own sequences of different lengths: read, trained on and evaluated as if each were alone."""
 
 import dataclasses
 import json
@@ -90,7 +90,7 @@ def test_arrays_of_uint8_are_images(shape, tmp_path):
     np.save(tmp_path / "a.npy", x)
     channels = shape[3] if len(shape) == 4 else 1
     kind = "RGB" if channels == 3 else "grey"
-    note = rf"a\.npy: x is uint8 and read as {kind} images of 4 x 5 pixels, 0 to 255 become 0 to 1; save other"
+    note = rf"a\.npy: x is uint8 and read as {kind} images of 4 x 5 pixels, 0 to 255 become 0 to 1"
     with pytest.warns(UserWarning, match=note):
         data = open_data(arrays(tmp_path / "a.npy"))
     assert (data.meta.image_shape, data.meta.levels) == ((5, 4, channels), 256)
@@ -324,10 +324,10 @@ def test_evaluation_counts_real_steps_only(kind, options, tmp_path):
         assert metrics["kl"] == pytest.approx(np.mean(kls), rel=1e-4)
 
 
-def test_the_whole_way_on_the_command_line(tmp_path, monkeypatch, capsys):
+def test_the_command_line_trains_evaluates_and_generates(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "mine.npz", num=90)
-    options = ["--arrays.path", "mine.npz"]
+    options = ["--arrays.path", str(tmp_path / "mine.npz")]
     main(["data", "arrays", *options])
     assert (tmp_path / "arrays.png").read_bytes().startswith(b"\x89PNG")
     main(["train", "arrays", "--smoke", *options, "--out", "run"])
@@ -335,6 +335,15 @@ def test_the_whole_way_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "run" / "eval.json").read_text())["metrics"]["sequences"] == 9
     main(["generate", "run", "--num", "2", "--out", "made.npy"])
     assert np.load("made.npy").shape == (2, 9, 3)
+    (tmp_path / "my data").mkdir()
+    (tmp_path / "mine.npz").rename(tmp_path / "my data" / "mine.npz")
+    with pytest.raises(SystemExit):
+        main(["evaluate", "run", "--quick"])
+    assert "found no mine.npz in the place given" in capsys.readouterr().err
+    main(["evaluate", "run", "--quick", "--data-dir", "my data", "--result", "mine_base.json"])
+    made = json.loads((tmp_path / "mine_base.json").read_text())
+    assert made["metrics"]["sequences"] == 9
+    assert made["command"] == "vssm evaluate run --data-dir 'my data' --quick"
     np.savez("short.npz", x=np.zeros((20, 4, 1)), lengths=np.full(20, 5))
     with pytest.raises(SystemExit) as stop:
         main(["train", "arrays", "--smoke", "--arrays.path", "short.npz", "--out", "other"])
@@ -342,7 +351,7 @@ def test_the_whole_way_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("short.npz: lengths is 5 at 0; allowed: 1 to 4\n")
 
 
-def test_gradients_are_told_per_real_value(tmp_path, monkeypatch):
+def test_gradients_are_scaled_by_the_real_values(tmp_path, monkeypatch):
     write(tmp_path / "a.npz")
     config = tiny("rnn", arrays(tmp_path / "a.npz"), max_steps=1, batch=8)
     seen, differentiate = [], Learner.differentiate
@@ -357,7 +366,7 @@ def test_gradients_are_told_per_real_value(tmp_path, monkeypatch):
     assert seen == [pytest.approx(3 * float(lengths.double().mean()))]
 
 
-def test_components_are_judged_by_the_sequences_that_have_their_step(tmp_path, monkeypatch):
+def test_active_components_count_real_steps_only(tmp_path, monkeypatch):
     write(tmp_path / "a.npz", num=120)
     config = tiny("vssm", arrays(tmp_path / "a.npz"), max_steps=1, batch=8)
     folder = run(config, tmp_path / "run")
@@ -386,7 +395,7 @@ def test_splits_of_old_runs_stay(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:mine.npy. x is uint8 and read as RGB images")
-def test_images_go_the_whole_way_on_the_command_line(tmp_path, monkeypatch, capsys):
+def test_the_command_line_keeps_images_as_images(tmp_path, monkeypatch, capsys):
     """Arrays and folders of images: the run remembers their shape, and all pictures are images."""
     monkeypatch.chdir(tmp_path)
     pixels = np.random.default_rng(0).integers(0, 256, (90, 6, 5, 3), np.uint8)
@@ -426,20 +435,3 @@ def test_images_go_the_whole_way_on_the_command_line(tmp_path, monkeypatch, caps
         "out='images.png' would become one of the images; allowed: a file in"
         in capsys.readouterr().err
     )
-
-
-def test_data_that_has_moved_is_given_to_evaluate(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "mine.npz", num=90)
-    main(
-        ["train", "arrays", "--smoke", "--arrays.path", str(tmp_path / "mine.npz"), "--out", "run"]
-    )
-    (tmp_path / "my data").mkdir()
-    (tmp_path / "mine.npz").rename(tmp_path / "my data" / "mine.npz")
-    with pytest.raises(SystemExit):
-        main(["evaluate", "run", "--quick"])
-    assert "nor mine.npz in" in capsys.readouterr().err
-    main(["evaluate", "run", "--quick", "--data-dir", "my data", "--result", "mine_base.json"])
-    made = json.loads((tmp_path / "mine_base.json").read_text())
-    assert made["metrics"]["sequences"] == 9
-    assert made["command"] == "vssm evaluate run --data-dir 'my data' --quick"

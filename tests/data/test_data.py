@@ -1,4 +1,4 @@
-"""Data sets: files found, checked and split; every bad file named in one line; nothing unpickled."""
+"""Data sets: files are found, checked and split; bad files are named in one line."""
 
 import csv
 import dataclasses
@@ -63,7 +63,7 @@ def isolated(tmp_path, monkeypatch):
 
 
 def refused(config, *parts):
-    """Opens a data set to the end, checks that one line names all `parts`, and returns that line."""
+    """Opens a data set, checks that one line names all `parts`, and returns the line."""
     with pytest.raises(ValueError) as caught:
         data = open_data(config() if callable(config) else config)
         _ = data.train, data.test()
@@ -315,7 +315,7 @@ def test_missing_metadata_is_named():
         Meta.from_json([])
 
 
-def test_meta_maps_rows_to_images_of_any_height():
+def test_meta_maps_rows_to_images():
     meta = Meta(
         name="cifar10", features=6, length=2, suggested_head="gaussian", image_shape=(2, 2, 3)
     )
@@ -531,7 +531,7 @@ def test_binarised_data_is_bernoulli():
 
 @pytest.fixture
 def cifar10(tmp_path, monkeypatch):
-    """Writes six small batches of 20 records and publishes their checksums; gives the folder above."""
+    """Writes six batches of 20 records and publishes their checksums; gives the folder above."""
     folder = tmp_path / "cifar-10-batches-bin"
     folder.mkdir()
     rng = np.random.default_rng(0)
@@ -884,7 +884,7 @@ def test_dates_between_seconds_are_kept(tmp_path, kind):
         )
 
 
-def test_phases_go_on_between_seconds():
+def test_phases_resolve_fractions_of_seconds():
     noon = np.datetime64("2024-01-01T12", "ms") + np.array([0, 250, 1000])
     found = phases(noon, ["day"])
     angles = 2 * np.pi * (43_200 + np.array([0, 0.25, 1])) / 86_400
@@ -896,13 +896,13 @@ def test_phases_go_on_between_seconds():
     ).all()
 
 
-def test_two_columns_of_one_name_are_named(tmp_path):
+def test_duplicate_column_names_are_refused(tmp_path):
     path = write_csv(tmp_path / "a.csv", [[k, -k] for k in range(40)], header=["a", "a"])
     refused(series(path, context=4, horizon=2), path, "two columns called 'a'")
 
 
 @pytest.mark.filterwarnings("ignore:.* dates are uneven")
-def test_dates_of_any_zone_are_in_order(tmp_path):
+def test_dates_with_offsets_are_compared_in_utc(tmp_path):
     rows = [
         ["2020-01-01T00:00:00+02:00", 1],
         ["2019-12-31T23:00:00Z", 2],
@@ -962,7 +962,7 @@ def test_columns_that_are_left_out_are_noted(tmp_path, header, row, note):
     )  # others are not wanted, and no news
 
 
-def test_dates_that_are_wanted_or_left_out_by_the_user_are_not_noted(tmp_path):
+def test_dates_give_no_note(tmp_path):
     rows = [[f"2020-01-{k:02}", k] for k in range(1, 29)]
     for name in ("date", "when"):
         path = write_csv(tmp_path / "a.csv", rows, header=[name, "a"])
@@ -1118,7 +1118,7 @@ def test_bad_csv_is_named(tmp_path, content, parts):
     ids=["to the end", "to another quote", "to a quote before a word", "for long"],
 )
 @pytest.mark.parametrize("row", [100, 299])
-def test_a_quote_that_is_not_closed_takes_no_rows(tmp_path, later, row):
+def test_an_unclosed_quote_is_refused(tmp_path, later, row):
     notes = later | {row: '"5 in'}
     lines = [f"{k},{-k},{notes.get(k, 'none')}" for k in range(300)]
     (tmp_path / "a.csv").write_text("\n".join(["a,b,note", *lines]))
@@ -1140,7 +1140,9 @@ def test_cells_in_quotes_hold_commas_and_quotes(tmp_path):
 
 def test_series_needs_a_path():
     refused(DataConfig(name="series"), "series.path")
-    refused(series("nowhere.csv"), "found no file 'nowhere.csv'", "timeseries", "--data-dir")
+    refused(
+        series("nowhere.csv"), "found no nowhere.csv in the place given", "timeseries", "--data-dir"
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -1216,7 +1218,7 @@ def test_a_first_line_of_true_and_false_is_no_header(tmp_path):
     assert data.train.x[0].tolist() == [[1, 0], [0, 0]]
 
 
-def test_words_beside_true_and_false_are_text(tmp_path):
+def test_true_and_false_beside_words_are_text(tmp_path):
     rows = [[k, "maybe" if k == 7 else "true"] for k in range(30)]
     path = write_csv(tmp_path / "a.csv", rows, header=["a", "b"])
     with pytest.warns(UserWarning, match=r"are left out: 'b' \(line 2 has 'true'\)"):
@@ -1455,7 +1457,7 @@ def test_real_series_load(name, rows, columns):
         ),
     ],
 )
-def test_what_a_config_file_may_hold_instead_of_options_is_named(values, message):
+def test_wrong_values_in_a_config_file_are_named(values, message):
     with pytest.raises(ValueError, match=message):
         RunConfig.from_dict({"data": values})
 
@@ -1494,7 +1496,7 @@ def test_splits_and_bits_of_digits_are_pinned():
     ]
 
 
-def test_a_digest_tells_values_apart_that_have_one_mean_and_one_middle():
+def test_digest_tells_apart_values_with_equal_means():
     flat, peak = (
         Split(torch.tensor(values).view(1, 3, 1)) for values in ([1.0, 1, 1], [0.0, 3, 0])
     )
@@ -1543,7 +1545,7 @@ def test_a_byte_order_mark_is_no_character(tmp_path):
     assert "\ufeff" not in open_data(config).meta.vocabulary
 
 
-def test_many_values_are_looked_at_in_parts(monkeypatch):
+def test_large_splits_are_read_in_parts(monkeypatch):
     from vssm.data.feed import check_values
 
     split = Split(torch.randn(50, 7, 3))
@@ -1619,7 +1621,7 @@ def test_a_folder_of_images_is_read_in_the_order_of_names(tmp_path, mode, channe
     assert [path.name for path in data.files] == [f"{k:02d}.png" for k in range(12)]
 
 
-def test_kinds_of_images_are_read_as_they_look(tmp_path):
+def test_grey_transparent_and_turned_images_are_read(tmp_path):
     folder = tmp_path / "a"
     folder_of_images(folder, mode="L", size=(4, 4))
     grey = Image.fromarray(np.arange(16, dtype=np.uint8).reshape(4, 4))
@@ -1659,7 +1661,7 @@ def test_kinds_of_images_are_read_as_they_look(tmp_path):
 def test_bad_folders_of_images_are_named(tmp_path):
     folder = tmp_path / "a"
     refused(DataConfig(name="images"), "images.path is needed: a folder of images")
-    refused(images_in(folder), f"found no folder '{folder}'", "--data-dir")
+    refused(images_in(folder), "found no a in the place given", "--data-dir")
     folder_of_images(folder, num=9)
     refused(images_in(folder), f"{folder} has 9 images directly in it; allowed: 10 or more", ".png")
     refused(images_in(folder / "00.png"), "00.png' is a file; allowed: a folder")

@@ -60,7 +60,7 @@ def history(steps=9, series=None, num=3, seed=0):
 
 
 @pytest.mark.parametrize("windowed", [None, "window", "last"])
-def test_paths_far_from_zero_are_those_near_it(windowed):
+def test_paths_far_from_zero_equal_those_near_zero(windowed):
     """Numbers around 1e8 have no digit after the point in float32."""
     made = []
     for offset in (0.0, 1e8):
@@ -75,7 +75,7 @@ def test_paths_far_from_zero_are_those_near_it(windowed):
 
 @pytest.mark.parametrize("windowed", ["window", "last"])
 @pytest.mark.parametrize("kind", ["vssm", "ssm"])
-def test_paths_of_a_series_that_has_drifted_far_from_zero_differ(kind, windowed):
+def test_paths_of_a_series_that_drifted_far_from_zero_differ(kind, windowed):
     own, drift = forecaster(kind, windowed=windowed), np.array([0.0, 1e8, 0.0])
     near = own.forecast(history(), samples=8).samples
     assert near.dtype == torch.float32
@@ -109,7 +109,7 @@ def paths_of(model, prompt, length, samples, **options):
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5}], ids=str)
 @pytest.mark.parametrize("kind", ["vssm", "tvae", "rnn", "vrnn"])
-def test_forecasts_are_what_generate_makes_of_the_scaled_history(kind, options):
+def test_forecasts_equal_generate_on_the_scaled_history(kind, options):
     own, x = forecaster(kind), torch.from_numpy(history(9, series=2))
     scaled = (x - torch.tensor(own.meta.mean)) / torch.tensor(own.meta.std)
     centre = scaled.mean(1, keepdim=True)
@@ -124,7 +124,7 @@ def test_forecasts_are_what_generate_makes_of_the_scaled_history(kind, options):
 @pytest.mark.parametrize("kind", ["vssm", "ssm"])
 @given(shift=st.floats(-100, 100), factor=st.floats(0.01, 100))
 def test_forecasts_move_with_the_level_of_a_series(kind, shift, factor):
-    """One model, data in other units with the scale of those units: the same forecast in those units."""
+    """Data in other units, with their scale, gives the same forecast in those units."""
     one = forecaster(kind)
     other = replace(
         one.meta,
@@ -189,7 +189,7 @@ def test_each_step_of_a_season_has_its_own_centre(windowed):
 @pytest.mark.parametrize(
     ("windowed", "season"), [(None, 1), ("window", 1), ("window", 4), ("last", 1)]
 )
-def test_factor_and_shift_are_both_scales_at_once(windowed, season, separate):
+def test_factor_and_shift_combine_both_scales(windowed, season, separate):
     own = meta(windowed=windowed, season=season, separate=separate)
     scale, x = Scale(own), torch.from_numpy(history(series=2))
     once = (x - scale.mean) / scale.std
@@ -213,7 +213,7 @@ def test_factor_and_shift_are_both_scales_at_once(windowed, season, separate):
 
 @pytest.mark.parametrize("windowed", [None, "window", "last"])
 @given(exponent=st.floats(0, 30), least=st.floats(-25, 5))
-def test_what_is_said_to_fit_is_finite(windowed, exponent, least):
+def test_histories_that_fit_are_finite_in_float32(windowed, exponent, least):
     scale, x = Scale(meta(windowed=windowed, std=(10.0**least, 1.0, 1.0))), torch.zeros(1, 9, 3)
     x[0, -1], x[0, 3] = 10.0**exponent, -(10.0**exponent)
     steps = scale.steps(x.double(), *scale.units(x.double()))
@@ -229,7 +229,7 @@ def test_small_numbers_far_from_a_mean_do_not_fit():
 @pytest.mark.parametrize("kind", ["vssm", "rnn"])
 @pytest.mark.parametrize("options", [{}, {"separate": True, "features": 1}, {"windowed": "window"}])
 @pytest.mark.parametrize("series", [None, 3])
-def test_single_precision_is_as_good_as_the_same_numbers_in_double(kind, options, series):
+def test_single_and_double_precision_give_the_same_forecast(kind, options, series):
     single = torch.as_tensor(history(series=series)).float()
     one = forecaster(kind, **options)
     expected = one.forecast(single.double(), 4, 2).samples
@@ -237,24 +237,29 @@ def test_single_precision_is_as_good_as_the_same_numbers_in_double(kind, options
         assert torch.equal(one.forecast(same, 4, 2).samples, expected)
 
 
-def test_slabs_change_nothing(monkeypatch):
-    own, x = forecaster(), history(9, series=5)
-    whole = own.forecast(x, 5, 4).samples
-    monkeypatch.setattr(vssm.sampling.paths, "_MOST_PATHS", {"cpu": 9})
-    assert relative_error(own.forecast(x, 5, 4).samples, whole) < 1e-5
+def scaled_paths(own, x, length, samples):
+    """Returns what `generate` makes of histories (B, N, D) at once, in the units of the data."""
+    x = torch.from_numpy(x)
+    factor, shift = Scale(own.meta).units(x)
+    paths = paths_of(own.model, ((x - shift) / factor).float(), length, samples)
+    return paths * factor[:, None] + shift[:, None]
+
+
+def test_slabs_change_no_path():
+    own, x = forecaster(), history(9, series=1200)
+    made = own.forecast(x, 2, 4).samples  # more paths than one slab holds
+    assert relative_error(made, scaled_paths(own, x, 2, 4)) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["vssm", "tvae"])
-def test_paths_of_one_series_are_made_some_at_a_time(kind, monkeypatch):
+def test_many_paths_of_one_series_are_made_in_parts(kind):
     own, x = forecaster(kind), history(9)
-    whole = own.forecast(x, 5, 10).samples
-    stream = own.stream(x)
-    sizes = []
+    stream, sizes = own.stream(x, samples=5000), []
+    expected = scaled_paths(own, x[None], 2, 5000)[0]
     own.model.decoder.embed.register_forward_hook(lambda _, given, made: sizes.append(len(made)))
-    monkeypatch.setattr(vssm.sampling.paths, "_MOST_PATHS", {"cpu": 4})
-    for parts in (own.forecast(x, 5, 10), stream.forecast(5, 10)):
-        assert relative_error(parts.samples, whole) < 1e-5
-    assert sizes == [4, 4, 2] * 2
+    for parts in (own.forecast(x, 2, 5000), stream.forecast(2, 5000)):
+        assert relative_error(parts.samples, expected) < 1e-5
+    assert len(sizes) == 4 and sum(sizes) == 2 * 5000
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -269,24 +274,13 @@ def test_more_paths_than_memory_holds_are_refused(kind):
         own.stream(history(), samples=10**9).forecast(10**9)
 
 
-def test_paths_that_fit_are_made_though_their_latents_would_not(monkeypatch):
-    own, x = forecaster(), history(9, series=4)
-    size = 4 * 50 * 5 * 3 * 4
-    monkeypatch.setattr(sys.modules["vssm.sampling.generation"], "_memory", lambda device: size)
-    assert own.forecast(x, 5, 50).samples.nbytes == size
-    with pytest.raises(ValueError, match=r"^samples=51 and horizon=5 of 4 series would take"):
-        own.forecast(x, 5, 51)
-
-
-def test_columns_apart_count_as_series_in_a_stream(monkeypatch):
+def test_paths_of_separate_columns_in_a_stream_are_made_in_parts():
     own, x = forecaster(separate=True, features=1), history(9)
-    whole = own.stream(x).forecast(5, 8).samples
-    stream = own.stream(x)
-    sizes = []
+    stream, sizes = own.stream(x, samples=2000), []
+    expected = own.forecast(x, 2, 2000).samples
     own.model.decoder.embed.register_forward_hook(lambda _, given, made: sizes.append(len(made)))
-    monkeypatch.setattr(vssm.sampling.paths, "_MOST_PATHS", {"cpu": 9})
-    assert relative_error(stream.forecast(5, 8).samples, whole) < 1e-5
-    assert sizes == [9, 9, 6], "three paths of each of three columns"
+    assert relative_error(stream.forecast(2).samples, expected) < 1e-5
+    assert len(sizes) == 2 and sum(sizes) == 3 * 2000
 
 
 def test_time_features_follow_the_dates():
@@ -353,13 +347,13 @@ def test_time_features_follow_the_dates():
         "business_days",
     ],
 )
-def test_dates_go_on_by_the_calendar(dates, next_dates):
+def test_dates_continue_by_the_calendar(dates, next_dates):
     made = forecaster().forecast(history(), 3, 2, dates)
     assert made.times.astype("datetime64[D]").astype(str).tolist() == next_dates
 
 
 @pytest.mark.parametrize("unit", ["ms", "ns"])
-def test_dates_between_seconds_go_on(unit, tmp_path):
+def test_dates_between_seconds_continue(unit, tmp_path):
     pandas = pytest.importorskip("pandas")
     dates = (np.datetime64("2024-01-01", "ms") + 100 * np.arange(9)).astype(f"datetime64[{unit}]")
     made = forecaster().forecast(history(), 3, 2, dates)
@@ -372,9 +366,9 @@ def test_dates_between_seconds_go_on(unit, tmp_path):
         assert (table["time"].to_numpy()[::3] == expected).all()
 
 
-def test_uneven_dates_are_noted_and_go_on_by_the_usual_step():
+def test_uneven_dates_give_a_warning_and_continue_in_the_usual_step():
     dates = np.datetime64("2024-05-01") + DAY * np.array([0, 1, 2, 4, 5, 6, 7, 8, 16])
-    note = r"^dates are uneven: 2024-05-05\S* comes right after 2024-05-03\S*; dates of the forecast go on in"
+    note = r"^dates are uneven: 2024-05-05\S* comes right after 2024-05-03\S*; dates of the fore"
     with pytest.warns(UserWarning, match=note):
         made = forecaster().forecast(history(), 2, 2, dates)
     assert made.times.astype("datetime64[D]").astype(str).tolist() == ["2024-05-18", "2024-05-19"]
@@ -413,7 +407,7 @@ def test_options_of_generate_are_passed_on(options):
     assert same == (options == {"chunk": 2})
 
 
-def test_a_constant_series_stays_finite_and_near():
+def test_forecasts_of_a_constant_series_stay_near_it():
     x = np.tile([5.0, -7.0, 1e6], (9, 1))
     made = forecaster(mean=None, std=None).forecast(x, 5, 50).samples
     assert made.isfinite().all() and (made - torch.tensor(x[0])).abs().max() < 5
@@ -436,7 +430,7 @@ def test_missing_values_are_filled_as_in_training():
         own.forecast(gaps, 5, 4)
 
 
-def test_columns_of_a_table_are_taken_by_their_names():
+def test_columns_of_a_dataframe_are_taken_by_name():
     pandas = pytest.importorskip("pandas")
     own, x = forecaster(), history()
     right = own.forecast(x, 5, 4).samples
@@ -489,7 +483,7 @@ def test_bad_requests_are_named(options, message):
         vssm.forecast(forecaster(), **{"history": history(), "horizon": 5, "samples": 2, **options})
 
 
-def test_models_of_other_things_are_named(tmp_path):
+def test_models_of_other_data_are_refused(tmp_path):
     with pytest.raises(ValueError, match="head 'categorical'; allowed: a model of numbers"):
         Forecaster(small_model("ssm", "categorical"))
     with pytest.raises(ValueError, match="2 features; allowed: data set 'series' with 3"):
@@ -521,15 +515,16 @@ def test_a_stream_forecasts_as_the_state_of_all_points(kind):
     stream.observe(x[9])
     stream.observe(x[10:])
     assert stream.position == 12 and stream.renewed == 0
-    prompt = ((torch.from_numpy(x) - stream._shift[0]) / stream._factor[0])[None].float()
-    expected = paths_of(own.model, prompt, 5, 4)[0] * stream._factor[0] + stream._shift[0]
+    factor, shift = Scale(own.meta).units(torch.from_numpy(x[None, :9]))
+    prompt = ((torch.from_numpy(x) - shift) / factor).float()
+    expected = paths_of(own.model, prompt, 5, 4)[0] * factor[0] + shift[0]
     assert relative_error(stream.forecast(5, 4).samples, expected) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["vssm", "vrnn"])
 @pytest.mark.parametrize("way", ["forecast", "stream"])
 def test_every_path_draws_latents_of_the_history(kind, way):
-    """The mean of the first step varies from seed to seed by its Monte Carlo error and not by more."""
+    """The mean of the first step varies from seed to seed by its Monte Carlo error only."""
     own, x, samples, means, errors = forecaster(kind), history(9), 400, [], []
     for seed in range(12):
         if way == "stream":
@@ -577,7 +572,7 @@ def test_the_position_of_a_stream_is_in_steps_of_the_model():
 
 @pytest.mark.parametrize("patch", [1, 2])
 @pytest.mark.parametrize("kind", ["vssm", "rnn", "transformer"])
-def test_points_of_which_one_is_refused_are_not_read(kind, patch):
+def test_one_refused_point_means_none_is_read(kind, patch):
     own, x = forecaster(kind, features=3 * patch, patch=patch, context=8), history(20)
     stream, other = own.stream(x[:8]), own.stream(x[:8])
     bad = x[8:18].copy()  # past a window of training, so that the state is made anew on the way
@@ -630,7 +625,6 @@ def test_a_long_stream_stays_in_the_window_of_training():
     for point in x[3:]:
         stream.observe(point)
         assert stream.position <= own.meta.length
-        assert stream._points.shape[1] <= own.meta.context
     assert stream.renewed >= 5
     again = own.stream(x[:3])
     again.observe(x[3:])
@@ -695,7 +689,7 @@ def test_crps_equals_its_definition_over_pairs(num):
         torch.testing.assert_close(energy_score(paths[:, :, :1], y[:, :1]), expected[:, 0])
 
 
-def test_scores_of_forecasts_that_are_right():
+def test_scores_of_exact_and_wide_forecasts():
     y = torch.randn(50, 7, 2, dtype=torch.float64) * torch.tensor([1.0, 5.0]) + 3
     unit = torch.ones(2, dtype=torch.float64)
     exact = scores(y[:, None].repeat(1, 4, 1, 1), y, unit * 0, unit, unit)
@@ -768,37 +762,6 @@ def test_command_writes_quantiles_and_a_chart(run_folder, tmp_path, capsys, suff
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     direct = vssm.forecast(run_folder, read_history(Forecaster.load(run_folder), new).values, 6, 9)
     np.testing.assert_allclose(table["mean"][:12], direct.mean.flatten(), rtol=1e-5)
-
-
-def test_dates_are_read_as_in_training(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    lines = waves(tmp_path / "date.csv", 60).read_text().splitlines()
-    (tmp_path / "day.csv").write_text("\n".join([lines[0].replace("date", "day"), *lines[1:]]))
-    mixed = [lines[0], lines[2], lines[1], *lines[3:]]
-    (tmp_path / "mixed.csv").write_text("\n".join(mixed))
-    small = ["--smoke", "--train.max-steps", "1", "--train.batch", "4"]
-    sizes = ["--series.context", "4", "--series.horizon", "2"]
-    for name, time in (("day", "day"), ("mixed", "none")):
-        path = f"{name}.csv"
-        main(
-            [
-                "train",
-                "series",
-                "--series.path",
-                path,
-                "--series.time",
-                time,
-                *sizes,
-                *small,
-                "--out",
-                name,
-            ]
-        )
-        main(["forecast", name, "--path", path, "--samples", "3", "--out", f"of_{name}.csv"])
-        header = (tmp_path / f"of_{name}.csv").read_text().splitlines()[0]
-        assert header.startswith("step,time,column" if name == "day" else "step,column")
-    main(["forecast", "day", "--path", "date.csv", "--samples", "3", "--out", "other.csv"])
-    assert (tmp_path / "other.csv").read_text().startswith("step,time,column")
 
 
 def test_command_names_what_is_wrong_with_a_file(run_folder, tmp_path, capsys):
@@ -885,7 +848,7 @@ def test_command_keeps_the_history(run_folder, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "dates.csv").read_text() == history and not (tmp_path / "dates.png").exists()
 
 
-def test_command_takes_the_dates_it_is_told(run_folder, tmp_path):
+def test_command_takes_the_column_of_dates_it_is_given(run_folder, tmp_path):
     def times(*options, header="date"):
         new, out = waves(tmp_path / "new.csv", 30), tmp_path / "out.csv"
         new.write_text(new.read_text().replace("date", header, 1))
@@ -911,6 +874,8 @@ def test_a_run_remembers_its_column_of_dates(time, dated, tmp_path):
         small_model("vssm", features=2), Meta.from_json(json.loads(json.dumps(asdict(own))))
     )
     assert (read_history(forecaster, path).times is not None) == dated
+    other = waves(tmp_path / "other.csv")  # whose dates have another name
+    assert (read_history(forecaster, other).times is not None) == dated
 
 
 def test_command_names_a_shipped_model_of_other_data(tmp_path, capsys):
@@ -952,7 +917,7 @@ def test_chart_without_dates(tmp_path, monkeypatch):
     assert not legend.get_window_extent().overlaps(axes.get_window_extent()), "no line is covered"
 
 
-def test_predictor_takes_the_place_of_one_of_gluonts(run_folder):
+def test_predictor_works_with_gluonts_evaluation(run_folder):
     pytest.importorskip("gluonts")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -987,24 +952,23 @@ def test_predictor_takes_the_place_of_one_of_gluonts(run_folder):
 
 
 @pytest.mark.parametrize("cycles", [(), ("day",)])
-def test_equal_series_of_a_predictor_get_paths_of_their_own(cycles, monkeypatch):
+def test_equal_series_of_a_predictor_get_different_paths(cycles):
     pytest.importorskip("gluonts")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from vssm.forecasting import gluonts as forecast_gluonts
+        from vssm.forecasting.gluonts import entries, predictor
 
-        monkeypatch.setattr(forecast_gluonts, "_SERIES_PER_PASS", 2)
         own = forecaster(columns=("a",), features=1 + 2 * len(cycles), separate=True, cycles=cycles)
-        series = forecast_gluonts.entries(np.repeat(history(20, num=1), 5, 1), "h")
-        made = forecast_gluonts.predictor(own, num_samples=3)
+        series = entries(np.repeat(history(20, num=1), 70, 1), "h")  # more than one pass
+        made = predictor(own, num_samples=3)
         paths = [list(made.predict(series)) for _ in range(2)]
-    assert len({one.samples.tobytes() for one in paths[0]}) == 5
+    assert len({one.samples.tobytes() for one in paths[0]}) == 70
     assert all((a.samples == b.samples).all() for a, b in zip(*paths, strict=True)), (
         "each time the same"
     )
 
 
-def test_deepar_leaves_the_random_numbers_of_others_alone():
+def test_deepar_restores_the_global_random_states():
     pytest.importorskip("gluonts")
     from vssm.forecasting.gluonts import deepar
 
@@ -1043,7 +1007,7 @@ def test_histories_that_leave_float32_are_named():
 
 
 @pytest.mark.parametrize("kind", ["vssm", "rnn"])
-def test_the_seed_of_a_stream_names_its_paths(kind):
+def test_the_seed_of_a_stream_selects_its_paths(kind):
     own, x = forecaster(kind), history(20)
     stream = own.stream(x[:9], seed=3)
     assert (
@@ -1059,7 +1023,7 @@ def test_the_seed_of_a_stream_names_its_paths(kind):
 
 
 @pytest.mark.parametrize("fill", ["zero", "previous", "linear"])
-def test_what_a_point_lacks_comes_from_the_past(fill):
+def test_gaps_in_a_point_are_filled_from_the_past(fill):
     x = history(11)
     gaps, whole = x.copy(), x.copy()
     gaps[9, 1], whole[9, 1] = np.nan, 0 if fill == "zero" else x[8, 1]

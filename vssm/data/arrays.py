@@ -119,10 +119,10 @@ def _checked(
         x, lengths = x[:, : lengths.max()].copy(), lengths.astype(np.int64)
         x[np.arange(x.shape[1]) >= lengths[:, None]] = 0
     for sequence, step, *_ in np.argwhere(~np.isfinite(x)):
-        where = "before the end of a sequence" if lengths is not None else "or lengths in an .npz"
+        allowed = ", or lengths in an .npz" if lengths is None else " before the end of a sequence"
         raise ValueError(
             f"{path}: x is not finite at sequence {sequence}, step {step}; allowed: finite"
-            f" numbers, {where}"
+            f" numbers{allowed}"
         )
     if images and x.dtype != np.uint8 and not 0 <= x.min() <= x.max() <= 1:
         raise ValueError(

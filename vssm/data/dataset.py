@@ -38,13 +38,7 @@ def random_bits(seed: int, stream: int, num: int) -> np.ndarray:
 def hold_out(
     num: int, seed: int, fraction: float = 0.1, stream: int = SPLIT
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the indices kept and the indices held out, a `fraction` of `num`, each ascending.
-
-    Example:
-        >>> kept, held = hold_out(20, seed=0)
-        >>> len(kept), len(held), sorted([*kept.tolist(), *held.tolist()]) == list(range(20))
-        (18, 2, True)
-    """
+    """Returns the indices kept and the indices held out, a `fraction` of `num`, each ascending."""
     order = np.argsort(random_bits(seed, stream, num), kind="stable")
     cut = round(fraction * num)
     return np.sort(order[cut:]), np.sort(order[:cut])
@@ -89,11 +83,6 @@ class Split:
 
         They are means over at most 4,096 sequences, spread evenly: of the values, of their squares,
         and of the values weighted by their place.
-
-        Example:
-            >>> x = torch.arange(12.0).reshape(2, 3, 2)
-            >>> Split(x).digest() == Split(x.flip(1)).digest()
-            False
         """
         num = min(4096, len(self))
         sums, done = torch.zeros(3, dtype=torch.float64), 0
@@ -217,12 +206,7 @@ def split_at_random(
 ) -> Data:
     """Returns `num` sequences as data: a tenth for testing, a tenth of the others for validation.
 
-    Arguments:
-        config: The options; `config.seed` fixes the splits.
-        meta: What generation needs to know.
-        num: How many sequences there are.
-        read: Returns the sequences at some indices, in ascending order.
-        files: The files that they come from.
+    The seed fixes the splits. `read` returns the sequences at ascending indices.
     """
     rest, test = hold_out(num, config.seed, stream=ARRAYS)
 

@@ -63,16 +63,10 @@ def _search(
 def locate(
     names: Sequence[str], subfolders: Sequence[str], given: str | None, remote: Remote
 ) -> Path:
-    """Returns the first file found in the data folders; downloads it if there is none.
+    """Returns the first of `names` found in the data folders, or else downloads it.
 
-    Arguments:
-        names: Names of the file, in order of preference.
-        subfolders: Where in a data folder the file may lie besides directly.
-        given: The `dir` option.
-        remote: Where the file can be downloaded.
-
-    Returns:
-        The path of a file that exists. Its content is not checked here.
+    A file may lie directly in a data folder (`given`, $VSSM_DATA, the cache) or in one of
+    `subfolders`. Its content is not checked here.
     """
     folders = _data_folders(given)
     if found := _search(names, subfolders, folders):
@@ -107,7 +101,7 @@ def locate_own(path: str, subfolder: str, given: str | None, folder: bool = Fals
     if found := _search([name], [subfolder], folders, is_there):
         return found
     raise ValueError(
-        f"found no {kind} {path!r}, nor {name} in {' or '.join(map(str, folders))} (nor in"
+        f"found no {name} in the place given, nor in {' or '.join(map(str, folders))} (nor in"
         f" {subfolder} there); give its path, or the folder that holds it with --data-dir or"
         " $VSSM_DATA"
     )

@@ -78,18 +78,9 @@ _CIFAR10_ARCHIVE = Remote(
 _CIFAR10_FOLDERS = ("cifar-10-batches-bin", "cifar10", "cifar10/cifar-10-batches-bin")
 _CIFAR10_RECORD = 1 + 3 * 32 * 32  # a class, then the red, green and blue planes
 CIFAR10_BYTES = 10000 * _CIFAR10_RECORD
-_FORMATS = {  # by the end of a name; Pillow tries no others, since some of them start programs
-    ".bmp": "BMP",
-    ".gif": "GIF",
-    ".jpeg": "JPEG",
-    ".jpg": "JPEG",
-    ".pgm": "PPM",
-    ".png": "PNG",
-    ".ppm": "PPM",
-    ".tif": "TIFF",
-    ".tiff": "TIFF",
-    ".webp": "WEBP",
-}
+# Pillow tries no other formats, since some of them start programs.
+_FORMATS = ("BMP", "GIF", "JPEG", "PPM", "PNG", "TIFF", "WEBP")
+_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
 def image_meta(name: str, shape: tuple[int, int, int], maximum: int | None) -> Meta:
@@ -253,16 +244,16 @@ def open_images(config: DataConfig) -> Data:
         raise ValueError("images.path is needed: a folder of images")
     folder = locate_own(config.images.path, "images", config.dir, folder=True)
     files = sorted(Path(f) for f in os.scandir(folder) if f.is_file() and f.name[0] != ".")
-    paths = [path for path in files if path.suffix.lower() in _FORMATS]
+    paths = [path for path in files if path.suffix.lower() in _SUFFIXES]
     if len(paths) < FEWEST:
         raise ValueError(
             f"{folder} has {len(paths)} images directly in it; allowed: {FEWEST} or more, whose"
-            f" names end in {', '.join(_FORMATS)}"
+            f" names end in {', '.join(_SUFFIXES)}"
         )
     if len(paths) < len(files):
         first = next(path.name for path in files if path not in paths)
         note = f"{len(files) - len(paths)} files are left out, such as {first}"
-        warnings.warn(f"{folder}: {note}; images end in {', '.join(_FORMATS)}", stacklevel=3)
+        warnings.warn(f"{folder}: {note}; images end in {', '.join(_SUFFIXES)}", stacklevel=3)
     images: list[np.ndarray] = []
     for path in paths:
         image = _read_image(path)
@@ -287,7 +278,7 @@ def _read_image(path: Path) -> np.ndarray:
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(path, formats=sorted(set(_FORMATS.values()))) as file:
+        with Image.open(path, formats=_FORMATS) as file:
             mode = file.mode
             image = ImageOps.exif_transpose(file)
             if image.has_transparency_data:

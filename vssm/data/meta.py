@@ -92,7 +92,7 @@ class Meta:
         """
         if not isinstance(fields, dict):
             raise ValueError(
-                f"data_meta={fields!r} is not allowed; allowed: fields of a run's data"
+                f"data_meta={fields!r} is not allowed; allowed: the fields of a run's data"
             )
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):

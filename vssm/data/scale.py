@@ -13,7 +13,6 @@ steps of a season; clock (C, 2 x cycles). A row is a series, or one column of it
 separate.
 """
 
-import math
 from functools import cached_property
 
 import numpy as np
@@ -43,11 +42,6 @@ def window_scale(
         season: P, steps of a season, each with a centre of its own. C is at least P; steps beyond
             whole seasons, at the start, do not count.
         least: Added to the variance, (D,) or (B, 1, D).
-
-    Example:
-        >>> mean, deviation = window_scale(torch.tensor([[[1.0], [3.0]], [[5.0], [5.0]]]))
-        >>> mean.flatten().tolist(), [round(d, 3) for d in deviation.flatten().tolist()]
-        ([2.0, 5.0], [1.005, 0.1])
     """
     x = x[:, x.shape[1] % season :].unflatten(1, (-1, season))  # (B, seasons, P, D)
     if centre == "last":
@@ -106,14 +100,9 @@ class Scale:
         reach = 20 * largest if self.meta.windowed else largest + max(map(abs, mean))
         return reach <= _LARGEST * min(std)
 
-    def of(self, histories: np.ndarray, largest: float = math.inf) -> "Scale":
-        """Returns the scale for histories (..., steps, columns): a `far` one if their windows are.
-
-        Arguments:
-            histories: In the units of the data.
-            largest: The largest number in them, if known.
-        """
-        if self.far or self.meta.windowed is None or largest <= self._reach.min():
+    def of(self, histories: np.ndarray) -> "Scale":
+        """Returns the scale for histories (..., steps, columns): a `far` one if they are far."""
+        if self.far or self.meta.windowed is None:
             return self
         far = np.abs(histories.reshape(-1, len(self._reach))).max(0) > self._reach
         return self._far_scale if far.any() else self
@@ -144,14 +133,10 @@ class Scale:
         clock: Tensor | None = None,
         since: int | None = None,
     ) -> Tensor:
-        """Returns what the model reads, (rows, C / patch, features) in float32.
+        """Returns what the model reads of histories, (rows, C / patch, features) in float32.
 
-        Arguments:
-            x: The histories.
-            factor: Their factor.
-            shift: Their shift.
-            clock: The time features, if the model has some.
-            since: Steps from the end of the window to x; by default x is the window.
+        `clock` holds the time features, if the model has some. `since` counts the steps from the
+        end of the window to x; by default x is the window.
         """
         since = -x.shape[1] if since is None else since
         x = (x - centre_of_steps(shift, since, x.shape[1])) / factor
@@ -165,12 +150,7 @@ class Scale:
     ) -> Tensor:
         """Returns paths (rows, S, H, channels) in the units of the data, in float64 if `far`.
 
-        Arguments:
-            made: The paths in the scale of the model.
-            factor: Their factor.
-            shift: Their shift.
-            first: Steps from the end of the window to the paths.
-            out: Where the result goes, if given.
+        `first` counts the steps from the end of the window to the paths.
         """
         made = made.double() if self.far else made
         shift = centre_of_steps(shift.to(made), first, made.shape[2])

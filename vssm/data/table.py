@@ -102,7 +102,11 @@ def _time_column(
     if time is not None or usual in texts:
         return time or usual
     named = [name for name in texts if name.strip().lower() in _TIME_NAMES]
-    dated = [name for name, cells in texts.items() if cells.dtype.kind == "M" or _ascend(cells)]
+    dated = [
+        name
+        for name, cells in texts.items()
+        if cells.dtype.kind == "M" or _ascend(cells) or (name.isdecimal() and _date(cells[0]))
+    ]
     return next(iter(named + dated), None)
 
 
@@ -190,7 +194,7 @@ def _read_csv(path: Path) -> tuple[Columns, list[str]]:
     frame = pandas.read_csv(io.StringIO(text), low_memory=False, **style)
     columns = []
     for name, (_, cells) in zip(names, frame.items(), strict=True):
-        if cells.dtype != object:
+        if pandas.api.types.is_numeric_dtype(cells):  # or of true and false
             columns.append((name, cells.to_numpy(np.float64)))
             continue
         numbers = [_number(cell) for cell in cells]
@@ -200,7 +204,7 @@ def _read_csv(path: Path) -> tuple[Columns, list[str]]:
         if any(number is not None and np.isfinite(number) for number in numbers):
             k = numbers.index(None)
             raise ValueError(f"{path}: {places[k]}, column {name!r}: {cells[k]!r} is not a number")
-        columns.append((name, cells.to_numpy()))
+        columns.append((name, cells.to_numpy(object)))
     return columns, places
 
 

@@ -164,7 +164,7 @@ class Forecaster:
         self.model, self.device = self.engine.model, self.engine.device
         self.meta, self.columns = meta, meta.columns
         self.channels = 1 if meta.separate else len(meta.columns)
-        self.reader = Reader(model.head, meta, self.device)
+        self._reader = Reader(model.head, meta, self.device)
 
     def __repr__(self) -> str:
         meta = self.meta
@@ -242,12 +242,12 @@ class Forecaster:
             >>> made.samples.shape, made.times.astype("M8[D]").astype(str).tolist()
             (torch.Size([5, 2, 2]), ['2024-02-29', '2024-03-01'])
         """
-        horizon, samples = self.check_request(horizon, samples, options)
-        x, _, times, single = self.reader.read(history, times)
-        scale = self.reader.scale_of(x, samples, horizon)
-        rows, clock = self.reader.rows(x), self.reader.clock(times)
+        horizon, samples = self._check_request(horizon, samples, options)
+        x, _, times, single = self._reader.read(history, times)
+        scale = self._reader.scale_of(x, samples, horizon)
+        rows, clock = self._reader.rows(x), self._reader.clock(times)
         paths = self._draw_paths(rows, clock, scale, seed, horizon, samples, options)
-        paths = self.reader.by_column(paths, len(x))
+        paths = self._reader.by_column(paths, len(x))
         times = continued(times, horizon)
         return Forecast(paths[0] if single else paths, self.columns, times)
 
@@ -276,7 +276,7 @@ class Forecaster:
         """
         return Stream(self, history, times, seed, samples)
 
-    def check_request(
+    def _check_request(
         self, horizon: int | None, samples: int, options: dict[str, Any]
     ) -> tuple[int, int]:
         """Returns horizon and samples, checked; the horizon of training is the default."""
@@ -312,7 +312,7 @@ class Forecaster:
         The histories go through the model in slabs, so that memory is bounded. A vssm or tvae uses
         `vssm.sampling.paths`; all other cases use `generate`.
         """
-        num, steps = len(rows), self.steps(horizon)
+        num, steps = len(rows), self._steps(horizon)
         length = rows.shape[1] // self.meta.patch + steps
         slab, at_once = divided(self.model, num, samples, length)
         one_seed = type(seed) is int and -(2**63) <= seed < 2**63
@@ -321,17 +321,15 @@ class Forecaster:
 
         def finish(made: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
             nonlocal paths
-            made = self.points(made, horizon)
+            made = self._points(made, horizon)
             if paths is None:
                 dtype = torch.float64 if scale.far else made.dtype
                 paths = made.new_empty(num, *made.shape[1:], dtype=dtype)
             return scale.place(made, factor, shift, out=paths[own])
 
         for first in range(0, num, slab):
-            if self.device.type == "cuda":
-                # Slabs of one size share a recorded graph, so the last one repeats some paths.
-                first = max(0, min(first, num - slab))
-            own = slice(first, min(first + slab, num))
+            first = min(first, num - slab)  # slabs of one size replay one recorded graph
+            own = slice(first, first + slab)
             x = rows[own]
             if parallel and isinstance(self.model, Variational):
                 temperature = check_temperature(options.get("temperature", 1.0))
@@ -359,7 +357,7 @@ class Forecaster:
         factor, shift = scale.units(x, first)
         prompt = scale.steps(x, factor, shift, None if clock is None else clock.to(self.device))
         rows = torch.arange(first, first + len(x), device=self.device)
-        if self.draws_latents:  # every path draws its own latents of the history
+        if self._draws_latents:  # every path draws its own latents of the history
             prompt, rows = prompt.repeat_interleave(samples, 0), fork(rows, samples).flatten()
             start: dict[str, Any] = {"prompt": prompt, "seed": seed, "rows": rows}
         else:
@@ -368,15 +366,15 @@ class Forecaster:
         return made.x.unflatten(0, (len(x), samples)), factor, shift
 
     @property
-    def draws_latents(self) -> bool:
+    def _draws_latents(self) -> bool:
         """Whether the model draws latents of what it reads."""
         return isinstance(self.model, Variational | VRNN)
 
-    def steps(self, horizon: int) -> int:
+    def _steps(self, horizon: int) -> int:
         """Returns how many steps of the model cover a horizon."""
         return -(-horizon // self.meta.patch)
 
-    def points(self, x: Tensor, horizon: int) -> Tensor:
+    def _points(self, x: Tensor, horizon: int) -> Tensor:
         """Returns steps of the model, (rows, S, T, features), as points, (rows, S, H, channels)."""
         return self.meta.to_rows(x)[..., :horizon, : self.channels]
 
@@ -401,7 +399,7 @@ class Stream:
         self._forecaster, self._seed = forecaster, seed
         self.samples = whole_number("samples", samples, 1)
         """The number of paths of a forecast."""
-        self._points, self._known, self._times, single = forecaster.reader.read(history, times)
+        self._points, self._known, self._times, single = forecaster._reader.read(history, times)
         if not single:
             raise ValueError("history is of several series; allowed: one, (steps, columns)")
         self.renewed = -1
@@ -453,7 +451,7 @@ class Stream:
         context = meta.context or self._points.shape[1]
         points = torch.cat([self._points, point[None, None]], 1)[:, -context:]
         known = torch.cat([self._known, known[None, None]], 1)[:, -context:]
-        self._forecaster.reader.check_known(known)
+        self._forecaster._reader.check_known(known)
         if time is not None and self._times is not None:
             check_order(np.concatenate([self._times[-1:], time]))
             self._times = np.concatenate([self._times, time])[-context:]
@@ -471,14 +469,14 @@ class Stream:
         if meta.length and self.position >= meta.length:
             self._renew()
             return
-        last = forecaster.reader.rows(self._points[:, -1:])
-        x = forecaster.reader.prompt(last, self._factor, self._shift, time, self._since)
-        x = x.repeat_interleave(self.samples, 0) if forecaster.draws_latents else x
+        last = forecaster._reader.rows(self._points[:, -1:])
+        x = forecaster._reader.prompt(last, self._factor, self._shift, time, self._since)
+        x = x.repeat_interleave(self.samples, 0) if forecaster._draws_latents else x
         self._state = forecaster.engine.observe(x, self._state)
         self._since += 1
 
     def _renew(self) -> None:
-        reader = self._forecaster.reader
+        reader = self._forecaster._reader
         prompt, self._factor, self._shift = reader.scaled(self._points, self._times)
         self._state = self._read(prompt)
         self.renewed, self._stale, self._since = self.renewed + 1, False, 0
@@ -486,7 +484,7 @@ class Stream:
     def _read(self, prompt: Tensor) -> State:
         """Returns the state after the past, (rows, C, features), for every path of every row."""
         engine, rows = self._forecaster.engine, torch.arange(len(prompt), device=prompt.device)
-        if not self._forecaster.draws_latents:
+        if not self._forecaster._draws_latents:
             return engine.observe(prompt, seed=self._seed, rows=rows)
         check_room(engine.model, len(rows) * self.samples, prompt.shape[1], prompt.device)
         rows = fork(rows, self.samples).flatten()
@@ -510,26 +508,26 @@ class Stream:
         """
         forecaster = self._forecaster
         samples = self.samples if samples is None else samples
-        horizon, samples = forecaster.check_request(horizon, samples, options)
-        if samples > self.samples and forecaster.draws_latents:
+        horizon, samples = forecaster._check_request(horizon, samples, options)
+        if samples > self.samples and forecaster._draws_latents:
             raise ValueError(
                 f"samples={samples} is more than the {self.samples} paths that this stream follows;"
                 f" start it with stream(..., samples={samples})"
             )
         if self._stale:
             self._renew()
-        scale = forecaster.reader.scale_of(self._points, samples, horizon)
-        made = self._draw_paths(forecaster.steps(horizon), samples, options)
-        made = forecaster.points(made, horizon)
+        scale = forecaster._reader.scale_of(self._points, samples, horizon)
+        made = self._draw_paths(forecaster._steps(horizon), samples, options)
+        made = forecaster._points(made, horizon)
         paths = scale.place(made, self._factor, self._shift, first=self._since)
         times = continued(self._times, horizon)
-        return Forecast(forecaster.reader.by_column(paths, 1)[0], forecaster.columns, times)
+        return Forecast(forecaster._reader.by_column(paths, 1)[0], forecaster.columns, times)
 
     @torch.no_grad()
     def _draw_paths(self, steps: int, samples: int, options: dict[str, Any]) -> Tensor:
         """Returns new steps in the scale of the model, (rows, S, T, features)."""
         engine, state = self._forecaster.engine, self._state
-        if not self._forecaster.draws_latents:
+        if not self._forecaster._draws_latents:
             state = state.repeat(samples)
         elif samples < self.samples:
             rows = torch.arange(state.batch, device=state.device).view(-1, self.samples)

@@ -93,7 +93,7 @@ def _forecasts(
     meta, own = forecaster.meta, forecaster
     if meta.separate:  # any series, also of columns that the run never saw, in its own scale
         own = Forecaster(forecaster.model, replace(meta, columns=("target",), mean=None, std=None))
-    groups: dict[object, list[int]] = {}
+    groups: dict[object, list[int]] = {}  # entries of one length; with dates, one entry
     histories, centres, widths = [], [], []
     for k, entry in enumerate(entries):
         target = np.asarray(entry["target"], np.float64)
@@ -104,15 +104,11 @@ def _forecasts(
         centres.append(float(np.nanmean(history)) if meta.separate else 0.0)
         widths.append((float(np.nanstd(history)) or 1.0) if meta.separate else 1.0)
         histories.append(((history - centres[k]) / widths[k])[-(meta.context or len(history)) :])
-        # The forecaster takes one array of dates, so entries with dates go alone.
         groups.setdefault((len(histories[k]), k if meta.cycles else 0), []).append(k)
     made: dict[int, np.ndarray] = {}
     for group in groups.values():
-        times = None
-        if meta.cycles:
-            num = np.shape(entries[group[0]]["target"])[-1]
-            times = _times(entries[group[0]], num)[-len(histories[group[0]]) :]
         x = np.stack([histories[k] for k in group])
+        times = _times(entries[group[0]])[-x.shape[1] :] if meta.cycles else None
         found = own.forecast(x, horizon, paths, times, seed=next(seeds)).samples.cpu().numpy()
         for k, samples in zip(group, found, strict=True):
             samples = samples * widths[k] + centres[k]
@@ -120,11 +116,12 @@ def _forecasts(
     return [made[k] for k in range(len(entries))]
 
 
-def _times(entry: dict[str, Any], num: int) -> np.ndarray:
+def _times(entry: dict[str, Any]) -> np.ndarray:
+    """Returns the dates of an entry."""
     import pandas
 
-    dates = pandas.period_range(entry["start"], periods=num, freq=entry["start"].freq)
-    return dates.to_timestamp().to_numpy()
+    start, num = entry["start"], np.shape(entry["target"])[-1]
+    return pandas.period_range(start, periods=num, freq=start.freq).to_timestamp().to_numpy()
 
 
 def deepar(
@@ -138,18 +135,10 @@ def deepar(
     device: str = "cpu",
     **options: Any,  # noqa: ANN401
 ) -> "Predictor":
-    """Trains GluonTS's DeepAR, with its own defaults, on columns as series of their own.
+    """Trains GluonTS's DeepAR, with its own defaults, on the columns of (N, D) as separate series.
 
-    Arguments:
-        values: The training rows, (N, D).
-        context: Steps that it unrolls over before the horizon.
-        horizon: Steps that it forecasts.
-        freq: What a step is, in the letters of pandas: h, D, ...
-        epochs: Passes of `batches` batches of 32 windows each.
-        batches: Batches of a pass.
-        seed: Fixes weights, windows and paths.
-        device: "cpu" or "cuda".
-        options: Other arguments of `DeepAREstimator`.
+    It unrolls over `context` steps before the horizon. `freq` is a step in the letters of pandas
+    (h, D, ...). An epoch has `batches` batches of 32 windows. `options` go to `DeepAREstimator`.
     """
     import logging
     import warnings
