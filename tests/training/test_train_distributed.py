@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 SHARDED = {"ema": 0.9, "learning_rate": 0.3, "epochs": 6}
 
 COMPARED = """
-import json, sys
+import json, os, sys
 from dataclasses import replace
 from pathlib import Path
 import torch.distributed as dist
@@ -43,6 +43,8 @@ for rank in range(2):
     except ValueError as error:
         (folder / f"error{dist.get_rank()}").write_text(str(error))
 dist.destroy_process_group()
+threads = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+(folder / f"threads{os.environ['RANK']}").write_text("".join(threads))
 """
 
 KILLED = """
@@ -124,6 +126,13 @@ def test_batch_that_does_not_divide_names_both_numbers(together):
             "batch=9 is not divisible by the 2 processes; allowed: a multiple of 2"
         )
     assert not (together / "bad").exists()
+
+
+def test_no_thread_of_the_process_group_outlives_it(together):
+    """Such a thread aborts the process when it releases a tensor while Python exits."""
+    for rank in range(2):
+        names = (together / f"threads{rank}").read_text().splitlines()
+        assert names and not [name for name in names if "gloo" in name]
 
 
 def gone(pid):

@@ -5,14 +5,19 @@ nothing is pickled. A tensor is whole on every process, or sharded over them (FS
 and `fill` go from one form to the other, which makes checkpoints the same for any number of processes.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Functions in this module have the process group as a default argument. Imported after the group was
+# made, which DDP does, they would keep it alive.
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 
 from vssm.checks import choose_device
@@ -41,6 +46,7 @@ class World:
     size: int = 1
     grouped: bool = False
     """Whether there is a process group, which may have one member."""
+    _meshes: list[Any] = field(default_factory=list, init=False, repr=False)
 
     def average(self, values: Tensor) -> Tensor:
         """Returns the mean over all processes."""
@@ -76,6 +82,7 @@ class World:
             from torch.distributed.fsdp import fully_shard
 
             mesh = init_device_mesh(self.device.type, (self.size,))
+            self._meshes.append(mesh)
             for block in [
                 part for part in module.modules() if isinstance(part, tuple(BLOCKS.values()))
             ]:
@@ -113,13 +120,23 @@ class World:
             dist.broadcast(full, src=0)
         target.copy_(full)
 
+    def forget_group(self) -> None:
+        """Drops the references to the process group, so that destroying it really ends its threads.
+
+        A gloo thread that outlives the group may need the GIL while Python exits, to release a tensor.
+        Python then ends the thread, and C++ aborts: "terminate called without an active exception".
+        """
+        for mesh in self._meshes:  # caches of DTensor keep the mesh, which keeps the group
+            getattr(mesh, "_pg_registry", {}).clear()
+        gc.collect()  # DDP and FSDP2 modules are in reference cycles
+
 
 @contextmanager
 def join(device: str) -> Iterator[World]:
-    """Joins the processes that torchrun started, if it did; leaves them again at the end.
+    """Joins the processes that torchrun started, if it did, and leaves them again at the end.
 
     Arguments:
-        device: "auto", "cpu", "cuda" or "cuda:N"; under torchrun every process takes its own CUDA device.
+        device: "auto", "cpu", "cuda" or "cuda:N"; under torchrun each process takes its own CUDA device.
     """
     chosen = choose_device(device)
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -132,6 +149,10 @@ def join(device: str) -> Iterator[World]:
     if not dist.is_initialized():
         yield World(chosen)
         return
-    yield World(chosen, dist.get_rank(), dist.get_world_size(), grouped=True)
-    if own:  # not after an error: the others may be in a collective, and torchrun ends them
+    world = World(chosen, dist.get_rank(), dist.get_world_size(), grouped=True)
+    yield world
+    # Not after an error: the other processes may be inside a collective, and torchrun ends them.
+    world.forget_group()
+    if own:
+        dist.barrier()  # so that no process leaves while another still talks to it
         dist.destroy_process_group()
