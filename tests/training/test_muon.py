@@ -17,8 +17,13 @@ from vssm.objectives import Terms, objective
 from vssm.runs.folder import _checksum
 from vssm.training.distributed import World
 from vssm.training.learner import Learner
-from vssm.training.muon import Muon, orthogonalize
-from vssm.training.optimize import block_matrices, learning_rate, parameter_groups
+from vssm.training.optimizers import (
+    Muon,
+    block_matrices,
+    learning_rate,
+    orthogonalize,
+    parameter_groups,
+)
 
 SHAPES = [
     (12, 40),
@@ -258,10 +263,10 @@ def test_momentum_is_taken_up(tmp_path):
     saved = learner.parts()
     fresh.restore(saved, "there")
     assert all(
-        torch.equal(value, saved["optimizer"][name]) for name, value in fresh._state().items()
+        torch.equal(value, saved["optimizer"][name]) for name, value in fresh.state().items()
     )
     assert any(
-        value.any() for name, value in fresh._state().items() if name.endswith("momentum_buffer")
+        value.any() for name, value in fresh.state().items() if name.endswith("momentum_buffer")
     )
 
 

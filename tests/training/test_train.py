@@ -23,10 +23,11 @@ from vssm.objectives import Terms, objective
 from vssm.runs.folder import RunFolder
 from vssm.training.distributed import World
 from vssm.training.learner import Learner
-from vssm.training.loop import TrainingStopped, _Training, _warn_of_mps
-from vssm.training.optimize import Tally, learning_rate, parameter_groups
+from vssm.training.loop import Trainer, TrainingStopped
+from vssm.training.optimizers import learning_rate, parameter_groups
 from vssm.training.progress import Bar, Lines, Progress
-from vssm.training.resolve import resolve
+from vssm.training.setup import resolve, warn_of_mps
+from vssm.training.tally import Tally
 
 
 def test_overfits_eight_sequences(tmp_path):
@@ -236,7 +237,7 @@ def test_bfloat16_on_a_cpu_follows_float32(kind, tmp_path):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_never_wait_for_the_device(kind, optimizer, tmp_path, monkeypatch):
-    take = _Training._take_step
+    take = Trainer.take_step
 
     def strict(training):
         torch.cuda.set_sync_debug_mode(
@@ -247,7 +248,7 @@ def test_steps_never_wait_for_the_device(kind, optimizer, tmp_path, monkeypatch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(_Training, "_take_step", strict)
+    monkeypatch.setattr(Trainer, "take_step", strict)
     config = tiny(kind, ema=0.9, device="cuda", optimizer=optimizer)
     lines = log(run(config, tmp_path / "run"), "train")
     assert lines[-1]["loss"] < lines[0]["loss"]
@@ -308,7 +309,7 @@ def test_the_first_of_many_processes_alone_notes_what_is_odd_about_the_data(tmp_
         world, folder = World(torch.device("cpu"), rank, size=2), RunFolder(tmp_path / "run")
         with warnings.catch_warnings(record=True) as notes:
             warnings.simplefilter("always")
-            _Training(tiny(data=data), folder, world, Progress(), resume=False)
+            Trainer(tiny(data=data), folder, world, Progress(), resume=False)
         folder.close()
         said.append(len([note for note in notes if "dates are uneven" in str(note.message)]))
     assert said == [1, 0]
@@ -408,7 +409,7 @@ def test_a_run_that_is_killed_whenever_it_draws_goes_on(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Training, "_draw", killed)
+        patch.setattr(Trainer, "draw", killed)
         stopped(tiny(), tmp_path / "run", 99)
         for config in (tiny(), tiny(checkpoint_minutes=9)):  # the second saves at the end alone
             with pytest.raises(KeyboardInterrupt):
@@ -518,7 +519,7 @@ def test_weights_are_kept_by_loss_or_by_bound(select, kept, tmp_path, monkeypatc
     """The bound rises at the third validation, where the term of the partial posterior spoils the loss."""
     seen = iter([(9.0, 2.0, 1.0, -8.0), (8.0, 2.0, 1.5, -7.5), (8.5, 3.0, 1.0, -10.5)])
     means = lambda self: dict(zip(Terms._fields, next(seen), strict=True))  # noqa: E731
-    monkeypatch.setattr(_Training, "_validation_means", means)
+    monkeypatch.setattr(Trainer, "validation_means", means)
     folder = run(tiny("vssm", epochs=3, select=select), tmp_path / "run")
     assert [line["best"] for line in log(folder, "valid")] == kept
     best = {"loss": (8.0, 0.5, 2.0), "bound": (8.5, 2.0, 3.0)}[select]
@@ -568,7 +569,7 @@ def test_a_second_signal_does_not_wait(ctrl_c, tmp_path, monkeypatch):
         signal.raise_signal(ctrl_c)
         pytest.fail("the second signal was put off as well")
 
-    monkeypatch.setattr(_Training, "_take_step", twice)
+    monkeypatch.setattr(Trainer, "take_step", twice)
     with pytest.raises(KeyboardInterrupt):
         run(tiny(), tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoint").exists()
@@ -764,7 +765,7 @@ def test_a_resumed_run_goes_on_counting(tmp_path, monkeypatch):
 
 def test_checkpoints_are_minutes_apart_and_times_are_those_of_the_clock(tmp_path, monkeypatch):
     """Every step takes a minute."""
-    now, saved, save = [0.0], [], _Training._save
+    now, saved, save = [0.0], [], Trainer.save
 
     class Clock(Progress):
         def step(self, step):
@@ -775,7 +776,7 @@ def test_checkpoints_are_minutes_apart_and_times_are_those_of_the_clock(tmp_path
         save(training, *rest)
 
     monkeypatch.setattr("vssm.training.loop.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(_Training, "_save", watched)
+    monkeypatch.setattr(Trainer, "save", watched)
     config = tiny(checkpoint_minutes=5.0, log_every=2, validate_every=9)
     lines = (run(config, tmp_path / "run", progress=Clock()) / "log.jsonl").read_text().splitlines()
     assert saved == [6, 12]  # a log point comes every other step
@@ -850,7 +851,7 @@ def test_bfloat16_with_a_part_of_a_gpu_is_warned_about(device, dtype, share, war
         monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", share)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _warn_of_mps(torch.device(device), dtype)
+        warn_of_mps(torch.device(device), dtype)
     assert [
         str(w.message).startswith(f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={share}:") for w in caught
     ] == [True] * warned
@@ -858,6 +859,6 @@ def test_bfloat16_with_a_part_of_a_gpu_is_warned_about(device, dtype, share, war
 
 def test_a_training_in_bfloat16_asks_about_the_share_of_the_gpu(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("vssm.training.loop._warn_of_mps", lambda *given: asked.append(given))
+    monkeypatch.setattr("vssm.training.loop.warn_of_mps", lambda *given: asked.append(given))
     run(tiny(max_steps=1, precision="bfloat16"), tmp_path / "run")
     assert asked == [(torch.device("cpu"), torch.bfloat16)]

@@ -1,8 +1,8 @@
-"""The processes that train one model together: those of torchrun, or this one alone.
+"""The processes that train one model together: the processes of torchrun, or this one alone.
 
-Only rank 0 reads and writes the run folder; the others get numbers and tensors from it as such, so that
-nothing is pickled. A tensor is whole on every process, or sharded over them (FSDP2, a `DTensor`): `whole`
-and `fill` go from one form to the other, which makes checkpoints the same for any number of processes.
+Only rank 0 reads and writes the run folder. The others receive numbers and tensors from it, and nothing is
+pickled. A tensor is whole on every process, or sharded over them (FSDP2, a `DTensor`). `whole` and `fill`
+convert between the two, so a checkpoint does not depend on the number of processes.
 """
 
 import gc
@@ -27,7 +27,7 @@ __all__ = ["Call", "World", "join"]
 
 
 class Call(nn.Module):
-    """Makes any function of a model a forward pass, which is what DDP and FSDP2 hook into."""
+    """Turns any function of a model into a forward pass, because DDP and FSDP2 hook into that."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Call(nn.Module):
 
 @dataclass(frozen=True)
 class World:
-    """Says which process this is, of how many, and on which device."""
+    """Which process this is, of how many, and on which device."""
 
     device: torch.device
     rank: int = 0
@@ -56,7 +56,7 @@ class World:
         return values
 
     def check(self, batch: int, fsdp: bool) -> None:
-        """Raises unless these processes can train so."""
+        """Raises unless these processes can share a batch, or shard a model."""
         if batch % self.size:
             raise ValueError(
                 f"batch={batch} is not divisible by the {self.size} processes; "
@@ -68,7 +68,7 @@ class World:
             )
 
     def agree(self, values: list[float]) -> list[float]:
-        """Returns the numbers of rank 0 on every process; all must give equally many."""
+        """Returns the numbers of rank 0 on every process; all must pass equally many."""
         if self.size == 1:
             return values
         numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -76,28 +76,25 @@ class World:
         return numbers.tolist()
 
     def wrap(self, module: nn.Module, fsdp: bool) -> nn.Module:
-        """Returns a module whose gradients are averaged over the processes; `fsdp` shards it in place."""
+        """Returns a module with gradients averaged over the processes; `fsdp` shards it in place."""
         if fsdp:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
             mesh = init_device_mesh(self.device.type, (self.size,))
             self._meshes.append(mesh)
-            for block in [
-                part for part in module.modules() if isinstance(part, tuple(BLOCKS.values()))
-            ]:
-                fully_shard(block, mesh=mesh)
-            # Else the root keeps what it has gathered in a validation: averaged weights.
-            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+            blocks = [m for m in module.modules() if isinstance(m, tuple(BLOCKS.values()))]
+            for part in (*blocks, module):
+                # Without resharding the root would keep the averaged weights of a validation.
+                fully_shard(part, mesh=mesh, reshard_after_forward=True)
             return module
         module.to(self.device)
         return nn.parallel.DistributedDataParallel(module) if self.grouped else module
 
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns whole tensors on the CPU of rank 0, nothing elsewhere; every process must call this."""
+        """Returns whole tensors on the CPU of rank 0, none elsewhere; every process must call this."""
         result = {}
-        for name, tensor in tensors.items():
-            # DTensor.full_tensor is a collective: it runs on every process
+        for name, tensor in tensors.items():  # full_tensor is a collective
             full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator]
             if self.rank == 0:
                 result[name] = full.detach().cpu().contiguous()
@@ -105,7 +102,7 @@ class World:
 
     @torch.no_grad()
     def fill(self, target: Tensor, source: Tensor | None) -> None:
-        """Copies a whole tensor that rank 0 has into the target of every process."""
+        """Copies a whole tensor of rank 0 into the target of every process."""
         full = torch.empty(target.shape, dtype=target.dtype, device=self.device)
         if self.rank == 0:
             assert source is not None

@@ -1,0 +1,173 @@
+"""The learning rate, the split of the parameters between optimisers, and Muon.
+
+    lr_s = lr min(1, s / W)                            s <= W = warmup S
+    lr_s = lr (1 + cos(pi (s - W) / (S - W + 1))) / 2  afterwards, nearly 0 at the last step S
+
+AdamW moves every parameter, or, with `optimizer="muon"`, every parameter but the matrices of the blocks.
+Muon moves a matrix along its momentum, after bringing all singular values of the momentum near 1:
+
+    M <- M + (1 - mu) (G - M)
+    U = G + mu (M - G)                         Nesterov: one step ahead of M
+    X = U / |U|                                every singular value is at most 1
+    X <- a X + (b Y + c Y^2) X,  Y = X X^T     five times: singular values end at roughly 0.7 ... 1.2
+    W <- (1 - lr decay) W - lr 0.2 sqrt(max(R, C)) X
+
+The factor 0.2 sqrt(max(R, C)) makes an update about as large as AdamW's, so one rate serves both.
+
+We keep our own Muon although PyTorch has one. `torch.optim.Muon` multiplies in bfloat16 on a CPU too, so
+runs would change; it cannot skip a bad step on the device (`found_inf`); and it takes one matrix at a time.
+
+References:
+    Muon: An optimizer for hidden layers in neural networks (Jordan et al., 2024),
+    https://kellerjordan.github.io/posts/muon/
+    Muon is scalable for LLM training (Liu et al., 2025), https://arxiv.org/abs/2502.16982
+
+Legend: s steps done, S steps in all; G (R, C) gradient, M momentum, W weights, mu decay of the momentum,
+(a, b, c) coefficients of the Newton-Schulz iteration.
+"""
+
+import math
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vssm.config import TrainConfig
+from vssm.nn import BLOCKS
+
+__all__ = ["Muon", "block_matrices", "learning_rate", "orthogonalize", "parameter_groups"]
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def learning_rate(config: TrainConfig, step: int, total: int) -> float:
+    """Returns the learning rate of a step, 1 to `total`.
+
+    >>> config = TrainConfig(learning_rate=1.0, warmup=0.5)
+    >>> [round(learning_rate(config, step, total=4), 3) for step in (1, 2, 3, 4)]
+    [0.5, 1.0, 0.75, 0.25]
+    """
+    warm = max(1, round(config.warmup * total))
+    if step <= warm:
+        return config.learning_rate * step / warm
+    return config.learning_rate * (1 + math.cos(math.pi * (step - warm) / (total - warm + 1))) / 2
+
+
+def block_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the matrices of all blocks by name; not A_log, whose rows are vectors.
+
+    >>> from vssm import ModelConfig, build
+    >>> [*block_matrices(build(ModelConfig(kind="rnn", features=3, width=8, layers=1)))]
+    ['stack.blocks.0.gru.weight_ih_l0', 'stack.blocks.0.gru.weight_hh_l0']
+    """
+    blocks = [part for part in model.modules() if isinstance(part, tuple(BLOCKS.values()))]
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) in inside and parameter.ndim == 2 and _decays(name, parameter)
+    }
+
+
+def parameter_groups(model: nn.Module, but: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Splits the parameters for AdamW: matrices decay; vectors and A_log do not.
+
+    Arguments:
+        model: The model.
+        but: Names of parameters that another optimiser moves.
+    """
+    groups: tuple[list[Tensor], list[Tensor]] = [], []
+    for name, parameter in model.named_parameters():
+        if name not in but:
+            groups[0 if _decays(name, parameter) else 1].append(parameter)
+    return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
+
+
+def _decays(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim > 1 and not name.endswith("A_log")
+
+
+class Muon(torch.optim.Optimizer):
+    """Moves matrices by their orthogonalised momentum, without waiting for the device.
+
+    As with PyTorch's fused optimisers, a step changes nothing when the attribute `found_inf`, a tensor on
+    the device, is not 0; gradients may be NaN then.
+
+    Arguments:
+        parameters: Matrices, all of which decay.
+        lr: The learning rate; a tensor on the device can change between replays of a recorded step.
+        momentum: The decay of the momentum.
+        weight_decay: Decay of the weights, times the learning rate.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        lr: float | Tensor,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.found_inf: Tensor | None = None
+        for parameter in (
+            parameter for group in self.param_groups for parameter in group["params"]
+        ):
+            if parameter.ndim != 2:
+                shape = tuple(parameter.shape)
+                raise ValueError(f"parameter of shape {shape}; allowed: matrices, (rows, columns)")
+            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Moves all matrices that have a gradient; matrices of one shape share their products."""
+        for group in self.param_groups:
+            shapes: dict[Any, list[Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    shapes.setdefault((parameter.shape, parameter.dtype), []).append(parameter)
+            for parameters in shapes.values():
+                self._move(parameters, **{key: group[key] for key in self.defaults})
+
+    def _move(
+        self, parameters: list[Tensor], lr: float | Tensor, momentum: float, weight_decay: float
+    ) -> None:
+        moments = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        gradients = torch.stack([parameter.grad for parameter in parameters])  # type: ignore[misc]
+        if self.found_inf is not None:
+            # The momentum as its own gradient leaves the momentum as it is, to the last bit.
+            bad = self.found_inf != 0
+            gradients = torch.where(bad, torch.stack(moments), gradients)
+            lr = torch.where(bad, 0.0, lr)
+        torch._foreach_lerp_(moments, gradients.unbind(), 1 - momentum)
+        ahead = gradients.lerp(torch.stack(moments), momentum)
+        scale = 0.2 * math.sqrt(max(parameters[0].shape))
+        # Copied into `ahead`, which has the weights' memory layout: foreach needs one for its fast kernel.
+        moves = ahead.copy_(orthogonalize(ahead)).mul_(-scale * lr)
+        torch._foreach_mul_(parameters, 1 - weight_decay * lr)
+        torch._foreach_add_(parameters, moves.unbind())
+
+
+def orthogonalize(x: Tensor) -> Tensor:
+    """Returns matrices with the same singular vectors and singular values near 1.
+
+    Arguments:
+        x: Matrices (N, R, C).
+
+    Returns:
+        Matrices (N, R, C), in bfloat16 on CUDA, else in the dtype of `x`.
+
+    Example:
+        >>> x = orthogonalize(torch.diag(torch.tensor([9.0, 1.0, 0.5]))[None])
+        >>> bool(((torch.linalg.svdvals(x) - 1).abs() < 0.35).all())
+        True
+    """
+    a, b, c = _COEFFICIENTS
+    tall = x.shape[-2] > x.shape[-1]
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+    x = x.bfloat16() if x.is_cuda else x
+    x = x.mT if tall else x  # the smaller of X X^T and X^T X
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
