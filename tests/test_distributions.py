@@ -275,22 +275,6 @@ def test_categorical_samples_have_its_frequencies():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"name": "poisson"}, "^head is 'poisson'; allowed: " + ", ".join(HEADS) + "$"),
-        ({"features": 0}, "^features is 0; allowed: 1 or more$"),
-        ({"sigma": 0.0}, "^sigma is 0.0; allowed: positive numbers$"),
-        ({"sigma": math.nan}, "^sigma is nan; allowed: positive numbers$"),
-        ({"mixtures": 0}, "^mixtures is 0; allowed: 1 or more$"),
-        ({"bins": 1}, "^bins is 1; allowed: 2 or more$"),
-    ],
-)
-def test_make_head_names_bad_input(change, message):
-    with pytest.raises(ValueError, match=message):
-        make_head(**{"name": "gaussian", "features": 3} | change)
-
-
-@pytest.mark.parametrize(
     ("head", "x", "message"),
     [
         (

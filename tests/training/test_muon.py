@@ -16,14 +16,8 @@ from vssm.models import build
 from vssm.objectives import Terms, objective
 from vssm.runs.folder import _checksum
 from vssm.training.distributed import World
-from vssm.training.learner import Learner
-from vssm.training.optimizers import (
-    Muon,
-    block_matrices,
-    learning_rate,
-    orthogonalize,
-    parameter_groups,
-)
+from vssm.training.learner import Learner, learning_rate, parameter_groups
+from vssm.training.muon import Muon, block_matrices, orthogonalize
 
 SHAPES = [
     (12, 40),

@@ -22,12 +22,10 @@ from vssm.evaluation.result import validations
 from vssm.objectives import Terms, objective
 from vssm.runs.folder import RunFolder
 from vssm.training.distributed import World
-from vssm.training.learner import Learner
+from vssm.training.learner import Learner, Tally, learning_rate, parameter_groups
 from vssm.training.loop import Trainer, TrainingStopped
-from vssm.training.optimizers import learning_rate, parameter_groups
 from vssm.training.progress import Bar, Lines, Progress
 from vssm.training.setup import resolve, warn_of_mps
-from vssm.training.tally import Tally
 
 
 def test_overfits_eight_sequences(tmp_path):
@@ -397,25 +395,6 @@ def test_pictures_are_drawn_and_show_the_last_weights(tmp_path):
     draw(open_data(DATA).meta, x, tmp_path / "expected.png")
     assert (folder / "samples.png").read_bytes() == (tmp_path / "expected.png").read_bytes()
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_run_that_is_killed_whenever_it_draws_goes_on(tmp_path, monkeypatch):
-    """Pictures come after a checkpoint, those of a resumed run after its first."""
-    unbroken = run(tiny(), tmp_path / "unbroken")
-    drawing = []
-
-    def killed(training):
-        drawing.append((training.step, newest(training.folder.path).name))
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "draw", killed)
-        stopped(tiny(), tmp_path / "run", 99)
-        for config in (tiny(), tiny(checkpoint_minutes=9)):  # the second saves at the end alone
-            with pytest.raises(KeyboardInterrupt):
-                run(config, tmp_path / "run", resume=True)
-    assert drawing == [(3, "step-00000003"), (6, "step-00000006"), (12, "step-00000012")]
-    assert result(run(None, tmp_path / "run", resume=True)) == result(unbroken)
 
 
 def test_progress_speaks_of_what_matters(tmp_path, capsys, monkeypatch):

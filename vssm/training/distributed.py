@@ -1,8 +1,8 @@
 """The processes that train one model together: the processes of torchrun, or this one alone.
 
-Only rank 0 reads and writes the run folder. The others receive numbers and tensors from it, and nothing is
-pickled. A tensor is whole on every process, or sharded over them (FSDP2, a `DTensor`). `whole` and `fill`
-convert between the two, so a checkpoint does not depend on the number of processes.
+Only rank 0 reads and writes the run folder; it sends numbers and tensors to the others, and nothing
+is pickled. A tensor is whole on every process, or sharded over them (FSDP2, a `DTensor`). `whole`
+and `fill` convert between the two, so a checkpoint does not depend on the number of processes.
 """
 
 import gc
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Functions in this module have the process group as a default argument. Imported after the group was
-# made, which DDP does, they would keep it alive.
+# Its functions have the process group as a default argument. DDP imports it after the group was
+# made, and the functions would then keep the group alive.
 import torch.distributed.nn.functional
 from torch import Tensor, nn
 
@@ -76,7 +76,7 @@ class World:
         return numbers.tolist()
 
     def wrap(self, module: nn.Module, fsdp: bool) -> nn.Module:
-        """Returns a module with gradients averaged over the processes; `fsdp` shards it in place."""
+        """Returns the module with gradients averaged over processes; `fsdp` shards it in place."""
         if fsdp:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
@@ -92,10 +92,12 @@ class World:
         return nn.parallel.DistributedDataParallel(module) if self.grouped else module
 
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns whole tensors on the CPU of rank 0, none elsewhere; every process must call this."""
+        """Returns whole tensors on rank 0, none elsewhere; every process must call this."""
         result = {}
         for name, tensor in tensors.items():  # full_tensor is a collective
-            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator]
+            full: Any = tensor
+            if hasattr(tensor, "full_tensor"):
+                full = full.full_tensor()
             if self.rank == 0:
                 result[name] = full.detach().cpu().contiguous()
         return result
@@ -118,9 +120,9 @@ class World:
         target.copy_(full)
 
     def forget_group(self) -> None:
-        """Drops the references to the process group, so that destroying it really ends its threads.
+        """Drops all references to the process group, so that destroying it ends its threads.
 
-        A gloo thread that outlives the group may need the GIL while Python exits, to release a tensor.
+        A gloo thread that still runs while Python exits may need the GIL, to release a tensor.
         Python then ends the thread, and C++ aborts: "terminate called without an active exception".
         """
         for mesh in self._meshes:  # caches of DTensor keep the mesh, which keeps the group
@@ -133,7 +135,7 @@ def join(device: str) -> Iterator[World]:
     """Joins the processes that torchrun started, if it did, and leaves them again at the end.
 
     Arguments:
-        device: "auto", "cpu", "cuda" or "cuda:N"; under torchrun each process takes its own CUDA device.
+        device: "auto", "cpu", "cuda" or "cuda:N"; under torchrun each process takes its own GPU.
     """
     chosen = choose_device(device)
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -1,4 +1,4 @@
-"""The step of a training as a CUDA graph, which waits neither for Python nor for kernel launches."""
+"""A training step as a CUDA graph, which waits neither for Python nor for kernel launches."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ __all__ = ["GraphedStep", "on_stream"]
 class GraphedStep:
     """Calls a function twice, then records it as a CUDA graph and replays the graph.
 
-    The function reads and writes tensors that stay where they are, never waits for the device, and draws
-    random numbers from the given generator alone, whose seed can be set before every call.
+    The function reads and writes tensors that stay where they are, never waits for the device, and
+    draws random numbers from the given generator alone, whose seed can be set before every call.
 
     Arguments:
         function: Takes nothing; returns tensors that the next call overwrites.

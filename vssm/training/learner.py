@@ -1,24 +1,62 @@
-"""What a training step changes: the weights, the state of the optimisers, the average of the weights.
+"""What a training step changes: the weights, the optimisers, the average of the weights, the tally.
 
+    lr_s = lr min(1, s / W)                            s <= W = warmup S
+    lr_s = lr (1 + cos(pi (s - W) / (S - W + 1))) / 2  afterwards, nearly 0 at the last step S
     ema <- ema + (1 - min(decay, s / (s + 9))) (weights - ema)
 
-A step whose gradient or loss terms are not finite changes nothing. Only the device knows whether it was.
+A step whose gradient or loss terms are not finite changes nothing but the count of such steps. Only
+the device knows whether it was, so that no step waits for it.
 
-Legend: s steps done.
+Legend: s steps done, S steps in all.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vssm.config import TrainConfig
+from vssm.objectives import Terms
 from vssm.training.distributed import World
-from vssm.training.optimizers import Muon, block_matrices, learning_rate, parameter_groups
+from vssm.training.muon import Muon, block_matrices
 
-__all__ = ["Learner"]
+__all__ = ["Learner", "Tally", "TrainingStopped", "learning_rate", "parameter_groups"]
+
+_STREAK = 10  # bad steps in a row that stop a run
+
+
+class TrainingStopped(ValueError):
+    """Raised when a training cannot go on; its last checkpoint is good."""
+
+
+def learning_rate(config: TrainConfig, step: int, total: int) -> float:
+    """Returns the learning rate of a step, 1 to `total`.
+
+    >>> config = TrainConfig(learning_rate=1.0, warmup=0.5)
+    >>> [round(learning_rate(config, step, total=4), 3) for step in (1, 2, 3, 4)]
+    [0.5, 1.0, 0.75, 0.25]
+    """
+    warm = max(1, round(config.warmup * total))
+    if step <= warm:
+        return config.learning_rate * step / warm
+    return config.learning_rate * (1 + math.cos(math.pi * (step - warm) / (total - warm + 1))) / 2
+
+
+def parameter_groups(model: nn.Module, but: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Splits the parameters for AdamW: matrices decay; vectors and A_log do not.
+
+    Arguments:
+        model: The model.
+        but: Names of parameters that another optimiser moves.
+    """
+    groups: tuple[list[Tensor], list[Tensor]] = [], []
+    for name, parameter in model.named_parameters():
+        if name not in but:
+            groups[0 if parameter.ndim > 1 and not name.endswith("A_log") else 1].append(parameter)
+    return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
 
 
 class Learner:
@@ -66,13 +104,14 @@ class Learner:
         self._pace.fill_(1 - min(self.options.ema, step / (step + 9)))
 
     def differentiate(self, loss: Tensor, values: float) -> Tensor:
-        """Computes and clips the gradient of a loss; returns its norm per value of x before clipping."""
+        """Computes the gradient of a loss and clips it; returns its norm per value before that."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss.backward()
         most = (self.options.clip or math.inf) * values
         norm = nn.utils.clip_grad_norm_(self.parameters.values(), most)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]
+        if hasattr(norm, "full_tensor"):
+            norm = norm.full_tensor()  # type: ignore[operator]
         return norm / values
 
     def update(self, good: Tensor) -> None:
@@ -90,7 +129,7 @@ class Learner:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Puts the moving average in place of the weights inside the `with` block, if there is one."""
+        """Replaces the weights by their moving average inside the `with` block, if there is one."""
         current = {name: self.parameters[name].detach().clone() for name in self.ema}
         with torch.no_grad():
             try:
@@ -133,3 +172,61 @@ class Learner:
             for name, parameter in self.parameters.items()
             for key, value in states.get(parameter, {}).items()
         }
+
+
+class Tally:
+    """Sums the terms of good steps on the device, and counts the steps that were skipped."""
+
+    names = (*Terms._fields, "gradient_norm")
+
+    def __init__(self, device: torch.device) -> None:
+        float64 = {"dtype": torch.float64, "device": device}
+        self.sums, self.culprit = torch.zeros(2, len(self.names), **float64)
+        self.step, self.taken, self.skipped, self.streak, self.stopped = torch.zeros(5, **float64)
+
+    def add(self, values: Tensor, finite: Tensor) -> None:
+        """Adds one step: its values in the order of `names`, and whether all are finite.
+
+        All tensors change in place, so that a CUDA graph of this can be replayed.
+        """
+        values = values.double()
+        self.step += 1
+        self.sums += values.masked_fill(~finite, 0.0)
+        self.culprit.copy_(torch.where(finite, self.culprit, values))
+        self.taken += finite
+        self.skipped += ~finite
+        self.streak.copy_((self.streak + 1) * ~finite)
+        self.stopped += ((self.streak == _STREAK) & (self.stopped == 0)) * self.step
+
+    def fetch(self, clear: bool = True) -> tuple[dict[str, float], int, int]:
+        """Returns the means since the last clearing, steps skipped, and bad steps in a row.
+
+        Raises `TrainingStopped` when ten steps in a row were not finite.
+        """
+        counts = torch.stack([self.taken, self.skipped, self.streak, self.stopped])
+        *numbers, taken, skipped, streak, stopped = torch.cat(
+            [self.sums, self.culprit, counts]
+        ).tolist()
+        sums, culprit = numbers[: len(self.names)], numbers[len(self.names) :]
+        if stopped:
+            bad = [n for n, v in zip(self.names, culprit, strict=True) if not math.isfinite(v)]
+            term = (*bad[1:], *bad)[0]  # a part of the loss says more than the loss
+            raise TrainingStopped(
+                f"step {stopped:.0f}: {term} is not finite, for the tenth step in a row"
+            )
+        if clear:
+            self.sums.zero_()
+            self.taken.zero_()
+        means = {n: s / taken if taken else math.nan for n, s in zip(self.names, sums, strict=True)}
+        return means, int(skipped), int(streak)
+
+    def pending(self) -> list[float]:
+        """Returns the sums of the steps that are not in the log yet, and how many they are."""
+        return [*self.sums.tolist(), float(self.taken)]
+
+    def restore(self, step: int, skipped: float, streak: float, pending: list[float]) -> None:
+        """Continues from a checkpoint."""
+        for target, value in ((self.step, step), (self.skipped, skipped), (self.streak, streak)):
+            target.fill_(value)
+        self.sums.copy_(torch.tensor(pending[:-1], dtype=torch.float64))
+        self.taken.fill_(pending[-1])

@@ -1,12 +1,12 @@
 """Training: one loop for all six models, in one process or many.
 
-All randomness is a function of (seed, step) or (seed, epoch). Every process draws the numbers of the whole
-batch and takes its own rows. So a resumed run, or a run with another number of processes, sees the same data
-and noise as an unbroken one; on a CPU it is equal to the last bit.
+All randomness is a function of (seed, step) or (seed, epoch). Every process draws the numbers of
+the whole batch and takes its own rows. So a resumed run, or a run with another number of processes,
+sees the same data and noise as an unbroken one; on a CPU it is equal to the last bit.
 
-The loop never waits for a CUDA device. Loss terms are summed on the device and read at log points, and a run
-in one process replays its step as a CUDA graph. A step whose terms or gradient are not finite changes
-nothing and is counted; ten in a row stop the run.
+The loop never waits for a CUDA device. Loss terms are summed on the device and read at log points,
+and a run in one process replays its step as a CUDA graph. A step whose terms or gradient are not
+finite changes nothing and is counted; ten in a row stop the run.
 
 Sequences of different lengths are padded; logging and clipping count the real values only.
 
@@ -46,11 +46,9 @@ from vssm.storage import write_atomically
 from vssm.training import figures
 from vssm.training.distributed import Call, World, join
 from vssm.training.graph import GraphedStep, on_stream
-from vssm.training.learner import Learner
-from vssm.training.optimizers import learning_rate
+from vssm.training.learner import Learner, Tally, TrainingStopped, learning_rate
 from vssm.training.progress import Progress, choose_progress
 from vssm.training.setup import check_options, resolve, warn_of_grey, warn_of_mps
-from vssm.training.tally import Tally, TrainingStopped
 
 __all__ = ["Trainer", "TrainingStopped", "train"]
 
@@ -68,10 +66,11 @@ def train(
     Under torchrun every process calls this with the same arguments; only the first writes.
 
     Arguments:
-        config: The run. With `resume` it may be None, the folder's own, and may not differ from that in
-            anything that changes the result.
+        config: The run. With `resume` it may be None, for the folder's own, and may not differ from
+            the folder's own in anything that changes the result.
         folder: The run folder, new or empty; with `resume` the folder of the run to continue.
-        resume: Whether to continue from the newest good checkpoint; from the start when there is none yet.
+        resume: Whether to continue from the newest good checkpoint, or from the start if there is
+            none.
         progress: Shows the progress; by default a bar on a terminal, lines elsewhere.
 
     Returns:
@@ -115,7 +114,7 @@ class Trainer:
         self.config, self.meta = resolve(config, data.meta, first), data.meta
         check_options(options, data)
 
-        # Gradients are clipped and logged per value of x, since those of whole sequences are thousands.
+        # Gradients are clipped and logged per value of x; per sequence they would be thousands.
         self.values = data.train.x[0].numel() * data.train.filled
         self.steps_per_epoch = len(data.train) // options.batch
         self.total = min(options.epochs * self.steps_per_epoch, options.max_steps or 10**18)
@@ -153,8 +152,6 @@ class Trainer:
         self.seconds, self.started = 0.0, datetime.now(UTC).isoformat(timespec="seconds")
         self.saved: Path | None = None
         self.drawn = -math.inf
-        # A resumed run may be killed again while it draws, so it saves first.
-        self.may_draw = not resume
         if world.rank == 0:
             if resume and (folder.path / "config.json").exists():
                 folder.reopen(self.config)
@@ -179,7 +176,7 @@ class Trainer:
         return model
 
     def _place(self, data: Data) -> None:
-        """Puts the data, and all tensors that the step reads, where a CUDA graph can replay the step."""
+        """Puts the data and the inputs of a step on the device, where a CUDA graph reads them."""
         options, world = self.options, self.world
         self.digest = data.train.digest()
         self.train_split = place(data.train, world.device)
@@ -215,8 +212,8 @@ class Trainer:
         patient = interrupts.put_off() if self.world.size == 1 else nullcontext()
         board = nullcontext() if self.board is None else closing(self.board)
         with board, warnings.catch_warnings(), on_stream(self.stream), patient:
-            # FSDP2 warns of views that are never written in place, norms of bfloat16 of slow kernels on a
-            # CPU, and AdamW of steps before the one that is recorded.
+            # FSDP2 warns of views that we never write to, bfloat16 norms on a CPU of a slow kernel,
+            # and AdamW of the steps before the recorded one.
             expected = "FSDP2-wrapped module|Mismatch dtype between input|.*capturable=True"
             warnings.filterwarnings("ignore", expected)
             logged = self.step
@@ -308,8 +305,8 @@ class Trainer:
             self.checkpointed = time.monotonic()
         if self.unread is not None and self.step < self.total:
             raise self.unread
-        drawing = validating and self.world.rank == 0 and self.may_draw
-        if drawing and time.monotonic() - self.drawn > _PICTURE_SECONDS:
+        rested = time.monotonic() - self.drawn > _PICTURE_SECONDS
+        if validating and self.world.rank == 0 and rested:
             self.draw()
         self.window = time.monotonic()
 
@@ -356,7 +353,8 @@ class Trainer:
         names = (*Terms._fields, *(("partial_elbo", "partial_rows") if self.cut else ()))
         sums = torch.zeros(len(names), dtype=torch.float64, device=world.device)
         for first in range(0, num, options.batch):
-            # The last batch is filled up with rows that do not count, so that the noise stays the same.
+            # The last batch is filled up with rows that do not count: the noise depends on its
+            # size.
             index = first + world.rank * local + torch.arange(local, device=world.device)
             self.valid_index.copy_(index % num)
             self.generator.manual_seed(_mix(options.seed, "valid", first))
@@ -369,7 +367,9 @@ class Trainer:
     def _score(self) -> Tensor:
         """Returns the terms of the sequences at `valid_index`, stacked.
 
-        With `validate_partial` two rows follow: the bound of what comes after the cut, and whether it counts.
+        With `validate_partial` two more rows follow: the bound on log p of the steps after the cut,
+            and
+        whether there are any.
         """
         world = self.world
         x, lengths = take(self.valid_split, self.valid_index, world.device)
@@ -404,7 +404,7 @@ class Trainer:
         return self.options.samples if self.meta.image_shape else min(6, self.options.samples)
 
     def _check_folder(self) -> None:
-        """Raises unless the folder holds a model at the end, whatever the user deleted meanwhile."""
+        """Raises unless the folder holds a model at the end; the user may have deleted files."""
         if not (self.folder.path / "config.json").exists():
             self.folder.write_config(self.config, self.meta)
         if not self.folder.has_weights():
@@ -421,7 +421,6 @@ class Trainer:
             progress |= {"seconds": self.seconds, "started": self.started, "data": self.digest}
             progress["pending"] = self.tally.pending()
             self.saved = self.folder.save_checkpoint(self.config, self.step, parts, progress)
-        self.may_draw = True
 
     def _restore(self) -> None:
         """Continues from the newest good checkpoint, which rank 0 reads for all processes."""

@@ -1,4 +1,4 @@
-"""What is settled before the first step: the model that suits the data, and options that do not fit."""
+"""What is settled before the first step: a model that suits the data, and options that fit them."""
 
 import importlib.util
 import os
@@ -37,7 +37,8 @@ def resolve(config: RunConfig, meta: Meta, first: Model | None = None) -> RunCon
         )
     if head == "logistic-mixture" and meta.levels is None:
         raise ValueError(
-            f"head={head!r} needs values in levels, data set {meta.name!r} has none; allowed: 'auto'"
+            f"head={head!r} needs values in levels, data set {meta.name!r} has none;"
+            " allowed: 'auto'"
         )
     bins = meta.levels if head == "logistic-mixture" and meta.levels else config.model.bins
     model = replace(config.model, features=meta.features, head=head, bins=bins)
@@ -71,8 +72,8 @@ def check_options(options: TrainConfig, data: Data) -> None:
         )
     if options.shift and data.meta.image_shape is None:
         raise ValueError(
-            f"shift={options.shift:g} is for images, data set {data.meta.name!r} has none; allowed: 0"
-            " (--train.shift)"
+            f"shift={options.shift:g} is for images, data set {data.meta.name!r} has none;"
+            " allowed: 0 (--train.shift)"
         )
     if options.batch > len(data.train):
         raise ValueError(
@@ -98,8 +99,8 @@ def warn_of_mps(device: torch.device, dtype: torch.dtype) -> None:
     share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
     if device.type == "cuda" and dtype == torch.bfloat16 and share != "100":
         warnings.warn(
-            f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={share}: cuBLAS has computed wrong bfloat16 products"
-            " with a part of the multiprocessors, so losses may be wrong or not finite; unset it, or"
-            " set it to 100",
+            f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={share}: cuBLAS has computed wrong bfloat16 "
+            "products with a part of a GPU, so losses may be wrong or not finite; unset it, or set "
+            "it to 100",
             stacklevel=4,
         )

@@ -1,57 +1,39 @@
-"""The learning rate, the split of the parameters between optimisers, and Muon.
-
-    lr_s = lr min(1, s / W)                            s <= W = warmup S
-    lr_s = lr (1 + cos(pi (s - W) / (S - W + 1))) / 2  afterwards, nearly 0 at the last step S
-
-AdamW moves every parameter, or, with `optimizer="muon"`, every parameter but the matrices of the blocks.
-Muon moves a matrix along its momentum, after bringing all singular values of the momentum near 1:
+"""Muon: moves a matrix along its momentum, after bringing all singular values of that near 1.
 
     M <- M + (1 - mu) (G - M)
     U = G + mu (M - G)                         Nesterov: one step ahead of M
     X = U / |U|                                every singular value is at most 1
-    X <- a X + (b Y + c Y^2) X,  Y = X X^T     five times: singular values end at roughly 0.7 ... 1.2
+    X <- a X + (b S + c S^2) X,  S = X X^T     five times: singular values end at about 0.7 ... 1.2
     W <- (1 - lr decay) W - lr 0.2 sqrt(max(R, C)) X
 
 The factor 0.2 sqrt(max(R, C)) makes an update about as large as AdamW's, so one rate serves both.
 
-We keep our own Muon although PyTorch has one. `torch.optim.Muon` multiplies in bfloat16 on a CPU too, so
-runs would change; it cannot skip a bad step on the device (`found_inf`); and it takes one matrix at a time.
+We keep our own although PyTorch has one. `torch.optim.Muon` multiplies in bfloat16 on a CPU too,
+which would change runs. It cannot skip a bad step on the device (`found_inf`), reads a learning
+rate that is a tensor back from the device, which no CUDA graph allows, and takes one matrix at a
+time.
 
 References:
     Muon: An optimizer for hidden layers in neural networks (Jordan et al., 2024),
     https://kellerjordan.github.io/posts/muon/
     Muon is scalable for LLM training (Liu et al., 2025), https://arxiv.org/abs/2502.16982
 
-Legend: s steps done, S steps in all; G (R, C) gradient, M momentum, W weights, mu decay of the momentum,
-(a, b, c) coefficients of the Newton-Schulz iteration.
+Legend: G (R, C) gradient, M momentum, W weights, mu decay of the momentum, (a, b, c) coefficients
+of the Newton-Schulz iteration.
 """
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vssm.config import TrainConfig
 from vssm.nn import BLOCKS
 
-__all__ = ["Muon", "block_matrices", "learning_rate", "orthogonalize", "parameter_groups"]
+__all__ = ["Muon", "block_matrices", "orthogonalize"]
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-
-
-def learning_rate(config: TrainConfig, step: int, total: int) -> float:
-    """Returns the learning rate of a step, 1 to `total`.
-
-    >>> config = TrainConfig(learning_rate=1.0, warmup=0.5)
-    >>> [round(learning_rate(config, step, total=4), 3) for step in (1, 2, 3, 4)]
-    [0.5, 1.0, 0.75, 0.25]
-    """
-    warm = max(1, round(config.warmup * total))
-    if step <= warm:
-        return config.learning_rate * step / warm
-    return config.learning_rate * (1 + math.cos(math.pi * (step - warm) / (total - warm + 1))) / 2
 
 
 def block_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -66,37 +48,19 @@ def block_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     return {
         name: parameter
         for name, parameter in model.named_parameters()
-        if id(parameter) in inside and parameter.ndim == 2 and _decays(name, parameter)
+        if id(parameter) in inside and parameter.ndim == 2 and not name.endswith("A_log")
     }
-
-
-def parameter_groups(model: nn.Module, but: Collection[str] = ()) -> list[dict[str, Any]]:
-    """Splits the parameters for AdamW: matrices decay; vectors and A_log do not.
-
-    Arguments:
-        model: The model.
-        but: Names of parameters that another optimiser moves.
-    """
-    groups: tuple[list[Tensor], list[Tensor]] = [], []
-    for name, parameter in model.named_parameters():
-        if name not in but:
-            groups[0 if _decays(name, parameter) else 1].append(parameter)
-    return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
-
-
-def _decays(name: str, parameter: Tensor) -> bool:
-    return parameter.ndim > 1 and not name.endswith("A_log")
 
 
 class Muon(torch.optim.Optimizer):
     """Moves matrices by their orthogonalised momentum, without waiting for the device.
 
-    As with PyTorch's fused optimisers, a step changes nothing when the attribute `found_inf`, a tensor on
-    the device, is not 0; gradients may be NaN then.
+    As with PyTorch's fused optimisers, a step changes nothing when the attribute `found_inf`, a
+    tensor on the device, is not 0; gradients may be NaN then.
 
     Arguments:
         parameters: Matrices, all of which decay.
-        lr: The learning rate; a tensor on the device can change between replays of a recorded step.
+        lr: The learning rate; a tensor can change between replays of a recorded step.
         momentum: The decay of the momentum.
         weight_decay: Decay of the weights, times the learning rate.
     """
@@ -142,7 +106,8 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(moments, gradients.unbind(), 1 - momentum)
         ahead = gradients.lerp(torch.stack(moments), momentum)
         scale = 0.2 * math.sqrt(max(parameters[0].shape))
-        # Copied into `ahead`, which has the weights' memory layout: foreach needs one for its fast kernel.
+        # Copied into `ahead`, which has the weights' memory layout: foreach needs one for its fast
+        # kernel.
         moves = ahead.copy_(orthogonalize(ahead)).mul_(-scale * lr)
         torch._foreach_mul_(parameters, 1 - weight_decay * lr)
         torch._foreach_add_(parameters, moves.unbind())
