@@ -136,6 +136,8 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
         """Builds a config from a dictionary; for an unknown key, raises and suggests another."""
+        if isinstance(values, dict) and "features" not in values:
+            raise ValueError("config has no key 'features'; it is required")
         return _from_plain(cls, values, "config")
 
 

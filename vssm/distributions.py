@@ -181,6 +181,8 @@ def make_head(
         >>> p_x.log_prob(torch.zeros(2, 5, 28)).shape
         torch.Size([2, 5])
     """
+    if name not in HEADS:  # "auto" is for runs, where the data settle it
+        raise ValueError(f"head is {name!r}; allowed: {', '.join(HEADS)}")
     D, M = features, mixtures
     size, noise_size, distribution = {
         "gaussian": (D, D, partial(Gaussian, scale=sigma)),
