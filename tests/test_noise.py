@@ -46,7 +46,8 @@ def test_philox_known_answers_of_random123(counter, key, expected):
         for words in (counter, key, expected)
     )
     assert torch.equal(philox(counter, key), expected)
-    # The same inside a batch: in-place arithmetic must not leak between elements or change its inputs.
+    # The same inside a batch: in-place arithmetic must not leak between elements or change its
+    # inputs.
     wide = counter.repeat(1, 3)
     assert torch.equal(philox(wide, key), expected.repeat(1, 3))
     assert torch.equal(wide, counter.repeat(1, 3))

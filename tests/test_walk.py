@@ -1,4 +1,4 @@
-"""How much code a reader has to follow: the files of the package that run in one call, and their lines."""
+"""How much code a reader has to follow: the files that run in one call, and their lines."""
 
 import sys
 from contextlib import contextmanager

@@ -313,11 +313,11 @@ class LogisticMixture:
         """The most likely among the levels nearest to the components and the two edge levels."""
         edges = self.loc.new_tensor([0.0, 1.0]).expand(*self.loc.shape[:-1], 2)
         candidates = torch.cat((self._to_grid(self.loc), edges), dim=-1)
-        best = self._log_mass(candidates).argmax(-1, keepdim=True)
+        best = self.log_mass(candidates).argmax(-1, keepdim=True)
         return candidates.gather(-1, best).squeeze(-1)
 
     def log_prob(self, x: Tensor) -> Tensor:
-        return self._log_mass(x.to(self.loc.dtype).unsqueeze(-1)).sum((-2, -1))
+        return self.log_mass(x.to(self.loc.dtype).unsqueeze(-1)).sum((-2, -1))
 
     def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
         choice, u = noise.to(self.loc.dtype).chunk(2, dim=-1)
@@ -330,8 +330,8 @@ class LogisticMixture:
         levels = round(1 / self.width)
         return (x * levels).round().clamp(0, levels) / levels
 
-    def _log_mass(self, x: Tensor) -> Tensor:
-        """Log-probability of candidate values per feature, (B, T, D, candidates) -> the same."""
+    def log_mass(self, x: Tensor) -> Tensor:
+        """Returns log-probabilities of candidate values per feature, both (B, T, D, candidates)."""
         x = x.unsqueeze(-1)
         logits, loc, scale = (v.unsqueeze(-2) for v in (self.logits, self.loc, self.scale))
         upper, lower = (x - loc + self.width / 2) / scale, (x - loc - self.width / 2) / scale

@@ -1,4 +1,4 @@
-"""Several processes train what one trains: the same losses, the same folder, and a kill ends all of them."""
+"""Several processes train as one does: the same losses and folder; killing one ends all."""
 
 import itertools
 import json
@@ -35,7 +35,8 @@ dist.init_process_group("gloo")  # one group for all: torchrun takes seconds to 
 run(tiny("tvae"), folder / "ddp", resume=True)
 run(tiny("ssm", optimizer="muon"), folder / "muon", resume=True)
 run(tiny("tvae", fsdp=True, **json.loads(sys.argv[2])), folder / "fsdp", resume=True)
-run(tiny("vrnn", ema=0.8, num_valid=3, fsdp=True, validate_partial=True), folder / "resumed", resume=True)
+vrnn = tiny("vrnn", ema=0.8, num_valid=3, fsdp=True, validate_partial=True)
+run(vrnn, folder / "resumed", resume=True)
 for rank in range(2):
     dist.barrier()
     try:
@@ -136,7 +137,7 @@ def test_no_thread_of_the_process_group_outlives_it(together):
 
 
 def gone(pid):
-    """Whether a process has ended; one that nobody waits for is a zombie (Z) until its parent ends too."""
+    """Whether a process has ended; without a waiting parent it stays as a zombie (Z)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

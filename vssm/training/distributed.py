@@ -153,5 +153,6 @@ def join(device: str) -> Iterator[World]:
     # Not after an error: the other processes may be inside a collective, and torchrun ends them.
     world.forget_group()
     if own:
-        dist.barrier()  # so that no process leaves while another still talks to it
+        # No process leaves while another still talks to it; NCCL warns of a plain barrier.
+        world.average(torch.zeros((), device=chosen)).item()
         dist.destroy_process_group()
