@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from vssm.config import PRESETS, RunConfig
 from vssm.data import DataConfig, SyntheticConfig
-from vssm.training.loop import _Training, train
+from vssm.training.loop import Trainer, train
 from vssm.training.progress import Progress
 
 STEPS = 4  # two plain steps, then one that is recorded
@@ -46,9 +46,9 @@ def main() -> None:
             log_every=STEPS,
         ),
     )
-    take = _Training._take_step
+    take = Trainer.take_step
 
-    def profiled(training: _Training) -> None:
+    def profiled(training: Trainer) -> None:
         if training.step != STEPS:
             take(training)
             return
@@ -66,9 +66,9 @@ def main() -> None:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(_Training, "_take_step", profiled),
-        mock.patch.object(_Training, "_save"),
-        mock.patch.object(_Training, "_validate"),
+        mock.patch.object(Trainer, "take_step", profiled),
+        mock.patch.object(Trainer, "save"),
+        mock.patch.object(Trainer, "validate"),
     ):
         train(config, f"{folder}/run", progress=Progress())
 

@@ -1,4 +1,4 @@
-"""What is easily forgotten: half precision, no steps, no rows, and numbers of other kinds than expected."""
+"""Cases that are easily forgotten: half precision, no steps, no rows, unusual number types."""
 
 import copy
 import inspect
@@ -395,7 +395,8 @@ def test_histories_that_are_no_numbers_are_named():
             vssm.forecast(model, torch.zeros(4, 3), horizon=2, **options)
 
 
-# Of every public function, arguments that are right; each in turn is replaced by what is nothing of the kind.
+# Of every public function, arguments that are right; each in turn is replaced by what is nothing of
+# the kind.
 FUNCTIONS = {
     "objective": lambda model, folder: (
         vssm.objective,

@@ -162,7 +162,7 @@ def test_logistic_mixture_matches_brute_force_and_sums_to_one(bins, spread):
     head = make_head("logistic-mixture", features=3, mixtures=4, bins=bins)
     p_x = head(normal(2, 3, head.size) * spread)
     x = grid(bins)[:, None, None, None].expand(bins, 2, 3, 3)
-    mass = p_x._log_mass(x.movedim(0, -1)).movedim(-1, 0).double().exp()
+    mass = p_x.log_mass(x.movedim(0, -1)).movedim(-1, 0).double().exp()
     torch.testing.assert_close(
         mass.sum(0), torch.ones(2, 3, 3, dtype=torch.float64), rtol=1e-5, atol=0
     )
@@ -232,7 +232,7 @@ def test_samples_have_the_moments_of_the_distribution(name, temperature):
         variance = mean * (1 - mean)
     else:
         p_x.logits, p_x.scale = p_x.logits / temperature, p_x.scale * temperature
-        mass = p_x._log_mass(grid(32).expand(1, 2, 3, 32)).exp()
+        mass = p_x.log_mass(grid(32).expand(1, 2, 3, 32)).exp()
         mean = (mass * grid(32)).sum(-1)
         variance = (mass * grid(32).square()).sum(-1) - mean.square()
         assert (x * 31 - (x * 31).round()).abs().max() < 1e-5
@@ -272,22 +272,6 @@ def test_categorical_samples_have_its_frequencies():
     probs = w.flatten().softmax(0)
     frequency = x.flatten().bincount(minlength=7) / 20_000
     assert ((frequency - probs).abs() < 5 * (probs * (1 - probs) / 20_000).sqrt()).all()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"name": "poisson"}, "^head is 'poisson'; allowed: " + ", ".join(HEADS) + "$"),
-        ({"features": 0}, "^features is 0; allowed: 1 or more$"),
-        ({"sigma": 0.0}, "^sigma is 0.0; allowed: positive numbers$"),
-        ({"sigma": math.nan}, "^sigma is nan; allowed: positive numbers$"),
-        ({"mixtures": 0}, "^mixtures is 0; allowed: 1 or more$"),
-        ({"bins": 1}, "^bins is 1; allowed: 2 or more$"),
-    ],
-)
-def test_make_head_names_bad_input(change, message):
-    with pytest.raises(ValueError, match=message):
-        make_head(**{"name": "gaussian", "features": 3} | change)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +316,8 @@ def test_validate_names_bad_input(head, x, message):
 def test_validate_finds_numbers_that_are_not_finite(value):
     x = torch.zeros(2, 5, 3)
     x[1, 3, 2] = value
-    message = r"^x contains NaN or infinite values at row 1, step 3; allowed: finite numbers up to 1e\+15$"
+    given = "x contains NaN or infinite values at row 1, step 3"
+    message = rf"^{given}; allowed: finite numbers up to 1e\+15$"
     with pytest.raises(ValueError, match=message):
         make_head("gaussian", 3).validate(x)
 

@@ -1,4 +1,4 @@
-"""Objectives and likelihoods against enumeration: T = 3, Z = 1, N = 2 has eight latent sequences."""
+"""Objectives and likelihoods against enumeration: T = 3, Z = 1, N = 2 has eight sequences."""
 
 import itertools
 import math

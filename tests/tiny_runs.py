@@ -65,7 +65,7 @@ class SignalAt(Progress):
 
 
 def run(config, folder, resume=False, progress=None, pictures=False):
-    """Trains on one thread, which is quickest for so little, and without curves, which take longer."""
+    """Trains on one thread, which is quickest here, and without the curves, which are slow."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -94,7 +94,7 @@ def newest(folder):
 
 
 def result(folder):
-    """All that must be equal between two trainings that should be: the bytes of all tensors, and the log."""
+    """What two equal trainings share: the bytes of all tensors, and the log."""
     files = [folder / "weights.safetensors", *sorted(newest(folder).glob("*.safetensors"))]
     return {str(file.relative_to(folder)): file.read_bytes() for file in files} | {
         "log": log(folder)

@@ -1,6 +1,6 @@
-"""Checks of what users pass. They are called where users come in, and nowhere else.
+"""Checks of user input, called where users come in and nowhere else.
 
-Each raises `ValueError`, in one line: what is wrong, what was given, and what is allowed.
+Each raises `ValueError` in one line: what is wrong, what was given, and what is allowed.
 """
 
 import difflib
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-_HUGE = 1e100  # no setting is so large, and whole numbers of JSON may be larger than any float
+_HUGE = 1e100  # no setting is so large; whole numbers in JSON may be larger than any float
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -66,39 +66,36 @@ def check_path(name: str, value: object) -> None:
 
 
 def whole_number(name: str, value: object, least: int) -> int:
-    """Returns a whole number as an int, be it Python's, NumPy's or a tensor's; raises `ValueError` otherwise.
+    """Returns a whole number of Python, NumPy or a tensor as an int; else raises `ValueError`.
 
     >>> whole_number("length", 2.5, least=0)
     Traceback (most recent call last):
     ValueError: length=2.5 is not allowed; allowed: a whole number >= 0
     """
     try:
-        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore
     except TypeError:
         number = None
     if number is None or number < least:
-        raise ValueError(
-            f"{name}={shown(value)} is not allowed; allowed: a whole number >= {least}"
-        )
+        value = shown(value)
+        raise ValueError(f"{name}={value} is not allowed; allowed: a whole number >= {least}")
     return number
 
 
 def whole_numbers(name: str, values: Sequence[int] | Tensor | int, device: torch.device) -> Tensor:
-    """Returns numbers as an int64 tensor; fractions are refused, not cut off."""
+    """Returns numbers as an int64 tensor; raises for fractions instead of cutting them off."""
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         tensor = None
     if tensor is None or tensor.dtype not in _INTEGERS:
-        given = (
-            type(values).__name__ if tensor is None else str(tensor.dtype).removeprefix("torch.")
-        )
+        given = type(values).__name__ if tensor is None else str(tensor.dtype)[6:]
         raise ValueError(f"{name} is {given}; allowed: whole numbers of 64 bits")
     return tensor.to(device, torch.int64)
 
 
 def shown(value: object) -> str:
-    """Returns a value as it is written, in one line.
+    """Returns the repr of a value in one line, cut after 200 characters.
 
     >>> shown(torch.zeros(2, 2))
     'tensor([[0., 0.], [0., 0.]])'
@@ -107,7 +104,7 @@ def shown(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Returns a text with its control characters as escapes, which a terminal does not obey.
+    r"""Returns a text with its control characters escaped, so that a terminal ignores them.
 
     >>> printable("a\tb\n\x1b[2J")
     'a\tb\n\\x1b[2J'
@@ -119,44 +116,41 @@ def printable(text: str) -> str:
 
 
 def check_device(device: object) -> torch.device:
-    """Returns the device that a name means; raises `ValueError` when it is none that this machine has.
+    """Returns the device of a name; raises `ValueError` when this machine does not have it.
 
     >>> check_device("gpu")
     Traceback (most recent call last):
     ValueError: device='gpu' is not there; allowed: 'cpu'...
     """
-    try:
-        found = torch.device(device)  # type: ignore[arg-type]
-        if found.type == "cuda":  # counted, not tried: that would take memory of the first GPU
-            found = found if (found.index or 0) < torch.cuda.device_count() else None
-        else:
-            found = None if found.type == "meta" else torch.empty(0, device=found).device
-    except (RuntimeError, AssertionError, TypeError):  # unknown; not compiled in; not even a name
-        found = None
-    if found is None:
-        there = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        raise ValueError(
-            f"device={str(device)!r} is not there; allowed: {', '.join(map(repr, there))}"
-        )
-    return (
-        torch.device("cpu") if found.type == "cpu" else found
-    )  # "cpu:0" is not a name to all libraries
+    return _find_device(device, ["cpu"])
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the device that a name means; "auto" is CUDA where there is one, else the CPU.
+    """Returns the device of a name; "auto" is CUDA if there is a GPU, else the CPU.
 
     >>> choose_device("cpu")
     device(type='cpu')
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    return _find_device(name, ["auto", "cpu"])
+
+
+def _find_device(device: object, names: list[str]) -> torch.device:
     try:
-        return check_device(name)
-    except ValueError:  # lists the devices, but not "auto"
-        there = ["auto", "cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        allowed = ", ".join(map(repr, there))
-        raise ValueError(f"device={name!r} is not there; allowed: {allowed}") from None
+        found = torch.device(device)  # type: ignore[arg-type]
+        if found.type == "cuda":  # counted, since trying would take memory of the first GPU
+            found = found if (found.index or 0) < torch.cuda.device_count() else None
+        else:
+            found = None if found.type == "meta" else torch.empty(0, device=found).device
+    except (RuntimeError, AssertionError, TypeError):  # unknown; not compiled in; not even a name
+        found = None
+    if found is None:
+        names = names + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        allowed = ", ".join(map(repr, names))
+        raise ValueError(f"device={str(device)!r} is not there; allowed: {allowed}")
+    # Not "cpu:0", which some libraries do not know.
+    return torch.device("cpu") if found.type == "cpu" else found
 
 
 def check_number(
@@ -167,22 +161,23 @@ def check_number(
     whole: bool = False,
     above: bool = False,
 ) -> None:
-    """Raises unless `least` <= value < `below` (`least` < value when `above`), be it Python's or NumPy's."""
-    # Not NumPy's unsigned ones as weights: one less than 0 is not -1 there.
+    """Raises unless a number of Python or NumPy is >= `least` (> with `above`) and < `below`."""
+    # Not NumPy's unsigned numbers as weights: 0 - 1 is not -1 there.
     types = (int, np.integer) if whole else (int, float, np.signedinteger, np.floating)
-    number = isinstance(value, types) and not isinstance(value, bool)
-    value = plain_number(value)
-    if number and (value > least if above else value >= least) and value < below:  # type: ignore[operator]
-        return
+    number: Any = plain_number(value)
+    if isinstance(value, types) and not isinstance(value, bool):
+        if (number > least if above else number >= least) and number < below:
+            return
+        bounded = below < _HUGE or number >= _HUGE
+    else:
+        bounded = below < _HUGE
     allowed = f"a {'whole ' if whole else ''}number {'>' if above else '>='} {least}"
-    raise ValueError(
-        f"{name}={shown(value)} is not allowed; allowed: {allowed}"
-        + (f" and < {below}" if below < _HUGE or (number and value >= _HUGE) else "")  # type: ignore[operator]
-    )
+    allowed += f" and < {below}" if bounded else ""
+    raise ValueError(f"{name}={shown(number)} is not allowed; allowed: {allowed}")
 
 
 def plain_number(value: object) -> object:
-    """Returns a number of NumPy as one of Python, which JSON knows, and all else as it is."""
+    """Returns a NumPy number as a Python number, which JSON knows, and anything else unchanged."""
     if isinstance(value, np.integer):
         return operator.index(value)
     return float(value) if isinstance(value, np.floating) else value

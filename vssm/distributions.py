@@ -1,17 +1,19 @@
-"""Distributions of observations and latents: parameters in, probabilities (in nats) and samples out.
+"""Distributions of observations and latents: parameters in, probabilities and samples out.
 
-An observation head turns the outputs w_t of a network into p(x_t | w_t), independent over features unless
-x_t is a token:
+An observation head turns the outputs w_t of a network into p(x_t | w_t), independent over features
+unless x_t is a token:
 
     gaussian          x ~ N(w, sigma^2)
     gaussian-learned  x ~ N(w_1, s^2),  log s = bounded(w_2)
     bernoulli         P(x = 1) = sigmoid(w)
     categorical       P(x = v) = softmax(w)_v
-    logistic-mixture  P(x = k / (bins - 1)) = sum_m pi_m (F((b_{k+1} - mu_m) / s_m) - F((b_k - mu_m) / s_m)),
+    logistic-mixture  P(x = k / (bins - 1))
+                          = sum_m pi_m (F((b_{k+1} - mu_m) / s_m) - F((b_k - mu_m) / s_m)),
                       F = sigmoid, b_k = (k - 1/2) / (bins - 1), b_0 = -inf, b_bins = inf
 
-Latents are q(z_t) = prod_i softmax(logits_{t,i})_{z_{t,i}}: Z independent categoricals of N classes.
-Samples are functions of uniform noise u in (0, 1), never of a global generator (see `vssm.noise`).
+Latents are q(z_t) = prod_i softmax(logits_{t,i})_{z_{t,i}}: Z independent categoricals of N
+classes. Samples are functions of uniform noise u in (0, 1), never of a global generator (see
+`vssm.noise`).
 
 | symbol | code | shape |
 | --- | --- | --- |
@@ -52,11 +54,11 @@ __all__ = [
     "make_head",
 ]
 
-LARGEST = 1e15  # of a value of x: its square, and sums of that, stay far from infinity
-HEADS_IN_UNIT = ("bernoulli", "logistic-mixture")  # whose x lies in [0, 1]
+LARGEST = 1e15  # largest value of x: sums of its square stay far from infinity
+HEADS_IN_UNIT = ("bernoulli", "logistic-mixture")  # their x lies in [0, 1]
 HEADS = ("gaussian", "gaussian-learned", "bernoulli", "categorical", "logistic-mixture")
 _MIN_SCALE, _MAX_SCALE = 1e-3, 20.0
-_ROUNDING = 1e-5  # by which the mean of a head may leave [0, 1]: what a model made, it reads
+_ROUNDING = 1e-5  # the mean of a head may leave [0, 1] by this, and a model reads what it made
 
 
 class Observation(Protocol):
@@ -114,10 +116,10 @@ class Head:
         """Raises a ValueError unless x has the shape, dtype and range of this head.
 
         Arguments:
-            x: Sequences, (B, T, D) finite floats, in [0, 1] for `HEADS_IN_UNIT`, or (B, T) integers in [0, D)
-                for tokens.
+            x: Sequences, (B, T, D) finite floats, in [0, 1] for `HEADS_IN_UNIT`, or (B, T) integers
+                in [0, D) for tokens.
             name: What the message calls x.
-            values: Whether the range is checked too, which waits for the device of x.
+            values: Whether to check the range too, which waits for the device of x.
             steps: The fewest steps that are allowed.
         """
         if not isinstance(x, Tensor):
@@ -127,10 +129,8 @@ class Head:
             allowed = ", ".join(("batch", "length", *map(str, last)))
             raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: ({allowed})")
         if not len(x) or x.shape[1] < steps:
-            lacking = "step" if len(x) else "sequence"
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}, no {lacking}s; allowed: one {lacking} or more"
-            )
+            part, shape = "step" if len(x) else "sequence", tuple(x.shape)
+            raise ValueError(f"{name} has shape {shape}, no {part}s; allowed: one {part} or more")
         floating = x.dtype.is_floating_point
         integer = not (floating or x.dtype.is_complex or x.dtype == torch.bool)
         if not (integer if self.tokens else floating):
@@ -147,27 +147,20 @@ class Head:
             return
         if self.tokens:
             x = x.long()  # not all integers can be compared
-            bad = (x < 0) | (x >= self.features)
-            if bad.any():
-                row, step = bad.nonzero()[0].tolist()
-                given = f"{name} is {int(x[row, step])} at row {row}, step {step}"
-                raise ValueError(f"{given}; allowed: 0 to {self.features - 1}")
-            return
-        unit = self.name in HEADS_IN_UNIT
-        offset, most = (0.5, 0.5 + _ROUNDING) if unit else (0.0, LARGEST)
-        bad = ~((x.float() - offset).abs() <= most)  # NaN too
+            bad, allowed = (x < 0) | (x >= self.features), f"0 to {self.features - 1}"
+        elif self.name in HEADS_IN_UNIT:
+            bad = ~((x.float() - 0.5).abs() <= 0.5 + _ROUNDING)  # true for NaN
+            allowed = f"0 to 1 with head {self.name!r}"
+        else:
+            bad = ~(x.float().abs() <= LARGEST)
+            allowed = f"finite numbers up to {LARGEST:g}"
         if bad.any():
-            row, step, feature = bad.nonzero()[0].tolist()
-            value = float(x[row, step, feature])
-            given = (
-                f"{name} is {value:g}"
-                if math.isfinite(value)
-                else f"{name} contains NaN or infinite values"
-            )
-            allowed = (
-                f"0 to 1 with head {self.name!r}" if unit else f"finite numbers up to {LARGEST:g}"
-            )
-            raise ValueError(f"{given} at row {row}, step {step}; allowed: {allowed}")
+            row, step, *_ = place = bad.nonzero()[0].tolist()
+            value = x[tuple(place)].item()
+            given = "contains NaN or infinite values"
+            if math.isfinite(value):
+                given = f"is {value}" if self.tokens else f"is {value:g}"
+            raise ValueError(f"{name} {given} at row {row}, step {step}; allowed: {allowed}")
 
 
 def make_head(
@@ -188,17 +181,8 @@ def make_head(
         >>> p_x.log_prob(torch.zeros(2, 5, 28)).shape
         torch.Size([2, 5])
     """
-    if name not in HEADS:
+    if name not in HEADS:  # "auto" is for runs, where the data settle it
         raise ValueError(f"head is {name!r}; allowed: {', '.join(HEADS)}")
-    for label, value, least in (
-        ("features", features, 1),
-        ("mixtures", mixtures, 1),
-        ("bins", bins, 2),
-    ):
-        if value < least:
-            raise ValueError(f"{label} is {value}; allowed: {least} or more")
-    if not 0 < sigma < math.inf:
-        raise ValueError(f"sigma is {sigma}; allowed: positive numbers")
     D, M = features, mixtures
     size, noise_size, distribution = {
         "gaussian": (D, D, partial(Gaussian, scale=sigma)),
@@ -247,8 +231,8 @@ class Gaussian:
 class Bernoulli:
     """Independent coin flips, of x that is 0 or 1.
 
-    For x between them `log_prob` is minus the cross-entropy. Its exponential does not integrate to 1: it is a
-    pseudo-likelihood, and `vssm evaluate` calls it so.
+    For x between 0 and 1 `log_prob` is minus the cross-entropy. Its exponential does not integrate
+    to 1: it is a pseudo-likelihood, and `vssm evaluate` calls it so.
     """
 
     def __init__(self, w: Tensor) -> None:
@@ -293,78 +277,75 @@ class Categorical:
 
 
 class LogisticMixture:
-    """Mixture of logistics per feature, discretised to the grid k / (bins - 1) with open-ended edge bins.
+    """Mixture of logistics per feature, on the grid k / (bins - 1) with open-ended edge bins.
 
-    Where w is 0, the components are spread evenly over [0, 1]. Scales lie between a tenth of a bin and 20.
+    Where w is 0, the components are spread evenly over [0, 1]. Scales lie between a tenth of a bin
+    and 20.
 
     References:
-        PixelCNN++: improving the PixelCNN with discretized logistic mixture likelihood (Salimans et al. 2017)
-        https://arxiv.org/abs/1701.05517
+        PixelCNN++ (Salimans et al., 2017) https://arxiv.org/abs/1701.05517
     """
 
     def __init__(self, w: Tensor, mixtures: int, bins: int) -> None:
         self.width = 1 / (bins - 1)
-        self.logits, raw_loc, raw_scale = w.unflatten(-1, (-1, 3, mixtures)).unbind(
-            -2
-        )  # (B, T, D, M)
-        self.loc = (
-            raw_loc + (torch.arange(mixtures, dtype=w.dtype, device=w.device) + 0.5) / mixtures
-        )
+        parts = w.unflatten(-1, (-1, 3, mixtures))
+        self.logits, raw_loc, raw_scale = parts.unbind(-2)  # (B, T, D, M)
+        centres = torch.arange(mixtures, dtype=w.dtype, device=w.device) + 0.5
+        self.loc = raw_loc + centres / mixtures
         self.scale = bounded_scale(raw_scale, (self.width / 10, _MAX_SCALE))
 
     @property
     def mean(self) -> Tensor:
         """Mean of the mixture of logistics clipped to [0, 1], in closed form.
 
-        The mean over the bins is the midpoint rule for the same integral: they differ by at most half a bin.
+        The mean over the bins is the midpoint rule for the same integral: they differ by at most
+            half a bin.
         """
-        # E[clip(X)] = int_0^1 F((mu - t) / s) dt = s (softplus(mu / s) - softplus((mu - 1) / s)); the linear
-        # part of each softplus is taken out as a clamp, else they would cancel at small scales.
+        # E[clip(X)] = int_0^1 F((mu - t) / s) dt = s (softplus(mu / s) - softplus((mu - 1) / s));
+        # the linear part of each softplus is taken out as a clamp, else they would cancel at small
+        # scales.
         bends = (torch.exp(-(self.loc - edge).abs() / self.scale).log1p() for edge in (0, 1))
         bend = next(bends) - next(bends)
         return (self.logits.softmax(-1) * (self.loc.clamp(0, 1) + self.scale * bend)).sum(-1)
 
     @property
     def mode(self) -> Tensor:
-        """The most likely of the levels nearest to the components' centres and of the two edge levels."""
+        """The most likely among the levels nearest to the components and the two edge levels."""
         edges = self.loc.new_tensor([0.0, 1.0]).expand(*self.loc.shape[:-1], 2)
         candidates = torch.cat((self._to_grid(self.loc), edges), dim=-1)
-        best = self._log_mass(candidates).argmax(-1, keepdim=True)
+        best = self.log_mass(candidates).argmax(-1, keepdim=True)
         return candidates.gather(-1, best).squeeze(-1)
 
     def log_prob(self, x: Tensor) -> Tensor:
-        return self._log_mass(x.to(self.loc.dtype).unsqueeze(-1)).sum((-2, -1))
+        return self.log_mass(x.to(self.loc.dtype).unsqueeze(-1)).sum((-2, -1))
 
     def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
         choice, u = noise.to(self.loc.dtype).chunk(2, dim=-1)
         component = inverse_cdf(self.logits, choice, _positive(temperature)).unsqueeze(-1)
-        loc, scale = (
-            torch.take_along_dim(v, component, -1).squeeze(-1) for v in (self.loc, self.scale)
-        )
+        loc = torch.take_along_dim(self.loc, component, -1).squeeze(-1)
+        scale = torch.take_along_dim(self.scale, component, -1).squeeze(-1)
         return self._to_grid(loc + scale * temperature * torch.logit(u))
 
     def _to_grid(self, x: Tensor) -> Tensor:
         levels = round(1 / self.width)
         return (x * levels).round().clamp(0, levels) / levels
 
-    def _log_mass(self, x: Tensor) -> Tensor:
-        """Log-probability of candidate values per feature, (B, T, D, candidates) -> the same."""
+    def log_mass(self, x: Tensor) -> Tensor:
+        """Returns log-probabilities of candidate values per feature, both (B, T, D, candidates)."""
         x = x.unsqueeze(-1)
-        logits, loc, scale = (
-            values.unsqueeze(-2) for values in (self.logits, self.loc, self.scale)
-        )
+        logits, loc, scale = (v.unsqueeze(-2) for v in (self.logits, self.loc, self.scale))
         upper, lower = (x - loc + self.width / 2) / scale, (x - loc - self.width / 2) / scale
-        # F(a) - F(b) = F(a) F(-b) (1 - exp(b - a)), exact in the tails where the difference itself would be 0
+        # F(a) - F(b) = F(a) F(-b) (1 - exp(b - a)), exact in the tails where the difference itself
+        # would be 0
         below, above = F.logsigmoid(upper), F.logsigmoid(-lower)
         inside = below + above + torch.log(-torch.expm1(-self.width / scale))
-        mass = torch.where(
-            x < self.width / 2, below, torch.where(x > 1 - self.width / 2, above, inside)
-        )
+        mass = torch.where(x > 1 - self.width / 2, above, inside)
+        mass = torch.where(x < self.width / 2, below, mass)
         return torch.logsumexp(logits.log_softmax(-1) + mass, dim=-1)
 
 
 class Latents:
-    """Distribution of z: Z independent categoricals of N classes, in float32 (float64 if the logits are).
+    """Distribution of z: Z independent categoricals of N classes, in float32 or float64.
 
     Arguments:
         logits: Finite, unnormalised log-probabilities, (..., Z, N).
@@ -431,8 +412,8 @@ class Latents:
         """Returns the z that the noise selects, by inverse CDF.
 
         Arguments:
-            noise: Uniform numbers in (0, 1), (..., Z). Logits of batch 1, or with fewer leading dimensions,
-                serve a whole batch of noise without being copied.
+            noise: Uniform numbers in (0, 1), (..., Z). Logits of batch 1, or with fewer leading
+                dimensions, serve a whole batch of noise without being copied.
             temperature: Divides the logits.
 
         Returns:
@@ -450,7 +431,8 @@ class Latents:
         """Returns one-hot z by the Gumbel trick; gradients pass as the estimator says.
 
         Arguments:
-            noise: Uniform numbers strictly inside (0, 1), (..., Z, N), for example from `gumbel_uniform`.
+            noise: Uniform numbers strictly inside (0, 1), (..., Z, N), for example from
+                `gumbel_uniform`.
             estimator: "gumbel" or "reinmax", see `vssm.ops.latents`.
 
         Returns:
@@ -482,17 +464,17 @@ def gumbel_uniform(
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Returns uniform float32 numbers strictly inside (0, 1), so that log(u) and log(-log(u)) are finite.
+    """Returns uniform float32 numbers inside (0, 1), so that log(u) and log(-log(u)) are finite.
 
     Arguments:
         shape: Shape of the result.
         device: Device of the result.
         generator: Source of randomness on that device; the default generator when None.
     """
-    # torch.rand can return 0: one source of the NaNs of F.gumbel_softmax (pytorch #22442, #41663, #101620).
-    return torch.rand(shape, dtype=torch.float32, device=device, generator=generator).clamp_(
-        min=2.0**-25
-    )
+    # torch.rand can return 0, a source of NaN in F.gumbel_softmax (pytorch #22442, #41663,
+    # #101620).
+    u = torch.rand(shape, dtype=torch.float32, device=device, generator=generator)
+    return u.clamp_(min=2.0**-25)
 
 
 def _positive(temperature: float) -> float:

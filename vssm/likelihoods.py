@@ -1,16 +1,17 @@
 """How likely data is under a model.
 
     autoregressive   log p(x_{C+1:T} | x_{1:C}), exact
-    vssm, tvae       log 1/K sum_k p(x|z^k) p(z^k) / q_psi(z^k|x)                        C = 0
-                     log 1/K sum_k p(x_{C+1:T}|z^k) q_omega(z^k|x_{1:C}) / q_psi(z^k|x)    C > 0
-    with levels      log 1/K sum_k p(x_{C+1:T}|z^k, x_{1:C}) p(z^k|x_{1:C}) / q(z^k|x)       any C
+    vssm, tvae       log 1/K sum_k p(x|z^k) p(z^k) / q_psi(z^k|x)                       C = 0
+                     log 1/K sum_k p(x_{C+1:T}|z^k) q_omega(z^k|x_{1:C}) / q_psi(z^k|x)   C > 0
+    with levels      log 1/K sum_k p(x_{C+1:T}|z^k, x_{1:C}) p(z^k|x_{1:C}) / q(z^k|x)      any C
     vrnn             log 1/K sum_k w_k(1:T) - log 1/K sum_k w_k(1:C),   w_k = p(x|z) p(z) / q(z|x)
 
-with z^k drawn from the posterior (importance sampling; Burda et al., 2016). In expectation the estimates for
-C = 0, and all of a model with levels, are lower bounds on log p that tighten with K. So is that of vssm and
-tvae for C > 0, on the log of the sum over z of p(x_{C+1:T}|z) q_omega(z|x_{1:C}). That of vrnn
-for C > 0 is a difference of two bounds, and none itself. The sum over k is streamed: memory does not grow
-with K. `vssm.particles` estimates the same closer, by a particle filter.
+with z^k drawn from the posterior (importance sampling; Burda et al., 2016). In expectation these
+are lower bounds on log p that tighten with K: for C = 0, and for a model with levels at any C. For
+vssm and tvae at C > 0 it is a bound on the log of the sum over z of p(x_{C+1:T}|z)
+q_omega(z|x_{1:C}). For vrnn at C > 0 it is a difference of two bounds, and no bound. The sum over k
+is streamed: memory does not grow with K. `vssm.particles` gives closer estimates of the same by a
+particle filter.
 
 Legend: x (B, T, D) or tokens (B, T); K `num_samples`; C `prompt_length`, `cut`.
 """
@@ -27,7 +28,7 @@ from vssm.distributions import Latents, Observation
 from vssm.models import VRNN, Autoregressive, Ladder, Model, Trajectory, Variational, inner_model
 from vssm.models.ladder import Task
 from vssm.objectives import checked, real_steps
-from vssm.particles import filtered, latent_noise
+from vssm.particles import filtered, latent_noise, partial_prior, repeated
 
 __all__ = ["METHODS", "check_method", "estimates", "log_likelihood", "reconstruct"]
 
@@ -55,16 +56,16 @@ def log_likelihood(
         x: The sequences, (B, T, D), or (B, T) tokens.
         num_samples: K, the number of latent draws; an autoregressive model needs none.
         prompt_length: C, the number of steps that are given.
-        prior: For vssm and tvae at C = 0: "uniform", or "partial" for q_omega(z | ∅), the prior that
-            unconditional generation draws from. With C > 0 it is always q_omega(z | x_{1:C}). A model with
-            levels has one prior, its own.
-        seed: Names the draws: equal seeds and rows give equal estimates.
-        lengths: The steps of each row that are real, (B,), where the rest is padding.
-        method: How K draws of latents are used: "importance", as in the paper, or "particles", a particle
-            filter, which is much closer to log p(x) for as many draws and takes the steps one after the
-            other. A model with levels has "importance" alone.
-        rows: Which rows of the noise the sequences draw from, or the first of them; 0 to B - 1 by default.
-            A part of a batch that is given its own has the estimates of the whole.
+        prior: For vssm and tvae at C = 0: "uniform", or "partial" for q_omega(z | ∅), the prior
+            that unconditional generation draws from. With C > 0 it is always q_omega(z | x_{1:C}).
+            A model with levels has one prior, its own.
+        seed: Equal seeds and rows give equal estimates.
+        lengths: The number of real steps of each row, (B,), if the rest is padding.
+        method: "importance", as in the paper, or "particles", a particle filter, which comes much
+            closer to log p(x) with as many draws but takes the steps one after the other. A model
+            with levels has "importance" alone.
+        rows: Which rows of the noise the sequences draw from, or the first of these; 0 to B - 1 by
+            default. A part of a batch with its own rows has the estimates that it has in the whole.
 
     Returns:
         Nats, (B,).
@@ -78,10 +79,8 @@ def log_likelihood(
     model = inner_model(model)
     x = checked(model, x)
     num_samples = whole_number("num_samples", num_samples, 1)
-    prompt_length, seed = (
-        whole_number("prompt_length", prompt_length, 0),
-        whole_number("seed", seed, -(2**63)),
-    )
+    prompt_length = whole_number("prompt_length", prompt_length, 0)
+    seed = whole_number("seed", seed, -(2**63))
     if seed >= 2**63:
         raise ValueError(f"seed={seed} is not allowed; allowed: a whole number of 64 bits")
     if prompt_length > x.shape[1]:
@@ -91,8 +90,9 @@ def log_likelihood(
     check_choice("prior", prior, ("uniform", "partial"))
     real = None if lengths is None else real_steps(x, lengths)
     if lengths is not None and (lengths < prompt_length).any():
+        most = int(lengths.min())
         raise ValueError(
-            f"prompt_length={prompt_length} is not allowed; allowed: 0 to {int(lengths.min())}, in lengths"
+            f"prompt_length={prompt_length} is not allowed; allowed: 0 to {most}, in lengths"
         )
     check_method(model, method)
     numbers = _numbers(x, rows)
@@ -101,7 +101,7 @@ def log_likelihood(
 
 
 def _numbers(x: Tensor, rows: Sequence[int] | Tensor | int) -> Tensor:
-    """Returns the row of the noise of each sequence: as given, or those from a first one on."""
+    """Returns the row of the noise of each sequence: the given rows, or consecutive ones."""
     if (
         isinstance(rows, Integral)
         and not isinstance(rows, bool)
@@ -111,13 +111,13 @@ def _numbers(x: Tensor, rows: Sequence[int] | Tensor | int) -> Tensor:
     given = whole_numbers("rows", rows, x.device)
     if given.shape != (len(x),) or bool(((given < 0) | (given >= 2**32)).any()):
         raise ValueError(
-            f"rows do not fit; allowed: {len(x)} whole numbers from 0 to 2^32 - 1, or the first of them"
+            f"rows do not fit; allowed: {len(x)} whole numbers from 0 to 2^32 - 1, or the first one"
         )
     return given
 
 
 def check_method(model: Model, method: str) -> None:
-    """Raises unless this is a way to estimate the likelihood of a model."""
+    """Raises unless the method can estimate the likelihood of the model."""
     check_choice("method", method, METHODS)
     if method == "particles" and isinstance(model, Ladder):
         raise ValueError("method='particles' is not for models with levels; allowed: 'importance'")
@@ -141,18 +141,15 @@ def estimates(
         x: The sequences.
         num_samples: K.
         cases: Prompt lengths and priors.
-        seed: Names the draws.
-        rows: Sequences of a pass.
+        seed: The seed of the draws.
+        rows: Sequences in a pass.
         real: Which steps count, (B, T); None for all.
         method: One of `METHODS`.
-        numbers: Which row of the noise each sequence has, (B,), or the first of them.
+        numbers: The row of the noise of each sequence, (B,), or the first row.
     """
     numbers = _numbers(x, numbers) if isinstance(numbers, int) else numbers
-    mask = (
-        torch.ones(x.shape[:2], dtype=torch.float32, device=x.device)
-        if real is None
-        else real.float()
-    )
+    ones = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device)
+    mask = ones if real is None else real.float()
     if isinstance(model, Autoregressive):
         p_x, _ = model(x)
         log_p_x = p_x.log_prob(x) * mask
@@ -161,19 +158,17 @@ def estimates(
         assert not isinstance(model, Ladder)
         return filtered(model, x, num_samples, cases, seed, rows, mask, numbers)
 
+    kinds = {VRNN: _vrnn_weights, Ladder: _ladder_weights, Variational: _variational_weights}
+    weigh = kinds[type(model)](model, x, cases, mask)  # type: ignore[operator]
     totals: list[Tensor] = []
-    weights_of = {VRNN: _vrnn_weights, Ladder: _ladder_weights, Variational: _variational_weights}[
-        type(model)
-    ]
-    weigh = weights_of(model, x, cases, mask)  # pyright: ignore[reportArgumentType]
     step = max(1, rows // max(1, len(x)))
     for first in range(0, num_samples, step):
         draws = range(first, min(first + step, num_samples))
         u = latent_noise(x, seed, numbers, draws, model.config.latents)
         parts = [torch.logsumexp(weights, 0) for weights in weigh(u)]
-        totals = (
-            [torch.logaddexp(a, b) for a, b in zip(totals, parts, strict=True)] if totals else parts
-        )
+        if totals:
+            parts = [torch.logaddexp(a, b) for a, b in zip(totals, parts, strict=True)]
+        totals = parts
     nats = [total - math.log(num_samples) for total in totals]
     if isinstance(model, VRNN):
         whole, *prompts = nats
@@ -184,21 +179,15 @@ def estimates(
 def _variational_weights(
     model: Variational, x: Tensor, cases: list[tuple[int, str]], mask: Tensor
 ) -> Callable[[Tensor], list[Tensor]]:
-    """Returns a function from uniform numbers (K, B, T, Z) to the log weights (K, B) of each case."""
+    """Returns a function from uniform numbers (K, B, T, Z) to log weights (K, B) of each case."""
     q_z, _ = model.posterior(x)
-    priors: list[Latents | None] = []
-    for cut, prior in cases:
-        p_z = None
-        if cut or prior == "partial":
-            p_z, _ = model.partial_posterior(x[:, :cut] if cut else None, empty=x.shape[1] - cut)
-        priors.append(p_z)
+    priors = [partial_prior(model, x, *case) for case in cases]
     log_uniform = -mask.sum(1) * model.config.latents * math.log(model.config.classes)
 
     def weigh(u: Tensor) -> list[Tensor]:
         z = q_z.sample(u)
         p_x, _ = model.likelihood(z.flatten(0, 1))
-        repeated = x.repeat(len(u), *[1] * (x.ndim - 1))
-        log_p_x = p_x.log_prob(repeated).unflatten(0, u.shape[:2]) * mask
+        log_p_x = p_x.log_prob(repeated(x, len(u))).unflatten(0, u.shape[:2]) * mask
         log_q_z = (q_z.log_prob(z) * mask).sum(-1)
         weights = []
         for (cut, _), p_z in zip(cases, priors, strict=True):
@@ -212,25 +201,20 @@ def _variational_weights(
 def _ladder_weights(
     model: Ladder, x: Tensor, cases: list[tuple[int, str]], mask: Tensor
 ) -> Callable[[Tensor], list[Tensor]]:
-    """Returns a function from uniform numbers (K, B, T, Z) to the log weights (K, B) of each case."""
+    """Returns a function from uniform numbers (K, B, T, Z) to log weights (K, B) of each case."""
     lengths = mask.sum(1).long()
-    tasks = [
-        model.task(x, torch.full((len(x),), cut, device=x.device), lengths) for cut, _ in cases
-    ]
+    cuts = [torch.full((len(x),), cut, device=x.device) for cut, _ in cases]
+    tasks = [model.task(x, cut, lengths) for cut in cuts]
 
     def weigh(u: Tensor) -> list[Tensor]:
         weights = []
         for task in tasks:
             path = _climb(model, task.repeat(len(u)), u.flatten(0, 1))
-            log_p_x = path.p_x.log_prob(x.repeat(len(u), *[1] * (x.ndim - 1))).unflatten(
-                0, u.shape[:2]
+            log_p_x = path.p_x.log_prob(repeated(x, len(u))).unflatten(0, u.shape[:2])
+            ratio = (path.p_z.log_prob(path.z) - path.q_z.log_prob(path.z)).sum(-1)
+            weights.append(
+                torch.where(task.new, log_p_x, 0).sum(-1) + ratio.unflatten(0, u.shape[:2])
             )
-            ratio = (
-                (path.p_z.log_prob(path.z) - path.q_z.log_prob(path.z))
-                .sum(-1)
-                .unflatten(0, u.shape[:2])
-            )
-            weights.append(torch.where(task.new, log_p_x, 0).sum(-1) + ratio)
         return weights
 
     return weigh
@@ -242,9 +226,7 @@ def _climb(model: Ladder, task: Task, u: Tensor) -> Trajectory:
 
     def draw(level: int, p_z: Latents, query: Tensor) -> Tensor:
         q_z = model.rung(level).posterior(p_z, query, task.evidence[level])
-        live = task.live[level][
-            ..., None, None
-        ]  # where there are no latents, q = p: no weight, no KL
+        live = task.live[level][..., None, None]  # elsewhere q = p, with no weight and no KL
         z = q_z.sample(u.chunk(model.config.levels, -1)[level][:, : live.shape[1]])
         found = torch.where(live, q_z.logits, 0), torch.where(live, p_z.logits, 0), z
         if model.rung(level).span > 1:
@@ -260,22 +242,23 @@ def _climb(model: Ladder, task: Task, u: Tensor) -> Trajectory:
 
 
 def _at(steps: Tensor, values: Tensor, length: int) -> Tensor:
-    """Returns values (B, A, ...) at their steps (B, A) of T, zeros elsewhere, (B, T, ...)."""
+    """Returns values (B, A, ...) at their steps (B, A), and zeros elsewhere, (B, T, ...)."""
     index = steps.view(*steps.shape, *[1] * (values.ndim - 2)).expand_as(values)
-    room = values.new_zeros(len(values), 2 * length, *values.shape[2:])  # for those past the end
+    room = values.new_zeros(
+        len(values), 2 * length, *values.shape[2:]
+    )  # some steps are past the end
     return room.scatter(1, index, values)[:, :length]
 
 
 def _vrnn_weights(
     model: VRNN, x: Tensor, cases: list[tuple[int, str]], mask: Tensor
 ) -> Callable[[Tensor], list[Tensor]]:
-    """Returns a function from uniform numbers (K, B, T, Z) to log weights of x_{1:T} and of each x_{1:C}."""
+    """Returns a function from uniform numbers to log weights of x_{1:T} and of each x_{1:C}."""
 
     def weigh(u: Tensor) -> list[Tensor]:
-        repeated = x.repeat(len(u), *[1] * (x.ndim - 1))
-        flat = u.flatten(0, 1)
-        path = model(repeated, draw=lambda t, q_z: q_z.sample(flat[:, t : t + 1]))
-        steps = path.p_x.log_prob(repeated) + path.p_z.log_prob(path.z) - path.q_z.log_prob(path.z)
+        copies, flat = repeated(x, len(u)), u.flatten(0, 1)
+        path = model(copies, draw=lambda t, q_z: q_z.sample(flat[:, t : t + 1]))
+        steps = path.p_x.log_prob(copies) + path.p_z.log_prob(path.z) - path.q_z.log_prob(path.z)
         steps = steps.unflatten(0, u.shape[:2]) * mask
         return [steps.sum(-1), *(steps[..., :cut].sum(-1) for cut, _ in cases)]
 
@@ -285,10 +268,9 @@ def _vrnn_weights(
 def reconstruct(
     model: Model, x: Tensor, seed: int, lengths: Tensor | None = None, first: int = 0
 ) -> tuple[Observation, Latents | None, Latents | None]:
-    """Returns p(x|z) for one draw of z, with the posterior and the prior of z; p(x) without latents.
+    """Returns p(x|z) for one draw of z, the posterior and the prior of z; p(x) without latents.
 
-    Of sequences with `lengths`, (B,), only what is said of their real steps means something. The noise is
-    that of the rows from `first` on.
+    With `lengths`, (B,), only the real steps mean something. The noise starts at row `first`.
     """
     if isinstance(model, Autoregressive):
         return model(x)[0], None, None
@@ -301,8 +283,5 @@ def reconstruct(
         path = _climb(model, model.task(x, none, lengths), u)
         return path.p_x, path.q_z, path.p_z
     q_z, _ = model.posterior(x)
-    return (
-        model.likelihood(q_z.sample(u))[0],
-        q_z,
-        Latents(q_z.logits.new_zeros(q_z.logits.shape[-1:])),
-    )
+    uniform = Latents(q_z.logits.new_zeros(q_z.logits.shape[-1:]))
+    return model.likelihood(q_z.sample(u))[0], q_z, uniform

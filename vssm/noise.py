@@ -2,26 +2,23 @@
 
     u = uniform(seed, row, position, component, stream, draw),    0 < u < 1
 
-so chunk size, batch split, resume points and device never change which sample a seed gives. The function is
-Philox4x32-10: ten rounds on a counter of four 32-bit words c under a key of two 32-bit words k,
+So chunk size, batch split, resume points and device never change which sample a seed gives. The
+function is Philox4x32-10: ten rounds on a counter of four 32-bit words c under a key of two, k:
 
     (hi0, lo0) = M0 c0,  (hi1, lo1) = M1 c2
     c <- (hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0),  k <- (k0 + W0, k1 + W1)
 
 with c = (position, component // 4, low half of the row, stream 2^24 + draw) and
-k = (low half of the seed ^ high half of the row, high half of the seed); component i uses output word i % 4.
-Rows of a batch are small numbers. A fork of a row is a new one, by a hash: see `fork`. The arithmetic is on
-integers only, so CPU and GPU give the same bits; on a GPU one kernel, `vssm.ops.noise_triton`, does it all.
+k = (low half of the seed ^ high half of the row, high half of the seed); component i is output word
+i % 4. Rows of a batch are small numbers; a fork of a row is a hash of it: see `fork`. Integers
+only, so CPU and GPU give the same bits; on a GPU one kernel, `vssm.ops.noise_triton`, computes all
+of it.
 
 References:
     Parallel random numbers: as easy as 1, 2, 3 (Salmon et al., 2011)
     https://doi.org/10.1145/2063384.2063405
 
-| symbol | code | shape |
-| --- | --- | --- |
-| c | `counter` | (4, ...) int64, each in [0, 2^32) |
-| k | `key` | (2, ...) int64, each in [0, 2^32), broadcast against a word of the counter |
-| u | result of `uniform` | (B, T, components) float32 |
+Legend: c `counter` (4, ...) and k `key` (2, ...) int64 in [0, 2^32); u (B, T, components) float32.
 """
 
 from importlib.util import find_spec
@@ -63,26 +60,22 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
     half = torch.arange(2, device=key.device).view(2, *ones)
     M, W = _M0 + half * (_M1 - _M0), _W0 + half * (_W1 - _W0)
     keys = key + torch.arange(10, device=key.device).view(10, 1, *ones) * W
-    # As tensors they dispatch faster than as numbers; those of a CPU go with any device.
+    # As tensors they dispatch faster than as numbers; CPU scalars go with any device.
     shift, mask = (torch.tensor(number, device="cpu") for number in (32, _MASK))
-    # (p0, p1, p0) in three rows holds the products in order and swapped, the latter without a slow `flip`.
-    # Two such buffers take turns, because the odd words of one round are read in the next.
+    # (p0, p1, p0) in three rows holds the products in order and swapped, the latter without a slow
+    # `flip`. Two such buffers take turns, because the odd words of one round are read in the next.
     buffers = [counter.new_empty(3, *counter.shape[1:]) for _ in range(2)]
     views = [(buffer[:2], buffer[0], buffer[2], buffer[1:]) for buffer in buffers]
     even, odd = counter[0::2], counter[1::2]
     for i, k in enumerate(keys.unbind()):
         product, first, copy, swapped = views[i % 2]
-        # The 64-bit product may wrap to a negative number: its bits are right all the same. Only the even
-        # words enter a product, so only they need the mask; the odd words keep their high half until the end.
+        # The 64-bit product may wrap to a negative number: its bits are right all the same. Only
+        # the even words enter a product, so only they need the mask; the odd words keep their high
+        # half until the end.
         torch.mul(even, M, out=product)
         copy.copy_(first)
-        even = (
-            torch.bitwise_right_shift(swapped, shift)
-            .bitwise_xor_(odd)
-            .bitwise_xor_(k)
-            .bitwise_and_(mask)
-        )
-        odd = swapped
+        even = torch.bitwise_right_shift(swapped, shift).bitwise_xor_(odd)
+        even, odd = even.bitwise_xor_(k).bitwise_and_(mask), swapped
     return torch.stack((even, odd & _MASK), dim=1).flatten(0, 1)
 
 
@@ -99,13 +92,14 @@ def uniform(
 
     Arguments:
         seed: Seed of each sequence, (B,) int64, any value.
-        row: Number of each sequence under its seed, (B,) int64, 0 or more; on a GPU that is not checked,
+        row: Number of each sequence under its seed, (B,) int64, 0 or more; not checked on a GPU,
             because the check would wait for the device.
-        position: Absolute position of the first step; position + length may not pass 2^32. A (1,) int64
-            tensor where only the device knows it; then it is not checked.
+        position: Absolute position of the first step; position + length may not pass 2^32. A (1,)
+            int64 tensor if only the device knows it; then it is not checked.
         length: Number of steps T.
-        components: Numbers per step; the first n of them do not depend on how many are asked for.
-        stream: What the noise is for, `LATENT`, `OBSERVATION` or `PARTICLE` (any integer in [0, 256)).
+        components: Numbers per step; the first n do not depend on how many there are.
+        stream: What the noise is for, `LATENT`, `OBSERVATION` or `PARTICLE` (any integer in [0,
+            256)).
         draw: Number of a repeated draw, such as an importance sample, in [0, 2^24).
 
     Returns:
@@ -118,7 +112,11 @@ def uniform(
         True
     """
     first = 0 if isinstance(position, Tensor) else position
-    _check(seed, row, first, length, components, stream, draw)
+    ranges = {"position": (first, _WORD), "position + length": (first + length, _WORD)}
+    ranges |= {"stream": (stream, 2**8 - 1), "draw": (draw, 2**24 - 1)}
+    for name, (value, most) in ranges.items():  # beyond them, noise would repeat
+        if not 0 <= value <= most:
+            raise ValueError(f"{name} is {value}; allowed: 0 to {most}")
     if seed.is_cuda and find_spec("triton") is not None:
         from vssm.ops import noise_triton
 
@@ -138,10 +136,10 @@ def uniform(
 def fork(row: Tensor, copies: int) -> Tensor:
     """Returns the rows of `copies` forks of every row, (B, copies).
 
-    A fork is a 64-bit hash of its parent and of its number among the copies (the finaliser of SplitMix64).
-    So the forks of any row, and the forks of these, all read different noise, however they were made; two
-    rows of a tree of n forks meet with a probability of n^2 / 2^63. Batches are far below 2^62, so no fork
-    meets a row of a batch either. The first forks do not depend on how many are made.
+    A fork is a 64-bit hash of its parent and of its number among the copies (the finaliser of
+    SplitMix64). So all forks, and forks of forks, read different noise; two rows of a tree of n
+    forks collide with probability n^2 / 2^63. Batches are far below 2^62, so no fork collides with
+    a row of a batch. The first forks do not depend on how many are made.
 
     Arguments:
         row: Numbers of sequences, (B,) int64, 0 or more.
@@ -165,30 +163,5 @@ def fork(row: Tensor, copies: int) -> Tensor:
 
 
 def _signed(word: int) -> int:
-    """Returns the signed number of 64 bits that has the bits of a word."""
+    """Returns the signed 64-bit number with the bits of an unsigned one."""
     return word - (1 << 64) if word >> 63 else word
-
-
-def _check(
-    seed: Tensor, row: Tensor, position: int, length: int, components: int, stream: int, draw: int
-) -> None:
-    for name, value in (("seed", seed), ("row", row)):
-        if value.dtype != torch.int64 or value.dim() != 1:
-            given = f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
-            raise ValueError(f"{name} is {given}; allowed: int64 of shape (batch,)")
-    if row.shape != seed.shape or row.device != seed.device:
-        given = f"{len(row)} numbers on {row.device}"
-        raise ValueError(f"row has {given}; allowed: as many as seed, {len(seed)} on {seed.device}")
-    if row.device.type == "cpu" and len(row) and (low := int(row.min())) < 0:
-        raise ValueError(f"row has a value of {low}; allowed: 0 to 2^63 - 1")
-    for name, value, most in (
-        ("position", position, _WORD),
-        ("length", length, _WORD),
-        ("components", components, _WORD),
-        ("stream", stream, 2**8 - 1),
-        ("draw", draw, 2**24 - 1),
-    ):
-        if not 0 <= value <= most:
-            raise ValueError(f"{name} is {value}; allowed: 0 to {most}")
-    if position + length > _WORD:
-        raise ValueError(f"position + length is {position + length}; allowed: up to 2^32")

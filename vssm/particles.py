@@ -2,18 +2,20 @@
 
     z_t^k ~ q_psi(z_t | x_{1:t}),    w_k <- w_k p(x_t | z_{1:t}^k) p(z_t^k) / q_psi(z_t^k | x_{1:t})
     where few draws have most of the weight, (sum_k w_k)^2 < K/2 sum_k w_k^2:
-        log p <- log p + log 1/K sum_k w_k,    z_{1:t}^k drawn again in proportion to w_k,    w_k <- 1
+        log p <- log p + log 1/K sum_k w_k,  z_{1:t}^k drawn again in proportion to w_k,  w_k <- 1
 
-Importance sampling multiplies the weights of all steps, until one draw of K has nearly all the weight. Here
-many draws count at every step, so that the estimate is much closer to log p(x). It is a lower bound in
-expectation all the same, as its exponential has p(x) as its mean; with a prompt the estimate of a vrnn, a
-difference of two, is none. The price: steps one after the other, and K sequences in memory at once.
+Importance sampling multiplies the weights of all steps, until one draw of K has nearly all the
+weight. Here many draws count at every step, so the estimate is much closer to log p(x). It is still
+a lower bound in expectation, because the mean of its exponential is p(x); for a vrnn with a prompt,
+a difference of two estimates, it is not. The price: steps one after the other, and K sequences in
+memory at once.
 
 References:
     Novel approach to nonlinear/non-Gaussian Bayesian state estimation (Gordon et al., 1993)
     Filtering variational objectives (Maddison et al., 2017) https://arxiv.org/abs/1705.09279
 
-Legend: x (B, T, D) or tokens (B, T); K `num_samples`; C `cut`; particle k of sequence b is row k B + b.
+Legend: x (B, T, D) or tokens (B, T); K `num_samples`; C `cut`; particle k of sequence b is row k B
++ b.
 """
 
 import math
@@ -27,19 +29,29 @@ from vssm.distributions import Latents
 from vssm.models import VRNN, Variational
 from vssm.nn import State
 
-__all__ = ["filtered", "latent_noise"]
+__all__ = ["filtered", "latent_noise", "partial_prior", "repeated"]
 
 Step = Callable[[int, Tensor, State | None], tuple[Tensor, State]]
-"""From t, uniform numbers (K, B, 1, Z) and the state before to log weights (K, B) and the state after t."""
+"""From t, uniform numbers (K, B, 1, Z) and a state to log weights (K, B) and the next state."""
 
 
 def latent_noise(x: Tensor, seed: int, rows: Tensor, draws: range, latents: int) -> Tensor:
-    """Returns the uniform numbers of some draws of sequences that have these rows, (B,); (K, B, T, Z)."""
-    seeds = torch.full_like(rows, seed)
-    shape = (0, x.shape[1], latents)
-    return torch.stack(
-        [noise.uniform(seeds, rows, *shape, stream=noise.LATENT, draw=k) for k in draws]
-    )
+    """Returns the uniform numbers of some draws of the latents, (K, B, T, Z), for rows (B,)."""
+    seeds, size = torch.full_like(rows, seed), (0, x.shape[1], latents)
+    uniform = [noise.uniform(seeds, rows, *size, stream=noise.LATENT, draw=k) for k in draws]
+    return torch.stack(uniform)
+
+
+def partial_prior(model: Variational, x: Tensor, cut: int, prior: str) -> Latents | None:
+    """Returns q_omega(z | x_{1:C}); None for the uniform prior, which goes with C = 0 alone."""
+    if not cut and prior == "uniform":
+        return None
+    return model.partial_posterior(x[:, :cut] if cut else None, empty=x.shape[1] - cut)[0]
+
+
+def repeated(x: Tensor, times: int) -> Tensor:
+    """Returns a batch repeated as a whole, (times B, ...)."""
+    return x.repeat(times, *[1] * (x.ndim - 1))
 
 
 def filtered(
@@ -52,15 +64,16 @@ def filtered(
     mask: Tensor,
     numbers: Tensor,
 ) -> list[Tensor]:
-    """Returns one estimate, (B,), for each case (prompt length, prior); what they mean says `log_likelihood`.
+    """Returns one estimate, (B,), for each case (prompt length, prior); see `log_likelihood`.
 
     Arguments:
         model: A vssm or tvae without levels, or a vrnn.
         x: The sequences.
         num_samples: K.
         cases: Prompt lengths and priors.
-        seed: Names the draws: without drawing again they are those of importance sampling.
-        rows: Particles of a pass, of as many sequences as fit, one at least.
+        seed: The seed of the draws; before the first resampling they are those of importance
+            sampling.
+        rows: Particles in a pass, of as many sequences as fit, at least one.
         mask: 1 for steps that count, 0 for padding, (B, T).
         numbers: The row of the noise of each sequence, (B,).
     """
@@ -70,7 +83,8 @@ def filtered(
         some, real = x[first : first + size], mask[first : first + size]
         own = numbers[first : first + size]
         u = latent_noise(some, seed, own, range(num_samples), model.config.latents)
-        again = _again(some, seed, own)
+        seeds = torch.full_like(own, seed)
+        again = noise.uniform(seeds, own, 0, x.shape[1], 1, stream=noise.PARTICLE)[..., 0]
         if isinstance(model, VRNN):
             nats = _run(_vrnn_step(model, some, real), u, again)
             start = torch.zeros_like(nats[:, :1])
@@ -83,15 +97,8 @@ def filtered(
     return [torch.cat(part).to(dtype) for part in zip(*parts, strict=True)]
 
 
-def _again(x: Tensor, seed: int, rows: Tensor) -> Tensor:
-    """Returns the uniform numbers with which particles are drawn again, (B, T)."""
-    return noise.uniform(
-        torch.full_like(rows, seed), rows, 0, x.shape[1], 1, stream=noise.PARTICLE
-    )[..., 0]
-
-
 def _run(step: Step, u: Tensor, again: Tensor) -> Tensor:
-    """Returns the estimates of the log-probability of the first steps, for each number of them, (B, T)."""
+    """Returns estimates of log p(x_{1:t}) for every t, (B, T), resampling with `again` (B, T)."""
     num, batch, length = u.shape[:3]
     unmoved = torch.arange(num, device=u.device)[:, None].expand(num, batch)
     log_w = torch.zeros(num, batch, dtype=torch.float32, device=u.device)  # of a mean weight of 1
@@ -112,7 +119,7 @@ def _run(step: Step, u: Tensor, again: Tensor) -> Tensor:
 
 
 def _choose(w: Tensor, u: Tensor) -> Tensor:
-    """Returns K particles in proportion to their weights w (K, B), at even distances from u (B,) on.
+    """Returns K particles in proportion to their weights w (K, B), evenly spaced from u (B,) on.
 
     Example:
         >>> _choose(torch.tensor([[0.5], [0.0], [0.25], [0.25]]), torch.tensor([0.5])).flatten()
@@ -131,9 +138,7 @@ def _variational_steps(
     q_z, _ = model.posterior(x)
 
     def step_of(cut: int, prior: str) -> Step:
-        p_z = None
-        if cut or prior == "partial":
-            p_z, _ = model.partial_posterior(x[:, :cut] if cut else None, empty=x.shape[1] - cut)
+        p_z = partial_prior(model, x, cut, prior)
         uniform = -model.config.latents * math.log(model.config.classes)
 
         def step(t: int, u: Tensor, state: State | None) -> tuple[Tensor, State]:
@@ -144,7 +149,7 @@ def _variational_steps(
             log_p_z = uniform if p_z is None else Latents(p_z.raw[:, at]).log_prob(z)
             log_w = log_p_z - q_t.log_prob(z)
             if t >= cut:
-                log_w = log_w + p_x.log_prob(_repeated(x[:, at], len(u))).unflatten(0, u.shape[:2])
+                log_w = log_w + p_x.log_prob(repeated(x[:, at], len(u))).unflatten(0, u.shape[:2])
             return log_w[..., 0] * mask[:, t], state
 
         return step
@@ -154,7 +159,7 @@ def _variational_steps(
 
 def _vrnn_step(model: VRNN, x: Tensor, mask: Tensor) -> Step:
     def step(t: int, u: Tensor, state: State | None) -> tuple[Tensor, State]:
-        x_t, flat = _repeated(x[:, t : t + 1], len(u)), u.flatten(0, 1)
+        x_t, flat = repeated(x[:, t : t + 1], len(u)), u.flatten(0, 1)
         h = model.memory(len(flat), state)
         q_z = model.posterior(h, x_t)
         z = q_z.sample(flat)
@@ -162,7 +167,3 @@ def _vrnn_step(model: VRNN, x: Tensor, mask: Tensor) -> Step:
         return log_w.view(u.shape[:2]) * mask[:, t], model.advance(x_t, z, state)
 
     return step
-
-
-def _repeated(x: Tensor, times: int) -> Tensor:
-    return x.repeat(times, *[1] * (x.ndim - 1))

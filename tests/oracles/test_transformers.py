@@ -13,7 +13,7 @@ TOLERANCE = 1e-5
 
 
 def hidden(stack, e):
-    """What a stack computes before its output projection: the output of a projection that changes nothing."""
+    """Returns what a stack computes before its output projection."""
     with torch.no_grad():
         stack.out.weight.copy_(torch.eye(len(stack.out.weight)))
         stack.out.bias.zero_()

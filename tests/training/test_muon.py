@@ -1,4 +1,4 @@
-"""Muon: what it moves and how far, beside PyTorch's own; trainings with it stop and resume as others do."""
+"""Muon: which weights it moves and how far, compared with PyTorch's own; trainings with it."""
 
 import json
 import math
@@ -14,11 +14,9 @@ from vssm.config import PRESETS, RunConfig, TrainConfig
 from vssm.lab.reproduce import difference
 from vssm.models import build
 from vssm.objectives import Terms, objective
-from vssm.runs.folder import _checksum
 from vssm.training.distributed import World
-from vssm.training.learner import Learner
-from vssm.training.muon import Muon, orthogonalize
-from vssm.training.optimize import block_matrices, learning_rate, parameter_groups
+from vssm.training.learner import Learner, learning_rate, parameter_groups
+from vssm.training.muon import Muon, block_matrices, orthogonalize
 
 SHAPES = [
     (12, 40),
@@ -221,8 +219,8 @@ def test_both_have_the_rate_of_the_step():
         assert rates == [learning_rate(options, now, 10)] * 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_model_learns_with_it(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["tvae", "vrnn", "vssm"])
+def test_every_block_learns_with_it(kind, tmp_path):
     config = tiny(kind, epochs=8, optimizer="muon", checkpoint_minutes=9)
     lines = log(run(config, tmp_path / "run"), "valid")
     assert lines[-1]["loss"] < lines[0]["loss"] - 1
@@ -258,10 +256,10 @@ def test_momentum_is_taken_up(tmp_path):
     saved = learner.parts()
     fresh.restore(saved, "there")
     assert all(
-        torch.equal(value, saved["optimizer"][name]) for name, value in fresh._state().items()
+        torch.equal(value, saved["optimizer"][name]) for name, value in fresh.state().items()
     )
     assert any(
-        value.any() for name, value in fresh._state().items() if name.endswith("momentum_buffer")
+        value.any() for name, value in fresh.state().items() if name.endswith("momentum_buffer")
     )
 
 
@@ -273,16 +271,13 @@ def test_another_optimizer_on_resume_is_refused(begun, resumed, tmp_path):
         run(tiny(optimizer=resumed), folder, resume=True)
 
 
-def test_runs_from_before_there_was_a_choice_go_on_with_adamw(tmp_path):
-    """Neither their config.json nor that in their checkpoints has the field."""
+def test_runs_without_the_option_continue_with_adamw(tmp_path):
+    """Older versions had AdamW alone, and did not write which optimiser they used."""
     whole = run(tiny(), tmp_path / "whole")
     folder = stopped(tiny(), tmp_path / "run", 5)
-    for file in (folder / "config.json", newest(folder) / "progress.json"):
-        values = json.loads(file.read_text())
-        del values.get("config", values)["train"]["optimizer"]
-        if values.pop("checksum", None):
-            values["checksum"] = _checksum(values)
-        file.write_text(json.dumps(values))
+    values = json.loads((folder / "config.json").read_text())
+    del values["train"]["optimizer"]
+    (folder / "config.json").write_text(json.dumps(values))
     assert result(run(None, folder, resume=True)) == result(whole)
     values = RunConfig().to_dict()
     del values["train"]["optimizer"]

@@ -1,4 +1,4 @@
-"""Several processes train what one trains: the same losses, the same folder, and a kill ends all of them."""
+"""Several processes train as one does: the same losses and folder; killing one ends all."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 SHARDED = {"ema": 0.9, "learning_rate": 0.3, "epochs": 6}
 
 COMPARED = """
-import json, sys
+import json, os, sys
 from dataclasses import replace
 from pathlib import Path
 import torch.distributed as dist
@@ -35,7 +35,8 @@ dist.init_process_group("gloo")  # one group for all: torchrun takes seconds to 
 run(tiny("tvae"), folder / "ddp", resume=True)
 run(tiny("ssm", optimizer="muon"), folder / "muon", resume=True)
 run(tiny("tvae", fsdp=True, **json.loads(sys.argv[2])), folder / "fsdp", resume=True)
-run(tiny("vrnn", ema=0.8, num_valid=3, fsdp=True, validate_partial=True), folder / "resumed", resume=True)
+vrnn = tiny("vrnn", ema=0.8, num_valid=3, fsdp=True, validate_partial=True)
+run(vrnn, folder / "resumed", resume=True)
 for rank in range(2):
     dist.barrier()
     try:
@@ -43,6 +44,8 @@ for rank in range(2):
     except ValueError as error:
         (folder / f"error{dist.get_rank()}").write_text(str(error))
 dist.destroy_process_group()
+threads = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+(folder / f"threads{os.environ['RANK']}").write_text("".join(threads))
 """
 
 KILLED = """
@@ -126,8 +129,15 @@ def test_batch_that_does_not_divide_names_both_numbers(together):
     assert not (together / "bad").exists()
 
 
+def test_no_thread_of_the_process_group_outlives_it(together):
+    """Such a thread aborts the process when it releases a tensor while Python exits."""
+    for rank in range(2):
+        names = (together / f"threads{rank}").read_text().splitlines()
+        assert names and not [name for name in names if "gloo" in name]
+
+
 def gone(pid):
-    """Whether a process has ended; one that nobody waits for is a zombie (Z) until its parent ends too."""
+    """Whether a process has ended; without a waiting parent it stays as a zombie (Z)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

@@ -1,18 +1,23 @@
-"""The processes that train one model together: those of torchrun, or this one alone.
+"""The processes that train one model together: the processes of torchrun, or this one alone.
 
-Only rank 0 reads and writes the run folder; the others get numbers and tensors from it as such, so that
-nothing is pickled. A tensor is whole on every process, or sharded over them (FSDP2, a `DTensor`): `whole`
-and `fill` go from one form to the other, which makes checkpoints the same for any number of processes.
+Only rank 0 reads and writes the run folder; it sends numbers and tensors to the others, and nothing
+is pickled. A tensor is whole on every process, or sharded over them (FSDP2, a `DTensor`). `whole`
+and `fill` convert between the two, so a checkpoint does not depend on the number of processes.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Its functions have the process group as a default argument. DDP imports it after the group was
+# made, and the functions would then keep the group alive.
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 
 from vssm.checks import choose_device
@@ -22,7 +27,7 @@ __all__ = ["Call", "World", "join"]
 
 
 class Call(nn.Module):
-    """Makes any function of a model a forward pass, which is what DDP and FSDP2 hook into."""
+    """Turns any function of a model into a forward pass, because DDP and FSDP2 hook into that."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -34,13 +39,14 @@ class Call(nn.Module):
 
 @dataclass(frozen=True)
 class World:
-    """Says which process this is, of how many, and on which device."""
+    """Which process this is, of how many, and on which device."""
 
     device: torch.device
     rank: int = 0
     size: int = 1
     grouped: bool = False
     """Whether there is a process group, which may have one member."""
+    _meshes: list[Any] = field(default_factory=list, init=False, repr=False)
 
     def average(self, values: Tensor) -> Tensor:
         """Returns the mean over all processes."""
@@ -50,7 +56,7 @@ class World:
         return values
 
     def check(self, batch: int, fsdp: bool) -> None:
-        """Raises unless these processes can train so."""
+        """Raises unless these processes can share a batch, or shard a model."""
         if batch % self.size:
             raise ValueError(
                 f"batch={batch} is not divisible by the {self.size} processes; "
@@ -62,7 +68,7 @@ class World:
             )
 
     def agree(self, values: list[float]) -> list[float]:
-        """Returns the numbers of rank 0 on every process; all must give equally many."""
+        """Returns the numbers of rank 0 on every process; all must pass equally many."""
         if self.size == 1:
             return values
         numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -70,35 +76,35 @@ class World:
         return numbers.tolist()
 
     def wrap(self, module: nn.Module, fsdp: bool) -> nn.Module:
-        """Returns a module whose gradients are averaged over the processes; `fsdp` shards it in place."""
+        """Returns the module with gradients averaged over processes; `fsdp` shards it in place."""
         if fsdp:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
             mesh = init_device_mesh(self.device.type, (self.size,))
-            for block in [
-                part for part in module.modules() if isinstance(part, tuple(BLOCKS.values()))
-            ]:
-                fully_shard(block, mesh=mesh)
-            # Else the root keeps what it has gathered in a validation: averaged weights.
-            fully_shard(module, mesh=mesh, reshard_after_forward=True)
+            self._meshes.append(mesh)
+            blocks = [m for m in module.modules() if isinstance(m, tuple(BLOCKS.values()))]
+            for part in (*blocks, module):
+                # Without resharding the root would keep the averaged weights of a validation.
+                fully_shard(part, mesh=mesh, reshard_after_forward=True)
             return module
         module.to(self.device)
         return nn.parallel.DistributedDataParallel(module) if self.grouped else module
 
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns whole tensors on the CPU of rank 0, nothing elsewhere; every process must call this."""
+        """Returns whole tensors on rank 0, none elsewhere; every process must call this."""
         result = {}
-        for name, tensor in tensors.items():
-            # DTensor.full_tensor is a collective: it runs on every process
-            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator]
+        for name, tensor in tensors.items():  # full_tensor is a collective
+            full: Any = tensor
+            if hasattr(tensor, "full_tensor"):
+                full = full.full_tensor()
             if self.rank == 0:
                 result[name] = full.detach().cpu().contiguous()
         return result
 
     @torch.no_grad()
     def fill(self, target: Tensor, source: Tensor | None) -> None:
-        """Copies a whole tensor that rank 0 has into the target of every process."""
+        """Copies a whole tensor of rank 0 into the target of every process."""
         full = torch.empty(target.shape, dtype=target.dtype, device=self.device)
         if self.rank == 0:
             assert source is not None
@@ -113,13 +119,23 @@ class World:
             dist.broadcast(full, src=0)
         target.copy_(full)
 
+    def forget_group(self) -> None:
+        """Drops all references to the process group, so that destroying it ends its threads.
+
+        A gloo thread that still runs while Python exits may need the GIL, to release a tensor.
+        Python then ends the thread, and C++ aborts: "terminate called without an active exception".
+        """
+        for mesh in self._meshes:  # caches of DTensor keep the mesh, which keeps the group
+            getattr(mesh, "_pg_registry", {}).clear()
+        gc.collect()  # DDP and FSDP2 modules are in reference cycles
+
 
 @contextmanager
 def join(device: str) -> Iterator[World]:
-    """Joins the processes that torchrun started, if it did; leaves them again at the end.
+    """Joins the processes that torchrun started, if it did, and leaves them again at the end.
 
     Arguments:
-        device: "auto", "cpu", "cuda" or "cuda:N"; under torchrun every process takes its own CUDA device.
+        device: "auto", "cpu", "cuda" or "cuda:N"; under torchrun each process takes its own GPU.
     """
     chosen = choose_device(device)
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -132,6 +148,11 @@ def join(device: str) -> Iterator[World]:
     if not dist.is_initialized():
         yield World(chosen)
         return
-    yield World(chosen, dist.get_rank(), dist.get_world_size(), grouped=True)
-    if own:  # not after an error: the others may be in a collective, and torchrun ends them
+    world = World(chosen, dist.get_rank(), dist.get_world_size(), grouped=True)
+    yield world
+    # Not after an error: the other processes may be inside a collective, and torchrun ends them.
+    world.forget_group()
+    if own:
+        # No process leaves while another still talks to it; NCCL warns of a plain barrier.
+        world.average(torch.zeros((), device=chosen)).item()
         dist.destroy_process_group()

@@ -1,42 +1,81 @@
-"""What a step of training changes: the weights, the state of optimisers, the moving average of the weights.
+"""What a training step changes: the weights, the optimisers, the average of the weights, the tally.
 
+    lr_s = lr min(1, s / W)                            s <= W = warmup S
+    lr_s = lr (1 + cos(pi (s - W) / (S - W + 1))) / 2  afterwards, nearly 0 at the last step S
     ema <- ema + (1 - min(decay, s / (s + 9))) (weights - ema)
 
-A step whose gradient or terms are not finite changes nothing; whether it was is known on the device alone.
+A step whose gradient or loss terms are not finite changes nothing but the count of such steps. Only
+the device knows whether it was, so that no step waits for it.
 
-Legend: s steps done.
+Legend: s steps done, S steps in all.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vssm.config import TrainConfig
+from vssm.objectives import Terms
 from vssm.training.distributed import World
-from vssm.training.muon import Muon
-from vssm.training.optimize import block_matrices, learning_rate, parameter_groups
+from vssm.training.muon import Muon, block_matrices
 
-__all__ = ["Learner"]
+__all__ = ["Learner", "Tally", "TrainingStopped", "learning_rate", "parameter_groups"]
+
+_STREAK = 10  # bad steps in a row that stop a run
+
+
+class TrainingStopped(ValueError):
+    """Raised when a training cannot go on; its last checkpoint is good."""
+
+
+def learning_rate(config: TrainConfig, step: int, total: int) -> float:
+    """Returns the learning rate of a step, 1 to `total`.
+
+    >>> config = TrainConfig(learning_rate=1.0, warmup=0.5)
+    >>> [round(learning_rate(config, step, total=4), 3) for step in (1, 2, 3, 4)]
+    [0.5, 1.0, 0.75, 0.25]
+    """
+    warm = max(1, round(config.warmup * total))
+    if step <= warm:
+        return config.learning_rate * step / warm
+    return config.learning_rate * (1 + math.cos(math.pi * (step - warm) / (total - warm + 1))) / 2
+
+
+def parameter_groups(model: nn.Module, but: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Splits the parameters for AdamW: matrices decay; vectors and A_log do not.
+
+    Arguments:
+        model: The model.
+        but: Names of parameters that another optimiser moves.
+    """
+    groups: tuple[list[Tensor], list[Tensor]] = [], []
+    for name, parameter in model.named_parameters():
+        if name not in but:
+            groups[0 if parameter.ndim > 1 and not name.endswith("A_log") else 1].append(parameter)
+    return [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
 
 
 class Learner:
-    """Holds the weights of a model, what one or two optimisers know of them, and their average.
+    """Holds the weights of a model, the optimisers that move them, and their moving average.
 
     Arguments:
-        model: The model, already spread over the processes.
+        model: The model, already copied to or sharded over the processes.
         options: How it is trained.
-        world: Where.
+        world: The processes that train it.
     """
 
     def __init__(self, model: nn.Module, options: TrainConfig, world: World) -> None:
         self.options, self.world = options, world
-        self._cuda = world.device.type == "cuda"
-        # On a CUDA device numbers that change from step to step lie there, for recordings to read.
-        self._rate, self._pace = (torch.zeros((), device=world.device) for _ in range(2))
-        rate, decay = self._rate if self._cuda else options.learning_rate, options.weight_decay
+        cuda = world.device.type == "cuda"
+        # On CUDA the rate is a tensor on the device, where recorded steps read it.
+        self._rate = torch.zeros((), device=world.device) if cuda else None
+        self._pace = torch.zeros((), device=world.device)
+        rate = options.learning_rate if self._rate is None else self._rate
+        decay = options.weight_decay
         matrices = block_matrices(model) if options.optimizer == "muon" else {}
         self.adamw = torch.optim.AdamW(
             parameter_groups(model, but=matrices),
@@ -44,37 +83,35 @@ class Learner:
             betas=(0.9, options.beta2),
             weight_decay=decay,
             fused=True,
-            capturable=self._cuda,
+            capturable=cuda,
         )
         self.optimizers: list[torch.optim.Optimizer] = [self.adamw]
         if matrices:
             self.optimizers.append(Muon(matrices.values(), rate, weight_decay=decay))
         self.parameters = dict(model.named_parameters())
-        self.ema = (
-            {n: p.detach().clone() for n, p in self.parameters.items()} if options.ema else {}
-        )
+        weights = self.parameters.items() if options.ema else ()
+        self.ema = {name: weight.detach().clone() for name, weight in weights}
 
     def begin(self, step: int, total: int) -> None:
-        """Sets what depends on the step, 1 to `total`."""
+        """Sets the rates of a step, 1 to `total`."""
         rate = learning_rate(self.options, step, total)
-        if self._cuda:
+        if self._rate is not None:
             self._rate.fill_(rate)
         else:
-            for group in (
-                group for optimizer in self.optimizers for group in optimizer.param_groups
-            ):
-                group["lr"] = rate
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
         self._pace.fill_(1 - min(self.options.ema, step / (step + 9)))
 
     def differentiate(self, loss: Tensor, values: float) -> Tensor:
-        """Returns the norm of the gradient of a loss of so many values, per value, and clips the gradient."""
+        """Computes the gradient of a loss and clips it; returns its norm per value before that."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(
-            self.parameters.values(), (self.options.clip or math.inf) * values
-        )
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]
+        most = (self.options.clip or math.inf) * values
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), most)
+        if hasattr(norm, "full_tensor"):
+            norm = norm.full_tensor()  # type: ignore[operator]
         return norm / values
 
     def update(self, good: Tensor) -> None:
@@ -92,54 +129,104 @@ class Learner:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Puts the moving average of the weights in their place, when there is one."""
+        """Replaces the weights by their moving average inside the `with` block, if there is one."""
         current = {name: self.parameters[name].detach().clone() for name in self.ema}
         with torch.no_grad():
             try:
                 for name, average in self.ema.items():
                     self.parameters[name].copy_(average)
                 yield
-            finally:  # the weights that training goes on with, whatever became of the average
+            finally:  # also after an error: training goes on with the weights
                 for name, value in current.items():
                     self.parameters[name].copy_(value)
 
     def parts(self) -> dict[str, dict[str, Tensor]]:
-        """Returns all of it by the names of the files of a checkpoint; every process must call this."""
-        parts = {"weights": self.parameters, "optimizer": self._state()}
+        """Returns the tensors of a checkpoint by file name; every process must call this."""
+        parts = {"weights": self.parameters, "optimizer": self.state()}
         if self.ema:
             parts["ema"] = self.ema
         return {part: self.world.whole(tensors) for part, tensors in parts.items()}
 
     def restore(self, parts: dict[str, dict[str, Tensor]], source: str) -> None:
-        """Takes up what `parts` returned, which the first process has read from `source`."""
-        world = self.world
-        # AdamW makes its state at the first step; Muon has had its own from the start.
-        for parameter in (
-            parameter for group in self.adamw.param_groups for parameter in group["params"]
-        ):
-            state = self.adamw.state[parameter]
-            state["step"] = torch.zeros((), device=world.device)
-            state["exp_avg"], state["exp_avg_sq"] = (
-                torch.zeros_like(parameter),
-                torch.zeros_like(parameter),
-            )
-        targets = {"weights": self.parameters, "optimizer": self._state(), "ema": self.ema}
+        """Continues from `parts`, which the first process has read from `source`."""
+        for group in self.adamw.param_groups:  # AdamW would make its state at the first step
+            for weight in group["params"]:
+                zeros = {key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")}
+                self.adamw.state[weight] = {"step": torch.zeros((), device=weight.device)} | zeros
+        targets = {"weights": self.parameters, "optimizer": self.state(), "ema": self.ema}
         for part, tensors in targets.items():
             for name, target in tensors.items():
                 saved = parts.get(part, {}).get(name)
                 if part == "optimizer" and saved is None:  # a parameter that never had a gradient
                     saved = torch.zeros(target.shape)
-                if world.rank == 0 and (saved is None or saved.shape != target.shape):
-                    raise ValueError(
-                        f"{source!r} has no {part} {name!r} of shape {tuple(target.shape)}"
-                    )
-                world.fill(target, saved)
+                if self.world.rank == 0 and (saved is None or saved.shape != target.shape):
+                    shape = tuple(target.shape)
+                    raise ValueError(f"{source!r} has no {part} {name!r} of shape {shape}")
+                self.world.fill(target, saved)
 
-    def _state(self) -> dict[str, Tensor]:
-        """Returns what the optimisers know, by the parameter that they know it of."""
+    def state(self) -> dict[str, Tensor]:
+        """Returns the state of the optimisers, by the name of the parameter and of the state."""
         states = {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
         return {
             f"{name}.{key}": value
             for name, parameter in self.parameters.items()
             for key, value in states.get(parameter, {}).items()
         }
+
+
+class Tally:
+    """Sums the terms of good steps on the device, and counts the steps that were skipped."""
+
+    names = (*Terms._fields, "gradient_norm")
+
+    def __init__(self, device: torch.device) -> None:
+        float64 = {"dtype": torch.float64, "device": device}
+        self.sums, self.culprit = torch.zeros(2, len(self.names), **float64)
+        self.step, self.taken, self.skipped, self.streak, self.stopped = torch.zeros(5, **float64)
+
+    def add(self, values: Tensor, finite: Tensor) -> None:
+        """Adds one step: its values in the order of `names`, and whether all are finite.
+
+        All tensors change in place, so that a CUDA graph of this can be replayed.
+        """
+        values = values.double()
+        self.step += 1
+        self.sums += values.masked_fill(~finite, 0.0)
+        self.culprit.copy_(torch.where(finite, self.culprit, values))
+        self.taken += finite
+        self.skipped += ~finite
+        self.streak.copy_((self.streak + 1) * ~finite)
+        self.stopped += ((self.streak == _STREAK) & (self.stopped == 0)) * self.step
+
+    def fetch(self, clear: bool = True) -> tuple[dict[str, float], int, int]:
+        """Returns the means since the last clearing, steps skipped, and bad steps in a row.
+
+        Raises `TrainingStopped` when ten steps in a row were not finite.
+        """
+        counts = torch.stack([self.taken, self.skipped, self.streak, self.stopped])
+        *numbers, taken, skipped, streak, stopped = torch.cat(
+            [self.sums, self.culprit, counts]
+        ).tolist()
+        sums, culprit = numbers[: len(self.names)], numbers[len(self.names) :]
+        if stopped:
+            bad = [n for n, v in zip(self.names, culprit, strict=True) if not math.isfinite(v)]
+            term = (*bad[1:], *bad)[0]  # a part of the loss says more than the loss
+            raise TrainingStopped(
+                f"step {stopped:.0f}: {term} is not finite, for the tenth step in a row"
+            )
+        if clear:
+            self.sums.zero_()
+            self.taken.zero_()
+        means = {n: s / taken if taken else math.nan for n, s in zip(self.names, sums, strict=True)}
+        return means, int(skipped), int(streak)
+
+    def pending(self) -> list[float]:
+        """Returns the sums of the steps that are not in the log yet, and how many they are."""
+        return [*self.sums.tolist(), float(self.taken)]
+
+    def restore(self, step: int, skipped: float, streak: float, pending: list[float]) -> None:
+        """Continues from a checkpoint."""
+        for target, value in ((self.step, step), (self.skipped, skipped), (self.streak, streak)):
+            target.fill_(value)
+        self.sums.copy_(torch.tensor(pending[:-1], dtype=torch.float64))
+        self.taken.fill_(pending[-1])

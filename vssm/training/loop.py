@@ -1,24 +1,24 @@
-"""Training: one loop for all six models, one process or many.
+"""Training: one loop for all six models, in one process or many.
 
-All randomness is a function of (seed, step) or (seed, epoch), and every process draws the numbers of the
-whole batch and takes its rows. So a run that is resumed, or has other processes, sees the same data and noise
-as one that was never stopped; on a CPU it is equal to the last bit.
+All randomness is a function of (seed, step) or (seed, epoch). Every process draws the numbers of
+the whole batch and takes its own rows. So a resumed run, or a run with another number of processes,
+sees the same data and noise as an unbroken one; on a CPU it is equal to the last bit.
 
-The loop never waits for a CUDA device: loss terms are summed there and read at log points, and from its third
-step on a run of one process replays a CUDA graph. A step whose terms or gradient are not finite changes
-nothing and is counted; ten in a row stop the run.
+The loop never waits for a CUDA device. Loss terms are summed on the device and read at log points,
+and a run in one process replays its step as a CUDA graph. A step whose terms or gradient are not
+finite changes nothing and is counted; ten in a row stop the run.
 
-Sequences of different lengths are padded; what is logged and clipped per value counts the real ones.
+Sequences of different lengths are padded; logging and clipping count the real values only.
 
 Legend: x (B, T, D) or tokens (B, T); terms per sequence, in nats.
 """
 
+import hashlib
 import importlib.util
 import math
-import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,13 +29,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from vssm.checks import check_flag, check_path, check_type
-from vssm.config import RunConfig, TrainConfig
+from vssm.config import RunConfig
 from vssm.data import Data, draw, open_data
-from vssm.data.feed import check_values, is_grey, moved, place, take
-from vssm.distributions import Head
+from vssm.data.feed import check_values, moved, place, take
 from vssm.interrupts import Interrupts
 from vssm.likelihoods import estimates
-from vssm.models import build
+from vssm.models import Model, build
 from vssm.nn import BLOCKS
 from vssm.objectives import Terms, objective, real_steps
 from vssm.ops import choose_backend
@@ -46,12 +45,12 @@ from vssm.sampling.generation import check_room, generate
 from vssm.storage import write_atomically
 from vssm.training import figures
 from vssm.training.distributed import Call, World, join
-from vssm.training.learner import Learner
-from vssm.training.optimize import Replayed, Tally, TrainingStopped, learning_rate, mix, on_stream
+from vssm.training.graph import GraphedStep, on_stream
+from vssm.training.learner import Learner, Tally, TrainingStopped, learning_rate
 from vssm.training.progress import Progress, choose_progress
-from vssm.training.resolve import resolve
+from vssm.training.setup import check_options, resolve, warn_of_grey, warn_of_mps
 
-__all__ = ["TrainingStopped", "train"]
+__all__ = ["Trainer", "TrainingStopped", "train"]
 
 _PICTURE_SECONDS = 30  # between two pictures, so that short runs do not spend their time on drawing
 
@@ -67,11 +66,12 @@ def train(
     Under torchrun every process calls this with the same arguments; only the first writes.
 
     Arguments:
-        config: The run. With `resume` it may be None, the folder's own, and may not differ from that in
-            anything that changes the result.
-        folder: The run folder, new or empty; with `resume` that of a run to go on with.
-        resume: Whether to go on from the newest good checkpoint; from the start when there is none yet.
-        progress: What shows how it goes; by default a bar on a terminal, lines elsewhere.
+        config: The run. With `resume` it may be None, for the folder's own, and may not differ from
+            the folder's own in anything that changes the result.
+        folder: The run folder, new or empty; with `resume` the folder of the run to continue.
+        resume: Whether to continue from the newest good checkpoint, or from the start if there is
+            none.
+        progress: Shows the progress; by default a bar on a terminal, lines elsewhere.
 
     Returns:
         The run folder.
@@ -89,105 +89,69 @@ def train(
         show = (progress or choose_progress()) if world.rank == 0 else Progress()
         run_folder = RunFolder(folder)
         try:
-            _Training(config, run_folder, world, show, resume).run()
+            Trainer(config, run_folder, world, show, resume).run()
         finally:
             run_folder.close()
             show.close()
     return Path(folder)
 
 
-class _Training:
+class Trainer:
     """One training: what is set up once, and what changes with every step."""
 
     def __init__(
         self, config: RunConfig, folder: RunFolder, world: World, progress: Progress, resume: bool
     ) -> None:
+        self.options, self.folder, self.world, self.progress = config.train, folder, world, progress
         options = config.train
         world.check(options.batch, options.fsdp)
-        _check_board(options)
         with warnings.catch_warnings():
-            if world.rank > 0:  # the first says what is odd about the data
+            if world.rank > 0:  # the first process alone warns of odd data
                 warnings.simplefilter("ignore", UserWarning)
             data = open_data(config.data)
         init = None if resume and folder.has_checkpoint() else options.init
         first = None if init is None else load_finite(init)
         self.config, self.meta = resolve(config, data.meta, first), data.meta
-        self.options, self.folder, self.world, self.progress = options, folder, world, progress
-        if options.shift and data.meta.image_shape is None:
-            raise ValueError(
-                f"shift={options.shift:g} is for images, data set {data.meta.name!r} has none; allowed: 0"
-                " (--train.shift)"
-            )
-        if options.batch > len(data.train):
-            raise ValueError(
-                f"batch={options.batch} is not allowed; allowed: 1 to {len(data.train)}, the sequences of the"
-                " training set (--train.batch)"
-            )
-        # Gradients are clipped and logged per value of x; those of whole sequences are in the thousands.
+        check_options(options, data)
+
+        # Gradients are clipped and logged per value of x; per sequence they would be thousands.
         self.values = data.train.x[0].numel() * data.train.filled
         self.steps_per_epoch = len(data.train) // options.batch
         self.total = min(options.epochs * self.steps_per_epoch, options.max_steps or 10**18)
-        if world.rank == 0 and self.total < (options.max_steps or 0):
+        if self.total < (options.max_steps or 0):
             progress.message(
                 f"note: {options.epochs} epochs end after {self.total} steps, before max_steps="
                 f"{options.max_steps} (--train.epochs)"
             )
         self.cut = data.meta.length // 2 if options.validate_partial else 0
-        self.validation_steps = max(
-            1, round(min(options.validate_every * self.steps_per_epoch, 1e18))
-        )
+        steps = min(options.validate_every * self.steps_per_epoch, 1e18)
+        self.validation_steps = max(1, round(steps))
 
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(mix(options.seed, "weights"))
-            self.model = build(self.config.model) if first is None else first
-        if self._shown():
-            check_room(self.model, self._shown(), data.meta.length, world.device)
+        self.model = self._build_model(first)
+        if self._num_samples():
+            check_room(self.model, self._num_samples(), data.meta.length, world.device)
         for name, split in (("training", data.train), ("validation", data.valid)):
             check_values(self.model.head, split, f"the {name} set")
-        self.digest = data.train.digest()
-        self.train_split, self.valid_split = (
-            place(split, world.device) for split in (data.train, data.valid)
-        )
-
-        if options.compile:
-            for block in [
-                part for part in self.model.modules() if isinstance(part, tuple(BLOCKS.values()))
-            ]:
-                block.compile()
-        self.call = Call(self.model)
-        self.parallel = world.wrap(self.call, options.fsdp)
         cuda = world.device.type == "cuda"
-        # On the device, since it changes from step to step and recordings read it there.
-        self.kl_weight = torch.zeros((), device=world.device) if options.kl_warmup else None
-        self.learner = Learner(self.model, options, world)
         bfloat16 = options.precision == "bfloat16" or (options.precision == "auto" and cuda)
         self.dtype = torch.bfloat16 if bfloat16 else torch.float32
         if world.rank == 0:
-            _warn_of_grey(self.model.head, data)
-            _warn_of_mps(world.device, self.dtype)
-        self.generator = torch.Generator(world.device)
+            warn_of_grey(self.model.head, data)
+            warn_of_mps(world.device, self.dtype)
+
+        self.call = Call(self.model)
+        self.parallel = world.wrap(self.call, options.fsdp)
+        self.learner = Learner(self.model, options, world)
         self.tally = Tally(world.device)
-        self.index, self.valid_index = torch.zeros(
-            2, options.batch // world.size, dtype=torch.long, device=world.device
-        )
-        alone = cuda and options.graph and not (world.grouped or options.fsdp or options.compile)
-        self.stream = torch.cuda.Stream(world.device) if alone else None
-        on_device = self.train_split.x.is_cuda and self.valid_split.x.is_cuda
-        recorded = self.stream if on_device else None
-        self.update, self.score = (
-            Replayed(function, self.generator, recorded, progress.message)
-            for function in (self._update, self._score)
-        )
+        self._place(data)
 
         self.step, self.epoch, self.order = 0, -1, torch.empty(0)
         self.best: float | None = None
-        self.lost = False  # the best weights, of a run that is resumed
+        self.lost = False  # whether a resumed run has lost its best weights
         self.unread: BrokenPipeError | None = None
         self.seconds, self.started = 0.0, datetime.now(UTC).isoformat(timespec="seconds")
         self.saved: Path | None = None
         self.drawn = -math.inf
-        # A resumed run may be killed again before pictures are drawn: first it saves how far it came.
-        self.may_draw = not resume
         if world.rank == 0:
             if resume and (folder.path / "config.json").exists():
                 folder.reopen(self.config)
@@ -195,68 +159,98 @@ class _Training:
                 folder.create(self.config, self.meta)
         if resume:
             self._restore()
-        self.board = (
-            _open_board(folder.path, self.step) if options.tensorboard and world.rank == 0 else None
+        self.board: Any = None
+        if options.tensorboard and world.rank == 0:
+            from torch.utils.tensorboard import SummaryWriter
+
+            path = str(folder.path / "tensorboard")
+            self.board = SummaryWriter(path, purge_step=self.step + 1)
+
+    def _build_model(self, first: Model | None) -> Model:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(_mix(self.options.seed, "weights"))
+            model = build(self.config.model) if first is None else first
+        if self.options.compile:
+            for block in [m for m in model.modules() if isinstance(m, tuple(BLOCKS.values()))]:
+                block.compile()
+        return model
+
+    def _place(self, data: Data) -> None:
+        """Puts the data and the inputs of a step on the device, where a CUDA graph reads them."""
+        options, world = self.options, self.world
+        self.digest = data.train.digest()
+        self.train_split = place(data.train, world.device)
+        self.valid_split = place(data.valid, world.device)
+        self.generator = torch.Generator(world.device)
+        self.kl_weight = torch.zeros((), device=world.device) if options.kl_warmup else None
+        self.index, self.valid_index = torch.zeros(
+            2, options.batch // world.size, dtype=torch.long, device=world.device
         )
+        self.stream: torch.cuda.Stream | None = None
+        self.update: Callable[[], Tensor] = self._update
+        self.score: Callable[[], Tensor] = self._score
+        alone = options.graph and not (world.grouped or options.fsdp or options.compile)
+        if world.device.type == "cuda" and alone:
+            self.stream = torch.cuda.Stream(world.device)
+            if self.train_split.x.is_cuda and self.valid_split.x.is_cuda:
+                self.update, self.score = (
+                    GraphedStep(function, self.generator, self.stream, self.progress.message)
+                    for function in (self._update, self._score)
+                )
 
     def run(self) -> None:
         """Takes the steps that are left."""
         self.clock = self.window = self.checkpointed = time.monotonic()
-        done = (
-            self.step == self.total and not self.lost and self.folder.has_ended()
-        )  # then nothing is new
+        # A run that has ended keeps its meta.json.
+        done = self.step == self.total and not self.lost and self.folder.has_ended()
         if self.world.rank == 0 and not done:
             with self._stopping():
                 self.folder.describe(self._facts(ended=False))
         self.progress.start(self.step, self.total)
-        self.tally.step.fill_(self.step)
         interrupts = Interrupts()
         # Several processes would have to agree at every step on whether to save.
         patient = interrupts.put_off() if self.world.size == 1 else nullcontext()
         board = nullcontext() if self.board is None else closing(self.board)
         with board, warnings.catch_warnings(), on_stream(self.stream), patient:
-            # Views that FSDP2 fears are never written in place; norms of bfloat16 on a CPU are merely slower;
-            # the first steps of a run that will be recorded are not.
-            expected = (
-                "FSDP2-wrapped module|Mismatch dtype between input and weight|.*capturable=True"
-            )
+            # FSDP2 warns of views that we never write to, bfloat16 norms on a CPU of a slow kernel,
+            # and AdamW of the steps before the recorded one.
+            expected = "FSDP2-wrapped module|Mismatch dtype between input|.*capturable=True"
             warnings.filterwarnings("ignore", expected)
             logged = self.step
             if self.step == self.total and self.lost:
                 with self._stopping():
-                    self._validate()
+                    self.validate()
             while self.step < self.total:
-                self._take_step()
+                self.take_step()
                 self.progress.step(self.step)
                 validating = self.step % self.validation_steps == 0 or self.step == self.total
-                if validating or self.step % self.options.log_every == 0:
-                    with self._stopping():
+                with self._stopping():
+                    if validating or self.step % self.options.log_every == 0:
                         self._log_point(self.step - logged, validating)
-                    logged = self.step
-                elif self.world.device.type == "cpu" and self.tally.stopped:
-                    with self._stopping():
+                        logged = self.step
+                    elif self.world.device.type == "cpu" and self.tally.stopped:
                         self.tally.fetch()
-                if interrupts.came is not None and self.step < self.total:
-                    with self._stopping():
+                    if interrupts.came is not None and self.step < self.total:
                         _, skipped, streak = self.tally.fetch(clear=False)
-                        self._save(skipped, streak)
-                    self.progress.message(f"saved at step {self.step} of {self.total}")
-                    interrupts.act()
+                        self.save(skipped, streak)
+                        self.progress.message(f"saved at step {self.step} of {self.total}")
+                        interrupts.act()
         if self.world.rank == 0:
             with self._stopping():
-                self._draw()
-                self._check_whole()
+                self.draw()
+                self._check_folder()
                 if not done:
                     self.folder.describe(self._facts(ended=True))
         if self.unread is not None:
             raise self.unread
-        interrupts.act()  # of the last step: whoever trains one run after another must not go on
+        interrupts.act()  # a signal at the last step must still end a sweep over many runs
 
-    def _take_step(self) -> None:
+    def take_step(self) -> None:
+        """Sets the inputs of a step, all of which the device reads, and takes it."""
         options, world = self.options, self.world
         epoch, i = divmod(self.step, self.steps_per_epoch)
         if epoch != self.epoch:
-            shuffle = torch.Generator().manual_seed(mix(options.seed, "epoch", epoch))
+            shuffle = torch.Generator().manual_seed(_mix(options.seed, "epoch", epoch))
             order = torch.randperm(len(self.train_split), generator=shuffle, device="cpu")
             if self.train_split.x.is_cuda:  # pinned, so that the copy does not wait either
                 order = order.pin_memory().to(self.train_split.x.device, non_blocking=True)
@@ -268,11 +262,11 @@ class _Training:
         self.learner.begin(self.step, self.total)
         if self.kl_weight is not None:
             self.kl_weight.fill_(min(1.0, (self.step - 1) / (options.kl_warmup * self.total)))
-        self.generator.manual_seed(mix(options.seed, "step", self.step))
+        self.generator.manual_seed(_mix(options.seed, "step", self.step))
         self.update()
 
     def _update(self) -> Tensor:
-        """Does all of a step that happens on the device."""
+        """Takes a step on the device: objective, gradient, clipping, optimiser."""
         options, world = self.options, self.world
         x, lengths = take(self.train_split, self.index, world.device)
         shard = world.rank, world.size
@@ -290,7 +284,7 @@ class _Training:
         return values
 
     def _log_point(self, steps: int, validating: bool) -> None:
-        """Reads the terms from the device, and does what is due: log, validation, checkpoint, pictures."""
+        """Reads the terms from the device; logs, validates, saves and draws if it is time."""
         means, skipped, streak = self.tally.fetch()
         now = time.monotonic()
         tokens = steps * self.options.batch * self.meta.length * self.train_split.filled
@@ -302,22 +296,18 @@ class _Training:
         }
         self._log("train", line)
         if validating:
-            self._validate()
-        due = (
-            now - self.checkpointed >= 60 * self.options.checkpoint_minutes
-            or self.step == self.total
-        )
-        due = self.progress.wants_checkpoint() or self.unread is not None or due
+            self.validate()
+        due = now - self.checkpointed >= 60 * self.options.checkpoint_minutes
+        due = due or self.step == self.total or self.unread is not None
+        due = self.progress.wants_checkpoint() or due
         if self.world.agree([float(due)])[0]:
-            self._save(skipped, streak)
+            self.save(skipped, streak)
             self.checkpointed = time.monotonic()
         if self.unread is not None and self.step < self.total:
             raise self.unread
-        drawing = validating and self.world.rank == 0 and self.may_draw
-        if (
-            drawing and time.monotonic() - self.drawn > _PICTURE_SECONDS
-        ):  # a kill meanwhile loses no step
-            self._draw()
+        rested = time.monotonic() - self.drawn > _PICTURE_SECONDS
+        if validating and self.world.rank == 0 and rested:
+            self.draw()
         self.window = time.monotonic()
 
     def _log(self, split: str, values: dict[str, Any]) -> None:
@@ -333,19 +323,16 @@ class _Training:
                 self.board.add_scalar(f"{split}/{name}", value, self.step)
         try:
             self.progress.line(line)
-        except BrokenPipeError as error:  # nobody reads it any more: stop, but whole
+        except BrokenPipeError as error:  # nobody reads the output any more: save, then stop
             self.unread = error
 
     @torch.no_grad()
-    def _validate(self) -> None:
+    def validate(self) -> None:
         """Scores the validation set, always with the same noise, and keeps the best weights."""
         with self.learner.averaged():
-            means = self._validation_means()
-            score = (
-                means["loss"]
-                if self.options.select == "loss"
-                else means["kl"] - means["reconstruction"]
-            )
+            means = self.validation_means()
+            bound = means["kl"] - means["reconstruction"]
+            score = means["loss"] if self.options.select == "loss" else bound
             best = self.best is None or score < self.best
             if best:
                 self.best = score if math.isfinite(score) else None
@@ -358,29 +345,31 @@ class _Training:
                 "note: validation is not finite; a lower --train.learning-rate may help"
             )
 
-    def _validation_means(self) -> dict[str, float]:
+    def validation_means(self) -> dict[str, float]:
+        """Returns the mean terms of the validation set."""
         options, world = self.options, self.world
         num = min(len(self.valid_split), options.num_valid or len(self.valid_split))
         local = options.batch // world.size
         names = (*Terms._fields, *(("partial_elbo", "partial_rows") if self.cut else ()))
         sums = torch.zeros(len(names), dtype=torch.float64, device=world.device)
         for first in range(0, num, options.batch):
-            # The last batch is filled up with rows that do not count: noise does not depend on how many do.
+            # The last batch is filled up with rows that do not count: the noise depends on its
+            # size.
             index = first + world.rank * local + torch.arange(local, device=world.device)
             self.valid_index.copy_(index % num)
-            self.generator.manual_seed(mix(options.seed, "valid", first))
+            self.generator.manual_seed(_mix(options.seed, "valid", first))
             sums += torch.where(index < num, self.score().double(), 0.0).sum(1)
         means = dict(zip(names, (world.average(sums) * world.size / num).tolist(), strict=True))
         bound, share = means.pop("partial_elbo", 0.0), means.pop("partial_rows", 0.0)
-        return (
-            {**means, "partial_elbo": bound / share} if share else means
-        )  # else no sequence is so long
+        return {**means, "partial_elbo": bound / share} if share else means
 
     @torch.no_grad()
     def _score(self) -> Tensor:
         """Returns the terms of the sequences at `valid_index`, stacked.
 
-        With `validate_partial` two rows follow: the bound of what comes after the cut, and whether it counts.
+        With `validate_partial` two more rows follow: the bound on log p of the steps after the cut,
+            and
+        whether there are any.
         """
         world = self.world
         x, lengths = take(self.valid_split, self.valid_index, world.device)
@@ -388,22 +377,19 @@ class _Training:
             terms = self.call(objective, x, self.generator, (world.rank, world.size), lengths)
             if not self.cut:
                 return torch.stack(terms)
-            real, cases = (
-                None if lengths is None else real_steps(x, lengths),
-                [(self.cut, "partial")],
-            )
-            seed, method, rows = self.options.seed, "importance", self.valid_index
-            (bound,) = self.call(estimates, x, 1, cases, seed, len(x), real, method, rows)
+            real = None if lengths is None else real_steps(x, lengths)
+            case, seed, rows = [(self.cut, "partial")], self.options.seed, self.valid_index
+            (bound,) = self.call(estimates, x, 1, case, seed, len(x), real, "importance", rows)
         counts = torch.ones_like(bound) if lengths is None else (lengths > self.cut).to(bound)
         return torch.stack([*terms, torch.where(counts > 0, bound, 0), counts])
 
-    def _draw(self) -> None:
-        """Replaces the pictures; a machine for training may lack what draws them."""
+    def draw(self) -> None:
+        """Replaces the pictures, if matplotlib is installed."""
         if importlib.util.find_spec("matplotlib") is None:
             return
         if self.folder.log_path.exists():
             figures.curves(self.folder.log_path, self.folder.path / "curves.png")
-        if num := self._shown():
+        if num := self._num_samples():
             with self.learner.averaged():
                 x = generate(self.model, num=num, length=self.meta.length, seed=self.options.seed).x
             write_atomically(
@@ -411,77 +397,72 @@ class _Training:
             )
         self.drawn = time.monotonic()
 
-    def _shown(self) -> int:
-        """Returns how many samples are drawn with the curves."""
+    def _num_samples(self) -> int:
+        """Returns how many samples are drawn."""
         if self.options.fsdp:
             return 0
         return self.options.samples if self.meta.image_shape else min(6, self.options.samples)
 
-    def _check_whole(self) -> None:
-        """Raises unless the folder is a model at the end, whatever was deleted in the meantime."""
+    def _check_folder(self) -> None:
+        """Raises unless the folder holds a model at the end; the user may have deleted files."""
         if not (self.folder.path / "config.json").exists():
             self.folder.write_config(self.config, self.meta)
         if not self.folder.has_weights():
             raise TrainingStopped(
-                f"the best weights of {str(self.folder.path)!r} were damaged or deleted during the training; "
-                "allowed: resume it, which keeps those of its end"
+                f"the best weights of {str(self.folder.path)!r} were damaged or deleted during the "
+                "training; allowed: resume it, which keeps those of its end"
             )
 
-    def _save(self, skipped: int, streak: int) -> None:
+    def save(self, skipped: int, streak: int) -> None:
+        """Writes a checkpoint; every process must call this."""
         parts = self.learner.parts()
         if self.world.rank == 0:
             progress = {"best": self.best, "skipped": skipped, "streak": streak}
             progress |= {"seconds": self.seconds, "started": self.started, "data": self.digest}
             progress["pending"] = self.tally.pending()
             self.saved = self.folder.save_checkpoint(self.config, self.step, parts, progress)
-        self.may_draw = True
 
     def _restore(self) -> None:
-        """Takes up the newest good checkpoint, which rank 0 reads for all."""
-        world, pending = self.world, self.tally.pending()
+        """Continues from the newest good checkpoint, which rank 0 reads for all processes."""
+        pending = self.tally.pending()
         numbers = [0.0] * (6 + len(pending))
         parts: dict[str, dict[str, Tensor]] = {}
-        if world.rank == 0:
+        if self.world.rank == 0:
+            name = repr(str(self.folder.path))
             checkpoint = self.folder.read_checkpoint(self.config, self.progress.message)
             if checkpoint is not None:
                 self.saved, progress, parts = checkpoint
                 self.started = progress["started"]
-                self._check_data(
-                    progress.get("data", self.digest)
-                )  # older versions did not write it
+                self._check_data(progress.get("data", self.digest))  # absent in older checkpoints
                 best = math.nan if progress["best"] is None else progress["best"]
                 validated = not math.isnan(best) or progress["step"] == self.total
                 self.lost = validated and not self.folder.has_weights()
                 if self.lost:
-                    best = math.nan  # so that the next validation keeps what it sees
+                    best = math.nan  # so that the next validation keeps its weights
                     self.progress.message(
-                        f"the best weights of {str(self.folder.path)!r} are damaged or gone; "
+                        f"the best weights of {name} are damaged or gone; "
                         "those of its next validation take their place"
                     )
                 numbers = [progress[key] for key in ("step", "skipped", "streak", "seconds")]
-                # Older versions did not write what is pending.
+                # Older checkpoints have no pending sums.
                 numbers += [best, float(self.lost), *progress.get("pending", pending)]
-            self.folder.cut_log(int(numbers[0]), self.progress.message)
-            name, step = repr(str(self.folder.path)), int(numbers[0])
-            if step < self.total:
-                self.progress.message(f"resuming {name} at step {step} of {self.total}")
-            else:
-                self.progress.message(f"{name} is finished: {step} of {self.total} steps")
-        step, skipped, streak, self.seconds, best, lost, *pending = world.agree(numbers)
+            step = int(numbers[0])
+            self.folder.cut_log(step, self.progress.message)
+            self.progress.message(
+                f"resuming {name} at step {step} of {self.total}"
+                if step < self.total
+                else f"{name} is finished: {step} of {self.total} steps"
+            )
+        step, skipped, streak, self.seconds, best, lost, *pending = self.world.agree(numbers)
         self.step, self.lost = int(step), bool(lost)
-        if not self.step:
-            return
-        self.best = None if math.isnan(best) else best
-        self.tally.skipped, self.tally.streak = (
-            self.tally.skipped + skipped,
-            self.tally.streak + streak,
-        )
-        self.tally.restore(pending)
-        self.learner.restore(parts, str(self.saved))
+        if self.step:
+            self.best = None if math.isnan(best) else best
+            self.tally.restore(self.step, skipped, streak, pending)
+            self.learner.restore(parts, str(self.saved))
 
     def _check_data(self, digest: list[float]) -> None:
         """Raises `ValueError` if the training set is not the one that the run began with."""
-        least = 1e-6 * max(map(abs, self.digest))  # machines round in their own ways
+        least = 1e-6 * max(map(abs, self.digest))  # machines round differently
         if any(abs(a - b) > least for a, b in zip(digest, self.digest, strict=True)):
             raise ValueError(
                 f"the training set of {self.config.data.name!r} is another than the one that"
@@ -490,26 +471,24 @@ class _Training:
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
-        """Says in one line why the run ends, and where it can be taken up again."""
+        """Says in one line why the run ends, and which checkpoint it can resume from."""
         try:
             yield
         except BrokenPipeError:  # of our output
             raise
         except (TrainingStopped, OSError, SafetensorError) as error:
-            reason = str(error)
+            reason, name = str(error), str(self.folder.path)
             if not isinstance(error, TrainingStopped):
-                reason = (
-                    f"step {self.step}: {str(self.folder.path)!r} could not be written ({reason})"
-                )
+                reason = f"step {self.step}: {name!r} could not be written ({reason})"
             last = repr(str(self.saved)) if self.saved else "none yet"
             raise TrainingStopped(f"{reason}; last good checkpoint: {last}") from error
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(
-            self.world.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16
-        )
+        half = self.dtype == torch.bfloat16
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=half)
 
     def _facts(self, ended: bool) -> dict[str, Any]:
+        """Returns what meta.json says of the run."""
         backend = None
         if self.config.model.block == "mamba":
             backend = choose_backend("auto", self.world.device, self.dtype)
@@ -531,36 +510,7 @@ class _Training:
         }
 
 
-def _check_board(options: TrainConfig) -> None:
-    if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError(
-            "tensorboard=True needs TensorBoard; install it with: pip install 'vssm[track]'"
-        )
-
-
-def _warn_of_grey(head: Head, data: Data) -> None:
-    """Warns if a Bernoulli head will be trained on values between 0 and 1."""
-    if head.name == "bernoulli" and (is_grey(data.train) or is_grey(data.valid)):
-        warnings.warn(
-            f"head='bernoulli' is for values that are 0 or 1, and data set {data.meta.name!r} has others: "
-            "its scores are pseudo-likelihoods, which do not compare with likelihoods. Use --binarize for "
-            "black and white images, or another head (--model.head gaussian, logistic-mixture)",
-            stacklevel=4,
-        )
-
-
-def _warn_of_mps(device: torch.device, dtype: torch.dtype) -> None:
-    """Warns if products may be wrong: see "Sharing a GPU" in docs/kernels.md."""
-    share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
-    if device.type == "cuda" and dtype == torch.bfloat16 and share != "100":
-        warnings.warn(
-            f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={share}: cuBLAS has computed wrong bfloat16 products with a "
-            "part of the multiprocessors, so losses may be wrong or not finite; unset it, or set it to 100",
-            stacklevel=4,
-        )
-
-
-def _open_board(folder: Path, step: int) -> Any:  # noqa: ANN401
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+def _mix(*parts: object) -> int:
+    """Returns 63 well mixed bits; consecutive seeds would start similar generators."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,21 +1,25 @@
-"""Muon: momentum for matrices, whose singular values are all brought near 1 before it moves the weights.
+"""Muon: moves a matrix along its momentum, after bringing all singular values of that near 1.
 
     M <- M + (1 - mu) (G - M)
     U = G + mu (M - G)                         Nesterov: one step ahead of M
     X = U / |U|                                every singular value is at most 1
-    X <- a X + (b S + c S^2) X,  S = X X^T     five times: the singular values go to 0.7 ... 1.2, roughly
+    X <- a X + (b S + c S^2) X,  S = X X^T     five times: singular values end at about 0.7 ... 1.2
     W <- (1 - lr decay) W - lr 0.2 sqrt(max(R, C)) X
 
-The last factor makes the update as large, entry by entry, as AdamW's usually is: one rate serves both.
+The factor 0.2 sqrt(max(R, C)) makes an update about as large as AdamW's, so one rate serves both.
 
-Unlike `torch.optim.Muon` it can be recorded as a CUDA graph, and matrices of one shape share their products.
+We keep our own although PyTorch has one. `torch.optim.Muon` multiplies in bfloat16 on a CPU too,
+which would change runs. It cannot skip a bad step on the device (`found_inf`), reads a learning
+rate that is a tensor back from the device, which no CUDA graph allows, and takes one matrix at a
+time.
 
 References:
     Muon: An optimizer for hidden layers in neural networks (Jordan et al., 2024),
     https://kellerjordan.github.io/posts/muon/
     Muon is scalable for LLM training (Liu et al., 2025), https://arxiv.org/abs/2502.16982
 
-Legend: G (R, C) gradient, M momentum, W weights, mu its decay, (a, b, c) the coefficients of Newton-Schulz.
+Legend: G (R, C) gradient, M momentum, W weights, mu decay of the momentum, (a, b, c) coefficients
+of the Newton-Schulz iteration.
 """
 
 import math
@@ -23,33 +27,42 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["Muon", "orthogonalize"]
+from vssm.nn import BLOCKS
+
+__all__ = ["Muon", "block_matrices", "orthogonalize"]
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_STEPS = 5
-_EPS = 1e-7
+
+
+def block_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the matrices of all blocks by name; not A_log, whose rows are vectors.
+
+    >>> from vssm import ModelConfig, build
+    >>> [*block_matrices(build(ModelConfig(kind="rnn", features=3, width=8, layers=1)))]
+    ['stack.blocks.0.gru.weight_ih_l0', 'stack.blocks.0.gru.weight_hh_l0']
+    """
+    blocks = [part for part in model.modules() if isinstance(part, tuple(BLOCKS.values()))]
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) in inside and parameter.ndim == 2 and not name.endswith("A_log")
+    }
 
 
 class Muon(torch.optim.Optimizer):
     """Moves matrices by their orthogonalised momentum, without waiting for the device.
 
-    As with PyTorch's fused optimisers, a step changes nothing when the attribute `found_inf`, a tensor on the
-    device, is not 0; gradients may be anything then.
+    As with PyTorch's fused optimisers, a step changes nothing when the attribute `found_inf`, a
+    tensor on the device, is not 0; gradients may be NaN then.
 
     Arguments:
         parameters: Matrices, all of which decay.
-        lr: The learning rate; as a tensor on the device it can change between replays of a recorded step.
+        lr: The learning rate; a tensor can change between replays of a recorded step.
         momentum: The decay of the momentum.
         weight_decay: Decay of the weights, times the learning rate.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(2, 8))
-        >>> weight.grad = torch.eye(2, 8)
-        >>> Muon([weight], lr=1.0).step()
-        >>> print(weight.detach().norm() / 4)  # as if AdamW had moved 16 entries by 0.2 to 0.3 each
-        tensor(0.2...)
     """
 
     def __init__(
@@ -61,50 +74,47 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.found_inf: Tensor | None = None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.ndim != 2:
-                    shape = tuple(parameter.shape)
-                    raise ValueError(
-                        f"a parameter has shape {shape}; allowed: matrices, (rows, columns)"
-                    )
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        for parameter in (
+            parameter for group in self.param_groups for parameter in group["params"]
+        ):
+            if parameter.ndim != 2:
+                shape = tuple(parameter.shape)
+                raise ValueError(f"parameter of shape {shape}; allowed: matrices, (rows, columns)")
+            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Moves all matrices that have a gradient."""
-        assert closure is None, "the gradients are there already"
+        """Moves all matrices that have a gradient; matrices of one shape share their products."""
         for group in self.param_groups:
-            alike: dict[Any, list[Tensor]] = {}
+            shapes: dict[Any, list[Tensor]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    key = parameter.shape, parameter.dtype, parameter.device
-                    alike.setdefault(key, []).append(parameter)
-            for parameters in alike.values():
+                    shapes.setdefault((parameter.shape, parameter.dtype), []).append(parameter)
+            for parameters in shapes.values():
                 self._move(parameters, **{key: group[key] for key in self.defaults})
 
     def _move(
         self, parameters: list[Tensor], lr: float | Tensor, momentum: float, weight_decay: float
     ) -> None:
-        """Moves matrices of one shape."""
         moments = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         gradients = torch.stack([parameter.grad for parameter in parameters])  # type: ignore[misc]
         if self.found_inf is not None:
-            # With the momentum as its gradient, the momentum stays as it is to the last bit; all is finite.
+            # The momentum as its own gradient leaves the momentum as it is, to the last bit.
             bad = self.found_inf != 0
             gradients = torch.where(bad, torch.stack(moments), gradients)
             lr = torch.where(bad, 0.0, lr)
         torch._foreach_lerp_(moments, gradients.unbind(), 1 - momentum)
         ahead = gradients.lerp(torch.stack(moments), momentum)
         scale = 0.2 * math.sqrt(max(parameters[0].shape))
-        # Into `ahead`, which lies in memory as the weights do: foreach has one kernel for such alone.
+        # Copied into `ahead`, which has the weights' memory layout: foreach needs one for its fast
+        # kernel.
         moves = ahead.copy_(orthogonalize(ahead)).mul_(-scale * lr)
         torch._foreach_mul_(parameters, 1 - weight_decay * lr)
         torch._foreach_add_(parameters, moves.unbind())
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """Returns matrices with the singular vectors of others and singular values near 1.
+    """Returns matrices with the same singular vectors and singular values near 1.
 
     Arguments:
         x: Matrices (N, R, C).
@@ -119,10 +129,10 @@ def orthogonalize(x: Tensor) -> Tensor:
     """
     a, b, c = _COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min(_EPS)
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp_min(1e-7)
     x = x.bfloat16() if x.is_cuda else x
     x = x.mT if tall else x  # the smaller of X X^T and X^T X
-    for _ in range(_STEPS):
+    for _ in range(5):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x

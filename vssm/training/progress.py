@@ -1,22 +1,19 @@
-"""What a training shows while it runs: a bar on a terminal, plain lines elsewhere.
-
-`Progress` itself is silent; its methods are what `train` calls, and a subclass may do anything with them.
-"""
+"""What a training shows while it runs: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
 from typing import Any
 
-__all__ = ["Bar", "Lines", "Progress", "choose_progress"]
+__all__ = ["Bar", "Lines", "Progress", "choose_progress", "describe"]
 
-_QUIET_SECONDS = 10  # between two plain lines, validations excepted
+_QUIET_SECONDS = 10  # between two plain lines, unless there is a validation
 
 
 class Progress:
-    """Shows nothing."""
+    """Shows nothing. `train` calls these methods; a subclass may do anything with them."""
 
     def start(self, step: int, total: int) -> None:
-        """Called once, with the steps that are done and those that there will be."""
+        """Called once, with the steps that are done and the steps in all."""
 
     def step(self, step: int) -> None:
         """Called after every step, with the steps that are done."""
@@ -25,11 +22,11 @@ class Progress:
         """Called with every line of log.jsonl."""
 
     def wants_checkpoint(self) -> bool:
-        """Called at every log point: whether to save now, due or not."""
+        """Called at every log point; True saves a checkpoint now."""
         return False
 
     def message(self, text: str) -> None:
-        """Called with what a person should read."""
+        """Called with messages to the user."""
 
     def close(self) -> None:
         """Called at the end, also after an error."""
@@ -41,7 +38,7 @@ def choose_progress() -> Progress:
 
 
 class Lines(Progress):
-    """Prints a line at every validation, and every ten seconds between them."""
+    """Prints a line at every validation, and every ten seconds between validations."""
 
     def start(self, step: int, total: int) -> None:
         self._first, self._total = step, total
@@ -53,8 +50,11 @@ class Lines(Progress):
             return
         self._printed = now
         step = line["step"]
-        left = (now - self._began) / max(1, step - self._first) * (self._total - step)
-        print(f"step {step}/{self._total}  {describe(line)}  {_duration(left)} left", flush=True)
+        seconds = (now - self._began) / max(1, step - self._first) * (self._total - step)
+        minutes, seconds = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        left = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+        print(f"step {step}/{self._total}  {describe(line)}  {left} left", flush=True)
 
     def message(self, text: str) -> None:
         print(text, flush=True)
@@ -64,16 +64,11 @@ class Bar(Progress):
     """Draws a bar with the loss terms, the speed and the time left."""
 
     def start(self, step: int, total: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
+        from rich import progress
 
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-        )
-        self._bar = RichProgress(*columns, TextColumn("{task.fields[state]}"))
+        columns = (progress.BarColumn(), progress.MofNCompleteColumn())
+        columns += (progress.TimeRemainingColumn(), progress.TextColumn("{task.fields[state]}"))
+        self._bar = progress.Progress(progress.TextColumn("{task.description}"), *columns)
         self._task = self._bar.add_task("train", total=total, completed=step, state="")
         self._bar.start()
 
@@ -84,9 +79,8 @@ class Bar(Progress):
         if line["split"] == "valid":
             self._bar.console.print(f"step {line['step']}  {describe(line)}", highlight=False)
         else:
-            self._bar.update(
-                self._task, description=f"epoch {line['epoch']:.1f}", state=describe(line)
-            )
+            epoch = f"epoch {line['epoch']:.1f}"
+            self._bar.update(self._task, description=epoch, state=describe(line))
 
     def message(self, text: str) -> None:
         if hasattr(self, "_bar"):
@@ -100,17 +94,15 @@ class Bar(Progress):
 
 
 def describe(line: dict[str, Any]) -> str:
-    """Says a line of the log in words; terms that a model does not have are left out.
+    """Says a line of the log in words, without the terms that a model does not have.
 
-    >>> describe({"split": "train", "epoch": 1.5, "loss": -3.0, "kl": 0.0, "tokens_per_second": 1e4})
-    'epoch 1.50  train loss -3.00  10,000 tokens/s'
+    >>> describe({"split": "train", "epoch": 1.5, "loss": -3.0, "kl": 0.0, "tokens_per_second": 9})
+    'epoch 1.50  train loss -3.00  9 tokens/s'
     """
-    words = [f"epoch {line['epoch']:.2f}", f"{line['split']} loss {_number(line['loss'])}"]
-    words += [
-        f"{name} {_number(line[name])}"
-        for name in ("reconstruction", "kl", "partial")
-        if line.get(name)
-    ]
+    loss = "not finite" if line["loss"] is None else f"{line['loss']:.2f}"
+    words = [f"epoch {line['epoch']:.2f}", f"{line['split']} loss {loss}"]
+    terms = ("reconstruction", "kl", "partial")
+    words += [f"{name} {line[name]:.2f}" for name in terms if line.get(name)]
     if line.get("tokens_per_second"):
         words.append(f"{line['tokens_per_second']:,.0f} tokens/s")
     if line.get("best") and line["loss"] is not None:
@@ -118,13 +110,3 @@ def describe(line: dict[str, Any]) -> str:
     if line.get("skipped"):
         words.append(f"{line['skipped']} steps skipped")
     return "  ".join(words)
-
-
-def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.2f}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

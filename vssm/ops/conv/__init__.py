@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.ops.dispatch import choose_backend, kernels, needs_operator
-from vssm.ops.linear import Ready, linear, linear_parts, ready_parts
+from vssm.ops.linear import PackedWeight, Ready, linear, linear_parts, ready_parts
 
 __all__ = ["MAX_TAPS", "causal_conv_silu", "causal_conv_silu_reference", "linear_conv_silu"]
 
@@ -103,11 +103,11 @@ def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None)
 
 def linear_conv_silu(
     x: Tensor | Ready,
-    weight: Tensor,
+    weight: Tensor | PackedWeight,
     taps: Tensor,
     bias: Tensor,
     state: Tensor | None = None,
-    norm: nn.Module | None = None,
+    norm: nn.RMSNorm | None = None,
     backend: str = "auto",
     last: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,45 @@
+"""How much code a reader has to follow: the files that run in one call, and their lines."""
+
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+import vssm
+from tests.tiny_runs import tiny
+from vssm.runs.folder import RunFolder
+from vssm.training.distributed import World
+from vssm.training.loop import Trainer
+from vssm.training.progress import Progress
+
+PACKAGE = Path(vssm.__file__).parent
+
+
+@contextmanager
+def recorded():
+    """Collects the files of the package whose functions run inside the `with` block."""
+    files = set()
+    sys.setprofile(lambda frame, event, _: files.add(frame.f_code.co_filename))
+    try:
+        yield files
+    finally:
+        sys.setprofile(None)
+        files.intersection_update(map(str, PACKAGE.rglob("*.py")))
+
+
+def test_training_step_is_short(tmp_path):
+    """A step of a plain vssm on a CPU, after the first, which compiles kernels."""
+    folder = RunFolder(tmp_path / "run")
+    trainer = Trainer(tiny("vssm"), folder, World(torch.device("cpu")), Progress(), resume=False)
+    trainer.take_step()
+    with recorded() as files:
+        trainer.take_step()
+    folder.close()
+    lengths = {file: len(Path(file).read_text().splitlines()) for file in files}
+    for file in sorted(lengths):
+        print(f"{lengths[file]:5d} {Path(file).relative_to(PACKAGE)}")
+    print(f"{len(lengths)} files, {sum(lengths.values())} lines")
+    assert PACKAGE / "objectives.py" in map(Path, lengths)
+    assert len(lengths) <= 25
+    assert sum(lengths.values()) <= 5800

@@ -1,0 +1,106 @@
+"""What is settled before the first step: a model that suits the data, and options that fit them."""
+
+import importlib.util
+import os
+import warnings
+from dataclasses import fields, replace
+
+import torch
+
+from vssm.config import ModelConfig, RunConfig, TrainConfig
+from vssm.data import Data, Meta
+from vssm.data.feed import is_grey
+from vssm.distributions import Head
+from vssm.models import Model
+
+__all__ = ["check_options", "resolve", "warn_of_grey", "warn_of_mps"]
+
+
+def resolve(config: RunConfig, meta: Meta, first: Model | None = None) -> RunConfig:
+    """Returns the config with the model's features, head and bins taken from the data.
+
+    Arguments:
+        config: The run as the user wrote it.
+        meta: What the data look like.
+        first: The model that the run starts from; its settings replace those of the config.
+    """
+    if first is not None:
+        _check_asked(config, first.config)
+        config = replace(config, model=first.config)
+    head, tokens = config.model.head, meta.suggested_head == "categorical"
+    if head == "auto":
+        head = meta.suggested_head
+    if tokens != (head == "categorical"):
+        allowed = "'categorical'" if tokens else "any other head"
+        raise ValueError(
+            f"head={head!r} does not suit data set {meta.name!r}; allowed: 'auto', {allowed}"
+        )
+    if head == "logistic-mixture" and meta.levels is None:
+        raise ValueError(
+            f"head={head!r} needs values in levels, data set {meta.name!r} has none;"
+            " allowed: 'auto'"
+        )
+    bins = meta.levels if head == "logistic-mixture" and meta.levels else config.model.bins
+    model = replace(config.model, features=meta.features, head=head, bins=bins)
+    if first is not None and model != first.config:
+        own = first.config
+        raise ValueError(
+            f"init={config.train.init!r} has {own.features} features and {own.bins} bins, data set "
+            f"{meta.name!r} {model.features} and {model.bins}; "
+            "allowed: a model of the same (--train.init)"
+        )
+    return replace(config, model=model)
+
+
+def _check_asked(config: RunConfig, own: ModelConfig) -> None:
+    """Raises where the config asks for another model than the one that the run starts from."""
+    default = RunConfig().model
+    for name in (field.name for field in fields(own)):
+        given, has = getattr(config.model, name), getattr(own, name)
+        if given not in (has, getattr(default, name)):
+            raise ValueError(
+                f"{name}={given!r} is not that of init={config.train.init!r}; allowed: {has!r}, "
+                f"or to leave it out (--model.{name.replace('_', '-')})"
+            )
+
+
+def check_options(options: TrainConfig, data: Data) -> None:
+    """Raises where the options of a training do not fit its data or this machine."""
+    if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError(
+            "tensorboard=True needs TensorBoard; install it with: pip install 'vssm[track]'"
+        )
+    if options.shift and data.meta.image_shape is None:
+        raise ValueError(
+            f"shift={options.shift:g} is for images, data set {data.meta.name!r} has none;"
+            " allowed: 0 (--train.shift)"
+        )
+    if options.batch > len(data.train):
+        raise ValueError(
+            f"batch={options.batch} is not allowed; allowed: 1 to {len(data.train)}, the sequences"
+            " of the training set (--train.batch)"
+        )
+
+
+def warn_of_grey(head: Head, data: Data) -> None:
+    """Warns if a Bernoulli head will be trained on values between 0 and 1."""
+    if head.name == "bernoulli" and (is_grey(data.train) or is_grey(data.valid)):
+        warnings.warn(
+            f"head='bernoulli' is for values that are 0 or 1, and data set {data.meta.name!r} has"
+            " others: its scores are pseudo-likelihoods, which do not compare with likelihoods. Use"
+            " --binarize for black and white images, or another head (--model.head gaussian,"
+            " logistic-mixture)",
+            stacklevel=4,
+        )
+
+
+def warn_of_mps(device: torch.device, dtype: torch.dtype) -> None:
+    """Warns if products may be wrong: see "Sharing a GPU" in docs/kernels.md."""
+    share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
+    if device.type == "cuda" and dtype == torch.bfloat16 and share != "100":
+        warnings.warn(
+            f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={share}: cuBLAS has computed wrong bfloat16 "
+            "products with a part of a GPU, so losses may be wrong or not finite; unset it, or set "
+            "it to 100",
+            stacklevel=4,
+        )
