@@ -109,6 +109,9 @@ def test_a_fused_model_generates_as_the_plain_one(options, dtype):
         same_results(made, wanted, tolerance)
         rests = [generate(each, length=3, state=wanted.state) for each in (own, model)]
         same_results(*rests, tolerance)
+    again = copy.deepcopy(own)
+    fuse(again, "auto")  # of fused blocks there is nothing to fuse
+    same_results(generate(again, num=2, length=5), generate(own, num=2, length=5), 1e-12)
     if options["kind"] in ("tvae", "vssm") and "levels" not in options:
         refined = [generate(each, num=2, length=5, passes=3) for each in (own, model)]
         same_results(*refined, tolerance)
