@@ -1,5 +1,7 @@
 """What an engine keeps: recorded programs and passes over empty tokens."""
 
+import copy
+import pickle
 import threading
 import warnings
 import weakref
@@ -303,6 +305,18 @@ def test_an_engine_that_is_dropped_is_freed(kind, recorded, device, monkeypatch)
     gone += [weakref.ref(weight) for weight in engine.model.parameters()]
     del engine
     assert [ref() for ref in gone] == [None] * len(gone)
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda engine: pickle.loads(pickle.dumps(engine))])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_of_an_engine_records_anew(kind, make, device, counts):
+    engine = Engine(small_model(kind).to(device))
+    wanted, recorded = repeat(engine, num=2), counts.recorded
+    other = make(engine)
+    same_results(repeat(other, num=2), wanted)
+    assert counts.recorded == 2 * recorded
+    owned = [memory(*each.model.parameters()) for each in (engine, other)]
+    assert not owned[0] & owned[1]
 
 
 def test_nothing_is_recorded_on_a_cpu(counts):

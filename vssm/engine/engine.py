@@ -100,6 +100,9 @@ class Engine:
     def __repr__(self) -> str:
         return f"Engine({self.config.kind} on {self.device})"
 
+    def __reduce__(self) -> tuple[type["Engine"], tuple[Model]]:
+        return Engine, (self._model,)  # a copy records anew
+
     def generate(
         self,
         num: int | None = None,
