@@ -1,7 +1,7 @@
 """Where kernels are tested: compiled on a GPU, else by Triton's interpreter.
 
-Triton decides at import whether it interprets, so without a GPU `run_interpreted` starts pytest again with
-TRITON_INTERPRET=1 in its environment; tests marked `kernels` run only there.
+Triton decides at import whether it interprets, so without a GPU `run_interpreted` starts pytest
+again with TRITON_INTERPRET=1 in its environment; tests marked `kernels` run only there.
 """
 
 import os

@@ -17,7 +17,8 @@ RUNS = (
     "train digits --smoke --preset best --out levels --train.optimizer muon --model.width 16",
     "train digits --smoke --out transformer --model.kind transformer",
     "train --resume run",
-    "train series --smoke --series.path series.csv --series.context 24 --series.horizon 8 --out series",
+    "train series --smoke --series.path series.csv --series.context 24 --series.horizon 8 "
+    "--out series",
     "evaluate run --quick",
     "generate run --num 2 --state state.safetensors --out samples.npy",
     "generate run --resume state.safetensors --length 8 --out samples.png",

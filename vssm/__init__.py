@@ -51,6 +51,7 @@ __all__ = [
 ]
 
 _SOURCES = {
+    "Engine": "engine",
     "ModelConfig": "config",
     "Forecaster": "forecasting.forecaster",
     "forecast": "forecasting.forecaster",

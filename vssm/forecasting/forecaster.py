@@ -132,7 +132,7 @@ class Forecaster:
     """Joins a model with the metadata of its data, to read and write the units of the data.
 
     Arguments:
-        model: Any of the six models, of numbers. The forecaster keeps a frozen copy (`vssm.Engine`).
+        model: Any of the six models, of numbers. The forecaster keeps a frozen copy of it.
         meta: The metadata of the data set; without it, columns have no names and no scale.
 
     Example:

@@ -1,20 +1,22 @@
 """One empty step ahead of every position at once: what a pass of refinement draws its latents from.
 
-    q_omega(z_t | x_{1:t-1}),  t = 1 ... W        the partial posterior with its cut at t - 1, for every t
+    q_omega(z_t | x_{1:t-1}),  t = 1 ... W        the partial posterior with its cut at t - 1
 
-Two streams go through the stack together, interleaved: ∅_1, x_1, ∅_2, x_2, ..., x_{W-1}, ∅_W. An x sees the x
-before it and itself; an empty token ∅ sees the x before it and itself, and nothing ever sees it:
+Two streams go through the stack together, interleaved: ∅_1, x_1, ∅_2, x_2, ..., x_{W-1}, ∅_W. An x
+sees the x before it and itself; an empty token ∅ sees the x before it and itself, and nothing ever
+sees it:
 
     Mamba        h°_t = exp(dt°_t A) h_{t-1} + dt°_t B°_t u°_t        y°_t = C°_t h°_t + D u°_t
                  h_t  = exp(dt_t A) h_{t-1} + dt_t B_t u_t            y_t  = C_t h_t + D u_t
                  u° is convolved over the last inputs of the x and its own
     attention    a mask says who sees whom
 
-The letters are those of `vssm.nn`, with ° for empty tokens. Steps are counted from 0 in the code: the even
-ones are empty. The scan (`vssm.ops.scan_ahead`) takes an even step but leaves the state as it was. It
-costs what a scan of 2 W - 1 steps costs.
+The letters are those of `vssm.nn`, with ° for empty tokens. Steps are counted from 0 in the code:
+the even ones are empty. The scan (`vssm.ops.scan_ahead`) takes an even step but leaves the state as
+it was. It costs what a scan of 2 W - 1 steps costs.
 
-Legend: s (B, 2 W - 1, width), the two streams; u, dt, z, y (B, 2 W - 1, inner); B, C (B, 2 W - 1, N).
+Legend: s (B, 2 W - 1, width), the two streams; u, dt, z, y (B, 2 W - 1, inner); B, C (B, 2 W - 1,
+N).
 """
 
 from typing import cast
@@ -47,7 +49,8 @@ def posterior_ahead(model: Variational, x: Tensor, state: State | None = None) -
 
     Example:
         >>> from vssm import ModelConfig, build
-        >>> model = build(ModelConfig(kind="vssm", features=3, width=8, layers=2, latents=4, classes=5))
+        >>> sizes = {"width": 8, "layers": 2, "latents": 4, "classes": 5}
+        >>> model = build(ModelConfig(kind="vssm", features=3, **sizes))
         >>> x = torch.rand(2, 6, 3)
         >>> ahead, (one, _) = posterior_ahead(model, x), model.partial_posterior(x[:, :4], empty=1)
         >>> torch.allclose(ahead.logits[:, 4], one.logits[:, 4], atol=1e-5)
@@ -110,7 +113,7 @@ def _mamba_ahead(mixer: MambaMixer, s: Tensor, state: State | None) -> Tensor:
 
 
 def _convolve_ahead(conv: nn.Conv1d, u: Tensor, before: Tensor | None) -> Tensor:
-    """Convolves the odd steps with the odd ones before them, and each even step with those and itself."""
+    """Convolves odd steps with the odd ones before them, and each even step with those and itself."""
     weight, bias = conv.weight.squeeze(1), conv.bias
     assert bias is not None
     taps, own, x = weight.shape[1], u[:, ::2], u[:, 1::2]

@@ -1,9 +1,9 @@
 """Large calls in pieces, so that the memory of a pass does not grow with the number of sequences.
 
-Parallel generation holds all steps of all rows in memory: a thousand sequences of four thousand steps
-would need 240 GB at the paper's scale. A GPU is as busy with 15 GB. So a vssm makes long sequences in
-chunks of time, and a call that is still too large is made in slabs of rows. Both change results by
-rounding only.
+Parallel generation holds all steps of all rows in memory: a thousand sequences of four thousand
+steps would need 240 GB at the paper's scale. A GPU is as busy with 15 GB. So a vssm makes long
+sequences in chunks of time, and a call that is still too large is made in slabs of rows. Both
+change results by rounding only.
 
 A transformer that generates step by step is divided for another reason: it needs several times the
 memory of the keys and values that its state ends with.

@@ -7,29 +7,30 @@ Each operand is split into two numbers of 11 bits, and three of their four produ
     x = 2^e (high + low),   e one exponent for each row, so that its largest is in [2^14, 2^15)
     x w = 2^(e + e') (low high' + high low' + high high')      leaves out 2^-22 of the product
 
-| rows | `Plan.split` | how operands are split                                                      |
-| ---- | ------------ | --------------------------------------------------------------------------- |
-| 1    |              | not at all: products are float32 throughout                                 |
-| few  | "none"       | not at all, where x and the weight are small                                |
-|      | "turned"     | into tf32, in the kernel, where the weight is large: y^T = weight x^T, so   |
-|      |              | that columns of y fill the tensor cores and a weight is split once          |
-|      | "tile"       | into float16, in the kernel; one exponent for a row of a tile, BK columns   |
-| more | "turned"     | as above, up to SOME rows, where there are columns enough                   |
-|      | "tf32"       | into tf32, by Triton, which needs no exponent                               |
-| many | "before"     | into float16, by a kernel of its own that also norms, or by the kernel that |
-|      |              | adds the parts of the product before (`forward_split`); a `PackedWeight`    |
-|      |              | keeps the halves of a weight                                                |
-| tall | "once"       | into float16, in the kernel: a program keeps its columns of the weight with |
-|      |              | the norm's scale in them, goes over tiles of rows and loads the next one    |
+| rows | `Plan.split` | how operands are split                                                     |
+| ---- | ------------ | -------------------------------------------------------------------------- |
+| 1    |              | not at all: products are float32 throughout                                |
+| few  | "none"       | not at all, where x and the weight are small                               |
+|      | "turned"     | into tf32, in the kernel, where the weight is large: y^T = weight x^T, so  |
+|      |              | that columns of y fill the tensor cores and a weight is split once         |
+|      | "tile"       | into float16, in the kernel; one exponent for a row of a tile, BK columns  |
+| more | "turned"     | as above, up to SOME rows, where there are columns enough                  |
+|      | "tf32"       | into tf32, by Triton, which needs no exponent                              |
+| many | "before"     | into float16, by a kernel of its own that also norms, or by the kernel     |
+|      |              | that adds the parts of the product before (`forward_split`); a             |
+|      |              | `PackedWeight` keeps the halves of a weight                                |
+| tall | "once"       | into float16, in the kernel: a program keeps its columns of the weight     |
+|      |              | with the norm's scale in them, and goes over tiles of rows                 |
 
 A product of fewer than 32 columns of x is float32 throughout as well: it waits for memory alone.
 
-Tensor cores multiply float16 and tf32 exactly and add up one tile. Tiles are added in float32, because
-tensor cores cut off where float32 rounds.
+Tensor cores multiply float16 and tf32 exactly and add up one tile. Tiles are added in float32,
+because tensor cores cut off where float32 rounds.
 
-Few rows read weights as fast as memory allows. To let all processors read, K is cut into SPLIT parts,
-whose sums are added in order by a second kernel or by the reader (`vssm.ops.conv.triton`). How a
-product is cut depends on its sizes only, and there are no atomics: results repeat bit for bit.
+Few rows read weights as fast as memory allows. To let all processors read, K is cut into SPLIT
+parts, whose sums are added in order by a second kernel or by the reader (`vssm.ops.conv.triton`).
+How a product is cut depends on its sizes only, and there are no atomics: results repeat bit for
+bit.
 
 Shapes: x (M, K), weight (N, K), bias (N,), add and y (M, N), scale (K,), partial (SPLIT, M, N),
 squares (SPLIT, M), high and low (M, K) or (N, K), down = 2^e (M,) or (N,).
