@@ -144,7 +144,15 @@ def join(device: str) -> Iterator[World]:
         chosen = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
         torch.cuda.set_device(chosen)
     if own:
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        store, rank, size = next(iter(dist.rendezvous("env://")))
+        # Each group has its own keys, or a second training would read the addresses of the first.
+        turn = (store.add("vssm", 1) - 1) // size
+        dist.init_process_group(
+            "nccl" if chosen.type == "cuda" else "gloo",
+            store=dist.PrefixStore(f"vssm/{turn}", store),
+            rank=rank,
+            world_size=size,
+        )
     if not dist.is_initialized():
         yield World(chosen)
         return
