@@ -30,7 +30,7 @@ def recorded():
 
 
 def training_step(folder):
-    """Returns the files that a training step runs through after the first step, with their lines."""
+    """Returns the files that a training step runs through, with their lines."""
     run = RunFolder(folder)
     trainer = Trainer(tiny("vssm"), run, World(torch.device("cpu")), Progress(), resume=False)
     trainer.take_step()

@@ -113,7 +113,7 @@ def _mamba_ahead(mixer: MambaMixer, s: Tensor, state: State | None) -> Tensor:
 
 
 def _convolve_ahead(conv: nn.Conv1d, u: Tensor, before: Tensor | None) -> Tensor:
-    """Convolves odd steps with the odd ones before them, and each even step with those and itself."""
+    """Convolves odd steps with earlier odd ones, and each even step with those and itself."""
     weight, bias = conv.weight.squeeze(1), conv.bias
     assert bias is not None
     taps, own, x = weight.shape[1], u[:, ::2], u[:, 1::2]
