@@ -1,6 +1,7 @@
 """The paper's experiments in small: the ranking comes out, and nothing is done twice."""
 
 import base64
+import contextlib
 import json
 import math
 import os
@@ -361,6 +362,28 @@ def test_finalists_are_trained_to_the_end_before_one_is_chosen(tmp_path, monkeyp
         vssm.lab.reproduce, "run_all", lambda *_, **__: pytest.fail("a run was started")
     )
     assert digits(tmp_path, **options) == []
+
+
+def test_a_scored_run_is_not_trained_again_for_the_finals(tmp_path, monkeypatch):
+    options = {"scale": "small", "kinds": ("rnn",), "epochs": 2, "grid_epochs": 1}
+    options |= {"learning_rates": (1e-2, 5e-3), "results": tmp_path / "results"}
+    assert digits(tmp_path, **options) == []
+    scored = read(tmp_path / "results" / "digits_rnn_seed0.json")
+    rate = scored["metrics"]["learning_rate"]
+    (other,) = {1e-2, 5e-3} - {rate}
+    trained, run_all = [], vssm.lab.reproduce.run_all
+
+    def watched(configs, *arguments, **options):
+        trained.extend(configs)
+        return run_all(configs, *arguments, **options)
+
+    monkeypatch.setattr(vssm.lab.reproduce, "run_all", watched)
+    with contextlib.suppress(ValueError):  # if the other rate wins in the end
+        digits(tmp_path / "again", finalists=2, **options)
+    assert trained == [f"rnn-lr{other!r}-seed0"]
+    kept = read(tmp_path / "results" / "finals" / f"digits_rnn_lr{rate!r}.json")
+    assert kept["metrics"]["validation_loss"] == scored["metrics"]["validation_loss"]
+    assert (kept["name"], kept["command"]) == (f"digits_rnn_lr{rate!r}", scored["command"])
 
 
 @pytest.mark.parametrize(

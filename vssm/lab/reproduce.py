@@ -44,6 +44,15 @@ from vssm.training.progress import Progress, choose_progress
 
 __all__ = ["difference", "folders", "reproduce"]
 
+_FINAL_METRICS = (
+    "validation_loss",
+    "validation_elbo",
+    "best_epoch",
+    "train_seconds",
+    "epochs",
+    "learning_rate",
+)
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -156,6 +165,9 @@ def reproduce(
             for kind in kinds
             for rate in rates[kind]
         }
+        if stage == "finals":
+            for config in configs.values():
+                _reuse_scored(plan, config)
         left = _missing(plan, configs, stage)
         for name in configs.keys() - left.keys():  # it may have been killed before it did this
             shutil.rmtree(out / folder / name / "checkpoint", ignore_errors=True)
@@ -282,6 +294,17 @@ def _plain(config: RunConfig) -> dict[str, Any]:
     )
     values = dataclasses.asdict(config)
     return {part: values[part] for part in ("data", "model", "train")}
+
+
+def _reuse_scored(plan: _Plan, config: RunConfig) -> None:
+    """Makes a scored run of the same settings a result of the finals: no run is trained twice."""
+    path, scored = plan.piece(config, "finals"), plan.piece(config, "seeds")
+    if path.exists() or not scored.exists() or difference(scored, config, "validation_loss"):
+        return
+    content = json.loads(scored.read_bytes())
+    metrics = {name: content["metrics"].get(name) for name in _FINAL_METRICS}
+    content = {key: value for key, value in content.items() if key != "curve"}
+    write_result(path, {**content, "name": path.stem, "config": _plain(config), "metrics": metrics})
 
 
 def _ranked(plan: _Plan, kind: str, rates: Sequence[float], stage: str) -> list[float]:
