@@ -304,6 +304,7 @@ def _reuse_scored(plan: _Plan, config: RunConfig) -> None:
     content = json.loads(scored.read_bytes())
     metrics = {name: content["metrics"].get(name) for name in _FINAL_METRICS}
     content = {key: value for key, value in content.items() if key != "curve"}
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_result(path, {**content, "name": path.stem, "config": _plain(config), "metrics": metrics})
 
 
