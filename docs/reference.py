@@ -17,6 +17,7 @@ SECTIONS = {
     "Generation": (
         "vssm.generate",
         "vssm.Generation",
+        "vssm.Engine",
         "vssm.observe",
         "vssm.State",
         "vssm.sampling.ragged.generate_ragged",

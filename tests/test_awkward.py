@@ -347,7 +347,7 @@ def test_what_is_nothing_of_the_kind_is_refused_in_a_line(tmp_path):
             lambda: RunConfig.from_dict("a"),
             "config is 'a'; allowed: a dictionary of the fields of RunConfig",
         ),
-        (lambda: vssm.save(small_model("ssm"), tmp_path), "has a config.json of something else"),
+        (lambda: vssm.save(small_model("ssm"), tmp_path), "has a config.json of another program"),
         (
             lambda: open_data(DataConfig(name="arrays", arrays=ArraysConfig(path=str(tmp_path)))),
             "is a folder; allowed: a file",

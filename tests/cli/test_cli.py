@@ -94,9 +94,8 @@ def test_warnings_are_one_line(tmp_path, monkeypatch, capsys):
     shutil.copy("new/weights.safetensors", "old")  # as a save that was killed leaves it
     main(["generate", "old", "--num", "2", "--length", "3", "--device", "cpu"])
     notes = capsys.readouterr().err
-    assert (
-        notes.startswith("note: 'old/config.json' is of another model") and notes.count("\n") == 1
-    )
+    assert notes.startswith("note: 'old/config.json' describes another model")
+    assert notes.count("\n") == 1
 
 
 def test_generate_writes_samples_and_a_state_that_resumes(run_folder, tmp_path, monkeypatch):

@@ -118,7 +118,7 @@ def own_copy(folder: Path) -> Path:
 
 @dataclass
 class Report:
-    """Makes one HTML page from run folders, results, or a folder of experiments."""
+    """Makes one HTML page from runs, results or experiments."""
 
     run_folders: tyro.conf.Positional[
         Annotated[tuple[Path, ...], tyro.conf.arg(metavar="[RUN ...]")]
