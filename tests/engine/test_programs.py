@@ -404,3 +404,27 @@ def test_calls_on_several_streams_do_not_mix_results():
     torch.cuda.synchronize()
     for one, other in zip(made, wanted, strict=True):
         same(one, other)
+
+
+def test_slabs_of_a_transformer_replay_their_loops(device, counts, monkeypatch):
+    """The keys and values of many rows may not fit; the steps of each slab are recorded then."""
+    monkeypatch.setattr("vssm.sampling.rows_of_cache", lambda model, num, steps: min(num, 2))
+    model = small_model("transformer").to(device)
+    engine, prompts = Engine(model), sequences(model, 5, 4).to(device)
+    for options in ({"num": 5, "length": 70}, {"prompt": prompts, "length": 6}):
+        for seed in range(3):
+            before = counts.replayed
+            made = engine.generate(seed=seed, **options)
+            same_results(made, vssm.generate(model, seed=seed, **options))
+        assert counts.replayed - before >= 3, "a loop for each slab"
+
+
+def test_prompts_that_are_read_in_slabs_are_not_recorded(device, counts, monkeypatch):
+    model = small_model("ssm").to(device)
+    engine, prompts = Engine(model), sequences(model, 4, 6).to(device)
+    monkeypatch.setattr("vssm.sampling.slabs.bytes_of_slab", lambda device: 6 * 2)
+    monkeypatch.setattr("vssm.sampling.slabs.bytes_of_step", lambda *arguments: 1)
+    for seed in range(3):
+        made = engine.generate(prompt=prompts, length=1, seed=seed)
+        same_results(made, vssm.generate(model, prompt=prompts, length=1, seed=seed))
+    assert counts.recorded == 1, "the loop alone"

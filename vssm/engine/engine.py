@@ -42,6 +42,8 @@ from vssm.sampling.generation import (
 from vssm.sampling.parallel import empty_steps
 from vssm.sampling.paths import Task, paths_after
 from vssm.sampling.request import Noise, Options, Result, expand_rows
+from vssm.sampling.slabs import in_slabs, rows_of_slab
+from vssm.sampling.stepwise import read_autoregressive
 
 __all__ = ["Engine"]
 
@@ -284,8 +286,16 @@ class Engine:
     ) -> Result | None:
         num = source.num
         _, rows = divide(model, prompt, state, num, options)
-        if rows < num:
-            return None
+        if rows < num:  # the keys and values of all rows would not fit: each slab has its loop
+
+            def make(prompt: Tensor | None, state: State | None, source: Noise) -> State:
+                made = self._autoregressive_steps(model, prompt, state, source, options)
+                x, _, after = made or sample(model, prompt, state, source, options)
+                assert after is not None
+                return State({"x": x, "state": after})
+
+            slabs = in_slabs(make, rows, num, prompt, state, source)
+            return slabs["x"], None, slabs.child("state")
         if prompt is not None:
             state = self._read_prompt(model, prompt, state)
         state = None if state is None else expand_rows(state, num)
@@ -309,7 +319,9 @@ class Engine:
 
     def _read_prompt(self, model: Autoregressive, prompt: Tensor, state: State | None) -> State:
         """Reads a prompt, by a program where a recording can hold it."""
-        if model.config.block != "gru":
+        num, steps = prompt.shape[:2]
+        whole = rows_of_slab(model, num, steps, False) == num  # else slabs keep the device busy
+        if model.config.block != "gru" and whole:
             given: dict[str, Tensor | State] = {"prompt": prompt}
             if state is not None:
                 given["state"] = _portable(model, state)
@@ -319,7 +331,7 @@ class Engine:
                 before = given.child("state") if "state" in given.children else None
                 return State({"state": model(given["prompt"], before)[1]})
 
-            end = prompt.shape[1] + (0 if state is None else state.position)
+            end = steps + (0 if state is None else state.position)
             made = self._programs.run(
                 ("read", describe(inputs)),
                 lambda recorder: OneShot(recorder, function, inputs, {}),
@@ -329,8 +341,7 @@ class Engine:
             )
             if made is not None:
                 return made.child("state")
-        source = Noise(prompt.new_zeros(len(prompt)), prompt.new_zeros(len(prompt)))
-        return read(model, prompt, state, source)
+        return read_autoregressive(model, prompt, state)
 
     def _vrnn_steps(
         self,
