@@ -17,8 +17,6 @@ ROOT = PACKAGE.parent
 
 # Each module may import only from modules that stand before it.
 ORDER = (
-    "interrupts",
-    "threads",
     "checks",
     "storage",
     "ops",
@@ -29,7 +27,6 @@ ORDER = (
     "nn",
     "models",
     "objectives",
-    "particles",
     "likelihoods",
     "runs",
     "sampling",

@@ -8,10 +8,10 @@ from vssm.checks import check_type
 from vssm.config import ModelConfig
 from vssm.models.autoregressive import Autoregressive as Autoregressive
 from vssm.models.ladder import Ladder as Ladder
+from vssm.models.threads import single_after_fork
 from vssm.models.variational import Variational as Variational
 from vssm.models.vrnn import VRNN as VRNN
 from vssm.models.vrnn import Trajectory as Trajectory
-from vssm.threads import single_after_fork
 
 __all__ = [
     "MODELS",

@@ -32,7 +32,6 @@ from vssm.checks import check_flag, check_path, check_type
 from vssm.config import RunConfig
 from vssm.data import Data, draw, open_data
 from vssm.data.feed import check_values, moved, place, take
-from vssm.interrupts import Interrupts
 from vssm.likelihoods import estimates
 from vssm.models import Model, build
 from vssm.nn import BLOCKS
@@ -46,6 +45,7 @@ from vssm.storage import write_atomically
 from vssm.training import figures
 from vssm.training.distributed import Call, World, join
 from vssm.training.graph import GraphedStep, on_stream
+from vssm.training.interrupts import Interrupts
 from vssm.training.learner import Learner, Tally, TrainingStopped, learning_rate
 from vssm.training.progress import Progress, choose_progress
 from vssm.training.setup import check_options, resolve, warn_of_grey, warn_of_mps

@@ -10,8 +10,8 @@ with z^k drawn from the posterior (importance sampling; Burda et al., 2016). In 
 are lower bounds on log p that tighten with K: for C = 0, and for a model with levels at any C. For
 vssm and tvae at C > 0 it is a bound on the log of the sum over z of p(x_{C+1:T}|z)
 q_omega(z|x_{1:C}). For vrnn at C > 0 it is a difference of two bounds, and no bound. The sum over k
-is streamed: memory does not grow with K. `vssm.particles` gives closer estimates of the same by a
-particle filter.
+is streamed: memory does not grow with K. `vssm.likelihoods.particles` gives closer estimates of the
+same by a particle filter.
 
 Legend: x (B, T, D) or tokens (B, T); K `num_samples`; C `prompt_length`, `cut`.
 """
@@ -25,10 +25,10 @@ from torch import Tensor
 
 from vssm.checks import check_choice, whole_number, whole_numbers
 from vssm.distributions import Latents, Observation
+from vssm.likelihoods.particles import filtered, latent_noise, partial_prior, repeated
 from vssm.models import VRNN, Autoregressive, Ladder, Model, Trajectory, Variational, inner_model
 from vssm.models.ladder import Task
 from vssm.objectives import checked, real_steps
-from vssm.particles import filtered, latent_noise, partial_prior, repeated
 
 __all__ = ["METHODS", "check_method", "estimates", "log_likelihood", "reconstruct"]
 
