@@ -19,6 +19,7 @@ SECTIONS = {
         "vssm.Generation",
         "vssm.Engine",
         "vssm.observe",
+        "vssm.fill",
         "vssm.State",
         "vssm.sampling.ragged.generate_ragged",
         "vssm.sampling.ragged.Ragged",

@@ -50,6 +50,7 @@ def test_public_names():
         "State",
         "Terms",
         "build",
+        "fill",
         "forecast",
         "generate",
         "load",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vssm.objectives import objective as objective
     from vssm.runs.checkpoint import load as load
     from vssm.runs.checkpoint import save as save
+    from vssm.sampling.filling import fill as fill
     from vssm.sampling.generation import Generation as Generation
     from vssm.sampling.generation import generate as generate
     from vssm.sampling.generation import observe as observe
@@ -40,6 +41,7 @@ __all__ = [
     "State",
     "Terms",
     "build",
+    "fill",
     "forecast",
     "generate",
     "load",
@@ -62,6 +64,7 @@ _SOURCES = {
     "objective": "objectives",
     "load": "runs.checkpoint",
     "save": "runs.checkpoint",
+    "fill": "sampling.filling",
     "Generation": "sampling.generation",
     "generate": "sampling.generation",
     "observe": "sampling.generation",

@@ -69,6 +69,14 @@ class ModelConfig:
     spans: tuple[int, ...] = ()
     """For each level, how many steps share a latent: (28, 14, 7, 1) settles 28 steps first, then
     their halves and quarters, then each step. 1 for every level by default."""
+    known: str = "prefix"
+    """What the model can be given: "prefix", the first steps of a sequence, as in the paper; or
+    "any", for vssm, any entries: see `vssm.fill`."""
+    given: int = 0
+    """With known="any": how many of the features, the last ones, are always known and never made,
+    such as a label, a price or a holiday."""
+    window: int = 32
+    """With known="any": the steps that blocks which read backwards see at once."""
     head: str = "gaussian"
     """Distribution of x_t: gaussian, gaussian-learned, bernoulli, categorical or logistic-mixture;
     in a run also auto, for the one that suits the data."""
@@ -85,10 +93,8 @@ class ModelConfig:
         check_choice("head", self.head, ("auto", *HEADS))
         for field in dataclasses.fields(self):
             if field.type is int:
-                value, least = (
-                    getattr(self, field.name),
-                    2 if field.name in ("classes", "bins") else 1,
-                )
+                least = {"classes": 2, "bins": 2, "given": 0}.get(field.name, 1)
+                value = getattr(self, field.name)
                 check_number(field.name, value, least, below=_SIZES_BELOW, whole=True)
         check_number("sigma", self.sigma, 1e-6, below=1_000_000)  # float32 divides by its square
         if self.levels > 1 and self.kind != "vssm":
@@ -101,6 +107,7 @@ class ModelConfig:
                 f"spans={shown(self.spans)} is not allowed with levels={self.levels}; allowed: one "
                 f"whole number >= 1 and < {_SIZES_BELOW} for each level of two or more, or none"
             )
+        self._check_known()
         if self.latents % self.levels:
             raise ValueError(
                 f"latents={self.latents} is not divisible by levels={self.levels}; "
@@ -110,6 +117,23 @@ class ModelConfig:
             raise ValueError(
                 f"width={self.width} is not divisible by heads={self.heads}; "
                 f"allowed: a multiple of {self.heads}"
+            )
+
+    def _check_known(self) -> None:
+        check_choice("known", self.known, ("prefix", "any"))
+        if self.known == "prefix":
+            if self.given:
+                raise ValueError(f"given={self.given} needs known='any'")
+            return
+        if self.kind != "vssm" or self.spans:
+            wrong = "spans" if self.spans else f"kind={self.kind!r}"
+            raise ValueError(f"known='any' is not for {wrong}; use kind='vssm' without spans")
+        if self.given and self.head == "categorical":
+            raise ValueError(f"given={self.given} is not for tokens; use given=0")
+        if self.given >= self.features and self.head != "auto":
+            raise ValueError(
+                f"given={self.given} leaves nothing to make of features={self.features}; "
+                f"use less than {self.features}"
             )
 
     @property

@@ -78,6 +78,10 @@ class Observation(Protocol):
         """Returns log p(x_t | w_t) in nats, summed over features, (B, T)."""
         ...
 
+    def entry_log_prob(self, x: Tensor) -> Tensor:
+        """Returns the log-probability of every entry of x, in nats, of the shape of x."""
+        ...
+
     def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
         """Returns the x that uniform noise (B, T, noise_size) selects.
 
@@ -220,8 +224,11 @@ class Gaussian:
         return self.loc
 
     def log_prob(self, x: Tensor) -> Tensor:
+        return self.entry_log_prob(x).sum(-1)
+
+    def entry_log_prob(self, x: Tensor) -> Tensor:
         error = (x - self.loc) / self.scale
-        return -(error.square() / 2 + self.scale.log() + math.log(2 * math.pi) / 2).sum(-1)
+        return -(error.square() / 2 + self.scale.log() + math.log(2 * math.pi) / 2)
 
     def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
         bounds = _MIN_SCALE, _MAX_SCALE
@@ -247,8 +254,11 @@ class Bernoulli:
         return (self.logits > 0).to(self.logits.dtype)
 
     def log_prob(self, x: Tensor) -> Tensor:
+        return self.entry_log_prob(x).sum(-1)
+
+    def entry_log_prob(self, x: Tensor) -> Tensor:
         x = x.to(self.logits.dtype)
-        return (x * F.logsigmoid(self.logits) + (1 - x) * F.logsigmoid(-self.logits)).sum(-1)
+        return x * F.logsigmoid(self.logits) + (1 - x) * F.logsigmoid(-self.logits)
 
     def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
         tails = torch.sigmoid(-self.logits / _positive(temperature))
@@ -271,6 +281,9 @@ class Categorical:
 
     def log_prob(self, x: Tensor) -> Tensor:
         return self.logits.log_softmax(-1).gather(-1, x.long().unsqueeze(-1)).squeeze(-1)
+
+    def entry_log_prob(self, x: Tensor) -> Tensor:
+        return self.log_prob(x)  # a token is one entry
 
     def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
         return inverse_cdf(self.logits, noise.squeeze(-1), _positive(temperature))
@@ -317,7 +330,10 @@ class LogisticMixture:
         return candidates.gather(-1, best).squeeze(-1)
 
     def log_prob(self, x: Tensor) -> Tensor:
-        return self.log_mass(x.to(self.loc.dtype).unsqueeze(-1)).sum((-2, -1))
+        return self.entry_log_prob(x).sum(-1)
+
+    def entry_log_prob(self, x: Tensor) -> Tensor:
+        return self.log_mass(x.to(self.loc.dtype).unsqueeze(-1)).squeeze(-1)
 
     def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
         choice, u = noise.to(self.loc.dtype).chunk(2, dim=-1)

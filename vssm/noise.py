@@ -26,7 +26,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-__all__ = ["LATENT", "OBSERVATION", "PARTICLE", "fork", "philox", "uniform"]
+__all__ = ["LATENT", "OBSERVATION", "ORDER", "PARTICLE", "fork", "philox", "uniform"]
 
 LATENT = 0
 """Stream of the latents z."""
@@ -34,6 +34,8 @@ OBSERVATION = 1
 """Stream of the observations x given z."""
 PARTICLE = 2
 """Stream of the choice among draws of the latents, in a particle filter."""
+ORDER = 3
+"""Stream of the order in which passes make the entries of x, where any part may be known."""
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -98,8 +100,8 @@ def uniform(
             int64 tensor if only the device knows it; then it is not checked.
         length: Number of steps T.
         components: Numbers per step; the first n do not depend on how many there are.
-        stream: What the noise is for, `LATENT`, `OBSERVATION` or `PARTICLE` (any integer in [0,
-            256)).
+        stream: What the noise is for, `LATENT`, `OBSERVATION`, `PARTICLE` or `ORDER` (any
+            integer in [0, 256)).
         draw: Number of a repeated draw, such as an importance sample, in [0, 2^24).
 
     Returns:

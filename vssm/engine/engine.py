@@ -210,7 +210,7 @@ class Engine:
                 made = self._one_shot(request, asked, seed)
             elif isinstance(model, VRNN):
                 made = self._vrnn_steps(model, prompt, state, source, options)
-            else:
+            elif isinstance(model, Autoregressive):
                 made = self._autoregressive_steps(model, prompt, state, source, options)
         if made is not None:
             return made

@@ -4,6 +4,7 @@
     vssm, tvae       log 1/K sum_k p(x|z^k) p(z^k) / q_psi(z^k|x)                       C = 0
                      log 1/K sum_k p(x_{C+1:T}|z^k) q_omega(z^k|x_{1:C}) / q_psi(z^k|x)   C > 0
     with levels      log 1/K sum_k p(x_{C+1:T}|z^k, x_{1:C}) p(z^k|x_{1:C}) / q(z^k|x)      any C
+    any part known   see `vssm.likelihoods.parts`
     vrnn             log 1/K sum_k w_k(1:T) - log 1/K sum_k w_k(1:C),   w_k = p(x|z) p(z) / q(z|x)
 
 with z^k drawn from the posterior (importance sampling; Burda et al., 2016). In expectation these
@@ -26,9 +27,20 @@ from torch import Tensor
 from vssm.checks import check_choice, whole_number, whole_numbers
 from vssm.distributions import Latents, Observation
 from vssm.likelihoods.particles import filtered, latent_noise, partial_prior, repeated
-from vssm.models import VRNN, Autoregressive, Ladder, Model, Trajectory, Variational, inner_model
+from vssm.likelihoods.parts import log_likelihood_of_part, reconstruct_part
+from vssm.models import (
+    VRNN,
+    AnyPart,
+    Autoregressive,
+    Ladder,
+    Model,
+    Trajectory,
+    Variational,
+    inner_model,
+)
 from vssm.models.ladder import Task
 from vssm.objectives import checked, real_steps
+from vssm.objectives.parts import there_and_finite
 
 __all__ = ["METHODS", "check_method", "estimates", "log_likelihood", "reconstruct"]
 
@@ -48,8 +60,10 @@ def log_likelihood(
     lengths: Tensor | None = None,
     method: str = "importance",
     rows: Sequence[int] | Tensor | int = 0,
+    known: Tensor | None = None,
+    passes: int = 1,
 ) -> Tensor:
-    """Estimates log p(x_{C+1:T} | x_{1:C}) for every sequence.
+    """Estimates log p(x_{C+1:T} | x_{1:C}) for every sequence, or log p of any part given another.
 
     Arguments:
         model: Any of the six models.
@@ -66,6 +80,10 @@ def log_likelihood(
             with levels has "importance" alone.
         rows: Which rows of the noise the sequences draw from, or the first of these; 0 to B - 1 by
             default. A part of a batch with its own rows has the estimates that it has in the whole.
+        known: For models with known="any": which entries are given, bool, of the shape of x or (B,
+            T); the first C steps by default. Entries that are NaN are missing: neither given nor
+            scored.
+        passes: S, for models with known="any": the passes in which the unknown entries are made.
 
     Returns:
         Nats, (B,).
@@ -77,7 +95,17 @@ def log_likelihood(
         torch.Size([2])
     """
     model = inner_model(model)
-    x = checked(model, x)
+    passes = whole_number("passes", passes, 1)
+    there = None
+    if isinstance(model, AnyPart):
+        if known is not None:
+            there_and_finite(model, torch.nan_to_num(x), known)
+        x, there = there_and_finite(model, x, None)
+    else:
+        x = checked(model, x)
+        for name, given in (("known", known is not None), (f"passes={passes}", passes > 1)):
+            if given:
+                raise ValueError(f"{name} is for models with known='any'; allowed: the default")
     num_samples = whole_number("num_samples", num_samples, 1)
     prompt_length = whole_number("prompt_length", prompt_length, 0)
     seed = whole_number("seed", seed, -(2**63))
@@ -96,6 +124,18 @@ def log_likelihood(
         )
     check_method(model, method)
     numbers = _numbers(x, rows)
+    if isinstance(model, AnyPart):
+        assert there is not None
+        if known is None:
+            known = torch.arange(x.shape[1], device=x.device) < prompt_length
+            known = known.expand(x.shape[:2])
+        if known.ndim < x.ndim:
+            known = known[..., None]
+        if real is not None:
+            there = there & real.view(*real.shape, *[1] * (x.ndim - 2))
+        return log_likelihood_of_part(
+            model, x, there, known & there, passes, num_samples, seed, numbers, _ROWS_PER_PASS
+        )
     case = [(prompt_length, prior)]
     return estimates(model, x, num_samples, case, seed, _ROWS_PER_PASS, real, method, numbers)[0]
 
@@ -119,7 +159,7 @@ def _numbers(x: Tensor, rows: Sequence[int] | Tensor | int) -> Tensor:
 def check_method(model: Model, method: str) -> None:
     """Raises unless the method can estimate the likelihood of the model."""
     check_choice("method", method, METHODS)
-    if method == "particles" and isinstance(model, Ladder):
+    if method == "particles" and isinstance(model, Ladder | AnyPart):
         raise ValueError("method='particles' is not for models with levels; allowed: 'importance'")
 
 
@@ -154,6 +194,15 @@ def estimates(
         p_x, _ = model(x)
         log_p_x = p_x.log_prob(x) * mask
         return [log_p_x[:, cut:].sum(1) for cut, _ in cases]
+    if isinstance(model, AnyPart):
+        steps = torch.arange(x.shape[1], device=x.device)
+        x, there = there_and_finite(model, x, None)
+        there = there & mask.bool().view(*mask.shape, *[1] * (x.ndim - 2))
+        prefixes = [(steps < cut).view(1, -1, *[1] * (x.ndim - 2)) & there for cut, _ in cases]
+        return [
+            log_likelihood_of_part(model, x, there, known, 1, num_samples, seed, numbers, rows)
+            for known in prefixes
+        ]
     if method == "particles":
         assert not isinstance(model, Ladder)
         return filtered(model, x, num_samples, cases, seed, rows, mask, numbers)
@@ -274,6 +323,8 @@ def reconstruct(
     """
     if isinstance(model, Autoregressive):
         return model(x)[0], None, None
+    if isinstance(model, AnyPart):
+        return reconstruct_part(model, x, seed, lengths, _numbers(x, first))
     u = latent_noise(x, seed, _numbers(x, first), range(1), model.config.latents)[0]
     if isinstance(model, VRNN):
         path = model(x, draw=lambda t, q_z: q_z.sample(u[:, t : t + 1]))

@@ -1,4 +1,4 @@
-"""The six models: three classes, one stack; and vssm with levels of latents, a fourth."""
+"""The six models: three classes, one stack; and two more for vssm, with levels and any part."""
 
 import warnings
 
@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from vssm.checks import check_type
 from vssm.config import ModelConfig
+from vssm.models.anypart import AnyPart as AnyPart
 from vssm.models.autoregressive import Autoregressive as Autoregressive
 from vssm.models.ladder import Ladder as Ladder
 from vssm.models.threads import single_after_fork
@@ -16,6 +17,7 @@ from vssm.models.vrnn import Trajectory as Trajectory
 __all__ = [
     "MODELS",
     "VRNN",
+    "AnyPart",
     "Autoregressive",
     "Ladder",
     "Model",
@@ -26,8 +28,8 @@ __all__ = [
     "inner_model",
 ]
 
-Model = Autoregressive | Variational | VRNN | Ladder
-_CLASSES = (Autoregressive, Variational, VRNN, Ladder)  # torch.compile knows no unions
+Model = Autoregressive | Variational | VRNN | Ladder | AnyPart
+_CLASSES = (Autoregressive, Variational, VRNN, Ladder, AnyPart)  # torch.compile knows no unions
 
 MODELS: dict[str, type[nn.Module]] = {
     "transformer": Autoregressive,
@@ -49,6 +51,8 @@ def build(config: ModelConfig) -> Model:
     """
     check_type("config", config, ModelConfig, "a ModelConfig")
     single_after_fork()
+    if config.known == "any":
+        return AnyPart(config)
     model = (MODELS[config.kind] if config.levels == 1 else Ladder)(config)
     assert isinstance(model, Model)
     return model
@@ -88,7 +92,7 @@ def inner_model(model: object) -> Model:
     wrapped = found is not model and hasattr(model, "_orig_mod")  # by torch.compile(model)
     in_place = found._compiled_call_impl is not None  # by model.compile(), which reaches a vrnn
     if (wrapped and not isinstance(found, Autoregressive)) or (
-        in_place and isinstance(found, (Variational, Ladder))
+        in_place and isinstance(found, (Variational, Ladder, AnyPart))
     ):
         warnings.warn(
             f"torch.compile has no effect on a {found.config.kind} model as a whole, so it runs "

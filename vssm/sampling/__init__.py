@@ -8,7 +8,8 @@
 | SSM sampling              | `sample_autoregressive`, ssm: the prompt is read in parallel      |
 | Transformer sampling      | `sample_recomputed`; with a key-value cache `sample_autoregressive` |
 
-`sample_vrnn` completes the six models, and `sample_ladder` is for a vssm with levels of latents.
+`sample_vrnn` completes the six models, `sample_ladder` is for a vssm with levels of latents, and
+`sample_any_part` for one that conditions on any known part.
 With `recondition=True` a variational model reads each chunk that it has made, instead of empty
 tokens, before it makes the next: the chunk size is then a dial from fully parallel (W = T) to step
 by step (W = 1). With `passes=S` it redraws a chunk that it has made, all steps at once, each after
@@ -26,8 +27,9 @@ from functools import partial
 from torch import Tensor
 
 from vssm.distributions import Latents
-from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational
+from vssm.models import VRNN, AnyPart, Autoregressive, Ladder, Model, Variational
 from vssm.nn import State
+from vssm.sampling.anypart import read_any_part, sample_any_part
 from vssm.sampling.ladder import read_ladder, sample_ladder
 from vssm.sampling.parallel import read_variational, sample_variational
 from vssm.sampling.request import Noise, Options, Result, expand_rows
@@ -63,6 +65,8 @@ def sample(
     """
     if isinstance(model, VRNN):
         return sample_vrnn(model, prompt, state, source, options)
+    if isinstance(model, AnyPart):
+        return sample_any_part(model, prompt, state, source, options)
     if not options.cache:
         assert isinstance(model, Autoregressive)
         return sample_recomputed(model, prompt, source, options)
@@ -115,6 +119,8 @@ def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:
         x = x.expand(num, *x.shape[1:])
     if isinstance(model, VRNN):
         return read_vrnn(model, x, state, source)
+    if isinstance(model, AnyPart):
+        return read_any_part(model, x, state, num)
     if isinstance(model, Autoregressive):
         return expand_rows(read_autoregressive(model, x, state), num)
     if isinstance(model, Ladder):

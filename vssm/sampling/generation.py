@@ -18,7 +18,16 @@ from torch import Tensor
 
 from vssm.checks import check_choice, check_flag, shown, whole_number, whole_numbers
 from vssm.config import ModelConfig
-from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational, first_weight, inner_model
+from vssm.models import (
+    VRNN,
+    AnyPart,
+    Autoregressive,
+    Ladder,
+    Model,
+    Variational,
+    first_weight,
+    inner_model,
+)
 from vssm.nn import State
 from vssm.sampling import read, sample
 from vssm.sampling.layout import fitted
@@ -28,6 +37,7 @@ __all__ = [
     "Generation",
     "Request",
     "check_bytes",
+    "check_noise",
     "check_reading",
     "check_request",
     "check_room",
@@ -234,7 +244,7 @@ def check_request(
         state = state.repeat(num)
     if state is not None and prompt is not None:
         prompt = prompt.expand(num, *prompt.shape[1:])
-    source = _check_noise(num, seed, rows, state, device)
+    source = check_noise(num, seed, rows, state, device)
     if prompt is not None and prompt.shape[1] == 0:
         prompt = None
     if prompt is not None and state is not None and "blind" in state.children:
@@ -253,6 +263,8 @@ def check_reading(
 ) -> tuple[Tensor, State | None, Noise]:
     """Checks the arguments of `observe`, of the same names."""
     device = first_weight(model).device
+    if model.config.given:
+        raise ValueError("observe is not for models with given features; use vssm.fill")
     x = _check_sequence(model, x, "x", device)
     if state is not None:
         state = _check_state(model, state, device)
@@ -267,7 +279,7 @@ def check_reading(
     if len(x) not in (1, num):
         raise ValueError(f"x has {len(x)} rows; allowed: {num}, or 1 that serves all")
     check_room(model, num, x.shape[1], device)
-    source = _check_noise(num, seed, rows, state, device)
+    source = check_noise(num, seed, rows, state, device)
     return x, state if state is not None and state.position else None, source
 
 
@@ -313,7 +325,7 @@ def own_state(model: Model, state: State | None, source: Noise) -> State:
     return State(children, position, owner_of(model.config))
 
 
-def _check_noise(
+def check_noise(
     num: int,
     seed: int | Tensor | None,
     rows: Sequence[int] | Tensor | None,
@@ -366,7 +378,7 @@ def _check_options(
     given = {"recondition=True": recondition, f"passes={passes}": passes > 1}
     given[f"chunk={chunk}"] = chunk is not None
     name = next((name for name, there in given.items() if there), None)
-    if name is not None and not isinstance(model, Variational | Ladder):
+    if name is not None and not isinstance(model, Variational | Ladder | AnyPart):
         raise ValueError(
             f"{name} is for models that generate in parallel, not kind={kind!r}; "
             "allowed: vssm, tvae"
@@ -381,7 +393,12 @@ def _check_options(
             "cache=False recomputes from the first step and can not use a state; allowed: a prompt"
         )
     sample = observe == "sample" or (model.head.tokens and isinstance(model, Autoregressive))
-    recondition = bool(recondition) or passes > 1
+    if model.config.given:
+        raise ValueError(
+            f"the model has {model.config.given} given features, which generate can not know; "
+            "use vssm.fill, with their values in x"
+        )
+    recondition = bool(recondition) or (passes > 1 and not isinstance(model, AnyPart))
     chunk = chunk or max(length, 1)
     return Options(length, chunk, recondition, passes, temperature, sample, bool(cache))
 

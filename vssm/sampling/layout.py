@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vssm.checks import shown, whole_number
 from vssm.config import ModelConfig
-from vssm.models import Ladder, Model, first_weight
+from vssm.models import AnyPart, Ladder, Model, first_weight
 from vssm.nn import State
 
 __all__ = ["fitted"]
@@ -37,8 +37,38 @@ def fitted(model: Model, state: State, device: torch.device) -> State:
     dtypes = (first_weight(model).dtype,)
     if torch.is_autocast_enabled(device.type):  # states follow the precision of products
         dtypes += _FLOATS[:3]
+    if isinstance(model, AnyPart):
+        return _fitted_any_part(model, state, rows, dtypes, device)
     layout = _layout(model.config, blind, last, rows, steps, dtypes)
     return _fitted(state, layout, state.position, device)
+
+
+def _fitted_any_part(
+    model: AnyPart, state: State, rows: int, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> State:
+    """Does what `fitted` does for a model with known="any": its passes are at a window's start."""
+    config = model.config
+    start = state.position - state.position % config.window
+    passes = [name for name in state.children if name.startswith("pass")] if start else []
+    if start and not passes:
+        raise ValueError("state has no 'pass0000'; use a state from generate or observe")
+    count = config.layers + config.levels + len(model.last_blocks)
+    ssm = _Kept((rows, config.inner, config.state_size), _FLOATS)
+    block = {"conv": _Kept((rows, config.conv - 1, config.inner), dtypes), "ssm": ssm}
+    forwards = dict.fromkeys(map(str, range(0, count, 2)), block)
+    for name in passes:
+        _fitted(state.child(name), forwards, start, device, f"{name}/")
+    layout: _Layout = dict.fromkeys(("seed", "row"), _Kept((rows,), _INTEGER))
+    if state.position:
+        tail = () if model.head.tokens else (config.features,)
+        shape = rows, config.window, *tail
+        layout["open"] = _Kept(shape, _INTEGER if model.head.tokens else _FLOATS)
+        layout["open_known"] = _Kept(shape, _INTEGER)
+    own = {name: child for name, child in state.children.items() if name not in passes}
+    if not state.position:  # nothing was read: a state holds an empty window at most
+        own = {name: child for name, child in own.items() if not name.startswith("open")}
+    _fitted(State(own, state.position), layout, state.position, device)
+    return state
 
 
 class _Kept(NamedTuple):

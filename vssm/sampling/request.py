@@ -47,6 +47,12 @@ class Noise:
         """Returns uniform numbers for the observations of some steps, (B, length, ...)."""
         return self._uniform(position, length, model.head.noise_size, noise.OBSERVATION)
 
+    def uniform(
+        self, position: int, length: int, components: int, stream: int, draw: int = 0
+    ) -> Tensor:
+        """Returns uniform numbers of a stream for some steps, (B, length, components)."""
+        return noise.uniform(self.seed, self.row, position, length, components, stream, draw)
+
     def _uniform(self, position: int, length: int, components: int, stream: int) -> Tensor:
         where = position if self.start is None else self.start + position
         return noise.uniform(self.seed, self.row, where, length, components, stream)

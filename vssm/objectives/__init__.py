@@ -6,6 +6,9 @@
     VRNN               ELBO, with KL(q(z_t|h_{t-1}, x_t) || p(z_t|h_{t-1})) summed over the steps
     Ladder             ELBO, with KL(q(z^l|x, z^{<l}) || p(z^l|z^{<l})) summed over the levels
                      + partial = ELBO of log p(x_{C+1:T} | x_{1:C}), by the same network
+    AnyPart            S ELBO of log p(x_R | x_K), for random K and R: the unknown entries are
+                     divided at random into S parts, of which one is R and those before it are
+                     in K; so in expectation a bound on log p of all unknown entries in S passes
 
 The KL and the partial term are exact expectations over z_t. The reconstruction uses one draw of z;
 gradients pass through it by the straight-through Gumbel trick at temperature 1, or by ReinMax. The
@@ -23,7 +26,8 @@ from torch import Tensor
 
 from vssm.checks import check_choice, check_number, check_type, shown
 from vssm.distributions import Latents, gumbel_uniform
-from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational, inner_model
+from vssm.models import VRNN, AnyPart, Autoregressive, Ladder, Model, Variational, inner_model
+from vssm.objectives.parts import part_terms, there_and_finite
 from vssm.ops.dispatch import product_dtype
 from vssm.ops.latents import ESTIMATORS
 
@@ -62,11 +66,11 @@ class _Draws(NamedTuple):
         noise = gumbel_uniform(shape, self.device, self.generator)
         return noise.narrow(len(before), self.rows.start, self.batch)
 
-    def share(self) -> Tensor:
-        """Returns one uniform number in [0, 1) for each row."""
+    def share(self, *sizes: int) -> Tensor:
+        """Returns uniform numbers in [0, 1), (B, ...): one for each row if no size is given."""
         size = self.batch * self.shard[1]
         options = {"dtype": torch.float32, "device": self.device, "generator": self.generator}
-        return torch.rand(size, **options)[self.rows]
+        return torch.rand(size, *sizes, **options)[self.rows]
 
     def cut(self, length: int) -> Tensor:
         """Returns one number of {0, ..., T} for each row."""
@@ -83,6 +87,7 @@ def objective(
     lengths: Tensor | None = None,
     kl_weight: Tensor | float | None = None,
     estimator: str = "gumbel",
+    known: Tensor | None = None,
 ) -> Terms:
     """Scores a batch of sequences for training.
 
@@ -101,6 +106,8 @@ def objective(
             given. It does not change the other terms.
         estimator: How gradients pass through a draw of latents: "gumbel" as in the paper, or
             "reinmax".
+        known: For models with known="any": which entries of x are there, bool, of the shape of x or
+            (B, T). The others are missing: neither read nor scored. By default those that are NaN.
 
     Returns:
         The named terms, each (B,), differentiable; a trainer minimises `terms.loss.mean()`.
@@ -114,7 +121,12 @@ def objective(
         (torch.Size([5]), True)
     """
     inner = inner_model(model)
-    x = checked(inner, x, wait=False)
+    if isinstance(inner, AnyPart):
+        x, known = there_and_finite(inner, x, known, wait=False)
+    elif known is not None:
+        raise ValueError("known is for models with known='any'; allowed: None for this one")
+    else:
+        x = checked(inner, x, wait=False)
     _check_options(x, generator, shard, kl_weight, estimator)
     real = None if lengths is None else real_steps(x, lengths)
     draws = _Draws(len(x), shard, x.device, generator)
@@ -123,7 +135,12 @@ def objective(
         log_likelihood = _total(p_x.log_prob(x), real)
         kl, partial = torch.zeros_like(log_likelihood), torch.zeros_like(log_likelihood)
         return _terms(log_likelihood, kl, partial)
-    if isinstance(inner, Ladder):
+    if isinstance(inner, AnyPart):
+        assert known is not None
+        there = known if real is None else known & real.view(*real.shape, *[1] * (x.ndim - 2))
+        reconstruction, kl = part_terms(inner, x, there, draws, estimator)
+        terms = _terms(reconstruction, kl, torch.zeros_like(kl))
+    elif isinstance(inner, Ladder):
         terms, kl = _ladder_terms(inner, x, lengths, draws, estimator)
     else:
         score = _vrnn_terms if isinstance(inner, VRNN) else _variational_terms

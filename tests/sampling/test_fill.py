@@ -1,0 +1,177 @@
+"""Any part known: exactness by enumeration, and one sample for one seed."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import vssm
+from vssm.models.anypart import Part
+
+
+def any_part(seed=0, **options):
+    torch.manual_seed(seed)
+    sizes = {"features": 2, "width": 8, "layers": 2, "latents": 2, "classes": 2, "levels": 2}
+    config = vssm.ModelConfig(known="any", **{**sizes, "window": 4, "state_size": 4, **options})
+    model = vssm.build(config).eval()
+    with torch.no_grad():  # so that priors are far from uniform
+        for level in range(config.levels):
+            model.rung(level).prior_and_query.weight.mul_(4)
+    return model
+
+
+def random_case(seed, rows=1, length=3, features=2):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(rows, length, features, generator=generator).round()
+    return x, torch.rand(rows, length, features, generator=generator) < 0.5
+
+
+@torch.no_grad()
+def exact(model, x, known):
+    """Sums p(x_R | z, x_K) p(z | x_K) over all latents at the steps that have any."""
+    part = Part(*(model.pad(values) for values in (x, known, ~known)))
+    places = part.live[0].nonzero().flatten().tolist()
+    levels, latents = model.config.levels, model.config.latents // model.config.levels
+    total = []
+    for classes in itertools.product(range(2), repeat=len(places) * levels * latents):
+        z = torch.zeros(levels, 1, part.x.shape[1], latents, dtype=torch.int64)
+        z[:, 0, places] = torch.tensor(classes).view(levels, len(places), latents)
+        log_p_z = 0.0
+
+        def draw(level, p_z, query, z=z):
+            nonlocal log_p_z
+            log_p_z += float(torch.where(part.live, p_z.log_prob(z[level]), 0).sum())
+            return z[level]
+
+        p_x, _ = model.descend(part, draw)
+        total.append(log_p_z + float(model.score(p_x, part)[0]))
+    return torch.tensor(total, dtype=torch.float64).logsumexp(0).item()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_likelihood_of_a_part_converges_to_the_sum_over_all_latents(seed):
+    model = any_part(seed, head="bernoulli")
+    x, known = random_case(seed)
+    estimate = vssm.log_likelihood(model, x, num_samples=20_000, known=known, seed=seed)
+    assert math.isclose(float(estimate), exact(model, x, known), abs_tol=0.03)
+
+
+def test_samples_follow_the_enumerated_law():
+    model = any_part(head="bernoulli")
+    x, known = random_case(3)
+    known[:] = True
+    known[0, 1] = False
+    made = vssm.fill(model, x, known, num=8000, observe="sample")[0]
+    for values in itertools.product((0.0, 1.0), repeat=2):
+        x[0, 1] = torch.tensor(values)
+        p = math.exp(exact(model, x, known))
+        share = float((made[:, 1] == x[0, 1]).all(-1).float().mean())
+        assert abs(share - p) < 4 * math.sqrt(p * (1 - p) / 8000) + 1e-3
+
+
+def test_known_entries_come_back_bit_for_bit_and_nan_is_unknown():
+    model = any_part(features=3)
+    x, known = random_case(1, rows=4, length=10, features=3)
+    x = x + torch.rand_like(x)
+    holes = torch.where(known, x, torch.nan)
+    made = vssm.fill(model, holes, passes=3)
+    assert torch.equal(made[known], x[known]) and made.isfinite().all()
+    assert torch.equal(made, vssm.fill(model, x, known, passes=3))
+    assert not torch.equal(made, vssm.fill(model, x, known, passes=3, seed=1))
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_batch_split_does_not_change_a_sample(passes):
+    model = any_part()
+    x, known = random_case(2, rows=5, length=9)
+    whole = vssm.fill(model, x, known, passes=passes)
+    part = vssm.fill(model, x[2:4], known[2:4], passes=passes, rows=[2, 3])
+    torch.testing.assert_close(whole[2:4], part)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("prompted", [False, True])
+def test_chunks_and_resume_points_do_not_change_a_sample(passes, prompted):
+    model, options = any_part(), {"passes": passes, "seed": 5}
+    start = {"prompt": random_case(4, rows=2, length=6)[0]} if prompted else {"num": 2}
+    whole = vssm.generate(model, length=11, **start, **options)
+    chunked = vssm.generate(model, length=11, chunk=4, **start, **options)
+    torch.testing.assert_close(whole.x, chunked.x)
+    for cut in (1, 2, 5, 8):
+        first = vssm.generate(model, length=cut, **start, **options)
+        rest = vssm.generate(model, length=11 - cut, state=first.state, passes=passes)
+        torch.testing.assert_close(whole.x, torch.cat([first.x, rest.x], 1))
+        assert torch.equal(whole.z, torch.cat([first.z, rest.z], 1))
+
+
+def test_a_prompt_is_the_prefix_of_fill():
+    model = any_part()
+    prompt = random_case(6, rows=2, length=6)[0]
+    made = vssm.generate(model, prompt=prompt, length=10, seed=3)
+    x = torch.cat([prompt, torch.full((2, 10, 2), torch.nan)], 1)
+    torch.testing.assert_close(made.x, vssm.fill(model, x, seed=3)[:, 6:])
+
+
+def test_observed_in_pieces_is_observed_at_once():
+    model = any_part()
+    x = random_case(7, rows=2, length=7)[0]
+    pieces = vssm.observe(model, x[:, 5:], vssm.observe(model, x[:, :5]))
+    resumed = vssm.generate(model, length=6, state=pieces)
+    torch.testing.assert_close(resumed.x, vssm.generate(model, prompt=x, length=6).x)
+
+
+def test_missing_cells_change_neither_terms_nor_likelihoods():
+    model = any_part()
+    x, there = random_case(8, rows=4, length=8)
+    other = torch.where(there, x, 99.0)
+    terms = [
+        vssm.objective(model, values, torch.Generator().manual_seed(1), known=mask)
+        for values, mask in ((torch.where(there, x, torch.nan), None), (other, there))
+    ]
+    assert torch.equal(terms[0].loss, terms[1].loss)
+
+
+def test_every_weight_has_a_gradient():
+    model = any_part(given=1, features=3)
+    loss = sum(vssm.objective(model, torch.rand(16, 8, 3)).loss.mean() for _ in range(3))
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_tokens_are_filled():
+    model = any_part(features=7, head="categorical")
+    x = torch.randint(0, 7, (3, 10))
+    known = x < 4
+    made = vssm.fill(model, x, known, passes=4)
+    assert made.dtype == x.dtype and torch.equal(made[known], x[known])
+
+
+def test_given_columns_are_kept_and_needed():
+    model = any_part(features=3, given=1)
+    x = torch.full((2, 8, 3), torch.nan)
+    with pytest.raises(ValueError, match="the last 1 features of x are given"):
+        vssm.fill(model, x)
+    x[..., 2] = 1.0
+    made = vssm.fill(model, x)
+    assert made.isfinite().all() and torch.equal(made[..., 2], x[..., 2])
+    with pytest.raises(ValueError, match=r"use vssm\.fill"):
+        vssm.generate(model)
+
+
+def test_mistakes_are_named():
+    model, x = any_part(), torch.rand(2, 8, 2)
+    with pytest.raises(ValueError, match="nothing is unknown"):
+        vssm.fill(model, x)
+    with pytest.raises(ValueError, match=r"known has shape \(2, 7\)"):
+        vssm.fill(model, x, torch.ones(2, 7, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"known is torch\.float32"):
+        vssm.fill(model, x, torch.ones(2, 8))
+    with pytest.raises(ValueError, match="contains NaN"):
+        vssm.fill(model, x.fill_(torch.nan), torch.ones(2, 8, dtype=torch.bool))
+    prefix = vssm.build(vssm.ModelConfig(features=2, width=8, layers=1, latents=2, classes=2))
+    with pytest.raises(ValueError, match=r"train a vssm with --model\.known any"):
+        vssm.fill(prefix, x)
+    with pytest.raises(ValueError, match="passes=2 does not fit this state"):
+        state = vssm.generate(model, length=9, passes=3).state
+        vssm.generate(model, length=2, state=state, passes=2)

@@ -1,0 +1,124 @@
+"""Likelihoods of any part of a sequence given another, for models with known="any".
+
+    log p(x_U | x_K) >= sum_s log 1/K sum_k w_ks
+    w_ks = p(x_{R_s}|z, x_{K_s}) p(z|x_{K_s}, R_s) / q(z|x_{K_s}, x_{R_s}),     z ~ q
+
+U are the unknown entries, divided at random into R_1 ... R_S; K_1 = K, and K_{s+1} = K_s + R_s. The
+division is that of `vssm.fill` with the same seed and row.
+
+Legend: x (B, T, D) or tokens (B, T); `there`, the entries that are not missing, and `known`, K, of
+the shape of x; K also `num_samples`; S `passes`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from vssm import noise
+from vssm.distributions import Latents, Observation
+from vssm.likelihoods.particles import latent_noise
+from vssm.models.anypart import AnyPart, Part, order_of_passes
+
+__all__ = ["log_likelihood_of_part", "reconstruct_part"]
+
+
+def log_likelihood_of_part(
+    model: AnyPart,
+    x: Tensor,
+    there: Tensor,
+    known: Tensor,
+    passes: int,
+    num_samples: int,
+    seed: int,
+    numbers: Tensor,
+    rows: int,
+) -> Tensor:
+    """Returns an estimate for each sequence, (B,).
+
+    Arguments:
+        model: The model.
+        x: The sequences, finite.
+        there: The entries that are not missing.
+        known: K, of the shape of x.
+        passes: S.
+        num_samples: K, the draws of the latents of each pass.
+        seed: The seed of the draws.
+        numbers: The row of the noise of each sequence, (B,).
+        rows: Sequences in one run of the network.
+    """
+    known = known | (model.always_known(torch.zeros_like(known)) & there)
+    x, there, known = model.pad(x), model.pad(there), model.pad(known)
+    columns = 1 if x.ndim == 2 else x.shape[2]
+    u = noise.uniform(
+        torch.full_like(numbers, seed), numbers, 0, x.shape[1], columns, stream=noise.ORDER
+    ).view(x.shape)
+    order = order_of_passes(there & ~known, u, model.config.window, passes)
+    total = torch.zeros(len(x), device=x.device)
+    step = max(1, rows // max(1, len(x)))
+    for s in range(passes):
+        part = Part(x, known | ((order >= 0) & (order < s)), order == s)
+        evidence = model.evidence(part)
+        nats = torch.full_like(total, -torch.inf)
+        for first in range(0, num_samples, step):
+            draws = range(first, min(first + step, num_samples))
+            offset = range(s * num_samples + draws.start, s * num_samples + draws.stop)
+            u = latent_noise(x, seed, numbers, offset, model.config.latents)
+            weights = _weigh(model, part, evidence, u)
+            nats = torch.logaddexp(nats, torch.logsumexp(weights, 0))
+        total = total + nats - math.log(num_samples)
+    return total
+
+
+def _weigh(model: AnyPart, part: Part, evidence: tuple[Tensor, ...], u: Tensor) -> Tensor:
+    """Returns log weights (K, B) of draws that uniform numbers (K, B, T, Z) select."""
+    copies = part.repeat(len(u))
+    p_x, q_z, p_z, z = _draw_posterior(model, copies, evidence, u)
+    ratio = p_z.log_prob(z) - q_z.log_prob(z)
+    log_w = model.score(p_x, copies) + torch.where(copies.live, ratio, 0).sum(1)
+    return log_w.view(u.shape[:2])
+
+
+def _draw_posterior(
+    model: AnyPart,
+    part: Part,
+    evidence: tuple[Tensor, ...],
+    u: Tensor,
+    length: int | None = None,
+) -> tuple[Observation, Latents, Latents, Tensor]:
+    """Draws all latents from the posterior; returns p(x_R|z, x_K), q(z), p(z) and z."""
+    levels = u.flatten(0, 1).chunk(model.config.levels, -1)
+    q_zs, p_zs, zs = [], [], []
+
+    def draw(level: int, p_z: Latents, query: Tensor) -> Tensor:
+        known = evidence[level].repeat(len(u), 1, 1)
+        q_z = model.rung(level).posterior(p_z, query, known)
+        q_zs.append(q_z.logits)
+        p_zs.append(p_z.logits)
+        zs.append(q_z.sample(levels[level]))
+        return zs[-1]
+
+    p_x, _ = model.descend(part, draw, length=length)
+    q_z, p_z = (Latents(torch.cat(logits, -2)) for logits in (q_zs, p_zs))
+    return p_x, q_z, p_z, torch.cat(zs, -1)
+
+
+def reconstruct_part(
+    model: AnyPart, x: Tensor, seed: int, lengths: Tensor | None, numbers: Tensor
+) -> tuple[Observation, Latents, Latents]:
+    """Returns p(x|z) for one draw of z with nothing known but what is given, and q(z) and p(z)."""
+    length = x.shape[1]
+    there = torch.ones_like(x, dtype=torch.bool)
+    if x.is_floating_point():
+        there = ~x.isnan()
+        x = x.nan_to_num()
+    if lengths is not None:
+        real = torch.arange(length, device=x.device) < lengths[:, None]
+        there = there & real.view(*real.shape, *[1] * (x.ndim - 2))
+    known = model.always_known(torch.zeros_like(there)) & there
+    part = Part(*(model.pad(values) for values in (x, known, there & ~known)))
+    u = latent_noise(part.x, seed, numbers, range(1), model.config.latents)
+    p_x, q_z, p_z, _ = _draw_posterior(model, part, model.evidence(part), u, length)
+    # Latents of steps that are not live are not paid for: there q = p.
+    q_raw = torch.where(part.live[..., None, None], q_z.logits, p_z.logits)
+    return p_x, Latents(q_raw[:, :length]), Latents(p_z.logits[:, :length])

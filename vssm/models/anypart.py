@@ -1,0 +1,241 @@
+"""A vssm that conditions on any known part of a sequence, not only on a prefix.
+
+    K, R                   the entries (t, d) that are known, and those to be made now
+    input                  e_t = E [x_K, K, R]_t                     zeros where x is not known
+    level l = 1 ... L      h = block_l(h)
+                           p(z^l_t | z^{<l}, x_K, R)      = D(z^l_t | P_l h_t)
+                           q(z^l_t | z^{<l}, x_K, x_R)    = D(z^l_t | P_l h_t + Q_l silu(g^l_t))
+                                                            g^l = R_l h + f_l(x_K, x_R, R)
+                           h_t <- h_t + E_l z^l_t         at steps with an entry in R
+    likelihood             p(x_R | z, x_K) = prod_{(t,d) in R} P(x_td | w_td)        w = f_dec(h)
+
+An entry in neither K nor R is missing: it is not read and not scored. A prompt is a prefix K; a gap
+in a series, a hole in an image and the middle of a text are other sets K. Columns that are always
+known and never made (`given`: labels, prices, holidays) are in K everywhere.
+
+Blocks take turns reading forwards and backwards. A block that reads forwards reads the whole
+sequence and carries its state. One that reads backwards starts anew in each window of `window`
+steps. So whole windows can be made one after the other from a state of constant size, with the
+result of making them at once.
+
+Legend: x (B, T, D), or (B, T) tokens, which are one entry a step; known K, made R, of the shape of
+x, bool; z (B, T, Z), of which each level has Z / L components in turn; h (B, T, width); live
+(B, T), the steps with an entry in R; T is a multiple of the window in all methods of the model.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vssm.config import ModelConfig
+from vssm.distributions import Latents, Observation, make_head
+from vssm.models.ladder import Rung
+from vssm.nn import MambaBlock, State
+from vssm.ops.linear import Linear
+from vssm.ops.norm import RMSNorm
+
+__all__ = ["AnyPart", "Part", "order_of_passes"]
+
+Draw = Callable[[int, Latents, Tensor], Tensor]
+"""From a level, p(z^l) and the query R_l h to z^l: classes (B, T, Z / L), or one-hot (B, T, Z / L,
+N).
+"""
+
+
+class Part(NamedTuple):
+    """Sequences, which of their entries are known, and which are to be made now."""
+
+    x: Tensor
+    """(B, T, D), or tokens (B, T); any finite number outside of K and R."""
+    known: Tensor
+    """K, of the shape of x, bool."""
+    made: Tensor
+    """R, of the shape of x, bool; no entry is in both."""
+
+    @property
+    def live(self) -> Tensor:
+        """Which steps have an entry to be made, and so have latents, (B, T)."""
+        return self.made if self.made.ndim == 2 else self.made.any(-1)
+
+    def repeat(self, times: int) -> "Part":
+        """Returns the batch `times` times."""
+        return Part(*(values.repeat(times, *[1] * (values.ndim - 1)) for values in self))
+
+
+def order_of_passes(unknown: Tensor, noise: Tensor, window: int, passes: Tensor | int) -> Tensor:
+    """Divides the unknown entries of each window at random into `passes` parts of equal size.
+
+    Arguments:
+        unknown: The entries to divide, (B, T, ...), with T a multiple of the window.
+        noise: Uniform numbers of the same shape.
+        window: Steps in a window.
+        passes: S, one for all or one for each row, (B,).
+
+    Returns:
+        The part of each entry, 0 to S - 1, of the same shape; -1 where nothing is unknown.
+
+    Example:
+        >>> unknown = torch.tensor([[True, True, True, False, True, True]])
+        >>> noise = torch.tensor([[0.3, 0.9, 0.1, 0.5, 0.8, 0.2]])
+        >>> order_of_passes(unknown, noise, window=6, passes=2)
+        tensor([[ 0,  1,  0, -1,  1,  0]])
+    """
+    windows = unknown.shape[0], unknown.shape[1] // window, -1
+    flat = unknown.reshape(windows)
+    key = torch.where(flat, noise.reshape(windows), 2.0)  # entries that are not unknown come last
+    rank = key.argsort(dim=-1, stable=True).argsort(dim=-1)
+    count = flat.sum(-1, keepdim=True).clamp(min=1)
+    parts = passes.view(-1, 1, 1) if isinstance(passes, Tensor) else passes
+    return torch.where(flat, rank * parts // count, -1).view(unknown.shape)
+
+
+class AnyPart(nn.Module):
+    """Creates a vssm that conditions on any known part.
+
+    Example:
+        >>> sizes = {"width": 8, "layers": 2, "latents": 4, "classes": 5, "levels": 2}
+        >>> model = AnyPart(ModelConfig(features=3, known="any", window=4, **sizes))
+        >>> x, known = torch.rand(2, 8, 3), torch.rand(2, 8, 3) < 0.5
+        >>> part = Part(x, known, ~known)
+        >>> p_x, _ = model.descend(part, lambda level, p_z, query: p_z.mode)
+        >>> p_x.entry_log_prob(x).shape
+        torch.Size([2, 8, 3])
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.head = make_head(
+            config.head, config.features - config.given, config.sigma, config.mixtures, config.bins
+        )
+        last = max(1, config.layers // 2)
+        trunk = replace(config, layers=config.layers + config.levels + last)  # scales the blocks
+        self.embed = _EntryEmbedding(config)
+        self.blocks = _blocks(trunk, config.layers)
+        self.rungs = nn.ModuleList(Rung(trunk, span=1) for _ in range(config.levels))
+        self.last_blocks = _blocks(trunk, last)
+        self.norm = RMSNorm(config.width, eps=1e-5)
+        self.out = Linear(config.width, self.head.size)
+        self.evidence_embed = _EntryEmbedding(config)
+        self.evidence_blocks = _blocks(config, config.layers)
+        self.evidence_norm = RMSNorm(config.width, eps=1e-5)
+        self.evidence_out = Linear(config.width, config.levels * config.width)
+
+    def forward(self, *_: object, **__: object) -> NoReturn:
+        """Raises, in place of PyTorch, and says what to call."""
+        raise NotImplementedError(
+            "a vssm with known='any' is not called itself; call vssm.objective(model, x), "
+            "vssm.log_likelihood(model, x), vssm.fill(model, x), vssm.generate(model) or "
+            "model.descend(part, draw)"
+        )
+
+    def rung(self, level: int) -> Rung:
+        """Returns a level, counted from 0."""
+        rung = self.rungs[level]
+        assert isinstance(rung, Rung)
+        return rung
+
+    def descend(
+        self, part: Part, draw: Draw, state: State | None = None, length: int | None = None
+    ) -> tuple[Observation, State]:
+        """Goes down all levels; returns p(x_R | z, x_K), and the state after the last window.
+
+        Arguments:
+            part: The sequences, with what is known and what is to be made.
+            draw: Makes the latents of a level, for all steps; those of other than live steps are
+                not used.
+            state: The state after the windows before.
+            length: The first steps, of which to return the distribution; all by default.
+        """
+        blocks = _Directions(self.config.window, state)
+        live = part.live[..., None]
+        h = blocks.run(self.blocks, self.embed(part.x, part.known, part.made))
+        for level in range(self.config.levels):
+            rung = self.rung(level)
+            h = blocks.run([rung.block], h)
+            told = rung.tell(draw(level, *rung.prior(h)))
+            h = h + torch.where(live, told, 0).to(h.dtype)
+        h = blocks.run(self.last_blocks, h)
+        position = h.shape[1] + (0 if state is None else state.position)
+        w = self.out(self.norm(h))[:, :length]
+        return self.head(w), State(blocks.after, position)
+
+    def evidence(self, part: Part) -> tuple[Tensor, ...]:
+        """Returns f_l(x_K, x_R, R), what the posterior of each level knows, L times (B, T, width).
+
+        It reads the whole sequence both ways.
+        """
+        h = self.evidence_embed(part.x, part.known | part.made, part.made)
+        h = _Directions(h.shape[1], None).run(self.evidence_blocks, h)
+        return self.evidence_out(self.evidence_norm(h)).split(self.config.width, -1)
+
+    def score(self, p_x: Observation, part: Part) -> Tensor:
+        """Returns log p(x_R | z, x_K), (B,) nats."""
+        made, x = self.without_given(part.made), self.without_given(part.x)
+        return torch.where(made, p_x.entry_log_prob(x), 0).flatten(1).sum(1)
+
+    def without_given(self, values: Tensor) -> Tensor:
+        """Returns the features of values (B, T, D) that are not given; tokens as they are."""
+        return values if self.head.tokens else values[..., : self.head.features]
+
+    def always_known(self, known: Tensor) -> Tensor:
+        """Returns a mask in which the given features are known too."""
+        if not self.config.given:
+            return known
+        given = torch.arange(known.shape[-1], device=known.device) >= self.head.features
+        return known | given
+
+    def pad(self, values: Tensor) -> Tensor:
+        """Returns values (B, T, ...) with zeros after them up to the end of a window."""
+        rest = -values.shape[1] % self.config.window
+        return F.pad(values, (*[0, 0] * (values.ndim - 2), 0, rest)) if rest else values
+
+
+class _Directions:
+    """Runs blocks that take turns in direction: forwards with a state, backwards in windows."""
+
+    def __init__(self, window: int, state: State | None) -> None:
+        self.window, self.state, self.count = window, state, 0
+        self.after: dict[str, Tensor | State] = {}
+
+    def run(self, blocks: Sequence[nn.Module] | nn.ModuleList, h: Tensor) -> Tensor:
+        for block in blocks:
+            if self.count % 2:
+                windows = h.unflatten(1, (-1, self.window)).flatten(0, 1).flip(1)
+                h = block(windows)[0].flip(1).unflatten(0, (len(h), -1)).flatten(1, 2)
+            else:
+                name = str(self.count)
+                before = None if self.state is None else self.state.child(name)
+                h, self.after[name] = block(h, before)
+            self.count += 1
+        return h
+
+
+class _EntryEmbedding(nn.Module):
+    """Embeds the known values of a step, and which of its entries are known and to be made."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.tokens = config.head == "categorical"
+        if self.tokens:  # after the vocabulary: a token to be made, a missing token
+            self.table = nn.Embedding(config.features + 2, config.width)
+        else:
+            self.linear = Linear(3 * config.features, config.width)
+
+    def forward(self, x: Tensor, known: Tensor, made: Tensor) -> Tensor:
+        """Maps x, known and made, (B, T, D) or (B, T) each, to (B, T, width)."""
+        if self.tokens:
+            made_or_missing = self.table.num_embeddings - 1 - made.long()
+            e = self.table(torch.where(known, x, made_or_missing))
+        else:
+            values = torch.where(known, x, 0).to(self.linear.weight.dtype)
+            e = self.linear(torch.cat([values, known.to(values), made.to(values)], -1))
+        return e.float() if torch.is_autocast_enabled(e.device.type) else e  # as in `Stack.run`
+
+
+def _blocks(config: ModelConfig, count: int) -> nn.ModuleList:
+    return nn.ModuleList(MambaBlock(config) for _ in range(count))

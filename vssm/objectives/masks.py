@@ -1,0 +1,113 @@
+"""Which entries of a sequence are known: at random for training, by name for evaluation.
+
+    nothing    K is empty
+    prefix     the first C steps are known, C uniform
+    random     each entry is known with a probability that is uniform for each sequence
+    steps      one block of steps is unknown
+    entries    one block of entries, some columns at some steps, is unknown
+    columns    each column is known, as a whole, with a probability of one half
+
+Legend: a mask is True where an entry is known, (B, T, D), or (B, T) for tokens, one entry a step.
+"""
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["named_mask", "random_masks"]
+
+_SHARES = {
+    "nothing": 0.25,
+    "prefix": 0.2,
+    "random": 0.25,
+    "steps": 0.1,
+    "entries": 0.1,
+    "columns": 0.1,
+}
+
+
+def random_masks(batch: int, length: int, columns: int, uniform: Callable[..., Tensor]) -> Tensor:
+    """Draws what is known of each sequence in a training step, (B, T, D).
+
+    Arguments:
+        batch: B.
+        length: T.
+        columns: D, 1 for tokens.
+        uniform: From sizes (...) to uniform numbers (B, ...).
+
+    Example:
+        >>> known = random_masks(5, 8, 3, lambda *sizes: torch.rand(5, *sizes))
+        >>> known.shape, known.dtype
+        (torch.Size([5, 8, 3]), torch.bool)
+    """
+    which, share, first, size, left, width = uniform(6)[..., None, None].unbind(1)
+    steps = torch.arange(length, device=which.device)[:, None]
+    across = torch.arange(columns, device=which.device)
+    in_steps = _inside(steps, first, size, length)
+    kinds = {
+        "nothing": torch.zeros_like(which, dtype=torch.bool),
+        "prefix": steps < (share * (length + 1)).floor(),
+        "random": uniform(length, columns) < share,
+        "steps": ~in_steps,
+        "entries": ~(in_steps & _inside(across, left, width, columns)),
+        "columns": uniform(1, columns) < 0.5,
+    }
+    known = torch.zeros(batch, length, columns, dtype=torch.bool, device=which.device)
+    start = 0.0
+    for name, mask in kinds.items():
+        chosen = (which >= start) & (which < start + _SHARES[name])
+        known = torch.where(chosen, mask, known)
+        start += _SHARES[name]
+    return known
+
+
+def _inside(places: Tensor, first: Tensor, size: Tensor, length: int) -> Tensor:
+    """Says which places lie in a block of 1 to `length` places at a random start."""
+    block = 1 + (size * length).floor()
+    start = (first * (length - block + 1)).floor()
+    return (places >= start) & (places < start + block)
+
+
+def named_mask(name: str, length: int, columns: int, noise: Tensor) -> Tensor:
+    """Returns what is known by a name.
+
+    Arguments:
+        name: "prefix" for the first half of the steps; "random:P" for entries that are unknown with
+            probability P; "block:N" for N steps in the middle that are unknown, or "hole:N" for N
+            columns of them.
+        length: T.
+        columns: D, 1 for tokens.
+        noise: Uniform numbers (B, T, D), for "random".
+
+    Example:
+        >>> named_mask("hole:2", 4, 4, torch.zeros(1, 4, 4))[0].int()
+        tensor([[1, 1, 1, 1],
+                [1, 0, 0, 1],
+                [1, 0, 0, 1],
+                [1, 1, 1, 1]], dtype=torch.int32)
+        >>> named_mask("half", 4, 4, torch.zeros(1, 4, 4))
+        Traceback (most recent call last):
+        ValueError: known='half' is unknown; use prefix, random:P, block:N or hole:N
+    """
+    known = torch.ones_like(noise, dtype=torch.bool)
+    if name == "prefix":
+        known[:, length // 2 :] = False
+        return known
+    if found := re.fullmatch(r"random:(0?\.\d+|1(\.0*)?)", name):
+        return noise >= float(found[1])
+    found = re.fullmatch(r"(block|hole):(\d{1,9})", name)
+    if found is None:
+        raise ValueError(f"known={name!r} is unknown; use prefix, random:P, block:N or hole:N")
+    size = int(found[2])
+    most = length if found[1] == "block" else min(length, columns)
+    if not 1 <= size <= most:
+        raise ValueError(f"known={name!r} does not fit; use {found[1]}:N with N from 1 to {most}")
+    first = (length - size) // 2
+    left, right = 0, columns
+    if found[1] == "hole":
+        left = (columns - size) // 2
+        right = left + size
+    known[:, first : first + size, left:right] = False
+    return known

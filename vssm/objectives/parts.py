@@ -1,0 +1,118 @@
+"""The objective where any part may be known: random parts of sequences, and cells that are missing.
+
+    S ELBO of log p(x_R | x_K)
+
+The unknown entries are divided at random into S parts, of which one is R and those before it are in
+K. So in expectation this bounds log p of all unknown entries, made in S passes. S is 1, 2, 4, ...,
+with equal probability.
+
+Legend: x (B, T, D) or tokens (B, T); `there`, the entries that are in the data, of the shape of x.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from vssm.checks import check_type
+from vssm.distributions import Latents
+from vssm.models import AnyPart
+from vssm.models.anypart import Part, order_of_passes
+from vssm.objectives.masks import random_masks
+from vssm.ops.dispatch import product_dtype
+
+__all__ = ["part_terms", "there_and_finite"]
+
+_MOST_PASSES = 256
+
+
+class Draws(Protocol):
+    """The random numbers of a batch."""
+
+    def gumbel(self, steps: int, latents: int, classes: int, *before: int) -> Tensor:
+        """Returns uniform numbers in (0, 1), (..., B, T, Z, N)."""
+        ...
+
+    def share(self, *sizes: int) -> Tensor:
+        """Returns uniform numbers in [0, 1), (B, ...)."""
+        ...
+
+
+def part_terms(
+    model: AnyPart, x: Tensor, there: Tensor, draws: Draws, estimator: str
+) -> tuple[Tensor, Tensor]:
+    """Returns the reconstruction and the KL of one random part of each sequence, times S, (B,).
+
+    Arguments:
+        model: The model.
+        x: The sequences, finite.
+        there: The entries that are in the data, of the shape of x.
+        draws: The random numbers of the batch.
+        estimator: How gradients pass through a draw of latents.
+    """
+    part, passes = _random_part(model, model.pad(x), model.pad(there), draws)
+    evidence, live = model.evidence(part), part.live
+    kl = torch.zeros(len(x), dtype=torch.float32, device=x.device)
+    sizes = live.shape[1], model.config.latents // model.config.levels, model.config.classes
+    dtype = product_dtype(x.device)
+
+    def draw(level: int, p_z: Latents, query: Tensor) -> Tensor:
+        nonlocal kl
+        q_z = model.rung(level).posterior(p_z, query, evidence[level])
+        z, own = q_z.rsample_and_kl(draws.gumbel(*sizes), dtype, p_z, estimator)
+        kl = kl + torch.where(live, own, 0).sum(1)
+        return z
+
+    p_x, _ = model.descend(part, draw)
+    reconstruction = model.score(p_x, part)
+    return passes * reconstruction, passes * kl
+
+
+def _random_part(model: AnyPart, x: Tensor, there: Tensor, draws: Draws) -> tuple[Part, Tensor]:
+    """Draws what is known of x and what is to be made; also returns the passes S of each row."""
+    columns = 1 if x.ndim == 2 else x.shape[2]
+    most = min(_MOST_PASSES, model.config.window * columns)
+    doublings = most.bit_length()  # 1, 2, 4, ... up to `most`
+    passes = 2 ** (draws.share() * doublings).long()
+    which = (draws.share() * passes).long()
+    known = random_masks(len(x), x.shape[1], columns, draws.share).view(x.shape)
+    known = model.always_known(known) & there
+    noise = draws.share(x.shape[1], columns).view(x.shape)
+    order = order_of_passes(there & ~known, noise, model.config.window, passes)
+    now = which.view(-1, *[1] * (x.ndim - 1))
+    return Part(x, known | ((order >= 0) & (order < now)), order == now), passes
+
+
+def there_and_finite(
+    model: AnyPart, x: Tensor, known: Tensor | None, wait: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Checks sequences of which entries may be missing, and the mask of those that are there.
+
+    Returns x with finite numbers everywhere, tokens as int64, and the mask, of the shape of x.
+    """
+    if known is None:
+        check_type("x", x, Tensor, "a torch tensor")
+        known = ~x.isnan() if x.is_floating_point() else torch.ones_like(x, dtype=torch.bool)
+    elif not isinstance(known, Tensor) or known.dtype != torch.bool:
+        given = known.dtype if isinstance(known, Tensor) else type(known).__name__
+        raise ValueError(f"known is {given}; use a bool tensor, True where x is known")
+    elif known.shape not in (x.shape, x.shape[:2]):
+        raise ValueError(
+            f"known has shape {tuple(known.shape)}; use {tuple(x.shape)}, the shape of x, "
+            f"or {tuple(x.shape[:2])}, one for each step"
+        )
+    known = known[..., None].expand_as(x) if known.ndim < x.ndim else known
+    if known.device != x.device:
+        raise ValueError(f"known is on {known.device}; move it to {x.device}, the device of x")
+    device = next(model.parameters()).device
+    if x.device != device:
+        raise ValueError(f"x is on {x.device}; move it to {device}, the device of the model")
+    x = torch.where(known, x, torch.zeros((), dtype=x.dtype, device=x.device))
+    made = x if model.head.tokens else x[..., : model.head.features]
+    if not model.head.tokens and x.ndim == 3 and x.shape[2] != model.config.features:
+        raise ValueError(
+            f"x has {x.shape[2]} features; use {model.config.features}, "
+            f"of which the last {model.config.given} are given"
+        )
+    model.head.validate(made, values=wait or device.type == "cpu")
+    return (x.long() if model.head.tokens else x), known

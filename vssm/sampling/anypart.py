@@ -1,0 +1,190 @@
+"""Sampling where any part may be known: in one or a few parallel passes, at once or in windows.
+
+    x_{R_s} ~ p(x_{R_s} | x_{K_s}),   K_1 = K,   K_{s+1} = K_s + R_s          s = 1 ... S
+
+The unknown entries of each window are divided at random into R_1 ... R_S of equal size. One pass
+makes everything at once; as many passes as entries make one entry after the other. The latents of a
+pass, the observations and the division are functions of (seed, row, position, component, pass), so
+the batch split never changes what a seed gives, nor do the chunks and resume points of `generate`.
+
+`generate` is the case in which a prefix is known. Windows are made one after the other, or many at
+once, with the same result: each pass carries its own state from window to window. A state that ends
+inside a window keeps what was known there and the state before the window, and making goes on by
+making the window again, which gives the same steps again.
+
+Legend: x (B, T, D) or tokens (B, T); known K, of the shape of x, bool; S `passes`; W `window`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vssm import noise
+from vssm.distributions import Latents
+from vssm.models.anypart import AnyPart, Part, order_of_passes
+from vssm.nn import State
+from vssm.sampling.request import Noise, Options, Result
+
+__all__ = ["make_part", "read_any_part", "sample_any_part"]
+
+
+def make_part(
+    model: AnyPart,
+    part: Part,
+    source: Noise,
+    options: Options,
+    position: int,
+    states: list[State | None] | None,
+) -> tuple[Tensor, Tensor, list[State | None]]:
+    """Makes the entries R of whole windows in S passes.
+
+    Arguments:
+        model: The model.
+        part: The windows, with what is known and what is to be made.
+        source: The noise.
+        options: The passes, the temperature, and what to observe.
+        position: The absolute position of the first step.
+        states: The state of each pass after the windows before.
+
+    Returns:
+        x, the latents (B, T, Z) of the last pass that drew at each step, and the state of each
+        pass.
+    """
+    x, known, unknown = part
+    length, columns = x.shape[1], 1 if x.ndim == 2 else x.shape[2]
+    u = source.uniform(position, length, columns, noise.ORDER).view(x.shape)
+    order = order_of_passes(unknown, u, model.config.window, options.passes)
+    z = torch.zeros(*x.shape[:2], model.config.latents, dtype=torch.int64, device=x.device)
+    after: list[State | None] = []
+    for s in range(options.passes):
+        now = Part(x, known | ((order >= 0) & (order < s)), order == s)
+        levels = source.uniform(position, length, model.config.latents, noise.LATENT, s)
+        draws, zs = levels.chunk(model.config.levels, -1), []
+
+        def draw(
+            level: int, p_z: Latents, query: Tensor, draws: Sequence[Tensor] = draws, zs: list = zs
+        ) -> Tensor:
+            zs.append(p_z.sample(draws[level], options.temperature))
+            return zs[-1]
+
+        p_x, state = model.descend(now, draw, None if states is None else states[s])
+        after.append(state)
+        values = p_x.mean
+        if options.sample:
+            size = model.head.noise_size
+            values = p_x.sample(
+                source.uniform(position, length, size, noise.OBSERVATION, s), options.temperature
+            )
+        if model.config.given:
+            values = torch.cat([values, x[..., model.head.features :].to(values)], -1)
+        x = torch.where(now.made, values.to(x.dtype), x)
+        z = torch.where(now.live[..., None], torch.cat(zs, -1), z)
+    return x, z, after
+
+
+class _Open(NamedTuple):
+    """A window that is not complete: what came before it, and what is known at its start."""
+
+    states: list[State | None]
+    """The state of each pass before the window; one state if only data came before."""
+    x: Tensor
+    """The steps of the window so far, (B, n, ...), n < W."""
+    known: Tensor
+    """Which of their entries were given; the others were made."""
+
+
+def _opened(model: AnyPart, state: State | None, batch: int, device: torch.device) -> _Open:
+    """Takes apart a state of `generate` or `observe`."""
+    if state is None:
+        tail = () if model.head.tokens else (model.config.features,)
+        dtype = torch.int64 if model.head.tokens else torch.float32
+        x = torch.zeros(batch, 0, *tail, dtype=dtype, device=device)
+        return _Open([None], x, x.bool())
+    names = sorted(name for name in state.children if name.startswith("pass"))
+    states: list[State | None] = [state.child(name) for name in names] or [None]
+    steps = state.position % model.config.window
+    return _Open(states, state["open"][:, :steps], state["open_known"][:, :steps].bool())
+
+
+def _closed(model: AnyPart, opened: _Open, position: int) -> State:
+    """Puts a state together; the open window has a constant size."""
+    window, short = model.config.window, opened.x.shape[1]
+    children: dict[str, Tensor | State] = {
+        f"pass{s:04}": state for s, state in enumerate(opened.states) if state is not None
+    }
+    for name, values in (("open", opened.x), ("open_known", opened.known.to(torch.int64))):
+        room = values.new_zeros(len(values), window, *values.shape[2:])
+        room[:, :short] = values
+        children[name] = room
+    return State(children, position)
+
+
+def read_any_part(model: AnyPart, x: Tensor, state: State | None, num: int | None = None) -> State:
+    """Reads data, which has no latents: nothing is drawn."""
+    batch = num or len(x)
+    opened = _opened(model, state, batch, x.device)
+    position = x.shape[1] + (0 if state is None else state.position)
+    x = torch.cat([opened.x.to(x.dtype), x.expand(batch, *x.shape[1:])], 1)
+    known = torch.ones_like(x, dtype=torch.bool)
+    known[:, : opened.known.shape[1]] = opened.known
+    whole = x.shape[1] - x.shape[1] % model.config.window
+    states = opened.states
+    if whole:
+        states = _read_windows(model, x[:, :whole], states)
+    return _closed(model, _Open(states, x[:, whole:], known[:, whole:]), position)
+
+
+def _read_windows(model: AnyPart, x: Tensor, states: list[State | None]) -> list[State | None]:
+    """Reads whole windows of which everything is known, after each state."""
+    part = Part(x, torch.ones_like(x, dtype=torch.bool), torch.zeros_like(x, dtype=torch.bool))
+    return [model.descend(part, lambda level, p_z, query: p_z.mode, s)[1] for s in states]
+
+
+def sample_any_part(
+    model: AnyPart,
+    prompt: Tensor | None,
+    state: State | None,
+    source: Noise,
+    options: Options,
+) -> Result:
+    """Continues a prefix: `generate` for models with known="any"."""
+    window, num = model.config.window, source.num
+    if prompt is not None:
+        state = read_any_part(model, prompt, state, num)
+    opened = _opened(model, state, num, source.device)
+    states = opened.states
+    if len(states) == 1:
+        states = states * options.passes
+    if len(states) != options.passes:
+        raise ValueError(
+            f"passes={options.passes} does not fit this state, which was made in {len(states)}; "
+            f"use passes={len(states)}"
+        )
+    position = 0 if state is None else state.position
+    start, end = position - opened.x.shape[1], position + options.length
+    steps = -(-(end - start) // window) * window
+    x = model.pad(opened.x) if opened.x.shape[1] else opened.x
+    x = torch.cat([x, x.new_zeros(num, steps - x.shape[1], *x.shape[2:])], 1)
+    known = torch.zeros_like(x, dtype=torch.bool)
+    known[:, : opened.known.shape[1]] = opened.known
+    zs, first = [], 0
+    before, chunk = states, max(1, -(-options.chunk // window)) * window
+    last = (end - start) // window * window  # where the window begins in which making ends
+    while first < steps:
+        stop = min(first + chunk, steps if first >= last else last)
+        before = states
+        now = slice(first, stop)
+        part = Part(x[:, now], known[:, now], ~known[:, now])
+        x[:, now], z, states = make_part(model, part, source, options, start + first, states)
+        if options.recondition and stop <= last:
+            states = _read_windows(model, x[:, now], before[:1]) * options.passes
+        zs.append(z)
+        first = stop
+    rest = slice(last, end - start)
+    kept = states if last == steps else before
+    after = _closed(model, _Open(kept, x[:, rest], known[:, rest]), end)
+    new = slice(position - start, end - start)
+    z = torch.cat(zs, 1) if zs else torch.zeros(num, 0, model.config.latents, dtype=torch.int64)
+    return x[:, new], z[:, new].to(x.device), after

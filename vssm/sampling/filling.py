@@ -1,0 +1,93 @@
+"""`vssm.fill`: what a user asks for is checked here; `vssm.sampling.anypart` makes it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vssm import noise
+from vssm.checks import check_choice, whole_number
+from vssm.models import AnyPart, Model, inner_model
+from vssm.models.anypart import Part
+from vssm.objectives.parts import there_and_finite
+from vssm.sampling.anypart import make_part
+from vssm.sampling.generation import check_noise, check_temperature
+from vssm.sampling.request import Noise, Options
+
+__all__ = ["fill"]
+
+
+@torch.no_grad()
+def fill(
+    model: Model,
+    x: Tensor,
+    known: Tensor | None = None,
+    num: int | None = None,
+    passes: int = 1,
+    temperature: float = 1.0,
+    observe: str = "mean",
+    seed: int = 0,
+    rows: Sequence[int] | Tensor | None = None,
+) -> Tensor:
+    """Draws the entries of sequences that are not known; the known ones come back bit for bit.
+
+    Arguments:
+        model: A vssm with known="any".
+        x: The sequences, (B, T, D), or (B, T) tokens.
+        known: Which entries are known, bool, of the shape of x or (B, T). By default those that are
+            not NaN.
+        num: The number of samples of each row. One by default.
+        passes: S, the parallel passes. One makes all entries at once; more passes make entries that
+            fit together better.
+        temperature: Divides the logits of every categorical and multiplies every scale.
+        observe: What an unknown entry becomes: the "mean" of its distribution (mode of a token), or
+            a "sample" of it. Later passes read what earlier ones made.
+        seed: Names the sample.
+        rows: Which rows of the noise to use, one for each of the B sequences; 0 to B - 1 by
+            default.
+
+    Returns:
+        x with all entries known, of its shape; with `num`, (B, num, T, ...).
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> sizes = {"width": 8, "layers": 1, "latents": 4, "classes": 5, "levels": 2}
+        >>> model = build(ModelConfig(features=2, known="any", window=6, **sizes))
+        >>> x = torch.rand(3, 6, 2)
+        >>> x[:, 2:4] = torch.nan
+        >>> y = fill(model, x, passes=2)
+        >>> torch.equal(y[:, :2], x[:, :2]), bool(y.isnan().any())
+        (True, False)
+    """
+    found = inner_model(model)
+    if not isinstance(found, AnyPart):
+        raise ValueError(
+            f"this {found.config.kind} continues a prefix and can not fill a gap; "
+            "train a vssm with --model.known any"
+        )
+    given = x
+    x, known = there_and_finite(found, x, known)
+    copies = 1 if num is None else whole_number("num", num, 1)
+    passes = whole_number("passes", passes, 1)
+    check_choice("observe", observe, ("mean", "sample"))
+    options = Options(x.shape[1], 0, False, passes, check_temperature(temperature), False)
+    options = options._replace(sample=observe == "sample")
+    if bool((found.always_known(torch.zeros_like(known)) & ~known).any()):
+        raise ValueError(
+            f"the last {found.config.given} features of x are given and can not be filled; "
+            "pass their values at every step"
+        )
+    if bool(known.all()):
+        raise ValueError("nothing is unknown in x; set unknown entries to NaN, or pass known=")
+    source = check_noise(len(x), seed, rows, None, x.device)
+    if copies > 1:
+        source = Noise(
+            source.seed.repeat_interleave(copies), noise.fork(source.row, copies).flatten()
+        )
+        x, known = x.repeat_interleave(copies, 0), known.repeat_interleave(copies, 0)
+    padded = Part(found.pad(x), found.pad(known), found.pad(~known))
+    made, _, _ = make_part(found, padded, source, options, position=0, states=None)
+    values = torch.where(known, x.to(made.dtype), made[:, : x.shape[1]])
+    if num is None:
+        return torch.where(known, given, values.to(given.dtype))
+    return values.to(given.dtype).unflatten(0, (-1, copies))
