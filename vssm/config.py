@@ -125,9 +125,14 @@ class ModelConfig:
             if self.given:
                 raise ValueError(f"given={self.given} needs known='any'")
             return
-        if self.kind != "vssm" or self.spans:
-            wrong = "spans" if self.spans else f"kind={self.kind!r}"
-            raise ValueError(f"known='any' is not for {wrong}; use kind='vssm' without spans")
+        if self.kind != "vssm":
+            raise ValueError(f"known='any' is not for kind={self.kind!r}; use kind='vssm'")
+        for span in self.spans:
+            if self.window % span:
+                raise ValueError(
+                    f"spans has {span}, which does not divide window={self.window}; "
+                    "use divisors of the window"
+                )
         if self.given and self.head == "categorical":
             raise ValueError(f"given={self.given} is not for tokens; use given=0")
         if self.given >= self.features and self.head != "auto":

@@ -78,12 +78,12 @@ def test_slabs_of_rows_equal_all_rows_at_once(options, slab):
 def test_long_sequences_are_made_in_chunks_that_fit(slab, monkeypatch):
     model = small_model("vssm")
     prompts = sequences(model, 2, 3)
-    # Seven steps fit: two chunks of six and five; after a prompt of three, three chunks of four.
+    # Seven steps fit, of which a prompt takes three.
     cases = [
-        ({"num": 2}, [6, 5]),
+        ({"num": 2}, [7, 4]),
         ({"prompt": prompts}, [7, 4, 3]),
-        ({"state": observe(model, prompts)}, [6, 5]),
-        ({"num": 2, "chunk": 8}, [6, 5]),
+        ({"state": observe(model, prompts)}, [7, 4]),
+        ({"num": 2, "chunk": 8}, [7, 4]),
         ({"num": 2, "chunk": 4}, [4, 4, 3]),
         ({"prompt": prompts, "length": 0, "chunk": 9}, [3]),
     ]
@@ -106,11 +106,8 @@ def test_chunks_are_not_short(room, slab):
     for length in (1, 255, 256, 257, 300, 511, 512, 513, 1000, 1024, 4095):
         for chunk in (length, 100, 290):
             options = Options(length, chunk, False, 1, 1.0, False)
-            fits = slabs.fitting(model, options, 4, 0, False).chunk
-            if min(chunk, length) <= max(room, 256):
-                assert fits == chunk
-            else:
-                assert fits <= chunk and 256 <= fits <= max(room, 511)
+            fits = slabs.shorten_chunks(model, options, 4, 0, True).chunk
+            assert fits == min(chunk, max(room, 256))
 
 
 def test_logits_of_the_one_row_that_serves_all_rows_count():
@@ -118,7 +115,7 @@ def test_logits_of_the_one_row_that_serves_all_rows_count():
     options = Options(10**6, 10**6, False, 1, 1.0, False)
     step, logits = slabs.bytes_of_step(model, first_weight(model), False), 3 * 32 * 32 * 4
     for num in (1, 1000):
-        chunk = slabs.fitting(model, options, num, 0, False).chunk
+        chunk = slabs.shorten_chunks(model, options, num, 0, False).chunk
         assert chunk * (num * step + logits) <= 2**32 < 1.5 * chunk * (num * step + logits)
 
 
@@ -143,16 +140,15 @@ def test_chunks_that_mean_something_stay(options, slab, monkeypatch):
     same_results(generate(model, num=2, length=9, **options), whole)
 
 
-@pytest.mark.parametrize("rows", [2, 1])
 @pytest.mark.parametrize("kind", PARALLEL)
-def test_slabs_share_what_all_rows_share(kind, rows, slab):
+def test_slabs_share_what_all_rows_share(kind, slab):
     """If there is room for one row, two are made: single rows would not share their state."""
     model = small_model(kind)
     starts = [{"num": 5}, {"num": 5, "prompt": sequences(model, 1, 3)}]
     wholes = [generate(model, length=5, **start) for start in starts]
     seen = watch(model)
     for start, whole, steps in zip(starts, wholes, (5, 8), strict=True):
-        slab(rows * steps)
+        slab(2 * steps)
         made = generate(model, length=5, **start)
         assert divided(seen, 5)
         same_results(made, whole)
@@ -168,7 +164,7 @@ def test_a_transformer_whose_cache_would_not_fit_is_divided(monkeypatch):
     starts += [{"prompt": prompts, "length": 0}]
     wholes = [generate(model, **{"length": 6} | start) for start in starts]
     rests = [generate(model, length=3, state=whole.state) for whole in wholes]
-    monkeypatch.setattr("vssm.sampling.rows_of_cache", lambda model, num, steps: 2)
+    monkeypatch.setattr("vssm.sampling.generation.rows_of_cache", lambda model, num, steps: 2)
     seen = watch(model)
     for start, whole, rest in zip(starts, wholes, rests, strict=True):
         made = generate(model, **{"length": 6} | start)
@@ -194,8 +190,6 @@ def test_rows_of_a_slab(slab):
     slab(12)
     steps = 0, 1, 2, 3, 4, 6, 12, 13
     assert [slabs.rows_of_slab(model, 5, n, False) for n in steps] == [5, 5, 5, 3, 3, 2, 1, 1]
-    rows = [slabs.rows_of_slab(model, num, 12, False, least=2) for num in (1, 2, 3, 5, 6)]
-    assert rows == [1, 2, 2, 2, 2]
 
 
 class Live(TorchDispatchMode):

@@ -30,18 +30,19 @@ from vssm.engine.recording import Loop, OneShot, Recorder
 from vssm.engine.trees import describe, join_steps, place
 from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational, first_weight, inner_model
 from vssm.nn import State
-from vssm.sampling import divide, read, sample
-from vssm.sampling.generation import (
-    Generation,
-    Request,
-    check_reading,
-    check_request,
-    own_state,
-    owner_of,
-)
+from vssm.sampling.generation import Generation, divide, own_state, read, sample
 from vssm.sampling.parallel import empty_steps
 from vssm.sampling.paths import Task, paths_after
-from vssm.sampling.request import Noise, Options, Result, expand_rows
+from vssm.sampling.request import (
+    Noise,
+    Options,
+    Request,
+    Result,
+    check_reading,
+    check_request,
+    expand_rows,
+    owner_of,
+)
 from vssm.sampling.slabs import in_slabs, rows_of_slab
 from vssm.sampling.stepwise import read_autoregressive
 

@@ -37,8 +37,8 @@ from vssm.nn import State
 from vssm.noise import fork
 from vssm.runs import pretrained
 from vssm.runs.checkpoint import load_finite
-from vssm.sampling.generation import check_room, check_temperature
 from vssm.sampling.paths import Task, divided, paths_from
+from vssm.sampling.request import check_room, check_temperature
 
 __all__ = ["Forecast", "Forecaster", "Stream", "forecast"]
 

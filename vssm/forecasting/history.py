@@ -17,7 +17,7 @@ from vssm.data.scale import Scale
 from vssm.data.series import phases
 from vssm.data.table import fill_gaps
 from vssm.distributions import Head
-from vssm.sampling.generation import check_bytes
+from vssm.sampling.request import check_bytes
 
 __all__ = ["LARGEST", "History", "Reader", "check_order", "continued", "dates_of", "numbers"]
 

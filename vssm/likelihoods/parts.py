@@ -11,6 +11,7 @@ the shape of x; K also `num_samples`; S `passes`.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,10 +74,22 @@ def log_likelihood_of_part(
 def _weigh(model: AnyPart, part: Part, evidence: tuple[Tensor, ...], u: Tensor) -> Tensor:
     """Returns log weights (K, B) of draws that uniform numbers (K, B, T, Z) select."""
     copies = part.repeat(len(u))
-    p_x, q_z, p_z, z = _draw_posterior(model, copies, evidence, u)
-    ratio = p_z.log_prob(z) - q_z.log_prob(z)
-    log_w = model.score(p_x, copies) + torch.where(copies.live, ratio, 0).sum(1)
+    p_x, levels = _draw_posterior(model, copies, evidence, u)
+    log_w = model.score(p_x, copies)
+    for q_z, p_z, z, live in levels:
+        log_w = log_w + torch.where(live, p_z.log_prob(z) - q_z.log_prob(z), 0).sum(1)
     return log_w.view(u.shape[:2])
+
+
+class _Level(NamedTuple):
+    """The latents of one level, drawn from their posterior."""
+
+    q_z: Latents
+    p_z: Latents
+    z: Tensor
+    """(B, A, Z / L)."""
+    live: Tensor
+    """Which of them speak for a live step, (B, A)."""
 
 
 def _draw_posterior(
@@ -85,22 +98,20 @@ def _draw_posterior(
     evidence: tuple[Tensor, ...],
     u: Tensor,
     length: int | None = None,
-) -> tuple[Observation, Latents, Latents, Tensor]:
-    """Draws all latents from the posterior; returns p(x_R|z, x_K), q(z), p(z) and z."""
-    levels = u.flatten(0, 1).chunk(model.config.levels, -1)
-    q_zs, p_zs, zs = [], [], []
+) -> tuple[Observation, list[_Level]]:
+    """Draws all latents from the posterior; returns p(x_R|z, x_K) and the latents."""
+    draws = u.flatten(0, 1).chunk(model.config.levels, -1)
+    levels: list[_Level] = []
 
     def draw(level: int, p_z: Latents, query: Tensor) -> Tensor:
-        known = evidence[level].repeat(len(u), 1, 1)
+        known, span = evidence[level].repeat(len(u), 1, 1), model.spans[level]
         q_z = model.rung(level).posterior(p_z, query, known)
-        q_zs.append(q_z.logits)
-        p_zs.append(p_z.logits)
-        zs.append(q_z.sample(levels[level]))
-        return zs[-1]
+        z = q_z.sample(draws[level][:, ::span])
+        levels.append(_Level(q_z, p_z, z, part.live_latents(span)))
+        return z
 
     p_x, _ = model.descend(part, draw, length=length)
-    q_z, p_z = (Latents(torch.cat(logits, -2)) for logits in (q_zs, p_zs))
-    return p_x, q_z, p_z, torch.cat(zs, -1)
+    return p_x, levels
 
 
 def reconstruct_part(
@@ -118,7 +129,15 @@ def reconstruct_part(
     known = model.always_known(torch.zeros_like(there)) & there
     part = Part(*(model.pad(values) for values in (x, known, there & ~known)))
     u = latent_noise(part.x, seed, numbers, range(1), model.config.latents)
-    p_x, q_z, p_z, _ = _draw_posterior(model, part, model.evidence(part), u, length)
-    # Latents of steps that are not live are not paid for: there q = p.
-    q_raw = torch.where(part.live[..., None, None], q_z.logits, p_z.logits)
-    return p_x, Latents(q_raw[:, :length]), Latents(p_z.logits[:, :length])
+    p_x, levels = _draw_posterior(model, part, model.evidence(part), u, length)
+    q_raw, p_raw = [], []
+    for q_z, p_z, _, live in levels:
+        # A latent that is not live is not paid for: there q = p. One that speaks for several steps
+        # is paid for once, at the first of them.
+        span = part.x.shape[1] // live.shape[1]
+        q = torch.where(live[..., None, None], q_z.logits, p_z.logits)
+        for raw, own in ((q_raw, q), (p_raw, p_z.logits)):
+            steps = torch.zeros_like(own.repeat_interleave(span, 1))
+            steps[:, ::span] = own
+            raw.append(steps[:, :length])
+    return p_x, Latents(torch.cat(q_raw, -2)), Latents(torch.cat(p_raw, -2))

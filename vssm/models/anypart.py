@@ -6,8 +6,11 @@
                            p(z^l_t | z^{<l}, x_K, R)      = D(z^l_t | P_l h_t)
                            q(z^l_t | z^{<l}, x_K, x_R)    = D(z^l_t | P_l h_t + Q_l silu(g^l_t))
                                                             g^l = R_l h + f_l(x_K, x_R, R)
-                           h_t <- h_t + E_l z^l_t         at steps with an entry in R
+                           h_t <- h_t + (E_l z^l_a)_{t-a} at steps with an entry in R
     likelihood             p(x_R | z, x_K) = prod_{(t,d) in R} P(x_td | w_td)        w = f_dec(h)
+
+With `spans`, s_l steps share a latent of level l, z^l_a with a = s_l floor(t / s_l): the first
+levels then settle what a whole window has to agree on. With span 1 every step has its own.
 
 An entry in neither K nor R is missing: it is not read and not scored. A prompt is a prefix K; a gap
 in a series, a hole in an image and the middle of a text are other sets K. Columns that are always
@@ -19,8 +22,8 @@ steps. So whole windows can be made one after the other from a state of constant
 result of making them at once.
 
 Legend: x (B, T, D), or (B, T) tokens, which are one entry a step; known K, made R, of the shape of
-x, bool; z (B, T, Z), of which each level has Z / L components in turn; h (B, T, width); live
-(B, T), the steps with an entry in R; T is a multiple of the window in all methods of the model.
+x, bool; z (B, T, Z), of which each level has Z / L components in turn; A = T / s_l latents of a
+level; h (B, T, width); T is a multiple of the window, and the window of each span.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +44,7 @@ from vssm.ops.norm import RMSNorm
 __all__ = ["AnyPart", "Part", "order_of_passes"]
 
 Draw = Callable[[int, Latents, Tensor], Tensor]
-"""From a level, p(z^l) and the query R_l h to z^l: classes (B, T, Z / L), or one-hot (B, T, Z / L,
+"""From a level, p(z^l) and the query R_l h to z^l: classes (B, A, Z / L), or one-hot (B, A, Z / L,
 N).
 """
 
@@ -58,8 +61,12 @@ class Part(NamedTuple):
 
     @property
     def live(self) -> Tensor:
-        """Which steps have an entry to be made, and so have latents, (B, T)."""
+        """Which steps have an entry to be made, (B, T)."""
         return self.made if self.made.ndim == 2 else self.made.any(-1)
+
+    def live_latents(self, span: int) -> Tensor:
+        """Returns which latents of a level speak for a live step, (B, A)."""
+        return self.live if span == 1 else self.live.unflatten(1, (-1, span)).any(-1)
 
     def repeat(self, times: int) -> "Part":
         """Returns the batch `times` times."""
@@ -116,14 +123,16 @@ class AnyPart(nn.Module):
         trunk = replace(config, layers=config.layers + config.levels + last)  # scales the blocks
         self.embed = _EntryEmbedding(config)
         self.blocks = _blocks(trunk, config.layers)
-        self.rungs = nn.ModuleList(Rung(trunk, span=1) for _ in range(config.levels))
+        self.spans = config.spans or (1,) * config.levels
+        self.rungs = nn.ModuleList(Rung(trunk, span) for span in self.spans)
         self.last_blocks = _blocks(trunk, last)
         self.norm = RMSNorm(config.width, eps=1e-5)
         self.out = Linear(config.width, self.head.size)
         self.evidence_embed = _EntryEmbedding(config)
         self.evidence_blocks = _blocks(config, config.layers)
         self.evidence_norm = RMSNorm(config.width, eps=1e-5)
-        self.evidence_out = Linear(config.width, config.levels * config.width)
+        alone = self.spans.count(1)  # levels with longer spans gather the evidence of their steps
+        self.evidence_out = Linear(config.width, alone * config.width) if alone else None
 
     def forward(self, *_: object, **__: object) -> NoReturn:
         """Raises, in place of PyTorch, and says what to call."""
@@ -146,8 +155,7 @@ class AnyPart(nn.Module):
 
         Arguments:
             part: The sequences, with what is known and what is to be made.
-            draw: Makes the latents of a level, for all steps; those of other than live steps are
-                not used.
+            draw: Makes the latents of a level; only live ones are used.
             state: The state after the windows before.
             length: The first steps, of which to return the distribution; all by default.
         """
@@ -157,7 +165,7 @@ class AnyPart(nn.Module):
         for level in range(self.config.levels):
             rung = self.rung(level)
             h = blocks.run([rung.block], h)
-            told = rung.tell(draw(level, *rung.prior(h)))
+            told = rung.tell(draw(level, *rung.prior(h[:, :: rung.span])))
             h = h + torch.where(live, told, 0).to(h.dtype)
         h = blocks.run(self.last_blocks, h)
         position = h.shape[1] + (0 if state is None else state.position)
@@ -165,13 +173,16 @@ class AnyPart(nn.Module):
         return self.head(w), State(blocks.after, position)
 
     def evidence(self, part: Part) -> tuple[Tensor, ...]:
-        """Returns f_l(x_K, x_R, R), what the posterior of each level knows, L times (B, T, width).
+        """Returns f_l(x_K, x_R, R), what the posterior of each level knows, L times (B, A, width).
 
         It reads the whole sequence both ways.
         """
         h = self.evidence_embed(part.x, part.known | part.made, part.made)
-        h = _Directions(h.shape[1], None).run(self.evidence_blocks, h)
-        return self.evidence_out(self.evidence_norm(h)).split(self.config.width, -1)
+        h = self.evidence_norm(_Directions(h.shape[1], None).run(self.evidence_blocks, h))
+        alone = None if self.evidence_out is None else self.evidence_out(h)
+        parts = iter(() if alone is None else alone.split(self.config.width, -1))
+        rungs = map(self.rung, range(self.config.levels))
+        return tuple(next(parts) if rung.span == 1 else rung.gather_spans(h) for rung in rungs)
 
     def score(self, p_x: Observation, part: Part) -> Tensor:
         """Returns log p(x_R | z, x_K), (B,) nats."""

@@ -126,12 +126,14 @@ class Rung(nn.Module):
         """Makes one of what was read (B, T, width) of all steps that a latent speaks for, (B, A,
         width).
         """
-        assert self.gather is not None
         first = self.starts(cut, f.shape[1])[..., None]
         steps = (first + torch.arange(self.span, device=cut.device)).flatten(1)
-        return self.gather(
-            _take(f, steps, past=steps.shape[1]).unflatten(1, (-1, self.span)).flatten(2)
-        )
+        return self.gather_spans(_take(f, steps, past=steps.shape[1]))
+
+    def gather_spans(self, f: Tensor) -> Tensor:
+        """Makes one of each span of steps, (B, T, width) to (B, T / span, width)."""
+        assert self.gather is not None
+        return self.gather(f.unflatten(1, (-1, self.span)).flatten(2))
 
     def joined(self, z: Tensor | None, held: Tensor | None) -> tuple[Tensor, int]:
         """Joins held latents with new ones; also returns how many steps the held ones spoke for."""

@@ -3,8 +3,8 @@
     S ELBO of log p(x_R | x_K)
 
 The unknown entries are divided at random into S parts, of which one is R and those before it are in
-K. So in expectation this bounds log p of all unknown entries, made in S passes. S is 1, 2, 4, ...,
-with equal probability.
+K. So in expectation this bounds log p of all unknown entries, made in S passes. S is one of 1, 2,
+4, ..., small ones more often: the fewer the passes, the more there is to learn.
 
 Legend: x (B, T, D) or tokens (B, T); `there`, the entries that are in the data, of the shape of x.
 """
@@ -23,7 +23,7 @@ from vssm.ops.dispatch import product_dtype
 
 __all__ = ["part_terms", "there_and_finite"]
 
-_MOST_PASSES = 256
+_MOST_PASSES = 64
 
 
 class Draws(Protocol):
@@ -51,16 +51,16 @@ def part_terms(
         estimator: How gradients pass through a draw of latents.
     """
     part, passes = _random_part(model, model.pad(x), model.pad(there), draws)
-    evidence, live = model.evidence(part), part.live
+    evidence = model.evidence(part)
     kl = torch.zeros(len(x), dtype=torch.float32, device=x.device)
-    sizes = live.shape[1], model.config.latents // model.config.levels, model.config.classes
     dtype = product_dtype(x.device)
 
     def draw(level: int, p_z: Latents, query: Tensor) -> Tensor:
         nonlocal kl
         q_z = model.rung(level).posterior(p_z, query, evidence[level])
-        z, own = q_z.rsample_and_kl(draws.gumbel(*sizes), dtype, p_z, estimator)
-        kl = kl + torch.where(live, own, 0).sum(1)
+        noise = draws.gumbel(*p_z.raw.shape[1:])
+        z, own = q_z.rsample_and_kl(noise, dtype, p_z, estimator)
+        kl = kl + torch.where(part.live_latents(model.spans[level]), own, 0).sum(1)
         return z
 
     p_x, _ = model.descend(part, draw)
@@ -73,7 +73,7 @@ def _random_part(model: AnyPart, x: Tensor, there: Tensor, draws: Draws) -> tupl
     columns = 1 if x.ndim == 2 else x.shape[2]
     most = min(_MOST_PASSES, model.config.window * columns)
     doublings = most.bit_length()  # 1, 2, 4, ... up to `most`
-    passes = 2 ** (draws.share() * doublings).long()
+    passes = 2 ** (draws.share().square() * doublings).long()
     which = (draws.share() * passes).long()
     known = random_masks(len(x), x.shape[1], columns, draws.share).view(x.shape)
     known = model.always_known(known) & there

@@ -66,8 +66,10 @@ def make_part(
         def draw(
             level: int, p_z: Latents, query: Tensor, draws: Sequence[Tensor] = draws, zs: list = zs
         ) -> Tensor:
-            zs.append(p_z.sample(draws[level], options.temperature))
-            return zs[-1]
+            span = model.spans[level]
+            own = p_z.sample(draws[level][:, ::span], options.temperature)
+            zs.append(own if span == 1 else own.repeat_interleave(span, 1))
+            return own
 
         p_x, state = model.descend(now, draw, None if states is None else states[s])
         after.append(state)

@@ -11,8 +11,7 @@ from vssm.models import AnyPart, Model, inner_model
 from vssm.models.anypart import Part
 from vssm.objectives.parts import there_and_finite
 from vssm.sampling.anypart import make_part
-from vssm.sampling.generation import check_noise, check_temperature
-from vssm.sampling.request import Noise, Options
+from vssm.sampling.request import Noise, Options, check_noise, check_temperature
 
 __all__ = ["fill"]
 

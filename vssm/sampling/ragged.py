@@ -23,8 +23,8 @@ from vssm.checks import whole_number
 from vssm.distributions import Latents
 from vssm.models import Model, Variational, inner_model
 from vssm.nn import State
-from vssm.sampling import Noise
-from vssm.sampling.generation import Generation, check_room, generate
+from vssm.sampling.generation import Generation, generate
+from vssm.sampling.request import Noise, check_room
 from vssm.sampling.slabs import in_slabs, rows_of_slab
 
 __all__ = ["Ragged", "generate_ragged", "pad"]

@@ -18,7 +18,7 @@ from vssm.models import Model, first_weight
 from vssm.nn import State
 from vssm.sampling.request import Noise, Options
 
-__all__ = ["fitting", "in_slabs", "one_row", "rows_of_cache", "rows_of_slab"]
+__all__ = ["in_slabs", "one_row", "rows_of_cache", "rows_of_slab", "shorten_chunks"]
 
 _SHARE = 8  # a slab takes about this part of a GPU's memory: smaller ones are slower
 _CPU_BYTES = 2**32  # of a slab on a CPU
@@ -30,13 +30,12 @@ SHORTEST = 256  # steps of a chunk: with fewer, rows are divided
 _Rows = Tensor | State | Noise | None
 
 
-def fitting(model: Model, options: Options, num: int, known: int, reads: bool) -> Options:
-    """Returns options with chunks that fit a slab, of a model that makes them as fast as all steps
-    at once.
+def shorten_chunks(model: Model, options: Options, num: int, known: int, reads: bool) -> Options:
+    """Returns options with chunks that fit a slab, where short chunks are as fast as long ones.
 
     Arguments:
         model: The model.
-        options: What is asked for.
+        options: The options of the call.
         num: The number of rows.
         known: The steps of the prompt, which are in memory with the first chunk.
         reads: Whether there is a prompt or a state, so that every row has latents of its own.
@@ -45,34 +44,28 @@ def fitting(model: Model, options: Options, num: int, known: int, reads: bool) -
         return options
     weight = first_weight(model)
     taken = num * bytes_of_step(model, weight, reads)
-    if not reads:  # the latents' logits of one row, for all
+    if not reads:  # the logits of one row serve all rows
         taken += _LOGITS * model.config.latents * model.config.classes * weight.itemsize
-    room = bytes_of_slab(weight.device) // taken - known
-    most = max(room, SHORTEST)
-    if min(options.chunk, options.length) <= most:
-        return options
-    count = max(1, min(-(-options.length // most), options.length // SHORTEST))
-    return options._replace(chunk=min(options.chunk, -(-options.length // count)))  # of one size
+    most = bytes_of_slab(weight.device) // taken - known
+    return options._replace(chunk=min(options.chunk, max(most, SHORTEST)))
 
 
-def rows_of_slab(model: Model, num: int, steps: int, reads: bool, least: int = 1) -> int:
-    """Returns how many rows are made at a time: all, or as many as makes slabs as equal as can be.
+def rows_of_slab(model: Model, num: int, steps: int, reads: bool) -> int:
+    """Returns how many rows are made at a time: all, or as many as makes slabs of equal size.
 
     Arguments:
         model: The model.
         num: The number of rows.
         steps: The steps of a row that are in memory at once.
         reads: Whether every row has latents of its own, as after a prompt or a state.
-        least: The fewest rows of a slab, whatever they take.
     """
     weight = first_weight(model)
     most = bytes_of_slab(weight.device) // max(1, steps * bytes_of_step(model, weight, reads))
-    return -(-num // -(-num // max(most, least)))
+    return -(-num // -(-num // max(most, 1)))
 
 
 def rows_of_cache(model: Model, num: int, steps: int) -> int:
-    """Returns how many rows are made at a time step by step: all, if their keys and values leave
-    room.
+    """Returns how many rows are made at a time step by step: all, if their keys and values fit.
 
     Arguments:
         model: The model.

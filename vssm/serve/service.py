@@ -16,7 +16,7 @@ from torch import Tensor
 from vssm.checks import shown
 from vssm.data import steps_left
 from vssm.nn import State
-from vssm.sampling.generation import shares_latents
+from vssm.sampling.request import shares_latents
 from vssm.serve.errors import Refused, json_bytes, json_response
 from vssm.serve.guard import Metrics
 from vssm.serve.jobs import Done, Job

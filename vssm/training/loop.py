@@ -40,7 +40,8 @@ from vssm.ops import choose_backend
 from vssm.runs.checkpoint import load_finite
 from vssm.runs.folder import RunFolder, finite, read_config
 from vssm.runs.results import commit, machine
-from vssm.sampling.generation import check_room, generate
+from vssm.sampling.generation import generate
+from vssm.sampling.request import check_room
 from vssm.storage import write_atomically
 from vssm.training import figures
 from vssm.training.distributed import Call, World, join
