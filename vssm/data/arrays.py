@@ -3,7 +3,8 @@
     .npy    x (M, T, D) of numbers: sequences of vectors, read as they are
             x (M, H, W) of uint8: grey images, a row is a step
             x (M, H, W, C) of uint8, or of floats in [0, 1]: grey (C = 1) or RGB (C = 3) images
-    .npz    x, and `lengths` (M,) if sequences end before T
+    .npz    x, `lengths` (M,) if sequences end before T, and `labels` (M,) if they have classes,
+            numbered from 0
 
 uint8 pixels from 0 to 255 are scaled to [0, 1], unless none is above 1. Values of x after the end
 of a sequence are padding: they may be anything, are read as zero, and no loss or likelihood counts
@@ -28,6 +29,7 @@ from vssm.data.files import DAMAGED_NPY, check_unpacked, locate_own, read_bytes
 from vssm.data.images import FEWEST, image_meta
 from vssm.data.meta import Meta
 
+_MOST_CLASSES = 10_000  # each is a feature of every step
 _LARGE = 10.0  # a model hardly learns values of this mean size
 
 
@@ -36,17 +38,25 @@ def open_arrays(config: DataConfig) -> Data:
     if config.arrays.path is None:
         raise ValueError("arrays.path is needed: a .npy or .npz file")
     path = locate_own(config.arrays.path, "arrays", config.dir)
-    x, lengths = _checked(path, **_read(path))
+    arrays = _read(path)
+    labels = arrays.pop("labels", None)
+    x, lengths = _checked(path, **arrays)
+    labels = _checked_labels(path, labels, len(x), config.labels)
+    classes = int(labels.max()) + 1 if labels is not None and config.labels else None
     pixels = x.dtype == np.uint8
     maximum = 255 if pixels and x.max() > 1 else 1
     if pixels or x.ndim == 4:
         shape = (*x.shape[1:3], x.shape[3] if x.ndim == 4 else 1)
-        meta = image_meta("arrays", shape, maximum if pixels else None)
-        x = x.reshape(len(x), meta.length, meta.features)
+        meta = image_meta("arrays", shape, maximum if pixels else None, classes)
+        x = x.reshape(len(x), meta.length, -1)
     else:
         _, length, features = x.shape
         meta = Meta(
-            name="arrays", features=features, length=length, suggested_head="gaussian-learned"
+            name="arrays",
+            features=features + (classes or 0),
+            length=length,
+            suggested_head="gaussian-learned",
+            classes=classes,
         )
     if pixels:
         kind = "grey" if shape[2] == 1 else "RGB"
@@ -59,7 +69,9 @@ def open_arrays(config: DataConfig) -> Data:
 
     def split(index: np.ndarray) -> Split:
         ends = None if lengths is None else torch.from_numpy(lengths[index])
-        return Split(torch.from_numpy(x[index]), maximum=maximum, lengths=ends)
+        kinds = None if labels is None else torch.from_numpy(labels[index])
+        own = torch.from_numpy(x[index])
+        return Split(own, kinds, maximum, lengths=ends, classes=classes or 0)
 
     return split_at_random(config, meta, len(x), split, [path])
 
@@ -71,9 +83,9 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         file = np.load(io.BytesIO(content), allow_pickle=False)
         if isinstance(file, np.ndarray):
             return {"x": file}
-    if "x" not in file.files or set(file.files) - {"x", "lengths"}:
+    if "x" not in file.files or set(file.files) - {"x", "lengths", "labels"}:
         names = ", ".join(sorted(file.files)) or "nothing"
-        raise ValueError(f"{path} holds {names}; allowed: x, lengths")
+        raise ValueError(f"{path} holds {names}; allowed: x, lengths, labels")
     packed = [m for m in file.zip.infolist() if m.compress_type != zipfile.ZIP_STORED]
     check_unpacked(sum(member.file_size for member in packed), path)
     with _damage_named(path):
@@ -91,6 +103,23 @@ def _damage_named(path: Path) -> Iterator[None]:
         raise ValueError(
             f"{path} is damaged or no file of plain arrays; allowed: .npy or .npz"
         ) from None
+
+
+def _checked_labels(
+    path: Path, labels: np.ndarray | None, num: int, wanted: bool
+) -> np.ndarray | None:
+    """Returns the class of each sequence as int64, None if the file has none."""
+    if labels is None:
+        if wanted:
+            raise ValueError(f"{path} has no labels; save them beside x in an .npz file")
+        return None
+    whole = labels.shape == (num,) and labels.dtype.kind in "iu"
+    if not whole or not 0 <= labels.min() <= labels.max() < _MOST_CLASSES:
+        raise ValueError(
+            f"{path}: labels is {labels.dtype} of shape {labels.shape}; use {num} whole numbers"
+            f" from 0 to {_MOST_CLASSES - 1}, one for each sequence"
+        )
+    return labels.astype(np.int64)
 
 
 def _checked(

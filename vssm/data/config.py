@@ -116,8 +116,8 @@ class ArraysConfig:
 
     path: str | None = None
     """.npy file of x (sequences, steps, features), or of images: uint8, or (images, height, width,
-    1 or 3). Or .npz file of x and, if sequences differ in length, lengths. As given or inside the
-    data folder."""
+    1 or 3). Or .npz file of x, with lengths if sequences differ in length, and labels if they have
+    classes. As given or inside the data folder."""
 
     def __post_init__(self) -> None:
         _check_file("arrays.path", self.path)
@@ -152,6 +152,9 @@ class DataConfig:
     """Fixes the validation set, binarisation, synthetic data, and the test set of own data."""
     binarize: bool = False
     """Replace grey images (digits, mnist) once by black and white draws, fixed by the seed."""
+    labels: bool = False
+    """Add the class of a sequence to every step, one-hot, as given features: for models with
+    known="any", and digits, mnist, cifar10, and arrays that have labels."""
     series: SeriesConfig = field(default_factory=SeriesConfig)
     """Options of data set series."""
     text: TextConfig = field(default_factory=TextConfig)
@@ -170,8 +173,14 @@ class DataConfig:
             raise ValueError(f"data set {self.name!r} is unknown; {hint}known: {', '.join(NAMES)}")
         _check_file("dir", self.dir)
         check_flag("binarize", self.binarize)
+        check_flag("labels", self.labels)
         if type(self.seed) is not int or not 0 <= self.seed < 2**64:
             given = shown(self.seed)
             raise ValueError(f"seed={given} (--split-seed) is not allowed; allowed: 0 to 2^64 - 1")
         if self.binarize and self.name not in ("digits", "mnist"):
             raise ValueError(f"binarize is for grey images (digits, mnist), not for {self.name!r}")
+        if self.labels and self.name not in ("digits", "mnist", "cifar10", "arrays"):
+            raise ValueError(
+                f"data set {self.name!r} has no labels; use labels with digits, mnist, cifar10 or"
+                " arrays"
+            )

@@ -58,6 +58,7 @@ class Split:
             standardised by its own centre and deviation over the first `context` steps.
         patch: Rows that are joined to one step, last.
         lengths: (M,) int64, the real steps of each sequence if others are padding of zeros.
+        classes: Number of classes that are added to every step, one-hot; 0 to add none.
     """
 
     x: Tensor
@@ -67,6 +68,7 @@ class Split:
     scaled: tuple[int, int, str, int] | None = None
     patch: int = 1
     lengths: Tensor | None = None
+    classes: int = 0
 
     def __len__(self) -> int:
         return len(self.x if self.rows is None else self.rows)
@@ -104,7 +106,8 @@ class Split:
         Returns:
             (B, T, D) float32, or (B, T) int64 for tokens.
         """
-        x = self.x[index if self.rows is None else self.rows[index]]
+        index = index if self.rows is None else self.rows[index]
+        x = self.x[index]
         if device is not None:
             x = x.to(device, non_blocking=True)
         if x.dim() == 2:
@@ -115,7 +118,13 @@ class Split:
             centres, deviation = window_scale(x[:, :context, :channels], centre, season)
             centres = centre_of_steps(centres, -context, x.shape[1])
             x = torch.cat([(x[..., :channels] - centres) / deviation, x[..., channels:]], -1)
-        return x if self.patch == 1 else x.unflatten(1, (-1, self.patch)).flatten(2)
+        if self.patch > 1:
+            x = x.unflatten(1, (-1, self.patch)).flatten(2)
+        if self.classes:
+            assert self.labels is not None
+            labels = one_hot(self.labels[index].to(x.device), self.classes)
+            x = torch.cat([x, labels[:, None].expand(-1, x.shape[1], -1)], -1)
+        return x
 
     def real(self, index: Index, device: torch.device | str | None = None) -> Tensor | None:
         """Returns how many steps of the sequences at `index` are real, (B,); None if all are."""
@@ -149,6 +158,17 @@ class Split:
         steps = zip(self.x.shape, self.x.stride(), strict=True)
         reach = sum((size - 1) * stride for size, stride in steps)
         return self.x.as_strided((reach + 1,), (1,))
+
+
+def one_hot(labels: Tensor, classes: int) -> Tensor:
+    """Returns classes (B,) as vectors (B, classes) of 0 and 1, in float32.
+
+    Example:
+        >>> one_hot(torch.tensor([2, 0]), 3)
+        tensor([[0., 0., 1.],
+                [1., 0., 0.]])
+    """
+    return (labels[:, None] == torch.arange(classes, device=labels.device)).float()
 
 
 class Data:

@@ -11,12 +11,16 @@ __all__ = ["check_values", "is_grey", "moved", "place", "take"]
 _SHARE = 4  # data moves to a GPU if it takes less than a quarter of the free memory
 
 
-def check_values(head: Head, split: Split, name: str) -> None:
-    """Checks once, before training, that the model can read all sequences."""
+def check_values(head: Head, split: Split, name: str, given: int = 0) -> None:
+    """Checks once, before training, that the model can read all sequences.
+
+    The last `given` features have no distribution, and any values.
+    """
     if not len(split):
         raise ValueError(f"{name} is empty; allowed: at least one sequence")
     first = 0
     for x in split.parts():
+        x = x[..., : x.shape[-1] - given] if given else x
         head.validate(x, name=f"{name} from row {first}", values=False)
         if head.name in HEADS_IN_UNIT and (x.min() < 0 or x.max() > 1):
             raise ValueError(

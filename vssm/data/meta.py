@@ -79,6 +79,17 @@ class Meta:
     """The column of dates; "none" if dates were left out."""
     fill: str | None = None
     """How missing values were filled."""
+    classes: int | None = None
+    """Number of classes; the class of a sequence, one-hot, is the last features of every step."""
+
+    @property
+    def given(self) -> int:
+        """How many of the features, the last ones, are always known and never made."""
+        return self.classes or 0
+
+    def without_given(self, x: Tensor) -> Tensor:
+        """Returns sequences (B, T, D) without the features that are given."""
+        return x[..., : x.shape[-1] - self.given] if self.given else x
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as a dictionary that `json` can write."""
@@ -147,9 +158,14 @@ class Meta:
             yield field.name
 
     def to_image(self, x: Tensor) -> Tensor:
-        """Returns sequences of rows (B, T, D) as images (B, T, width, channels) within [0, 1]."""
+        """Returns sequences of rows (B, T, D) as images (B, T, width, channels) within [0, 1].
+
+        Features that are given are left out.
+        """
         if self.image_shape is None:
             raise ValueError(f"data set {self.name!r} has no images")
+        _, width, channels = self.image_shape
+        x = x[..., : width * channels]
         return x.detach().float().clamp(0, 1).reshape(*x.shape[:2], *self.image_shape[1:])
 
     def encode(self, text: str) -> Tensor:
