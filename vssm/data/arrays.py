@@ -33,14 +33,14 @@ _MOST_CLASSES = 10_000  # each is a feature of every step
 _LARGE = 10.0  # a model hardly learns values of this mean size
 
 
-def open_arrays(config: DataConfig) -> Data:
-    """Opens a file of sequences or images."""
+def open_arrays(config: DataConfig, missing: bool = False) -> Data:
+    """Opens a file of sequences or images; NaN is refused unless values may be `missing`."""
     if config.arrays.path is None:
         raise ValueError("arrays.path is needed: a .npy or .npz file")
     path = locate_own(config.arrays.path, "arrays", config.dir)
     arrays = _read(path)
     labels = arrays.pop("labels", None)
-    x, lengths = _checked(path, **arrays)
+    x, lengths = _checked(path, missing, **arrays)
     labels = _checked_labels(path, labels, len(x), config.labels)
     classes = int(labels.max()) + 1 if labels is not None and config.labels else None
     pixels = x.dtype == np.uint8
@@ -63,15 +63,16 @@ def open_arrays(config: DataConfig) -> Data:
         scaled = "0 to 255 become 0 to 1" if maximum == 255 else "0 and 1 stay as they are"
         note = f"x is uint8 and read as {kind} images of {shape[1]} x {shape[0]} pixels, {scaled};"
         warnings.warn(f"{path}: {note} save other numbers as float32", stacklevel=3)
-    elif np.abs(x).mean(dtype=np.float64) > _LARGE:
-        note = f"x has values from {x.min():g} to {x.max():g}; divide or standardise them"
+    elif np.nanmean(np.abs(x), dtype=np.float64) > _LARGE:
+        low, high = np.nanmin(x), np.nanmax(x)
+        note = f"x has values from {low:g} to {high:g}; divide or standardise them"
         warnings.warn(f"{path}: {note}, since models expect values of about 1", stacklevel=3)
 
     def split(index: np.ndarray) -> Split:
         ends = None if lengths is None else torch.from_numpy(lengths[index])
         kinds = None if labels is None else torch.from_numpy(labels[index])
         own = torch.from_numpy(x[index])
-        return Split(own, kinds, maximum, lengths=ends, classes=classes or 0)
+        return Split(own, kinds, maximum, lengths=ends, classes=classes or 0, missing=missing)
 
     return split_at_random(config, meta, len(x), split, [path])
 
@@ -123,7 +124,7 @@ def _checked_labels(
 
 
 def _checked(
-    path: Path, x: np.ndarray, lengths: np.ndarray | None = None
+    path: Path, missing: bool, x: np.ndarray, lengths: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns x, cut to the longest sequence and zero after the end of each, and the lengths."""
     images = x.ndim == 4 and x.shape[3] in (1, 3)
@@ -147,15 +148,17 @@ def _checked(
             raise ValueError(f"{path}: lengths is {lengths[row]} at {row}; allowed: {allowed}")
         x, lengths = x[:, : lengths.max()].copy(), lengths.astype(np.int64)
         x[np.arange(x.shape[1]) >= lengths[:, None]] = 0
-    for sequence, step, *_ in np.argwhere(~np.isfinite(x)):
-        allowed = ", or lengths in an .npz" if lengths is None else " before the end of a sequence"
+    for sequence, step, *_ in np.argwhere(np.isinf(x) if missing else ~np.isfinite(x)):
+        advice = "" if missing else "; train with --model.known any if NaN stands for missing ones"
         raise ValueError(
-            f"{path}: x is not finite at sequence {sequence}, step {step}; allowed: finite"
-            f" numbers{allowed}"
+            f"{path}: x is not finite at sequence {sequence}, step {step}; use finite numbers"
+            f"{advice}, and lengths in an .npz if sequences end early"
         )
-    if images and x.dtype != np.uint8 and not 0 <= x.min() <= x.max() <= 1:
+    if np.isnan(x).all():
+        raise ValueError(f"{path}: all values of x are missing")
+    if images and x.dtype != np.uint8 and not 0 <= np.nanmin(x) <= np.nanmax(x) <= 1:
         raise ValueError(
-            f"{path}: x has images with values from {x.min():g} to {x.max():g}; allowed: floats"
-            " from 0 to 1, or uint8 from 0 to 255"
+            f"{path}: x has images with values from {np.nanmin(x):g} to {np.nanmax(x):g}; allowed:"
+            " floats from 0 to 1, or uint8 from 0 to 255"
         )
     return x, lengths

@@ -29,6 +29,9 @@ class SeriesConfig:
     columns: tuple[str, ...] | None = None
     """Columns to use: names, or positions in the file from 0 (the dates count). All columns of
     numbers if not given."""
+    given: tuple[str, ...] = ()
+    """Columns that are known in the future too, such as prices or holidays. They are read, and
+    never made or scored; for models with known="any"."""
     context: int = 96
     """Rows of a window that are known."""
     horizon: int = 96
@@ -39,7 +42,8 @@ class SeriesConfig:
     """Rows that make one step of the model, a season for example; divides context and horizon."""
     fill: Literal["zero", "previous", "linear"] | None = None
     """How to fill missing values: with zero, with the value before (previous), or on a line between
-    the two neighbours (linear), one of which may lie in the horizon of a window."""
+    the two neighbours (linear), one of which may lie in the horizon of a window. Models with
+    known="any" need no filling: they learn from the values that are there."""
     scale: Literal["window", "last", "column", "none"] = "window"
     """How to standardise. column: each column by its mean and deviation over the training part.
     window: also each window by its context, so that new levels are no surprise. last: as window,
@@ -55,8 +59,9 @@ class SeriesConfig:
     """Add the phase of the day, week and year as channels, as far as the dates show them."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "given", tuple(self.given))  # JSON has lists
         if self.columns is not None:
-            object.__setattr__(self, "columns", tuple(self.columns))  # JSON has lists
+            object.__setattr__(self, "columns", tuple(self.columns))
         if isinstance(self.scale, bool):  # configs of earlier versions
             object.__setattr__(self, "scale", "column" if self.scale else "none")
         _check_file("series.path", self.path)

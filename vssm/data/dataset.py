@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vssm.data.config import DataConfig
 from vssm.data.meta import Meta
-from vssm.data.scale import centre_of_steps, window_scale
+from vssm.data.scale import centre_of_steps, window_scale, window_scale_of_known
 
 PART = 1 << 22  # values in a part of a split
 
@@ -59,6 +59,9 @@ class Split:
         patch: Rows that are joined to one step, last.
         lengths: (M,) int64, the real steps of each sequence if others are padding of zeros.
         classes: Number of classes that are added to every step, one-hot; 0 to add none.
+        given: How many of the channels, the last ones, are given; they stay last in a step of many
+            rows.
+        missing: Whether values may be NaN.
     """
 
     x: Tensor
@@ -69,6 +72,8 @@ class Split:
     patch: int = 1
     lengths: Tensor | None = None
     classes: int = 0
+    given: int = 0
+    missing: bool = False
 
     def __len__(self) -> int:
         return len(self.x if self.rows is None else self.rows)
@@ -89,7 +94,7 @@ class Split:
         num = min(4096, len(self))
         sums, done = torch.zeros(3, dtype=torch.float64), 0
         for part in self.parts(torch.arange(num, device="cpu") * len(self) // max(1, num)):
-            x = part.reshape(-1).double()
+            x = part.reshape(-1).double().nan_to_num()
             place = torch.arange(done, done + len(x), dtype=torch.float64, device=x.device)
             sums += torch.stack([x.sum(), (x * x).sum(), (x * place).sum()]).cpu()
             done += len(x)
@@ -104,7 +109,7 @@ class Split:
             device: Where the batch goes; by default it stays where `x` is.
 
         Returns:
-            (B, T, D) float32, or (B, T) int64 for tokens.
+            (B, T, D) float32, or (B, T) int64 for tokens. NaN where a value is missing.
         """
         index = index if self.rows is None else self.rows[index]
         x = self.x[index]
@@ -115,11 +120,14 @@ class Split:
         x = x.float() if self.maximum == 1 else x.float() / self.maximum
         if self.scaled is not None:
             context, channels, centre, season = self.scaled
-            centres, deviation = window_scale(x[:, :context, :channels], centre, season)
+            scale = window_scale_of_known if self.missing else window_scale
+            centres, deviation = scale(x[:, :context, :channels], centre, season)
             centres = centre_of_steps(centres, -context, x.shape[1])
             x = torch.cat([(x[..., :channels] - centres) / deviation, x[..., channels:]], -1)
         if self.patch > 1:
-            x = x.unflatten(1, (-1, self.patch)).flatten(2)
+            made = x.shape[2] - self.given
+            parts = (x[..., :made], x[..., made:]) if self.given else (x,)
+            x = torch.cat([part.unflatten(1, (-1, self.patch)).flatten(2) for part in parts], -1)
         if self.classes:
             assert self.labels is not None
             labels = one_hot(self.labels[index].to(x.device), self.classes)

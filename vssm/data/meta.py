@@ -81,11 +81,20 @@ class Meta:
     """How missing values were filled."""
     classes: int | None = None
     """Number of classes; the class of a sequence, one-hot, is the last features of every step."""
+    given_columns: tuple[str, ...] = ()
+    """Columns of a series that are known in the future too; they come after `columns`."""
+    given_mean: tuple[float, ...] | None = None
+    """Mean of each given column over the training rows."""
+    given_std: tuple[float, ...] | None = None
+    """Standard deviation of each given column over the training rows."""
+    cycles_given: bool = False
+    """Whether the phases of the calendar are given, not made."""
 
     @property
     def given(self) -> int:
         """How many of the features, the last ones, are always known and never made."""
-        return self.classes or 0
+        phases = 2 * len(self.cycles) if self.cycles_given else 0
+        return (self.classes or 0) + self.patch * (len(self.given_columns) + phases)
 
     def without_given(self, x: Tensor) -> Tensor:
         """Returns sequences (B, T, D) without the features that are given."""
@@ -131,7 +140,8 @@ class Meta:
                 self._refuse(name, f"{num} numbers, one for each of columns")
         if min(self.std or (1,)) <= 0:
             self._refuse("std", "numbers > 0")
-        features = self.patch * ((1 if self.separate else num) + 2 * len(self.cycles))
+        channels = (1 if self.separate else num) + len(self.given_columns)
+        features = self.patch * (channels + 2 * len(self.cycles))
         if num and self.features != features:
             self._refuse("features", f"{features}, for {num} columns and patch={self.patch}")
 

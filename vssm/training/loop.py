@@ -109,7 +109,7 @@ class Trainer:
         with warnings.catch_warnings():
             if world.rank > 0:  # the first process alone warns of odd data
                 warnings.simplefilter("ignore", UserWarning)
-            data = open_data(config.data)
+            data = open_data(config.data, missing=config.model.known == "any")
         init = None if resume and folder.has_checkpoint() else options.init
         first = None if init is None else load_finite(init)
         self.config, self.meta = resolve(config, data.meta, first), data.meta
