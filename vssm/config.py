@@ -76,7 +76,8 @@ class ModelConfig:
     """With known="any": how many of the features, the last ones, are always known and never made,
     such as a label, a price or a holiday."""
     window: int = 32
-    """With known="any": the steps that blocks which read backwards see at once."""
+    """With known="any": the steps that blocks which read backwards see at once. A run takes the
+    length of its sequences, unless another number than 32 is set."""
     head: str = "gaussian"
     """Distribution of x_t: gaussian, gaussian-learned, bernoulli, categorical or logistic-mixture;
     in a run also auto, for the one that suits the data."""

@@ -165,7 +165,7 @@ X = np.zeros((10, 5, 2), np.float32)
         ({"x": X, "lengths": np.r_[[5] * 8, 0, 5]}, r"lengths is 0 at 8; allowed: 1 to 5"),
         (
             {"x": np.where(np.arange(5)[:, None] == 3, np.nan, X)},
-            r"x is not finite at sequence 0, step 3; .*, or lengths in",
+            r"x is not finite at sequence 0, step 3; use finite .*--model.known any .*lengths in",
         ),
         ({"x": np.full(X.shape, 1e300)}, r"x is not finite at sequence 0, step 0"),
         (
@@ -173,7 +173,7 @@ X = np.zeros((10, 5, 2), np.float32)
                 "x": np.where(np.arange(5)[:, None] == 3, np.inf, X),
                 "lengths": np.r_[[3] * 7, 4, 3, 3],
             },
-            r"x is not finite at sequence 7, step 3; allowed: finite numbers before the end",
+            r"x is not finite at sequence 7, step 3; use finite numbers",
         ),
     ],
 )
@@ -257,8 +257,8 @@ def test_padding_never_changes_a_training(kind, options, tmp_path, monkeypatch):
     )
     zeros = result(run(config, tmp_path / "zeros"))
 
-    def open_noisy(data_config):
-        data = open_data(data_config)
+    def open_noisy(data_config, missing):
+        data = open_data(data_config, missing)
         for split in (data.train, data.valid):
             split.x[torch.arange(9) >= split.lengths[:, None]] = 0.7
         return data

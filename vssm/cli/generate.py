@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -21,6 +21,12 @@ from vssm.cli.samples import (
 )
 from vssm.storage import write_atomically
 
+if TYPE_CHECKING:
+    import torch
+
+    from vssm.data import Meta
+    from vssm.models import Model
+
 __all__ = ["Generate"]
 
 
@@ -38,6 +44,9 @@ class Generate:
     data's (28 if that is not known)."""
     prompt: str | None = None
     """What comes first: a .npy file (batch, steps, features) or (steps, features), or text."""
+    label: int | None = None
+    """The class of the samples, for models that were trained with --labels; all classes in turn by
+    default."""
     chunk: int | None = None
     """Generate so many steps at a time (vssm, tvae)."""
     recondition: bool = False
@@ -164,6 +173,11 @@ class Generate:
             model.head.validate(prompt, "prompt", values=False, steps=0)
             known += prompt.shape[1]
         num = 16 if self.num is None and prompt is None and state is None else self.num
+        if self.label is not None or (meta is not None and meta.classes):
+            x = self._draw_classes(model, meta, prompt).cpu()
+            write_samples(x, None if prompt is None else prompt.cpu(), meta, out)
+            print(f"samples: {out}  {tuple(x.shape)}")
+            return
         made = vssm.generate(
             model,
             num=num,
@@ -184,3 +198,37 @@ class Generate:
         if self.state is not None:
             made.state.save(self.state)
             print(f"state: {self.state}, after step {made.state.position}")
+
+    def _draw_classes(
+        self, model: "Model", meta: "Meta | None", prompt: "torch.Tensor | None"
+    ) -> "torch.Tensor":
+        """Draws the steps after the prompt of sequences of a class, or of all classes in turn."""
+        import torch
+
+        import vssm
+        from vssm.data import steps_left
+        from vssm.data.dataset import one_hot
+
+        if meta is None or not meta.classes:
+            raise ValueError(
+                f"label={self.label} is for models that know classes; "
+                "train with --model.known any --labels"
+            )
+        if self.label is not None and not 0 <= self.label < meta.classes:
+            raise ValueError(f"label={self.label} is unknown; use 0 to {meta.classes - 1}")
+        for name in ("chunk", "recondition", "resume", "state"):
+            if getattr(self, name):
+                raise ValueError(f"--{name} is not for models that know classes")
+        num = self.num or (16 if prompt is None else len(prompt))
+        device = next(model.parameters()).device
+        first = 0 if prompt is None else prompt.shape[1]
+        length = first + (self.length or steps_left(meta, first, "--length"))
+        x = torch.full((num, length, meta.features), torch.nan, device=device)
+        if prompt is not None:
+            meta.without_given(x)[:, :first] = prompt
+        labels = torch.arange(num, device=device) % meta.classes
+        labels = labels if self.label is None else torch.full_like(labels, self.label)
+        x[..., -meta.classes :] = one_hot(labels, meta.classes)[:, None]
+        options = {"passes": self.passes, "temperature": self.temperature, "observe": self.observe}
+        made = vssm.fill(model, x, **options, seed=self.seed or 0)
+        return meta.without_given(made)[:, first:]

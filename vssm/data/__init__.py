@@ -36,17 +36,17 @@ _OPENERS = {
     "cifar10": open_cifar10,
     "images": open_images,
     "text": open_text,
-    "series": open_series,
-    "arrays": open_arrays,
     "synthetic": open_synthetic,
 }
 
 
-def open_data(config: DataConfig) -> Data:
+def open_data(config: DataConfig, missing: bool = False) -> Data:
     """Opens the data set that `config` names; a public one is downloaded if it is not found.
 
     Arguments:
         config: The data options; `config.name` is one of `NAMES`.
+        missing: Whether missing values of series and arrays stay NaN, as models with known="any"
+            learn from them; else they are filled or refused.
 
     Returns:
         A `Data` whose metadata is ready and whose splits are read when first asked for.
@@ -59,4 +59,8 @@ def open_data(config: DataConfig) -> Data:
     if not isinstance(config, DataConfig):
         allowed = "a DataConfig, such as DataConfig(name='digits')"
         raise ValueError(f"config={config!r} is not allowed; allowed: {allowed}")
+    if config.name == "series":
+        return open_series(config, missing)
+    if config.name == "arrays":
+        return open_arrays(config, missing)
     return _OPENERS[config.name](config)

@@ -3,7 +3,8 @@
     .npy    x (M, T, D) of numbers: sequences of vectors, read as they are
             x (M, H, W) of uint8: grey images, a row is a step
             x (M, H, W, C) of uint8, or of floats in [0, 1]: grey (C = 1) or RGB (C = 3) images
-    .npz    x, and `lengths` (M,) if sequences end before T
+    .npz    x, `lengths` (M,) if sequences end before T, and `labels` (M,) if they have classes,
+            numbered from 0
 
 uint8 pixels from 0 to 255 are scaled to [0, 1], unless none is above 1. Values of x after the end
 of a sequence are padding: they may be anything, are read as zero, and no loss or likelihood counts
@@ -28,38 +29,50 @@ from vssm.data.files import DAMAGED_NPY, check_unpacked, locate_own, read_bytes
 from vssm.data.images import FEWEST, image_meta
 from vssm.data.meta import Meta
 
+_MOST_CLASSES = 10_000  # each is a feature of every step
 _LARGE = 10.0  # a model hardly learns values of this mean size
 
 
-def open_arrays(config: DataConfig) -> Data:
-    """Opens a file of sequences or images."""
+def open_arrays(config: DataConfig, missing: bool = False) -> Data:
+    """Opens a file of sequences or images; NaN is refused unless values may be `missing`."""
     if config.arrays.path is None:
         raise ValueError("arrays.path is needed: a .npy or .npz file")
     path = locate_own(config.arrays.path, "arrays", config.dir)
-    x, lengths = _checked(path, **_read(path))
+    arrays = _read(path)
+    labels = arrays.pop("labels", None)
+    x, lengths = _checked(path, missing, **arrays)
+    labels = _checked_labels(path, labels, len(x), config.labels)
+    classes = int(labels.max()) + 1 if labels is not None and config.labels else None
     pixels = x.dtype == np.uint8
     maximum = 255 if pixels and x.max() > 1 else 1
     if pixels or x.ndim == 4:
         shape = (*x.shape[1:3], x.shape[3] if x.ndim == 4 else 1)
-        meta = image_meta("arrays", shape, maximum if pixels else None)
-        x = x.reshape(len(x), meta.length, meta.features)
+        meta = image_meta("arrays", shape, maximum if pixels else None, classes)
+        x = x.reshape(len(x), meta.length, -1)
     else:
         _, length, features = x.shape
         meta = Meta(
-            name="arrays", features=features, length=length, suggested_head="gaussian-learned"
+            name="arrays",
+            features=features + (classes or 0),
+            length=length,
+            suggested_head="gaussian-learned",
+            classes=classes,
         )
     if pixels:
         kind = "grey" if shape[2] == 1 else "RGB"
         scaled = "0 to 255 become 0 to 1" if maximum == 255 else "0 and 1 stay as they are"
         note = f"x is uint8 and read as {kind} images of {shape[1]} x {shape[0]} pixels, {scaled};"
         warnings.warn(f"{path}: {note} save other numbers as float32", stacklevel=3)
-    elif np.abs(x).mean(dtype=np.float64) > _LARGE:
-        note = f"x has values from {x.min():g} to {x.max():g}; divide or standardise them"
+    elif np.nanmean(np.abs(x), dtype=np.float64) > _LARGE:
+        low, high = np.nanmin(x), np.nanmax(x)
+        note = f"x has values from {low:g} to {high:g}; divide or standardise them"
         warnings.warn(f"{path}: {note}, since models expect values of about 1", stacklevel=3)
 
     def split(index: np.ndarray) -> Split:
         ends = None if lengths is None else torch.from_numpy(lengths[index])
-        return Split(torch.from_numpy(x[index]), maximum=maximum, lengths=ends)
+        kinds = None if labels is None else torch.from_numpy(labels[index])
+        own = torch.from_numpy(x[index])
+        return Split(own, kinds, maximum, lengths=ends, classes=classes or 0, missing=missing)
 
     return split_at_random(config, meta, len(x), split, [path])
 
@@ -71,9 +84,9 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         file = np.load(io.BytesIO(content), allow_pickle=False)
         if isinstance(file, np.ndarray):
             return {"x": file}
-    if "x" not in file.files or set(file.files) - {"x", "lengths"}:
+    if "x" not in file.files or set(file.files) - {"x", "lengths", "labels"}:
         names = ", ".join(sorted(file.files)) or "nothing"
-        raise ValueError(f"{path} holds {names}; allowed: x, lengths")
+        raise ValueError(f"{path} holds {names}; allowed: x, lengths, labels")
     packed = [m for m in file.zip.infolist() if m.compress_type != zipfile.ZIP_STORED]
     check_unpacked(sum(member.file_size for member in packed), path)
     with _damage_named(path):
@@ -93,8 +106,25 @@ def _damage_named(path: Path) -> Iterator[None]:
         ) from None
 
 
+def _checked_labels(
+    path: Path, labels: np.ndarray | None, num: int, wanted: bool
+) -> np.ndarray | None:
+    """Returns the class of each sequence as int64, None if the file has none."""
+    if labels is None:
+        if wanted:
+            raise ValueError(f"{path} has no labels; save them beside x in an .npz file")
+        return None
+    whole = labels.shape == (num,) and labels.dtype.kind in "iu"
+    if not whole or not 0 <= labels.min() <= labels.max() < _MOST_CLASSES:
+        raise ValueError(
+            f"{path}: labels is {labels.dtype} of shape {labels.shape}; use {num} whole numbers"
+            f" from 0 to {_MOST_CLASSES - 1}, one for each sequence"
+        )
+    return labels.astype(np.int64)
+
+
 def _checked(
-    path: Path, x: np.ndarray, lengths: np.ndarray | None = None
+    path: Path, missing: bool, x: np.ndarray, lengths: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Returns x, cut to the longest sequence and zero after the end of each, and the lengths."""
     images = x.ndim == 4 and x.shape[3] in (1, 3)
@@ -118,15 +148,17 @@ def _checked(
             raise ValueError(f"{path}: lengths is {lengths[row]} at {row}; allowed: {allowed}")
         x, lengths = x[:, : lengths.max()].copy(), lengths.astype(np.int64)
         x[np.arange(x.shape[1]) >= lengths[:, None]] = 0
-    for sequence, step, *_ in np.argwhere(~np.isfinite(x)):
-        allowed = ", or lengths in an .npz" if lengths is None else " before the end of a sequence"
+    for sequence, step, *_ in np.argwhere(np.isinf(x) if missing else ~np.isfinite(x)):
+        advice = "" if missing else "; train with --model.known any if NaN stands for missing ones"
         raise ValueError(
-            f"{path}: x is not finite at sequence {sequence}, step {step}; allowed: finite"
-            f" numbers{allowed}"
+            f"{path}: x is not finite at sequence {sequence}, step {step}; use finite numbers"
+            f"{advice}, and lengths in an .npz if sequences end early"
         )
-    if images and x.dtype != np.uint8 and not 0 <= x.min() <= x.max() <= 1:
+    if np.isnan(x).all():
+        raise ValueError(f"{path}: all values of x are missing")
+    if images and x.dtype != np.uint8 and not 0 <= np.nanmin(x) <= np.nanmax(x) <= 1:
         raise ValueError(
-            f"{path}: x has images with values from {x.min():g} to {x.max():g}; allowed: floats"
-            " from 0 to 1, or uint8 from 0 to 255"
+            f"{path}: x has images with values from {np.nanmin(x):g} to {np.nanmax(x):g}; allowed:"
+            " floats from 0 to 1, or uint8 from 0 to 255"
         )
     return x, lengths

@@ -29,6 +29,9 @@ class SeriesConfig:
     columns: tuple[str, ...] | None = None
     """Columns to use: names, or positions in the file from 0 (the dates count). All columns of
     numbers if not given."""
+    given: tuple[str, ...] = ()
+    """Columns that are known in the future too, such as prices or holidays. They are read, and
+    never made or scored; for models with known="any"."""
     context: int = 96
     """Rows of a window that are known."""
     horizon: int = 96
@@ -39,7 +42,8 @@ class SeriesConfig:
     """Rows that make one step of the model, a season for example; divides context and horizon."""
     fill: Literal["zero", "previous", "linear"] | None = None
     """How to fill missing values: with zero, with the value before (previous), or on a line between
-    the two neighbours (linear), one of which may lie in the horizon of a window."""
+    the two neighbours (linear), one of which may lie in the horizon of a window. Models with
+    known="any" need no filling: they learn from the values that are there."""
     scale: Literal["window", "last", "column", "none"] = "window"
     """How to standardise. column: each column by its mean and deviation over the training part.
     window: also each window by its context, so that new levels are no surprise. last: as window,
@@ -55,8 +59,9 @@ class SeriesConfig:
     """Add the phase of the day, week and year as channels, as far as the dates show them."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "given", tuple(self.given))  # JSON has lists
         if self.columns is not None:
-            object.__setattr__(self, "columns", tuple(self.columns))  # JSON has lists
+            object.__setattr__(self, "columns", tuple(self.columns))
         if isinstance(self.scale, bool):  # configs of earlier versions
             object.__setattr__(self, "scale", "column" if self.scale else "none")
         _check_file("series.path", self.path)
@@ -116,8 +121,8 @@ class ArraysConfig:
 
     path: str | None = None
     """.npy file of x (sequences, steps, features), or of images: uint8, or (images, height, width,
-    1 or 3). Or .npz file of x and, if sequences differ in length, lengths. As given or inside the
-    data folder."""
+    1 or 3). Or .npz file of x, with lengths if sequences differ in length, and labels if they have
+    classes. As given or inside the data folder."""
 
     def __post_init__(self) -> None:
         _check_file("arrays.path", self.path)
@@ -152,6 +157,9 @@ class DataConfig:
     """Fixes the validation set, binarisation, synthetic data, and the test set of own data."""
     binarize: bool = False
     """Replace grey images (digits, mnist) once by black and white draws, fixed by the seed."""
+    labels: bool = False
+    """Add the class of a sequence to every step, one-hot, as given features: for models with
+    known="any", and digits, mnist, cifar10, and arrays that have labels."""
     series: SeriesConfig = field(default_factory=SeriesConfig)
     """Options of data set series."""
     text: TextConfig = field(default_factory=TextConfig)
@@ -170,8 +178,14 @@ class DataConfig:
             raise ValueError(f"data set {self.name!r} is unknown; {hint}known: {', '.join(NAMES)}")
         _check_file("dir", self.dir)
         check_flag("binarize", self.binarize)
+        check_flag("labels", self.labels)
         if type(self.seed) is not int or not 0 <= self.seed < 2**64:
             given = shown(self.seed)
             raise ValueError(f"seed={given} (--split-seed) is not allowed; allowed: 0 to 2^64 - 1")
         if self.binarize and self.name not in ("digits", "mnist"):
             raise ValueError(f"binarize is for grey images (digits, mnist), not for {self.name!r}")
+        if self.labels and self.name not in ("digits", "mnist", "cifar10", "arrays"):
+            raise ValueError(
+                f"data set {self.name!r} has no labels; use labels with digits, mnist, cifar10 or"
+                " arrays"
+            )

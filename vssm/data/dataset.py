@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vssm.data.config import DataConfig
 from vssm.data.meta import Meta
-from vssm.data.scale import centre_of_steps, window_scale
+from vssm.data.scale import centre_of_steps, window_scale, window_scale_of_known
 
 PART = 1 << 22  # values in a part of a split
 
@@ -58,6 +58,10 @@ class Split:
             standardised by its own centre and deviation over the first `context` steps.
         patch: Rows that are joined to one step, last.
         lengths: (M,) int64, the real steps of each sequence if others are padding of zeros.
+        classes: Number of classes that are added to every step, one-hot; 0 to add none.
+        given: How many of the channels, the last ones, are given; they stay last in a step of many
+            rows.
+        missing: Whether values may be NaN.
     """
 
     x: Tensor
@@ -67,6 +71,9 @@ class Split:
     scaled: tuple[int, int, str, int] | None = None
     patch: int = 1
     lengths: Tensor | None = None
+    classes: int = 0
+    given: int = 0
+    missing: bool = False
 
     def __len__(self) -> int:
         return len(self.x if self.rows is None else self.rows)
@@ -87,7 +94,7 @@ class Split:
         num = min(4096, len(self))
         sums, done = torch.zeros(3, dtype=torch.float64), 0
         for part in self.parts(torch.arange(num, device="cpu") * len(self) // max(1, num)):
-            x = part.reshape(-1).double()
+            x = part.reshape(-1).double().nan_to_num()
             place = torch.arange(done, done + len(x), dtype=torch.float64, device=x.device)
             sums += torch.stack([x.sum(), (x * x).sum(), (x * place).sum()]).cpu()
             done += len(x)
@@ -102,9 +109,10 @@ class Split:
             device: Where the batch goes; by default it stays where `x` is.
 
         Returns:
-            (B, T, D) float32, or (B, T) int64 for tokens.
+            (B, T, D) float32, or (B, T) int64 for tokens. NaN where a value is missing.
         """
-        x = self.x[index if self.rows is None else self.rows[index]]
+        index = index if self.rows is None else self.rows[index]
+        x = self.x[index]
         if device is not None:
             x = x.to(device, non_blocking=True)
         if x.dim() == 2:
@@ -112,10 +120,19 @@ class Split:
         x = x.float() if self.maximum == 1 else x.float() / self.maximum
         if self.scaled is not None:
             context, channels, centre, season = self.scaled
-            centres, deviation = window_scale(x[:, :context, :channels], centre, season)
+            scale = window_scale_of_known if self.missing else window_scale
+            centres, deviation = scale(x[:, :context, :channels], centre, season)
             centres = centre_of_steps(centres, -context, x.shape[1])
             x = torch.cat([(x[..., :channels] - centres) / deviation, x[..., channels:]], -1)
-        return x if self.patch == 1 else x.unflatten(1, (-1, self.patch)).flatten(2)
+        if self.patch > 1:
+            made = x.shape[2] - self.given
+            parts = (x[..., :made], x[..., made:]) if self.given else (x,)
+            x = torch.cat([part.unflatten(1, (-1, self.patch)).flatten(2) for part in parts], -1)
+        if self.classes:
+            assert self.labels is not None
+            labels = one_hot(self.labels[index].to(x.device), self.classes)
+            x = torch.cat([x, labels[:, None].expand(-1, x.shape[1], -1)], -1)
+        return x
 
     def real(self, index: Index, device: torch.device | str | None = None) -> Tensor | None:
         """Returns how many steps of the sequences at `index` are real, (B,); None if all are."""
@@ -149,6 +166,17 @@ class Split:
         steps = zip(self.x.shape, self.x.stride(), strict=True)
         reach = sum((size - 1) * stride for size, stride in steps)
         return self.x.as_strided((reach + 1,), (1,))
+
+
+def one_hot(labels: Tensor, classes: int) -> Tensor:
+    """Returns classes (B,) as vectors (B, classes) of 0 and 1, in float32.
+
+    Example:
+        >>> one_hot(torch.tensor([2, 0]), 3)
+        tensor([[0., 0., 1.],
+                [1., 0., 0.]])
+    """
+    return (labels[:, None] == torch.arange(classes, device=labels.device)).float()
 
 
 class Data:

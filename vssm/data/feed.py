@@ -11,12 +11,22 @@ __all__ = ["check_values", "is_grey", "moved", "place", "take"]
 _SHARE = 4  # data moves to a GPU if it takes less than a quarter of the free memory
 
 
-def check_values(head: Head, split: Split, name: str) -> None:
-    """Checks once, before training, that the model can read all sequences."""
+def check_values(head: Head, split: Split, name: str, given: int = 0) -> None:
+    """Checks once, before training, that the model can read all sequences.
+
+    The last `given` features have no distribution and any finite values. Others may be missing if
+    the split says so.
+    """
     if not len(split):
         raise ValueError(f"{name} is empty; allowed: at least one sequence")
     first = 0
     for x in split.parts():
+        if given:
+            x, always = x.split([x.shape[-1] - given, given], -1)
+            if not always.isfinite().all():
+                raise ValueError(f"{name} from row {first} has given features that are not known")
+        if split.missing:
+            x = torch.where(x.isnan(), 0.0, x)
         head.validate(x, name=f"{name} from row {first}", values=False)
         if head.name in HEADS_IN_UNIT and (x.min() < 0 or x.max() > 1):
             raise ValueError(
@@ -33,7 +43,7 @@ def is_grey(split: Split) -> bool:
         >>> is_grey(Split(torch.tensor([[[0.0, 1.0]]]))), is_grey(Split(torch.tensor([[[0.5]]])))
         (False, True)
     """
-    return any(bool(((x != 0) & (x != 1)).any()) for x in split.parts())
+    return any(bool(((x != 0) & (x != 1) & (x == x)).any()) for x in split.parts())
 
 
 def take(split: Split, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None]:

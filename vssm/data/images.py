@@ -83,16 +83,19 @@ _FORMATS = ("BMP", "GIF", "JPEG", "PPM", "PNG", "TIFF", "WEBP")
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
-def image_meta(name: str, shape: tuple[int, int, int], maximum: int | None) -> Meta:
+def image_meta(
+    name: str, shape: tuple[int, int, int], maximum: int | None, classes: int | None = None
+) -> Meta:
     """Describes images (height, width, channels) of values 0 .. `maximum`, or any in [0, 1]."""
     height, width, channels = shape
     return Meta(
         name=name,
-        features=width * channels,
+        features=width * channels + (classes or 0),
         length=height,
         suggested_head="bernoulli" if maximum == 1 else "gaussian",
         levels=None if maximum is None else maximum + 1,
         image_shape=shape,
+        classes=classes,
     )
 
 
@@ -105,12 +108,12 @@ def _image_data(
     checksum: str = _COMPARED,
 ) -> Data:
     """Returns images with values 0 .. `maximum`; `read` reads the test set if True."""
-    stored = 1 if config.binarize else maximum
-    meta = image_meta(config.name, shape, stored)
+    stored, classes = 1 if config.binarize else maximum, 10 if config.labels else 0
+    meta = image_meta(config.name, shape, stored, classes or None)
 
     def split(images: np.ndarray, labels: np.ndarray) -> Split:
-        x = torch.from_numpy(images.reshape(-1, meta.length, meta.features))
-        return Split(x, torch.from_numpy(labels.astype(np.int64)), stored)
+        x = torch.from_numpy(images.reshape(len(images), meta.length, -1))
+        return Split(x, torch.from_numpy(labels.astype(np.int64)), stored, classes=classes)
 
     def images(test: bool) -> Labelled:
         pixels, labels = read(test)

@@ -79,6 +79,26 @@ class Meta:
     """The column of dates; "none" if dates were left out."""
     fill: str | None = None
     """How missing values were filled."""
+    classes: int | None = None
+    """Number of classes; the class of a sequence, one-hot, is the last features of every step."""
+    given_columns: tuple[str, ...] = ()
+    """Columns of a series that are known in the future too; they come after `columns`."""
+    given_mean: tuple[float, ...] | None = None
+    """Mean of each given column over the training rows."""
+    given_std: tuple[float, ...] | None = None
+    """Standard deviation of each given column over the training rows."""
+    cycles_given: bool = False
+    """Whether the phases of the calendar are given, not made."""
+
+    @property
+    def given(self) -> int:
+        """How many of the features, the last ones, are always known and never made."""
+        phases = 2 * len(self.cycles) if self.cycles_given else 0
+        return (self.classes or 0) + self.patch * (len(self.given_columns) + phases)
+
+    def without_given(self, x: Tensor) -> Tensor:
+        """Returns sequences (B, T, D) without the features that are given."""
+        return x[..., : x.shape[-1] - self.given] if self.given else x
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as a dictionary that `json` can write."""
@@ -120,7 +140,8 @@ class Meta:
                 self._refuse(name, f"{num} numbers, one for each of columns")
         if min(self.std or (1,)) <= 0:
             self._refuse("std", "numbers > 0")
-        features = self.patch * ((1 if self.separate else num) + 2 * len(self.cycles))
+        channels = (1 if self.separate else num) + len(self.given_columns)
+        features = self.patch * (channels + 2 * len(self.cycles))
         if num and self.features != features:
             self._refuse("features", f"{features}, for {num} columns and patch={self.patch}")
 
@@ -147,9 +168,14 @@ class Meta:
             yield field.name
 
     def to_image(self, x: Tensor) -> Tensor:
-        """Returns sequences of rows (B, T, D) as images (B, T, width, channels) within [0, 1]."""
+        """Returns sequences of rows (B, T, D) as images (B, T, width, channels) within [0, 1].
+
+        Features that are given are left out.
+        """
         if self.image_shape is None:
             raise ValueError(f"data set {self.name!r} has no images")
+        _, width, channels = self.image_shape
+        x = x[..., : width * channels]
         return x.detach().float().clamp(0, 1).reshape(*x.shape[:2], *self.image_shape[1:])
 
     def encode(self, text: str) -> Tensor:

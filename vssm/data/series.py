@@ -12,12 +12,17 @@ With `patch` = P, a step holds P rows, T = (context + horizon) / P. The states o
 settle while it reads empty tokens; if a step is a season, they need not keep a cycle going.
 
 The phases are sine and cosine of the time in each cycle of the calendar (day, week, year). Windows
-in which a column is missing for more than half of the rows are left out; other gaps are filled.
+in which a column is missing for more than half of the rows are left out; other gaps are filled. For
+models with known="any" missing values stay NaN, and only windows without any value are left out.
+
+Columns that are known in the future too (`given`) come after the others, and the phases last. They
+are standardised over the training rows alone.
 """
 
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,15 +37,17 @@ from vssm.data.table import Table, filled, left_out, read_table, select
 _CYCLES = {"day": 86_400, "week": 604_800, "year": 31_556_952}  # seconds
 
 
-def open_series(config: DataConfig) -> Data:
-    """Opens a table file as windows."""
+def open_series(config: DataConfig, missing: bool = False) -> Data:
+    """Opens a table file as windows; if values may stay `missing`, they are NaN."""
     options = config.series
     if options.path is None:
         raise ValueError("series.path is needed: a CSV, .npy or Parquet file")
     path = locate_own(options.path, "timeseries", config.dir)
     whole = read_table(path, options.time)
-    table = select(whole, options.columns, path)
-    values, known = filled(table, options.fill, path), np.isfinite(table.values)
+    table = select(whole, options.columns, path, options.given)
+    given = select(whole, options.given, path)
+    values, known = filled(table, options.fill, path, missing), np.isfinite(table.values)
+    always = filled(given, options.fill, path)
 
     num, window = len(values), options.context + options.horizon
     valid, test = int(0.7 * num), int(0.8 * num)
@@ -60,49 +67,53 @@ def open_series(config: DataConfig) -> Data:
     for note in filter(None, (left_out(whole, options), uneven)):
         warnings.warn(f"{path}: {note}", stacklevel=3)
 
-    mean, std = None, None
+    for name, column in zip(table.names, values.T, strict=True):
+        if np.isnan(column[:valid]).all():
+            raise ValueError(f"{path}: column {name!r} has no value in the {valid} training rows")
+    mean = std = given_mean = given_std = None
     if options.scale != "none":
-        mean, std = values[:valid].mean(0), values[:valid].std(0)
-        std = np.where(std > 1e-12 * np.abs(mean), std, 1.0)  # a constant column becomes zero
-        values = (values - mean) / std
+        values, mean, std = _standardised(values, valid)
+        always, given_mean, given_std = _standardised(always, valid)
     cycles = _cycles(table, valid, path) if options.time_features else ()
     clock = phases(table.times, cycles) if table.times is not None else np.empty((num, 0))
+    beside = np.concatenate([always, clock], 1)
     channels = 1 if options.separate else len(table.names)
     windowed = options.scale if options.scale in ("window", "last") else None
     scaled = None if windowed is None else (options.context, channels, windowed, options.season)
 
     def windows(part: str) -> Split:
         own = slice(*bounds[part])
-        x, there, phase = values[own], known[own], clock[own]
+        x, there, known_too = values[own], known[own], beside[own]
         if options.separate:  # (series, rows, channels)
             x, there = x.T[..., None], there.T[..., None]
         else:
             x, there = x[None], there[None]
-        x = np.concatenate([x, np.broadcast_to(phase, (len(x), *phase.shape))], -1)
+        x = np.concatenate([x, np.broadcast_to(known_too, (len(x), *known_too.shape))], -1)
         rows = torch.from_numpy(x.astype(np.float32)).flatten(0, 1)
+        shared: dict[str, Any] = {"scaled": scaled, "patch": options.patch, "missing": missing}
+        shared["given"] = beside.shape[1] if missing else always.shape[1]
         if there.all() and not options.separate:
-            x = rows.unfold(0, window, options.stride).transpose(1, 2)
-            return Split(x, scaled=scaled, patch=options.patch)
-        starts = _window_starts(there, window, options.stride)
+            return Split(rows.unfold(0, window, options.stride).transpose(1, 2), **shared)
+        starts = _window_starts(there, window, options.stride, 0.0 if missing else 0.5)
         if not len(starts):
             raise ValueError(
-                f"{path}: no window for {part} of series.context + horizon = {window} rows has half"
-                " of the values of every column; take fewer columns, or a file with fewer gaps"
+                f"{path}: no window for {part} of series.context + horizon = {window} rows has"
+                f" {'a value' if missing else 'half of the values of every column'}; take fewer"
+                " columns, or a file with fewer gaps"
             )
-        x = rows.unfold(0, window, 1).transpose(1, 2)
-        return Split(x, rows=starts, scaled=scaled, patch=options.patch)
+        return Split(rows.unfold(0, window, 1).transpose(1, 2), rows=starts, **shared)
 
     def fit() -> tuple[Split, Split]:
         return windows("training"), windows("validation")
 
     meta = Meta(
         name="series",
-        features=options.patch * (channels + 2 * len(cycles)),
+        features=options.patch * (channels + beside.shape[1]),
         length=window // options.patch,
         suggested_head="gaussian-learned",
         columns=table.names,
-        mean=None if mean is None else tuple(mean.tolist()),
-        std=None if std is None else tuple(std.tolist()),
+        mean=mean,
+        std=std,
         context=options.context,
         horizon=options.horizon,
         patch=options.patch,
@@ -110,23 +121,37 @@ def open_series(config: DataConfig) -> Data:
         season=options.season,
         separate=options.separate,
         cycles=cycles,
+        given_columns=given.names,
+        given_mean=given_mean if given.names else None,
+        given_std=given_std if given.names else None,
+        cycles_given=missing and bool(cycles),
         time="none" if options.time == "none" else table.time,
         fill=options.fill,
     )
     return Data(config, meta, fit, lambda: windows("test"), [path])
 
 
-def _window_starts(known: np.ndarray, window: int, stride: int) -> torch.Tensor:
-    """Returns the first rows of the windows in which every channel is known for half of the rows.
+def _standardised(
+    values: np.ndarray, rows: int
+) -> tuple[np.ndarray, tuple[float, ...], tuple[float, ...]]:
+    """Returns values (N, D) standardised by the first rows, and the mean and deviation of these."""
+    mean, std = np.nanmean(values[:rows], 0), np.nanstd(values[:rows], 0)
+    std = np.where(std > 1e-12 * np.abs(mean), std, 1.0)  # a constant column becomes zero
+    return (values - mean) / std, tuple(mean.tolist()), tuple(std.tolist())
 
-    `known` is (series, rows, channels). Windows stay within a series, and the rows of the series
-    follow each other.
+
+def _window_starts(known: np.ndarray, window: int, stride: int, share: float) -> torch.Tensor:
+    """Returns the first rows of the windows in which a share of every channel is known.
+
+    With a share of 0, one known value is enough. `known` is (series, rows, channels). Windows stay
+    within a series, and the rows of the series follow each other.
     """
     num, rows, channels = known.shape
     counts = np.concatenate([np.zeros((num, 1, channels), int), known.cumsum(1)], 1)
     starts = np.arange(0, rows - window + 1, stride)
-    enough = 2 * (counts[:, starts + window] - counts[:, starts]) >= window
-    series, index = np.nonzero(enough.all(-1))
+    found = counts[:, starts + window] - counts[:, starts]
+    enough = (found >= share * window).all(-1) & (found > 0).any(-1)
+    series, index = np.nonzero(enough)
     return torch.from_numpy(series * rows + starts[index])
 
 

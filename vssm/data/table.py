@@ -327,13 +327,18 @@ def left_out(table: Table, options: SeriesConfig) -> str | None:
     return f"column {timed[0]!r} of numbers {advice}" if timed else None
 
 
-def select(table: Table, columns: tuple[str, ...] | None, path: Path) -> Table:
+def select(
+    table: Table, columns: tuple[str, ...] | None, path: Path, given: tuple[str, ...] = ()
+) -> Table:
     """Returns the table with some of its columns, by name or by position in the file.
 
-    None selects all columns of numbers, but for those with the name of a column of dates.
+    None selects all columns of numbers, but for those with the name of a column of dates, and for
+    those that are `given`.
     """
+    apart = [find_column(table, column, path) for column in given]
     if columns is None:
-        index = [k for k, name in enumerate(table.names) if name.strip().lower() not in _TIME_NAMES]
+        timed = [k for k, name in enumerate(table.names) if name.strip().lower() in _TIME_NAMES]
+        index = [k for k in range(len(table.names)) if k not in timed + apart]
         if not index:
             raise ValueError(
                 f"{path} has no column of numbers besides {', '.join(table.names)};"
@@ -343,6 +348,8 @@ def select(table: Table, columns: tuple[str, ...] | None, path: Path) -> Table:
         index = [find_column(table, column, path) for column in columns]
         if twice := [table.names[k] for k in index if index.count(k) > 1]:
             raise ValueError(f"series.columns {', '.join(columns)} has {twice[0]!r} twice")
+        if both := [table.names[k] for k in apart if k in index]:
+            raise ValueError(f"{both[0]!r} is in series.columns and in series.given; use one")
     names = tuple(table.names[k] for k in index)
     return Table(names, table.values[:, index], table.places, table.times, table.time)
 
@@ -361,18 +368,24 @@ def find_column(table: Table, column: str, path: Path, by_position: bool = True)
     )
 
 
-def filled(table: Table, fill: str | None, path: Path) -> np.ndarray:
-    """Returns the values (N, D) with all gaps filled."""
+def filled(table: Table, fill: str | None, path: Path, missing: bool = False) -> np.ndarray:
+    """Returns the values (N, D) with all gaps filled; if they may stay `missing`, as NaN."""
     known = np.isfinite(table.values)
-    if fill is None and not known.all():
+    if fill is None and not known.all() and not missing:
         row, column = np.argwhere(~known)[0]
         raise ValueError(
             f"{path}: {table.places[row]}, column {table.names[column]!r} is missing or not finite"
             f" ({(~known).sum()} such values in all);"
-            " fill them with --series.fill zero, previous or linear"
+            " fill them with --series.fill zero, previous or linear, or learn from the others with"
+            " --model.known any"
         )
-    values = table.values if known.all() else fill_gaps(table.values, known, fill)
-    if (large := np.abs(values).max(0)).max() > 1e30:
+    if not table.names:
+        return table.values
+    if fill is None:
+        values = np.where(known, table.values, np.nan)
+    else:
+        values = fill_gaps(table.values, known, fill)
+    if (large := np.nanmax(np.abs(values), 0)).max() > 1e30:
         column = table.names[large.argmax()]
         raise ValueError(
             f"{path}: column {column!r} has values up to {large.max():g}; the most is 1e30"

@@ -322,7 +322,8 @@ def _open_run(
     """Returns the config of a run as it was saved, and its data, which must fit the model."""
     saved = SavedConfig.read(folder)
     config = saved.run().data
-    data = open_data(config if data_dir is None else replace(config, dir=str(data_dir)))
+    config = config if data_dir is None else replace(config, dir=str(data_dir))
+    data = open_data(config, missing=model.config.known == "any")
     kinds = {True: "tokens", False: "numbers"}
     tokens = data.meta.suggested_head == "categorical"
     if (data.meta.features, tokens) != (model.config.features, model.head.tokens):

@@ -40,6 +40,7 @@ from vssm.ops import choose_backend
 from vssm.runs.checkpoint import load_finite
 from vssm.runs.folder import RunFolder, finite, read_config
 from vssm.runs.results import commit, machine
+from vssm.sampling.filling import fill
 from vssm.sampling.generation import generate
 from vssm.sampling.request import check_room
 from vssm.storage import write_atomically
@@ -109,7 +110,7 @@ class Trainer:
         with warnings.catch_warnings():
             if world.rank > 0:  # the first process alone warns of odd data
                 warnings.simplefilter("ignore", UserWarning)
-            data = open_data(config.data)
+            data = open_data(config.data, missing=config.model.known == "any")
         init = None if resume and folder.has_checkpoint() else options.init
         first = None if init is None else load_finite(init)
         self.config, self.meta = resolve(config, data.meta, first), data.meta
@@ -132,7 +133,7 @@ class Trainer:
         if self._num_samples():
             check_room(self.model, self._num_samples(), data.meta.length, world.device)
         for name, split in (("training", data.train), ("validation", data.valid)):
-            check_values(self.model.head, split, f"the {name} set")
+            check_values(self.model.head, split, f"the {name} set", data.meta.given)
         cuda = world.device.type == "cuda"
         bfloat16 = options.precision == "bfloat16" or (options.precision == "auto" and cuda)
         self.dtype = torch.bfloat16 if bfloat16 else torch.float32
@@ -272,7 +273,9 @@ class Trainer:
         x, lengths = take(self.train_split, self.index, world.device)
         shard = world.rank, world.size
         if options.shift and self.meta.image_shape is not None:
-            x = moved(x, options.shift, self.meta.image_shape[2], self.generator, shard)
+            image, given = self.meta.without_given(x), x[..., x.shape[-1] - self.meta.given :]
+            image = moved(image, options.shift, self.meta.image_shape[2], self.generator, shard)
+            x = torch.cat([image, given], -1)
         with self._autocast():
             rest = lengths, self.kl_weight, options.estimator
             terms = self.parallel(objective, x, self.generator, shard, *rest)
@@ -392,11 +395,21 @@ class Trainer:
             figures.curves(self.folder.log_path, self.folder.path / "curves.png")
         if num := self._num_samples():
             with self.learner.averaged():
-                x = generate(self.model, num=num, length=self.meta.length, seed=self.options.seed).x
+                x = self._sample(num)
             write_atomically(
                 self.folder.path / "samples.png", lambda path: draw(self.meta, x, path)
             )
         self.drawn = time.monotonic()
+
+    def _sample(self, num: int) -> Tensor:
+        """Returns samples; features that are given are those of the first validation sequences."""
+        seed = self.options.seed
+        if not self.meta.given:
+            return generate(self.model, num=num, length=self.meta.length, seed=seed).x
+        index = torch.arange(num, device=self.valid_split.x.device) % len(self.valid_split)
+        x = self.valid_split.batch(index, self.world.device)
+        self.meta.without_given(x)[:] = torch.nan
+        return fill(self.model, x, seed=seed)
 
     def _num_samples(self) -> int:
         """Returns how many samples are drawn."""

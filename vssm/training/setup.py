@@ -41,7 +41,9 @@ def resolve(config: RunConfig, meta: Meta, first: Model | None = None) -> RunCon
             " allowed: 'auto'"
         )
     bins = meta.levels if head == "logistic-mixture" and meta.levels else config.model.bins
-    model = replace(config.model, features=meta.features, head=head, bins=bins)
+    model = replace(
+        config.model, features=meta.features, head=head, bins=bins, **_any_part(config, meta)
+    )
     if first is not None and model != first.config:
         own = first.config
         raise ValueError(
@@ -50,6 +52,19 @@ def resolve(config: RunConfig, meta: Meta, first: Model | None = None) -> RunCon
             "allowed: a model of the same (--train.init)"
         )
     return replace(config, model=model)
+
+
+def _any_part(config: RunConfig, meta: Meta) -> dict[str, int]:
+    """Returns the settings of a model with known="any" that the data decide."""
+    if config.model.known != "any":
+        if meta.given:
+            raise ValueError(
+                f"{meta.given} features of data set {meta.name!r} are given, such as labels; "
+                "train with --model.known any"
+            )
+        return {}
+    usual = config.model.window == ModelConfig(features=1).window
+    return {"given": meta.given, "window": meta.length if usual else config.model.window}
 
 
 def _check_asked(config: RunConfig, own: ModelConfig) -> None:
