@@ -278,7 +278,7 @@ def test_a_state_goes_through_bytes():
     assert torch.equal(copy["a"], state["a"])
     assert torch.equal(copy.child("b")["h"], state.child("b")["h"])
     for damaged in (b"", b"x" * 40, state.to_bytes()[:-1]):
-        with pytest.raises(ValueError, match="bytes is damaged"):
+        with pytest.raises(ValueError, match="state is damaged"):
             State.from_bytes(damaged)
 
 

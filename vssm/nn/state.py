@@ -7,7 +7,6 @@ GRU block `h` (B, width). Functions return new states and leave the old ones usa
 be continued many times.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,13 @@ import torch
 from torch import Tensor
 
 from vssm.checks import check_device, shown, whole_number
+from vssm.nn.state_file import is_packed_at, pack, unpack
 from vssm.noise import fork
-from vssm.storage import check_checksum, with_checksum, write_atomically
+from vssm.storage import write_atomically
 
 __all__ = ["State"]
 
-_FORMAT = "vssm-state-1"
 _SHOWN = 2  # tensors
-_DEEPEST = 16  # states in one another, in a file; those of the models are four
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # tensors have no single answer to ==
@@ -51,9 +49,7 @@ class State:
 
     def __repr__(self) -> str:
         """Names the first tensors by their shapes: numbers would fill the screen."""
-        tensors: dict[str, Tensor] = {}
-        self._flatten("", tensors, {})
-        parts = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
+        parts = [f"{name} {tuple(tensor.shape)}" for name, tensor in self.flatten()[0].items()]
         shown = parts[:_SHOWN] + [f"and {len(parts) - _SHOWN} more"] * (len(parts) > _SHOWN)
         return f"State({', '.join([f'position={self.position}', *shown])})"
 
@@ -197,48 +193,14 @@ class State:
 
     def to_bytes(self) -> bytes:
         """Returns what `save` writes: a safetensors file."""
-        from safetensors.torch import save
-
-        tensors: dict[str, Tensor] = {}
-        positions: dict[str, int] = {}
-        self._flatten("", tensors, positions)
-        metadata = {"format": _FORMAT, "owner": self.owner, "positions": json.dumps(positions)}
-        leaves = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        return save(leaves, with_checksum(leaves, metadata))
+        return pack(self)
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> "State":
         """Reads a state that `save` wrote; refuses a damaged, foreign or non-finite file."""
-        from safetensors import SafetensorError, safe_open
-
         if not Path(path).is_file():
             raise ValueError(f"state file {str(path)!r} does not exist")
-        device = check_device(device)
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"state file {str(path)!r} is damaged: {error}") from None
-        return cls._from_file(f"file {str(path)!r}", metadata, tensors).to(device)
-
-    @staticmethod
-    def is_saved_at(path: str | Path) -> bool:
-        """Says whether there is a file that `save` wrote; only its header is read.
-
-        Example:
-            >>> State.is_saved_at("weights.safetensors")
-            False
-        """
-        from safetensors import SafetensorError, safe_open
-
-        if not Path(path).is_file():
-            return False
-        try:
-            with safe_open(path, framework="pt") as file:
-                return (file.metadata() or {}).get("format") == _FORMAT
-        except SafetensorError:
-            return False
+        return unpack(cls, Path(path).read_bytes(), f"file {str(path)!r}").to(device)
 
     @classmethod
     def from_bytes(cls, content: bytes, device: torch.device | str = "cpu") -> "State":
@@ -249,65 +211,32 @@ class State:
             >>> State.from_bytes(state.to_bytes()).position
             3
         """
-        from safetensors import SafetensorError
-        from safetensors.torch import load
+        return unpack(cls, content, "state").to(device)
 
-        device = check_device(device)
-        try:
-            tensors = load(content)
-        except SafetensorError as error:
-            raise ValueError(f"state of {len(content)} bytes is damaged: {error}") from None
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        return cls._from_file("state", header.get("__metadata__", {}), tensors).to(device)
+    @staticmethod
+    def is_saved_at(path: str | Path) -> bool:
+        """Says whether there is a file that `save` wrote; only its header is read.
 
-    @classmethod
-    def _from_file(
-        cls, name_of_file: str, metadata: dict[str, str], tensors: dict[str, Tensor]
-    ) -> "State":
-        if metadata.get("format") != _FORMAT:
-            raise ValueError(
-                f"{name_of_file} has format {metadata.get('format')!r}; "
-                f"allowed: {_FORMAT!r}, a saved state"
-            )
-        check_checksum(name_of_file, tensors, metadata)
-        try:
-            positions = json.loads(metadata["positions"])
-            assert all(type(position) is int and position >= 0 for position in positions.values())
-            assert all(name.count("/") < _DEEPEST for name in positions)
-            root = cls({}, positions[""], metadata["owner"])
-            nodes = {"": root}
-            for name in sorted(positions, key=lambda name: name.count("/")):
-                if name:
-                    parent, _, leaf = name.rpartition("/")
-                    nodes[name] = cls({}, positions[name])
-                    nodes[parent].children[leaf] = nodes[name]
-            for name, tensor in sorted(tensors.items()):  # a file has them in any order
-                parent, _, leaf = name.rpartition("/")
-                nodes[parent].children[leaf] = tensor
-        except (AssertionError, AttributeError, KeyError, ValueError, RecursionError) as error:
-            raise ValueError(f"{name_of_file} is damaged: {error!r} in its positions") from None
-        if not tensors or not tensors.keys().isdisjoint(nodes):
-            raise ValueError(
-                f"{name_of_file} is damaged: it has {'names twice' if tensors else 'no tensors'}"
-            )
-        rows = {tensor.shape[:1] for tensor in tensors.values()}
-        if len(rows) > 1 or () in rows:
-            raise ValueError(
-                f"{name_of_file} is damaged: its tensors are not all of one number of rows"
-            )
-        for name, tensor in tensors.items():
-            if tensor.itemsize > 1 and not tensor.isfinite().all():
-                raise ValueError(
-                    f"{name_of_file} holds NaN or infinity in {name!r}; "
-                    "resume from a state that is finite"
-                )
-        return root
+        Example:
+            >>> State.is_saved_at("weights.safetensors")
+            False
+        """
+        return is_packed_at(Path(path))
 
-    def _flatten(self, prefix: str, tensors: dict[str, Tensor], positions: dict[str, int]) -> None:
-        positions[prefix] = self.position
+    def flatten(self) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Returns all tensors, and the positions of all nested states, by their paths.
+
+        Example:
+            >>> State({"stack": State({"h": torch.ones(1)}, 3)}, 3).flatten()
+            ({'stack/h': tensor([1.])}, {'': 3, 'stack': 3})
+        """
+        tensors: dict[str, Tensor] = {}
+        positions = {"": self.position}
         for name, child in self.children.items():
-            path = f"{prefix}/{name}" if prefix else name
             if isinstance(child, State):
-                child._flatten(path, tensors, positions)
+                below, at = child.flatten()
+                tensors |= {f"{name}/{path}": tensor for path, tensor in below.items()}
+                positions |= {f"{name}/{path}".rstrip("/"): place for path, place in at.items()}
             else:
-                tensors[path] = child
+                tensors[name] = child
+        return tensors, positions
