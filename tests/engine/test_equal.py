@@ -267,3 +267,16 @@ def test_a_decoded_step_equals_the_plain_one(device):
     y = decode_step(stack, e[:, 149:], caches, torch.tensor([149], device=device), codes)
     assert relative_error(y, expected[:, 149:]) < 1e-12
     assert relative_error(caches[1][1, :, :, :150], state.child("1")["v"]) < 1e-12
+
+
+@pytest.mark.parametrize("options", [{}, {"passes": 3}, {"num": 2, "observe": "sample"}], ids=str)
+def test_filling_equals_plain_filling(options, device, counts):
+    sizes = {"known": "any", "window": 4, "levels": 2, "latents": 4, "spans": (4, 1), "given": 1}
+    model = small_model("vssm", **sizes).to(device)
+    engine = Engine(model)
+    for seed in range(3):
+        x = torch.rand(3, 10, model.config.features, generator=torch.Generator().manual_seed(seed))
+        x[..., :2] = torch.where(torch.rand(3, 10, 2) < 0.5, torch.nan, x[..., :2])
+        x = x.to(device)
+        same(engine.fill(x, seed=seed, **options), vssm.fill(model, x, seed=seed, **options))
+    assert counts.recorded == 1 and counts.replayed == 2

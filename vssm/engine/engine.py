@@ -29,7 +29,10 @@ from vssm.engine.programs import Programs
 from vssm.engine.recording import Loop, OneShot, Recorder
 from vssm.engine.trees import describe, join_steps, place
 from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational, first_weight, inner_model
+from vssm.models.anypart import Part
 from vssm.nn import State
+from vssm.sampling.anypart import make_part
+from vssm.sampling.filling import check_filling
 from vssm.sampling.generation import Generation, divide, own_state, read, sample
 from vssm.sampling.parallel import empty_steps
 from vssm.sampling.paths import Task, paths_after
@@ -59,9 +62,10 @@ _ROOM = 64  # steps in the smallest recorded key-value cache; others double it
 class Engine:
     """Creates a frozen copy of a model for fast generation.
 
-    `generate` and `observe` have the arguments of `vssm.generate` and `vssm.observe` without the
-    model, and the same results, to rounding. Training or moving the model later does not change the
-    engine. Hooks of the model are not called when a recording is replayed.
+    `generate`, `observe` and `fill` have the arguments of `vssm.generate`, `vssm.observe` and
+    `vssm.fill` without the model, and the same results, to rounding. Training or moving the model
+    later does not change the engine. Hooks of the model are not called when a recording is
+    replayed.
 
     Arguments:
         model: Any of the six models, on the device where it should generate.
@@ -162,6 +166,34 @@ class Engine:
         """Reads real data, as `vssm.observe` does."""
         x, before, source = check_reading(self._model, x, state, seed, rows, num)
         return own_state(self._model, read(self._model, x, before, source), source)
+
+    @torch.no_grad()
+    def fill(
+        self,
+        x: Tensor,
+        known: Tensor | None = None,
+        num: int | None = None,
+        passes: int = 1,
+        temperature: float = 1.0,
+        observe: str = "mean",
+        seed: int = 0,
+        rows: Sequence[int] | Tensor | None = None,
+    ) -> Tensor:
+        """Draws the entries that are not known, as `vssm.fill` does."""
+        task = check_filling(self._model, x, known, num, passes, temperature, observe, seed, rows)
+        model, part, source, options = task.work
+        inputs = State({**part._asdict(), "seed": source.seed, "row": source.row})
+
+        def function(given: State) -> State:
+            now = Part(given["x"], given["known"], given["made"])
+            own = Noise(given["seed"], given["row"])
+            return State({"x": make_part(model, now, own, options, position=0, states=None)[0]})
+
+        key = ("fill", options, describe(inputs))
+        made = self._programs.run(
+            key, lambda recorder: OneShot(recorder, function, inputs, {}), inputs, {}, 0
+        )
+        return task.finish((made or function(inputs))["x"])
 
     @torch.no_grad()
     def paths(

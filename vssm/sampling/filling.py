@@ -1,6 +1,7 @@
 """`vssm.fill`: what a user asks for is checked here; `vssm.sampling.anypart` makes it."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from vssm.objectives.parts import there_and_finite
 from vssm.sampling.anypart import make_part
 from vssm.sampling.request import Noise, Options, check_noise, check_temperature
 
-__all__ = ["fill"]
+__all__ = ["Filling", "check_filling", "fill"]
 
 
 @torch.no_grad()
@@ -58,35 +59,67 @@ def fill(
         >>> torch.equal(y[:, :2], x[:, :2]), bool(y.isnan().any())
         (True, False)
     """
-    found = inner_model(model)
-    if not isinstance(found, AnyPart):
+    task = check_filling(
+        inner_model(model), x, known, num, passes, temperature, observe, seed, rows
+    )
+    return task.finish(make_part(*task.work, position=0, states=None)[0])
+
+
+class Filling(NamedTuple):
+    """A call of `fill` that was checked."""
+
+    work: tuple[AnyPart, Part, Noise, Options]
+    """The arguments of `make_part`; the sequences are repeated `num` times and padded."""
+    x: Tensor
+    """The sequences as they were given."""
+    known: Tensor
+    """Which of their entries are known, of the shape of x."""
+    num: int | None
+
+    def finish(self, made: Tensor) -> Tensor:
+        """Returns what `fill` returns: known entries as they were given."""
+        made = made[:, : self.x.shape[1]].to(self.x.dtype)
+        if self.num is None:
+            return torch.where(self.known, self.x, made)
+        made = made.unflatten(0, (-1, self.num))
+        return torch.where(self.known[:, None], self.x[:, None], made)
+
+
+def check_filling(
+    model: Model,
+    x: Tensor,
+    known: Tensor | None,
+    num: int | None,
+    passes: int,
+    temperature: float,
+    observe: str,
+    seed: int,
+    rows: Sequence[int] | Tensor | None,
+) -> Filling:
+    """Checks the arguments of `fill`, of the same names."""
+    if not isinstance(model, AnyPart):
         raise ValueError(
-            f"this {found.config.kind} continues a prefix and can not fill a gap; "
+            f"this {model.config.kind} continues a prefix and can not fill a gap; "
             "train a vssm with --model.known any"
         )
     given = x
-    x, known = there_and_finite(found, x, known)
-    copies = 1 if num is None else whole_number("num", num, 1)
+    x, known = there_and_finite(model, x, known)
+    num = None if num is None else whole_number("num", num, 1)
     passes = whole_number("passes", passes, 1)
     check_choice("observe", observe, ("mean", "sample"))
-    options = Options(x.shape[1], 0, False, passes, check_temperature(temperature), False)
-    options = options._replace(sample=observe == "sample")
-    if bool((found.always_known(torch.zeros_like(known)) & ~known).any()):
+    options = Options(
+        x.shape[1], 0, False, passes, check_temperature(temperature), observe == "sample"
+    )
+    if bool((model.always_known(torch.zeros_like(known)) & ~known).any()):
         raise ValueError(
-            f"the last {found.config.given} features of x are given and can not be filled; "
+            f"the last {model.config.given} features of x are given and can not be filled; "
             "pass their values at every step"
         )
     if bool(known.all()):
         raise ValueError("nothing is unknown in x; set unknown entries to NaN, or pass known=")
     source = check_noise(len(x), seed, rows, None, x.device)
-    if copies > 1:
-        source = Noise(
-            source.seed.repeat_interleave(copies), noise.fork(source.row, copies).flatten()
-        )
-        x, known = x.repeat_interleave(copies, 0), known.repeat_interleave(copies, 0)
-    padded = Part(found.pad(x), found.pad(known), found.pad(~known))
-    made, _, _ = make_part(found, padded, source, options, position=0, states=None)
-    values = torch.where(known, x.to(made.dtype), made[:, : x.shape[1]])
-    if num is None:
-        return torch.where(known, given, values.to(given.dtype))
-    return values.to(given.dtype).unflatten(0, (-1, copies))
+    part = Part(model.pad(x), model.pad(known), model.pad(~known))
+    if num is not None and num > 1:
+        source = Noise(source.seed.repeat_interleave(num), noise.fork(source.row, num).flatten())
+        part = Part(*(values.repeat_interleave(num, 0) for values in part))
+    return Filling((model, part, source, options), given, known, num)
