@@ -5,12 +5,13 @@ import json
 import signal
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from tests.conftest import small_config
-from vssm.config import RunConfig, TrainConfig
-from vssm.data import DataConfig, SyntheticConfig
+from vssm.config import ModelConfig, RunConfig, TrainConfig
+from vssm.data import DataConfig, SeriesConfig, SyntheticConfig
 from vssm.training.loop import train
 from vssm.training.progress import Progress
 
@@ -34,6 +35,31 @@ def tiny(kind="rnn", data=DATA, **options):
     return RunConfig(
         data=data, model=small_config(kind, width=8, layers=1, sigma=0.3), train=options
     )
+
+
+PARTS = {"width": 8, "layers": 1, "latents": 4, "classes": 5, "levels": 2}
+FEW = {"max_steps": 2, "batch": 8, "samples": 4, "log_every": 1, "checkpoint_minutes": 0.0}
+
+
+def any_part(data, **options):
+    """A short training of a model with known="any"."""
+    model = ModelConfig(features=1, head="auto", known="any", **PARTS)
+    return RunConfig(data=data, model=model, train=TrainConfig(**{**FEW, **options}))
+
+
+def gaps(folder, rows=200, **options):
+    """A table of two columns with gaps, of a price and of a day of the week."""
+    random = np.random.default_rng(1)
+    lines = ["day,sold,rain,price,weekday"]
+    for day in range(rows):
+        date = np.datetime64("2024-01-01") + day
+        sold, rain = (f"{v:.3f}" for v in 10 + 3 * random.normal(size=2))
+        sold, rain = "" if day % 5 == 3 else sold, "" if 30 <= day < 40 else rain
+        lines.append(f"{date},{sold},{rain},{5 + day % 2},{day % 7}")
+    (folder / "gaps.csv").write_text("\n".join(lines))
+    options = {"context": 8, "horizon": 4, "columns": ("sold", "rain"), **options}
+    series = SeriesConfig(path=str(folder / "gaps.csv"), **options)
+    return DataConfig(name="series", series=series)
 
 
 class StopAt(Progress):

@@ -6,22 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-import vssm
-from tests.tiny_runs import run
+from tests.tiny_runs import FEW, any_part, gaps, run
 from vssm.cli import main
 from vssm.config import RunConfig, TrainConfig
-from vssm.data import ArraysConfig, DataConfig, Meta, SeriesConfig, open_data
+from vssm.data import ArraysConfig, DataConfig, Meta, open_data
 from vssm.data.scale import window_scale, window_scale_of_known
 from vssm.runs.folder import read_log
-
-SMALL = {"width": 8, "layers": 1, "latents": 4, "classes": 5, "levels": 2}
-FEW = {"max_steps": 2, "batch": 8, "samples": 4, "log_every": 1, "checkpoint_minutes": 0.0}
-
-
-def any_part(data, **options):
-    """A short training of a model with known="any"."""
-    model = vssm.ModelConfig(features=1, head="auto", known="any", **SMALL)
-    return RunConfig(data=data, model=model, train=TrainConfig(**{**FEW, **options}))
 
 
 def own_labels(folder, num=40):
@@ -92,21 +82,6 @@ def test_a_run_with_labels_trains_resumes_and_draws_a_class(tmp_path, monkeypatc
     with pytest.raises(SystemExit):
         main(["generate", "run", "--label", "10"])
     assert "label=10 is unknown; use 0 to 9" in capsys.readouterr().err
-
-
-def gaps(folder, rows=200, **options):
-    """A table of two columns with gaps, of a price and of a day of the week."""
-    random = np.random.default_rng(1)
-    lines = ["day,sold,rain,price,weekday"]
-    for day in range(rows):
-        date = np.datetime64("2024-01-01") + day
-        sold, rain = (f"{v:.3f}" for v in 10 + 3 * random.normal(size=2))
-        sold, rain = "" if day % 5 == 3 else sold, "" if 30 <= day < 40 else rain
-        lines.append(f"{date},{sold},{rain},{5 + day % 2},{day % 7}")
-    (folder / "gaps.csv").write_text("\n".join(lines))
-    options = {"context": 8, "horizon": 4, "columns": ("sold", "rain"), **options}
-    series = SeriesConfig(path=str(folder / "gaps.csv"), **options)
-    return DataConfig(name="series", series=series)
 
 
 @pytest.mark.parametrize("scale", ["column", "window", "last"])

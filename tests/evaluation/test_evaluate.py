@@ -23,7 +23,13 @@ from vssm.config import RunConfig, TrainConfig
 from vssm.data import DataConfig, SyntheticConfig, TextConfig, open_data
 from vssm.evaluation import scores as evaluate
 from vssm.evaluation.frechet import Classifier, features, frechet_distance, train_classifier
-from vssm.evaluation.quality import Work, image_quality, observed, ways_to_sample
+from vssm.evaluation.quality import (
+    Work,
+    image_makers,
+    image_quality,
+    observed,
+    ways_to_sample,
+)
 from vssm.evaluation.scores import evaluate_run
 from vssm.report.page import report
 from vssm.runs.folder import RunFolder, claim
@@ -672,7 +678,7 @@ def test_the_command_says_that_it_goes_on(tmp_path, monkeypatch, capsys):
     def stopped(*arguments):
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(evaluate, "generation_times", stopped)
+    monkeypatch.setattr(evaluate, "measure_times", stopped)
     with pytest.raises(SystemExit, match="143"):
         main(["evaluate", str(run), "--quick", "--device", "cpu"])
     note = "note: what was found so far is kept; the same command goes on from there"
@@ -825,8 +831,8 @@ def test_images_do_not_depend_on_the_batch(monkeypatch):
         "vssm.evaluation.quality.frechet_distance", lambda a, b: float(a.std(0).sum())
     )
     data, model = open_data(DIGITS), build(small_config("tvae", features=8, layers=1))
+    works = (Work(model, data, data.test(), batch, torch.device("cpu"), None) for batch in (7, 20))
     few, many = (
-        image_quality(Work(model, data, data.test(), batch, torch.device("cpu"), None), 20, None)
-        for batch in (7, 20)
+        image_quality(work, 20, None, image_makers(work, 20, curves=False)) for work in works
     )
     assert few == pytest.approx(many, rel=1e-4)

@@ -31,6 +31,11 @@ class Evaluate:
     """Measure quality against time as well, over chunk sizes and passes (vssm, tvae)."""
     particles: bool = False
     """Estimate likelihoods by a particle filter as well: closer, and slower (vssm, tvae, vrnn)."""
+    known: tuple[str, ...] = ()
+    """For models with --model.known any: also measure how well unknown entries are made, if these
+    are known: prefix, random:P (each unknown with probability P), block:N, hole:N."""
+    passes: int = 1
+    """Passes in which these entries are made."""
     splits: str = "test"
     """What to measure on: test, or valid while the test set stays closed."""
     quick: bool = False

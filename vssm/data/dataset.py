@@ -101,12 +101,18 @@ class Split:
         sums[2] /= max(1, done - 1)  # so that the last value weighs 1
         return (sums / max(1, done)).tolist()
 
-    def batch(self, index: Index, device: torch.device | str | None = None) -> Tensor:
+    def batch(
+        self,
+        index: Index,
+        device: torch.device | str | None = None,
+        known: Tensor | None = None,
+    ) -> Tensor:
         """Returns the sequences at `index` as a model reads them.
 
         Arguments:
             index: (B,) positions in the split (on the CPU or on the device of `x`), or a slice.
             device: Where the batch goes; by default it stays where `x` is.
+            known: Which entries of the result are known; windows are scaled by these alone.
 
         Returns:
             (B, T, D) float32, or (B, T) int64 for tokens. NaN where a value is missing.
@@ -119,9 +125,8 @@ class Split:
             return x.long()
         x = x.float() if self.maximum == 1 else x.float() / self.maximum
         if self.scaled is not None:
-            context, channels, centre, season = self.scaled
-            scale = window_scale_of_known if self.missing else window_scale
-            centres, deviation = scale(x[:, :context, :channels], centre, season)
+            context, channels, *_ = self.scaled
+            centres, deviation = self._scale(x, known)
             centres = centre_of_steps(centres, -context, x.shape[1])
             x = torch.cat([(x[..., :channels] - centres) / deviation, x[..., channels:]], -1)
         if self.patch > 1:
@@ -133,6 +138,26 @@ class Split:
             labels = one_hot(self.labels[index].to(x.device), self.classes)
             x = torch.cat([x, labels[:, None].expand(-1, x.shape[1], -1)], -1)
         return x
+
+    def _scale(self, x: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the centres and the deviation of windows of rows."""
+        assert self.scaled is not None
+        context, channels, centre, season = self.scaled
+        x = x[:, :context, :channels]
+        if known is not None:
+            known = known[..., : self.patch * channels].unflatten(-1, (self.patch, -1))
+            x = torch.where(known.flatten(1, 2)[:, :context], x, torch.nan)
+        scale = window_scale_of_known if self.missing else window_scale
+        return scale(x, centre, season)
+
+    def deviation(self, index: Index, device: torch.device | str, known: Tensor) -> Tensor:
+        """Returns what the features of a batch were divided by, (B, 1, D), for the same `known`."""
+        deviation = torch.ones(len(known), 1, known.shape[-1], device=device)
+        if self.scaled is not None:
+            x = self.x[index if self.rows is None else self.rows[index]].to(device).float()
+            own = self._scale(x, known)[1].repeat(1, 1, self.patch)
+            deviation[..., : own.shape[-1]] = own
+        return deviation
 
     def real(self, index: Index, device: torch.device | str | None = None) -> Tensor | None:
         """Returns how many steps of the sequences at `index` are real, (B,); None if all are."""

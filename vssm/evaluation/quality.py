@@ -35,12 +35,13 @@ from vssm.data import Data, Split
 from vssm.engine import Engine
 from vssm.evaluation.frechet import cached_classifier, features, frechet_distance
 from vssm.evaluation.journal import Journal
-from vssm.models import Ladder, Model, Variational
+from vssm.models import AnyPart, Ladder, Model, Variational
 
-__all__ = ["Progress", "Work", "dials", "generation_times", "image_quality", "observed"]
-__all__ += ["spread", "ways_to_sample"]
+__all__ = ["LARGE_BATCH", "Progress", "Work", "dials", "generation_calls", "image_makers"]
+__all__ += ["image_quality", "measure_times", "observed", "spread", "ways_to_sample"]
 
-_LARGE_BATCH = 256  # of the times of the dials
+LARGE_BATCH = 256
+"""Sequences of the times of the dials."""
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage, how much of it is done, and the total."""
@@ -51,6 +52,8 @@ Options = dict[str, Any]
 
 def dials(model: Model) -> tuple[str, ...]:
     """Returns the options of `generate` that trade time for quality: `chunk` and `passes`."""
+    if isinstance(model, AnyPart):
+        return ("passes",)
     if isinstance(model, Ladder):
         return ("chunk",)
     return ("chunk", "passes") if isinstance(model, Variational) else ()
@@ -127,16 +130,11 @@ class Work:
             yield rows.start, self.split.batch(own, self.device), self.split.real(own, self.device)
 
 
-def generation_times(work: Work, repeats: int, curves: bool = False) -> dict[str, float]:
-    """Measures the milliseconds of 1 and 16 sequences: in one go, in chunks, resumed, prompted.
+def generation_calls(work: Work, curves: bool = False) -> dict[str, Callable[[], object]]:
+    """Returns what to time: 1 and 16 sequences in one go, in chunks, resumed, prompted.
 
-    Resumed and prompted make only the second half. `timing_spread` is the largest ratio of the
-    third to the first quartile: far above 1, the machine was busy and the times mean little.
-
-    Arguments:
-        work: What is measured.
-        repeats: Calls of which the median is taken, fewer when they are slow.
-        curves: Whether to time the ways to sample as well, for 1 and 256 sequences.
+    Resumed and prompted make only the second half. With `curves` the ways to sample are timed as
+    well, for 1 and 256 sequences.
     """
     model, length, cut = work.model, work.length, work.cut
     engine = Engine(model)
@@ -153,14 +151,29 @@ def generation_times(work: Work, repeats: int, curves: bool = False) -> dict[str
     if curves:
         for name, options in ways_to_sample(model, length, curves).items():
             ways[f"ms_{name}"] = {**options, "num": 1, "observe": work.observed}
-            ways[f"ms_{name}_b{_LARGE_BATCH}"] = {**ways[f"ms_{name}"], "num": _LARGE_BATCH}
+            ways[f"ms_{name}_b{LARGE_BATCH}"] = {**ways[f"ms_{name}"], "num": LARGE_BATCH}
+    return {name: partial(engine.generate, **options) for name, options in ways.items()}
+
+
+def measure_times(
+    work: Work, calls: dict[str, Callable[[], object]], repeats: int
+) -> dict[str, float]:
+    """Measures the milliseconds of calls.
+
+    `timing_spread` is the largest ratio of the third to the first quartile: far above 1, the
+    machine was busy and the times mean little.
+
+    Arguments:
+        work: What is measured.
+        calls: What to time, by the name of its metric.
+        repeats: Calls of which the median is taken, fewer when they are slow.
+    """
     metrics, widest = {}, 1.0
-    for done, (name, options) in enumerate(ways.items()):
-        work.progress("generation times", done, len(ways))
-        call = partial(engine.generate, **options)
+    for done, (name, call) in enumerate(calls.items()):
+        work.progress("generation times", done, len(calls))
         metrics[name], ratio = _milliseconds(call, work.device, repeats)
         widest = max(widest, ratio)
-    work.progress("generation times", len(ways), len(ways))
+    work.progress("generation times", len(calls), len(calls))
     return {**metrics, "timing_spread": widest}
 
 
@@ -185,7 +198,10 @@ def _milliseconds(
 
 
 def image_quality(
-    work: Work, num_images: int, path: str | Path | None, curves: bool = False
+    work: Work,
+    num_images: int,
+    path: str | Path | None,
+    ways: dict[str, Callable[[range], Tensor]],
 ) -> dict[str, float]:
     """Measures Fréchet distances between the split and samples, completions and training images.
 
@@ -193,10 +209,10 @@ def image_quality(
         work: What is measured; its data are images with labels.
         num_images: Samples for every distance, at most as many as the split has.
         path: The file of the classifier; in the user's cache by default.
-        curves: Whether to measure the passes as well, alone and with chunks.
+        ways: What makes the sequences with some numbers, by the name of its metric.
     """
     split, train, to_image = work.split, work.data.train, work.data.meta.to_image
-    ways, kept = _scored_ways(work, curves), work.journal.get("images") or {}
+    kept = work.journal.get("images") or {}
     if ways.keys() <= kept.keys():
         return kept
     assert train.labels is not None and split.labels is not None
@@ -217,23 +233,36 @@ def image_quality(
         "classifier_accuracy": float((guesses == split.labels.cpu()).double().mean()),
         "fd_floor": frechet_distance(floor, reference),
     }
-    prompts, engine = split.batch(spread(len(split), num))[:, : work.cut], Engine(work.model)
-    for name, options in ways.items():
+    for name, make in ways.items():
         if name in kept:
-            metrics[name] = kept[name]
+            metrics |= {key: kept[key] for key in (name, "label_accuracy") if key in kept}
             continue
-        parts = []
-        for rows in work.ranges(name, num):
-            given = {}
-            if "prompted" in name:
-                given["prompt"] = prompts[rows.start : rows.stop].to(work.device)
-            x = engine.generate(num=len(rows), rows=rows, **options, **given).x
-            parts.append(features(classifier, to_image(torch.cat([*given.values(), x], 1))))
+        parts = [features(classifier, to_image(make(rows))) for rows in work.ranges(name, num)]
         made = torch.cat(parts)
         finite = bool(torch.isfinite(made).all())
         metrics[name] = frechet_distance(made, reference) if finite else math.nan
+        if name == "fd_one_shot" and work.data.meta.classes:  # whether samples have their label
+            guesses = classifier.out(made.to(work.device, torch.float32)).argmax(-1).cpu()
+            asked = split.labels[torch.from_numpy(spread(len(split), num))]
+            metrics["label_accuracy"] = float((guesses == asked).double().mean())
         work.journal["images"] = dict(metrics)
     return metrics
+
+
+def image_makers(work: Work, num: int, curves: bool) -> dict[str, Callable[[range], Tensor]]:
+    """Returns what makes the images of every Fréchet distance, from the rows of the noise."""
+    engine, split = Engine(work.model), work.split
+    prompts = split.batch(spread(len(split), min(num, len(split))))[:, : work.cut]
+
+    def make(options: Options, prompted: bool, rows: range) -> Tensor:
+        given = {}
+        if prompted:
+            given["prompt"] = prompts[rows.start : rows.stop].to(work.device)
+        x = engine.generate(num=len(rows), rows=rows, **options, **given).x
+        return torch.cat([*given.values(), x], 1)
+
+    ways = _scored_ways(work, curves)
+    return {name: partial(make, options, "prompted" in name) for name, options in ways.items()}
 
 
 def _scored_ways(work: Work, curves: bool) -> dict[str, Options]:

@@ -16,8 +16,9 @@ import torch
 
 from vssm.checks import choose_device
 from vssm.data import Data, open_data
+from vssm.evaluation.parts import fill_by_name
 from vssm.evaluation.quality import observed, ways_to_sample
-from vssm.models import Model
+from vssm.models import AnyPart, Model
 from vssm.runs.checkpoint import load
 from vssm.runs.config import read_config
 from vssm.runs.folder import read_log
@@ -71,7 +72,8 @@ def keep_result(
         best, curve = validations(folder)
         training |= {**best, "epochs": curve["epoch"][-1] if curve["epoch"] else None}
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = open_data(config.data if data_dir is None else replace(config.data, dir=data_dir))
+    options = config.data if data_dir is None else replace(config.data, dir=data_dir)
+    data = open_data(options, missing=config.model.known == "any")
     if data.meta.image_shape is not None:
         model = load(folder, choose_device(device)).eval()
         ways = shown_ways(model, data.meta.length)
@@ -121,18 +123,28 @@ def draw_grid(data: Data, model: Model, path: Path, ways: Sequence[Options], see
         data: The images that the model was trained on.
         model: The model.
         path: The PNG, replaced as a whole.
-        ways: Options of `generate` for samples from nothing.
+        ways: Options of `generate` for samples from nothing. A model with known="any" makes them in
+            one pass and in four.
         seed: The seed of the samples.
     """
     from matplotlib.image import imsave
 
     device, split = next(model.parameters()).device, data.test()
     num, length, cut = _ROWS * _COLUMNS, data.meta.length, data.meta.length // 2
-    prompt = split.batch(np.arange(num) * len(split) // num, device)[:, :cut]
-    options = {"num": num, "seed": seed, "observe": observed(model, data.meta.levels)}
-    made = [generate(model, **{"length": length, **options, **way}).x for way in ways]
-    rest = generate(model, length=length - cut, prompt=prompt, **options).x
-    images = data.meta.to_image(torch.cat([*made, torch.cat([prompt, rest], 1)])).cpu().numpy()
+    x = split.batch(np.arange(num) * len(split) // num, device)
+    prompt, observe = x[:, :cut], observed(model, data.meta.levels)
+    if isinstance(model, AnyPart):
+        numbers = torch.arange(num, device=device)
+        made = [
+            fill_by_name(model, data.meta, x, way, numbers, observe, seed)
+            for way in ((None, 1), (None, 4), ("prefix", 1))
+        ]
+    else:
+        options = {"num": num, "seed": seed, "observe": observe}
+        made = [generate(model, **{"length": length, **options, **way}).x for way in ways]
+        rest = generate(model, length=length - cut, prompt=prompt, **options).x
+        made.append(torch.cat([prompt, rest], 1))
+    images = data.meta.to_image(torch.cat(made)).cpu().numpy()
     _, height, width, channels = images.shape
     tiles = np.ones((len(images), height + 2, width + 2, channels), np.float32)
     tiles[:, 1:-1, 1:-1] = images

@@ -16,6 +16,7 @@ import shlex
 import warnings
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,17 @@ from vssm.data import Data, Meta, open_data
 from vssm.data.feed import is_grey
 from vssm.evaluation import quality
 from vssm.evaluation.journal import Journal
-from vssm.evaluation.quality import Progress, Work, generation_times, image_quality
+from vssm.evaluation.parts import fill_calls, fill_makers, fill_scores, known_entries, suffix
+from vssm.evaluation.quality import (
+    Progress,
+    Work,
+    generation_calls,
+    image_makers,
+    image_quality,
+    measure_times,
+)
 from vssm.likelihoods import estimates, reconstruct
-from vssm.models import Autoregressive, Ladder, Model, Variational
+from vssm.models import AnyPart, Autoregressive, Ladder, Model, Variational
 from vssm.objectives import real_steps
 from vssm.ops import choose_backend
 from vssm.runs.checkpoint import load
@@ -67,6 +76,8 @@ def evaluate_run(
     quick: bool = False,
     dials: bool = False,
     particles: bool = False,
+    known: tuple[str, ...] = (),
+    passes: int = 1,
     classifier: str | Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -93,6 +104,10 @@ def evaluate_run(
         particles: Whether to estimate likelihoods by a particle filter as well (`..._particles`),
             for vssm and tvae without levels and vrnn: closer to log p(x) with as many draws, and
             slower.
+        known: For models with known="any": what is known of the sequences, "prefix", "random:P",
+            "block:N" or "hole:N". Each adds the nats of the unknown entries, and how good samples
+            of them are (see `vssm.evaluation.parts`).
+        passes: The passes in which these entries are made.
         classifier: A safetensors file for the classifier behind the Fréchet distances, read if it
             exists, else written; in the user's cache by default.
         progress: Called with (stage, done, total).
@@ -110,6 +125,7 @@ def evaluate_run(
         raise ValueError(f"progress={shown(progress)} is not allowed; allowed: a function")
     num_samples = whole_number("num_samples", num_samples, 1)
     num_images = whole_number("num_images", num_images, 0)
+    passes = whole_number("passes", passes, 1)
     if num_images == 1:
         raise ValueError("num_images=1 is not allowed; allowed: 0 for no distances, or 2 and more")
     if max_sequences is not None:
@@ -126,6 +142,8 @@ def evaluate_run(
         "quick": quick,
         "dials": dials,
         "particles": particles,
+        "known": list(known),
+        "passes": passes,
     }
     if quick:
         num_samples, num_images = min(num_samples, 10), min(num_images, 256)
@@ -139,7 +157,11 @@ def evaluate_run(
             "dials=True is for models that generate in parallel, not "
             f"kind={model.config.kind!r}; allowed: vssm, tvae"
         )
-    if particles and isinstance(model, Autoregressive | Ladder):
+    if known and not isinstance(model, AnyPart):
+        raise ValueError(
+            f"known={' '.join(known)} is for models with known='any'; train with --model.known any"
+        )
+    if particles and isinstance(model, Autoregressive | Ladder | AnyPart):
         raise ValueError(
             f"particles=True is not for kind={model.config.kind!r} with "
             f"levels={model.config.levels}; allowed: vssm and tvae without levels, vrnn"
@@ -150,6 +172,8 @@ def evaluate_run(
             "or a copy"
         )
     config, data = _open_run(folder, model, data_dir)
+    for name in known:
+        known_entries(data.meta, name, torch.zeros(1, dtype=torch.int64))  # raises if unknown
     split = data.test() if splits == "test" else data.valid
     path = folder / ("eval.json" if splits == "test" else "eval_valid.json")
     subject = {
@@ -164,11 +188,20 @@ def evaluate_run(
     with Journal(path.with_suffix(".part.json"), subject) as journal:
         work = Work(model, data, split, batch, device, progress, journal)
         metrics = _scores(work, num_samples, max_sequences, particles)
-        repeats = 5 if quick else 21
-        metrics |= journal.measure("times", lambda: generation_times(work, repeats, dials))
+        repeats, parts = 5 if quick else 21, isinstance(model, AnyPart)
+        index = quality.spread(len(split), max_sequences)
+        for name in known:
+            score = partial(fill_scores, work, index, name, passes, num_samples)
+            metrics |= journal.measure(suffix(name, passes), score)
+        calls = fill_calls(work, dials) if parts else generation_calls(work, dials)
+        metrics |= journal.measure("times", lambda: measure_times(work, calls, repeats))
         labelled = data.meta.image_shape is not None and data.train.labels is not None
         if num_images and labelled and not model.head.tokens:
-            metrics |= image_quality(work, num_images, classifier, dials)
+            if parts:
+                ways = fill_makers(work, num_images, dials, tuple(known), passes)
+            else:
+                ways = image_makers(work, num_images, dials)
+            metrics |= image_quality(work, num_images, classifier, ways)
         settings = {**given, "device": device.type, "backend": None}
         if model.config.block == "mamba":
             settings["backend"] = choose_backend("auto", device, torch.float32)
@@ -192,7 +225,7 @@ def _scores(
 ) -> dict[str, float]:
     """Measures the ELBO and the likelihoods, except what the journal has already."""
     model, index = work.model, quality.spread(len(work.split), max_sequences)
-    parallel = isinstance(model, Variational | Ladder)
+    parallel = isinstance(model, Variational | Ladder | AnyPart)
     metrics: dict[str, float] = {
         "sequences": len(index),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -245,12 +278,16 @@ def reconstruction(work: Work, index: np.ndarray) -> dict[str, float]:
 
     for first, x, lengths in work.batches("reconstruction", index):
         p_x, q_z, p_z = reconstruct(model, x, _SEED, lengths, first)
-        real = (x.new_ones(x.shape[:2]) if lengths is None else real_steps(x, lengths)).float()
+        if isinstance(model, AnyPart):
+            x = model.without_given(x)
+        steps = x.new_ones(x.shape[:2]).bool() if lengths is None else real_steps(x, lengths)
+        there = steps.view(*steps.shape, *[1] * (x.ndim - 2)) & (x == x)  # NaN is missing
+        x, real = torch.where(there, x, 0), steps.float()
         if not model.head.tokens:
-            error = (x - p_x.mean).square().mean(2) * real
-            add("mse", (error.sum(1) / real.sum(1)).sum())
+            error = torch.where(there, (x - p_x.mean).square(), 0).flatten(1).sum(1)
+            add("mse", (error / there.flatten(1).sum(1).clamp(min=1)).sum())
         if q_z is not None and p_z is not None:
-            add("reconstruction", (p_x.log_prob(x) * real).sum())
+            add("reconstruction", torch.where(there, p_x.entry_log_prob(x), 0).sum())
             kl = (q_z.probs * (q_z.log_probs - p_z.log_probs)).sum(-1)
             add("kl", (kl * real[..., None]).sum(0))  # (T, Z)
             add("aggregate", (q_z.probs * real[..., None, None]).sum(0))  # (T, Z, N)
@@ -294,7 +331,8 @@ def likelihoods(
     kept = work.journal.get(stage) or nothing
     totals, nums = dict(kept["totals"]), dict(kept["nums"])
     for first, x, lengths in work.batches(stage, index, kept["done"]):
-        model.head.validate(x)
+        if not isinstance(model, AnyPart):  # which checks what is there
+            model.head.validate(x)
         real = None if lengths is None else real_steps(x, lengths)
         wanted = list(cases.values())
         found = estimates(model, x, num_samples, wanted, _SEED, rows, real, method, first)
@@ -310,7 +348,7 @@ def likelihoods(
     if model.config.head == "categorical":
         metrics["bits_per_char"] = bits
     elif model.config.head == "logistic-mixture":
-        metrics["bits_per_dim"] = bits / model.config.features
+        metrics["bits_per_dim"] = bits / model.head.features
     elif model.config.head == "bernoulli":
         metrics["nats"] = -metrics["log_likelihood"]
     return metrics
@@ -345,8 +383,12 @@ def _command(folder: Path, given: dict[str, Any]) -> str:
     """Returns the command line that repeats an evaluation, options at their defaults left out."""
     defaults = {name: p.default for name, p in inspect.signature(evaluate_run).parameters.items()}
     options = [
-        f" --{name.replace('_', '-')}" + ("" if value is True else f" {shlex.quote(str(value))}")
+        f" --{name.replace('_', '-')}" + ("" if value is True else f" {_word(value)}")
         for name, value in given.items()
-        if value != defaults[name]
+        if value != defaults[name] and value != []
     ]
     return f"vssm evaluate {shlex.quote(folder.resolve().name)}{''.join(options)}"
+
+
+def _word(value: object) -> str:
+    return shlex.join(map(str, value if isinstance(value, list) else [value]))

@@ -46,6 +46,7 @@ GROUPS = (  # title, pattern of names, whether more (+1) or less (-1) is better
     ("Likelihood, nats a sequence", r"(partial_)?log_likelihood\w*|elbo", 1),
     (_PSEUDO, r"pseudo_\w+", 1),
     ("Bits and nats", r"bits_per_\w+|nats", -1),
+    ("Unknown entries by what is known, per entry", r"(nats|crps|rmse)_\w+", -1),
     ("Fréchet distance of samples to the test set", r"fd_(?!floor)\w+", -1),
     ("Fréchet distance of real images to the test set", r"fd_floor", 0),
     ("Generation time, ms", r"\w+_ms_b\d+|ms_\w+", -1),
@@ -53,6 +54,7 @@ GROUPS = (  # title, pattern of names, whether more (+1) or less (-1) is better
     ("Reconstruction and latents", _LATENTS, 0),
     ("Counts", r"\w+", 0),
 )
+_KNOWN = re.compile(r"(nats|crps|rmse|fd)_(prefix|random|block|hole)(\d*)(?:_s(\d+))?")
 _WAY = re.compile(r"one_shot|w(\d{1,9})(?:_s(\d{1,9}))?|s(\d{1,9})")
 
 
@@ -88,6 +90,12 @@ def label(name: str) -> str:
     """
     if name in _LABELS:
         return _LABELS[name]
+    if found := _KNOWN.fullmatch(name):
+        measure, kind, size, passes = found.groups()
+        unknown = {"prefix": "second half", "random": "{} % of entries", "block": "{} steps"}
+        words = unknown.get(kind, "a hole of {}").format(size)
+        start = {"nats": "−log p of ", "crps": "CRPS of ", "rmse": "RMSE of ", "fd": ""}[measure]
+        return f"{start}{words}" + (f", {passes} passes" if passes else "")
     if name.startswith("pseudo_"):
         return f"pseudo-{label(name.removeprefix('pseudo_'))}"
     if timed := re.fullmatch(r"(generate|chunks|resumed|prompted)_ms_b(\d+)", name):
