@@ -1,6 +1,6 @@
 """Compares models of text: bits per character, for vssm and tvae also by the chunk size W.
 
-    python -m vssm.lab.compare_text runs/text-vssm runs/text-ssm --chunks 1 8 64
+    python experiments/compare_text.py runs/text-vssm runs/text-ssm --chunks 1 8 64
 
     log p(x)     exact for an autoregressive model, a bound by importance sampling for the others
     log p_W(x) = log E_{q_psi(z|x)} prod_t p(x_t|z_{1:t}) r_t
@@ -168,7 +168,7 @@ def compare_text(folders: Sequence[Path], options: TextComparison) -> dict[str, 
         for way, own in ways.items():
             samples[f"{name}{way}"] = _sample(model, meta, options.prompt, prompt, own)
             print(f"--- {name}{way}\n{samples[f'{name}{way}']}")
-    command = f"python -m vssm.lab.compare_text {shlex.join(sys.argv[1:])}"
+    command = f"python experiments/compare_text.py {shlex.join(sys.argv[1:])}"
     made = {**result("text", command, settings, metrics), "samples": samples}
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         """Run folders of data set text."""
 
     try:
-        given = asdict(tyro.cli(Arguments, prog="python -m vssm.lab.compare_text", args=arguments))
+        given = asdict(tyro.cli(Arguments, prog="compare_text.py", args=arguments))
         compare_text(given.pop("runs"), TextComparison(**given))
     except ValueError as error:
         print(f"vssm: {error}", file=sys.stderr)
