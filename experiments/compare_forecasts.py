@@ -35,7 +35,7 @@ from vssm.data.files import locate_own
 from vssm.data.table import Table, filled, read_table, select
 from vssm.forecasting.forecaster import Forecaster
 from vssm.forecasting.metrics import scores
-from vssm.lab.bench.timing import wall
+from vssm.lab.bench.measure import take_times
 from vssm.runs.folder import RunFolder
 from vssm.runs.results import result, write_result
 from vssm.training.loop import train
@@ -322,10 +322,7 @@ def _deepar(windows: RollingWindows, shapes: list[Shape]) -> dict[str, float]:
 
 def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
     """Returns the median of up to five calls after a warm-up, fewer if they take half a minute."""
-    times = [wall(call, device)]
-    while len(times) < 6 and sum(times) <= 30_000:
-        times.append(wall(call, device))
-    return median(times[1:] or times)
+    return median(take_times(call, device, repeats=5, seconds=30.0))
 
 
 def _shape(text: str) -> Shape:

@@ -32,7 +32,7 @@ from vssm import noise
 from vssm.checks import whole_number
 from vssm.data import Data, Meta, open_data
 from vssm.distributions import Latents
-from vssm.lab.bench.timing import wall
+from vssm.lab.bench.measure import take_times
 from vssm.likelihoods import log_likelihood
 from vssm.models import Ladder, Model, Variational
 from vssm.runs.checkpoint import load
@@ -220,8 +220,7 @@ def _milliseconds(model: Model, length: int, way: dict[str, Any]) -> float:
     def call() -> object:
         return generate(model, num=1, length=length, observe="sample", **way).x.cpu()
 
-    times = [wall(call, next(model.parameters()).device) for _ in range(4)]
-    return median(times[1:])
+    return median(take_times(call, next(model.parameters()).device, repeats=3))
 
 
 def _sample(model: Model, meta: Meta, text: str, prompt: Tensor, way: dict[str, Any]) -> str:

@@ -106,16 +106,12 @@ class Bench:
     """What to time."""
     out: Path | None = None
     """Where the JSON goes, for example results/scan_cpu.json; a stopped run goes on from it."""
-    plot: Path | None = None
-    """Where a picture goes, .png or .svg."""
     restart: bool = False
     """Ignore what the file holds."""
     device: str = "auto"
     """Where to run: auto, cpu or cuda."""
     peers: bool = True
     """Time the peers that are installed (scan, train, generate)."""
-    check: bool = False
-    """Measure errors against float64 too (scan on CUDA)."""
     shapes: tuple[str, ...] = ()
     """Problems as BxT or BxTxDxN (scan)."""
     kinds: tuple[str, ...] = ()

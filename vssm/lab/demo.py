@@ -14,7 +14,7 @@ import vssm
 from vssm.config import ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, Meta, draw, open_data, read_meta
 from vssm.evaluation.scores import evaluate_run
-from vssm.lab.bench.timing import wall
+from vssm.lab.bench.measure import take_times
 from vssm.models import Model
 from vssm.report.page import report
 from vssm.runs import pretrained
@@ -124,8 +124,7 @@ def _race(models: dict[str, Model], folder: Path) -> None:
         line = f"{length:6d}  "
         for kind, model in models.items():
             call = partial(vssm.generate, model, num=1, length=length)
-            call()
-            best = min(wall(call, torch.device("cpu")) for _ in range(3))
+            best = min(take_times(call, torch.device("cpu"), repeats=3))
             metrics[f"{kind}_ms_b1_t{length}"] = best
             line += f"{best:14.2f}"
         print(line, flush=True)

@@ -16,7 +16,6 @@ either. The data are synthetic waves in the shape of MNIST's rows, 28 steps of 2
 values do not change the time. CUDA trains the model of the preset paper-mnist, a CPU a small one.
 """
 
-import gc
 import math
 import tempfile
 import time
@@ -26,13 +25,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vssm.config import KINDS, PRESETS, RunConfig
 from vssm.data import DataConfig, SyntheticConfig
 from vssm.lab.bench.floor import Rates, training_ceiling
-from vssm.lab.bench.peers import MODELS, PeerModel, models_that_run
-from vssm.lab.bench.record import Record, failure, number
-from vssm.lab.bench.timing import check_whole, model_options, open_device, spread
+from vssm.lab.bench.measure import (
+    Record,
+    check_sizes,
+    failure,
+    memory_in_use,
+    model_options,
+    number,
+    open_device,
+    spread,
+    take_times,
+)
+from vssm.lab.bench.peers import MODELS, PeerModel, missing
 from vssm.models import build
 from vssm.training.loop import train
 from vssm.training.progress import Progress
@@ -56,16 +65,14 @@ class _Windows(Progress):
         self.speeds: list[float] = []
         self.began = math.inf
 
-    def add(self, speed: float) -> bool:
-        """Returns whether that is enough."""
-        self.speeds.append(speed)
+    def line(self, line: dict[str, Any]) -> None:
+        if line["split"] != "train":
+            return
+        self.speeds.append(line["tokens_per_second"])
         if len(self.speeds) == 1:  # the first window may compile for however long it takes
             self.began = time.perf_counter()
-        late = time.perf_counter() - self.began > _SECONDS
-        return len(self.speeds) == WARM + WINDOWS or (late and len(self.speeds) > 1)
-
-    def line(self, line: dict[str, Any]) -> None:
-        if line["split"] == "train" and self.add(line["tokens_per_second"]):
+        late = len(self.speeds) > 1 and time.perf_counter() - self.began > _SECONDS
+        if late or len(self.speeds) == WARM + WINDOWS:
             raise _Stop
 
 
@@ -80,7 +87,6 @@ def main_train(
     width: int | None = None,
     layers: int | None = None,
     peers: bool = True,
-    plot: str | Path | None = None,
     restart: bool = False,
 ) -> dict[str, Any]:
     """Times training; `vssm bench --help` describes the options."""
@@ -104,8 +110,10 @@ def main_train(
             ceiling = training_ceiling(model, run.train.batch * _LENGTH, rates)
             record.add({f"{name}_ceiling_per_second": ceiling})
             _time_ours(record, name, replace(run, model=model))
-    for peer in models_that_run(record, "tokens_per_second") if peers else ():
-        if f"{peer}_tokens_per_second" not in record.metrics:
+    for peer in MODELS if peers else ():
+        if reason := missing(peer):
+            record.note(f"{peer}_tokens_per_second", f"{reason} (pip install 'vssm[dev]')")
+        elif f"{peer}_tokens_per_second" not in record.metrics:
             _time_peer(record, peer, run)
     names = [*model_options(KINDS, levels), *MODELS]
     title = f"Training, {run.model.width} wide, {run.model.layers} layers, batch {run.train.batch}"
@@ -123,32 +131,25 @@ def _run_config(
     cuda, paper = device.type == "cuda", PRESETS["paper-mnist"]
     batch = (paper.train.batch if cuda else 32) if batch is None else batch
     steps = (200 if cuda else 10) if steps is None else steps
-    check_whole(batch=batch, steps=steps)
+    check_sizes(batch=batch, steps=steps)
     width = width or (paper.model.width if cuda else 128)
     layers = layers or (paper.model.layers if cuda else 2)
     window = -(-steps // WINDOWS)
     beyond = 2 * window * (WARM + WINDOWS)  # steps that no run reaches
     num = -(-batch * _EPOCH * 10 // 9)  # a tenth is for validation
     synthetic = SyntheticConfig(length=_LENGTH, features=_FEATURES, num=num)
+    options = replace(
+        paper.train, epochs=beyond, max_steps=beyond, batch=batch, samples=0, device=str(device)
+    )
     return RunConfig(
         data=DataConfig(name="synthetic", synthetic=synthetic),
         model=replace(paper.model, width=width, layers=layers),
-        train=replace(
-            paper.train,
-            epochs=beyond,
-            max_steps=beyond,
-            batch=batch,
-            log_every=window,
-            validate_every=beyond,
-            checkpoint_minutes=1e6,
-            samples=0,
-            device=str(device),
-        ),
+        train=replace(options, log_every=window, validate_every=beyond, checkpoint_minutes=1e6),
     )
 
 
 def _time_ours(record: Record, name: str, run: RunConfig) -> None:
-    windows, before = _Windows(), _memory_in_use(record.device)
+    windows, before = _Windows(), memory_in_use(record.device)
     try:
         with tempfile.TemporaryDirectory() as folder:
             train(run, Path(folder) / "run", progress=windows)
@@ -159,54 +160,49 @@ def _time_ours(record: Record, name: str, run: RunConfig) -> None:
         return
     with torch.device("meta"):
         parameters = sum(p.numel() for p in build(run.model).parameters())
-    _add(record, name, windows.speeds, parameters, before)
+    counted = windows.speeds[min(WARM, len(windows.speeds) - 1) :]
+    if len(counted) < WINDOWS:
+        text = f"the median of {len(counted)} windows, which took {_SECONDS:g} s"
+        record.note(f"{name}_tokens_per_second", text)
+    _add(record, name, counted, parameters, before)
 
 
 def _time_peer(record: Record, peer: str, run: RunConfig) -> None:
-    device, before, windows = record.device, _memory_in_use(record.device), _Windows()
+    device, before = record.device, memory_in_use(record.device)
     model = PeerModel(peer, _FEATURES, run.model.width, run.model.layers, _LENGTH).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.train.learning_rate, fused=True)
     x = torch.rand(run.train.batch, _LENGTH, _FEATURES, device=device)
-    tokens, enough = run.train.log_every * run.train.batch * _LENGTH, False
+
+    def steps() -> None:
+        for _ in range(run.train.log_every):
+            _step(model, optimizer, x)
+
     try:
-        while not enough:
-            start = time.perf_counter()
-            for _ in range(run.train.log_every):
-                with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                    mean = model(x)
-                optimizer.zero_grad()
-                (mean.float() - x).square().sum((1, 2)).mean().backward()
-                optimizer.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            enough = windows.add(tokens / (time.perf_counter() - start))
+        times = take_times(steps, device, WINDOWS, _SECONDS)
     except Exception as error:  # another version of transformers may fail in its own way
         record.note(f"{peer}_tokens_per_second", failure(error))
         return
-    _add(record, peer, windows.speeds, sum(p.numel() for p in model.parameters()), before)
+    tokens = run.train.log_every * run.train.batch * _LENGTH
+    parameters = sum(p.numel() for p in model.parameters())
+    _add(record, peer, [1e3 * tokens / taken for taken in times], parameters, before)
+
+
+def _step(model: PeerModel, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
+        mean = model(x)
+    optimizer.zero_grad()
+    (mean.float() - x).square().sum((1, 2)).mean().backward()
+    optimizer.step()
 
 
 def _add(record: Record, name: str, speeds: list[float], parameters: int, before: int) -> None:
-    counted, key = speeds[min(WARM, len(speeds) - 1) :], f"{name}_tokens_per_second"
-    if len(counted) < WINDOWS:
-        text = f"the median of {len(counted)} windows, which took {_SECONDS:g} s"
-        record.note(key, text)
-    median, low, high = spread(counted)
+    key = f"{name}_tokens_per_second"
+    median, low, high = spread(speeds)
     metrics = {key: median, f"{key}_p10": low, f"{key}_p90": high, f"{name}_parameters": parameters}
     if record.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(record.device) - before
         metrics[f"{name}_peak_memory_mib"] = peak / 2**20
     record.add(metrics)
-
-
-def _memory_in_use(device: torch.device) -> int:
-    """Returns the bytes in use before a training, and resets the peak."""
-    if device.type != "cuda":
-        return 0
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
 
 
 def _rows(record: Record, names: Sequence[str]) -> list[list[str]]:
