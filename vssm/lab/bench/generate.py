@@ -9,7 +9,6 @@
 | `vssm_l<L>_...`          | the same for a vssm with L levels of latents                         |
 | `..._p10_ms_...`, `p90`  | quantiles of any of these, where it was timed more than once         |
 | `..._mib_...`            | peak memory beyond what was in use before (CUDA)                     |
-| `<kind>_floor_ms_...`    | a lower bound for T unconditional steps, see `bench.floor`           |
 
 `transformers_gpt2_ms_...` and `transformers_mamba_ms_...` are models of transformers of the same
 width and depth, step by step with their own caches, at batch 1 and up to 256 steps.
@@ -29,7 +28,6 @@ import torch
 
 from vssm.config import KINDS, ModelConfig
 from vssm.engine import Engine
-from vssm.lab.bench.floor import Rates, generation_floor_ms
 from vssm.lab.bench.measure import Record, check_sizes, model_options, number, open_device
 from vssm.lab.bench.peers import MODELS, PeerModel, missing
 from vssm.models import Model, build
@@ -69,12 +67,8 @@ def main_generate(
     config = {**size, "matmul_precision": torch.get_float32_matmul_precision()}
     record = Record(main_generate, options, where, config, quantiles=True)
     built = {name: build(ModelConfig(**size, **own)).to(where) for name, own in models.items()}
-    rates = Rates.measure(where)
     sizes = itertools.product(lengths, sorted(set(batches)), built.items())
     for length, batch, (name, model) in sizes:
-        if f"{name}_floor_ms_b{batch}_t{length}" not in record.metrics:
-            floor = generation_floor_ms(model, batch, length, rates)
-            record.add({f"{name}_floor_ms_b{batch}_t{length}": floor})
         _time(record, name, model, batch, length)
     for peer in MODELS if peers else ():
         if reason := missing(peer):
@@ -110,7 +104,7 @@ def _table(record: Record) -> tuple[list[str], list[list[str]]]:
         match = re.fullmatch(r"((?!.*_p[19]0_)\w+?)_ms_b(\d+)_t(\d+)", name)
         if match and value is not None:
             row = re.sub(r"_chunk\d+", " in four chunks", match[1])
-            row = re.sub(r"_(plain|prompted|floor)$", r" \1", row)
+            row = re.sub(r"_(plain|prompted)$", r" \1", row)
             cells.setdefault(row, {})[int(match[2]), int(match[3])] = value
     sizes = sorted({size for row in cells.values() for size in row})
     rows = [[row, *(number(cells[row].get(size)) for size in sizes)] for row in sorted(cells)]

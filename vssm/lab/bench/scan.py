@@ -7,7 +7,7 @@
 | `fwd_p10_ms`, `fwd_p90_ms`     | the 10 % and 90 % quantiles                                 |
 | `fwd_mib`, `bwd_mib`           | peak memory beyond the arguments (CUDA)                     |
 | `reference_...`, `mambapy_...` | the same for our loop over time (CPU) and for the peers     |
-| `floor_ms`, `floor_bwd_ms`     | a lower bound for this machine, see `bench.floor`           |
+| `floor_ms`, `floor_bwd_ms`     | a lower bound for this machine, see `floor_ms`              |
 
 On CUDA: bfloat16 with softplus, bias, skip and gate, timed by events. On a CPU: float32 without
 gate and softplus, because mambapy's own scan has neither. A single step is timed without a graph.
@@ -22,17 +22,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vssm.lab.bench.floor import Rates, scan_floor_ms
-from vssm.lab.bench.measure import Record, failure, number, open_device
+from vssm.lab.bench.measure import Record, failure, number, open_device, take_times
 from vssm.lab.bench.peers import SCANS, missing
 from vssm.ops import choose_backend, selective_scan
 
-__all__ = ["Shape", "main_scan", "scan_arguments"]
+__all__ = ["Shape", "floor_ms", "main_scan", "scan_arguments"]
 
 SHAPES = {
     "cpu": ("16x256x512x16", "1x2048x256x16", "64x28x2048x16", "1x1x512x16"),
     "cuda": ("1024x28", "256x32", "64x1024", "8x4096", "1x65536"),
 }
+_OPERATIONS = 13  # multiply-adds per element of h: 9 for an exp with error 4e-7, 4 for h and y
+_EXPONENTIALS = 16 * 1.98e6  # per multiprocessor and millisecond, at 1.98 GHz
 
 Scan = Callable[..., Tensor]
 
@@ -78,19 +79,47 @@ def main_scan(
             record.note(f"{peer}_ms", reason)
         else:
             scans[peer] = SCANS[peer]
-    rates = Rates.measure(where)
+    rate = _copy_rate(2**29, where) if cuda else 0.0
     for shape in chosen:
         values = scan_arguments(shape, dtype, where, full=cuda)
         for name, scan in scans.items():
             if not (name == "mambapy" and shape.length == 1):  # it takes no single step
                 _time(record, name, scan, shape, values)
-        floors = {f"floor_ms_{shape.name}": scan_floor_ms(shape, rates, where)}
-        if cuda:
-            floors[f"floor_bwd_ms_{shape.name}"] = scan_floor_ms(shape, rates, where, True)
-            floors["copy_gb_per_second"] = rates.bytes / 1e6
-        record.add({name: floor for name, floor in floors.items() if name not in record.metrics})
+        if f"floor_ms_{shape.name}" not in record.metrics:
+            record.add({f"floor_ms_{shape.name}": floor_ms(shape, where, rate)})
+            if cuda:
+                backward = floor_ms(shape, where, rate, backward=True)
+                record.add({f"floor_bwd_ms_{shape.name}": backward})
     headings, rows = _table(record, chosen)
     return record.finish(f"Selective scan in ms, {config['dtype']}", headings, rows)
+
+
+def floor_ms(shape: Shape, device: torch.device, rate: float, backward: bool = False) -> float:
+    """Returns a lower bound in milliseconds: the larger of moving data and of computing.
+
+    On CUDA: reading and writing every operand once at the rate of a copy, in bytes a millisecond,
+    and one exponential per state and step. On a CPU: copying as many bytes as the operands have,
+    and the multiply-adds at the rate of PyTorch's matrix product.
+    """
+    batch, length, channels, states = shape
+    elements = batch * length * channels * states
+    if device.type == "cuda":
+        # Forward moves u, dt, z and y. Backward reads u, dt, z and dy and writes three gradients.
+        # B and C, and their gradients, count as well; the rest is small.
+        operands, small = (7, 4) if backward else (4, 2)
+        moved = 2 * batch * length * (operands * channels + small * states)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        return max(moved / rate, elements / (processors * _EXPONENTIALS))
+    size = 4 * (batch * length * (3 * channels + 2 * states) + channels * states * (1 + batch))
+    matrix = torch.ones(1024, 1024)
+    product_ms = min(take_times(lambda: matrix @ matrix, device))
+    return max(size / _copy_rate(size // 2, device), elements * _OPERATIONS / 1024**3 * product_ms)
+
+
+def _copy_rate(size: int, device: torch.device) -> float:
+    """Returns the bytes that a copy of so many bytes reads and writes in a millisecond."""
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * size / min(take_times(lambda: target.copy_(source), device, events=True))
 
 
 def scan_arguments(
