@@ -1,7 +1,8 @@
 """What the files of comparisons and benchmarks hold, in words, and the tables that show them.
 
-The metrics are those of `vssm.lab.compare_forecasts`, `vssm.lab.compare_text`, `vssm.lab.bench` and
-of experiments/serve_load.py. The page shows a metric that is unknown here by its name.
+The metrics are those of `vssm.lab.bench` and of the scripts compare_forecasts.py,
+compare_text.py and serve_load.py in experiments/. The page shows a metric that is unknown here by
+its name.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,9 @@
 """The benchmarks at sizes of milliseconds, and the meaning of the paper's Table 1."""
 
-import collections
 import json
 import re
 import sys
+import types
 from functools import partial
 
 import pytest
@@ -14,10 +14,10 @@ from tests.ops.test_scan import arguments
 from vssm import generate, observe
 from vssm.cli import main
 from vssm.lab import bench
-from vssm.lab.bench import Shape, timing
-from vssm.lab.bench.peers import SCANS, PeerModel, peer_scan
-from vssm.lab.bench.record import Record
-from vssm.lab.bench.scan import floor_ms, scan_arguments, scan_errors
+from vssm.lab.bench import Shape, measure
+from vssm.lab.bench.measure import Record
+from vssm.lab.bench.peers import SCANS, PeerModel
+from vssm.lab.bench.scan import floor_ms, scan_arguments
 from vssm.lab.bench.table1 import THEORY, exponent
 from vssm.nn import Stack
 from vssm.objectives import objective
@@ -28,14 +28,14 @@ TINY = {"device": "cpu", "width": 16, "layers": 1}
 ENVELOPE = {"name", "date", "commit", "machine", "command", "config", "metrics"}
 
 
-def main_generate(out=None, width=16, plot=None, restart=False):
+def main_generate(out=None, repeats=None, seconds_per_point=20.0, restart=False):
     """Stands for a benchmark."""
 
 
 @pytest.fixture
 def record(tmp_path):
-    options = {"out": tmp_path / "a" / "result.json", "plot": None, "restart": False}
-    return Record(main_generate, options, CPU, {"width": 16})
+    options = {"out": tmp_path / "a" / "result.json", "restart": False, "seconds_per_point": 4.0}
+    return Record(main_generate, options, CPU, {"width": 16}, quantiles=True)
 
 
 def test_scan_metrics():
@@ -54,9 +54,9 @@ def test_scan_metrics():
     assert metrics["fwd_p10_ms_b2_t6"] <= metrics["fwd_ms_b2_t6"] <= metrics["fwd_p90_ms_b2_t6"]
 
 
-def test_scan_file_table_and_picture(tmp_path, capsys):
-    out, picture = tmp_path / "new" / "scan.json", tmp_path / "pictures" / "scan.svg"
-    options = {"device": "cpu", "repeats": 2, "peers": False, "plot": picture}
+def test_scan_file_and_table(tmp_path, capsys):
+    out = tmp_path / "new" / "scan.json"
+    options = {"device": "cpu", "repeats": 2, "peers": False}
     made = bench.main_scan(out, shapes=["2x6x5x3"], **options)
     assert json.loads(out.read_text())["metrics"] == made["metrics"]
     assert set(made) == ENVELOPE
@@ -65,23 +65,34 @@ def test_scan_file_table_and_picture(tmp_path, capsys):
     assert made["command"] == "vssm bench scan --device cpu --shapes 2x6x5x3 --repeats 2 --no-peers"
     printed = capsys.readouterr().out
     assert "2, 6, 5, 3" in printed and "numba" in printed and f"commit {made['commit']}" in printed
-    assert "<svg" in picture.read_text()
 
 
 def test_missing_peer_of_the_scan_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "mambapy", None)
     out, options = tmp_path / "scan.json", {"device": "cpu", "shapes": ["2x6x5x3"], "repeats": 1}
     assert "reference_fwd_ms_b2_t6" in bench.main_scan(out, **options)["metrics"]
-    assert "mambapy_ms: not installed: mambapy\n" in capsys.readouterr().out
-    assert json.loads(out.read_text())["config"]["notes"] == {
-        "mambapy_ms": "not installed: mambapy"
-    }
+    assert "mambapy_ms: mambapy is not installed\n" in capsys.readouterr().out
+    notes = {"mambapy_ms": "mambapy is not installed"}
+    assert json.loads(out.read_text())["config"]["notes"] == notes
     assert bench.main_scan(**options, peers=False)["config"]["notes"] == {}, "nobody asked for it"
 
 
+def time_last_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus):
+    """Has the interface of mamba_ssm: u (B, D, T), B (B, N, T)."""
+    u, delta, B, C = (tensor.mT for tensor in (u, delta, B, C))
+    z = None if z is None else z.mT
+    return selective_scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus)[0].mT
+
+
 @pytest.mark.parametrize("peer", SCANS)
-def test_peers_compute_the_same_scan(peer):
-    pytest.importorskip({"associative_scan": "torch"}.get(peer, peer))
+def test_peers_compute_the_same_scan(peer, monkeypatch):
+    if peer == "mamba_ssm":  # it runs on CUDA only
+        interface = types.SimpleNamespace(selective_scan_fn=time_last_scan)
+        for name in ("mamba_ssm", "mamba_ssm.ops"):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        monkeypatch.setitem(sys.modules, "mamba_ssm.ops.selective_scan_interface", interface)
+    else:
+        pytest.importorskip(peer)
     values = arguments(batch=2, length=7, channels=5, states=3)
     values |= {
         "dt_bias": torch.rand(5),
@@ -90,40 +101,10 @@ def test_peers_compute_the_same_scan(peer):
         "softplus": True,
     }
     values.pop("h0", None)
-    expected, _ = selective_scan(**values)
-    assert torch.allclose(peer_scan(peer, **values), expected, rtol=1e-4, atol=1e-5)
     plain = scan_arguments(Shape(2, 6, 5, 3), torch.float32, CPU, full=False)
-    assert torch.allclose(
-        peer_scan(peer, **plain), selective_scan(**plain)[0], rtol=1e-4, atol=1e-5
-    )
-
-
-def test_transformers_loop_is_theirs():
-    modeling = pytest.importorskip("transformers.models.mamba.modeling_mamba")
-    if not hasattr(modeling, "mamba_selective_scan"):
-        pytest.skip("this version of transformers has no scan of its own")
-    u, dt, A, B, C, D = scan_arguments(Shape(2, 6, 5, 3), torch.float32, CPU, full=False).values()
-    given = [tensor.transpose(1, 2) for tensor in (u, dt, B, C)]
-    theirs = modeling.mamba_selective_scan(given[0], given[1], A, given[2], given[3], D).transpose(
-        1, 2
-    )
-    assert torch.allclose(
-        peer_scan("transformers", u, dt, A, B, C, D), theirs, rtol=1e-5, atol=1e-6
-    )
-
-
-def test_errors_of_the_cuda_check():
-    shape = Shape(2, 5, 37, 3)
-    error, _, same = scan_errors(shape, torch.float32, CPU)
-    assert error < 1e-5 and same
-
-    def wrong(**values):
-        """Its gradient of B is too large by a thousandth."""
-        B = values.pop("B")
-        return selective_scan(**values, B=B * 1.001 - (B * 0.001).detach())
-
-    error, worst, _ = scan_errors(shape, torch.float32, CPU, wrong)
-    assert worst == "dB" and error == pytest.approx(1e-3, rel=0.1)
+    for given in (values, plain):
+        expected, _ = selective_scan(**given)
+        assert torch.allclose(SCANS[peer](**given), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_floor_of_the_scan_on_cuda(monkeypatch):
@@ -134,98 +115,91 @@ def test_floor_of_the_scan_on_cuda(monkeypatch):
     shape, cuda = Shape(2, 5, 37, 3), torch.device("cuda")
     # 2 x 5 x 37 x 3 exponentials, 16 a clock; u, dt, z, y and B, C in two bytes
     exponentials, traffic = 1110 / (100 * 16 * 1.98e6), 2 * 10 * (4 * 37 + 2 * 3)
-    assert floor_ms(shape, cuda, 1e6, backward=False) == max(exponentials, traffic / 1e6)
-    assert floor_ms(shape, cuda, 1e60, backward=True) == exponentials
+    assert floor_ms(shape, cuda, rate=1e6) == max(exponentials, traffic / 1e6)
+    assert floor_ms(shape, cuda, rate=1e60, backward=True) == exponentials
 
 
-def test_times_and_quantiles():
+@pytest.mark.parametrize(
+    ("milliseconds", "options", "timed"),
+    [
+        (40.0, {}, 3),
+        (0.5, {}, 200),  # short calls are repeated for a tenth of a second
+        (0.01, {}, 500),
+        (10.0, {"repeats": 5}, 5),
+        (2500.0, {"repeats": 5, "seconds": 6.0}, 2),
+        (9000.0, {"seconds": 6.0}, 1),
+    ],
+)
+def test_number_of_timed_calls(milliseconds, options, timed, monkeypatch):
     calls = []
-    times = timing.kernel(lambda: calls.append(1), CPU, total_ms=1, most=7)
-    assert len(times) == 7 and len(calls) == 9 and min(times) >= 0
-    assert timing.spread([2.0]) == (2.0, 2.0, 2.0)
+    monkeypatch.setattr(measure, "wall", lambda call, device: call() or milliseconds)
+    times = measure.take_times(lambda: calls.append(1), CPU, **options)
+    assert times == timed * [milliseconds]
+    assert len(calls) == 1 + timed, "the first call may compile"
 
 
-def test_stopwatch_keeps_to_its_budget(record, monkeypatch):
-    taken = {"fast_ms_b1_t2": 10.0, "slow_ms_b1_t2": 2500.0}
-    calls = []
-    monkeypatch.setattr(timing, "wall", lambda call, device: taken[call()])
-    watch = timing.Stopwatch(record, repeats=5, seconds=4.0)
-    watch.time({name: lambda name=name: calls.append(name) or name for name in taken})
-    assert calls.count("fast_ms_b1_t2") == 1 + 5  # the first may compile
-    assert calls.count("slow_ms_b1_t2") == 1 + 2
-    assert record.metrics == taken
-    watch.time_length("slow_ms", "b1_", 8, pytest.fail)  # would take 10 s a call
-    assert "left out: 2 steps took 2.5 s" in record.notes["slow_ms_b1_t8"]
-    assert "slow_ms_b1_t8" not in record.metrics
-
-
-def test_stopwatch_records_more_when_asked(record, monkeypatch):
+def test_times_and_their_spread_are_recorded(record, monkeypatch):
     taken = iter([1.0, 2.0, 3.0, 4.0, 5.0])
-    monkeypatch.setattr(timing, "wall", lambda call, device: next(taken))
-    timing.Stopwatch(record, repeats=5, seconds=4.0, more=True).time({"ssm_ms_b1_t2": lambda: 0})
+    record.repeats = 5
+    monkeypatch.setattr(measure, "wall", lambda call, device: next(taken))
+    record.time("ssm_ms_b1_t2", lambda: 0)
     quantiles = {"ssm_p10_ms_b1_t2": 1.4, "ssm_p90_ms_b1_t2": 4.6}
     assert record.metrics == {"ssm_ms_b1_t2": 3.0, **quantiles}
+    record.time("ssm_ms_b1_t2", pytest.fail)  # it is known
 
     record.metrics.clear()
-    record.device = torch.device("cuda")
-    calls = []
-    monkeypatch.setattr(timing, "wall", lambda call, device: call() or 7.0)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    record.device, record.repeats, calls = torch.device("cuda"), 1, []
+    monkeypatch.setattr(measure, "wall", lambda call, device: call() or 60.0)
+    for name in ("reset_peak_memory_stats", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**20)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 8 * 2**20)
-    watch = timing.Stopwatch(record, repeats=1, seconds=4.0, more=True)
-    watch.time_length("ssm_ms", "b1_", 2, lambda: calls.append(2))
-    assert record.metrics == {"ssm_ms_b1_t2": 7.0, "ssm_mib_b1_t2": 5.0}
-    assert calls == 4 * [2], "three calls warm up on CUDA"
+    record.time("ssm_ms_b1_t2", lambda: calls.append(2))
+    assert record.metrics == {"ssm_ms_b1_t2": 60.0, "ssm_mib_b1_t2": 5.0}
+    assert len(calls) == 4, "three calls warm up for a tenth of a second on CUDA"
 
 
-def test_short_calls_are_timed_more_often(record, monkeypatch):
-    took, calls = {"short": 0.5, "long": 40.0, "tiny": 0.01}, collections.Counter()
-    monkeypatch.setattr(timing, "wall", lambda call, device: took[call()])
-    made = {f"{name}_ms_t1": lambda name=name: calls.update([name]) or name for name in took}
-    timing.Stopwatch(record, repeats=2, seconds=9.0, at_least=0.02).time(made)
-    # The first compiles, and others warm up.
-    assert calls == {"short": 1 + 40 + 40, "long": 1 + 1 + 2, "tiny": 1 + 499 + 500}
+def test_calls_that_would_take_too_long_are_left_out(record):
+    record.metrics["slow_ms_b1_t2"] = 2500.0
+    record.time("slow_ms_b1_t8", pytest.fail)  # would take 10 s a call
+    assert "left out: 2 steps took 2.5 s" in record.notes["slow_ms_b1_t8"]
+    assert "slow_ms_b1_t8" not in record.metrics
+    record.time("slow_ms_b2_t8", lambda: None)  # another series
+    assert record.metrics["slow_ms_b2_t8"] < 1
 
 
-def test_generation_has_quantiles(tmp_path, capsys):
-    options = {
-        "kinds": ["vssm"],
-        "batches": [1],
-        "lengths": [4],
-        "repeats": 3,
-        "peers": False,
-        **TINY,
+def test_failures_are_noted(record):
+    def greedy():
+        raise torch.OutOfMemoryError("much too large")
+
+    def broken():
+        raise TypeError("no such argument")
+
+    record.time("greedy_ms_t1", greedy)
+    record.time("broken_ms_t1", broken, peer=True)
+    record.time("modest_ms_t1", lambda: None)
+    assert record.notes == {
+        "greedy_ms_t1": "does not fit in the device's memory",
+        "broken_ms_t1": "failed: TypeError: no such argument",
     }
-    made = bench.main_generate(tmp_path / "a.json", plot=tmp_path / "a.png", **options)["metrics"]
+    assert record.metrics["modest_ms_t1"] < 1
+    assert json.loads(record.out.read_text())["config"]["notes"] == record.notes
+    with pytest.raises(TypeError):  # it is ours
+        record.time("broken_ms_t2", broken)
+
+
+def test_generation_has_quantiles(capsys):
+    options = {"kinds": ["vssm"], "batches": [1], "lengths": [4], "repeats": 3, "peers": False}
+    made = bench.main_generate(**options, **TINY)["metrics"]
     for name in ("vssm", "vssm_prompted", "vssm_chunk1"):
         low, middle, high = (made[f"{name}{part}_ms_b1_t4"] for part in ("_p10", "", "_p90"))
         assert 0 < low <= middle <= high
-    assert 0 < made["vssm_floor_ms_b1_t4"] < made["vssm_ms_b1_t4"]
     printed = capsys.readouterr().out
     assert "p10" not in printed, "the table has medians"
     assert "step by step" not in printed, "there is none to compare with"
 
 
-def test_out_of_memory_is_noted(record):
-    def greedy():
-        raise torch.OutOfMemoryError("much too large")
-
-    watch = timing.Stopwatch(record, repeats=1, seconds=1.0)
-    later = iter([None])  # the first call fits, the second does not
-    calls = {
-        "greedy": greedy,
-        "modest": lambda: None,
-        "growing": lambda: next(later, 0) is None or greedy(),
-    }
-    watch.time(calls)
-    note = "does not fit in the device's memory"
-    assert record.notes == {"greedy": note, "growing": note}
-    assert set(record.metrics) == {"modest"}
-    assert json.loads(record.out.read_text())["config"]["notes"] == record.notes
-
-
-NEW = ("ssm_ms_b2_t1", "ssm_plain_ms_b2_t1", "ssm_floor_ms_b2_t1")
+NEW = ("ssm_ms_b2_t1", "ssm_plain_ms_b2_t1")
 
 
 def test_result_is_continued(tmp_path, monkeypatch, capsys):
@@ -243,8 +217,6 @@ def test_result_is_continued(tmp_path, monkeypatch, capsys):
         "vssm_plain_ms_b2_t4",
         "vssm_prompted_ms_b2_t4",
         "vssm_chunk1_ms_b2_t4",
-        "ssm_floor_ms_b2_t4",
-        "vssm_floor_ms_b2_t4",
     }
     assert all(value > 0 for value in first["metrics"].values())
     more = bench.main_generate(out, kinds=["ssm"], lengths=[4, 1], **options)
@@ -255,7 +227,7 @@ def test_result_is_continued(tmp_path, monkeypatch, capsys):
     assert json.loads(out.read_text())["metrics"] == more["metrics"]
     with pytest.raises(ValueError, match=r"has width=16, this run has 8; use the same, a new name"):
         bench.main_generate(out, kinds=["ssm"], lengths=[4], **{**options, "width": 8})
-    monkeypatch.setattr("vssm.lab.bench.record.source", lambda untimed: "other code")
+    monkeypatch.setattr("vssm.lab.bench.measure.source", lambda untimed: "other code")
     with pytest.raises(ValueError, match=r"has source='\w+', this run has 'other code'"):
         bench.main_generate(out, kinds=["ssm"], lengths=[4], **options)
     anew = bench.main_generate(out, kinds=["ssm"], lengths=[1], restart=True, **options)
@@ -290,14 +262,8 @@ def test_damaged_result_is_named_and_kept(tmp_path, content):
         ),
         (bench.main_generate, {"seconds_per_point": 0}, "seconds_per_point=0 is not allowed"),
         (bench.main_table1, {"lengths": [-1]}, "lengths=-1 is not allowed"),
-        (
-            bench.main_table1,
-            {"plot": "a.pdf"},
-            r"plot='a.pdf' is not allowed; allowed: a name in .png or .svg",
-        ),
         (bench.main_train, {"steps": 0}, "steps=0 is not allowed"),
         (bench.main_scan, {"shapes": ["8"]}, "shapes='8' is not allowed; allowed: BxT or BxTxDxN"),
-        (bench.main_scan, {"check": True}, "check=True needs CUDA"),
         (
             bench.main_scan,
             {"device": "tpu"},
@@ -327,10 +293,8 @@ def test_training_metrics(tmp_path, monkeypatch, capsys):
         "rnn_tokens_per_second",
         "rnn_tokens_per_second_p10",
         "rnn_tokens_per_second_p90",
-        "rnn_ceiling_per_second",
         "rnn_parameters",
     }
-    assert made["metrics"]["rnn_tokens_per_second"] < made["metrics"]["rnn_ceiling_per_second"]
     assert made["metrics"]["rnn_tokens_per_second"] > 0
     assert made["config"]["data"].startswith("synthetic rows")
     assert re.search(r"rnn +[\d,]+ ", capsys.readouterr().out)
@@ -369,18 +333,11 @@ def test_peers_in_the_result(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
     missing = bench.main_generate(kinds=[], lengths=[3], repeats=1, **TINY)
     note = missing["config"]["notes"]["transformers_gpt2_ms"]
-    assert note == "not installed: transformers (pip install 'vssm[dev]')"
+    assert note == "transformers is not installed (pip install 'vssm[dev]')"
 
 
-def test_table1_metrics_and_picture(tmp_path, capsys):
-    picture = tmp_path / "table1.png"
-    options = {
-        "kinds": ["rnn", "vssm"],
-        "lengths": [2, 4, 8],
-        "repeats": 1,
-        "plot": picture,
-        **TINY,
-    }
+def test_table1_metrics(tmp_path, capsys):
+    options = {"kinds": ["rnn", "vssm"], "lengths": [2, 4, 8], "repeats": 1, **TINY}
     made = bench.main_table1(tmp_path / "table1.json", **options)
     ways = [f"{kind}_{way}" for kind in ("rnn", "vssm") for way in ("train", "sample")]
     assert set(made["metrics"]) == {
@@ -390,14 +347,11 @@ def test_table1_metrics_and_picture(tmp_path, capsys):
     points = [(length, made["metrics"][f"rnn_train_ms_t{length}"]) for length in (2, 4, 8)]
     assert made["metrics"]["rnn_train_exponent"] == exponent(points)
     assert re.search(r"vssm +O\(T\) +yes +T\^-?\d", capsys.readouterr().out)
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_forecasts_are_timed_by_horizon_and_patch(tmp_path, capsys):
-    picture, options = tmp_path / "forecast.png", {"paths": 3, "context": 8, "repeats": 1, **TINY}
-    made = bench.main_forecast(
-        tmp_path / "f.json", lengths=[5, 8], patches=[1, 4], plot=picture, **options
-    )
+    options = {"paths": 3, "context": 8, "repeats": 1, **TINY}
+    made = bench.main_forecast(tmp_path / "f.json", lengths=[5, 8], patches=[1, 4], **options)
     metrics = made["metrics"]
     names = {
         f"{kind}_p{patch}_ms_t{h}" for kind in ("vssm", "rnn") for patch in (1, 4) for h in (5, 8)
@@ -405,7 +359,6 @@ def test_forecasts_are_timed_by_horizon_and_patch(tmp_path, capsys):
     assert set(metrics) == names | {f"ahead_p{patch}_t{h}" for patch in (1, 4) for h in (5, 8)}
     assert metrics["ahead_p4_t8"] == metrics["rnn_p1_ms_t8"] / metrics["vssm_p4_ms_t8"]
     assert re.search(r"rnn, P = 1 / vssm, P = 4 +[\d.]+x", capsys.readouterr().out)
-    assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(
         ValueError, match=r"patches=\(9,\) is not allowed; allowed: 1 to 8, the context"
     ):
@@ -431,12 +384,12 @@ def test_a_vssm_with_levels_is_timed_under_its_own_name(tmp_path, monkeypatch, c
     generated = bench.main_generate(lengths=[4], batches=[1], repeats=1, peers=False, **options)[
         "metrics"
     ]
-    ways = ("ms", "plain_ms", "prompted_ms", "chunk1_ms", "floor_ms")
+    ways = ("ms", "plain_ms", "prompted_ms", "chunk1_ms")
     assert set(generated) == {f"{name}_{way}_b1_t4" for name in ("vssm", "vssm_l2") for way in ways}
     table1 = bench.main_table1(lengths=[2, 4, 8], repeats=1, **options)
     assert {"vssm_l2_train_exponent", "vssm_l2_sample_exponent"} <= set(table1["metrics"])
     assert " --levels 2" in table1["command"]
-    assert len(re.findall(r"^ *vssm_l2 ", capsys.readouterr().out, re.MULTILINE)) == 6
+    assert len(re.findall(r"^ *vssm_l2 ", capsys.readouterr().out, re.MULTILINE)) == 1 + 4 + 1
 
 
 def test_levels_that_do_not_fit_are_named_before_anything_is_measured(

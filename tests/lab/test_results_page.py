@@ -375,12 +375,9 @@ def test_metrics_that_are_not_finite_are_dashes(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"metrics": {"ms": "low"}}, "metric ms is no number"),
-        ({"metrics": {"ms": True}}, "metric ms is no number"),
+        ({"metrics": {"ms": "low"}}, "metric ms is not a number"),
+        ({"metrics": {"ms": True}}, "metric ms is not a number"),
         ({"metrics": [1]}, ""),
-        ({"config": {"model": {}, "train": {"seed": 0}}}, "it has no 'kind'"),
-        ({"curve": None}, ""),
-        ({"curve": {"epoch": [1, 5], "validation_elbo": [1.0]}}, "its curve has not one value"),
     ],
 )
 def test_damaged_results_are_named(change, message, tmp_path):

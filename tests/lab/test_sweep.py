@@ -12,11 +12,12 @@ from functools import lru_cache
 
 import pytest
 
-import vssm.lab.sweep
+import vssm.lab.grid
 from tests.conftest import descendants
 from vssm import build, load, save
 from vssm.config import ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, SyntheticConfig
+from vssm.lab.reproduce import reproduce
 from vssm.lab.sweep import sweep
 from vssm.training.loop import TrainingStopped
 from vssm.training.progress import Progress
@@ -72,7 +73,7 @@ def fake_train(monkeypatch):
         (folder / "meta.json").write_text(json.dumps(facts))
         return folder
 
-    monkeypatch.setattr(vssm.lab.sweep, "train", train)
+    monkeypatch.setattr(vssm.lab.grid, "train", train)
     return losses, calls
 
 
@@ -112,7 +113,7 @@ def test_one_sweep_at_a_time_in_a_folder(tmp_path):
         """Starts another sweep there while the first is on."""
 
         def message(self, text):
-            if text.startswith("sweep"):
+            if "1 runs, 0 of them ended" in text:
                 with pytest.raises(
                     ValueError, match=f"^sweep folder '{tmp_path}' is in use by another proc"
                 ):
@@ -232,7 +233,7 @@ def test_ray_that_is_missing_or_not_running_is_named(tmp_path, monkeypatch):
 def test_torchrun_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="sweep was started by torchrun; start one process"):
+    with pytest.raises(ValueError, match="a grid of runs was started by torchrun; start"):
         sweep(BASE, tmp_path)
 
 
@@ -291,3 +292,9 @@ def test_on_ray_a_worker_that_dies_is_replaced_and_its_run_resumed(cluster, tmp_
     assert facts["steps"] == 60
     assert facts["started"] == started  # from the checkpoint: it was resumed, not begun again
     assert [line["step"] for line in log(run) if line["split"] == "train"] == list(range(1, 61))
+
+
+def test_reproduce_on_ray(cluster, tmp_path):
+    options = {"kinds": ("rnn",), "learning_rates": (5e-3,), "epochs": 1, "progress": Progress()}
+    reproduce("digits", "small", tmp_path, ray_address="local", **options)
+    assert (tmp_path / "results" / "digits_rnn_seed0.png").is_file()

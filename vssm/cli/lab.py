@@ -80,8 +80,6 @@ class Reproduce:
     """A shorter training for the grid."""
     finalists: int = 1
     """Best rates of a shorter grid that are trained to the end before one is chosen."""
-    minutes: float | None = None
-    """Stop with a checkpoint after so many minutes; the same command goes on."""
     ray_address: str | None = None
     """Run side by side on a Ray cluster: auto, local, or an address."""
     data_dir: str | None = None
@@ -90,10 +88,7 @@ class Reproduce:
     def run(self) -> None:
         from vssm.lab.reproduce import folders, reproduce
 
-        left = reproduce(**vars(self))
-        if left:
-            print(f"left: {', '.join(left)}")
-            return
+        reproduce(**vars(self))
         _, results = folders(self.data, self.scale, self.out, self.results)
         print(f"all done; for a page of the results: vssm report {shlex.quote(str(results))}")
 
@@ -106,16 +101,12 @@ class Bench:
     """What to time."""
     out: Path | None = None
     """Where the JSON goes, for example results/scan_cpu.json; a stopped run goes on from it."""
-    plot: Path | None = None
-    """Where a picture goes, .png or .svg."""
     restart: bool = False
     """Ignore what the file holds."""
     device: str = "auto"
     """Where to run: auto, cpu or cuda."""
     peers: bool = True
     """Time the peers that are installed (scan, train, generate)."""
-    check: bool = False
-    """Measure errors against float64 too (scan on CUDA)."""
     shapes: tuple[str, ...] = ()
     """Problems as BxT or BxTxDxN (scan)."""
     kinds: tuple[str, ...] = ()

@@ -10,78 +10,51 @@
 | `OUT/classifier_DATA.safetensors` | the classifier of the Fréchet distances, trained once |
 | `OUT/figure.png`, `OUT/samples_DATA.png` | the paper's figures, drawn from RESULTS |
 
-A piece whose JSON is in RESULTS is done, whatever OUT holds. A run that was stopped continues from
-its last checkpoint. So the command can be killed at any moment and given again, on any machine.
-Checkpoints of runs that have ended are deleted: at the paper's scale thirty runs would take 70 GB.
-
-Several calls may share one OUT, for other kinds or seeds: their runs are different folders, and a
-run that another process trains is refused.
+A piece whose JSON is in RESULTS is done, whatever OUT holds; its checkpoints are deleted, since at
+the paper's scale thirty runs would take 70 GB. Other runs continue as `vssm.lab.grid` describes. So
+the command can be killed at any moment and given again, on any machine. Several calls may share one
+OUT, for other kinds or seeds: a run that another process trains is refused.
 """
 
-import dataclasses
 import json
 import math
 import shutil
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vssm.checks import check_number, choose_device
-from vssm.config import RunConfig, TrainConfig
+from vssm.checks import check_choice, check_number, choose_device
+from vssm.config import KINDS, PRESETS, ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, open_data
 from vssm.evaluation.result import draw_grid, validations
 from vssm.evaluation.scores import evaluate_run
 from vssm.lab.experiments import draw_figure, draw_samples, scored_runs
-from vssm.lab.scale import Scale, choose_scale, config_of, epochs_of
-from vssm.lab.sweep import run_all, run_name
+from vssm.lab.grid import LEARNING_RATES, check_values, run_grid, run_name, with_options
 from vssm.runs.checkpoint import load
-from vssm.runs.folder import FREE, read_config
+from vssm.runs.folder import differing, read_config
 from vssm.runs.results import result, write_result
 from vssm.training.progress import Progress, choose_progress
 
 __all__ = ["difference", "folders", "reproduce"]
 
-_FINAL_METRICS = (
-    "validation_loss",
-    "validation_elbo",
-    "best_epoch",
-    "train_seconds",
-    "epochs",
-    "learning_rate",
-)
+TRAINING_SETS = {"mnist": 54_000, "cifar10": 45_000, "digits": 1_294}  # without validation
+_FEATURES = {"mnist": 28, "cifar10": 96, "digits": 8}
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What every piece needs to know; it is sent to the machines of a cluster."""
+class Scale:
+    """The run, how long it trains, and how it is scored; the paper's by default."""
 
-    data: str
-    results: Path
-    options: str
-    """The options on the command line that change the numbers."""
-    scale: Scale
-    classifier: Path
-    """Shared by the Fréchet distances of all runs."""
-    deadline: float
-    """On the monotonic clock of this process."""
-
-    def piece(self, config: RunConfig, stage: str) -> Path:
-        """Returns the file of a piece."""
-        kind, options = config.model.kind, config.train
-        if stage == "seeds":
-            return self.results / f"{self.data}_{kind}_seed{options.seed}.json"
-        return self.results / stage / f"{self.data}_{kind}_lr{options.learning_rate!r}.json"
-
-    def check_time(self) -> None:
-        if time.monotonic() > self.deadline:
-            raise _OutOfTime
-
-
-class _OutOfTime(BaseException):
-    """Ends a run as Ctrl-C does, so that nothing records it as an error."""
+    base: RunConfig
+    epochs: float = 200
+    grid_epochs: float = 200
+    learning_rates: tuple[float, ...] = LEARNING_RATES
+    seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
+    num_samples: int = 100
+    max_sequences: int | None = None
+    num_images: int = 10_000
 
 
 def reproduce(
@@ -95,11 +68,10 @@ def reproduce(
     epochs: float | None = None,
     grid_epochs: float | None = None,
     finalists: int = 1,
-    minutes: float | None = None,
     ray_address: str | None = None,
     data_dir: str | None = None,
     progress: Progress | None = None,
-) -> list[str]:
+) -> None:
     """Does the pieces of the paper's experiments that are not done yet, and draws its figures.
 
     Arguments:
@@ -115,86 +87,51 @@ def reproduce(
         grid_epochs: Passes of the grid's runs; at the paper's scale `epochs` by default.
         finalists: How many of the best rates of a shorter grid are trained to the end before one is
             chosen, since some runs go wrong late.
-        minutes: Stops with a checkpoint after so long; the same call continues.
         ray_address: A Ray cluster that sees `out` and `results`, as in `vssm.lab.sweep`.
         data_dir: Folder with the data; else $VSSM_DATA; else the user cache.
         progress: What shows the progress; by default a bar on a terminal, lines elsewhere.
-
-    Returns:
-        The runs that there was no time for, of the first stage that is not done (grid, finals,
-        seeds); an empty list when all is done.
     """
-    start = time.monotonic()
-    chosen = choose_scale(data, scale, kinds, learning_rates, seeds, epochs, grid_epochs)
-    if minutes is not None:
-        check_number("minutes", minutes, 0, above=True)
-        if ray_address is not None:
-            raise ValueError("minutes does not go with ray_address; leave out one of them")
+    chosen = _choose_scale(data, scale, kinds, learning_rates, seeds, epochs, grid_epochs)
     whole = chosen.grid_epochs == chosen.epochs
     if not 1 <= finalists <= (1 if whole else len(chosen.learning_rates)):
         reason = "every rate is trained to the end" if whole else "more than the grid has rates"
         raise ValueError(f"finalists={finalists!r} is not allowed: {reason}")
     out, results = folders(data, scale, out, results)
-    words = [
-        ("--scale", scale if scale != "paper" else None),
-        ("--learning-rates", learning_rates and " ".join(f"{rate:g}" for rate in learning_rates)),
-        ("--epochs", epochs and f"{epochs:g}"),
-        ("--grid-epochs", grid_epochs and f"{grid_epochs:g}"),
-        ("--finalists", finalists if finalists > 1 else None),
-    ]
-    plan = _Plan(
-        data,
-        results.resolve(),
-        "".join(f" {option} {value}" for option, value in words if value),
-        chosen,
-        out.resolve() / f"classifier_{data}.safetensors",
-        math.inf if minutes is None else start + 60 * minutes,
-    )
-    show = progress or choose_progress()
+    given = {
+        "scale": scale if scale != "paper" else None,
+        "learning-rates": learning_rates and " ".join(f"{rate:g}" for rate in learning_rates),
+        "epochs": epochs and f"{epochs:g}",
+        "grid-epochs": grid_epochs and f"{grid_epochs:g}",
+        "finalists": finalists if finalists > 1 else None,
+    }
+    options = "".join(f" --{name} {value}" for name, value in given.items() if value)
+    classifier = out.resolve() / f"classifier_{data}.safetensors"
+    plan = _Plan(data, results.resolve(), f"vssm reproduce {data}{options}", chosen, classifier)
     # Samples are drawn at the end, from the best weights.
-    options = replace(chosen.base.train, samples=0, validate_partial=True)
-    base = replace(chosen.base, data=DataConfig(name=data, dir=data_dir), train=options)
+    training = replace(chosen.base.train, samples=0, validate_partial=True)
+    base = replace(chosen.base, data=DataConfig(name=data, dir=data_dir), train=training)
+    show = progress or choose_progress()
 
-    def run(
-        stage: str, rates: Mapping[str, Sequence[float]], epochs: float, folder: str
-    ) -> list[str]:
-        """Trains and records the runs of a stage; returns those that there was no time for."""
+    def run(stage: str, rates: Mapping[str, Sequence[float]], epochs: float, folder: str) -> None:
+        long = _with_epochs(base, epochs)
         configs = {
-            run_name(kind, rate, seed): config_of(base, epochs, kind, rate, seed)
+            run_name(kind, rate, seed): with_options(long, kind, rate, seed)
             for seed in (chosen.seeds if stage == "seeds" else (0,))  # each kind once before twice
             for kind in kinds
             for rate in rates[kind]
         }
-        if stage == "finals":
-            for config in configs.values():
-                _reuse_scored(plan, config)
-        left = _missing(plan, configs, stage)
-        for name in configs.keys() - left.keys():  # it may have been killed before it did this
-            shutil.rmtree(out / folder / name / "checkpoint", ignore_errors=True)
-        if len(left) < len(configs):
-            num = len(configs) - len(left)
-            show.message(
-                f"{stage}: {num} of {len(configs)} are in {results} already and not run again"
-            )
-        try:
-            _run(left, out / folder, plan, stage, ray_address, show)
-        except _OutOfTime:
-            spent = (time.monotonic() - start) / 60
-            show.message(f"stopped after {spent:.1f} minutes; the same call continues")
-        return list(_missing(plan, configs, stage))
+        plan.run(stage, configs, (out / folder).resolve(), ray_address, show)
 
     rates: dict[str, Sequence[float]] = dict.fromkeys(kinds, chosen.learning_rates)
     out.mkdir(parents=True, exist_ok=True)
     try:
         if len(chosen.learning_rates) > 1:
-            if left := run("grid", rates, chosen.grid_epochs, "runs" if whole else "grid"):
-                return left
-            rates = {kind: _ranked(plan, kind, rates[kind], "grid")[:finalists] for kind in kinds}
+            run("grid", rates, chosen.grid_epochs, "runs" if whole else "grid")
+            rates = {kind: plan.best("grid", kind, rates[kind])[:finalists] for kind in kinds}
         if finalists > 1:
-            if left := run("finals", rates, chosen.epochs, "runs"):
-                return left
-            rates = {kind: _ranked(plan, kind, rates[kind], "finals")[:1] for kind in kinds}
-        return run("seeds", rates, chosen.epochs, "runs")
+            run("finals", rates, chosen.epochs, "runs")
+            rates = {kind: plan.best("finals", kind, rates[kind])[:1] for kind in kinds}
+        run("seeds", rates, chosen.epochs, "runs")
     finally:
         if scored_runs(plan.results, data):
             draw_figure(plan.results, out / "figure.png", [data])
@@ -213,51 +150,138 @@ def folders(
     return out, Path(results or ("results/paper" if scale == "paper" else out / "results"))
 
 
-def _run(
-    configs: Mapping[str, RunConfig],
-    folder: Path,
-    plan: _Plan,
-    stage: str,
-    ray_address: str | None,
-    show: Progress,
-) -> None:
-    """Trains and records pieces; a run of the grid or the finals that diverged is a result."""
-    if not configs:
-        return
-    plan.check_time()
-    (plan.results / ("" if stage == "seeds" else stage)).mkdir(parents=True, exist_ok=True)
-    if ray_address is None:
-        open_data(next(iter(configs.values())).data)  # an error here would stop every run
-    finish: Callable[[Path], None] = partial(_record_rate, plan, stage)
-    if stage == "seeds":
-        finish = partial(_record_scores, plan, None if ray_address is not None else show)
-    until = _Until(show, plan.deadline)
-    rows = run_all(configs, folder.resolve(), ray_address, until, finish=finish)
-    failed = [row for row in rows if row["status"] == "failed"]
-    diverged = [row for row in failed if stage != "seeds" and "not finite" in row["reason"]]
-    for row in diverged:
-        metrics = {"validation_loss": None, "train_seconds": row["seconds"]}
-        _write_rate(plan, stage, configs[row["folder"]], metrics)
-        shutil.rmtree(folder / row["folder"] / "checkpoint", ignore_errors=True)
-    others = [f"{row['folder']}: {row['reason']}" for row in failed if row not in diverged]
-    if others:
-        raise ValueError(f"{len(others)} of {len(rows)} runs failed; {others[0]}")
+@dataclass(frozen=True)
+class _Plan:
+    """What every piece needs to know; it is sent to the machines of a cluster."""
 
+    data: str
+    results: Path
+    command: str
+    """With the options that change the numbers."""
+    scale: Scale
+    classifier: Path
+    """Shared by the Fréchet distances of all runs."""
 
-def _missing(plan: _Plan, configs: Mapping[str, RunConfig], stage: str) -> dict[str, RunConfig]:
-    """Returns the runs without a result; raises if results that belong together differ."""
-    for config in configs.values():
-        kept = {plan.piece(config, stage): config}
-        if stage == "seeds":  # the figure shows all seeds together
-            for path in plan.results.glob(f"{plan.data}_{config.model.kind}_seed*.json"):
-                seed = path.stem.partition("seed")[2]
-                if seed.isdecimal():
-                    kept[path] = replace(config, train=replace(config.train, seed=int(seed)))
-        for path, same in kept.items():
+    def piece(self, stage: str, config: RunConfig) -> Path:
+        """Returns the result file of a run."""
+        kind, options = config.model.kind, config.train
+        if stage == "seeds":
+            return self.results / f"{self.data}_{kind}_seed{options.seed}.json"
+        return self.results / stage / f"{self.data}_{kind}_lr{options.learning_rate!r}.json"
+
+    def run(
+        self,
+        stage: str,
+        configs: Mapping[str, RunConfig],
+        folder: Path,
+        ray_address: str | None,
+        show: Progress,
+    ) -> None:
+        """Trains and records the runs of a stage that have no result yet."""
+        self.check(stage, configs)
+        left = {n: c for n, c in configs.items() if not self.piece(stage, c).exists()}
+        for name in configs.keys() - left.keys():  # it may have been killed before it did this
+            shutil.rmtree(folder / name / "checkpoint", ignore_errors=True)
+        if len(left) < len(configs):
+            known = f"{len(configs) - len(left)} of {len(configs)}"
+            show.message(f"{stage}: {known} are in {self.results} already and not run again")
+        if not left:
+            return
+        if ray_address is None:
+            open_data(next(iter(left.values())).data)  # an error here would stop every run
+        finish = partial(self.record, stage)
+        failed = []
+        for row in run_grid(left, folder, ray_address, show, finish):
+            if row["status"] == "failed":
+                # A run of the grid or the finals that diverged is a result.
+                if stage != "seeds" and "not finite" in row["reason"]:
+                    metrics = {"validation_loss": None, "train_seconds": row["seconds"]}
+                    self.write(stage, left[row["folder"]], metrics)
+                    shutil.rmtree(folder / row["folder"] / "checkpoint", ignore_errors=True)
+                else:
+                    failed.append(f"{row['folder']}: {row['reason']}")
+        if failed:
+            raise ValueError(f"{len(failed)} of {len(left)} runs failed; {failed[0]}")
+
+    def check(self, stage: str, configs: Mapping[str, RunConfig]) -> None:
+        """Raises if a result of these runs, or of other seeds beside them, has other settings."""
+        for config in configs.values():
+            kept = {self.piece(stage, config): config}
+            if stage == "seeds":  # the figure shows all seeds together
+                for path in self.results.glob(f"{self.data}_{config.model.kind}_seed*.json"):
+                    seed = path.stem.partition("seed")[2]
+                    if seed.isdecimal():
+                        kept[path] = replace(config, train=replace(config.train, seed=int(seed)))
             metric = "log_likelihood" if stage == "seeds" else "validation_loss"
-            if path.exists() and (found := difference(path, same, metric)):
-                raise ValueError(f"{found}; use the same settings, or another results folder")
-    return {name: c for name, c in configs.items() if not plan.piece(c, stage).exists()}
+            for path, same in kept.items():
+                if path.exists() and (found := difference(path, same, metric)):
+                    raise ValueError(f"{found}; use the same settings, or another results folder")
+
+    def best(self, stage: str, kind: str, rates: Sequence[float]) -> list[float]:
+        """Returns the rates that did not diverge, the lowest validation loss first."""
+        finite = {}
+        for rate in rates:
+            path = self.results / stage / f"{self.data}_{kind}_lr{rate!r}.json"
+            loss = json.loads(path.read_bytes())["metrics"]["validation_loss"]
+            if loss is not None:
+                finite[rate] = loss
+        if not finite:
+            raise ValueError(
+                f"kind={kind!r} diverged at every learning rate of {tuple(rates)}; use lower"
+            )
+        return sorted(finite, key=lambda rate: finite[rate])
+
+    def record(self, stage: str, folder: Path) -> None:
+        """Writes the result of a run that has ended, which means done, and frees the disk."""
+        config = read_config(folder)
+        if self.piece(stage, config).exists():
+            return
+        metrics, curve = validations(folder)
+        metrics["train_seconds"] = json.loads((folder / "meta.json").read_bytes())["seconds"]
+        if stage == "seeds":
+            scored = self.score(folder, config)
+            evaluation = scored["config"]["evaluate"]
+            self.write(stage, config, {**scored["metrics"], **metrics}, evaluation, curve)
+        else:
+            self.write(stage, config, metrics)
+        shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+
+    def score(self, folder: Path, config: RunConfig) -> dict[str, Any]:
+        """Scores a run on the test set, and draws its samples."""
+        scored = evaluate_run(
+            folder,
+            num_samples=self.scale.num_samples,
+            max_sequences=self.scale.max_sequences,
+            num_images=self.scale.num_images,
+            particles=config.model.kind in ("tvae", "vrnn", "vssm"),
+            device=config.train.device,
+            classifier=self.classifier,
+        )
+        model = load(folder, choose_device(config.train.device)).eval()
+        picture = self.piece("seeds", config).with_suffix(".png")
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        draw_grid(open_data(config.data), model, picture, [{}], config.train.seed)
+        return scored
+
+    def write(
+        self,
+        stage: str,
+        config: RunConfig,
+        metrics: Mapping[str, float | None],
+        evaluation: object = None,
+        curve: object = None,
+    ) -> None:
+        path, command = self.piece(stage, config), f"{self.command} --kinds {config.model.kind}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        command += f" --seeds {config.train.seed}" if stage == "seeds" else ""
+        steps, per_epoch = config.train.max_steps, _steps_per_epoch(config)
+        epochs = config.train.epochs if steps is None else round(steps / per_epoch, 4)
+        metrics = {**metrics, "epochs": epochs, "learning_rate": config.train.learning_rate}
+        values = replace(config, data=replace(config.data, dir=None)).to_dict()
+        settings = {part: values[part] for part in ("data", "model", "train")}
+        settings |= {} if evaluation is None else {"evaluate": evaluation}
+        made = result(path.stem, command, settings, metrics)
+        write_result(path, made if curve is None else {**made, "curve": curve})
 
 
 def difference(path: Path, config: RunConfig, metric: str) -> str | None:
@@ -274,133 +298,68 @@ def difference(path: Path, config: RunConfig, metric: str) -> str | None:
             raise ValueError(f"its {metric} is {found}")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is damaged: {error}; remove it") from None
-    if saved.data.name == config.data.name and epochs_of(config) != epochs_of(saved):
-        return f"epochs={epochs_of(config):g} differs from {epochs_of(saved):g} of {str(path)!r}"
-    given, kept = _plain(config), _plain(saved)
-    for part in given:
-        for key, value in given[part].items():
-            if value != kept[part][key] and key != "validate_partial":
-                return f"{part}.{key}={value!r} differs from {kept[part][key]!r} of {str(path)!r}"
+    for key, given, kept in differing(config, saved):
+        return f"{key}={given!r} differs from {kept!r} of {str(path)!r}"
     return None
 
 
-def _plain(config: RunConfig) -> dict[str, Any]:
-    """Returns the settings without those that do not change the numbers."""
-    usual = TrainConfig()
-    free = [key.removeprefix("train.") for key in FREE if key.startswith("train.")]
-    fixed = {name: getattr(usual, name) for name in free if name != "validate_partial"}
-    config = replace(
-        config, data=replace(config.data, dir=None), train=replace(config.train, **fixed)
-    )
-    values = dataclasses.asdict(config)
-    return {part: values[part] for part in ("data", "model", "train")}
-
-
-def _reuse_scored(plan: _Plan, config: RunConfig) -> None:
-    """Makes a scored run of the same settings a result of the finals: no run is trained twice."""
-    path, scored = plan.piece(config, "finals"), plan.piece(config, "seeds")
-    if path.exists() or not scored.exists() or difference(scored, config, "validation_loss"):
-        return
-    content = json.loads(scored.read_bytes())
-    metrics = {name: content["metrics"].get(name) for name in _FINAL_METRICS}
-    content = {key: value for key, value in content.items() if key != "curve"}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_result(path, {**content, "name": path.stem, "config": _plain(config), "metrics": metrics})
-
-
-def _ranked(plan: _Plan, kind: str, rates: Sequence[float], stage: str) -> list[float]:
-    """Returns the rates that did not diverge, the lowest validation loss first."""
-    losses = {}
+def _choose_scale(
+    data: str,
+    scale: str,
+    kinds: Sequence[str],
+    learning_rates: Sequence[float] | None,
+    seeds: Sequence[int] | None,
+    epochs: float | None,
+    grid_epochs: float | None,
+) -> Scale:
+    """Returns the settings of a scale, with the given values in their place, all checked."""
+    check_choice("data", data, tuple(TRAINING_SETS))
+    check_choice("scale", scale, ("paper", "small"))
+    if scale == "paper" and data == "digits":
+        raise ValueError("scale='paper' has no data='digits'; use scale='small'")
+    for kind in kinds:
+        check_choice("kind", kind, KINDS)
+    for name, value in (("epochs", epochs), ("grid_epochs", grid_epochs)):
+        if value is not None:
+            check_number(name, value, 0, above=True)
+    usual = _small(data) if scale == "small" else Scale(PRESETS[f"paper-{data}"])
+    rates = usual.learning_rates if learning_rates is None else tuple(map(float, learning_rates))
+    seeds = usual.seeds if seeds is None else tuple(seeds)
+    check_values(kinds=kinds, learning_rates=rates, seeds=seeds)
     for rate in rates:
-        path = plan.results / stage / f"{plan.data}_{kind}_lr{rate!r}.json"
-        losses[rate] = json.loads(path.read_bytes())["metrics"]["validation_loss"]
-    finite = {rate: loss for rate, loss in losses.items() if loss is not None}
-    if not finite:
+        TrainConfig(learning_rate=rate)  # checks it
+    for seed in seeds:
+        TrainConfig(seed=seed)
+    epochs = epochs or usual.epochs
+    if grid_epochs is not None and grid_epochs > epochs:
         raise ValueError(
-            f"kind={kind!r} diverged at every learning rate of {tuple(rates)}; use lower"
+            f"grid_epochs={grid_epochs:g} is not allowed; allowed: up to {epochs:g},"
+            " the epochs of the runs"
         )
-    return sorted(finite, key=lambda rate: finite[rate])
+    grid_epochs = grid_epochs or (epochs if scale == "paper" else min(epochs, usual.grid_epochs))
+    return replace(usual, epochs=epochs, grid_epochs=grid_epochs, learning_rates=rates, seeds=seeds)
 
 
-def _record_rate(plan: _Plan, stage: str, folder: Path) -> None:
-    """Keeps the validation loss of a run of the grid or the finals."""
-    best, _ = validations(folder)
-    seconds = json.loads((folder / "meta.json").read_bytes())["seconds"]
-    _write_rate(plan, stage, read_config(folder), {**best, "train_seconds": seconds})
-    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
-
-
-def _write_rate(
-    plan: _Plan, stage: str, config: RunConfig, metrics: dict[str, float | None]
-) -> None:
-    metrics = {**metrics, "epochs": epochs_of(config), "learning_rate": config.train.learning_rate}
-    path = plan.piece(config, stage)
-    command = f"vssm reproduce {plan.data}{plan.options} --kinds {config.model.kind}"
-    write_result(path, result(path.stem, command, _plain(config), metrics))
-
-
-def _record_scores(plan: _Plan, show: Progress | None, folder: Path) -> None:
-    """Scores a run on the test set and draws samples; writes the result last: it means done."""
-    config = read_config(folder)
-    path = plan.piece(config, "seeds")
-    if path.exists():
-        return
-    if show is not None:
-        show.message(f"scoring {folder.name} on the test set")
-
-    def check_time(stage: str = "", done: int = 0, total: int = 0) -> None:
-        # Likelihoods continue at any sequence. Other stages would start again, so they are not
-        # cut in two.
-        if not done or stage.startswith("likelihoods"):
-            plan.check_time()
-
-    check_time()
-    scored = evaluate_run(
-        folder,
-        num_samples=plan.scale.num_samples,
-        max_sequences=plan.scale.max_sequences,
-        num_images=plan.scale.num_images,
-        particles=config.model.kind in ("tvae", "vrnn", "vssm"),
-        device=config.train.device,
-        classifier=plan.classifier,
-        progress=check_time,
+def _small(data: str) -> Scale:
+    """A small model, few steps, three learning rates, one seed."""
+    model = ModelConfig(
+        features=_FEATURES[data], width=64, layers=2, heads=4, latents=12, classes=16
     )
-    model = load(folder, choose_device(config.train.device)).eval()
-    draw_grid(open_data(config.data), model, path.with_suffix(".png"), [{}], config.train.seed)
-    best, curve = validations(folder)
-    metrics = {
-        **scored["metrics"],
-        **best,
-        "epochs": epochs_of(config),
-        "train_seconds": json.loads((folder / "meta.json").read_bytes())["seconds"],
-        "learning_rate": config.train.learning_rate,
-    }
-    which = f"--kinds {config.model.kind} --seeds {config.train.seed}"
-    command = f"vssm reproduce {plan.data}{plan.options} {which}"
-    settings = {**_plain(config), "evaluate": scored["config"]["evaluate"]}
-    write_result(path, {**result(path.stem, command, settings, metrics), "curve": curve})
-    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+    options = TrainConfig(batch=64, validate_every=0.25, num_valid=1000, samples=0)
+    few: dict[str, Any] = {"learning_rates": (1e-2, 5e-3, 1e-3), "seeds": (0,), "num_samples": 20}
+    if data == "digits":
+        base = RunConfig(model=model, train=replace(options, validate_every=5.0))
+        return Scale(base, epochs=20, grid_epochs=5, num_images=359, **few)
+    base = RunConfig(model=model, train=options)
+    return Scale(base, epochs=1.5, grid_epochs=0.2, max_sequences=500, num_images=500, **few)
 
 
-class _Until(Progress):
-    """Shows the progress of a training, and ends it with a checkpoint after a deadline."""
+def _with_epochs(base: RunConfig, epochs: float) -> RunConfig:
+    """Returns a run that trains for so many epochs; parts of an epoch are counted in steps."""
+    steps = max(1, round(epochs * _steps_per_epoch(base)))
+    limit = None if epochs == int(epochs) else steps
+    return replace(base, train=replace(base.train, epochs=math.ceil(epochs), max_steps=limit))
 
-    def __init__(self, shown: Progress, deadline: float) -> None:
-        self._shown, self._deadline = shown, deadline
-        self._saved = False
-        self.line, self.message, self.close = shown.line, shown.message, shown.close
 
-    def start(self, step: int, total: int) -> None:
-        self._saved = False
-        if time.monotonic() > self._deadline:
-            raise _OutOfTime
-        self._shown.start(step, total)
-
-    def step(self, step: int) -> None:
-        self._shown.step(step)
-        if self._saved:
-            raise _OutOfTime
-
-    def wants_checkpoint(self) -> bool:
-        self._saved = time.monotonic() > self._deadline
-        return self._saved
+def _steps_per_epoch(config: RunConfig) -> int:
+    return TRAINING_SETS[config.data.name] // config.train.batch

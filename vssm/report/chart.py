@@ -18,7 +18,6 @@ _STYLE: dict[Any, Any] = {
     "axes.labelcolor": _TEXT,
 }
 _STYLE |= {"xtick.color": _TEXT, "ytick.color": _TEXT, "grid.color": _GRID}
-_MOST_POINTS = 300  # of a line
 
 Points = Sequence[tuple[float, float]]
 
@@ -61,7 +60,7 @@ def draw_chart(
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
-    lines = {name: _thinned(points) for name, points in lines.items() if points}
+    lines = {name: points for name, points in lines.items() if points}
     colours = {name: list(_LINES)[index % len(_LINES)] for index, name in enumerate(lines)}
     xs = sorted({x for points in lines.values() for x, _ in points})
     with rc_context(_STYLE):
@@ -106,9 +105,3 @@ def _inline(svg: str) -> tuple[str, str]:
     content = re.sub(drop, "", found[2], flags=re.DOTALL).replace("xlink:href", "href")
     content = re.sub(r'<g id="[^"]*"', "<g", content)  # matplotlib gives all charts the same
     return found[1], re.sub("#0000f[0-9a-f]", lambda colour: _NAMES[colour[0]], content)
-
-
-def _thinned(points: Points) -> Points:
-    """Returns at most `_MOST_POINTS` of the points, and the last one."""
-    step = -(-len(points) // _MOST_POINTS)
-    return [*points[:-1:step], points[-1]]

@@ -1,15 +1,15 @@
 """One self-contained HTML page about runs and results. It formats files and computes nothing.
 
-From a run folder it reads config.json, meta.json, log.jsonl, eval.json and samples.png; from a
-results folder every JSON file. A missing or damaged file is named on the page. A folder without any
-run or result is an error. All text from files is escaped, and the page loads and runs nothing.
+From a run folder it reads config.json, meta.json, log.jsonl, eval.json and all pictures; from a
+results folder every JSON file and the picture beside it. A missing file is named on the page. A
+damaged file, or a folder without any run or result, is an error. All text from files is escaped,
+and the page loads and runs nothing.
 
-A section of the page is a list of blocks, which page.html lays out. A block is a dictionary with
-`facts`, or with `charts` and a `picture`, or with a `table`, folded up if it has a `summary`.
+The page opens with pictures and curves; tables follow. A section is a list of blocks, which
+page.html lays out: figures (`pictures` and `charts`), or a `table`, folded if it has a `summary`.
 """
 
 import base64
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,20 +18,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vssm.report.chart import Chart, draw_chart
-from vssm.runs.config import flatten
+from vssm.runs.folder import read_log
 from vssm.runs.labels import GROUPS, dial_curves, dial_ways, grouped, is_number, label
 from vssm.storage import read_object, write_atomically
 
-__all__ = ["report"]
+__all__ = ["Picture", "Row", "Table", "read_picture", "report", "write_page"]
 
-_TERMS = ("loss", "reconstruction", "kl", "partial", "partial_elbo")
-_TRAINING = ("epochs", "batch", "learning_rate", "seed")  # settings that a run shows first
-_COMPARED = 6  # groups of metrics in the comparison of runs
+_TERMS = ("loss", "kl", "partial_elbo")
+_COMPARED = len(GROUPS) - 1  # groups of metrics; the last one has counts
 _TIME = re.compile(r"(.+)_ms_(?:b(\d{1,9})_)?t(\d{1,9})")
 _ORIGIN = ("date", "commit", "machine", "command")
 
 Object = Mapping[str, Any]
 Blocks = list[dict[str, Any]]
+Points = list[tuple[float, float]]
 
 
 class Row(NamedTuple):
@@ -51,14 +51,27 @@ class Table(NamedTuple):
     rows: Sequence[Row]
 
 
+class Picture(NamedTuple):
+    """A picture of the page."""
+
+    title: str
+    alt: str
+    code: str
+    """The PNG in base64."""
+
+
 @dataclass
 class _Run:
     name: str
     config: Object
     meta: Object
     evaluation: Object
-    log: list[Object]
-    picture: bytes
+    log: Sequence[Object]
+    pictures: list[Picture]
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return _part(self.evaluation, "metrics")
 
     @property
     def task(self) -> str:
@@ -91,31 +104,43 @@ def report(
         ...     "config.json is missing" in page.read_text()
         True
     """
-    from jinja2 import Environment, FileSystemLoader
-
     folders = [run_folders] if isinstance(run_folders, str | Path) else list(run_folders)
     if not folders and results_folder is None:
-        raise ValueError(
-            "run_folders is empty and results_folder is None; allowed: at least one of the two"
-        )
-    out = Path(out)
-    if out.suffix.lower() not in (".html", ".htm"):  # it could be a file of a run
-        raise ValueError(f"out={str(out)!r} is not allowed; allowed: a name in .html or .htm")
+        raise ValueError("nothing to report; give a run folder, a folder of results, or both")
+    _check_name(Path(out))
     notices: list[str] = []
-    runs: dict[str, _Run] = {}
+    runs: list[_Run] = []
     for folder in folders:
         run = _read_run(Path(folder), notices)
-        while run.name in runs:
+        while run.name in [other.name for other in runs]:
             run.name += "′"
-        runs[run.name] = run
-    results = {} if results_folder is None else _read_results(Path(results_folder), notices)
-    sections = {"Comparison": _comparison(runs)} if len(runs) > 1 else {}
-    sections |= {f"Run {name}": _run(run) for name, run in runs.items()}
+        runs.append(run)
+    results = {} if results_folder is None else _read_results(Path(results_folder))
+    pictures = [picture for run in runs for picture in run.pictures]
+    sections = {
+        "Samples": [{"pictures": pictures}] if pictures else [],
+        "Training": _training(runs),
+        "Quality against time": [block for run in runs for block in _dials(run.name, run.metrics)],
+        "Test set": _comparisons(runs),
+        "Runs": _facts(runs) if runs else [],
+    }
     sections |= {f"Results: {name}": _results(found) for name, found in results.items()}
+    return write_page(out, {title: blocks for title, blocks in sections.items() if blocks}, notices)
+
+
+def write_page(
+    out: str | Path, sections: Mapping[str, Blocks], notices: Sequence[str] = ()
+) -> Path:
+    """Writes a page from sections by title, and notices of what is not shown; returns its path."""
+    from jinja2 import Environment, FileSystemLoader
+
+    out = Path(out)
+    _check_name(out)
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.filters["text"] = _text
+    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     page = environment.get_template("page.html").render(
-        sections=sections, notices=notices, date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+        sections=sections, notices=notices, date=date
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     # JSON may hold a lone surrogate, UTF-8 may not.
@@ -123,120 +148,79 @@ def report(
     return out
 
 
+def _check_name(out: Path) -> None:
+    if out.suffix.lower() not in (".html", ".htm"):  # it could be a file of a run
+        raise ValueError(f"out={str(out)!r} is not allowed; allowed: a name in .html or .htm")
+
+
+def read_picture(path: Path, title: str, alt: str) -> Picture:
+    """Reads a PNG for the page; raises `ValueError` if the file is damaged."""
+    content = path.read_bytes()
+    if not (content.startswith(b"\x89PNG\r\n\x1a\n") and b"IEND" in content[-12:]):
+        raise ValueError(f"{str(path)!r} is damaged: it is not a whole PNG file")
+    return Picture(title, alt, base64.b64encode(content).decode())
+
+
 def _read_run(folder: Path, notices: list[str]) -> _Run:
     if not any((folder / file).is_file() for file in ("config.json", "log.jsonl", "eval.json")):
-        what = "holds no run" if folder.is_dir() else "is no folder"
-        raise ValueError(
-            f"run_folders has {str(folder)!r}, which {what}; allowed: run folders of vssm train"
-        )
+        what = "holds no run" if folder.is_dir() else "is not a folder"
+        raise ValueError(f"{str(folder)!r} {what}; give run folders, which vssm train writes")
     name = folder.resolve().name
     for file in ("config.json", "eval.json", "log.jsonl", "samples.png"):
         if not (folder / file).is_file():
             notices.append(f"{name}/{file} is missing")
-    config, meta, evaluation = (
-        _read_json(folder / file, f"{name}/{file}", notices)
-        for file in ("config.json", "meta.json", "eval.json")
-    )
-    log, damaged = [], []
-    for number, line in enumerate(_read_bytes(folder / "log.jsonl").splitlines(), 1):
-        try:
-            log.append(dict(json.loads(line).items()))
-        except (ValueError, AttributeError, RecursionError):  # it is not a JSON object
-            damaged.append(str(number))
-    if damaged:
-        lines = ", ".join(damaged[:5]) + " …" * (len(damaged) > 5)
-        notices.append(f"{name}/log.jsonl is damaged; left out: line {lines}")
-    picture = _read_bytes(folder / "samples.png")
-    if picture and not (picture.startswith(b"\x89PNG\r\n\x1a\n") and b"IEND" in picture[-12:]):
-        notices.append(f"{name}/samples.png is damaged: it is not a whole PNG file")
-        picture = b""
-    return _Run(name, config, meta, evaluation, log, picture)
+    files = (folder / file for file in ("config.json", "meta.json", "eval.json"))
+    contents = [read_object(path) if path.is_file() else {} for path in files]
+    log = read_log(folder) if (folder / "log.jsonl").is_file() else []
+    run = _Run(name, *contents, log=log, pictures=[])
+    for path in sorted(folder.glob("*.png"), key=lambda path: (path.stem != "samples", path)):
+        if path.stem != "curves":  # which the page draws itself
+            alt = f"{path.stem} of {name} ({run.task})"
+            run.pictures.append(read_picture(path, f"{name}: {path.stem}", alt))
+    return run
 
 
-def _read_bytes(path: Path) -> bytes:
-    return path.read_bytes() if path.is_file() else b""
-
-
-def _read_json(path: Path, name: str, notices: list[str]) -> Object:
-    """Returns the object in a JSON file; an empty one, and a notice, if the file is damaged."""
-    try:
-        return read_object(path) if path.is_file() else {}
-    except ValueError as error:
-        notices.append(str(error).replace(repr(str(path)), name))
-        return {}
-
-
-def _read_results(folder: Path, notices: list[str]) -> dict[str, dict[str, Object]]:
+def _read_results(folder: Path) -> dict[str, dict[str, Object]]:
     """Returns results by subfolder; results in the folder itself by file."""
     groups: dict[str, dict[str, Object]] = {}
     for path in sorted(folder.rglob("*.json")):
-        place = path.relative_to(folder)
-        name = f"{folder.resolve().name}/{place.as_posix()}"
-        values = _read_json(path, name, notices)
+        values, place = read_object(path), path.relative_to(folder)
         if _part(values, "metrics"):
             group = place.parent.as_posix() if len(place.parts) > 1 else place.stem
-            groups.setdefault(group, {})[place.stem] = values
-        elif values:
-            notices.append(f"{name} has no metrics")
+            picture = path.with_suffix(".png")
+            found = [picture] if picture.is_file() else []
+            shown = [read_picture(path, path.stem, f"samples of {path.stem}") for path in found]
+            groups.setdefault(group, {})[place.stem] = {**values, "pictures": shown}
     if not groups:
-        what = "holds no result with metrics" if folder.is_dir() else "is no folder"
-        raise ValueError(
-            f"results_folder={str(folder)!r} {what}; allowed: a folder of result files"
-        )
+        what = "holds no result with metrics" if folder.is_dir() else "is not a folder"
+        raise ValueError(f"results={str(folder)!r} {what}; give a folder of result files")
     return groups
 
 
-def _comparison(runs: Mapping[str, _Run]) -> Blocks:
-    tasks: dict[str, dict[str, Object]] = {}
-    for name, run in runs.items():
-        tasks.setdefault(run.task, {})[name] = _part(run.evaluation, "metrics")
-    return [_metrics(f"Test set of {task}", own, _COMPARED) for task, own in tasks.items()]
-
-
-def _run(run: _Run) -> Blocks:
-    model, train = _part(run.config, "model"), _part(run.config, "train")
-    metrics = _part(run.evaluation, "metrics")
-    machine = _part(run.meta, "machine") or _part(run.evaluation, "machine")
-    levels = model.get("levels", 1)
-    latent = model.get("kind") in ("tvae", "vrnn", "vssm")
-    facts = {
-        "model": model.get("kind") if levels == 1 else f"vssm, {levels} levels",
-        "data": run.task,
-        "width": model.get("width"),
-        "layers": model.get("layers"),
-        "latents": f"{model.get('latents')} × {model.get('classes')} classes" if latent else None,
-        "parameters": run.meta.get("parameters", metrics.get("parameters")),
-        **{name.replace("_", " "): train.get(name) for name in _TRAINING},
-        "training time, s": run.meta.get("seconds"),
-        "machine": machine.get("gpu") or machine.get("cpu"),
-        "commit": str(run.evaluation.get("commit") or run.meta.get("commit") or "")[:12] or None,
-        "evaluated with": run.evaluation.get("command"),
-    }
-    picture = base64.b64encode(run.picture).decode()
-    figures = {"picture": picture, "alt": f"samples of {run.name} ({run.task})"}
-    untimed = {name: value for name, value in metrics.items() if not name.startswith("ms_")}
-    settings = {name: value for name, value in run.config.items() if name != "data_meta"}
-    rows = [Row(key, [value]) for key, value in flatten(settings).items()]
-    return [
-        {"facts": facts},
-        {"charts": _curves(run.log), **figures},
-        *_dials(run.name, metrics),
-        *([_metrics("Evaluation", {"value": untimed})] if untimed else []),
-        {"table": Table("Settings", ["value"], rows), "summary": "All settings"},
-    ]
-
-
-def _curves(log: Sequence[Object]) -> list[Chart]:
-    charts = []
-    for term in _TERMS:
-        lines: dict[str, list[tuple[float, float]]] = {"train": [], "valid": []}
-        for line in log:
-            split, x, y = line.get("split"), line.get("epoch"), line.get(term)
-            if split in ("train", "valid") and is_number(x) and is_number(y):
-                lines[split].append((x, y))
+def _training(runs: Sequence[_Run]) -> Blocks:
+    """Draws the bounds of runs of one task together, and the terms of a single run."""
+    charts: list[Chart] = []
+    for task in dict.fromkeys(run.task for run in runs):
+        lines = {run.name: _points(run.log, "valid", "bound") for run in runs if run.task == task}
+        if any(lines.values()):
+            title = f"{task}: bound on log p(x), validation, nats a sequence"
+            charts.append(draw_chart(title, "epoch", lines))
+    for term in _TERMS if len(runs) == 1 else ():
+        lines = {split: _points(runs[0].log, split, term) for split in ("train", "valid")}
         if any(y for points in lines.values() for _, y in points):
             charts.append(draw_chart(f"{label(term)}, nats a sequence", "epoch", lines, ["valid"]))
-    return charts
+    return [{"charts": charts}] if charts else []
+
+
+def _points(log: Sequence[Object], split: str, term: str) -> Points:
+    points = []
+    for line in log:
+        y = line.get(term)
+        if term == "bound" and line["reconstruction"] is not None:
+            y = line["reconstruction"] - (line["kl"] or 0)
+        if line["split"] == split and y is not None:
+            points.append((line["epoch"], y))
+    return points
 
 
 def _dials(name: str, metrics: Object) -> Blocks:
@@ -258,20 +242,50 @@ def _dials(name: str, metrics: Object) -> Blocks:
     return [{"charts": charts}, {"table": Table(f"{name}: quality against time", columns, rows)}]
 
 
-def _metrics(
-    caption: str, columns: Mapping[str, Object], num_groups: int = len(GROUPS)
-) -> dict[str, Table]:
-    """Makes a table of metrics, a row each, with the best value of every row in bold."""
-    names = [name for metrics in columns.values() for name in metrics]
-    rows: list[Row] = []
-    for title, direction, own in grouped(names, num_groups):
-        rows.append(Row(title))
-        for name in own:
-            values = [metrics.get(name) for metrics in columns.values()]
-            numbers = [direction * value for value in values if is_number(value)]
-            best = direction * max(numbers) if direction and len(numbers) > 1 else None
-            rows.append(Row(label(name), values, best))
-    return {"table": Table(caption, list(columns), rows)}
+def _comparisons(runs: Sequence[_Run]) -> Blocks:
+    """Makes a table of metrics for each task, with the best value of every row in bold."""
+    blocks = []
+    for task in dict.fromkeys(run.task for run in runs):
+        columns = {run.name: run.metrics for run in runs if run.task == task}
+        # Times of ways to sample, ms_..., are shown with the quality that they buy.
+        names = [n for metrics in columns.values() for n in metrics if not n.startswith("ms_")]
+        rows: list[Row] = []
+        for title, direction, own in grouped(names, _COMPARED):
+            rows.append(Row(title))
+            for name in own:
+                values = [metrics.get(name) for metrics in columns.values()]
+                numbers = [direction * value for value in values if is_number(value)]
+                best = direction * max(numbers) if direction and len(numbers) > 1 else None
+                rows.append(Row(label(name), values, best))
+        if rows:
+            blocks.append({"table": Table(f"Test set of {task}", list(columns), rows)})
+    return blocks
+
+
+def _facts(runs: Sequence[_Run]) -> Blocks:
+    """Makes a table of what the runs are, a column each."""
+    columns = []
+    for run in runs:
+        model, train = _part(run.config, "model"), _part(run.config, "train")
+        machine = _part(run.meta, "machine") or _part(run.evaluation, "machine")
+        levels, latent = model.get("levels", 1), model.get("kind") in ("tvae", "vrnn", "vssm")
+        commit = str(run.evaluation.get("commit") or run.meta.get("commit") or "")
+        columns.append(
+            {
+                "model": model.get("kind") if levels == 1 else f"vssm, {levels} levels",
+                "data": run.task,
+                "width": model.get("width"),
+                "layers": model.get("layers"),
+                "latents": f"{model.get('latents')} × {model.get('classes')}" if latent else None,
+                "parameters": run.meta.get("parameters", run.metrics.get("parameters")),
+                **{name: train.get(name) for name in ("epochs", "batch", "learning_rate", "seed")},
+                "training time, s": run.meta.get("seconds"),
+                "machine": machine.get("gpu") or machine.get("cpu"),
+                "commit": commit[:12] or None,
+            }
+        )
+    rows = [Row(label(key), [column[key] for column in columns]) for key in columns[0]]
+    return [{"table": Table("Settings and costs", [run.name for run in runs], rows)}]
 
 
 def _results(found: Mapping[str, Object]) -> Blocks:
@@ -279,6 +293,8 @@ def _results(found: Mapping[str, Object]) -> Blocks:
     blocks: Blocks = []
     rest: dict[str, dict[str, Any]] = {}
     origins = []
+    if pictures := [picture for values in found.values() for picture in values["pictures"]]:
+        blocks.append({"pictures": pictures})
     for name, values in found.items():
         blocks += _dials(name, _part(values, "metrics"))
         times: dict[tuple[int, int], dict[str, Any]] = {}
@@ -292,19 +308,15 @@ def _results(found: Mapping[str, Object]) -> Blocks:
         facts = {**values, "machine": machine or values.get("machine")}
         origins.append(Row(name, [facts.get(key) for key in _ORIGIN]))
     names = list(dict.fromkeys(metric for metrics in rest.values() for metric in metrics))
-    if len(rest) == 1:
-        ((name, metrics),) = rest.items()
-        rows = [Row(label(metric), [metrics[metric]]) for metric in names]
-        blocks.append({"table": Table(name, ["value"], rows)})
-    elif rest:
-        rows = [Row(name, [metrics.get(m) for m in names]) for name, metrics in rest.items()]
-        blocks.append({"table": Table("All results", [label(m) for m in names], rows)})
+    if names:
+        rows = [Row(label(m), [metrics.get(m) for metrics in rest.values()]) for m in names]
+        blocks.append({"table": Table("Metrics", list(rest), rows)})
     origin = Table("Origin", _ORIGIN, origins)
     return [*blocks, {"table": origin, "summary": "Where this comes from"}]
 
 
 def _times(name: str, times: Mapping[tuple[int, int], Object]) -> Blocks:
-    """Shows times by (batch, length): a table, and charts along the axes with several values."""
+    """Shows times by (batch, length): charts along the axes with several values, and a table."""
     series = list(dict.fromkeys(line for cells in times.values() for line in cells))
     rows = [
         Row(
@@ -316,7 +328,7 @@ def _times(name: str, times: Mapping[tuple[int, int], Object]) -> Blocks:
     charts = []
     for axis, fixed, along in ((1, 0, "length"), (0, 1, "batch")):
         for value in sorted({key[fixed] for key in times}):
-            lines: dict[str, list[tuple[float, float]]] = {}
+            lines: dict[str, Points] = {}
             for key, cells in sorted(times.items()):
                 for line, time in cells.items():
                     if key[fixed] == value and key[axis] > 0 and is_number(time) and time > 1e-100:

@@ -40,8 +40,8 @@ from vssm.runs.config import SavedConfig, flatten, read_config
 from vssm.runs.labels import is_number
 from vssm.storage import flush, read_object, read_tensors, write_atomically, write_tensors
 
-__all__ = ["FREE", "Checkpoint", "RunFolder", "claim", "finite", "read_config"]
-__all__ += ["read_line", "read_log"]
+__all__ = ["FREE", "Checkpoint", "RunFolder", "claim", "differing", "finite"]
+__all__ += ["read_config", "read_line", "read_log"]
 
 _TERMS = ("loss", "reconstruction", "kl")  # every line has them; null where they were not finite
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a JSON file
@@ -184,7 +184,7 @@ class RunFolder:
 
     def compare(self, config: RunConfig) -> None:
         """Raises unless the run in this folder has the same config in all that matters."""
-        for key, given, saved in _differing(config, read_config(self.path)):
+        for key, given, saved in differing(config, read_config(self.path)):
             raise ValueError(
                 f"{key}={given!r} differs from {saved!r} of the run in {str(self.path)!r}; "
                 "allowed: the same, or another run folder"
@@ -347,7 +347,7 @@ class RunFolder:
             saved = RunConfig.from_dict(origin)
         except ValueError as error:
             raise ValueError(f"{path!r}: {error}") from None
-        for key, here, there in _differing(config, saved):
+        for key, here, there in differing(config, saved):
             raise ValueError(
                 f"{path!r} is a checkpoint of another run, with {key}={there!r}, here {here!r}; "
                 f"allowed: checkpoints of this run (move it out of {str(self.path)!r} to go on "
@@ -388,7 +388,7 @@ def _read(path: Path) -> Checkpoint:
     return Checkpoint(path, record, parts)
 
 
-def _differing(config: RunConfig, other: RunConfig) -> Iterator[tuple[str, Any, Any]]:
+def differing(config: RunConfig, other: RunConfig) -> Iterator[tuple[str, Any, Any]]:
     """Yields the options that change the weights and differ between two runs, with both values."""
     values, others = flatten(dataclasses.asdict(config)), flatten(dataclasses.asdict(other))
     for key, value in values.items():

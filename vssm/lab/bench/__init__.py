@@ -14,7 +14,6 @@ not run, and continue from their own file when they were stopped.
 
 from vssm.lab.bench.forecast import main_forecast as main_forecast
 from vssm.lab.bench.generate import main_generate as main_generate
-from vssm.lab.bench.plot import plot_result as plot_result
 from vssm.lab.bench.scan import Shape as Shape
 from vssm.lab.bench.scan import main_scan as main_scan
 from vssm.lab.bench.table1 import main_table1 as main_table1

@@ -21,8 +21,7 @@ import torch
 from vssm.config import ModelConfig
 from vssm.data import Meta
 from vssm.forecasting.forecaster import Forecaster
-from vssm.lab.bench.record import Record, number
-from vssm.lab.bench.timing import Stopwatch, check_whole, model_options, open_device
+from vssm.lab.bench.measure import Record, check_sizes, model_options, number, open_device
 from vssm.models import build
 
 __all__ = ["main_forecast"]
@@ -42,7 +41,6 @@ def main_forecast(
     layers: int = 2,
     repeats: int | None = None,
     seconds_per_point: float = 20.0,
-    plot: str | Path | None = None,
     restart: bool = False,
 ) -> dict[str, Any]:
     """Times forecasts; `vssm bench --help` describes the options."""
@@ -57,26 +55,35 @@ def main_forecast(
         "width": width,
         "layers": layers,
     }
-    lengths = lengths or ((96, 192, 336, 720, 1440, 2880) if cuda else (96, 336))
-    check_whole(**size, lengths=lengths, patches=patches)
-    if max(patches) > context:
+    lengths = sorted(set(lengths or ((96, 192, 336, 720, 1440, 2880) if cuda else (96, 336))))
+    patches = sorted(set(patches))
+    check_sizes(**size, lengths=lengths, patches=patches)
+    if patches[-1] > context:
         raise ValueError(
             f"patches={tuple(patches)} is not allowed; allowed: 1 to {context}, the context"
         )
     record = Record(main_forecast, options, where, size)
-    at_least, repeats = (0.1, 3) if repeats is None else (0.0, repeats)
-    stopwatch = Stopwatch(record, repeats, seconds_per_point, at_least)
     history = torch.randn(size["series"], context, 1, generator=torch.Generator().manual_seed(0))
-    lengths, patches = sorted(set(lengths)), sorted(set(patches))
     for length, kind, patch in itertools.product(lengths, kinds, patches):
-        forecaster = _forecaster(kind, patch, width, layers, where)
-        call = partial(forecaster.forecast, history, length, size["paths"])
-        stopwatch.time_length(f"{kind}_p{patch}_ms", "", length, call)
-        del forecaster, call
-        stopwatch.free_memory()
+        forecast = _forecaster(kind, patch, width, layers, where).forecast
+        call = partial(forecast, history, length, size["paths"])
+        record.time(f"{kind}_p{patch}_ms_t{length}", call)
+    metrics, rows = record.metrics, []
+    for kind, patch in itertools.product(kinds, patches):
+        times = [metrics.get(f"{kind}_p{patch}_ms_t{h}") for h in lengths]
+        rows.append([f"{kind}, P = {patch}", *map(number, times)])
+    for patch in patches:
+        ratios = {}
+        for h in lengths:
+            ours, slow = metrics.get(f"vssm_p{patch}_ms_t{h}"), metrics.get(f"rnn_p1_ms_t{h}")
+            if ours and slow:
+                ratios[h] = slow / ours
+        record.add({f"ahead_p{patch}_t{h}": ratio for h, ratio in ratios.items()})
+        if ratios:
+            cells = [f"{ratios[h]:.1f}x" if h in ratios else "" for h in lengths]
+            rows.append([f"rnn, P = 1 / vssm, P = {patch}", *cells])
     title = f"Forecasts in ms: {size['series']} series, {size['paths']} paths, width {width}"
-    headings = ["", *(f"H = {length}" for length in lengths)]
-    return record.finish(title, headings, _rows(record, kinds, patches, lengths))
+    return record.finish(title, ["", *(f"H = {length}" for length in lengths)], rows)
 
 
 def _forecaster(kind: str, patch: int, width: int, layers: int, device: torch.device) -> Forecaster:
@@ -85,28 +92,3 @@ def _forecaster(kind: str, patch: int, width: int, layers: int, device: torch.de
     model = build(ModelConfig(kind=kind, head="gaussian-learned", **size)).to(device)
     data = {"name": "series", "features": patch, "length": 0, "suggested_head": ""}
     return Forecaster(model, Meta(**data, columns=("value",), patch=patch, windowed="window"))
-
-
-def _rows(
-    record: Record, kinds: Sequence[str], patches: Sequence[int], lengths: Sequence[int]
-) -> list[list[str]]:
-    metrics = record.metrics
-    rows = [
-        [
-            f"{kind}, P = {patch}",
-            *(number(metrics.get(f"{kind}_p{patch}_ms_t{h}")) for h in lengths),
-        ]
-        for kind in kinds
-        for patch in patches
-    ]
-    for patch in patches:
-        ahead = {}
-        for h in lengths:
-            ours, slow = metrics.get(f"vssm_p{patch}_ms_t{h}"), metrics.get(f"rnn_p1_ms_t{h}")
-            if ours and slow:
-                ahead[h] = slow / ours
-        record.add({f"ahead_p{patch}_t{h}": ratio for h, ratio in ahead.items()})
-        if ahead:
-            cells = [f"{ahead[h]:.1f}x" if h in ahead else "" for h in lengths]
-            rows.append([f"rnn, P = 1 / vssm, P = {patch}", *cells])
-    return rows

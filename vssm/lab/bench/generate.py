@@ -9,13 +9,12 @@
 | `vssm_l<L>_...`          | the same for a vssm with L levels of latents                         |
 | `..._p10_ms_...`, `p90`  | quantiles of any of these, where it was timed more than once         |
 | `..._mib_...`            | peak memory beyond what was in use before (CUDA)                     |
-| `<kind>_floor_ms_...`    | a lower bound for T unconditional steps, see `bench.floor`           |
 
 `transformers_gpt2_ms_...` and `transformers_mamba_ms_...` are models of transformers of the same
 width and depth, step by step with their own caches, at batch 1 and up to 256 steps.
 
 Weights and products are float32; the config says at which precision PyTorch multiplies. A call
-that would break the budget of seconds, or the memory, is left out and noted, never extrapolated.
+that would take too long, or too much memory, is left out and noted, never extrapolated.
 """
 
 import itertools
@@ -29,14 +28,12 @@ import torch
 
 from vssm.config import KINDS, ModelConfig
 from vssm.engine import Engine
-from vssm.lab.bench.floor import Rates, generation_floor_ms
-from vssm.lab.bench.peers import PeerModel, models_that_run
-from vssm.lab.bench.record import Record, failure, number
-from vssm.lab.bench.timing import Stopwatch, check_whole, model_options, open_device
+from vssm.lab.bench.measure import Record, check_sizes, model_options, number, open_device
+from vssm.lab.bench.peers import MODELS, PeerModel, missing
 from vssm.models import Model, build
 from vssm.sampling.generation import generate
 
-__all__ = ["generation_calls", "main_generate"]
+__all__ = ["main_generate"]
 
 _FEATURES = 28
 _PEER_STEPS = 256
@@ -55,7 +52,6 @@ def main_generate(
     repeats: int | None = None,
     seconds_per_point: float = 20.0,
     peers: bool = True,
-    plot: str | Path | None = None,
     restart: bool = False,
 ) -> dict[str, Any]:
     """Times generation; `vssm bench --help` describes the options."""
@@ -64,82 +60,41 @@ def main_generate(
     cuda = where.type == "cuda"
     models = model_options(kinds, levels)
     batches = batches or ((1, 16, 128, 1024) if cuda else (1, 16))
-    lengths = lengths or ((28, 256, 1024, 4096) if cuda else (28, 256))
+    lengths = sorted(set(lengths or ((28, 256, 1024, 4096) if cuda else (28, 256))))
     width = (1024 if cuda else 256) if width is None else width
-    check_whole(batches=batches, lengths=lengths, width=width, layers=layers)
+    check_sizes(batches=batches, lengths=lengths, width=width, layers=layers)
     size = {"width": width, "layers": layers, "features": _FEATURES}
-    precision = torch.get_float32_matmul_precision()
-    record = Record(main_generate, options, where, {**size, "matmul_precision": precision})
-    print(f"float32, matrix products at precision {precision!r}")
-    at_least, repeats = (0.1, 3 if cuda else 5) if repeats is None else (0.0, repeats)
-    stopwatch = Stopwatch(record, repeats, seconds_per_point, at_least, more=True)
+    config = {**size, "matmul_precision": torch.get_float32_matmul_precision()}
+    record = Record(main_generate, options, where, config, quantiles=True)
     built = {name: build(ModelConfig(**size, **own)).to(where) for name, own in models.items()}
-    _time_models(stopwatch, built, sorted(set(batches)), sorted(set(lengths)))
-    for peer in models_that_run(record, "ms") if peers else ():
-        try:
-            for length in sorted({length for length in lengths if length <= _PEER_STEPS}):
-                model = PeerModel(peer, _FEATURES, width, layers, length).to(where).eval()
-                call = partial(model.generate, num=1, length=length)
-                stopwatch.time_length(f"{peer}_ms", "b1_", length, call)
-        except Exception as error:  # another version of transformers may fail in its own way
-            record.note(f"{peer}_ms", failure(error))
+    sizes = itertools.product(lengths, sorted(set(batches)), built.items())
+    for length, batch, (name, model) in sizes:
+        _time(record, name, model, batch, length)
+    for peer in MODELS if peers else ():
+        if reason := missing(peer):
+            record.note(f"{peer}_ms", f"{reason} (pip install 'vssm[dev]')")
+            continue
+        for length in [length for length in lengths if length <= _PEER_STEPS]:
+            model = PeerModel(peer, _FEATURES, width, layers, length).to(where).eval()
+            call = partial(model.generate, num=1, length=length)
+            record.time(f"{peer}_ms_b1_t{length}", call, peer=True)
     headings, rows = _table(record)
     return record.finish(f"Generation in ms, width {width}, {layers} layers", headings, rows)
 
 
-def generation_calls(
-    model: Model, engine: Engine, batch: int, length: int
-) -> dict[str, Callable[[], object]]:
-    """Returns what is timed of a model, by what follows its name in a metric.
-
-    This is the only place where the benchmark calls our models.
-    """
-    device = next(model.parameters()).device
-    calls: dict[str, Callable[[], object]] = {}
+def _time(record: Record, name: str, model: Model, batch: int, length: int) -> None:
+    """Times a model in every way, with an engine that is dropped at the end with its graphs."""
+    engine, calls = Engine(model), dict[str, Callable[[], object]]()
     calls[""] = partial(engine.generate, num=batch, length=length)
     calls["_plain"] = partial(generate, model, num=batch, length=length)
     if length > 1:
-        prompt = torch.rand(batch, length // 2, _FEATURES, device=device)
+        prompt = torch.rand(batch, length // 2, _FEATURES, device=record.device)
         calls["_prompted"] = partial(engine.generate, length=length - length // 2, prompt=prompt)
     if model.config.kind in ("vssm", "tvae"):
         chunk = max(1, length // 4)
         calls[f"_chunk{chunk}"] = partial(engine.generate, num=batch, length=length, chunk=chunk)
-    return calls
-
-
-def _time_models(
-    stopwatch: Stopwatch,
-    models: dict[str, Model],
-    batches: Sequence[int],
-    lengths: Sequence[int],
-) -> None:
-    """Times all models at all sizes, the shortest first.
-
-    On a CPU all calls of a size take turns. On CUDA each call is timed alone, and each model has an
-    engine of its own, which is dropped afterwards together with its CUDA graphs.
-    """
-    record = stopwatch.record
-    rates = Rates.measure(record.device)
-    for length, batch in itertools.product(lengths, batches):
-        size = f"b{batch}_t{length}"
-        for name, model in models.items():
-            if f"{name}_floor_ms_{size}" not in record.metrics:
-                floor = generation_floor_ms(model, batch, length, rates)
-                record.add({f"{name}_floor_ms_{size}": floor})
-        if record.device.type == "cpu":
-            calls = {
-                f"{name}{way}_ms_{size}": call
-                for name, model in models.items()
-                for way, call in generation_calls(model, Engine(model), batch, length).items()
-            }
-            stopwatch.time(calls)
-            continue
-        for name, model in models.items():
-            engine = Engine(model)
-            for way, call in generation_calls(model, engine, batch, length).items():
-                stopwatch.time_length(f"{name}{way}_ms", f"b{batch}_", length, call)
-            del call, engine
-            stopwatch.free_memory()
+    for way, call in calls.items():
+        record.time(f"{name}{way}_ms_b{batch}_t{length}", call)
 
 
 def _table(record: Record) -> tuple[list[str], list[list[str]]]:
@@ -149,8 +104,7 @@ def _table(record: Record) -> tuple[list[str], list[list[str]]]:
         match = re.fullmatch(r"((?!.*_p[19]0_)\w+?)_ms_b(\d+)_t(\d+)", name)
         if match and value is not None:
             row = re.sub(r"_chunk\d+", " in four chunks", match[1])
-            row = row.replace("_prompted", " prompted").replace("_plain", " plain")
-            row = row.replace("_floor", ", floor")
+            row = re.sub(r"_(plain|prompted)$", r" \1", row)
             cells.setdefault(row, {})[int(match[2]), int(match[3])] = value
     sizes = sorted({size for row in cells.values() for size in row})
     rows = [[row, *(number(cells[row].get(size)) for size in sizes)] for row in sorted(cells)]

@@ -1,20 +1,15 @@
-"""Other implementations that benchmarks run beside ours: the selective scan, and whole models.
+"""Other implementations that benchmarks run beside ours, if they are installed.
 
-Scans do all the work around the recurrence that our kernels fuse:
+| peer                | what it is                                                                 |
+| ------------------- | -------------------------------------------------------------------------- |
+| `mambapy`           | a scan in plain PyTorch, in the steps of `MambaBlock.selective_scan`       |
+| `mamba_ssm`         | the scan of Mamba's authors, a CUDA kernel                                 |
+| `transformers_gpt2` | `GPT2Model` of transformers, between input and output projections of ours  |
+| `transformers_mamba`| `MambaModel` of transformers, the same; it uses mamba_ssm where installed  |
 
-    h_t = decay_t h_{t-1} + drive_t       decay = exp(dt A), drive = dt B u, both (B, T, D, N)
+Scans take the arguments of `vssm.ops.selective_scan` and return y. Models are autoregressive:
 
-| scan               | how it computes h                                                           |
-| ------------------ | --------------------------------------------------------------------------- |
-| `mambapy`          | mambapy's `pscan`, in the steps of its `MambaBlock.selective_scan`          |
-| `transformers`     | the loop over time that transformers' `MambaMixer` runs without a kernel    |
-| `associative_scan` | PyTorch's prototype, compiled on CUDA, as its documentation asks for        |
-
-Models of transformers have the size of our stacks and the input and output projections of ours:
-
-    mean of x_t = out(body(start, in(x_1), ..., in(x_{t-1})))         body: GPT2Model or MambaModel
-
-Legend: x (B, T, D).
+    mean of x_t = out(body(start, in(x_1), ..., in(x_{t-1})))               x (B, T, D)
 """
 
 import importlib.util
@@ -24,32 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vssm.lab.bench.record import Record
-
-__all__ = ["MODELS", "SCANS", "PeerModel", "missing", "models_that_run", "peer_scan"]
+__all__ = ["MODELS", "SCANS", "PeerModel", "missing"]
 
 MODELS = ("transformers_gpt2", "transformers_mamba")
 
 
 def missing(peer: str) -> str | None:
     """Says that a peer is not installed, or returns None."""
-    module = f"torch._higher_order_ops.{peer}" if peer == "associative_scan" else peer
-    return None if importlib.util.find_spec(module) else f"not installed: {peer}"
+    package = peer.removesuffix("_gpt2").removesuffix("_mamba")
+    return None if importlib.util.find_spec(package) else f"{package} is not installed"
 
 
-def models_that_run(record: Record, metric: str) -> tuple[str, ...]:
-    """Returns the peer models that can run here, and notes why others can not."""
-    if reason := missing("transformers"):
-        for name in MODELS:
-            record.note(f"{name}_{metric}", f"{reason} (pip install 'vssm[dev]')")
-        return ()
-    if missing("mamba_ssm"):
-        record.note("transformers_mamba", "in plain PyTorch, since mamba_ssm is not installed")
-    return MODELS
-
-
-def peer_scan(
-    peer: str,
+def mambapy_scan(
     u: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -60,48 +41,37 @@ def peer_scan(
     dt_bias: Tensor | None = None,
     softplus: bool = False,
 ) -> Tensor:
-    """Returns y of `selective_scan` as a peer computes it; states are float32, as ours are."""
-    if dt_bias is not None:
-        dt = dt + dt_bias
-    if softplus:
-        dt = F.softplus(dt)
-    decay = torch.exp(dt.unsqueeze(-1).float() * A)
+    """Returns y of the scan; states are float32, as ours are."""
+    from mambapy.pscan import pscan
+
+    dt = dt if dt_bias is None else dt + dt_bias
+    dt = F.softplus(dt) if softplus else dt
+    decay = torch.exp(dt.unsqueeze(-1).float() * A)  # (B, T, D, N)
     drive = (dt.unsqueeze(-1) * B.unsqueeze(2) * u.unsqueeze(-1)).float()
-    y = SCANS[peer](decay, drive, C.float()) + D * u
+    y = (pscan(decay, drive) @ C.float().unsqueeze(-1)).squeeze(3) + D * u
     return (y if z is None else y * F.silu(z)).to(u.dtype)
 
 
-def _mambapy(decay: Tensor, drive: Tensor, C: Tensor) -> Tensor:
-    from mambapy.pscan import pscan
+def mamba_ssm_scan(
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    softplus: bool = False,
+) -> Tensor:
+    """Returns y of the scan; this peer has time last, so it copies other inputs first."""
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 
-    return (pscan(decay, drive) @ C.unsqueeze(-1)).squeeze(3)
-
-
-def _transformers(decay: Tensor, drive: Tensor, C: Tensor) -> Tensor:
-    h, ys = torch.zeros_like(drive[:, 0]), []
-    for t in range(drive.shape[1]):
-        h = decay[:, t] * h + drive[:, t]
-        ys.append((h @ C[:, t].unsqueeze(-1)).squeeze(-1))
-    return torch.stack(ys, 1)
-
-
-def _associative_scan(decay: Tensor, drive: Tensor, C: Tensor) -> Tensor:
-    from torch._higher_order_ops.associative_scan import associative_scan
-
-    mode = "pointwise" if decay.is_cuda else "generic"
-    _, h = associative_scan(_combine, (decay, drive), dim=1, combine_mode=mode)
-    return (h @ C.unsqueeze(-1)).squeeze(3)
+    u, dt, B, C = (tensor.transpose(1, 2) for tensor in (u, dt, B, C))
+    z = None if z is None else z.transpose(1, 2)
+    return selective_scan_fn(u, dt, A, B, C, D, z, dt_bias, softplus).transpose(1, 2)
 
 
-def _combine(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return left[0] * right[0], right[0] * left[1] + right[1]
-
-
-SCANS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "mambapy": _mambapy,
-    "transformers": _transformers,
-    "associative_scan": _associative_scan,
-}
+SCANS: dict[str, Callable[..., Tensor]] = {"mambapy": mambapy_scan, "mamba_ssm": mamba_ssm_scan}
 
 
 class PeerModel(nn.Module):

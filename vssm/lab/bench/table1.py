@@ -25,8 +25,7 @@ import torch
 
 from vssm.config import KINDS, ModelConfig
 from vssm.engine import Engine
-from vssm.lab.bench.record import Record, number
-from vssm.lab.bench.timing import Stopwatch, check_whole, model_options, open_device
+from vssm.lab.bench.measure import Record, check_sizes, model_options, number, open_device
 from vssm.models import Model, build
 from vssm.objectives import objective
 
@@ -70,7 +69,6 @@ def main_table1(
     layers: int = 2,
     repeats: int = 3,
     seconds_per_point: float = 20.0,
-    plot: str | Path | None = None,
     restart: bool = False,
 ) -> dict[str, Any]:
     """Measures Table 1; `vssm bench --help` describes the options."""
@@ -81,18 +79,11 @@ def main_table1(
     lengths = lengths or [2**power for power in (range(8, 16) if cuda else range(5, 12))]
     # Narrow models, so that what grows with T shows.
     width = (256 if cuda else 64) if width is None else width
-    check_whole(batch=batch, lengths=lengths, width=width, layers=layers)
+    check_sizes(batch=batch, lengths=lengths, width=width, layers=layers)
     size = {"width": width, "layers": layers, "features": _FEATURES}
     record = Record(main_table1, options, where, {"batch": batch, **size, "dtype": "float32"})
-    stopwatch = Stopwatch(record, repeats, seconds_per_point)
     for length, (name, own) in itertools.product(sorted(set(lengths)), models.items()):
-        model = build(ModelConfig(**size, **own)).to(where)
-        x = torch.rand(batch, length, _FEATURES, device=where)
-        stopwatch.time_length(f"{name}_train_ms", "", length, partial(_train, model, x))
-        sample = partial(Engine(model).generate, num=batch, length=length)
-        stopwatch.time_length(f"{name}_sample_ms", "", length, sample)
-        del model, x, sample
-        stopwatch.free_memory()
+        _time(record, name, ModelConfig(**size, **own), batch, length)
     headings = ["model"]
     for way in ("training", "sampling"):
         headings += [way, "parallel", "measured", "ms at T"]
@@ -109,6 +100,14 @@ def exponent(points: Sequence[tuple[int, float]]) -> float:
     points = sorted(points)[-max(3, -(-len(points) // 2)) :]
     lengths, times = zip(*points, strict=True)
     return statistics.linear_regression(list(map(log, lengths)), list(map(log, times))).slope
+
+
+def _time(record: Record, name: str, config: ModelConfig, batch: int, length: int) -> None:
+    model = build(config).to(record.device)
+    x = torch.rand(batch, length, _FEATURES, device=record.device)
+    record.time(f"{name}_train_ms_t{length}", partial(_train, model, x))
+    sample = partial(Engine(model).generate, num=batch, length=length)
+    record.time(f"{name}_sample_ms_t{length}", sample)
 
 
 def _train(model: Model, x: torch.Tensor) -> None:

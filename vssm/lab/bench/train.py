@@ -4,23 +4,18 @@
 | -------------------------------------- | --------------------------------------------------- |
 | `<kind>_tokens_per_second`             | median over ten windows of steps of the run's log   |
 | `<kind>_tokens_per_second_p10`, `_p90` | their quantiles                                     |
-| `<kind>_ceiling_per_second`            | an upper bound for this machine, see `bench.floor`  |
 | `<kind>_peak_memory_mib`               | peak memory of tensors (CUDA only)                  |
 | `<kind>_parameters`                    | the number of weights                               |
 | `vssm_l<L>_...`                        | the same for a vssm with L levels of latents        |
 | `transformers_gpt2_...`                | peers: squared error, AdamW, the same precision     |
 
-A run is stopped after its windows, or twenty seconds after the first, so validation and
-checkpoints do not count. The first five windows, in which kernels are compiled, do not count
-either. The data are synthetic waves in the shape of MNIST's rows, 28 steps of 28 values, since
-values do not change the time. CUDA trains the model of the preset paper-mnist, a CPU a small one.
+The first five windows, in which kernels are compiled, do not count. The data are synthetic waves in
+the shape of MNIST's rows, 28 steps of 28 values, since values do not change the time. CUDA trains
+the model of the preset paper-mnist, a CPU a small one.
 """
 
-import gc
-import math
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +24,11 @@ import torch
 
 from vssm.config import KINDS, PRESETS, RunConfig
 from vssm.data import DataConfig, SyntheticConfig
-from vssm.lab.bench.floor import Rates, training_ceiling
-from vssm.lab.bench.peers import MODELS, PeerModel, models_that_run
-from vssm.lab.bench.record import Record, failure, number
-from vssm.lab.bench.timing import check_whole, model_options, open_device, spread
+from vssm.lab.bench import measure
+from vssm.lab.bench.measure import Record, check_sizes, model_options, number
+from vssm.lab.bench.peers import MODELS, PeerModel, missing
 from vssm.models import build
+from vssm.runs.folder import read_log
 from vssm.training.loop import train
 from vssm.training.progress import Progress
 
@@ -41,32 +36,7 @@ __all__ = ["main_train"]
 
 WARM, WINDOWS = 5, 10
 _LENGTH = _FEATURES = 28
-_SECONDS = 20.0  # after which a slow model is stopped with fewer windows
 _EPOCH = 45  # steps; a new order of the data is drawn once an epoch
-
-
-class _Stop(Exception):
-    """Enough was measured."""
-
-
-class _Windows(Progress):
-    """Collects the speeds that a run logs, and stops it after enough of them."""
-
-    def __init__(self) -> None:
-        self.speeds: list[float] = []
-        self.began = math.inf
-
-    def add(self, speed: float) -> bool:
-        """Returns whether that is enough."""
-        self.speeds.append(speed)
-        if len(self.speeds) == 1:  # the first window may compile for however long it takes
-            self.began = time.perf_counter()
-        late = time.perf_counter() - self.began > _SECONDS
-        return len(self.speeds) == WARM + WINDOWS or (late and len(self.speeds) > 1)
-
-    def line(self, line: dict[str, Any]) -> None:
-        if line["split"] == "train" and self.add(line["tokens_per_second"]):
-            raise _Stop
 
 
 def main_train(
@@ -80,12 +50,11 @@ def main_train(
     width: int | None = None,
     layers: int | None = None,
     peers: bool = True,
-    plot: str | Path | None = None,
     restart: bool = False,
 ) -> dict[str, Any]:
     """Times training; `vssm bench --help` describes the options."""
     options = locals()
-    where = open_device(device)
+    where = measure.open_device(device)
     models = model_options(kinds, levels)
     run = _run_config(where, batch, steps, width, layers)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
@@ -97,20 +66,24 @@ def main_train(
         "compile": run.train.compile,
     }
     record = Record(main_train, options, where, config, dtype)
-    rates = Rates.measure(where)
     for name, own in models.items():
-        model = replace(run.model, **own)
-        if f"{name}_tokens_per_second" not in record.metrics:
-            ceiling = training_ceiling(model, run.train.batch * _LENGTH, rates)
-            record.add({f"{name}_ceiling_per_second": ceiling})
-            _time_ours(record, name, replace(run, model=model))
-    for peer in models_that_run(record, "tokens_per_second") if peers else ():
-        if f"{peer}_tokens_per_second" not in record.metrics:
-            _time_peer(record, peer, run)
-    names = [*model_options(KINDS, levels), *MODELS]
+        _time(record, name, replace(run, model=replace(run.model, **own)), _our_speeds)
+    for peer in MODELS if peers else ():
+        if reason := missing(peer):
+            record.note(f"{peer}_tokens_per_second", f"{reason} (pip install 'vssm[dev]')")
+        else:
+            _time(record, peer, run, _peer_speeds)
     title = f"Training, {run.model.width} wide, {run.model.layers} layers, batch {run.train.batch}"
-    headings = ["model", "tokens/s", "10–90 %", "of the ceiling", "peak MiB", "parameters"]
-    return record.finish(title, headings, _rows(record, names))
+    headings = ["model", "tokens/s", "10–90 %", "peak MiB", "parameters"]
+    metrics, rows = record.metrics, []
+    for name in (*model_options(KINDS, levels), *MODELS):
+        key = f"{name}_tokens_per_second"
+        if key in metrics:
+            names = (key, f"{key}_p10", f"{key}_p90", f"{name}_parameters")
+            speed, low, high, parameters = (f"{metrics[each]:,.0f}" for each in names)
+            memory = number(metrics.get(f"{name}_peak_memory_mib"))
+            rows.append([name, speed, f"{low}–{high}", memory, parameters])
+    return record.finish(title, headings, rows)
 
 
 def _run_config(
@@ -120,78 +93,47 @@ def _run_config(
     width: int | None,
     layers: int | None,
 ) -> RunConfig:
+    """Returns a run of all windows that validates only at its end."""
     cuda, paper = device.type == "cuda", PRESETS["paper-mnist"]
     batch = (paper.train.batch if cuda else 32) if batch is None else batch
     steps = (200 if cuda else 10) if steps is None else steps
-    check_whole(batch=batch, steps=steps)
-    width = width or (paper.model.width if cuda else 128)
-    layers = layers or (paper.model.layers if cuda else 2)
+    check_sizes(batch=batch, steps=steps)
     window = -(-steps // WINDOWS)
-    beyond = 2 * window * (WARM + WINDOWS)  # steps that no run reaches
+    total = window * (WARM + WINDOWS)
     num = -(-batch * _EPOCH * 10 // 9)  # a tenth is for validation
     synthetic = SyntheticConfig(length=_LENGTH, features=_FEATURES, num=num)
+    size = {
+        "width": width or (paper.model.width if cuda else 128),
+        "layers": layers or (paper.model.layers if cuda else 2),
+    }
+    often = {"log_every": window, "validate_every": total, "checkpoint_minutes": 1e6, "samples": 0}
+    length = {"epochs": total, "max_steps": total, "batch": batch}
     return RunConfig(
         data=DataConfig(name="synthetic", synthetic=synthetic),
-        model=replace(paper.model, width=width, layers=layers),
-        train=replace(
-            paper.train,
-            epochs=beyond,
-            max_steps=beyond,
-            batch=batch,
-            log_every=window,
-            validate_every=beyond,
-            checkpoint_minutes=1e6,
-            samples=0,
-            device=str(device),
-        ),
+        model=replace(paper.model, **size),
+        train=replace(paper.train, **length, **often, device=str(device)),
     )
 
 
-def _time_ours(record: Record, name: str, run: RunConfig) -> None:
-    windows, before = _Windows(), _memory_in_use(record.device)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            train(run, Path(folder) / "run", progress=windows)
-    except _Stop:
-        pass
-    except torch.OutOfMemoryError as error:
-        record.note(f"{name}_tokens_per_second", failure(error))
+def _time(
+    record: Record,
+    name: str,
+    run: RunConfig,
+    speeds_of: Callable[[str, RunConfig, torch.device], tuple[list[float], int]],
+) -> None:
+    """Adds the speed, the size and the peak memory of a training, or notes why there is none."""
+    key = f"{name}_tokens_per_second"
+    if key in record.metrics:
         return
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in build(run.model).parameters())
-    _add(record, name, windows.speeds, parameters, before)
-
-
-def _time_peer(record: Record, peer: str, run: RunConfig) -> None:
-    device, before, windows = record.device, _memory_in_use(record.device), _Windows()
-    model = PeerModel(peer, _FEATURES, run.model.width, run.model.layers, _LENGTH).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=run.train.learning_rate, fused=True)
-    x = torch.rand(run.train.batch, _LENGTH, _FEATURES, device=device)
-    tokens, enough = run.train.log_every * run.train.batch * _LENGTH, False
+    before = measure.memory_in_use(record.device)
     try:
-        while not enough:
-            start = time.perf_counter()
-            for _ in range(run.train.log_every):
-                with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                    mean = model(x)
-                optimizer.zero_grad()
-                (mean.float() - x).square().sum((1, 2)).mean().backward()
-                optimizer.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            enough = windows.add(tokens / (time.perf_counter() - start))
+        speeds, parameters = speeds_of(name, run, record.device)
     except Exception as error:  # another version of transformers may fail in its own way
-        record.note(f"{peer}_tokens_per_second", failure(error))
+        if name not in MODELS and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        record.note(key, measure.failure(error))
         return
-    _add(record, peer, windows.speeds, sum(p.numel() for p in model.parameters()), before)
-
-
-def _add(record: Record, name: str, speeds: list[float], parameters: int, before: int) -> None:
-    counted, key = speeds[min(WARM, len(speeds) - 1) :], f"{name}_tokens_per_second"
-    if len(counted) < WINDOWS:
-        text = f"the median of {len(counted)} windows, which took {_SECONDS:g} s"
-        record.note(key, text)
-    median, low, high = spread(counted)
+    median, low, high = measure.spread(speeds)
     metrics = {key: median, f"{key}_p10": low, f"{key}_p90": high, f"{name}_parameters": parameters}
     if record.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(record.device) - before
@@ -199,25 +141,29 @@ def _add(record: Record, name: str, speeds: list[float], parameters: int, before
     record.add(metrics)
 
 
-def _memory_in_use(device: torch.device) -> int:
-    """Returns the bytes in use before a training, and resets the peak."""
-    if device.type != "cuda":
-        return 0
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
+def _our_speeds(name: str, run: RunConfig, device: torch.device) -> tuple[list[float], int]:
+    """Returns the tokens per second of every window, and the number of weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        lines = read_log(train(run, Path(folder) / "run", progress=Progress()))
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in build(run.model).parameters())
+    speeds = [line["tokens_per_second"] for line in lines if line["split"] == "train"]
+    return speeds[WARM:], parameters
 
 
-def _rows(record: Record, names: Sequence[str]) -> list[list[str]]:
-    metrics, rows = record.metrics, []
-    for name in names:
-        key = f"{name}_tokens_per_second"
-        speed, ceiling = metrics.get(key), metrics.get(f"{name}_ceiling_per_second")
-        if speed is not None:
-            quantiles = (f"{metrics[f'{key}_{part}']:,.0f}" for part in ("p10", "p90"))
-            share = f"{speed / ceiling:.0%}" if ceiling else ""
-            memory = number(metrics.get(f"{name}_peak_memory_mib"))
-            parameters = f"{metrics[f'{name}_parameters']:,.0f}"
-            rows.append([name, f"{speed:,.0f}", "–".join(quantiles), share, memory, parameters])
-    return rows
+def _peer_speeds(name: str, run: RunConfig, device: torch.device) -> tuple[list[float], int]:
+    model = PeerModel(name, _FEATURES, run.model.width, run.model.layers, _LENGTH).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.train.learning_rate, fused=True)
+    x = torch.rand(run.train.batch, _LENGTH, _FEATURES, device=device)
+
+    def window() -> None:
+        for _ in range(run.train.log_every):
+            with torch.autocast(device.type, torch.bfloat16, enabled=x.is_cuda):
+                mean = model(x)
+            optimizer.zero_grad()
+            (mean.float() - x).square().sum((1, 2)).mean().backward()
+            optimizer.step()
+
+    tokens = run.train.log_every * run.train.batch * _LENGTH
+    speeds = [1e3 * tokens / taken for taken in measure.take_times(window, device, WINDOWS)]
+    return speeds, sum(p.numel() for p in model.parameters())

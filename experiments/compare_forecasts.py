@@ -1,6 +1,6 @@
 """Compares forecasters on rolling windows of a test set, all trained on the same split.
 
-    python -m vssm.lab.compare_forecasts --series.path ETTh1.csv.gz --series.separate \\
+    python experiments/compare_forecasts.py --series.path ETTh1.csv.gz --series.separate \\
         --series.patch 24 --series.season 24 --freq h --season 24
 
 Windows of the test part start every `stride` steps. Each forecaster draws `samples` paths of the
@@ -35,7 +35,7 @@ from vssm.data.files import locate_own
 from vssm.data.table import Table, filled, read_table, select
 from vssm.forecasting.forecaster import Forecaster
 from vssm.forecasting.metrics import scores
-from vssm.lab.bench.timing import wall
+from vssm.lab.bench.measure import take_times
 from vssm.runs.folder import RunFolder
 from vssm.runs.results import result, write_result
 from vssm.training.loop import train
@@ -167,7 +167,7 @@ def compare(options: Comparison, show: Callable[[str], None] = print) -> dict[st
         for label, numbers in found.items():
             metrics |= {f"{label}_{key}": value for key, value in numbers.items()}
             show(f"{label}: " + "  ".join(f"{key} {value:.4g}" for key, value in numbers.items()))
-        command = f"python -m vssm.lab.compare_forecasts {shlex.join(sys.argv[1:])}"
+        command = f"python experiments/compare_forecasts.py {shlex.join(sys.argv[1:])}"
         made = result(f"forecast {name}", command, settings, metrics)
         write_result(out, made)
     return made
@@ -322,10 +322,7 @@ def _deepar(windows: RollingWindows, shapes: list[Shape]) -> dict[str, float]:
 
 def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
     """Returns the median of up to five calls after a warm-up, fewer if they take half a minute."""
-    times = [wall(call, device)]
-    while len(times) < 6 and sum(times) <= 30_000:
-        times.append(wall(call, device))
-    return median(times[1:] or times)
+    return median(take_times(call, device, repeats=5, seconds=30.0))
 
 
 def _shape(text: str) -> Shape:
@@ -342,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     import tyro
 
     try:
-        compare(tyro.cli(Comparison, prog="python -m vssm.lab.compare_forecasts", args=arguments))
+        compare(tyro.cli(Comparison, prog="compare_forecasts.py", args=arguments))
     except ValueError as error:
         print(f"vssm: {error}", file=sys.stderr)
         raise SystemExit(2) from None

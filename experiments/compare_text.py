@@ -1,6 +1,6 @@
 """Compares models of text: bits per character, for vssm and tvae also by the chunk size W.
 
-    python -m vssm.lab.compare_text runs/text-vssm runs/text-ssm --chunks 1 8 64
+    python experiments/compare_text.py runs/text-vssm runs/text-ssm --chunks 1 8 64
 
     log p(x)     exact for an autoregressive model, a bound by importance sampling for the others
     log p_W(x) = log E_{q_psi(z|x)} prod_t p(x_t|z_{1:t}) r_t
@@ -32,7 +32,7 @@ from vssm import noise
 from vssm.checks import whole_number
 from vssm.data import Data, Meta, open_data
 from vssm.distributions import Latents
-from vssm.lab.bench.timing import wall
+from vssm.lab.bench.measure import take_times
 from vssm.likelihoods import log_likelihood
 from vssm.models import Ladder, Model, Variational
 from vssm.runs.checkpoint import load
@@ -168,7 +168,7 @@ def compare_text(folders: Sequence[Path], options: TextComparison) -> dict[str, 
         for way, own in ways.items():
             samples[f"{name}{way}"] = _sample(model, meta, options.prompt, prompt, own)
             print(f"--- {name}{way}\n{samples[f'{name}{way}']}")
-    command = f"python -m vssm.lab.compare_text {shlex.join(sys.argv[1:])}"
+    command = f"python experiments/compare_text.py {shlex.join(sys.argv[1:])}"
     made = {**result("text", command, settings, metrics), "samples": samples}
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -220,8 +220,7 @@ def _milliseconds(model: Model, length: int, way: dict[str, Any]) -> float:
     def call() -> object:
         return generate(model, num=1, length=length, observe="sample", **way).x.cpu()
 
-    times = [wall(call, next(model.parameters()).device) for _ in range(4)]
-    return median(times[1:])
+    return median(take_times(call, next(model.parameters()).device, repeats=3))
 
 
 def _sample(model: Model, meta: Meta, text: str, prompt: Tensor, way: dict[str, Any]) -> str:
@@ -240,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         """Run folders of data set text."""
 
     try:
-        given = asdict(tyro.cli(Arguments, prog="python -m vssm.lab.compare_text", args=arguments))
+        given = asdict(tyro.cli(Arguments, prog="compare_text.py", args=arguments))
         compare_text(given.pop("runs"), TextComparison(**given))
     except ValueError as error:
         print(f"vssm: {error}", file=sys.stderr)

@@ -1,0 +1,366 @@
+"""What all benchmarks share: how a call is timed, and the record of a benchmark.
+
+A benchmark opens a `Record`, calls `time` for each of its numbers, and returns `finish(...)`. The
+JSON file is written after each number. A benchmark that was stopped continues from its own file, if
+the same code made the file on the same machine with the same settings.
+"""
+
+import gc
+import importlib.metadata
+import inspect
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vssm.checks import check_choice, check_number, choose_device, whole_number
+from vssm.config import KINDS, ModelConfig
+from vssm.ops import choose_backend
+from vssm.runs.results import machine, result, source, write_result
+
+__all__ = ["Record", "check_sizes", "failure", "memory_in_use", "model_options", "number"]
+__all__ += ["open_device", "print_table", "spread", "take_times", "wall"]
+
+_SHORT = 100.0  # milliseconds that short calls are repeated for
+_MOST_CALLS = 500
+# Emptying so much memory takes a GPU longer than Python takes to make the next call, so the
+# device never waits between the two events of a call.
+_CACHE = 2**30
+_PACKAGES = ("torch", "triton", "numba", "transformers", "mambapy", "mamba_ssm")
+_UNTIMED = ("cli/", "evaluation/", "report/", "serve/")  # changes here do not change times
+_NOT_MEASURED = ("out", "restart")  # options that say where results go
+
+Call = Callable[[], object]
+
+
+def take_times(
+    call: Call,
+    device: torch.device,
+    repeats: int | None = None,
+    seconds: float = 20.0,
+    events: bool = False,
+) -> list[float]:
+    """Returns the milliseconds of repeated calls, after calls that warm up.
+
+    Arguments:
+        call: What is timed.
+        device: Where its work is done.
+        repeats: How many calls are timed; by default 3, and more of a short call.
+        seconds: Fewer calls are timed if they would take longer than this; one always is.
+        events: On CUDA, time by the device's own events, with an empty L2 cache before each call:
+            the time of the kernels alone, on data that comes from memory. Otherwise the clock
+            runs until the device has done all work of a call: the time that a user waits.
+    """
+    _warm_up(call, device)
+    first = wall(call, device)
+    count = min(_MOST_CALLS, max(3, int(_SHORT / max(first, 1e-3)))) if repeats is None else repeats
+    count = max(1, min(count, int(1e3 * seconds / max(first, 1e-3))))
+    if not (events and device.type == "cuda"):
+        return [first, *(wall(call, device) for _ in range(count - 1))]
+    cache = torch.empty(_CACHE, dtype=torch.uint8, device=device)
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for start, end in pairs:
+        cache.zero_()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) for start, end in pairs]
+
+
+def _warm_up(call: Call, device: torch.device) -> None:
+    call()  # may compile
+    if device.type == "cuda":  # may record a graph; and an idle GPU takes time to raise its clock
+        spent = wall(call, device)
+        for _ in range(_MOST_CALLS):
+            if spent > _SHORT:
+                break
+            spent += wall(call, device)
+
+
+def wall(call: Call, device: torch.device) -> float:
+    """Returns the milliseconds from a call to the end of all work that it started."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1e3 * (time.perf_counter() - start)
+
+
+def spread(times: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the median and the 10 % and 90 % quantiles.
+
+    >>> spread([1.0, 2.0, 3.0, 4.0, 5.0]), spread([2.0])
+    ((3.0, 1.4, 4.6), (2.0, 2.0, 2.0))
+    """
+    if len(times) == 1:
+        return times[0], times[0], times[0]
+    deciles = statistics.quantiles(times, n=10, method="inclusive")
+    return statistics.median(times), deciles[0], deciles[-1]
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Frees what is cached on a GPU, resets the peak, and returns the bytes that stay in use."""
+    if device.type != "cuda":
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def open_device(name: str) -> torch.device:
+    """Returns the device that "auto", "cpu", "cuda" or "cuda:N" means."""
+    device = choose_device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={name!r} is not timed; allowed: 'auto', 'cpu', 'cuda'")
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)  # where events are recorded
+    return device
+
+
+def model_options(kinds: Sequence[str], levels: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Returns options of `ModelConfig` by the name in the result: a kind, or a vssm with levels.
+
+    >>> model_options(["ssm"], [4])
+    {'ssm': {'kind': 'ssm'}, 'vssm_l4': {'kind': 'vssm', 'levels': 4}}
+    """
+    for kind in kinds:
+        check_choice("kinds", kind, KINDS)
+    check_sizes(levels=levels)
+    models: dict[str, dict[str, Any]] = {kind: {"kind": kind} for kind in kinds}
+    models |= {f"vssm_l{number}": {"kind": "vssm", "levels": number} for number in levels}
+    for options in models.values():
+        ModelConfig(features=1, **options)  # checks the levels before anything is measured
+    return models
+
+
+def check_sizes(**options: int | Sequence[int]) -> None:
+    """Raises `ValueError` unless every option is a whole number from 1 on, or a list of them."""
+    for name, value in options.items():
+        for each in value if isinstance(value, list | tuple) else (value,):
+            whole_number(name, each, 1)
+
+
+class Record:
+    """The numbers and notes of one benchmark.
+
+    Arguments:
+        benchmark: The function that measures, called `main_NAME`.
+        options: The values of its arguments.
+        device: Where it runs.
+        config: The settings, ready for JSON.
+        dtype: What the scan works on, which chooses its backend.
+        quantiles: Whether to keep quantiles and, on CUDA, the peak memory: x_p10_ms_y, x_p90_ms_y
+            and x_mib_y beside x_ms_y.
+    """
+
+    def __init__(
+        self,
+        benchmark: Callable[..., object],
+        options: Mapping[str, Any],
+        device: torch.device,
+        config: Mapping[str, Any],
+        dtype: torch.dtype = torch.float32,
+        quantiles: bool = False,
+    ) -> None:
+        self.name = benchmark.__name__.removeprefix("main_")
+        self.command = command_line(self.name, benchmark, options)
+        self.device, self.quantiles = device, quantiles
+        self.repeats: int | None = options.get("repeats")
+        self.seconds: float = options.get("seconds_per_point", 20.0)
+        check_number("seconds_per_point", self.seconds, 0, above=True)
+        check_sizes(repeats=3 if self.repeats is None else self.repeats)
+        settings = {
+            "device": device.type,
+            "backend": choose_backend("auto", device, dtype),
+            "threads": torch.get_num_threads(),
+            **config,
+            "versions": {package: _version(package) for package in _PACKAGES},
+            "source": source(_UNTIMED),
+        }
+        self.config: dict[str, Any] = json.loads(json.dumps(settings))  # tuples become lists
+        self.metrics: dict[str, float | None] = {}
+        self.notes: dict[str, str] = {}
+        self.earlier: list[str] = []
+        self.out = None if options["out"] is None else Path(options["out"])
+        if self.out is not None:
+            if self.out.is_dir():
+                raise ValueError(f"out={str(self.out)!r} is a folder; give the name of a JSON file")
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            if self.out.exists() and not options["restart"]:
+                self._continue(self.out)
+        made = self.result()
+        versions = ", ".join(f"{name} {v}" for name, v in self.config["versions"].items() if v)
+        print(
+            f"{self.command}: {made['machine']['gpu' if device.type == 'cuda' else 'cpu']}, "
+            f"scan backend {self.config['backend']}, {versions}, commit {made['commit']}"
+        )
+        if self.metrics:
+            print(f"{len(self.metrics)} numbers are in {self.out} already", flush=True)
+
+    def time(self, name: str, call: Call, events: bool = False, peer: bool = False) -> None:
+        """Times a call and adds its median, unless the number is known or would take too long.
+
+        Arguments:
+            name: The metric, such as vssm_ms_b1_t28.
+            call: What is timed.
+            events: As in `take_times`.
+            peer: Whether the code is not ours, so that any failure is noted; otherwise only a
+                lack of memory is.
+        """
+        if name in self.metrics or self._too_long(name):
+            return
+        self.notes.pop(name, None)
+        before = memory_in_use(self.device)
+        try:
+            times = take_times(call, self.device, self.repeats, self.seconds, events)
+        except Exception as error:
+            if not peer and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            self.note(name, failure(error))
+            return
+        median, low, high = spread(times)
+        metrics: dict[str, float | None] = {name: median}
+        if self.quantiles and len(times) > 1:
+            metrics[name.replace("_ms_", "_p10_ms_")] = low
+            metrics[name.replace("_ms_", "_p90_ms_")] = high
+        if self.quantiles and self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device) - before
+            peak -= _CACHE if events else 0  # which `take_times` allocates
+            metrics[name.replace("_ms_", "_mib_")] = peak / 2**20
+        self.add(metrics)
+
+    def _too_long(self, name: str) -> bool:
+        """Notes a call that would exceed its seconds, as shorter sequences of its series show."""
+        series, _, length = name.rpartition("_t")
+        shorter = [
+            (int(match[1]), taken)
+            for key, taken in self.metrics.items()
+            if taken and (match := re.fullmatch(rf"{re.escape(series)}_t(\d+)", key))
+            if int(match[1]) < int(length)
+        ]
+        steps, taken = max(shorter, default=(1, 0.0))
+        if 2 * taken * int(length) / steps <= 1e3 * self.seconds:
+            return False
+        budget = f"two calls would take longer than {self.seconds:g} s"
+        self.note(name, f"left out: {steps} steps took {taken / 1e3:.1f} s, so {budget}")
+        return True
+
+    def add(self, metrics: Mapping[str, float | None]) -> None:
+        """Adds numbers and writes the file."""
+        self.metrics |= metrics
+        self._write()
+
+    def note(self, name: str, text: str) -> None:
+        """Prints and keeps why a number is missing, or what to know about it."""
+        self.notes[name] = text
+        print(f"{name}: {text}", flush=True)
+        self._write()
+
+    def result(self) -> dict[str, Any]:
+        """Returns the result so far, with all commands that contributed to it."""
+        made = result(self.name, self.command, {**self.config, "notes": self.notes}, self.metrics)
+        earlier = [command for command in self.earlier if command != made["command"]]
+        return {**made, "command": " && ".join([*earlier, made["command"]])}
+
+    def finish(self, title: str, headings: list[str], rows: list[list[str]]) -> dict[str, Any]:
+        """Prints a table and returns the result."""
+        print_table(title, headings, rows)
+        return self.result()
+
+    def _write(self) -> None:
+        if self.out is not None:
+            write_result(self.out, self.result())
+
+    def _continue(self, path: Path) -> None:
+        try:
+            found = json.loads(path.read_text())
+            metrics, config, command = found["metrics"], found["config"], str(found["command"])
+            notes = config.pop("notes", {})
+            sum(value or 0 for value in metrics.values())  # raises unless all are numbers
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(
+                f"out={str(path)!r} is damaged or no result; give a new name, or --restart"
+            ) from None
+        wanted = {"name": self.name, "machine": machine(), **self.config}
+        given = {"name": found.get("name"), "machine": found.get("machine"), **config}
+        for key, value in wanted.items():
+            if value != given.get(key):
+                raise ValueError(
+                    f"out={str(path)!r} has {key}={given.get(key)!r}, this run has {value!r}; "
+                    "use the same, a new name, or --restart"
+                )
+        self.metrics, self.notes, self.earlier = metrics, notes, command.split(" && ")
+
+
+def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table, wide enough for its numbers whatever the terminal."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=250).print(table)
+
+
+def failure(error: Exception) -> str:
+    """Describes in one line how a call failed.
+
+    >>> failure(TypeError("no such\\nargument"))
+    'failed: TypeError: no such'
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return "does not fit in the device's memory"
+    return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def command_line(name: str, function: Callable[..., object], options: Mapping[str, Any]) -> str:
+    """Returns the command that repeats a call, with the options that differ from their defaults.
+
+    >>> def bench(out=None, device="auto", lengths=None, peers=True): ...
+    >>> options = {"out": "a.json", "device": "cuda", "lengths": (1, 2), "peers": False}
+    >>> command_line("scan", bench, options)
+    'vssm bench scan --device cuda --lengths 1 2 --no-peers'
+    """
+    words = ["vssm", "bench", name]
+    for option, parameter in inspect.signature(function).parameters.items():
+        value, flag = options.get(option, parameter.default), option.replace("_", "-")
+        if option in _NOT_MEASURED or value == parameter.default:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            values = value if isinstance(value, list | tuple) else (value,)
+            words += [f"--{flag}", *map(str, values)]
+    return " ".join(words)
+
+
+def number(value: float | None) -> str:
+    """Writes a time with two digits, a long one whole.
+
+    >>> number(0.0123), number(12.3), number(1234.5), number(None)
+    ('0.012', '12', '1234', '')
+    """
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
