@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import vssm
-from vssm.config import ModelConfig, RunConfig, TrainConfig
+from vssm.config import Kind, ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, Meta, draw, open_data, read_meta
 from vssm.evaluation.scores import evaluate_run
 from vssm.lab.bench.timing import wall
@@ -23,7 +23,7 @@ from vssm.training.loop import train
 
 __all__ = ["demo"]
 
-_EPOCHS = {"vssm": 20, "ssm": 15, "transformer": 15}
+_EPOCHS: dict[Kind, int] = {"vssm": 20, "ssm": 15, "transformer": 15}
 _LENGTHS = (8, 32, 128, 512)
 _TOLERANCE = 1e-4
 
