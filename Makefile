@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint lowest docs bench clean
+.PHONY: demo test lint lowest docs site release bench clean
 
 demo: .venv/ready
 	$(BIN)/vssm demo
@@ -28,12 +28,29 @@ docs: .venv/ready-dev
 	$(BIN)/python docs/results_page
 	$(BIN)/python -m pytest -q tests/test_readme.py vssm
 
+# The site, from the pages, notebooks and docstrings, in site/index.html. Warnings are errors.
+site: .venv/ready-dev
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs site
+	@echo site/index.html
+
+# All of a release but the upload: a wheel and a source archive in dist/, each installed into an empty environment and tried.
+release: .venv/ready-dev
+	rm -rf dist .venv-release
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -c "import pathlib; size = sum(p.stat().st_size for p in pathlib.Path('dist').glob('*.whl')); \
+		print(f'wheel: {size / 1e6:.1f} MB'); assert size < 15e6 * 1.2"
+	for archive in dist/*.whl dist/*.tar.gz; do \
+		$(PYTHON) -m venv --clear .venv-release && \
+		.venv-release/bin/python -m pip install --quiet --constraint constraints.txt $$archive && \
+		(cd dist && ../.venv-release/bin/python ../tests/smoke.py) || exit 1; \
+	done
+
 bench: .venv/ready-dev
 	$(BIN)/vssm bench scan
 	$(BIN)/vssm bench generate
 
 clean:
-	rm -rf .venv .venv-lowest demo dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lowest .venv-release demo dist site .pytest_cache .ruff_cache .hypothesis
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

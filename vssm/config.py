@@ -3,18 +3,22 @@
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from vssm.checks import check_choice, check_number, name_allowed, plain_number, shown
 from vssm.data.config import DataConfig
 from vssm.distributions import HEADS
 from vssm.ops.latents import ESTIMATORS
 
-__all__ = ["FORMAT", "KINDS", "PRESETS", "ModelConfig", "RunConfig", "TrainConfig"]
+__all__ = ["FORMAT", "KINDS", "PRESETS", "Kind", "ModelConfig", "RunConfig", "TrainConfig"]
 
 FORMAT = 1
 """Version of `config.json` and its folder; raised when an older reader would misunderstand it."""
-KINDS = ("transformer", "ssm", "rnn", "tvae", "vrnn", "vssm")
+Kind = Literal["transformer", "ssm", "rnn", "tvae", "vrnn", "vssm"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+HeadName = Literal[
+    "auto", "gaussian", "gaussian-learned", "bernoulli", "categorical", "logistic-mixture"
+]
 _SIZES_BELOW = 10_000_000  # of a model: PyTorch crashes at sizes past the address space
 
 Config = TypeVar("Config")
@@ -42,7 +46,7 @@ class ModelConfig:
         ValueError: width=-1 is not allowed; allowed: a whole number >= 1 and < 10000000
     """
 
-    kind: str = "vssm"
+    kind: Kind = "vssm"
     """Which model: "transformer", "ssm", "rnn", "tvae", "vrnn" or "vssm"."""
     features: int
     """D, the number of values in one step of x; the vocabulary size for a categorical head."""
@@ -78,7 +82,7 @@ class ModelConfig:
     window: int = 32
     """With known="any": the steps that blocks which read backwards see at once. A run takes the
     length of its sequences, unless another number than 32 is set."""
-    head: str = "gaussian"
+    head: HeadName = "gaussian"
     """Distribution of x_t: gaussian, gaussian-learned, bernoulli, categorical or logistic-mixture;
     in a run also auto, for the one that suits the data."""
     sigma: float = 0.1

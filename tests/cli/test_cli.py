@@ -267,7 +267,7 @@ def test_series_start_from_a_small_model():
     [
         (["trane"], "command='trane' is unknown; allowed: .*did you mean 'train'"),
         (["train", "mnits"], "data set 'mnits' is unknown; did you mean 'mnist'"),
-        (["train", "digits", "--model.kind", "vsm"], "kind='vsm' is unknown"),
+        (["train", "digits", "--model.kind", "vsm"], "invalid choice 'vsm' .*'vssm'"),
         (
             ["train", "digits", "--preset", "paper"],
             "preset='paper' is unknown; allowed: 'paper-mnist'",

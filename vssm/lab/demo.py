@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import vssm
-from vssm.config import ModelConfig, RunConfig, TrainConfig
+from vssm.config import Kind, ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, draw, open_data, read_meta
 from vssm.evaluation.scores import evaluate_run
 from vssm.lab.bench.measure import take_times
@@ -22,13 +22,13 @@ from vssm.training.progress import Progress
 
 __all__ = ["demo"]
 
-_RACERS = {
+_RACERS: dict[Kind, str] = {
     "vssm": "mnist-small",
     "ssm": "mnist-small-ssm",
     "transformer": "mnist-small-transformer",
 }
 _LENGTHS = (28, 112, 448)
-_EPOCHS = {"vssm": 20, "ssm": 15, "transformer": 15}
+_EPOCHS: dict[Kind, int] = {"vssm": 20, "ssm": 15, "transformer": 15}
 _TOLERANCE = 1e-4
 
 

@@ -88,7 +88,7 @@ def main_forecast(
 
 def _forecaster(kind: str, patch: int, width: int, layers: int, device: torch.device) -> Forecaster:
     size: dict[str, Any] = {"features": patch, "width": width, "layers": layers, "heads": 1}
-    size |= {"latents": 4, "classes": 16}
-    model = build(ModelConfig(kind=kind, head="gaussian-learned", **size)).to(device)
+    size |= {"kind": kind, "latents": 4, "classes": 16}
+    model = build(ModelConfig(head="gaussian-learned", **size)).to(device)
     data = {"name": "series", "features": patch, "length": 0, "suggested_head": ""}
     return Forecaster(model, Meta(**data, columns=("value",), patch=patch, windowed="window"))
