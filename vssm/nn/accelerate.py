@@ -3,8 +3,8 @@
     handle = vssm.accelerate(model)      # from here on the model trains and generates faster
     handle.undo()                        # and from here on it runs its own code again
 
-The `forward` of every mixer of the model is replaced, and nothing else: weights, caches, arguments
-and results are those of transformers. The mixer computes
+The `forward` of every mixer and of every `nn.Linear` of the model is replaced, and nothing else:
+weights, caches, arguments and results are those of transformers. A mixer computes
 
     (u, z) = in_proj(x)      u = silu(conv1d(u))      (dt, B, C) = x_proj(u)      out_proj(y)
 
@@ -17,10 +17,10 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.ops import causal_conv_silu, selective_scan
+from vssm.ops.onednn import multiply
 
 __all__ = ["Acceleration", "accelerate"]
 
@@ -31,16 +31,16 @@ _MIXERS = (
 
 
 class Acceleration:
-    """The mixers that run on our kernels; leaving its `with` block undoes it."""
+    """The modules that run on our kernels; leaving its `with` block undoes it."""
 
-    def __init__(self, mixers: list[Any]) -> None:
-        self.mixers = mixers
+    def __init__(self, modules: list[Any]) -> None:
+        self.modules = modules
 
     def undo(self) -> None:
-        """Gives the mixers their own `forward` back."""
-        for mixer in self.mixers:
-            if _is_accelerated(mixer):
-                del mixer.forward
+        """Gives the modules their own `forward` back."""
+        for module in self.modules:
+            if _is_accelerated(module):
+                del module.forward
 
     def __enter__(self) -> "Acceleration":
         return self
@@ -74,7 +74,7 @@ def accelerate(model: nn.Module) -> Acceleration:
         >>> torch.allclose(fast, slow, atol=1e-5)
         True
     """
-    modules = model.modules() if isinstance(model, nn.Module) else ()
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
     mixers = [module for module in modules if _name_of_class(module) in _MIXERS]
     if not mixers:
         raise ValueError(
@@ -83,12 +83,15 @@ def accelerate(model: nn.Module) -> Acceleration:
     _check_version()
     for mixer in mixers:
         _check_mixer(mixer)
+    layers = [m for m in modules if type(m) is nn.Linear and not _is_replaced_by_others(m)]
     for mixer in mixers:
-        mixer.forward = MethodType(_forward, mixer)
-    return Acceleration(mixers)
+        mixer.forward = MethodType(_run_mixer, mixer)
+    for layer in layers:
+        layer.forward = MethodType(_run_linear, layer)
+    return Acceleration(mixers + layers)
 
 
-def _forward(
+def _run_mixer(
     mixer: Any,  # noqa: ANN401
     hidden_states: Tensor,
     cache_params: Any = None,  # noqa: ANN401
@@ -113,12 +116,17 @@ def _forward(
     dt, B, C = mixer.x_proj(u).split([rank, states, states], -1)
     if hasattr(mixer, "dt_layernorm"):  # FalconMamba
         dt, B, C = mixer.dt_layernorm(dt), mixer.b_layernorm(B), mixer.c_layernorm(C)
-    dt, dt_bias = F.linear(dt, mixer.dt_proj.weight), mixer.dt_proj.bias
+    dt, dt_bias = multiply(dt, mixer.dt_proj.weight), mixer.dt_proj.bias
     A = -torch.exp(mixer.A_log.float())
     y, h = selective_scan(u, dt, A, B, C, mixer.D, z, dt_bias, softplus=True, h0=h0)
     if cache_params is not None:
         cache_params.update_recurrent_state(h, layer)
     return mixer.out_proj(y)
+
+
+def _run_linear(layer: nn.Linear, input: Tensor) -> Tensor:
+    """Replaces the `forward` of a linear layer."""
+    return multiply(input, layer.weight, layer.bias)
 
 
 def _check_version() -> None:
@@ -140,15 +148,19 @@ def _check_mixer(mixer: Any) -> None:  # noqa: ANN401
             f"the weights are quantised to {mixer.dt_proj.weight.dtype}; "
             "vssm.accelerate needs floating-point weights"
         )
-    if "forward" in vars(mixer) and not _is_accelerated(mixer):
+    if _is_replaced_by_others(mixer):
         raise ValueError(
             "a mixer's forward was replaced already, for example by device_map; "
             "load the model onto one device"
         )
 
 
-def _is_accelerated(mixer: nn.Module) -> bool:
-    return getattr(mixer.forward, "__func__", None) is _forward
+def _is_accelerated(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) in (_run_mixer, _run_linear)
+
+
+def _is_replaced_by_others(module: nn.Module) -> bool:
+    return "forward" in vars(module) and not _is_accelerated(module)
 
 
 def _name_of_class(module: nn.Module) -> str:
