@@ -46,6 +46,16 @@ def test_transposed_operands_and_second_derivatives(everywhere):
         assert relative_error(ours, theirs) < 1e-5
 
 
+def test_slices_and_expanded_gradients(everywhere):
+    x, weight = torch.randn(40, 9, requires_grad=True), torch.randn(5, 14, requires_grad=True)
+
+    def gradients(product):
+        return torch.autograd.grad(product(x[:, 1:8], weight[:, ::2]).sum(), (x, weight))
+
+    for ours, theirs in zip(gradients(onednn.multiply), gradients(F.linear), strict=True):
+        assert relative_error(ours, theirs) < 1e-6
+
+
 def test_frozen_weights_get_no_gradient(everywhere):
     x, weight, bias = operands(40)
     y = onednn.multiply(x, weight.requires_grad_(False), bias.requires_grad_(False))

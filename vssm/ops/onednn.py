@@ -57,6 +57,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x, weight = _without_gaps(x), _without_gaps(weight)
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
     @staticmethod
@@ -69,3 +70,9 @@ class _Product(torch.autograd.Function):
         dx = multiply(dy, weight.T) if needed[0] else None
         dweight = multiply(dy.T, x.T) if needed[1] else None
         return dx, dweight, dy.sum(0) if needed[2] else None
+
+
+def _without_gaps(matrix: Tensor) -> Tensor:
+    """Copies a matrix with gaps between its rows or columns: oneDNN may take a slow path for it."""
+    dense = matrix.is_contiguous() or matrix.T.is_contiguous()
+    return matrix if dense else matrix.contiguous()
