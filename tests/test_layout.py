@@ -49,6 +49,7 @@ def test_public_names():
         "ModelConfig",
         "State",
         "Terms",
+        "accelerate",
         "build",
         "fill",
         "forecast",
@@ -66,6 +67,9 @@ def test_public_names():
     assert list(inspect.signature(vssm.ops.selective_scan).parameters) == (
         ["u", "dt", "A", "B", "C", "D", "z", "dt_bias", "softplus", "h0", "backend"]
     )
+    mamba_ssm = ["u", "delta", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus"]
+    mamba_ssm += ["return_last_state", "initial_state"]
+    assert list(inspect.signature(vssm.ops.selective_scan_fn).parameters) == mamba_ssm
     assert list(inspect.signature(vssm.log_likelihood).parameters)[:4] == (
         ["model", "x", "num_samples", "prompt_length"]
     )

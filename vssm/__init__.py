@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vssm.likelihoods import log_likelihood as log_likelihood
     from vssm.models import build as build
     from vssm.nn import State as State
+    from vssm.nn.accelerate import accelerate as accelerate
     from vssm.objectives import Terms as Terms
     from vssm.objectives import objective as objective
     from vssm.runs.checkpoint import load as load
@@ -40,6 +41,7 @@ __all__ = [
     "ModelConfig",
     "State",
     "Terms",
+    "accelerate",
     "build",
     "fill",
     "forecast",
@@ -60,6 +62,7 @@ _SOURCES = {
     "log_likelihood": "likelihoods",
     "build": "models",
     "State": "nn",
+    "accelerate": "nn.accelerate",
     "Terms": "objectives",
     "objective": "objectives",
     "load": "runs.checkpoint",

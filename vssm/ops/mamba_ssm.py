@@ -1,0 +1,189 @@
+"""The scan with the signature of mamba-ssm's `selective_scan_fn`, for code that was written for it.
+
+    h_t = exp(delta_t A) h_{t-1} + delta_t B_t u_t          y_t = C_t h_t + D u_t
+
+Shapes: u, delta, z, y (B, D, L); A (D, N); D, delta_bias (D,); h (B, D, N); B and C one of
+
+| shape        | meaning                                                              |
+| ------------ | -------------------------------------------------------------------- |
+| (B, N, L)    | one matrix a step, shared by all channels                            |
+| (B, G, N, L) | one matrix a step for each of G groups of neighbouring channels      |
+| (D, N)       | the same at all steps; then states of all steps are kept in memory   |
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vssm.ops.scan import selective_scan
+
+__all__ = ["selective_scan_fn"]
+
+
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    initial_state: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Runs the selective scan on tensors in the layout of mamba-ssm.
+
+    Arguments:
+        u: The input, (B, D, L).
+        delta: The step sizes, (B, D, L), before bias and softplus.
+        A: The continuous-time decay, (D, N), real and negative.
+        B: The input matrix: (B, N, L), (B, G, N, L) or (D, N).
+        C: The output matrix, in one of the shapes of B.
+        D: The skip connection, (D,).
+        z: The gate, (B, D, L): y is multiplied by silu(z).
+        delta_bias: Added to delta, (D,).
+        delta_softplus: Whether delta passes through softplus.
+        return_last_state: Whether to return the state after the last step, too.
+        initial_state: The state to start from, (B, D, N); zero if not given. mamba-ssm has no
+            such argument.
+
+    Returns:
+        y (B, D, L) in the dtype of u, or y and the last state (B, D, N). Unlike in mamba-ssm,
+        gradients flow from the last state, too.
+
+    Example:
+        >>> u, delta, A = torch.ones(1, 2, 3), torch.ones(1, 2, 3), -torch.ones(2, 1)
+        >>> B, C = torch.ones(1, 1, 3), torch.ones(1, 1, 3)
+        >>> selective_scan_fn(u, delta, A, B, C)[0, 0]
+        tensor([1.0000, 1.3679, 1.5032])
+    """
+    _check_arguments(u, delta, A, B, C, D, z, delta_bias, initial_state)
+    u, delta = u.transpose(1, 2), delta.transpose(1, 2)
+    z = None if z is None else z.transpose(1, 2)
+    scan = _scan_each_state if B.dim() == 2 or C.dim() == 2 else _scan_each_group
+    y, last = scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state)
+    y = y.transpose(1, 2)
+    return (y, last) if return_last_state else y
+
+
+def _scan_each_group(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    softplus: bool,
+    h0: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Scans group by group; u, delta, z and y are (B, L, D), the rest as in `selective_scan_fn`."""
+    B, C = (matrix if matrix.dim() == 4 else matrix.unsqueeze(1) for matrix in (B, C))
+    groups = max(B.shape[1], C.shape[1])
+
+    def split(tensor: Tensor | None, dim: int) -> list:
+        return [None] * groups if tensor is None else list(tensor.chunk(groups, dim))
+
+    B, C = (matrix.transpose(2, 3).expand(-1, groups, -1, -1) for matrix in (B, C))
+    scans = zip(
+        *(split(u, 2), split(delta, 2), split(A, 0), B.unbind(1), C.unbind(1)),
+        *(split(D, 0), split(z, 2), split(delta_bias, 0), [softplus] * groups, split(h0, 1)),
+        strict=True,
+    )
+    ys, hs = zip(*(selective_scan(*arguments) for arguments in scans), strict=True)
+    return (ys[0], hs[0]) if groups == 1 else (torch.cat(ys, 2), torch.cat(hs, 1))
+
+
+def _scan_each_state(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    softplus: bool,
+    h0: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Does the same for all shapes of B and C: each of the D N states is a channel of its own."""
+    dtype, (batch, length, _), (channels, states) = u.dtype, u.shape, A.shape
+    exact = torch.promote_types(dtype, torch.float32)
+    u = u.to(exact)
+    B, C = (_spread(matrix.to(exact), channels) for matrix in (B, C))
+    one = u.new_ones(batch, length, 1)
+    hs, last = selective_scan(
+        (u.unsqueeze(3) * B).flatten(2),
+        delta.repeat_interleave(states, 2),
+        A.reshape(-1, 1),
+        one,
+        one,
+        dt_bias=None if delta_bias is None else delta_bias.repeat_interleave(states),
+        softplus=softplus,
+        h0=None if h0 is None else h0.reshape(batch, -1, 1),
+    )
+    y = (hs.unflatten(2, (channels, states)) * C).sum(3)
+    if D is not None:
+        y = y + D * u
+    if z is not None:
+        y = y * F.silu(z.to(exact))
+    return y.to(dtype), last.view(batch, channels, states)
+
+
+def _spread(matrix: Tensor, channels: int) -> Tensor:
+    """Returns B or C in a shape that broadcasts to (B, L, D, N)."""
+    if matrix.dim() == 2:
+        return matrix
+    if matrix.dim() == 3:
+        return matrix.transpose(1, 2).unsqueeze(2)
+    return matrix.repeat_interleave(channels // matrix.shape[1], 1).permute(0, 3, 1, 2)
+
+
+def _check_arguments(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+) -> None:
+    """Raises `ValueError` if shapes do not fit; `selective_scan` checks dtypes and devices."""
+    for name, tensor in (("A", A), ("B", B), ("C", C)):
+        if tensor.is_complex():
+            raise ValueError(f"{name} is complex; the scan takes real A, B and C only")
+    if u.dim() != 3 or A.dim() != 2 or len(A) != u.shape[1]:
+        raise ValueError(
+            f"u has shape {tuple(u.shape)} and A {tuple(A.shape)}; "
+            "expected (batch, channels, length) and (channels, states)"
+        )
+    (batch, channels, length), states = u.shape, A.shape[1]
+    shapes = {
+        "delta": (delta, u.shape),
+        "D": (D, (channels,)),
+        "z": (z, u.shape),
+        "delta_bias": (delta_bias, (channels,)),
+        "initial_state": (initial_state, (batch, channels, states)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
+    groups = set()
+    for name, matrix in (("B", B), ("C", C)):
+        count = matrix.shape[1] if matrix.dim() == 4 else 1
+        allowed = [(channels, states), (batch, states, length)]
+        if count and channels % count == 0:
+            allowed.append((batch, count, states, length))
+        if tuple(matrix.shape) not in allowed:
+            raise ValueError(
+                f"{name} has shape {tuple(matrix.shape)}; expected {allowed[0]}, {allowed[1]} "
+                f"or ({batch}, groups, {states}, {length}) with groups that divide {channels}"
+            )
+        groups.add(count)
+    if len(groups - {1}) > 1:
+        raise ValueError(f"B has {B.shape[1]} groups and C {C.shape[1]}; expected the same number")
