@@ -16,7 +16,7 @@ import torch
 from fastapi.testclient import TestClient
 
 from tests.conftest import KINDS, sequences, small_model
-from tests.serving import IMAGE, error, served
+from tests.serving import IMAGE, body_schema, error, served
 from vssm import State, generate, observe, save
 from vssm.data import Meta
 from vssm.serve.app import create_app
@@ -182,7 +182,7 @@ def test_one_bad_job_does_not_hurt_the_others_and_a_cancelled_one_is_dropped(mod
     assert all(future.result(30).x.shape == (1, 4, 3) for future in good)
     with pytest.raises(Refused) as refused:
         bad.result(30)
-    assert refused.value.status in (422, 500)
+    assert refused.value.status_code in (422, 500)
     with pytest.raises(CancelledError):
         gone.result(0)
     worker.close()
@@ -205,7 +205,7 @@ def test_a_worker_that_fails_ends_all_jobs_and_takes_no_more(models, monkeypatch
     message = "computing failed (RuntimeError); the server's log says why"
     with pytest.raises(Refused, match=re.escape(message)) as refused:
         waiting.result(30)
-    assert (refused.value.status, refused.value.type) == (503, "failed")
+    assert (refused.value.status_code, refused.value.type) == (503, "failed")
     with pytest.raises(Refused, match=re.escape(message)):
         worker.submit(Job(models[0], seed, seed, 4))
     worker.close()
@@ -576,9 +576,8 @@ def test_prompts_as_lists_file_and_text(client, models):
         ({"model": "m" * 65}, "model", "model is not allowed: string should have at most 64"),
         ({"prompt": 3}, "prompt", "prompt=3 is not allowed: input should be nested lists of"),
         ({"prompt_npy": []}, "prompt_npy", "is not allowed: input should be a .npy file in base64"),
-        ({"colour": 1}, "colour", "field 'colour' is unknown; allowed: model, num,"),
-        ({"nmu": 1}, "nmu", "prompt_npy (did you mean num?)"),
-        ({"a\nb": 1}, "a\nb", r"field 'a\nb' is unknown; allowed: model"),
+        ({"colour": 1}, "colour", "field 'colour' is unknown; /docs lists the fields"),
+        ({"a\nb": 1}, "a\nb", r"field 'a\nb' is unknown"),
         ([1], None, "the body is not an object; allowed: a JSON object of fields"),
         (None, None, "the body is not an object; allowed: a JSON object of fields"),
     ],
@@ -591,10 +590,8 @@ def test_refusals_name_the_field(client, body, param, words):
 
 
 def test_every_field_says_what_it_takes(client):
-    paths = client.get("/openapi.json").json()["paths"]
     for route, other in (("generate", {}), ("resume", {"resume": "h.x"}), ("observe", {})):
-        body = paths[f"/v1/{route}"]["post"]["requestBody"]["content"]["application/json"]
-        names = list(body["schema"]["properties"])
+        names = list(body_schema(client, route)["properties"])
         assert len(names) > 5
         for name in names:
             refused = error(client.post(f"/v1/{route}", json={**other, name: {}}), 422)
@@ -686,13 +683,9 @@ def test_outputs_that_overflow_are_an_error():
 def test_the_examples_of_the_interface_are_answered(models, name):
     with TestClient(create_app([one for one in models if one.name == name])) as client:
         wait_until_ready(client)
-        for route in ("generate", "observe"):
-            content = client.get("/openapi.json").json()["paths"][f"/v1/{route}"]["post"][
-                "requestBody"
-            ]
-            for example in content["content"]["application/json"]["examples"].values():
-                reply = client.post(f"/v1/{route}", json=example["value"])
-                assert reply.status_code == 200, reply.text[:300]
+        for example in body_schema(client, "generate")["examples"]:
+            reply = client.post("/v1/generate", json=example)
+            assert reply.status_code == 200, reply.text[:300]
 
 
 @pytest.mark.gpu
@@ -722,9 +715,6 @@ def test_models_pages_and_numbers(client):
     )
     assert "default-src 'none'" in page.headers["content-security-policy"]
     spec = client.get("/openapi.json").json()
-    assert spec["paths"]["/v1/generate"]["post"]["requestBody"]["content"]["application/json"][
-        "examples"
-    ]
     for route in ("generate", "resume"):
         answer = spec["paths"][f"/v1/{route}"]["post"]["responses"]["200"]["content"]
         assert set(answer) == {"application/json", "text/event-stream"}
@@ -780,7 +770,7 @@ def test_states_are_kept_for_a_time_up_to_a_number_and_a_size():
     now[0] = 29
     with pytest.raises(Refused) as refused:
         store.get(e)
-    assert refused.value.status == 404
+    assert refused.value.status_code == 404
     assert (len(store), store.held) == (0, 0)
 
 
@@ -796,7 +786,7 @@ def test_a_sealed_state_opens_only_unchanged_and_in_time():
         changed[place] ^= 1
         with pytest.raises(Refused) as refused:
             seal.open("s." + base64.urlsafe_b64encode(changed).decode())
-        assert refused.value.status == 403
+        assert refused.value.status_code == 403
     for other in ("s.", "s.%%%", sealed[:-8], "s." + "A" * 64):
         with pytest.raises(Refused, match="not sealed by this server"):
             seal.open(other)
@@ -805,7 +795,7 @@ def test_a_sealed_state_opens_only_unchanged_and_in_time():
     now[0] = 10
     with pytest.raises(Refused) as refused:
         seal.open(sealed)
-    assert refused.value.status == 410
+    assert refused.value.status_code == 410
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

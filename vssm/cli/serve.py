@@ -21,14 +21,6 @@ class Serve(ServeOptions):
     default the shipped models."""
 
     def run(self) -> None:
-        from vssm.serve.cluster import serve_on_ray
         from vssm.serve.run import serve
 
-        if self.ray:
-            serve_on_ray(self)
-        elif self.replicas != 1 or self.max_replicas is not None:
-            raise ValueError(
-                "replicas and max_replicas are for --ray; allowed: with it, or without them"
-            )
-        else:
-            serve(self)
+        serve(self)

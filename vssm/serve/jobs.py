@@ -71,8 +71,6 @@ class Job:
     deadline: float = math.inf  # in seconds of `time.monotonic`
     bytes: int = 0  # the size of the final state
     future: "Future[Done]" = field(default_factory=Future)  # cancelling it drops the job
-    turn: float = 0.0  # the place in the order of the scheduler, and the place after it
-    turn_end: float = 0.0
 
     def __post_init__(self) -> None:
         self._left, self._position, self._seconds = self.length or 0, 0, 0.0
@@ -144,31 +142,6 @@ class Job:
         before = None if self.state is None else _layout(self.state)
         self.key: Hashable = self.served.name, before, piece, self.temperature, self.sample
         """Jobs with equal keys can be computed together."""
-
-    @property
-    def costs(self) -> tuple[float, float]:
-        """The seconds still needed: those that other rows can share, and its own."""
-        return self._cost(self._unread, self._left, len(self.row))
-
-    @property
-    def seconds_left(self) -> float:
-        """The seconds still needed if it is computed alone."""
-        return sum(self.costs)
-
-    def _cost(self, read: int, make: int, rows: int) -> tuple[float, float]:
-        speed = self.served.speed
-        calls = make if not self.served.parallel else math.ceil(make / self._most)
-        fixed = math.ceil(read / self._most) * speed.read[0]
-        variable = read * speed.read[1] + make * speed.make[1]
-        if self.recondition:
-            calls = max(calls, math.ceil(make / self._chunk))
-            fixed += calls * speed.read[0]
-            variable += make * speed.read[1]
-        return speed.stretch * (fixed + calls * speed.make[0]), speed.stretch * rows * variable
-
-    def expected(self, rows: int) -> float:
-        """Returns the expected seconds of the next piece in a batch of so many rows."""
-        return sum(self._cost(self.piece.read, self.piece.make, rows))
 
     @property
     def narrowest(self) -> int:

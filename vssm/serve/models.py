@@ -1,4 +1,4 @@
-"""A served model: its name, its data, and measurements that batching and admission need.
+"""A served model: its name, its data, and measurements that batching and limits need.
 
 This is the only module of the server that calls `generate` and `observe`.
 
@@ -8,9 +8,7 @@ no longer depend on the batch. `Served.measure` finds that number, and the worke
 """
 
 import re
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,35 +24,13 @@ from vssm.runs.checkpoint import load_finite
 from vssm.sampling.generation import Generation
 from vssm.storage import checksum
 
-__all__ = ["Served", "Speed", "open_models"]
+__all__ = ["Served", "open_models"]
 
 _MOST_ROWS = 64  # from here on, bits are assumed not to depend on the number of rows
 _ROWS = (48, 32, 24, 20, 16, 14, 12, 11, 10, 8, 6, 5, 4, 3, 2, 1)
-_TIMED_STEPS = 4
 # Products of weights in one piece of work: about 0.2 s of one core, or of a GPU.
 _PRODUCTS = {"cpu": 10**10, "cuda": 10**12}
 _MOST_CELLS = 8192  # sequences times steps of a piece, which bounds its memory
-
-
-@dataclass
-class Speed:
-    """Predicts the seconds of a pass: a fixed cost for each call and a cost for each cell.
-
-    A cell is one step of one sequence. A step-by-step model makes one call for each new step.
-    """
-
-    read: tuple[float, float] = (0.0, 0.0)
-    """Seconds for each call that reads data, and for each cell."""
-    make: tuple[float, float] = (0.0, 0.0)
-    """Seconds for each call that makes new steps, and for each cell."""
-    stretch: float = 1.0
-    """How much longer recent passes took than the measurement at the start predicts."""
-
-    def learn(self, expected: float, seconds: float) -> None:
-        """Corrects later predictions by a pass that took so many seconds."""
-        if expected > 0:
-            weight = min(0.2, seconds / 2)  # short passes say little about long ones
-            self.stretch *= 1 - weight + weight * min(10.0, seconds / expected)
 
 
 class Served:
@@ -69,8 +45,8 @@ class Served:
         >>> from vssm import ModelConfig, build
         >>> served = Served("small", build(ModelConfig(kind="ssm", features=3, width=8, layers=1)))
         >>> served.measure()
-        >>> 1 <= served.floor <= 64, served.row_bytes[1], served.speed.make[0] > 0
-        (True, 0, True)
+        >>> 1 <= served.floor <= 64, served.row_bytes[1]
+        (True, 0)
     """
 
     def __init__(self, name: str, model: Model, meta: Meta | None = None) -> None:
@@ -93,7 +69,6 @@ class Served:
         """Cells that a pass needs for its bits not to depend on the batch."""
         self.row_bytes = 0, 0
         """Bytes of the state of one sequence: fixed, and for each step."""
-        self.speed = Speed()
 
     def generate(self, **options: Any) -> Generation:  # noqa: ANN401
         """Makes new steps; options are those of `vssm.generate`."""
@@ -132,20 +107,13 @@ class Served:
         }
 
     def measure(self) -> None:
-        """Measures the row floor, the size of states and the speed of passes."""
+        """Measures the row floor and the size of states."""
         self.floor = self._row_floor()
         one, two = (
             sum(leaf.nbytes for leaf in self.generate(num=1, length=steps).state.leaves())
             for steps in (1, 2)
         )
         self.row_bytes = 2 * one - two, two - one
-        # Zeros are valid for every head; generated values could overflow.
-        x = torch.zeros_like(self.generate(num=_MOST_ROWS, length=_TIMED_STEPS).x)
-        calls = 1 if self.parallel else _TIMED_STEPS
-        self.speed = Speed(
-            _fit(lambda num: self.observe(x[:num]), 1),
-            _fit(lambda num: self.generate(num=num, length=_TIMED_STEPS), calls),
-        )
 
     def _row_floor(self) -> int:
         dials: dict[str, Any] = {"chunk": 1, "recondition": True} if self.parallel else {}
@@ -159,19 +127,6 @@ class Served:
                 break
             floor = num
         return floor
-
-
-def _fit(run: Callable[[int], object], calls: int) -> tuple[float, float]:
-    """Returns the seconds for each call and for each cell, from runs of one and of many rows."""
-    seconds = []
-    for num in (1, _MOST_ROWS):
-        run(num)
-        began = time.perf_counter()
-        run(num)
-        seconds.append(time.perf_counter() - began)
-    one, many = seconds
-    cell = max(0.0, many - one) / ((_MOST_ROWS - 1) * _TIMED_STEPS)
-    return max(one - cell * _TIMED_STEPS, 0.01 * one) / calls, cell
 
 
 def open_models(sources: Sequence[str], device: str = "cpu") -> list[Served]:

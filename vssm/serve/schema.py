@@ -1,20 +1,23 @@
-"""The fields of requests and answers, and how prompts become tensors.
+"""The fields of requests and answers, and how their sequences become tensors.
 
-A prompt comes as nested lists, as a .npy file in base64, or as text. Lists and files are arrays by
-the time a request is validated (`body`).
+A sequence comes as nested lists, as a .npy file in base64, or as text. pydantic checks the fields
+and turns lists and files into arrays; `read_sequences` checks arrays and text against a model.
 """
 
-import difflib
+import base64
+import io
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import pydantic_core
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 from torch import Tensor
 
-from vssm.serve.errors import Refused
+from vssm.serve.errors import Refused, invalid
 from vssm.serve.models import Served
 
 __all__ = [
@@ -25,29 +28,86 @@ __all__ = [
     "ObserveRequest",
     "Reply",
     "ResumeRequest",
-    "read_request",
+    "explain",
+    "read_json",
     "read_sequences",
 ]
 
 _INT64 = 2**63
 _LONGEST = 64  # characters of a name or value that an error repeats
+_MAX_FIELDS = 64
+_MAX_HEADER = 4096  # bytes of the header of a .npy file
 
 
-def _check_array(value: object) -> object:
-    if isinstance(value, np.ndarray | str | None):
+def read_json(body: bytes, max_lists: int, max_numbers: int) -> Any:  # noqa: ANN401
+    """Parses the body of a request. One that is too large or too nested costs no memory.
+
+    Example:
+        >>> read_json(b'{"num": 2, "prompt": [[0, 1]]}', 10, 10)
+        {'num': 2, 'prompt': [[0, 1]]}
+    """
+    for mark, most, what in ((b"[", max_lists, "lists"), (b",", max_numbers, "numbers")):
+        if body.count(mark) > most:
+            message = f"the body has too many {what}; allowed: at most {most}"
+            raise Refused(422, "too_many", message)
+    try:
+        content = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError:
+        message = "the body is not valid JSON; allowed: an object with finite numbers"
+        raise Refused(400, "not_json", message) from None
+    if isinstance(content, dict) and len(content) > _MAX_FIELDS:
+        message = f"the body has {len(content)} fields; allowed: at most {_MAX_FIELDS}"
+        raise Refused(422, "too_many", message)
+    return content
+
+
+def _from_lists(value: object) -> object:
+    """Returns an array for nested lists of numbers; text and None pass."""
+    if isinstance(value, str | None):
         return value
-    raise PydanticCustomError("array", "input should be nested lists of numbers, or text")
+    if not isinstance(value, list):
+        raise PydanticCustomError("array", "input should be nested lists of numbers, or text")
+    try:
+        # As objects first: numpy would make every string of a list as long as the longest.
+        leaves = np.array(value, object)
+        if leaves.ndim <= 3 and {type(leaf) for leaf in leaves.flat} <= {int, float}:
+            array = np.array(value)
+            if array.dtype.kind in "iuf":  # integers beyond 64 bits become objects
+                return array
+    except (ValueError, OverflowError):
+        pass
+    raise PydanticCustomError("array", "input should be nested lists of numbers, equally long")
 
 
-def _check_file(value: object) -> object:
-    if isinstance(value, np.ndarray | None):
-        return value
-    raise PydanticCustomError("npy", "input should be a .npy file in base64")
+def _from_file(value: object) -> object:
+    """Returns the array of a .npy file in base64. Nothing is unpickled.
+
+    Example:
+        >>> file = io.BytesIO()
+        >>> np.save(file, np.arange(3.0))
+        >>> _from_file(base64.b64encode(file.getvalue()).decode())
+        array([0., 1., 2.])
+    """
+    if value is None:
+        return None
+    try:
+        assert isinstance(value, str)
+        data = base64.b64decode(value, validate=True)
+        file, npy = io.BytesIO(data), np.lib.format
+        first = npy.read_magic(file)[0] == 1
+        header = npy.read_array_header_1_0 if first else npy.read_array_header_2_0
+        shape, fortran, dtype = header(file, max_header_size=_MAX_HEADER)
+        assert len(shape) <= 3 and min(shape, default=0) >= 0 and dtype.kind in "iuf"
+        array = np.frombuffer(data, dtype, offset=file.tell())
+        return array.reshape(shape, order="F" if fortran else "C")
+    except Exception:  # a hostile header can raise almost anything
+        message = "input should be a .npy file in base64, numbers with 1 to 3 axes"
+        raise PydanticCustomError("npy", message) from None
 
 
 _Array = Annotated[
     Any,
-    AfterValidator(_check_array),
+    BeforeValidator(_from_lists),
     WithJsonSchema({"anyOf": [{"type": kind} for kind in ("array", "string", "null")]}),
     Field(
         description="(steps, features) or (batch, steps, features); for tokens (steps) or "
@@ -56,12 +116,16 @@ _Array = Annotated[
 ]
 _Npy = Annotated[
     Any,
-    AfterValidator(_check_file),
+    BeforeValidator(_from_file),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
     Field(description="The same as a .npy file in base64."),
 ]
 _Count = Annotated[int, Field(ge=1)]
 _Resume = Annotated[str, Field(min_length=2, description="`resume` of an answer.")]
+
+
+def _examples(*values: dict[str, Any]) -> ConfigDict:
+    return ConfigDict(json_schema_extra={"examples": list(values)})
 
 
 class _Request(BaseModel):
@@ -101,6 +165,7 @@ class _MakeRequest(_Request):
 class GenerateRequest(_MakeRequest):
     """Generates sequences, from nothing or after a prompt."""
 
+    model_config = _examples({"num": 16, "seed": 7}, {"length": 12, "stream": True})
     prompt: _Array = None
     prompt_npy: _Npy = None
 
@@ -108,12 +173,14 @@ class GenerateRequest(_MakeRequest):
 class ResumeRequest(_MakeRequest):
     """Continues where an answer stopped; the same place can be resumed many times."""
 
+    model_config = _examples({"resume": "RESUME_OF_AN_ANSWER", "length": 12})
     resume: _Resume
 
 
 class ObserveRequest(_Request):
     """Reads data and returns where to resume; `resume` adds more data to earlier data."""
 
+    model_config = _examples({"x_npy": "BASE64_OF_A_NPY_FILE", "num": 4})
     x: _Array = None
     x_npy: _Npy = None
     resume: _Resume | None = None
@@ -143,85 +210,40 @@ class Reply(ObserveReply):
     text: list[str] | None = Field(description="The same as text, for a model of text.")
 
 
-class ModelReply(BaseModel):
-    """A served model."""
-
-    name: str
-    kind: str
-    head: str
-    features: int
-    tokens: bool
-    text: bool
-    parallel: bool
-    length: int
-    parameters: int
-    data: str | None
-    image_shape: list[int] | None
-
-
 class ModelsReply(BaseModel):
     """The served models, the default first, and the limits of one request."""
 
-    models: list[ModelReply]
+    models: list[dict[str, Any]]
     limits: dict[str, int]
-
-
-class ErrorDetail(BaseModel):
-    """What went wrong."""
-
-    type: str
-    message: str
-    param: str | None
 
 
 class ErrorReply(BaseModel):
     """The one form of every error."""
 
-    error: ErrorDetail
+    error: dict[Literal["type", "message", "param"], str | None]
 
 
-Request = TypeVar("Request", bound=_Request)
-
-
-def read_request(kind: type[Request], fields: Any) -> Request:  # noqa: ANN401
-    """Returns a valid request, or refuses it and names the first wrong field.
-
-    Example:
-        >>> read_request(ResumeRequest, {"resum": "h.1"})
-        Traceback (most recent call last):
-        vssm.serve.errors.Refused: resume is missing
-        >>> read_request(GenerateRequest, {"num": 0})
-        Traceback (most recent call last):
-        vssm.serve.errors.Refused: num=0 is not allowed: input should be greater than or equal to 1
-    """
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-    if not first["loc"]:
-        raise Refused(422, "invalid", "the body is not an object; allowed: a JSON object of fields")
-    name, value = str(first["loc"][0]), first["input"]
+def explain(error: RequestValidationError) -> Refused:
+    """Returns the refusal of a request that pydantic refused: it names the first wrong field."""
+    first = error.errors()[0]
+    if len(first["loc"]) < 2:
+        return invalid("the body is not an object; allowed: a JSON object of fields")
+    name, value, message = str(first["loc"][1])[:_LONGEST], first["input"], first["msg"]
     if first["type"] == "missing":
-        message = f"{name} is missing"
-    elif name not in kind.model_fields:
-        nearest = difflib.get_close_matches(name, kind.model_fields, n=1)
-        hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-        name, allowed = name[:_LONGEST], ", ".join(kind.model_fields)
-        message = f"field {name!r} is unknown; allowed: {allowed}{hint}"
-    else:
-        repeat = not isinstance(value, list | dict) and len(str(value)) <= _LONGEST
-        given = f"={json.dumps(value)}" if repeat else ""
-        message = f"{name}{given} is not allowed: {first['msg'][0].lower()}{first['msg'][1:]}"
-    raise Refused(422, "invalid", message, name)
+        return invalid(f"{name} is missing", name)
+    if first["type"] == "extra_forbidden":
+        return invalid(f"field {name!r} is unknown; /docs lists the fields", name)
+    repeat = not isinstance(value, list | dict) and len(str(value)) <= _LONGEST
+    given = f"={json.dumps(value)}" if repeat else ""
+    return invalid(f"{name}{given} is not allowed: {message[0].lower()}{message[1:]}", name)
 
 
 def read_sequences(
     served: Served, value: np.ndarray | str | None, npy: np.ndarray | None, name: str
 ) -> Tensor | None:
-    """Turns a prompt into what the model reads, (B, C, D) or (B, C), or refuses it."""
+    """Turns sequences into what the model reads, (B, C, D) or (B, C), or refuses them."""
     if value is not None and npy is not None:
-        message = f"{name} and {name}_npy were both given; allowed: one of them"
-        raise Refused(422, "invalid", message, name)
+        raise invalid(f"{name} and {name}_npy were both given; allowed: one of them", name)
     array, name = (value, name) if npy is None else (npy, f"{name}_npy")
     if array is None:
         return None
@@ -236,7 +258,7 @@ def read_sequences(
         x = x[None] if x.dim() == (1 if head.tokens else 2) else x
         head.validate(x, name=name)
     except ValueError as error:
-        raise Refused(422, "invalid", str(error), name) from None
+        raise invalid(str(error), name) from None
     return x
 
 

@@ -17,7 +17,7 @@ from vssm.checks import shown
 from vssm.data import steps_left
 from vssm.nn import State
 from vssm.sampling.generation import shares_latents
-from vssm.serve.errors import Refused, json_bytes, json_response
+from vssm.serve.errors import Refused, invalid, json_bytes, json_response
 from vssm.serve.guard import Metrics
 from vssm.serve.jobs import Done, Job
 from vssm.serve.models import Served
@@ -52,23 +52,23 @@ class Service:
         rows = 1 if prompt is None else len(prompt)
         num = ask.num or rows
         if rows not in (1, num):
-            raise _invalid("num", num, f"{rows}, the rows of the prompt")
+            raise _not_allowed("num", num, f"{rows}, the rows of the prompt")
         return self._job(ask, served, num, prompt, None)
 
     def _plan_resume(self, ask: ResumeRequest) -> Job:
         served, state = self._resume(ask.resume, ask.model)
         num = ask.num or state.batch
         if state.batch not in (1, num):
-            raise _invalid("num", num, f"{state.batch}, the rows of the state")
+            raise _not_allowed("num", num, f"{state.batch}, the rows of the state")
         if state.batch != num and shares_latents(served.model, state):
             message = (
                 f"num={num} sequences would share the latents behind resume; pass num={num} to "
                 "/v1/observe, or the data as a prompt to /v1/generate, so that each draws its own"
             )
-            raise Refused(422, "invalid", message, "num")
+            raise invalid(message, "num")
         if ask.recondition and "blind" in state.children:
             message = "recondition=true can not follow an answer without it; set it from the start"
-            raise Refused(422, "invalid", message, "recondition")
+            raise invalid(message, "recondition")
         return self._job(ask, served, num, None, state)
 
     def _plan_observe(self, ask: ObserveRequest) -> Job:
@@ -77,16 +77,16 @@ class Service:
             served, state = self._resume(ask.resume, ask.model)
         x = read_sequences(served, ask.x, ask.x_npy, "x")
         if x is None:
-            raise Refused(422, "invalid", "x is missing; allowed: x or x_npy", "x")
+            raise invalid("x is missing; allowed: x or x_npy", "x")
         num = ask.num or (len(x) if state is None else state.batch)
         if state is not None and num != state.batch:
-            raise _invalid("num", num, f"{state.batch}, the rows of resume")
+            raise _not_allowed("num", num, f"{state.batch}, the rows of resume")
         if len(x) not in (1, num):
             message = f"x has {len(x)} rows; allowed: {num}, or one row for all"
-            raise Refused(422, "invalid", message, "x")
+            raise invalid(message, "x")
         if state is not None and "blind" in state.children:
             message = "resume can not read data: it was generated without recondition"
-            raise Refused(422, "invalid", message, "resume")
+            raise invalid(message, "resume")
         return self._job(ask, served, num, x, state)
 
     def _job(
@@ -108,8 +108,6 @@ class Service:
         source = "resume" if data is None else "x" if length is None else "prompt"
         self._check_size(num, length or 0, known, source)
         keep = ask.keep or self.settings.keep
-        if keep == "server" and not self.settings.handles:
-            raise _invalid("keep", keep, "'client' or 'none', since several processes answer")
         size = self._check_state(served, num, position + steps + (length or 0), keep)
         seed, row = torch.full((num,), ask.seed or 0), torch.arange(num)
         if state is not None:
@@ -168,7 +166,7 @@ class Service:
             name, state = self.store.get(resume)
         served = self._model(name)
         if model not in (None, name):
-            raise _invalid("model", model, f"{name!r}, the model of resume")
+            raise _not_allowed("model", model, f"{name!r}, the model of resume")
         if weights not in (None, served.weights):  # the model was trained or replaced
             message = f"resume was made with other weights of model {name!r}; allowed: a new one"
             raise Refused(410, "resume_outdated", message, "resume")
@@ -291,10 +289,10 @@ def _dials(ask: GenerateRequest | ResumeRequest, served: Served) -> dict[str, An
     """Returns the options of a job that makes steps."""
     if not served.parallel and (ask.chunk is not None or ask.recondition):
         name, kind = "recondition" if ask.recondition else "chunk", served.model.config.kind
-        raise _invalid(name, getattr(ask, name), f"a model of kind vssm or tvae, not {kind}")
+        raise _not_allowed(name, getattr(ask, name), f"a model of kind vssm or tvae, not {kind}")
     if ask.every is not None and (served.parallel or not ask.stream):
         allowed = "streams of step-by-step models; chunk is for the others"
-        raise _invalid("every", ask.every, allowed)
+        raise _not_allowed("every", ask.every, allowed)
     every = None if not ask.stream else ask.chunk if served.parallel else ask.every or 1
     return {
         "chunk": ask.chunk,
@@ -310,7 +308,7 @@ def _steps_left(served: Served, known: int) -> int:
     try:
         return steps_left(served.meta, known)
     except ValueError as error:
-        raise Refused(422, "invalid", str(error), "length") from None
+        raise invalid(str(error), "length") from None
 
 
 async def _gone(request: Request) -> None:
@@ -324,9 +322,8 @@ def _timing(began: float, seconds: float, rows: int) -> dict[str, Any]:
     return {"timing": {**milliseconds, "rows": rows}}
 
 
-def _invalid(param: str, value: object, allowed: str) -> Refused:
-    message = f"{param}={shown(value)} is not allowed; allowed: {allowed}"
-    return Refused(422, "invalid", message, param)
+def _not_allowed(param: str, value: object, allowed: str) -> Refused:
+    return invalid(f"{param}={shown(value)} is not allowed; allowed: {allowed}", param)
 
 
 def _event(name: str, body: dict[str, Any]) -> bytes:

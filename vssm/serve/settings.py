@@ -40,14 +40,12 @@ class Settings:
     threads: int | None = None
     """Threads that compute; `vssm serve` takes one fewer than there are cores."""
     timeout: float = 60.0
-    """Seconds that a request may take after its body has arrived; a request that is expected to
-    take longer, because of the requests before it, is answered 429."""
+    """Seconds that a request may take after its body has arrived; a request that has not begun
+    after half of them is answered 429."""
     body_timeout: float = 10.0
     """Seconds that a client may take to send its request."""
     keep: Literal["server", "client"] = "server"
     """Where states wait to be resumed, unless a request says otherwise."""
-    handles: bool = True
-    """Whether states may wait in the server; off where several processes share the work."""
     resume_seconds: float = 600.0
     """How long a state can be resumed."""
     resume_count: int = 1024
@@ -81,11 +79,5 @@ class ServeOptions:
     """A file with the secret that seals states which clients keep; by default they end with the
     process."""
     device: str = "auto"
-    """Where to run: auto, cpu or cuda; on Ray each replica takes a GPU."""
-    ray: bool = False
-    """Serve on a Ray cluster."""
-    replicas: int = 1
-    """The least number of processes that compute (with --ray)."""
-    max_replicas: int | None = None
-    """The most processes that compute, as load asks for (with --ray)."""
+    """Where to run: auto, cpu or cuda."""
     limits: Settings = field(default_factory=Settings)

@@ -155,7 +155,6 @@ class Worker:
                 self._finish(first, _refusal(error))
             return
         seconds, rows = time.perf_counter() - began, sum(len(job.row) for job in batch)
-        first.served.speed.learn(first.expected(rows), seconds)
         self._watch(first.served.name, rows, seconds)
         with self._changed:
             self._scheduler.spend(batch, seconds)
