@@ -25,7 +25,7 @@ from vssm.serve.jobs import Job
 from vssm.serve.models import Served, open_models
 from vssm.serve.resume import Seal, Store
 from vssm.serve.run import exposed_settings, read_secret
-from vssm.serve.settings import ServeOptions, Settings
+from vssm.serve.settings import Settings
 from vssm.serve.worker import Worker, compute
 
 RIGHT = "correct-horse-battery"
@@ -46,9 +46,11 @@ def models():
     # Wide enough for the matrix library to choose kernels by the number of rows.
     wide = [served(kind, width=64) for kind in NAMES]
     levels = served("vssm", "levels", width=64, levels=2, latents=4)
+    any_part = served("vssm", "any", width=64, levels=2, latents=4, known="any", window=4)
     return [
         *wide,
         levels,
+        any_part,
         served("vssm", "letters", "categorical"),
         served("vssm", "image", meta=IMAGE),
     ]
@@ -90,7 +92,7 @@ def close(given, expected):
     np.testing.assert_allclose(given, np.asarray(expected), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "levels"])
+@pytest.mark.parametrize("kind", [*KINDS, "levels", "any"])
 def test_answers_are_those_of_the_package(client, models, kind):
     model = next(one.model for one in models if one.name == kind)
     prompt = sequences(model, 1, 3)
@@ -102,7 +104,7 @@ def test_answers_are_those_of_the_package(client, models, kind):
     close(np.concatenate([array(reply), array(more)], 1), whole)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "levels"])
+@pytest.mark.parametrize("kind", [*KINDS, "levels", "any"])
 @pytest.mark.parametrize("case", ["plain", "prompt", "state", "recondition", "read"])
 def test_merged_jobs_give_the_bits_of_jobs_alone(models, kind, case):
     one = next(one for one in models if one.name == kind)
@@ -358,6 +360,7 @@ DIALS = [{}, {"chunk": 25}, {"chunk": 25, "recondition": True}, {"chunk": 3, "re
 @pytest.mark.parametrize(
     ("kind", "options"),
     [(kind, dials) for kind in ("vssm", "tvae", "levels") for dials in DIALS]
+    + [("any", dials) for dials in DIALS[:2]]
     + [(kind, {}) for kind in ("ssm", "transformer", "rnn", "vrnn")],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -394,7 +397,7 @@ def test_pieces_are_bounded_and_join_to_what_one_call_gives(
     close(array(more), generate(one.model, length=5, state=expected.state).x)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "levels"])
+@pytest.mark.parametrize("kind", [*KINDS, "levels", "any"])
 def test_data_are_read_in_bounded_pieces(small_pieces, models, kind):
     client, pieces = small_pieces
     pieces.clear()
@@ -557,6 +560,7 @@ def test_prompts_as_lists_file_and_text(client, models):
         ({"num": "2"}, "num", 'num="2" is not allowed: input should be a valid integer'),
         ({"model": "ssm", "chunk": 2}, "chunk", "vssm or tvae"),
         ({"model": "rnn", "recondition": True}, "recondition", "vssm or tvae"),
+        ({"model": "any", "recondition": True}, "recondition", "/v1/fill has passes"),
         ({"every": 2}, "every", "step-by-step"),
         ({"temperature": 0}, "temperature", "temperature=0 is not allowed: input should be"),
         ({"temperature": 1e-300}, "temperature", "should be greater than or equal to 0.000"),
@@ -704,7 +708,13 @@ def test_a_model_on_a_gpu_reads_prompts_and_goes_on():
 
 def test_models_pages_and_numbers(client):
     listed = client.get("/v1/models").json()
-    assert [one["name"] for one in listed["models"]] == [*NAMES, "levels", "letters", "image"]
+    assert [one["name"] for one in listed["models"]] == [
+        *NAMES,
+        "levels",
+        "any",
+        "letters",
+        "image",
+    ]
     assert listed["models"][-1]["image_shape"] == [6, 3, 1]
     assert listed["limits"]["max_num"] == 256
     assert array(post(client, "generate", model="image")).shape == (1, 6, 3), "as long as its data"
@@ -823,12 +833,11 @@ def test_what_may_be_served_and_where(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="ships no models"):
         open_models([])
     for host in ("::1", "localhost"):
-        assert host in exposed_settings(ServeOptions(host=host), None).hosts
+        assert host in exposed_settings(Settings(), host, guarded=False).hosts
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org", ""):
         with pytest.raises(ValueError, match="--token-file"):
-            exposed_settings(ServeOptions(host=host), None)
-        assert not exposed_settings(ServeOptions(host=host), "token").hosts
-        assert not exposed_settings(ServeOptions(host=host, insecure=True), None).hosts
+            exposed_settings(Settings(), host, guarded=False)
+        assert not exposed_settings(Settings(), host, guarded=True).hosts
     (tmp_path / "token").write_text("correct-horse-battery\n")
     (tmp_path / "token").chmod(0o644)
     assert read_secret(tmp_path / "token", "token_file") == "correct-horse-battery"

@@ -23,7 +23,7 @@ from vssm.serve.models import Served
 from vssm.serve.run import exposed_settings
 from vssm.serve.schema import GenerateRequest, read_json
 from vssm.serve.service import Service
-from vssm.serve.settings import ServeOptions, Settings
+from vssm.serve.settings import Settings
 
 JSON = {"content-type": "application/json"}
 
@@ -364,7 +364,7 @@ def test_a_client_that_left_before_its_stream_began_leaves_its_place(app, client
 def test_a_bug_is_a_500_in_the_answer_the_log_and_the_numbers(app, client, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     with monkeypatch.context() as patch:
-        patch.setattr(Service, "plan", lambda service, ask: 1 / 0)
+        patch.setattr(Service, "plan_generate", lambda service, ask: 1 / 0)
         assert error(client.post("/v1/generate", json={}), 500)["type"] == "internal"
     assert "POST /v1/generate 500" in caplog.text
     assert (
@@ -391,14 +391,16 @@ def test_other_sites_can_not_call_a_local_server():
 
 
 def test_a_local_server_names_each_of_its_names_once():
-    with TestClient(create_app([served("vssm")], exposed_settings(ServeOptions(), None))) as client:
+    with TestClient(
+        create_app([served("vssm")], exposed_settings(Settings(), "127.0.0.1", guarded=False))
+    ) as client:
         refused = error(client.get("/healthz", headers={"host": "example.org"}), 421)
     assert refused["message"].endswith("; allowed: 127.0.0.1, localhost, ::1")
 
 
 def test_a_local_server_answers_to_every_way_of_writing_its_name():
     with TestClient(
-        create_app([served("vssm")], exposed_settings(ServeOptions(host="127.0.0.2"), None))
+        create_app([served("vssm")], exposed_settings(Settings(), "127.0.0.2", guarded=False))
     ) as client:
         for host in ("[::1]", "[::1]:8000", "LOCALHOST:80", "127.0.0.1", "127.0.0.2:8000"):
             assert client.get("/healthz", headers={"host": host}).status_code == 200, host

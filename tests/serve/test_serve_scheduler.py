@@ -22,11 +22,8 @@ class Request:
         self.began, self.deadline = now, now + timeout
         self.short = seconds <= PIECE
         self.key = next(numbers) if key is None else key
-        self.row, self.piece, self.served = (
-            [0],
-            SimpleNamespace(steps=1),
-            SimpleNamespace(cells=100),
-        )
+        self.rows = 1
+        self.piece, self.served = SimpleNamespace(steps=1), SimpleNamespace(cells=100)
         self.future = Future()
 
 

@@ -20,6 +20,8 @@ from vssm.serve.guard import Guard, Metrics
 from vssm.serve.models import Served
 from vssm.serve.schema import (
     ErrorReply,
+    FillReply,
+    FillRequest,
     GenerateRequest,
     ModelsReply,
     ObserveReply,
@@ -119,17 +121,22 @@ def _add_calls(app: FastAPI, service: Service) -> None:
     @app.post("/v1/generate", response_model=Reply, responses=_STREAM | _ERRORS)
     async def generate(request: Request, ask: GenerateRequest) -> Response:
         """Generates sequences, from nothing or after a prompt."""
-        return await service.answer(request, service.plan(ask))
+        return await service.answer(request, service.plan_generate(ask))
 
     @app.post("/v1/resume", response_model=Reply, responses=_STREAM | _ERRORS)
     async def resume(request: Request, ask: ResumeRequest) -> Response:
         """Continues where an answer stopped; the same place can be resumed many times."""
-        return await service.answer(request, service.plan(ask))
+        return await service.answer(request, service.plan_resume(ask))
 
     @app.post("/v1/observe", response_model=ObserveReply, responses=_ERRORS)
     async def observe(request: Request, ask: ObserveRequest) -> Response:
         """Reads data and returns where to resume; `resume` adds more data to earlier data."""
-        return await service.answer(request, service.plan(ask))
+        return await service.answer(request, service.plan_observe(ask))
+
+    @app.post("/v1/fill", response_model=FillReply, responses=_ERRORS)
+    async def fill(request: Request, ask: FillRequest) -> Response:
+        """Fills the gaps of sequences, for a model with `known` "any"."""
+        return await service.answer(request, service.plan_fill(ask))
 
     @app.get("/v1/models", response_model=ModelsReply, responses={401: {"model": ErrorReply}})
     async def list_models() -> Response:

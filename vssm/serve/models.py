@@ -15,13 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vssm import noise
 from vssm.data import Meta, read_meta, steps_left
 from vssm.engine import Engine
-from vssm.models import Ladder, Model, Variational
+from vssm.models import AnyPart, Ladder, Model, Variational
+from vssm.models.anypart import order_of_passes
 from vssm.nn import State
 from vssm.runs import pretrained
 from vssm.runs.checkpoint import load_finite
+from vssm.sampling.filling import fill
 from vssm.sampling.generation import Generation
+from vssm.sampling.request import Noise
 from vssm.storage import checksum
 
 __all__ = ["Served", "open_models"]
@@ -52,7 +56,7 @@ class Served:
     def __init__(self, name: str, model: Model, meta: Meta | None = None) -> None:
         self.engine = Engine(model)
         self.name, self.model, self.meta = name, self.engine.model, meta
-        self.parallel = isinstance(model, Variational | Ladder)
+        self.parallel = isinstance(model, Variational | Ladder | AnyPart)
         """Whether the model generates many steps in one pass."""
         self.text = model.head.tokens and meta is not None
         """Whether sequences can be shown as text."""
@@ -78,6 +82,19 @@ class Served:
         """Reads data; options are those of `vssm.observe`."""
         return self.engine.observe(x, state, **options)
 
+    def fill(self, x: Tensor, known: Tensor, **options: Any) -> Tensor:  # noqa: ANN401
+        """Fills gaps; options are those of `vssm.fill`."""
+        return fill(self.model, x, known, **options)
+
+    def order(self, known: Tensor, seed: Tensor, row: Tensor, passes: int) -> Tensor:
+        """Returns which pass of `fill` makes each entry, from 0 on; -1 where x is known."""
+        assert isinstance(self.model, AnyPart)
+        unknown = self.model.pad(~known)
+        columns = 1 if unknown.ndim == 2 else unknown.shape[2]
+        u = Noise(seed, row).uniform(0, unknown.shape[1], columns, noise.ORDER).view(unknown.shape)
+        order = order_of_passes(unknown, u, self.model.config.window, passes)
+        return order[:, : known.shape[1]].contiguous()
+
     @property
     def length(self) -> int:
         """Steps of a whole sequence of the training data, or 28 if that is not known."""
@@ -100,6 +117,7 @@ class Served:
             "tokens": self.model.head.tokens,
             "text": self.text,
             "parallel": self.parallel,
+            "known": config.known,
             "length": self.length,
             "parameters": self.parameters,
             "data": None if meta is None else meta.name,
@@ -108,12 +126,17 @@ class Served:
 
     def measure(self) -> None:
         """Measures the row floor and the size of states."""
+        if self.model.config.given:  # it fills gaps only, and keeps no state
+            self.floor = _MOST_ROWS
+            return
         self.floor = self._row_floor()
+        # A model with any known part has its first state after a window.
+        first = self.model.config.window if isinstance(self.model, AnyPart) else 1
         one, two = (
             sum(leaf.nbytes for leaf in self.generate(num=1, length=steps).state.leaves())
-            for steps in (1, 2)
+            for steps in (first, first + 1)
         )
-        self.row_bytes = 2 * one - two, two - one
+        self.row_bytes = one - first * (two - one), two - one
 
     def _row_floor(self) -> int:
         dials: dict[str, Any] = {"chunk": 1, "recondition": True} if self.parallel else {}

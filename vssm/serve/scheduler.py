@@ -15,13 +15,10 @@ The worker calls all methods under its lock.
 """
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from vssm.serve.errors import Refused
+from vssm.serve.jobs import AnyJob
 from vssm.serve.settings import Settings
-
-if TYPE_CHECKING:
-    from vssm.serve.jobs import Job
 
 __all__ = ["Scheduler"]
 
@@ -38,9 +35,9 @@ class Scheduler:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.jobs: list[Job] = []
+        self.jobs: list[AnyJob] = []
         """All requests in progress, in the order of their arrival."""
-        self._begun: set[Job] = set()
+        self._begun: set[AnyJob] = set()
         self._used: dict[tuple[str, bool], float] = {}  # seconds that each flow has had
 
     @property
@@ -48,14 +45,14 @@ class Scheduler:
         """The number of requests that have not begun."""
         return len(self.jobs) - len(self._begun)
 
-    def admit(self, job: "Job") -> "Job | None":
+    def admit(self, job: AnyJob) -> AnyJob | None:
         """Adds a request or refuses it with 429; returns a request that lost its place, if any."""
         displaced = self._make_place(job.client)
         self._used.setdefault(_flow(job), min(self._used.values(), default=0.0))
         self.jobs.append(job)
         return displaced
 
-    def drop(self, now: float) -> "list[tuple[Job, Refused | None]]":
+    def drop(self, now: float) -> list[tuple[AnyJob, Refused | None]]:
         """Takes out the requests whose clients have left (None) and those that are too late."""
         timeout, dropped = self._settings.timeout, []
         for job in self.jobs:
@@ -72,7 +69,7 @@ class Scheduler:
             self.end(job)
         return dropped
 
-    def take(self) -> "list[Job]":
+    def take(self) -> list[AnyJob]:
         """Returns the requests whose next pieces are computed together; empty if there are none."""
         ready = [job for job in self.jobs if job in self._begun or self._may_begin(job)]
         if not ready:
@@ -81,39 +78,39 @@ class Scheduler:
         self.jobs.remove(first)
         self.jobs.append(first)  # the others of its flow come before its next piece
         self._begun.add(first)
-        batch, rows = [first], len(first.row)
+        batch, rows = [first], first.rows
         most = min(self._settings.max_rows, first.served.cells // first.piece.steps)
         for job in self.jobs[:-1] if self._settings.batching else ():
-            fits = rows + len(job.row) <= most and (job in self._begun or self._has_room(job))
+            fits = rows + job.rows <= most and (job in self._begun or self._has_room(job))
             if fits and job.key == first.key:
                 self._begun.add(job)
                 batch.append(job)
-                rows += len(job.row)
+                rows += job.rows
         return batch
 
-    def spend(self, batch: "list[Job]", seconds: float) -> None:
+    def spend(self, batch: list[AnyJob], seconds: float) -> None:
         """Charges the flows of a batch for its time, by their rows."""
-        rows = sum(len(job.row) for job in batch)
+        rows = sum(job.rows for job in batch)
         for job in batch:
-            self._used[_flow(job)] += seconds * len(job.row) / rows
+            self._used[_flow(job)] += seconds * job.rows / rows
 
-    def end(self, job: "Job") -> None:
+    def end(self, job: AnyJob) -> None:
         """Takes out a request."""
         self.jobs.remove(job)
         self._begun.discard(job)
         if all(_flow(other) != _flow(job) for other in self.jobs):
             del self._used[_flow(job)]
 
-    def _may_begin(self, job: "Job") -> bool:
+    def _may_begin(self, job: AnyJob) -> bool:
         long = sum(not other.short for other in self._begun)
         return job.short or (long < _UNDER_WAY and self._has_room(job))
 
-    def _has_room(self, job: "Job") -> bool:
+    def _has_room(self, job: AnyJob) -> bool:
         """Returns whether the states of the long requests under way leave room for one more."""
         held = sum(other.bytes for other in self._begun if not other.short)
         return job.short or not held or held + job.bytes <= self._settings.work_mib * 2**20
 
-    def _make_place(self, client: str) -> "Job | None":
+    def _make_place(self, client: str) -> AnyJob | None:
         """Returns None if there is a place, else the latest request of the client with the most."""
         if len(self.jobs) < self._settings.max_queue:
             return None
@@ -127,5 +124,5 @@ class Scheduler:
         return waiting[-1]
 
 
-def _flow(job: "Job") -> tuple[str, bool]:
+def _flow(job: AnyJob) -> tuple[str, bool]:
     return job.client, job.short

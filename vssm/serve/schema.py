@@ -17,11 +17,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from pydantic_core import PydanticCustomError
 from torch import Tensor
 
+from vssm.data import Meta
+from vssm.models import AnyPart
+from vssm.objectives.parts import there_and_finite
 from vssm.serve.errors import Refused, invalid
 from vssm.serve.models import Served
 
 __all__ = [
     "ErrorReply",
+    "FillReply",
+    "FillRequest",
     "GenerateRequest",
     "ModelsReply",
     "ObserveReply",
@@ -29,6 +34,7 @@ __all__ = [
     "Reply",
     "ResumeRequest",
     "explain",
+    "read_gaps",
     "read_json",
     "read_sequences",
 ]
@@ -61,8 +67,8 @@ def read_json(body: bytes, max_lists: int, max_numbers: int) -> Any:  # noqa: AN
     return content
 
 
-def _from_lists(value: object) -> object:
-    """Returns an array for nested lists of numbers; text and None pass."""
+def _from_lists(value: object, gaps: bool = False) -> object:
+    """Returns an array for nested lists of numbers; text and None pass. A gap becomes NaN."""
     if isinstance(value, str | None):
         return value
     if not isinstance(value, list):
@@ -70,13 +76,15 @@ def _from_lists(value: object) -> object:
     try:
         # As objects first: numpy would make every string of a list as long as the longest.
         leaves = np.array(value, object)
-        if leaves.ndim <= 3 and {type(leaf) for leaf in leaves.flat} <= {int, float}:
-            array = np.array(value)
+        allowed = {int, float, type(None)} if gaps else {int, float}
+        if leaves.ndim <= 3 and {type(leaf) for leaf in leaves.flat} <= allowed:
+            array = leaves.astype(np.float64) if gaps else np.array(value)
             if array.dtype.kind in "iuf":  # integers beyond 64 bits become objects
                 return array
     except (ValueError, OverflowError):
         pass
-    raise PydanticCustomError("array", "input should be nested lists of numbers, equally long")
+    message = "input should be nested lists of numbers, equally long"
+    raise PydanticCustomError("array", message + (", null for a gap" if gaps else ""))
 
 
 def _from_file(value: object) -> object:
@@ -120,7 +128,18 @@ _Npy = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
     Field(description="The same as a .npy file in base64."),
 ]
+_Gaps = Annotated[
+    Any,
+    BeforeValidator(lambda value: _from_lists(value, gaps=True)),
+    WithJsonSchema({"anyOf": [{"type": kind} for kind in ("array", "string", "null")]}),
+    Field(
+        description="(steps, features) or (batch, steps, features), null where nothing is known; "
+        "for tokens (steps) or (batch, steps); for a model of text also a text, _ for a gap."
+    ),
+]
 _Count = Annotated[int, Field(ge=1)]
+_Temperature = Annotated[float, Field(ge=1e-30, le=100, description="Below 1: safer samples.")]
+_Observe = Annotated[Literal["mean", "sample"], Field(description="The head's mean or a sample.")]
 _Resume = Annotated[str, Field(min_length=2, description="`resume` of an answer.")]
 
 
@@ -143,19 +162,23 @@ class _Request(BaseModel):
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = Field(
         None, description="Names the sample: any whole number of 64 bits."
     )
-    keep: Literal["server", "client", "none"] | None = Field(
-        None, description="Where the state waits: in the server, sealed in the answer, or nowhere."
-    )
+
+
+_Keep = Annotated[
+    Literal["server", "client", "none"] | None,
+    Field(description="Where the state waits: in the server, sealed in the answer, or nowhere."),
+]
 
 
 class _MakeRequest(_Request):
+    keep: _Keep = None
     length: _Count | None = Field(
         None, description="How many new steps; by default the rest of a sequence of the data."
     )
     chunk: _Count | None = Field(None, description="Make so many steps at a time (vssm, tvae).")
     recondition: bool = Field(False, description="Read each chunk before the next (vssm, tvae).")
-    temperature: float = Field(1.0, ge=1e-30, le=100, description="Below 1: safer samples.")
-    observe: Literal["mean", "sample"] = Field("mean", description="The head's mean or a sample.")
+    temperature: _Temperature = 1.0
+    observe: _Observe = "mean"
     stream: bool = Field(False, description="Send chunks as they are made (server-sent events).")
     every: _Count | None = Field(
         None, description="Steps in an event of a step-by-step model; 1 by default."
@@ -184,6 +207,18 @@ class ObserveRequest(_Request):
     x: _Array = None
     x_npy: _Npy = None
     resume: _Resume | None = None
+    keep: _Keep = None
+
+
+class FillRequest(_Request):
+    """Fills the gaps of sequences, for a model with `known` "any"; `num` samples of each."""
+
+    model_config = _examples({"model": "NAME", "x": [[0.5, None], [None, None]], "passes": 4})
+    x: _Gaps = None
+    x_npy: _Npy = None
+    passes: _Count = Field(1, description="Parallel passes; more passes fit together better.")
+    temperature: _Temperature = 1.0
+    observe: _Observe = "mean"
 
 
 class Timing(BaseModel):
@@ -208,6 +243,16 @@ class Reply(ObserveReply):
 
     x: list[Any] = Field(description="(num, length, features), or (num, length) tokens.")
     text: list[str] | None = Field(description="The same as text, for a model of text.")
+
+
+class FillReply(BaseModel):
+    """The sequences without gaps."""
+
+    model: str
+    x: list[Any] = Field(description="(batch times num, steps, ...), the samples of a row together")
+    text: list[str] | None = Field(description="The same as text, for a model of text.")
+    order: list[Any] = Field(description="Which pass made each entry of x, from 0; -1 if known.")
+    timing: Timing
 
 
 class ModelsReply(BaseModel):
@@ -242,24 +287,64 @@ def read_sequences(
     served: Served, value: np.ndarray | str | None, npy: np.ndarray | None, name: str
 ) -> Tensor | None:
     """Turns sequences into what the model reads, (B, C, D) or (B, C), or refuses them."""
-    if value is not None and npy is not None:
-        raise invalid(f"{name} and {name}_npy were both given; allowed: one of them", name)
-    array, name = (value, name) if npy is None else (npy, f"{name}_npy")
+    array, name = _one_of(value, npy, name)
     if array is None:
         return None
     head = served.model.head
     try:
-        if not isinstance(array, str):
-            x = _to_tensor(array, head.tokens, name)
-        elif served.text and served.meta is not None:
-            x = served.meta.encode(array)
+        if isinstance(array, str):
+            x = _meta_of_text(served, name).encode(array)
         else:
-            raise ValueError(f"{name} is text; allowed for model {served.name!r}: numbers")
+            x = _to_tensor(array, head.tokens, name)
         x = x[None] if x.dim() == (1 if head.tokens else 2) else x
         head.validate(x, name=name)
     except ValueError as error:
         raise invalid(str(error), name) from None
     return x
+
+
+def read_gaps(
+    served: Served, value: np.ndarray | str | None, npy: np.ndarray | None
+) -> tuple[Tensor, Tensor]:
+    """Turns sequences with gaps into tensors, and masks of what is known, or refuses them."""
+    array, name = _one_of(value, npy, "x")
+    model = served.model
+    if not isinstance(model, AnyPart):
+        message = f"model {served.name!r} continues sequences and can not fill gaps; "
+        raise invalid(message + "allowed: a model trained with --model.known any", "model")
+    try:
+        if array is None:
+            raise ValueError("x is missing; allowed: x or x_npy")
+        if isinstance(array, str):
+            x, known = _meta_of_text(served, name).encode_gaps(array)
+        else:
+            known, array = torch.from_numpy(~np.isnan(array)), np.where(np.isnan(array), 0, array)
+            if model.head.tokens and (np.abs(array) < _INT64).all() and not (array % 1).any():
+                array = array.astype(np.int64)  # NaN made floats of tokens
+            x = _to_tensor(array, model.head.tokens, name)
+        if x.dim() == (1 if model.head.tokens else 2):
+            x, known = x[None], known[None]
+        x, known = there_and_finite(model, x.to(served.device), known.to(served.device))
+    except ValueError as error:
+        raise invalid(str(error), name) from None
+    if known.all():
+        raise invalid(f"nothing is unknown in {name}; allowed: null for a gap, in text _", name)
+    return x.cpu(), known.cpu()
+
+
+def _one_of(
+    value: np.ndarray | str | None, npy: np.ndarray | None, name: str
+) -> tuple[np.ndarray | str | None, str]:
+    """Returns the lists or the file, and the name of the field."""
+    if value is not None and npy is not None:
+        raise invalid(f"{name} and {name}_npy were both given; allowed: one of them", name)
+    return (value, name) if npy is None else (npy, f"{name}_npy")
+
+
+def _meta_of_text(served: Served, name: str) -> Meta:
+    if not served.text or served.meta is None:
+        raise ValueError(f"{name} is text; allowed for model {served.name!r}: numbers")
+    return served.meta
 
 
 def _to_tensor(array: np.ndarray, tokens: bool, name: str) -> Tensor:
