@@ -59,3 +59,12 @@ def error(reply, status):
     assert set(body["error"]) == {"type", "message", "param"}
     assert "\n" not in body["error"]["message"]
     return body["error"]
+
+
+def body_schema(client, route):
+    """Returns the schema of the bodies that a route takes."""
+    spec = client.get("/openapi.json").json()
+    content = spec["paths"][f"/v1/{route}"]["post"]["requestBody"]["content"]
+    return spec["components"]["schemas"][
+        content["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    ]

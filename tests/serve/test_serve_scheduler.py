@@ -22,16 +22,9 @@ class Request:
         self.began, self.deadline = now, now + timeout
         self.short = seconds <= PIECE
         self.key = next(numbers) if key is None else key
-        self.row, self.piece, self.served = (
-            [0],
-            SimpleNamespace(steps=1),
-            SimpleNamespace(cells=100),
-        )
-        self.future, self.turn, self.turn_end = Future(), 0.0, 0.0
-
-    @property
-    def costs(self):
-        return 0.0, self.seconds_left
+        self.rows = 1
+        self.piece, self.served = SimpleNamespace(steps=1), SimpleNamespace(cells=100)
+        self.future = Future()
 
 
 def compute(scheduler, now):
@@ -40,13 +33,13 @@ def compute(scheduler, now):
     dropped = scheduler.drop(now)
     batch = scheduler.take()
     seconds = max((min(PIECE, job.seconds_left) for job in batch), default=PIECE)
+    if batch:
+        scheduler.spend(batch, seconds)
     for job in batch:
         job.seconds_left -= seconds
         if job.seconds_left <= 1e-9:
             scheduler.end(job)
             ended.append(job)
-    if batch:
-        scheduler.spend(batch, seconds)
     return now + seconds, ended, dropped
 
 
@@ -62,17 +55,17 @@ def simulate(arrivals, until, settings=None):
                 displaced = scheduler.admit(Request(seconds, client, when, settings.timeout))
                 refused += [] if displaced is None else [displaced]
             except Refused as error:
-                assert error.status == 429 and int(error.headers["retry-after"]) >= 1
+                assert error.status_code == 429 and int(error.headers["retry-after"]) >= 1
                 refused.append(error)
         now, ended, dropped = compute(scheduler, now)
         answered += [(now - job.began, job) for job in ended]
         for job, why in dropped:
-            (late if why.status == 504 else refused).append(job)
+            (late if why.status_code == 504 else refused).append(job)
     return answered, refused, late
 
 
 @pytest.mark.parametrize("clients", [1, 3, 40])
-@pytest.mark.parametrize("seconds", [0.2, 4.0, 20.0])
+@pytest.mark.parametrize("seconds", [0.2, 4.0, 12.0])
 def test_at_twice_the_load_that_fits_most_of_the_capacity_ends_in_answers(clients, seconds):
     until = 300
     count = int(2 * until / seconds)
@@ -88,7 +81,7 @@ def test_at_twice_the_load_that_fits_most_of_the_capacity_ends_in_answers(client
 
 def test_a_burst_of_large_requests_is_answered_as_far_as_the_timeout_allows():
     answered, refused, late = simulate([(0, 4, "a")] * 120, 70)
-    assert len(answered) >= 11 and not late
+    assert len(answered) >= 8 and not late, "those that began within 30 s"
     assert len(answered) + len(refused) == 120
 
 
@@ -103,7 +96,7 @@ def test_a_small_request_of_another_client_does_not_wait(large):
 
 
 def test_small_requests_of_the_same_client_pass_large_ones_and_do_not_starve_them():
-    large = [(0, 8, "a")] * 3
+    large = [(0, 6, "a")] * 3
     small = [(number * 0.05, 0.1, "a") for number in range(800)]  # twice what fits
     answered, *_ = simulate(large + small, 60)
     assert sum(job.short for _, job in answered) > 200
@@ -150,14 +143,32 @@ def test_states_of_long_requests_under_way_are_bounded():
     assert scheduler.waiting == 2
 
 
-def test_a_request_is_refused_by_its_expected_end_but_an_idle_server_takes_it():
-    scheduler = Scheduler(Settings(timeout=10))
-    scheduler.admit(Request(100))
-    scheduler.admit(Request(3))  # alternates with the first
-    with pytest.raises(Refused, match="would take about 16 s") as refused:
-        scheduler.admit(Request(5))
-    assert refused.value.headers["retry-after"] == "8"
-    scheduler.admit(Request(0.1))
+def test_a_request_that_does_not_begin_in_half_of_its_time_is_refused():
+    scheduler = Scheduler(Settings(timeout=8))
+    jobs = [Request(100, timeout=8) for _ in range(3)]
+    for job in jobs:
+        scheduler.admit(job)
+    compute(scheduler, 0.0)
+    assert scheduler.waiting == 2
+    compute(scheduler, 0.25)
+    assert scheduler.drop(3.9) == []
+    ((job, why),) = scheduler.drop(4.0)
+    assert job is jobs[2] and (why.status_code, why.type) == (429, "busy")
+    assert {why.status_code for _, why in scheduler.drop(8.0)} == {504}
+    assert not scheduler.jobs
+
+
+def test_a_client_that_comes_back_has_saved_no_time_up():
+    scheduler = Scheduler(Settings())
+    for _ in range(40):
+        scheduler.admit(Request(0.2, "a"))
+    now = 0.0
+    for _ in range(10):
+        now, *_ = compute(scheduler, now)
+    for _ in range(8):
+        scheduler.admit(Request(0.2, "b"))
+    order = [compute(scheduler, now)[1][0].client for _ in range(16)]
+    assert order.count("b") == 8 and order[:8].count("b") in (3, 4, 5)
 
 
 def test_a_request_that_never_ends_in_time_does_not_keep_others_out():

@@ -1,17 +1,18 @@
 """`vssm serve`: models over HTTP."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from vssm.serve.settings import ServeOptions
+from vssm.serve.settings import Settings
 
 __all__ = ["Serve"]
 
 
 @dataclass
-class Serve(ServeOptions):
+class Serve:
     """Serves models over HTTP, with a page to try them out at /."""
 
     models: tyro.conf.Positional[
@@ -19,16 +20,22 @@ class Serve(ServeOptions):
     ] = ()
     """Run folders, names of shipped models or hf://OWNER/NAME, each optionally after NAME=. By
     default the shipped models."""
+    host: str = "127.0.0.1"
+    """The address to listen on; one that others can reach needs --token-file or --insecure."""
+    port: int = 8000
+    """The port; 0 for any that is free."""
+    token_file: Path | None = None
+    """A file with the token that clients must send."""
+    insecure: bool = False
+    """Serve on an address that others can reach without a token."""
+    key_file: Path | None = None
+    """A file with the secret that seals states which clients keep; by default they end with the
+    process."""
+    device: str = "auto"
+    """Where to run: auto, cpu or cuda."""
+    limits: Settings = field(default_factory=Settings)
 
     def run(self) -> None:
-        from vssm.serve.cluster import serve_on_ray
         from vssm.serve.run import serve
 
-        if self.ray:
-            serve_on_ray(self)
-        elif self.replicas != 1 or self.max_replicas is not None:
-            raise ValueError(
-                "replicas and max_replicas are for --ray; allowed: with it, or without them"
-            )
-        else:
-            serve(self)
+        serve(**vars(self))

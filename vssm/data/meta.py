@@ -190,6 +190,21 @@ class Meta:
             )
         return torch.tensor([token[c] for c in text], dtype=torch.long, device="cpu")
 
+    def encode_gaps(self, text: str) -> tuple[Tensor, Tensor]:
+        """Returns the tokens (T,) of a text with gaps, and which are known; "_" is an unknown one.
+
+        Example:
+            >>> known = {"name": "text", "features": 3, "length": 4}
+            >>> meta = Meta(**known, suggested_head="categorical", vocabulary="abc")
+            >>> meta.encode_gaps("c_b")
+            (tensor([2, 0, 1]), tensor([ True, False,  True]))
+        """
+        if self.vocabulary is None:
+            tokens = self.encode(text)
+            return tokens, tokens != ord("_")
+        known = torch.tensor([character != "_" for character in text], device="cpu")
+        return self.encode(text.replace("_", self.vocabulary[0])), known
+
     def decode(self, tokens: Tensor) -> str:
         """Returns the text of tokens (T,); bytes that are not UTF-8 become U+FFFD."""
         self._check_text()

@@ -4,28 +4,32 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
-from vssm.serve.body import BodyReader
 from vssm.serve.errors import Refused, json_response
 from vssm.serve.guard import Guard, Metrics
 from vssm.serve.models import Served
 from vssm.serve.schema import (
     ErrorReply,
+    FillReply,
+    FillRequest,
     GenerateRequest,
     ModelsReply,
     ObserveReply,
     ObserveRequest,
     Reply,
     ResumeRequest,
-    read_request,
+    explain,
+    read_json,
 )
 from vssm.serve.service import Service
 from vssm.serve.settings import Settings
@@ -39,9 +43,10 @@ _HEADERS = {
     "style-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
 }
-_OTHER_LISTS = 64  # lists in a body besides those of sequences and steps
+_OTHER_LISTS = 64  # lists and numbers in a body besides those of sequences
 _CODES = (400, 401, 403, 404, 408, 410, 413, 415, 422, 429, 503, 504)
 _ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": ErrorReply} for code in _CODES}
+_STREAM = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
 def create_app(
@@ -62,14 +67,12 @@ def create_app(
     metrics = Metrics()
     worker = Worker(models, settings, metrics.watch)
     service = Service(worker, settings, metrics, key or secrets.token_bytes(32))
-    bodies = BodyReader(settings.max_cells + settings.max_num + _OTHER_LISTS)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         worker.start()
         yield
         await asyncio.to_thread(worker.close)
-        bodies.close()
 
     app = FastAPI(
         title="vssm",
@@ -80,66 +83,82 @@ def create_app(
         redoc_url=None,
         lifespan=lifespan,
     )
-    app.add_middleware(Guard, settings=settings, metrics=metrics, bodies=bodies, token=token)
+    app.add_middleware(Guard, settings=settings, metrics=metrics, token=token)
+    app.router.route_class = _json_route(settings, max(one.model.config.features for one in models))
     app.state.worker = worker
     _add_errors(app)
     _add_pages(app)
     _add_probes(app, service)
     _add_calls(app, service)
+    return app
+
+
+def _json_route(settings: Settings, features: int) -> type[APIRoute]:
+    """Returns a route that refuses JSON with NaN, and JSON that no model could read."""
+    lists = settings.max_cells + settings.max_num + _OTHER_LISTS
+    numbers = settings.max_cells * features + _OTHER_LISTS
+
+    class JsonRequest(Request):
+        async def json(self) -> Any:  # noqa: ANN401
+            return read_json(await self.body(), lists, numbers)
+
+    class JsonRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+
+            async def read(request: Request) -> Response:
+                request = JsonRequest(request.scope, request.receive)
+                if self.body_field is not None and not await request.body():
+                    raise Refused(400, "not_json", "the body is empty; allowed: a JSON object")
+                return await handle(request)
+
+            return read
+
+    return JsonRoute
+
+
+def _add_calls(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/generate", response_model=Reply, responses=_STREAM | _ERRORS)
+    async def generate(request: Request, ask: GenerateRequest) -> Response:
+        """Generates sequences, from nothing or after a prompt."""
+        return await service.answer(request, service.plan_generate(ask))
+
+    @app.post("/v1/resume", response_model=Reply, responses=_STREAM | _ERRORS)
+    async def resume(request: Request, ask: ResumeRequest) -> Response:
+        """Continues where an answer stopped; the same place can be resumed many times."""
+        return await service.answer(request, service.plan_resume(ask))
+
+    @app.post("/v1/observe", response_model=ObserveReply, responses=_ERRORS)
+    async def observe(request: Request, ask: ObserveRequest) -> Response:
+        """Reads data and returns where to resume; `resume` adds more data to earlier data."""
+        return await service.answer(request, service.plan_observe(ask))
+
+    @app.post("/v1/fill", response_model=FillReply, responses=_ERRORS)
+    async def fill(request: Request, ask: FillRequest) -> Response:
+        """Fills the gaps of sequences, for a model with `known` "any"."""
+        return await service.answer(request, service.plan_fill(ask))
 
     @app.get("/v1/models", response_model=ModelsReply, responses={401: {"model": ErrorReply}})
     async def list_models() -> Response:
         """Lists the models, and the limits of one request."""
         names = ("max_num", "max_length", "max_cells", "max_body")
-        limits = {name: getattr(settings, name) for name in names}
-        return json_response({"models": [served.describe() for served in models], "limits": limits})
-
-    return app
-
-
-def _add_calls(app: FastAPI, service: Service) -> None:
-    """Adds the routes that compute. The guard has parsed their bodies."""
-    examples = _examples(service.worker.models[0])
-    stream = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
-    for path, kind, reply, responses in (
-        ("/v1/generate", GenerateRequest, Reply, stream | _ERRORS),
-        ("/v1/resume", ResumeRequest, Reply, stream | _ERRORS),
-        ("/v1/observe", ObserveRequest, ObserveReply, _ERRORS),
-    ):
-        content = {"schema": kind.model_json_schema(), "examples": examples[kind]}
-        body = {"content": {"application/json": content}, "required": True}
-        app.add_api_route(
-            path,
-            _endpoint(service, kind),
-            methods=["POST"],
-            name=path.rpartition("/")[2],
-            description=kind.__doc__ or "",
-            response_model=reply,
-            responses=responses,
-            openapi_extra={"requestBody": body},
-        )
-
-
-def _endpoint(
-    service: Service, kind: type[GenerateRequest | ResumeRequest | ObserveRequest]
-) -> Callable[[Request], Awaitable[Response]]:
-    async def call(request: Request) -> Response:
-        job = service.plan(read_request(kind, request.scope["vssm.body"]))
-        return await service.answer(request, job)
-
-    return call
+        limits = {name: getattr(service.settings, name) for name in names}
+        models = [served.describe() for served in service.worker.models]
+        return json_response({"models": models, "limits": limits})
 
 
 def _add_errors(app: FastAPI) -> None:
-    @app.exception_handler(Refused)
-    async def refused(_: Request, error: Refused) -> Response:
-        return error.response()
+    @app.exception_handler(RequestValidationError)
+    async def wrong(_: Request, error: RequestValidationError) -> Response:
+        return explain(error).response()
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
-        name = {404: "not_found", 405: "method"}.get(error.status_code, "invalid")
-        message = f"{error.detail}; see /docs".lower()
-        return Refused(error.status_code, name, message).response(**(error.headers or {}))
+        if not isinstance(error, Refused):  # from the router
+            name = {404: "not_found", 405: "method"}.get(error.status_code, "invalid")
+            refused = Refused(error.status_code, name, f"{error.detail}; see /docs".lower())
+            return refused.response(**(error.headers or {}))
+        return error.response()
 
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> Response:
@@ -187,27 +206,3 @@ def _add_probes(app: FastAPI, service: Service) -> None:
         metrics.states.set(len(service.store))
         metrics.state_bytes.set(service.store.held)
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-def _examples(served: Served) -> dict[type, dict[str, Any]]:
-    """Returns examples that the default model answers; only `resume` must be filled in."""
-    two_steps = [0, 1] if served.model.head.tokens else [[0] * served.model.config.features] * 2
-    dials = {"chunk": 1, "recondition": True} if served.parallel else {}
-    pace = {"chunk": 4} if served.parallel else {"every": 4}
-    prompted = {"num": 4, "length": 8, **dials, "prompt": two_steps}
-    examples: dict[type, dict[str, Any]] = {
-        GenerateRequest: {
-            "Sixteen sequences": {"num": 16, "seed": 7},
-            "Four continuations of two steps, step by step": prompted,
-            "A stream": {"length": 12, **pace, "stream": True},
-        },
-        ResumeRequest: {"Twelve more steps": {"resume": "RESUME_OF_AN_ANSWER", "length": 12}},
-        ObserveRequest: {"Two steps of data": {"x": two_steps}},
-    }
-    return {
-        kind: {
-            str(number): {"summary": summary, "value": value}
-            for number, (summary, value) in enumerate(cases.items())
-        }
-        for kind, cases in examples.items()
-    }

@@ -61,25 +61,17 @@ class Client:
             raise ValueError(
                 "the client needs httpx; install it with: pip install 'vssm[serve]'"
             ) from None
-        headers = {}
-        if token is not None:
-            token = token.strip()  # a token file ends in a line break
-            if not (token.isascii() and token.isprintable()):
-                raise ValueError(
-                    "token has characters that no header can have; allowed: printable ASCII"
-                )
-            headers["authorization"] = f"Bearer {token}"
         self._url, self._retries, self._httpx = url.rstrip("/"), retries, httpx
-        try:
-            # The address is complete and often local, so proxies of the environment are ignored.
-            self._http = httpx.Client(
-                base_url=self._url, headers=headers, timeout=timeout, trust_env=False
-            )
-        except httpx.InvalidURL as error:
+        token = None if token is None else token.strip()  # a token file ends in a line break
+        if token is not None and not (token.isascii() and token.isprintable()):
             raise ValueError(
-                f"url={url!r} is not allowed ({error}); "
-                "allowed: an address like 'http://127.0.0.1:8000'"
-            ) from None
+                "token has characters that no header can have; allowed: printable ASCII"
+            )
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        # The address is complete and often local, so proxies of the environment are ignored.
+        self._http = httpx.Client(
+            base_url=self._url, headers=headers, timeout=timeout, trust_env=False
+        )
 
     def __enter__(self) -> "Client":
         return self
@@ -93,10 +85,7 @@ class Client:
 
     def models(self) -> list[dict[str, Any]]:
         """Returns the served models, the default first."""
-        models = self._call("GET", "/v1/models").get("models")
-        if not isinstance(models, list) or not all(isinstance(one, dict) for one in models):
-            raise self._foreign()
-        return models
+        return self._call("GET", "/v1/models", None, "models")["models"]
 
     def generate(self, prompt: np.ndarray | str | None = None, **options: Any) -> Answer:  # noqa: ANN401
         """Generates; options are the fields of POST /v1/generate: model, num, length, seed, ..."""
@@ -109,10 +98,11 @@ class Client:
     def observe(self, x: np.ndarray | str, resume: str | None = None, **options: Any) -> str:  # noqa: ANN401
         """Reads data, after data that was read before, and returns where to resume."""
         body = _with_array({**options, "resume": resume}, "x", x)
-        reply = self._call("POST", "/v1/observe", body)
-        if "resume" not in reply:
-            raise self._foreign()
-        return reply["resume"]
+        return self._call("POST", "/v1/observe", body, "resume")["resume"]
+
+    def fill(self, x: np.ndarray | str, **options: Any) -> np.ndarray:  # noqa: ANN401
+        """Fills gaps, NaN or in text "_"; options are the fields of POST /v1/fill."""
+        return np.array(self._call("POST", "/v1/fill", _with_array(options, "x", x), "x")["x"])
 
     def stream(
         self,
@@ -136,26 +126,23 @@ class Client:
                         raise self._error(200, value)
                     elif field == "data":
                         yield self._object(value)
-        except self._httpx.TransportError as error:
+        except self._httpx.RequestError as error:
             raise self._unreachable(error) from None
-        except self._httpx.DecodingError:
-            raise self._foreign() from None
         if name != "done":
             raise ServerError(200, "cut", f"the answer of {self._url} ended too early")
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _call(self, method: str, path: str, body: dict[str, Any] | None, *names: str) -> Any:  # noqa: ANN401
+        """Returns an answer, which must have fields of these names."""
         for left in range(self._retries, -1, -1):
             wait = min(_LONGEST, 0.1 * 2 ** (self._retries - left))
             try:
                 reply = self._http.request(method, path, json=body)
-            except self._httpx.TransportError as error:
+            except self._httpx.RequestError as error:
                 if not left:
                     raise self._unreachable(error) from None
-            except self._httpx.DecodingError:
-                raise self._foreign() from None
             else:
                 if reply.status_code == 200:
-                    return self._object(reply.content)
+                    return self._object(reply.content, *names)
                 if reply.status_code not in _RETRIED or not left:
                     raise self._error(reply.status_code, reply.content)
                 asked = reply.headers.get("retry-after", "")
@@ -164,40 +151,28 @@ class Client:
         raise AssertionError
 
     def _answer(self, path: str, body: dict[str, Any]) -> Answer:
-        reply = self._call("POST", path, body)
-        try:
-            x, text = np.array(reply["x"]), reply["text"]
-            strings = text is None or all(isinstance(row, str) for row in text)
-            if x.dtype.kind in "fi" and x.ndim in (2, 3) and strings:
-                x = x.astype(np.float32) if x.dtype.kind == "f" else x
-                return Answer(x, text, int(reply["position"]), reply["resume"], reply["timing"])
-        except (KeyError, TypeError, ValueError):  # for example rows of different lengths
-            pass
-        raise self._foreign()
+        reply = self._call("POST", path, body, *Answer._fields)
+        x = np.array(reply["x"])
+        x = x.astype(np.float32) if x.dtype.kind == "f" else x
+        return Answer(x, *(reply[name] for name in Answer._fields[1:]))
 
-    def _object(self, text: str | bytes) -> dict[str, Any]:
-        """Parses a JSON object; our servers send nothing else."""
+    def _object(self, text: str | bytes, *names: str) -> dict[str, Any]:
+        """Parses a JSON object with these fields; our servers send nothing else."""
         try:
             values = json.loads(text)
         except (ValueError, RecursionError):
             values = None
-        if not isinstance(values, dict):
-            raise self._foreign()
+        if not isinstance(values, dict) or not set(names) <= set(values):
+            message = f"{self._url} does not answer as vssm serve does; check the address"
+            raise ServerError(200, "foreign", message)
         return values
 
     def _error(self, status: int, text: str | bytes) -> ServerError:
         try:
-            error = self._object(text)["error"]
+            error = self._object(text, "error")["error"]
             return ServerError(status, error["type"], error["message"], error["param"])
         except (ValueError, KeyError, TypeError):
-            if status == 200:
-                return self._foreign()
-            return ServerError(status, "unknown", f"{self._url} answered {status}")
-
-    def _foreign(self) -> ServerError:
-        """Something else listens there, such as the page of a router."""
-        message = f"{self._url} does not answer as vssm serve does"
-        return ServerError(200, "foreign", f"{message}; allowed: the address of one that runs")
+            return ServerError(status, "foreign", f"{self._url} answered {status}, not as a vssm")
 
     def _unreachable(self, error: Exception) -> ServerError:
         reason = str(error) or type(error).__name__

@@ -6,12 +6,13 @@
 from typing import Any
 
 import orjson
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-__all__ = ["Refused", "json_bytes", "json_response"]
+__all__ = ["Refused", "invalid", "json_bytes", "json_response"]
 
 
-class Refused(Exception):
+class Refused(HTTPException):
     """A request that is answered with an error.
 
     Arguments:
@@ -30,17 +31,22 @@ class Refused(Exception):
         param: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.type, self.message, self.param = status, type, message, param
+        super().__init__(status, message)
+        self.type, self.param = type, param
         self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
 
     def body(self) -> dict[str, Any]:
         """Returns the body of the answer."""
-        return {"error": {"type": self.type, "message": self.message, "param": self.param}}
+        return {"error": {"type": self.type, "message": self.detail, "param": self.param}}
 
     def response(self, **headers: str) -> Response:
         """Returns the answer."""
-        return json_response(self.body(), self.status, {**self.headers, **headers})
+        return json_response(self.body(), self.status_code, {**self.headers, **headers})
+
+
+def invalid(message: str, param: str | None = None) -> Refused:
+    """Returns the refusal of a request with a wrong field."""
+    return Refused(422, "invalid", message, param)
 
 
 def json_bytes(body: Any) -> bytes:  # noqa: ANN401

@@ -1,7 +1,7 @@
 """What every request passes first: checks of its head and body, then the log and metrics.
 
-The whole body is received here, so that a slow or endless one is refused early, and parsed once
-(`body`); routes find it in the scope. The log has route, status and time, never the content.
+The whole body is received here, so that a slow or endless one is refused early. The log has route,
+status and time, never the content.
 """
 
 import asyncio
@@ -14,7 +14,6 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vssm.serve.body import BadBody, BodyReader
 from vssm.serve.errors import Refused
 from vssm.serve.settings import Settings
 
@@ -64,19 +63,13 @@ class Guard:
         app: The app.
         settings: The limits.
         metrics: Where requests are counted.
-        bodies: Parses bodies.
         token: What clients must send as bearer; None for no token.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        settings: Settings,
-        metrics: Metrics,
-        bodies: BodyReader,
-        token: str | None = None,
+        self, app: ASGIApp, settings: Settings, metrics: Metrics, token: str | None = None
     ) -> None:
-        self._app, self._settings, self._metrics, self._bodies = app, settings, metrics, bodies
+        self._app, self._settings, self._metrics = app, settings, metrics
         self._token = None if token is None else token.encode()
         self._held = 0  # bytes of the bodies of all requests in progress
 
@@ -94,26 +87,29 @@ class Guard:
             await send(message)
 
         parts: list[bytes] = []
-        held, inner = 0, dict(scope)  # a copy: the connection may keep the scope itself
+        inner = dict(scope)  # a copy: the connection may keep the scope itself
+
+        replayed = False
+
+        async def replay() -> Message:
+            nonlocal replayed
+            if replayed:
+                return await receive()
+            replayed, parts[:] = True, [b"".join(parts)]
+            return {"type": "http.request", "body": parts[0]}
+
         try:
             await self._receive(scope, receive, parts)
-            body = b"".join(parts)
-            held = len(body)
-            parts.clear()
-            if scope["method"] == "POST":
-                inner["vssm.body"] = await self._bodies.read(body)
-            del body
             scope.get("vssm.accept", lambda: None)()
-            await self._app(inner, receive, sending)
-        except (Refused, BadBody) as error:
-            refused = error if isinstance(error, Refused) else Refused(*error.args)
-            headers = {"www-authenticate": "Bearer"} if refused.status == 401 else {}
+            await self._app(inner, replay, sending)
+        except Refused as refused:
+            headers = {"www-authenticate": "Bearer"} if refused.status_code == 401 else {}
             await refused.response(connection="close", **headers)(scope, receive, sending)
         except Exception:  # answered with 500 outside of the guard
             status = 500
             raise
         finally:
-            self._held -= held + sum(map(len, parts))
+            self._held -= sum(map(len, parts))
             route = getattr(inner.get("route"), "path", "-")
             seconds = time.perf_counter() - began
             self._metrics.requests.labels(route, status).inc()
@@ -150,7 +146,7 @@ class Guard:
             message = f"the body did not arrive in time; allowed: {seconds}"
             refused = refused or Refused(408, "too_slow", message)
         if refused is not None:
-            if refused.status == 401 and b"authorization" in headers:
+            if refused.status_code == 401 and b"authorization" in headers:
                 await asyncio.sleep(_GUESS_SECONDS)
             raise refused
 

@@ -1,7 +1,8 @@
 """A job is one request. It is computed in pieces of bounded size.
 
-Each piece continues from the state of the piece before: first the prompt is read, then new steps
-are made. Cutting a request into pieces does not change its result (to float rounding).
+A job that makes steps reads its prompt, then makes new steps; each piece continues from the state
+of the piece before. A job that fills gaps does some of its sequences in each piece. Cutting a
+request into pieces does not change its result (to float rounding).
 """
 
 import math
@@ -16,7 +17,7 @@ from torch import Tensor
 from vssm.nn import State
 from vssm.serve.models import Served
 
-__all__ = ["Done", "Job", "Piece"]
+__all__ = ["AnyJob", "Done", "FillJob", "Job", "Piece"]
 
 _STEPWISE = 32  # most steps of a piece that is made step by step
 
@@ -25,7 +26,7 @@ class Done(NamedTuple):
     """The result of a job, or of one of its pieces."""
 
     x: Tensor | None
-    """The new steps; None when data were only read."""
+    """The new steps, or the sequences without gaps; None when data were only read."""
     state: State | None
     """Where to resume; None unless the job keeps it."""
     position: int
@@ -49,8 +50,21 @@ class Piece(NamedTuple):
         return self.read + self.make
 
 
+@dataclass(eq=False, kw_only=True)
+class _Request:
+    """What the scheduler and the worker know of every job."""
+
+    temperature: float = 1.0
+    sample: bool = False  # x is a sample of the head, not its mean
+    client: str = ""  # clients take turns
+    deadline: float = math.inf  # in seconds of `time.monotonic`
+    bytes: int = 0  # the size of the final state
+    future: "Future[Done]" = field(default_factory=Future)  # cancelling it drops the job
+    stream: bool = False  # send the pieces as they are made
+
+
 @dataclass(eq=False)
-class Job:
+class Job(_Request):
     """One request: reads the prompt, if any, and makes `length` steps, unless `length` is None."""
 
     served: Served
@@ -61,23 +75,15 @@ class Job:
     state: State | None = None  # where to continue from: B rows, or one row for all
     chunk: int | None = None  # steps that are made at a time (vssm, tvae)
     recondition: bool = False  # read each chunk before the next is made
-    temperature: float = 1.0
-    sample: bool = False  # x is a sample of the head, not its mean
     keep: str = "server"  # where the final state waits: server, client or none
-    stream: bool = False  # send the pieces as they are made
     every: int | None = None  # no piece goes past a multiple of so many new steps
     each: Callable[[Done], None] | None = None  # gets every piece with new steps
-    client: str = ""  # clients take turns
-    deadline: float = math.inf  # in seconds of `time.monotonic`
-    bytes: int = 0  # the size of the final state
-    future: "Future[Done]" = field(default_factory=Future)  # cancelling it drops the job
-    turn: float = 0.0  # the place in the order of the scheduler, and the place after it
-    turn_end: float = 0.0
 
     def __post_init__(self) -> None:
+        self.rows = len(self.row)
         self._left, self._position, self._seconds = self.length or 0, 0, 0.0
         self._xs: list[Tensor] = []
-        self._most = max(1, self.served.cells // len(self.row))  # steps of a piece
+        self._most = max(1, self.served.cells // self.rows)  # steps of a piece
         self._chunk = min(self.chunk or self.length or 1, self.length or 1)
         self._pieces = self._plan()
         self._set_piece(next(self._pieces))
@@ -146,31 +152,6 @@ class Job:
         """Jobs with equal keys can be computed together."""
 
     @property
-    def costs(self) -> tuple[float, float]:
-        """The seconds still needed: those that other rows can share, and its own."""
-        return self._cost(self._unread, self._left, len(self.row))
-
-    @property
-    def seconds_left(self) -> float:
-        """The seconds still needed if it is computed alone."""
-        return sum(self.costs)
-
-    def _cost(self, read: int, make: int, rows: int) -> tuple[float, float]:
-        speed = self.served.speed
-        calls = make if not self.served.parallel else math.ceil(make / self._most)
-        fixed = math.ceil(read / self._most) * speed.read[0]
-        variable = read * speed.read[1] + make * speed.make[1]
-        if self.recondition:
-            calls = max(calls, math.ceil(make / self._chunk))
-            fixed += calls * speed.read[0]
-            variable += make * speed.read[1]
-        return speed.stretch * (fixed + calls * speed.make[0]), speed.stretch * rows * variable
-
-    def expected(self, rows: int) -> float:
-        """Returns the expected seconds of the next piece in a batch of so many rows."""
-        return sum(self._cost(self.piece.read, self.piece.make, rows))
-
-    @property
     def narrowest(self) -> int:
         """The fewest steps of any pass over the next piece."""
         piece = self.piece
@@ -219,6 +200,53 @@ class Job:
         self.prompt = self.state = self.each = None
         self._xs = []
         del self.future
+
+
+@dataclass(eq=False)
+class FillJob(_Request):
+    """One request that fills gaps, in one piece for every few sequences."""
+
+    served: Served
+    seed: Tensor  # of the noise, (B,)
+    row: Tensor  # of the noise, (B,)
+    x: Tensor  # (B, T, D) or (B, T)
+    known: Tensor  # which entries are known, of the shape of x
+    passes: int = 1
+
+    def __post_init__(self) -> None:
+        self._left, self._xs, self._seconds = len(self.row), [], 0.0
+        self.piece = Piece(self.x.shape[1] * self.passes, 0)
+        self._most = max(1, self.served.cells // self.piece.steps)  # sequences of a piece
+        self.short = self._left <= self._most
+        dials = self.passes, self.temperature, self.sample
+        self.key: Hashable = "fill", self.served.name, self.x.shape[1], dials
+
+    @property
+    def rows(self) -> int:
+        """The sequences of the next piece."""
+        return min(self._left, self._most)
+
+    @property
+    def next_rows(self) -> slice:
+        """Which sequences the next piece fills."""
+        first = len(self.row) - self._left
+        return slice(first, first + self.rows)
+
+    def advance(self, x: Tensor | None, _: object, seconds: float, rows: int) -> Done | None:
+        """Takes the result of the next piece; returns the result of the job once it has ended."""
+        assert x is not None
+        self._xs.append(x)
+        self._left -= len(x)
+        self._seconds += seconds
+        return None if self._left else Done(torch.cat(self._xs), None, 0, self._seconds, rows)
+
+    def release(self) -> None:
+        """Drops the tensors and the future, as `Job.release` does."""
+        self._xs = []
+        del self.x, self.known, self.future
+
+
+AnyJob = Job | FillJob
 
 
 def _layout(state: State) -> Hashable:

@@ -1,4 +1,4 @@
-"""A served model: its name, its data, and measurements that batching and admission need.
+"""A served model: its name, its data, and measurements that batching and limits need.
 
 This is the only module of the server that calls `generate` and `observe`.
 
@@ -8,53 +8,33 @@ no longer depend on the batch. `Served.measure` finds that number, and the worke
 """
 
 import re
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vssm import noise
 from vssm.data import Meta, read_meta, steps_left
 from vssm.engine import Engine
-from vssm.models import Ladder, Model, Variational
+from vssm.models import AnyPart, Ladder, Model, Variational
+from vssm.models.anypart import order_of_passes
 from vssm.nn import State
 from vssm.runs import pretrained
 from vssm.runs.checkpoint import load_finite
+from vssm.sampling.filling import fill
 from vssm.sampling.generation import Generation
+from vssm.sampling.request import Noise
 from vssm.storage import checksum
 
-__all__ = ["Served", "Speed", "open_models"]
+__all__ = ["Served", "open_models"]
 
 _MOST_ROWS = 64  # from here on, bits are assumed not to depend on the number of rows
 _ROWS = (48, 32, 24, 20, 16, 14, 12, 11, 10, 8, 6, 5, 4, 3, 2, 1)
-_TIMED_STEPS = 4
 # Products of weights in one piece of work: about 0.2 s of one core, or of a GPU.
 _PRODUCTS = {"cpu": 10**10, "cuda": 10**12}
 _MOST_CELLS = 8192  # sequences times steps of a piece, which bounds its memory
-
-
-@dataclass
-class Speed:
-    """Predicts the seconds of a pass: a fixed cost for each call and a cost for each cell.
-
-    A cell is one step of one sequence. A step-by-step model makes one call for each new step.
-    """
-
-    read: tuple[float, float] = (0.0, 0.0)
-    """Seconds for each call that reads data, and for each cell."""
-    make: tuple[float, float] = (0.0, 0.0)
-    """Seconds for each call that makes new steps, and for each cell."""
-    stretch: float = 1.0
-    """How much longer recent passes took than the measurement at the start predicts."""
-
-    def learn(self, expected: float, seconds: float) -> None:
-        """Corrects later predictions by a pass that took so many seconds."""
-        if expected > 0:
-            weight = min(0.2, seconds / 2)  # short passes say little about long ones
-            self.stretch *= 1 - weight + weight * min(10.0, seconds / expected)
 
 
 class Served:
@@ -69,14 +49,14 @@ class Served:
         >>> from vssm import ModelConfig, build
         >>> served = Served("small", build(ModelConfig(kind="ssm", features=3, width=8, layers=1)))
         >>> served.measure()
-        >>> 1 <= served.floor <= 64, served.row_bytes[1], served.speed.make[0] > 0
-        (True, 0, True)
+        >>> 1 <= served.floor <= 64, served.row_bytes[1]
+        (True, 0)
     """
 
     def __init__(self, name: str, model: Model, meta: Meta | None = None) -> None:
         self.engine = Engine(model)
         self.name, self.model, self.meta = name, self.engine.model, meta
-        self.parallel = isinstance(model, Variational | Ladder)
+        self.parallel = isinstance(model, Variational | Ladder | AnyPart)
         """Whether the model generates many steps in one pass."""
         self.text = model.head.tokens and meta is not None
         """Whether sequences can be shown as text."""
@@ -93,7 +73,6 @@ class Served:
         """Cells that a pass needs for its bits not to depend on the batch."""
         self.row_bytes = 0, 0
         """Bytes of the state of one sequence: fixed, and for each step."""
-        self.speed = Speed()
 
     def generate(self, **options: Any) -> Generation:  # noqa: ANN401
         """Makes new steps; options are those of `vssm.generate`."""
@@ -102,6 +81,19 @@ class Served:
     def observe(self, x: Tensor, state: State | None = None, **options: Any) -> State:  # noqa: ANN401
         """Reads data; options are those of `vssm.observe`."""
         return self.engine.observe(x, state, **options)
+
+    def fill(self, x: Tensor, known: Tensor, **options: Any) -> Tensor:  # noqa: ANN401
+        """Fills gaps; options are those of `vssm.fill`."""
+        return fill(self.model, x, known, **options)
+
+    def order(self, known: Tensor, seed: Tensor, row: Tensor, passes: int) -> Tensor:
+        """Returns which pass of `fill` makes each entry, from 0 on; -1 where x is known."""
+        assert isinstance(self.model, AnyPart)
+        unknown = self.model.pad(~known)
+        columns = 1 if unknown.ndim == 2 else unknown.shape[2]
+        u = Noise(seed, row).uniform(0, unknown.shape[1], columns, noise.ORDER).view(unknown.shape)
+        order = order_of_passes(unknown, u, self.model.config.window, passes)
+        return order[:, : known.shape[1]].contiguous()
 
     @property
     def length(self) -> int:
@@ -125,6 +117,7 @@ class Served:
             "tokens": self.model.head.tokens,
             "text": self.text,
             "parallel": self.parallel,
+            "known": config.known,
             "length": self.length,
             "parameters": self.parameters,
             "data": None if meta is None else meta.name,
@@ -132,20 +125,18 @@ class Served:
         }
 
     def measure(self) -> None:
-        """Measures the row floor, the size of states and the speed of passes."""
+        """Measures the row floor and the size of states."""
+        if self.model.config.given:  # it fills gaps only, and keeps no state
+            self.floor = _MOST_ROWS
+            return
         self.floor = self._row_floor()
+        # A model with any known part has its first state after a window.
+        first = self.model.config.window if isinstance(self.model, AnyPart) else 1
         one, two = (
             sum(leaf.nbytes for leaf in self.generate(num=1, length=steps).state.leaves())
-            for steps in (1, 2)
+            for steps in (first, first + 1)
         )
-        self.row_bytes = 2 * one - two, two - one
-        # Zeros are valid for every head; generated values could overflow.
-        x = torch.zeros_like(self.generate(num=_MOST_ROWS, length=_TIMED_STEPS).x)
-        calls = 1 if self.parallel else _TIMED_STEPS
-        self.speed = Speed(
-            _fit(lambda num: self.observe(x[:num]), 1),
-            _fit(lambda num: self.generate(num=num, length=_TIMED_STEPS), calls),
-        )
+        self.row_bytes = one - first * (two - one), two - one
 
     def _row_floor(self) -> int:
         dials: dict[str, Any] = {"chunk": 1, "recondition": True} if self.parallel else {}
@@ -159,19 +150,6 @@ class Served:
                 break
             floor = num
         return floor
-
-
-def _fit(run: Callable[[int], object], calls: int) -> tuple[float, float]:
-    """Returns the seconds for each call and for each cell, from runs of one and of many rows."""
-    seconds = []
-    for num in (1, _MOST_ROWS):
-        run(num)
-        began = time.perf_counter()
-        run(num)
-        seconds.append(time.perf_counter() - began)
-    one, many = seconds
-    cell = max(0.0, many - one) / ((_MOST_ROWS - 1) * _TIMED_STEPS)
-    return max(one - cell * _TIMED_STEPS, 0.01 * one) / calls, cell
 
 
 def open_models(sources: Sequence[str], device: str = "cpu") -> list[Served]:

@@ -13,22 +13,32 @@ import signal
 import socket
 import stat
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vssm.serve.settings import ServeOptions, Settings
+from vssm.serve.settings import Settings
 
-__all__ = ["drain_seconds", "exposed_settings", "read_secret", "read_secrets", "serve"]
+__all__ = ["exposed_settings", "read_secret", "serve"]
 
 _MAX_HEAD = 64 * 2**10  # bytes of a request before its body
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-def serve(options: ServeOptions) -> None:
-    """Serves models until the process is told to stop."""
-    host, port = options.host, options.port
-    token, key = read_secrets(options)
-    settings = exposed_settings(options, token)
+def serve(
+    models: Sequence[str],
+    host: str,
+    port: int,
+    token_file: Path | None,
+    insecure: bool,
+    key_file: Path | None,
+    device: str,
+    limits: Settings,
+) -> None:
+    """Serves models until the process is told to stop; `vssm serve --help` explains the options."""
+    token = None if token_file is None else read_secret(token_file, "token_file")
+    key = None if key_file is None else read_secret(key_file, "key_file").encode()
+    settings = exposed_settings(limits, host, token is not None or insecure)
     if not 0 <= port < 2**16:
         raise ValueError(f"port={port} is not allowed; allowed: 0 to 65535")
     try:
@@ -46,13 +56,13 @@ def serve(options: ServeOptions) -> None:
     if settings.threads is None:
         # Threads wait for each other: one that shares its core with the connections delays all.
         settings = replace(settings, threads=max(1, (os.cpu_count() or 2) - 1))
-    models = open_models(options.models, str(choose_device(options.device)))
+    served = open_models(models, str(choose_device(device)))
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise ValueError(f"can not listen on host={host!r}, port={port}: {error}") from None
-    app = create_app(models, settings, token, key)
+    app = create_app(served, settings, token, key)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     config = uvicorn.Config(
         app,
@@ -61,11 +71,12 @@ def serve(options: ServeOptions) -> None:
         ws="none",
         access_log=False,  # ours leaves out the content
         log_level="warning",
-        timeout_graceful_shutdown=drain_seconds(settings),
+        # As long as a request may take.
+        timeout_graceful_shutdown=math.ceil(settings.body_timeout + settings.timeout),
         server_header=False,
     )
     shown = f"[{host}]" if ":" in host else host
-    names, port = ", ".join(served.name for served in models), listener.getsockname()[1]
+    names, port = ", ".join(one.name for one in served), listener.getsockname()[1]
     print(f"serving {names} at http://{shown}:{port}  (Ctrl-C ends)", flush=True)
     # Once it has drained, uvicorn sends itself the signal again; by then all is well.
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -83,43 +94,28 @@ def serve(options: ServeOptions) -> None:
         sys.exit(1)
 
 
-def exposed_settings(options: ServeOptions, token: str | None) -> Settings:
+def exposed_settings(limits: Settings, host: str, guarded: bool) -> Settings:
     """Returns the limits. An address that others can reach needs a token; a server that only this
     machine can reach answers only to names of this machine.
 
     Example:
-        >>> exposed_settings(ServeOptions(host="127.0.0.2"), None).hosts
+        >>> exposed_settings(Settings(), "127.0.0.2", guarded=False).hosts
         ('127.0.0.1', 'localhost', '::1', '127.0.0.2')
-        >>> exposed_settings(ServeOptions(host="0.0.0.0"), None)
+        >>> exposed_settings(Settings(), "0.0.0.0", guarded=False)
         Traceback (most recent call last):
         ValueError: host='0.0.0.0' can be reached by others; allowed: --token-file FILE...
     """
-    host = options.host
     try:
         local = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         local = False
     if local:
-        return replace(options.limits, hosts=tuple(dict.fromkeys((*_LOCAL, host))))
-    if token is None and not options.insecure:
+        return replace(limits, hosts=tuple(dict.fromkeys((*_LOCAL, host))))
+    if not guarded:
         raise ValueError(
             f"host={host!r} can be reached by others; allowed: --token-file FILE, or --insecure"
         )
-    return options.limits
-
-
-def drain_seconds(settings: Settings) -> int:
-    """Returns the longest time of a request: running ones get as long when the server ends."""
-    return math.ceil(settings.body_timeout + settings.timeout)
-
-
-def read_secrets(options: ServeOptions) -> tuple[str | None, bytes | None]:
-    """Returns the token of clients and the key of sealed states."""
-    token, key = options.token_file, options.key_file
-    return (
-        None if token is None else read_secret(token, "token_file"),
-        None if key is None else read_secret(key, "key_file").encode(),
-    )
+    return limits
 
 
 def read_secret(path: Path, name: str) -> str:

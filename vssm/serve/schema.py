@@ -1,53 +1,121 @@
-"""The fields of requests and answers, and how prompts become tensors.
+"""The fields of requests and answers, and how their sequences become tensors.
 
-A prompt comes as nested lists, as a .npy file in base64, or as text. Lists and files are arrays by
-the time a request is validated (`body`).
+A sequence comes as nested lists, as a .npy file in base64, or as text. pydantic checks the fields
+and turns lists and files into arrays; `read_sequences` checks arrays and text against a model.
 """
 
-import difflib
+import base64
+import io
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import pydantic_core
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 from torch import Tensor
 
-from vssm.serve.errors import Refused
+from vssm.data import Meta
+from vssm.models import AnyPart
+from vssm.objectives.parts import there_and_finite
+from vssm.serve.errors import Refused, invalid
 from vssm.serve.models import Served
 
 __all__ = [
     "ErrorReply",
+    "FillReply",
+    "FillRequest",
     "GenerateRequest",
     "ModelsReply",
     "ObserveReply",
     "ObserveRequest",
     "Reply",
     "ResumeRequest",
-    "read_request",
+    "explain",
+    "read_gaps",
+    "read_json",
     "read_sequences",
 ]
 
 _INT64 = 2**63
 _LONGEST = 64  # characters of a name or value that an error repeats
+_MAX_FIELDS = 64
+_MAX_HEADER = 4096  # bytes of the header of a .npy file
 
 
-def _check_array(value: object) -> object:
-    if isinstance(value, np.ndarray | str | None):
+def read_json(body: bytes, max_lists: int, max_numbers: int) -> Any:  # noqa: ANN401
+    """Parses the body of a request. One that is too large or too nested costs no memory.
+
+    Example:
+        >>> read_json(b'{"num": 2, "prompt": [[0, 1]]}', 10, 10)
+        {'num': 2, 'prompt': [[0, 1]]}
+    """
+    for mark, most, what in ((b"[", max_lists, "lists"), (b",", max_numbers, "numbers")):
+        if body.count(mark) > most:
+            message = f"the body has too many {what}; allowed: at most {most}"
+            raise Refused(422, "too_many", message)
+    try:
+        content = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError:
+        message = "the body is not valid JSON; allowed: an object with finite numbers"
+        raise Refused(400, "not_json", message) from None
+    if isinstance(content, dict) and len(content) > _MAX_FIELDS:
+        message = f"the body has {len(content)} fields; allowed: at most {_MAX_FIELDS}"
+        raise Refused(422, "too_many", message)
+    return content
+
+
+def _from_lists(value: object, gaps: bool = False) -> object:
+    """Returns an array for nested lists of numbers; text and None pass. A gap becomes NaN."""
+    if isinstance(value, str | None):
         return value
-    raise PydanticCustomError("array", "input should be nested lists of numbers, or text")
+    if not isinstance(value, list):
+        raise PydanticCustomError("array", "input should be nested lists of numbers, or text")
+    try:
+        # As objects first: numpy would make every string of a list as long as the longest.
+        leaves = np.array(value, object)
+        allowed = {int, float, type(None)} if gaps else {int, float}
+        if leaves.ndim <= 3 and {type(leaf) for leaf in leaves.flat} <= allowed:
+            array = leaves.astype(np.float64) if gaps else np.array(value)
+            if array.dtype.kind in "iuf":  # integers beyond 64 bits become objects
+                return array
+    except (ValueError, OverflowError):
+        pass
+    message = "input should be nested lists of numbers, equally long"
+    raise PydanticCustomError("array", message + (", null for a gap" if gaps else ""))
 
 
-def _check_file(value: object) -> object:
-    if isinstance(value, np.ndarray | None):
-        return value
-    raise PydanticCustomError("npy", "input should be a .npy file in base64")
+def _from_file(value: object) -> object:
+    """Returns the array of a .npy file in base64. Nothing is unpickled.
+
+    Example:
+        >>> file = io.BytesIO()
+        >>> np.save(file, np.arange(3.0))
+        >>> _from_file(base64.b64encode(file.getvalue()).decode())
+        array([0., 1., 2.])
+    """
+    if value is None:
+        return None
+    try:
+        assert isinstance(value, str)
+        data = base64.b64decode(value, validate=True)
+        file, npy = io.BytesIO(data), np.lib.format
+        first = npy.read_magic(file)[0] == 1
+        header = npy.read_array_header_1_0 if first else npy.read_array_header_2_0
+        shape, fortran, dtype = header(file, max_header_size=_MAX_HEADER)
+        assert len(shape) <= 3 and min(shape, default=0) >= 0 and dtype.kind in "iuf"
+        array = np.frombuffer(data, dtype, offset=file.tell())
+        return array.reshape(shape, order="F" if fortran else "C")
+    except Exception:  # a hostile header can raise almost anything
+        message = "input should be a .npy file in base64, numbers with 1 to 3 axes"
+        raise PydanticCustomError("npy", message) from None
 
 
 _Array = Annotated[
     Any,
-    AfterValidator(_check_array),
+    BeforeValidator(_from_lists),
     WithJsonSchema({"anyOf": [{"type": kind} for kind in ("array", "string", "null")]}),
     Field(
         description="(steps, features) or (batch, steps, features); for tokens (steps) or "
@@ -56,12 +124,27 @@ _Array = Annotated[
 ]
 _Npy = Annotated[
     Any,
-    AfterValidator(_check_file),
+    BeforeValidator(_from_file),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
     Field(description="The same as a .npy file in base64."),
 ]
+_Gaps = Annotated[
+    Any,
+    BeforeValidator(lambda value: _from_lists(value, gaps=True)),
+    WithJsonSchema({"anyOf": [{"type": kind} for kind in ("array", "string", "null")]}),
+    Field(
+        description="(steps, features) or (batch, steps, features), null where nothing is known; "
+        "for tokens (steps) or (batch, steps); for a model of text also a text, _ for a gap."
+    ),
+]
 _Count = Annotated[int, Field(ge=1)]
+_Temperature = Annotated[float, Field(ge=1e-30, le=100, description="Below 1: safer samples.")]
+_Observe = Annotated[Literal["mean", "sample"], Field(description="The head's mean or a sample.")]
 _Resume = Annotated[str, Field(min_length=2, description="`resume` of an answer.")]
+
+
+def _examples(*values: dict[str, Any]) -> ConfigDict:
+    return ConfigDict(json_schema_extra={"examples": list(values)})
 
 
 class _Request(BaseModel):
@@ -79,19 +162,23 @@ class _Request(BaseModel):
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = Field(
         None, description="Names the sample: any whole number of 64 bits."
     )
-    keep: Literal["server", "client", "none"] | None = Field(
-        None, description="Where the state waits: in the server, sealed in the answer, or nowhere."
-    )
+
+
+_Keep = Annotated[
+    Literal["server", "client", "none"] | None,
+    Field(description="Where the state waits: in the server, sealed in the answer, or nowhere."),
+]
 
 
 class _MakeRequest(_Request):
+    keep: _Keep = None
     length: _Count | None = Field(
         None, description="How many new steps; by default the rest of a sequence of the data."
     )
     chunk: _Count | None = Field(None, description="Make so many steps at a time (vssm, tvae).")
     recondition: bool = Field(False, description="Read each chunk before the next (vssm, tvae).")
-    temperature: float = Field(1.0, ge=1e-30, le=100, description="Below 1: safer samples.")
-    observe: Literal["mean", "sample"] = Field("mean", description="The head's mean or a sample.")
+    temperature: _Temperature = 1.0
+    observe: _Observe = "mean"
     stream: bool = Field(False, description="Send chunks as they are made (server-sent events).")
     every: _Count | None = Field(
         None, description="Steps in an event of a step-by-step model; 1 by default."
@@ -101,6 +188,7 @@ class _MakeRequest(_Request):
 class GenerateRequest(_MakeRequest):
     """Generates sequences, from nothing or after a prompt."""
 
+    model_config = _examples({"num": 16, "seed": 7}, {"length": 12, "stream": True})
     prompt: _Array = None
     prompt_npy: _Npy = None
 
@@ -108,15 +196,29 @@ class GenerateRequest(_MakeRequest):
 class ResumeRequest(_MakeRequest):
     """Continues where an answer stopped; the same place can be resumed many times."""
 
+    model_config = _examples({"resume": "RESUME_OF_AN_ANSWER", "length": 12})
     resume: _Resume
 
 
 class ObserveRequest(_Request):
     """Reads data and returns where to resume; `resume` adds more data to earlier data."""
 
+    model_config = _examples({"x_npy": "BASE64_OF_A_NPY_FILE", "num": 4})
     x: _Array = None
     x_npy: _Npy = None
     resume: _Resume | None = None
+    keep: _Keep = None
+
+
+class FillRequest(_Request):
+    """Fills the gaps of sequences, for a model with `known` "any"; `num` samples of each."""
+
+    model_config = _examples({"model": "NAME", "x": [[0.5, None], [None, None]], "passes": 4})
+    x: _Gaps = None
+    x_npy: _Npy = None
+    passes: _Count = Field(1, description="Parallel passes; more passes fit together better.")
+    temperature: _Temperature = 1.0
+    observe: _Observe = "mean"
 
 
 class Timing(BaseModel):
@@ -143,101 +245,106 @@ class Reply(ObserveReply):
     text: list[str] | None = Field(description="The same as text, for a model of text.")
 
 
-class ModelReply(BaseModel):
-    """A served model."""
+class FillReply(BaseModel):
+    """The sequences without gaps."""
 
-    name: str
-    kind: str
-    head: str
-    features: int
-    tokens: bool
-    text: bool
-    parallel: bool
-    length: int
-    parameters: int
-    data: str | None
-    image_shape: list[int] | None
+    model: str
+    x: list[Any] = Field(description="(batch times num, steps, ...), the samples of a row together")
+    text: list[str] | None = Field(description="The same as text, for a model of text.")
+    order: list[Any] = Field(description="Which pass made each entry of x, from 0; -1 if known.")
+    timing: Timing
 
 
 class ModelsReply(BaseModel):
     """The served models, the default first, and the limits of one request."""
 
-    models: list[ModelReply]
+    models: list[dict[str, Any]]
     limits: dict[str, int]
-
-
-class ErrorDetail(BaseModel):
-    """What went wrong."""
-
-    type: str
-    message: str
-    param: str | None
 
 
 class ErrorReply(BaseModel):
     """The one form of every error."""
 
-    error: ErrorDetail
+    error: dict[Literal["type", "message", "param"], str | None]
 
 
-Request = TypeVar("Request", bound=_Request)
-
-
-def read_request(kind: type[Request], fields: Any) -> Request:  # noqa: ANN401
-    """Returns a valid request, or refuses it and names the first wrong field.
-
-    Example:
-        >>> read_request(ResumeRequest, {"resum": "h.1"})
-        Traceback (most recent call last):
-        vssm.serve.errors.Refused: resume is missing
-        >>> read_request(GenerateRequest, {"num": 0})
-        Traceback (most recent call last):
-        vssm.serve.errors.Refused: num=0 is not allowed: input should be greater than or equal to 1
-    """
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-    if not first["loc"]:
-        raise Refused(422, "invalid", "the body is not an object; allowed: a JSON object of fields")
-    name, value = str(first["loc"][0]), first["input"]
+def explain(error: RequestValidationError) -> Refused:
+    """Returns the refusal of a request that pydantic refused: it names the first wrong field."""
+    first = error.errors()[0]
+    if len(first["loc"]) < 2:
+        return invalid("the body is not an object; allowed: a JSON object of fields")
+    name, value, message = str(first["loc"][1])[:_LONGEST], first["input"], first["msg"]
     if first["type"] == "missing":
-        message = f"{name} is missing"
-    elif name not in kind.model_fields:
-        nearest = difflib.get_close_matches(name, kind.model_fields, n=1)
-        hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-        name, allowed = name[:_LONGEST], ", ".join(kind.model_fields)
-        message = f"field {name!r} is unknown; allowed: {allowed}{hint}"
-    else:
-        repeat = not isinstance(value, list | dict) and len(str(value)) <= _LONGEST
-        given = f"={json.dumps(value)}" if repeat else ""
-        message = f"{name}{given} is not allowed: {first['msg'][0].lower()}{first['msg'][1:]}"
-    raise Refused(422, "invalid", message, name)
+        return invalid(f"{name} is missing", name)
+    if first["type"] == "extra_forbidden":
+        return invalid(f"field {name!r} is unknown; /docs lists the fields", name)
+    repeat = not isinstance(value, list | dict) and len(str(value)) <= _LONGEST
+    given = f"={json.dumps(value)}" if repeat else ""
+    return invalid(f"{name}{given} is not allowed: {message[0].lower()}{message[1:]}", name)
 
 
 def read_sequences(
     served: Served, value: np.ndarray | str | None, npy: np.ndarray | None, name: str
 ) -> Tensor | None:
-    """Turns a prompt into what the model reads, (B, C, D) or (B, C), or refuses it."""
-    if value is not None and npy is not None:
-        message = f"{name} and {name}_npy were both given; allowed: one of them"
-        raise Refused(422, "invalid", message, name)
-    array, name = (value, name) if npy is None else (npy, f"{name}_npy")
+    """Turns sequences into what the model reads, (B, C, D) or (B, C), or refuses them."""
+    array, name = _one_of(value, npy, name)
     if array is None:
         return None
     head = served.model.head
     try:
-        if not isinstance(array, str):
-            x = _to_tensor(array, head.tokens, name)
-        elif served.text and served.meta is not None:
-            x = served.meta.encode(array)
+        if isinstance(array, str):
+            x = _meta_of_text(served, name).encode(array)
         else:
-            raise ValueError(f"{name} is text; allowed for model {served.name!r}: numbers")
+            x = _to_tensor(array, head.tokens, name)
         x = x[None] if x.dim() == (1 if head.tokens else 2) else x
         head.validate(x, name=name)
     except ValueError as error:
-        raise Refused(422, "invalid", str(error), name) from None
+        raise invalid(str(error), name) from None
     return x
+
+
+def read_gaps(
+    served: Served, value: np.ndarray | str | None, npy: np.ndarray | None
+) -> tuple[Tensor, Tensor]:
+    """Turns sequences with gaps into tensors, and masks of what is known, or refuses them."""
+    array, name = _one_of(value, npy, "x")
+    model = served.model
+    if not isinstance(model, AnyPart):
+        message = f"model {served.name!r} continues sequences and can not fill gaps; "
+        raise invalid(message + "allowed: a model trained with --model.known any", "model")
+    try:
+        if array is None:
+            raise ValueError("x is missing; allowed: x or x_npy")
+        if isinstance(array, str):
+            x, known = _meta_of_text(served, name).encode_gaps(array)
+        else:
+            known, array = torch.from_numpy(~np.isnan(array)), np.where(np.isnan(array), 0, array)
+            if model.head.tokens and (np.abs(array) < _INT64).all() and not (array % 1).any():
+                array = array.astype(np.int64)  # NaN made floats of tokens
+            x = _to_tensor(array, model.head.tokens, name)
+        if x.dim() == (1 if model.head.tokens else 2):
+            x, known = x[None], known[None]
+        x, known = there_and_finite(model, x.to(served.device), known.to(served.device))
+    except ValueError as error:
+        raise invalid(str(error), name) from None
+    if known.all():
+        raise invalid(f"nothing is unknown in {name}; allowed: null for a gap, in text _", name)
+    return x.cpu(), known.cpu()
+
+
+def _one_of(
+    value: np.ndarray | str | None, npy: np.ndarray | None, name: str
+) -> tuple[np.ndarray | str | None, str]:
+    """Returns the lists or the file, and the name of the field."""
+    if value is not None and npy is not None:
+        raise invalid(f"{name} and {name}_npy were both given; allowed: one of them", name)
+    return (value, name) if npy is None else (npy, f"{name}_npy")
+
+
+def _meta_of_text(served: Served, name: str) -> Meta:
+    if not served.text or served.meta is None:
+        raise ValueError(f"{name} is text; allowed for model {served.name!r}: numbers")
+    return served.meta
 
 
 def _to_tensor(array: np.ndarray, tokens: bool, name: str) -> Tensor:

@@ -13,16 +13,24 @@ from fastapi.responses import StreamingResponse
 from starlette.background import BackgroundTask
 from torch import Tensor
 
+from vssm import noise
 from vssm.checks import shown
 from vssm.data import steps_left
 from vssm.nn import State
 from vssm.sampling.request import shares_latents
-from vssm.serve.errors import Refused, json_bytes, json_response
+from vssm.serve.errors import Refused, invalid, json_bytes, json_response
 from vssm.serve.guard import Metrics
-from vssm.serve.jobs import Done, Job
+from vssm.serve.jobs import AnyJob, Done, FillJob, Job
 from vssm.serve.models import Served
 from vssm.serve.resume import Seal, Store
-from vssm.serve.schema import GenerateRequest, ObserveRequest, ResumeRequest, read_sequences
+from vssm.serve.schema import (
+    FillRequest,
+    GenerateRequest,
+    ObserveRequest,
+    ResumeRequest,
+    read_gaps,
+    read_sequences,
+)
 from vssm.serve.settings import Settings
 from vssm.serve.worker import Worker
 
@@ -40,54 +48,64 @@ class Service:
         )
         self.seal = Seal(key, settings.resume_seconds)
 
-    def plan(self, ask: GenerateRequest | ResumeRequest | ObserveRequest) -> Job:
+    def plan_generate(self, ask: GenerateRequest) -> Job:
         """Returns the job of a request, or refuses it."""
-        if isinstance(ask, GenerateRequest):
-            return self._plan_generate(ask)
-        return self._plan_resume(ask) if isinstance(ask, ResumeRequest) else self._plan_observe(ask)
-
-    def _plan_generate(self, ask: GenerateRequest) -> Job:
         served = self._model(ask.model)
         prompt = read_sequences(served, ask.prompt, ask.prompt_npy, "prompt")
         rows = 1 if prompt is None else len(prompt)
         num = ask.num or rows
         if rows not in (1, num):
-            raise _invalid("num", num, f"{rows}, the rows of the prompt")
+            raise _not_allowed("num", num, f"{rows}, the rows of the prompt")
         return self._job(ask, served, num, prompt, None)
 
-    def _plan_resume(self, ask: ResumeRequest) -> Job:
+    def plan_resume(self, ask: ResumeRequest) -> Job:
+        """Returns the job of a request, or refuses it."""
         served, state = self._resume(ask.resume, ask.model)
         num = ask.num or state.batch
         if state.batch not in (1, num):
-            raise _invalid("num", num, f"{state.batch}, the rows of the state")
+            raise _not_allowed("num", num, f"{state.batch}, the rows of the state")
         if state.batch != num and shares_latents(served.model, state):
             message = (
                 f"num={num} sequences would share the latents behind resume; pass num={num} to "
                 "/v1/observe, or the data as a prompt to /v1/generate, so that each draws its own"
             )
-            raise Refused(422, "invalid", message, "num")
+            raise invalid(message, "num")
         if ask.recondition and "blind" in state.children:
             message = "recondition=true can not follow an answer without it; set it from the start"
-            raise Refused(422, "invalid", message, "recondition")
+            raise invalid(message, "recondition")
         return self._job(ask, served, num, None, state)
 
-    def _plan_observe(self, ask: ObserveRequest) -> Job:
+    def plan_observe(self, ask: ObserveRequest) -> Job:
+        """Returns the job of a request, or refuses it."""
         served, state = self._model(ask.model), None
         if ask.resume is not None:
             served, state = self._resume(ask.resume, ask.model)
         x = read_sequences(served, ask.x, ask.x_npy, "x")
         if x is None:
-            raise Refused(422, "invalid", "x is missing; allowed: x or x_npy", "x")
+            raise invalid("x is missing; allowed: x or x_npy", "x")
         num = ask.num or (len(x) if state is None else state.batch)
         if state is not None and num != state.batch:
-            raise _invalid("num", num, f"{state.batch}, the rows of resume")
+            raise _not_allowed("num", num, f"{state.batch}, the rows of resume")
         if len(x) not in (1, num):
-            message = f"x has {len(x)} rows; allowed: {num}, or one row for all"
-            raise Refused(422, "invalid", message, "x")
+            raise invalid(f"x has {len(x)} rows; allowed: {num}, or one row for all", "x")
         if state is not None and "blind" in state.children:
             message = "resume can not read data: it was generated without recondition"
-            raise Refused(422, "invalid", message, "resume")
+            raise invalid(message, "resume")
         return self._job(ask, served, num, x, state)
+
+    def plan_fill(self, ask: FillRequest) -> FillJob:
+        """Returns the job of a request, or refuses it."""
+        served = self._model(ask.model)
+        x, known = read_gaps(served, ask.x, ask.x_npy)
+        rows, num = len(x), ask.num or 1
+        self._check_size(rows * num, 0, x.shape[1], "x", ask.passes)
+        row = torch.arange(rows)
+        row = row if ask.num is None else noise.fork(row, num).flatten()
+        x, known = x.repeat_interleave(num, 0), known.repeat_interleave(num, 0)
+        dials = {"temperature": ask.temperature, "sample": ask.observe == "sample"}
+        return FillJob(
+            served, torch.full((len(row),), ask.seed or 0), row, x, known, ask.passes, **dials
+        )
 
     def _job(
         self,
@@ -108,30 +126,23 @@ class Service:
         source = "resume" if data is None else "x" if length is None else "prompt"
         self._check_size(num, length or 0, known, source)
         keep = ask.keep or self.settings.keep
-        if keep == "server" and not self.settings.handles:
-            raise _invalid("keep", keep, "'client' or 'none', since several processes answer")
         size = self._check_state(served, num, position + steps + (length or 0), keep)
         seed, row = torch.full((num,), ask.seed or 0), torch.arange(num)
         if state is not None:
-            noise = State({name: state[name] for name in ("seed", "row")})
-            noise = noise if state.batch == num else noise.repeat(num)
-            seed, row = noise["seed"] if ask.seed is None else seed, noise["row"]
+            source = State({name: state[name] for name in ("seed", "row")})
+            source = source if state.batch == num else source.repeat(num)
+            seed, row = source["seed"] if ask.seed is None else seed, source["row"]
         if data is not None:
             data = data.expand(num, *data.shape[1:])
         return Job(served, seed, row, length, data, state, keep=keep, bytes=size, **options)
 
-    def _check_size(self, num: int, length: int, known: int, source: str) -> None:
-        limits = self.settings
+    def _check_size(self, num: int, length: int, known: int, source: str, passes: int = 1) -> None:
+        limits, steps = self.settings, passes * (length + known)
         for name, value, most, given in (
             ("num", num, limits.max_num, f"num={shown(num)}"),
             ("length", length, limits.max_length, f"length={shown(length)}"),
             (source, known, limits.max_length, f"{source} of {known} steps"),
-            (
-                "num",
-                num * (length + known),
-                limits.max_cells,
-                f"{num} times {length + known} steps",
-            ),
+            ("num", num * steps, limits.max_cells, f"{num} times {steps} steps"),
         ):
             if value > most:
                 message = f"{given} is not allowed; allowed: at most {most}"
@@ -168,27 +179,34 @@ class Service:
             name, state = self.store.get(resume)
         served = self._model(name)
         if model not in (None, name):
-            raise _invalid("model", model, f"{name!r}, the model of resume")
+            raise _not_allowed("model", model, f"{name!r}, the model of resume")
         if weights not in (None, served.weights):  # the model was trained or replaced
             message = f"resume was made with other weights of model {name!r}; allowed: a new one"
             raise Refused(410, "resume_outdated", message, "resume")
         return served, state
 
-    async def answer(self, request: Request, job: Job) -> Response:
+    async def answer(self, request: Request, job: AnyJob) -> Response:
         """Runs a job, whole or as a stream."""
-        began, served, keep = time.perf_counter(), job.served, job.keep
+        began, served = time.perf_counter(), job.served
         job.client = "" if request.client is None else request.client.host
         job.deadline = time.monotonic() + self.settings.timeout
-        if job.stream:
+        if isinstance(job, Job) and job.stream:
             return self._stream(job, began)
+        if isinstance(job, FillJob):
+            order, keep = served.order(job.known, job.seed, job.row, job.passes), None
+        else:
+            order, keep = None, job.keep
         done = await self._unless_gone(request, job)
         if done is None:
             return Response(status_code=499)
-        steps = {} if done.x is None else _Steps(served).show(done.x, final=True)
-        timing = _timing(began, done.seconds, done.rows)
-        return json_response({**steps, **self._keep(served, done, keep), **timing})
+        told = {} if done.x is None else _Steps(served).show(done.x, final=True)
+        if order is not None:
+            told |= {"model": served.name, "order": order.numpy()}
+        if keep is not None:
+            told |= self._keep(served, done, keep)
+        return json_response({**told, **_timing(began, done.seconds, done.rows)})
 
-    async def _unless_gone(self, request: Request, job: Job) -> Done | None:
+    async def _unless_gone(self, request: Request, job: AnyJob) -> Done | None:
         """Returns the result of a job; None when its client has left, which cancels the job."""
         result = asyncio.wrap_future(self.worker.submit(job))
         gone = asyncio.ensure_future(_gone(request))
@@ -291,26 +309,22 @@ def _dials(ask: GenerateRequest | ResumeRequest, served: Served) -> dict[str, An
     """Returns the options of a job that makes steps."""
     if not served.parallel and (ask.chunk is not None or ask.recondition):
         name, kind = "recondition" if ask.recondition else "chunk", served.model.config.kind
-        raise _invalid(name, getattr(ask, name), f"a model of kind vssm or tvae, not {kind}")
+        raise _not_allowed(name, getattr(ask, name), f"a model of kind vssm or tvae, not {kind}")
+    if ask.recondition and served.model.config.known == "any":  # windows and chunks would not agree
+        raise _not_allowed("recondition", True, "false for this model; /v1/fill has passes")
     if ask.every is not None and (served.parallel or not ask.stream):
         allowed = "streams of step-by-step models; chunk is for the others"
-        raise _invalid("every", ask.every, allowed)
+        raise _not_allowed("every", ask.every, allowed)
     every = None if not ask.stream else ask.chunk if served.parallel else ask.every or 1
-    return {
-        "chunk": ask.chunk,
-        "recondition": ask.recondition,
-        "temperature": ask.temperature,
-        "sample": ask.observe == "sample",
-        "every": every,
-        "stream": ask.stream,
-    }
+    dials = {"chunk": ask.chunk, "recondition": ask.recondition, "temperature": ask.temperature}
+    return {**dials, "sample": ask.observe == "sample", "every": every, "stream": ask.stream}
 
 
 def _steps_left(served: Served, known: int) -> int:
     try:
         return steps_left(served.meta, known)
     except ValueError as error:
-        raise Refused(422, "invalid", str(error), "length") from None
+        raise invalid(str(error), "length") from None
 
 
 async def _gone(request: Request) -> None:
@@ -324,9 +338,8 @@ def _timing(began: float, seconds: float, rows: int) -> dict[str, Any]:
     return {"timing": {**milliseconds, "rows": rows}}
 
 
-def _invalid(param: str, value: object, allowed: str) -> Refused:
-    message = f"{param}={shown(value)} is not allowed; allowed: {allowed}"
-    return Refused(422, "invalid", message, param)
+def _not_allowed(param: str, value: object, allowed: str) -> Refused:
+    return invalid(f"{param}={shown(value)} is not allowed; allowed: {allowed}", param)
 
 
 def _event(name: str, body: dict[str, Any]) -> bytes:

@@ -1,10 +1,9 @@
-"""The limits of a server, and the options of `vssm serve`."""
+"""The limits of a server."""
 
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ServeOptions", "Settings"]
+__all__ = ["Settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +39,12 @@ class Settings:
     threads: int | None = None
     """Threads that compute; `vssm serve` takes one fewer than there are cores."""
     timeout: float = 60.0
-    """Seconds that a request may take after its body has arrived; a request that is expected to
-    take longer, because of the requests before it, is answered 429."""
+    """Seconds that a request may take after its body has arrived; a request that has not begun
+    after half of them is answered 429."""
     body_timeout: float = 10.0
     """Seconds that a client may take to send its request."""
     keep: Literal["server", "client"] = "server"
     """Where states wait to be resumed, unless a request says otherwise."""
-    handles: bool = True
-    """Whether states may wait in the server; off where several processes share the work."""
     resume_seconds: float = 600.0
     """How long a state can be resumed."""
     resume_count: int = 1024
@@ -61,31 +58,3 @@ class Settings:
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
                 raise ValueError(f"{name}={value} is not allowed; allowed: a number > 0")
-
-
-@dataclass
-class ServeOptions:
-    """Says what to serve, and where."""
-
-    models: tuple[str, ...] = ()
-    """Run folders, names of shipped models or hf://OWNER/NAME, each optionally after NAME=."""
-    host: str = "127.0.0.1"
-    """The address to listen on; one that others can reach needs --token-file or --insecure."""
-    port: int = 8000
-    """The port; 0 for any that is free."""
-    token_file: Path | None = None
-    """A file with the token that clients must send."""
-    insecure: bool = False
-    """Serve on an address that others can reach without a token."""
-    key_file: Path | None = None
-    """A file with the secret that seals states which clients keep; by default they end with the
-    process."""
-    device: str = "auto"
-    """Where to run: auto, cpu or cuda; on Ray each replica takes a GPU."""
-    ray: bool = False
-    """Serve on a Ray cluster."""
-    replicas: int = 1
-    """The least number of processes that compute (with --ray)."""
-    max_replicas: int | None = None
-    """The most processes that compute, as load asks for (with --ray)."""
-    limits: Settings = field(default_factory=Settings)

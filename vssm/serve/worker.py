@@ -8,8 +8,6 @@ There is one thread because kernels already use all cores. If the thread fails, 
 or comes later is refused with 503.
 """
 
-import contextlib
-import ctypes
 import logging
 import math
 import threading
@@ -22,7 +20,7 @@ from torch import Tensor
 
 from vssm.nn import State
 from vssm.serve.errors import Refused
-from vssm.serve.jobs import Done, Job
+from vssm.serve.jobs import AnyJob, Done, FillJob, Job
 from vssm.serve.models import Served
 from vssm.serve.scheduler import Scheduler
 from vssm.serve.settings import Settings
@@ -30,7 +28,6 @@ from vssm.serve.settings import Settings
 __all__ = ["Worker", "compute"]
 
 _log = logging.getLogger("vssm.serve")
-_IDLE = 1.0  # seconds without work after which free memory is returned to the system
 
 
 class Worker:
@@ -86,7 +83,7 @@ class Worker:
         """The number of jobs that have not ended."""
         return len(self._scheduler.jobs)
 
-    def submit(self, job: Job) -> "Future[Done]":
+    def submit(self, job: AnyJob) -> "Future[Done]":
         """Queues a job, or raises `Refused`."""
         future, displaced = job.future, None
         try:
@@ -126,9 +123,7 @@ class Worker:
         self._ready.set()
         while True:
             with self._changed:
-                if not self._changed.wait_for(self._has_work, timeout=_IDLE):
-                    _return_memory()
-                    self._changed.wait_for(self._has_work)
+                self._changed.wait_for(lambda: self._scheduler.jobs or self._closing)
                 dropped = self._scheduler.drop(time.monotonic())
                 batch = self._scheduler.take()
                 closed = self._closing and not batch
@@ -140,10 +135,7 @@ class Worker:
                 self._compute(batch)
             del batch  # a thread that waits must not hold finished jobs
 
-    def _has_work(self) -> bool:
-        return bool(self._scheduler.jobs) or self._closing
-
-    def _compute(self, batch: list[Job]) -> None:
+    def _compute(self, batch: list[AnyJob]) -> None:
         began, first = time.perf_counter(), batch[0]
         try:
             results = compute(batch)
@@ -154,8 +146,7 @@ class Worker:
             else:
                 self._finish(first, _refusal(error))
             return
-        seconds, rows = time.perf_counter() - began, sum(len(job.row) for job in batch)
-        first.served.speed.learn(first.expected(rows), seconds)
+        seconds, rows = time.perf_counter() - began, sum(job.rows for job in batch)
         self._watch(first.served.name, rows, seconds)
         with self._changed:
             self._scheduler.spend(batch, seconds)
@@ -164,34 +155,50 @@ class Worker:
             if done is not None:
                 self._finish(job, done)
 
-    def _finish(self, job: Job, result: Done | Refused) -> None:
+    def _finish(self, job: AnyJob, result: Done | Refused) -> None:
         with self._changed:
             self._scheduler.end(job)
         _end(job, result)
 
 
-def compute(batch: list[Job]) -> list[tuple[Tensor | None, State | None]]:
+def compute(batch: list[AnyJob]) -> list[tuple[Tensor | None, State | None]]:
     """Computes the next piece of every job, all in one call; returns new steps and states."""
+    fills = [job for job in batch if isinstance(job, FillJob)]
+    return _fill(fills) if fills else _make([job for job in batch if isinstance(job, Job)])
+
+
+class _Rows:
+    """The rows of all jobs of a batch, padded until bits do not depend on their number."""
+
+    def __init__(self, batch: list[AnyJob], narrowest: int) -> None:
+        self.served, self.sizes = batch[0].served, [job.rows for job in batch]
+        rows = sum(self.sizes)
+        self.padded = max(rows, math.ceil(self.served.floor / narrowest))
+        self.exact = self.padded == rows
+        # Repeats the last row.
+        self.index = torch.arange(self.padded, device=self.served.device).clamp_max(rows - 1)
+
+    def join(self, tensors: list[Tensor]) -> Tensor:
+        return torch.cat([tensor.to(self.served.device) for tensor in tensors])[self.index]
+
+    def cuts(self) -> tuple[Tensor, ...]:
+        return torch.arange(sum(self.sizes)).split(self.sizes)
+
+
+def _make(batch: list[Job]) -> list[tuple[Tensor | None, State | None]]:
     first, piece, served = batch[0], batch[0].piece, batch[0].served
-    sizes = [len(job.row) for job in batch]
-    rows = sum(sizes)
-    padded = max(rows, math.ceil(served.floor / first.narrowest))
-    index = torch.arange(padded, device=served.device).clamp_max(rows - 1)  # repeats the last row
-
-    def join(tensors: list[Tensor]) -> Tensor:
-        return torch.cat([tensor.to(served.device) for tensor in tensors])[index]
-
-    noise = {"seed": join([job.seed for job in batch]), "rows": join([job.row for job in batch])}
+    rows = _Rows([*batch], first.narrowest)
+    seed, row = rows.join([job.seed for job in batch]), rows.join([job.row for job in batch])
     prompts = [job.prompt[:, : piece.read] for job in batch if job.prompt is not None]
-    prompt = join(prompts) if prompts else None
+    prompt = rows.join(prompts) if prompts else None
     states = [
         _widen(job.state.to(served.device), len(job.row)) for job in batch if job.state is not None
     ]
-    alone = len(batch) == 1 and padded == rows  # do not copy the state, which may be large
-    state = None if not states else states[0] if alone else State.cat(states).select(index)
+    alone = len(batch) == 1 and rows.exact  # do not copy the state, which may be large
+    state = None if not states else states[0] if alone else State.cat(states).select(rows.index)
     if piece.make:
         x, _, after = served.generate(
-            num=padded,
+            num=rows.padded,
             length=piece.make,
             prompt=prompt,
             chunk=piece.chunk,
@@ -199,19 +206,38 @@ def compute(batch: list[Job]) -> list[tuple[Tensor | None, State | None]]:
             temperature=first.temperature,
             observe="sample" if first.sample else "mean",
             state=state,
-            **noise,
+            seed=seed,
+            rows=row,
         )
         x = x.cpu()
     else:
         assert prompt is not None
-        x, after = None, served.observe(prompt, state, **noise)
+        x, after = None, served.observe(prompt, state, seed=seed, rows=row)
     if alone and not first.ends_with_piece:
         return [(x, after)]
     results = []
-    for job, cut in zip(batch, torch.arange(rows).split(sizes), strict=True):
+    for job, cut in zip(batch, rows.cuts(), strict=True):
         needed = job.keeps_state or not job.ends_with_piece
         results.append((None if x is None else x[cut], after.select(cut) if needed else None))
     return results
+
+
+def _fill(batch: list[FillJob]) -> list[tuple[Tensor | None, State | None]]:
+    first, rows = batch[0], _Rows([*batch], batch[0].x.shape[1])
+    names = ("x", "known", "seed", "row")
+    x, known, seed, row = (
+        rows.join([getattr(job, name)[job.next_rows] for job in batch]) for name in names
+    )
+    made = first.served.fill(
+        x,
+        known,
+        passes=first.passes,
+        temperature=first.temperature,
+        observe="sample" if first.sample else "mean",
+        seed=seed,
+        rows=row,
+    ).cpu()
+    return [(made[cut], None) for cut in rows.cuts()]
 
 
 def _widen(state: State, rows: int) -> State:
@@ -225,7 +251,7 @@ def _refusal(error: Exception) -> Refused:
     return Refused(500, "internal", "the server failed; its log says why")
 
 
-def _end(job: Job, result: Done | Refused | None) -> None:
+def _end(job: AnyJob, result: Done | Refused | None) -> None:
     """Gives a job its result, unless its client has left."""
     future = job.future
     job.release()
@@ -235,9 +261,3 @@ def _end(job: Job, result: Done | Refused | None) -> None:
         future.set_exception(result)
     else:
         future.set_result(result)
-
-
-def _return_memory() -> None:
-    """Returns free memory to the system: glibc keeps blocks of up to 32 MiB, the size of states."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # other C libraries
-        ctypes.CDLL(None).malloc_trim(0)
