@@ -78,8 +78,8 @@ class ModelConfig:
     window: int = 32
     """With known="any": the steps that blocks which read backwards see at once."""
     head: str = "gaussian"
-    """Distribution of x_t: gaussian, gaussian-learned, bernoulli, categorical or logistic-mixture;
-    in a run also auto, for the one that suits the data."""
+    """Distribution of x_t: gaussian, gaussian-learned, student-t, bernoulli, categorical or
+    logistic-mixture; in a run also auto, for the one that suits the data."""
     sigma: float = 0.1
     """Standard deviation of the gaussian head, 1e-6 or more."""
     mixtures: int = 5

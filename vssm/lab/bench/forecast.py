@@ -20,7 +20,7 @@ import torch
 
 from vssm.config import ModelConfig
 from vssm.data import Meta
-from vssm.forecasting.forecaster import Forecaster
+from vssm.forecasting.model_forecaster import ModelForecaster
 from vssm.lab.bench.record import Record, number
 from vssm.lab.bench.timing import Stopwatch, check_whole, model_options, open_device
 from vssm.models import build
@@ -79,12 +79,14 @@ def main_forecast(
     return record.finish(title, headings, _rows(record, kinds, patches, lengths))
 
 
-def _forecaster(kind: str, patch: int, width: int, layers: int, device: torch.device) -> Forecaster:
+def _forecaster(
+    kind: str, patch: int, width: int, layers: int, device: torch.device
+) -> ModelForecaster:
     size: dict[str, Any] = {"features": patch, "width": width, "layers": layers, "heads": 1}
     size |= {"latents": 4, "classes": 16}
     model = build(ModelConfig(kind=kind, head="gaussian-learned", **size)).to(device)
     data = {"name": "series", "features": patch, "length": 0, "suggested_head": ""}
-    return Forecaster(model, Meta(**data, columns=("value",), patch=patch, windowed="window"))
+    return ModelForecaster(model, Meta(**data, columns=("value",), patch=patch, windowed="window"))
 
 
 def _rows(
