@@ -46,6 +46,7 @@ SECTIONS = {
     "Forecasting": (
         "vssm.Forecaster",
         "vssm.forecast",
+        "vssm.forecasting.ModelForecaster",
         "vssm.forecasting.Forecast",
         "vssm.forecasting.Stream",
         "vssm.forecasting.files.forecast_file",

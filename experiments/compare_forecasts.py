@@ -33,8 +33,8 @@ from vssm.config import KINDS, ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, SeriesConfig
 from vssm.data.files import locate_own
 from vssm.data.table import Table, filled, read_table, select
-from vssm.forecasting.forecaster import Forecaster
 from vssm.forecasting.metrics import scores
+from vssm.forecasting.model_forecaster import ModelForecaster
 from vssm.lab.bench.measure import take_times
 from vssm.runs.folder import RunFolder
 from vssm.runs.results import result, write_result
@@ -209,7 +209,7 @@ class RollingWindows:
         """Returns the scores of paths, (W, S, H, D), in the units of the training rows."""
         return scores(paths.double(), self.future, self.mean, self.std, self.naive.clamp_min(1e-6))
 
-    def forecast(self, forecaster: Forecaster, **way: Any) -> Tensor:  # noqa: ANN401
+    def forecast(self, forecaster: ModelForecaster, **way: Any) -> Tensor:  # noqa: ANN401
         """Returns paths of our model for all windows."""
         horizon, samples = self.options.series.horizon, self.options.samples
         if forecaster.meta.cycles:  # every window has its own dates
@@ -237,7 +237,7 @@ def naive_paths(windows: RollingWindows) -> Tensor:
     return torch.from_numpy(point[:, None] + deviation[:, None] * noise)
 
 
-def best_temperature(forecaster: Forecaster, windows: RollingWindows) -> float:
+def best_temperature(forecaster: ModelForecaster, windows: RollingWindows) -> float:
     """Returns the temperature whose paths have the best CRPS on windows of the validation part."""
     stride = max(1, windows.options.series.horizon // _CALIBRATION["overlap"])
     options = replace(windows.options, part="valid", windows=_CALIBRATION["windows"], stride=stride)
@@ -255,7 +255,7 @@ def _our_model(
     options = windows.options
     if not RunFolder(folder).has_ended():
         train(config, folder, resume=(folder / "config.json").exists())
-    forecaster = Forecaster.load(folder, choose_device(options.train.device))
+    forecaster = ModelForecaster.load(folder, choose_device(options.train.device))
     calibrate = options.calibrate and options.part == "test"
     temperature = best_temperature(forecaster, windows) if calibrate else 1.0
     ways: dict[str, dict[str, Any]] = {kind: {"temperature": temperature}}
@@ -280,7 +280,7 @@ def _our_model(
     return made
 
 
-def _single_series(forecaster: Forecaster) -> Forecaster:
+def _single_series(forecaster: ModelForecaster) -> ModelForecaster:
     """Returns a forecaster of one series: of the first column where columns are separate."""
     meta = replace(forecaster.meta, horizon=None)
     if meta.separate and meta.columns is not None:
@@ -288,7 +288,7 @@ def _single_series(forecaster: Forecaster) -> Forecaster:
             key: value and value[:1] for key in ("mean", "std") if (value := getattr(meta, key))
         }
         meta = replace(meta, columns=meta.columns[:1], **first)
-    return Forecaster(forecaster.model, meta)
+    return ModelForecaster(forecaster.model, meta)
 
 
 def _deepar(windows: RollingWindows, shapes: list[Shape]) -> dict[str, float]:

@@ -18,7 +18,7 @@ import tyro
 
 from vssm.config import ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, SeriesConfig
-from vssm.forecasting import Forecaster
+from vssm.forecasting import ModelForecaster
 from vssm.training import train
 from vssm.training.progress import Progress
 
@@ -40,7 +40,7 @@ def follow(
         config = RunConfig(
             data=DataConfig(name="series", series=series), model=model, train=options
         )
-        forecaster = Forecaster.load(train(config, Path(folder) / "run", progress=Progress()))
+        forecaster = ModelForecaster.load(train(config, Path(folder) / "run", progress=Progress()))
     stream = forecaster.stream(sensor[900:1000])
     stream.observe(sensor[999])  # compiles what is compiled at first use
     made = []

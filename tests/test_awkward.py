@@ -17,7 +17,7 @@ from tests.tiny_runs import tiny
 from vssm.config import RunConfig, TrainConfig
 from vssm.data import ArraysConfig, DataConfig, Meta, open_data
 from vssm.evaluation.scores import evaluate_run
-from vssm.forecasting.forecaster import Forecaster
+from vssm.forecasting.model_forecaster import ModelForecaster
 from vssm.likelihoods import reconstruct
 from vssm.sampling.ragged import generate_ragged
 from vssm.training.loop import train
@@ -504,11 +504,15 @@ def test_forecasts_and_forecasters_are_shown_in_one_line():
         "horizon": 2,
     }
     model = small_model("ssm", features=5)
-    own = Forecaster(model, Meta(**known, features=5, columns=names))
+    own = ModelForecaster(model, Meta(**known, features=5, columns=names))
     assert (
-        repr(own) == "Forecaster(ssm of load, heat, cold and 2 more, context=4, horizon=2, on cpu)"
+        repr(own)
+        == "ModelForecaster(ssm of load, heat, cold and 2 more, context=4, horizon=2, on cpu)"
     )
-    assert repr(Forecaster(small_model("ssm", features=2))) == "Forecaster(ssm of 0, 1, on cpu)"
+    assert (
+        repr(ModelForecaster(small_model("ssm", features=2)))
+        == "ModelForecaster(ssm of 0, 1, on cpu)"
+    )
     days = np.arange("2024-02-26", "2024-03-01", dtype="M8[D]")
     one = own.forecast(np.zeros((4, 5)), samples=3, times=days)
     dates = "from 2024-03-01T00:00:00 to 2024-03-02T00:00:00"

@@ -227,6 +227,8 @@ def test_samples_have_the_moments_of_the_distribution(name, temperature):
     p_x = head(w)
     if name.startswith("gaussian"):
         mean, variance = p_x.mean, (p_x.scale * temperature).square().expand_as(p_x.mean)
+    elif name == "student-t":  # t with 4 degrees of freedom has variance 2
+        mean, variance = p_x.mean, 2 * (p_x.scale * temperature).square()
     elif name == "bernoulli":
         mean = torch.sigmoid(w / temperature)
         variance = mean * (1 - mean)

@@ -17,7 +17,13 @@ FORMAT = 1
 Kind = Literal["transformer", "ssm", "rnn", "tvae", "vrnn", "vssm"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 HeadName = Literal[
-    "auto", "gaussian", "gaussian-learned", "bernoulli", "categorical", "logistic-mixture"
+    "auto",
+    "gaussian",
+    "gaussian-learned",
+    "student-t",
+    "bernoulli",
+    "categorical",
+    "logistic-mixture",
 ]
 _SIZES_BELOW = 10_000_000  # of a model: PyTorch crashes at sizes past the address space
 
@@ -83,8 +89,8 @@ class ModelConfig:
     """With known="any": the steps that blocks which read backwards see at once. A run takes the
     length of its sequences, unless another number than 32 is set."""
     head: HeadName = "gaussian"
-    """Distribution of x_t: gaussian, gaussian-learned, bernoulli, categorical or logistic-mixture;
-    in a run also auto, for the one that suits the data."""
+    """Distribution of x_t: gaussian, gaussian-learned, student-t, bernoulli, categorical or
+    logistic-mixture; in a run also auto, for the one that suits the data."""
     sigma: float = 0.1
     """Standard deviation of the gaussian head, 1e-6 or more."""
     mixtures: int = 5

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.conftest import relative_error, same, small_model
-from vssm import Forecaster
 from vssm.config import ModelConfig
 from vssm.data import Meta
+from vssm.forecasting import ModelForecaster
 from vssm.models import build
 from vssm.sampling import paths
 
@@ -20,7 +20,7 @@ def make_forecaster(device, kind="vssm", **options):
     values |= {"windowed": "window", **options}
     meta = Meta(name="series", length=0, suggested_head="", columns=("a", "b"), **values)
     model = small_model(kind, "gaussian-learned", features=values["features"])
-    return Forecaster(model.to(device), meta)
+    return ModelForecaster(model.to(device), meta)
 
 
 def histories(num, seed=0):
@@ -90,7 +90,7 @@ def test_equal_scales_share_a_recording_and_others_do_not(device, counts, plainl
         own.forecast(x, 6, 4)
 
     def other(**changes):
-        made = Forecaster(own.model, replace(own.meta, **changes))
+        made = ModelForecaster(own.model, replace(own.meta, **changes))
         made.engine = own.engine
         wanted = plainly(made.forecast, x, 6, 4).samples
         same(made.forecast(x, 6, 4).samples, wanted)
@@ -142,13 +142,13 @@ def test_gaps_are_filled_before_a_replay(device, counts, plainly):
 def test_paths_own_their_memory_and_do_not_follow_the_model(device):
     meta, x = make_forecaster(device).meta, histories(2)
     model = small_model("vssm", "gaussian-learned", features=4).to(device)
-    own = Forecaster(model, meta)
+    own = ModelForecaster(model, meta)
     made = [own.forecast(x, 6, 4, seed=seed).samples for seed in (0, 1, 2)]
     copies = [samples.clone() for samples in made]
     with torch.no_grad():
         model.decoder.out.weight.mul_(1.5)
     same(own.forecast(x, 6, 4, seed=2).samples, made[2])
-    fresh = Forecaster(model, meta).forecast(x, 6, 4, seed=2).samples
+    fresh = ModelForecaster(model, meta).forecast(x, 6, 4, seed=2).samples
     assert relative_error(fresh, made[2]) > 1e-3
     assert all(torch.equal(samples, copy) for samples, copy in zip(made, copies, strict=True))
 
@@ -162,8 +162,8 @@ def test_forecasts_on_a_gpu_are_those_of_a_cpu(monkeypatch):
     meta = {"name": "series", "length": 0, "suggested_head": "", "columns": ("a",)}
     meta = Meta(**meta, features=24, patch=24, windowed="last")
     x = torch.randn(30, 120, 1, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    wanted = Forecaster(model, meta).forecast(x, 200, 60, seed=2).samples
-    own = Forecaster(model.cuda(), meta)
+    wanted = ModelForecaster(model, meta).forecast(x, 200, 60, seed=2).samples
+    own = ModelForecaster(model.cuda(), meta)
     for numbers in (2**30, 2**18):
         monkeypatch.setattr(paths, "_MOST_NUMBERS", {"cuda": numbers})
         for _ in range(3):

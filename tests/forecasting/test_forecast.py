@@ -21,8 +21,8 @@ from vssm.config import RunConfig, TrainConfig
 from vssm.data import DataConfig, Meta, SeriesConfig, open_data
 from vssm.data.scale import Scale, centre_of_steps, window_scale
 from vssm.forecasting.files import draw_fan, read_history, write_quantiles
-from vssm.forecasting.forecaster import Forecast, Forecaster
 from vssm.forecasting.metrics import crps, energy_score, scores
+from vssm.forecasting.model_forecaster import Forecast, ModelForecaster
 from vssm.noise import fork
 from vssm.training.loop import train
 from vssm.training.progress import Progress
@@ -49,7 +49,7 @@ def meta(columns=("a", "b", "c"), **options):
 
 def forecaster(kind="vssm", **options):
     own = meta(**options)
-    return Forecaster(small_model(kind, features=own.features), own)
+    return ModelForecaster(small_model(kind, features=own.features), own)
 
 
 def history(steps=9, series=None, num=3, seed=0):
@@ -134,7 +134,7 @@ def test_forecasts_move_with_the_level_of_a_series(kind, shift, factor):
     expected = one.forecast(history(), 5, 3).samples * factor + shift
     assert (
         relative_error(
-            Forecaster(one.model, other).forecast(history() * factor + shift, 5, 3).samples,
+            ModelForecaster(one.model, other).forecast(history() * factor + shift, 5, 3).samples,
             expected,
         )
         < 1e-3
@@ -145,7 +145,7 @@ def test_separate_columns_are_forecast_by_one_model_of_one_channel():
     own = forecaster(features=1, separate=True)
     made = own.forecast(history(9, series=2), 5, 4).samples
     assert made.shape == (2, 4, 5, 3)
-    alone = Forecaster(own.model, replace(own.meta, columns=("a",), mean=(0.0,), std=(1.0,)))
+    alone = ModelForecaster(own.model, replace(own.meta, columns=("a",), mean=(0.0,), std=(1.0,)))
     assert (
         relative_error(
             alone.forecast(history(9, series=2)[0, :, :1], 5, 4).samples, made[0, ..., :1]
@@ -447,7 +447,7 @@ def test_columns_of_a_dataframe_are_taken_by_name():
         ValueError, match=r"^history has no column 'b'; allowed: a, b, c, in any order$"
     ):
         own.forecast(table.rename(columns={"b": "B"}), 5, 4)
-    plain = Forecaster(small_model("vssm", features=3))  # has no names to look for
+    plain = ModelForecaster(small_model("vssm", features=3))  # has no names to look for
     plain.columns = ("2", "4", "7")  # numbers of columns are no names either
     assert torch.equal(plain.forecast(table, 5, 4).samples, plain.forecast(x, 5, 4).samples)
 
@@ -485,9 +485,9 @@ def test_bad_requests_are_named(options, message):
 
 def test_models_of_other_data_are_refused(tmp_path):
     with pytest.raises(ValueError, match="head 'categorical'; allowed: a model of numbers"):
-        Forecaster(small_model("ssm", "categorical"))
+        ModelForecaster(small_model("ssm", "categorical"))
     with pytest.raises(ValueError, match="2 features; allowed: data set 'series' with 3"):
-        Forecaster(small_model("ssm"), meta(("a", "b")))
+        ModelForecaster(small_model("ssm"), meta(("a", "b")))
     vssm.save(small_model("ssm"), tmp_path)
     with pytest.raises(
         ValueError, match="was trained on unknown data; allowed: a run of data set 'series'"
@@ -496,7 +496,7 @@ def test_models_of_other_data_are_refused(tmp_path):
     with pytest.raises(
         ValueError, match="'mnist-small' was trained on 'mnist'; allowed: a run of data set"
     ):
-        Forecaster.load("mnist-small")
+        ModelForecaster.load("mnist-small")
     with pytest.raises(ValueError, match="horizon=None needs a run"):
         vssm.forecast(small_model("ssm"), history())
     assert Forecast(torch.ones(2, 3, 1), ("a",)).quantile(torch.tensor(0.5)).tolist() == [[1.0]] * 3
@@ -760,7 +760,9 @@ def test_command_writes_quantiles_and_a_chart(run_folder, tmp_path, capsys, suff
     assert str(pandas.Timestamp(table["time"][0])) == "2020-01-02 06:00:00"
     assert (table["q0.1"] <= table["q0.5"]).all()
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    direct = vssm.forecast(run_folder, read_history(Forecaster.load(run_folder), new).values, 6, 9)
+    direct = vssm.forecast(
+        run_folder, read_history(ModelForecaster.load(run_folder), new).values, 6, 9
+    )
     np.testing.assert_allclose(table["mean"][:12], direct.mean.flatten(), rtol=1e-5)
 
 
@@ -870,7 +872,7 @@ def test_a_run_remembers_its_column_of_dates(time, dated, tmp_path):
         path.write_text("\n".join([*lines, lines[-1]]))
     series = SeriesConfig(path=str(path), context=12, horizon=6, time=time)
     own = open_data(DataConfig(name="series", series=series)).meta
-    forecaster = Forecaster(
+    forecaster = ModelForecaster(
         small_model("vssm", features=2), Meta.from_json(json.loads(json.dumps(asdict(own))))
     )
     assert (read_history(forecaster, path).times is not None) == dated

@@ -44,7 +44,7 @@ class Forecast:
     def run(self) -> None:
         from vssm.checks import choose_device
         from vssm.forecasting.files import check_quantiles, draw_fan, forecast_file, write_quantiles
-        from vssm.forecasting.forecaster import Forecaster
+        from vssm.forecasting.model_forecaster import ModelForecaster
 
         check_seed(self.seed)
         picture = self.out.with_suffix(".png") if self.out.name else self.out
@@ -52,7 +52,7 @@ class Forecast:
         check_files(writes)
         check_quantiles(self.out, self.quantiles)
         check_files(writes, {"path": self.path})
-        forecaster = Forecaster.load(self.run_folder, choose_device(self.device))
+        forecaster = ModelForecaster.load(self.run_folder, choose_device(self.device))
         usual: dict[str, Any] = {"chunk": None, "recondition": False, "temperature": 1.0}
         options = {
             name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["next_dates", "plain_dates", "uneven_dates"]
+__all__ = ["next_dates", "plain_dates", "uneven_dates", "usual_step"]
 
 _GAP = 1.5  # steps; two dates that are further apart have a gap between them
 
@@ -37,7 +37,7 @@ def uneven_dates(times: np.ndarray) -> str | None:
     if len(times) < 2:
         return None
     times = plain_dates(times)
-    odd = times[1:] != _dates_from(times[0], _usual_step(times), len(times) - 1)
+    odd = times[1:] != _dates_from(times[0], usual_step(times), len(times) - 1)
     if not odd.any():
         return None
     first = int(odd.argmax())
@@ -53,7 +53,7 @@ def next_dates(times: np.ndarray, num: int) -> np.ndarray:
         array(['2024-01-31', '2024-02-29'], dtype='datetime64[D]')
     """
     times = plain_dates(times)
-    return _dates_from(times[-1], _usual_step(times), num)
+    return _dates_from(times[-1], usual_step(times), num)
 
 
 def _dates_from(first: np.datetime64, step: Any, num: int) -> np.ndarray:  # noqa: ANN401
@@ -66,7 +66,7 @@ def _dates_from(first: np.datetime64, step: Any, num: int) -> np.ndarray:  # noq
     return dates[:num].to_numpy()
 
 
-def _usual_step(times: np.ndarray) -> Any:  # noqa: ANN401
+def usual_step(times: np.ndarray) -> Any:  # noqa: ANN401
     """Returns the step of the longest run of dates without a gap."""
     import pandas
     from pandas.tseries.frequencies import to_offset

@@ -1,6 +1,18 @@
-"""Forecasting: sample paths of series in the units of the data, from files, arrays and streams."""
+"""Forecasting: sample paths of series in the units of the data, from tables, arrays and streams.
 
-from vssm.forecasting.forecaster import Forecast as Forecast
+| file | what |
+| --- | --- |
+| `forecaster` | `Forecaster`: fit, predict, evaluate, fill, update on pandas tables |
+| `panel` | tables of many series in and out, and their checks |
+| `windows` | windows of a panel in their own scale |
+| `network` | the model: its loss and its sample paths on windows |
+| `fitting` | early stopping, the final fit, conformal calibration |
+| `backtest`, `metrics`, `charts` | rolling windows, scores, pictures |
+| `model_forecaster`, `history`, `files`, `gluonts` | forecasts and streams of a trained run |
+"""
+
 from vssm.forecasting.forecaster import Forecaster as Forecaster
-from vssm.forecasting.forecaster import Stream as Stream
-from vssm.forecasting.forecaster import forecast as forecast
+from vssm.forecasting.model_forecaster import Forecast as Forecast
+from vssm.forecasting.model_forecaster import ModelForecaster as ModelForecaster
+from vssm.forecasting.model_forecaster import Stream as Stream
+from vssm.forecasting.model_forecaster import forecast as forecast

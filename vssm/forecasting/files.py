@@ -7,16 +7,14 @@ from typing import Any
 import numpy as np
 
 from vssm.data.table import Table, find_column, read_table, select
-from vssm.forecasting.forecaster import Forecast, Forecaster
+from vssm.forecasting.charts import Fan, draw_fans, save_figure
+from vssm.forecasting.model_forecaster import Forecast, ModelForecaster
 from vssm.storage import write_atomically
 
 __all__ = ["check_quantiles", "draw_fan", "forecast_file", "read_history", "write_quantiles"]
 
-_BANDS = (0.95, 0.8, 0.5)
-_MOST_COLUMNS = 12  # in one chart
 
-
-def read_history(forecaster: Forecaster, path: str | Path, time: str | None = None) -> Table:
+def read_history(forecaster: ModelForecaster, path: str | Path, time: str | None = None) -> Table:
     """Reads the columns that a forecaster was trained on, in its order, from a new file.
 
     Arguments:
@@ -36,7 +34,7 @@ def read_history(forecaster: Forecaster, path: str | Path, time: str | None = No
 
 
 def forecast_file(
-    forecaster: Forecaster,
+    forecaster: ModelForecaster,
     path: str | Path,
     horizon: int | None,
     samples: int,
@@ -111,27 +109,13 @@ def draw_fan(made: Forecast, history: Table, path: str | Path, context: int = 96
         path: The PNG.
         context: Steps of history to show.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    names = made.columns[:_MOST_COLUMNS]
-    figure = Figure(figsize=(8, 1 + 1.6 * len(names)), layout="constrained")
-    FigureCanvasAgg(figure)
     past = history.values[-context:]
     before, ahead = np.arange(-len(past), 0), np.arange(made.samples.shape[-2])
     if made.times is not None and history.times is not None:
         before, ahead = history.times[-len(past) :], made.times
-    for k, axes in enumerate(figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]):
-        axes.plot(before, past[:, k], color="black", linewidth=0.8, label="history")
-        for band in _BANDS:
-            low, high = (made.quantile(q)[:, k].cpu() for q in ((1 - band) / 2, (1 + band) / 2))
-            style = {"color": "tab:blue", "alpha": 0.25, "linewidth": 0, "label": f"{band:.0%}"}
-            axes.fill_between(ahead, low, high, **style)
-        median = made.quantile(0.5)[:, k].cpu()
-        axes.plot(ahead, median, color="tab:blue", linewidth=1, label="median")
-        axes.set_ylabel(names[k].replace("$", r"\$"), fontsize=8)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=6, ncols=5, loc="outside upper center")  # over no line
-    if ahead is made.times:
-        figure.autofmt_xdate()
-    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))
+    paths = made.samples.cpu().numpy()
+    fans = [
+        Fan(name, before, past[:, k], [(ahead, paths[..., k])])
+        for k, name in enumerate(made.columns)
+    ]
+    save_figure(draw_fans(fans), path)

@@ -1,539 +1,513 @@
-"""Forecasting: sample paths of what comes after a history, in the units of the data.
+"""`Forecaster`: from a pandas table of series to sample paths, quantiles and backtests.
 
-A model reads the history in its own scale (`vssm.data.scale`), as `observe` does. A transformer,
-ssm, rnn or vssm with levels reads it once, and the S paths of a series start from copies of that
-state. A vssm or tvae also reads it once, but every path draws its own latents of the history, so
-the decoder runs over the history for every path (`vssm.sampling.paths`). A vrnn reads it for every
-path.
+    fit        chooses the sizes of windows, trains with early stopping, calibrates, fits all data
+    predict    draws sample paths of the dates after each series, each with its own latents
+    evaluate   scores rolling windows beside the seasonal naive forecast
 
-Legend: B series of N steps and D columns; C `context`; H `horizon`; S `samples`; x (B, N, D).
+One model serves all series of a panel, each window in its own scale, so it also forecasts series
+that it never saw.
 """
 
-import warnings
-from dataclasses import dataclass
-from numbers import Real
+import inspect
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.checks import check_choice, check_type, whole_number
-from vssm.data import Meta, read_meta
-from vssm.data.scale import Scale
-from vssm.engine import Engine
-from vssm.forecasting.history import (
-    LARGEST,
-    History,
-    Reader,
-    check_order,
-    continued,
-    dates_of,
-    numbers,
+from vssm.checks import check_choice, check_flag, check_number, check_path, check_type, whole_number
+from vssm.config import KINDS
+from vssm.forecasting.backtest import Backtest, roll
+from vssm.forecasting.fitting import (
+    Bar,
+    Calibration,
+    calibrate,
+    choose_centre,
+    choose_layout,
+    hold_out,
+    spread_evenly,
+    train,
+    validation,
 )
-from vssm.models import VRNN, Model, Variational, inner_model
-from vssm.nn import State
-from vssm.noise import fork
-from vssm.runs import pretrained
+from vssm.forecasting.network import draw_paths, model_config
+from vssm.forecasting.panel import Panel, Series, read_ahead, read_panel
+from vssm.forecasting.windows import GivenScale, Layout, Windows
+from vssm.models import AnyPart
 from vssm.runs.checkpoint import load_finite
-from vssm.sampling.paths import Task, divided, paths_from
-from vssm.sampling.request import check_room, check_temperature
+from vssm.runs.checkpoint import save as save_model
+from vssm.storage import read_object, write_atomically
 
-__all__ = ["Forecast", "Forecaster", "Stream", "forecast"]
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
 
-_NAMED = 3  # columns in a repr
+__all__ = ["Forecaster"]
 
-
-@dataclass(frozen=True)
-class Forecast:
-    """Holds the sample paths of a forecast."""
-
-    samples: Tensor
-    """(B, S, H, D) in the units of the data, on the device of the model; (S, H, D) of one series.
-    In float64 if a history is so far from zero that all paths in float32 would be one number."""
-    columns: tuple[str, ...]
-    times: np.ndarray | None = None
-    """The dates of the H steps, if the dates of the history are known."""
-
-    def __repr__(self) -> str:
-        *series, paths, steps, _ = self.samples.shape
-        parts = [*(f"{num} series" for num in series), f"{paths} paths", f"{steps} steps"]
-        dates = "" if self.times is None else f", from {self.times[0]} to {self.times[-1]}"
-        return f"Forecast({' x '.join(parts)} of {_named(self.columns)}{dates})"
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean of the paths, (B, H, D)."""
-        return self.samples.mean(-3)
-
-    def quantile(self, level: float) -> Tensor:
-        """Returns a quantile of every value to come, (B, H, D).
-
-        Example:
-            >>> paths = torch.arange(11.0)[:, None, None]
-            >>> Forecast(paths, ("a",)).quantile(0.9)
-            tensor([[9.]])
-        """
-        if not isinstance(level, Real | Tensor) or np.ndim(level) or not 0 <= level <= 1:
-            raise ValueError(f"level={level!r} is not allowed; allowed: a number from 0 to 1")
-        return self.samples.quantile(float(level), dim=-3)
-
-
-def forecast(
-    model: "Model | Forecaster | str | Path",
-    history: History,
-    horizon: int | None = None,
-    samples: int = 100,
-    meta: Meta | None = None,
-    times: np.ndarray | None = None,
-    seed: int = 0,
-    **options: Any,  # noqa: ANN401
-) -> Forecast:
-    """Draws sample paths of the steps after a history.
-
-    Arguments:
-        model: A run folder of data set series, a `Forecaster`, or a model.
-        history: (N, D) steps of one series or (B, N, D) of several, in the units of the data; NaN
-            for missing values. A pandas DataFrame gives the columns of the run by name. The model
-            reads the last `context` steps.
-        horizon: H, the steps to forecast; by default those of training. More is extrapolation, and
-            gives a warning.
-        samples: S, the number of paths of every series.
-        meta: How the data was scaled, for a plain model. Without it, the model forecasts unscaled
-            numbers.
-        times: The dates of the history, (N,) datetime64; a model with time features needs them.
-        seed: Selects the paths.
-        options: `chunk`, `recondition` and `temperature`, as in `generate`.
-
-    Returns:
-        The paths, with their quantiles.
-
-    Example:
-        >>> from vssm import ModelConfig, build
-        >>> config = ModelConfig(kind="vssm", features=2, width=8, layers=1, latents=2, classes=4)
-        >>> made = forecast(build(config), torch.zeros(20, 2), horizon=5, samples=7)
-        >>> made.samples.shape, made.quantile(0.1).shape
-        (torch.Size([7, 5, 2]), torch.Size([5, 2]))
-    """
-    if isinstance(model, str | Path):
-        model = Forecaster.load(model)
-    if isinstance(model, Forecaster):
-        return model.forecast(history, horizon, samples, times, seed, **options)
-    return Forecaster(model, meta).forecast(history, horizon, samples, times, seed, **options)
-
-
-def _named(columns: tuple[str, ...]) -> str:
-    more = len(columns) - _NAMED
-    return ", ".join(columns[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+_CALIBRATION_WINDOWS, _PATHS = 256, 100
+_FORMAT = 1  # of forecaster.json
 
 
 class Forecaster:
-    """Joins a model with the metadata of its data, to read and write the units of the data.
+    """Forecasts the series of a pandas table, long or wide, with one model for all of them.
+
+    Parameters are kept as given, and checked by `fit`: `get_params`, `set_params`, `repr` and
+    scikit-learn's `clone` work.
 
     Arguments:
-        model: Any of the six models, of numbers. The forecaster keeps a frozen copy of it.
-        meta: The metadata of the data set; without it, columns have no names and no scale.
+        horizon: H, the dates to forecast.
+        freq: The time from one date to the next, in pandas's letters; found in the dates if None.
+        kind: "vssm", or one of the other five models for comparison, which know no covariates.
+        season: Steps of a season; chosen from the frequency if None.
+        patch: Points in a step of the model; chosen from season and horizon if None.
+        context: Points of history that the model reads; chosen if None.
+        transform: "log" for series whose spread grows with their level, "none", or "auto".
+        future_columns: Covariates that are known in the future, such as prices and holidays.
+        past_columns: Covariates that are known up to now; see `read_panel` for None.
+        static_columns: Columns with one number for each series; see `read_panel` for None.
+        calibrate: Whether intervals are widened or narrowed to fit held-out windows.
+        refit: Whether the final fit uses all data, after held-out windows chose when to stop.
+        width: Width of the model.
+        layers: Blocks of the model.
+        latents: Discrete latents of each step.
+        classes: Classes of a latent.
+        max_steps: The most training steps; early stopping may end sooner.
+        batch: Windows in a step.
+        learning_rate: Of AdamW.
+        seed: Fixes weights, batches and paths.
+        progress: Whether to draw a progress bar, on a terminal only.
 
     Example:
-        >>> from vssm import ModelConfig, build
-        >>> model = build(ModelConfig(kind="ssm", features=2, width=8, layers=1))
-        >>> known = {"name": "series", "length": 6, "suggested_head": "gaussian-learned"}
-        >>> meta = Meta(**known, features=2, columns=("load", "heat"), context=4, horizon=2)
-        >>> made = Forecaster(model, meta).forecast(np.zeros((4, 2)), samples=3)
-        >>> made.columns, made.samples.shape
-        (('load', 'heat'), torch.Size([3, 2, 2]))
-    """
-
-    def __init__(self, model: Model, meta: Meta | None = None) -> None:
-        model = inner_model(model)
-        features = model.config.features
-        if meta is None:
-            columns = tuple(map(str, range(features)))
-            known = {"name": "series", "length": 0, "suggested_head": ""}
-            meta = Meta(**known, features=features, columns=columns)
-        check_type("meta", meta, Meta, "the Meta of a data set")
-        if model.head.tokens:
-            raise ValueError(f"model has head {model.config.head!r}; allowed: a model of numbers")
-        if meta.columns is None or meta.features != features:
-            raise ValueError(
-                f"meta is of data set {meta.name!r} with {meta.features} features; allowed: data"
-                f" set 'series' with {features}, as the model has"
-            )
-        self.engine = Engine(model)
-        self.model, self.device = self.engine.model, self.engine.device
-        self.meta, self.columns = meta, meta.columns
-        self.channels = 1 if meta.separate else len(meta.columns)
-        self._reader = Reader(model.head, meta, self.device)
-
-    def __repr__(self) -> str:
-        meta = self.meta
-        steps = f", context={meta.context}, horizon={meta.horizon}" if meta.context else ""
-        kind = self.model.config.kind
-        return f"Forecaster({kind} of {_named(self.columns)}{steps}, on {self.device})"
-
-    @classmethod
-    def load(cls, run: str | Path, device: torch.device | str = "cpu") -> "Forecaster":
-        """Reads a run folder of data set series.
-
-        Arguments:
-            run: The folder, or "hf://OWNER/NAME[@REVISION]" on the hub.
-            device: Where the model goes.
-
-        Returns:
-            The forecaster of the run, with the names and the scale of its columns.
-
-        Example:
-            >>> import tempfile
-            >>> from vssm.config import ModelConfig, RunConfig, TrainConfig
-            >>> from vssm.data import DataConfig, SeriesConfig
-            >>> from vssm.training.progress import Progress
-            >>> from vssm.training import train
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     wave = np.sin(np.arange(40))
-            ...     np.savetxt(f"{folder}/wave.csv", wave, header="load", comments="")
-            ...     series = SeriesConfig(path=f"{folder}/wave.csv", context=4, horizon=2)
-            ...     config = RunConfig(
-            ...         data=DataConfig(name="series", series=series),
-            ...         model=ModelConfig(kind="ssm", features=1, head="auto", width=8, layers=1),
-            ...         train=TrainConfig(max_steps=1, batch=4, samples=0, num_valid=4),
-            ...     )
-            ...     own = Forecaster.load(train(config, f"{folder}/run", progress=Progress()))
-            >>> own.columns, own.forecast(np.zeros((4, 1)), samples=3).samples.shape
-            (('load',), torch.Size([3, 2, 1]))
-        """
-        folder = pretrained.find(run)
-        model = load_finite(folder, device)
-        meta = read_meta(folder)
-        if meta is None or meta.columns is None:
-            name = "unknown data" if meta is None else repr(meta.name)
-            raise ValueError(
-                f"{str(run)!r} was trained on {name}; allowed: a run of data set 'series'"
-            )
-        return cls(model, meta)
-
-    def forecast(
-        self,
-        history: History,
-        horizon: int | None = None,
-        samples: int = 100,
-        times: np.ndarray | None = None,
-        seed: int = 0,
-        **options: Any,  # noqa: ANN401
-    ) -> Forecast:
-        """Draws sample paths of the steps after a history, as `vssm.forecast` does.
-
-        Arguments:
-            history: (N, D) steps of one series or (B, N, D) of several, as for `vssm.forecast`.
-            horizon: H, the steps to forecast; by default those of training.
-            samples: S, the number of paths of every series.
-            times: The dates of the history, (N,) datetime64.
-            seed: Selects the paths.
-            options: `chunk`, `recondition` and `temperature`, as in `generate`.
-
-        Returns:
-            The paths, with their quantiles.
-
-        Example:
-            >>> from vssm import ModelConfig, build
-            >>> own = Forecaster(build(ModelConfig(kind="ssm", features=2, width=8, layers=1)))
-            >>> days = np.arange("2024-02-26", "2024-02-29", dtype="M8[D]")
-            >>> made = own.forecast(np.zeros((3, 2)), horizon=2, samples=5, times=days)
-            >>> made.samples.shape, made.times.astype("M8[D]").astype(str).tolist()
-            (torch.Size([5, 2, 2]), ['2024-02-29', '2024-03-01'])
-        """
-        horizon, samples = self._check_request(horizon, samples, options)
-        x, _, times, single = self._reader.read(history, times)
-        scale = self._reader.scale_of(x, samples, horizon)
-        rows, clock = self._reader.rows(x), self._reader.clock(times)
-        paths = self._draw_paths(rows, clock, scale, seed, horizon, samples, options)
-        paths = self._reader.by_column(paths, len(x))
-        times = continued(times, horizon)
-        return Forecast(paths[0] if single else paths, self.columns, times)
-
-    def stream(
-        self, history: History, times: np.ndarray | None = None, seed: int = 0, samples: int = 100
-    ) -> "Stream":
-        """Starts to follow one series, point by point.
-
-        Arguments:
-            history: (N, D) steps of the series so far.
-            times: Their dates, (N,) datetime64; then points have dates too.
-            seed: Selects the paths.
-            samples: S, the number of paths of a forecast. A vssm, tvae or vrnn follows the series
-                with as many rows, because every path draws its own latents of the past.
-
-        Returns:
-            The stream, which has read the history.
-
-        Example:
-            >>> from vssm import ModelConfig, build
-            >>> own = Forecaster(build(ModelConfig(kind="ssm", features=2, width=8, layers=1)))
-            >>> stream = own.stream(np.zeros((3, 2)))
-            >>> stream.observe([0.5, 1.0])
-            >>> stream.position, stream.forecast(horizon=2, samples=5).samples.shape
-            (4, torch.Size([5, 2, 2]))
-        """
-        return Stream(self, history, times, seed, samples)
-
-    def _check_request(
-        self, horizon: int | None, samples: int, options: dict[str, Any]
-    ) -> tuple[int, int]:
-        """Returns horizon and samples, checked; the horizon of training is the default."""
-        for name in options:
-            check_choice("option", name, ("chunk", "recondition", "temperature"))
-        trained = self.meta.horizon
-        if horizon is None and trained is None:
-            raise ValueError(
-                "horizon=None needs a run that knows its own; allowed: a whole number >= 1"
-            )
-        horizon = whole_number("horizon", trained if horizon is None else horizon, 1)
-        if trained is not None and horizon > trained:
-            warnings.warn(
-                f"horizon={horizon} is longer than the {trained} steps of training: from step"
-                f" {trained + 1} on this is extrapolation",
-                stacklevel=4,
-            )
-        return horizon, whole_number("samples", samples, 1)
-
-    @torch.no_grad()
-    def _draw_paths(
-        self,
-        rows: Tensor,
-        clock: Tensor | None,
-        scale: Scale,
-        seed: int,
-        horizon: int,
-        samples: int,
-        options: dict[str, Any],
-    ) -> Tensor:
-        """Returns paths after histories in the units of the data, (rows, S, H, channels).
-
-        The histories go through the model in slabs, so that memory is bounded. A vssm or tvae uses
-        `vssm.sampling.paths`; all other cases use `generate`.
-        """
-        num, steps = len(rows), self._steps(horizon)
-        length = rows.shape[1] // self.meta.patch + steps
-        slab, at_once = divided(self.model, num, samples, length)
-        one_seed = type(seed) is int and -(2**63) <= seed < 2**63
-        parallel = one_seed and set(options) <= {"temperature"}
-        paths: Tensor | None = None
-
-        def finish(made: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
-            nonlocal paths
-            made = self._points(made, horizon)
-            if paths is None:
-                dtype = torch.float64 if scale.far else made.dtype
-                paths = made.new_empty(num, *made.shape[1:], dtype=dtype)
-            return scale.place(made, factor, shift, out=paths[own])
-
-        for first in range(0, num, slab):
-            first = min(first, num - slab)  # slabs of one size replay one recorded graph
-            own = slice(first, first + slab)
-            x = rows[own]
-            if parallel and isinstance(self.model, Variational):
-                temperature = check_temperature(options.get("temperature", 1.0))
-                cycles = 0 if clock is None else clock.shape[1]
-                task = Task(x.shape, x.dtype, cycles, scale, samples, steps, temperature, at_once)
-                self.engine.paths(task, x, clock, seed, first, finish)
-            else:
-                finish(*self._generate(x, clock, scale, seed, first, steps, samples, options))
-        assert paths is not None
-        return paths
-
-    def _generate(
-        self,
-        x: Tensor,
-        clock: Tensor | None,
-        scale: Scale,
-        seed: int,
-        first: int,
-        steps: int,
-        samples: int,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns new steps of histories from row `first` on, (rows, S, T, features), and units."""
-        x = x.to(self.device)
-        factor, shift = scale.units(x, first)
-        prompt = scale.steps(x, factor, shift, None if clock is None else clock.to(self.device))
-        rows = torch.arange(first, first + len(x), device=self.device)
-        if self._draws_latents:  # every path draws its own latents of the history
-            prompt, rows = prompt.repeat_interleave(samples, 0), fork(rows, samples).flatten()
-            start: dict[str, Any] = {"prompt": prompt, "seed": seed, "rows": rows}
-        else:
-            start = {"state": self.engine.observe(prompt, seed=seed, rows=rows).repeat(samples)}
-        made = self.engine.generate(length=steps, observe="sample", **start, **options)
-        return made.x.unflatten(0, (len(x), samples)), factor, shift
-
-    @property
-    def _draws_latents(self) -> bool:
-        """Whether the model draws latents of what it reads."""
-        return isinstance(self.model, Variational | VRNN)
-
-    def _steps(self, horizon: int) -> int:
-        """Returns how many steps of the model cover a horizon."""
-        return -(-horizon // self.meta.patch)
-
-    def _points(self, x: Tensor, horizon: int) -> Tensor:
-        """Returns steps of the model, (rows, S, T, features), as points, (rows, S, H, channels)."""
-        return self.meta.to_rows(x)[..., :horizon, : self.channels]
-
-
-class Stream:
-    """Follows one series: `observe` new points, `forecast` at any time; the past is not read again.
-
-    The state covers at most a window of training. When it would cover more, it is renewed from the
-    last `context` points, with their scale. If a step of the model is a patch of points, points are
-    read when a forecast needs them, since a patch may end anywhere. So a point takes bounded time
-    and memory, however long the stream is.
+        >>> import pandas
+        >>> days = pandas.date_range("2024-01-01", periods=60, freq="D")
+        >>> table = pandas.DataFrame({"shop": np.arange(60) % 7.0}, index=days)
+        >>> own = Forecaster(horizon=7, max_steps=3, width=16).fit(table)
+        >>> own.predict_samples(samples=5).shape
+        (1, 5, 7)
+        >>> own.predict()["shop"].columns.tolist()
+        ['mean', '0.1', '0.5', '0.9']
+        >>> own
+        Forecaster(horizon=7, max_steps=3, width=16)
     """
 
     def __init__(
         self,
-        forecaster: Forecaster,
-        history: History,
-        times: np.ndarray | None = None,
+        horizon: int = 24,
+        freq: str | None = None,
+        kind: str = "vssm",
+        *,
+        season: int | None = None,
+        patch: int | None = None,
+        context: int | None = None,
+        transform: str = "auto",
+        future_columns: Sequence[str] = (),
+        past_columns: Sequence[str] | None = None,
+        static_columns: Sequence[str] | None = None,
+        calibrate: bool = True,
+        refit: bool = True,
+        width: int = 64,
+        layers: int = 1,
+        latents: int = 4,
+        classes: int = 32,
+        max_steps: int = 1000,
+        batch: int = 32,
+        learning_rate: float = 2e-3,
         seed: int = 0,
-        samples: int = 100,
+        progress: bool = True,
     ) -> None:
-        self._forecaster, self._seed = forecaster, seed
-        self.samples = whole_number("samples", samples, 1)
-        """The number of paths of a forecast."""
-        self._points, self._known, self._times, single = forecaster._reader.read(history, times)
-        if not single:
-            raise ValueError("history is of several series; allowed: one, (steps, columns)")
-        self.renewed = -1
-        """How often the state was renewed."""
-        self._renew()
+        self.horizon, self.freq, self.kind = horizon, freq, kind
+        self.season, self.patch, self.context, self.transform = season, patch, context, transform
+        self.future_columns, self.past_columns = future_columns, past_columns
+        self.static_columns, self.calibrate, self.refit = static_columns, calibrate, refit
+        self.width, self.layers, self.latents, self.classes = width, layers, latents, classes
+        self.max_steps, self.batch, self.learning_rate = max_steps, batch, learning_rate
+        self.seed, self.progress = seed, progress
 
-    @property
-    def position(self) -> int:
-        """The number of steps of the model that the state has read; a step is `patch` points.
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Returns the parameters by name."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
-        Points that are not read yet, or were read before the last renewal, do not count.
-        """
-        return self._state.position
+    def set_params(self, **params: Any) -> "Forecaster":  # noqa: ANN401
+        """Sets parameters by name."""
+        for name, value in params.items():
+            check_choice("parameter", name, tuple(self.get_params()))
+            setattr(self, name, value)
+        return self
 
-    def observe(self, points: History, times: np.ndarray | None = None) -> None:
-        """Reads new points, (k, D) or (D,) for one; NaN for missing values.
+    def __repr__(self) -> str:
+        usual = inspect.signature(type(self)).parameters
+        own = sorted(n for n, v in self.get_params().items() if v != usual[n].default)
+        return f"Forecaster({', '.join(f'{name}={getattr(self, name)!r}' for name in own)})"
 
-        If one point is refused, none is read.
+    def fit(self, df: "pandas.DataFrame") -> "Forecaster":
+        """Trains on all series of a table.
 
         Arguments:
-            points: The points, in order.
-            times: Their dates, (k,); a model with time features needs them.
+            df: Long (unique_id, ds, y and covariates) or wide (a column for each series).
+
+        Returns:
+            This forecaster, with `panel_`, `layout_`, `model_`, `calibration_`, `steps_` (those
+            of the training that was best) and `seconds_`.
         """
-        given = numbers("points", points, self._forecaster.columns)
-        given = given[None] if given.ndim == 1 else given
-        if given.ndim != 2:
-            raise ValueError(
-                f"points has shape {tuple(given.shape)}; allowed: (points, columns) or (columns,)"
-            )
-        times = dates_of(times, len(given), "points")
-        before = vars(self).copy()  # a new state leaves the one before it as it was
-        try:
-            for k, point in enumerate(given):
-                self._observe(point, None if times is None else times[k : k + 1])
-        except BaseException:  # else a second try would read the first points twice
-            vars(self).update(before)
-            raise
+        self._check_params()
+        began = time.monotonic()
+        panel = read_panel(
+            df, self.freq, self.future_columns, self.past_columns, self.static_columns
+        )
+        layout = choose_layout(
+            panel, self.horizon, self.season, self.patch, self.context, self.transform
+        )
+        for one in panel.series:
+            if len(one.y) < 2 * layout.season:
+                raise ValueError(
+                    f"series {one.id!r} has {len(one.y)} rows, less than two seasons of"
+                    f" {layout.season}; drop it, or give season=1"
+                )
+        _check_values(panel, layout)
+        older, cuts = hold_out(panel, layout)
+        scale = GivenScale.of(panel, layout.patch)
+        windows = Windows(older, layout, scale)
+        some = spread_evenly(windows.cuts(layout.season), 2000)
+        layout = replace(layout, centre=choose_centre(windows, some))
+        config = model_config(
+            self.kind,
+            layout,
+            scale.features(layout.patch),
+            self.width,
+            self.layers,
+            self.latents,
+            self.classes,
+        )
+        whole = Windows(panel, layout, scale)
+        options = (self.batch, self.learning_rate, self.seed)
+        self.panel_, self.layout_, self.scale_, self.calibration_ = panel, layout, scale, None
+        steps = self.max_steps
+        with Bar(self.progress) as bar:
+            if len(cuts):
+                judge = validation(whole, cuts, self.seed)
+                older_windows = Windows(older, layout, scale)
+                found = train(config, older_windows, steps, *options, judge, bar.task("fit", steps))
+                self.model_, steps = found.model, found.steps
+                if self.calibrate:
+                    self.calibration_ = self._calibration(whole, cuts)
+            else:
+                steps = min(steps, 300)
+            if self.refit or not len(cuts):
+                show = bar.task("fit all data", steps)
+                self.model_ = train(config, whole, steps, *options, show=show).model
+        self.steps_, self.seconds_ = steps, time.monotonic() - began
+        return self
 
-    def _observe(self, point: Tensor, time: np.ndarray | None) -> None:
-        columns, meta = self._forecaster.columns, self._forecaster.meta
-        if (time is None) != (self._times is None):
-            raise ValueError("times must be given for all points or for none, as in the history")
-        if len(point) != len(columns):
-            allowed = f"({len(columns)},), the columns {', '.join(columns)}"
-            raise ValueError(f"points has shape ({len(point)},) a point; allowed: {allowed}")
-        known = torch.isfinite(point)
-        gap = torch.zeros_like(point) if meta.fill == "zero" else self._points[0, -1]
-        point = torch.where(known, point, gap)  # the past fills gaps, never the future
-        context = meta.context or self._points.shape[1]
-        points = torch.cat([self._points, point[None, None]], 1)[:, -context:]
-        known = torch.cat([self._known, known[None, None]], 1)[:, -context:]
-        self._forecaster._reader.check_known(known)
-        if time is not None and self._times is not None:
-            check_order(np.concatenate([self._times[-1:], time]))
-            self._times = np.concatenate([self._times, time])[-context:]
-        if point.abs().max() > LARGEST:
-            raise ValueError("points has values above 1e30; allowed: up to 1e30")
-        self._points, self._known = points, known
-        self._read_last(time)
+    def _calibration(self, windows: Windows, cuts: Tensor) -> Calibration | None:
+        """Returns the factors of intervals on held-out windows, by the model that held them out."""
+        cuts = spread_evenly(cuts, _CALIBRATION_WINDOWS)
+        batch = windows.forecasts(cuts)
+        paths = draw_paths(self.model_, batch, self.layout_, _PATHS, self.seed)
+        own = slice(self.layout_.context, self.layout_.context + self.horizon)
+        x, there = batch.x.flatten(1)[:, own], batch.made.flatten(1)[:, own]
+        return calibrate(paths[..., own], x, there)
 
-    def _read_last(self, time: np.ndarray | None) -> None:
-        """Takes the state past the last point."""
-        forecaster, meta = self._forecaster, self._forecaster.meta
-        if meta.patch > 1:
-            self._stale = True
-            return
-        if meta.length and self.position >= meta.length:
-            self._renew()
-            return
-        last = forecaster._reader.rows(self._points[:, -1:])
-        x = forecaster._reader.prompt(last, self._factor, self._shift, time, self._since)
-        x = x.repeat_interleave(self.samples, 0) if forecaster._draws_latents else x
-        self._state = forecaster.engine.observe(x, self._state)
-        self._since += 1
-
-    def _renew(self) -> None:
-        reader = self._forecaster._reader
-        prompt, self._factor, self._shift = reader.scaled(self._points, self._times)
-        self._state = self._read(prompt)
-        self.renewed, self._stale, self._since = self.renewed + 1, False, 0
-
-    def _read(self, prompt: Tensor) -> State:
-        """Returns the state after the past, (rows, C, features), for every path of every row."""
-        engine, rows = self._forecaster.engine, torch.arange(len(prompt), device=prompt.device)
-        if not self._forecaster._draws_latents:
-            return engine.observe(prompt, seed=self._seed, rows=rows)
-        check_room(engine.model, len(rows) * self.samples, prompt.shape[1], prompt.device)
-        rows = fork(rows, self.samples).flatten()
-        if len(prompt) > 1:  # a single row is read once for all of its copies
-            prompt = prompt.repeat_interleave(self.samples, 0)
-        return engine.observe(prompt, seed=self._seed, rows=rows, num=len(rows))
-
-    def forecast(
+    def predict(
         self,
-        horizon: int | None = None,
-        samples: int | None = None,
-        **options: Any,  # noqa: ANN401
-    ) -> Forecast:
-        """Draws sample paths of what comes next; the stream stays where it is.
+        df: "pandas.DataFrame | None" = None,
+        samples: int = 200,
+        quantiles: Sequence[float] = (0.1, 0.5, 0.9),
+        future: "pandas.DataFrame | None" = None,
+    ) -> "pandas.DataFrame":
+        """Forecasts the H dates after each series.
 
         Arguments:
-            horizon: H, the steps to forecast; by default those of training.
-            samples: The number of paths; by default those of the stream. A vssm, tvae or vrnn can
-                not draw more.
-            options: `chunk`, `recondition` and `temperature`, as in `generate`.
-        """
-        forecaster = self._forecaster
-        samples = self.samples if samples is None else samples
-        horizon, samples = forecaster._check_request(horizon, samples, options)
-        if samples > self.samples and forecaster._draws_latents:
-            raise ValueError(
-                f"samples={samples} is more than the {self.samples} paths that this stream follows;"
-                f" start it with stream(..., samples={samples})"
-            )
-        if self._stale:
-            self._renew()
-        scale = forecaster._reader.scale_of(self._points, samples, horizon)
-        made = self._draw_paths(forecaster._steps(horizon), samples, options)
-        made = forecaster._points(made, horizon)
-        paths = scale.place(made, self._factor, self._shift, first=self._since)
-        times = continued(self._times, horizon)
-        return Forecast(forecaster._reader.by_column(paths, 1)[0], forecaster.columns, times)
+            df: The histories, of known or new series; those of `fit` and `update` by default.
+            samples: Paths of each series.
+            quantiles: From 0 to 1, each once.
+            future: The covariates that are known in the future: unique_id, ds and a column for
+                each; without unique_id the same for all series.
 
-    @torch.no_grad()
-    def _draw_paths(self, steps: int, samples: int, options: dict[str, Any]) -> Tensor:
-        """Returns new steps in the scale of the model, (rows, S, T, features)."""
-        engine, state = self._forecaster.engine, self._state
-        if not self._forecaster._draws_latents:
-            state = state.repeat(samples)
-        elif samples < self.samples:
-            rows = torch.arange(state.batch, device=state.device).view(-1, self.samples)
-            state = state.select(rows[:, :samples].flatten())
-        if isinstance(engine.model, Variational) and set(options) <= {"temperature"}:
-            temperature = check_temperature(options.get("temperature", 1.0))
-            return paths_from(engine.model, state, samples, steps, temperature)
-        made = engine.generate(length=steps, state=state, observe="sample", **options)
-        return made.x.unflatten(0, (-1, samples))
+        Returns:
+            For a long table unique_id, ds, mean and one column for each quantile, named by its
+            number; for a wide table the same with a column level for the series.
+        """
+        import pandas
+
+        levels = _check_quantiles(quantiles)
+        panel = self._read(df)
+        paths = self._paths(panel, samples, future)
+        tables = []
+        for one, made in zip(panel.series, paths, strict=True):
+            table = pandas.DataFrame({"ds": panel.next_dates(one, self.horizon)})
+            table["mean"] = made.mean(0)
+            for name, level in levels.items():
+                table[name] = np.quantile(made, level, axis=0)
+            tables.append(table)
+        if panel.wide:
+            tables = [table.set_index("ds") for table in tables]
+            return pandas.concat(tables, axis=1, keys=panel.ids)
+        for one, table in zip(panel.series, tables, strict=True):
+            table.insert(0, "unique_id", [one.id] * len(table))
+        return pandas.concat(tables, ignore_index=True)
+
+    def predict_samples(
+        self,
+        df: "pandas.DataFrame | None" = None,
+        samples: int = 200,
+        future: "pandas.DataFrame | None" = None,
+    ) -> np.ndarray:
+        """Returns the sample paths that `predict` summarises, (series, paths, H)."""
+        return self._paths(self._read(df), samples, future)
+
+    def _read(self, df: "pandas.DataFrame | None") -> Panel:
+        """Returns the panel of a table, with the columns of training; that of training if None."""
+        self._check_fitted()
+        if df is None:
+            return self.panel_
+        columns = self.panel_.columns
+        panel = read_panel(df, self.panel_.step, columns.future, columns.past, columns.static)
+        _check_values(panel, self.layout_)
+        return panel
+
+    def _paths(
+        self, panel: Panel, samples: int, future: "pandas.DataFrame | None" = None
+    ) -> np.ndarray:
+        samples = whole_number("samples", samples, 1)
+        ahead = read_ahead(panel, self.horizon, future)
+        windows = Windows(panel, self.layout_, self.scale_, ahead)
+        cuts = torch.stack([torch.arange(len(panel.series)), windows.lengths], 1)
+        return self._paths_of(windows, cuts, samples).numpy()
+
+    def _paths_of(self, windows: Windows, cuts: Tensor, samples: int) -> Tensor:
+        """Returns calibrated paths of the horizons of windows, (W, S, H)."""
+        batch = windows.forecasts(cuts, blind=True)
+        paths = draw_paths(self.model_, batch, self.layout_, samples, self.seed)
+        own = slice(self.layout_.context, self.layout_.context + self.horizon)
+        if self.calibration_ is not None:
+            paths[..., own] = self.calibration_.apply(paths[..., own])
+        return windows.to_units(paths, batch)[..., own]
+
+    def evaluate(
+        self, df: "pandas.DataFrame", windows: int = 5, samples: int = 200
+    ) -> "pandas.DataFrame":
+        """Scores forecasts of the last `windows` windows of a table, one horizon apart.
+
+        The model is used as it is: give newer data than it was trained on, or use `backtest`.
+
+        Returns:
+            One row for this forecaster and one for the seasonal naive forecast, with the columns
+            crps, wql, mase and coverage80 (see `vssm.forecasting.metrics`).
+        """
+        return self._roll(self._read(df), windows, samples).table
+
+    def backtest(self, df: "pandas.DataFrame", windows: int = 5, samples: int = 200) -> Backtest:
+        """Fits on what comes before the last `windows` horizons of a table, then scores these.
+
+        Returns:
+            The scores as `table`, as of `evaluate`, and a `plot` of the forecasts.
+        """
+        self._check_params()
+        windows = whole_number("windows", windows, 1)
+        panel = read_panel(
+            df, self.freq, self.future_columns, self.past_columns, self.static_columns
+        )
+        older = []
+        for one in panel.series:
+            if len(one.y) < (windows + 1) * self.horizon:
+                raise ValueError(
+                    f"series {one.id!r} has {len(one.y)} rows, too few for {windows} windows of"
+                    f" {self.horizon}; give fewer windows"
+                )
+            older.append(one.before(len(one.y) - windows * self.horizon))
+        self.fit(panel.replace(older).to_frame())
+        return self._roll(panel, windows, samples)
+
+    def _roll(self, panel: Panel, windows: int, samples: int) -> Backtest:
+        own = Windows(panel, self.layout_, self.scale_)
+        windows, samples = (
+            whole_number("windows", windows, 1),
+            whole_number("samples", samples, 1),
+        )
+        return roll(own, self.kind, lambda cuts: self._paths_of(own, cuts, samples), windows)
+
+    def fill(self, df: "pandas.DataFrame | None" = None, samples: int = 50) -> "pandas.DataFrame":
+        """Returns a table with its missing values filled by the mean of `samples` draws.
+
+        Rows that are missing between two dates are added. Known values stay as they are. Only a
+        vssm can fill, because it conditions on any known part.
+        """
+        panel = self._read(df)
+        samples = whole_number("samples", samples, 1)
+        if not isinstance(self.model_, AnyPart):
+            raise ValueError(f"kind={self.kind!r} can not fill gaps; use kind='vssm'")
+        windows = Windows(panel, self.layout_, self.scale_)
+        values = [self._filled(windows, k, one, samples) for k, one in enumerate(panel.series)]
+        table = panel.to_frame(values)
+        if not panel.wide:
+            return table
+        return table.pivot(index="ds", columns="unique_id", values="y")[panel.ids]
+
+    def _filled(self, windows: Windows, k: int, one: Series, samples: int) -> np.ndarray:
+        y, length = one.y.copy(), self.layout_.length
+        gaps = np.flatnonzero(np.isnan(y))
+        while len(gaps):  # a window for the next gaps, with known values on both sides
+            start = max(0, min(int(gaps[0]) - length // 4, len(y) - length))
+            stop = len(y) if start + length >= len(y) else start + 3 * length // 4
+            own, gaps = gaps[gaps < stop], gaps[gaps >= stop]
+            cuts = torch.tensor([[k, start + self.layout_.context]])
+            points, there = windows.values(cuts)
+            made = torch.zeros_like(there)
+            made[0, torch.from_numpy(own - start)] = True
+            batch = windows.batch(cuts, points, there, made)
+            paths = draw_paths(self.model_, batch, self.layout_, samples, self.seed, first=start)
+            found = windows.to_units(paths, batch)[0].mean(0).numpy()
+            y[own] = found[own - start]
+        return y
+
+    def update(self, df: "pandas.DataFrame") -> "Forecaster":
+        """Adds new points and new series to the history, without training.
+
+        A row for a date that is known already replaces the old one.
+        """
+        import pandas
+
+        new, old = self._read(df), self.panel_
+        table = pandas.concat([old.to_frame(), new.to_frame()], ignore_index=True)
+        table = table.drop_duplicates(["unique_id", "ds"], keep="last")
+        self.panel_ = replace(self._read(table), wide=old.wide)
+        return self
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the model, its settings and its history to a folder."""
+        self._check_fitted()
+        check_path("folder", folder)
+        folder, panel = Path(folder), self.panel_
+        save_model(self.model_, folder)
+        table = panel.to_frame()
+        ids = [one.id.item() if isinstance(one.id, np.generic) else one.id for one in panel.series]
+        table["unique_id"] = np.repeat(np.arange(len(ids)), [len(one.y) for one in panel.series])
+        write_atomically(folder / "history.csv", lambda path: table.to_csv(path, index=False))
+        held = {
+            "format": _FORMAT,
+            "params": self.get_params(),
+            "layout": asdict(self.layout_),
+            "scale": asdict(self.scale_),
+            "calibration": self.calibration_,
+            "ids": ids,
+            "freq": panel.step.freqstr,
+            "columns": asdict(panel.columns),
+            "wide": panel.wide,
+            "steps": self.steps_,
+            "seconds": self.seconds_,
+        }
+        text = json.dumps(held, indent=1)
+        write_atomically(folder / "forecaster.json", lambda path: path.write_text(text))
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Forecaster":
+        """Reads a folder that `save` wrote."""
+        import pandas
+
+        check_path("folder", folder)
+        folder = Path(folder)
+        if not (folder / "forecaster.json").is_file():
+            raise ValueError(f"{str(folder)!r} has no forecaster.json; give a folder of `save`")
+        held = read_object(folder / "forecaster.json")
+        if held.get("format") != _FORMAT:
+            raise ValueError(f"{str(folder)!r} has format {held.get('format')}; this is {_FORMAT}")
+        own = cls(**held["params"])
+        own.model_ = load_finite(folder).eval()
+        own.layout_ = Layout(**held["layout"])
+        pairs = {name: tuple(map(tuple, held["scale"][name])) for name in ("moving", "static")}
+        own.scale_ = GivenScale(**pairs, cycles=tuple(held["scale"]["cycles"]))
+        sides = held["calibration"]
+        own.calibration_ = None if sides is None else Calibration(*map(tuple, sides))
+        exact: Any = {"float_precision": "round_trip"}
+        table = pandas.read_csv(folder / "history.csv", **exact)
+        table["unique_id"] = table["unique_id"].map(dict(enumerate(held["ids"])))
+        columns = held["columns"]
+        panel = read_panel(table, held["freq"], **columns)
+        own.panel_ = replace(panel, wide=held["wide"])
+        own.steps_, own.seconds_ = held["steps"], held["seconds"]
+        return own
+
+    def plot(
+        self,
+        df: "pandas.DataFrame | None" = None,
+        path: str | Path | None = None,
+        samples: int = 200,
+        future: "pandas.DataFrame | None" = None,
+    ) -> "Figure":
+        """Draws the end of each series and the middle 50, 80 and 95 % of its forecast.
+
+        Arguments:
+            df: The histories; those of `fit` and `update` by default.
+            path: Where to save the picture, if anywhere.
+            samples: Paths of each series.
+            future: As for `predict`.
+
+        Returns:
+            The matplotlib figure, of the first twelve series.
+        """
+        from vssm.forecasting.charts import Fan, draw_fans, save_figure
+
+        panel = self._read(df)
+        paths = self._paths(panel, samples, future)
+        shown = max(3 * self.horizon, self.layout_.context)
+        fans = [
+            Fan(
+                str(one.id),
+                one.dates[-shown:],
+                one.y[-shown:],
+                [(panel.next_dates(one, self.horizon), made)],
+            )
+            for one, made in zip(panel.series, paths, strict=True)
+        ]
+        figure = draw_fans(fans)
+        if path is not None:
+            save_figure(figure, path)
+        return figure
+
+    def _check_fitted(self) -> None:
+        if not hasattr(self, "model_"):
+            raise ValueError("this forecaster is not fitted; call fit(df) first")
+
+    def _check_params(self) -> None:
+        check_choice("kind", self.kind, KINDS)
+        check_choice("transform", self.transform, ("auto", "log", "none"))
+        for name in ("horizon", "width", "layers", "latents", "max_steps", "batch"):
+            whole_number(name, getattr(self, name), 1)
+        for name in ("season", "patch", "context"):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), 1)
+        check_number("seed", self.seed, 0, below=2**63, whole=True)
+        check_number("learning_rate", self.learning_rate, 0, above=True)
+        for name in ("calibrate", "refit", "progress"):
+            check_flag(name, getattr(self, name))
+        for name in ("future_columns", "past_columns", "static_columns"):
+            if getattr(self, name) is not None:
+                check_type(name, getattr(self, name), (list, tuple), "a list of names")
+        if self.future_columns and self.kind != "vssm":
+            raise ValueError(f"kind={self.kind!r} takes no future_columns; use kind='vssm'")
+
+
+def _check_values(panel: Panel, layout: Layout) -> None:
+    for one in panel.series:
+        there = one.y[np.isfinite(one.y)]
+        if not len(there):
+            raise ValueError(f"series {one.id!r} has no value; drop it")
+        if layout.log and not (there > 0).all():
+            k = int((one.y <= 0).argmax())
+            raise ValueError(
+                f"series {one.id!r} is {one.y[k]:g} on {one.dates[k]}, and this forecaster reads"
+                " logarithms; give transform='none' before fit"
+            )
+
+
+def _check_quantiles(quantiles: Sequence[float]) -> dict[str, float]:
+    levels = {f"{level:g}": float(level) for level in quantiles}
+    if len(levels) < len(quantiles) or not all(0 <= level <= 1 for level in levels.values()):
+        raise ValueError(
+            f"quantiles={tuple(quantiles)} is not allowed; give numbers from 0 to 1, each once"
+        )
+    return levels

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vssm.forecasting.forecaster import Forecaster
+from vssm.forecasting.model_forecaster import ModelForecaster
 
 if TYPE_CHECKING:
     from gluonts.model.predictor import Predictor
@@ -21,7 +21,7 @@ _SERIES_PER_PASS = 64
 
 
 def predictor(
-    run: str | Path | Forecaster,
+    run: str | Path | ModelForecaster,
     prediction_length: int | None = None,
     num_samples: int = 100,
     device: str = "cpu",
@@ -32,7 +32,7 @@ def predictor(
     Any other run forecasts its own D columns: a `target` is (D, N).
 
     Arguments:
-        run: A run folder of data set series, or a `Forecaster`.
+        run: A run folder of data set series, or a `ModelForecaster`.
         prediction_length: H; by default the horizon of training.
         num_samples: Paths of every series.
         device: Where to run.
@@ -52,7 +52,7 @@ def predictor(
             "predictor needs GluonTS, install it with: pip install 'vssm[forecast]'"
         ) from error
 
-    forecaster = run if isinstance(run, Forecaster) else Forecaster.load(run, device)
+    forecaster = run if isinstance(run, ModelForecaster) else ModelForecaster.load(run, device)
     length = prediction_length or forecaster.meta.horizon
     if length is None:
         raise ValueError("prediction_length is needed: the model does not know its horizon")
@@ -79,7 +79,7 @@ def predictor(
 
 
 def _forecasts(
-    forecaster: Forecaster,
+    forecaster: ModelForecaster,
     entries: list[dict[str, Any]],
     horizon: int,
     paths: int,
@@ -92,7 +92,9 @@ def _forecasts(
     """
     meta, own = forecaster.meta, forecaster
     if meta.separate:  # any series, also of columns that the run never saw, in its own scale
-        own = Forecaster(forecaster.model, replace(meta, columns=("target",), mean=None, std=None))
+        own = ModelForecaster(
+            forecaster.model, replace(meta, columns=("target",), mean=None, std=None)
+        )
     groups: dict[object, list[int]] = {}  # entries of one length; with dates, one entry
     histories, centres, widths = [], [], []
     for k, entry in enumerate(entries):

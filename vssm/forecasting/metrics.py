@@ -16,7 +16,7 @@ Legend: paths (W, S, H, D) of W windows; y (W, H, D), what came.
 import torch
 from torch import Tensor
 
-__all__ = ["crps", "energy_score", "scores"]
+__all__ = ["crps", "energy_score", "panel_scores", "scores"]
 
 
 def crps(paths: Tensor, y: Tensor) -> Tensor:
@@ -54,18 +54,35 @@ def scores(paths: Tensor, y: Tensor, mean: Tensor, std: Tensor, naive: Tensor) -
         naive: The mean error of the seasonal naive forecast over the training rows, (D,), in
             deviations.
     """
-    levels = torch.arange(1, 10, dtype=paths.dtype) / 10
-    quantiles = torch.quantile(paths, levels, dim=1)  # (9, W, H, D)
-    gap = y - quantiles
-    pinball = torch.maximum(levels.view(-1, 1, 1, 1) * gap, (levels.view(-1, 1, 1, 1) - 1) * gap)
-    inside = (y >= quantiles[0]) & (y <= quantiles[-1])
-    scaled, target = (paths - mean) / std, (y - mean) / std
-    error = ((quantiles[4] - y) / std).abs()
+    rows = paths.movedim(3, 1).flatten(0, 1), y.movedim(2, 1).flatten(0, 1)
+    spread, size = std.repeat(len(y)), (naive * std).repeat(len(y))
+    error = (paths.quantile(0.5, dim=1) - y) / std
     return {
-        "crps": float(crps(scaled, target).mean()),
-        "wql": float(2 * pinball.sum() / (len(levels) * y.abs().sum())),
-        "coverage80": float(inside.double().mean()),
-        "mase": float((error.mean((0, 1)) / naive).mean()),
-        "energy": float(energy_score(scaled, target).mean()),
-        "mae": float(error.mean()),
+        **panel_scores(*rows, spread, size),
+        "energy": float(energy_score((paths - mean) / std, (y - mean) / std).mean()),
+        "mae": float(error.abs().mean()),
+    }
+
+
+def panel_scores(paths: Tensor, y: Tensor, spread: Tensor, naive: Tensor) -> dict[str, float]:
+    """Returns crps, wql, mase and coverage80, averaged over all values that are known.
+
+    Arguments:
+        paths: (W, S, H) in the units of the data.
+        y: What came, (W, H); NaN where it is not known.
+        spread: The deviation of the series of each window, (W,).
+        naive: The mean error of the seasonal naive forecast of the series of each window, (W,).
+    """
+    levels = torch.arange(1, 10, dtype=paths.dtype) / 10
+    quantiles = torch.quantile(paths, levels, dim=1)  # (9, W, H)
+    there, gap = y.isfinite(), y - quantiles
+    pinball = torch.maximum(levels.view(-1, 1, 1) * gap, (levels.view(-1, 1, 1) - 1) * gap)
+    inside = (y >= quantiles[0]) & (y <= quantiles[-1])
+    error = crps(paths[..., None], y[..., None])[..., 0] / spread[:, None]
+    off = (quantiles[4] - y).abs() / naive[:, None]
+    return {
+        "crps": float(error[there].mean()),
+        "wql": float(2 * pinball[:, there].sum() / (len(levels) * y[there].abs().sum())),
+        "mase": float(off[there].mean()),
+        "coverage80": float(inside[there].double().mean()),
     }

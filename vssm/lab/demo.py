@@ -6,6 +6,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,7 +50,8 @@ def demo(folder: Path) -> None:
     print("\nThree small models, trained on 8 x 8 digits and scored on the test set:", flush=True)
     print("              training, s   log p(x), nats   second half given the first")
     for kind, epochs in _EPOCHS.items():
-        size = {"width": 96, "layers": 2, "heads": 4, "latents": 12, "classes": 16}
+        size: dict[str, Any] = {"width": 96, "layers": 2, "heads": 4}
+        size |= {"latents": 12, "classes": 16}
         config = RunConfig(
             data=DataConfig(name="digits"),
             model=ModelConfig(kind=kind, features=8, **size),

@@ -9,6 +9,7 @@ K. So in expectation this bounds log p of all unknown entries, made in S passes.
 Legend: x (B, T, D) or tokens (B, T); `there`, the entries that are in the data, of the shape of x.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -21,7 +22,7 @@ from vssm.models.anypart import Part, order_of_passes
 from vssm.objectives.masks import random_masks
 from vssm.ops.dispatch import product_dtype
 
-__all__ = ["part_terms", "there_and_finite"]
+__all__ = ["bound_of_part", "part_terms", "there_and_finite"]
 
 _MOST_PASSES = 64
 
@@ -51,21 +52,35 @@ def part_terms(
         estimator: How gradients pass through a draw of latents.
     """
     part, passes = _random_part(model, model.pad(x), model.pad(there), draws)
-    evidence = model.evidence(part)
-    kl = torch.zeros(len(x), dtype=torch.float32, device=x.device)
-    dtype = product_dtype(x.device)
+    reconstruction, kl = bound_of_part(model, part, draws.gumbel, estimator)
+    return passes * reconstruction, passes * kl
+
+
+def bound_of_part(
+    model: AnyPart, part: Part, gumbel: Callable[..., Tensor], estimator: str = "gumbel"
+) -> tuple[Tensor, Tensor]:
+    """Returns the reconstruction and the KL, whose difference bounds log p(x_R | x_K), (B,).
+
+    Arguments:
+        model: The model.
+        part: Whole windows, with what is known and what is to be made.
+        gumbel: From sizes (A, Z / L, N) to uniform numbers in (0, 1), (B, A, Z / L, N).
+        estimator: How gradients pass through a draw of latents.
+    """
+    evidence, device = model.evidence(part), part.x.device
+    kl = torch.zeros(len(part.x), dtype=torch.float32, device=device)
+    dtype = product_dtype(device)
 
     def draw(level: int, p_z: Latents, query: Tensor) -> Tensor:
         nonlocal kl
         q_z = model.rung(level).posterior(p_z, query, evidence[level])
-        noise = draws.gumbel(*p_z.raw.shape[1:])
+        noise = gumbel(*p_z.raw.shape[1:])
         z, own = q_z.rsample_and_kl(noise, dtype, p_z, estimator)
         kl = kl + torch.where(part.live_latents(model.spans[level]), own, 0).sum(1)
         return z
 
     p_x, _ = model.descend(part, draw)
-    reconstruction = model.score(p_x, part)
-    return passes * reconstruction, passes * kl
+    return model.score(p_x, part), kl
 
 
 def _random_part(model: AnyPart, x: Tensor, there: Tensor, draws: Draws) -> tuple[Part, Tensor]:

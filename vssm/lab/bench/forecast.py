@@ -20,7 +20,7 @@ import torch
 
 from vssm.config import ModelConfig
 from vssm.data import Meta
-from vssm.forecasting.forecaster import Forecaster
+from vssm.forecasting.model_forecaster import ModelForecaster
 from vssm.lab.bench.measure import Record, check_sizes, model_options, number, open_device
 from vssm.models import build
 
@@ -86,9 +86,11 @@ def main_forecast(
     return record.finish(title, ["", *(f"H = {length}" for length in lengths)], rows)
 
 
-def _forecaster(kind: str, patch: int, width: int, layers: int, device: torch.device) -> Forecaster:
+def _forecaster(
+    kind: str, patch: int, width: int, layers: int, device: torch.device
+) -> ModelForecaster:
     size: dict[str, Any] = {"features": patch, "width": width, "layers": layers, "heads": 1}
     size |= {"kind": kind, "latents": 4, "classes": 16}
     model = build(ModelConfig(head="gaussian-learned", **size)).to(device)
     data = {"name": "series", "features": patch, "length": 0, "suggested_head": ""}
-    return Forecaster(model, Meta(**data, columns=("value",), patch=patch, windowed="window"))
+    return ModelForecaster(model, Meta(**data, columns=("value",), patch=patch, windowed="window"))

@@ -1,0 +1,117 @@
+"""Backtests: forecasts of rolling windows of a panel, scored beside the seasonal naive forecast.
+
+The seasonal naive forecast repeats the last season, with normal noise: the deviation of the
+seasonal differences of the history, times the root of the seasons ahead.
+
+Legend: W windows, S paths, H steps of the horizon.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vssm.forecasting.metrics import panel_scores
+from vssm.forecasting.windows import Windows, centre_and_scale
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+__all__ = ["Backtest", "roll"]
+
+_LONGEST_SHOWN = 6  # horizons of history in a plot
+
+
+@dataclass(frozen=True)
+class Backtest:
+    """Forecasts of windows, and their scores."""
+
+    table: "pandas.DataFrame"
+    """One row for the forecaster and one for the seasonal naive forecast."""
+    windows: Windows
+    cuts: Tensor
+    """The series and the first step of the horizon of each window, (W, 2)."""
+    paths: Tensor
+    """(W, S, H) in the units of the data."""
+
+    def plot(self, path: str | Path | None = None) -> "Figure":
+        """Draws the forecasts over what came, for the first twelve series."""
+        from vssm.forecasting.charts import Fan, draw_fans, save_figure
+
+        horizon, fans = self.paths.shape[2], []
+        for k, one in enumerate(self.windows.panel.series):
+            own = [w for w in range(len(self.cuts)) if int(self.cuts[w, 0]) == k]
+            ahead = []
+            for w in own:
+                cut = int(self.cuts[w, 1])
+                ahead.append((one.dates[cut : cut + horizon], self.paths[w].numpy()))
+            shown = (len(own) + _LONGEST_SHOWN) * horizon
+            fans.append(Fan(str(one.id), one.dates[-shown:], one.y[-shown:], ahead))
+        figure = draw_fans(fans)
+        if path is not None:
+            save_figure(figure, path)
+        return figure
+
+
+def roll(windows: Windows, name: str, forecast: Callable[[Tensor], Tensor], num: int) -> Backtest:
+    """Forecasts the last `num` windows of every series, one horizon apart, and scores them.
+
+    Arguments:
+        windows: The panel.
+        name: What the table calls the forecaster.
+        forecast: From windows (W, 2) to paths (W, S, H).
+        num: Windows of each series.
+    """
+    import pandas
+
+    horizon, season = windows.layout.horizon, windows.layout.season
+    cuts = [
+        [k, length - (j + 1) * horizon]
+        for k, length in enumerate(windows.lengths.tolist())
+        for j in reversed(range(num))
+        if length - (j + 1) * horizon > season
+    ]
+    if not cuts:
+        raise ValueError(
+            f"all series are too short for a window of {horizon} steps after a season of {season}"
+        )
+    cuts = torch.tensor(cuts)
+    paths = forecast(cuts)
+    y = torch.full((len(cuts), horizon), torch.nan, dtype=torch.float64)
+    spread, naive = torch.empty(2, len(cuts), dtype=torch.float64)
+    for w, (k, cut) in enumerate(cuts.tolist()):
+        values = windows.panel.series[k].y
+        y[w] = torch.from_numpy(values[cut : cut + horizon])
+        past = values[: int(cuts[cuts[:, 0] == k, 1].min())]  # the same for all windows of a series
+        spread[w] = np.nanstd(past) or 1.0
+        naive[w] = np.nan_to_num(np.nanmean(np.abs(past[season:] - past[:-season]))) or 1.0
+    rows = {
+        name: panel_scores(paths, y, spread, naive),
+        "seasonal naive": panel_scores(
+            naive_paths(windows, cuts, paths.shape[1]), y, spread, naive
+        ),
+    }
+    return Backtest(pandas.DataFrame(rows).T, windows, cuts, paths)
+
+
+def naive_paths(windows: Windows, cuts: Tensor, samples: int) -> Tensor:
+    """Returns paths of the seasonal naive forecast, (W, S, H), in the units of the data."""
+    layout = windows.layout
+    batch = windows.forecasts(cuts)
+    y, known = windows.values(cuts)[0], batch.known.flatten(1)
+    kind = "season-last" if layout.season > 1 else "last"
+    centre, scale = centre_and_scale(y, known, layout, windows.least[cuts[:, :1]] / 100, kind)
+    season = layout.season if layout.season > 1 else 1
+    own = slice(layout.context, layout.context + layout.horizon)
+    ahead = torch.arange(layout.horizon) // season + 1
+    width = scale * (ahead / max(1.0, layout.horizon / season)).sqrt()  # scale is at the end
+    noise = torch.randn(
+        len(cuts), samples, layout.horizon, generator=torch.Generator().manual_seed(0)
+    )
+    paths = centre[:, None, own] + width[:, None] * noise
+    return paths.clamp(max=700).exp() if layout.log else paths

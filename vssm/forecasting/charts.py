@@ -1,0 +1,63 @@
+"""Fan charts: the history of series, and the middle 50, 80 and 95 % of forecasts of them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from vssm.storage import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Fan", "draw_fans", "save_figure"]
+
+_BANDS = (0.95, 0.8, 0.5)
+_MOST_FANS = 12  # in one chart
+
+
+class Fan(NamedTuple):
+    """One series and forecasts of it."""
+
+    name: str
+    dates: Any
+    """Of the history, (N,): dates or numbers."""
+    y: np.ndarray
+    """The history, (N,); NaN where missing."""
+    ahead: Sequence[tuple[Any, np.ndarray]]
+    """The dates, (H,), and the paths, (S, H), of every forecast."""
+
+
+def draw_fans(fans: Sequence[Fan]) -> "Figure":
+    """Returns a chart of the first twelve series, one above the other."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    fans = fans[:_MOST_FANS]
+    figure = Figure(figsize=(8, 1 + 1.6 * len(fans)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for fan, axes in zip(
+        fans, figure.subplots(len(fans), 1, sharex=True, squeeze=False)[:, 0], strict=True
+    ):
+        axes.plot(fan.dates, fan.y, color="black", linewidth=0.8, label="history")
+        for k, (dates, paths) in enumerate(fan.ahead):
+            style = {"color": "tab:blue", "alpha": 0.25, "linewidth": 0}
+            for band in _BANDS:
+                low, high = np.quantile(paths, ((1 - band) / 2, (1 + band) / 2), axis=0)
+                label = f"{band:.0%}" if k == 0 else None
+                axes.fill_between(dates, low, high, **style, label=label)
+            label = "median" if k == 0 else None
+            middle = np.median(paths, axis=0)
+            axes.plot(dates, middle, color="tab:blue", linewidth=1, label=label)
+        axes.set_ylabel(fan.name.replace("$", r"\$"), fontsize=8)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=6, ncols=5, loc="outside upper center")  # over no line
+    if np.asarray(fans[0].dates).dtype.kind == "M":
+        figure.autofmt_xdate()
+    return figure
+
+
+def save_figure(figure: "Figure", path: str | Path) -> None:
+    """Writes a figure as a PNG."""
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))

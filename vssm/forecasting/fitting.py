@@ -1,0 +1,329 @@
+"""How a forecaster is fitted: the sizes of its windows, when to stop, and how wide intervals are.
+
+The newest part of each series is held out first. Its windows choose when to stop, by CRPS, and the
+width of intervals. The final fit then takes as many steps on all data.
+
+    calibrated path    m_h + k_h (x_h - m_h)      m_h the median of step h, k_h one factor for paths
+                                                  above the median and one for paths below
+
+k_h is a conformal factor: the quantile of (y_h - m_h) / (q_h - m_h) over held-out windows of step h
+and the steps near it, with q_h the quantile 0.9 (or 0.1) of the paths. So an interval of 80 %
+holds 80 % of the held-out values.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
+
+from vssm.config import ModelConfig
+from vssm.forecasting.metrics import crps
+from vssm.forecasting.network import draw_paths, loss_of
+from vssm.forecasting.panel import Panel
+from vssm.forecasting.windows import CENTRES, Layout, Windows, centre_and_scale
+from vssm.models import Model, build
+from vssm.objectives.masks import random_masks
+
+__all__ = [
+    "Bar",
+    "Calibration",
+    "Trained",
+    "calibrate",
+    "choose_centre",
+    "choose_layout",
+    "hold_out",
+]
+__all__ += ["season_of", "spread_evenly", "train", "validation"]
+
+_SEASONS = (("min", 60), ("h", 24), ("B", 5), ("D", 7), ("W", 52), ("M", 12), ("Q", 4))
+_MOST_STEPS_AHEAD = 4  # of the model in a horizon
+_HELD_OUT = 0.2  # share of a series
+_VALID_WINDOWS, _VALID_PATHS = 96, 32
+_PATIENCE = 6  # validations without a better one
+_FILL_SHARE = 0.15  # of the windows of a step
+_EMA = 0.99
+_WARMUP = 20  # steps
+_AT_LEAST = 200  # steps before validations count against patience
+
+
+def season_of(step: object, lengths: list[int]) -> int:
+    """Returns the steps of a season that a frequency suggests, 1 if most series are too short."""
+    name = str(getattr(step, "name", "")).split("-")[0].removesuffix("E").removesuffix("S")
+    num = int(getattr(step, "n", 1))
+    season = dict(_SEASONS).get(name, 1)
+    if name == "min" and 60 % num == 0 and num > 1:
+        season = 24 * 60  # the day, for a step of some minutes
+    season = season // num if season % num == 0 else 1
+    return season if np.median(lengths) >= 3 * season else 1
+
+
+def choose_layout(
+    panel: Panel,
+    horizon: int,
+    season: int | None,
+    patch: int | None,
+    context: int | None,
+    transform: str,
+) -> Layout:
+    """Returns the sizes of windows for a panel: those given, and others from frequency and length.
+
+    The centre is the one that forecasts the panel best by itself.
+    """
+    lengths = [len(one.y) for one in panel.series]
+    season = season_of(panel.step, lengths) if season is None else season
+    if patch is None:
+        patch = max(p for p in range(1, season + 1) if season % p == 0 and p <= max(1, horizon))
+        while patch > 48 and patch % 2 == 0:
+            patch //= 2
+        patch *= max(1, math.ceil(horizon / patch / _MOST_STEPS_AHEAD))
+    if context is None:
+        context = max(3 * season, 2 * horizon, 8 * patch)
+        context = min(context, 24 * patch, max(max(lengths) - horizon, patch))
+    context = -(-context // patch) * patch
+    log = transform == "log" or (transform == "auto" and _spread_grows(panel, season))
+    return Layout(horizon, season, patch, context, log=log)
+
+
+def _spread_grows(panel: Panel, season: int) -> bool:
+    """Says whether a panel is positive and its spread in a season is relative to its level."""
+    if not all((one.y[np.isfinite(one.y)] > 0).all() for one in panel.series):
+        return False
+    gains, size = [], max(season, 4)
+    for one in panel.series:
+        y = one.y[len(one.y) % size :].reshape(-1, size)
+        y = y[np.isfinite(y).all(1)]
+        if len(y) < 4:
+            continue
+        level, spread = y.mean(1), y.std(1)
+        if spread.mean() > 0:
+            relative = spread / level
+            gains.append(relative.std() / relative.mean() / (spread.std() / spread.mean() + 1e-9))
+    return bool(gains) and float(np.median(gains)) < 0.8
+
+
+def choose_centre(windows: Windows, cuts: Tensor) -> str:
+    """Returns the centre that is the best forecast of windows by itself."""
+    layout = windows.layout
+    y, there = windows.values(cuts)
+    ahead = torch.arange(layout.length) - layout.context
+    past, due = there & (ahead < 0), there & (ahead >= 0) & (ahead < layout.horizon)
+    names = CENTRES if layout.season > 1 else CENTRES[:2]
+    errors = {}
+    for name in names:
+        centre, _ = centre_and_scale(y, past, layout, windows.least[cuts[:, :1]], name)
+        error = torch.where(due, (y - centre).abs(), 0).sum(1) / due.sum(1).clamp(min=1)
+        errors[name] = float((error / windows.least[cuts[:, 0]]).mean())
+    return min(errors, key=errors.__getitem__)
+
+
+def hold_out(panel: Panel, layout: Layout) -> tuple[Panel, Tensor]:
+    """Returns the panel without the newest part of each series, and the windows of that part.
+
+    Series that are too short are not held out. The windows are (W, 2), as `Windows.cuts` has them.
+    """
+    least = 2 * layout.season + layout.horizon
+    series, cuts = [], []
+    for k, one in enumerate(panel.series):
+        num = len(one.y)
+        out = max(layout.horizon, int(_HELD_OUT * num))
+        if num - out < max(least, 8):
+            out = layout.horizon
+        if num - out < max(2 * layout.season, layout.horizon // 2, 8):
+            series.append(one)
+            continue
+        series.append(one.before(num - out))
+        cut = torch.arange(num - out, num - layout.horizon + 1)
+        cuts.append(torch.stack([torch.full_like(cut, k), cut], 1))
+    return panel.replace(series), torch.cat(cuts) if cuts else torch.empty(0, 2, dtype=torch.int64)
+
+
+def spread_evenly(cuts: Tensor, num: int) -> Tensor:
+    """Returns at most `num` of the windows, spread evenly."""
+    if len(cuts) <= num:
+        return cuts
+    return cuts[torch.linspace(0, len(cuts) - 1, num).round().long()]
+
+
+class Bar:
+    """A progress bar with the time left, on a terminal of 80 columns; nothing elsewhere."""
+
+    def __init__(self, wanted: bool) -> None:
+        self._bar: Any = None
+        if wanted and sys.stderr.isatty():
+            from rich import console, progress
+
+            text = progress.TextColumn
+            columns = (text("{task.description:<12}"), progress.BarColumn(24))
+            columns += (progress.MofNCompleteColumn(), progress.TimeRemainingColumn())
+            output = console.Console(stderr=True)
+            self._bar = progress.Progress(*columns, text("{task.fields[crps]}"), console=output)
+
+    def __enter__(self) -> "Bar":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def task(self, name: str, steps: int) -> Callable[[int, float], None]:
+        """Returns what to call after each step, with the steps done and the best CRPS."""
+        if self._bar is None:
+            return lambda step, score: None
+        task = self._bar.add_task(name, total=steps, crps="")
+
+        def show(step: int, score: float) -> None:
+            best = f"crps {score:.3f}" if math.isfinite(score) else ""
+            self._bar.update(task, completed=step, crps=best)
+
+        return show
+
+
+class Trained(NamedTuple):
+    """A fitted model, and after how many steps its training was best."""
+
+    model: Model
+    steps: int
+    crps: float
+    """The best validation CRPS, in scales of the windows; NaN without validation."""
+
+
+def train(
+    config: ModelConfig,
+    windows: Windows,
+    steps: int,
+    batch: int,
+    learning_rate: float,
+    seed: int,
+    validate: Callable[[Model], float] | None = None,
+    show: Callable[[int, float], None] = lambda step, score: None,
+) -> Trained:
+    """Trains a model from fresh weights; with `validate`, until it gets no better.
+
+    The result is a moving average of the weights, so it does not depend on a schedule: training
+    again for as many steps on more data gives a comparable model.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = build(config)
+    average = AveragedModel(model, avg_fn=_moving_average)
+    optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.01)
+    cuts = windows.cuts(least=max(windows.layout.season, 2))
+    every, best, waited = max(10, min(50, steps // 10)), math.inf, 0
+    kept, kept_step = None, steps
+    for step in range(1, steps + 1):
+        chosen = cuts[torch.randint(len(cuts), (batch,), generator=generator)]
+        loss = loss_of(model, _random_tasks(windows, chosen, generator), generator)
+        optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, step / _WARMUP)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if math.isfinite(loss.item()):
+            optimizer.step()
+            average.update_parameters(model)
+        if validate is not None and (step % every == 0 or step == steps):
+            score = validate(average.module)
+            if score < best:
+                best, waited, kept_step = score, 0, step
+                kept = {k: v.clone() for k, v in average.module.state_dict().items()}
+            else:
+                waited += step > _AT_LEAST
+        show(step, best)
+        if waited >= _PATIENCE:
+            break
+    made = average.module
+    if kept is not None:
+        made.load_state_dict(kept)
+    return Trained(made.eval(), kept_step, best if kept is not None else math.nan)
+
+
+def _moving_average(average: Tensor, new: Tensor, count: Tensor | int) -> Tensor:
+    """Weighs all steps alike at first, then the last 1 / (1 - _EMA) of them or so."""
+    return average + (new - average) * max(1 - _EMA, 1 / (1 + float(count)))
+
+
+def _random_tasks(windows: Windows, cuts: Tensor, generator: torch.Generator):  # noqa: ANN202
+    """Returns windows to be forecast and, a few of them, to be filled."""
+    num = round(len(cuts) * _FILL_SHARE)
+    y, there = windows.values(cuts)
+    ahead = torch.arange(windows.layout.length) - windows.layout.context
+    known = there & (ahead < 0)
+    made = there & (ahead >= 0) & (ahead < windows.layout.horizon)
+    if num:
+        shape = (num, windows.layout.steps, windows.layout.patch)
+
+        def uniform(*sizes: int) -> Tensor:
+            return torch.rand(num, *sizes, generator=generator)
+
+        seen = random_masks(*shape, uniform).flatten(1)
+        known[:num], made[:num] = there[:num] & seen, there[:num] & ~seen
+    return windows.batch(cuts, y, known, made)
+
+
+def validation(windows: Windows, cuts: Tensor, seed: int) -> Callable[[Model], float]:
+    """Returns the mean CRPS of a model on windows, in their own scale."""
+    batch = windows.forecasts(spread_evenly(cuts, _VALID_WINDOWS))
+    made = batch.made.flatten(1)
+
+    def score(model: Model) -> float:
+        paths = draw_paths(model, batch, windows.layout, _VALID_PATHS, seed)
+        error = crps(paths[..., None], batch.x.flatten(1)[..., None])[..., 0]
+        return float(error[made].mean())
+
+    return score
+
+
+class Calibration(NamedTuple):
+    """Factors of paths below and above the median, one for each step of the horizon, (H,)."""
+
+    below: tuple[float, ...]
+    above: tuple[float, ...]
+
+    def apply(self, paths: Tensor) -> Tensor:
+        """Returns paths (B, S, H) with intervals as wide as they should be."""
+        middle = paths.median(1, keepdim=True).values
+        away = paths - middle
+        below, above = (paths.new_tensor(side) for side in self)
+        return middle + away * torch.where(away > 0, above, below)
+
+
+def calibrate(paths: Tensor, y: Tensor, known: Tensor) -> Calibration | None:
+    """Returns the factors for paths of held-out windows; None if there are too few windows.
+
+    Arguments:
+        paths: (W, S, H).
+        y: What came, (W, H).
+        known: Which of it is known, (W, H).
+
+    Example:
+        >>> noise = torch.Generator().manual_seed(0)
+        >>> y, paths = (torch.randn(*n, generator=noise) for n in ((500, 1), (500, 200, 1)))
+        >>> found = calibrate(paths / 2, y, torch.ones(500, 1, dtype=torch.bool))
+        >>> [round(side[0]) for side in found]
+        [2, 2]
+    """
+    if len(y) < 8:
+        return None
+    low, middle, high = torch.quantile(paths, torch.tensor([0.1, 0.5, 0.9]).to(paths), dim=1)
+    away = y - middle
+    unit = torch.where(away > 0, high - middle, middle - low)
+    score = torch.where(unit > 0, away / unit, torch.nan)
+    score = torch.where(known, score, torch.nan).numpy()
+    horizon, reach = y.shape[1], max(1, y.shape[1] // 8)
+    factors = []
+    for sign in (-1, 1):
+        side = []
+        for step in range(horizon):
+            near = score[:, max(0, step - reach) : step + reach + 1].flatten()
+            near = sign * near[np.isfinite(near)]
+            size = np.quantile(near, 0.9) if len(near) >= 8 else 1.0
+            side.append(float(np.clip(size, 0.25, 4.0)))
+        factors.append(tuple(side))
+    return Calibration(*factors)

@@ -1,0 +1,101 @@
+"""The model under a forecaster: how it is built, scored and sampled on windows of a panel.
+
+A vssm is one of known="any": the history is known, the horizon is made, cells that are missing are
+neither, covariates are given. The other kinds continue a prefix. They read missing values as the
+centre of the window, and have no covariates.
+
+Legend: B windows of T steps of P points; S paths of each.
+"""
+
+import torch
+from torch import Tensor
+
+from vssm.config import ModelConfig
+from vssm.distributions import gumbel_uniform
+from vssm.forecasting.windows import Batch, Layout
+from vssm.models import AnyPart, Autoregressive, Model
+from vssm.models.anypart import Part
+from vssm.noise import fork
+from vssm.objectives import objective
+from vssm.objectives.parts import bound_of_part
+from vssm.sampling.anypart import make_part
+from vssm.sampling.generation import generate
+from vssm.sampling.request import Noise, Options
+
+__all__ = ["draw_paths", "loss_of", "model_config"]
+
+_PATHS_AT_ONCE = 4096
+
+
+def model_config(
+    kind: str, layout: Layout, given: int, width: int, layers: int, latents: int, classes: int
+) -> ModelConfig:
+    """Returns the settings of the model of a kind for windows of a layout."""
+    sizes = {"width": width, "layers": layers, "latents": latents, "classes": classes}
+    known = {"features": layout.patch}
+    if kind == "vssm":
+        known = {"known": "any", "features": layout.patch + given, "given": given}
+        known["window"] = layout.steps
+    return ModelConfig(kind=kind, head="student-t", **known, **sizes)  # type: ignore[arg-type]
+
+
+def loss_of(model: Model, batch: Batch, generator: torch.Generator) -> Tensor:
+    """Returns the loss of a batch, in nats for each value."""
+    if isinstance(model, AnyPart):
+        part = _part(batch)
+
+        def gumbel(*sizes: int) -> Tensor:
+            return gumbel_uniform((len(part.x), *sizes), part.x.device, generator)
+
+        reconstruction, kl = bound_of_part(model, part, gumbel)
+        return (kl - reconstruction).sum() / part.made.sum().clamp(min=1)
+    if isinstance(model, Autoregressive):
+        p_x, _ = model(batch.x)
+        there = batch.known | batch.made
+        return -torch.where(there, p_x.entry_log_prob(batch.x), 0).sum() / there.sum().clamp(min=1)
+    return objective(model, batch.x, generator).loss.sum() / batch.x.numel()
+
+
+def _part(batch: Batch) -> Part:
+    given = torch.ones_like(batch.given, dtype=torch.bool)
+    return Part(
+        torch.cat([batch.x, batch.given], 2),
+        torch.cat([batch.known, given], 2),
+        torch.cat([batch.made, ~given], 2),
+    )
+
+
+@torch.no_grad()
+def draw_paths(
+    model: Model, batch: Batch, layout: Layout, samples: int, seed: int, first: int = 0
+) -> Tensor:
+    """Returns paths of the points of windows, (B, S, L); every path draws its own latents.
+
+    Arguments:
+        model: The model.
+        batch: The windows.
+        layout: Their sizes.
+        samples: S.
+        seed: Selects the paths.
+        first: The row of the noise of the first window; the others follow.
+    """
+    at_once = max(1, _PATHS_AT_ONCE // samples)
+    parts = []
+    for start in range(0, len(batch.x), at_once):
+        own = batch.select(slice(start, start + at_once))
+        rows = fork(torch.arange(len(own.x)) + first + start, samples).flatten()
+        seeds = torch.full_like(rows, seed)
+        if isinstance(model, AnyPart):
+            part = Part(*(values.repeat_interleave(samples, 0) for values in _part(own)))
+            options = Options(layout.steps, 0, False, 1, 1.0, True)
+            made, _, _ = make_part(model, part, Noise(seeds, rows), options, 0, None)
+            made = made[..., : layout.patch]
+        else:
+            past = own.x[:, : layout.history_steps].repeat_interleave(samples, 0)
+            length = layout.steps - layout.history_steps
+            ahead = generate(
+                model, length=length, prompt=past, observe="sample", seed=seeds, rows=rows
+            ).x
+            made = torch.cat([past, ahead], 1)
+        parts.append(made.flatten(1).unflatten(0, (-1, samples)))
+    return torch.cat(parts)

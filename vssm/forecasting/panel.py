@@ -1,0 +1,332 @@
+"""Panels: tables of many series, read from and written as pandas DataFrames.
+
+    long    columns unique_id, ds and y, one row for each series and date, as Nixtla has them; other
+            columns are covariates. Without unique_id the table is one series.
+    wide    a column for each series; the dates are the index or a column
+
+Every series is laid on the grid of dates of its frequency, from its first date to its last. Rows
+and cells that are missing are NaN. Covariates are known in the future, or of the past only, or
+static: one number for each series.
+
+Legend: a series has N dates; F covariates known in the future, then those of the past.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vssm.checks import shown
+from vssm.data.dates import usual_step
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["Columns", "Panel", "Series", "read_ahead", "read_panel"]
+
+_TIME_NAMES = ("ds", "date", "datetime", "time", "timestamp", "index")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a panel that are not the series themselves."""
+
+    future: tuple[str, ...] = ()
+    past: tuple[str, ...] = ()
+    static: tuple[str, ...] = ()
+
+    @property
+    def moving(self) -> tuple[str, ...]:
+        """The covariates that change with the date."""
+        return self.future + self.past
+
+
+@dataclass(frozen=True)
+class Series:
+    """One series on its grid of dates."""
+
+    id: Any
+    dates: Any
+    """(N,) a pandas DatetimeIndex."""
+    y: np.ndarray
+    """(N,) float64, NaN where missing."""
+    covariates: np.ndarray
+    """(N, F + past) float64, NaN where missing."""
+    static: np.ndarray
+    """(static,) float64."""
+
+    def before(self, end: int) -> "Series":
+        """Returns the first `end` dates."""
+        return Series(self.id, self.dates[:end], self.y[:end], self.covariates[:end], self.static)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Series of one frequency, in the order in which the table has them."""
+
+    series: tuple[Series, ...]
+    step: "pandas.DateOffset"
+    columns: Columns = field(default_factory=Columns)
+    wide: bool = False
+
+    @property
+    def ids(self) -> list[Any]:
+        """The names of the series."""
+        return [one.id for one in self.series]
+
+    def next_dates(self, one: Series, num: int) -> Any:  # noqa: ANN401
+        """Returns the dates after a series, a pandas DatetimeIndex."""
+        import pandas
+
+        return pandas.date_range(one.dates[-1], periods=num + 1, freq=self.step)[1:]
+
+    def replace(self, series: Sequence[Series]) -> "Panel":
+        """Returns a panel of other series with the same columns."""
+        return Panel(tuple(series), self.step, self.columns, self.wide)
+
+    def to_frame(self, values: Sequence[np.ndarray] | None = None) -> "pandas.DataFrame":
+        """Returns a long table with all rows of the grids; `values` replace y."""
+        import pandas
+
+        parts = []
+        for k, one in enumerate(self.series):
+            y = one.y if values is None else values[k]
+            table = pandas.DataFrame({"unique_id": [one.id] * len(y), "ds": one.dates, "y": y})
+            for name, column in zip(self.columns.moving, one.covariates.T, strict=True):
+                table[name] = column
+            for name, value in zip(self.columns.static, one.static, strict=True):
+                table[name] = value
+            parts.append(table)
+        return pandas.concat(parts, ignore_index=True)
+
+
+def read_panel(
+    df: "pandas.DataFrame",
+    freq: Any = None,  # noqa: ANN401
+    future: Sequence[str] = (),
+    past: Sequence[str] | None = None,
+    static: Sequence[str] | None = None,
+) -> Panel:
+    """Reads a long or a wide table, and checks every cell.
+
+    Arguments:
+        df: The table.
+        freq: The time from one date to the next, in pandas's letters; found in the dates if None.
+        future: Columns of covariates that are known in the future.
+        past: Columns of covariates that are known up to now. By default, in a long table, all other
+            columns that change inside a series.
+        static: Columns with one number for each series. By default, in a long table, all other
+            columns that are constant in each series.
+
+    Example:
+        >>> import pandas
+        >>> days = pandas.date_range("2024-01-01", periods=4, freq="D")
+        >>> panel = read_panel(pandas.DataFrame({"a": [1.0, 2, 3, 4]}, index=days).iloc[[0, 1, 3]])
+        >>> panel.ids, panel.series[0].y
+        (['a'], array([ 1.,  2., nan,  4.]))
+    """
+    import pandas
+
+    if not isinstance(df, pandas.DataFrame):
+        raise ValueError(f"df is a {type(df).__name__}; give a pandas DataFrame")
+    if not len(df):
+        raise ValueError("df has no rows; give a table with one row for each date")
+    table, wide = _as_long(df, tuple(future) + tuple(past or ()) + tuple(static or ()))
+    for name in (*future, *(past or ()), *(static or ())):
+        if name not in table.columns:
+            raise ValueError(f"df has no column {name!r}; it has {', '.join(map(str, df.columns))}")
+    table["ds"] = _dates(table)
+    others = [c for c in table.columns if c not in ("unique_id", "ds", "y", "row")]
+    if past is not None and static is not None:  # other columns are not read
+        others = [*future, *past, *static]
+    for name in ("y", *others):
+        table[name] = _numbers(table, name, wide)
+    columns = _sort_columns(table, others, tuple(future), past, static)
+    if (twice := table.duplicated(["unique_id", "ds"], keep=False)).any():
+        one = table[twice].iloc[0]
+        rows = table["row"][twice & (table["unique_id"] == one["unique_id"])]
+        rows = rows[table["ds"] == one["ds"]].tolist()
+        raise ValueError(
+            f"series {one['unique_id']!r} has the date {one['ds']} twice, in rows {rows[0]} and"
+            f" {rows[1]}; keep one of them"
+        )
+    groups = {id: rows.sort_values("ds") for id, rows in table.groupby("unique_id", sort=False)}
+    step = _step(groups, freq)
+    return Panel(
+        tuple(_series(id, rows, step, columns) for id, rows in groups.items()), step, columns, wide
+    )
+
+
+def _as_long(df: "pandas.DataFrame", named: tuple[str, ...]) -> tuple["pandas.DataFrame", bool]:
+    """Returns a long table with the number of each row, and whether `df` was wide."""
+
+    if {"ds", "y"} <= set(df.columns):
+        table = df.reset_index(drop=True)
+        table.insert(0, "row", np.arange(len(df)))
+        if "unique_id" not in df.columns:
+            table["unique_id"] = "y"
+        return table, False
+    dates, table = _wide_dates(df)
+    names = [c for c in table.columns if c not in named]
+    if not names:
+        raise ValueError("df has dates and no series; give one column for each series")
+    table = table.assign(ds=dates, row=np.arange(len(df)))
+    keep = ["ds", "row", *(c for c in named if c in table.columns)]
+    return table.melt(keep, names, "unique_id", "y"), True
+
+
+def _wide_dates(df: "pandas.DataFrame") -> tuple[Any, "pandas.DataFrame"]:
+    """Returns the dates of a wide table, and the table without them."""
+    import pandas
+
+    if isinstance(df.index, pandas.DatetimeIndex):
+        return pandas.Series(df.index), df.reset_index(drop=True)
+    name = next((c for c in df.columns if str(c).lower() in _TIME_NAMES), None)
+    name = name or next(
+        (c for c in df.columns if pandas.api.types.is_datetime64_any_dtype(df[c])), None
+    )
+    if name is None:
+        raise ValueError(
+            "the table has no dates; give a long one with columns unique_id, ds and y, or a wide"
+            f" one with a DatetimeIndex or a column named {' or '.join(_TIME_NAMES[:2])}"
+        )
+    return df[name].reset_index(drop=True), df.drop(columns=name).reset_index(drop=True)
+
+
+def _dates(table: "pandas.DataFrame") -> Any:  # noqa: ANN401
+    import pandas
+
+    cells = table["ds"]
+    if pandas.api.types.is_numeric_dtype(cells):
+        raise ValueError("column 'ds' has numbers; give dates, such as 2024-05-01 13:00")
+    dates = pandas.to_datetime(cells, errors="coerce", format="ISO8601")
+    if dates.isna().any():
+        k = int(dates.isna().to_numpy().argmax())
+        raise ValueError(
+            f"series {table['unique_id'].iloc[k]!r}, row {table['row'].iloc[k]}: the date is"
+            f" {shown(cells.iloc[k])}; give dates such as 2024-05-01 13:00"
+        )
+    return dates
+
+
+def _numbers(table: "pandas.DataFrame", name: str, wide: bool) -> Any:  # noqa: ANN401
+    import pandas
+
+    cells = table[name]
+    numbers: Any = pandas.to_numeric(cells, errors="coerce")
+    numbers = numbers.astype(np.float64)
+    wrong = (numbers.isna() & cells.notna()) | np.isinf(numbers)
+    if wrong.any():
+        k = int(wrong.to_numpy().argmax())
+        id, what = table["unique_id"].iloc[k], "infinite" if np.isinf(numbers.iloc[k]) else "text"
+        column = id if wide and name == "y" else name
+        raise ValueError(
+            f"series {id!r}, column {column!r}, row {table['row'].iloc[k]}"
+            f" ({table['ds'].iloc[k]}) is {shown(cells.iloc[k])}, which is {what};"
+            " give numbers, and nothing (NaN) where one is missing"
+        )
+    return numbers
+
+
+def _sort_columns(
+    table: Any,  # noqa: ANN401
+    others: list[str],
+    future: tuple[str, ...],
+    past: Sequence[str] | None,
+    static: Sequence[str] | None,
+) -> Columns:
+    """Says which covariates are static and which are of the past."""
+    free = [c for c in others if c not in (*future, *(past or ()), *(static or ()))]
+    constant = table.groupby("unique_id")[free].nunique(dropna=False).le(1).all() if free else {}
+    if static is None:
+        static = [c for c in free if constant[c]]
+    if past is None:
+        past = [c for c in free if c not in static]
+    for name in static:
+        if table[name].isna().any() or table.groupby("unique_id")[name].nunique().gt(1).any():
+            raise ValueError(f"column {name!r} is static; give one number for each series")
+    return Columns(future, tuple(past), tuple(static))
+
+
+def _step(groups: dict[Any, "pandas.DataFrame"], freq: Any) -> "pandas.DateOffset":  # noqa: ANN401
+    """Returns the step from one date to the next: the given one, or that of the longest series."""
+    from pandas.tseries.frequencies import to_offset
+
+    if freq is not None:
+        try:
+            return to_offset(freq)  # type: ignore[return-value]
+        except ValueError:
+            raise ValueError(
+                f"freq={shown(freq)} is unknown; give a frequency of pandas, such as 'h', 'D', 'MS'"
+            ) from None
+    longest = max(groups.values(), key=len)
+    if len(longest) < 3:
+        raise ValueError("all series have fewer than 3 rows; give freq, such as 'h', 'D' or 'MS'")
+    return usual_step(longest["ds"].dt.tz_localize(None).to_numpy())
+
+
+def _series(id: Any, rows: Any, step: "pandas.DateOffset", columns: Columns) -> Series:  # noqa: ANN401
+    """Lays the rows of a series, in order, on its grid of dates."""
+    import pandas
+
+    dates = pandas.DatetimeIndex(rows["ds"])
+    grid: Any = pandas.date_range(dates[0], dates[-1], freq=step)
+    place = grid.get_indexer(dates) if len(grid) else np.full(len(dates), -1)
+    if (place < 0).any():
+        k = int((place < 0).argmax())
+        raise ValueError(
+            f"series {id!r}, row {rows['row'].iloc[k]}: the date {dates[k]} does not fit the"
+            f" frequency {step.freqstr!r} from {dates[0]} on; correct it, or give freq"
+        )
+    y = np.full(len(grid), np.nan)
+    y[place] = rows["y"]
+    covariates = np.full((len(grid), len(columns.moving)), np.nan)
+    covariates[place] = rows[list(columns.moving)]
+    static = rows[list(columns.static)].iloc[0].to_numpy(np.float64)
+    first = int(np.isfinite(y).argmax())  # a wide table begins before some of its series
+    return Series(id, grid[first:], y[first:], covariates[first:], static)
+
+
+def read_ahead(
+    panel: Panel, horizon: int, future: "pandas.DataFrame | None"
+) -> list[np.ndarray] | None:
+    """Reads the covariates of the dates after each series, (H, F) each; None if there are none.
+
+    Arguments:
+        panel: The histories.
+        horizon: H.
+        future: unique_id, ds and the covariates; without unique_id the same for all series, with
+            dates as the index or a column.
+    """
+    names = list(panel.columns.future)
+    if not names:
+        if future is not None:
+            raise ValueError("future is given, but the forecaster has no future_columns; name them")
+        return None
+    if future is None:
+        raise ValueError(f"future is missing; give a table with ds and {', '.join(names)}")
+    shared = "unique_id" not in future.columns
+    table = future.assign(y=0.0)
+    if "ds" not in table.columns:
+        table = table.assign(ds=_wide_dates(table)[0].to_numpy())
+    found = read_panel(table, panel.step, names, (), ())
+    by_id = {one.id: one for one in found.series}
+    ahead = []
+    for one in panel.series:
+        own = by_id.get("y" if shared else one.id)
+        dates = panel.next_dates(one, horizon)
+        if own is None:
+            raise ValueError(
+                f"future has no rows of series {one.id!r}; give {horizon} from {dates[0]}"
+            )
+        place = own.dates.get_indexer(dates)
+        values = np.where(place[:, None] >= 0, own.covariates[place], np.nan)
+        if np.isnan(values).any():
+            step, column = np.argwhere(np.isnan(values))[0]
+            raise ValueError(
+                f"future of series {one.id!r} has no {names[column]!r} on {dates[step]}; give all"
+                f" {horizon} dates from {dates[0]} to {dates[-1]}"
+            )
+        ahead.append(values)
+    return ahead

@@ -1,0 +1,281 @@
+"""Windows of a panel: what a model reads, in units of the window itself.
+
+    x_t = (y_t - m_t) / s         m the centre and s the scale of the known values of the window
+
+A window has C steps of history and H of horizon, in patches of P. The centre is one of `CENTRES`:
+the mean or the last of the known values, of all steps or of each step of a season by itself. The
+model learns what differs from the centre, so the centre alone is already a naive forecast. A
+positive series whose spread grows with its level is read as log y.
+
+Legend: B windows of L = C + (H rounded up to patches) points, T = L / P steps of the model; y and
+known (B, L); x (B, T, P); given (B, T, G).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vssm.data.series import phases
+from vssm.forecasting.panel import Panel
+
+__all__ = ["CENTRES", "Batch", "GivenScale", "Layout", "Windows", "centre_and_scale"]
+
+CENTRES = ("mean", "last", "season", "season-level", "season-last")
+_LEAST_SCALE = 0.1  # of a window, in deviations of its series
+_LARGEST = 30.0  # of what a model reads
+_CYCLES = {"day": 86_400, "week": 604_800, "year": 31_556_952}  # seconds
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of a window, and how its values are centred."""
+
+    horizon: int
+    season: int
+    patch: int
+    context: int
+    centre: str = "mean"
+    log: bool = False
+
+    @property
+    def history_steps(self) -> int:
+        """Steps of the model before the horizon."""
+        return self.context // self.patch
+
+    @property
+    def steps(self) -> int:
+        """T, all steps of the model."""
+        return self.history_steps + -(-self.horizon // self.patch)
+
+    @property
+    def length(self) -> int:
+        """L, points of a window."""
+        return self.steps * self.patch
+
+
+class Batch(NamedTuple):
+    """Windows, with what is known and what is to be made."""
+
+    x: Tensor
+    """(B, T, P) float32, zero where nothing is known or to be made."""
+    known: Tensor
+    """(B, T, P) bool."""
+    made: Tensor
+    """(B, T, P) bool."""
+    given: Tensor
+    """Covariates, (B, T, G) float32."""
+    centre: Tensor
+    """(B, L) float64."""
+    scale: Tensor
+    """(B, 1) float64."""
+
+    def select(self, rows: slice) -> "Batch":
+        """Returns some of the windows."""
+        return Batch(*(part[rows] for part in self))
+
+
+def centre_and_scale(
+    y: Tensor, known: Tensor, layout: Layout, least: Tensor, centre: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns the centre of every point, (B, L), and the scale of every window, (B, 1).
+
+    Arguments:
+        y: The values, (B, L) float64.
+        known: Which of them are known, (B, L).
+        layout: The sizes of a window.
+        least: Bounds the scale from below, (B, 1): a history may be constant.
+        centre: One of `CENTRES`; that of the layout by default.
+
+    Example:
+        >>> layout = Layout(horizon=2, season=2, patch=2, context=4, centre="season")
+        >>> y, known = torch.tensor([[1.0, 5, 3, 7, 0, 0]]), torch.arange(6)[None] < 4
+        >>> centre_and_scale(y, known, layout, torch.zeros(1, 1))
+        (tensor([[2., 6., 2., 6., 2., 6.]]), tensor([[1.]]))
+    """
+    centre = centre or layout.centre
+    season = layout.season if centre.startswith("season") else 1
+    length, front = y.shape[1], -layout.context % season
+    edges = front, -(front + length) % season
+    v = F.pad(torch.where(known, y, 0), edges).unflatten(1, (-1, season))  # (B, n, season)
+    m = F.pad(known, edges).unflatten(1, (-1, season))
+    mean = v.sum((1, 2)) / m.sum((1, 2)).clamp(min=1)
+    count = m.sum(1)
+    if centre.endswith("last"):
+        order = torch.arange(1, m.shape[1] + 1, device=y.device)[:, None]
+        middle = v.gather(1, (m * order).argmax(1, keepdim=True)).squeeze(1)
+    else:
+        middle = v.sum(1) / count.clamp(min=1)
+    middle = torch.where(count > 0, middle, mean[:, None])[:, None]  # (B, 1, season)
+    error = torch.where(m, v - middle, 0)
+    if centre == "season-level":  # the usual season, at the level of the last one
+        order = torch.arange(1, m.shape[1] + 1, device=y.device)
+        last = (m.any(2) * order).argmax(1)[:, None, None].expand(-1, 1, season)
+        level = error.gather(1, last).sum(2) / m.gather(1, last).sum(2).clamp(min=1)
+        middle = middle + level[..., None]
+    variance = error.square().sum((1, 2)) / m.sum((1, 2)).clamp(min=1)
+    if centre.endswith("last"):  # that of a random walk of seasons at the end of the horizon
+        pairs = m[:, 1:] & m[:, :-1]
+        steps = torch.where(pairs, v.diff(dim=1), 0).square().sum((1, 2))
+        ahead = max(1.0, layout.horizon / season)
+        walk = ahead * steps / pairs.sum((1, 2)).clamp(min=1)
+        variance = torch.where(pairs.any(2).any(1), walk, variance)
+    whole = middle.expand(-1, m.shape[1], -1).flatten(1)[:, front : front + length]
+    return whole, (variance[:, None] + least.square()).sqrt()
+
+
+@dataclass(frozen=True)
+class GivenScale:
+    """The mean and the deviation of every covariate, and the cycles of the calendar."""
+
+    moving: tuple[tuple[float, float], ...]
+    static: tuple[tuple[float, float], ...]
+    cycles: tuple[str, ...]
+
+    @classmethod
+    def of(cls, panel: Panel, patch: int) -> "GivenScale":
+        """Returns the scale of a panel."""
+
+        def scale(values: np.ndarray) -> tuple[tuple[float, float], ...]:
+            found = []
+            for column in values.T:
+                column = column[np.isfinite(column)]
+                spread = float(column.std()) if len(column) else 0.0
+                found.append((float(column.mean()) if len(column) else 0.0, spread or 1.0))
+            return tuple(found)
+
+        longest = max(panel.series, key=lambda one: len(one.y)).dates
+        seconds = (longest[-1] - longest[0]).total_seconds()
+        step = patch * seconds / max(1, len(longest) - 1)
+        cycles = tuple(n for n, size in _CYCLES.items() if 2 * step <= size <= seconds / 2)
+        moving = np.concatenate([one.covariates for one in panel.series])
+        return cls(scale(moving), scale(np.stack([one.static for one in panel.series])), cycles)
+
+    def features(self, patch: int) -> int:
+        """G, the given numbers of a step."""
+        return patch * len(self.moving) + 2 * len(self.cycles) + len(self.static)
+
+
+class Windows:
+    """All windows of a panel.
+
+    Arguments:
+        panel: The series.
+        layout: The sizes of a window.
+        scale: That of the covariates.
+        num_future: How many of the moving covariates are known in the horizon.
+        ahead: The covariates of the H dates after each series, (H, num_future).
+    """
+
+    def __init__(
+        self,
+        panel: Panel,
+        layout: Layout,
+        scale: GivenScale,
+        ahead: Sequence[np.ndarray] | None = None,
+    ) -> None:
+        self.panel, self.layout, self.scale = panel, layout, scale
+        self.num_future = len(panel.columns.future)
+        room = layout.length  # before and after each series, so that every window fits
+        lengths = np.array([len(one.y) for one in panel.series])
+        self.lengths = torch.from_numpy(lengths)
+        self.offset = torch.from_numpy(np.cumsum(np.r_[0, lengths[:-1] + 2 * room]) + room)
+        total = int((lengths + 2 * room).sum())
+        y = np.full(total, np.nan)
+        moving = np.zeros((total, len(scale.moving)))
+        clock = np.zeros((total, 2 * len(scale.cycles)))
+        least = np.empty(len(lengths))
+        middle, spread = np.array(scale.moving).reshape(-1, 2).T
+        for k, one in enumerate(panel.series):
+            at = int(self.offset[k])
+            values = np.log(np.maximum(one.y, 1e-300)) if layout.log else one.y
+            y[at : at + len(values)] = values
+            there = values[np.isfinite(values)]
+            size = float(np.abs(there).max()) if len(there) else 1.0
+            least[k] = max(_LEAST_SCALE * float(np.std(there)) if len(there) else 0, 1e-4 * size)
+            least[k] = max(least[k], 1e-12)
+            covariates = (one.covariates - middle) / spread
+            if ahead is not None:
+                extra = np.zeros((len(ahead[k]), len(scale.moving)))
+                future = slice(self.num_future)
+                extra[:, future] = (ahead[k] - middle[future]) / spread[future]
+                covariates = np.concatenate([covariates, extra])
+            moving[at : at + len(covariates)] = np.clip(np.nan_to_num(covariates), -10, 10)
+            if scale.cycles:
+                clock[at - room : at + len(values) + room] = self._clock(one.dates)
+        self.y, self.known = torch.from_numpy(np.nan_to_num(y)), torch.from_numpy(np.isfinite(y))
+        self.moving = torch.from_numpy(moving).float()
+        self.clock = torch.from_numpy(clock).float()
+        self.least = torch.from_numpy(least)
+        centre, width = np.array(scale.static).reshape(-1, 2).T
+        static = (np.stack([one.static for one in panel.series]) - centre) / width
+        self.static = torch.from_numpy(np.clip(static, -10, 10)).float()
+
+    def _clock(self, dates: Any) -> np.ndarray:  # noqa: ANN401
+        import pandas
+
+        room, step = self.layout.length, self.panel.step
+        before = pandas.date_range(end=dates[0], periods=room + 1, freq=step)[:-1]
+        after = pandas.date_range(dates[-1], periods=room + 1, freq=step)[1:]
+        times: Any = before.append([dates, after])
+        return phases(times.tz_localize(None).to_numpy(), self.scale.cycles)
+
+    def cuts(self, least: int) -> Tensor:
+        """Returns the series and the first point of the horizon of all windows, (W, 2).
+
+        A window has `least` points of history or more, and a whole horizon if the series has one.
+        """
+        pairs = []
+        for k, num in enumerate(self.lengths.tolist()):
+            first = min(least, max(1, num - 1))
+            cut = torch.arange(first, max(first, num - self.layout.horizon) + 1)
+            pairs.append(torch.stack([torch.full_like(cut, k), cut], 1))
+        return torch.cat(pairs)
+
+    def values(self, cuts: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the points of windows and which of them are in the data, (W, L)."""
+        places = self._places(cuts)
+        return self.y[places], self.known[places]
+
+    def _places(self, cuts: Tensor) -> Tensor:
+        start = self.offset[cuts[:, 0]] + cuts[:, 1] - self.layout.context
+        return start[:, None] + torch.arange(self.layout.length)
+
+    def forecasts(self, cuts: Tensor, blind: bool = False) -> Batch:
+        """Returns windows in which the history is known and the horizon is to be made.
+
+        Arguments:
+            cuts: The windows, (B, 2), as `cuts` gives them.
+            blind: Whether all points of the horizon are to be made, not only those in the data.
+        """
+        y, there = self.values(cuts)
+        ahead = torch.arange(self.layout.length) - self.layout.context
+        made = ((ahead >= 0) & (ahead < self.layout.horizon)).expand_as(there)
+        return self.batch(cuts, y, there & (ahead < 0), made if blind else made & there)
+
+    def batch(self, cuts: Tensor, y: Tensor, known: Tensor, made: Tensor) -> Batch:
+        """Returns windows with any part known and any part to be made."""
+        layout = self.layout
+        centre, scale = centre_and_scale(y, known, layout, self.least[cuts[:, :1]])
+        x = torch.where(known | made, (y - centre) / scale, 0).clamp(-_LARGEST, _LARGEST)
+        shape = (len(y), layout.steps, layout.patch)
+        x, known, made = (part.reshape(shape) for part in (x.float(), known, made))
+        return Batch(x, known, made, self._given(cuts), centre, scale)
+
+    def _given(self, cuts: Tensor) -> Tensor:
+        layout, places = self.layout, self._places(cuts)
+        moving = self.moving[places]
+        moving[:, layout.context :, self.num_future :] = 0  # of the past only
+        moving = moving.unflatten(1, (layout.steps, layout.patch)).flatten(2)
+        clock = self.clock[places[:, :: layout.patch]]
+        static = self.static[cuts[:, 0]][:, None].expand(-1, layout.steps, -1)
+        return torch.cat([moving, clock, static], 2)
+
+    def to_units(self, paths: Tensor, batch: Batch) -> Tensor:
+        """Returns paths (B, S, L) in the units of the data."""
+        y = batch.centre[:, None] + batch.scale[:, None] * paths.double()
+        return y.clamp(max=700).exp() if self.layout.log else y
