@@ -10,7 +10,7 @@ from tests.conftest import KINDS, relative_error, same_results, same_states, seq
 from tests.interpreter import DEVICE, INTERPRETED, kernels, needs_interpreter, run_interpreted
 from vssm import Engine, generate
 from vssm.engine.fused import FusedMamba, FusedStack, PackedLinear, fuse
-from vssm.ops.linear import Ready, linear_ready
+from vssm.ops.linear.fused import Ready, linear_ready
 
 BACKEND = "triton" if INTERPRETED else "auto"
 

@@ -14,9 +14,8 @@ from vssm.ops.conv import (
     MAX_TAPS,
     causal_conv_silu,
     causal_conv_silu_reference,
-    linear_conv_silu,
 )
-from vssm.ops.linear import linear
+from vssm.ops.linear.fused import fused_linear, linear_conv_silu
 from vssm.ops.norm import RMSNorm
 
 SIZES = [(2, 1, 3, 4), (1, 2, 5, 4), (2, 35, 5, 4), (1, 5, 520, 3), (2, 4, 4, 1)]
@@ -158,20 +157,6 @@ def test_real_sizes(dtype):
         assert torch.equal(some, same)
 
 
-@pytest.mark.parametrize("backend", ["reference", "numba", pytest.param("triton", marks=kernels)])
-@pytest.mark.parametrize("size", [(6, 5, 7, 4), (6, 35, 140, 4), (6, 2, 3, 3)])
-@pytest.mark.parametrize("times", [1, 2, 6])
-@torch.no_grad()
-def test_shared_states_and_no_last_state(size, times, backend):
-    x, weight, bias, before = arguments(*size, device="cpu" if backend == "numba" else DEVICE)
-    few = before[: 6 // times]
-    y, after = causal_conv_silu(x, weight, bias, few.repeat_interleave(times, 0), backend)
-    given, same = causal_conv_silu(x, weight, bias, few, backend)
-    assert torch.equal(given, y) and torch.equal(same, after)
-    given, none = causal_conv_silu(x, weight, bias, few, backend, last=False)
-    assert torch.equal(given, y) and none.shape == (0, size[3] - 1, size[2])
-
-
 @kernels
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize(
@@ -193,22 +178,15 @@ def test_linear_conv_silu_adds_the_parts_of_the_product(size, state, monkeypatch
         how = linear_triton.Plan(16, 16, 32, split, 4, 2)
         monkeypatch.setattr(linear_triton, "plan", lambda *_, how=how: how)
         for norm in (None, RMSNorm(64, eps=1e-5).to(DEVICE)):
-            u, z = linear(x, matrix, norm=norm, backend="triton").chunk(2, -1)
+            u, z = fused_linear(x, matrix, norm=norm, backend="triton").chunk(2, -1)
             y, after = causal_conv_silu(u, weight, bias, before, "triton")
             options = {"state": before, "norm": norm, "backend": "triton"}
-            for last in (True, False):
-                given = linear_conv_silu(x, matrix, weight, bias, **options, last=last)
-                assert relative_error(given[0], y) < 1e-6 and torch.equal(given[1], z)
-                assert torch.equal(given[2], after if last else after[:0])
+            given = linear_conv_silu(x, matrix, weight, bias, **options)
+            assert relative_error(given[0], y) < 1e-6 and torch.equal(given[1], z)
+            assert torch.equal(given[2], after)
             twin = linear_conv_silu(x, matrix, weight, bias, **{**options, "backend": "reference"})
             for some, right in zip(given[:2], twin[:2], strict=True):
                 assert relative_error(some, right) < 1e-5
-    if state and batch > 1:
-        shared = linear_conv_silu(x, matrix, weight, bias, before[:1], None, "triton")
-        wide = linear_conv_silu(
-            x, matrix, weight, bias, before[:1].expand_as(before), None, "triton"
-        )
-        assert all(torch.equal(a, b) for a, b in zip(shared, wide, strict=True))
 
 
 @pytest.mark.gpu
@@ -220,7 +198,7 @@ def test_real_sizes_of_product_and_convolution(size, state):
     x, matrix = torch.randn(*size, 1024, device="cuda"), torch.randn(4096, 1024, device="cuda") / 32
     norm = RMSNorm(1024, eps=1e-5).to("cuda")
     first, second = (linear_conv_silu(x, matrix, weight, bias, before, norm) for _ in range(2))
-    u, z = linear(x, matrix, norm=norm).chunk(2, -1)
+    u, z = fused_linear(x, matrix, norm=norm).chunk(2, -1)
     y, after = causal_conv_silu(u, weight, bias, before)
     for given, again, wanted in zip(first, second, (y, z, after), strict=True):
         assert torch.equal(given, again)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import relative_error
 from vssm.ops import choose_backend, selective_scan
-from vssm.ops.scan import scan_output, selective_scan_reference
-from vssm.ops.scan_ahead import scan_ahead, scan_ahead_reference
+from vssm.ops.scan import scan_ahead, selective_scan_reference
 
 KERNELS = ("numba",)
 TENSORS = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "h0")
@@ -294,8 +293,7 @@ def test_gradcheck_of_the_reference(softplus):
     tensors = [values[name].double().requires_grad_() for name in TENSORS]
 
     def function(*tensors):
-        *others, h0 = tensors
-        return selective_scan_reference(*others, softplus, h0)
+        return selective_scan_reference(*tensors, softplus)
 
     assert torch.autograd.gradcheck(function, tensors)
 
@@ -305,8 +303,8 @@ def test_gradcheck_of_the_reference(softplus):
 def test_operator_is_registered_properly(backend, given):
     values = arguments(2, 5, 3, 2, given=given)
     tensors = [None if values[name] is None else values[name].requires_grad_() for name in TENSORS]
-    *others, h0 = tensors
-    torch.library.opcheck(torch.ops.vssm.selective_scan.default, (*others, True, h0, backend))
+    given = (*tensors, True, backend, True)
+    torch.library.opcheck(torch.ops.vssm.selective_scan.default, given)
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -449,23 +447,6 @@ def test_bad_input_is_named(change, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("backend", ("reference", *KERNELS))
-@pytest.mark.parametrize("times", [1, 2, 3])
-def test_scan_output_with_shared_states(backend, times):
-    values = arguments(6, 7, 5, 3)
-    few = {**values, "h0": values["h0"][: 6 // times]}
-    whole = {**values, "h0": few["h0"].repeat_interleave(times, 0)}
-    y, _ = selective_scan(**whole, backend=backend)
-    assert torch.equal(scan_output(**few, backend=backend), y)
-    h0 = few["h0"].clone().requires_grad_()
-    scan_output(**{**few, "h0": h0}, backend=backend).sum().backward()
-    expected = whole["h0"].clone().requires_grad_()
-    selective_scan(**{**whole, "h0": expected}, backend=backend)[0].sum().backward()
-    assert relative_error(h0.grad, expected.grad.unflatten(0, (-1, times)).sum(1)) < TOLERANCE
-    with pytest.raises(ValueError, match=r"h0 has shape \(4, 5, 3\); allowed: \(6, 5, 3\)"):
-        scan_output(**{**values, "h0": values["h0"][:4]}, backend=backend)
-
-
 def test_automatic_choice():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert choose_backend("auto", cpu, torch.float32) == "numba"
@@ -490,6 +471,21 @@ def test_complex_numbers_and_arrays_are_refused(name):
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 5, 3), (3, 2, 17, 1), (2, 33, 40, 5), (2, 71, 16, 16), (9, 8, 33, 7)]
 )
+def test_the_scan_ahead_holds_the_state_at_even_steps(sizes):
+    values = arguments(*sizes)
+    values = {name: v if name == "softplus" else v.double() for name, v in values.items()}
+    made = scan_ahead(**{name: v for name, v in values.items() if name != "softplus"})
+    h = values["h0"]
+    for t in range(sizes[1]):
+        step = {name: values[name][:, t : t + 1] for name in ("u", "dt", "B", "C", "z")}
+        y, after = selective_scan(**{**values, **step, "h0": h})
+        assert relative_error(made[:, t : t + 1], y) < 1e-12
+        h = after if t % 2 else h
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 5, 3), (3, 2, 17, 1), (2, 33, 40, 5), (2, 71, 16, 16), (9, 8, 33, 7)]
+)
 def test_the_scan_ahead_equals_its_twin(sizes):
     values = arguments(*sizes)
     del values["softplus"]
@@ -498,7 +494,7 @@ def test_the_scan_ahead_equals_its_twin(sizes):
         exact = {name: None if v is None else v.double() for name, v in given.items()}
         for backend in KERNELS:
             made = scan_ahead(**given, backend=backend)
-            assert relative_error(made, scan_ahead_reference(**exact)) < TOLERANCE
+            assert relative_error(made, scan_ahead(**exact, backend="reference")) < TOLERANCE
 
 
 def test_the_example_of_the_page_runs():

@@ -3,7 +3,7 @@ read.
 
 They compute what the plain modules of `vssm.nn` compute, to rounding, and have the same signatures.
 Because the weights never change, A = -exp(A_log) is computed once, and every matrix keeps the
-halves that products of many rows read (`vssm.ops.linear.PackedWeight`). In a stack of Mamba blocks,
+halves that products of many rows read (`vssm.ops.linear.fused`). In a stack of Mamba blocks,
 the kernel that ends a product also adds the residual, and norms and splits the sum for the product
 that follows.
 """
@@ -18,8 +18,9 @@ from vssm.models import Model, Variational
 from vssm.nn import AttentionBlock, GRUBlock, MambaBlock, MambaMixer, Stack, State
 from vssm.nn.mamba import StepSizes
 from vssm.ops import selective_scan
-from vssm.ops.conv import linear_conv_silu
-from vssm.ops.linear import Linear, PackedWeight, Ready, linear, linear_ready
+from vssm.ops.linear import Linear
+from vssm.ops.linear.fused import PackedWeight, Ready, linear_conv_silu, linear_ready
+from vssm.ops.linear.fused import fused_linear as linear
 from vssm.ops.norm import RMSNorm
 
 __all__ = ["decode_step", "fuse"]

@@ -17,7 +17,7 @@ from vssm.nn.attention import AttentionBlock
 from vssm.nn.gru import GRUBlock
 from vssm.nn.mamba import MambaBlock
 from vssm.nn.state import State
-from vssm.ops.embed import embed_sum
+from vssm.ops.latents import embed_sum
 from vssm.ops.linear import Linear
 from vssm.ops.norm import RMSNorm
 

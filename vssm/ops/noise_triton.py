@@ -3,11 +3,6 @@
 A thread computes one Philox hash, four numbers: word i // 4 of a step makes the components i.
 """
 
-# Kernels are written in the subset of Python that Triton compiles.
-# ruff: noqa: ANN001, ANN202
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportIndexIssue=false
-
 import torch
 import triton
 import triton.language as tl

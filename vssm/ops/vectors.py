@@ -1,4 +1,4 @@
-"""Float32 vectors for numba code, and the elementary functions that the CPU kernels need.
+"""What the CPU kernels are written with: float32 vectors, elementary functions, tiles and tasks.
 
 A *row* holds LANES numbers, one register; a *block* is four rows. A processor starts two
 multiply-adds per cycle but each takes four cycles, so four independent rows keep it busy.
@@ -7,17 +7,30 @@ multiply-adds per cycle but each takes four cycles, so four independent rows kee
 
 p is a minimax polynomial with a relative error of 4e-7. q has no constant term and the scan never
 adds it to 1, so a decay very close to 1 loses no digits. Memory is addressed by 64-bit integers.
+
+A kernel is `function(words, scratch)`. `words` is the address of a table of 64-bit words: sizes,
+then an address and two strides in bytes (batch, time) for each operand that has steps, then the
+addresses of the other operands. Address 0 means that the operand is not given. The words have the
+names of the scan's operands (`vssm.ops.scan.numba`); other kernels say what they use them for.
+
+A *tile* is LANES channels that go through time together. A *group* is several tiles. A *task* is a
+group and a range of batch rows; threads draw tasks from a counter. Kernels read and write whole
+rows of LANES channels, four steps at a time. Channels, steps and states that do not fill a row or a
+block go through a buffer that is padded with zeros.
 """
 # ruff: noqa: ANN001, ANN002, ANN201, ANN202, ANN401 (numba infers the types)
 
 import functools
+import hashlib
 import inspect
 import math
 import operator
 import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from llvmlite import binding, ir
 from numba import njit, types
 from numba.core import cgutils
@@ -284,6 +297,23 @@ for _symbol, _method in (("add", "fadd"), ("sub", "fsub"), ("mul", "fmul"), ("tr
 
 options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 inline: Any = njit(forceinline=True, **options)
+compiled: Any = njit(**options)
+
+_digest = hashlib.sha256()
+for _path in sorted(Path(__file__).parent.rglob("*.py")):
+    _digest.update(_path.name.encode() + _path.read_bytes())
+SOURCES = _digest.hexdigest()[:12]
+
+
+def kernel(function: Callable) -> Callable:
+    """Compiles `function(words, scratch)` at its first call and caches it on disk if possible."""
+    # numba names the file after the function and watches the source of that function alone. With
+    # the digest, a change of any source gives the file another name.
+    function.__qualname__ = f"{function.__qualname__}_{SOURCES}"
+    try:
+        return njit(error_model="numpy", nogil=True, cache=True)(function)
+    except RuntimeError:  # no folder can hold the compiled kernel
+        return njit(error_model="numpy", nogil=True)(function)
 
 
 @inline
@@ -354,3 +384,147 @@ def softplus_derivative(y):
     """Computes 1 - exp(-y) for the softplus y, accurate for small y too."""
     q, s = exp2(minimum(y, 87.0), -LOG2E, True)
     return (1.0 - s) - q * s
+
+
+# From numpy, because numba compiles a function again for every Python integer passed to it.
+TASK, TASKS, PER_TASK, PER_GROUP, BATCH, LENGTH, CHANNELS, COUNT, FLAG = np.arange(9)
+U, DT, Z, B_, C_, Y, DU, DDT, DZ = np.arange(9, 36, 3)
+A_, D_, BIAS, H0, H, DB, DC, DA, DD, DBIAS, DH0 = np.arange(36, 47)
+
+
+@inline
+def draw_task(words):
+    """Returns the next group, its tiles and its batch rows; no tiles when all tasks are drawn."""
+    task, per_group = draw(words), load_word(words, PER_GROUP)
+    tiles = -(-load_word(words, CHANNELS) // LANES)
+    groups = -(-tiles // per_group)
+    first, b = task % groups * per_group, task // groups * load_word(words, PER_TASK)
+    last = min(first + per_group, tiles) if task < load_word(words, TASKS) else first
+    b_last = min(b + load_word(words, PER_TASK), load_word(words, BATCH))
+    return task % groups, first, last, b, b_last
+
+
+@inline
+def width_of(words, channel):
+    """Returns how many channels the tile that starts at a channel has."""
+    return min(LANES, load_word(words, CHANNELS) - channel)
+
+
+@inline
+def clear(target, rows):
+    for i in range(rows):
+        store(target + ROW * i, zero_row())
+
+
+@compiled
+def copy(source, source_stride, target, target_stride, steps, count, padded):
+    """Copies `count` numbers per step and adds zeros up to `padded`."""
+    for t in range(steps):
+        x, y = source + source_stride * t, target + target_stride * t
+        n = 0
+        while n + LANES <= count:
+            store(y + 4 * n, load_row(x + 4 * n))
+            n += LANES
+        while n < padded:
+            store_number(y + 4 * n, load_number(x + 4 * n) if n < count else types.float32(0.0))
+            n += 1
+
+
+@inline
+def place(words, which, b, t, channel):
+    """Returns the address (0 if not given) and time stride of an operand at row, step, channel."""
+    address, stride = load_word(words, which), load_word(words, which + 2)
+    at = address + load_word(words, which + 1) * b + stride * t + 4 * channel
+    return (at if address else 0), stride
+
+
+@inline
+def place_states(words, which, b, channel):
+    address, count = load_word(words, which), load_word(words, COUNT)
+    return address + 4 * count * (load_word(words, CHANNELS) * b + channel) if address else 0
+
+
+@compiled
+def read(words, which, b, t, channel, steps, buffer):
+    """Returns where rows can be read by blocks: in place, or in a zero-padded copy."""
+    address, stride = place(words, which, b, t, channel)
+    width = width_of(words, channel)
+    if not address or (width == LANES and steps % 4 == 0):
+        return address, stride
+    copy(address, stride, buffer, ROW, steps, width, LANES)
+    clear(buffer + ROW * steps, -steps % 4)
+    return buffer, ROW
+
+
+@compiled
+def write(words, which, b, t, channel, steps, buffer):
+    """Returns where rows can be written by blocks: in place, or in a buffer (see `written`)."""
+    if width_of(words, channel) == LANES and steps % 4 == 0:
+        return place(words, which, b, t, channel)
+    return buffer, ROW
+
+
+@compiled
+def written(words, which, b, t, channel, steps, buffer):
+    """Moves what `write` sent to a buffer to its place."""
+    address, stride = place(words, which, b, t, channel)
+    if buffer != address and address:
+        width = width_of(words, channel)
+        copy(buffer, ROW, address, stride, steps, width, width)
+
+
+@compiled
+def read_numbers(words, which, b, t, steps, buffer):
+    """Returns where B or C can be read with states rounded up to 4: in place or in a copy."""
+    address, stride = place(words, which, b, t, 0)
+    count = load_word(words, COUNT)
+    states = -(-count // 4) * 4
+    if count == states:
+        return address, stride
+    copy(address, stride, buffer, 4 * states, steps, count, states)
+    return buffer, 4 * states
+
+
+@compiled
+def read_vector(words, which, channel, buffer):
+    """Returns a tile's channels of a vector as a block of equal rows; zeros if not given."""
+    width = width_of(words, channel) if load_word(words, which) else 0
+    copy(load_word(words, which) + 4 * channel, 0, buffer, 0, 1, width, LANES)
+    return repeat(load_row(buffer))
+
+
+@compiled
+def read_states(words, which, b, channel, target):
+    """Lays out (channels, states) as (states rounded up to 4, LANES), padded with zeros."""
+    source, count = place_states(words, which, b, channel), load_word(words, COUNT)
+    width = width_of(words, channel)
+    for n in range(0, count, LANES):
+        if source and width == LANES and n + LANES <= count:
+            transpose(source + 4 * n, 4 * count, target + ROW * n, ROW)
+            continue
+        for m in range(n, min(n + LANES, -(-count // 4) * 4)):
+            store(target + ROW * m, zero_row())
+            for c in range(width if source and m < count else 0):
+                store_number(target + ROW * m + 4 * c, load_number(source + 4 * (count * c + m)))
+
+
+@compiled
+def write_states(words, which, b, channel, source):
+    """The inverse of `read_states`."""
+    target, count = place_states(words, which, b, channel), load_word(words, COUNT)
+    width = width_of(words, channel)
+    for n in range(0, count if target else 0, LANES):
+        if width == LANES and n + LANES <= count:
+            transpose(source + ROW * n, ROW, target + 4 * n, 4 * count)
+            continue
+        for m in range(n, min(n + LANES, count)):
+            for c in range(width):
+                store_number(target + 4 * (count * c + m), load_number(source + ROW * m + 4 * c))
+
+
+@inline
+def hint(words, which, b, t, channel, target):
+    """Notes where an operand will be read next, for `prefetch`."""
+    address, stride = place(words, which, b, t, channel)
+    store(target, address)
+    store(target + 8, stride)

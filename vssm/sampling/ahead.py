@@ -12,8 +12,8 @@ sees it:
     attention    a mask says who sees whom
 
 The letters are those of `vssm.nn`, with ° for empty tokens. Steps are counted from 0 in the code:
-the even ones are empty. The scan (`vssm.ops.scan_ahead`) takes an even step but leaves the state as
-it was. It costs what a scan of 2 W - 1 steps costs.
+the even ones are empty. The scan (`scan_ahead`) takes an even step but leaves the state as it was.
+It costs what a scan of 2 W - 1 steps costs.
 
 Legend: s (B, 2 W - 1, width), the two streams; u, dt, z, y (B, 2 W - 1, inner); B, C (B, 2 W - 1,
 N).
@@ -30,7 +30,7 @@ from vssm.models import Variational
 from vssm.nn import AttentionBlock, MambaBlock, MambaMixer, State
 from vssm.nn.stack import sinusoids
 from vssm.ops import causal_conv_silu
-from vssm.ops.scan_ahead import scan_ahead
+from vssm.ops.scan import scan_ahead
 
 __all__ = ["posterior_ahead"]
 

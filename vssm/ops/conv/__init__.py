@@ -5,29 +5,26 @@
 Shapes: x, y (B, T, D); weight (D, K); bias (D,); state (B, K - 1, D), the last K - 1 inputs.
 
 The backends are those of the scan. `vssm.ops.conv.numba` and `vssm.ops.conv.triton` have the
-functions `forward` and `backward`, which become one operator here.
+functions `forward` and `backward`.
 """
+
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from vssm.ops.dispatch import choose_backend, kernels, needs_operator
-from vssm.ops.linear import PackedWeight, Ready, linear, linear_parts, ready_parts
+from vssm.ops.operators import make_operator
+from vssm.ops.scan import choose_backend, needs_operator
 
-__all__ = ["MAX_TAPS", "causal_conv_silu", "causal_conv_silu_reference", "linear_conv_silu"]
+__all__ = ["MAX_TAPS", "causal_conv_silu", "causal_conv_silu_reference"]
 
 MAX_TAPS = 16
 """The `numba` kernels keep a window of this many inputs in the fastest cache."""
 
 
 def causal_conv_silu(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    state: Tensor | None = None,
-    backend: str = "auto",
-    last: bool = True,
+    x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None = None, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Convolves every channel with its own K taps, looking back only, and applies SiLU.
 
@@ -35,10 +32,8 @@ def causal_conv_silu(
         x: The input, (B, T, D).
         weight: The taps, oldest first, (D, K).
         bias: The bias, (D,).
-        state: The K - 1 inputs before x, (B, K - 1, D); zero if not given. With fewer rows,
-            (B / S, K - 1, D), each row serves S neighbouring rows of x.
+        state: The K - 1 inputs before x, (B, K - 1, D); zero if not given.
         backend: "auto", "reference", "numba" or "triton", as for `selective_scan`.
-        last: Whether to return the state to go on from; if not, the returned state has no rows.
 
     Returns:
         y (B, T, D) and the state to go on from (B, K - 1, D).
@@ -50,36 +45,30 @@ def causal_conv_silu(
     """
     _check_shapes(x, weight, bias, state)
     length, taps = x.shape[1], weight.shape[1]
-    refusal = None
-    if x.device.type == "cpu" and backend != "triton" and taps > MAX_TAPS:
-        refusal = f"it takes up to {MAX_TAPS} taps, not {taps}"
-    chosen = choose_backend(backend, x.device, x.dtype, refusal)
-    if backend == "auto" and chosen == "numba" and length == 1:  # where PyTorch is as fast
-        chosen = "reference"
-    direct = not needs_operator(x, weight, bias, state)
-    if chosen == "triton" and direct and x.numel():
-        after = x.new_empty(len(x) if last else 0, taps - 1, x.shape[2])
-        y = kernels("conv", chosen).forward(x, weight, bias, state, after if last else None)
-        return y, after
-    if state is not None and len(state) != len(x):
-        state = state.repeat_interleave(len(x) // len(state), 0)
+    chosen = choose_backend(backend, x.device, x.dtype)
+    if chosen == "numba" and taps > MAX_TAPS and backend == "numba":
+        raise ValueError(
+            f"backend='numba' can not run here: it takes up to {MAX_TAPS} taps, not {taps}; "
+            "allowed: 'auto', 'reference'"
+        )
+    if backend == "auto" and chosen == "numba" and (length == 1 or taps > MAX_TAPS):
+        chosen = "reference"  # as fast for one step
     if chosen == "reference":
-        y, after = causal_conv_silu_reference(x, weight, bias, state)
-        return y, after if last else after[:0]
+        return causal_conv_silu_reference(x, weight, bias, state)
     if chosen == "numba":  # it takes float32 only
         weight, bias, state = weight.float(), bias.float(), None if state is None else state.float()
-    if not last:
-        after = x.new_empty(0, taps - 1, x.shape[2])
-    elif length >= taps - 1:
+    direct = not needs_operator(x, weight, bias, state)
+    if chosen == "triton" and direct and x.numel():
+        after = x.new_empty(len(x), taps - 1, x.shape[2])
+        return _kernels(chosen).forward(x, weight, bias, state, after), after
+    if length >= taps - 1:
         after = x[:, length - (taps - 1) :]
         after = after.clone() if direct else after  # x may be a view of a large tensor
     elif state is None:
         after = F.pad(x, (0, 0, taps - 1 - length, 0))
     else:
         after = torch.cat([state[:, length:].to(x.dtype), x], 1)
-    if direct:  # the dispatcher costs tens of microseconds per call
-        return kernels("conv", chosen).forward(x, weight, bias, state), after
-    return _conv_silu(x, weight, bias, state, chosen), after
+    return (_forward if direct else _conv)(x, weight, bias, state, chosen), after
 
 
 def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> None:
@@ -91,60 +80,13 @@ def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None)
     fits = x.dim() == 3 and weight.dim() == 2 and weight.shape[1] > 0
     fits = fits and weight.shape[:1] == x.shape[2:] == bias.shape
     if fits and state is not None:
-        fits = state.dim() == 3 and state.shape[1:] == (weight.shape[1] - 1, x.shape[2])
-        fits = fits and (len(state) == len(x) or (len(state) > 0 and len(x) % len(state) == 0))
+        fits = state.shape == (len(x), weight.shape[1] - 1, x.shape[2])
     if not fits:
         shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in given.items())
         raise ValueError(
             f"{shapes} do not fit; "
             "allowed: x (B, T, D), weight (D, K), bias (D,), state (B, K - 1, D)"
         )
-
-
-def linear_conv_silu(
-    x: Tensor | Ready,
-    weight: Tensor | PackedWeight,
-    taps: Tensor,
-    bias: Tensor,
-    state: Tensor | None = None,
-    norm: nn.RMSNorm | None = None,
-    backend: str = "auto",
-    last: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Multiplies by a weight and convolves the first half of the product; the second is a gate.
-
-    Arguments:
-        x: The input, (B, T, W), or what `linear_ready` made of it with this norm.
-        weight: The weight, (2 D, W).
-        taps: The taps of the convolution, (D, K).
-        bias: The bias of the convolution, (D,).
-        state: As for `causal_conv_silu`.
-        norm: Applied to x first.
-        backend: As for `linear` and `causal_conv_silu`.
-        last: As for `causal_conv_silu`.
-
-    Returns:
-        y and the gate, (B, T, D), and the state to go on from (B, K - 1, D).
-
-    Example:
-        >>> x, weight, taps = torch.ones(1, 4, 1), torch.tensor([[1.0], [2.0]]), torch.ones(1, 3)
-        >>> y, gate, _ = linear_conv_silu(x, weight, taps, torch.zeros(1))
-        >>> y.flatten(), gate.flatten()
-        (tensor([0.7311, 1.7616, 2.8577, 2.8577]), tensor([2., 2., 2., 2.]))
-    """
-    multiply = linear if needs_operator(taps, bias, state) else linear_parts
-    if isinstance(x, Ready):
-        made, x = ready_parts(x, weight), x.x
-    else:
-        made = multiply(x, weight, norm=norm, backend=backend)
-    if isinstance(made, Tensor):
-        u, z = made.chunk(2, -1)
-        u, after = causal_conv_silu(u, taps, bias, state, backend, last)
-        return u, z, after
-    after = x.new_empty(len(x) if last else 0, taps.shape[1] - 1, len(taps))
-    add_and_convolve = kernels("conv", "triton").forward_parts
-    y, z = add_and_convolve(made, x.shape[1], taps, bias, state, after if last else None)
-    return y, z, after
 
 
 def causal_conv_silu_reference(
@@ -165,40 +107,27 @@ def causal_conv_silu_reference(
     return F.silu(y), padded[:, length:]
 
 
-@torch.library.custom_op("vssm::conv_silu", mutates_args=())
-def _conv_silu(
-    x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, backend: str
-) -> Tensor:
-    return kernels("conv", backend).forward(x, weight, bias, state)
+def _kernels(backend: str) -> ModuleType:
+    if backend == "numba":
+        from vssm.ops.conv import numba as kernels
+    else:
+        from vssm.ops.conv import triton as kernels
+    return kernels
 
 
-@_conv_silu.register_fake
-def _(x, weight, bias, state, backend):  # noqa: ANN001, ANN202
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _forward(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, backend: str) -> Tensor:
+    return _kernels(backend).forward(x, weight, bias, state)
 
 
-@torch.library.custom_op("vssm::conv_silu_backward", mutates_args=())
-def _conv_silu_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, backend: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return kernels("conv", backend).backward(dy, x, weight, bias, state)
+def _backward(dy: Tensor, *arguments) -> tuple[Tensor, ...]:  # noqa: ANN002
+    *inputs, backend = arguments
+    return _kernels(backend).backward(dy, *inputs)
 
 
-@_conv_silu_backward.register_fake
-def _(dy, x, weight, bias, state, backend):  # noqa: ANN001, ANN202
-    like = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, weight, bias)]
-    return *like, x.new_empty(0) if state is None else torch.empty_like(state)
-
-
-def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
-    ctx.save_for_backward(*inputs[:4])
-    ctx.backend = inputs[4]
-
-
-def _backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN001
-    saved = ctx.saved_tensors  # read once: checkpointing recomputes them at every read
-    *grads, dstate = _conv_silu_backward(dy, *saved, ctx.backend)
-    return *grads, dstate if saved[3] is not None else None, None
-
-
-_conv_silu.register_autograd(_backward, setup_context=_setup_context)
+_conv = make_operator(
+    "conv_silu",
+    "Tensor x, Tensor weight, Tensor bias, Tensor? state, str backend",
+    _forward,
+    _backward,
+    lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+)

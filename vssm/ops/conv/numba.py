@@ -9,7 +9,7 @@ Backward computes s again and goes from the last step to the first:
     ds_t = dy_t sigmoid(s_t) (1 + s_t (1 - sigmoid(s_t)))      dbias = sum_{b,t} ds_t
     dx_t = sum_k w_k ds_{t+K-1-k}                              dw_k  = sum_{b,t} ds_t x_{t-K+1+k}
 
-`vssm.ops.tasks` explains tiles, groups and tasks. Here the words of its table mean:
+`vssm.ops.vectors` explains tiles, groups and tasks. Here the words of its table mean:
 
 | word      | operand                          | word            | operand                       |
 | --------- | -------------------------------- | --------------- | ----------------------------- |
@@ -25,14 +25,13 @@ before them; `slopes`, ds of the steps and of the K - 1 steps after them.
 from torch import Tensor
 
 from vssm.ops.conv import MAX_TAPS
+from vssm.ops.scan.numba import cut, room, run, total
 
-from vssm.ops.tasks import (  # isort: skip
-    BIAS, CHANNELS, COUNT, DBIAS, DDT, DT, DU, DZ, LENGTH, PER_TASK, U, Y, Z, clear, compiled, copy,
-    cut, draw_task, kernel, place, read, read_vector, room, run, total, width_of, write, written,
-)  # fmt: skip
 from vssm.ops.vectors import (  # isort: skip
-    FLUSH, LANES, ROW, fold, load_block, load_row, load_rows, load_word, muladd, repeat,
-    set_float_mode, sigmoid, store, store_rows, zero_row,
+    BIAS, CHANNELS, COUNT, DBIAS, DDT, DT, DU, DZ, FLUSH, LANES, LENGTH, PER_TASK, ROW, U, Y, Z,
+    clear, compiled, copy, draw_task, fold, kernel, load_block, load_row, load_rows, load_word,
+    muladd, place, read, read_vector, repeat, set_float_mode, sigmoid, store, store_rows, width_of,
+    write, written, zero_row,
 )  # fmt: skip
 
 __all__ = ["backward", "forward", "forward_kernel"]

@@ -19,11 +19,6 @@ Sums over batch and time leave as one partial per program; PyTorch adds them, so
 for bit.
 """
 
-# Kernels are written in the subset of Python that Triton compiles.
-# ruff: noqa: ANN001, ANN202, RUF005
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 import torch
 import triton
 import triton.language as tl
@@ -84,11 +79,11 @@ def _convolve(window, taps, shift, K: tl.constexpr):
 # fmt: off
 @triton.jit(do_not_specialize=["T", "chunks"])
 def _conv_kernel(
-    x, weight, bias, state, y, after, row, stride, T, channels, chunks, share,
+    x, weight, bias, state, y, after, row, stride, T, channels, chunks,
     K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):
     # fmt: on
-    """One row of the state serves `share` neighbouring rows of x; STEPS divides CHUNK."""
+    """STEPS divides CHUNK."""
     item = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b = (item // chunks).to(tl.int64)
@@ -96,7 +91,7 @@ def _conv_kernel(
     x += b * row
     y += b * T * channels
     if state is not None:
-        state += (item // chunks // share).to(tl.int64) * (K - 1) * channels
+        state += b * (K - 1) * channels
     taps = _taps(weight, d, channels, K)
     shift = tl.load(bias + d, mask=d < channels, other=0.0).to(tl.float32)
     window = ()
@@ -123,7 +118,7 @@ def _conv_kernel(
 # fmt: off
 @triton.jit(do_not_specialize=["T", "chunks", "total", "eps"])
 def _parts_kernel(
-    partial, squares, weight, bias, state, y, z, after, T, channels, chunks, share, total, depth,
+    partial, squares, weight, bias, state, y, z, after, T, channels, chunks, total, depth,
     eps, K: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
@@ -136,7 +131,7 @@ def _parts_kernel(
     b = item // chunks
     first = item % chunks * CHUNK
     if state is not None:
-        state += (b // share).to(tl.int64) * (K - 1) * channels
+        state += b.to(tl.int64) * (K - 1) * channels
     taps = _taps(weight, d, channels, K)
     shift = tl.load(bias + d, mask=d < channels, other=0.0).to(tl.float32)
     inputs, gates = (), ()
@@ -164,12 +159,11 @@ def _parts_kernel(
         limit = tl.where(first + i < T, channels, 0)
         tl.store(y + at, s * tl.sigmoid(s), mask=d < limit)
         tl.store(z + at, gates[i], mask=d < limit)
-    if after is not None:
-        for i in tl.static_range(K - 1 + CHUNK):
-            place = first + i - T  # in the state, which the last chunk of a row stores
-            limit = tl.where((first + CHUNK >= T) & (place >= 0) & (place < K - 1), channels, 0)
-            at = (b.to(tl.int64) * (K - 1) + place) * channels + d
-            tl.store(after + at, inputs[i].to(after.dtype.element_ty), mask=d < limit)
+    for i in tl.static_range(K - 1 + CHUNK):
+        place = first + i - T  # in the state, which the last chunk of a row stores
+        limit = tl.where((first + CHUNK >= T) & (place >= 0) & (place < K - 1), channels, 0)
+        at = (b.to(tl.int64) * (K - 1) + place) * channels + d
+        tl.store(after + at, inputs[i].to(after.dtype.element_ty), mask=d < limit)
 
 
 # fmt: off
@@ -234,9 +228,8 @@ def _conv_backward_kernel(
         tl.store(partial + k * channels + d, sums[k], mask=d < channels)
 
 
-def _shared(state: Tensor | None, batch: int) -> tuple[Tensor | None, int]:
-    """Returns a contiguous state, and how many rows of x share a row of it."""
-    return (None, 1) if state is None else (state.contiguous(), batch // len(state))
+def _contiguous(state: Tensor | None) -> Tensor | None:
+    return None if state is None else state.contiguous()
 
 
 def forward(
@@ -255,10 +248,9 @@ def forward(
     elif batch * triton.cdiv(length, chunk) * triton.cdiv(channels, block) < _FEW:
         chunk, block = 4, 128
     chunks = triton.cdiv(length, chunk)
-    state, share = _shared(state, batch)
     _conv_kernel[(batch * chunks, triton.cdiv(channels, block))](
-        x, weight.contiguous(), bias, state, y, after, x.stride(0), x.stride(1), length, channels,
-        chunks, share, K=weight.shape[1], CHUNK=chunk, BLOCK=block, STEPS=steps,
+        x, weight.contiguous(), bias, _contiguous(state), y, after, x.stride(0), x.stride(1),
+        length, channels, chunks, K=weight.shape[1], CHUNK=chunk, BLOCK=block, STEPS=steps,
         num_warps=max(1, block // 256),
     )  # fmt: skip
     return y
@@ -270,7 +262,7 @@ def forward_parts(
     weight: Tensor,
     bias: Tensor,
     state: Tensor | None,
-    after: Tensor | None = None,
+    after: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Returns y and z (B, T, D) in float32, and fills the state `after`."""
     split, rows, both = parts.partial.shape
@@ -278,10 +270,9 @@ def forward_parts(
     shape, device = (2, batch, length, channels), parts.partial.device
     y, z = torch.empty(shape, dtype=torch.float32, device=device)
     chunks = triton.cdiv(length, chunk)
-    state, share = _shared(state, batch)
     _parts_kernel[(batch * chunks, triton.cdiv(channels, block))](
-        *parts[:2], weight.contiguous(), bias, state, y, z, after, length, channels, chunks, share,
-        rows * both, *parts[2:], K=weight.shape[1], SPLIT=split, CHUNK=chunk, BLOCK=block,
+        *parts[:2], weight.contiguous(), bias, _contiguous(state), y, z, after, length, channels,
+        chunks, rows * both, *parts[2:], K=weight.shape[1], SPLIT=split, CHUNK=chunk, BLOCK=block,
         num_warps=4,
     )  # fmt: skip
     return y, z
@@ -306,7 +297,7 @@ def backward(
     programs = min(batch * chunks, triton.cdiv(_PROGRAMS * processors, blocks))
     partial = torch.empty((programs, taps + 1, channels), dtype=torch.float32, device=x.device)
     _conv_backward_kernel[(programs, blocks)](
-        x, weight.contiguous(), bias, _shared(state, batch)[0], dy.contiguous(), dx,
+        x, weight.contiguous(), bias, _contiguous(state), dy.contiguous(), dx,
         None if state is None else dstate, partial, x.stride(0), x.stride(1), length, channels,
         chunks, batch * chunks, K=taps, CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip

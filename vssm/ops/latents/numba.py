@@ -8,7 +8,7 @@
              J(p) dz = p_n (dz_n - p dz)
 
 A tile is LANES components that go through their classes together, one row per class, so no sum
-goes across a register. `vssm.ops.tasks` explains tables and tasks. Here its words mean:
+goes across a register. `vssm.ops.vectors` explains tables and tasks. Here its words mean:
 
 | word                | operand                                                      |
 | ------------------- | ------------------------------------------------------------ |
@@ -27,13 +27,12 @@ import math
 import torch
 from torch import Tensor
 
-from vssm.ops.tasks import (  # isort: skip
-    A_, COUNT, DA, DB, DC, FLAG, H, H0, Y, compiled, copy, draw_task, kernel, place,
-    read_states, room, run, width_of, write_states,
-)  # fmt: skip
+from vssm.ops.scan.numba import room, run
+
 from vssm.ops.vectors import (  # isort: skip
-    FLUSH, LANES, ROW, exp, if_equal, if_less, load_row, load_word, log, maximum, muladd,
-    set_float_mode, store, zero_row,
+    A_, COUNT, DA, DB, DC, FLAG, FLUSH, H, H0, LANES, ROW, Y, compiled, copy, draw_task, exp,
+    if_equal, if_less, kernel, load_row, load_word, log, maximum, muladd, place, read_states,
+    set_float_mode, store, width_of, write_states, zero_row,
 )  # fmt: skip
 
 __all__ = ["expected_backward", "expected_forward", "sample_backward", "sample_forward"]

@@ -9,20 +9,14 @@ Each operand is split into two numbers of 11 bits, and three of their four produ
 
 | rows | `Plan.split` | how operands are split                                                     |
 | ---- | ------------ | -------------------------------------------------------------------------- |
-| 1    |              | not at all: products are float32 throughout                                |
-| few  | "none"       | not at all, where x and the weight are small                               |
+| few  | "none"       | not at all, for one row or where x and the weight are small                |
 |      | "turned"     | into tf32, in the kernel, where the weight is large: y^T = weight x^T, so  |
 |      |              | that columns of y fill the tensor cores and a weight is split once         |
-|      | "tile"       | into float16, in the kernel; one exponent for a row of a tile, BK columns  |
 | more | "turned"     | as above, up to SOME rows, where there are columns enough                  |
-|      | "tf32"       | into tf32, by Triton, which needs no exponent                              |
+| any  | "tf32"       | into tf32, by Triton, where no other way fits                              |
 | many | "before"     | into float16, by a kernel of its own that also norms, or by the kernel     |
 |      |              | that adds the parts of the product before (`forward_split`); a             |
 |      |              | `PackedWeight` keeps the halves of a weight                                |
-| tall | "once"       | into float16, in the kernel: a program keeps its columns of the weight     |
-|      |              | with the norm's scale in them, and goes over tiles of rows                 |
-
-A product of fewer than 32 columns of x is float32 throughout as well: it waits for memory alone.
 
 Tensor cores multiply float16 and tf32 exactly and add up one tile. Tiles are added in float32,
 because tensor cores cut off where float32 rounds.
@@ -36,111 +30,66 @@ Shapes: x (M, K), weight (N, K), bias (N,), add and y (M, N), scale (K,), partia
 squares (SPLIT, M), high and low (M, K) or (N, K), down = 2^e (M,) or (N,).
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from vssm.ops.linear import Halves, PackedWeight
 from vssm.ops.linear import triton_kernels as kernels
+from vssm.ops.linear.fused import Halves, PackedWeight
 
 __all__ = ["Parts", "Plan", "forward", "forward_split", "multiply", "plan"]
 
-FEW = 64
-"""Rows up to which a product waits for its weights."""
-SOME = 2048
-"""Rows up to which other products split in the kernel but once for each 64 rows and 128 columns."""
-MANY = 384
-"""Rows from which it pays to split the weights before."""
-SMALL = 6 << 20
-"""Products of numbers up to which few rows are multiplied without parts of K, that is in one
-kernel.
-"""
-PROCESSORS = 132
-"""Multiprocessors of a device, for which products are cut up."""
-SHARED = 227 * 1024
-"""Bytes of shared memory of the largest devices."""
-LONGEST = 8192
-"""The kernel that splits holds a row in registers."""
-SHORT = 128
-"""Columns of x up to which products of many rows norm them on the way, once for each tile of
-columns of y.
-"""
-
-
-TALL = 100_000
-"""Rows from which a product of few columns waits for x and y alone."""
-THIN = 32
-"""Columns of x from which tensor cores pay."""
+FEW = 64  # rows up to which a product waits for its weights
+SOME = 2048  # rows up to which a turned product splits often enough to pay
+MANY = 384  # rows from which it pays to split the weights before
+SMALL = 6 << 20  # products of numbers up to which few rows are multiplied without parts of K
+PROCESSORS = 132  # multiprocessors of a device, for which products are cut up
+SHARED = 227 * 1024  # bytes of shared memory of the largest devices
+LONGEST = 8192  # the kernel that splits holds a row in registers
+SHORT = 128  # columns of x up to which many rows are normed once for each tile of columns of y
 
 
 class Plan(NamedTuple):
     """How a product is cut up."""
 
-    BM: int
-    """Rows of a tile."""
-    BN: int
-    """Columns of a tile."""
-    BK: int
-    """How much of K a tile takes at a time."""
-    SPLIT: int
-    """Parts of K that different programs sum."""
+    BM: int  # rows of a tile
+    BN: int  # columns of a tile
+    BK: int  # how much of K a tile takes at a time
+    SPLIT: int  # parts of K that different programs sum
     warps: int
-    stages: int
-    """Tiles on their way from memory."""
-    split: str = "tile"
-    """Where numbers are split."""
+    stages: int  # tiles on their way from memory
+    split: str = "tf32"  # where numbers are split
 
 
 class Parts(NamedTuple):
     """A product whose parts of K are still to be added."""
 
-    partial: Tensor
-    """The parts, (SPLIT, M, N)."""
-    squares: Tensor | None
-    """The parts of sum_k x_k^2, (SPLIT, M): rows are to be normed."""
+    partial: Tensor  # the parts, (SPLIT, M, N)
+    squares: Tensor | None  # the parts of sum_k x_k^2, (SPLIT, M): rows are to be normed
     K: int
     eps: float
 
 
+# How small products of few rows are cut up, by the largest number of columns.
 ROWS = (
     (64, Plan(1, 4, 1024, 1, 8, 1, "none")),
     (2**31, Plan(4, 8, 256, 1, 4, 9, "none")),
 )
-"""How small products of few rows are cut up, by the largest number of columns."""
+# How large ones are, by the least number of columns: SPLIT is the most programs, BM is for 32 rows.
 TURNED = (
     (2048, Plan(32, 128, 64, PROCESSORS, 8, 4, "turned")),
     (1024, Plan(32, 64, 64, PROCESSORS, 4, 4, "turned")),
 )
-"""How large ones are, by the least number of columns: here SPLIT is the most programs, and BM for
-32 rows.
-"""
-
-
-def plan_row(N: int, K: int) -> Plan:
-    """Returns how a product of one row is cut up."""
-    BK = min(1024, K & -K)
-    return Plan(1, max(2, min(16, 256 // BK)), BK, 1, 8 if N <= 1024 and BK == 1024 else 4, 1)
-
-
-def plan_tall(N: int, K: int) -> Plan | None:
-    """Returns how a product of TALL rows is cut up, if not as others."""
-    if K > 128 or (K > 64 and N > 64):
-        return None
-    rows = 64 if N <= 64 and K <= 64 else 32
-    return Plan(rows, 64 if N <= 64 else 128, K, 1, 4, 3, "once")
 
 
 def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
-    """Returns how a product of more than one row is cut up, on a device with that much shared
-    memory.
-    """
-    tall = plan_tall(N, K) if M >= TALL else None
-    if tall is not None:
-        return tall
+    """Returns how a product is cut up on a device with that much shared memory."""
+    if M == 1:
+        BK = min(1024, K & -K)
+        warps = 8 if N <= 1024 and BK == 1024 else 4
+        return Plan(1, max(2, min(16, 256 // BK)), BK, 1, warps, 3, "none")
     if M >= MANY and N >= 512 and 512 <= K <= LONGEST:
         how = Plan(128, 128, 64, 1, 8, 3, "before")
     elif FEW < M <= SOME and N >= 96:
@@ -156,7 +105,7 @@ def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
             how = small[0]
             room = shared // (4 * how.BK * (how.BM + how.BN))
             return how._replace(stages=min(how.stages, K // how.BK + 1, room))
-        how = large[0]._replace(BM=BM) if large else Plan(BM, 16, 128, 1, 4, 4)
+        how = large[0]._replace(BM=BM) if large else Plan(BM, 16, 128, 1, 4, 4, "tf32")
     tiles, split = triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN), 1
     programs = (
         how.SPLIT if how.split == "turned" else (1 if how.split == "before" else 2) * PROCESSORS
@@ -169,7 +118,7 @@ def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
         BK //= 2
     # What is split in the kernel takes the room of one more tile, but a turned product splits in
     # registers.
-    stages = min(how.stages, shared // (BK * row) - (how.split in ("tile", "tf32")))
+    stages = min(how.stages, shared // (BK * row) - (how.split == "tf32"))
     if how.split == "turned" or (how.split == "tf32" and split == 1):
         # A loop can not load further ahead than it goes; room that it does not take is for other
         # programs.
@@ -187,8 +136,7 @@ def forward(
     how: Plan | None = None,
     halves: Halves | None = None,
 ) -> Tensor:
-    """Returns y (..., N) in float32, for K that 32 divides, or of two rows and more for K below
-    THIN.
+    """Returns y (..., N) in float32, for K that 32 divides.
 
     Halves of x, normed, are those of `forward_split`.
     """
@@ -274,20 +222,11 @@ def multiply(
     x = x if x.stride(1) == 1 else x.contiguous()
     bias, add, scale = (None if t is None else t.contiguous() for t in (bias, add, scale))
     M = len(x)
-    if K < THIN and M > 1 and N:
-        return _thin(x, weight, bias, add, scale, eps, x.new_empty(shape))
-    how = how or (plan(M, N, K, _shared(x.device)) if M > 1 else plan_row(N, K))
+    how = how or plan(M, N, K, _shared(x.device))
     whole = how.SPLIT == 1 or M <= 1 or N == 0
     y = torch.empty(shape if whole else (how.SPLIT, M, N), dtype=torch.float32, device=x.device)
     if M * N == 0:
         return y
-    if M == 1:
-        kernels.row_kernel[(triton.cdiv(N, how.BN),)](
-            x, weight, bias, add, scale, y, N, K, eps, BN=how.BN, BK=how.BK, num_warps=how.warps
-        )
-        return y
-    if how.split == "once":
-        return _once(x, weight, bias, add, scale, eps, y, how)
     sizes = {
         "BM": how.BM,
         "BN": how.BN,
@@ -333,48 +272,8 @@ def multiply(
                 *inputs, **sizes
             )
         else:
-            kernels.tile_kernel[grid](*inputs, HALF=how.split == "tile", GROUP=8, **sizes)
+            kernels.tile_kernel[grid](*inputs, GROUP=8, **sizes)
     return y if whole else Parts(y, squares, K, eps)
-
-
-def _thin(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    add: Tensor | None,
-    scale: Tensor | None,
-    eps: float,
-    y: Tensor,
-) -> Tensor:
-    """Writes a product of fewer than THIN columns of x."""
-    (N, K), M = weight.shape, len(x)
-    x = x if scale is None else torch.nn.functional.rms_norm(x, (K,), scale, eps)
-    BM, BN = 8, min(128, triton.next_power_of_2(N))
-    grid = (triton.cdiv(M, BM) * triton.cdiv(N, BN),)
-    kernels.thin_kernel[grid](x, weight, bias, add, y, M, N, x.stride(0), K, BM, BN, num_warps=1)
-    return y
-
-
-def _once(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    add: Tensor | None,
-    scale: Tensor | None,
-    eps: float,
-    y: Tensor,
-    how: Plan,
-) -> Tensor:
-    """Writes a product whose programs go over tiles of rows."""
-    (N, K), M = weight.shape, len(x)
-    columns = triton.cdiv(N, how.BN)
-    # As many programs as run at a time: what each does first is then done once.
-    at_a_time = PROCESSORS * _resident(how, K, add is not None, _shared(x.device))
-    programs = min(triton.cdiv(M, how.BM), max(1, at_a_time // columns))
-    inputs = (x, weight, bias, add, scale, y, M, x.stride(0), eps, N, K)
-    sizes = (how.BM, how.BN, triton.next_power_of_2(K), how.stages)
-    kernels.once_kernel[(programs, columns)](*inputs, *sizes, num_warps=how.warps)
-    return y
 
 
 def _split(x: Tensor, scale: Tensor | None = None, eps: float = 0.0) -> Halves:
@@ -390,16 +289,6 @@ def _split(x: Tensor, scale: Tensor | None = None, eps: float = 0.0) -> Halves:
 def _room(M: int, K: int, device: torch.device) -> Halves:
     high, low = torch.empty((2, M, K), dtype=torch.float16, device=device)
     return high, low, torch.empty(M, dtype=torch.float32, device=device)
-
-
-def _resident(how: Plan, K: int, add: bool, shared: int) -> int:
-    """Returns how many programs that go over rows run at a time on a multiprocessor."""
-    BK, tile = triton.next_power_of_2(K), 4 * how.BM * how.BN
-    ahead = (how.stages - 1) * (4 * how.BM * BK + tile * add)
-    # Beside what is loaded ahead: halves of the rows, or the result on its way out, and halves of
-    # the weight.
-    room = ahead + max(4 * how.BM * BK, tile) + 4 * how.BN * BK
-    return max(1, min(16 // how.warps, shared // (room + 1024)))
 
 
 def _shared(device: torch.device) -> int:

@@ -3,11 +3,6 @@
 Rows and columns that a last tile has beyond the end read others in their place, and are not stored.
 """
 
-# Kernels are written in the part of Python that Triton compiles.
-# ruff: noqa: ANN001, ANN201, ANN202, RUF005
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
-
 import triton
 import triton.language as tl
 
@@ -15,13 +10,10 @@ __all__ = [
     "add_parts",
     "halves",
     "halves_kernel",
-    "once_kernel",
-    "row_kernel",
     "rows_kernel",
     "split_kernel",
     "sum_kernel",
     "sum_split_kernel",
-    "thin_kernel",
     "tile_kernel",
     "turned_kernel",
 ]
@@ -68,43 +60,29 @@ def _corner(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
     return (first + within % height) * BM, within // height * BN
 
 
-@triton.jit
-def _place(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Returns all rows and columns of a program."""
-    row, column = _corner(M, N, BM, BN, GROUP)
-    return row + tl.arange(0, BM), column + tl.arange(0, BN)
-
-
 # fmt: off
 @triton.jit(do_not_specialize=["M", "eps"])
 def tile_kernel(
     x, weight, bias, add, scale, squares, y, M, N, K, depth, stride, eps,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):
     # fmt: on
-    row, column = _place(M, N, BM, BN, GROUP)
+    first, left = _corner(M, N, BM, BN, GROUP)
+    row, column = first + tl.arange(0, BM), left + tl.arange(0, BN)
     part = tl.program_id(1)
     k = tl.arange(0, BK)
     # Rows after the end are the first again: they are not stored.
-    left = x + (row % M).to(tl.int64)[:, None] * stride + k[None, :]
-    right = weight + (column % N).to(tl.int64)[:, None] * K + k[None, :]
+    rows = x + (row % M).to(tl.int64)[:, None] * stride + k[None, :]
+    columns = weight + (column % N).to(tl.int64)[:, None] * K + k[None, :]
     acc = tl.zeros((BM, BN), tl.float32)
     square = tl.zeros((BM,), tl.float32)
     for at in tl.range(part * depth, (part + 1) * depth, BK):
-        a = tl.load(left + at)
-        b = tl.load(right + at)
+        a = tl.load(rows + at)
+        b = tl.load(columns + at)
         if scale is not None:
             square += tl.sum(a * a, 1)
             a *= tl.load(scale + at + k)[None, :]
-        if HALF:
-            high, low, down = halves(a)
-            high_b, low_b, down_b = halves(b)
-            total = tl.dot(low, tl.trans(high_b))
-            total = tl.dot(high, tl.trans(low_b), total)
-            total = tl.dot(high, tl.trans(high_b), total)
-            acc += total * down[:, None] * down_b[None, :]
-        else:
-            acc = tl.dot(a, tl.trans(b), acc, input_precision="tf32x3")
+        acc = tl.dot(a, tl.trans(b), acc, input_precision="tf32x3")
     if squares is not None:  # parts of K do not know the rate: it is for those who add them
         once = tl.where(tl.min(column, 0) == 0, M, 0)
         tl.store(squares + part * M + row, square, mask=row < once)
@@ -250,98 +228,13 @@ def sum_split_kernel(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["eps"])
-def row_kernel(
-    x, weight, bias, add, scale, y, N, K, eps, BN: tl.constexpr, BK: tl.constexpr
-):
-    # fmt: on
-    """One row: every program reads BN rows of the weight."""
-    column = tl.program_id(0) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    right = weight + (column % N).to(tl.int64)[:, None] * K + k[None, :]
-    acc = tl.zeros((BN, BK), tl.float32)
-    squares = tl.zeros((BK,), tl.float32)
-    for at in tl.range(0, K, BK):
-        b = tl.load(right + at)
-        a = tl.load(x + at + k)
-        if scale is not None:
-            squares += a * a
-            a *= tl.load(scale + at + k)
-        acc += a[None, :] * b
-    result = tl.sum(acc, 1)
-    if scale is not None:
-        result *= tl.rsqrt(tl.sum(squares, 0) / K + eps)
-    _finish(y, result, bias, add, column, column % N, column < N)
-
-
-# fmt: off
-@triton.jit(do_not_specialize=["M", "eps"])
-def once_kernel(
-    x, weight, bias, add, scale, y, M, stride, eps, N: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-):
-    # fmt: on
-    column = tl.program_id(1) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    b = _columns(weight + (column % N)[:, None] * K, k[None, :], K, BK)
-    if scale is not None:
-        b *= _columns(scale, k, K, BK)[None, :]
-    high_b, low_b, down_b = halves(b)
-    high_b, low_b = tl.trans(high_b), tl.trans(low_b)  # else shared memory holds them
-    for tile in tl.range(tl.program_id(0), tl.cdiv(M, BM), tl.num_programs(0), num_stages=STAGES):
-        row = tile * BM + tl.arange(0, BM)
-        # Rows after the end are the last again: they are not stored.
-        a = _columns(x + tl.minimum(row, M - 1).to(tl.int64)[:, None] * stride, k[None, :], K, BK)
-        high, low, down = halves(a)
-        total = tl.dot(low, high_b)
-        total = tl.dot(high, low_b, total)
-        total = tl.dot(high, high_b, total)
-        if scale is not None:
-            down *= tl.rsqrt(tl.sum(a * a, 1) / K + eps)
-        at = row.to(tl.int64)[:, None] * N + column[None, :]
-        mask = (row < M)[:, None] & (column < N)[None, :]
-        scaled = total * down[:, None] * down_b[None, :]
-        _finish(y, scaled, bias, add, at, (column % N)[None, :], mask)
-
-
-@triton.jit
-def _columns(rows, k, K: tl.constexpr, BK: tl.constexpr):
-    """Loads K columns of rows, and zeros after them."""
-    if K == BK:
-        values = tl.load(rows + k)
-    else:
-        values = tl.load(rows + k, mask=k < K, other=0.0)
-    return values
-
-
-# fmt: off
-@triton.jit(do_not_specialize=["M"])
-def thin_kernel(
-    x, weight, bias, add, y, M, N, stride, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):
-    # fmt: on
-    """Few columns of x: products and sums of single numbers, in their order."""
-    row, column = _place(M, N, BM, BN, 1)
-    left = x + (row % M).to(tl.int64) * stride
-    right = weight + (column % N) * K
-    acc = tl.zeros((BM, BN), tl.float32)
-    for k in tl.static_range(K):
-        acc += tl.load(left + k)[:, None] * tl.load(right + k)[None, :]
-    at = row.to(tl.int64)[:, None] * N + column[None, :]
-    mask = (row < M)[:, None] & (column < N)[None, :]
-    _finish(y, acc, bias, add, at, (column % N)[None, :], mask)
-
-
-# fmt: off
 @triton.jit(do_not_specialize=["M", "eps"])
 def rows_kernel(
     x, weight, bias, add, scale, y, M, N, K, stride, eps,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):
     # fmt: on
-    """A few rows: every program reads BM rows of x and BN of the weight, and needs nothing of the
-    others.
-    """
+    """One row or a few: every program reads BM rows of x and BN of the weight, and nothing else."""
     first = tl.program_id(1) * BM
     column = tl.program_id(0) * BN + tl.arange(0, BN)
     last = tl.minimum(column, N - 1)

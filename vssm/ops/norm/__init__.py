@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vssm.ops.dispatch import choose_fused, needs_operator, product_dtype
+from vssm.ops.operators import make_operator
+from vssm.ops.scan import has_triton, needs_operator
 
-__all__ = ["RMSNorm", "rms_norm"]
+__all__ = ["RMSNorm", "product_dtype", "rms_norm"]
 
 MAX_WIDTH = 8192
 """The kernels hold a row in registers."""
@@ -35,78 +36,54 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.weight, self.eps, product_dtype(x.device))
 
 
+def product_dtype(device: torch.device) -> torch.dtype | None:
+    """Returns the dtype that autocast gives to matrix products, or None without autocast."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None
+
+
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None, backend: str = "auto"
 ) -> Tensor:
-    """Divides x by its root mean square over the last dimension, and multiplies it by the weight.
+    """Returns the normed x, (..., D), in a dtype, or in that of x; gradients flow to x and weight.
 
-    Arguments:
-        x: The input, (..., D).
-        weight: The weight, (D,).
-        eps: Added to the mean square.
-        dtype: The dtype of the result; that of x if not given.
-        backend: "auto", "reference" or "triton"; "auto" takes the kernel on CUDA when dtype is not
-            that of x.
-
-    Returns:
-        The normed x, (..., D). Gradients flow to x and weight.
+    The backend is "auto", "reference" or "triton"; "auto" takes the kernel on CUDA if there is a
+    cast to save.
 
     Example:
         >>> rms_norm(torch.tensor([3.0, 4.0]), torch.ones(2), 0.0, torch.bfloat16)
         tensor([0.8477, 1.1328], dtype=torch.bfloat16)
     """
-    if weight.shape != x.shape[-1:] or not x.dim():
-        raise ValueError(
-            f"weight has shape {tuple(weight.shape)}; allowed: {tuple(x.shape[-1:])}, to match x"
-        )
-    refusal = None
-    if x.shape[-1] > MAX_WIDTH:
-        refusal = f"x has width {x.shape[-1]}, more than {MAX_WIDTH}"
-    elif weight.device != x.device or weight.dtype == torch.float64:
-        refusal = f"weight is {weight.dtype} on {weight.device}, x is on {x.device}"
     dtype = dtype or x.dtype
-    if (backend == "auto" and dtype == x.dtype) or not choose_fused(
-        backend, x.device, x.dtype, refusal
-    ):
+    if not (backend == "triton" or (backend == "auto" and dtype != x.dtype and _fits(x, weight))):
         return F.rms_norm(x, weight.shape, weight, eps).to(dtype)
-    if needs_operator(x, weight):
-        return _norm(x, weight, eps, dtype)
-    return _kernels().forward(x, weight, eps, dtype)
+    return (_norm if needs_operator(x, weight) else _forward)(x, weight, eps, dtype)
 
 
-def _kernels():  # noqa: ANN202
-    # Imported at first use: triton takes a second to load and not everybody has it.
-    from vssm.ops.norm import triton as norm_triton
-
-    return norm_triton
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    exact = torch.float64 in (x.dtype, weight.dtype)
+    return x.is_cuda and has_triton() and x.shape[-1] <= MAX_WIDTH and not exact
 
 
-@torch.library.custom_op("vssm::rms_norm", mutates_args=())
-def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    return _kernels().forward(x, weight, eps, dtype)
+def _forward(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    from vssm.ops.norm import triton as kernels  # not everybody has triton
+
+    return kernels.forward(x, weight, eps, dtype)
 
 
-@_norm.register_fake
-def _(x, weight, eps, dtype):  # noqa: ANN001, ANN202
-    return x.new_empty(x.shape, dtype=dtype)
+def _backward(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, _: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    from vssm.ops.norm import triton as kernels
+
+    return kernels.backward(dy, x, weight, eps)
 
 
-@torch.library.custom_op("vssm::rms_norm_backward", mutates_args=())
-def _norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _kernels().backward(dy, x, weight, eps)
-
-
-@_norm_backward.register_fake
-def _(dy, x, weight, eps):  # noqa: ANN001, ANN202
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
-    x, weight, ctx.eps, _ = inputs
-    ctx.save_for_backward(x, weight)
-
-
-_norm.register_autograd(
-    lambda ctx, dy: (*_norm_backward(dy, *ctx.saved_tensors, ctx.eps), None, None),
-    setup_context=_setup_context,
+_norm = make_operator(
+    "rms_norm",
+    "Tensor x, Tensor weight, float eps, ScalarType dtype",
+    _forward,
+    _backward,
+    lambda x, weight, eps, dtype: x.new_empty(x.shape, dtype=dtype),
 )

@@ -10,11 +10,6 @@ its P programs takes every P-th group of rows and adds up its part of dweight; P
 parts. No atomics: results repeat bit for bit.
 """
 
-# Kernels are written in the part of Python that Triton compiles.
-# ruff: noqa: ANN001, ANN202
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
-
 import torch
 import triton
 import triton.language as tl

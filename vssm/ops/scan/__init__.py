@@ -12,19 +12,32 @@ optionally with dt_t <- softplus(dt_t + dt_bias) before and y_t <- y_t silu(z_t)
 
 Shapes: u, dt, z, y (B, T, D); A (D, N); B, C (B, T, N); D, dt_bias (D,); h0, h (B, D, N).
 
-The modules `vssm.ops.scan.numba` and `vssm.ops.scan.triton` have the functions `forward` and
-`backward`. Here they become one operator of `torch.library`, which autograd, `torch.compile` and
-`opcheck` know.
+The modules `vssm.ops.scan.numba` and `vssm.ops.scan.triton` have the functions `forward`,
+`backward` and `forward_ahead`. The choice of a backend is that of all ops.
 """
+
+import importlib.util
+import os
+from functools import cache
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vssm.ops.dispatch import choose_backend, kernels, needs_operator
+from vssm.ops.operators import make_operator
 
-__all__ = ["scan_output", "selective_scan", "selective_scan_reference"]
+__all__ = [
+    "BACKENDS",
+    "choose_backend",
+    "has_triton",
+    "needs_operator",
+    "scan_ahead",
+    "selective_scan",
+    "selective_scan_reference",
+]
 
+BACKENDS = ("reference", "numba", "triton")
 _NAMES = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "h0")
 
 
@@ -72,62 +85,75 @@ def selective_scan(
         True
     """
     inputs = (u, dt, A, B, C, D, z, dt_bias, h0)
-    return _run_scan(inputs, softplus, backend, last=True)
-
-
-def scan_output(
-    u: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    softplus: bool = False,
-    h0: Tensor | None = None,
-    backend: str = "auto",
-) -> Tensor:
-    """Returns y of `selective_scan` without computing the state after the last step.
-
-    Neighbouring sequences may share a starting state: h0 may be (B / S, D, N), where each row is
-    the starting state of S neighbouring sequences.
-
-    Example:
-        >>> u, dt = torch.ones(1, 3, 2), torch.ones(1, 3, 2)
-        >>> A, B, C = -torch.ones(2, 1), torch.ones(1, 3, 1), torch.ones(1, 3, 1)
-        >>> scan_output(u, dt, A, B, C)[0, :, 0]
-        tensor([1.0000, 1.3679, 1.5032])
-    """
-    inputs = (u, dt, A, B, C, D, z, dt_bias, h0)
-    return _run_scan(inputs, softplus, backend, last=False)[0]
-
-
-def _run_scan(inputs: tuple, softplus: bool, backend: str, last: bool) -> tuple[Tensor, Tensor]:
-    """Checks the arguments and runs the scan; without `last`, h0 may have fewer rows."""
-    _check_arguments(inputs, shared=not last)
-    u, h0 = inputs[0], inputs[8]
-    backend = choose_backend(backend, u.device, u.dtype)
-    direct = not needs_operator(*inputs)
-    if backend == "triton" and direct:
-        return kernels("scan", backend).forward(*inputs[:8], softplus, h0, last)
-    if h0 is not None and len(h0) != len(u):
-        inputs = (*inputs[:8], h0.repeat_interleave(len(u) // len(h0), 0))
-    if backend == "numba":  # it takes float32 only; the Triton kernels take every dtype
+    _check_arguments(inputs)
+    chosen = choose_backend(backend, u.device, u.dtype)
+    if chosen == "reference":
+        return selective_scan_reference(*inputs, softplus)
+    if chosen == "numba":  # it takes float32 only; the Triton kernels take every dtype
         inputs = tuple([None if t is None else t.float() for t in inputs])
-    u, dt, A, B, C, D, z, dt_bias, h0 = inputs
-    if backend == "reference":
-        return selective_scan_reference(u, dt, A, B, C, D, z, dt_bias, softplus, h0)
-    if direct:  # the dispatcher costs tens of microseconds per call
-        return kernels("scan", backend).forward(u, dt, A, B, C, D, z, dt_bias, softplus, h0)
+    if not needs_operator(*inputs):
+        return _kernels(chosen).forward(*inputs, softplus)
     # An exported program must take other lengths, and the length decides what is kept.
     exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # PyTorch 2.7
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    keep = recorded and not exporting()
-    return _scan(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend, keep)[:2]
+    return _scan(*inputs, softplus, chosen, recorded and not exporting())[:2]
 
 
-def _check_arguments(inputs: tuple, shared: bool) -> None:
+def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Returns the backend that will run; raises `ValueError` if the requested one can not.
+
+    "auto" takes `triton` on CUDA and `numba` for float32 on a CPU, if they can run, and `reference`
+    otherwise.
+
+    Example:
+        >>> choose_backend("auto", torch.device("cpu"), torch.float64)
+        'reference'
+    """
+    if backend == "auto":
+        chosen = "triton" if device.type == "cuda" else "numba"
+        return "reference" if _refusal(chosen, device, dtype) else chosen
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"backend={backend!r} is unknown; allowed: 'auto', {', '.join(map(repr, BACKENDS))}"
+        )
+    if backend != "reference" and (reason := _refusal(backend, device, dtype)):
+        raise ValueError(
+            f"backend={backend!r} can not run here: {reason}; allowed: 'auto', 'reference'"
+        )
+    return backend
+
+
+def _refusal(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Returns why no kernel of a backend can run, or None if kernels can."""
+    if backend == "numba":
+        if device.type == "cpu" and dtype == torch.float32:
+            return None
+        return f"it runs float32 on a CPU, not {dtype} on {device.type}"
+    if not has_triton():
+        return "the package 'triton' is not installed (pip install 'vssm[gpu]')"
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return (
+            f"it needs a CUDA device, not {device.type} (or TRITON_INTERPRET=1 for a slow test run)"
+        )
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it runs float32, bfloat16 and float16, not {dtype}"
+    return None
+
+
+@cache
+def has_triton() -> bool:
+    """Returns whether the package `triton` is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def needs_operator(*tensors: Tensor | None) -> bool:
+    """Returns whether autograd or the compiler must see a kernel; calling it directly is faster."""
+    return torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    )
+
+
+def _check_arguments(inputs: tuple) -> None:
     """Raises `ValueError` if the arguments do not fit together."""
     for name, tensor in zip(_NAMES, inputs, strict=True):
         if tensor is None and name in _NAMES[5:]:
@@ -135,7 +161,7 @@ def _check_arguments(inputs: tuple, shared: bool) -> None:
         if not isinstance(tensor, Tensor) or tensor.is_complex():
             found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(f"{name} is {found}; allowed: a tensor of real numbers")
-    u, _, A, *_, h0 = inputs
+    u, A = inputs[0], inputs[2]
     if u.ndim != 3:
         raise ValueError(f"u has shape {tuple(u.shape)}; allowed: (batch, length, channels)")
     if not u.is_floating_point():
@@ -145,15 +171,12 @@ def _check_arguments(inputs: tuple, shared: bool) -> None:
         raise ValueError(
             f"A has shape {tuple(A.shape)}; allowed: ({channels}, states) with states >= 1"
         )
-    starts, states = batch, A.shape[1]
-    if shared and h0 is not None and h0.ndim and len(h0) and batch % len(h0) == 0:
-        starts = len(h0)
-    vector, row, channel = (batch, length, channels), (batch, length, states), (channels,)
-    shapes = (vector, vector, A.shape, row, row, channel, vector, channel, (starts, *A.shape))
+    vector, row, channel = u.shape, (batch, length, A.shape[1]), (channels,)
+    shapes = (vector, vector, A.shape, row, row, channel, vector, channel, (batch, *A.shape))
     for name, tensor, shape in zip(_NAMES, inputs, shapes, strict=True):
         if tensor is not None and tensor.shape != shape:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; allowed: {shape}, to match u and A"
+                f"{name} has shape {tuple(tensor.shape)}; allowed: {tuple(shape)}, to match u and A"
             )
         if tensor is not None and tensor.device != u.device:
             raise ValueError(f"{name} is on {tensor.device}; allowed: {u.device}, the device of u")
@@ -168,10 +191,11 @@ def selective_scan_reference(
     D: Tensor | None,
     z: Tensor | None,
     dt_bias: Tensor | None,
-    softplus: bool,
     h0: Tensor | None,
+    softplus: bool,
+    ahead: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The plain PyTorch twin of `selective_scan`, for every device and floating dtype."""
+    """The plain PyTorch twin of `selective_scan` and, if `ahead`, of `scan_ahead`."""
     exact = torch.float64 if u.dtype == torch.float64 else torch.float32
     x, delta, A, B, C = (tensor.to(exact) for tensor in (u, dt, A, B, C))
     if dt_bias is not None:
@@ -182,10 +206,11 @@ def selective_scan_reference(
     drive = delta * x
     outputs = []
     # Unbound, because the gradient of an index would be a tensor of all steps for every step.
-    steps = (tensor.unbind(1) for tensor in (delta, drive, B, C))
-    for delta_t, drive_t, B_t, C_t in zip(*steps, strict=True):
-        h = torch.exp(delta_t[..., None] * A) * h + drive_t[..., None] * B_t[:, None, :]
-        outputs.append(torch.einsum("bdn,bn->bd", h, C_t))
+    steps = zip(*(tensor.unbind(1) for tensor in (delta, drive, B, C)), strict=True)
+    for t, (delta_t, drive_t, B_t, C_t) in enumerate(steps):
+        new = torch.exp(delta_t[..., None] * A) * h + drive_t[..., None] * B_t[:, None, :]
+        outputs.append(torch.einsum("bdn,bn->bd", new, C_t))
+        h = h if ahead and t % 2 == 0 else new
     y = torch.stack(outputs, 1) if outputs else torch.zeros_like(x)
     if D is not None:
         y = y + D.to(exact) * x
@@ -194,74 +219,81 @@ def selective_scan_reference(
     return y.to(u.dtype), h
 
 
-def _kept_room(u: Tensor, A: Tensor, backend: str, keep: bool) -> Tensor:
+def scan_ahead(
+    u: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor,
+    dt_bias: Tensor,
+    h0: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Returns y of a scan, with softplus, of which only the odd steps change the state.
+
+    Steps are counted from 0. The even steps are a second stream, which looks one step ahead
+    (`vssm.sampling.ahead`). There is no gradient.
+
+    Example:
+        >>> u, A, one = torch.ones(1, 3, 1), -torch.ones(1, 1), torch.ones(1)
+        >>> even, odd, after = scan_ahead(u, u, A, u, u, one, u, one)[0, :, 0]
+        >>> bool(even == odd), bool(after > odd)
+        (True, True)
+    """
+    inputs = (u, dt, A, B, C, D, z, dt_bias, h0)
+    backend = choose_backend(backend, u.device, u.dtype)
+    if backend == "reference":
+        return selective_scan_reference(*inputs, softplus=True, ahead=True)[0]
+    if backend == "numba":
+        inputs = tuple([None if t is None else t.float() for t in inputs])
+    return _kernels(backend).forward_ahead(*inputs)
+
+
+def _kernels(backend: str) -> ModuleType:
+    # Imported at first use, because numba and triton take a second to load.
+    if backend == "numba":
+        from vssm.ops.scan import numba as kernels
+    else:
+        from vssm.ops.scan import triton as kernels
+    return kernels
+
+
+def _kept(u: Tensor, A: Tensor, backend: str, keep: bool) -> Tensor:
     """Returns room for the states that backward starts from; empty if none are kept."""
     shape: tuple[int, ...] = (0,)
     if keep and backend == "triton":
-        shape = kernels("scan", backend).kept_shape(*u.shape, A.shape[1], u.dtype, u.device)
+        shape = _kernels(backend).kept_shape(*u.shape, A.shape[1], u.dtype, u.device)
     return u.new_empty(shape, dtype=torch.float32)
 
 
-_INPUTS = (
-    "Tensor u, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, "
-    "bool softplus, Tensor? h0"
-)
-
-
-@torch.library.custom_op(
-    "vssm::selective_scan",
-    mutates_args=(),
-    schema=f"({_INPUTS}, str backend, bool keep=True) -> (Tensor, Tensor, Tensor)",
-)
-def _scan(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend, keep=True):  # noqa: ANN001, ANN202
-    """Returns y, the last state, and the states kept for backward, which have no gradient."""
-    kept = _kept_room(u, A, backend, keep)
+def _forward(*arguments):  # noqa: ANN002, ANN202
+    *inputs, softplus, backend, keep = arguments
+    kept = _kept(inputs[0], inputs[2], backend, keep)
     options = {"kept": kept} if kept.numel() else {}
-    run = kernels("scan", backend).forward
-    return *run(u, dt, A, B, C, D, z, dt_bias, softplus, h0, **options), kept
+    return *_kernels(backend).forward(*inputs, softplus, **options), kept
 
 
-@_scan.register_fake
-def _(u, dt, A, B, C, D, z, dt_bias, softplus, h0, backend, keep=True):  # noqa: ANN001, ANN202
+def _fake(u, dt, A, B, C, D, z, dt_bias, h0, softplus, backend, keep):  # noqa: ANN001, ANN202
     y = torch.empty_like(u, memory_format=torch.contiguous_format)
-    h = u.new_empty(u.shape[0], *A.shape, dtype=torch.float32)
-    return y, h, _kept_room(u, A, backend, keep)
+    return y, u.new_empty(len(u), *A.shape, dtype=torch.float32), _kept(u, A, backend, keep)
 
 
-@torch.library.custom_op(
-    "vssm::selective_scan_backward",
-    mutates_args=(),
-    schema=f"(Tensor dy, Tensor? dh, {_INPUTS}, Tensor kept, str backend) -> Tensor[]",
-)
-def _scan_backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0, kept, backend):  # noqa: ANN001, ANN202
-    """Returns the gradients of u, dt, A, B, C, D, z, dt_bias, h0; empty if an argument is None."""
-    options = {"kept": kept} if kept.numel() else {}
-    run = kernels("scan", backend).backward
-    return list(run(dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0, **options))
-
-
-@_scan_backward.register_fake
-def _(dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0, kept, backend):  # noqa: ANN001, ANN202
-    def like(tensor: Tensor | None) -> Tensor:
-        return u.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
-
-    return [like(tensor) for tensor in (u, dt, A, B, C, D, z, dt_bias, h0)]
-
-
-def _setup_context(ctx, inputs, output) -> None:  # noqa: ANN001
-    *tensors, ctx.softplus, h0, ctx.backend, _ = inputs
-    ctx.save_for_backward(*tensors, h0, output[2])
-    ctx.mark_non_differentiable(output[2])
-    # The last state often has no gradient, and one of zeros would be as large as the state.
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy: Tensor | None, dh: Tensor | None, _: None) -> tuple:  # noqa: ANN001
-    *inputs, h0, kept = ctx.saved_tensors  # read once: checkpointing recomputes them at every read
+def _backward(dy, dh, *arguments):  # noqa: ANN001, ANN002, ANN202
+    *inputs, softplus, backend, _, kept = arguments
     dy = torch.zeros_like(inputs[0]) if dy is None else dy
-    found = _scan_backward(dy, dh, *inputs, ctx.softplus, h0, kept, ctx.backend)
-    grads = [None if t is None else g for t, g in zip((*inputs, h0), found, strict=True)]
-    return *grads[:8], None, grads[8], None, None
+    options = {"kept": kept} if kept.numel() else {}
+    return _kernels(backend).backward(dy, dh, *inputs, softplus, **options)
 
 
-_scan.register_autograd(_backward, setup_context=_setup_context)
+_scan = make_operator(
+    "selective_scan",
+    "Tensor u, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, "
+    "Tensor? h0, bool softplus, str backend, bool keep",
+    _forward,
+    _backward,
+    _fake,
+    outputs=3,
+    keeps=True,
+)

@@ -10,7 +10,9 @@ Backward, with g_t = dL/dh_t, goes from the last step to the first:
     du_t = dt_t d(dt_t u_t) + D dy_t      ddt_t = u_t d(dt_t u_t) + sum_n e_t A
 
 Nothing of size B T D N is stored: one state in STEPS is kept and the steps between are run again.
-`vssm.ops.tasks` explains tiles, groups and tasks.
+`vssm.ops.vectors` explains tiles, groups and tasks; `run` starts the threads that draw them. How
+the work is cut depends on the shapes only, never on the number of threads, and every sum has one
+order: the same input always gives the same bits.
 
 | name             | meaning                                  | layout                        |
 | ---------------- | ---------------------------------------- | ----------------------------- |
@@ -23,24 +25,32 @@ Nothing of size B T D N is stored: one state in STEPS is kept and the steps betw
 """
 # ruff: noqa: ANN001, ANN202 (numba infers the types of kernels)
 
+import functools
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
 from torch import Tensor
 
-from vssm.ops.tasks import (  # isort: skip
-    A_, B_, BATCH, BIAS, C_, CHANNELS, COUNT, D_, DA, DB, DBIAS, DC, DD, DDT, DH0, DT, DU, DZ, FLAG,
-    H, H0, LENGTH, PER_GROUP, PER_TASK, U, Y, Z, clear, compiled, copy, cut, draw_task, hint,
-    kernel, read, read_numbers, read_states, read_vector, room, run, total, width_of, write,
-    write_states, written,
-)  # fmt: skip
 from vssm.ops.vectors import (  # isort: skip
-    BLOCK, FLUSH, LANES, LN2, LOG2E, ROW, exceeds, exp2, fold, gather, load_block, load_row,
-    load_rows, load_word, maximum, muladd, prefetch, repeat, set_float_mode, sigmoid, softplus,
-    softplus_derivative, spread, store, store_gathered, store_rows, zero_row,
+    A_, B_, BATCH, BIAS, BLOCK, C_, CHANNELS, COUNT, D_, DA, DB, DBIAS, DC, DD, DDT, DH0, DT, DU,
+    DZ, FLAG, FLUSH, H, H0, LANES, LENGTH, LN2, LOG2E, PER_GROUP, PER_TASK, ROW, U, Y, Z, clear,
+    compiled, copy, draw_task, exceeds, exp2, fold, gather, hint, kernel, load_block, load_row,
+    load_rows, load_word, maximum, muladd, prefetch, read, read_numbers, read_states, read_vector,
+    repeat, set_float_mode, sigmoid, softplus, softplus_derivative, spread, store, store_gathered,
+    store_rows, width_of, write, write_states, written, zero_row,
 )  # fmt: skip
 
-__all__ = ["backward", "forward", "forward_ahead"]
+__all__ = ["backward", "cut", "forward", "forward_ahead", "room", "run", "total"]
 
 STEPS = 32  # the trace of this many steps fits into the fastest cache; even, for `look_ahead`
 SOFTPLUS, HOLD = 1, 2  # bits of the word FLAG
+GROUP = 8  # tiles of a group, at most
+BATCHES = 16  # partial sums over batch rows, at most
+INLINE = 1 << 18  # with fewer elements, waking a second thread costs more than it saves
 
 # Offsets in bytes: in a record of the trace, in the scratch memory of a thread, and in a tile's.
 TRACE_Q, TRACE_S, TRACE_SUMS, RECORD = BLOCK, 2 * BLOCK, 3 * BLOCK, 3 * BLOCK + ROW
@@ -109,7 +119,7 @@ def advance(tile, A2, h, B, B_stride, C, C_stride, y, trace, steps, first, last,
 
 @compiled
 def look_ahead(tile, A2, h, B, B_stride, C, C_stride, y, steps, states):
-    """As `advance`, but only odd steps change the state: the scan of `vssm.ops.scan_ahead`."""
+    """As `advance`, but only odd steps change the state: as `scan_ahead` says."""
     bounded = load_word(tile + BOUNDED, 0) != 0
     for n in range(0, states, 4):
         a, kept = load_block(A2 + ROW * n), load_block(h + ROW * n)
@@ -348,22 +358,22 @@ def _backward(words, scratch):
     set_float_mode(mode)
 
 
-def forward(u, dt, A, B, C, D, z, dt_bias, softplus, h0) -> tuple[Tensor, Tensor]:
+def forward(u, dt, A, B, C, D, z, dt_bias, h0, softplus) -> tuple[Tensor, Tensor]:
     """Returns y and the last state; the arguments are those of `selective_scan`."""
     y, h = room(*u.shape), room(len(u), *A.shape)
-    inputs = (u, dt, A, B, C, D, z, dt_bias, h0)
-    _run_forward(inputs, y, h, SOFTPLUS if softplus else 0)
+    _run_forward((u, dt, A, B, C, D, z, dt_bias, h0), y, h, SOFTPLUS if softplus else 0)
     return y, h
 
 
-def forward_ahead(*inputs: Tensor) -> Tensor:
+def forward_ahead(*inputs: Tensor | None) -> Tensor:
     """Returns y; the arguments are those of `scan_ahead`."""
+    assert inputs[0] is not None
     y = room(*inputs[0].shape)
     _run_forward(inputs, y, None, SOFTPLUS | HOLD)
     return y
 
 
-def _run_forward(inputs: tuple, y: Tensor, h: Tensor | None, flag: int) -> None:
+def _run_forward(inputs: Sequence, y: Tensor, h: Tensor | None, flag: int) -> None:
     u, dt, A, B, C, D, z, dt_bias, h0 = inputs
     states = -(-A.shape[1] // 4) * 4
     rows, wholes = (u, dt, z, B, C, y, None, None, None), (A, D, dt_bias, h0, h)
@@ -371,7 +381,7 @@ def _run_forward(inputs: tuple, y: Tensor, h: Tensor | None, flag: int) -> None:
     run(_forward, rows, wholes, A.shape[1], size, per_tile, flag)
 
 
-def backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0) -> tuple[Tensor, ...]:
+def backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, h0, softplus) -> tuple[Tensor, ...]:
     """Returns the gradients of u, dt, A, B, C, D, z, dt_bias, h0; empty if an argument is None."""
     (batch, length, channels), count = u.shape, A.shape[1]
     _, _, parts, groups = cut(batch, channels)
@@ -390,3 +400,91 @@ def backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus, h0) -> tuple[Tenso
     dD, dbias = None if D is None else total(dD), None if dt_bias is None else total(dbias)
     grads = (du, ddt, total(dA), total(dB), total(dC), dD, dz, dbias, dh0)
     return tuple(room(0) if grad is None else grad for grad in grads)
+
+
+def room(*shape: int) -> Tensor:
+    """Returns memory for results: float32 on the CPU, whatever PyTorch's defaults are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def cut(batch: int, channels: int) -> tuple[int, int, int, int]:
+    """Returns the batch rows of a task, the tiles of a group, and the numbers of parts and groups.
+
+    The batch is cut into parts, the channels into groups.
+    """
+    per_task = max(1, -(-batch // BATCHES))
+    parts, tiles = -(-batch // per_task), -(-channels // LANES)
+    # Tiles of a large group share B and C; small groups keep more threads busy.
+    per_group = min(GROUP, max(GROUP // 2, parts * tiles // 16))
+    return per_task, per_group, parts, -(-tiles // per_group)
+
+
+def run(
+    function: Callable,
+    rows: tuple,
+    wholes: tuple,
+    count: int,
+    size: int,
+    per_tile: int = 0,
+    flag: int = 0,
+) -> None:
+    """Runs all tasks of a kernel, in several threads if that pays.
+
+    Arguments:
+        function: The kernel.
+        rows: The operands with steps, in the order of their words; the first is (B, T, D).
+        wholes: The other operands, in the order of their words.
+        count: Numbers per channel: states of a scan, taps of a convolution, classes of a latent.
+        size: The bytes of scratch memory of a thread.
+        per_tile: The further bytes for every tile of a group.
+        flag: An option of the kernel, its word FLAG.
+    """
+    batch, length, channels = rows[0].shape
+    per_task, per_group, parts, groups = cut(batch, channels)
+    tasks = parts * groups
+    words = [0, tasks, per_task, per_group, batch, length, channels, count, flag]
+    size += per_tile * per_group
+    copies = []  # they must live as long as the table
+    for x in rows:
+        if x is None:
+            words += (0, 0, 0)
+            continue
+        by_batch, by_time, by_channel = x.stride()
+        if by_channel != 1:
+            copies.append(x := x.contiguous())
+            by_batch, by_time, _ = x.stride()
+        words += (x.data_ptr(), 4 * by_batch, 4 * by_time)
+    for x in wholes:
+        if x is not None:
+            copies.append(x := x.contiguous())
+        words.append(0 if x is None else x.data_ptr())
+    table = array("q", words)
+    address = table.buffer_info()[0]
+    small = batch * length * channels * count < INLINE
+    threads = 1 if small else min(torch.get_num_threads(), tasks)
+    scratch = room(threads * size // 4)
+    start = scratch.data_ptr()
+
+    # A worker holds on to the memory that it uses, even if the calling thread is interrupted.
+    def work(i: int, memory: tuple = (table, scratch, rows, copies)) -> None:
+        function(address, start + size * i)
+
+    pool = _pool(os.getpid(), torch.get_num_threads()) if threads > 1 else None
+    others = [pool.submit(work, i) for i in range(1, threads)] if pool else []
+    if tasks:
+        work(0)
+    for other in others:
+        # All tasks are drawn by now, so a worker that has not begun has nothing left to do.
+        if not other.cancel():
+            other.result()
+
+
+def total(parts: Tensor) -> Tensor:
+    """Returns the sum over the first dimension, added in a fixed order, unlike torch's sum."""
+    return parts[0] if len(parts) == 1 else torch.from_numpy(np.add.reduce(parts.numpy(), axis=0))
+
+
+@functools.cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    # By process, because a forked child does not have the threads of its parent.
+    return ThreadPoolExecutor(threads, "vssm-kernels")

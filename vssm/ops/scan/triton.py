@@ -41,9 +41,6 @@ bfloat16. A program of the backward can then walk back over several chunks in a 
 only spans need a pull.
 """
 
-# ruff: noqa: ANN001 (the arguments are those of `selective_scan`)
-# pyright: reportArgumentType=false, reportCallIssue=false
-
 from typing import NamedTuple
 
 import torch
@@ -54,14 +51,14 @@ from torch import Tensor
 from vssm.ops.scan.triton_backward import SHARED_BYTES, _scan_backward_kernel
 
 from vssm.ops.scan.triton_forward import (  # isort: skip
-    _combine_kernel, _decays_kernel, _lanes_kernel, _pull_kernel, _scan_kernel,
+    _combine_kernel, _lanes_kernel, _pull_kernel, _scan_kernel,
 )  # fmt: skip
 from vssm.ops.scan.triton_plans import (  # isort: skip
     Plan, plan_backward, plan_forward, plan_pull, plan_span, plan_summary,
 )  # fmt: skip
 from vssm.ops.scan.triton_ring import _ring_kernel
 
-__all__ = ["Call", "backward", "decays", "forward", "kept_shape", "make_call", "processors"]
+__all__ = ["backward", "forward", "forward_ahead", "kept_shape", "processors"]
 
 
 def processors(device: torch.device) -> int:
@@ -141,7 +138,7 @@ class Call(NamedTuple):
             "num_warps": plan.warps,
         } | ({} if plan.registers is None else {"maxnreg": plan.registers})
 
-    def scan(self, plan: Plan, start, every=0, share=1, **results: Tensor | None) -> None:
+    def scan(self, plan: Plan, start, every=0, hold=False, **results: Tensor | None) -> None:
         """Runs `_scan_kernel` for the results that it is given room for."""
         dy, u, dt, A, B, C, D, z, dt_bias = self.inputs
         batch, length, channels = u.shape
@@ -154,8 +151,8 @@ class Call(NamedTuple):
         places = (results.get(name) for name in ("y", "end", "total", "local", "pull", "starts"))
         _scan_kernel[(batch * chunks * triton.cdiv(channels, plan.BD),)](
             inputs, self.fixed_strides, start, *places, length, channels, plan.length, chunks,
-            share, LOG=(A.shape[1] - 1).bit_length(), BD=plan.BD, EVERY=every, AHEAD=plan.ahead,
-            **self.settings(plan),
+            LOG=(A.shape[1] - 1).bit_length(), BD=plan.BD, EVERY=every, AHEAD=plan.ahead,
+            HOLD=hold, **self.settings(plan),
         )  # fmt: skip
 
     def pull(self, plan: Plan, total: Tensor, pull: Tensor) -> None:
@@ -169,21 +166,21 @@ class Call(NamedTuple):
             AHEAD=plan.ahead, **self.settings(plan),
         )  # fmt: skip
 
-    def scan_lanes(self, plan: Plan, start, share: int, y: Tensor, end: Tensor | None) -> None:
+    def scan_lanes(self, plan: Plan, start, y: Tensor, end: Tensor) -> None:
         """Runs `_lanes_kernel`."""
         batch, length, channels = self.inputs[1].shape
         _lanes_kernel[(batch * triton.cdiv(channels * plan.parts, plan.BD),)](
-            self.inputs, self.fixed_strides, start, y, end, length, channels, share,
+            self.inputs, self.fixed_strides, start, y, end, length, channels,
             LOG=plan.parts.bit_length() - 1, BD=plan.BD, **self.settings(plan),
         )  # fmt: skip
 
-    def scan_ring(self, plan: Plan, start, share: int, y: Tensor, end, every: int, starts) -> None:
+    def scan_ring(self, plan: Plan, start, y: Tensor, end: Tensor, every: int, starts) -> None:
         """Runs `_ring_kernel`."""
         batch, length, channels = self.inputs[1].shape
         settings = self.settings(plan)
         del settings["WORDS"], settings["EVEN"]  # a ring always has whole words and blocks
         _ring_kernel[(batch * channels * plan.parts // plan.BD,)](
-            self.inputs, self.fixed_strides, start, y, end, starts, length, channels, share,
+            self.inputs, self.fixed_strides, start, y, end, starts, length, channels,
             LOG=plan.parts.bit_length() - 1, BD=plan.BD, EVERY=every, STAGES=plan.ring, **settings,
         )  # fmt: skip
 
@@ -241,18 +238,16 @@ def _leave_spans(call: Call, length: int, dh: Tensor | None) -> Tensor:
 
 
 def forward(
-    u, dt, A, B, C, D, z, dt_bias, softplus: bool, h0, last: bool = True, kept: Tensor | None = None
+    u, dt, A, B, C, D, z, dt_bias, h0, softplus: bool, kept: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns y (B, T, D) in the dtype of u and, if `last`, the last state (B, D, N) in float32.
+    """Returns y (B, T, D) in the dtype of u, and the last state (B, D, N) in float32.
 
     kept is room for the states that `backward` can start from, in the shape of `kept_shape`.
     """
     batch, length, channels = u.shape
-    y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
-    end = _floats(u, batch if last else 0, *A.shape)
-    share = 1 if h0 is None or not batch else batch // len(h0)
+    y, end = torch.empty(u.shape, dtype=u.dtype, device=u.device), _floats(u, batch, *A.shape)
     if u.numel() == 0:
-        return y, end.zero_() if h0 is None or not last else end.copy_(h0)
+        return y, end.zero_() if h0 is None else end.copy_(h0)
     call = make_call(None, u, dt, A, B, C, D, z, dt_bias, softplus)
     sizes = (batch, length, channels, A.shape[1], processors(u.device), u.element_size() > 2)
     plan = plan_forward(*sizes)
@@ -260,32 +255,29 @@ def forward(
         plan = plan_forward(*sizes, copies=False, lanes=kept is None)
     start = None if h0 is None else h0.contiguous()
     if plan.length < length:
-        if start is not None and share > 1:
-            start = start.repeat_interleave(share, 0)
-        share = 1
         start, _ = _enter_chunks(call, plan.length, start, None, few=plan.length <= 32)
     every = 0 if kept is None else plan_backward(*sizes[:5]).length
-    target = end if last else None
     if plan.ring:
-        call.scan_ring(plan, start, share, y, target, every, kept)
+        call.scan_ring(plan, start, y, end, every, kept)
     elif plan.parts > 1:
-        call.scan_lanes(plan, start, share, y, target)
+        call.scan_lanes(plan, start, y, end)
     else:
-        call.scan(plan, start, every, share, y=y, end=target, starts=kept)
+        call.scan(plan, start, every, y=y, end=end, starts=kept)
     return y, end
 
 
-def decays(logs: list[Tensor]) -> Tensor:
-    """Returns -exp of tensors of one shape, stacked, (len(logs), ...) in float32."""
-    out = _floats(logs[0], len(logs), *logs[0].shape)
-    size = logs[0].numel()
-    inputs = tuple(log.contiguous() for log in logs)
-    _decays_kernel[(triton.cdiv(size, 256),)](inputs, out, size, BLOCK=256, num_warps=4)
-    return out
+def forward_ahead(u, dt, A, B, C, D, z, dt_bias, h0) -> Tensor:
+    """Returns y; the arguments are those of `scan_ahead`. Time is not cut into chunks."""
+    y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
+    if u.numel():
+        plan = Plan(2 * triton.cdiv(u.shape[1], 2), 32, 2, None, True)
+        call = make_call(None, u, dt, A, B, C, D, z, dt_bias, True)
+        call.scan(plan, None if h0 is None else h0.contiguous(), hold=True, y=y)
+    return y
 
 
 def backward(
-    dy, dh, u, dt, A, B, C, D, z, dt_bias, softplus: bool, h0, kept: Tensor | None = None
+    dy, dh, u, dt, A, B, C, D, z, dt_bias, h0, softplus: bool, kept: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of u, dt, A, B, C, D, z, dt_bias, h0; empty if an argument is None.
 

@@ -4,11 +4,6 @@ PARTS lanes (one or two) share a channel. With two lanes of eight states (FOLD),
 not always state n of its part: `_fold` says why. See `vssm.ops.scan.triton` for formulas.
 """
 
-# Kernels are written in the subset of Python that Triton compiles.
-# ruff: noqa: ANN001, ANN202, E741, RET505, RUF005, RUF059, SIM102
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 import triton
 import triton.language as tl
 

@@ -3,11 +3,6 @@
 `vssm.ops.scan.triton` explains them; `vssm.ops.scan.triton_ring` has one more.
 """
 
-# Kernels are written in the subset of Python that Triton compiles.
-# ruff: noqa: ANN001, ANN202, RUF005, RUF059, SIM102
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 import triton
 import triton.language as tl
 
@@ -36,17 +31,17 @@ def _first_column(T, PTX: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "length", "chunks"])
 def _scan_kernel(
     inputs, strides, start, y, end, total, local, pull, starts, T, channels: tl.constexpr, length,
-    chunks, share,
+    chunks,
     N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, EVERY: tl.constexpr,
-    AHEAD: tl.constexpr, SOFTPLUS: tl.constexpr, WORDS: tl.constexpr,
+    AHEAD: tl.constexpr, HOLD: tl.constexpr, SOFTPLUS: tl.constexpr, WORDS: tl.constexpr,
     EVEN: tl.constexpr, PTX: tl.constexpr,
 ):
     # fmt: on
     """Runs over chunks of time and writes each result that it is given room for.
 
     y, end: out and the last h. total, local, pull: sum delta, local and pull of every chunk.
-    starts: h before every EVERY steps, (B, T / EVERY, N, D). One h of `start` serves `share`
-    chunks. EVERY and length are multiples of K.
+    starts: h before every EVERY steps, (B, T / EVERY, N, D). EVERY and length are multiples of K.
+    HOLD: even steps leave h as it was; K is even.
     """
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     blocks = tl.cdiv(channels, BD)
@@ -56,7 +51,7 @@ def _scan_kernel(
     first = item % chunks * length
     last = tl.minimum(first + length, T)
     if start is not None:
-        start += (tl.program_id(0) // blocks // share).to(tl.int64) * channels * N
+        start += item * channels * N
     states = _load_states(start, d, channels, N, LOG, BD)
     rates = _rates(A, d, channels, N, LOG, BD)
     zero = tl.zeros((BD,), tl.float32)
@@ -121,7 +116,8 @@ def _scan_kernel(
                     product = decay * products[n]
                     new_products = new_products + (product,)
                     new_pulls = new_pulls + (pulls[n] + product * (g * row_C[n]),)
-            states = new_states
+            if not HOLD or k % 2 == 1:
+                states = new_states
             pulls = new_pulls
             products = new_products
             if y is not None:
@@ -203,7 +199,7 @@ def _pull_kernel(
 # fmt: off
 @triton.jit(do_not_specialize=["T"])
 def _lanes_kernel(
-    inputs, strides, start, y, end, T, channels: tl.constexpr, share,
+    inputs, strides, start, y, end, T, channels: tl.constexpr,
     N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr,
     SOFTPLUS: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):
@@ -225,7 +221,7 @@ def _lanes_kernel(
     zero = tl.zeros((BD,), tl.float32)
     states = ()
     if start is not None:
-        place = start + (tl.program_id(0) // blocks // share).to(tl.int64) * channels * N * PARTS
+        place = start + b * channels * N * PARTS
         states = _take_states(place + d * (N * PARTS), own, mask, N, 1, False)
     else:
         for _ in tl.static_range(N):
@@ -272,8 +268,7 @@ def _lanes_kernel(
                 out *= zs[j].to(tl.float32) * shares[j]
             at = (j * PARTS + part) * channels + d
             _store(y + (b * T + t0) * channels, at, out, mask & (step < last), EVEN)
-    if end is not None:
-        _put_states(end + b * channels * N * PARTS + d * (N * PARTS), states, own, mask, False)
+    _put_states(end + b * channels * N * PARTS + d * (N * PARTS), states, own, mask, False)
 
 
 # fmt: off
@@ -314,12 +309,3 @@ def _combine_kernel(
                 row = b * chunks + c0 + k
             tl.store(local + row * channels * N + entry, value, mask=entry < limit)
             value = tl.exp2(rate * elapsed[k]) * value + terms[k]
-
-
-@triton.jit(do_not_specialize=["size"])
-def _decays_kernel(logs, out, size, BLOCK: tl.constexpr):
-    """Writes -exp of several tensors, side by side."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    for i in tl.static_range(len(logs)):
-        log = tl.load(logs[i] + at, mask=at < size, other=0.0).to(tl.float32)
-        tl.store(out + i * size + at, -tl.exp(log), mask=at < size)

@@ -23,27 +23,18 @@ class Plan(NamedTuple):
     ring: int = 0  # forward: slots of the ring in shared memory; 0 means no ring
 
 
-MOST_PARTS = 8
-"""Lanes that share a channel forward, at most,"""
-WARPS = 8
-"""while a multiprocessor has no more warps than this,"""
-ALONE = 256
-"""and for no longer sequences: longer ones run in chunks side by side, or with a ring."""
-SHORT = 64
-"""Steps from which a ring pays; before that, lanes that load for themselves start sooner."""
+MOST_PARTS = 8  # lanes that share a channel forward, at most,
+WARPS = 8  # while a multiprocessor has no more warps than this,
+ALONE = 256  # and for no longer sequences: longer ones run in chunks side by side, or with a ring
+SHORT = 64  # steps from which a ring pays; lanes that load for themselves start sooner
+# Warps that a multiprocessor must have for a ring of two or more lanes a channel to beat chunks.
+# A step of a ring of two lanes takes 71 ns, or 14.5 ns per 2048 channels of a sequence if that is
+# more. With eight lanes (float32, one sequence) it takes 24 ns. In chunks it takes 30 ns per 2048
+# channels (H200, 16 states).
 RING_WARPS = 2.9
-"""Warps that a multiprocessor must have for a ring of two or more lanes a channel to beat chunks.
-
-A step of a ring of two lanes takes 71 ns, or 14.5 ns per 2048 channels of a sequence if that is
-more. With eight lanes (float32, one sequence) it takes 24 ns. In chunks it takes 30 ns per 2048
-channels (H200, 16 states).
-"""
-RING_STEPS = {2: 8, 4: 16, 8: 32}
-"""Steps of a block of a ring, at most, by its lanes per channel."""
-SPAN = 8
-"""Chunks that a program of the backward walks in a row, at most: more hardly saves anything."""
-ROUNDS = 8
-"""Spans that a program must have to be that long: few programs then wait for others at the end."""
+RING_STEPS = {2: 8, 4: 16, 8: 32}  # of a block of a ring, at most, by its lanes per channel
+SPAN = 8  # chunks that a program of the backward walks in a row, at most: more hardly saves time
+ROUNDS = 8  # spans that a program must have to be that long: few programs then wait at the end
 
 
 def plan_forward(
@@ -59,17 +50,9 @@ def plan_forward(
     """Returns how `forward` runs: over the whole length if that fills the device, else in chunks.
 
     Few sequences fill the device if several lanes share a channel and, if they are long, a ring
-    copies their inputs ahead.
-
-    Arguments:
-        batch: B.
-        length: T. A ring needs a multiple of 8.
-        channels: D. A ring needs a multiple of 64.
-        states: N.
-        processors: Multiprocessors of the device.
-        wide: Whether numbers have more than 16 bits.
-        copies: Whether inputs can be copied to a ring.
-        lanes: Whether lanes without a ring may share a channel; they keep no states for backward.
+    copies their inputs ahead. A ring needs a length that 8 divides, channels that 64 divides, and
+    inputs that can be copied (`copies`). Lanes without a ring (`lanes`) keep no states for
+    backward. Numbers of more than 16 bits are `wide`.
     """
     parts = 1
     while (

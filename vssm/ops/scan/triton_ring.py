@@ -13,11 +13,6 @@ PTX (in Triton's interpreter) there is no ring, and values are loaded directly.
 The letters are those of `vssm.ops.scan.triton`.
 """
 
-# Kernels are written in the subset of Python that Triton compiles.
-# ruff: noqa: ANN001, ANN202, RET505, RUF005, RUF059, SIM102
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 import triton
 import triton.language as tl
 
@@ -179,7 +174,7 @@ def _ready(inputs, strides, b, t0, d, part, place, bias, skip, CHANNELS: tl.cons
 # fmt: off
 @triton.jit(do_not_specialize=["T"])
 def _ring_kernel(
-    inputs, strides, start, y, end, starts, T, channels: tl.constexpr, share, N: tl.constexpr,
+    inputs, strides, start, y, end, starts, T, channels: tl.constexpr, N: tl.constexpr,
     LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, EVERY: tl.constexpr, STAGES: tl.constexpr,
     SOFTPLUS: tl.constexpr, PTX: tl.constexpr,
 ):
@@ -209,7 +204,7 @@ def _ring_kernel(
     every = d < channels
     own = part * N  # the first state of a lane
     if start is not None:
-        place = start + (tl.program_id(0) // blocks // share).to(tl.int64) * channels * STATES
+        place = start + b * channels * STATES
         states = _take_states(place + d * STATES, own, every, N, 1, False)
     else:
         states = _zeros(N, BD)
@@ -287,5 +282,4 @@ def _ring_kernel(
             tl.store(y + (b * T + t0) * channels + at, out.to(y.dtype.element_ty))
         here = following
         free = tl.where(free + SLOT == RING, 0, free + SLOT)
-    if end is not None:
-        _put_states(end + b * channels * STATES + d * STATES, states, own, every, False)
+    _put_states(end + b * channels * STATES + d * STATES, states, own, every, False)

@@ -4,11 +4,6 @@ PARTS neighbouring lanes (threads) of a warp share the states of a channel, N st
 Shapes and letters are those of `vssm.ops.scan.triton`.
 """
 
-# Kernels are written in the subset of Python that Triton compiles.
-# ruff: noqa: ANN001, ANN202, RET505, RUF005, RUF059
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
-
 import triton
 import triton.language as tl
 
