@@ -76,7 +76,9 @@ _SOURCES = {
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
     if name in _SOURCES:
-        return getattr(import_module(f"vssm.{_SOURCES[name]}"), name)
+        value = getattr(import_module(f"vssm.{_SOURCES[name]}"), name)
+        globals()[name] = value  # the next use finds it without this function
+        return value
     try:
         return import_module(f"vssm.{name}")
     except ModuleNotFoundError as error:

@@ -1,5 +1,6 @@
 """`vssm.fill`: what a user asks for is checked here; `vssm.sampling.anypart` makes it."""
 
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -117,9 +118,29 @@ def check_filling(
         )
     if bool(known.all()):
         raise ValueError("nothing is unknown in x; set unknown entries to NaN, or pass known=")
+    gap, window = _longest_gap(model.without_given(known)), model.config.window
+    if gap > window:
+        warnings.warn(
+            f"x has a gap of {gap} steps, but the model saw {window} at once in training; "
+            "filling it is extrapolation",
+            stacklevel=3,
+        )
     source = check_noise(len(x), seed, rows, None, x.device)
     part = Part(model.pad(x), model.pad(known), model.pad(~known))
     if num is not None and num > 1:
         source = Noise(source.seed.repeat_interleave(num), noise.fork(source.row, num).flatten())
         part = Part(*(values.repeat_interleave(num, 0) for values in part))
     return Filling((model, part, source, options), given, known, num)
+
+
+def _longest_gap(known: Tensor) -> int:
+    """Returns the most steps in a row of which nothing is known.
+
+    Example:
+        >>> _longest_gap(torch.tensor([[True, False, False, True, False]]))
+        2
+    """
+    there = known if known.ndim == 2 else known.any(-1)
+    steps = torch.arange(there.shape[1], device=there.device)
+    last = torch.where(there, steps, -1).cummax(1).values
+    return int((steps - last).max())

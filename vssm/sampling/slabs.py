@@ -40,7 +40,7 @@ def shorten_chunks(model: Model, options: Options, num: int, known: int, reads: 
         known: The steps of the prompt, which are in memory with the first chunk.
         reads: Whether there is a prompt or a state, so that every row has latents of its own.
     """
-    if options.recondition or model.config.block != "mamba":  # chunks mean more, or take longer
+    if options.recondition or model.config.kind != "vssm":  # chunks mean more, or take longer
         return options
     weight = first_weight(model)
     taken = num * bytes_of_step(model, weight, reads)
@@ -74,7 +74,7 @@ def rows_of_cache(model: Model, num: int, steps: int) -> int:
     """
     weight, config = first_weight(model), model.config
     usable = _USABLE * bytes_of_device(weight.device)
-    if config.block != "attention" or not usable:
+    if config.kind != "transformer" or not usable:
         return num
     row = 2 * config.width * config.layers * steps * weight.itemsize
     room = usable - num * row  # beside the state of all rows
@@ -124,7 +124,7 @@ def bytes_of_step(model: Model, weight: Tensor, reads: bool) -> int:
     """
     config = model.config
     numbers = config.width * (5 * config.expand + 5) + 4 * model.head.size
-    if config.block == "attention":  # who reads has such a stack beside the decoder
+    if config.kind in ("transformer", "tvae"):  # who reads has such a stack beside the decoder
         numbers += 3 * config.width * config.layers * (2 if reads else 1)
     if reads:
         numbers += _LOGITS * config.latents * config.classes
