@@ -1,5 +1,6 @@
 """The demo, offline: pictures and a race by shipped models, then three models are trained."""
 
+import os
 import shlex
 import shutil
 import sys
@@ -64,8 +65,8 @@ def demo(folder: Path) -> None:
     _complete_digits(folder / "vssm")
 
     page = report([folder / kind for kind in _EPOCHS], folder / "results", folder / "report.html")
-    installed = shlex.quote(str(Path(sys.executable).with_name("vssm")))
-    program = "vssm" if shutil.which("vssm") else installed
+    installed = os.path.relpath(Path(sys.executable).with_name("vssm"))
+    program = "vssm" if shutil.which("vssm") else shlex.quote(installed)
     print(
         f"\n{time.perf_counter() - start:.0f} seconds in all. The report: {page}\nTry next:\n"
         f"  {program} generate {shlex.quote(str(folder / 'vssm'))} --num 64 --out samples.png\n"
