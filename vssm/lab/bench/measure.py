@@ -50,7 +50,7 @@ def take_times(
     Arguments:
         call: What is timed.
         device: Where its work is done.
-        repeats: How many calls are timed; by default 3, and more of a short call.
+        repeats: How many calls are timed; by default 5, and more of a short call.
         seconds: Fewer calls are timed if they would take longer than this; one always is.
         events: On CUDA, time by the device's own events, with an empty L2 cache before each call:
             the time of the kernels alone, on data that comes from memory. Otherwise the clock
@@ -62,7 +62,7 @@ def take_times(
         while spent < _SHORT:
             spent += wall(call, device)
     first = wall(call, device)
-    count = min(_MOST_CALLS, max(3, int(_SHORT / max(first, 1e-3)))) if repeats is None else repeats
+    count = min(_MOST_CALLS, max(5, int(_SHORT / max(first, 1e-3)))) if repeats is None else repeats
     count = max(1, min(count, int(1e3 * seconds / max(first, 1e-3))))
     if not (events and device.type == "cuda"):
         return [first, *(wall(call, device) for _ in range(count - 1))]
