@@ -122,7 +122,7 @@ def test_floor_of_the_scan_on_cuda(monkeypatch):
 @pytest.mark.parametrize(
     ("milliseconds", "options", "timed"),
     [
-        (40.0, {}, 3),
+        (40.0, {}, 5),
         (0.5, {}, 200),  # short calls are repeated for a tenth of a second
         (0.01, {}, 500),
         (10.0, {"repeats": 5}, 5),

@@ -15,10 +15,10 @@ __all__ = ["Bench", "Demo", "Reproduce", "Sweep"]
 
 @dataclass
 class Demo:
-    """Trains three small models on digits, races them, writes a report."""
+    """Draws digits, races three models, trains three more, writes a report."""
 
     out: Path = Path("demo")
-    """The folder for runs, pictures and the report; it is made anew."""
+    """The folder for runs, pictures and the report; an older demo in it is replaced."""
 
     def run(self) -> None:
         from vssm.lab.demo import demo
@@ -53,12 +53,12 @@ class Sweep(RunOptions):
         print(f"table: {self.out / 'sweep.json'}")
         failed = sum(row["status"] == "failed" for row in rows)
         if failed:
-            raise ValueError(f"{failed} of {len(rows)} runs failed, as said above")
+            raise ValueError(f"{failed} of {len(rows)} runs failed; their reasons are above")
 
 
 @dataclass
 class Reproduce:
-    """Repeats the paper's experiments, and skips those that are done."""
+    """Repeats the paper's experiments; skips those that are done."""
 
     data: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="DATA")]]
     """The data set: mnist, cifar10, or digits (small only)."""
@@ -69,7 +69,7 @@ class Reproduce:
     results: Path | None = None
     """The folder for results: results/paper by default, OUT/results at the small scale."""
     kinds: tuple[str, ...] = ("transformer", "ssm", "vssm")
-    """The models; tvae, rnn and vrnn are there too."""
+    """The models; tvae, rnn and vrnn are known too."""
     learning_rates: tuple[float, ...] | None = None
     """The grid, the paper's by default; a single rate is used without a search."""
     seeds: tuple[int, ...] | None = None
@@ -100,9 +100,9 @@ class Bench:
     what: tyro.conf.Positional[Literal["scan", "train", "generate", "forecast", "table1"]]
     """What to time."""
     out: Path | None = None
-    """Where the JSON goes, for example results/scan_cpu.json; a stopped run goes on from it."""
+    """Where the JSON goes, such as results/scan_cpu.json; the same command continues from it."""
     restart: bool = False
-    """Ignore what the file holds."""
+    """Start anew instead of continuing from the file."""
     device: str = "auto"
     """Where to run: auto, cpu or cuda."""
     peers: bool = True

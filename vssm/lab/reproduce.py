@@ -20,6 +20,7 @@ import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -189,17 +190,19 @@ class _Plan:
             return
         if ray_address is None:
             open_data(next(iter(left.values())).data)  # an error here would stop every run
-        finish = partial(self.record, stage)
-        failed = []
-        for row in run_grid(left, folder, ray_address, show, finish):
-            if row["status"] == "failed":
+        failed, finish = [], partial(self.record, stage)
+        with closing(run_grid(left, folder, ray_address, show, finish)) as rows:
+            for row in rows:
+                name, reason = row["folder"], row["reason"]
+                if reason is None:
+                    continue
+                if stage == "seeds" or "not finite" not in reason:
+                    failed.append(f"{name}: {reason}")
+                    continue
                 # A run of the grid or the finals that diverged is a result.
-                if stage != "seeds" and "not finite" in row["reason"]:
-                    metrics = {"validation_loss": None, "train_seconds": row["seconds"]}
-                    self.write(stage, left[row["folder"]], metrics)
-                    shutil.rmtree(folder / row["folder"] / "checkpoint", ignore_errors=True)
-                else:
-                    failed.append(f"{row['folder']}: {row['reason']}")
+                metrics = {"validation_loss": None, "train_seconds": row["seconds"]}
+                self.write(stage, left[name], metrics)
+                shutil.rmtree(folder / name / "checkpoint", ignore_errors=True)
         if failed:
             raise ValueError(f"{len(failed)} of {len(left)} runs failed; {failed[0]}")
 

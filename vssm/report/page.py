@@ -6,10 +6,10 @@ damaged file, or a folder without any run or result, is an error. All text from 
 and the page loads and runs nothing.
 
 The page opens with pictures and curves; tables follow. A section is a list of blocks, which
-page.html lays out: figures (`pictures` and `charts`), or a `table`, folded if it has a `summary`.
+page.html lays out: `pictures` side by side (`wide` ones below each other), or a `table`, folded if
+it has a `summary`.
 """
 
-import base64
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vssm.report.chart import Chart, draw_chart
+from vssm.report.chart import Picture, draw_chart
 from vssm.runs.folder import read_log
 from vssm.runs.labels import GROUPS, dial_curves, dial_ways, grouped, is_number, label
 from vssm.storage import read_object, write_atomically
 
-__all__ = ["Picture", "Row", "Table", "read_picture", "report", "write_page"]
+__all__ = ["Row", "Table", "read_picture", "report", "write_page"]
 
 _TERMS = ("loss", "kl", "partial_elbo")
 _COMPARED = len(GROUPS) - 1  # groups of metrics; the last one has counts
@@ -49,15 +49,6 @@ class Table(NamedTuple):
     caption: str
     columns: Sequence[str]
     rows: Sequence[Row]
-
-
-class Picture(NamedTuple):
-    """A picture of the page."""
-
-    title: str
-    alt: str
-    code: str
-    """The PNG in base64."""
 
 
 @dataclass
@@ -107,7 +98,6 @@ def report(
     folders = [run_folders] if isinstance(run_folders, str | Path) else list(run_folders)
     if not folders and results_folder is None:
         raise ValueError("nothing to report; give a run folder, a folder of results, or both")
-    _check_name(Path(out))
     notices: list[str] = []
     runs: list[_Run] = []
     for folder in folders:
@@ -135,7 +125,8 @@ def write_page(
     from jinja2 import Environment, FileSystemLoader
 
     out = Path(out)
-    _check_name(out)
+    if out.suffix.lower() not in (".html", ".htm"):  # it could be a file of a run
+        raise ValueError(f"out={str(out)!r} is not allowed; allowed: a name in .html or .htm")
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.filters["text"] = _text
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -148,17 +139,12 @@ def write_page(
     return out
 
 
-def _check_name(out: Path) -> None:
-    if out.suffix.lower() not in (".html", ".htm"):  # it could be a file of a run
-        raise ValueError(f"out={str(out)!r} is not allowed; allowed: a name in .html or .htm")
-
-
 def read_picture(path: Path, title: str, alt: str) -> Picture:
     """Reads a PNG for the page; raises `ValueError` if the file is damaged."""
     content = path.read_bytes()
     if not (content.startswith(b"\x89PNG\r\n\x1a\n") and b"IEND" in content[-12:]):
         raise ValueError(f"{str(path)!r} is damaged: it is not a whole PNG file")
-    return Picture(title, alt, base64.b64encode(content).decode())
+    return Picture(title, alt, content)
 
 
 def _read_run(folder: Path, notices: list[str]) -> _Run:
@@ -187,10 +173,9 @@ def _read_results(folder: Path) -> dict[str, dict[str, Object]]:
         values, place = read_object(path), path.relative_to(folder)
         if _part(values, "metrics"):
             group = place.parent.as_posix() if len(place.parts) > 1 else place.stem
-            picture = path.with_suffix(".png")
-            found = [picture] if picture.is_file() else []
-            shown = [read_picture(path, path.stem, f"samples of {path.stem}") for path in found]
-            groups.setdefault(group, {})[place.stem] = {**values, "pictures": shown}
+            picture, alt = path.with_suffix(".png"), f"samples of {path.stem}"
+            shown = [read_picture(picture, path.stem, alt)] if picture.is_file() else []
+            groups.setdefault(group, {})[path.stem] = {**values, "pictures": shown}
     if not groups:
         what = "holds no result with metrics" if folder.is_dir() else "is not a folder"
         raise ValueError(f"results={str(folder)!r} {what}; give a folder of result files")
@@ -199,7 +184,7 @@ def _read_results(folder: Path) -> dict[str, dict[str, Object]]:
 
 def _training(runs: Sequence[_Run]) -> Blocks:
     """Draws the bounds of runs of one task together, and the terms of a single run."""
-    charts: list[Chart] = []
+    charts: list[Picture] = []
     for task in dict.fromkeys(run.task for run in runs):
         lines = {run.name: _points(run.log, "valid", "bound") for run in runs if run.task == task}
         if any(lines.values()):
@@ -209,7 +194,7 @@ def _training(runs: Sequence[_Run]) -> Blocks:
         lines = {split: _points(runs[0].log, split, term) for split in ("train", "valid")}
         if any(y for points in lines.values() for _, y in points):
             charts.append(draw_chart(f"{label(term)}, nats a sequence", "epoch", lines, ["valid"]))
-    return [{"charts": charts}] if charts else []
+    return [{"pictures": charts}] if charts else []
 
 
 def _points(log: Sequence[Object], split: str, term: str) -> Points:
@@ -239,7 +224,7 @@ def _dials(name: str, metrics: Object) -> Blocks:
         shown = (f"fd_{way}", *(f"ms_{way}{end}" for end in ends.values()))
         rows.append(Row(label(f"fd_{way}"), [metrics.get(metric) for metric in shown]))
     columns = ["Fréchet distance", *(f"ms, batch {batch}" for batch in ends)]
-    return [{"charts": charts}, {"table": Table(f"{name}: quality against time", columns, rows)}]
+    return [{"pictures": charts}, {"table": Table(f"{name}: quality against time", columns, rows)}]
 
 
 def _comparisons(runs: Sequence[_Run]) -> Blocks:
@@ -338,7 +323,7 @@ def _times(name: str, times: Mapping[tuple[int, int], Object]) -> Blocks:
                 title = f"{name}: milliseconds{other}"
                 charts.append(draw_chart(title, along, lines, lines, log=True))
     table = Table(f"{name}: milliseconds", [label(line) for line in series], rows)
-    return [{"charts": charts}, {"table": table}]
+    return [{"pictures": charts}, {"table": table}]
 
 
 def _part(values: Object, name: str) -> dict[str, Any]:

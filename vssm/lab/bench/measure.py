@@ -24,7 +24,7 @@ from vssm.ops import choose_backend
 from vssm.runs.results import machine, result, source, write_result
 
 __all__ = ["Record", "check_sizes", "failure", "memory_in_use", "model_options", "number"]
-__all__ += ["open_device", "print_table", "spread", "take_times", "wall"]
+__all__ += ["open_device", "spread", "take_times", "wall"]
 
 _SHORT = 100.0  # milliseconds that short calls are repeated for
 _MOST_CALLS = 500
@@ -50,15 +50,19 @@ def take_times(
     Arguments:
         call: What is timed.
         device: Where its work is done.
-        repeats: How many calls are timed; by default 3, and more of a short call.
+        repeats: How many calls are timed; by default 5, and more of a short call.
         seconds: Fewer calls are timed if they would take longer than this; one always is.
         events: On CUDA, time by the device's own events, with an empty L2 cache before each call:
             the time of the kernels alone, on data that comes from memory. Otherwise the clock
             runs until the device has done all work of a call: the time that a user waits.
     """
-    _warm_up(call, device)
+    call()  # may compile
+    if device.type == "cuda":  # may record a graph; and an idle GPU takes time to raise its clock
+        spent = wall(call, device)
+        while spent < _SHORT:
+            spent += wall(call, device)
     first = wall(call, device)
-    count = min(_MOST_CALLS, max(3, int(_SHORT / max(first, 1e-3)))) if repeats is None else repeats
+    count = min(_MOST_CALLS, max(5, int(_SHORT / max(first, 1e-3)))) if repeats is None else repeats
     count = max(1, min(count, int(1e3 * seconds / max(first, 1e-3))))
     if not (events and device.type == "cuda"):
         return [first, *(wall(call, device) for _ in range(count - 1))]
@@ -71,16 +75,6 @@ def take_times(
         end.record()
     torch.cuda.synchronize(device)
     return [start.elapsed_time(end) for start, end in pairs]
-
-
-def _warm_up(call: Call, device: torch.device) -> None:
-    call()  # may compile
-    if device.type == "cuda":  # may record a graph; and an idle GPU takes time to raise its clock
-        spent = wall(call, device)
-        for _ in range(_MOST_CALLS):
-            if spent > _SHORT:
-                break
-            spent += wall(call, device)
 
 
 def wall(call: Call, device: torch.device) -> float:
@@ -274,7 +268,16 @@ class Record:
 
     def finish(self, title: str, headings: list[str], rows: list[list[str]]) -> dict[str, Any]:
         """Prints a table and returns the result."""
-        print_table(title, headings, rows)
+        from rich.box import SIMPLE_HEAD
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+        for heading in headings:
+            table.add_column(heading, no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        Console(width=250).print(table)  # wide enough for the numbers, whatever the terminal
         return self.result()
 
     def _write(self) -> None:
@@ -292,28 +295,14 @@ class Record:
                 f"out={str(path)!r} is damaged or no result; give a new name, or --restart"
             ) from None
         wanted = {"name": self.name, "machine": machine(), **self.config}
-        given = {"name": found.get("name"), "machine": found.get("machine"), **config}
+        found = {**found, **config}
         for key, value in wanted.items():
-            if value != given.get(key):
+            if value != found.get(key):
                 raise ValueError(
-                    f"out={str(path)!r} has {key}={given.get(key)!r}, this run has {value!r}; "
+                    f"out={str(path)!r} has {key}={found.get(key)!r}, this run has {value!r}; "
                     "use the same, a new name, or --restart"
                 )
         self.metrics, self.notes, self.earlier = metrics, notes, command.split(" && ")
-
-
-def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table, wide enough for its numbers whatever the terminal."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for heading in headings:
-        table.add_column(heading, no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=250).print(table)
 
 
 def failure(error: Exception) -> str:
