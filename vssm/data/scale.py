@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vssm.data.meta import Meta
 
-__all__ = ["Scale", "centre_of_steps", "window_scale"]
+__all__ = ["Scale", "centre_of_steps", "window_scale", "window_scale_of_known"]
 
 _LEAST_SPREAD = (
     0.1  # least deviation of a window, in those of its column: a context may be constant
@@ -50,6 +50,36 @@ def window_scale(
         middle = x.mean(1)
         variance = (x - middle[:, None]).square().mean(1)
     return middle, (variance.mean(1, keepdim=True) + least).sqrt()
+
+
+def window_scale_of_known(
+    x: Tensor, centre: str = "window", season: int = 1, least: Tensor | float = _LEAST_SPREAD**2
+) -> tuple[Tensor, Tensor]:
+    """Does what `window_scale` does with the values that are not NaN.
+
+    A step of a season without any value has the centre of the others. A window without any value
+    has centre 0 and deviation 1, those of its column.
+
+    Example:
+        >>> x = torch.tensor([[[1.0], [torch.nan], [3.0], [torch.nan]]])
+        >>> [scale.flatten().tolist() for scale in window_scale_of_known(x, least=0.0)]
+        [[2.0], [1.0]]
+        >>> [scale.flatten().tolist() for scale in window_scale_of_known(x, "last", least=0.0)]
+        [[3.0], [2.0]]
+    """
+    x = x[:, x.shape[1] % season :].unflatten(1, (-1, season))  # (B, seasons, P, D)
+    if centre == "last":
+        steps = torch.arange(x.shape[1], device=x.device).view(-1, 1, 1)
+        last = torch.where(x.isnan(), 0, steps).cummax(1).values
+        x = x.gather(1, last)  # the last known value at every step; NaN before the first
+        middle, variance = x[:, -1], x.diff(dim=1).square().nansum(1)
+        variance = torch.where(middle.isnan(), torch.nan, variance)
+    else:
+        middle = x.nanmean(1)
+        variance = (x - middle[:, None]).square().nanmean(1)
+    middle = torch.where(middle.isnan(), middle.nanmean(1, keepdim=True), middle)
+    variance = variance.nanmean(1, keepdim=True).nan_to_num(1.0)
+    return middle.nan_to_num(0.0), (variance + least).sqrt()
 
 
 def centre_of_steps(centres: Tensor, first: int, num: int) -> Tensor:
