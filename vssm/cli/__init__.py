@@ -1,6 +1,6 @@
 """The command line: a table of commands, each a dataclass of options with a `run` method.
 
-    vssm COMMAND --help          what a command takes
+    vssm COMMAND --help          an example, and what the command takes
 
 tyro makes the options of a command from its fields and their docstrings. A class may have a
 `default` method, which returns the values of options that are not given. Shared modules:
@@ -25,6 +25,7 @@ from vssm.checks import check_choice
 from vssm.cli.data import Data
 from vssm.cli.errors import box_as_line, report_mistakes, report_sigterm, report_warnings
 from vssm.cli.evaluate import Evaluate, Report
+from vssm.cli.fill import Fill
 from vssm.cli.forecast import Forecast
 from vssm.cli.generate import Generate
 from vssm.cli.hub import Pull, Push
@@ -32,13 +33,14 @@ from vssm.cli.lab import Bench, Demo, Reproduce, Sweep
 from vssm.cli.serve import Serve
 from vssm.cli.train import Train
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "EXAMPLES", "main"]
 
 COMMANDS: dict[str, type] = {
     "demo": Demo,
     "data": Data,
     "train": Train,
     "generate": Generate,
+    "fill": Fill,
     "evaluate": Evaluate,
     "forecast": Forecast,
     "report": Report,
@@ -48,6 +50,22 @@ COMMANDS: dict[str, type] = {
     "pull": Pull,
     "serve": Serve,
     "bench": Bench,
+}
+EXAMPLES = {
+    "demo": "demo --out demo",
+    "data": "data series --series.path electricity.csv --out electricity.png",
+    "train": "train mnist --model.kind vssm --train.epochs 20 --out runs/mnist",
+    "generate": "generate runs/mnist --num 16 --seed 7 --out samples.png",
+    "fill": "fill runs/weather --input weather.csv --num 100 --out filled.csv",
+    "evaluate": "evaluate runs/mnist --quick",
+    "forecast": "forecast runs/weather --path weather.csv --horizon 96 --out forecast.csv",
+    "report": "report runs/mnist runs/other --out report.html",
+    "sweep": "sweep digits --kinds vssm ssm --learning-rates 1e-3 5e-4 --seeds 0 1",
+    "reproduce": "reproduce digits --scale small",
+    "push": "push runs/mnist OWNER/NAME --private",
+    "pull": "pull OWNER/NAME",
+    "serve": "serve runs/mnist second=runs/other --port 8000",
+    "bench": "bench generate --kinds vssm ssm --out generate.json",
 }
 
 
@@ -70,6 +88,8 @@ def main(arguments: list[str] | None = None) -> None:
 def _parse(name: str, arguments: list[str]) -> Any:  # noqa: ANN401
     """Returns the command with its options."""
     command = COMMANDS[name]
+    if {"-h", "--help"} & set(arguments):
+        print(f"example: vssm {EXAMPLES[name]}\n", flush=True)
     default = command.default(arguments) if hasattr(command, "default") else tyro.MISSING_NONPROP
     errors = io.StringIO()
     try:

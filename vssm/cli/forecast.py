@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from vssm.cli.options import check_seed, note_idle_recondition
+from vssm.cli.options import check_seed
 from vssm.cli.samples import check_files
 
 __all__ = ["Forecast"]
@@ -48,10 +48,8 @@ class Forecast:
 
         check_seed(self.seed)
         picture = self.out.with_suffix(".png") if self.out.name else self.out
-        writes = {"out": self.out, "picture": picture}
-        check_files(writes)
+        check_files({"out": self.out, "picture": picture}, {"path": self.path})
         check_quantiles(self.out, self.quantiles)
-        check_files(writes, {"path": self.path})
         forecaster = ModelForecaster.load(self.run_folder, choose_device(self.device))
         usual: dict[str, Any] = {"chunk": None, "recondition": False, "temperature": 1.0}
         options = {
@@ -60,7 +58,6 @@ class Forecast:
         made, history = forecast_file(
             forecaster, self.path, self.horizon, self.samples, self.seed, self.time, **options
         )
-        note_idle_recondition(self.recondition, self.chunk)
         write_quantiles(made, self.out, self.quantiles)
         draw_fan(made, history, picture, forecaster.meta.context or 96)
         steps, columns = made.mean.shape[0], len(made.columns)

@@ -1,4 +1,4 @@
-"""`vssm generate`: samples from a model on this machine, from the hub or behind a server."""
+"""`vssm generate`: samples from a model on this machine or from the hub."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,19 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from vssm.checks import whole_number
-from vssm.cli.options import check_seed, note_idle_recondition
-from vssm.cli.samples import (
-    check_files,
-    check_handle_target,
-    check_state_target,
-    read_array,
-    read_handle,
-    read_prompt,
-    write_array,
-    write_samples,
-    write_texts,
-)
-from vssm.storage import write_atomically
+from vssm.cli.options import check_seed
+from vssm.cli.samples import check_files, check_state_target, read_prompt, write_samples
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +24,7 @@ class Generate:
     """Generates samples, a picture or text, and a state to resume from."""
 
     run_folder: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
-    """A run folder, a folder of vssm.save, a shipped model's name, hf://OWNER/NAME, or
-    http://SERVER[/MODEL]."""
+    """A run folder, a folder of vssm.save, a shipped model's name, or hf://OWNER/NAME."""
     num: int | None = None
     """How many sequences; 16, or the rows of the prompt or state."""
     length: int | None = None
@@ -70,94 +58,22 @@ class Generate:
     kept."""
     device: str = "auto"
     """Where to run: auto, cpu or cuda."""
-    token_file: Path | None = None
-    """The token that a server asks for."""
 
     def run(self) -> None:
-        check_seed(self.seed)
-        if self.length is not None:
-            whole_number("length", self.length, 1)
-        if self.run_folder.startswith(("http://", "https://")):
-            self._ask_server()
-        else:
-            self._compute()
-
-    @property
-    def _prompt_file(self) -> Path | None:
-        return Path(self.prompt) if self.prompt and self.prompt.endswith(".npy") else None
-
-    def _check_files(self, out: Path) -> None:
-        """Raises if a file can not be written or would replace one that is read."""
-        writes = {"out": out} if self.state is None else {"out": out, "state": self.state}
-        check_files(writes, {"prompt": self._prompt_file, "token_file": self.token_file})
-        check_files({"out": out}, {"resume": self.resume})  # the new state may replace the old one
-
-    def _ask_server(self) -> None:
-        from vssm.serve.client import Client
-        from vssm.serve.run import read_secret
-
-        text = self.prompt is not None and self._prompt_file is None
-        out = self.out or Path("samples.txt" if text else "samples.npy")
-        if out.suffix not in (".npy", ".txt"):
-            raise ValueError(
-                f"out={str(out)!r} is not allowed; allowed from a server: .npy or .txt"
-            )
-        if self.passes != 1:
-            raise ValueError(f"passes={self.passes} is not allowed; allowed from a server: 1")
-        if self.prompt is not None and self.resume is not None:
-            raise ValueError(
-                f"prompt={self.prompt!r} is not allowed with --resume; "
-                "allowed from a server: one of the two"
-            )
-        self._check_files(out)
-        if self.state is not None:
-            check_handle_target(self.state)
-        scheme, _, place = self.run_folder.partition("://")
-        host, _, model = place.partition("/")
-        names = ("num", "length", "chunk", "recondition", "temperature", "observe", "seed")
-        options = {name: getattr(self, name) for name in names} | {"model": model or None}
-        options = {name: value for name, value in options.items() if value is not None}
-        if self.state is None:
-            options["keep"] = "none"
-        token = None if self.token_file is None else read_secret(self.token_file, "token_file")
-        prompt = self.prompt
-        if prompt is not None and not text:
-            prompt = read_array(prompt)
-        with Client(f"{scheme}://{host}", token) as client:
-            if self.resume is not None:
-                answer = client.resume(read_handle(self.resume), **options)
-            else:
-                num = {"num": 16} if prompt is None else {}
-                answer = client.generate(prompt, **{**num, **options})
-        note_idle_recondition(self.recondition, self.chunk)
-        if out.suffix == ".npy":
-            write_array(answer.x, out)
-        elif answer.text is None:
-            raise ValueError(f"out={str(out)!r} is for text; allowed for this model: .npy")
-        else:
-            given = prompt if isinstance(prompt, str) else ""
-            print(write_texts([given + made for made in answer.text], out))
-        print(f"samples: {out}  {answer.x.shape}")
-        if self.state is not None:
-            write_atomically(self.state, lambda path: path.write_text(f"{answer.resume}\n"))
-            print(f"state: {self.state}, after step {answer.position}")
-
-    def _compute(self) -> None:
         import vssm
         from vssm.checks import choose_device
         from vssm.data import read_meta, steps_left
         from vssm.runs.checkpoint import load_finite
         from vssm.runs.pretrained import find
 
+        check_seed(self.seed)
+        if self.length is not None:
+            whole_number("length", self.length, 1)
         if self.out is not None and self.out.suffix not in (".npy", ".png", ".txt"):
             raise ValueError(
                 f"out={str(self.out)!r} is not allowed; allowed: a name in .npy, .png or .txt"
             )
-        if self.state is not None:
-            check_files({"state": self.state})
-            check_state_target(self.state)
-        if self.out is not None:  # else its name follows the data
-            self._check_files(self.out)
+        self._check_files(self.out)
         device = choose_device(self.device)
         folder = find(self.run_folder)
         model, meta = load_finite(folder, device), read_meta(folder)
@@ -172,7 +88,6 @@ class Generate:
         if prompt is not None:
             model.head.validate(prompt, "prompt", values=False, steps=0)
             known += prompt.shape[1]
-        num = 16 if self.num is None and prompt is None and state is None else self.num
         if self.label is not None or (meta is not None and meta.classes):
             x = self._draw_classes(model, meta, prompt).cpu()
             write_samples(x, None if prompt is None else prompt.cpu(), meta, out)
@@ -180,7 +95,7 @@ class Generate:
             return
         made = vssm.generate(
             model,
-            num=num,
+            num=16 if self.num is None and prompt is None and state is None else self.num,
             length=self.length or steps_left(meta, known, "--length"),
             prompt=prompt,
             chunk=self.chunk,
@@ -191,7 +106,6 @@ class Generate:
             seed=self.seed,
             state=state,
         )
-        note_idle_recondition(self.recondition, self.chunk)
         x = made.x.cpu()
         write_samples(x, None if prompt is None else prompt.cpu(), meta, out)
         print(f"samples: {out}  {tuple(x.shape)}")
@@ -232,3 +146,12 @@ class Generate:
         options = {"passes": self.passes, "temperature": self.temperature, "observe": self.observe}
         made = vssm.fill(model, x, **options, seed=self.seed or 0)
         return meta.without_given(made)[:, first:]
+
+    def _check_files(self, out: Path | None) -> None:
+        """Raises if a file can not be written or would replace one that is read."""
+        writes = {"out": out, "state": self.state}
+        prompt = Path(self.prompt) if self.prompt and self.prompt.endswith(".npy") else None
+        check_files(writes, {"prompt": prompt})
+        check_files({"out": out}, {"resume": self.resume})  # the new state may replace the old one
+        if self.state is not None:
+            check_state_target(self.state)

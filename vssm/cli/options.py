@@ -1,6 +1,5 @@
-"""Options that several commands share: of a data set, of a training run, and of generating."""
+"""Options that several commands share: of a data set and of a training run."""
 
-import sys
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Self
 
@@ -17,7 +16,7 @@ from vssm.data import (
     TextConfig,
 )
 
-__all__ = ["DataOptions", "RunOptions", "check_seed", "note_idle_recondition"]
+__all__ = ["DataOptions", "RunOptions", "check_seed"]
 
 
 @dataclass
@@ -97,13 +96,6 @@ def check_seed(seed: int | None) -> None:
     """
     if seed is not None:
         check_number("seed", seed, 0, below=2**63, whole=True)
-
-
-def note_idle_recondition(recondition: bool, chunk: int | None) -> None:
-    """Prints a note if chunks are to be read before the next, but there is only one."""
-    if recondition and chunk is None:
-        note = "--recondition changes no sample without --chunk: all steps are one"
-        print(f"note: {note}", file=sys.stderr)
 
 
 def _value_of(flag: str, arguments: list[str]) -> str | None:

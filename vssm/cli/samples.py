@@ -2,9 +2,8 @@
 
 import io
 import os
-import re
 from collections.abc import Mapping
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,21 +19,21 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_files",
-    "check_handle_target",
     "check_state_target",
     "read_array",
-    "read_handle",
     "read_prompt",
     "write_array",
     "write_samples",
-    "write_texts",
 ]
 
 
-def check_files(writes: Mapping[str, Path], reads: Mapping[str, Path | None] | None = None) -> None:
+def check_files(
+    writes: Mapping[str, Path | None], reads: Mapping[str, Path | None] | None = None
+) -> None:
     """Raises unless all files can be written, each under a name of its own, and none that is read
     is replaced."""
-    for name, path in writes.items():
+    targets = [(name, path) for name, path in writes.items() if path is not None]
+    for name, path in targets:
         if not path.name or path.is_dir() or not path.absolute().parent.is_dir():
             raise ValueError(
                 f"{name}={str(path)!r} is not allowed; allowed: a file in a folder that exists"
@@ -45,11 +44,7 @@ def check_files(writes: Mapping[str, Path], reads: Mapping[str, Path | None] | N
                 "allowed: a file in a folder of yours"
             )
     given = [(name, path) for name, path in (reads or {}).items() if path is not None]
-    pairs = [
-        *combinations(writes.items(), 2),
-        *((one, two) for one in given for two in writes.items()),
-    ]
-    for (name, path), (other, target) in pairs:
+    for (name, path), (other, target) in (*combinations(targets, 2), *product(given, targets)):
         if os.path.realpath(path) == os.path.realpath(target):  # follows links
             raise ValueError(
                 f"{name}={str(path)!r}, {other}={str(target)!r} are one file; "
@@ -61,44 +56,11 @@ def check_state_target(path: Path) -> None:
     """Raises if a state would replace another kind of file, such as weights."""
     from vssm.nn import State
 
-    if not _is_free(path) and not State.is_saved_at(path):
+    free = not path.exists() or is_device(path) or not path.stat().st_size  # mktemp leaves it empty
+    if not free and not State.is_saved_at(path):
         raise ValueError(
             f"state={str(path)!r} is there and no state; allowed: a new name, or an older state's"
         )
-
-
-def check_handle_target(path: Path) -> None:
-    """Raises if a state of a server would replace another kind of file."""
-    if not _is_free(path) and _handle(path) is None:
-        raise ValueError(
-            f"state={str(path)!r} is there and no state of a server; "
-            "allowed: a new name, or that of one"
-        )
-
-
-def _is_free(path: Path) -> bool:
-    """Returns whether nothing is lost when a file is written here; mktemp leaves an empty file."""
-    return not path.exists() or is_device(path) or not path.stat().st_size
-
-
-def read_handle(path: Path) -> str:
-    """Returns where to resume, as a server named it, from a file that --state wrote."""
-    if not path.exists() or path.is_dir():
-        raise ValueError(
-            f"resume={str(path)!r} is no file; allowed: what --state wrote of a server"
-        )
-    handle = _handle(path)
-    if handle is None:
-        raise ValueError(
-            f"resume={str(path)!r} holds no state of a server; allowed: what --state wrote of one"
-        )
-    return handle
-
-
-def _handle(path: Path) -> str | None:
-    content = path.read_bytes()
-    # One word: a handle or a sealed state (vssm.serve.resume).
-    return content.strip().decode() if re.fullmatch(rb"[hs]\.[\w=-]+\s*", content) else None
 
 
 def read_prompt(prompt: str, model: "Model", meta: "Meta | None") -> "torch.Tensor":
@@ -153,22 +115,22 @@ def _read_pixels(
     return array
 
 
-def read_array(prompt: str) -> "np.ndarray":
-    """Returns the numbers in the .npy file of a prompt."""
+def read_array(path: str, name: str = "prompt") -> "np.ndarray":
+    """Returns the numbers in the .npy file that an option names."""
     import numpy as np
 
     from vssm.data.files import DAMAGED_NPY
 
-    if not Path(prompt).exists() or Path(prompt).is_dir():
-        raise ValueError(f"prompt={prompt!r} is no file; allowed: a .npy file of numbers")
-    with Path(prompt).open("rb") as file:
+    if not Path(path).is_file():
+        raise ValueError(f"{name}={path!r} is no file; allowed: a .npy file of numbers")
+    with Path(path).open("rb") as file:
         try:
             array = np.lib.format.read_array(file, allow_pickle=False)
         except DAMAGED_NPY:  # NumPy's own message advises to unpickle
             array = None
     if array is None or array.dtype.kind not in "biuf":
         raise ValueError(
-            f"prompt={prompt!r} is damaged or holds no numbers; allowed: a .npy file of numbers"
+            f"{name}={path!r} is damaged or holds no numbers; allowed: a .npy file of numbers"
         )
     return array
 
@@ -196,7 +158,9 @@ def write_samples(
         raise ValueError(
             f"out={str(out)!r} is for text; allowed for data set {meta.name!r}: .npy, .png"
         )
-    print(write_texts([meta.decode(tokens) for tokens in whole], out))
+    text = "\n---\n".join(meta.decode(tokens) for tokens in whole)
+    write_atomically(out, lambda path: path.write_text(text + "\n", encoding="utf-8"))
+    print(printable(text))
 
 
 def write_array(array: "np.ndarray", out: Path) -> None:
@@ -207,10 +171,3 @@ def write_array(array: "np.ndarray", out: Path) -> None:
     content = io.BytesIO()
     np.save(content, array, allow_pickle=False)
     write_atomically(out, lambda path: path.write_bytes(content.getbuffer()))
-
-
-def write_texts(texts: list[str], out: Path) -> str:
-    """Writes texts with a rule between them, and returns them as a terminal may show them."""
-    text = "\n---\n".join(texts)
-    write_atomically(out, lambda path: path.write_text(text + "\n", encoding="utf-8"))
-    return printable(text)

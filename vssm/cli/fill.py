@@ -1,0 +1,322 @@
+"""`vssm fill`: the gaps of tables, pictures, texts and arrays, for models with any part known."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from vssm.checks import whole_number
+from vssm.cli.options import check_seed
+from vssm.cli.samples import check_files, read_array, write_array, write_samples
+from vssm.storage import write_atomically
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from vssm.data import Meta
+    from vssm.data.table import Table
+    from vssm.models import Model
+
+__all__ = ["Fill"]
+
+_CELLS = 2**18  # sequences times steps that are made at once
+_QUANTILES = (0.1, 0.9)
+
+
+@dataclass
+class Fill:
+    """Fills the gaps of a table, a picture or a text."""
+
+    run_folder: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
+    """A run folder, a folder of vssm.save or hf://OWNER/NAME, trained with --model.known any."""
+    input: Path
+    """What has gaps: a CSV, Parquet or .npy file with empty cells or NaN, a PNG with transparent
+    pixels, or a text with underscores, one for each unknown character."""
+    out: Path
+    """Where the result goes: .csv, .parquet, .npy, .png or .txt."""
+    mask: Path | None = None
+    """A picture as large as the input; its white pixels are unknown, instead of transparent
+    ones."""
+    num: int = 1
+    """How many samples. Tables get their median, and columns with their quantiles 0.1 and 0.9."""
+    passes: int = 1
+    """Parallel passes: 1 makes all entries at once, more make entries that fit together better."""
+    seed: int = 0
+    """Names the sample, 0 to 2^63 - 1."""
+    temperature: float = 1.0
+    """Below 1 for safer, above 1 for wilder samples."""
+    label: int | None = None
+    """The class of the sequences, for models that were trained with labels."""
+    device: str = "auto"
+    """Where to run: auto, cpu or cuda."""
+
+    def run(self) -> None:
+        from vssm.checks import choose_device
+        from vssm.data import read_meta
+        from vssm.runs.checkpoint import load_finite
+        from vssm.runs.pretrained import find
+
+        check_seed(self.seed)
+        whole_number("num", self.num, 1)
+        check_files({"out": self.out}, {"input": self.input, "mask": self.mask})
+        for name, path in (("input", self.input), ("mask", self.mask)):
+            if path is not None and not path.is_file():
+                raise ValueError(f"{name}={str(path)!r} is no file; allowed: a file to read")
+        folder = find(self.run_folder)
+        model, meta = load_finite(folder, choose_device(self.device)), read_meta(folder)
+        if model.config.known != "any":
+            raise ValueError(
+                f"{self.run_folder!r} continues sequences and can not fill gaps; "
+                "train a vssm with --model.known any"
+            )
+        if meta is not None and meta.columns is not None:
+            self._fill_table(model, meta)
+        elif self.input.suffix == ".npy":
+            self._fill_array(model)
+        elif meta is not None and meta.image_shape is not None:
+            self._fill_picture(model, meta)
+        elif meta is not None and model.head.tokens:
+            self._fill_text(model, meta)
+        else:
+            raise ValueError(f"input={str(self.input)!r} is not allowed for this run; use .npy")
+        print(f"filled: {self.out}")
+
+    def _check_out(self, *suffixes: str) -> None:
+        if self.out.suffix not in suffixes:
+            raise ValueError(
+                f"out={str(self.out)!r} is not allowed; "
+                f"allowed for this run: a name in {' or '.join(suffixes)}"
+            )
+
+    def _samples(
+        self, model: "Model", x: "torch.Tensor", known: "torch.Tensor", observe: str = "mean"
+    ) -> "torch.Tensor":
+        """Returns samples (B, num, T, ...) of sequences with gaps."""
+        import torch
+
+        import vssm
+
+        device = next(model.parameters()).device
+        made = x[:, None].expand(-1, self.num, *x.shape[1:]).clone()
+        gaps = (~known).flatten(1).any(1).nonzero().flatten()  # the others are there already
+        if not len(gaps):
+            raise ValueError(
+                f"input={str(self.input)!r} has no gaps; mark them: empty cells or NaN in tables "
+                "and arrays, transparent pixels or --mask for pictures, underscores in texts"
+            )
+        for rows in gaps.split(max(1, _CELLS // (self.num * x.shape[1]))):
+            part = x[rows].to(device), known[rows].to(device)
+            options = {"temperature": self.temperature, "observe": observe, "seed": self.seed}
+            filled = vssm.fill(model, *part, self.num, self.passes, **options, rows=rows.tolist())
+            made[rows] = filled.cpu()
+        return torch.where(known[:, None], x[:, None], made)
+
+    def _label(self, model: "Model", x: "torch.Tensor") -> "torch.Tensor":
+        """Adds the class to every step, one-hot, if the model was trained with labels."""
+        import torch
+
+        classes = model.config.given
+        if not classes and self.label is None:
+            return x
+        if self.label is None or not 0 <= self.label < classes:
+            allowed = (
+                f"0 to {classes - 1}" if classes else "to leave it out: this run has no labels"
+            )
+            raise ValueError(f"label={self.label} is not allowed; allowed: {allowed}")
+        one_hot = (torch.arange(classes) == self.label).float()
+        return torch.cat([x, one_hot.expand(*x.shape[:2], classes)], -1)
+
+    def _fill_array(self, model: "Model") -> None:
+        import numpy as np
+        import torch
+
+        self._check_out(".npy")
+        array = read_array(str(self.input), "input")
+        known = torch.from_numpy(~np.isnan(array))
+        x = torch.from_numpy(np.where(known, array, 0))
+        tokens = model.head.tokens
+        if tokens and bool((x != x.long()).any()):
+            raise ValueError(f"input={str(self.input)!r} holds fractions; this run has tokens")
+        if single := x.ndim == (1 if tokens else 2):
+            x, known = x[None], known[None]
+        made = self._samples(model, x.long() if tokens else x.float(), known)
+        made = made if self.num > 1 else made[:, 0]
+        write_array((made[0] if single else made).numpy(), self.out)
+
+    def _fill_text(self, model: "Model", meta: "Meta") -> None:
+        self._check_out(".txt", ".npy")
+        text = self.input.read_text(encoding="utf-8").removesuffix("\n")
+        x, known = meta.encode_gaps(text)
+        write_samples(self._samples(model, x[None], known[None])[0], None, meta, self.out)
+
+    def _fill_picture(self, model: "Model", meta: "Meta") -> None:
+        import numpy as np
+        import torch
+        from PIL import Image
+
+        assert meta.image_shape is not None
+        self._check_out(".png", ".npy")
+        height, width, channels = meta.image_shape
+        pixels = _read_picture(self.input, "input", (height, width), "RGBA")
+        unknown = pixels[..., 3] < 128
+        if self.mask is not None:
+            unknown = _read_picture(self.mask, "mask", (height, width), "L") >= 128
+        colours = np.asarray(Image.fromarray(pixels[..., :3]).convert("L"))[..., None]
+        colours = colours if channels == 1 else pixels[..., :3]
+        levels = (meta.levels or 256) - 1
+        x = np.round(colours / 255 * levels) / levels
+        x = self._label(model, torch.from_numpy(x).float().reshape(1, height, -1))
+        known = torch.from_numpy(~unknown).repeat_interleave(channels, 1)[None]
+        known = torch.cat([known, torch.ones(1, height, model.config.given, dtype=torch.bool)], -1)
+        made = self._samples(model, x, known)[0, ..., : width * channels]
+        if self.num > 1 or self.out.suffix == ".npy":
+            write_samples(made, None, meta, self.out)
+            return
+        image = (255 * meta.to_image(made)[0]).round().byte().numpy()
+        image = Image.fromarray(image[..., 0] if channels == 1 else image)
+        write_atomically(self.out, lambda path: image.save(path, format="PNG"))
+
+    def _fill_table(self, model: "Model", meta: "Meta") -> None:
+        import numpy as np
+
+        from vssm.data.table import find_column, read_table
+
+        self._check_out(".csv", ".parquet", ".npy")
+        time = meta.time if meta.cycles or meta.time == "none" else None
+        table = read_table(self.input, time, meta.time, "input")
+        windows = _Windows(table, meta, model, self.input)
+        observe = "mean" if self.num == 1 else "sample"
+        made = windows.place(self._samples(model, windows.x, windows.known, observe).numpy())
+        if self.out.suffix == ".npy":
+            write_array(made if self.num > 1 else made[0], self.out)
+            return
+        assert meta.columns is not None
+        index = [find_column(table, name, self.input, by_position=False) for name in meta.columns]
+        values = table.values.copy()
+        values[:, index] = np.median(made, 0)
+        columns = dict(zip(table.names, values.T, strict=True))
+        for level in _QUANTILES if self.num > 1 else ():
+            for k in np.flatnonzero(np.isnan(windows.values).any(0)):
+                columns[f"{meta.columns[k]} q{level}"] = np.quantile(made[..., k], level, 0)
+        _write_table(table, columns, self.out)
+
+
+class _Windows:
+    """Cuts a table into the windows of training, as the model reads them, and puts them together.
+
+    Windows follow each other; the last one ends with the table and may overlap the one before.
+    """
+
+    def __init__(self, table: "Table", meta: "Meta", model: "Model", path: Path) -> None:
+        import numpy as np
+        import torch
+
+        from vssm.data.scale import centre_of_steps, window_scale_of_known
+        from vssm.data.series import phases
+        from vssm.data.table import find_column
+
+        assert meta.columns is not None and meta.context is not None
+        given_names = getattr(meta, "given_columns", ())
+        index, given_index = (
+            [find_column(table, name, path, by_position=False) for name in names]
+            for names in (meta.columns, given_names)
+        )
+        values = np.where(np.isfinite(table.values), table.values, np.nan)
+        self.values = values[:, index]
+        self._rows, self._meta = meta.length * meta.patch, meta
+        num = len(values)
+        if num < self._rows:
+            raise ValueError(f"{path} has {num} rows; needed: {self._rows}, a window of training")
+        self._starts = [*range(0, num - self._rows, self._rows), num - self._rows]
+        cut = np.array(self._starts)[:, None] + np.arange(self._rows)
+
+        self._mean, self._std = np.array(meta.mean or 0.0), np.array(meta.std or 1.0)
+        x = torch.from_numpy(((self.values - self._mean) / self._std)[cut])  # (windows, rows, D)
+        if meta.separate:
+            x = x.transpose(1, 2).flatten(0, 1)[..., None]
+        self._centre = torch.zeros(len(x), 1, x.shape[2], dtype=x.dtype)
+        self._deviation = torch.ones_like(self._centre)
+        if meta.windowed is not None:
+            centre, self._deviation = window_scale_of_known(
+                x[:, : meta.context], meta.windowed, meta.season
+            )
+            self._centre = centre_of_steps(centre, -meta.context, self._rows)
+        self._channels = x.shape[2]
+        beside = values[:, given_index]
+        if meta.mean is not None and given_names:
+            beside = (beside - np.array(meta.given_mean)) / np.array(meta.given_std)  # type: ignore[attr-defined]
+        if meta.cycles:
+            if table.times is None:
+                raise ValueError(f"{path} has no column of dates, which this run was trained with")
+            beside = np.concatenate([beside, phases(table.times, meta.cycles)], 1)
+        beside = torch.from_numpy(beside[cut]).repeat_interleave(len(x) // len(cut), 0)
+        x = torch.cat([(x - self._centre) / self._deviation, beside], -1)
+        # Features that are given stay last in a step of several rows.
+        self._made = x.shape[2] - model.config.given // meta.patch
+        parts = (x[..., : self._made], x[..., self._made :])
+        parts = [part.unflatten(1, (-1, meta.patch)).flatten(2) for part in parts]
+        x = torch.cat(parts, -1).float()
+        self.known = ~x.isnan()
+        self.x = x.nan_to_num()
+
+    def place(self, made: "np.ndarray") -> "np.ndarray":
+        """Returns samples (windows, num, T, features) as tables (num, N, D) in the table's units.
+
+        Known cells are those of the table.
+        """
+        import numpy as np
+        import torch
+
+        x = torch.from_numpy(made).double()[..., : self._meta.patch * self._made]
+        x = x.unflatten(-1, (self._meta.patch, self._made)).flatten(2, 3)[..., : self._channels]
+        x = x * self._deviation[:, None] + self._centre[:, None]
+        if self._meta.separate:
+            x = x[..., 0].unflatten(0, (len(self._starts), -1)).permute(0, 2, 3, 1)
+        tables = np.broadcast_to(self.values, (x.shape[1], *self.values.shape)).copy()
+        for window, start in zip(x.numpy()[::-1], self._starts[::-1], strict=True):
+            tables[:, start : start + self._rows] = window * self._std + self._mean
+        return np.where(np.isnan(self.values), tables, self.values)
+
+
+def _read_picture(path: Path, name: str, size: tuple[int, int], mode: str) -> "np.ndarray":
+    import numpy as np
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            given, pixels = image.size[::-1], None
+            if given == size:  # a picture of another size is not unpacked
+                pixels = np.asarray(image.convert(mode))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        raise ValueError(f"{name}={str(path)!r} is no picture; allowed: a PNG file") from None
+    if pixels is None:
+        raise ValueError(
+            f"{name}={str(path)!r} has {given[0]} x {given[1]} pixels; "
+            f"allowed for this run: {size[0]} x {size[1]}"
+        )
+    return pixels
+
+
+def _write_table(table: "Table", columns: "dict[str, np.ndarray]", out: Path) -> None:
+    """Writes the columns of a file in their places, and new ones after them."""
+    import pandas
+
+    rest = dict(table.others)
+    if table.time is not None and table.times is not None:
+        rest = {table.time: table.times, **rest}
+    names = list(rest)
+    for position, name in sorted(zip(table.positions, table.names, strict=True)):
+        names.insert(position, name)
+    frame = pandas.DataFrame({name: columns.get(name, rest.get(name)) for name in names})
+    frame = frame.assign(**{name: columns[name] for name in columns if name not in names})
+    if out.suffix == ".csv":
+        write_atomically(out, lambda path: frame.to_csv(path, index=False))
+        return
+    try:
+        write_atomically(out, lambda path: frame.to_parquet(path, engine="pyarrow", index=False))
+    except ImportError as error:
+        raise ValueError(
+            f"{out}: Parquet needs pyarrow, install it with: pip install 'vssm[forecast]'"
+        ) from error
