@@ -18,6 +18,7 @@ from vssm.config import PRESETS, RunConfig
 from vssm.data import DataConfig, SyntheticConfig
 from vssm.training.loop import Trainer, train
 from vssm.training.progress import Progress
+from vssm.training.step import Step
 
 STEPS = 4  # two plain steps, then one that is recorded
 
@@ -46,15 +47,15 @@ def main() -> None:
             log_every=STEPS,
         ),
     )
-    take = Trainer.take_step
+    take = Step.take
 
-    def profiled(training: Trainer) -> None:
-        if training.step != STEPS:
-            take(training)
+    def profiled(steps: Step, step: int) -> None:
+        if step != STEPS + 1:
+            take(steps, step)
             return
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            take(training)
+            take(steps, step)
             torch.cuda.synchronize()
         kernels = sorted(seen.key_averages(), key=lambda k: -k.self_device_time_total)
         total = sum(kernel.self_device_time_total for kernel in kernels) / 1e3
@@ -66,7 +67,7 @@ def main() -> None:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(Trainer, "take_step", profiled),
+        mock.patch.object(Step, "take", profiled),
         mock.patch.object(Trainer, "save"),
         mock.patch.object(Trainer, "validate"),
     ):

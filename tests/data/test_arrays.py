@@ -17,7 +17,7 @@ from vssm.data import ArraysConfig, DataConfig, describe, open_data, read_meta
 from vssm.evaluation.scores import evaluate_run
 from vssm.likelihoods import reconstruct
 from vssm.runs.checkpoint import load
-from vssm.training.learner import Learner
+from vssm.training.step import Learner
 
 MODELS = [*((kind, {}) for kind in KINDS), ("vssm", {"levels": 3})]
 

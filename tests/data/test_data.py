@@ -1546,7 +1546,7 @@ def test_a_byte_order_mark_is_no_character(tmp_path):
 
 
 def test_large_splits_are_read_in_parts(monkeypatch):
-    from vssm.data.feed import check_values
+    from vssm.training.setup import check_values
 
     split = Split(torch.randn(50, 7, 3))
     digest = split.digest()
@@ -1563,7 +1563,7 @@ def test_large_splits_are_read_in_parts(monkeypatch):
 
 
 def test_images_are_moved_by_a_pixel_as_often_as_asked():
-    from vssm.data.feed import moved
+    from vssm.training.step import moved
 
     x = torch.rand(2000, 5, 4 * 3)
     made = moved(x, 0.6, 3, torch.Generator().manual_seed(0))

@@ -15,8 +15,8 @@ from vssm.lab.reproduce import difference
 from vssm.models import build
 from vssm.objectives import Terms, objective
 from vssm.training.distributed import World
-from vssm.training.learner import Learner, learning_rate, parameter_groups
 from vssm.training.muon import Muon, block_matrices, orthogonalize
+from vssm.training.step import Learner, learning_rate, parameter_groups
 
 SHAPES = [
     (12, 40),
@@ -309,7 +309,7 @@ def test_bad_steps_of_a_training_leave_weights_and_momentum(term, tmp_path, monk
             loss=terms.loss + slope if term == "gradient_norm" else terms.loss * math.nan
         )
 
-    monkeypatch.setattr("vssm.training.loop.objective", poisoned)
+    monkeypatch.setattr("vssm.training.step.objective", poisoned)
     folder = run(tiny("ssm", max_steps=4, optimizer="muon"), tmp_path / "run")
     assert log(folder, "train")[-1]["skipped"] == 1
     before, after = sorted((folder / "checkpoint").glob("step-????????"))  # of the last two steps
@@ -326,7 +326,7 @@ def test_decay_reaches_what_adamw_lets_decay(tmp_path, monkeypatch):
         zero = sum((parameter * 0).sum() for parameter in model.parameters()).expand(len(x))
         return Terms(zero, zero, zero, zero)
 
-    monkeypatch.setattr("vssm.training.loop.objective", constant)
+    monkeypatch.setattr("vssm.training.step.objective", constant)
     still, smaller = (
         run(
             tiny("ssm", max_steps=1, warmup=0.0, weight_decay=decay, optimizer="muon"),

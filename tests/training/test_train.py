@@ -22,10 +22,10 @@ from vssm.evaluation.result import validations
 from vssm.objectives import Terms, objective
 from vssm.runs.folder import RunFolder
 from vssm.training.distributed import World
-from vssm.training.learner import Learner, Tally, learning_rate, parameter_groups
 from vssm.training.loop import Trainer, TrainingStopped
 from vssm.training.progress import Bar, Lines, Progress
 from vssm.training.setup import resolve, warn_of_mps
+from vssm.training.step import Learner, Step, Tally, learning_rate, parameter_groups
 
 
 def test_overfits_eight_sequences(tmp_path):
@@ -195,7 +195,7 @@ def test_decay_reaches_matrices_alone(tmp_path, monkeypatch):
         zero = sum((parameter * 0).sum() for parameter in model.parameters()).expand(len(x))
         return Terms(zero, zero, zero, zero)
 
-    monkeypatch.setattr("vssm.training.loop.objective", constant)
+    monkeypatch.setattr("vssm.training.step.objective", constant)
     still, smaller = (
         run(tiny("ssm", max_steps=1, warmup=0.0, weight_decay=decay), tmp_path / str(decay))
         for decay in (0.0, 0.5)
@@ -235,18 +235,18 @@ def test_bfloat16_on_a_cpu_follows_float32(kind, tmp_path):
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_never_wait_for_the_device(kind, optimizer, tmp_path, monkeypatch):
-    take = Trainer.take_step
+    take = Step.take
 
-    def strict(training):
+    def strict(steps, step):
         torch.cuda.set_sync_debug_mode(
-            "error" if training.step > 1 else "default"
+            "error" if step > 2 else "default"
         )  # kernels compile at first
         try:
-            take(training)
+            take(steps, step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Trainer, "take_step", strict)
+    monkeypatch.setattr(Step, "take", strict)
     config = tiny(kind, ema=0.9, device="cuda", optimizer=optimizer)
     lines = log(run(config, tmp_path / "run"), "train")
     assert lines[-1]["loss"] < lines[0]["loss"]
@@ -329,7 +329,7 @@ def poison(monkeypatch, steps, term="reconstruction"):
             bad = {"loss": terms.loss * math.nan, term: terms.loss * math.nan}
         return terms._replace(**bad)
 
-    monkeypatch.setattr("vssm.training.loop.objective", poisoned)
+    monkeypatch.setattr("vssm.training.step.objective", poisoned)
 
 
 @pytest.mark.parametrize("term", ["reconstruction", "gradient_norm"])
@@ -544,12 +544,12 @@ def test_a_signal_at_the_last_step_acts_when_all_is_written(ctrl_c, tmp_path):
 
 
 def test_a_second_signal_does_not_wait(ctrl_c, tmp_path, monkeypatch):
-    def twice(self):
+    def twice(self, step):
         signal.raise_signal(ctrl_c)
         signal.raise_signal(ctrl_c)
         pytest.fail("the second signal was put off as well")
 
-    monkeypatch.setattr(Trainer, "take_step", twice)
+    monkeypatch.setattr(Step, "take", twice)
     with pytest.raises(KeyboardInterrupt):
         run(tiny(), tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoint").exists()
@@ -583,7 +583,7 @@ def watch(monkeypatch):
         )
         return objective(model, x, generator, *rest)
 
-    monkeypatch.setattr("vssm.training.loop.objective", watched)
+    monkeypatch.setattr("vssm.training.step.objective", watched)
     return steps, validations
 
 
@@ -607,7 +607,7 @@ def test_the_kl_counts_more_from_step_to_step(tmp_path, monkeypatch):
         seen.append((None if weight is None else round(float(weight), 4), estimator))
         return objective(model, x, generator, shard, lengths, weight, estimator or "gumbel")
 
-    monkeypatch.setattr("vssm.training.loop.objective", watched)
+    monkeypatch.setattr("vssm.training.step.objective", watched)
     config = tiny("vssm", max_steps=6, kl_warmup=0.5, estimator="reinmax", validate_every=9)
     run(config, tmp_path / "run")
     weights = [0.0, 0.3333, 0.6667, 1.0, 1.0, 1.0]
@@ -624,7 +624,7 @@ def test_images_are_moved_in_training_alone(tmp_path, monkeypatch):
         seen[share].append((torch.is_grad_enabled(), x))
         return objective(model, x, *rest)
 
-    monkeypatch.setattr("vssm.training.loop.objective", watched)
+    monkeypatch.setattr("vssm.training.step.objective", watched)
     for share in (0.0, 0.5):
         seen[share] = []
         config = tiny(

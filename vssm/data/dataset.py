@@ -173,6 +173,26 @@ class Split:
             return 1.0
         return float(self.lengths.double().mean()) / self.x.shape[1]
 
+    def take(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Returns the sequences at `index`, and their lengths if they differ."""
+        index = index.to(self.x.device)
+        return self.batch(index, device), self.real(index, device)
+
+    def is_grey(self) -> bool:
+        """Says whether some values are neither 0 nor 1, and no Bernoulli distribution suits them.
+
+        Example:
+            >>> [Split(torch.tensor([[[value, 1.0]]])).is_grey() for value in (0.0, 0.5)]
+            [False, True]
+        """
+        return any(bool(((x != 0) & (x != 1) & (x == x)).any()) for x in self.parts())
+
+    def placed(self, device: torch.device) -> "Split":
+        """Returns this split on a GPU if it takes less than a quarter of its free memory."""
+        if device.type == "cuda" and self.nbytes < torch.cuda.mem_get_info(device)[0] // 4:
+            return self.to(device)
+        return self
+
     def to(self, device: torch.device | str) -> "Split":
         """Returns this split on `device`; windows stay a view of the rows that they share."""
         x = self._memory.to(device).as_strided(self.x.shape, self.x.stride())

@@ -7,7 +7,7 @@ and `fill` convert between the two, so a checkpoint does not depend on the numbe
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,18 +23,7 @@ from torch import Tensor, nn
 from vssm.checks import choose_device
 from vssm.nn import BLOCKS
 
-__all__ = ["Call", "World", "join"]
-
-
-class Call(nn.Module):
-    """Turns any function of a model into a forward pass, because DDP and FSDP2 hook into that."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401
-        return function(self.model, *arguments)
+__all__ = ["World", "join"]
 
 
 @dataclass(frozen=True)

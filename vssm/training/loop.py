@@ -1,19 +1,13 @@
 """Training: one loop for all six models, in one process or many.
 
-All randomness is a function of (seed, step) or (seed, epoch). Every process draws the numbers of
-the whole batch and takes its own rows. So a resumed run, or a run with another number of processes,
-sees the same data and noise as an unbroken one; on a CPU it is equal to the last bit.
+A step is in `vssm.training.step`. Here is what happens between steps: the log, validation,
+checkpoints, pictures, signals, and how a run is set up and resumed.
 
 The loop never waits for a CUDA device. Loss terms are summed on the device and read at log points,
-and a run in one process replays its step as a CUDA graph. A step whose terms or gradient are not
-finite changes nothing and is counted; ten in a row stop the run.
-
-Sequences of different lengths are padded; logging and clipping count the real values only.
-
-Legend: x (B, T, D) or tokens (B, T); terms per sequence, in nats.
+and a run in one process replays its step as a CUDA graph. Ten steps in a row that are not finite
+stop the run.
 """
 
-import hashlib
 import importlib.util
 import math
 import time
@@ -30,12 +24,11 @@ from torch import Tensor
 
 from vssm.checks import check_flag, check_path, check_type
 from vssm.config import RunConfig
-from vssm.data import Data, draw, open_data
-from vssm.data.feed import check_values, moved, place, take
+from vssm.data import draw, open_data
 from vssm.likelihoods import estimates
 from vssm.models import Model, build
 from vssm.nn import BLOCKS
-from vssm.objectives import Terms, objective, real_steps
+from vssm.objectives import Terms, real_steps
 from vssm.ops import choose_backend
 from vssm.runs.checkpoint import load_finite
 from vssm.runs.folder import RunFolder, finite, read_config
@@ -45,12 +38,12 @@ from vssm.sampling.generation import generate
 from vssm.sampling.request import check_room
 from vssm.storage import write_atomically
 from vssm.training import figures
-from vssm.training.distributed import Call, World, join
+from vssm.training.distributed import World, join
 from vssm.training.graph import GraphedStep, on_stream
 from vssm.training.interrupts import Interrupts
-from vssm.training.learner import Learner, Tally, TrainingStopped, learning_rate
 from vssm.training.progress import Progress, choose_progress
-from vssm.training.setup import check_options, resolve, warn_of_grey, warn_of_mps
+from vssm.training.setup import check_options, check_values, resolve, warn_of_grey, warn_of_mps
+from vssm.training.step import Step, TrainingStopped, learning_rate, mix
 
 __all__ = ["Trainer", "TrainingStopped", "train"]
 
@@ -116,8 +109,6 @@ class Trainer:
         self.config, self.meta = resolve(config, data.meta, first), data.meta
         check_options(options, data)
 
-        # Gradients are clipped and logged per value of x; per sequence they would be thousands.
-        self.values = data.train.x[0].numel() * data.train.filled
         self.steps_per_epoch = len(data.train) // options.batch
         self.total = min(options.epochs * self.steps_per_epoch, options.max_steps or 10**18)
         if self.total < (options.max_steps or 0):
@@ -134,20 +125,16 @@ class Trainer:
             check_room(self.model, self._num_samples(), data.meta.length, world.device)
         for name, split in (("training", data.train), ("validation", data.valid)):
             check_values(self.model.head, split, f"the {name} set", data.meta.given)
-        cuda = world.device.type == "cuda"
-        bfloat16 = options.precision == "bfloat16" or (options.precision == "auto" and cuda)
-        self.dtype = torch.bfloat16 if bfloat16 else torch.float32
+        self.digest = data.train.digest()
+        self.valid_split = data.valid.placed(world.device)
+        self.steps = Step(self.model, data.train, data.meta, options, world, self.total)
+        self.learner, self.tally = self.steps.learner, self.steps.tally
         if world.rank == 0:
             warn_of_grey(self.model.head, data)
-            warn_of_mps(world.device, self.dtype)
+            warn_of_mps(world.device, self.steps.dtype)
+        self._record_steps()
 
-        self.call = Call(self.model)
-        self.parallel = world.wrap(self.call, options.fsdp)
-        self.learner = Learner(self.model, options, world)
-        self.tally = Tally(world.device)
-        self._place(data)
-
-        self.step, self.epoch, self.order = 0, -1, torch.empty(0)
+        self.step = 0
         self.best: float | None = None
         self.lost = False  # whether a resumed run has lost its best weights
         self.unread: BrokenPipeError | None = None
@@ -170,34 +157,27 @@ class Trainer:
 
     def _build_model(self, first: Model | None) -> Model:
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(_mix(self.options.seed, "weights"))
+            torch.default_generator.manual_seed(mix(self.options.seed, "weights"))
             model = build(self.config.model) if first is None else first
         if self.options.compile:
             for block in [m for m in model.modules() if isinstance(m, tuple(BLOCKS.values()))]:
                 block.compile()
         return model
 
-    def _place(self, data: Data) -> None:
-        """Puts the data and the inputs of a step on the device, where a CUDA graph reads them."""
-        options, world = self.options, self.world
-        self.digest = data.train.digest()
-        self.train_split = place(data.train, world.device)
-        self.valid_split = place(data.valid, world.device)
-        self.generator = torch.Generator(world.device)
-        self.kl_weight = torch.zeros((), device=world.device) if options.kl_warmup else None
-        self.index, self.valid_index = torch.zeros(
-            2, options.batch // world.size, dtype=torch.long, device=world.device
-        )
-        self.stream: torch.cuda.Stream | None = None
-        self.update: Callable[[], Tensor] = self._update
+    def _record_steps(self) -> None:
+        """Makes CUDA graphs of training and validation steps, on one CUDA device."""
+        options, world, device = self.options, self.world, self.world.device
+        local = options.batch // world.size
+        self.valid_index = torch.zeros(local, dtype=torch.long, device=device)
         self.score: Callable[[], Tensor] = self._score
+        self.stream: torch.cuda.Stream | None = None
         alone = options.graph and not (world.grouped or options.fsdp or options.compile)
-        if world.device.type == "cuda" and alone:
-            self.stream = torch.cuda.Stream(world.device)
-            if self.train_split.x.is_cuda and self.valid_split.x.is_cuda:
-                self.update, self.score = (
-                    GraphedStep(function, self.generator, self.stream, self.progress.message)
-                    for function in (self._update, self._score)
+        if device.type == "cuda" and alone:
+            self.stream = torch.cuda.Stream(device)
+            if self.steps.split.x.is_cuda and self.valid_split.x.is_cuda:
+                self.steps.update, self.score = (
+                    GraphedStep(function, self.steps.generator, self.stream, self.progress.message)
+                    for function in (self.steps.compute, self._score)
                 )
 
     def run(self) -> None:
@@ -223,7 +203,8 @@ class Trainer:
                 with self._stopping():
                     self.validate()
             while self.step < self.total:
-                self.take_step()
+                self.step += 1
+                self.steps.take(self.step)
                 self.progress.step(self.step)
                 validating = self.step % self.validation_steps == 0 or self.step == self.total
                 with self._stopping():
@@ -247,51 +228,11 @@ class Trainer:
             raise self.unread
         interrupts.act()  # a signal at the last step must still end a sweep over many runs
 
-    def take_step(self) -> None:
-        """Sets the inputs of a step, all of which the device reads, and takes it."""
-        options, world = self.options, self.world
-        epoch, i = divmod(self.step, self.steps_per_epoch)
-        if epoch != self.epoch:
-            shuffle = torch.Generator().manual_seed(_mix(options.seed, "epoch", epoch))
-            order = torch.randperm(len(self.train_split), generator=shuffle, device="cpu")
-            if self.train_split.x.is_cuda:  # pinned, so that the copy does not wait either
-                order = order.pin_memory().to(self.train_split.x.device, non_blocking=True)
-            self.epoch, self.order = epoch, order
-        local = options.batch // world.size
-        first = i * options.batch + world.rank * local
-        self.index.copy_(self.order[first : first + local], non_blocking=True)
-        self.step += 1
-        self.learner.begin(self.step, self.total)
-        if self.kl_weight is not None:
-            self.kl_weight.fill_(min(1.0, (self.step - 1) / (options.kl_warmup * self.total)))
-        self.generator.manual_seed(_mix(options.seed, "step", self.step))
-        self.update()
-
-    def _update(self) -> Tensor:
-        """Takes a step on the device: objective, gradient, clipping, optimiser."""
-        options, world = self.options, self.world
-        x, lengths = take(self.train_split, self.index, world.device)
-        shard = world.rank, world.size
-        if options.shift and self.meta.image_shape is not None:
-            image, given = self.meta.without_given(x), x[..., x.shape[-1] - self.meta.given :]
-            image = moved(image, options.shift, self.meta.image_shape[2], self.generator, shard)
-            x = torch.cat([image, given], -1)
-        with self._autocast():
-            rest = lengths, self.kl_weight, options.estimator
-            terms = self.parallel(objective, x, self.generator, shard, *rest)
-        norm = self.learner.differentiate(terms.loss.mean(), self.values)
-        means = world.average(torch.stack([term.detach().mean() for term in terms]))
-        values = torch.cat([means, norm[None]])
-        good = values.isfinite().all()
-        self.learner.update(good)
-        self.tally.add(values, good)
-        return values
-
     def _log_point(self, steps: int, validating: bool) -> None:
         """Reads the terms from the device; logs, validates, saves and draws if it is time."""
         means, skipped, streak = self.tally.fetch()
         now = time.monotonic()
-        tokens = steps * self.options.batch * self.meta.length * self.train_split.filled
+        tokens = steps * self.options.batch * self.meta.length * self.steps.split.filled
         line = {
             **means,
             "learning_rate": learning_rate(self.options, self.step, self.total),
@@ -361,7 +302,7 @@ class Trainer:
             # size.
             index = first + world.rank * local + torch.arange(local, device=world.device)
             self.valid_index.copy_(index % num)
-            self.generator.manual_seed(_mix(options.seed, "valid", first))
+            self.steps.generator.manual_seed(mix(options.seed, "valid", first))
             sums += torch.where(index < num, self.score().double(), 0.0).sum(1)
         means = dict(zip(names, (world.average(sums) * world.size / num).tolist(), strict=True))
         bound, share = means.pop("partial_elbo", 0.0), means.pop("partial_rows", 0.0)
@@ -375,15 +316,15 @@ class Trainer:
             and
         whether there are any.
         """
-        world = self.world
-        x, lengths = take(self.valid_split, self.valid_index, world.device)
-        with self._autocast():
-            terms = self.call(objective, x, self.generator, (world.rank, world.size), lengths)
+        x, lengths = self.valid_split.take(self.valid_index, self.world.device)
+        with self.steps.autocast():
+            terms = self.steps.terms(x, lengths)
             if not self.cut:
                 return torch.stack(terms)
             real = None if lengths is None else real_steps(x, lengths)
             case, seed, rows = [(self.cut, "partial")], self.options.seed, self.valid_index
-            (bound,) = self.call(estimates, x, 1, case, seed, len(x), real, "importance", rows)
+            rest = 1, case, seed, len(x), real, "importance", rows
+            (bound,) = self.steps.alone(estimates, x, *rest)
         counts = torch.ones_like(bound) if lengths is None else (lengths > self.cut).to(bound)
         return torch.stack([*terms, torch.where(counts > 0, bound, 0), counts])
 
@@ -497,15 +438,11 @@ class Trainer:
             last = repr(str(self.saved)) if self.saved else "none yet"
             raise TrainingStopped(f"{reason}; last good checkpoint: {last}") from error
 
-    def _autocast(self) -> torch.autocast:
-        half = self.dtype == torch.bfloat16
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=half)
-
     def _facts(self, ended: bool) -> dict[str, Any]:
         """Returns what meta.json says of the run."""
         backend = None
         if self.config.model.block == "mamba":
-            backend = choose_backend("auto", self.world.device, self.dtype)
+            backend = choose_backend("auto", self.world.device, self.steps.dtype)
         return {
             "started": self.started,
             "ended": datetime.now(UTC).isoformat(timespec="seconds") if ended else None,
@@ -514,7 +451,7 @@ class Trainer:
             "machine": machine(),
             "device": str(self.world.device),
             "processes": self.world.size,
-            "precision": str(self.dtype).removeprefix("torch."),
+            "precision": str(self.steps.dtype).removeprefix("torch."),
             "backend": backend,
             "seed": self.options.seed,
             "parameters": sum(p.numel() for p in self.model.parameters()),
@@ -522,9 +459,3 @@ class Trainer:
             "steps_per_epoch": self.steps_per_epoch,
             "best_validation_loss": self.best,
         }
-
-
-def _mix(*parts: object) -> int:
-    """Returns 63 well mixed bits; consecutive seeds would start similar generators."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

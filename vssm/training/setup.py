@@ -8,12 +8,11 @@ from dataclasses import fields, replace
 import torch
 
 from vssm.config import ModelConfig, RunConfig, TrainConfig
-from vssm.data import Data, Meta
-from vssm.data.feed import is_grey
-from vssm.distributions import Head
+from vssm.data import Data, Meta, Split
+from vssm.distributions import HEADS_IN_UNIT, Head
 from vssm.models import Model
 
-__all__ = ["check_options", "resolve", "warn_of_grey", "warn_of_mps"]
+__all__ = ["check_options", "check_values", "resolve", "warn_of_grey", "warn_of_mps"]
 
 
 def resolve(config: RunConfig, meta: Meta, first: Model | None = None) -> RunConfig:
@@ -97,9 +96,34 @@ def check_options(options: TrainConfig, data: Data) -> None:
         )
 
 
+def check_values(head: Head, split: Split, name: str, given: int = 0) -> None:
+    """Checks once, before training, that the model can read all sequences.
+
+    The last `given` features have no distribution and any finite values. Others may be missing if
+    the split says so.
+    """
+    if not len(split):
+        raise ValueError(f"{name} is empty; allowed: at least one sequence")
+    first = 0
+    for x in split.parts():
+        if given:
+            x, always = x.split([x.shape[-1] - given, given], -1)
+            if not always.isfinite().all():
+                raise ValueError(f"{name} from row {first} has given features that are not known")
+        if split.missing:
+            x = torch.where(x.isnan(), 0.0, x)
+        head.validate(x, name=f"{name} from row {first}", values=False)
+        if head.name in HEADS_IN_UNIT and (x.min() < 0 or x.max() > 1):
+            raise ValueError(
+                f"head={head.name!r} is for values in [0, 1], {name} has others; allowed: 'auto'"
+            )
+        head.validate(x, name=f"{name} from row {first}")
+        first += len(x)
+
+
 def warn_of_grey(head: Head, data: Data) -> None:
     """Warns if a Bernoulli head will be trained on values between 0 and 1."""
-    if head.name == "bernoulli" and (is_grey(data.train) or is_grey(data.valid)):
+    if head.name == "bernoulli" and (data.train.is_grey() or data.valid.is_grey()):
         warnings.warn(
             f"head='bernoulli' is for values that are 0 or 1, and data set {data.meta.name!r} has"
             " others: its scores are pseudo-likelihoods, which do not compare with likelihoods. Use"

@@ -1,17 +1,24 @@
-"""What a training step changes: the weights, the optimisers, the average of the weights, the tally.
+"""A training step: a batch, its objective, the gradient, and the update of the weights.
 
+    g = d/dw mean_b loss_b,  clipped to |g| <= clip V            V values of x in a sequence
     lr_s = lr min(1, s / W)                            s <= W = warmup S
     lr_s = lr (1 + cos(pi (s - W) / (S - W + 1))) / 2  afterwards, nearly 0 at the last step S
     ema <- ema + (1 - min(decay, s / (s + 9))) (weights - ema)
 
-A step whose gradient or loss terms are not finite changes nothing but the count of such steps. Only
-the device knows whether it was, so that no step waits for it.
+All randomness is a function of (seed, step) or (seed, epoch). Every process draws the numbers of
+the whole batch and takes its own rows. So a resumed run, or a run with another number of processes,
+sees the same data and noise as an unbroken one; on a CPU it is equal to the last bit.
 
-Legend: s steps done, S steps in all.
+A step never waits for a CUDA device, and may be replayed as a CUDA graph: it reads its inputs from
+tensors that stay in place. A step whose gradient or loss terms are not finite changes nothing but
+the count of such steps; only the device knows whether it was.
+
+Legend: s steps done, S steps in all; x (B, T, D) or tokens (B, T); terms per sequence, in nats.
 """
 
+import hashlib
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,13 +26,116 @@ import torch
 from torch import Tensor, nn
 
 from vssm.config import TrainConfig
-from vssm.objectives import Terms
+from vssm.data import Meta, Split
+from vssm.objectives import Terms, objective
 from vssm.training.distributed import World
 from vssm.training.muon import Muon, block_matrices
 
-__all__ = ["Learner", "Tally", "TrainingStopped", "learning_rate", "parameter_groups"]
+__all__ = ["Learner", "Step", "Tally", "TrainingStopped", "learning_rate", "mix", "moved"]
+__all__ += ["parameter_groups"]
 
 _STREAK = 10  # bad steps in a row that stop a run
+
+
+class Step:
+    """Takes the steps of a training.
+
+    Arguments:
+        model: The model, which is moved to the device, and copied to or sharded over the processes.
+        split: The training set.
+        meta: What the data look like.
+        options: How the model is trained.
+        world: The processes that train it.
+        total: S.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split: Split,
+        meta: Meta,
+        options: TrainConfig,
+        world: World,
+        total: int,
+    ) -> None:
+        self.meta, self.options, self.world, self.total = meta, options, world, total
+        cuda = world.device.type == "cuda"
+        bfloat16 = options.precision == "bfloat16" or (options.precision == "auto" and cuda)
+        self.dtype = torch.bfloat16 if bfloat16 else torch.float32
+        self.alone = _Call(model)
+        self.parallel = world.wrap(self.alone, options.fsdp)
+        self.learner, self.tally = Learner(model, options, world), Tally(world.device)
+        self.split = split.placed(world.device)
+        # Gradients are clipped and logged per value of x; per sequence they would be thousands.
+        self.values = split.x[0].numel() * split.filled
+        self.per_epoch = len(split) // options.batch
+        self.generator = torch.Generator(world.device)
+        self.kl_weight = torch.zeros((), device=world.device) if options.kl_warmup else None
+        local = options.batch // world.size
+        self.index = torch.zeros(local, dtype=torch.long, device=world.device)
+        self.update: Callable[[], Tensor] = self.compute
+        self.epoch, self.order = -1, torch.empty(0)
+
+    def take(self, step: int) -> None:
+        """Takes step number 1 to S: sets all inputs, which the device reads, and computes."""
+        options, world = self.options, self.world
+        epoch, i = divmod(step - 1, self.per_epoch)
+        if epoch != self.epoch:
+            shuffle = torch.Generator().manual_seed(mix(options.seed, "epoch", epoch))
+            order = torch.randperm(len(self.split), generator=shuffle, device="cpu")
+            if self.split.x.is_cuda:  # pinned, so that the copy does not wait either
+                order = order.pin_memory().to(self.split.x.device, non_blocking=True)
+            self.epoch, self.order = epoch, order
+        local = len(self.index)
+        first = i * options.batch + world.rank * local
+        self.index.copy_(self.order[first : first + local], non_blocking=True)
+        self.learner.begin(step, self.total)
+        if self.kl_weight is not None:
+            self.kl_weight.fill_(min(1.0, (step - 1) / (options.kl_warmup * self.total)))
+        self.generator.manual_seed(mix(options.seed, "step", step))
+        self.update()
+
+    def compute(self) -> Tensor:
+        """Computes on the device: objective, gradient, clipping, optimiser."""
+        options, world = self.options, self.world
+        x, lengths = self.split.take(self.index, world.device)
+        shard = world.rank, world.size
+        if options.shift and self.meta.image_shape is not None:
+            image, given = self.meta.without_given(x), x[..., x.shape[-1] - self.meta.given :]
+            image = moved(image, options.shift, self.meta.image_shape[2], self.generator, shard)
+            x = torch.cat([image, given], -1)
+        with self.autocast():
+            rest = lengths, self.kl_weight, options.estimator
+            terms = self.parallel(objective, x, self.generator, shard, *rest)
+        norm = self.learner.differentiate(terms.loss.mean(), self.values)
+        means = torch.stack([term.detach().mean() for term in terms])
+        means = world.average(means) if world.grouped else means
+        values = torch.cat([means, norm[None]])
+        good = values.isfinite().all()
+        self.learner.update(good)
+        self.tally.add(values, good)
+        return values
+
+    def terms(self, x: Tensor, lengths: Tensor | None) -> Terms:
+        """Returns the terms of sequences without a step."""
+        shard = self.world.rank, self.world.size
+        return self.alone(objective, x, self.generator, shard, lengths)
+
+    def autocast(self) -> torch.autocast:
+        """Returns the context in which matrix products have the dtype of the training."""
+        half = self.dtype == torch.bfloat16
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=half)
+
+
+class _Call(nn.Module):
+    """Turns any function of a model into a forward pass, because DDP and FSDP2 hook into that."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401
+        return function(self.model, *arguments)
 
 
 class TrainingStopped(ValueError):
@@ -230,3 +340,36 @@ class Tally:
             target.fill_(value)
         self.sums.copy_(torch.tensor(pending[:-1], dtype=torch.float64))
         self.taken.fill_(pending[-1])
+
+
+def moved(
+    x: Tensor,
+    share: float,
+    channels: int,
+    generator: torch.Generator | None = None,
+    shard: tuple[int, int] = (0, 1),
+) -> Tensor:
+    """Moves a `share` of images (B, height, width * channels) by up to one row and one column.
+
+    Steps of -1, 0 and 1 are equally likely, and edges are repeated. `shard` is the part of a larger
+    batch that x is, as for `vssm.objective`.
+    """
+    index, count = shard
+    (batch, height, size), device = x.shape, x.device
+    draws = torch.rand(3, batch * count, dtype=torch.float32, device=device, generator=generator)
+    chosen, *places = draws[:, index * batch : (index + 1) * batch].unbind()
+    image = x.reshape(batch, height, size // channels, channels)
+    for axis, place in enumerate(places, 1):
+        length = image.shape[axis]
+        step = ((3 * place).long() - 1) * (chosen < share)
+        source = (torch.arange(length, device=device) + step[:, None]).clamp(0, length - 1)
+        view = [batch, 1, 1, 1]
+        view[axis] = length
+        image = image.gather(axis, source.view(view).expand(image.shape))
+    return image.reshape(x.shape)
+
+
+def mix(*parts: object) -> int:
+    """Returns 63 well mixed bits; consecutive seeds would start similar generators."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
