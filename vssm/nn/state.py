@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vssm.checks import check_device, shown, whole_number
+from vssm.nn.show import html_table
 from vssm.noise import fork
 from vssm.storage import check_checksum, with_checksum, write_atomically
 
@@ -51,11 +52,17 @@ class State:
 
     def __repr__(self) -> str:
         """Names the first tensors by their shapes: numbers would fill the screen."""
-        tensors: dict[str, Tensor] = {}
-        self._flatten("", tensors, {})
-        parts = [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
+        parts = [f"{name} {shape}" for name, shape in self._shapes().items()]
         shown = parts[:_SHOWN] + [f"and {len(parts) - _SHOWN} more"] * (len(parts) > _SHOWN)
         return f"State({', '.join([f'position={self.position}', *shown])})"
+
+    def _repr_html_(self) -> str:
+        return html_table(f"State at position {self.position}", self._shapes())
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        tensors: dict[str, Tensor] = {}
+        self._flatten("", tensors, {})
+        return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         child = self.children[name]

@@ -29,6 +29,7 @@ from vssm.models import (
     inner_model,
 )
 from vssm.nn import State
+from vssm.nn.show import html_table
 from vssm.sampling import read, sample
 from vssm.sampling.layout import fitted
 from vssm.sampling.request import BLIND, Noise, Options
@@ -72,6 +73,10 @@ class Generation(NamedTuple):
     def __repr__(self) -> str:
         x, z = (None if values is None else tuple(values.shape) for values in (self.x, self.z))
         return f"Generation(x={x}, z={z}, state={self.state!r})"
+
+    def _repr_html_(self) -> str:
+        z = None if self.z is None else tuple(self.z.shape)
+        return html_table("Generation", {"x": tuple(self.x.shape), "z": z, "state": self.state})
 
 
 def generate(
