@@ -1,7 +1,10 @@
 """Settings of the site, for Sphinx: `make site` builds it of pages, notebooks and docstrings."""
 
+import re
 import runpy
 from pathlib import Path
+
+from sphinx.application import Sphinx
 
 import vssm
 
@@ -22,10 +25,10 @@ myst_enable_extensions = ["dollarmath", "amsmath"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # the outputs are committed; a test runs the notebooks
 
-# Every name that a page or a docstring refers to must exist; types of other packages are not ours.
+# Links must lead somewhere. Types in signatures may be those of other packages, or inner ones.
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(?!vssm\.).*"), ("py:.*", r"vssm\..*\._.*")]
-suppress_warnings = ["myst.header", "misc.highlighting_failure"]
+nitpick_ignore_regex = [("py:(class|obj|exc)", ".*")]
+suppress_warnings = ["ref.python", "misc.highlighting_failure"]
 default_role = "code"  # docstrings write `name`, as Markdown does
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -41,7 +44,7 @@ html_theme_options = {
 }
 
 
-def write_api(_: object) -> None:
+def write_api() -> None:
     """Lists the public names for autosummary, in the sections of the written reference."""
     sections = runpy.run_path(str(FOLDER / "reference.py"))["SECTIONS"]
     lines = ["# API", "", "Each name has a page of its own, with links to its source.", ""]
@@ -51,6 +54,15 @@ def write_api(_: object) -> None:
     (FOLDER / "api.md").write_text("\n".join(lines))
 
 
-def setup(app: object) -> None:
-    """Writes the list of names before Sphinx looks for pages."""
-    app.connect("config-inited", lambda app, config: write_api(app))  # type: ignore[attr-defined]
+def keep_inside(_: object, page: str, source: list[str]) -> None:
+    """Turns links to pages outside of docs/ into downloads, to the README into the first page."""
+    if page.startswith("notebooks/"):
+        return
+    text = re.sub(r"\]\(\.\./README\.md[^)]*\)", "](index.md)", source[0])
+    source[0] = re.sub(r"\[([^]]+)\]\((\.\./[\w/]+\.md)[^)]*\)", r"{download}`\1 <\2>`", text)
+
+
+def setup(app: Sphinx) -> None:
+    """Writes the list of names before Sphinx looks for pages, and mends links as it reads."""
+    app.connect("config-inited", lambda app, config: write_api())
+    app.connect("source-read", keep_inside)

@@ -159,7 +159,7 @@ def test_the_lowest_versions_that_are_tried_are_those_declared():
     assert {
         name: f"{version}.0.0"[: len(lowest[name])] for name, version in minimums.items()
     } == lowest
-    assert set(extras) - set(tried[1].split(",")) == {"gpu", "cluster", "dev"}
+    assert set(extras) - set(tried[1].split(",")) == {"gpu", "cluster", "dev", "docs"}
 
 
 def test_no_drawer():
