@@ -38,6 +38,7 @@ from vssm.config import ModelConfig
 from vssm.distributions import Latents, Observation, make_head
 from vssm.models.ladder import Rung
 from vssm.nn import MambaBlock, State
+from vssm.nn.show import Shown
 from vssm.ops.linear import Linear
 from vssm.ops.norm import RMSNorm
 
@@ -100,7 +101,7 @@ def order_of_passes(unknown: Tensor, noise: Tensor, window: int, passes: Tensor 
     return torch.where(flat, rank * parts // count, -1).view(unknown.shape)
 
 
-class AnyPart(nn.Module):
+class AnyPart(Shown):
     """Creates a vssm that conditions on any known part.
 
     Example:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vssm.config import ModelConfig
 from vssm.distributions import Observation, make_head
 from vssm.nn import Stack, State
+from vssm.nn.show import Shown
 
 __all__ = ["Autoregressive", "embedding"]
 
@@ -32,7 +33,7 @@ class _Projection(nn.Linear):
         return super().forward(x.to(self.weight.dtype))
 
 
-class Autoregressive(nn.Module):
+class Autoregressive(Shown):
     """Creates a transformer, ssm or rnn that predicts every step from the steps before it.
 
     Example:

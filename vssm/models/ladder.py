@@ -38,6 +38,7 @@ from vssm.config import ModelConfig
 from vssm.distributions import Latents, Observation, make_head
 from vssm.models.autoregressive import embedding
 from vssm.nn import LatentEmbedding, MambaBlock, Stack, State
+from vssm.nn.show import Shown
 from vssm.ops.linear import Linear
 from vssm.ops.norm import RMSNorm
 
@@ -176,7 +177,7 @@ def _take(h: Tensor, steps: Tensor, past: int) -> Tensor:
     return torch.take_along_dim(F.pad(h, (0, 0, 0, past)), steps[..., None], 1)
 
 
-class Ladder(nn.Module):
+class Ladder(Shown):
     """Creates a vssm with levels of latents.
 
     Example:

@@ -15,17 +15,18 @@ v, v̄ (B, T, Z, N); w (B, T, size of the head); C the cut, or length of the pro
 from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vssm.config import ModelConfig
 from vssm.distributions import Latents, Observation, make_head
 from vssm.models.autoregressive import embedding
 from vssm.nn import LatentEmbedding, Stack, State
+from vssm.nn.show import Shown
 
 __all__ = ["Variational"]
 
 
-class Variational(nn.Module):
+class Variational(Shown):
     """Creates a vssm or tvae: three stacks, encoder, partial posterior and decoder.
 
     Example:

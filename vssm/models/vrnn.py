@@ -23,6 +23,7 @@ from vssm.config import ModelConfig
 from vssm.distributions import Latents, Observation, make_head
 from vssm.models.autoregressive import embedding
 from vssm.nn import LatentEmbedding, Stack, State
+from vssm.nn.show import Shown
 from vssm.ops.linear import Linear
 
 __all__ = ["VRNN", "Trajectory"]
@@ -43,7 +44,7 @@ class Trajectory(NamedTuple):
     """The state after the last step."""
 
 
-class VRNN(nn.Module):
+class VRNN(Shown):
     """Creates a variational recurrent network.
 
     Example:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vssm.checks import check_device, shown, whole_number
+from vssm.nn.show import html_table
 from vssm.nn.state_file import is_packed_at, pack, unpack
 from vssm.noise import fork
 from vssm.storage import write_atomically
@@ -49,9 +50,15 @@ class State:
 
     def __repr__(self) -> str:
         """Names the first tensors by their shapes: numbers would fill the screen."""
-        parts = [f"{name} {tuple(tensor.shape)}" for name, tensor in self.flatten()[0].items()]
+        parts = [f"{name} {shape}" for name, shape in self._shapes().items()]
         shown = parts[:_SHOWN] + [f"and {len(parts) - _SHOWN} more"] * (len(parts) > _SHOWN)
         return f"State({', '.join([f'position={self.position}', *shown])})"
+
+    def _repr_html_(self) -> str:
+        return html_table(f"State at position {self.position}", self._shapes())
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.flatten()[0].items()}
 
     def __getitem__(self, name: str) -> Tensor:
         child = self.children[name]

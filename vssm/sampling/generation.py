@@ -15,6 +15,7 @@ from torch import Tensor
 from vssm.distributions import Latents
 from vssm.models import VRNN, AnyPart, Autoregressive, Ladder, Model, Variational, inner_model
 from vssm.nn import State
+from vssm.nn.show import html_table
 from vssm.sampling.anypart import read_any_part, sample_any_part
 from vssm.sampling.ladder import read_ladder, sample_ladder
 from vssm.sampling.parallel import read_variational, sample_variational
@@ -61,6 +62,10 @@ class Generation(NamedTuple):
     def __repr__(self) -> str:
         x, z = (None if values is None else tuple(values.shape) for values in (self.x, self.z))
         return f"Generation(x={x}, z={z}, state={self.state!r})"
+
+    def _repr_html_(self) -> str:
+        z = None if self.z is None else tuple(self.z.shape)
+        return html_table("Generation", {"x": tuple(self.x.shape), "z": z, "state": self.state})
 
 
 def generate(
