@@ -25,7 +25,7 @@ from vssm.checks import check_choice
 from vssm.cli.data import Data
 from vssm.cli.errors import box_as_line, report_mistakes, report_sigterm, report_warnings
 from vssm.cli.evaluate import Evaluate, Report
-from vssm.cli.forecast import Forecast
+from vssm.cli.forecast import Backtest, Forecast
 from vssm.cli.generate import Generate
 from vssm.cli.hub import Pull, Push
 from vssm.cli.lab import Bench, Demo, Reproduce, Sweep
@@ -41,6 +41,7 @@ COMMANDS: dict[str, type] = {
     "generate": Generate,
     "evaluate": Evaluate,
     "forecast": Forecast,
+    "backtest": Backtest,
     "report": Report,
     "sweep": Sweep,
     "reproduce": Reproduce,

@@ -229,7 +229,7 @@ def train(
             optimizer.step()
             average.update_parameters(model)
         if validate is not None and (step % every == 0 or step == steps):
-            score = validate(average.module)
+            score = validate(average.module)  # type: ignore[arg-type]
             if score < best:
                 best, waited, kept_step = score, 0, step
                 kept = {k: v.clone() for k, v in average.module.state_dict().items()}
@@ -238,7 +238,7 @@ def train(
         show(step, best)
         if waited >= _PATIENCE:
             break
-    made = average.module
+    made: Any = average.module
     if kept is not None:
         made.load_state_dict(kept)
     return Trained(made.eval(), kept_step, best if kept is not None else math.nan)

@@ -342,7 +342,7 @@ class Forecaster:
             raise ValueError(f"kind={self.kind!r} can not fill gaps; use kind='vssm'")
         windows = Windows(panel, self.layout_, self.scale_)
         values = [self._filled(windows, k, one, samples) for k, one in enumerate(panel.series)]
-        table = panel.to_frame(values)
+        table: Any = panel.to_frame(values)
         if not panel.wide:
             return table
         return table.pivot(index="ds", columns="unique_id", values="y")[panel.ids]

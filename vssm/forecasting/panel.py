@@ -183,15 +183,21 @@ def _wide_dates(df: "pandas.DataFrame") -> tuple[Any, "pandas.DataFrame"]:
     if isinstance(df.index, pandas.DatetimeIndex):
         return pandas.Series(df.index), df.reset_index(drop=True)
     name = next((c for c in df.columns if str(c).lower() in _TIME_NAMES), None)
-    name = name or next(
-        (c for c in df.columns if pandas.api.types.is_datetime64_any_dtype(df[c])), None
-    )
+    name = name or next((c for c in df.columns if _has_dates(df[c])), None)
     if name is None:
         raise ValueError(
             "the table has no dates; give a long one with columns unique_id, ds and y, or a wide"
             f" one with a DatetimeIndex or a column named {' or '.join(_TIME_NAMES[:2])}"
         )
     return df[name].reset_index(drop=True), df.drop(columns=name).reset_index(drop=True)
+
+
+def _has_dates(column: Any) -> bool:  # noqa: ANN401
+    import pandas
+
+    if pandas.api.types.is_numeric_dtype(column):
+        return False
+    return bool(pandas.to_datetime(column, errors="coerce", format="ISO8601").notna().all())
 
 
 def _dates(table: "pandas.DataFrame") -> Any:  # noqa: ANN401
