@@ -292,7 +292,8 @@ def _single_series(forecaster: ModelForecaster) -> ModelForecaster:
 
 
 def _deepar(windows: RollingWindows, shapes: list[Shape]) -> dict[str, float]:
-    from vssm.forecasting.gluonts import deepar, entries
+    from vssm.forecasting.gluonts import entries
+    from vssm.lab.deepar import deepar
 
     options, series = windows.options, windows.options.series
     device = choose_device(options.train.device)

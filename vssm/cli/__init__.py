@@ -26,7 +26,7 @@ from vssm.cli.data import Data
 from vssm.cli.errors import box_as_line, report_mistakes, report_sigterm, report_warnings
 from vssm.cli.evaluate import Evaluate, Report
 from vssm.cli.fill import Fill
-from vssm.cli.forecast import Forecast
+from vssm.cli.forecast import Backtest, Forecast
 from vssm.cli.generate import Generate
 from vssm.cli.hub import Pull, Push
 from vssm.cli.lab import Bench, Demo, Reproduce, Sweep
@@ -43,6 +43,7 @@ COMMANDS: dict[str, type] = {
     "fill": Fill,
     "evaluate": Evaluate,
     "forecast": Forecast,
+    "backtest": Backtest,
     "report": Report,
     "sweep": Sweep,
     "reproduce": Reproduce,
@@ -58,7 +59,8 @@ EXAMPLES = {
     "generate": "generate runs/mnist --num 16 --seed 7 --out samples.png",
     "fill": "fill runs/weather --input weather.csv --num 100 --out filled.csv",
     "evaluate": "evaluate runs/mnist --quick",
-    "forecast": "forecast runs/weather --path weather.csv --horizon 96 --out forecast.csv",
+    "forecast": "forecast weather.csv --horizon 96 --out forecast.csv",
+    "backtest": "backtest weather.csv --horizon 96 --windows 5",
     "report": "report runs/mnist runs/other --out report.html",
     "sweep": "sweep digits --kinds vssm ssm --learning-rates 1e-3 5e-4 --seeds 0 1",
     "reproduce": "reproduce digits --scale small",

@@ -1,56 +1,131 @@
-"""`vssm forecast`: what follows a table."""
+"""`vssm forecast`: what follows a table; `vssm backtest`: how good such forecasts were."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from vssm.cli.options import check_seed
 from vssm.cli.samples import check_files
 
-__all__ = ["Forecast"]
+if TYPE_CHECKING:
+    from vssm.forecasting.forecaster import Forecaster
+
+__all__ = ["Backtest", "Forecast"]
 
 
 @dataclass
-class Forecast:
+class _SeriesOptions:
+    """How a forecaster is trained on a table."""
+
+    freq: str | None = None
+    """Time between dates, as pandas writes it: h, D, MS, ...; found in the dates by default."""
+    season: int | None = None
+    """Steps of a season; from the frequency by default."""
+    kind: str = "vssm"
+    """The model: vssm, or transformer, ssm, rnn, tvae or vrnn."""
+    future_columns: tuple[str, ...] = ()
+    """Columns of the table that are known in the future."""
+    max_steps: int = 1000
+    """The most training steps; early stopping may end sooner."""
+    seed: int = 0
+    """Names the weights and the paths, 0 to 2^63 - 1."""
+
+    def forecaster(self, horizon: int) -> "Forecaster":
+        from vssm.forecasting.forecaster import Forecaster
+
+        check_seed(self.seed)
+        return Forecaster(
+            horizon=horizon,
+            freq=self.freq,
+            season=self.season,
+            kind=self.kind,
+            future_columns=self.future_columns,
+            max_steps=self.max_steps,
+            seed=self.seed,
+        )
+
+
+@dataclass
+class Forecast(_SeriesOptions):
     """Forecasts what follows a table file: quantiles and a fan chart."""
 
-    run_folder: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
-    """A run folder of data set series, or hf://OWNER/NAME."""
-    path: Path
-    """The history: a CSV, .npy or Parquet file with the columns of the run."""
+    source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="DATA|RUN")]] = ""
+    """A table to train on and forecast: CSV or Parquet, long (unique_id, ds, y) or wide. Or what
+    is trained already: a folder of --save or of vssm train series, or hf://OWNER/NAME."""
+    path: Path | None = None
+    """The history for a trained RUN: a table with the columns of its training."""
     time: str | None = None
-    """Column of dates; by default the one of training, none leaves dates out."""
+    """Column of dates of a run of vssm train; by default the one of training, none leaves dates
+    out."""
     horizon: int | None = None
-    """Steps to forecast; by default as in training, more is extrapolation."""
+    """Steps to forecast: 24 by default, or as in training."""
     samples: int = 500
     """Sample paths to draw."""
     quantiles: tuple[float, ...] = (0.025, 0.1, 0.25, 0.5, 0.75, 0.9, 0.975)
     """The quantiles to write, from 0 to 1, each once."""
+    future: Path | None = None
+    """A table with the --future-columns of the dates to come."""
+    save: Path | None = None
+    """A folder for the trained forecaster, to use it again."""
     chunk: int | None = None
-    """Generate so many steps at a time (vssm, tvae)."""
+    """Generate so many steps at a time (vssm and tvae of vssm train)."""
     recondition: bool = False
     """Read each generated chunk before making the next (vssm, tvae); of use with --chunk."""
-    seed: int = 0
-    """Names the paths, 0 to 2^63 - 1."""
     temperature: float = 1.0
-    """Above 1 for wider intervals."""
+    """Above 1 for wider intervals (runs of vssm train)."""
     out: Path = Path("forecast.csv")
     """Where the quantiles go: .csv or .parquet; the fan chart goes beside them."""
     device: str = "auto"
-    """Where to run: auto, cpu or cuda."""
+    """Where a run of vssm train runs: auto, cpu or cuda."""
 
     def run(self) -> None:
-        from vssm.checks import choose_device
-        from vssm.forecasting.files import check_quantiles, draw_fan, forecast_file, write_quantiles
-        from vssm.forecasting.model_forecaster import ModelForecaster
+        from vssm.forecasting.files import check_quantiles
 
         check_seed(self.seed)
         picture = self.out.with_suffix(".png") if self.out.name else self.out
-        check_files({"out": self.out, "picture": picture}, {"path": self.path})
         check_quantiles(self.out, self.quantiles)
-        forecaster = ModelForecaster.load(self.run_folder, choose_device(self.device))
+        if not self.source:
+            raise ValueError("DATA is missing; give a table to forecast, or a RUN and --path")
+        writes = {"out": self.out, "picture": picture}
+        check_files(writes, {"data": Path(self.source), "path": self.path, "future": self.future})
+        saved = (Path(self.source) / "forecaster.json").is_file()
+        if saved or Path(self.source).is_file():
+            self._forecast_table(picture, saved)
+        else:
+            self._forecast_run(picture)
+
+    def _forecast_table(self, picture: Path, saved: bool) -> None:
+        from vssm.forecasting.files import read_frame, write_forecast
+        from vssm.forecasting.forecaster import Forecaster
+
+        future = None if self.future is None else read_frame(self.future)
+        if saved:
+            own = Forecaster.load(self.source)
+            if self.horizon not in (None, own.horizon):
+                raise ValueError(
+                    f"horizon={self.horizon} was {own.horizon} in training; train again"
+                )
+        else:
+            own = self.forecaster(self.horizon or 24).fit(read_frame(self.source))
+            print(f"fit: {own.steps_} steps, {own.seconds_:.0f} s")
+        if self.save is not None:
+            own.save(self.save)
+        history = None if self.path is None else read_frame(self.path)
+        made = own.predict(history, self.samples, self.quantiles, future)
+        write_forecast(made, self.out)
+        own.plot(history, picture, self.samples, future)
+        print(f"forecast: {self.out}  {own.horizon} steps\nfan chart: {picture}")
+
+    def _forecast_run(self, picture: Path) -> None:
+        from vssm.checks import choose_device
+        from vssm.forecasting.files import draw_fan, forecast_file, write_quantiles
+        from vssm.forecasting.model_forecaster import ModelForecaster
+
+        forecaster = ModelForecaster.load(self.source, choose_device(self.device))
+        if self.path is None:
+            raise ValueError("path is missing; give the history of the run with --path")
         usual: dict[str, Any] = {"chunk": None, "recondition": False, "temperature": 1.0}
         options = {
             name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]
@@ -62,3 +137,32 @@ class Forecast:
         draw_fan(made, history, picture, forecaster.meta.context or 96)
         steps, columns = made.mean.shape[0], len(made.columns)
         print(f"forecast: {self.out}  {steps} steps of {columns} columns\nfan chart: {picture}")
+
+
+@dataclass
+class Backtest(_SeriesOptions):
+    """Scores forecasts of a table's last windows, beside the naive ones."""
+
+    data: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DATA")]] = Path()
+    """The table: CSV or Parquet, long (unique_id, ds, y) or wide."""
+    horizon: int = 24
+    """Steps of a forecast."""
+    windows: int = 5
+    """Windows of each series, one horizon apart; training sees what comes before them."""
+    samples: int = 200
+    """Sample paths to draw."""
+    out: Path = Path("backtest.csv")
+    """Where the scores go; the picture goes beside them."""
+
+    def run(self) -> None:
+        from vssm.forecasting.files import read_frame, write_forecast
+
+        picture = self.out.with_suffix(".png") if self.out.name else self.out
+        check_files({"out": self.out, "picture": picture}, {"data": self.data})
+        own = self.forecaster(self.horizon)
+        made = own.backtest(read_frame(self.data), self.windows, self.samples)
+        write_forecast(made.table.rename_axis("model").reset_index(), self.out)
+        made.plot(picture)
+        print(f"fit: {own.steps_} steps, {own.seconds_:.0f} s")
+        print(made.table.round(4).to_string())
+        print(f"scores: {self.out}\npicture: {picture}")

@@ -11,7 +11,8 @@ from vssm.forecasting.charts import Fan, draw_fans, save_figure
 from vssm.forecasting.model_forecaster import Forecast, ModelForecaster
 from vssm.storage import write_atomically
 
-__all__ = ["check_quantiles", "draw_fan", "forecast_file", "read_history", "write_quantiles"]
+__all__ = ["check_quantiles", "draw_fan", "forecast_file", "read_frame", "read_history"]
+__all__ += ["write_forecast", "write_quantiles"]
 
 
 def read_history(forecaster: ModelForecaster, path: str | Path, time: str | None = None) -> Table:
@@ -88,6 +89,10 @@ def write_quantiles(made: Forecast, path: str | Path, levels: Sequence[float]) -
     table["mean"] = made.mean.flatten().double().cpu().numpy()
     for level in levels:
         table[f"q{level:g}"] = made.quantile(level).flatten().double().cpu().numpy()
+    _write(table, path, date_format)
+
+
+def _write(table: Any, path: Path, date_format: str = "%Y-%m-%d %H:%M:%S") -> None:  # noqa: ANN401
     if path.suffix == ".csv":
         style = {"index": False, "date_format": date_format, "lineterminator": "\r\n"}
         write_atomically(path, lambda file: table.to_csv(file, **style))
@@ -98,6 +103,36 @@ def write_quantiles(made: Forecast, path: str | Path, levels: Sequence[float]) -
         raise ValueError(
             f"{path}: Parquet needs pyarrow, install it with: pip install 'vssm[forecast]'"
         ) from error
+
+
+def read_frame(path: str | Path) -> Any:  # noqa: ANN401
+    """Returns the table of a CSV or Parquet file as a pandas DataFrame.
+
+    Commas, semicolons or tabs separate the cells of a CSV file; it may be compressed.
+    """
+    import pandas
+
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r} does not exist; give a CSV or Parquet file")
+    try:
+        if path.suffix == ".parquet":
+            return pandas.read_parquet(path)
+        first = pandas.read_csv(path, nrows=0, sep="\0", engine="python").columns[0]
+        separator = max(",;\t", key=first.count)
+        return pandas.read_csv(path, sep=separator)
+    except (ValueError, ImportError) as error:  # pandas's own errors are ValueErrors
+        raise ValueError(f"{str(path)!r} is no table: {str(error).splitlines()[0]}") from None
+
+
+def write_forecast(table: Any, path: str | Path) -> None:  # noqa: ANN401
+    """Writes a table of `Forecaster.predict` as CSV or Parquet; a wide one becomes long."""
+    import pandas
+
+    if isinstance(table.columns, pandas.MultiIndex):
+        ids = list(dict.fromkeys(table.columns.get_level_values(0)))
+        table = pandas.concat({id: table[id] for id in ids}, names=["unique_id"]).reset_index()
+    _write(table, Path(path))
 
 
 def draw_fan(made: Forecast, history: Table, path: str | Path, context: int = 96) -> None:

@@ -46,6 +46,7 @@ _HELD_OUT = 0.2  # share of a series
 _VALID_WINDOWS, _VALID_PATHS = 96, 32
 _PATIENCE = 6  # validations without a better one
 _FILL_SHARE = 0.15  # of the windows of a step
+_DOUBT = 5  # windows; as many held-out windows move a factor half of the way
 _EMA = 0.99
 _WARMUP = 20  # steps
 _AT_LEAST = 200  # steps before validations count against patience
@@ -56,6 +57,8 @@ def season_of(step: object, lengths: list[int]) -> int:
     name = str(getattr(step, "name", "")).split("-")[0].removesuffix("E").removesuffix("S")
     num = int(getattr(step, "n", 1))
     season = dict(_SEASONS).get(name, 1)
+    if months := getattr(step, "kwds", {}).get("months"):
+        season, num = 12, months
     if name == "min" and 60 % num == 0 and num > 1:
         season = 24 * 60  # the day, for a step of some minutes
     season = season // num if season % num == 0 else 1
@@ -229,7 +232,7 @@ def train(
             optimizer.step()
             average.update_parameters(model)
         if validate is not None and (step % every == 0 or step == steps):
-            score = validate(average.module)
+            score = validate(average.module)  # type: ignore[arg-type]
             if score < best:
                 best, waited, kept_step = score, 0, step
                 kept = {k: v.clone() for k, v in average.module.state_dict().items()}
@@ -238,7 +241,7 @@ def train(
         show(step, best)
         if waited >= _PATIENCE:
             break
-    made = average.module
+    made: Any = average.module
     if kept is not None:
         made.load_state_dict(kept)
     return Trained(made.eval(), kept_step, best if kept is not None else math.nan)
@@ -317,6 +320,7 @@ def calibrate(paths: Tensor, y: Tensor, known: Tensor) -> Calibration | None:
     score = torch.where(unit > 0, away / unit, torch.nan)
     score = torch.where(known, score, torch.nan).numpy()
     horizon, reach = y.shape[1], max(1, y.shape[1] // 8)
+    trust = len(y) / (len(y) + _DOUBT)
     factors = []
     for sign in (-1, 1):
         side = []
@@ -324,6 +328,6 @@ def calibrate(paths: Tensor, y: Tensor, known: Tensor) -> Calibration | None:
             near = score[:, max(0, step - reach) : step + reach + 1].flatten()
             near = sign * near[np.isfinite(near)]
             size = np.quantile(near, 0.9) if len(near) >= 8 else 1.0
-            side.append(float(np.clip(size, 0.25, 4.0)))
+            side.append(1 + trust * (float(np.clip(size, 0.25, 4.0)) - 1))
         factors.append(tuple(side))
     return Calibration(*factors)

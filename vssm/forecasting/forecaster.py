@@ -153,11 +153,17 @@ class Forecaster:
             This forecaster, with `panel_`, `layout_`, `model_`, `calibration_`, `steps_` (those
             of the training that was best) and `seconds_`.
         """
+        return self._fit(self._read_new(df))
+
+    def _read_new(self, df: "pandas.DataFrame") -> Panel:
+        """Returns the panel of a table to train on."""
         self._check_params()
-        began = time.monotonic()
-        panel = read_panel(
+        return read_panel(
             df, self.freq, self.future_columns, self.past_columns, self.static_columns
         )
+
+    def _fit(self, panel: Panel) -> "Forecaster":
+        began = time.monotonic()
         layout = choose_layout(
             panel, self.horizon, self.season, self.patch, self.context, self.transform
         )
@@ -306,11 +312,7 @@ class Forecaster:
         Returns:
             The scores as `table`, as of `evaluate`, and a `plot` of the forecasts.
         """
-        self._check_params()
-        windows = whole_number("windows", windows, 1)
-        panel = read_panel(
-            df, self.freq, self.future_columns, self.past_columns, self.static_columns
-        )
+        windows, panel = whole_number("windows", windows, 1), self._read_new(df)
         older = []
         for one in panel.series:
             if len(one.y) < (windows + 1) * self.horizon:
@@ -319,7 +321,7 @@ class Forecaster:
                     f" {self.horizon}; give fewer windows"
                 )
             older.append(one.before(len(one.y) - windows * self.horizon))
-        self.fit(panel.replace(older).to_frame())
+        self._fit(panel.replace(older))
         return self._roll(panel, windows, samples)
 
     def _roll(self, panel: Panel, windows: int, samples: int) -> Backtest:
@@ -342,7 +344,7 @@ class Forecaster:
             raise ValueError(f"kind={self.kind!r} can not fill gaps; use kind='vssm'")
         windows = Windows(panel, self.layout_, self.scale_)
         values = [self._filled(windows, k, one, samples) for k, one in enumerate(panel.series)]
-        table = panel.to_frame(values)
+        table: Any = panel.to_frame(values)
         if not panel.wide:
             return table
         return table.pivot(index="ds", columns="unique_id", values="y")[panel.ids]
@@ -394,7 +396,7 @@ class Forecaster:
             "scale": asdict(self.scale_),
             "calibration": self.calibration_,
             "ids": ids,
-            "freq": panel.step.freqstr,
+            "freq": getattr(panel.step, "kwds", {}).get("months") or panel.step.freqstr,
             "columns": asdict(panel.columns),
             "wide": panel.wide,
             "steps": self.steps_,
@@ -415,7 +417,8 @@ class Forecaster:
         held = read_object(folder / "forecaster.json")
         if held.get("format") != _FORMAT:
             raise ValueError(f"{str(folder)!r} has format {held.get('format')}; this is {_FORMAT}")
-        own = cls(**held["params"])
+        lists = {k: tuple(v) for k, v in held["params"].items() if isinstance(v, list)}
+        own = cls(**{**held["params"], **lists})  # JSON has no tuples
         own.model_ = load_finite(folder).eval()
         own.layout_ = Layout(**held["layout"])
         pairs = {name: tuple(map(tuple, held["scale"][name])) for name in ("moving", "static")}
@@ -425,8 +428,9 @@ class Forecaster:
         exact: Any = {"float_precision": "round_trip"}
         table = pandas.read_csv(folder / "history.csv", **exact)
         table["unique_id"] = table["unique_id"].map(dict(enumerate(held["ids"])))
-        columns = held["columns"]
-        panel = read_panel(table, held["freq"], **columns)
+        months = isinstance(held["freq"], int)  # the 15th of each month, say, has no letters
+        step = pandas.DateOffset(months=held["freq"]) if months else held["freq"]
+        panel = read_panel(table, step, **held["columns"])
         own.panel_ = replace(panel, wide=held["wide"])
         own.steps_, own.seconds_ = held["steps"], held["seconds"]
         return own

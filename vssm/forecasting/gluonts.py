@@ -1,21 +1,19 @@
-"""GluonTS: a run as a `Predictor` of it, and its DeepAR as the peer that runs are compared with."""
+"""GluonTS: a run as a `Predictor` of it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from vssm.forecasting.model_forecaster import ModelForecaster
 
 if TYPE_CHECKING:
     from gluonts.model.predictor import Predictor
 
-__all__ = ["deepar", "entries", "predictor"]
+__all__ = ["entries", "predictor"]
 
 _SERIES_PER_PASS = 64
 
@@ -124,69 +122,6 @@ def _times(entry: dict[str, Any]) -> np.ndarray:
 
     start, num = entry["start"], np.shape(entry["target"])[-1]
     return pandas.period_range(start, periods=num, freq=start.freq).to_timestamp().to_numpy()
-
-
-def deepar(
-    values: np.ndarray,
-    context: int,
-    horizon: int,
-    freq: str,
-    epochs: int,
-    batches: int = 50,
-    seed: int = 0,
-    device: str = "cpu",
-    **options: Any,  # noqa: ANN401
-) -> "Predictor":
-    """Trains GluonTS's DeepAR, with its own defaults, on the columns of (N, D) as separate series.
-
-    It unrolls over `context` steps before the horizon. `freq` is a step in the letters of pandas
-    (h, D, ...). An epoch has `batches` batches of 32 windows. `options` go to `DeepAREstimator`.
-    """
-    import logging
-    import warnings
-    from tempfile import TemporaryDirectory
-
-    from gluonts.dataset.common import ListDataset
-    from gluonts.torch import DeepAREstimator
-
-    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    with (
-        torch.random.fork_rng(),
-        _kept_numpy_state(),
-        warnings.catch_warnings(),
-        TemporaryDirectory() as folder,
-    ):
-        warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
-        np.random.seed(seed)  # noqa: NPY002 - GluonTS draws its windows from numpy's global state
-        estimator = DeepAREstimator(
-            freq=freq,
-            prediction_length=horizon,
-            context_length=context,
-            num_batches_per_epoch=batches,
-            trainer_kwargs={
-                "max_epochs": epochs,
-                "accelerator": "gpu" if device.startswith("cuda") else "cpu",
-                "devices": 1,
-                "enable_progress_bar": False,
-                "enable_model_summary": False,
-                "default_root_dir": folder,
-                "logger": False,
-            },
-            **options,
-        )
-        return estimator.train(ListDataset(entries(values, freq), freq=freq))
-
-
-@contextmanager
-def _kept_numpy_state() -> Iterator[None]:
-    """Leaves numpy's global random state as it was."""
-    state = np.random.get_state()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        np.random.set_state(state)  # noqa: NPY002
 
 
 def entries(values: np.ndarray, freq: str) -> list[dict[str, Any]]:

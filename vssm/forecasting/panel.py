@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vssm.checks import shown
-from vssm.data.dates import usual_step
+from vssm.data.dates import plain_dates, usual_step
 
 if TYPE_CHECKING:
     import pandas
@@ -183,15 +183,21 @@ def _wide_dates(df: "pandas.DataFrame") -> tuple[Any, "pandas.DataFrame"]:
     if isinstance(df.index, pandas.DatetimeIndex):
         return pandas.Series(df.index), df.reset_index(drop=True)
     name = next((c for c in df.columns if str(c).lower() in _TIME_NAMES), None)
-    name = name or next(
-        (c for c in df.columns if pandas.api.types.is_datetime64_any_dtype(df[c])), None
-    )
+    name = name or next((c for c in df.columns if _has_dates(df[c])), None)
     if name is None:
         raise ValueError(
             "the table has no dates; give a long one with columns unique_id, ds and y, or a wide"
             f" one with a DatetimeIndex or a column named {' or '.join(_TIME_NAMES[:2])}"
         )
     return df[name].reset_index(drop=True), df.drop(columns=name).reset_index(drop=True)
+
+
+def _has_dates(column: Any) -> bool:  # noqa: ANN401
+    import pandas
+
+    if pandas.api.types.is_numeric_dtype(column):
+        return False
+    return bool(pandas.to_datetime(column, errors="coerce", format="ISO8601").notna().all())
 
 
 def _dates(table: "pandas.DataFrame") -> Any:  # noqa: ANN401
@@ -263,7 +269,7 @@ def _step(groups: dict[Any, "pandas.DataFrame"], freq: Any) -> "pandas.DateOffse
     longest = max(groups.values(), key=len)
     if len(longest) < 3:
         raise ValueError("all series have fewer than 3 rows; give freq, such as 'h', 'D' or 'MS'")
-    return usual_step(longest["ds"].dt.tz_localize(None).to_numpy())
+    return usual_step(plain_dates(longest["ds"].dt.tz_localize(None).to_numpy()))
 
 
 def _series(id: Any, rows: Any, step: "pandas.DateOffset", columns: Columns) -> Series:  # noqa: ANN401

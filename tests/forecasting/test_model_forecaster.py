@@ -1,7 +1,6 @@
 """Forecasts: paths in the units of the data, streams, files, scores, and GluonTS."""
 
 import json
-import pickle
 import runpy
 import sys
 import warnings
@@ -968,20 +967,6 @@ def test_equal_series_of_a_predictor_get_different_paths(cycles):
     assert all((a.samples == b.samples).all() for a, b in zip(*paths, strict=True)), (
         "each time the same"
     )
-
-
-def test_deepar_restores_the_global_random_states():
-    pytest.importorskip("gluonts")
-    from vssm.forecasting.gluonts import deepar
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        before = pickle.dumps(np.random.get_state()), torch.get_rng_state()  # noqa: NPY002
-        deepar(
-            history(60, num=1), 4, 2, "h", epochs=1, batches=1, seed=5, num_layers=1, hidden_size=4
-        )
-    assert pickle.dumps(np.random.get_state()) == before[0]  # noqa: NPY002
-    assert torch.equal(torch.get_rng_state(), before[1])
 
 
 def test_predictor_names_its_extra(run_folder, monkeypatch):

@@ -1,0 +1,274 @@
+"""`Forecaster`: tables in and out, learning, calibration, covariates, gaps and mistakes."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from sklearn.base import clone
+
+import vssm
+from vssm.cli import main
+from vssm.forecasting.fitting import Calibration, calibrate, choose_layout, season_of
+from vssm.forecasting.metrics import panel_scores, scores
+from vssm.forecasting.panel import read_panel
+from vssm.forecasting.windows import Layout, centre_and_scale
+
+SMALL = {"horizon": 7, "max_steps": 4, "width": 16, "batch": 8, "latents": 2, "classes": 8}
+
+
+def weeks(num=70, series=2, seed=0):
+    """Daily series with a week in them, as a wide table."""
+    noise = np.random.default_rng(seed).normal(size=(num, series))
+    wave = 3 * np.sin(np.arange(num)[:, None] * 2 * np.pi / 7 + np.arange(series))
+    days = pandas.date_range("2024-01-01", periods=num, freq="D")
+    return pandas.DataFrame(10 + wave + 0.3 * noise, index=days, columns=list("abcdefgh"[:series]))
+
+
+def as_long(wide):
+    table = wide.rename_axis("ds").reset_index()
+    return table.melt("ds", var_name="unique_id", value_name="y")[["unique_id", "ds", "y"]]
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return vssm.Forecaster(**SMALL).fit(weeks())
+
+
+def test_tables_have_the_form_of_the_input(fitted):
+    made = fitted.predict(samples=20, quantiles=(0.05, 0.5))
+    assert made.shape == (7, 6) and made.index[0] == pandas.Timestamp("2024-03-11")
+    assert made["b"].columns.tolist() == ["mean", "0.05", "0.5"]
+    long = fitted.predict(as_long(weeks())[::-1], samples=20, quantiles=(0.05, 0.5))
+    assert long.columns.tolist() == ["unique_id", "ds", "mean", "0.05", "0.5"]
+    assert long["unique_id"].tolist() == ["b"] * 7 + ["a"] * 7  # the order of the input
+    assert (long["ds"].diff()[1:7] == pandas.Timedelta("1D")).all()
+    paths = fitted.predict_samples(samples=20)
+    assert paths.shape == (2, 20, 7)
+    assert np.allclose(np.quantile(paths[1], 0.05, axis=0), made["b"]["0.05"])
+    assert len(np.unique(paths[0, :, 0])) == 20  # each path has draws of its own
+
+
+def test_seeds_fix_everything(fitted):
+    again = vssm.Forecaster(**SMALL).fit(weeks())
+    other = vssm.Forecaster(**SMALL, seed=1).fit(weeks())
+    paths = fitted.predict_samples(samples=3)
+    assert np.array_equal(paths, again.predict_samples(samples=3))
+    assert not np.array_equal(paths, other.predict_samples(samples=3))
+
+
+def test_scikit_learn_clones_it(fitted):
+    copy = clone(fitted)
+    assert copy.get_params() == fitted.get_params() and not hasattr(copy, "model_")
+    assert repr(copy.set_params(horizon=9, max_steps=1000)) == (
+        "Forecaster(batch=8, classes=8, horizon=9, latents=2, width=16)"
+    )
+    with pytest.raises(ValueError, match="did you mean 'horizon'"):
+        copy.set_params(horizn=3)
+
+
+def test_save_and_load(fitted, tmp_path):
+    fitted.save(tmp_path / "own")
+    own = vssm.Forecaster.load(tmp_path / "own")
+    assert repr(own) == repr(fitted) and own.calibration_ == fitted.calibration_
+    pandas.testing.assert_frame_equal(own.predict(), fitted.predict())
+    with pytest.raises(ValueError, match=r"no forecaster\.json"):
+        vssm.Forecaster.load(tmp_path)
+
+
+def test_update_adds_points_without_training(fitted, tmp_path):
+    fitted.save(tmp_path)
+    own, longer = vssm.Forecaster.load(tmp_path), weeks(77, 3)
+    longer.iloc[:70, :2] = weeks()
+    own.update(longer.iloc[70:, :2]).update(longer[["c"]])
+    assert own.panel_.ids == ["a", "b", "c"]  # a new series too
+    assert np.array_equal(own.predict_samples(samples=4), fitted.predict_samples(longer, samples=4))
+
+
+def test_all_kinds_forecast():
+    for kind in ("rnn", "ssm", "transformer", "tvae", "vrnn"):
+        own = vssm.Forecaster(**{**SMALL, "max_steps": 2}, kind=kind).fit(weeks())
+        assert np.isfinite(own.predict_samples(samples=3)).all()
+        with pytest.raises(ValueError, match="can not fill"):
+            own.fill()
+
+
+def test_it_learns_a_promotion_that_is_known_ahead():
+    rng = np.random.default_rng(0)
+    days = pandas.date_range("2023-01-01", periods=130, freq="D")
+    promo = (rng.random((6, 130)) < 0.3).astype(float)
+    parts = [
+        pandas.DataFrame({"unique_id": k, "ds": days, "promo": promo[k]}).assign(
+            y=20 + 5 * promo[k] + rng.normal(size=130)
+        )
+        for k in range(6)
+    ]
+    table = pandas.concat(parts)
+    table.loc[rng.random(len(table)) < 0.1, "y"] = np.nan
+    own = vssm.Forecaster(horizon=7, future_columns=["promo"], max_steps=150, season=1, refit=False)
+    ahead = pandas.DataFrame(
+        {"ds": pandas.date_range(days[-1], periods=8)[1:], "promo": [0.0, 1, 0, 1, 0, 1, 0]}
+    )
+    made = own.fit(table).predict(future=ahead)["0.5"].to_numpy().reshape(6, 7)
+    gain = made[:, 1::2].mean() - made[:, ::2].mean()
+    assert 3 < gain < 7  # the truth is 5
+
+
+def test_calibration_widens_and_narrows():
+    draw = torch.Generator().manual_seed(0)
+    y, paths = torch.randn(400, 3, generator=draw), torch.randn(400, 100, 3, generator=draw)
+    known = torch.rand(400, 3, generator=draw) < 0.8
+    for width in (0.5, 2.0):
+        own = calibrate(paths * width, y, known)
+        low, high = own.apply(paths * width).quantile(torch.tensor([0.1, 0.9]), dim=1)
+        inside = ((y > low) & (y < high)).double().mean()
+        assert 0.76 < inside < 0.84
+    assert calibrate(paths[:3], y[:3], known[:3]) is None
+    same = Calibration((1.0,) * 3, (1.0,) * 3).apply(paths)
+    assert torch.allclose(same, paths)
+
+
+def test_fill_keeps_what_is_known(fitted):
+    table = weeks()
+    table.iloc[20:24, 0] = np.nan
+    full = fitted.fill(table)
+    known = table.notna()
+    assert full.notna().all().all() and full[known].equals(table[known])
+    long = as_long(table).dropna()
+    assert len(long) < len(fitted.fill(long)) == len(as_long(table))
+
+
+def test_evaluate_and_backtest(tmp_path):
+    own = vssm.Forecaster(**{**SMALL, "max_steps": 60})
+    made = own.backtest(weeks(120), windows=3)
+    assert made.table.index.tolist() == ["vssm", "seasonal naive"]
+    assert made.table.columns.tolist() == ["crps", "wql", "mase", "coverage80"]
+    assert max(len(one.y) for one in own.panel_.series) == 120 - 21  # the rest was not trained on
+    assert made.table.loc["vssm", "crps"] < made.table.loc["seasonal naive", "crps"]
+    pandas.testing.assert_frame_equal(own.evaluate(weeks(120), windows=3), made.table)
+    made.plot(tmp_path / "test.png")
+    assert len(own.plot(path=tmp_path / "next.png").axes) == 2
+    assert (tmp_path / "test.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match="'a' has 120 rows, too few for 30 windows"):
+        own.backtest(weeks(120), windows=30)
+
+
+def test_a_constant_series_and_one_far_from_zero_are_forecast():
+    table = weeks().assign(a=5.0, b=1e9 + np.arange(70.0))
+    own = vssm.Forecaster(**SMALL).fit(table)
+    paths = own.predict_samples(samples=50)
+    assert np.abs(paths[0] - 5).max() < 0.1
+    assert np.abs(np.median(paths[1], 0) - 1e9 - np.arange(70, 77)).max() < 70
+
+
+def test_two_scores_agree():
+    draw = torch.Generator().manual_seed(0)
+    paths, y = torch.randn(4, 20, 5, 1, generator=draw), torch.randn(4, 5, 1, generator=draw)
+    one = torch.ones(1)
+    flat = panel_scores(paths[..., 0], y[..., 0], one.expand(4), one.expand(4))
+    assert flat.items() <= scores(paths, y, 0 * one, one, one).items()
+    gaps = y[..., 0].clone()
+    gaps[0] = torch.nan
+    rest = panel_scores(paths[1:, ..., 0], y[1:, :, 0], one.expand(3), one.expand(3))
+    assert panel_scores(paths[..., 0], gaps, one.expand(4), one.expand(4)) == pytest.approx(rest)
+
+
+def test_centres_of_windows_with_gaps():
+    layout = Layout(horizon=2, season=3, patch=1, context=6)
+    y = torch.tensor([[1.0, 2, 9, 3, 99, 7, 0, 0]], dtype=torch.float64)
+    known = torch.tensor([[1, 1, 1, 1, 0, 1, 0, 0]]).bool()
+    wanted = {
+        "mean": [4.4, 4.4],
+        "last": [7, 7],
+        "season": [2, 2],  # of phases 0 and 1
+        "season-last": [3, 2],
+        "season-level": [2, 2],  # the last season is 1 above in one phase, 1 below in another
+    }
+    for name, ahead in wanted.items():
+        centre, scale = centre_and_scale(y, known, layout, torch.zeros(1, 1), name)
+        assert centre[0, 6:].tolist() == pytest.approx(ahead), name
+        assert scale > 0
+        moved, same = centre_and_scale(2 * y + 5, known, layout, torch.zeros(1, 1), name)
+        assert torch.allclose(moved, 2 * centre + 5) and torch.allclose(same, 2 * scale)
+
+
+def test_sizes_are_chosen_from_frequency_and_length():
+    def layout(freq, num, horizon):
+        dates = pandas.date_range("2020-01-06", periods=num, freq=freq)
+        table = pandas.DataFrame({"a": np.arange(num) % 5.0}, index=dates)
+        return choose_layout(read_panel(table), horizon, None, None, None, "auto")
+
+    hourly = layout("h", 2000, 96)
+    assert (hourly.season, hourly.patch) == (24, 24)
+    assert layout("MS", 120, 12).season == 12 and layout("MS", 30, 12).season == 1
+    assert layout("D", 400, 28).patch == 7 and layout("15min", 900, 96).season == 96
+    for one in (hourly, layout("W-SUN", 400, 13), layout("QS", 60, 8)):
+        assert one.context % one.patch == 0 and one.steps <= 32
+    assert season_of(pandas.tseries.frequencies.to_offset("B"), [100]) == 5
+
+
+def test_series_that_grow_are_read_as_logarithms():
+    months = pandas.date_range("2000-01-01", periods=120, freq="MS")
+    grow = np.exp(0.02 * np.arange(120)) * (10 + np.sin(np.arange(120) * np.pi / 6))
+    panel = read_panel(pandas.DataFrame({"a": grow}, index=months))
+    assert choose_layout(panel, 12, None, None, None, "auto").log
+    lower = panel.replace([replace(panel.series[0], y=grow - 30)])
+    assert not choose_layout(lower, 12, None, None, None, "auto").log
+    assert not choose_layout(panel, 12, None, None, None, "none").log
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "message"),
+    [
+        (weeks(13), {"season": 7}, "'a' has 13 rows, less than two seasons of 7"),
+        (weeks().assign(b=np.nan), {}, "'b' has no value"),
+        (weeks(), {"kind": "lstm"}, "kind='lstm'"),
+        (weeks(), {"horizon": 0}, "horizon=0"),
+        (weeks(), {"freq": "soon"}, "freq='soon'"),
+        (weeks(), {"transform": "sqrt"}, "transform='sqrt'"),
+        (weeks(), {"future_columns": ["promo"]}, "no column 'promo'"),
+        (weeks(), {"kind": "rnn", "future_columns": ["b"]}, "takes no future_columns"),
+        (weeks() - 50, {"transform": "log"}, "'a' is -.* reads logarithms"),
+    ],
+)
+def test_fit_names_the_mistake(table, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        vssm.Forecaster(**{**SMALL, **options}).fit(table)
+    assert "\n" not in str(error.value)
+
+
+def test_predict_names_the_mistake(fitted):
+    for call, message in [
+        (lambda: vssm.Forecaster().predict(), "call fit"),
+        (lambda: fitted.predict(quantiles=(0.1, 1.5)), "from 0 to 1"),
+        (lambda: fitted.predict(samples=0), "samples=0"),
+        (lambda: fitted.predict(weeks().assign(a=np.nan)), "'a' has no value"),
+        (lambda: fitted.predict(future=weeks()), "no future_columns"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert fitted.predict(weeks(series=3)[["c"]].tail(10), samples=5).shape == (7, 4)  # a new one
+
+
+def test_the_commands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    weeks(90).to_csv("shops.csv", index_label="date", sep=";")
+    main(["forecast", "shops.csv", "--horizon", "7", "--max-steps", "3", "--save", "own"])
+    made = pandas.read_csv("forecast.csv")
+    assert made.columns.tolist()[:4] == ["unique_id", "ds", "mean", "0.025"] and len(made) == 14
+    main(["forecast", "own", "--path", "shops.csv", "--out", "again.csv"])
+    assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "forecast.csv").read_bytes()
+    main(["backtest", "shops.csv", "--horizon", "7", "--windows", "2", "--max-steps", "3"])
+    assert pandas.read_csv("backtest.csv")["model"].tolist() == ["vssm", "seasonal naive"]
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        "forecast.png",
+        "again.png",
+        "backtest.png",
+    }
+    capsys.readouterr()
+    (tmp_path / "bad.csv").write_text("date,a\n2024-01-01,1\n2024-01-02,x\n2024-01-03,2\n")
+    with pytest.raises(SystemExit) as stop:
+        main(["forecast", "bad.csv"])
+    assert stop.value.code == 2
+    assert "column 'a', row 1" in capsys.readouterr().err

@@ -1,0 +1,113 @@
+"""Tables of many series: both forms, gaps, and one line for each mistake."""
+
+import numpy as np
+import pandas
+import pytest
+
+from vssm.forecasting.panel import read_ahead, read_panel
+
+
+def long_table(num=6, ids=("b", "a")):
+    days = pandas.date_range("2024-01-01", periods=num, freq="D")
+    return pandas.concat(
+        [pandas.DataFrame({"unique_id": id, "ds": days, "y": np.arange(num) + 1.0}) for id in ids],
+        ignore_index=True,
+    )
+
+
+def test_long_and_wide_tables_are_one_panel():
+    long = long_table()
+    wide = long.pivot(index="ds", columns="unique_id", values="y")[["b", "a"]]
+    for table in (wide, wide.reset_index(names="date"), wide.reset_index(names="when")):
+        panel = read_panel(table)
+        assert panel.wide and panel.ids == ["b", "a"] == read_panel(long).ids
+        for one, other in zip(panel.series, read_panel(long).series, strict=True):
+            assert np.array_equal(one.y, other.y) and one.dates.equals(other.dates)
+
+
+def test_missing_rows_become_missing_cells_and_series_start_where_they_start():
+    long = long_table().drop(index=[2, 6, 7])  # one inside of b, the first two of a
+    b, a = read_panel(long.sample(frac=1, random_state=0).sort_index(kind="stable")).series
+    assert np.isnan(b.y).tolist() == [False, False, True, False, False, False]
+    assert a.dates[0] == pandas.Timestamp("2024-01-03") and len(a.y) == 4
+    wide = long.pivot(index="ds", columns="unique_id", values="y")
+    assert [len(one.y) for one in read_panel(wide).series] == [4, 6]
+
+
+@pytest.mark.parametrize("freq", ["h", "D", "B", "W-SUN", "MS", "ME", "QS", "15min"])
+def test_frequencies_are_found_and_dates_go_on(freq):
+    dates = pandas.date_range("2024-01-31", periods=13, freq=freq)
+    panel = read_panel(pandas.DataFrame({"a": np.arange(12.0)}, index=dates[:12]))
+    assert panel.next_dates(panel.series[0], 1)[0] == dates[12]
+
+
+def test_covariates_are_sorted_by_how_they_change():
+    table = long_table().assign(price=np.arange(12.0), shop=[1] * 6 + [2] * 6, promo=0.0)
+    panel = read_panel(table, future=["promo"])
+    assert panel.columns.future == ("promo",)
+    assert panel.columns.past == ("price",) and panel.columns.static == ("shop",)
+    assert panel.series[1].static.tolist() == [2]
+    pandas.testing.assert_frame_equal(
+        panel.to_frame()[list(table.columns)], table, check_dtype=False
+    )
+
+
+def changed(name, value, row=3):
+    table = long_table()
+    table[name] = table[name].astype(object)
+    table.loc[row, name] = value
+    return table
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (
+            pandas.concat([long_table(), long_table().iloc[[1]]]),
+            "'b' has .*2024-01-02.* rows 1 and",
+        ),
+        (changed("ds", pandas.Timestamp("2024-01-04 07:00")), "'b', row 3: .*07:00.*'D'"),
+        (changed("ds", "soon"), "'b', row 3: the date is 'soon'"),
+        (changed("y", "many"), r"'b', column 'y', row 3 \(2024-01-04.* 'many', which is text"),
+        (changed("y", np.inf), r"'b', column 'y', row 3 .* inf, which is infinite"),
+        (long_table().drop(columns="ds"), "no dates"),
+        (long_table().iloc[:0], "no rows"),
+        (long_table(2), "give freq"),
+        ([1, 2], "a list"),
+    ],
+)
+def test_a_mistake_is_named_in_one_line(table, message):
+    with pytest.raises(ValueError, match=message) as error:
+        read_panel(table)
+    assert "\n" not in str(error.value)
+
+
+def test_a_wide_column_that_turned_to_text_is_named():
+    table = pandas.DataFrame(
+        {"load": [1.0, 2, 3, 4], "heat": ["1", "2", "?", "4"]},
+        index=pandas.date_range("2024", periods=4, freq="D"),
+    )
+    with pytest.raises(ValueError, match="column 'heat', row 2"):
+        read_panel(table)
+    assert read_panel(table.drop(index=table.index[2]), "D").series[1].y.tolist()[:2] == [1, 2]
+
+
+def test_future_covariates_must_cover_the_horizon():
+    table = long_table().assign(promo=0.0)
+    panel = read_panel(table, future=["promo"])
+    days = pandas.date_range("2024-01-07", periods=3, freq="D")
+    shared = pandas.DataFrame({"ds": days, "promo": [1.0, 2, 3]})
+    for future in (shared, shared.set_index("ds")):
+        assert [one[:, 0].tolist() for one in read_ahead(panel, 3, future)] == [[1, 2, 3]] * 2
+    both = pandas.concat([shared.assign(unique_id=id) for id in "ab"])
+    assert len(read_ahead(panel, 2, both)) == 2
+    for future, message in [
+        (None, "future is missing.*promo"),
+        (shared.iloc[:2], "'b' has no 'promo' on 2024-01-09"),
+        (both[both["unique_id"] == "b"], "no rows of series 'a'"),
+        (shared.assign(promo=[1.0, np.nan, 3]), "no 'promo' on 2024-01-08"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            read_ahead(panel, 3, future)
+    with pytest.raises(ValueError, match="no future_columns"):
+        read_ahead(read_panel(long_table()), 3, shared)
