@@ -96,7 +96,7 @@ def main(
     repeats: int = 3,
 ) -> dict:
     """Prints and returns the result, and writes it to a file if one is given."""
-    options = dict(locals())
+    options = {name: value for name, value in locals().items() if name != "out"}
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     config = MambaConfig(
@@ -152,7 +152,6 @@ def main(
     both.time("decode", "", decode)
     both.metrics["parameters"] = sum(p.numel() for p in model.parameters())
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    options["out"] = None if out is None else str(out)
     command = shlex.join(["python", *sys.argv])
     made = result("accelerate", command, {**options, "versions": versions}, both.metrics)
     if out is not None:

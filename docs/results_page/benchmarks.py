@@ -1,8 +1,8 @@
 """What the files of comparisons and benchmarks hold, in words, and the tables that show them.
 
-The metrics are those of `vssm.lab.bench` and of the scripts compare_forecasts.py,
-compare_text.py and serve_load.py in experiments/. The page shows a metric that is unknown here by
-its name.
+The metrics are those of `vssm.lab.bench` and of the scripts compare_forecasts.py, compare_text.py,
+serve_load.py and accelerate_mamba.py in experiments/. The page shows a metric that is unknown here
+by its name.
 """
 
 from collections.abc import Mapping
@@ -255,7 +255,47 @@ _SERVE = Benchmark(
         "memory_growth_mib": "growth of memory in the second half, MiB",
     },
 )
+_ACCELERATE = Benchmark(
+    "Mamba of transformers, accelerated",
+    "MambaForCausalLM of the size of mamba-130m with random weights, float32, with and without "
+    "`vssm.accelerate`. The processor's time is what other programs on the machine disturb less.",
+    (
+        View(
+            "Milliseconds by the clock.",
+            _OURS + "{by}",
+            {
+                "prefill_ms_t1024": ("prompt of 1,024 tokens", less),
+                "train_ms_b1_t256": ("training step of 256 tokens", less),
+                "decode_ms": ("a further token", less),
+            },
+        ),
+        View(
+            "Milliseconds of the processor's time.",
+            _OURS + "{by}",
+            {
+                "prefill_cpu_ms_t1024": ("prompt of 1,024 tokens", less),
+                "train_cpu_ms_b1_t256": ("training step of 256 tokens", less),
+                "decode_cpu_ms": ("a further token", less),
+            },
+        ),
+    ),
+    values={
+        "prefill_cpu_speedup_t1024": "speed-up of the prompt, in the processor's time",
+        "train_cpu_speedup_b1_t256": "speed-up of the training step, in the processor's time",
+        "decode_cpu_speedup": "speed-up of a further token, in the processor's time",
+        "prefill_speedup_t1024": "speed-up of the prompt, by the clock",
+        "train_speedup_b1_t256": "speed-up of the training step, by the clock",
+        "decode_speedup": "speed-up of a further token, by the clock",
+        "logits_error": "relative distance of the logits",
+        "loss_error": "relative distance of the loss",
+        "gradient_error": "largest relative distance of a parameter's gradient",
+        "same_tokens": "share of equal tokens in greedy generation",
+        "distinct_tokens": "different tokens among them",
+        "parameters": "parameters",
+    },
+)
 _BY_NAME = {
+    "accelerate": _ACCELERATE,
     "text": _TEXT,
     "generate": _GENERATE,
     "forecast": _PATHS,
@@ -267,7 +307,7 @@ _BY_NAME = {
 SECTIONS = {
     "Forecasting": (_FORECAST,),
     "Text": (_TEXT,),
-    "Speed": (_GENERATE, _PATHS, _SCAN, _TRAIN, _TABLE1),
+    "Speed": (_GENERATE, _PATHS, _SCAN, _TRAIN, _TABLE1, _ACCELERATE),
     "Serving": (_SERVE,),
 }
 
