@@ -64,7 +64,7 @@ def test_public_names():
     import inspect
 
     assert list(inspect.signature(vssm.ops.selective_scan).parameters) == (
-        ["u", "dt", "A", "B", "C", "D", "z", "dt_bias", "softplus", "h0", "backend"]
+        ["u", "dt", "A", "B", "C", "D", "z", "dt_bias", "softplus", "h0", "backend", "cu_seqlens"]
     )
     assert list(inspect.signature(vssm.log_likelihood).parameters)[:4] == (
         ["model", "x", "num_samples", "prompt_length"]
