@@ -65,7 +65,7 @@ def test_public_names():
     import inspect
 
     assert list(inspect.signature(vssm.ops.selective_scan).parameters) == (
-        ["u", "dt", "A", "B", "C", "D", "z", "dt_bias", "softplus", "h0", "backend"]
+        ["u", "dt", "A", "B", "C", "D", "z", "dt_bias", "softplus", "h0", "backend", "cu_seqlens"]
     )
     mamba_ssm = ["u", "delta", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus"]
     mamba_ssm += ["return_last_state", "initial_state"]

@@ -141,7 +141,7 @@ def test_operator_is_registered_properly(backend):
     pytest.importorskip(backend)
     device = DEVICE if backend == "triton" else "cpu"
     values = [t.requires_grad_() for t in arguments(2, 5, 3, 4, device=device)]
-    torch.library.opcheck(torch.ops.vssm.conv_silu.default, (*values, backend))
+    torch.library.opcheck(torch.ops.vssm.conv_silu.default, (*values, None, backend))
 
 
 @pytest.mark.gpu

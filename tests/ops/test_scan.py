@@ -303,8 +303,8 @@ def test_gradcheck_of_the_reference(softplus):
 def test_operator_is_registered_properly(backend, given):
     values = arguments(2, 5, 3, 2, given=given)
     tensors = [None if values[name] is None else values[name].requires_grad_() for name in TENSORS]
-    given = (*tensors, True, backend, True)
-    torch.library.opcheck(torch.ops.vssm.selective_scan.default, given)
+    check = torch.library.opcheck
+    check(torch.ops.vssm.selective_scan.default, (*tensors, None, True, backend, True))
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -503,3 +503,4 @@ def test_the_example_of_the_page_runs():
     names = {}
     exec(compile(example, page.name, "exec"), names)
     assert names["u"].grad.isfinite().all() and names["rest"].shape == names["u"].shape
+    assert names["packed"].shape == (1, 100, 64) and names["ends"].shape == (2, 64, 16)

@@ -432,7 +432,7 @@ def test_states_are_kept_only_for_a_graph(keeps):
     # One chunk needs no states.
     outputs({**values, **{name: values[name][:, :4] for name in ("u", "dt", "B", "C", "z")}})
     assert ran == ["y"]
-    arguments_of_op = (*leaves.values(), True, "triton")
+    arguments_of_op = (*leaves.values(), None, True, "triton")
     y, h, kept = torch.ops.vssm.selective_scan(*arguments_of_op, True)
     assert y.requires_grad and h.requires_grad and not kept.requires_grad
     assert kept.shape == (1, 3, 4, 8) and kept.dtype == torch.float32
@@ -603,7 +603,7 @@ def test_operator_is_registered_properly(small):
     leaves = [values[name].detach().requires_grad_() for name in TENSORS]
     torch.library.opcheck(
         torch.ops.vssm.selective_scan.default,
-        (*leaves, True, "triton", True),
+        (*leaves, None, True, "triton", True),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 

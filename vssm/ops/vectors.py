@@ -12,6 +12,8 @@ A kernel is `function(words, scratch)`. `words` is the address of a table of 64-
 then an address and two strides in bytes (batch, time) for each operand that has steps, then the
 addresses of the other operands. Address 0 means that the operand is not given. The words have the
 names of the scan's operands (`vssm.ops.scan.numba`); other kernels say what they use them for.
+BATCH sequences fill NUM_ROWS rows of LENGTH steps: one row each or, given the address STARTS of
+their first steps, all in one row. The longest has LONGEST steps.
 
 A *tile* is LANES channels that go through time together. A *group* is several tiles. A *task* is a
 group and a range of batch rows; threads draw tasks from a counter. Kernels read and write whole
@@ -388,8 +390,9 @@ def softplus_derivative(y):
 
 # From numpy, because numba compiles a function again for every Python integer passed to it.
 TASK, TASKS, PER_TASK, PER_GROUP, BATCH, LENGTH, CHANNELS, COUNT, FLAG = np.arange(9)
-U, DT, Z, B_, C_, Y, DU, DDT, DZ = np.arange(9, 36, 3)
-A_, D_, BIAS, H0, H, DB, DC, DA, DD, DBIAS, DH0 = np.arange(36, 47)
+STARTS, NUM_ROWS, LONGEST = np.arange(9, 12)
+U, DT, Z, B_, C_, Y, DU, DDT, DZ = np.arange(12, 39, 3)
+A_, D_, BIAS, H0, H, DB, DC, DA, DD, DBIAS, DH0 = np.arange(39, 50)
 
 
 @inline
@@ -402,6 +405,22 @@ def draw_task(words):
     last = min(first + per_group, tiles) if task < load_word(words, TASKS) else first
     b_last = min(b + load_word(words, PER_TASK), load_word(words, BATCH))
     return task % groups, first, last, b, b_last
+
+
+@inline
+def sequence(words, b):
+    """Returns the row of sequence b, its first step there, and its length."""
+    starts = load_word(words, STARTS)
+    if starts:
+        first = load_word(starts, b)
+        return 0 * b, first, load_word(starts, b + 1) - first
+    return b, 0 * b, load_word(words, LENGTH)
+
+
+@inline
+def after(words, row, step):
+    """Returns the row and the step that follow the last step of a sequence."""
+    return (row, step) if load_word(words, STARTS) else (row + 1, 0 * step)
 
 
 @inline

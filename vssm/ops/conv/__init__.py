@@ -8,6 +8,7 @@ The backends are those of the scan. `vssm.ops.conv.numba` and `vssm.ops.conv.tri
 functions `forward` and `backward`.
 """
 
+from itertools import pairwise
 from types import ModuleType
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vssm.ops.operators import make_operator
-from vssm.ops.scan import choose_backend, needs_operator
+from vssm.ops.scan import check_starts, choose_backend, needs_operator
 
 __all__ = ["MAX_TAPS", "causal_conv_silu", "causal_conv_silu_reference"]
 
@@ -24,7 +25,12 @@ MAX_TAPS = 16
 
 
 def causal_conv_silu(
-    x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None = None, backend: str = "auto"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    state: Tensor | None = None,
+    backend: str = "auto",
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Convolves every channel with its own K taps, looking back only, and applies SiLU.
 
@@ -34,6 +40,8 @@ def causal_conv_silu(
         bias: The bias, (D,).
         state: The K - 1 inputs before x, (B, K - 1, D); zero if not given.
         backend: "auto", "reference", "numba" or "triton", as for `selective_scan`.
+        cu_seqlens: Where packed sequences start, as for `selective_scan`. Then B is 1, but the
+            states are (S, K - 1, D).
 
     Returns:
         y (B, T, D) and the state to go on from (B, K - 1, D).
@@ -43,7 +51,8 @@ def causal_conv_silu(
         >>> causal_conv_silu(x, weight, bias)[0].flatten()
         tensor([0.7311, 1.7616, 2.8577, 2.8577])
     """
-    _check_shapes(x, weight, bias, state)
+    starts = None if cu_seqlens is None else check_starts(cu_seqlens, x)
+    _check_shapes(x, weight, bias, state, None if starts is None else len(starts) - 1)
     length, taps = x.shape[1], weight.shape[1]
     chosen = choose_backend(backend, x.device, x.dtype)
     if chosen == "numba" and taps > MAX_TAPS and backend == "numba":
@@ -53,6 +62,18 @@ def causal_conv_silu(
         )
     if backend == "auto" and chosen == "numba" and (length == 1 or taps > MAX_TAPS):
         chosen = "reference"  # as fast for one step
+    if starts is not None:
+        if state is None:
+            state = x.new_zeros(len(starts) - 1, taps - 1, x.shape[2])
+        if chosen == "numba":
+            weight, bias, state = weight.float(), bias.float(), state.float()
+            run = _conv if needs_operator(x, weight, bias, state) else _forward
+            return run(x, weight, bias, state, starts, chosen), _last_inputs(x, state, starts)
+        parts = [
+            causal_conv_silu(x[:, first:last], weight, bias, state[i : i + 1], chosen)[0]
+            for i, (first, last) in enumerate(pairwise(starts.tolist()))
+        ]
+        return torch.cat([x[:, :0], *parts], 1), _last_inputs(x, state, starts)
     if chosen == "reference":
         return causal_conv_silu_reference(x, weight, bias, state)
     if chosen == "numba":  # it takes float32 only
@@ -68,10 +89,21 @@ def causal_conv_silu(
         after = F.pad(x, (0, 0, taps - 1 - length, 0))
     else:
         after = torch.cat([state[:, length:].to(x.dtype), x], 1)
-    return (_forward if direct else _conv)(x, weight, bias, state, chosen), after
+    return (_forward if direct else _conv)(x, weight, bias, state, None, chosen), after
 
 
-def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> None:
+def _last_inputs(x: Tensor, state: Tensor, starts: Tensor) -> Tensor:
+    """Returns the last K - 1 inputs of packed sequences, which may reach back into their states."""
+    before, (first, last) = state.shape[1], (t.to(x.device) for t in (starts[:-1], starts[1:]))
+    t = last[:, None] + torch.arange(-before, 0, device=x.device)
+    in_state = (t - first[:, None] + before).clamp(max=max(before - 1, 0))[..., None]
+    old = state.gather(1, in_state.expand_as(state)).to(x.dtype)
+    return torch.where((t >= first[:, None])[..., None], x[0, t.clamp(min=0)], old)
+
+
+def _check_shapes(
+    x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, sequences: int | None
+) -> None:
     """Raises `ValueError` if the shapes do not fit: a kernel would read out of bounds."""
     given = {"x": x, "weight": weight, "bias": bias, **({} if state is None else {"state": state})}
     for name, value in given.items():
@@ -80,7 +112,8 @@ def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None)
     fits = x.dim() == 3 and weight.dim() == 2 and weight.shape[1] > 0
     fits = fits and weight.shape[:1] == x.shape[2:] == bias.shape
     if fits and state is not None:
-        fits = state.shape == (len(x), weight.shape[1] - 1, x.shape[2])
+        rows = len(x) if sequences is None else sequences
+        fits = state.shape == (rows, weight.shape[1] - 1, x.shape[2])
     if not fits:
         shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in given.items())
         raise ValueError(
@@ -115,19 +148,29 @@ def _kernels(backend: str) -> ModuleType:
     return kernels
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, backend: str) -> Tensor:
-    return _kernels(backend).forward(x, weight, bias, state)
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    state: Tensor | None,
+    starts: Tensor | None,
+    backend: str,
+) -> Tensor:
+    packed = {} if starts is None else {"starts": starts}
+    return _kernels(backend).forward(x, weight, bias, state, **packed)
 
 
 def _backward(dy: Tensor, *arguments) -> tuple[Tensor, ...]:  # noqa: ANN002
-    *inputs, backend = arguments
-    return _kernels(backend).backward(dy, *inputs)
+    *inputs, starts, backend = arguments
+    packed = {} if starts is None else {"starts": starts}
+    return _kernels(backend).backward(dy, *inputs, **packed)
 
 
 _conv = make_operator(
     "conv_silu",
-    "Tensor x, Tensor weight, Tensor bias, Tensor? state, str backend",
+    "Tensor x, Tensor weight, Tensor bias, Tensor? state, Tensor? starts, str backend",
     _forward,
     _backward,
     lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    gradients=4,
 )

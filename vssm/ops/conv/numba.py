@@ -25,13 +25,13 @@ before them; `slopes`, ds of the steps and of the K - 1 steps after them.
 from torch import Tensor
 
 from vssm.ops.conv import MAX_TAPS
-from vssm.ops.scan.numba import cut, room, run, total
+from vssm.ops.scan.numba import cut, num_sequences, room, run, total
 
 from vssm.ops.vectors import (  # isort: skip
-    BIAS, CHANNELS, COUNT, DBIAS, DDT, DT, DU, DZ, FLUSH, LANES, LENGTH, PER_TASK, ROW, U, Y, Z,
-    clear, compiled, copy, draw_task, fold, kernel, load_block, load_row, load_rows, load_word,
-    muladd, place, read, read_vector, repeat, set_float_mode, sigmoid, store, store_rows, width_of,
-    write, written, zero_row,
+    BIAS, CHANNELS, COUNT, DBIAS, DDT, DT, DU, DZ, FLUSH, LANES, PER_TASK, ROW, U, Y, Z, clear,
+    compiled, copy, draw_task, fold, kernel, load_block, load_row, load_rows, load_word, muladd,
+    place, read, read_vector, repeat, sequence, set_float_mode, sigmoid, store, store_rows,
+    width_of, write, written, zero_row,
 )  # fmt: skip
 
 __all__ = ["backward", "forward", "forward_kernel"]
@@ -58,7 +58,8 @@ def fill_window(words, b, start, steps, channel, window):
     """Copies the inputs of some steps and the K - 1 before them, with zeros where none exist."""
     before, width = load_word(words, COUNT) - 1, width_of(words, channel)
     early = max(0, before - start)  # inputs from before the sequence
-    x, x_stride = place(words, U, b, start - before + early, channel)
+    row, origin, _ = sequence(words, b)
+    x, x_stride = place(words, U, row, origin + start - before + early, channel)
     state, state_stride = place(words, Z, b, before - early, channel)
     if state:
         copy(state, state_stride, window, ROW, early, width, LANES)
@@ -79,7 +80,7 @@ def convolve(taps, count, rows, bias):
 
 @kernel
 def forward_kernel(words, scratch):
-    length, count = load_word(words, LENGTH), load_word(words, COUNT)
+    count = load_word(words, COUNT)
     window, taps = scratch + WINDOW, scratch + TAPS
     mode = set_float_mode(FLUSH)
     while True:
@@ -90,20 +91,21 @@ def forward_kernel(words, scratch):
             read_taps(words, channel, taps)
             bias = read_vector(words, BIAS, channel, scratch + SPARE)
             for b in range(b_first, b_last):
+                row, origin, length = sequence(words, b)
                 for start in range(0, length, STEPS):
-                    steps = min(STEPS, length - start)
+                    steps, at = min(STEPS, length - start), origin + start
                     fill_window(words, b, start, steps, channel, window)
-                    y, y_stride = write(words, Y, b, start, channel, steps, scratch + BUFFER)
+                    y, y_stride = write(words, Y, row, at, channel, steps, scratch + BUFFER)
                     for t in range(0, steps, 4):
                         s = convolve(taps, count, window + ROW * t, bias)
                         store_rows(y + y_stride * t, y_stride, s * sigmoid(s))
-                    written(words, Y, b, start, channel, steps, y)
+                    written(words, Y, row, at, channel, steps, y)
     set_float_mode(mode)
 
 
 @kernel
 def backward_kernel(words, scratch):
-    length, count = load_word(words, LENGTH), load_word(words, COUNT)
+    count = load_word(words, COUNT)
     window, slopes, buffer = scratch + WINDOW, scratch + SLOPES, scratch + BUFFER
     taps, dtaps, dbias = scratch + TAPS, scratch + DTAPS, scratch + DTAPS + MAX_TAPS * ROW
     mode = set_float_mode(FLUSH)
@@ -118,12 +120,14 @@ def backward_kernel(words, scratch):
             clear(dtaps, MAX_TAPS + 1)
             for b in range(b_first, b_last):
                 clear(slopes, count - 1)
+                row, origin, length = sequence(words, b)
                 for start in range((length - 1) // STEPS * STEPS, -1, -STEPS):
                     steps = min(STEPS, length - start)
                     for k in range(count - 1):  # the first steps of the later chunk follow here
                         store(slopes + ROW * (steps + k), load_row(slopes + ROW * k))
                     fill_window(words, b, start, steps, channel, window)
-                    dy, dy_stride = read(words, Y, b, start, channel, steps, buffer)
+                    at = origin + start
+                    dy, dy_stride = read(words, Y, row, at, channel, steps, buffer)
                     for t in range(0, steps, 4):
                         s = convolve(taps, count, window + ROW * t, bias)
                         gate = sigmoid(s)
@@ -131,17 +135,17 @@ def backward_kernel(words, scratch):
                         ds = ds * gate * muladd(s, 1.0 - gate, 1.0)
                         store(slopes + ROW * t, ds)  # zero after the last step, as dy is
                         for k in range(count):
-                            at = dtaps + ROW * k
-                            store(at, fold(ds, load_block(window + ROW * (t + k)), load_row(at)))
+                            tap = dtaps + ROW * k
+                            store(tap, fold(ds, load_block(window + ROW * (t + k)), load_row(tap)))
                         store(dbias, fold(ds, 1.0, load_row(dbias)))
-                    dx, dx_stride = write(words, DU, b, start, channel, steps, buffer)
+                    dx, dx_stride = write(words, DU, row, at, channel, steps, buffer)
                     for t in range(0, steps, 4):
                         made = repeat(zero_row())
                         for k in range(count):
                             tap = repeat(load_row(taps + ROW * k))
                             made = muladd(tap, load_block(slopes + ROW * (t + count - 1 - k)), made)
                         store_rows(dx + dx_stride * t, dx_stride, made)
-                    written(words, DU, b, start, channel, steps, dx)
+                    written(words, DU, row, at, channel, steps, dx)
                 for t in range(count - 1 if load_word(words, DZ) else 0):  # before the sequence
                     made = zero_row()
                     for k in range(t + 1):
@@ -158,22 +162,30 @@ def backward_kernel(words, scratch):
     set_float_mode(mode)
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None) -> Tensor:
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, starts: Tensor | None = None
+) -> Tensor:
     """Returns y (B, T, D); the arguments are those of `causal_conv_silu`, in float32."""
     y, taps = room(*x.shape), weight.T.contiguous()[None]
     rows = (x, taps, state, None, None, y, None, None, None)
-    run(forward_kernel, rows, (None, None, bias), taps.shape[1], SIZE)
+    run(forward_kernel, rows, (None, None, bias), taps.shape[1], SIZE, starts=starts)
     return y
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    state: Tensor | None,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of x, weight, bias and state; the last is empty without a state."""
-    batch, _, channels = x.shape
-    parts, taps = cut(batch, channels)[2], weight.T.contiguous()[None]
+    channels = x.shape[2]
+    parts, taps = cut(num_sequences(x, starts), channels)[2], weight.T.contiguous()[None]
     dx, dtaps, dbias = room(*x.shape), room(parts, *taps.shape[1:]), room(parts, channels)
     dstate = None if state is None else room(*state.shape)
-    rows = (x, taps, state, None, None, dy, dx, dtaps, dstate)
-    run(backward_kernel, rows, (None, None, bias, *[None] * 6, dbias), taps.shape[1], SIZE)
+    rows, wholes = (x, taps, state, None, None, dy, dx, dtaps, dstate), [None] * 10
+    wholes[2], wholes[9] = bias, dbias
+    run(backward_kernel, rows, wholes, taps.shape[1], SIZE, starts=starts)
     return dx, total(dtaps).T.contiguous(), total(dbias), room(0) if dstate is None else dstate

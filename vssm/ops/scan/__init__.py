@@ -18,7 +18,7 @@ The modules `vssm.ops.scan.numba` and `vssm.ops.scan.triton` have the functions 
 
 import importlib.util
 import os
-from functools import cache
+from itertools import pairwise
 from types import ModuleType
 
 import torch
@@ -29,6 +29,7 @@ from vssm.ops.operators import make_operator
 
 __all__ = [
     "BACKENDS",
+    "check_starts",
     "choose_backend",
     "has_triton",
     "needs_operator",
@@ -53,6 +54,7 @@ def selective_scan(
     softplus: bool = False,
     h0: Tensor | None = None,
     backend: str = "auto",
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Runs the selective state space recurrence over a sequence.
 
@@ -68,6 +70,10 @@ def selective_scan(
         softplus: Whether dt passes through softplus.
         h0: The state to start from, (B, D, N); zero if not given.
         backend: "auto", "reference", "numba" or "triton".
+        cu_seqlens: Where sequences start that are packed one after the other into a batch of 1, and
+            where the last one ends, (S + 1,) integers: (0, 5, 8) means steps 0 to 4 and 5 to 7. The
+            state starts anew in each of them. Then B is 1, but h0 and the returned state are
+            (S, D, N). Reading it waits for the device; `triton` runs one sequence after the other.
 
     Returns:
         y (B, T, D) in the dtype of u, and the state after the last step (B, D, N) in float32 (or
@@ -83,20 +89,71 @@ def selective_scan(
         >>> rest, _ = selective_scan(u[:, 1:], dt[:, 1:], A, B[:, 1:], C[:, 1:], h0=first)
         >>> torch.equal(rest, y[:, 1:])
         True
+        >>> packed, h = selective_scan(u, dt, A, B, C, cu_seqlens=torch.tensor([0, 1, 3]))
+        >>> packed[0, :, 0], h.shape
+        (tensor([1.0000, 1.0000, 1.3679]), torch.Size([2, 2, 1]))
     """
     inputs = (u, dt, A, B, C, D, z, dt_bias, h0)
-    _check_arguments(inputs)
+    starts = None if cu_seqlens is None else check_starts(cu_seqlens, u)
+    _check_arguments(inputs, None if starts is None else len(starts) - 1)
     chosen = choose_backend(backend, u.device, u.dtype)
+    if starts is None or chosen == "numba":
+        return _run(inputs, softplus, chosen, starts)
+    ys, hs = [u[:, :0]], [u.new_empty(0, *A.shape, dtype=_exact(u))]
+    for i, (first, last) in enumerate(pairwise(starts.tolist())):
+        own = [t if t is None or t.ndim < 3 else t[:, first:last] for t in inputs[:8]]
+        y, h = _run((*own, None if h0 is None else h0[i : i + 1]), softplus, chosen)
+        ys.append(y)
+        hs.append(h)
+    return torch.cat(ys, 1), torch.cat(hs)
+
+
+def _run(
+    inputs: tuple, softplus: bool, chosen: str, starts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Runs the scan of checked arguments by a backend; only `numba` takes packed sequences."""
     if chosen == "reference":
         return selective_scan_reference(*inputs, softplus)
     if chosen == "numba":  # it takes float32 only; the Triton kernels take every dtype
         inputs = tuple([None if t is None else t.float() for t in inputs])
+    packed = {} if starts is None else {"starts": starts}
     if not needs_operator(*inputs):
-        return _kernels(chosen).forward(*inputs, softplus)
+        return _kernels(chosen).forward(*inputs, softplus, **packed)
     # An exported program must take other lengths, and the length decides what is kept.
     exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # PyTorch 2.7
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    return _scan(*inputs, softplus, chosen, recorded and not exporting())[:2]
+    return _scan(*inputs, starts, softplus, chosen, recorded and not exporting())[:2]
+
+
+def check_starts(cu_seqlens: Tensor, x: Tensor) -> Tensor:
+    """Returns where the sequences start that are packed in x (1, T, D), and T: int64 on the CPU.
+
+    Example:
+        >>> check_starts(torch.tensor([0, 3, 3]), torch.zeros(1, 3, 2))
+        Traceback (most recent call last):
+        ValueError: cu_seqlens does not rise: 3 is followed by 3; allowed: integers that rise
+    """
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or not len(cu_seqlens):
+        raise ValueError("cu_seqlens is not a list of numbers; allowed: a tensor of shape (S + 1,)")
+    if cu_seqlens.is_floating_point() or cu_seqlens.is_complex():
+        raise ValueError(f"cu_seqlens has dtype {cu_seqlens.dtype}; allowed: integers")
+    if not isinstance(x, Tensor) or x.ndim != 3 or len(x) != 1:
+        shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"the input is {shape}; allowed: (1, length, channels), with cu_seqlens")
+    starts = cu_seqlens.detach().to("cpu", torch.int64).contiguous()
+    values = starts.tolist()
+    if values[0] != 0 or values[-1] != x.shape[1]:
+        raise ValueError(
+            f"cu_seqlens starts with {values[0]} and ends with {values[-1]}; "
+            f"allowed: 0 and {x.shape[1]}, the length of the input"
+        )
+    for first, last in pairwise(values):
+        if last <= first:
+            raise ValueError(
+                f"cu_seqlens does not rise: {first} is followed by {last}; "
+                "allowed: integers that rise"
+            )
+    return starts
 
 
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -140,7 +197,6 @@ def _refusal(backend: str, device: torch.device, dtype: torch.dtype) -> str | No
     return None
 
 
-@cache
 def has_triton() -> bool:
     """Returns whether the package `triton` is installed."""
     return importlib.util.find_spec("triton") is not None
@@ -153,8 +209,8 @@ def needs_operator(*tensors: Tensor | None) -> bool:
     )
 
 
-def _check_arguments(inputs: tuple) -> None:
-    """Raises `ValueError` if the arguments do not fit together."""
+def _check_arguments(inputs: tuple, sequences: int | None) -> None:
+    """Raises `ValueError` if the arguments do not fit together, of packed sequences or rows."""
     for name, tensor in zip(_NAMES, inputs, strict=True):
         if tensor is None and name in _NAMES[5:]:
             continue
@@ -172,7 +228,8 @@ def _check_arguments(inputs: tuple) -> None:
             f"A has shape {tuple(A.shape)}; allowed: ({channels}, states) with states >= 1"
         )
     vector, row, channel = u.shape, (batch, length, A.shape[1]), (channels,)
-    shapes = (vector, vector, A.shape, row, row, channel, vector, channel, (batch, *A.shape))
+    state = (batch if sequences is None else sequences, *A.shape)
+    shapes = (vector, vector, A.shape, row, row, channel, vector, channel, state)
     for name, tensor, shape in zip(_NAMES, inputs, shapes, strict=True):
         if tensor is not None and tensor.shape != shape:
             raise ValueError(
@@ -196,7 +253,7 @@ def selective_scan_reference(
     ahead: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The plain PyTorch twin of `selective_scan` and, if `ahead`, of `scan_ahead`."""
-    exact = torch.float64 if u.dtype == torch.float64 else torch.float32
+    exact = _exact(u)
     x, delta, A, B, C = (tensor.to(exact) for tensor in (u, dt, A, B, C))
     if dt_bias is not None:
         delta = delta + dt_bias.to(exact)
@@ -217,6 +274,10 @@ def selective_scan_reference(
     if z is not None:
         y = y * F.silu(z.to(exact))
     return y.to(u.dtype), h
+
+
+def _exact(u: Tensor) -> torch.dtype:
+    return torch.float64 if u.dtype == torch.float64 else torch.float32
 
 
 def scan_ahead(
@@ -269,31 +330,35 @@ def _kept(u: Tensor, A: Tensor, backend: str, keep: bool) -> Tensor:
 
 
 def _forward(*arguments):  # noqa: ANN002, ANN202
-    *inputs, softplus, backend, keep = arguments
+    *inputs, starts, softplus, backend, keep = arguments
     kept = _kept(inputs[0], inputs[2], backend, keep)
     options = {"kept": kept} if kept.numel() else {}
+    options |= {} if starts is None else {"starts": starts}
     return *_kernels(backend).forward(*inputs, softplus, **options), kept
 
 
-def _fake(u, dt, A, B, C, D, z, dt_bias, h0, softplus, backend, keep):  # noqa: ANN001, ANN202
+def _fake(u, dt, A, B, C, D, z, dt_bias, h0, starts, softplus, backend, keep):  # noqa: ANN001, ANN202
+    sequences = len(u) if starts is None else len(starts) - 1
     y = torch.empty_like(u, memory_format=torch.contiguous_format)
-    return y, u.new_empty(len(u), *A.shape, dtype=torch.float32), _kept(u, A, backend, keep)
+    return y, u.new_empty(sequences, *A.shape, dtype=torch.float32), _kept(u, A, backend, keep)
 
 
 def _backward(dy, dh, *arguments):  # noqa: ANN001, ANN002, ANN202
-    *inputs, softplus, backend, _, kept = arguments
+    *inputs, starts, softplus, backend, _, kept = arguments
     dy = torch.zeros_like(inputs[0]) if dy is None else dy
     options = {"kept": kept} if kept.numel() else {}
+    options |= {} if starts is None else {"starts": starts}
     return _kernels(backend).backward(dy, dh, *inputs, softplus, **options)
 
 
 _scan = make_operator(
     "selective_scan",
     "Tensor u, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, "
-    "Tensor? h0, bool softplus, str backend, bool keep",
+    "Tensor? h0, Tensor? starts, bool softplus, str backend, bool keep",
     _forward,
     _backward,
     _fake,
     outputs=3,
+    gradients=9,
     keeps=True,
 )

@@ -28,7 +28,7 @@ order: the same input always gives the same bits.
 import functools
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -36,15 +36,15 @@ import torch
 from torch import Tensor
 
 from vssm.ops.vectors import (  # isort: skip
-    A_, B_, BATCH, BIAS, BLOCK, C_, CHANNELS, COUNT, D_, DA, DB, DBIAS, DC, DD, DDT, DH0, DT, DU,
-    DZ, FLAG, FLUSH, H, H0, LANES, LENGTH, LN2, LOG2E, PER_GROUP, PER_TASK, ROW, U, Y, Z, clear,
-    compiled, copy, draw_task, exceeds, exp2, fold, gather, hint, kernel, load_block, load_row,
-    load_rows, load_word, maximum, muladd, prefetch, read, read_numbers, read_states, read_vector,
-    repeat, set_float_mode, sigmoid, softplus, softplus_derivative, spread, store, store_gathered,
-    store_rows, width_of, write, write_states, written, zero_row,
+    A_, B_, BIAS, BLOCK, C_, CHANNELS, COUNT, D_, DA, DB, DBIAS, DC, DD, DDT, DH0, DT, DU, DZ, FLAG,
+    FLUSH, H, H0, LANES, LENGTH, LN2, LOG2E, LONGEST, NUM_ROWS, PER_GROUP, PER_TASK, ROW, U, Y, Z,
+    after, clear, compiled, copy, draw_task, exceeds, exp2, fold, gather, hint, kernel, load_block,
+    load_row, load_rows, load_word, maximum, muladd, prefetch, read, read_numbers, read_states,
+    read_vector, repeat, sequence, set_float_mode, sigmoid, softplus, softplus_derivative, spread,
+    store, store_gathered, store_rows, width_of, write, write_states, written, zero_row,
 )  # fmt: skip
 
-__all__ = ["backward", "cut", "forward", "forward_ahead", "room", "run", "total"]
+__all__ = ["backward", "cut", "forward", "forward_ahead", "num_sequences", "room", "run", "total"]
 
 STEPS = 32  # the trace of this many steps fits into the fastest cache; even, for `look_ahead`
 SOFTPLUS, HOLD = 1, 2  # bits of the word FLAG
@@ -233,7 +233,7 @@ def finish_backward(words, b, start, steps, channel, scratch, tile):
 
 @kernel
 def _forward(words, scratch):
-    hints, length = scratch + HINTS, load_word(words, LENGTH)
+    hints = scratch + HINTS
     states, hold = -(-load_word(words, COUNT) // 4) * 4, load_word(words, FLAG) & HOLD
     B_buffer, C_buffer = scratch + NUMBERS, scratch + NUMBERS + 4 * STEPS * states
     tile = scratch + NUMBERS + 16 * STEPS * states
@@ -249,29 +249,30 @@ def _forward(words, scratch):
         for b in range(b_first, b_last):
             for i in range(first, last):
                 read_states(words, H0, b, LANES * i, A2_first + A2_bytes * (i - first) + to_h)
-            for start in range(0, length, STEPS):
-                steps = min(STEPS, length - start)
-                B, B_stride = read_numbers(words, B_, b, start, steps, B_buffer)
-                C, C_stride = read_numbers(words, C_, b, start, steps, C_buffer)
+            row, origin, length = sequence(words, b)
+            for start in range(origin, origin + length, STEPS):
+                steps = min(STEPS, origin + length - start)
+                B, B_stride = read_numbers(words, B_, row, start, steps, B_buffer)
+                C, C_stride = read_numbers(words, C_, row, start, steps, C_buffer)
                 for i in range(first, last):
                     channel, A2 = LANES * i, A2_first + A2_bytes * (i - first)
                     h, y = A2 + to_h, tile + OUT
-                    prepare(words, b, start, steps, channel, scratch, tile, A2)
+                    prepare(words, row, start, steps, channel, scratch, tile, A2)
                     clear(y, steps)
                     if hold:
                         look_ahead(tile, A2, h, B, B_stride, C, C_stride, y, steps, states)
-                        finish_forward(words, b, start, steps, channel, scratch, tile)
+                        finish_forward(words, row, start, steps, channel, scratch, tile)
                         continue
-                    # Next comes another tile, or else later steps, or else another batch row.
+                    # Next comes another tile, or else later steps, or else another sequence.
                     more = i + 1 < last
                     t, c = (start, channel + LANES) if more else (start + STEPS, LANES * first)
-                    t, b_next = (t, b) if t < length else (0, b + 1)
-                    hint(words, DT, b_next, t, c, hints)
-                    hint(words, U, b_next, t, c, hints + 16)
-                    hint(words, Y, b_next, t, c, hints + 32)
-                    hint(words, Z, b_next, t, c, hints + 48)
+                    row_next, t = (row, t) if t < origin + length else after(words, row, t)
+                    hint(words, DT, row_next, t, c, hints)
+                    hint(words, U, row_next, t, c, hints + 16)
+                    hint(words, Y, row_next, t, c, hints + 32)
+                    hint(words, Z, row_next, t, c, hints + 48)
                     advance(tile, A2, h, B, B_stride, C, C_stride, y, 0, steps, 0, states, hints)
-                    finish_forward(words, b, start, steps, channel, scratch, tile)
+                    finish_forward(words, row, start, steps, channel, scratch, tile)
             for i in range(first, last):
                 write_states(words, H, b, LANES * i, A2_first + A2_bytes * (i - first) + to_h)
     set_float_mode(mode)
@@ -279,15 +280,15 @@ def _forward(words, scratch):
 
 @kernel
 def _backward(words, scratch):
-    hints, length, count = scratch + HINTS, load_word(words, LENGTH), load_word(words, COUNT)
+    hints, count = scratch + HINTS, load_word(words, COUNT)
     states = -(-count // 4) * 4
-    chunks, numbers = -(-length // STEPS), 4 * STEPS * states
+    numbers = 4 * STEPS * states
     trace, B_buffer, C_buffer = scratch + TRACE, scratch + NUMBERS, scratch + NUMBERS + numbers
     dB, dC = C_buffer + numbers, C_buffer + 2 * numbers
     tiles = dC + numbers
     # Every tile of a group has the largest |A2|, A2, g, dA and h before every chunk of STEPS.
     A2_first = tiles + TILE * load_word(words, PER_GROUP) + ROW
-    A2_bytes = ROW + (3 + max(chunks, 1)) * states * ROW
+    A2_bytes = ROW + (3 + max(1, -(-load_word(words, LONGEST) // STEPS))) * states * ROW
     to_g, to_dA, to_h = states * ROW, 2 * states * ROW, 3 * states * ROW
     mode = set_float_mode(FLUSH)
     while True:
@@ -304,35 +305,39 @@ def _backward(words, scratch):
                 A2 = A2_first + A2_bytes * (i - first)
                 read_states(words, H0, b, LANES * i, A2 + to_h)
                 read_states(words, H, b, LANES * i, A2 + to_g)
-            for start in range(0, length - STEPS, STEPS):
-                B, B_stride = read_numbers(words, B_, b, start, STEPS, B_buffer)
+            row, origin, length = sequence(words, b)
+            chunks = -(-length // STEPS)
+            for chunk in range(chunks - 1):
+                start = origin + chunk * STEPS
+                B, B_stride = read_numbers(words, B_, row, start, STEPS, B_buffer)
                 for i in range(first, last):
                     channel, A2 = LANES * i, A2_first + A2_bytes * (i - first)
-                    prepare(words, b, start, STEPS, channel, scratch, tiles, A2)
-                    h = A2 + to_h + states * ROW * (start // STEPS + 1)
+                    prepare(words, row, start, STEPS, channel, scratch, tiles, A2)
+                    h = A2 + to_h + states * ROW * (chunk + 1)
                     for n in range(states):
                         store(h + ROW * n, load_row(h + ROW * (n - states)))
-                    hint(words, DT, b, start + STEPS, channel, hints)
-                    hint(words, U, b, start + STEPS, channel, hints + 16)
+                    hint(words, DT, row, start + STEPS, channel, hints)
+                    hint(words, U, row, start + STEPS, channel, hints + 16)
                     advance(tiles, A2, h, B, B_stride, 0, 0, 0, 0, STEPS, 0, states, hints)
             for chunk in range(chunks - 1, -1, -1):
-                start = chunk * STEPS
-                steps = min(STEPS, length - start)
-                B, B_stride = read_numbers(words, B_, b, start, steps, B_buffer)
-                C, C_stride = read_numbers(words, C_, b, start, steps, C_buffer)
+                start = origin + chunk * STEPS
+                steps = min(STEPS, origin + length - start)
+                B, B_stride = read_numbers(words, B_, row, start, steps, B_buffer)
+                C, C_stride = read_numbers(words, C_, row, start, steps, C_buffer)
                 for i in range(first, last):
                     tile, A2 = tiles + TILE * (i - first), A2_first + A2_bytes * (i - first)
-                    begin_backward(words, b, start, steps, LANES * i, scratch, tile, A2)
-                t, b_next = (start - STEPS, b) if chunk else (chunks * STEPS - STEPS, b + 1)
+                    begin_backward(words, row, start, steps, LANES * i, scratch, tile, A2)
+                end = origin + chunks * STEPS - STEPS
+                row_next, t = (row, start - STEPS) if chunk else after(words, row, end)
                 for n in range(0, states, 4):
                     for step in range(steps):
                         clear(trace + RECORD * step + TRACE_SUMS, 1)
                     for i in range(first, last):
                         tile, A2 = tiles + TILE * (i - first), A2_first + A2_bytes * (i - first)
-                        hint(words, DT, b_next, t, LANES * i, hints)
-                        hint(words, U, b_next, t, LANES * i, hints + 16)
-                        hint(words, Y, b_next, t, LANES * i, hints + 32)
-                        hint(words, Z, b_next, t, LANES * i, hints + 48)
+                        hint(words, DT, row_next, t, LANES * i, hints)
+                        hint(words, U, row_next, t, LANES * i, hints + 16)
+                        hint(words, Y, row_next, t, LANES * i, hints + 32)
+                        hint(words, Z, row_next, t, LANES * i, hints + 48)
                         g, dA, h = A2 + to_g, A2 + to_dA, A2 + to_h + states * ROW * chunk
                         y = tile + OUT if load_word(words, Z) else 0
                         advance(tile, A2, h, B, B_stride, 0, 0, 0, trace, steps, n, n + 4, hints)
@@ -340,12 +345,13 @@ def _backward(words, scratch):
                     for step in range(steps):
                         sums, at = trace + RECORD * step + TRACE_SUMS, 4 * (states * step + n)
                         store_gathered(dB + at, dC + at, load_row(sums))
-                at = 4 * count * (length * (load_word(words, BATCH) * group + b) + start)
+                at = load_word(words, LENGTH) * (load_word(words, NUM_ROWS) * group + row) + start
+                at *= 4 * count
                 copy(dB, 4 * states, load_word(words, DB) + at, 4 * count, steps, count, count)
                 copy(dC, 4 * states, load_word(words, DC) + at, 4 * count, steps, count, count)
                 for i in range(first, last):
                     tile = tiles + TILE * (i - first)
-                    finish_backward(words, b, start, steps, LANES * i, scratch, tile)
+                    finish_backward(words, row, start, steps, LANES * i, scratch, tile)
             for i in range(first, last):
                 write_states(words, DH0, b, LANES * i, A2_first + A2_bytes * (i - first) + to_g)
         part = b_first // load_word(words, PER_TASK)
@@ -358,10 +364,11 @@ def _backward(words, scratch):
     set_float_mode(mode)
 
 
-def forward(u, dt, A, B, C, D, z, dt_bias, h0, softplus) -> tuple[Tensor, Tensor]:
-    """Returns y and the last state; the arguments are those of `selective_scan`."""
-    y, h = room(*u.shape), room(len(u), *A.shape)
-    _run_forward((u, dt, A, B, C, D, z, dt_bias, h0), y, h, SOFTPLUS if softplus else 0)
+def forward(u, dt, A, B, C, D, z, dt_bias, h0, softplus, starts=None) -> tuple[Tensor, Tensor]:
+    """Returns y and the last states; the arguments are those of `selective_scan`."""
+    y, h = room(*u.shape), room(num_sequences(u, starts), *A.shape)
+    flag = SOFTPLUS if softplus else 0
+    _run_forward((u, dt, A, B, C, D, z, dt_bias, h0), y, h, flag, starts)
     return y, h
 
 
@@ -373,33 +380,46 @@ def forward_ahead(*inputs: Tensor | None) -> Tensor:
     return y
 
 
-def _run_forward(inputs: Sequence, y: Tensor, h: Tensor | None, flag: int) -> None:
+def _run_forward(inputs: tuple, y: Tensor, h: Tensor | None, flag: int, starts=None) -> None:
     u, dt, A, B, C, D, z, dt_bias, h0 = inputs
     states = -(-A.shape[1] // 4) * 4
     rows, wholes = (u, dt, z, B, C, y, None, None, None), (A, D, dt_bias, h0, h)
     size, per_tile = NUMBERS + 16 * STEPS * states + TILE, ROW * (1 + 2 * states)
-    run(_forward, rows, wholes, A.shape[1], size, per_tile, flag)
+    run(_forward, rows, wholes, A.shape[1], size, per_tile, flag, starts)
 
 
-def backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, h0, softplus) -> tuple[Tensor, ...]:
+def backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, h0, softplus, starts=None) -> tuple:
     """Returns the gradients of u, dt, A, B, C, D, z, dt_bias, h0; empty if an argument is None."""
     (batch, length, channels), count = u.shape, A.shape[1]
-    _, _, parts, groups = cut(batch, channels)
-    dh = room(batch, channels, count).zero_() if dh is None else dh
+    sequences = num_sequences(u, starts)
+    _, _, parts, groups = cut(sequences, channels)
+    dh = room(sequences, channels, count).zero_() if dh is None else dh
     du, ddt = room(batch, length, channels), room(batch, length, channels)
     dz = None if z is None else room(batch, length, channels)
-    dh0 = None if h0 is None else room(batch, channels, count)
+    dh0 = None if h0 is None else room(sequences, channels, count)
     dA, dD, dbias = room(parts, channels, count), room(parts, channels), room(parts, channels)
     dB, dC = room(groups, batch, length, count), room(groups, batch, length, count)
     rows = (u, dt, z, B, C, dy, du, ddt, dz)
     wholes = (A, D, dt_bias, h0, dh, dB, dC, dA, dD, dbias, dh0)
     states = -(-count // 4) * 4
-    per_tile = TILE + ROW * (1 + (3 + max(1, -(-length // STEPS))) * states)
-    flag = SOFTPLUS if softplus else 0
-    run(_backward, rows, wholes, count, NUMBERS + 16 * STEPS * states, per_tile, flag)
+    per_tile = TILE + ROW * (1 + (3 + max(1, -(-longest(u, starts) // STEPS))) * states)
+    flag, size = SOFTPLUS if softplus else 0, NUMBERS + 16 * STEPS * states
+    run(_backward, rows, wholes, count, size, per_tile, flag, starts)
     dD, dbias = None if D is None else total(dD), None if dt_bias is None else total(dbias)
     grads = (du, ddt, total(dA), total(dB), total(dC), dD, dz, dbias, dh0)
     return tuple(room(0) if grad is None else grad for grad in grads)
+
+
+def num_sequences(x: Tensor, starts: Tensor | None) -> int:
+    """Returns how many sequences x (B, T, D) has: B, or those that are packed in one row."""
+    return len(x) if starts is None else len(starts) - 1
+
+
+def longest(x: Tensor, starts: Tensor | None) -> int:
+    """Returns the length of the longest sequence."""
+    if starts is None or len(starts) < 2:
+        return x.shape[1]
+    return int(starts.diff().max())
 
 
 def room(*shape: int) -> Tensor:
@@ -427,6 +447,7 @@ def run(
     size: int,
     per_tile: int = 0,
     flag: int = 0,
+    starts: Tensor | None = None,
 ) -> None:
     """Runs all tasks of a kernel, in several threads if that pays.
 
@@ -438,11 +459,14 @@ def run(
         size: The bytes of scratch memory of a thread.
         per_tile: The further bytes for every tile of a group.
         flag: An option of the kernel, its word FLAG.
+        starts: The first steps of packed sequences, and their end, int64.
     """
     batch, length, channels = rows[0].shape
-    per_task, per_group, parts, groups = cut(batch, channels)
+    sequences = num_sequences(rows[0], starts)
+    per_task, per_group, parts, groups = cut(sequences, channels)
     tasks = parts * groups
-    words = [0, tasks, per_task, per_group, batch, length, channels, count, flag]
+    words = [0, tasks, per_task, per_group, sequences, length, channels, count, flag]
+    words += (0 if starts is None else starts.data_ptr(), batch, longest(rows[0], starts))
     size += per_tile * per_group
     copies = []  # they must live as long as the table
     for x in rows:
@@ -466,7 +490,7 @@ def run(
     start = scratch.data_ptr()
 
     # A worker holds on to the memory that it uses, even if the calling thread is interrupted.
-    def work(i: int, memory: tuple = (table, scratch, rows, copies)) -> None:
+    def work(i: int, memory: tuple = (table, scratch, rows, copies, starts)) -> None:
         function(address, start + size * i)
 
     pool = _pool(os.getpid(), torch.get_num_threads()) if threads > 1 else None
