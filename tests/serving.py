@@ -20,13 +20,15 @@ def served(kind, name=None, head="gaussian", meta=None, **options):
     return Served(name or kind, small_model(kind, head, **options).eval(), meta)
 
 
-def save_models(folder, kinds=("vssm", "ssm", "transformer"), meta=None, head="gaussian"):
+def save_models(
+    folder, kinds=("vssm", "ssm", "transformer"), meta=None, head="gaussian", **options
+):
     """Writes small models as `vssm serve` reads them, and returns their folders."""
     places = []
     for kind in kinds:
         places.append(str(folder / kind))
         size = {} if meta is None else {"features": meta.features}
-        vssm.save(small_model(kind, head, **size), places[-1])
+        vssm.save(small_model(kind, head, **size, **options), places[-1])
         if meta is not None:
             path = Path(places[-1]) / "config.json"
             values = json.loads(path.read_text())

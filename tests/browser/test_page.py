@@ -104,7 +104,7 @@ def test_the_docs_list_routes_fields_and_commands(page, url):
     text = page.inner_text("main")
     assert all(word in text for word in ("POST /v1/observe", "GET /healthz", "recondition"))
     commands = page.locator("pre").all_inner_texts()
-    assert len(commands) == 4 and all(f"' {url}/v1/" in command for command in commands)
+    assert len(commands) == 5 and all(f"' {url}/v1/" in command for command in commands)
     assert ["stream" in command for command in commands] == [
         " -N " in command for command in commands
     ]
@@ -321,3 +321,45 @@ def test_series_and_text(browser, tmp_path):
         assert len(texts) == 3
         assert all(re.fullmatch("abc[a-e]{9}", text) for text in texts)
     page.close()
+
+
+ANY = {"known": "any", "window": 4, "levels": 2, "latents": 4}
+
+
+def test_gaps_anywhere_are_filled_in_passes(browser, tmp_path):
+    places = save_models(tmp_path / "image", ["vssm"], IMAGE, **ANY)
+    places += save_models(tmp_path / "text", ["vssm"], TEXT, head="categorical", **ANY)
+    names = [f"{name}={place}" for name, place in zip(("image", "text"), places, strict=True)]
+    page = browser.new_page()
+    wrong = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    with running(names) as (_, url):
+        page.goto(url)
+        page.wait_for_selector("#model option", state="attached")
+        assert page.locator("#known-row").is_hidden() and page.locator("#passes").is_visible()
+        page.click("[aria-label='Sample prompt 8']")
+        generate(page)
+        assert "nothing is unknown" in page.inner_text("[role=alert]")
+        box = page.locator("#pad").bounding_box()
+        page.check("[value=erase]")
+        page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 0.5 * box["height"])
+        page.mouse.down()
+        page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 0.5 * box["height"], steps=5)
+        page.mouse.up()
+        known = drawn(page, "#pad")
+        page.fill("#num", "3")
+        page.locator("#passes").fill("2")
+        generate(page)
+        assert page.locator("[role=alert]").is_hidden()
+        assert "3 samples, pass 2 of 2" in page.inner_text("#status")
+        assert page.locator("#made canvas").count() == 3
+        made = drawn(page)
+        assert made[1] == known[1] and made[-1] == known[-1], "what is known stays"
+        assert made[6] != drawn(page, index=1)[6], "what is not known is made"
+        page.select_option("#model", "text")
+        page.fill("#text", "ab__cd_e")
+        generate(page)
+        for text in page.locator("#made pre").all_inner_texts():
+            assert re.fullmatch("ab[a-e]{2}cd[a-e]e", text)
+    page.close()
+    assert not wrong

@@ -118,6 +118,7 @@ class Served:
             "text": self.text,
             "parallel": self.parallel,
             "known": config.known,
+            "given": config.given,
             "length": self.length,
             "parameters": self.parameters,
             "data": None if meta is None else meta.name,
