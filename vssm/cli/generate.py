@@ -102,6 +102,8 @@ class Generate:
             raise ValueError(
                 f"out={str(out)!r} is not allowed; allowed from a server: .npy or .txt"
             )
+        if self.label is not None:
+            raise ValueError(f"label={self.label} is not allowed from a server; use a run folder")
         if self.passes != 1:
             raise ValueError(f"passes={self.passes} is not allowed; allowed from a server: 1")
         if self.prompt is not None and self.resume is not None:
