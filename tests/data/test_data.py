@@ -17,7 +17,6 @@ import sys
 import tarfile
 import threading
 import warnings
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -1690,53 +1689,3 @@ def test_a_folder_of_images_is_found_in_the_data_folder(tmp_path):
     # The absolute path of another machine: its name is looked for.
     moved = open_data(images_in("/nowhere/else/a", dir=str(tmp_path / "data")))
     assert moved.files == found.files
-
-
-def test_packed_files_that_unpack_to_too_much_are_refused_while_unpacking(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MOST_UNPACKED", 2 << 20)
-    zeros = np.zeros((3 << 20) // 8)
-    with gzip.open(tmp_path / "a.csv.gz", "wb") as file:
-        file.write(b"0\n" * (3 << 19))
-    with gzip.open(tmp_path / "a.txt.gz", "wb") as file:
-        file.write(b"0" * (3 << 20))
-    np.savez_compressed(tmp_path / "a.npz", x=zeros.reshape(16, -1, 1))
-    packed = [
-        series(tmp_path / "a.csv.gz"),
-        text(tmp_path / "a.txt.gz"),
-        arrays(tmp_path / "a.npz"),
-    ]
-    message = (
-        "unpacks to more than the 0.00195312 GiB allowed for a packed file; unpack it yourself"
-    )
-    for config in packed:
-        refused(config, message)
-    folder_of_images(tmp_path / "pictures", size=(400, 400))
-    refused(images_in(tmp_path / "pictures"), f"{tmp_path / 'pictures'} {message}")
-    # What is as large on the disk is read.
-    np.savez(tmp_path / "b.npz", x=zeros.reshape(16, -1, 1))
-    assert open_data(arrays(tmp_path / "b.npz")).meta.length == len(zeros) // 16
-
-
-@pytest.mark.parametrize("bomb", ["rows", "texts"])
-def test_parquet_that_unpacks_to_too_much_is_refused(bomb, tmp_path, monkeypatch):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    path = tmp_path / "a.parquet"
-    monkeypatch.setattr(files, "MOST_UNPACKED", 2 << 20)
-    columns = {"a": np.zeros(300_000 if bomb != "texts" else 4_000)}
-    if bomb == "texts":
-        columns["b"] = ["x" * 10_000] * 4_000
-    parquet.write_table(pyarrow.table(columns), path)
-    assert path.stat().st_size < 100_000
-    refused(series(path), path, "unpacks to more than the", "allowed for a packed file")
-
-
-def test_npz_of_other_packings_are_refused(tmp_path):
-    """These unpack all of a block at once, however little is asked for."""
-    content = io.BytesIO()
-    np.save(content, np.zeros((16, 5, 2), np.float32))
-    for packing in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
-        with zipfile.ZipFile(tmp_path / "a.npz", "w", packing) as file:
-            file.writestr("x.npy", content.getvalue())
-        refused(arrays(tmp_path / "a.npz"), "a.npz is damaged or no file of plain arrays")

@@ -11,7 +11,8 @@ from vssm.cli import main
 from vssm.config import RunConfig, TrainConfig
 from vssm.data import ArraysConfig, DataConfig, Meta, open_data
 from vssm.data.scale import window_scale, window_scale_of_known
-from vssm.runs.folder import read_log
+from vssm.runs.folder import RunFolder, read_config, read_log
+from vssm.runs.hub import train_command
 
 
 def own_labels(folder, num=40):
@@ -69,6 +70,9 @@ def test_a_run_with_labels_trains_resumes_and_draws_a_class(tmp_path, monkeypatc
     assert (folder / "samples.png").is_file()
     assert [line["step"] for line in read_log(folder) if line["split"] == "valid"] == [2]
     run(None, folder, resume=True)
+    RunFolder(folder).check_same(config)
+    assert "--labels --model.kind vssm" in train_command(read_config(folder))
+    assert "--model.given" not in train_command(read_config(folder))
 
     monkeypatch.chdir(tmp_path)
     prompt = np.zeros((3, 8), np.float32)

@@ -1,7 +1,6 @@
 """Finds data files in the user's folder or the cache, downloads public ones, and reads them.
 
-A file on disk is never replaced or deleted: a damaged file is named and left where it is. A small
-packed file can unpack to more than the memory holds, so unpacking stops at `MOST_UNPACKED` bytes.
+A file on disk is never replaced or deleted: a damaged file is named and left where it is.
 """
 
 import gzip
@@ -15,9 +14,6 @@ from pathlib import Path
 
 # What numpy raises for a damaged .npy file; the last two come from the parser of its header.
 DAMAGED_NPY = (ValueError, EOFError, MemoryError, SyntaxError, tokenize.TokenError)
-
-MOST_UNPACKED = 4 << 30  # bytes that a .gz, .npz or Parquet file may unpack to
-_PIECE = 1 << 20  # bytes that are unpacked at once
 
 
 @dataclass(frozen=True)
@@ -107,29 +103,11 @@ def locate_own(path: str, subfolder: str, given: str | None, folder: bool = Fals
     )
 
 
-def check_unpacked(size: int, path: Path) -> None:
-    """Raises a ValueError if a packed file unpacks to more than `MOST_UNPACKED` bytes."""
-    if size > MOST_UNPACKED:
-        raise ValueError(
-            f"{path} unpacks to more than the {MOST_UNPACKED / 2**30:g} GiB allowed for a packed"
-            " file; unpack it yourself (plain .npy, CSV and text files have no limit), or take"
-            " fewer rows"
-        )
-
-
 def read_bytes(path: Path, limit: int | None = None) -> bytes:
     """Returns the content of a file, at most `limit` bytes of it; a .gz file is unpacked."""
-    packed = path.suffix == ".gz"
     try:
-        with gzip.open(path) if packed else path.open("rb") as file:
-            if limit is not None or not packed:
-                return file.read(-1 if limit is None else limit)
-            parts, size = [], 0
-            while part := file.read(_PIECE):
-                size += len(part)
-                check_unpacked(size, path)
-                parts.append(part)
-            return b"".join(parts)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return file.read(-1 if limit is None else limit)
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 

@@ -31,7 +31,7 @@ from vssm.data.dataset import (
     random_bits,
     split_at_random,
 )
-from vssm.data.files import Remote, check_sha256, check_unpacked, locate, locate_own, read_bytes
+from vssm.data.files import Remote, check_sha256, locate, locate_own, read_bytes
 from vssm.data.meta import Meta
 
 Labelled = tuple[np.ndarray, np.ndarray]  # (M, H, W, C) uint8 pixels, (M,) uint8 classes
@@ -272,7 +272,6 @@ def open_images(config: DataConfig) -> Data:
                 f"{path} has {width} x {height} pixels, but {paths[0].name} has"
                 f" {first_width} x {first_height}; all images must have one size"
             )
-        check_unpacked(len(paths) * image.nbytes, folder)
     channels = max(image.shape[2] for image in images)
     shape = (*images[0].shape[:2], channels)
     meta = image_meta("images", shape, 255)

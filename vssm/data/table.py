@@ -20,7 +20,7 @@ import numpy as np
 
 from vssm.data.config import SeriesConfig
 from vssm.data.dates import plain_dates
-from vssm.data.files import DAMAGED_NPY, check_unpacked, read_bytes
+from vssm.data.files import DAMAGED_NPY, read_bytes
 
 __all__ = ["Table", "fill_gaps", "filled", "find_column", "left_out", "read_table", "select"]
 
@@ -28,7 +28,6 @@ Columns = list[tuple[str, np.ndarray]]  # float64 numbers, datetime64 dates, or 
 
 _TIME_NAMES = {"", "date", "datetime", "time", "timestamp", "index"}
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
-_PARQUET_ROWS = 1024  # unpacked at once: a row of text can be large
 
 
 @dataclass(frozen=True)
@@ -276,13 +275,7 @@ def _read_parquet(path: Path) -> tuple[Columns, list[str]]:
         ) from error
     try:
         with parquet.ParquetFile(path) as file:
-            check_unpacked(8 * file.metadata.num_rows * file.metadata.num_columns, path)
-            batches, size = [], 0  # the header may be wrong, and does not count long texts
-            for batch in file.iter_batches(_PARQUET_ROWS):
-                size += batch.nbytes
-                check_unpacked(size, path)
-                batches.append(batch)
-            table = pyarrow.Table.from_batches(batches, file.schema_arrow)
+            table = file.read()
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     types = pyarrow.types

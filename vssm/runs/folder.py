@@ -194,14 +194,16 @@ class RunFolder:
         """Raises if the folder has a run with other settings than `config`.
 
         Unlike in `compare`, the config may leave open what the data decides (features, head "auto",
-        bins). If it starts from another model, that model decides all model settings.
+        bins, given, window). If it starts from another model, that decides all model settings.
         """
         if not (self.path / "config.json").exists():
             return
         saved = read_config(self.path).model
         head = saved.head if config.model.head == "auto" else config.model.head
-        given = {"features": saved.features, "head": head, "bins": saved.bins}
-        model = saved if config.train.init else dataclasses.replace(config.model, **given)
+        decided = {"features": saved.features, "head": head, "bins": saved.bins}
+        if config.model.known == "any":
+            decided |= {"given": saved.given, "window": saved.window}
+        model = saved if config.train.init else dataclasses.replace(config.model, **decided)
         self.compare(dataclasses.replace(config, model=model))
 
     def reopen(self, config: RunConfig) -> None:

@@ -26,7 +26,12 @@ __all__ = ["FILES", "model_card", "pull", "push", "train_command", "without_fold
 FILES = ("config.json", "weights.safetensors", "README.md")
 _ADDRESS = re.compile(r"(?:hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^\s@]+))?")
 _SOURCES = ("images", "series", "text", "arrays", "synthetic")  # data sets with their own options
-_IMPLIED = ("data.name", "model.features", "train.device")  # by the data or the machine
+_IMPLIED = (
+    "data.name",
+    "model.features",
+    "model.given",
+    "train.device",
+)  # by the data or the machine
 _ALWAYS_SHOWN = ("model.kind", "model.width", "train.epochs")
 _CARD = Path(__file__).with_name("card_template.md")  # for Jinja
 
