@@ -28,7 +28,7 @@ nb_execution_mode = "off"  # the outputs are committed; a test runs the notebook
 # Links must lead somewhere. Types in signatures may be those of other packages, or inner ones.
 nitpicky = True
 nitpick_ignore_regex = [("py:(class|obj|exc)", ".*")]
-suppress_warnings = ["ref.python", "misc.highlighting_failure"]
+suppress_warnings = ["ref.python", "misc.highlighting_failure", "myst.header"]
 default_role = "code"  # docstrings write `name`, as Markdown does
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -36,7 +36,7 @@ autodoc_default_options = {"members": True}
 autosummary_generate = True
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 
-html_theme = "furo"  # search, light and dark, phones; no JavaScript of other sites
+html_theme = "furo"  # search, light and dark, phones
 html_title = f"vssm {release}"
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0b57b5", "color-brand-content": "#0b57b5"},
