@@ -25,7 +25,7 @@ from vssm.config import ModelConfig
 from vssm.forecasting.metrics import crps
 from vssm.forecasting.network import draw_paths, loss_of
 from vssm.forecasting.panel import Panel
-from vssm.forecasting.windows import CENTRES, Layout, Windows, centre_and_scale
+from vssm.forecasting.windows import CENTRES, Batch, Layout, Windows, centre_and_scale
 from vssm.models import Model, build
 from vssm.objectives.masks import random_masks
 
@@ -45,6 +45,8 @@ _MOST_STEPS_AHEAD = 4  # of the model in a horizon
 _HELD_OUT = 0.2  # share of a series
 _VALID_WINDOWS, _VALID_PATHS = 96, 32
 _PATIENCE = 6  # validations without a better one
+_BETTER = 0.005  # share by which a better one is better: validation is noisy
+_JITTER = 0.1  # noise on what is known, in scales of a window: few windows are soon learnt by heart
 _FILL_SHARE = 0.15  # of the windows of a step
 _DOUBT = 5  # windows; as many held-out windows move a factor half of the way
 _EMA = 0.99
@@ -182,7 +184,7 @@ class Bar:
         task = self._bar.add_task(name, total=steps, crps="")
 
         def show(step: int, score: float) -> None:
-            best = f"crps {score:.3f}" if math.isfinite(score) else ""
+            best = f"crps {score:.3f}" if score < 1e30 else ""
             self._bar.update(task, completed=step, crps=best)
 
         return show
@@ -219,7 +221,7 @@ def train(
     average = AveragedModel(model, avg_fn=_moving_average)
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.01)
     cuts = windows.cuts(least=max(windows.layout.season, 2))
-    every, best, waited = max(10, min(50, steps // 10)), math.inf, 0
+    every, best, waited = max(10, min(50, steps // 10)), 1e30, 0
     kept, kept_step = None, steps
     for step in range(1, steps + 1):
         chosen = cuts[torch.randint(len(cuts), (batch,), generator=generator)]
@@ -233,7 +235,7 @@ def train(
             average.update_parameters(model)
         if validate is not None and (step % every == 0 or step == steps):
             score = validate(average.module)  # type: ignore[arg-type]
-            if score < best:
+            if score < (1 - _BETTER) * best:
                 best, waited, kept_step = score, 0, step
                 kept = {k: v.clone() for k, v in average.module.state_dict().items()}
             else:
@@ -252,7 +254,7 @@ def _moving_average(average: Tensor, new: Tensor, count: Tensor | int) -> Tensor
     return average + (new - average) * max(1 - _EMA, 1 / (1 + float(count)))
 
 
-def _random_tasks(windows: Windows, cuts: Tensor, generator: torch.Generator):  # noqa: ANN202
+def _random_tasks(windows: Windows, cuts: Tensor, generator: torch.Generator) -> Batch:
     """Returns windows to be forecast and, a few of them, to be filled."""
     num = round(len(cuts) * _FILL_SHARE)
     y, there = windows.values(cuts)
@@ -267,7 +269,9 @@ def _random_tasks(windows: Windows, cuts: Tensor, generator: torch.Generator):  
 
         seen = random_masks(*shape, uniform).flatten(1)
         known[:num], made[:num] = there[:num] & seen, there[:num] & ~seen
-    return windows.batch(cuts, y, known, made)
+    batch = windows.batch(cuts, y, known, made)
+    noise = _JITTER * torch.randn(batch.x.shape, generator=generator)
+    return batch._replace(x=torch.where(batch.known, batch.x + noise, batch.x))
 
 
 def validation(windows: Windows, cuts: Tensor, seed: int) -> Callable[[Model], float]:

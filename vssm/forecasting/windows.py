@@ -195,9 +195,9 @@ class Windows:
             values = np.log(np.maximum(one.y, 1e-300)) if layout.log else one.y
             y[at : at + len(values)] = values
             there = values[np.isfinite(values)]
-            size = float(np.abs(there).max()) if len(there) else 1.0
-            least[k] = max(_LEAST_SCALE * float(np.std(there)) if len(there) else 0, 1e-4 * size)
-            least[k] = max(least[k], 1e-12)
+            size = float(np.abs(there).max()) if len(there) else 0.0
+            own_spread = float(np.std(there)) if len(there) else 0.0
+            least[k] = max(_LEAST_SCALE * own_spread, 1e-9 * size, 1e-12)
             covariates = (one.covariates - middle) / spread
             if ahead is not None:
                 extra = np.zeros((len(ahead[k]), len(scale.moving)))
