@@ -118,7 +118,7 @@ def read_frame(path: str | Path) -> Any:  # noqa: ANN401
     try:
         if path.suffix == ".parquet":
             return pandas.read_parquet(path)
-        first = pandas.read_csv(path, nrows=0, sep="\0", engine="python").columns[0]
+        first = str(pandas.read_csv(path, nrows=0, sep="\0", engine="python").columns[0])
         separator = max(",;\t", key=first.count)
         return pandas.read_csv(path, sep=separator)
     except (ValueError, ImportError) as error:  # pandas's own errors are ValueErrors

@@ -5,9 +5,9 @@ import shlex
 import shutil
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -51,11 +51,10 @@ def demo(folder: Path) -> None:
     print("\nThree small models, trained on 8 x 8 digits and scored on the test set:", flush=True)
     print("              training, s   log p(x), nats   second half given the first")
     for kind, epochs in _EPOCHS.items():
-        size: dict[str, Any] = {"width": 96, "layers": 2, "heads": 4}
-        size |= {"latents": 12, "classes": 16}
+        size = ModelConfig(features=8, width=96, layers=2, heads=4, latents=12, classes=16)
         config = RunConfig(
             data=DataConfig(name="digits"),
-            model=ModelConfig(kind=kind, features=8, **size),
+            model=replace(size, kind=kind),
             train=TrainConfig(epochs=epochs, batch=64, learning_rate=3e-3),
         )
         began = time.perf_counter()
