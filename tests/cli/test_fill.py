@@ -12,10 +12,9 @@ from PIL import Image
 import vssm
 from tests.cli.test_cli import fails
 from tests.conftest import small_model
+from tests.data.test_windows import OPTIONS, series_meta, wave_table
 from vssm.cli import main
-from vssm.cli.fill import _Windows
-from vssm.data import DataConfig, Meta, SeriesConfig, open_data
-from vssm.data.table import read_table
+from vssm.data import Meta
 
 SIZES = {"known": "any", "window": 4, "levels": 2, "latents": 4}
 
@@ -25,20 +24,6 @@ def save_run(folder, meta, head="gaussian", **options):
     vssm.save(small_model("vssm", head, features=meta.features, **SIZES, **options), folder)
     path = Path(folder) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "data_meta": meta.to_json()}))
-
-
-def wave_table(rows=40):
-    dates = pandas.date_range("2026-01-01", periods=rows, freq="6h")
-    wave = np.sin(np.arange(rows) / 3)
-    return pandas.DataFrame(
-        {"date": dates, "a": 100 + 5 * wave, "place": ["x"] * rows, "b": wave.cumsum()}
-    )
-
-
-def series_meta(path, **options):
-    options = {"context": 4, "horizon": 4, "columns": ("a", "b"), **options}
-    data = open_data(DataConfig(name="series", series=SeriesConfig(path=str(path), **options)))
-    return data.meta, data
 
 
 @pytest.fixture
@@ -51,32 +36,6 @@ def table(tmp_path, monkeypatch):
     gaps.loc[39, "b"] = np.nan
     gaps.to_csv("gaps.csv", index=False)
     return whole, gaps
-
-
-OPTIONS = [
-    {},
-    {"scale": "column"},
-    {"scale": "none"},
-    {"scale": "last"},
-    {"scale": "window", "season": 2, "patch": 2},
-    {"separate": True, "patch": 2},
-    {"time_features": True, "patch": 2},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_windows_are_those_of_training_and_come_back(table, options):
-    meta, data = series_meta("whole.csv", **options)
-    model = small_model("vssm", features=meta.features, **SIZES)
-    path = Path("gaps.csv")
-    whole = _Windows(read_table(Path("whole.csv")), meta, model, path)
-    expected = data.train.batch(torch.tensor([0]))
-    torch.testing.assert_close(whole.x[:1], expected, rtol=1e-4, atol=1e-5)
-    gaps = _Windows(read_table(path), meta, model, path)
-    np.testing.assert_array_equal(gaps.known.all(), False)
-    gaps._centre, gaps._deviation = whole._centre, whole._deviation
-    placed = gaps.place(whole.x[:, None].numpy())
-    np.testing.assert_allclose(placed[0], table[0][["a", "b"]], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
