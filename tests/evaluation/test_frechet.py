@@ -192,24 +192,13 @@ def test_file_is_reused_and_another_is_refused(digits, tmp_path):
         classifier(images)
 
 
-@pytest.mark.parametrize(
-    "trouble", ["none", "damaged", "flipped", "read-only", "no entry", "no pooch"]
-)
+@pytest.mark.parametrize("trouble", ["none", "flipped", "read-only"])
 def test_the_cache_saves_a_training_and_never_fails(trouble, digits, tmp_path, monkeypatch):
     images, labels = digits
     folder = tmp_path / "cache"
-    monkeypatch.setattr(
-        "vssm.evaluation.frechet.cache_folder", lambda: None if trouble == "no pooch" else folder
-    )
+    monkeypatch.setattr("vssm.evaluation.frechet.cache_folder", lambda: folder)
     if trouble == "read-only":
         folder.write_text("a file where the folder should be")
-    if trouble == "no entry":
-
-        def denied(path):
-            raise PermissionError(13, "Permission denied", str(path))
-
-        monkeypatch.setattr("pathlib.Path.is_file", denied)
-        monkeypatch.setattr("pathlib.Path.mkdir", lambda path, **options: denied(path))
     steps = []
 
     def classifier():
@@ -221,10 +210,8 @@ def test_the_cache_saves_a_training_and_never_fails(trouble, digits, tmp_path, m
     first, trained = classifier(), len(steps)
     assert trained > 1
     files = list(folder.rglob("*.safetensors"))
-    assert len(files) == (0 if trouble in ("read-only", "no entry", "no pooch") else 1)
-    if trouble == "damaged":
-        files[0].write_bytes(b"\x80\x04\x95pickle")
-    elif trouble == "flipped":
+    assert len(files) == (0 if trouble == "read-only" else 1)
+    if trouble == "flipped":
         content = bytearray(files[0].read_bytes())
         content[-100] ^= 1
         files[0].write_bytes(content)
@@ -232,9 +219,7 @@ def test_the_cache_saves_a_training_and_never_fails(trouble, digits, tmp_path, m
     assert steps == [(1, 1)] if trouble == "none" else len(steps) == trained
     assert all(torch.equal(first[name], again[name]) for name in first)
     classifier()
-    assert len(steps) == (
-        trained if trouble in ("read-only", "no entry", "no pooch") else 1
-    )  # what was damaged is new
+    assert len(steps) == (trained if trouble == "read-only" else 1)  # what was damaged is new
     images.mul_(0.5)
     classifier()
     images.mul_(2)

@@ -157,13 +157,13 @@ def cached_classifier(
     read or written costs time, no more.
     """
     identity = _identity(images, labels, num_classes)
-    folder, given = cache_folder(), path is not None
-    if path is None and folder is not None:
+    given = path is not None
+    if path is None:
         text = f"{identity} {torch.__version__} {device.type}"
         made_by = hashlib.sha256(text.encode()).hexdigest()
-        path = folder / "classifiers" / f"{made_by[:20]}.safetensors"
+        path = cache_folder() / "classifiers" / f"{made_by[:20]}.safetensors"
     with suppress(*() if given else (ValueError, OSError)):
-        if path is not None and path.is_file():
+        if path.is_file():
             tensors, metadata = read_tensors(path)
             if (found := metadata.get("identity")) != identity:
                 raise ValueError(
@@ -176,10 +176,9 @@ def cached_classifier(
             return classifier.to(device).requires_grad_(False)
     classifier = train_classifier(images, labels, num_classes, device, progress)
     with suppress(*() if given else (OSError,)):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            tensors = {name: tensor.cpu() for name, tensor in classifier.state_dict().items()}
-            write_tensors(path, tensors, {"identity": identity})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.cpu() for name, tensor in classifier.state_dict().items()}
+        write_tensors(path, tensors, {"identity": identity})
     return classifier
 
 

@@ -130,6 +130,9 @@ class Work:
             yield rows.start, self.split.batch(own, self.device), self.split.real(own, self.device)
 
 
+MakeCalls = Callable[[Work, bool], dict[str, Callable[[], object]]]
+
+
 def generation_calls(work: Work, curves: bool = False) -> dict[str, Callable[[], object]]:
     """Returns what to time: 1 and 16 sequences in one go, in chunks, resumed, prompted.
 
@@ -155,9 +158,7 @@ def generation_calls(work: Work, curves: bool = False) -> dict[str, Callable[[],
     return {name: partial(engine.generate, **options) for name, options in ways.items()}
 
 
-def measure_times(
-    work: Work, calls: dict[str, Callable[[], object]], repeats: int
-) -> dict[str, float]:
+def measure_times(work: Work, make: MakeCalls, curves: bool, repeats: int) -> dict[str, float]:
     """Measures the milliseconds of calls.
 
     `timing_spread` is the largest ratio of the third to the first quartile: far above 1, the
@@ -165,9 +166,11 @@ def measure_times(
 
     Arguments:
         work: What is measured.
-        calls: What to time, by the name of its metric.
+        make: Returns what to time, by the name of its metric.
+        curves: Whether to time the ways to sample as well.
         repeats: Calls of which the median is taken, fewer when they are slow.
     """
+    calls = make(work, curves)
     metrics, widest = {}, 1.0
     for done, (name, call) in enumerate(calls.items()):
         work.progress("generation times", done, len(calls))

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.checks import check_choice, check_flag, check_path, choose_device, shown, whole_number
+from vssm.checks import check_choice, check_path, choose_device, whole_number
 from vssm.data import Data, Meta, open_data
 from vssm.evaluation import quality
 from vssm.evaluation.journal import Journal
@@ -75,7 +75,7 @@ def evaluate_run(
     quick: bool = False,
     dials: bool = False,
     particles: bool = False,
-    known: tuple[str, ...] = (),
+    known: str | tuple[str, ...] = (),
     passes: int = 1,
     classifier: str | Path | None = None,
     progress: Progress | None = None,
@@ -117,11 +117,8 @@ def evaluate_run(
     for name, path in (("folder", folder), ("classifier", classifier), ("data_dir", data_dir)):
         if path is not None or name == "folder":
             check_path(name, path)
-    for name, flag in (("quick", quick), ("dials", dials), ("particles", particles)):
-        check_flag(name, flag)
+    known = (known,) if isinstance(known, str) else tuple(known)
     check_choice("splits", splits, ("test", "valid"))
-    if progress is not None and not callable(progress):
-        raise ValueError(f"progress={shown(progress)} is not allowed; allowed: a function")
     num_samples = whole_number("num_samples", num_samples, 1)
     num_images = whole_number("num_images", num_images, 0)
     passes = whole_number("passes", passes, 1)
@@ -192,12 +189,13 @@ def evaluate_run(
         for name in known:
             score = partial(fill_scores, work, index, name, passes, num_samples)
             metrics |= journal.measure(suffix(name, passes), score)
-        calls = fill_calls(work, dials) if parts else generation_calls(work, dials)
-        metrics |= journal.measure("times", lambda: measure_times(work, calls, repeats))
+        calls = fill_calls if parts else generation_calls
+        times = partial(measure_times, work, calls, dials, repeats)
+        metrics |= journal.measure("times", times)
         labelled = data.meta.image_shape is not None and data.train.labels is not None
         if num_images and labelled and not model.head.tokens:
             if parts:
-                ways = fill_makers(work, num_images, dials, tuple(known), passes)
+                ways = fill_makers(work, num_images, dials, known, passes)
             else:
                 ways = image_makers(work, num_images, dials)
             metrics |= image_quality(work, num_images, classifier, ways)
