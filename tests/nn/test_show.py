@@ -1,0 +1,30 @@
+"""Models, states and samples show themselves: short in a console, as a table in a notebook."""
+
+import pytest
+
+import vssm
+from vssm.config import KINDS
+from vssm.nn.show import html_table
+
+SIZES = {"features": 3, "width": 8, "layers": 1, "heads": 2, "latents": 2, "classes": 4}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_show_their_kind_and_size(kind):
+    model = vssm.build(vssm.ModelConfig(kind=kind, **SIZES))
+    text, page = repr(model), model._repr_html_()
+    parameters = f"{sum(p.numel() for p in model.parameters()):,}"
+    assert f"kind={kind}, features=3, width=8" in text and f"parameters={parameters})" in text
+    assert "\n" not in text and f"<td>{parameters}</td>" in page
+
+
+def test_samples_and_states_show_their_shapes():
+    model = vssm.build(vssm.ModelConfig(kind="vssm", **SIZES))
+    made = vssm.generate(model, num=2, length=5)
+    assert "<td>(2, 5, 3)</td>" in made._repr_html_()
+    page = made.state._repr_html_()
+    assert "State at position 5" in page and "decoder/0/ssm" in page and "(2, 16, 16)" in page
+
+
+def test_values_are_escaped():
+    assert "&lt;b&gt;" in html_table("<b>", {"<b>": "<b>"}) and "<b>" not in html_table("<b>", {})
