@@ -105,15 +105,16 @@ def _check_shapes(
     x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, sequences: int | None
 ) -> None:
     """Raises `ValueError` if the shapes do not fit: a kernel would read out of bounds."""
-    given = {"x": x, "weight": weight, "bias": bias, **({} if state is None else {"state": state})}
+    tensors = (x, weight, bias) if state is None else (x, weight, bias, state)
+    given = dict(zip(("x", "weight", "bias", "state"), tensors, strict=False))
     for name, value in given.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} is {type(value).__name__}; allowed: a tensor")
-    fits = x.dim() == 3 and weight.dim() == 2 and weight.shape[1] > 0
-    fits = fits and weight.shape[:1] == x.shape[2:] == bias.shape
+    size, taps = x.shape, weight.shape
+    fits = len(size) == 3 and len(taps) == 2 and taps[1] > 0
+    fits = fits and (taps[0],) == size[2:] == bias.shape
     if fits and state is not None:
-        rows = len(x) if sequences is None else sequences
-        fits = state.shape == (rows, weight.shape[1] - 1, x.shape[2])
+        fits = state.shape == (size[0] if sequences is None else sequences, taps[1] - 1, size[2])
     if not fits:
         shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in given.items())
         raise ValueError(
@@ -156,8 +157,9 @@ def _forward(
     starts: Tensor | None,
     backend: str,
 ) -> Tensor:
-    packed = {} if starts is None else {"starts": starts}
-    return _kernels(backend).forward(x, weight, bias, state, **packed)
+    if starts is None:
+        return _kernels(backend).forward(x, weight, bias, state)
+    return _kernels(backend).forward(x, weight, bias, state, starts)
 
 
 def _backward(dy: Tensor, *arguments) -> tuple[Tensor, ...]:  # noqa: ANN002

@@ -185,7 +185,7 @@ def backward(
     parts, taps = cut(num_sequences(x, starts), channels)[2], weight.T.contiguous()[None]
     dx, dtaps, dbias = room(*x.shape), room(parts, *taps.shape[1:]), room(parts, channels)
     dstate = None if state is None else room(*state.shape)
-    rows, wholes = (x, taps, state, None, None, dy, dx, dtaps, dstate), [None] * 10
-    wholes[2], wholes[9] = bias, dbias
+    rows = (x, taps, state, None, None, dy, dx, dtaps, dstate)
+    wholes = (None, None, bias, *[None] * 6, dbias)
     run(backward_kernel, rows, wholes, taps.shape[1], SIZE, starts=starts)
     return dx, total(dtaps).T.contiguous(), total(dbias), room(0) if dstate is None else dstate

@@ -113,12 +113,12 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """Runs the scan of checked arguments by a backend; only `numba` takes packed sequences."""
     if chosen == "reference":
-        return selective_scan_reference(*inputs, softplus)
+        return selective_scan_reference(*inputs, softplus=softplus)
     if chosen == "numba":  # it takes float32 only; the Triton kernels take every dtype
         inputs = tuple([None if t is None else t.float() for t in inputs])
-    packed = {} if starts is None else {"starts": starts}
     if not needs_operator(*inputs):
-        return _kernels(chosen).forward(*inputs, softplus, **packed)
+        forward = _kernels(chosen).forward
+        return forward(*inputs, softplus) if starts is None else forward(*inputs, softplus, starts)
     # An exported program must take other lengths, and the length decides what is kept.
     exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # PyTorch 2.7
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)

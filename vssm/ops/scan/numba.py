@@ -402,7 +402,7 @@ def backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, h0, softplus, starts=None) -
     rows = (u, dt, z, B, C, dy, du, ddt, dz)
     wholes = (A, D, dt_bias, h0, dh, dB, dC, dA, dD, dbias, dh0)
     states = -(-count // 4) * 4
-    per_tile = TILE + ROW * (1 + (3 + max(1, -(-longest(u, starts) // STEPS))) * states)
+    per_tile = TILE + ROW * (1 + (3 + max(1, -(-num_steps(u, starts) // STEPS))) * states)
     flag, size = SOFTPLUS if softplus else 0, NUMBERS + 16 * STEPS * states
     run(_backward, rows, wholes, count, size, per_tile, flag, starts)
     dD, dbias = None if D is None else total(dD), None if dt_bias is None else total(dbias)
@@ -415,7 +415,7 @@ def num_sequences(x: Tensor, starts: Tensor | None) -> int:
     return len(x) if starts is None else len(starts) - 1
 
 
-def longest(x: Tensor, starts: Tensor | None) -> int:
+def num_steps(x: Tensor, starts: Tensor | None) -> int:
     """Returns the length of the longest sequence."""
     if starts is None or len(starts) < 2:
         return x.shape[1]
@@ -462,11 +462,13 @@ def run(
         starts: The first steps of packed sequences, and their end, int64.
     """
     batch, length, channels = rows[0].shape
-    sequences = num_sequences(rows[0], starts)
+    sequences, longest, packed = batch, length, 0
+    if starts is not None:
+        sequences, longest, packed = len(starts) - 1, num_steps(rows[0], starts), starts.data_ptr()
     per_task, per_group, parts, groups = cut(sequences, channels)
     tasks = parts * groups
     words = [0, tasks, per_task, per_group, sequences, length, channels, count, flag]
-    words += (0 if starts is None else starts.data_ptr(), batch, longest(rows[0], starts))
+    words += (packed, batch, longest)
     size += per_tile * per_group
     copies = []  # they must live as long as the table
     for x in rows:
