@@ -13,7 +13,7 @@ BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", ["forecasting", "text", "images", "your-data"])
+@pytest.mark.parametrize("name", ["forecasting", "filling", "text", "images", "your-data"])
 def test_tutorial_runs(name, tmp_path, monkeypatch):
     if name == "forecasting":
         pytest.importorskip("gluonts")
