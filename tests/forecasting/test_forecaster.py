@@ -120,11 +120,13 @@ def test_calibration_widens_and_narrows():
     y, paths = torch.randn(400, 3, generator=draw), torch.randn(400, 100, 3, generator=draw)
     known = torch.rand(400, 3, generator=draw) < 0.8
     for width in (0.5, 2.0):
-        own = calibrate(paths * width, y, known)
+        own = calibrate(paths * width, y, known, apart=400)
         low, high = own.apply(paths * width).quantile(torch.tensor([0.1, 0.9]), dim=1)
         inside = ((y > low) & (y < high)).double().mean()
         assert 0.76 < inside < 0.84
-    assert calibrate(paths[:3], y[:3], known[:3]) is None
+    assert calibrate(paths[:3], y[:3], known[:3], apart=3) is None
+    few = calibrate(paths * 2, y, known, apart=1.5)  # hardly moves
+    assert all(0.8 < factor < 1 for factor in few.below + few.above)
     same = Calibration((1.0,) * 3, (1.0,) * 3).apply(paths)
     assert torch.allclose(same, paths)
 

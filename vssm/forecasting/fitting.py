@@ -48,7 +48,7 @@ _PATIENCE = 6  # validations without a better one
 _BETTER = 0.005  # share by which a better one is better: validation is noisy
 _JITTER = 0.1  # noise on what is known, in scales of a window: few windows are soon learnt by heart
 _FILL_SHARE = 0.15  # of the windows of a step
-_DOUBT = 5  # windows; as many held-out windows move a factor half of the way
+_DOUBT = 5  # windows; as many held-out windows move a factor half of the way from 1
 _EMA = 0.99
 _WARMUP = 20  # steps
 _AT_LEAST = 200  # steps before validations count against patience
@@ -88,7 +88,8 @@ def choose_layout(
         patch *= max(1, math.ceil(horizon / patch / _MOST_STEPS_AHEAD))
     if context is None:
         context = max(3 * season, 2 * horizon, 8 * patch)
-        context = min(context, 24 * patch, max(max(lengths) - horizon, patch))
+        third = (int(np.median(lengths)) - horizon) // 3  # else few windows have a whole history
+        context = min(context, 24 * patch, max(third, patch))
     context = -(-context // patch) * patch
     log = transform == "log" or (transform == "auto" and _spread_grows(panel, season))
     return Layout(horizon, season, patch, context, log=log)
@@ -301,18 +302,20 @@ class Calibration(NamedTuple):
         return middle + away * torch.where(away > 0, above, below)
 
 
-def calibrate(paths: Tensor, y: Tensor, known: Tensor) -> Calibration | None:
+def calibrate(paths: Tensor, y: Tensor, known: Tensor, apart: float) -> Calibration | None:
     """Returns the factors for paths of held-out windows; None if there are too few windows.
 
     Arguments:
         paths: (W, S, H).
         y: What came, (W, H).
         known: Which of it is known, (W, H).
+        apart: How many windows that do not overlap the same data would give. The fewer, the closer
+            to 1 the factors stay.
 
     Example:
         >>> noise = torch.Generator().manual_seed(0)
         >>> y, paths = (torch.randn(*n, generator=noise) for n in ((500, 1), (500, 200, 1)))
-        >>> found = calibrate(paths / 2, y, torch.ones(500, 1, dtype=torch.bool))
+        >>> found = calibrate(paths / 2, y, torch.ones(500, 1, dtype=torch.bool), apart=500)
         >>> [round(side[0]) for side in found]
         [2, 2]
     """
@@ -324,7 +327,7 @@ def calibrate(paths: Tensor, y: Tensor, known: Tensor) -> Calibration | None:
     score = torch.where(unit > 0, away / unit, torch.nan)
     score = torch.where(known, score, torch.nan).numpy()
     horizon, reach = y.shape[1], max(1, y.shape[1] // 8)
-    trust = len(y) / (len(y) + _DOUBT)
+    trust = apart / (apart + _DOUBT)
     factors = []
     for sign in (-1, 1):
         side = []

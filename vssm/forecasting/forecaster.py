@@ -210,12 +210,13 @@ class Forecaster:
 
     def _calibration(self, windows: Windows, cuts: Tensor) -> Calibration | None:
         """Returns the factors of intervals on held-out windows, by the model that held them out."""
-        cuts = spread_evenly(cuts, _CALIBRATION_WINDOWS)
-        batch = windows.forecasts(cuts)
+        series = len(cuts[:, 0].unique())
+        apart = (len(cuts) - series) / self.horizon + series
+        batch = windows.forecasts(spread_evenly(cuts, _CALIBRATION_WINDOWS))
         paths = draw_paths(self.model_, batch, self.layout_, _PATHS, self.seed)
         own = slice(self.layout_.context, self.layout_.context + self.horizon)
         x, there = batch.x.flatten(1)[:, own], batch.made.flatten(1)[:, own]
-        return calibrate(paths[..., own], x, there)
+        return calibrate(paths[..., own], x, there, apart)
 
     def predict(
         self,
