@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from vssm.serve.errors import Refused, json_response
-from vssm.serve.guard import Guard, Metrics
+from vssm.serve.guard import LARGE, SLOW_SECONDS, Guard, Metrics
 from vssm.serve.models import Served
 from vssm.serve.schema import (
     ErrorReply,
@@ -100,7 +100,13 @@ def _json_route(settings: Settings, features: int) -> type[APIRoute]:
 
     class JsonRequest(Request):
         async def json(self) -> Any:  # noqa: ANN401
-            return read_json(await self.body(), lists, numbers)
+            body = await self.body()
+            try:
+                return read_json(body, lists, numbers)
+            except Refused:
+                if len(body) > LARGE:
+                    await asyncio.sleep(SLOW_SECONDS)
+                raise
 
     class JsonRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

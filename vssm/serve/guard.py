@@ -17,13 +17,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vssm.serve.errors import Refused
 from vssm.serve.settings import Settings
 
-__all__ = ["Guard", "Metrics"]
+__all__ = ["LARGE", "SLOW_SECONDS", "Guard", "Metrics"]
 
 _log = logging.getLogger("vssm.serve")
 _OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz")  # need no token
 _DRAIN = 64 * 2**20  # bytes of a refused body that are still received
 _NOSNIFF = (b"x-content-type-options", b"nosniff")  # browsers must not guess another type
-_GUESS_SECONDS = 1.0  # until a wrong token is refused
+SLOW_SECONDS = 1.0  # until a wrong token or a large body is refused, so that floods are slow
+LARGE = 2**20  # bytes of a large body
 _ONCE = (b"host", b"authorization", b"content-type")  # headers that must not be ambiguous
 
 
@@ -146,8 +147,9 @@ class Guard:
             message = f"the body did not arrive in time; allowed: {seconds}"
             refused = refused or Refused(408, "too_slow", message)
         if refused is not None:
-            if refused.status_code == 401 and b"authorization" in headers:
-                await asyncio.sleep(_GUESS_SECONDS)
+            guessed = refused.status_code == 401 and b"authorization" in headers
+            if guessed or size > LARGE:
+                await asyncio.sleep(SLOW_SECONDS)
             raise refused
 
     def _check_size(self, size: int) -> Refused | None:
