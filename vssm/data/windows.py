@@ -27,10 +27,9 @@ class TableWindows:
 
     def __init__(self, table: Table, meta: Meta, given: int, path: Path) -> None:
         assert meta.columns is not None and meta.context is not None
-        given_names = getattr(meta, "given_columns", ())
         index, given_index = (
             [find_column(table, name, path, by_position=False) for name in names]
-            for names in (meta.columns, given_names)
+            for names in (meta.columns, meta.given_columns)
         )
         values = np.where(np.isfinite(table.values), table.values, np.nan)
         self.values = values[:, index]
@@ -55,8 +54,8 @@ class TableWindows:
             self._centre = centre_of_steps(centre, -meta.context, self._rows)
         self._channels = x.shape[2]
         beside = values[:, given_index]
-        if meta.mean is not None and given_names:
-            beside = (beside - np.array(meta.given_mean)) / np.array(meta.given_std)  # type: ignore[attr-defined]
+        if meta.given_mean is not None:
+            beside = (beside - np.array(meta.given_mean)) / np.array(meta.given_std)
         if meta.cycles:
             if table.times is None:
                 raise ValueError(f"{path} has no column of dates, which this run was trained with")
