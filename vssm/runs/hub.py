@@ -126,6 +126,7 @@ def model_card(folder: str | Path, address: str = "hf://OWNER/NAME", limits: str
     meta = meta if isinstance(meta, dict) else {}
     levels = f", levels of latents: {model.levels}" if model.levels > 1 else ""
     levels += f", spans: {' '.join(map(str, model.spans))}" if model.spans else ""
+    levels += f", known: any part, given columns: {model.given}" if model.known == "any" else ""
     facts = {
         **({"data set": "not recorded"} if run is None else _data_facts(run, meta)),
         "parameters": f"{_count_parameters(folder / 'weights.safetensors'):,}",
@@ -146,6 +147,8 @@ def model_card(folder: str | Path, address: str = "hf://OWNER/NAME", limits: str
         metrics=_metrics(folder / "eval.json"),
         address=address,
         length=meta.get("length", 28),
+        features=model.features,
+        given=model.given,
         command=command,
         fence="`" * max(3, ticks + 1),
         limits=limits,
