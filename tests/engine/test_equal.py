@@ -239,7 +239,7 @@ def test_a_transformer_in_slabs_equals_one_pass(device, monkeypatch):
     engine, x = Engine(model), sequences(model, 5, 4).to(device)
     starts = [{"num": 5}, {"prompt": x}, {"num": 5, "prompt": x[:1]}]
     wholes = [vssm.generate(model, length=6, **start) for start in starts]
-    monkeypatch.setattr("vssm.sampling.rows_of_cache", lambda model, num, steps: 2)
+    monkeypatch.setattr("vssm.sampling.generation.rows_of_cache", lambda model, num, steps: 2)
     for start, whole in zip(starts, wholes, strict=True):
         for _ in range(3):
             same_results(engine.generate(length=6, **start), whole)

@@ -817,15 +817,6 @@ def test_command_names_a_wrong_quantile_before_any_work(
     assert capsys.readouterr().err == line
 
 
-def test_command_notes_reconditioning_without_chunks(run_folder, tmp_path, capsys):
-    new, out = waves(tmp_path / "new.csv", 30), tmp_path / "out.csv"
-    options = ["--path", str(new), "--samples", "2", "--out", str(out)]
-    main(["forecast", str(run_folder), *options, "--recondition"])
-    assert capsys.readouterr().err.startswith(
-        "note: --recondition changes no sample without --chunk"
-    )
-
-
 def test_command_keeps_the_history(run_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     history = waves(tmp_path / "dates.csv", 30).read_text()

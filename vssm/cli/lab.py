@@ -15,7 +15,7 @@ __all__ = ["Bench", "Demo", "Reproduce", "Sweep"]
 
 @dataclass
 class Demo:
-    """Draws digits, races three models, trains three more, writes a report."""
+    """Draws digits, races three models, trains three, writes a report."""
 
     out: Path = Path("demo")
     """The folder for runs, pictures and the report; an older demo in it is replaced."""

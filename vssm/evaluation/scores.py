@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.checks import check_choice, check_path, choose_device, whole_number
+from vssm.checks import check_choice, check_flag, check_path, choose_device, whole_number
 from vssm.data import Data, Meta, open_data
 from vssm.evaluation import quality
 from vssm.evaluation.journal import Journal
@@ -119,6 +119,8 @@ def evaluate_run(
             check_path(name, path)
     known = (known,) if isinstance(known, str) else tuple(known)
     check_choice("splits", splits, ("test", "valid"))
+    for name, flag in (("quick", quick), ("dials", dials), ("particles", particles)):
+        check_flag(name, flag)
     num_samples = whole_number("num_samples", num_samples, 1)
     num_images = whole_number("num_images", num_images, 0)
     passes = whole_number("passes", passes, 1)

@@ -89,7 +89,8 @@ def roll(windows: Windows, name: str, forecast: Callable[[Tensor], Tensor], num:
         y[w] = torch.from_numpy(values[cut : cut + horizon])
         past = values[: int(cuts[cuts[:, 0] == k, 1].min())]  # the same for all windows of a series
         spread[w] = float(np.nanstd(past)) or 1.0
-        naive[w] = np.nan_to_num(np.nanmean(np.abs(past[season:] - past[:-season]))) or 1.0
+        error = float(np.nanmean(np.abs(past[season:] - past[:-season])))
+        naive[w] = error if error > 0 else 1.0  # also where it is NaN
     rows = {
         name: panel_scores(paths, y, spread, naive),
         "seasonal naive": panel_scores(

@@ -118,8 +118,8 @@ def read_frame(path: str | Path) -> Any:  # noqa: ANN401
     try:
         if path.suffix == ".parquet":
             return pandas.read_parquet(path)
-        first = str(pandas.read_csv(path, nrows=0, sep="\0", engine="python").columns[0])
-        separator = max(",;\t", key=first.count)
+        first = pandas.read_csv(path, nrows=0, sep="\0", engine="python").columns[0]
+        separator = max(",;\t", key=str(first).count)
         return pandas.read_csv(path, sep=separator)
     except (ValueError, ImportError) as error:  # pandas's own errors are ValueErrors
         raise ValueError(f"{str(path)!r} is no table: {str(error).splitlines()[0]}") from None
