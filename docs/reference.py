@@ -59,7 +59,12 @@ SECTIONS = {
         "vssm.serve.client.Answer",
         "vssm.serve.client.ServerError",
     ),
-    "Kernels": ("vssm.ops.selective_scan", "vssm.ops.causal_conv_silu"),
+    "Kernels": (
+        "vssm.ops.selective_scan",
+        "vssm.ops.selective_scan_fn",
+        "vssm.ops.causal_conv_silu",
+        "vssm.accelerate",
+    ),
 }
 HEAD = """# Reference
 

@@ -408,7 +408,9 @@ def test_calls_on_several_streams_do_not_mix_results():
 
 def test_slabs_of_a_transformer_replay_their_loops(device, counts, monkeypatch):
     """The keys and values of many rows may not fit; the steps of each slab are recorded then."""
-    monkeypatch.setattr("vssm.sampling.generation.rows_of_cache", lambda model, num, steps: min(num, 2))
+    monkeypatch.setattr(
+        "vssm.sampling.generation.rows_of_cache", lambda model, num, steps: min(num, 2)
+    )
     model = small_model("transformer").to(device)
     engine, prompts = Engine(model), sequences(model, 5, 4).to(device)
     for options in ({"num": 5, "length": 70}, {"prompt": prompts, "length": 6}):

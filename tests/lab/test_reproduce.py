@@ -423,7 +423,11 @@ def test_a_model_for_shipping_says_nothing_of_folders(tmp_path):
 
 
 def test_shipped_models_are_whole_and_small():
-    for pattern, most in (("mnist-small*", 12), ("mnist-best-small", 8), ("mnist-any-small", 8)):  # MiB
+    for pattern, most in (
+        ("mnist-small*", 12),
+        ("mnist-best-small", 8),
+        ("mnist-any-small", 8),
+    ):  # MiB
         files = [path for path in pretrained.FOLDER.glob(f"{pattern}/*") if path.suffix != ".pyc"]
         assert 0 < sum(path.stat().st_size for path in files) < most * 2**20
     for name in pretrained.names():
