@@ -440,7 +440,7 @@ def test_arguments_of_another_kind_are_named_in_one_line(name, kind, levels, tmp
             "model",
         )
         for odd in ODD[:-1] if paths else ODD:  # any word could be a path
-            with pytest.raises(ValueError, match="allowed: ") as error:
+            with pytest.raises(ValueError, match=r"allowed: |; use ") as error:
                 function(**{**right, argument: odd})
             assert argument in str(error.value) and "\n" not in str(error.value)
     assert not folder.exists()

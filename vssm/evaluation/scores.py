@@ -14,6 +14,7 @@ import inspect
 import math
 import shlex
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.checks import check_choice, check_flag, check_path, choose_device, whole_number
+from vssm.checks import check_choice, check_flag, check_path, choose_device, shown, whole_number
 from vssm.data import Data, Meta, open_data
 from vssm.evaluation import quality
 from vssm.evaluation.journal import Journal
@@ -40,6 +41,7 @@ from vssm.evaluation.quality import (
 from vssm.likelihoods import estimates, reconstruct
 from vssm.models import AnyPart, Autoregressive, Ladder, Model, Variational
 from vssm.objectives import real_steps
+from vssm.objectives.masks import parse_mask
 from vssm.ops import choose_backend
 from vssm.runs.checkpoint import load
 from vssm.runs.config import SavedConfig
@@ -117,7 +119,13 @@ def evaluate_run(
     for name, path in (("folder", folder), ("classifier", classifier), ("data_dir", data_dir)):
         if path is not None or name == "folder":
             check_path(name, path)
-    known = (known,) if isinstance(known, str) else tuple(known)
+    known = (known,) if isinstance(known, str) else known
+    if not isinstance(known, Sequence):
+        raise ValueError(f"known={shown(known)} is not allowed; allowed: names such as random:0.5")
+    for name in known:
+        parse_mask(name)
+    if progress is not None and not callable(progress):
+        raise ValueError(f"progress={shown(progress)} is not allowed; allowed: a function")
     check_choice("splits", splits, ("test", "valid"))
     for name, flag in (("quick", quick), ("dials", dials), ("particles", particles)):
         check_flag(name, flag)

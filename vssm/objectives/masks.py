@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["named_mask", "random_masks"]
+__all__ = ["named_mask", "parse_mask", "random_masks"]
 
 _SHARES = {
     "nothing": 0.25,
@@ -91,23 +91,35 @@ def named_mask(name: str, length: int, columns: int, noise: Tensor) -> Tensor:
         Traceback (most recent call last):
         ValueError: known='half' is unknown; use prefix, random:P, block:N or hole:N
     """
+    kind, number = parse_mask(name)
     known = torch.ones_like(noise, dtype=torch.bool)
-    if name == "prefix":
+    if kind == "prefix":
         known[:, length // 2 :] = False
         return known
-    if found := re.fullmatch(r"random:(0?\.\d+|1(\.0*)?)", name):
-        return noise >= float(found[1])
-    found = re.fullmatch(r"(block|hole):(\d{1,9})", name)
-    if found is None:
-        raise ValueError(f"known={name!r} is unknown; use prefix, random:P, block:N or hole:N")
-    size = int(found[2])
-    most = length if found[1] == "block" else min(length, columns)
+    if kind == "random":
+        return noise >= number
+    size = int(number)
+    most = length if kind == "block" else min(length, columns)
     if not 1 <= size <= most:
-        raise ValueError(f"known={name!r} does not fit; use {found[1]}:N with N from 1 to {most}")
+        raise ValueError(f"known={name!r} does not fit; use {kind}:N with N from 1 to {most}")
     first = (length - size) // 2
     left, right = 0, columns
-    if found[1] == "hole":
+    if kind == "hole":
         left = (columns - size) // 2
         right = left + size
     known[:, first : first + size, left:right] = False
     return known
+
+
+def parse_mask(name: str) -> tuple[str, float]:
+    """Returns the kind of a named mask and its number.
+
+    Example:
+        >>> parse_mask("random:0.5"), parse_mask("hole:14"), parse_mask("prefix")
+        (('random', 0.5), ('hole', 14.0), ('prefix', 0.0))
+    """
+    pattern = r"(prefix)|(random):(0?\.\d+|1(?:\.0*)?)|(block|hole):(\d{1,9})"
+    if not isinstance(name, str) or (found := re.fullmatch(pattern, name)) is None:
+        raise ValueError(f"known={name!r} is unknown; use prefix, random:P, block:N or hole:N")
+    kind, *number = (group for group in found.groups() if group is not None)
+    return kind, float(number[0]) if number else 0.0
