@@ -42,7 +42,7 @@ class Fill:
     num: int = 1
     """How many samples. Tables get their median, and columns with their quantiles 0.1 and 0.9."""
     passes: int = 1
-    """Parallel passes: 1 makes all entries at once, more make entries that fit together better."""
+    """Parallel passes: 1 makes all entries at once, more make one part after the other."""
     seed: int = 0
     """Names the sample, 0 to 2^63 - 1."""
     temperature: float = 1.0

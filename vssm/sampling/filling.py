@@ -38,8 +38,8 @@ def fill(
         known: Which entries are known, bool, of the shape of x or (B, T). By default those that are
             not NaN.
         num: The number of samples of each row. One by default.
-        passes: S, the parallel passes. One makes all entries at once; more passes make entries that
-            fit together better.
+        passes: S, the parallel passes. One makes all entries at once; more make one random part
+            after the other, each given the parts before it.
         temperature: Divides the logits of every categorical and multiplies every scale.
         observe: What an unknown entry becomes: the "mean" of its distribution (mode of a token), or
             a "sample" of it. Later passes read what earlier ones made.
