@@ -158,6 +158,8 @@ class Backtest(_SeriesOptions):
         from vssm.forecasting.files import read_frame, write_forecast
 
         picture = self.out.with_suffix(".png") if self.out.name else self.out
+        if self.data == Path():
+            raise ValueError("DATA is missing; give a table: CSV or Parquet")
         check_files({"out": self.out, "picture": picture}, {"data": self.data})
         own = self.forecaster(self.horizon)
         made = own.backtest(read_frame(self.data), self.windows, self.samples)

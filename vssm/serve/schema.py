@@ -216,7 +216,7 @@ class FillRequest(_Request):
     model_config = _examples({"model": "NAME", "x": [[0.5, None], [None, None]], "passes": 4})
     x: _Gaps = None
     x_npy: _Npy = None
-    passes: _Count = Field(1, description="Parallel passes; more passes fit together better.")
+    passes: _Count = Field(1, description="Parallel passes; more make one part after the other.")
     temperature: _Temperature = 1.0
     observe: _Observe = "mean"
 
