@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from vssm.checks import check_choice, check_number, name_allowed, plain_number, shown
 from vssm.data.config import DataConfig
-from vssm.distributions import HEADS
+from vssm.distributions import HEADS, HeadName
 from vssm.ops.latents import ESTIMATORS
 
 __all__ = ["FORMAT", "KINDS", "PRESETS", "Kind", "ModelConfig", "RunConfig", "TrainConfig"]
@@ -16,15 +16,6 @@ FORMAT = 1
 """Version of `config.json` and its folder; raised when an older reader would misunderstand it."""
 Kind = Literal["transformer", "ssm", "rnn", "tvae", "vrnn", "vssm"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-HeadName = Literal[
-    "auto",
-    "gaussian",
-    "gaussian-learned",
-    "student-t",
-    "bernoulli",
-    "categorical",
-    "logistic-mixture",
-]
 _SIZES_BELOW = 10_000_000  # of a model: PyTorch crashes at sizes past the address space
 
 Config = TypeVar("Config")
@@ -88,7 +79,7 @@ class ModelConfig:
     window: int = 32
     """With known="any": the steps that blocks which read backwards see at once. A run takes the
     length of its sequences, unless another number than 32 is set."""
-    head: HeadName = "gaussian"
+    head: HeadName | Literal["auto"] = "gaussian"
     """Distribution of x_t: gaussian, gaussian-learned, student-t, bernoulli, categorical or
     logistic-mixture; in a run also auto, for the one that suits the data."""
     sigma: float = 0.1

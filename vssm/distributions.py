@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +52,7 @@ __all__ = [
     "HEADS",
     "HEADS_IN_UNIT",
     "Head",
+    "HeadName",
     "Latents",
     "Observation",
     "gumbel_uniform",
@@ -60,14 +61,10 @@ __all__ = [
 
 LARGEST = 1e15  # largest value of x: sums of its square stay far from infinity
 HEADS_IN_UNIT = ("bernoulli", "logistic-mixture")  # their x lies in [0, 1]
-HEADS = (
-    "gaussian",
-    "gaussian-learned",
-    "student-t",
-    "bernoulli",
-    "categorical",
-    "logistic-mixture",
-)
+HeadName = Literal[
+    "gaussian", "gaussian-learned", "student-t", "bernoulli", "categorical", "logistic-mixture"
+]
+HEADS: tuple[HeadName, ...] = get_args(HeadName)
 _MIN_SCALE, _MAX_SCALE = 1e-3, 20.0
 _ROUNDING = 1e-5  # the mean of a head may leave [0, 1] by this, and a model reads what it made
 
