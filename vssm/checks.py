@@ -1,6 +1,6 @@
 """Checks of user input, called where users come in and nowhere else.
 
-Each raises `ValueError` in one line: what is wrong, what was given, and what is allowed.
+Each raises `ValueError` in one line: what is wrong, what was given, and what to do.
 """
 
 import difflib
@@ -38,7 +38,7 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
     >>> check_choice("kind", "vsm", ("ssm", "vssm"))
     Traceback (most recent call last):
-    ValueError: kind='vsm' is unknown; allowed: 'ssm', 'vssm' (did you mean 'vssm'?)
+    ValueError: kind='vsm' is unknown; choose from 'ssm', 'vssm' (did you mean 'vssm'?)
     """
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}={shown(value)} is unknown; {name_allowed(value, allowed)}")
@@ -49,15 +49,15 @@ def check_type(name: str, value: object, types: Any, allowed: str) -> None:  # n
 
     >>> check_type("lengths", [3, 1], torch.Tensor, "a tensor")
     Traceback (most recent call last):
-    ValueError: lengths is a list; allowed: a tensor
+    ValueError: lengths is a list; it must be a tensor
     """
     if not isinstance(value, types):
-        raise ValueError(f"{name} is a {type(value).__name__}; allowed: {allowed}")
+        raise ValueError(f"{name} is a {type(value).__name__}; it must be {allowed}")
 
 
 def check_flag(name: str, value: object) -> None:
     """Raises `ValueError` unless the value is True or False: "no" would count as True."""
-    check_type(name, value, (bool, np.bool_), "True, False")
+    check_type(name, value, (bool, np.bool_), "True or False")
 
 
 def check_path(name: str, value: object) -> None:
@@ -70,15 +70,14 @@ def whole_number(name: str, value: object, least: int) -> int:
 
     >>> whole_number("length", 2.5, least=0)
     Traceback (most recent call last):
-    ValueError: length=2.5 is not allowed; allowed: a whole number >= 0
+    ValueError: length is 2.5; it must be a whole number >= 0
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore
     except TypeError:
         number = None
     if number is None or number < least:
-        value = shown(value)
-        raise ValueError(f"{name}={value} is not allowed; allowed: a whole number >= {least}")
+        raise ValueError(f"{name} is {shown(value)}; it must be a whole number >= {least}")
     return number
 
 
@@ -90,7 +89,7 @@ def whole_numbers(name: str, values: Sequence[int] | Tensor | int, device: torch
         tensor = None
     if tensor is None or tensor.dtype not in _INTEGERS:
         given = type(values).__name__ if tensor is None else str(tensor.dtype)[6:]
-        raise ValueError(f"{name} is {given}; allowed: whole numbers of 64 bits")
+        raise ValueError(f"{name} is {given}; it must hold whole numbers of 64 bits")
     return tensor.to(device, torch.int64)
 
 
@@ -120,7 +119,7 @@ def check_device(device: object) -> torch.device:
 
     >>> check_device("gpu")
     Traceback (most recent call last):
-    ValueError: device='gpu' is not there; allowed: 'cpu'...
+    ValueError: device='gpu' is not available here; choose from 'cpu'...
     """
     return _find_device(device, ["cpu"])
 
@@ -147,8 +146,8 @@ def _find_device(device: object, names: list[str]) -> torch.device:
         found = None
     if found is None:
         names = names + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-        allowed = ", ".join(map(repr, names))
-        raise ValueError(f"device={str(device)!r} is not there; allowed: {allowed}")
+        choices = ", ".join(map(repr, names))
+        raise ValueError(f"device={str(device)!r} is not available here; choose from {choices}")
     # Not "cpu:0", which some libraries do not know.
     return torch.device("cpu") if found.type == "cpu" else found
 
@@ -165,15 +164,13 @@ def check_number(
     # Not NumPy's unsigned numbers as weights: 0 - 1 is not -1 there.
     types = (int, np.integer) if whole else (int, float, np.signedinteger, np.floating)
     number: Any = plain_number(value)
-    if isinstance(value, types) and not isinstance(value, bool):
-        if (number > least if above else number >= least) and number < below:
-            return
-        bounded = below < _HUGE or number >= _HUGE
-    else:
-        bounded = below < _HUGE
+    valid = isinstance(value, types) and not isinstance(value, bool)
+    if valid and (number > least if above else number >= least) and number < below:
+        return
     allowed = f"a {'whole ' if whole else ''}number {'>' if above else '>='} {least}"
-    allowed += f" and < {below}" if bounded else ""
-    raise ValueError(f"{name}={shown(number)} is not allowed; allowed: {allowed}")
+    if below < _HUGE or (valid and number >= below):
+        allowed += f" and < {below}"
+    raise ValueError(f"{name} is {shown(number)}; it must be {allowed}")
 
 
 def plain_number(value: object) -> object:
@@ -187,4 +184,4 @@ def name_allowed(value: object, allowed: tuple[str, ...]) -> str:
     """Returns the allowed names for an error message, with the nearest one as a hint."""
     nearest = difflib.get_close_matches(str(value), allowed, n=1)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-    return f"allowed: {', '.join(map(repr, allowed))}{hint}"
+    return f"choose from {', '.join(map(repr, allowed))}{hint}"

@@ -40,7 +40,7 @@ class ModelConfig:
         (128, 4)
         >>> ModelConfig(kind="vssm", features=28, width=-1)
         Traceback (most recent call last):
-        ValueError: width=-1 is not allowed; allowed: a whole number >= 1 and < 10000000
+        ValueError: width is -1; it must be a whole number >= 1 and < 10000000
     """
 
     kind: Kind = "vssm"
@@ -181,7 +181,7 @@ class TrainConfig:
         0.001
         >>> TrainConfig(ema=1.5)
         Traceback (most recent call last):
-        ValueError: ema=1.5 is not allowed; allowed: a number >= 0 and < 1
+        ValueError: ema is 1.5; it must be a number >= 0 and < 1
     """
 
     epochs: int = 20
@@ -274,7 +274,7 @@ class TrainConfig:
         for name in ("validate_partial", "graph", "compile", "fsdp", "tensorboard"):
             value = getattr(self, name)
             if not isinstance(value, bool):  # a NumPy bool could not be saved as JSON
-                raise ValueError(f"{name}={value!r} is not allowed; allowed: True, False")
+                raise ValueError(f"{name} is {value!r}; it must be True or False")
         if self.init is not None and (not isinstance(self.init, str) or not self.init):
             raise ValueError(
                 f"init={shown(self.init)} is not allowed; allowed: a folder, or a shipped model"
@@ -296,7 +296,7 @@ class RunConfig:
         True
         >>> RunConfig.from_dict({"train": {"epoch": 5}})
         Traceback (most recent call last):
-        ValueError: train has no field 'epoch'; allowed: 'epochs', ... (did you mean 'epochs'?)
+        ValueError: train has no field 'epoch'; choose from 'epochs', ... (did you mean 'epochs'?)
     """
 
     data: DataConfig = dataclasses.field(default_factory=DataConfig)

@@ -263,19 +263,19 @@ def test_series_start_from_a_small_model():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trane"], "command='trane' is unknown; allowed: .*did you mean 'train'"),
+        (["trane"], "command='trane' is unknown; choose from .*did you mean 'train'"),
         (["train", "mnits"], "data set 'mnits' is unknown; did you mean 'mnist'"),
         (["train", "digits", "--model.kind", "vsm"], "invalid choice 'vsm' .*'vssm'"),
         (
             ["train", "digits", "--preset", "paper"],
-            "preset='paper' is unknown; allowed: 'paper-mnist'",
+            "preset='paper' is unknown; choose from 'paper-mnist'",
         ),
         (["train", "series", "--smoke"], "series"),
         (["train", "--resume", "nowhere"], "nowhere"),
-        (["train", "digits", "--train.batch", "0"], "batch=0 is not allowed"),
+        (["train", "digits", "--train.batch", "0"], "batch is 0; it must be"),
         (
             ["train", "digits", "--smoke", "--train.seed", str(2**63)],
-            "seed=9223372036854775808 is not allowed",
+            "seed is 9223372036854775808; it must be",
         ),
         (
             ["train", "digits", "--train.batch", "5000", "--smoke"],
@@ -291,11 +291,11 @@ def test_series_start_from_a_small_model():
         ),
         (
             ["generate", "nowhere", "--device", "gpu"],
-            "device='gpu' is not there; allowed: 'auto', 'cpu'",
+            "device='gpu' is not available here; choose from 'auto', 'cpu'",
         ),
         (
             ["generate", "nowhere", "--device", "cuda:99"],
-            "device='cuda:99' is not there; allowed: 'auto', 'cpu'",
+            "device='cuda:99' is not available here; choose from 'auto', 'cpu'",
         ),
         (["generate"], "run"),
         (["bench", "nothing"], "nothing"),
@@ -494,7 +494,7 @@ def test_every_command_takes_the_same_seeds(seed, capsys):
         ["fill", "nowhere", "--input", "x.csv", "--out", "y.csv", "--seed"],
         ["forecast", "nowhere", "--path", "x.csv", "--seed"],
     ):
-        line = f"seed={seed} is not allowed; allowed: a whole number >= 0 and < {2**63}"
+        line = f"seed is {seed}; it must be a whole number >= 0 and < {2**63}"
         assert line in fails(capsys, *command, str(seed))
 
 
@@ -506,11 +506,11 @@ def test_unknown_flag_suggests_the_nearest(capsys):
 
 def test_bad_generate_options(run_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert "chunk=0" in fails(capsys, "generate", run_folder, "--chunk", "0")
-    assert "num=0" in fails(capsys, "generate", run_folder, "--num", "0")
+    assert "chunk is 0" in fails(capsys, "generate", run_folder, "--chunk", "0")
+    assert "num is 0" in fails(capsys, "generate", run_folder, "--num", "0")
     for length in ("0", "-2"):
         message = fails(capsys, "generate", run_folder, "--length", length)
-        assert f"length={length} is not allowed; allowed: a whole number >= 1" in message
+        assert f"length is {length}; it must be a whole number >= 1" in message
     assert "allowed: a name in .npy" in fails(capsys, "generate", run_folder, "--out", "x.jpg")
     assert "allowed for this model: a .npy file" in fails(
         capsys, "generate", run_folder, "--prompt", "words"

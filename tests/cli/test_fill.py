@@ -164,8 +164,8 @@ def test_mistakes_give_one_line(table, capsys):
     assert "short.csv has 5 rows; needed: 8, a window" in fails(capsys, *run, "short.csv")
     wave_table()[["date", "a"]].to_csv("narrow.csv", index=False)
     assert "has no column of numbers 'b'" in fails(capsys, *run, "narrow.csv")
-    assert "num=0" in fails(capsys, *run, "gaps.csv", "--num", "0")
-    assert "passes=0" in fails(capsys, *run, "gaps.csv", "--passes", "0")
+    assert "num is 0" in fails(capsys, *run, "gaps.csv", "--num", "0")
+    assert "passes is 0" in fails(capsys, *run, "gaps.csv", "--passes", "0")
     same = fails(capsys, "fill", "run", "--input", "gaps.csv", "--out", "gaps.csv")
     assert "are one file" in same
     assert "a name in .csv or .parquet or .npy" in fails(

@@ -1433,26 +1433,26 @@ def test_real_series_load(name, rows, columns):
     [
         ({"seed": 0.5}, r"seed=0.5 \(--split-seed\) is not allowed"),
         ({"seed": True}, r"seed=True \(--split-seed\) is not allowed"),
-        ({"dir": 5}, "dir is a int; allowed: a path"),
-        ({"binarize": "no"}, "binarize is a str; allowed: True, False"),
+        ({"dir": 5}, "dir is a int; it must be a path"),
+        ({"binarize": "no"}, "binarize is a str; it must be True or False"),
         (
             {"synthetic": {"num": 1e3}},
-            r"synthetic.num=1000.0 is not allowed; allowed: a whole number >= 10",
+            r"synthetic.num is 1000.0; it must be a whole number >= 10",
         ),
         (
             {"synthetic": {"length": float("nan")}},
-            "synthetic.length=nan is not allowed; allowed: a whole",
+            "synthetic.length is nan; it must be a whole",
         ),
         (
             {"text": {"length": True}},
-            "text.length=True is not allowed; allowed: a whole number >= 1",
+            "text.length is True; it must be a whole number >= 1",
         ),
-        ({"arrays": {"path": 5}}, "arrays.path is a int; allowed: a path"),
-        ({"series": {"path": ["x"]}}, "series.path is a list; allowed: a path"),
-        ({"series": {"separate": 1}}, "series.separate is a int; allowed: True, False"),
+        ({"arrays": {"path": 5}}, "arrays.path is a int; it must be a path"),
+        ({"series": {"path": ["x"]}}, "series.path is a list; it must be a path"),
+        ({"series": {"separate": 1}}, "series.separate is a int; it must be True or False"),
         (
             {"series": {"season": 2.0}},
-            "series.season=2.0 is not allowed; allowed: a whole number >= 1",
+            "series.season is 2.0; it must be a whole number >= 1",
         ),
     ],
 )

@@ -432,14 +432,14 @@ def test_mistakes_are_named(tmp_path):
     refused(
         "lost.txt", {**good, "data": {"name": "text", "dir": str(tmp_path), "text": {"path": lost}}}
     )
-    refused("num_samples=0 is not allowed", good, num_samples=0)
-    refused("num_samples=1.5 is not allowed; allowed: a whole number >= 1", good, num_samples=1.5)
+    refused("num_samples is 0; it must be", good, num_samples=0)
+    refused("num_samples is 1.5; it must be a whole number >= 1", good, num_samples=1.5)
     refused(
         "num_images=1 is not allowed; allowed: 0 for no distances, or 2 and more",
         good,
         num_images=1,
     )
-    refused("num_images=-1 is not allowed; allowed: a whole number >= 0", good, num_images=-1)
+    refused("num_images is -1; it must be a whole number >= 0", good, num_images=-1)
     refused("splits='train' is unknown", good, splits="train")
     refused("dials=True is for models that generate in parallel, not kind='rnn'", good, dials=True)
     refused(
@@ -447,7 +447,7 @@ def test_mistakes_are_named(tmp_path):
         good,
         particles=True,
     )
-    refused("device='gpu' is not there; allowed: 'auto', 'cpu'", good, device="gpu")
+    refused("device='gpu' is not available here; choose from 'auto', 'cpu'", good, device="gpu")
     assert not (run / "eval.json").exists()
     with pytest.raises(ValueError, match=r"does not exist"):
         evaluate_run(tmp_path / "nowhere")

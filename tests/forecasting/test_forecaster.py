@@ -226,7 +226,7 @@ def test_series_that_grow_are_read_as_logarithms():
         (weeks(13), {"season": 7}, "'a' has 13 rows, less than two seasons of 7"),
         (weeks().assign(b=np.nan), {}, "'b' has no value"),
         (weeks(), {"kind": "lstm"}, "kind='lstm'"),
-        (weeks(), {"horizon": 0}, "horizon=0"),
+        (weeks(), {"horizon": 0}, "horizon is 0"),
         (weeks(), {"freq": "soon"}, "freq='soon'"),
         (weeks(), {"transform": "sqrt"}, "transform='sqrt'"),
         (weeks(), {"future_columns": ["promo"]}, "no column 'promo'"),
@@ -244,7 +244,7 @@ def test_predict_names_the_mistake(fitted):
     for call, message in [
         (lambda: vssm.Forecaster().predict(), "call fit"),
         (lambda: fitted.predict(quantiles=(0.1, 1.5)), "from 0 to 1"),
-        (lambda: fitted.predict(samples=0), "samples=0"),
+        (lambda: fitted.predict(samples=0), "samples is 0"),
         (lambda: fitted.predict(weeks().assign(a=np.nan)), "'a' has no value"),
         (lambda: fitted.predict(future=weeks()), "no future_columns"),
     ]:

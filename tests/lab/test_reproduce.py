@@ -297,15 +297,15 @@ def test_finalists_are_trained_to_the_end_before_one_is_chosen(out, monkeypatch)
     [
         (
             ["mnits"],
-            "data='mnits' is unknown; allowed: 'mnist', 'cifar10', 'digits' (did you mean 'mnist'",
+            "data='mnits' is unknown; choose from 'mnist', 'cifar10', 'digits' (did you mean",
         ),
         (["digits"], "scale='paper' has no data='digits'; use scale='small'"),
-        (["mnist", "--scale", "tiny"], "scale='tiny' is unknown; allowed: 'paper', 'small'"),
+        (["mnist", "--scale", "tiny"], "scale='tiny' is unknown; choose from 'paper', 'small'"),
         (
             ["mnist", "--seeds", "1", "1"],
             "seeds=(1, 1) is not allowed; allowed: one or more different values",
         ),
-        (["mnist", "--epochs", "0"], "epochs=0.0 is not allowed; allowed: a number > 0"),
+        (["mnist", "--epochs", "0"], "epochs is 0.0; it must be a number > 0"),
         (
             ["mnist", "--finalists", "2"],
             "finalists=2 is not allowed: every rate is trained to the end",
@@ -315,10 +315,10 @@ def test_finalists_are_trained_to_the_end_before_one_is_chosen(out, monkeypatch)
             "finalists=9 is not allowed: more than the grid has rates",
         ),
         (["mnist", "--kinds", "vsm"], "kind='vsm' is unknown"),
-        (["mnist", "--seeds", "0", "-1"], "seed=-1 is not allowed; allowed: a whole number >= 0"),
+        (["mnist", "--seeds", "0", "-1"], "seed is -1; it must be a whole number >= 0"),
         (
             ["mnist", "--learning-rates", "0"],
-            "learning_rate=0.0 is not allowed; allowed: a number > 0",
+            "learning_rate is 0.0; it must be a number > 0",
         ),
     ],
 )

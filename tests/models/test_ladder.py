@@ -264,7 +264,7 @@ def test_the_trainer_takes_it(tmp_path):
     [
         ({"kind": "ssm", "levels": 2}, "levels=2 is not for kind='ssm'; allowed: vssm"),
         ({"levels": 5}, "latents=32 is not divisible by levels=5; allowed: a multiple of 5"),
-        ({"levels": 0}, "levels=0 is not allowed; allowed: a whole number >= 1"),
+        ({"levels": 0}, "levels is 0; it must be a whole number >= 1"),
     ],
     ids=str,
 )

@@ -159,30 +159,30 @@ def test_paper_scale_sizes():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "vsm"}, "kind='vsm' is unknown; allowed: .*did you mean 'vssm'"),
-        ({"head": "gausian"}, "head='gausian' is unknown; allowed: .*did you mean 'gaussian'"),
-        ({"features": 0}, "features=0 is not allowed; allowed: a whole number >= 1"),
+        ({"kind": "vsm"}, "kind='vsm' is unknown; choose from .*did you mean 'vssm'"),
+        ({"head": "gausian"}, "head='gausian' is unknown; choose from .*did you mean 'gaussian'"),
+        ({"features": 0}, "features is 0; it must be a whole number >= 1"),
         (
             {"width": 10**12},
-            "width=1000000000000 is not allowed; allowed: a whole number >= 1 and < 10000000",
+            "width is 1000000000000; it must be a whole number >= 1 and < 10000000",
         ),
         (
             {"classes": 10**18},
-            f"classes={10**18} is not allowed; allowed: a whole number >= 2 and < 10000000",
+            f"classes is {10**18}; it must be a whole number >= 2 and < 10000000",
         ),
         (
             {"levels": 2, "spans": (10**18, 1)},
             "spans=.* one whole number >= 1 and < 10000000 for each level",
         ),
-        ({"width": -4}, "width=-4"),
-        ({"layers": 0}, "layers=0"),
-        ({"state_size": 0}, "state_size=0"),
-        ({"latents": 0}, "latents=0"),
-        ({"classes": 1}, "classes=1 is not allowed; allowed: a whole number >= 2"),
-        ({"width": 2.5}, "width=2.5"),
-        ({"layers": True}, "layers=True"),
-        ({"sigma": 0.0}, "sigma=0.0"),
-        ({"sigma": float("nan")}, "sigma=nan"),
+        ({"width": -4}, "width is -4"),
+        ({"layers": 0}, "layers is 0"),
+        ({"state_size": 0}, "state_size is 0"),
+        ({"latents": 0}, "latents is 0"),
+        ({"classes": 1}, "classes is 1; it must be a whole number >= 2"),
+        ({"width": 2.5}, "width is 2.5"),
+        ({"layers": True}, "layers is True"),
+        ({"sigma": 0.0}, "sigma is 0.0"),
+        ({"sigma": float("nan")}, "sigma is nan"),
         ({"kind": "transformer", "width": 18, "heads": 4}, "width=18 is not divisible by heads=4"),
     ],
 )
@@ -192,7 +192,7 @@ def test_config_names_what_is_wrong(options, message):
 
 
 def test_config_names_unknown_keys():
-    with pytest.raises(ValueError, match=r"config has no field 'depth'; allowed: .*layers"):
+    with pytest.raises(ValueError, match=r"config has no field 'depth'; choose from .*layers"):
         ModelConfig.from_dict({"features": 3, "depth": 4})
     with pytest.raises(ValueError, match="no key 'features'"):
         ModelConfig.from_dict({"kind": "vssm"})

@@ -50,7 +50,7 @@ def test_missing_device_is_named(tmp_path):
             lambda d: State.load(tmp_path / "state.safetensors", d),
         ):
             with pytest.raises(
-                ValueError, match=rf"^device='{device}' is not there; allowed: 'cpu'"
+                ValueError, match=rf"^device='{device}' is not available here; choose from 'cpu'"
             ):
                 read(device)
     assert next(load(tmp_path, "cpu:0").parameters()).device == torch.device("cpu")
@@ -82,7 +82,7 @@ def edit_weights(folder, change):
         (lambda f: edit_config(f, layers=1), "has unknown tensors decoder.blocks.1"),
         (
             lambda f: edit_config(f, width=10**15),
-            "config.json': width=1000000000000000 is not allowed",
+            "config.json': width is 1000000000000000; it must be",
         ),
         (
             lambda f: edit_config(f, width=10**7 - 1, expand=10**7 - 1),

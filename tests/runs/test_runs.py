@@ -467,7 +467,7 @@ def test_config_of_a_newer_version_is_refused(unbroken, tmp_path):
         ),
         ({"trainer": {}}, r"config has no field 'trainer'.*did you mean 'train'"),
         ({"data": 3}, r"data is 3; allowed: a dictionary"),
-        ({"train": {**values["train"], "batch": "x"}}, r"batch='x' is not allowed"),
+        ({"train": {**values["train"], "batch": "x"}}, r"batch is 'x'; it must be"),
     ):
         (folder / "config.json").write_text(json.dumps({**values, **change}))
         with pytest.raises(ValueError, match=message):

@@ -290,9 +290,7 @@ def test_states_without_tensors_or_a_position_are_named():
     owner = observe(model, PROMPT).owner
     with pytest.raises(ValueError, match=r"^state has no 'partial'; "):
         generate(model, length=2, state=State({}, 3, owner))
-    with pytest.raises(
-        ValueError, match=r"^state.position='3' is not allowed; allowed: a whole number >= 0"
-    ):
+    with pytest.raises(ValueError, match=r"^state.position is '3'; it must be a whole number >= 0"):
         generate(model, length=2, state=State({}, "3", owner))
 
 
@@ -567,19 +565,19 @@ PROMPT = torch.rand(2, 3, 3)
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("vssm", {"length": -1}, "length=-1 is not allowed; allowed: a whole number >= 0"),
-        ("vssm", {"length": 2.5}, "length=2.5 is not allowed"),
-        ("vssm", {"num": 0}, "num=0 is not allowed"),
+        ("vssm", {"length": -1}, "length is -1; it must be a whole number >= 0"),
+        ("vssm", {"length": 2.5}, "length is 2.5; it must be"),
+        ("vssm", {"num": 0}, "num is 0; it must be"),
         ("vssm", {"seed": 2**64}, "seed=18446744073709551616 is not allowed"),
         ("vssm", {"prompt": [[0.0]]}, "prompt is a list; allowed: a torch tensor"),
-        ("vssm", {"chunk": 0}, "chunk=0 is not allowed; allowed: a whole number >= 1"),
+        ("vssm", {"chunk": 0}, "chunk is 0; it must be a whole number >= 1"),
         ("vssm", {"temperature": 0.0}, "temperature=0.0 is not allowed; allowed: a number > 0"),
         ("vssm", {"temperature": float("nan")}, "temperature=nan is not allowed"),
-        ("vssm", {"observe": "draw"}, "observe='draw' is unknown; allowed: 'mean', 'sample'"),
+        ("vssm", {"observe": "draw"}, "observe='draw' is unknown; choose from 'mean', 'sample'"),
         ("vssm", {"cache": False}, "cache=False is for autoregressive models, not kind='vssm'"),
         ("ssm", {"chunk": 2}, "chunk=2 is for models that generate in parallel, not kind='ssm'"),
-        ("vssm", {"passes": 0}, "passes=0 is not allowed; allowed: a whole number >= 1"),
-        ("tvae", {"passes": 1.5}, "passes=1.5 is not allowed; allowed: a whole number >= 1"),
+        ("vssm", {"passes": 0}, "passes is 0; it must be a whole number >= 1"),
+        ("tvae", {"passes": 1.5}, "passes is 1.5; it must be a whole number >= 1"),
         (
             "ssm",
             {"passes": 2},

@@ -450,12 +450,12 @@ def test_presets_have_the_settings_of_the_paper():
         ("ema", 1.0, "a number >= 0 and < 1"),
         ("seed", -1, "a whole number >= 0 and < 9223372036854775808"),
         ("max_steps", 0, "a whole number >= 1"),
-        ("compile", 1, "True, False"),
-        ("graph", 1, "True, False"),
+        ("compile", 1, "True or False"),
+        ("graph", 1, "True or False"),
     ],
 )
 def test_bad_options_are_named(field, value, allowed):
-    with pytest.raises(ValueError, match=f"^{field}={value!r} is not allowed; allowed: {allowed}$"):
+    with pytest.raises(ValueError, match=f"^{field} is {value!r}; it must be {allowed}$"):
         TrainConfig(**{field: value})
 
 
@@ -466,7 +466,7 @@ def test_a_number_of_epochs_past_all_steps_is_no_validation_but_the_last(tmp_pat
 
 def test_bad_choices_are_named():
     with pytest.raises(
-        ValueError, match=r"precision='bfloat' is unknown; allowed: .*did you mean 'bfloat16'"
+        ValueError, match=r"precision='bfloat' is unknown; choose from .*did you mean 'bfloat16'"
     ):
         TrainConfig(precision="bfloat")
     with pytest.raises(
@@ -641,9 +641,7 @@ def test_images_are_moved_in_training_alone(tmp_path, monkeypatch):
         match=r"^shift=0.5 is for images, data set 'synthetic' has none; allowed: 0 \(--train.sh",
     ):
         run(tiny(shift=0.5), tmp_path / "none")
-    with pytest.raises(
-        ValueError, match=r"^shift=1 is not allowed; allowed: a number >= 0 and < 1"
-    ):
+    with pytest.raises(ValueError, match=r"^shift is 1; it must be a number >= 0 and < 1"):
         TrainConfig(shift=1)
 
 
@@ -666,9 +664,7 @@ def test_validations_bound_the_second_half_too(kind, levels, tmp_path):
 
 
 def test_validate_partial_is_yes_or_no():
-    with pytest.raises(
-        ValueError, match=r"^validate_partial='no' is not allowed; allowed: True, False$"
-    ):
+    with pytest.raises(ValueError, match=r"^validate_partial is 'no'; it must be True or False$"):
         TrainConfig(validate_partial="no")
 
 

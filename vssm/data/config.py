@@ -11,8 +11,7 @@ NAMES = ("digits", "mnist", "cifar10", "images", "text", "series", "arrays", "sy
 
 def _check_whole(name: str, value: object, least: int) -> None:
     if type(value) is not int or value < least:  # config.json may hold anything
-        allowed = f"a whole number >= {least}"
-        raise ValueError(f"{name}={shown(value)} is not allowed; allowed: {allowed}")
+        raise ValueError(f"{name} is {shown(value)}; it must be a whole number >= {least}")
 
 
 def _check_file(name: str, value: object) -> None:

@@ -151,7 +151,7 @@ def _numbers(x: Tensor, rows: Sequence[int] | Tensor | int) -> Tensor:
     given = whole_numbers("rows", rows, x.device)
     if given.shape != (len(x),) or bool(((given < 0) | (given >= 2**32)).any()):
         raise ValueError(
-            f"rows do not fit; allowed: {len(x)} whole numbers from 0 to 2^32 - 1, or the first one"
+            f"rows do not fit; they must hold {len(x)} whole numbers below 2^32, or the first"
         )
     return given
 
