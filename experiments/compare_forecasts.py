@@ -12,6 +12,7 @@ is fitted to the validation part; the scores at temperature 1 are recorded as we
 """
 
 import json
+import logging
 import math
 import shlex
 import sys
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -291,9 +293,54 @@ def _single_series(forecaster: ModelForecaster) -> ModelForecaster:
     return ModelForecaster(forecaster.model, meta)
 
 
+def deepar(
+    values: np.ndarray,
+    context: int,
+    horizon: int,
+    freq: str,
+    epochs: int,
+    batches: int = 50,
+    seed: int = 0,
+    device: str = "cpu",
+    **options: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Trains GluonTS's DeepAR, with its own defaults, on the columns of (N, D) as separate series.
+
+    It unrolls over `context` steps before the horizon. `freq` is a step in the letters of pandas
+    (h, D, ...). An epoch has `batches` batches of 32 windows. `options` go to `DeepAREstimator`.
+    """
+    from gluonts.dataset.common import ListDataset
+    from gluonts.torch import DeepAREstimator
+
+    from vssm.forecasting.gluonts import entries
+
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with torch.random.fork_rng(), warnings.catch_warnings(), TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        np.random.seed(seed)  # noqa: NPY002 - GluonTS draws its windows from numpy's global state
+        estimator = DeepAREstimator(
+            freq=freq,
+            prediction_length=horizon,
+            context_length=context,
+            num_batches_per_epoch=batches,
+            trainer_kwargs={
+                "max_epochs": epochs,
+                "accelerator": "gpu" if device.startswith("cuda") else "cpu",
+                "devices": 1,
+                "enable_progress_bar": False,
+                "enable_model_summary": False,
+                "default_root_dir": folder,
+                "logger": False,
+            },
+            **options,
+        )
+        return estimator.train(ListDataset(entries(values, freq), freq=freq))
+
+
 def _deepar(windows: RollingWindows, shapes: list[Shape]) -> dict[str, float]:
     from vssm.forecasting.gluonts import entries
-    from vssm.lab.deepar import deepar
 
     options, series = windows.options, windows.options.series
     device = choose_device(options.train.device)

@@ -1,8 +1,8 @@
 """What the files of comparisons and benchmarks hold, in words, and the tables that show them.
 
-The metrics are those of `vssm.lab.bench` and of the scripts compare_forecasts.py, compare_text.py,
-serve_load.py and accelerate_mamba.py in experiments/. The page shows a metric that is unknown here
-by its name.
+The metrics are those of `vssm.lab.bench` and of scripts in experiments/: bench_peers, table1,
+forecast_speed, compare_forecasts, compare_text, serve_load and accelerate_mamba. The page shows a
+metric that is unknown here by its name.
 """
 
 from collections.abc import Mapping
@@ -151,7 +151,8 @@ _PATHS = Benchmark(
     "Generation of forecasts",
     "Milliseconds for all sample paths of all series with fresh models, including reading the "
     "history. A model makes P points per step. More points per step make any model faster, so the "
-    "difference at equal P is what parallel generation gives. The best value of a row is bold.",
+    "difference at equal P is what parallel generation gives. experiments/forecast_speed.py "
+    "measures this (formerly `vssm bench forecast`). The best value of a row is bold.",
     (
         View("", _MODEL + "_ms_{by}", _LENGTHS, "horizon"),
         View(
@@ -207,8 +208,9 @@ _TABLE1 = Benchmark(
     "The paper's Table 1",
     "Time against the length of sequences. The paper counts operations; a clock measures time. A "
     "device that is not yet busy does more work in the same time, so an exponent below the "
-    "theory's means that the term of that order does not dominate at these lengths. The best value "
-    "of a row is bold.",
+    "theory's means that the term of that order does not dominate at these lengths. "
+    "experiments/table1.py measures this (formerly `vssm bench table1`). The best value of a row "
+    "is bold.",
     (
         View("Unconditional sampling, ms.", _MODEL + "_sample_ms_{by}", _LENGTHS, "length"),
         View(

@@ -95,9 +95,9 @@ class Reproduce:
 
 @dataclass
 class Bench:
-    """Times scan, training, generation, forecasts, or the paper's Table 1."""
+    """Times the scan, training or generation."""
 
-    what: tyro.conf.Positional[Literal["scan", "train", "generate", "forecast", "table1"]]
+    what: tyro.conf.Positional[Literal["scan", "train", "generate"]]
     """What to time."""
     out: Path | None = None
     """Where the JSON goes, such as results/scan_cpu.json; the same command continues from it."""
@@ -105,30 +105,20 @@ class Bench:
     """Start anew instead of continuing from the file."""
     device: str = "auto"
     """Where to run: auto, cpu or cuda."""
-    peers: bool = True
-    """Time the peers that are installed (scan, train, generate)."""
     shapes: tuple[str, ...] = ()
     """Problems as BxT or BxTxDxN (scan)."""
     kinds: tuple[str, ...] = ()
-    """The models (train, generate, table1: all by default; forecast: vssm and rnn)."""
+    """The models; all by default (train, generate)."""
     levels: tuple[int, ...] = ()
-    """Add the vssm with so many levels of latents, as vssm_l<L> (train, generate, table1)."""
+    """Add the vssm with so many levels of latents, as vssm_l<L> (train, generate)."""
     batch: int | None = None
-    """Sequences in a pass (train, table1)."""
+    """Sequences in a pass (train)."""
     steps: int | None = None
     """Steps that are timed (train)."""
     batches: tuple[int, ...] = ()
     """Numbers of sequences (generate)."""
     lengths: tuple[int, ...] = ()
-    """Numbers of steps in a sequence (generate, table1), or horizons (forecast)."""
-    series: int | None = None
-    """Series that are forecast at once (forecast)."""
-    paths: int | None = None
-    """Sample paths of each series (forecast)."""
-    patches: tuple[int, ...] = ()
-    """Points in a step of the models (forecast)."""
-    context: int | None = None
-    """Points of history (forecast)."""
+    """Numbers of steps in a sequence (generate)."""
     width: int | None = None
     """Width of the models (not scan)."""
     layers: int | None = None
@@ -136,7 +126,7 @@ class Bench:
     repeats: int | None = None
     """How often each call is timed (not train)."""
     seconds_per_point: float | None = None
-    """Seconds that all calls for one number may take (generate, forecast, table1)."""
+    """Seconds that all calls for one number may take (generate)."""
 
     def run(self) -> None:
         from vssm.lab import bench

@@ -10,9 +10,6 @@
 | `..._p10_ms_...`, `p90`  | quantiles of any of these, where it was timed more than once         |
 | `..._mib_...`            | peak memory beyond what was in use before (CUDA)                     |
 
-`transformers_gpt2_ms_...` and `transformers_mamba_ms_...` are models of transformers of the same
-width and depth, step by step with their own caches, at batch 1 and up to 256 steps.
-
 Weights and products are float32; the config says at which precision PyTorch multiplies. A call
 that would take too long, or too much memory, is left out and noted, never extrapolated.
 """
@@ -22,21 +19,20 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from vssm.config import KINDS, ModelConfig
 from vssm.engine import Engine
-from vssm.lab.bench.measure import Record, check_sizes, model_options, number, open_device
-from vssm.lab.bench.peers import MODELS, PeerModel, missing
+from vssm.lab.bench import measure
+from vssm.lab.bench.measure import Record, number
 from vssm.models import Model, build
 from vssm.sampling.generation import generate
 
-__all__ = ["main_generate"]
+__all__ = ["FEATURES", "main_generate", "print_generate_table"]
 
-_FEATURES = 28
-_PEER_STEPS = 256
+FEATURES = 28
+"""D of the models."""
 
 
 def main_generate(
@@ -51,35 +47,27 @@ def main_generate(
     layers: int = 4,
     repeats: int | None = None,
     seconds_per_point: float = 20.0,
-    peers: bool = True,
     restart: bool = False,
-) -> dict[str, Any]:
+) -> Record:
     """Times generation; `vssm bench --help` describes the options."""
-    options = locals()
-    where = open_device(device)
+    command = measure.command_line(main_generate, locals())
+    where = measure.open_device(device)
     cuda = where.type == "cuda"
-    models = model_options(kinds, levels)
+    models = measure.model_options(kinds, levels)
     batches = batches or ((1, 16, 128, 1024) if cuda else (1, 16))
-    lengths = sorted(set(lengths or ((28, 256, 1024, 4096) if cuda else (28, 256))))
+    lengths = lengths or ((28, 256, 1024, 4096) if cuda else (28, 256))
     width = (1024 if cuda else 256) if width is None else width
-    check_sizes(batches=batches, lengths=lengths, width=width, layers=layers)
-    size = {"width": width, "layers": layers, "features": _FEATURES}
+    measure.check_sizes(batches=batches, lengths=lengths, width=width, layers=layers)
+    size = {"width": width, "layers": layers, "features": FEATURES}
     config = {**size, "matmul_precision": torch.get_float32_matmul_precision()}
-    record = Record(main_generate, options, where, config, quantiles=True)
+    timing = {"repeats": repeats, "seconds": seconds_per_point, "quantiles": True}
+    record = Record("generate", command, where, config, out, restart, **timing)
     built = {name: build(ModelConfig(**size, **own)).to(where) for name, own in models.items()}
-    sizes = itertools.product(lengths, sorted(set(batches)), built.items())
+    sizes = itertools.product(sorted(set(lengths)), sorted(set(batches)), built.items())
     for length, batch, (name, model) in sizes:
         _time(record, name, model, batch, length)
-    for peer in MODELS if peers else ():
-        if reason := missing(peer):
-            record.note(f"{peer}_ms", f"{reason} (pip install 'vssm[dev]')")
-            continue
-        for length in [length for length in lengths if length <= _PEER_STEPS]:
-            model = PeerModel(peer, _FEATURES, width, layers, length).to(where).eval()
-            call = partial(model.generate, num=1, length=length)
-            record.time(f"{peer}_ms_b1_t{length}", call, peer=True)
-    headings, rows = _table(record)
-    return record.finish(f"Generation in ms, width {width}, {layers} layers", headings, rows)
+    print_generate_table(record)
+    return record
 
 
 def _time(record: Record, name: str, model: Model, batch: int, length: int) -> None:
@@ -88,7 +76,7 @@ def _time(record: Record, name: str, model: Model, batch: int, length: int) -> N
     calls[""] = partial(engine.generate, num=batch, length=length)
     calls["_plain"] = partial(generate, model, num=batch, length=length)
     if length > 1:
-        prompt = torch.rand(batch, length // 2, _FEATURES, device=record.device)
+        prompt = torch.rand(batch, length // 2, FEATURES, device=record.device)
         calls["_prompted"] = partial(engine.generate, length=length - length // 2, prompt=prompt)
     if model.config.kind in ("vssm", "tvae"):
         chunk = max(1, length // 4)
@@ -97,8 +85,8 @@ def _time(record: Record, name: str, model: Model, batch: int, length: int) -> N
         record.time(f"{name}{way}_ms_b{batch}_t{length}", call)
 
 
-def _table(record: Record) -> tuple[list[str], list[list[str]]]:
-    """Makes a row for each model and way, and one that compares vssm with step-by-step models."""
+def print_generate_table(record: Record) -> None:
+    """Prints a row for each model and way, and one that compares vssm with step-by-step models."""
     cells: dict[str, dict[tuple[int, int], float]] = {}
     for name, value in record.metrics.items():
         match = re.fullmatch(r"((?!.*_p[19]0_)\w+?)_ms_b(\d+)_t(\d+)", name)
@@ -116,4 +104,5 @@ def _table(record: Record) -> tuple[list[str], list[list[str]]]:
         ratios.append(f"{min(known) / ours:.1f}x" if known and ours else "")
     if any(ratios):
         rows.append(["fastest step by step / vssm", *ratios])
-    return ["B, T", *(f"{batch}, {length}" for batch, length in sizes)], rows
+    title = f"Generation in ms, width {record.config['width']}, {record.config['layers']} layers"
+    record.table(title, ["B, T", *(f"{batch}, {length}" for batch, length in sizes)], rows)

@@ -1,21 +1,22 @@
 """What all benchmarks share: how a call is timed, and the record of a benchmark.
 
-A benchmark opens a `Record`, calls `time` for each of its numbers, and returns `finish(...)`. The
-JSON file is written after each number. A benchmark that was stopped continues from its own file, if
-the same code made the file on the same machine with the same settings.
+A benchmark opens a `Record`, calls `time` for each of its numbers, prints `table(...)`, and returns
+the record. The JSON file is written after each number. A benchmark that was stopped continues from
+its own file, if the same code made the file on the same machine with the same settings.
 """
 
 import gc
-import importlib.metadata
 import inspect
 import json
 import re
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from vssm.checks import check_choice, check_number, choose_device, whole_number
@@ -23,17 +24,16 @@ from vssm.config import KINDS, ModelConfig
 from vssm.ops import choose_backend
 from vssm.runs.results import machine, result, source, write_result
 
-__all__ = ["Record", "check_sizes", "failure", "memory_in_use", "model_options", "number"]
-__all__ += ["open_device", "spread", "take_times", "wall"]
+__all__ = ["Record", "check_sizes", "command_line", "failure", "memory_in_use", "model_options"]
+__all__ += ["number", "open_device", "spread", "take_times", "wall"]
 
 _SHORT = 100.0  # milliseconds that short calls are repeated for
 _MOST_CALLS = 500
 # Emptying so much memory takes a GPU longer than Python takes to make the next call, so the
 # device never waits between the two events of a call.
 _CACHE = 2**30
-_PACKAGES = ("torch", "triton", "numba", "transformers", "mambapy", "mamba_ssm")
+_PACKAGES = ("torch", "triton", "numba")
 _UNTIMED = ("cli/", "evaluation/", "report/", "serve/")  # changes here do not change times
-_NOT_MEASURED = ("out", "restart")  # options that say where results go
 
 Call = Callable[[], object]
 
@@ -89,15 +89,9 @@ def wall(call: Call, device: torch.device) -> float:
 
 
 def spread(times: Sequence[float]) -> tuple[float, float, float]:
-    """Returns the median and the 10 % and 90 % quantiles.
-
-    >>> spread([1.0, 2.0, 3.0, 4.0, 5.0]), spread([2.0])
-    ((3.0, 1.4, 4.6), (2.0, 2.0, 2.0))
-    """
-    if len(times) == 1:
-        return times[0], times[0], times[0]
-    deciles = statistics.quantiles(times, n=10, method="inclusive")
-    return statistics.median(times), deciles[0], deciles[-1]
+    """Returns the median and the 10 % and 90 % quantiles."""
+    median, low, high = np.quantile(times, (0.5, 0.1, 0.9)).tolist()
+    return median, low, high
 
 
 def memory_in_use(device: torch.device) -> int:
@@ -114,14 +108,14 @@ def open_device(name: str) -> torch.device:
     """Returns the device that "auto", "cpu", "cuda" or "cuda:N" means."""
     device = choose_device(name)
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={name!r} is not timed; allowed: 'auto', 'cpu', 'cuda'")
+        raise ValueError(f"device={name!r} can not be timed; use 'auto', 'cpu' or 'cuda'")
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)  # where events are recorded
     return device
 
 
-def model_options(kinds: Sequence[str], levels: Sequence[int]) -> dict[str, dict[str, Any]]:
+def model_options(kinds: Sequence[str], levels: Sequence[int] = ()) -> dict[str, dict[str, Any]]:
     """Returns options of `ModelConfig` by the name in the result: a kind, or a vssm with levels.
 
     >>> model_options(["ssm"], [4])
@@ -129,7 +123,6 @@ def model_options(kinds: Sequence[str], levels: Sequence[int]) -> dict[str, dict
     """
     for kind in kinds:
         check_choice("kinds", kind, KINDS)
-    check_sizes(levels=levels)
     models: dict[str, dict[str, Any]] = {kind: {"kind": kind} for kind in kinds}
     models |= {f"vssm_l{number}": {"kind": "vssm", "levels": number} for number in levels}
     for options in models.values():
@@ -148,10 +141,14 @@ class Record:
     """The numbers and notes of one benchmark.
 
     Arguments:
-        benchmark: The function that measures, called `main_NAME`.
-        options: The values of its arguments.
+        name: The name of the result.
+        command: What to type to get it again.
         device: Where it runs.
         config: The settings, ready for JSON.
+        out: The JSON file, if one is written.
+        restart: Whether to start anew where the file exists.
+        repeats: As in `take_times`.
+        seconds: As in `take_times`; a longer call is left out.
         dtype: What the scan works on, which chooses its backend.
         quantiles: Whether to keep quantiles and, on CUDA, the peak memory: x_p10_ms_y, x_p90_ms_y
             and x_mib_y beside x_ms_y.
@@ -159,41 +156,44 @@ class Record:
 
     def __init__(
         self,
-        benchmark: Callable[..., object],
-        options: Mapping[str, Any],
+        name: str,
+        command: str,
         device: torch.device,
         config: Mapping[str, Any],
+        out: str | Path | None = None,
+        restart: bool = False,
+        repeats: int | None = None,
+        seconds: float = 20.0,
         dtype: torch.dtype = torch.float32,
         quantiles: bool = False,
     ) -> None:
-        self.name = benchmark.__name__.removeprefix("main_")
-        self.command = command_line(self.name, benchmark, options)
-        self.device, self.quantiles = device, quantiles
-        self.repeats: int | None = options.get("repeats")
-        self.seconds: float = options.get("seconds_per_point", 20.0)
-        check_number("seconds_per_point", self.seconds, 0, above=True)
-        check_sizes(repeats=3 if self.repeats is None else self.repeats)
+        check_number("seconds_per_point", seconds, 0, above=True)
+        check_sizes(repeats=1 if repeats is None else repeats)
+        self.name, self.command, self.device, self.quantiles = name, command, device, quantiles
+        self.repeats, self.seconds = repeats, seconds
         settings = {
             "device": device.type,
             "backend": choose_backend("auto", device, dtype),
             "threads": torch.get_num_threads(),
             **config,
-            "versions": {package: _version(package) for package in _PACKAGES},
+            "versions": {
+                name: version(name) for name in ("torch", "triton", "numba") if find_spec(name)
+            },
             "source": source(_UNTIMED),
         }
         self.config: dict[str, Any] = json.loads(json.dumps(settings))  # tuples become lists
         self.metrics: dict[str, float | None] = {}
         self.notes: dict[str, str] = {}
         self.earlier: list[str] = []
-        self.out = None if options["out"] is None else Path(options["out"])
+        self.out = None if out is None else Path(out)
         if self.out is not None:
             if self.out.is_dir():
                 raise ValueError(f"out={str(self.out)!r} is a folder; give the name of a JSON file")
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            if self.out.exists() and not options["restart"]:
+            if self.out.exists() and not restart:
                 self._continue(self.out)
         made = self.result()
-        versions = ", ".join(f"{name} {v}" for name, v in self.config["versions"].items() if v)
+        versions = ", ".join(f"{name} {v}" for name, v in self.config["versions"].items())
         print(
             f"{self.command}: {made['machine']['gpu' if device.type == 'cuda' else 'cpu']}, "
             f"scan backend {self.config['backend']}, {versions}, commit {made['commit']}"
@@ -263,11 +263,10 @@ class Record:
     def result(self) -> dict[str, Any]:
         """Returns the result so far, with all commands that contributed to it."""
         made = result(self.name, self.command, {**self.config, "notes": self.notes}, self.metrics)
-        earlier = [command for command in self.earlier if command != made["command"]]
-        return {**made, "command": " && ".join([*earlier, made["command"]])}
+        return {**made, "command": " && ".join(dict.fromkeys([*self.earlier, made["command"]]))}
 
-    def finish(self, title: str, headings: list[str], rows: list[list[str]]) -> dict[str, Any]:
-        """Prints a table and returns the result."""
+    def table(self, title: str, headings: list[str], rows: list[list[str]]) -> None:
+        """Prints a table."""
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
@@ -278,7 +277,6 @@ class Record:
         for row in rows:
             table.add_row(*row)
         Console(width=250).print(table)  # wide enough for the numbers, whatever the terminal
-        return self.result()
 
     def _write(self) -> None:
         if self.out is not None:
@@ -294,9 +292,8 @@ class Record:
             raise ValueError(
                 f"out={str(path)!r} is damaged or no result; give a new name, or --restart"
             ) from None
-        wanted = {"name": self.name, "machine": machine(), **self.config}
         found = {**found, **config}
-        for key, value in wanted.items():
+        for key, value in {"name": self.name, "machine": machine(), **self.config}.items():
             if value != found.get(key):
                 raise ValueError(
                     f"out={str(path)!r} has {key}={found.get(key)!r}, this run has {value!r}; "
@@ -306,34 +303,25 @@ class Record:
 
 
 def failure(error: Exception) -> str:
-    """Describes in one line how a call failed.
-
-    >>> failure(TypeError("no such\\nargument"))
-    'failed: TypeError: no such'
-    """
+    """Describes in one line how a call failed."""
     if isinstance(error, torch.OutOfMemoryError):
         return "does not fit in the device's memory"
     return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
-def command_line(name: str, function: Callable[..., object], options: Mapping[str, Any]) -> str:
-    """Returns the command that repeats a call, with the options that differ from their defaults.
+def command_line(benchmark: Callable[..., object], options: Mapping[str, Any]) -> str:
+    """Returns the command that repeats a benchmark, with the options that are not the defaults.
 
-    >>> def bench(out=None, device="auto", lengths=None, peers=True): ...
-    >>> options = {"out": "a.json", "device": "cuda", "lengths": (1, 2), "peers": False}
-    >>> command_line("scan", bench, options)
-    'vssm bench scan --device cuda --lengths 1 2 --no-peers'
+    >>> def main_scan(out=None, device="auto", lengths=None): ...
+    >>> command_line(main_scan, {"out": "a.json", "device": "cuda", "lengths": (1, 2)})
+    'vssm bench scan --device cuda --lengths 1 2'
     """
-    words = ["vssm", "bench", name]
-    for option, parameter in inspect.signature(function).parameters.items():
-        value, flag = options.get(option, parameter.default), option.replace("_", "-")
-        if option in _NOT_MEASURED or value == parameter.default:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
+    words = ["vssm", "bench", benchmark.__name__.removeprefix("main_")]
+    for name, parameter in inspect.signature(benchmark).parameters.items():
+        value = options[name]
+        if name not in ("out", "restart") and value != parameter.default:
             values = value if isinstance(value, list | tuple) else (value,)
-            words += [f"--{flag}", *map(str, values)]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
     return " ".join(words)
 
 
@@ -346,10 +334,3 @@ def number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.0f}" if value >= 99.5 else f"{value:.2g}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -1,16 +1,17 @@
-"""The selective scan, u of shape (B, T, D) and N states, beside its peers and its floor.
+"""The selective scan, u of shape (B, T, D) and N states, beside its floor and our loop over time.
 
-| metric                         | what                                                        |
-| ------------------------------ | ----------------------------------------------------------- |
-| `fwd_ms`                       | a forward pass; ours records a graph, those of peers do not |
-| `bwd_ms`                       | the backward pass through a graph                           |
-| `fwd_p10_ms`, `fwd_p90_ms`     | the 10 % and 90 % quantiles                                 |
-| `fwd_mib`, `bwd_mib`           | peak memory beyond the arguments (CUDA)                     |
-| `reference_...`, `mambapy_...` | the same for our loop over time (CPU) and for the peers     |
-| `floor_ms`, `floor_bwd_ms`     | a lower bound for this machine, see `floor_ms`              |
+| metric                     | what                                             |
+| -------------------------- | ------------------------------------------------ |
+| `fwd_ms`                   | a forward pass that records a graph              |
+| `bwd_ms`                   | the backward pass through the graph              |
+| `fwd_p10_ms`, `fwd_p90_ms` | the 10 % and 90 % quantiles                      |
+| `fwd_mib`, `bwd_mib`       | peak memory beyond the arguments (CUDA)          |
+| `reference_...`            | the same for our loop over time (CPU)            |
+| `floor_ms`, `floor_bwd_ms` | a lower bound for this machine, see `floor_ms`   |
 
 On CUDA: bfloat16 with softplus, bias, skip and gate, timed by events. On a CPU: float32 without
-gate and softplus, because mambapy's own scan has neither. A single step is timed without a graph.
+gate and softplus, because mambapy's scan, which experiments/bench_peers.py times beside ours, has
+neither. A single step is timed without a graph.
 """
 
 import re
@@ -22,11 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vssm.lab.bench.measure import Record, failure, number, open_device, take_times
-from vssm.lab.bench.peers import SCANS, missing
+from vssm.lab.bench.measure import Record, command_line, number, open_device, take_times
 from vssm.ops import choose_backend, selective_scan
 
-__all__ = ["Shape", "floor_ms", "main_scan", "scan_arguments"]
+__all__ = ["Shape", "floor_ms", "main_scan", "print_scan_table", "scan_arguments", "time_scan"]
 
 SHAPES = {
     "cpu": ("16x256x512x16", "1x2048x256x16", "64x28x2048x16", "1x1x512x16"),
@@ -57,11 +57,10 @@ def main_scan(
     device: str = "auto",
     shapes: Sequence[str] | None = None,
     repeats: int | None = None,
-    peers: bool = True,
     restart: bool = False,
-) -> dict[str, Any]:
+) -> Record:
     """Times the scan; `vssm bench --help` describes the options."""
-    options = locals()
+    command = command_line(main_scan, locals())
     where = open_device(device)
     cuda = where.type == "cuda"
     chosen = [_parse(shape) for shape in shapes or SHAPES[where.type]]
@@ -69,29 +68,22 @@ def main_scan(
     if cuda:
         choose_backend("triton", where, dtype)  # raises where Triton is missing
     config = {"dtype": str(dtype).removeprefix("torch."), "repeats": repeats}
-    record = Record(main_scan, options, where, config, dtype, quantiles=True)
+    options = {"repeats": repeats, "dtype": dtype, "quantiles": True}
+    record = Record("scan", command, where, config, out, restart, **options)
     record.config["shapes"] = [shape._asdict() for shape in chosen]
-    scans: dict[str, Scan] = {"": partial(_ours, "auto")}
-    if peers and not cuda:
-        scans["reference"] = partial(_ours, "reference")
-    for peer in (SCANS if cuda else ("mambapy",)) if peers else ():
-        if reason := missing(peer):
-            record.note(f"{peer}_ms", reason)
-        else:
-            scans[peer] = SCANS[peer]
     rate = _copy_rate(2**29, where) if cuda else 0.0
     for shape in chosen:
         values = scan_arguments(shape, dtype, where, full=cuda)
-        for name, scan in scans.items():
-            if not (name == "mambapy" and shape.length == 1):  # it takes no single step
-                _time(record, name, scan, shape, values)
+        time_scan(record, "", partial(_ours, "auto"), shape, values)
+        if not cuda:
+            time_scan(record, "reference", partial(_ours, "reference"), shape, values)
         if f"floor_ms_{shape.name}" not in record.metrics:
             record.add({f"floor_ms_{shape.name}": floor_ms(shape, where, rate)})
             if cuda:
                 backward = floor_ms(shape, where, rate, backward=True)
                 record.add({f"floor_bwd_ms_{shape.name}": backward})
-    headings, rows = _table(record, chosen)
-    return record.finish(f"Selective scan in ms, {config['dtype']}", headings, rows)
+    print_scan_table(record)
+    return record
 
 
 def floor_ms(shape: Shape, device: torch.device, rate: float, backward: bool = False) -> float:
@@ -165,45 +157,45 @@ def _ours(backend: str, **values: Any) -> Tensor:  # noqa: ANN401
     return selective_scan(**values, backend=backend)[0]
 
 
-def _time(record: Record, name: str, scan: Scan, shape: Shape, values: dict[str, Any]) -> None:
+def time_scan(
+    record: Record,
+    name: str,
+    scan: Scan,
+    shape: Shape,
+    values: dict[str, Any],
+    peer: bool = False,
+) -> None:
     """Times the forward pass of a scan and, of more than one step, the backward pass."""
-    peer, train = name in SCANS, shape.length > 1
+    train = shape.length > 1
     flags = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
     for way in ("fwd", "bwd") if train else ("fwd",):
-        metric = f"{name}_{way}_ms_{shape.name}".removeprefix("_")
         graph = train and (way == "bwd" or not peer)
         tensors = {key: value.detach() for key, value in values.items() if key not in flags}
-        if name == "mamba_ssm":  # time last in memory, so that its own copies are not timed
-            tensors = {k: v.mT.contiguous().mT if v.ndim == 3 else v for k, v in tensors.items()}
         inputs = {key: value.requires_grad_(graph) for key, value in tensors.items()}
         call = partial(scan, **inputs, **flags)
         if way == "bwd":
-            try:
-                y = call()
-            except Exception as error:
-                if not peer:
-                    raise
-                record.note(metric, failure(error))
-                return
+            y = call()
             arguments = (y, list(inputs.values()), torch.ones_like(y))
             call = partial(torch.autograd.grad, *arguments, retain_graph=True)
-        record.time(metric, call, events=True, peer=peer)
+        record.time(f"{name}_{way}_ms_{shape.name}".removeprefix("_"), call, True, peer)
 
 
-def _table(record: Record, shapes: Sequence[Shape]) -> tuple[list[str], list[list[str]]]:
-    """Makes the table, with how many times faster ours is than each peer."""
+def print_scan_table(record: Record) -> None:
+    """Prints all times, with how many times faster ours is than each other implementation."""
     metrics, rows = record.metrics, []
-    others = ("reference", *SCANS)
-    peers = [p for p in others if any(name.startswith(f"{p}_fwd_ms") for name in metrics)]
-    for shape in shapes:
+    names = dict.fromkeys(name.partition("_fwd_ms")[0] for name in metrics if "_fwd_ms" in name)
+    others = [name for name in names if not name.startswith("fwd")]
+    for sizes in record.config["shapes"]:
+        shape = Shape(**sizes)
         for way, floor in (("fwd", "floor_ms"), ("bwd", "floor_bwd_ms")):
             ours = metrics.get(f"{way}_ms_{shape.name}")
             if ours is None:
                 continue
-            size = ", ".join(map(str, shape)) if way == "fwd" else ""
             low, high = (metrics.get(f"{way}_{part}_ms_{shape.name}") for part in ("p10", "p90"))
-            theirs = [metrics.get(f"{peer}_{way}_ms_{shape.name}") for peer in peers]
-            cells = [f"{number(t)} ({t / ours:.0f}x)" if t else "" for t in theirs]
+            times = [metrics.get(f"{other}_{way}_ms_{shape.name}") for other in others]
+            cells = [f"{number(t)} ({t / ours:.0f}x)" if t else "" for t in times]
             own = f"{number(ours)}, {number(low)}–{number(high)}"
+            size = ", ".join(map(str, shape)) if way == "fwd" else ""
             rows.append([size, way, number(metrics.get(f"{floor}_{shape.name}")), own, *cells])
-    return ["B, T, D, N", "", "floor", f"{record.config['backend']}, 10–90 %", *peers], rows
+    headings = ["B, T, D, N", "", "floor", f"{record.config['backend']}, 10–90 %", *others]
+    record.table(f"Selective scan in ms, {record.config['dtype']}", headings, rows)

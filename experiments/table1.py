@@ -1,5 +1,7 @@
 """The paper's Table 1, measured: time against the length T, for a training pass and for sampling.
 
+    python experiments/table1.py --device cuda --seconds-per-point 2 --out results/table1_h200.json
+
 | metric                  | what                                                                  |
 | ----------------------- | --------------------------------------------------------------------- |
 | `<kind>_train_ms_t<T>`  | forward and backward of the objective on one batch of T steps         |
@@ -14,14 +16,17 @@ dominate at these lengths.
 
 import itertools
 import re
+import shlex
 import statistics
+import sys
 from collections.abc import Sequence
 from functools import partial
 from math import log
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+import tyro
 
 from vssm.config import KINDS, ModelConfig
 from vssm.engine import Engine
@@ -29,9 +34,7 @@ from vssm.lab.bench.measure import Record, check_sizes, model_options, number, o
 from vssm.models import Model, build
 from vssm.objectives import objective
 
-__all__ = ["THEORY", "Theory", "exponent", "main_table1"]
-
-_FEATURES = 28
+FEATURES = 28
 
 
 class Theory(NamedTuple):
@@ -57,38 +60,52 @@ THEORY = {
 }
 
 
-def main_table1(
-    out: str | Path | None = None,
-    *,
+def measure_table(
+    out: Path | None = None,
     device: str = "auto",
-    kinds: Sequence[str] = KINDS,
-    levels: Sequence[int] = (),
+    kinds: tuple[str, ...] = KINDS,
+    levels: tuple[int, ...] = (),
     batch: int = 1,
-    lengths: Sequence[int] | None = None,
+    lengths: tuple[int, ...] = (),
     width: int | None = None,
     layers: int = 2,
     repeats: int = 3,
     seconds_per_point: float = 20.0,
     restart: bool = False,
-) -> dict[str, Any]:
-    """Measures Table 1; `vssm bench --help` describes the options."""
-    options = locals()
+) -> Record:
+    """Measures Table 1.
+
+    Arguments:
+        out: Where the JSON goes; the same command continues from it.
+        device: auto, cpu or cuda.
+        kinds: The models.
+        levels: Add the vssm with so many levels of latents, as vssm_l<L>.
+        batch: Sequences in a pass.
+        lengths: Numbers of steps; powers of two by default.
+        width: Narrow models, so that what grows with T shows: 256 on CUDA, 64 on a CPU.
+        layers: Depth of every stack.
+        repeats: How often each call is timed.
+        seconds_per_point: Seconds that all calls for one number may take.
+        restart: Start anew instead of continuing from the file.
+    """
     where = open_device(device)
     cuda = where.type == "cuda"
     models = model_options(kinds, levels)
-    lengths = lengths or [2**power for power in (range(8, 16) if cuda else range(5, 12))]
-    # Narrow models, so that what grows with T shows.
+    lengths = lengths or tuple(2**power for power in (range(8, 16) if cuda else range(5, 12)))
     width = (256 if cuda else 64) if width is None else width
     check_sizes(batch=batch, lengths=lengths, width=width, layers=layers)
-    size = {"width": width, "layers": layers, "features": _FEATURES}
-    record = Record(main_table1, options, where, {"batch": batch, **size, "dtype": "float32"})
+    size = {"width": width, "layers": layers, "features": FEATURES}
+    config = {"batch": batch, **size, "dtype": "float32"}
+    command = f"python {shlex.join(sys.argv)}"
+    record = Record("table1", command, where, config, out, restart, repeats, seconds_per_point)
     for length, (name, own) in itertools.product(sorted(set(lengths)), models.items()):
-        _time(record, name, ModelConfig(**size, **own), batch, length)
+        time_model(record, name, ModelConfig(**size, **own), batch, length)
     headings = ["model"]
     for way in ("training", "sampling"):
         headings += [way, "parallel", "measured", "ms at T"]
     title = f"Table 1, batch {batch}, width {width}, {layers} layers, float32"
-    return record.finish(title, [*headings, "prompt", "resume"], _rows(record, levels))
+    record.table(title, [*headings, "prompt", "resume"], rows(record, levels))
+    return record
 
 
 def exponent(points: Sequence[tuple[int, float]]) -> float:
@@ -102,22 +119,22 @@ def exponent(points: Sequence[tuple[int, float]]) -> float:
     return statistics.linear_regression(list(map(log, lengths)), list(map(log, times))).slope
 
 
-def _time(record: Record, name: str, config: ModelConfig, batch: int, length: int) -> None:
+def time_model(record: Record, name: str, config: ModelConfig, batch: int, length: int) -> None:
     model = build(config).to(record.device)
-    x = torch.rand(batch, length, _FEATURES, device=record.device)
-    record.time(f"{name}_train_ms_t{length}", partial(_train, model, x))
+    x = torch.rand(batch, length, FEATURES, device=record.device)
+    record.time(f"{name}_train_ms_t{length}", partial(train_pass, model, x))
     sample = partial(Engine(model).generate, num=batch, length=length)
     record.time(f"{name}_sample_ms_t{length}", sample)
 
 
-def _train(model: Model, x: torch.Tensor) -> None:
+def train_pass(model: Model, x: torch.Tensor) -> None:
     model.zero_grad()
     objective(model, x).loss.mean().backward()
 
 
-def _rows(record: Record, levels: Sequence[int]) -> list[list[str]]:
+def rows(record: Record, levels: Sequence[int]) -> list[list[str]]:
     """Fits the exponents, and makes a row for every model that was timed."""
-    rows = []
+    table = []
     for name in model_options(KINDS, levels):
         theory = THEORY[name.partition("_l")[0]]  # levels change no order
         row, order = [name], "O(T²)" if theory.order == 2 else "O(T)"
@@ -136,11 +153,15 @@ def _rows(record: Record, levels: Sequence[int]) -> list[list[str]]:
                 fit = f"T^{k:.2f}"
             if found:
                 last, timed = f"{number(found[max(found)])} at {max(found)}", True
-            row += [order, _yes(parallel[way]), fit, last]
+            row += [order, yes(parallel[way]), fit, last]
         if timed:
-            rows.append([*row, _yes(theory.follows_prompt), _yes(theory.resumes)])
-    return rows
+            table.append([*row, yes(theory.follows_prompt), yes(theory.resumes)])
+    return table
 
 
-def _yes(value: bool) -> str:
+def yes(value: bool) -> str:
     return "yes" if value else "no"
+
+
+if __name__ == "__main__":
+    tyro.cli(measure_table)

@@ -1,4 +1,6 @@
-"""Forecasts with fresh models (weights do not change the time); milliseconds for all paths.
+"""Times forecasts with fresh models (weights do not change the time); milliseconds for all paths.
+
+    python experiments/forecast_speed.py --device cuda --out results/forecast_h200.json
 
 | metric                | what runs                                                            |
 | --------------------- | -------------------------------------------------------------------- |
@@ -11,12 +13,14 @@ history and scaling the paths to the units of the data count; copying them to th
 """
 
 import itertools
-from collections.abc import Sequence
+import shlex
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 
 from vssm.config import ModelConfig
 from vssm.data import Meta
@@ -24,30 +28,42 @@ from vssm.forecasting.model_forecaster import ModelForecaster
 from vssm.lab.bench.measure import Record, check_sizes, model_options, number, open_device
 from vssm.models import build
 
-__all__ = ["main_forecast"]
 
-
-def main_forecast(
-    out: str | Path | None = None,
-    *,
+def time_forecasts(
+    out: Path | None = None,
     device: str = "auto",
-    kinds: Sequence[str] = ("vssm", "rnn"),
+    kinds: tuple[str, ...] = ("vssm", "rnn"),
     series: int | None = None,
     paths: int | None = None,
-    lengths: Sequence[int] | None = None,
-    patches: Sequence[int] = (1, 24),
+    lengths: tuple[int, ...] = (),
+    patches: tuple[int, ...] = (1, 24),
     context: int = 336,
     width: int = 64,
     layers: int = 2,
     repeats: int | None = None,
     seconds_per_point: float = 20.0,
     restart: bool = False,
-) -> dict[str, Any]:
-    """Times forecasts; `vssm bench --help` describes the options."""
-    options = locals()
+) -> Record:
+    """Times forecasts.
+
+    Arguments:
+        out: Where the JSON goes; the same command continues from it.
+        device: auto, cpu or cuda.
+        kinds: The models.
+        series: Series that are forecast at once; 100 on CUDA, 1 on a CPU.
+        paths: Sample paths of each series; 500 on CUDA, 100 on a CPU.
+        lengths: Horizons.
+        patches: Points in a step of the models.
+        context: Points of history.
+        width: Width of the models.
+        layers: Depth of every stack.
+        repeats: How often each call is timed.
+        seconds_per_point: Seconds that all calls for one number may take.
+        restart: Start anew instead of continuing from the file.
+    """
     where = open_device(device)
     cuda = where.type == "cuda"
-    model_options(kinds, ())  # checks the kinds
+    model_options(kinds)  # checks the kinds
     size = {
         "series": (100 if cuda else 1) if series is None else series,
         "paths": (500 if cuda else 100) if paths is None else paths,
@@ -55,17 +71,13 @@ def main_forecast(
         "width": width,
         "layers": layers,
     }
-    lengths = sorted(set(lengths or ((96, 192, 336, 720, 1440, 2880) if cuda else (96, 336))))
-    patches = sorted(set(patches))
+    lengths = lengths or ((96, 192, 336, 720, 1440, 2880) if cuda else (96, 336))
     check_sizes(**size, lengths=lengths, patches=patches)
-    if patches[-1] > context:
-        raise ValueError(
-            f"patches={tuple(patches)} is not allowed; allowed: 1 to {context}, the context"
-        )
-    record = Record(main_forecast, options, where, size)
+    command = f"python {shlex.join(sys.argv)}"
+    record = Record("forecast", command, where, size, out, restart, repeats, seconds_per_point)
     history = torch.randn(size["series"], context, 1, generator=torch.Generator().manual_seed(0))
-    for length, kind, patch in itertools.product(lengths, kinds, patches):
-        forecast = _forecaster(kind, patch, width, layers, where).forecast
+    for length, kind, patch in itertools.product(sorted(set(lengths)), kinds, patches):
+        forecast = forecaster(kind, patch, width, layers, where).forecast
         call = partial(forecast, history, length, size["paths"])
         record.time(f"{kind}_p{patch}_ms_t{length}", call)
     metrics, rows = record.metrics, []
@@ -83,10 +95,11 @@ def main_forecast(
             cells = [f"{ratios[h]:.1f}x" if h in ratios else "" for h in lengths]
             rows.append([f"rnn, P = 1 / vssm, P = {patch}", *cells])
     title = f"Forecasts in ms: {size['series']} series, {size['paths']} paths, width {width}"
-    return record.finish(title, ["", *(f"H = {length}" for length in lengths)], rows)
+    record.table(title, ["", *(f"H = {length}" for length in lengths)], rows)
+    return record
 
 
-def _forecaster(
+def forecaster(
     kind: str, patch: int, width: int, layers: int, device: torch.device
 ) -> ModelForecaster:
     size: dict[str, Any] = {"features": patch, "width": width, "layers": layers, "heads": 1}
@@ -94,3 +107,7 @@ def _forecaster(
     model = build(ModelConfig(head="gaussian-learned", **size)).to(device)
     data = {"name": "series", "features": patch, "length": 0, "suggested_head": ""}
     return ModelForecaster(model, Meta(**data, columns=("value",), patch=patch, windowed="window"))
+
+
+if __name__ == "__main__":
+    tyro.cli(time_forecasts)
