@@ -48,8 +48,6 @@ SECTIONS = {
         "vssm.forecast",
         "vssm.forecasting.ModelForecaster",
         "vssm.forecasting.Forecast",
-        "vssm.forecasting.Stream",
-        "vssm.forecasting.files.forecast_file",
         "vssm.forecasting.files.read_history",
         "vssm.forecasting.gluonts.predictor",
         "vssm.forecasting.gluonts.entries",

@@ -81,11 +81,15 @@ class Forecast(_SeriesOptions):
     """Where a run of vssm train runs: auto, cpu or cuda."""
 
     def run(self) -> None:
-        from vssm.forecasting.files import check_quantiles
+        from vssm.forecasting.panel import check_quantiles
 
         check_seed(self.seed)
         picture = self.out.with_suffix(".png") if self.out.name else self.out
-        check_quantiles(self.out, self.quantiles)
+        check_quantiles(self.quantiles)
+        if self.out.suffix not in (".csv", ".parquet"):
+            raise ValueError(
+                f"out={str(self.out)!r} is not allowed; give a name in .csv or .parquet"
+            )
         if not self.source:
             raise ValueError("DATA is missing; give a table to forecast, or a RUN and --path")
         writes = {"out": self.out, "picture": picture}
@@ -120,21 +124,21 @@ class Forecast(_SeriesOptions):
 
     def _forecast_run(self, picture: Path) -> None:
         from vssm.checks import choose_device
-        from vssm.forecasting.files import draw_fan, forecast_file, write_quantiles
+        from vssm.forecasting.files import read_history, write_forecast
         from vssm.forecasting.model_forecaster import ModelForecaster
 
-        forecaster = ModelForecaster.load(self.source, choose_device(self.device))
+        own = ModelForecaster.load(self.source, choose_device(self.device))
         if self.path is None:
             raise ValueError("path is missing; give the history of the run with --path")
         usual: dict[str, Any] = {"chunk": None, "recondition": False, "temperature": 1.0}
         options = {
             name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]
         }
-        made, history = forecast_file(
-            forecaster, self.path, self.horizon, self.samples, self.seed, self.time, **options
-        )
-        write_quantiles(made, self.out, self.quantiles)
-        draw_fan(made, history, picture, forecaster.meta.context or 96)
+        y = read_history(own, self.path, self.time)
+        made = own.forecast(y.values, self.horizon, self.samples, y.times, self.seed, **options)
+        write_forecast(made.to_frame(self.quantiles), self.out)
+        shown = slice(-(own.meta.context or 96), None)
+        made.plot(y.values[shown], None if y.times is None else y.times[shown], picture)
         steps, columns = made.mean.shape[0], len(made.columns)
         print(f"forecast: {self.out}  {steps} steps of {columns} columns\nfan chart: {picture}")
 

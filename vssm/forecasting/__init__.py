@@ -1,4 +1,4 @@
-"""Forecasting: sample paths of series in the units of the data, from tables, arrays and streams.
+"""Forecasting: sample paths of series in the units of the data, from tables and arrays.
 
 | file | what |
 | --- | --- |
@@ -8,11 +8,11 @@
 | `network` | the model: its loss and its sample paths on windows |
 | `fitting` | early stopping, the final fit, conformal calibration |
 | `backtest`, `metrics`, `charts` | rolling windows, scores, pictures |
-| `model_forecaster`, `history`, `files`, `gluonts` | forecasts and streams of a trained run |
+| `model_forecaster`, `gluonts` | forecasts of a run of `vssm train` |
+| `files` | tables from and to files |
 """
 
 from vssm.forecasting.forecaster import Forecaster as Forecaster
 from vssm.forecasting.model_forecaster import Forecast as Forecast
 from vssm.forecasting.model_forecaster import ModelForecaster as ModelForecaster
-from vssm.forecasting.model_forecaster import Stream as Stream
 from vssm.forecasting.model_forecaster import forecast as forecast

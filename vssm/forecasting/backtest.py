@@ -41,7 +41,7 @@ class Backtest:
 
     def plot(self, path: str | Path | None = None) -> "Figure":
         """Draws the forecasts over what came, for the first twelve series."""
-        from vssm.forecasting.charts import Fan, draw_fans, save_figure
+        from vssm.forecasting.charts import Fan, draw_fans
 
         horizon, fans = self.paths.shape[2], []
         for k, one in enumerate(self.windows.panel.series):
@@ -52,10 +52,7 @@ class Backtest:
                 ahead.append((one.dates[cut : cut + horizon], self.paths[w].numpy()))
             shown = (len(own) + _LONGEST_SHOWN) * horizon
             fans.append(Fan(str(one.id), one.dates[-shown:], one.y[-shown:], ahead))
-        figure = draw_fans(fans)
-        if path is not None:
-            save_figure(figure, path)
-        return figure
+        return draw_fans(fans, path)
 
 
 def roll(windows: Windows, name: str, forecast: Callable[[Tensor], Tensor], num: int) -> Backtest:

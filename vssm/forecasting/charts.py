@@ -11,7 +11,7 @@ from vssm.storage import write_atomically
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Fan", "draw_fans", "save_figure"]
+__all__ = ["Fan", "draw_fans"]
 
 _BANDS = (0.95, 0.8, 0.5)
 _MOST_FANS = 12  # in one chart
@@ -29,8 +29,8 @@ class Fan(NamedTuple):
     """The dates, (H,), and the paths, (S, H), of every forecast."""
 
 
-def draw_fans(fans: Sequence[Fan]) -> "Figure":
-    """Returns a chart of the first twelve series, one above the other."""
+def draw_fans(fans: Sequence[Fan], path: str | Path | None = None) -> "Figure":
+    """Returns a chart of the first twelve series, one above the other; `path` saves it as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -55,9 +55,6 @@ def draw_fans(fans: Sequence[Fan]) -> "Figure":
     figure.legend(handles, labels, fontsize=6, ncols=5, loc="outside upper center")  # over no line
     if np.asarray(fans[0].dates).dtype.kind == "M":
         figure.autofmt_xdate()
+    if path is not None:
+        write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))
     return figure
-
-
-def save_figure(figure: "Figure", path: str | Path) -> None:
-    """Writes a figure as a PNG."""
-    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))

@@ -35,7 +35,14 @@ from vssm.forecasting.fitting import (
     validation,
 )
 from vssm.forecasting.network import draw_paths, model_config
-from vssm.forecasting.panel import Panel, Series, read_ahead, read_panel
+from vssm.forecasting.panel import (
+    Panel,
+    Series,
+    check_quantiles,
+    forecast_table,
+    read_ahead,
+    read_panel,
+)
 from vssm.forecasting.windows import GivenScale, Layout, Windows
 from vssm.models import AnyPart
 from vssm.runs.checkpoint import load_finite
@@ -238,24 +245,14 @@ class Forecaster:
             For a long table unique_id, ds, mean and one column for each quantile, named by its
             number; for a wide table the same with a column level for the series.
         """
-        import pandas
-
-        levels = _check_quantiles(quantiles)
+        check_quantiles(quantiles)
         panel = self._read(df)
         paths = self._paths(panel, samples, future)
-        tables = []
-        for one, made in zip(panel.series, paths, strict=True):
-            table = pandas.DataFrame({"ds": panel.next_dates(one, self.horizon)})
-            table["mean"] = made.mean(0)
-            for name, level in levels.items():
-                table[name] = np.quantile(made, level, axis=0)
-            tables.append(table)
-        if panel.wide:
-            tables = [table.set_index("ds") for table in tables]
-            return pandas.concat(tables, axis=1, keys=panel.ids)
-        for one, table in zip(panel.series, tables, strict=True):
-            table.insert(0, "unique_id", [one.id] * len(table))
-        return pandas.concat(tables, ignore_index=True)
+        made = {
+            one.id: (panel.next_dates(one, self.horizon), own)
+            for one, own in zip(panel.series, paths, strict=True)
+        }
+        return forecast_table(made, quantiles, panel.wide)
 
     def predict_samples(
         self,
@@ -454,7 +451,7 @@ class Forecaster:
         Returns:
             The matplotlib figure, of the first twelve series.
         """
-        from vssm.forecasting.charts import Fan, draw_fans, save_figure
+        from vssm.forecasting.charts import Fan, draw_fans
 
         panel = self._read(df)
         paths = self._paths(panel, samples, future)
@@ -468,10 +465,7 @@ class Forecaster:
             )
             for one, made in zip(panel.series, paths, strict=True)
         ]
-        figure = draw_fans(fans)
-        if path is not None:
-            save_figure(figure, path)
-        return figure
+        return draw_fans(fans, path)
 
     def _check_fitted(self) -> None:
         if not hasattr(self, "model_"):
@@ -507,12 +501,3 @@ def _check_values(panel: Panel, layout: Layout) -> None:
                 f"series {one.id!r} is {one.y[k]:g} on {one.dates[k]}, and this forecaster reads"
                 " logarithms; give transform='none' before fit"
             )
-
-
-def _check_quantiles(quantiles: Sequence[float]) -> dict[str, float]:
-    levels = {f"{level:g}": float(level) for level in quantiles}
-    if len(levels) < len(quantiles) or not all(0 <= level <= 1 for level in levels.values()):
-        raise ValueError(
-            f"quantiles={tuple(quantiles)} is not allowed; give numbers from 0 to 1, each once"
-        )
-    return levels

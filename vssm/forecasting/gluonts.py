@@ -88,11 +88,12 @@ def _forecasts(
     Entries of one length are forecast together. Each call of the forecaster takes the next seed, or
     their first series would share noise.
     """
+    import pandas
+
     meta, own = forecaster.meta, forecaster
     if meta.separate:  # any series, also of columns that the run never saw, in its own scale
-        own = ModelForecaster(
-            forecaster.model, replace(meta, columns=("target",), mean=None, std=None)
-        )
+        meta = replace(meta, columns=("target",), mean=None, std=None)
+        own = ModelForecaster(forecaster.model, meta)
     groups: dict[object, list[int]] = {}  # entries of one length; with dates, one entry
     histories, centres, widths = [], [], []
     for k, entry in enumerate(entries):
@@ -103,25 +104,20 @@ def _forecasts(
             raise ValueError(f"target has shape {target.shape}; allowed for this run: {allowed}")
         centres.append(float(np.nanmean(history)) if meta.separate else 0.0)
         widths.append((float(np.nanstd(history)) or 1.0) if meta.separate else 1.0)
-        histories.append(((history - centres[k]) / widths[k])[-(meta.context or len(history)) :])
-        groups.setdefault((len(histories[k]), k if meta.cycles else 0), []).append(k)
+        histories.append((history - centres[k]) / widths[k])
+        groups.setdefault(k if meta.cycles else len(history), []).append(k)
     made: dict[int, np.ndarray] = {}
     for group in groups.values():
-        x = np.stack([histories[k] for k in group])
-        times = _times(entries[group[0]])[-x.shape[1] :] if meta.cycles else None
+        x, times = np.stack([histories[k] for k in group]), None
+        if meta.cycles:
+            start = entries[group[0]]["start"]
+            days = pandas.period_range(start, periods=x.shape[1], freq=start.freq)
+            times = days.to_timestamp().to_numpy()
         found = own.forecast(x, horizon, paths, times, seed=next(seeds)).samples.cpu().numpy()
         for k, samples in zip(group, found, strict=True):
             samples = samples * widths[k] + centres[k]
             made[k] = samples[..., 0] if np.ndim(entries[k]["target"]) == 1 else samples
     return [made[k] for k in range(len(entries))]
-
-
-def _times(entry: dict[str, Any]) -> np.ndarray:
-    """Returns the dates of an entry."""
-    import pandas
-
-    start, num = entry["start"], np.shape(entry["target"])[-1]
-    return pandas.period_range(start, periods=num, freq=start.freq).to_timestamp().to_numpy()
 
 
 def entries(values: np.ndarray, freq: str) -> list[dict[str, Any]]:

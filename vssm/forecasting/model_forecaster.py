@@ -1,66 +1,61 @@
-"""Forecasting: sample paths of what comes after a history, in the units of the data.
+"""Forecasts of a trained model: sample paths of what follows a history, in the units of the data.
 
-A model reads the history in its own scale (`vssm.data.scale`), as `observe` does. A transformer,
-ssm, rnn or vssm with levels reads it once, and the S paths of a series start from copies of that
-state. A vssm or tvae also reads it once, but every path draws its own latents of the history, so
-the decoder runs over the history for every path (`vssm.sampling.paths`). A vrnn reads it for every
-path.
+A model reads the history in its own scale (`vssm.data.scale`). A transformer, ssm, rnn or vssm with
+levels reads it once, and the S paths of a series start from copies of that state. A vssm or tvae
+also reads it once, but every path draws its own latents of the history, so the decoder runs over
+the history for every path (`vssm.sampling.paths`). A vrnn reads it for every path.
 
-Legend: B series of N steps and D columns; C `context`; H `horizon`; S `samples`; x (B, N, D).
+Legend: B series of N steps and D columns; C `context`; H `horizon`; S `samples`; x (B, C, D); rows
+(B, C, D), or (B D, C, 1) if each column is a series of its own.
 """
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.checks import check_choice, check_type, whole_number
+from vssm.checks import check_choice, check_number, check_type, whole_number
 from vssm.data import Meta, read_meta
+from vssm.data.dates import next_dates, uneven_dates
 from vssm.data.scale import Scale
+from vssm.data.series import phases
+from vssm.data.table import fill_gaps
 from vssm.engine import Engine
-from vssm.forecasting.history import (
-    LARGEST,
-    History,
-    Reader,
-    check_order,
-    continued,
-    dates_of,
-    numbers,
-)
+from vssm.forecasting.panel import forecast_table
 from vssm.models import VRNN, Model, Variational, inner_model
-from vssm.nn import State
 from vssm.noise import fork
 from vssm.runs import pretrained
 from vssm.runs.checkpoint import load_finite
-from vssm.sampling.paths import Task, divided, paths_from
-from vssm.sampling.request import check_room, check_temperature
+from vssm.sampling.paths import Task, divided
+from vssm.sampling.request import check_bytes, check_temperature
 
-__all__ = ["Forecast", "ModelForecaster", "Stream", "forecast"]
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
 
-_NAMED = 3  # columns in a repr
+__all__ = ["Forecast", "ModelForecaster", "forecast"]
+
+_LARGEST = 1e30  # number that is read
+
+History = Tensor | np.ndarray | Sequence
 
 
 @dataclass(frozen=True)
 class Forecast:
     """Holds the sample paths of a forecast."""
 
-    samples: Tensor
+    samples: Tensor = field(repr=False)
     """(B, S, H, D) in the units of the data, on the device of the model; (S, H, D) of one series.
     In float64 if a history is so far from zero that all paths in float32 would be one number."""
     columns: tuple[str, ...]
-    times: np.ndarray | None = None
+    times: np.ndarray | None = field(default=None, repr=False)
     """The dates of the H steps, if the dates of the history are known."""
-
-    def __repr__(self) -> str:
-        *series, paths, steps, _ = self.samples.shape
-        parts = [*(f"{num} series" for num in series), f"{paths} paths", f"{steps} steps"]
-        dates = "" if self.times is None else f", from {self.times[0]} to {self.times[-1]}"
-        return f"Forecast({' x '.join(parts)} of {_named(self.columns)}{dates})"
 
     @property
     def mean(self) -> Tensor:
@@ -78,6 +73,35 @@ class Forecast:
         if not isinstance(level, Real | Tensor) or np.ndim(level) or not 0 <= level <= 1:
             raise ValueError(f"level={level!r} is not allowed; allowed: a number from 0 to 1")
         return self.samples.quantile(float(level), dim=-3)
+
+    def to_frame(self, quantiles: Sequence[float] = (0.1, 0.5, 0.9)) -> "pandas.DataFrame":
+        """Returns the forecast of one series as a long table, as `Forecaster.predict` does.
+
+        `unique_id` is the name of a column, `ds` the date, or the step from 1 on without dates.
+        """
+        paths = self.samples.double().cpu().numpy()
+        dates = np.arange(1, paths.shape[1] + 1) if self.times is None else self.times
+        made = {name: (dates, paths[..., k]) for k, name in enumerate(self.columns)}
+        return forecast_table(made, quantiles)
+
+    def plot(
+        self, history: np.ndarray, times: np.ndarray | None = None, path: str | Path | None = None
+    ) -> "Figure":
+        """Draws the paths of one series after its history, (N, D), with the dates of the history.
+
+        `path` saves the picture.
+        """
+        from vssm.forecasting.charts import Fan, draw_fans
+
+        before, ahead = np.arange(-len(history), 0), np.arange(self.samples.shape[1])
+        if times is not None and self.times is not None:
+            before, ahead = times, self.times
+        paths = self.samples.cpu().numpy()
+        fans = [
+            Fan(name, before, history[:, k], [(ahead, paths[..., k])])
+            for k, name in enumerate(self.columns)
+        ]
+        return draw_fans(fans, path)
 
 
 def forecast(
@@ -102,7 +126,8 @@ def forecast(
         samples: S, the number of paths of every series.
         meta: How the data was scaled, for a plain model. Without it, the model forecasts unscaled
             numbers.
-        times: The dates of the history, (N,) datetime64; a model with time features needs them.
+        times: The dates of the history, (N,) datetime64; by default the DatetimeIndex of a
+            DataFrame. A model with time features needs them.
         seed: Selects the paths.
         options: `chunk`, `recondition` and `temperature`, as in `generate`.
 
@@ -118,14 +143,9 @@ def forecast(
     """
     if isinstance(model, str | Path):
         model = ModelForecaster.load(model)
-    if isinstance(model, ModelForecaster):
-        return model.forecast(history, horizon, samples, times, seed, **options)
-    return ModelForecaster(model, meta).forecast(history, horizon, samples, times, seed, **options)
-
-
-def _named(columns: tuple[str, ...]) -> str:
-    more = len(columns) - _NAMED
-    return ", ".join(columns[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    elif not isinstance(model, ModelForecaster):
+        model = ModelForecaster(model, meta)
+    return model.forecast(history, horizon, samples, times, seed, **options)
 
 
 class ModelForecaster:
@@ -163,45 +183,11 @@ class ModelForecaster:
         self.engine = Engine(model)
         self.model, self.device = self.engine.model, self.engine.device
         self.meta, self.columns = meta, meta.columns
-        self.channels = 1 if meta.separate else len(meta.columns)
-        self._reader = Reader(model.head, meta, self.device)
-
-    def __repr__(self) -> str:
-        meta = self.meta
-        steps = f", context={meta.context}, horizon={meta.horizon}" if meta.context else ""
-        kind = self.model.config.kind
-        return f"ModelForecaster({kind} of {_named(self.columns)}{steps}, on {self.device})"
+        self._scale = Scale(meta, self.device)
 
     @classmethod
     def load(cls, run: str | Path, device: torch.device | str = "cpu") -> "ModelForecaster":
-        """Reads a run folder of data set series.
-
-        Arguments:
-            run: The folder, or "hf://OWNER/NAME[@REVISION]" on the hub.
-            device: Where the model goes.
-
-        Returns:
-            The forecaster of the run, with the names and the scale of its columns.
-
-        Example:
-            >>> import tempfile
-            >>> from vssm.config import ModelConfig, RunConfig, TrainConfig
-            >>> from vssm.data import DataConfig, SeriesConfig
-            >>> from vssm.training.progress import Progress
-            >>> from vssm.training import train
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     wave = np.sin(np.arange(40))
-            ...     np.savetxt(f"{folder}/wave.csv", wave, header="load", comments="")
-            ...     series = SeriesConfig(path=f"{folder}/wave.csv", context=4, horizon=2)
-            ...     config = RunConfig(
-            ...         data=DataConfig(name="series", series=series),
-            ...         model=ModelConfig(kind="ssm", features=1, head="auto", width=8, layers=1),
-            ...         train=TrainConfig(max_steps=1, batch=4, samples=0, num_valid=4),
-            ...     )
-            ...     own = ModelForecaster.load(train(config, f"{folder}/run", progress=Progress()))
-            >>> own.columns, own.forecast(np.zeros((4, 1)), samples=3).samples.shape
-            (('load',), torch.Size([3, 2, 1]))
-        """
+        """Reads a run folder of data set series, or "hf://OWNER/NAME[@REVISION]" on the hub."""
         folder = pretrained.find(run)
         model = load_finite(folder, device)
         meta = read_meta(folder)
@@ -221,18 +207,7 @@ class ModelForecaster:
         seed: int = 0,
         **options: Any,  # noqa: ANN401
     ) -> Forecast:
-        """Draws sample paths of the steps after a history, as `vssm.forecast` does.
-
-        Arguments:
-            history: (N, D) steps of one series or (B, N, D) of several, as for `vssm.forecast`.
-            horizon: H, the steps to forecast; by default those of training.
-            samples: S, the number of paths of every series.
-            times: The dates of the history, (N,) datetime64.
-            seed: Selects the paths.
-            options: `chunk`, `recondition` and `temperature`, as in `generate`.
-
-        Returns:
-            The paths, with their quantiles.
+        """Draws sample paths of the steps after a history; `vssm.forecast` has the arguments.
 
         Example:
             >>> from vssm import ModelConfig, build
@@ -242,46 +217,26 @@ class ModelForecaster:
             >>> made.samples.shape, made.times.astype("M8[D]").astype(str).tolist()
             (torch.Size([5, 2, 2]), ['2024-02-29', '2024-03-01'])
         """
-        horizon, samples = self._check_request(horizon, samples, options)
-        x, _, times, single = self._reader.read(history, times)
-        scale = self._reader.scale_of(x, samples, horizon)
-        rows, clock = self._reader.rows(x), self._reader.clock(times)
-        paths = self._draw_paths(rows, clock, scale, seed, horizon, samples, options)
-        paths = self._reader.by_column(paths, len(x))
-        times = continued(times, horizon)
-        return Forecast(paths[0] if single else paths, self.columns, times)
-
-    def stream(
-        self, history: History, times: np.ndarray | None = None, seed: int = 0, samples: int = 100
-    ) -> "Stream":
-        """Starts to follow one series, point by point.
-
-        Arguments:
-            history: (N, D) steps of the series so far.
-            times: Their dates, (N,) datetime64; then points have dates too.
-            seed: Selects the paths.
-            samples: S, the number of paths of a forecast. A vssm, tvae or vrnn follows the series
-                with as many rows, because every path draws its own latents of the past.
-
-        Returns:
-            The stream, which has read the history.
-
-        Example:
-            >>> from vssm import ModelConfig, build
-            >>> own = ModelForecaster(build(ModelConfig(kind="ssm", features=2, width=8, layers=1)))
-            >>> stream = own.stream(np.zeros((3, 2)))
-            >>> stream.observe([0.5, 1.0])
-            >>> stream.position, stream.forecast(horizon=2, samples=5).samples.shape
-            (4, torch.Size([5, 2, 2]))
-        """
-        return Stream(self, history, times, seed, samples)
-
-    def _check_request(
-        self, horizon: int | None, samples: int, options: dict[str, Any]
-    ) -> tuple[int, int]:
-        """Returns horizon and samples, checked; the horizon of training is the default."""
         for name in options:
             check_choice("option", name, ("chunk", "recondition", "temperature"))
+        check_number("seed", seed, -(2**63), below=2**63, whole=True)
+        samples, horizon = whole_number("samples", samples, 1), self._horizon(horizon)
+        x, times, single = self._read(history, times)
+        scale = self._scale.of(x.numpy())
+        size = len(x) * samples * horizon * len(self.columns) * (8 if scale.far else 4)
+        what = f"samples={samples} and horizon={horizon} of {len(x)} series"
+        check_bytes(what, size, self.device)
+        clock = None
+        if self.meta.cycles:
+            assert times is not None
+            clock = torch.from_numpy(phases(times, self.meta.cycles))
+        paths = self._draw_paths(self._rows(x), clock, scale, int(seed), horizon, samples, options)
+        if self.meta.separate:  # (B D, S, H, 1) to (B, S, H, D)
+            paths = paths.unflatten(0, (len(x), -1)).squeeze(-1).movedim(1, -1)
+        return Forecast(paths[0] if single else paths, self.columns, _continued(times, horizon))
+
+    def _horizon(self, horizon: int | None) -> int:
+        """Returns a horizon, checked; that of training is the default."""
         trained = self.meta.horizon
         if horizon is None and trained is None:
             raise ValueError(
@@ -294,7 +249,66 @@ class ModelForecaster:
                 f" {trained + 1} on this is extrapolation",
                 stacklevel=4,
             )
-        return horizon, whole_number("samples", samples, 1)
+        return horizon
+
+    def _read(
+        self, history: History, times: np.ndarray | None
+    ) -> tuple[Tensor, np.ndarray | None, bool]:
+        """Returns the last C steps of a history without gaps, (B, C, D), their dates, and whether
+        the history is one series."""
+        meta, num = self.meta, len(self.columns)
+        x = _numbers(history, self.columns)
+        shape, single = tuple(x.shape), x.ndim == 2
+        x = x[None] if single else x
+        if x.ndim != 3 or 0 in x.shape or x.shape[2] != num:
+            raise ValueError(
+                f"history has shape {shape}; allowed: (steps, {num}) or (series, steps, {num}), one"
+                f" step and one series or more, of the columns {', '.join(self.columns)}"
+            )
+        times = _dates(history, times, x.shape[1])
+        if times is None and meta.cycles:
+            raise ValueError(
+                "times is needed: the model was trained with the time features of its data"
+            )
+        context = meta.context or x.shape[1]
+        x, times = x[:, -context:], None if times is None else times[-context:]
+        for least, what in ((meta.season, "a season of the run"), (meta.patch, "a step")):
+            if x.shape[1] < least:
+                raise ValueError(
+                    f"history has {x.shape[1]} steps; allowed: {least} or more, {what} of the model"
+                )
+        x = self._fill(x)
+        if (largest := float(x.abs().max())) > _LARGEST:
+            raise ValueError(f"history has values up to {largest:g}; allowed: up to 1e30")
+        if not self._scale.fits(largest):
+            scale, rows = Scale(meta), self._rows(x)
+            self.model.head.validate(scale.steps(rows, *scale.units(rows)))
+        return x, times, single
+
+    def _fill(self, x: Tensor) -> Tensor:
+        """Fills missing values as in training, linearly by default."""
+        known, steps = ~x.isnan(), x.shape[1]
+        if known.all() and not x.isinf().any():
+            return x
+        for series, step, column in x.isinf().nonzero().tolist():
+            raise ValueError(
+                f"history is infinite at series {series}, step {step - steps}, column"
+                f" {self.columns[column]!r}; give numbers, and NaN where one is missing"
+            )
+        missing = (~known).sum(1)
+        for series, column in (2 * missing > steps).nonzero().tolist():
+            raise ValueError(
+                f"history of series {series}, column {self.columns[column]!r} is missing in"
+                f" {missing[series, column]} of the last {steps} steps; allowed: half of them"
+            )
+        if self.meta.fill is None:
+            note = f"history is missing {int(missing.sum())} of {x.numel()} values"
+            warnings.warn(f"{note}; they are interpolated", stacklevel=5)
+        pairs = zip(x.numpy(), known.numpy(), strict=True)
+        return torch.from_numpy(np.stack([fill_gaps(*pair, self.meta.fill) for pair in pairs]))
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).flatten(0, 1)[..., None] if self.meta.separate else x
 
     @torch.no_grad()
     def _draw_paths(
@@ -312,16 +326,14 @@ class ModelForecaster:
         The histories go through the model in slabs, so that memory is bounded. A vssm or tvae uses
         `vssm.sampling.paths`; all other cases use `generate`.
         """
-        num, steps = len(rows), self._steps(horizon)
-        length = rows.shape[1] // self.meta.patch + steps
-        slab, at_once = divided(self.model, num, samples, length)
-        one_seed = type(seed) is int and -(2**63) <= seed < 2**63
-        parallel = one_seed and set(options) <= {"temperature"}
+        engine, patch = self.engine, self.meta.patch
+        num, channels, steps = len(rows), rows.shape[2], -(-horizon // patch)
+        slab, at_once = divided(self.model, num, samples, rows.shape[1] // patch + steps)
         paths: Tensor | None = None
 
         def finish(made: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
             nonlocal paths
-            made = self._points(made, horizon)
+            made = self.meta.to_rows(made)[..., :horizon, :channels]
             if paths is None:
                 dtype = torch.float64 if scale.far else made.dtype
                 paths = made.new_empty(num, *made.shape[1:], dtype=dtype)
@@ -331,209 +343,74 @@ class ModelForecaster:
             first = min(first, num - slab)  # slabs of one size replay one recorded graph
             own = slice(first, first + slab)
             x = rows[own]
-            if parallel and isinstance(self.model, Variational):
+            if isinstance(self.model, Variational) and set(options) <= {"temperature"}:
                 temperature = check_temperature(options.get("temperature", 1.0))
                 cycles = 0 if clock is None else clock.shape[1]
                 task = Task(x.shape, x.dtype, cycles, scale, samples, steps, temperature, at_once)
-                self.engine.paths(task, x, clock, seed, first, finish)
+                engine.paths(task, x, clock, seed, first, finish)
+                continue
+            x = x.to(self.device)
+            factor, shift = scale.units(x, first)
+            prompt = scale.steps(x, factor, shift, None if clock is None else clock.to(x.device))
+            row = torch.arange(first, first + slab, device=self.device)
+            if isinstance(self.model, Variational | VRNN):  # every path draws its own latents
+                prompt, row = prompt.repeat_interleave(samples, 0), fork(row, samples).flatten()
+                start: dict[str, Any] = {"prompt": prompt, "seed": seed, "rows": row}
             else:
-                finish(*self._generate(x, clock, scale, seed, first, steps, samples, options))
+                start = {"state": engine.observe(prompt, seed=seed, rows=row).repeat(samples)}
+            made = engine.generate(length=steps, observe="sample", **start, **options).x
+            finish(made.unflatten(0, (slab, samples)), factor, shift)
         assert paths is not None
         return paths
 
-    def _generate(
-        self,
-        x: Tensor,
-        clock: Tensor | None,
-        scale: Scale,
-        seed: int,
-        first: int,
-        steps: int,
-        samples: int,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns new steps of histories from row `first` on, (rows, S, T, features), and units."""
-        x = x.to(self.device)
-        factor, shift = scale.units(x, first)
-        prompt = scale.steps(x, factor, shift, None if clock is None else clock.to(self.device))
-        rows = torch.arange(first, first + len(x), device=self.device)
-        if self._draws_latents:  # every path draws its own latents of the history
-            prompt, rows = prompt.repeat_interleave(samples, 0), fork(rows, samples).flatten()
-            start: dict[str, Any] = {"prompt": prompt, "seed": seed, "rows": rows}
-        else:
-            start = {"state": self.engine.observe(prompt, seed=seed, rows=rows).repeat(samples)}
-        made = self.engine.generate(length=steps, observe="sample", **start, **options)
-        return made.x.unflatten(0, (len(x), samples)), factor, shift
 
-    @property
-    def _draws_latents(self) -> bool:
-        """Whether the model draws latents of what it reads."""
-        return isinstance(self.model, Variational | VRNN)
-
-    def _steps(self, horizon: int) -> int:
-        """Returns how many steps of the model cover a horizon."""
-        return -(-horizon // self.meta.patch)
-
-    def _points(self, x: Tensor, horizon: int) -> Tensor:
-        """Returns steps of the model, (rows, S, T, features), as points, (rows, S, H, channels)."""
-        return self.meta.to_rows(x)[..., :horizon, : self.channels]
+def _numbers(history: Any, columns: tuple[str, ...]) -> Tensor:  # noqa: ANN401
+    """Returns a history in float64 on the CPU; a pandas table gives its columns by name."""
+    if isinstance(history, Tensor):
+        if history.is_complex():
+            raise ValueError("history is complex; allowed: numbers, rows of equal length")
+        return history.detach().to("cpu", torch.float64)
+    names = list(getattr(history, "columns", ()))
+    if any(isinstance(name, str) for name in names) and not all(map(str.isdecimal, columns)):
+        if missing := [column for column in columns if column not in names]:
+            allowed = f"{', '.join(columns)}, in any order"
+            raise ValueError(f"history has no column {missing[0]!r}; allowed: {allowed}")
+        history = history[list(columns)]
+    try:
+        if isinstance(history, list | tuple) and hasattr(next(iter(history), None), "columns"):
+            return torch.stack([_numbers(table, columns) for table in history])
+        values = np.ma.asarray(history, np.float64)
+        return torch.from_numpy(np.array(values.filled(np.nan), order="C"))
+    except (TypeError, ValueError, RuntimeError) as error:  # words, or rows of different lengths
+        kind = f"a {type(history).__name__} of other things"
+        raise ValueError(f"history is {kind}; allowed: numbers, rows of equal length") from error
 
 
-class Stream:
-    """Follows one series: `observe` new points, `forecast` at any time; the past is not read again.
+def _dates(history: Any, times: Any, num: int) -> np.ndarray | None:  # noqa: ANN401
+    """Returns the dates of a history, checked: the given ones, or those of its DatetimeIndex."""
+    index = getattr(history, "index", None)
+    if times is None and hasattr(index, "tz_localize"):
+        times = index.tz_localize(None)  # type: ignore[union-attr]
+    if times is None:
+        return None
+    dates = np.asarray(times).reshape(-1)
+    if dates.dtype.kind != "M":
+        raise ValueError(f"times is {dates.dtype}; allowed: datetime64, one for each step")
+    if len(dates) != num:
+        raise ValueError(f"times has {len(dates)} dates; allowed: {num}, the steps of history")
+    if (missing := np.isnat(dates)).any():
+        raise ValueError(f"times has no date at step {missing.argmax()}; allowed: all of them")
+    if (late := dates[1:] <= dates[:-1]).any():
+        k = int(late.argmax()) + 1
+        what = "is there twice" if dates[k] == dates[k - 1] else f"comes after {dates[k - 1]}"
+        raise ValueError(f"times: {dates[k]} {what}; allowed: each date once and in order")
+    return dates
 
-    The state covers at most a window of training. When it would cover more, it is renewed from the
-    last `context` points, with their scale. If a step of the model is a patch of points, points are
-    read when a forecast needs them, since a patch may end anywhere. So a point takes bounded time
-    and memory, however long the stream is.
-    """
 
-    def __init__(
-        self,
-        forecaster: ModelForecaster,
-        history: History,
-        times: np.ndarray | None = None,
-        seed: int = 0,
-        samples: int = 100,
-    ) -> None:
-        self._forecaster, self._seed = forecaster, seed
-        self.samples = whole_number("samples", samples, 1)
-        """The number of paths of a forecast."""
-        self._points, self._known, self._times, single = forecaster._reader.read(history, times)
-        if not single:
-            raise ValueError("history is of several series; allowed: one, (steps, columns)")
-        self.renewed = -1
-        """How often the state was renewed."""
-        self._renew()
-
-    @property
-    def position(self) -> int:
-        """The number of steps of the model that the state has read; a step is `patch` points.
-
-        Points that are not read yet, or were read before the last renewal, do not count.
-        """
-        return self._state.position
-
-    def observe(self, points: History, times: np.ndarray | None = None) -> None:
-        """Reads new points, (k, D) or (D,) for one; NaN for missing values.
-
-        If one point is refused, none is read.
-
-        Arguments:
-            points: The points, in order.
-            times: Their dates, (k,); a model with time features needs them.
-        """
-        given = numbers("points", points, self._forecaster.columns)
-        given = given[None] if given.ndim == 1 else given
-        if given.ndim != 2:
-            raise ValueError(
-                f"points has shape {tuple(given.shape)}; allowed: (points, columns) or (columns,)"
-            )
-        times = dates_of(times, len(given), "points")
-        before = vars(self).copy()  # a new state leaves the one before it as it was
-        try:
-            for k, point in enumerate(given):
-                self._observe(point, None if times is None else times[k : k + 1])
-        except BaseException:  # else a second try would read the first points twice
-            vars(self).update(before)
-            raise
-
-    def _observe(self, point: Tensor, time: np.ndarray | None) -> None:
-        columns, meta = self._forecaster.columns, self._forecaster.meta
-        if (time is None) != (self._times is None):
-            raise ValueError("times must be given for all points or for none, as in the history")
-        if len(point) != len(columns):
-            allowed = f"({len(columns)},), the columns {', '.join(columns)}"
-            raise ValueError(f"points has shape ({len(point)},) a point; allowed: {allowed}")
-        known = torch.isfinite(point)
-        gap = torch.zeros_like(point) if meta.fill == "zero" else self._points[0, -1]
-        point = torch.where(known, point, gap)  # the past fills gaps, never the future
-        context = meta.context or self._points.shape[1]
-        points = torch.cat([self._points, point[None, None]], 1)[:, -context:]
-        known = torch.cat([self._known, known[None, None]], 1)[:, -context:]
-        self._forecaster._reader.check_known(known)
-        if time is not None and self._times is not None:
-            check_order(np.concatenate([self._times[-1:], time]))
-            self._times = np.concatenate([self._times, time])[-context:]
-        if point.abs().max() > LARGEST:
-            raise ValueError("points has values above 1e30; allowed: up to 1e30")
-        self._points, self._known = points, known
-        self._read_last(time)
-
-    def _read_last(self, time: np.ndarray | None) -> None:
-        """Takes the state past the last point."""
-        forecaster, meta = self._forecaster, self._forecaster.meta
-        if meta.patch > 1:
-            self._stale = True
-            return
-        if meta.length and self.position >= meta.length:
-            self._renew()
-            return
-        last = forecaster._reader.rows(self._points[:, -1:])
-        x = forecaster._reader.prompt(last, self._factor, self._shift, time, self._since)
-        x = x.repeat_interleave(self.samples, 0) if forecaster._draws_latents else x
-        self._state = forecaster.engine.observe(x, self._state)
-        self._since += 1
-
-    def _renew(self) -> None:
-        reader = self._forecaster._reader
-        prompt, self._factor, self._shift = reader.scaled(self._points, self._times)
-        self._state = self._read(prompt)
-        self.renewed, self._stale, self._since = self.renewed + 1, False, 0
-
-    def _read(self, prompt: Tensor) -> State:
-        """Returns the state after the past, (rows, C, features), for every path of every row."""
-        engine, rows = self._forecaster.engine, torch.arange(len(prompt), device=prompt.device)
-        if not self._forecaster._draws_latents:
-            return engine.observe(prompt, seed=self._seed, rows=rows)
-        check_room(engine.model, len(rows) * self.samples, prompt.shape[1], prompt.device)
-        rows = fork(rows, self.samples).flatten()
-        if len(prompt) > 1:  # a single row is read once for all of its copies
-            prompt = prompt.repeat_interleave(self.samples, 0)
-        return engine.observe(prompt, seed=self._seed, rows=rows, num=len(rows))
-
-    def forecast(
-        self,
-        horizon: int | None = None,
-        samples: int | None = None,
-        **options: Any,  # noqa: ANN401
-    ) -> Forecast:
-        """Draws sample paths of what comes next; the stream stays where it is.
-
-        Arguments:
-            horizon: H, the steps to forecast; by default those of training.
-            samples: The number of paths; by default those of the stream. A vssm, tvae or vrnn can
-                not draw more.
-            options: `chunk`, `recondition` and `temperature`, as in `generate`.
-        """
-        forecaster = self._forecaster
-        samples = self.samples if samples is None else samples
-        horizon, samples = forecaster._check_request(horizon, samples, options)
-        if samples > self.samples and forecaster._draws_latents:
-            raise ValueError(
-                f"samples={samples} is more than the {self.samples} paths that this stream follows;"
-                f" start it with stream(..., samples={samples})"
-            )
-        if self._stale:
-            self._renew()
-        scale = forecaster._reader.scale_of(self._points, samples, horizon)
-        made = self._draw_paths(forecaster._steps(horizon), samples, options)
-        made = forecaster._points(made, horizon)
-        paths = scale.place(made, self._factor, self._shift, first=self._since)
-        times = continued(self._times, horizon)
-        return Forecast(forecaster._reader.by_column(paths, 1)[0], forecaster.columns, times)
-
-    @torch.no_grad()
-    def _draw_paths(self, steps: int, samples: int, options: dict[str, Any]) -> Tensor:
-        """Returns new steps in the scale of the model, (rows, S, T, features)."""
-        engine, state = self._forecaster.engine, self._state
-        if not self._forecaster._draws_latents:
-            state = state.repeat(samples)
-        elif samples < self.samples:
-            rows = torch.arange(state.batch, device=state.device).view(-1, self.samples)
-            state = state.select(rows[:, :samples].flatten())
-        if isinstance(engine.model, Variational) and set(options) <= {"temperature"}:
-            temperature = check_temperature(options.get("temperature", 1.0))
-            return paths_from(engine.model, state, samples, steps, temperature)
-        made = engine.generate(length=steps, state=state, observe="sample", **options)
-        return made.x.unflatten(0, (-1, samples))
+def _continued(times: np.ndarray | None, horizon: int) -> np.ndarray | None:
+    """Returns the dates of the steps to come; warns if the dates of the history are uneven."""
+    if times is None or len(times) < 2:
+        return None
+    if uneven := uneven_dates(times):
+        warnings.warn(f"{uneven}; dates of the forecast go on in the usual step", stacklevel=4)
+    return next_dates(times, horizon)

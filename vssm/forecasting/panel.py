@@ -23,7 +23,8 @@ from vssm.data.dates import plain_dates, usual_step
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Columns", "Panel", "Series", "read_ahead", "read_panel"]
+__all__ = ["Columns", "Panel", "Series", "check_quantiles", "forecast_table"]
+__all__ += ["read_ahead", "read_panel"]
 
 _TIME_NAMES = ("ds", "date", "datetime", "time", "timestamp", "index")
 
@@ -336,3 +337,43 @@ def read_ahead(
             )
         ahead.append(values)
     return ahead
+
+
+def check_quantiles(quantiles: Sequence[float]) -> dict[str, float]:
+    """Returns the quantiles by their names in a table.
+
+    Example:
+        >>> check_quantiles([0.1, 1.5])
+        Traceback (most recent call last):
+        ValueError: quantiles has 1.5; give numbers from 0 to 1, each once
+    """
+    levels = {}
+    for level in quantiles:
+        name = f"{level:g}"
+        if name in levels or not 0 <= level <= 1:
+            twice = " twice" if name in levels else ""
+            raise ValueError(f"quantiles has {name}{twice}; give numbers from 0 to 1, each once")
+        levels[name] = float(level)
+    return levels
+
+
+def forecast_table(
+    forecasts: dict[Any, tuple[Any, np.ndarray]], quantiles: Sequence[float], wide: bool = False
+) -> "pandas.DataFrame":
+    """Returns the mean and the quantiles of forecasts: the (H,) dates and (S, H) paths by series.
+
+    A long table has the columns unique_id, ds, mean and the quantiles; a wide table has a column
+    level for the series, and the dates as index.
+    """
+    import pandas
+
+    levels = check_quantiles(quantiles)
+    tables = {}
+    for id, (dates, paths) in forecasts.items():
+        found = np.quantile(paths, list(levels.values()), axis=0)
+        columns = {"ds": dates, "mean": paths.mean(0), **dict(zip(levels, found, strict=True))}
+        tables[id] = pandas.DataFrame(columns)
+    if wide:
+        return pandas.concat({id: own.set_index("ds") for id, own in tables.items()}, axis=1)
+    table = pandas.concat(tables, names=["unique_id"])
+    return table.reset_index(level=0).reset_index(drop=True)
