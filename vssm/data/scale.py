@@ -156,20 +156,13 @@ class Scale:
         return factor, shift
 
     def steps(
-        self,
-        x: Tensor,
-        factor: Tensor,
-        shift: Tensor,
-        clock: Tensor | None = None,
-        since: int | None = None,
+        self, x: Tensor, factor: Tensor, shift: Tensor, clock: Tensor | None = None
     ) -> Tensor:
         """Returns what the model reads of histories, (rows, C / patch, features) in float32.
 
-        `clock` holds the time features, if the model has some. `since` counts the steps from the
-        end of the window to x; by default x is the window.
+        `clock` holds the time features, if the model has some.
         """
-        since = -x.shape[1] if since is None else since
-        x = (x - centre_of_steps(shift, since, x.shape[1])) / factor
+        x = (x - centre_of_steps(shift, -x.shape[1], x.shape[1])) / factor
         if clock is not None:
             x = torch.cat([x, clock.expand(len(x), -1, -1)], -1)
         patch = self.meta.patch

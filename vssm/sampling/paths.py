@@ -22,12 +22,11 @@ from torch import Tensor
 from vssm.data.scale import Scale
 from vssm.distributions import Latents
 from vssm.models import Ladder, Model, Variational, first_weight
-from vssm.nn import State
 from vssm.noise import fork
 from vssm.sampling.parallel import draw
 from vssm.sampling.request import Noise
 
-__all__ = ["Task", "divided", "paths_after", "paths_from"]
+__all__ = ["Task", "divided", "paths_after"]
 
 # What is made at a time: paths and, where their steps are made all at once, steps times width of
 # the model. On a GPU that takes some milliseconds and gigabytes: more would not make it busier.
@@ -98,72 +97,18 @@ def paths_after(
     row = fork(first + torch.arange(len(x), device=x.device), task.samples).flatten()
     own = Noise(seed.expand(len(row)), row)
     q_z, _ = model.partial_posterior(prompt, empty=task.length)
-    known, temperature = prompt.shape[1], task.temperature
-    paths = _paths_on(model, q_z.raw, None, 0, known, own, task.at_once, temperature)
+    known, parts = prompt.shape[1], []
+    index = torch.arange(own.num, device=x.device).view(len(x), -1)
+    for start in range(0, task.samples, task.at_once):
+        rows = index[:, start : start + task.at_once].flatten()
+        source = own if len(rows) == own.num else Noise(own.seed[rows], own.row[rows])
+        u = source.latent(model, 0, known + task.length).unflatten(0, (len(x), -1))
+        w = source.observation(model, known, task.length)
+        z = draw(Latents(q_z.raw[:, None]), u, known, task.temperature)
+        made, _ = model.decoder(z.flatten(0, 1))
+        made = model.head(made[:, known:]).sample(w, task.temperature)
+        parts.append(made.unflatten(0, (len(x), -1)))
+    paths = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     if task.scale.far:
         return paths, factor, shift
     return paths, factor.to(paths), shift.to(paths)
-
-
-def paths_from(
-    model: Variational, state: State, samples: int, length: int, temperature: float = 1.0
-) -> Tensor:
-    """Returns paths that go on from a state of `observe`, (B, S, T, D).
-
-    Arguments:
-        model: The model.
-        state: The state of B S rows, those of a history next to each other, each with latents of
-            its own.
-        samples: S, paths of each history.
-        length: T, new steps.
-        temperature: As for `generate`.
-    """
-    # The partial posterior has read the same in all rows of a history.
-    first = torch.arange(0, state.batch, samples, device=state.device)
-    q_z, _ = model.partial_posterior(empty=length, state=state.child("partial").select(first))
-    own = Noise(state["seed"], state["row"])
-    at_once = min(samples, max(1, _most_paths(model, length) // len(first)))
-    return _paths_on(
-        model, q_z.raw, state.child("decoder"), state.position, 0, own, at_once, temperature
-    )
-
-
-def _paths_on(
-    model: Variational,
-    logits: Tensor,
-    state: State | None,
-    position: int,
-    known: int,
-    own: Noise,
-    at_once: int,
-    temperature: float,
-) -> Tensor:
-    """Returns the paths of every history, (B, S, T, D), some of each at a time.
-
-    Arguments:
-        model: The model.
-        logits: Those of `known` steps of the histories and of the new steps, (B, known + T, Z, N).
-        state: That of the decoder before them, of B S rows.
-        position: Of the first of these steps.
-        known: The steps of the histories among them.
-        own: The noise of all paths.
-        at_once: Paths of each history that are made at a time.
-        temperature: As for `generate`.
-    """
-    batch, length = logits.shape[0], logits.shape[1] - known
-    index = torch.arange(own.num, device=logits.device).view(batch, -1)
-    parts = []
-    for first in range(0, index.shape[1], at_once):
-        rows = index[:, first : first + at_once].flatten()
-        source = own if len(rows) == own.num else Noise(own.seed[rows], own.row[rows])
-        before = (
-            state
-            if state is None or source is own
-            else state.map(lambda leaf, rows=rows: leaf[rows])
-        )
-        u = source.latent(model, position, known + length).unflatten(0, (batch, -1))
-        w = source.observation(model, position + known, length)
-        z = draw(Latents(logits[:, None]), u, known, temperature)
-        made, _ = model.decoder(z.flatten(0, 1), before)
-        parts.append(model.head(made[:, known:]).sample(w, temperature).unflatten(0, (batch, -1)))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
