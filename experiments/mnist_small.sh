@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The shipped models of MNIST rows: trained side by side, rounded to bfloat16, measured one after another.
 # usage: experiments/mnist_small.sh OUT     (MNIST in $VSSM_DATA, or downloaded; run it where vssm can be imported)
-# OUT/runs has the run folders, OUT/models what goes to vssm/pretrained/. Given again, it goes on where it was.
+# OUT/runs has the run folders, OUT/models what is measured; vssm and ssm are shipped in vssm/runs/pretrained/. Given again, it goes on.
 # The widths make 2.6, 1.8 and 1.8 M parameters: 11.8 MiB in all. EPOCHS=1 and WIDTHS="16 16 16" try it out.
 set -euo pipefail
 out=$1
