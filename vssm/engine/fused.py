@@ -40,6 +40,10 @@ def fuse(model: Model, backend: str = "auto") -> None:
     """
     if isinstance(model, Variational):
         model.encoder = nn.Identity()  # generation does not read it  # type: ignore[assignment]
+    for layer in model.modules():
+        if isinstance(layer, nn.RNNBase):
+            # Copied weights lie apart in memory, and cuDNN would join them at every call.
+            layer.flatten_parameters()
     _replace(model, backend)
 
 
