@@ -79,6 +79,9 @@ class ModelConfig:
     window: int = 32
     """With known="any": the steps that blocks which read backwards see at once. A run takes the
     length of its sequences, unless another number than 32 is set."""
+    latent_passes: int = 0
+    """With known="any": the most passes in which latents are drawn; in more, entries that are made
+    at once are independent, as in a masked diffusion model. 0 for latents in all passes."""
     head: HeadName | Literal["auto"] = "gaussian"
     """Distribution of x_t: gaussian, gaussian-learned, student-t, bernoulli, categorical or
     logistic-mixture; in a run also auto, for the one that suits the data."""
@@ -95,7 +98,7 @@ class ModelConfig:
         check_choice("head", self.head, ("auto", *HEADS))
         for field in dataclasses.fields(self):
             if field.type is int:
-                least = {"classes": 2, "bins": 2, "given": 0}.get(field.name, 1)
+                least = {"classes": 2, "bins": 2, "given": 0, "latent_passes": 0}.get(field.name, 1)
                 value = getattr(self, field.name)
                 check_number(field.name, value, least, below=_SIZES_BELOW, whole=True)
         check_number("sigma", self.sigma, 1e-6, below=1_000_000)  # float32 divides by its square
@@ -124,8 +127,9 @@ class ModelConfig:
     def _check_known(self) -> None:
         check_choice("known", self.known, ("prefix", "any"))
         if self.known == "prefix":
-            if self.given:
-                raise ValueError(f"given={self.given} needs known='any'")
+            for name in ("given", "latent_passes"):
+                if value := getattr(self, name):
+                    raise ValueError(f"{name}={value} needs known='any'")
             return
         if self.kind != "vssm":
             raise ValueError(f"known='any' is not for kind={self.kind!r}; use kind='vssm'")

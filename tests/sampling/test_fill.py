@@ -48,7 +48,7 @@ def exact(model, x, known):
             return z[level]
 
         p_x, _ = model.descend(part, draw)
-        total.append(log_p_z + float(model.score(p_x, part)[0]))
+        total.append(log_p_z + float(model.score(p_x, part.x, part.made)[0]))
     return torch.tensor(total, dtype=torch.float64).logsumexp(0).item()
 
 
@@ -73,6 +73,45 @@ def test_samples_follow_the_enumerated_law():
         assert abs(share - p) < 4 * math.sqrt(p * (1 - p) / 8000) + 1e-3
 
 
+def test_passes_without_latents_have_a_normalised_law():
+    model = any_part(head="bernoulli", latent_passes=2)
+    values = torch.tensor(list(itertools.product((0.0, 1.0), repeat=4))).view(16, 2, 2)
+    known = torch.zeros_like(values, dtype=torch.bool)
+    rows = torch.full((16,), 7)  # one order of the entries for all
+    nats = vssm.log_likelihood(model, values, num_samples=1, known=known, passes=4, rows=rows)
+    assert math.isclose(float(nats.exp().sum()), 1, rel_tol=1e-5)
+
+
+def test_samples_of_passes_without_latents_follow_their_law():
+    model = any_part(head="bernoulli", latent_passes=1)
+    x, known = random_case(3)
+    known[:] = True
+    known[0, 1] = False
+    made = vssm.fill(model, x, known, num=8000, passes=2, observe="sample")[0]
+    for values in itertools.product((0.0, 1.0), repeat=2):
+        x[0, 1] = torch.tensor(values)
+        copies, masks = (v.expand(2000, -1, -1) for v in (x, known))  # in many orders
+        p = float(vssm.log_likelihood(model, copies, known=masks, passes=2).exp().mean())
+        share = float((made[:, 1] == x[0, 1]).all(-1).float().mean())
+        assert abs(share - p) < 4 * math.sqrt(p * (1 - p) / 8000) + 5e-3
+
+
+@pytest.mark.parametrize("latent_passes", [0, 1, 4])
+def test_the_objective_counts_every_unknown_entry_once_in_expectation(latent_passes):
+    """Each entry costs log 5 in a model that says nothing, so the loss counts entries."""
+    sizes = {"features": 5, "head": "categorical", "window": 8, "latent_passes": latent_passes}
+    model = any_part(**sizes)
+    with torch.no_grad():
+        model.out.weight.zero_()
+        model.out.bias.zero_()
+    torch.manual_seed(0)
+    x = torch.zeros(20_000, 8, dtype=torch.int64)
+    counts = -vssm.objective(model, x).reconstruction.detach() / math.log(5)
+    # Nothing is known with probability 0.35; else half of 8 steps, or a block of 1 to 8 of them.
+    expected = 0.35 * 8 + (0.2 + 0.3) * 4 + 0.15 * 4.5
+    assert abs(float(counts.mean()) - expected) < 4 * float(counts.std()) / math.sqrt(20_000)
+
+
 def test_known_entries_come_back_bit_for_bit_and_nan_is_unknown():
     model = any_part(features=3)
     x, known = random_case(1, rows=4, length=10, features=3)
@@ -93,10 +132,13 @@ def test_a_batch_split_does_not_change_a_sample(passes):
     torch.testing.assert_close(whole[2:4], part)
 
 
-@pytest.mark.parametrize(("passes", "spans"), [(1, ()), (3, ()), (2, (4, 2))])
+@pytest.mark.parametrize(
+    ("passes", "spans", "latent_passes"), [(1, (), 0), (3, (), 0), (2, (4, 2), 0), (3, (), 2)]
+)
 @pytest.mark.parametrize("prompted", [False, True])
-def test_chunks_and_resume_points_do_not_change_a_sample(passes, spans, prompted):
-    model, options = any_part(spans=spans), {"passes": passes, "seed": 5}
+def test_chunks_and_resume_points_do_not_change_a_sample(passes, spans, latent_passes, prompted):
+    model = any_part(spans=spans, latent_passes=latent_passes)
+    options = {"passes": passes, "seed": 5}
     start = {"prompt": random_case(4, rows=2, length=6)[0]} if prompted else {"num": 2}
     whole = vssm.generate(model, length=11, **start, **options)
     chunked = vssm.generate(model, length=11, chunk=4, **start, **options)

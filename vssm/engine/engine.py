@@ -182,7 +182,8 @@ class Engine:
         """Draws the entries that are not known, as `vssm.fill` does."""
         task = check_filling(self._model, x, known, num, passes, temperature, observe, seed, rows)
         model, part, source, options = task.work
-        inputs = State({**part._asdict(), "seed": source.seed, "row": source.row})
+        tensors = {"x": part.x, "known": part.known, "made": part.made}
+        inputs = State({**tensors, "seed": source.seed, "row": source.row})
 
         def function(given: State) -> State:
             now = Part(given["x"], given["known"], given["made"])

@@ -86,7 +86,7 @@ def draw_paths(
         rows = fork(torch.arange(len(own.x)) + first + start, samples).flatten()
         seeds = torch.full_like(rows, seed)
         if isinstance(model, AnyPart):
-            part = Part(*(values.repeat_interleave(samples, 0) for values in _part(own)))
+            part = _part(own).map(lambda values: values.repeat_interleave(samples, 0))
             options = Options(layout.steps, 0, False, 1, 1.0, True)
             made, _, _ = make_part(model, part, Noise(seeds, rows), options, 0, None)
             made = made[..., : layout.patch]

@@ -58,7 +58,10 @@ def log_likelihood_of_part(
     total = torch.zeros(len(x), device=x.device)
     step = max(1, rows // max(1, len(x)))
     for s in range(passes):
-        part = Part(x, known | ((order >= 0) & (order < s)), order == s)
+        part, now = model.part_of_pass(x, known, order, s, passes), order == s
+        if not part.latent:
+            total = total + model.score(model.descend(part, None)[0], x, now)
+            continue
         evidence = model.evidence(part)
         nats = torch.full_like(total, -torch.inf)
         for first in range(0, num_samples, step):
@@ -75,7 +78,7 @@ def _weigh(model: AnyPart, part: Part, evidence: tuple[Tensor, ...], u: Tensor) 
     """Returns log weights (K, B) of draws that uniform numbers (K, B, T, Z) select."""
     copies = part.repeat(len(u))
     p_x, levels = _draw_posterior(model, copies, evidence, u)
-    log_w = model.score(p_x, copies)
+    log_w = model.score(p_x, copies.x, copies.made)
     for q_z, p_z, z, live in levels:
         log_w = log_w + torch.where(live, p_z.log_prob(z) - q_z.log_prob(z), 0).sum(1)
     return log_w.view(u.shape[:2])

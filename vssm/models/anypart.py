@@ -12,6 +12,10 @@
 With `spans`, s_l steps share a latent of level l, z^l_a with a = s_l floor(t / s_l): the first
 levels then settle what a whole window has to agree on. With span 1 every step has its own.
 
+Latents let entries agree that are made at once. In many passes few are, so a model with
+`latent_passes` draws none in more passes than that. Such a pass reads all unknown entries as R, and
+p(x_R | x_K) is a product over entries, of which any part can be made.
+
 An entry in neither K nor R is missing: it is not read and not scored. A prompt is a prefix K; a gap
 in a series, a hole in an image and the middle of a text are other sets K. Columns that are always
 known and never made (`given`: labels, prices, holidays) are in K everywhere.
@@ -59,19 +63,26 @@ class Part(NamedTuple):
     """K, of the shape of x, bool."""
     made: Tensor
     """R, of the shape of x, bool; no entry is in both."""
+    latent: Tensor | bool = True
+    """Whether latents are drawn, for each row (B,) or for all."""
 
     @property
     def live(self) -> Tensor:
-        """Which steps have an entry to be made, (B, T)."""
-        return self.made if self.made.ndim == 2 else self.made.any(-1)
+        """Which steps have an entry to be made with latents, (B, T)."""
+        made = self.made if self.made.ndim == 2 else self.made.any(-1)
+        return made & self.latent[:, None] if isinstance(self.latent, Tensor) else made
 
     def live_latents(self, span: int) -> Tensor:
         """Returns which latents of a level speak for a live step, (B, A)."""
         return self.live if span == 1 else self.live.unflatten(1, (-1, span)).any(-1)
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Part":
+        """Returns what a function makes of each tensor."""
+        return Part(*(function(v) if isinstance(v, Tensor) else v for v in self))
+
     def repeat(self, times: int) -> "Part":
         """Returns the batch `times` times."""
-        return Part(*(values.repeat(times, *[1] * (values.ndim - 1)) for values in self))
+        return self.map(lambda values: values.repeat(times, *[1] * (values.ndim - 1)))
 
 
 def order_of_passes(unknown: Tensor, noise: Tensor, window: int, passes: Tensor | int) -> Tensor:
@@ -150,13 +161,13 @@ class AnyPart(Shown):
         return rung
 
     def descend(
-        self, part: Part, draw: Draw, state: State | None = None, length: int | None = None
+        self, part: Part, draw: Draw | None, state: State | None = None, length: int | None = None
     ) -> tuple[Observation, State]:
         """Goes down all levels; returns p(x_R | z, x_K), and the state after the last window.
 
         Arguments:
             part: The sequences, with what is known and what is to be made.
-            draw: Makes the latents of a level; only live ones are used.
+            draw: Makes the latents of a level; only live ones are used. None if none is live.
             state: The state after the windows before.
             length: The first steps, of which to return the distribution; all by default.
         """
@@ -166,6 +177,8 @@ class AnyPart(Shown):
         for level in range(self.config.levels):
             rung = self.rung(level)
             h = blocks.run([rung.block], h)
+            if draw is None:
+                continue
             told = rung.tell(draw(level, *rung.prior(h[:, :: rung.span])))
             h = h + torch.where(live, told, 0).to(h.dtype)
         h = blocks.run(self.last_blocks, h)
@@ -185,10 +198,24 @@ class AnyPart(Shown):
         rungs = map(self.rung, range(self.config.levels))
         return tuple(next(parts) if rung.span == 1 else rung.gather_spans(h) for rung in rungs)
 
-    def score(self, p_x: Observation, part: Part) -> Tensor:
-        """Returns log p(x_R | z, x_K), (B,) nats."""
-        made, x = self.without_given(part.made), self.without_given(part.x)
+    def score(self, p_x: Observation, x: Tensor, made: Tensor) -> Tensor:
+        """Returns log p(x_R | z, x_K), (B,) nats, with R as `made`."""
+        made, x = self.without_given(made), self.without_given(x)
         return torch.where(made, p_x.entry_log_prob(x), 0).flatten(1).sum(1)
+
+    def part_of_pass(self, x: Tensor, known: Tensor, order: Tensor, s: int, passes: int) -> Part:
+        """Returns what pass s of S reads.
+
+        Arguments:
+            x: The sequences.
+            known: K.
+            order: The pass of each unknown entry, as `order_of_passes` divides them.
+            s: The pass, from 0.
+            passes: S.
+        """
+        latent = passes <= (self.config.latent_passes or passes)
+        made = order == s if latent else order >= s
+        return Part(x, known | ((order >= 0) & (order < s)), made, latent)
 
     def without_given(self, values: Tensor) -> Tensor:
         """Returns the features of values (B, T, D) that are not given; tokens as they are."""

@@ -7,6 +7,8 @@
     entries    one block of entries, some columns at some steps, is unknown
     columns    each column is known, as a whole, with a probability of one half
 
+Tokens have no columns: their masks are the first four.
+
 Legend: a mask is True where an entry is known, (B, T, D), or (B, T) for tokens, one entry a step.
 """
 
@@ -26,6 +28,7 @@ _SHARES = {
     "entries": 0.1,
     "columns": 0.1,
 }
+_SHARES_OF_TOKENS = {"nothing": 0.35, "prefix": 0.2, "random": 0.3, "steps": 0.15}
 
 
 def random_masks(batch: int, length: int, columns: int, uniform: Callable[..., Tensor]) -> Tensor:
@@ -56,10 +59,10 @@ def random_masks(batch: int, length: int, columns: int, uniform: Callable[..., T
     }
     known = torch.zeros(batch, length, columns, dtype=torch.bool, device=which.device)
     start = 0.0
-    for name, mask in kinds.items():
-        chosen = (which >= start) & (which < start + _SHARES[name])
-        known = torch.where(chosen, mask, known)
-        start += _SHARES[name]
+    for name, share_of_rows in (_SHARES_OF_TOKENS if columns == 1 else _SHARES).items():
+        chosen = (which >= start) & (which < start + share_of_rows)
+        known = torch.where(chosen, kinds[name], known)
+        start += share_of_rows
     return known
 
 

@@ -6,6 +6,10 @@ The unknown entries are divided at random into S parts, of which one is R and th
 K. So in expectation this bounds log p of all unknown entries, made in S passes. S is one of 1, 2,
 4, ..., small ones more often: the fewer the passes, the more there is to learn.
 
+Without latents (S > `latent_passes`) a pass s can be scored on all entries U that are unknown then,
+each of which is in R with probability 1 / (S - s), s = 0, 1, ...: the same expectation from many
+more entries.
+
 Legend: x (B, T, D) or tokens (B, T); `there`, the entries that are in the data, of the shape of x.
 """
 
@@ -51,9 +55,9 @@ def part_terms(
         draws: The random numbers of the batch.
         estimator: How gradients pass through a draw of latents.
     """
-    part, passes = _random_part(model, model.pad(x), model.pad(there), draws)
+    part, weight = _random_part(model, model.pad(x), model.pad(there), draws)
     reconstruction, kl = bound_of_part(model, part, draws.gumbel, estimator)
-    return passes * reconstruction, passes * kl
+    return weight * reconstruction, weight * kl
 
 
 def bound_of_part(
@@ -80,11 +84,11 @@ def bound_of_part(
         return z
 
     p_x, _ = model.descend(part, draw)
-    return model.score(p_x, part), kl
+    return model.score(p_x, part.x, part.made), kl
 
 
 def _random_part(model: AnyPart, x: Tensor, there: Tensor, draws: Draws) -> tuple[Part, Tensor]:
-    """Draws what is known of x and what is to be made; also returns the passes S of each row."""
+    """Draws what is known of x and what is to be made; also returns the weight of each row."""
     columns = 1 if x.ndim == 2 else x.shape[2]
     most = min(_MOST_PASSES, model.config.window * columns)
     doublings = most.bit_length()  # 1, 2, 4, ... up to `most`
@@ -94,8 +98,17 @@ def _random_part(model: AnyPart, x: Tensor, there: Tensor, draws: Draws) -> tupl
     known = model.always_known(known) & there
     noise = draws.share(x.shape[1], columns).view(x.shape)
     order = order_of_passes(there & ~known, noise, model.config.window, passes)
-    now = which.view(-1, *[1] * (x.ndim - 1))
-    return Part(x, known | ((order >= 0) & (order < now)), order == now), passes
+    row = -1, *[1] * (x.ndim - 1)
+    now = which.view(row)
+    if not model.config.latent_passes:
+        return Part(x, known | ((order >= 0) & (order < now)), order == now), passes
+    latent = passes <= model.config.latent_passes
+    # Without latents, entries are divided one by one.
+    alone = torch.where(there & ~known, (noise * passes.view(row)).long(), -1)
+    order = torch.where(latent.view(row), order, alone)
+    made = torch.where(latent.view(row), order == now, order >= now)
+    weight = torch.where(latent, passes, passes / (passes - which))
+    return Part(x, known | ((order >= 0) & (order < now)), made, latent), weight
 
 
 def there_and_finite(

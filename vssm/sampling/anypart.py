@@ -52,14 +52,14 @@ def make_part(
         x, the latents (B, T, Z) of the last pass that drew at each step, and the state of each
         pass.
     """
-    x, known, unknown = part
+    x, known, unknown, _ = part
     length, columns = x.shape[1], 1 if x.ndim == 2 else x.shape[2]
     u = source.uniform(position, length, columns, noise.ORDER).view(x.shape)
     order = order_of_passes(unknown, u, model.config.window, options.passes)
     z = torch.zeros(*x.shape[:2], model.config.latents, dtype=torch.int64, device=x.device)
     after: list[State | None] = []
     for s in range(options.passes):
-        now = Part(x, known | ((order >= 0) & (order < s)), order == s)
+        now = model.part_of_pass(x, known, order, s, options.passes)
         levels = source.uniform(position, length, model.config.latents, noise.LATENT, s)
         draws, zs = levels.chunk(model.config.levels, -1), []
 
@@ -71,7 +71,8 @@ def make_part(
             zs.append(own if span == 1 else own.repeat_interleave(span, 1))
             return own
 
-        p_x, state = model.descend(now, draw, None if states is None else states[s])
+        before = None if states is None else states[s]
+        p_x, state = model.descend(now, draw if now.latent else None, before)
         after.append(state)
         values = p_x.mean
         if options.sample:
@@ -81,8 +82,9 @@ def make_part(
             )
         if model.config.given:
             values = torch.cat([values, x[..., model.head.features :].to(values)], -1)
-        x = torch.where(now.made, values.to(x.dtype), x)
-        z = torch.where(now.live[..., None], torch.cat(zs, -1), z)
+        x = torch.where(order == s, values.to(x.dtype), x)
+        if now.latent:
+            z = torch.where(now.live[..., None], torch.cat(zs, -1), z)
     return x, z, after
 
 
@@ -141,7 +143,7 @@ def read_any_part(model: AnyPart, x: Tensor, state: State | None, num: int | Non
 def _read_windows(model: AnyPart, x: Tensor, states: list[State | None]) -> list[State | None]:
     """Reads whole windows of which everything is known, after each state."""
     part = Part(x, torch.ones_like(x, dtype=torch.bool), torch.zeros_like(x, dtype=torch.bool))
-    return [model.descend(part, lambda level, p_z, query: p_z.mode, s)[1] for s in states]
+    return [model.descend(part, None, state)[1] for state in states]
 
 
 def sample_any_part(

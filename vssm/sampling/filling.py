@@ -129,7 +129,7 @@ def check_filling(
     part = Part(model.pad(x), model.pad(known), model.pad(~known))
     if num is not None and num > 1:
         source = Noise(source.seed.repeat_interleave(num), noise.fork(source.row, num).flatten())
-        part = Part(*(values.repeat_interleave(num, 0) for values in part))
+        part = part.map(lambda values: values.repeat_interleave(num, 0))
     return Filling((model, part, source, options), given, known, num)
 
 
