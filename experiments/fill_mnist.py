@@ -26,6 +26,7 @@ from vssm.evaluation.frechet import cached_classifier, features, frechet_distanc
 from vssm.objectives.masks import named_mask
 from vssm.runs.results import result, write_result
 
+BATCH = 500
 PASSES = (1, 2, 4, 8, 16, 32, 64)
 MASKS = {"hole14": "hole:14", "random75": "random:0.75", "prefix": "prefix"}
 
@@ -47,7 +48,8 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=1000, help="test images")
     parser.add_argument("--out", default="results/fill/mnist.json")
     options = parser.parse_args()
-    engine = vssm.Engine(vssm.load(options.model))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    engine = vssm.Engine(vssm.load(options.model).to(device))
     data = open_data(DataConfig(name="mnist", labels=True))
     pixels = engine.config.features - engine.config.given
     test, train = data.test().batch(slice(0, options.num)), data.train
@@ -58,11 +60,28 @@ def main() -> None:
             print(f"classifier: step {step} of {total}", file=sys.stderr)
 
     x = train.batch(slice(None))[..., :pixels]
-    device = torch.device("cpu")
     classifier = cached_classifier(x[..., None], train.labels, 10, device, show)
 
     def seen(images: torch.Tensor) -> torch.Tensor:
         return features(classifier, images[..., None])
+
+    def fill(x: torch.Tensor, **how: int) -> torch.Tensor:
+        parts = x.to(device).split(BATCH)
+        rows = torch.arange(len(x)).split(BATCH)
+        made = [engine.fill(x, rows=r.tolist(), **how) for x, r in zip(parts, rows, strict=True)]
+        return torch.cat(made)[..., :pixels].cpu()
+
+    def nats(known: torch.Tensor, passes: int) -> float:
+        total = 0.0
+        for first in range(0, options.num, BATCH):
+            now = slice(first, first + BATCH)
+            own = test[now].to(device), known[now].to(device)
+            total += float(
+                vssm.log_likelihood(
+                    engine.model, own[0], num_samples=1, known=own[1], passes=passes, rows=first
+                ).sum()
+            )
+        return total / options.num
 
     reference = seen(images)
     metrics = {
@@ -73,10 +92,10 @@ def main() -> None:
     nothing = test.clone()
     nothing[..., :pixels] = torch.nan
     for passes in PASSES:
-        made = seen(engine.fill(nothing, passes=passes)[..., :pixels])
+        made = seen(fill(nothing, passes=passes))
         metrics[f"fd_label_s{passes}"] = frechet_distance(made, reference)
         metrics[f"label_accuracy_s{passes}"] = accuracy(classifier, made, labels)
-        metrics[f"vssm_ms_100_s{passes}"] = milliseconds(engine, nothing[:100], passes)
+        metrics[f"vssm_ms_100_s{passes}"] = milliseconds(engine, nothing[:100].to(device), passes)
         print({name: round(value, 3) for name, value in metrics.items()}, flush=True)
     noise = torch.rand(images.shape, generator=torch.Generator().manual_seed(0))
     median = x[::10].median(0).values.expand_as(images)
@@ -89,13 +108,10 @@ def main() -> None:
             "linear": interpolated(images, known),
         }
         for passes in (1, 4, 16):
-            many = engine.fill(given, num=8, passes=passes)[..., :pixels]
+            many = fill(given, num=8, passes=passes)
             guesses[f"vssm_s{passes}"] = many[:, 0]
             guesses[f"vssm_mean8_s{passes}"] = many.mean(1)
-            nats = vssm.log_likelihood(
-                engine.model, test, num_samples=1, known=everything, passes=passes
-            )
-            metrics[f"vssm_nats_{name}_s{passes}"] = float(nats.mean())
+            metrics[f"vssm_nats_{name}_s{passes}"] = nats(everything, passes)
         for guess, filled in guesses.items():
             metrics[f"{guess}_fd_{name}"] = frechet_distance(seen(filled), reference)
             error = (filled.clamp(0, 1) - images)[~known].square().mean()
@@ -109,7 +125,8 @@ def main() -> None:
 
 def accuracy(classifier: torch.nn.Module, seen: torch.Tensor, labels: torch.Tensor) -> float:
     """Returns the share of images that the classifier gives their label."""
-    return float((classifier.out(seen.float()).argmax(-1) == labels).double().mean())
+    guesses = classifier.out(seen.to(classifier.out.weight)).argmax(-1).cpu()
+    return float((guesses == labels).double().mean())
 
 
 def milliseconds(engine: vssm.Engine, x: torch.Tensor, passes: int, repeats: int = 5) -> float:
@@ -118,6 +135,8 @@ def milliseconds(engine: vssm.Engine, x: torch.Tensor, passes: int, repeats: int
     for seed in range(repeats + 1):
         start = time.perf_counter()
         engine.fill(x, passes=passes, seed=seed)
+        if x.is_cuda:
+            torch.cuda.synchronize()
         times.append(1000 * (time.perf_counter() - start))
     return statistics.median(times[1:])
 
