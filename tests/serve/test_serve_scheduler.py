@@ -17,13 +17,13 @@ numbers = itertools.count()
 class Request:
     """What the scheduler sees of a job: one that takes so many seconds, in pieces."""
 
-    def __init__(self, seconds, client="a", now=0.0, timeout=60.0, key=None, bytes=1):
-        self.seconds_left, self.client, self.bytes = seconds, client, bytes
+    def __init__(self, seconds, client="a", now=0.0, timeout=60.0, key=None):
+        self.seconds_left, self.client = seconds, client
         self.began, self.deadline = now, now + timeout
         self.short = seconds <= PIECE
         self.key = next(numbers) if key is None else key
-        self.rows = 1
-        self.piece, self.served = SimpleNamespace(steps=1), SimpleNamespace(cells=100)
+        self.rows, self.cells = 1, 100
+        self.piece = SimpleNamespace(steps=1)
         self.future = Future()
 
 
@@ -52,8 +52,7 @@ def simulate(arrivals, until, settings=None):
         while coming and coming[0][0] <= now:
             when, seconds, client = coming.pop(0)
             try:
-                displaced = scheduler.admit(Request(seconds, client, when, settings.timeout))
-                refused += [] if displaced is None else [displaced]
+                scheduler.admit(Request(seconds, client, when, settings.timeout))
             except Refused as error:
                 assert error.status_code == 429 and int(error.headers["retry-after"]) >= 1
                 refused.append(error)
@@ -123,24 +122,15 @@ def test_clients_take_turns_by_the_time_that_they_use():
     assert len(order) - order[::-1].index("modest") <= 8
 
 
-def test_a_full_queue_gives_way_to_a_client_that_has_less_of_it():
+def test_a_client_has_at_most_half_of_the_queue():
     scheduler = Scheduler(Settings(max_queue=4))
-    first, *_, last = (Request(0.1, "greedy") for _ in range(4))
-    for job in (first, Request(0.1, "greedy"), Request(0.1, "greedy"), last):
-        assert scheduler.admit(job) is None
-    with pytest.raises(Refused, match="4 requests are in progress"):
+    for client in ("greedy", "greedy", "modest"):
+        scheduler.admit(Request(0.1, client))
+    with pytest.raises(Refused, match="3 requests are in progress, 2 of them yours"):
         scheduler.admit(Request(0.1, "greedy"))
-    assert scheduler.admit(Request(0.1, "modest")) is last
-    assert len(scheduler.jobs) == 4
-
-
-def test_states_of_long_requests_under_way_are_bounded():
-    scheduler = Scheduler(Settings(work_mib=10))
-    jobs = [Request(1, key="same", bytes=4 * 2**20) for _ in range(4)]
-    for job in jobs:
-        scheduler.admit(job)
-    assert scheduler.take() == jobs[:2]
-    assert scheduler.waiting == 2
+    scheduler.admit(Request(0.1, "modest"))
+    with pytest.raises(Refused, match="4 requests are in progress, 0 of them yours"):
+        scheduler.admit(Request(0.1, "third"))
 
 
 def test_a_request_that_does_not_begin_in_half_of_its_time_is_refused():

@@ -18,8 +18,8 @@ class Serve:
     models: tyro.conf.Positional[
         Annotated[tuple[str, ...], tyro.conf.arg(metavar="[RUN ...]")]
     ] = ()
-    """Run folders, names of shipped models or hf://OWNER/NAME, each optionally after NAME=. By
-    default the shipped models."""
+    """Run folders, folders of forecast --save, names of shipped models or hf://OWNER/NAME, each
+    optionally after NAME=. By default the shipped models."""
     host: str = "127.0.0.1"
     """The address to listen on; one that others can reach needs --token-file or --insecure."""
     port: int = 8000
@@ -36,6 +36,10 @@ class Serve:
     limits: Settings = field(default_factory=Settings)
 
     def run(self) -> None:
-        from vssm.serve.run import serve
-
+        try:
+            from vssm.serve.run import serve
+        except ImportError as error:
+            raise ValueError(
+                f"serving needs {error.name}; install it with: pip install 'vssm[serve]'"
+            ) from None
         serve(**vars(self))

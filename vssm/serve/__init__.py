@@ -4,16 +4,16 @@
 | --- | --- |
 | `settings` | every limit |
 | `errors` | the one form of every refusal |
-| `models` | a served model; the one place that calls `generate`, `observe` and `fill` |
+| `models` | what is served under a name: a model with its data, or a forecaster |
 | `jobs` | a request as a series of pieces of bounded size |
 | `scheduler` | which requests are admitted, and whose piece is next |
 | `worker` | the thread that computes batches of pieces |
 | `resume` | states that wait in the server under handles, or sealed at the client |
 | `schema` | the fields of requests and answers; sequences to tensors |
+| `forecast` | the same for forecasts |
 | `guard` | what every request passes first: token, size, time, log and metrics |
 | `service` | requests to jobs, results to answers |
 | `app` | the routes; `page.html` and `docs.html` are the pages at / and /docs |
-| `connections` | limits on idle, slow and half-open connections |
 | `run` | `vssm serve`, on uvicorn |
 | `client` | `Client("http://...")` |
 

@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from importlib.resources import files
 from typing import Any
 
+import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
@@ -16,8 +17,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from vssm.serve.errors import Refused, json_response
-from vssm.serve.guard import LARGE, SLOW_SECONDS, Guard, Metrics
-from vssm.serve.models import Served
+from vssm.serve.forecast import ForecastReply, ForecastRequest
+from vssm.serve.guard import Guard, Metrics
+from vssm.serve.models import Served, ServedForecaster
 from vssm.serve.schema import (
     ErrorReply,
     FillReply,
@@ -29,7 +31,6 @@ from vssm.serve.schema import (
     Reply,
     ResumeRequest,
     explain,
-    read_json,
 )
 from vssm.serve.service import Service
 from vssm.serve.settings import Settings
@@ -43,10 +44,29 @@ _HEADERS = {
     "style-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
 }
-_OTHER_LISTS = 64  # lists and numbers in a body besides those of sequences
-_CODES = (400, 401, 403, 404, 408, 410, 413, 415, 422, 429, 503, 504)
-_ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": ErrorReply} for code in _CODES}
-_STREAM = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_NAMES = {400: "not_json", 404: "not_found", 405: "method"}  # of errors of the router
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorReply},
+    "5XX": {"model": ErrorReply},
+}
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+}
+
+
+class _StrictRequest(Request):
+    async def json(self) -> Any:  # noqa: ANN401
+        return orjson.loads(await self.body())  # refuses NaN, half characters and deep nesting
+
+
+class _StrictRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def read(request: Request) -> Response:
+            return await handle(_StrictRequest(request.scope, request.receive))
+
+        return read
 
 
 def create_app(
@@ -54,6 +74,7 @@ def create_app(
     settings: Settings | None = None,
     token: str | None = None,
     key: bytes | None = None,
+    forecasters: Sequence[ServedForecaster] = (),
 ) -> FastAPI:
     """Returns the app; its worker runs from start-up to shutdown.
 
@@ -62,11 +83,13 @@ def create_app(
         settings: The limits.
         token: What clients must send as bearer; None for no token.
         key: Seals states that clients keep; by default random, so that they end with the process.
+        forecasters: The forecasters to serve, the default first.
     """
     settings = settings or Settings()
     metrics = Metrics()
     worker = Worker(models, settings, metrics.watch)
-    service = Service(worker, settings, metrics, key or secrets.token_bytes(32))
+    key = key or secrets.token_bytes(32)
+    service = Service(worker, list(forecasters), settings, metrics, key)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -82,75 +105,54 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         lifespan=lifespan,
+        responses=_ERRORS,
     )
     app.add_middleware(Guard, settings=settings, metrics=metrics, token=token)
-    app.router.route_class = _json_route(settings, max(one.model.config.features for one in models))
+    app.router.route_class = _StrictRoute
     app.state.worker = worker
     _add_errors(app)
-    _add_pages(app)
-    _add_probes(app, service)
     _add_calls(app, service)
+    _add_probes(app, service)
+    for path, name in (("/", "page.html"), ("/docs", "docs.html")):
+        response = HTMLResponse(files("vssm.serve").joinpath(name).read_bytes(), headers=_HEADERS)
+        app.add_route(path, lambda _, response=response: response, include_in_schema=False)
     return app
 
 
-def _json_route(settings: Settings, features: int) -> type[APIRoute]:
-    """Returns a route that refuses JSON with NaN, and JSON that no model could read."""
-    lists = settings.max_cells + settings.max_num + _OTHER_LISTS
-    numbers = settings.max_cells * features + _OTHER_LISTS
-
-    class JsonRequest(Request):
-        async def json(self) -> Any:  # noqa: ANN401
-            body = await self.body()
-            try:
-                return read_json(body, lists, numbers)
-            except Refused:
-                if len(body) > LARGE:
-                    await asyncio.sleep(SLOW_SECONDS)
-                raise
-
-    class JsonRoute(APIRoute):
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            handle = super().get_route_handler()
-
-            async def read(request: Request) -> Response:
-                request = JsonRequest(request.scope, request.receive)
-                if self.body_field is not None and not await request.body():
-                    raise Refused(400, "not_json", "the body is empty; allowed: a JSON object")
-                return await handle(request)
-
-            return read
-
-    return JsonRoute
-
-
 def _add_calls(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/generate", response_model=Reply, responses=_STREAM | _ERRORS)
+    @app.post("/v1/generate", response_model=Reply, responses=_STREAM)
     async def generate(request: Request, ask: GenerateRequest) -> Response:
         """Generates sequences, from nothing or after a prompt."""
         return await service.answer(request, service.plan_generate(ask))
 
-    @app.post("/v1/resume", response_model=Reply, responses=_STREAM | _ERRORS)
+    @app.post("/v1/resume", response_model=Reply, responses=_STREAM)
     async def resume(request: Request, ask: ResumeRequest) -> Response:
         """Continues where an answer stopped; the same place can be resumed many times."""
         return await service.answer(request, service.plan_resume(ask))
 
-    @app.post("/v1/observe", response_model=ObserveReply, responses=_ERRORS)
+    @app.post("/v1/observe", response_model=ObserveReply)
     async def observe(request: Request, ask: ObserveRequest) -> Response:
         """Reads data and returns where to resume; `resume` adds more data to earlier data."""
         return await service.answer(request, service.plan_observe(ask))
 
-    @app.post("/v1/fill", response_model=FillReply, responses=_ERRORS)
+    @app.post("/v1/fill", response_model=FillReply)
     async def fill(request: Request, ask: FillRequest) -> Response:
         """Fills the gaps of sequences, for a model with `known` "any"."""
         return await service.answer(request, service.plan_fill(ask))
 
-    @app.get("/v1/models", response_model=ModelsReply, responses={401: {"model": ErrorReply}})
+    @app.post("/v1/forecast", response_model=ForecastReply)
+    async def forecast(request: Request, ask: ForecastRequest) -> Response:
+        """Forecasts what follows raw histories, by a forecaster of vssm.forecasting."""
+        return await service.answer(request, service.plan_forecast(ask))
+
+    @app.get("/v1/models", response_model=ModelsReply)
     async def list_models() -> Response:
-        """Lists the models, and the limits of one request."""
+        """Lists the models and forecasters, and the limits of one request."""
         names = ("max_num", "max_length", "max_cells", "max_body")
         limits = {name: getattr(service.settings, name) for name in names}
         models = [served.describe() for served in service.worker.models]
-        return json_response({"models": models, "limits": limits})
+        forecasters = [served.describe() for served in service.forecasters]
+        return json_response({"models": models, "forecasters": forecasters, "limits": limits})
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -160,11 +162,11 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
-        if not isinstance(error, Refused):  # from the router
-            name = {404: "not_found", 405: "method"}.get(error.status_code, "invalid")
-            refused = Refused(error.status_code, name, f"{error.detail}; see /docs".lower())
-            return refused.response(**(error.headers or {}))
-        return error.response()
+        if isinstance(error, Refused):
+            return error.response()
+        name = _NAMES.get(error.status_code, "invalid")
+        refused = Refused(error.status_code, name, f"{error.detail}; see /docs".lower())
+        return refused.response(**(error.headers or {}))
 
     @app.exception_handler(Exception)
     async def bug(_: Request, error: Exception) -> Response:
@@ -173,21 +175,11 @@ def _add_errors(app: FastAPI) -> None:
         return refused.response(**{"x-content-type-options": "nosniff"})  # outside of the guard
 
 
-def _add_pages(app: FastAPI) -> None:
-    for path, name in (("/", "page.html"), ("/docs", "docs.html")):
-        response = HTMLResponse(files("vssm.serve").joinpath(name).read_bytes(), headers=_HEADERS)
-        app.add_route(path, lambda _, response=response: response, include_in_schema=False)
-
-
 def _add_probes(app: FastAPI, service: Service) -> None:
     worker = service.worker
-    options: dict[str, Any] = {
-        "response_model": dict[str, str],
-        "responses": {503: {"model": ErrorReply}},
-    }
 
     @app.head("/healthz", include_in_schema=False)
-    @app.get("/healthz", **options)
+    @app.get("/healthz", response_model=dict[str, str])
     async def healthz() -> Response:
         """Says that the process answers and can compute."""
         if worker.failure is not None:
@@ -195,7 +187,7 @@ def _add_probes(app: FastAPI, service: Service) -> None:
         return json_response({"status": "ok"})
 
     @app.head("/readyz", include_in_schema=False)
-    @app.get("/readyz", **options)
+    @app.get("/readyz", response_model=dict[str, str])
     async def readyz() -> Response:
         """Says whether requests are being computed."""
         await healthz()

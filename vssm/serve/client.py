@@ -64,9 +64,7 @@ class Client:
         self._url, self._retries, self._httpx = url.rstrip("/"), retries, httpx
         token = None if token is None else token.strip()  # a token file ends in a line break
         if token is not None and not (token.isascii() and token.isprintable()):
-            raise ValueError(
-                "token has characters that no header can have; allowed: printable ASCII"
-            )
+            raise ValueError("token has characters that no header can have; use printable ASCII")
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         # The address is complete and often local, so proxies of the environment are ignored.
         self._http = httpx.Client(
@@ -103,6 +101,13 @@ class Client:
     def fill(self, x: np.ndarray | str, **options: Any) -> np.ndarray:  # noqa: ANN401
         """Fills gaps, NaN or in text "_"; options are the fields of POST /v1/fill."""
         return np.array(self._call("POST", "/v1/fill", _with_array(options, "x", x), "x")["x"])
+
+    def forecast(self, history: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+        """Forecasts what follows rows of unique_id, ds and y; options are the fields of POST
+        /v1/forecast. Returns rows of unique_id, ds, mean and quantiles, or paths."""
+        return self._call("POST", "/v1/forecast", {**options, "history": history}, "forecast")[
+            "forecast"
+        ]
 
     def stream(
         self,

@@ -1,6 +1,6 @@
 """One form for every refused request:
 
-{"error": {"type": "too_many", "message": "num=999 is not allowed; ...", "param": "num"}}
+{"error": {"type": "too_many", "message": "num=999 is too many; ...", "param": "num"}}
 """
 
 from typing import Any

@@ -17,14 +17,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vssm.serve.errors import Refused
 from vssm.serve.settings import Settings
 
-__all__ = ["LARGE", "SLOW_SECONDS", "Guard", "Metrics"]
+__all__ = ["Guard", "Metrics"]
 
 _log = logging.getLogger("vssm.serve")
 _OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz")  # need no token
 _DRAIN = 64 * 2**20  # bytes of a refused body that are still received
 _NOSNIFF = (b"x-content-type-options", b"nosniff")  # browsers must not guess another type
-SLOW_SECONDS = 1.0  # until a wrong token or a large body is refused, so that floods are slow
-LARGE = 2**20  # bytes of a large body
 _ONCE = (b"host", b"authorization", b"content-type")  # headers that must not be ambiguous
 
 
@@ -58,14 +56,7 @@ class Metrics:
 
 
 class Guard:
-    """Wraps an ASGI app.
-
-    Arguments:
-        app: The app.
-        settings: The limits.
-        metrics: Where requests are counted.
-        token: What clients must send as bearer; None for no token.
-    """
+    """Wraps an ASGI app. `token` is what clients must send as bearer, None for no token."""
 
     def __init__(
         self, app: ASGIApp, settings: Settings, metrics: Metrics, token: str | None = None
@@ -88,8 +79,6 @@ class Guard:
             await send(message)
 
         parts: list[bytes] = []
-        inner = dict(scope)  # a copy: the connection may keep the scope itself
-
         replayed = False
 
         async def replay() -> Message:
@@ -101,8 +90,7 @@ class Guard:
 
         try:
             await self._receive(scope, receive, parts)
-            scope.get("vssm.accept", lambda: None)()
-            await self._app(inner, replay, sending)
+            await self._app(scope, replay, sending)
         except Refused as refused:
             headers = {"www-authenticate": "Bearer"} if refused.status_code == 401 else {}
             await refused.response(connection="close", **headers)(scope, receive, sending)
@@ -111,7 +99,7 @@ class Guard:
             raise
         finally:
             self._held -= sum(map(len, parts))
-            route = getattr(inner.get("route"), "path", "-")
+            route = getattr(scope.get("route"), "path", "-")
             seconds = time.perf_counter() - began
             self._metrics.requests.labels(route, status).inc()
             self._metrics.latency.labels(route).observe(seconds)
@@ -143,19 +131,15 @@ class Guard:
                         self._held -= sum(map(len, parts))
                         parts.clear()
         except TimeoutError:
-            seconds = f"{self._settings.body_timeout:g} s"
-            message = f"the body did not arrive in time; allowed: {seconds}"
+            message = f"the body did not arrive within {self._settings.body_timeout:g} s"
             refused = refused or Refused(408, "too_slow", message)
         if refused is not None:
-            guessed = refused.status_code == 401 and b"authorization" in headers
-            if guessed or size > LARGE:
-                await asyncio.sleep(SLOW_SECONDS)
             raise refused
 
     def _check_size(self, size: int) -> Refused | None:
         limits = self._settings
         if size > limits.max_body:
-            message = f"the body is too large; allowed: {limits.max_body} bytes"
+            message = f"the body is too large; send at most {limits.max_body} bytes"
             return Refused(413, "too_large", message)
         if self._held > max(limits.max_body, limits.max_bodies):
             message = "the bodies of all requests are too large together; try again soon"
@@ -172,7 +156,7 @@ class Guard:
         if hosts:  # protects from pages of other sites whose names lead here
             host = re.sub(r":\d*$", "", headers.get(b"host", b"").decode("latin1").lower())
             if host not in hosts and host[1:-1] not in hosts:  # [::1]
-                message = f"this server has another name; allowed: {', '.join(hosts)}"
+                message = f"this server has another name; use {', '.join(hosts)}"
                 return Refused(421, "host", message)
         if self._token is not None and scope["path"] not in _OPEN:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
@@ -182,7 +166,7 @@ class Guard:
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         # A browser asks for permission before it sends JSON to another site.
         if scope["method"] == "POST" and kind != b"application/json":
-            message = "the body has another content type; allowed: application/json"
+            message = "the body has another content type; use application/json"
             return Refused(415, "content_type", message)
         declared = headers.get(b"content-length", b"")
         return self._check_size(int(declared[:20])) if declared.isdigit() else None

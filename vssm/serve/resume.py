@@ -22,7 +22,7 @@ from typing import NamedTuple
 from vssm.nn import State
 from vssm.serve.errors import Refused
 
-__all__ = ["Seal", "Store"]
+__all__ = ["Seal", "Store", "check_size"]
 
 _MAC = 32
 
@@ -53,10 +53,7 @@ class Store:
 
     def put(self, model: str, state: State) -> str:
         """Keeps a state and returns its handle."""
-        size = sum(leaf.untyped_storage().nbytes() for leaf in state.leaves())
-        if size > self._bytes:
-            message = f"the state has {size} bytes; allowed: {self._bytes}, or keep='none'"
-            raise Refused(413, "state_too_large", message)
+        size = check_size(state, self._bytes)
         handle = f"h.{secrets.token_urlsafe(24)}"
         self._entries[handle] = _Entry(model, state, self._clock() + self._seconds, size)
         self.held += size
@@ -68,7 +65,7 @@ class Store:
         self._evict()
         entry = self._entries.pop(handle, None)
         if entry is None:
-            message = "resume is unknown, has expired or was evicted; allowed: a recent one"
+            message = "resume is unknown, has expired or was evicted; use a recent one"
             raise Refused(404, "resume_unknown", message, "resume")
         self._entries[handle] = entry._replace(expires=self._clock() + self._seconds)
         return entry.model, entry.state
@@ -84,13 +81,23 @@ class Store:
 
 
 class Seal:
-    """Seals states for clients to keep; processes that share the key can open each other's."""
+    """Seals states for clients to keep; processes that share the key can open each other's.
 
-    def __init__(self, key: bytes, seconds: float, clock: Callable[[], float] = time.time) -> None:
-        self._key, self._seconds, self._clock = key, seconds, clock
+    Arguments:
+        key: The secret.
+        seconds: How long a sealed state can be opened.
+        bytes: The largest state that is sealed.
+        clock: The time.
+    """
+
+    def __init__(
+        self, key: bytes, seconds: float, bytes: int, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._key, self._seconds, self._bytes, self._clock = key, seconds, bytes, clock
 
     def seal(self, model: str, weights: str, state: State) -> str:
         """Returns a sealed state of a model, with the checksum of the weights that made it."""
+        check_size(state, self._bytes)
         facts = {"model": model, "weights": weights, "expires": self._clock() + self._seconds}
         head = json.dumps(facts).encode()
         rest = len(head).to_bytes(4, "little") + head + state.to_bytes()
@@ -104,14 +111,23 @@ class Seal:
             content = b""
         mac, rest = content[:_MAC], content[_MAC:]
         if not hmac.compare_digest(mac, self._mac(rest)):
-            message = "resume was not sealed by this server; allowed: one that it gave, unchanged"
+            message = "resume was not sealed by this server; send one that it gave, unchanged"
             raise Refused(403, "resume_forged", message, "resume")
         cut = 4 + int.from_bytes(rest[:4], "little")
         head = json.loads(rest[4:cut])
         if head["expires"] <= self._clock():
-            message = "resume has expired; allowed: a recent one"
+            message = "resume has expired; use a recent one"
             raise Refused(410, "resume_expired", message, "resume")
         return head["model"], head["weights"], State.from_bytes(rest[cut:])
 
     def _mac(self, content: bytes) -> bytes:
         return hmac.new(self._key, content, hashlib.sha256).digest()
+
+
+def check_size(state: State, most: int) -> int:
+    """Returns the bytes of a state; refuses a state with more than `most`."""
+    size = sum(leaf.untyped_storage().nbytes() for leaf in state.leaves())
+    if size > most:
+        message = f"the state has {size} bytes, more than {most}; ask for fewer sequences or steps"
+        raise Refused(413, "state_too_large", f"{message}, or keep='none'", "keep")
+    return size

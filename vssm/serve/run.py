@@ -17,6 +17,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import uvicorn
+
+from vssm.checks import choose_device
+from vssm.serve.app import create_app
+from vssm.serve.models import open_models
 from vssm.serve.settings import Settings
 
 __all__ = ["exposed_settings", "read_secret", "serve"]
@@ -40,43 +45,32 @@ def serve(
     key = None if key_file is None else read_secret(key_file, "key_file").encode()
     settings = exposed_settings(limits, host, token is not None or insecure)
     if not 0 <= port < 2**16:
-        raise ValueError(f"port={port} is not allowed; allowed: 0 to 65535")
-    try:
-        import uvicorn
-
-        from vssm.serve.app import create_app
-        from vssm.serve.connections import limited_protocol
-    except ImportError as error:
-        raise ValueError(
-            f"serving needs {error.name}; install it with: pip install 'vssm[serve]'"
-        ) from None
-    from vssm.checks import choose_device
-    from vssm.serve.models import open_models
-
+        raise ValueError(f"port={port} is not allowed; use 0 to 65535")
     if settings.threads is None:
         # Threads wait for each other: one that shares its core with the connections delays all.
         settings = replace(settings, threads=max(1, (os.cpu_count() or 2) - 1))
-    served = open_models(models, str(choose_device(device)))
+    served, forecasters = open_models(models, str(choose_device(device)))
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise ValueError(f"can not listen on host={host!r}, port={port}: {error}") from None
-    app = create_app(served, settings, token, key)
+    app = create_app(served, settings, token, key, forecasters)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     config = uvicorn.Config(
         app,
-        http=limited_protocol(settings),
+        http="h11",
         h11_max_incomplete_event_size=_MAX_HEAD,
         ws="none",
         access_log=False,  # ours leaves out the content
         log_level="warning",
+        timeout_keep_alive=math.ceil(settings.body_timeout),
         # As long as a request may take.
         timeout_graceful_shutdown=math.ceil(settings.body_timeout + settings.timeout),
         server_header=False,
     )
     shown = f"[{host}]" if ":" in host else host
-    names, port = ", ".join(one.name for one in served), listener.getsockname()[1]
+    names, port = ", ".join(one.name for one in (*served, *forecasters)), listener.getsockname()[1]
     print(f"serving {names} at http://{shown}:{port}  (Ctrl-C ends)", flush=True)
     # Once it has drained, uvicorn sends itself the signal again; by then all is well.
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -103,7 +97,7 @@ def exposed_settings(limits: Settings, host: str, guarded: bool) -> Settings:
         ('127.0.0.1', 'localhost', '::1', '127.0.0.2')
         >>> exposed_settings(Settings(), "0.0.0.0", guarded=False)
         Traceback (most recent call last):
-        ValueError: host='0.0.0.0' can be reached by others; allowed: --token-file FILE...
+        ValueError: host='0.0.0.0' can be reached by others; give --token-file FILE, or --insecure
     """
     try:
         local = host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -113,7 +107,7 @@ def exposed_settings(limits: Settings, host: str, guarded: bool) -> Settings:
         return replace(limits, hosts=tuple(dict.fromkeys((*_LOCAL, host))))
     if not guarded:
         raise ValueError(
-            f"host={host!r} can be reached by others; allowed: --token-file FILE, or --insecure"
+            f"host={host!r} can be reached by others; give --token-file FILE, or --insecure"
         )
     return limits
 
@@ -121,7 +115,7 @@ def exposed_settings(limits: Settings, host: str, guarded: bool) -> Settings:
 def read_secret(path: Path, name: str) -> str:
     """Returns the secret in a file of one line."""
     if not path.exists():  # a pipe is as good as a file
-        raise ValueError(f"{name}={str(path)!r} does not exist; allowed: a file with the secret")
+        raise ValueError(f"{name}={str(path)!r} does not exist; give a file with the secret")
     mode = path.stat().st_mode
     if stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ValueError(
@@ -130,6 +124,6 @@ def read_secret(path: Path, name: str) -> str:
     secret = path.read_bytes().decode(errors="replace").strip()
     if len(secret) < 16 or not secret.isascii() or not secret.isprintable() or " " in secret:
         raise ValueError(
-            f"{name}={str(path)!r} holds no secret; allowed: one word of 16 or more characters"
+            f"{name}={str(path)!r} holds no secret; use one word of 16 or more characters"
         )
     return secret

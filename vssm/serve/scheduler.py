@@ -1,11 +1,11 @@
 """Decides which requests are admitted and whose piece is computed next.
 
-A request is computed in pieces of bounded size. A request of one piece is short, any other is long.
-The short and the long requests of a client are two flows.
+A request of one piece is short, any other is long. The short and the long requests of a client are
+two flows.
 
 | question | rule |
 | --- | --- |
-| Is a request admitted? | If there is a place, or a client with more requests gives up one. |
+| Is a request admitted? | Up to a number of requests, of which one client has at most half. |
 | Who is next? | The flow that has had the least time. An idle flow saves no time up. |
 | How many at once? | Two long requests, and their batches. The others begin when one ends. |
 | What is a batch? | Requests whose next pieces agree, up to a number of rows and cells. |
@@ -13,8 +13,6 @@ The short and the long requests of a client are two flows.
 
 The worker calls all methods under its lock.
 """
-
-from collections import Counter
 
 from vssm.serve.errors import Refused
 from vssm.serve.jobs import AnyJob
@@ -27,16 +25,12 @@ _TO_COMPUTE = 0.5  # share of its time that a request must have left when it beg
 
 
 class Scheduler:
-    """Holds the requests in progress.
-
-    Arguments:
-        settings: The limits.
-    """
+    """Holds the requests in progress."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.jobs: list[AnyJob] = []
-        """All requests in progress, in the order of their arrival."""
+        """All requests in progress, in the order of their arrival or of their last piece."""
         self._begun: set[AnyJob] = set()
         self._used: dict[tuple[str, bool], float] = {}  # seconds that each flow has had
 
@@ -45,12 +39,15 @@ class Scheduler:
         """The number of requests that have not begun."""
         return len(self.jobs) - len(self._begun)
 
-    def admit(self, job: AnyJob) -> AnyJob | None:
-        """Adds a request or refuses it with 429; returns a request that lost its place, if any."""
-        displaced = self._make_place(job.client)
+    def admit(self, job: AnyJob) -> None:
+        """Adds a request, or refuses it with 429."""
+        most = self._settings.max_queue
+        own = sum(other.client == job.client for other in self.jobs)
+        if len(self.jobs) >= most or own >= -(-most // 2):
+            message = f"{len(self.jobs)} requests are in progress, {own} of them yours; try again"
+            raise Refused(429, "busy", f"{message} soon", retry_after=1)
         self._used.setdefault(_flow(job), min(self._used.values(), default=0.0))
         self.jobs.append(job)
-        return displaced
 
     def drop(self, now: float) -> list[tuple[AnyJob, Refused | None]]:
         """Takes out the requests whose clients have left (None) and those that are too late."""
@@ -59,8 +56,7 @@ class Scheduler:
             if job.future.cancelled():
                 dropped.append((job, None))
             elif now >= job.deadline:
-                message = f"the request took more than {timeout:g} s; "
-                message += "ask for fewer sequences or steps"
+                message = f"the request took more than {timeout:g} s; ask for less at once"
                 dropped.append((job, Refused(504, "timeout", message, retry_after=1)))
             elif job not in self._begun and now >= job.deadline - _TO_COMPUTE * timeout:
                 message = "other requests took too long; try again"
@@ -71,21 +67,20 @@ class Scheduler:
 
     def take(self) -> list[AnyJob]:
         """Returns the requests whose next pieces are computed together; empty if there are none."""
-        ready = [job for job in self.jobs if job in self._begun or self._may_begin(job)]
+        full = sum(not job.short for job in self._begun) >= _UNDER_WAY
+        ready = [job for job in self.jobs if job.short or job in self._begun or not full]
         if not ready:
             return []
         first = min(ready, key=lambda job: self._used[_flow(job)])
         self.jobs.remove(first)
         self.jobs.append(first)  # the others of its flow come before its next piece
-        self._begun.add(first)
         batch, rows = [first], first.rows
-        most = min(self._settings.max_rows, first.served.cells // first.piece.steps)
+        most = min(self._settings.max_rows, first.cells // first.piece.steps)
         for job in self.jobs[:-1] if self._settings.batching else ():
-            fits = rows + job.rows <= most and (job in self._begun or self._has_room(job))
-            if fits and job.key == first.key:
-                self._begun.add(job)
+            if job.key == first.key and rows + job.rows <= most:
                 batch.append(job)
                 rows += job.rows
+        self._begun.update(batch)
         return batch
 
     def spend(self, batch: list[AnyJob], seconds: float) -> None:
@@ -100,28 +95,6 @@ class Scheduler:
         self._begun.discard(job)
         if all(_flow(other) != _flow(job) for other in self.jobs):
             del self._used[_flow(job)]
-
-    def _may_begin(self, job: AnyJob) -> bool:
-        long = sum(not other.short for other in self._begun)
-        return job.short or (long < _UNDER_WAY and self._has_room(job))
-
-    def _has_room(self, job: AnyJob) -> bool:
-        """Returns whether the states of the long requests under way leave room for one more."""
-        held = sum(other.bytes for other in self._begun if not other.short)
-        return job.short or not held or held + job.bytes <= self._settings.work_mib * 2**20
-
-    def _make_place(self, client: str) -> AnyJob | None:
-        """Returns None if there is a place, else the latest request of the client with the most."""
-        if len(self.jobs) < self._settings.max_queue:
-            return None
-        held = Counter(job.client for job in self.jobs)
-        greediest, most = held.most_common(1)[0]
-        waiting = [job for job in self.jobs if job.client == greediest and job not in self._begun]
-        if most <= held[client] + 1 or not waiting:
-            message = f"{self._settings.max_queue} requests are in progress; try again soon"
-            raise Refused(429, "busy", message, retry_after=1)
-        self.end(waiting[-1])
-        return waiting[-1]
 
 
 def _flow(job: AnyJob) -> tuple[str, bool]:

@@ -7,10 +7,10 @@ and turns lists and files into arrays; `read_sequences` checks arrays and text a
 import base64
 import io
 import json
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import pydantic_core
 import torch
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -33,38 +33,16 @@ __all__ = [
     "ObserveRequest",
     "Reply",
     "ResumeRequest",
+    "Timing",
+    "examples",
     "explain",
     "read_gaps",
-    "read_json",
     "read_sequences",
 ]
 
 _INT64 = 2**63
 _LONGEST = 64  # characters of a name or value that an error repeats
-_MAX_FIELDS = 64
 _MAX_HEADER = 4096  # bytes of the header of a .npy file
-
-
-def read_json(body: bytes, max_lists: int, max_numbers: int) -> Any:  # noqa: ANN401
-    """Parses the body of a request. One that is too large or too nested costs no memory.
-
-    Example:
-        >>> read_json(b'{"num": 2, "prompt": [[0, 1]]}', 10, 10)
-        {'num': 2, 'prompt': [[0, 1]]}
-    """
-    for mark, most, what in ((b"[", max_lists, "lists"), (b",", max_numbers, "numbers")):
-        if body.count(mark) > most:
-            message = f"the body has too many {what}; allowed: at most {most}"
-            raise Refused(422, "too_many", message)
-    try:
-        content = pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError:
-        message = "the body is not valid JSON; allowed: an object with finite numbers"
-        raise Refused(400, "not_json", message) from None
-    if isinstance(content, dict) and len(content) > _MAX_FIELDS:
-        message = f"the body has {len(content)} fields; allowed: at most {_MAX_FIELDS}"
-        raise Refused(422, "too_many", message)
-    return content
 
 
 def _from_lists(value: object, gaps: bool = False) -> object:
@@ -113,43 +91,46 @@ def _from_file(value: object) -> object:
         raise PydanticCustomError("npy", message) from None
 
 
-_Array = Annotated[
+def _types(*names: str) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [{"type": name} for name in (*names, "null")]})
+
+
+_SHAPES = "(steps, features) or (batch, steps, features){}; for tokens (steps) or (batch, steps); "
+_SHAPES += "for a model of text also a text{}."
+_Lists = Annotated[
     Any,
     BeforeValidator(_from_lists),
-    WithJsonSchema({"anyOf": [{"type": kind} for kind in ("array", "string", "null")]}),
-    Field(
-        description="(steps, features) or (batch, steps, features); for tokens (steps) or "
-        "(batch, steps); for a model of text also a text."
-    ),
+    _types("array", "string"),
+    Field(description=_SHAPES.format("", "")),
+]
+_Gaps = Annotated[
+    Any,
+    BeforeValidator(partial(_from_lists, gaps=True)),
+    _types("array", "string"),
+    Field(description=_SHAPES.format(", null where nothing is known", ", _ for a gap")),
 ]
 _Npy = Annotated[
     Any,
     BeforeValidator(_from_file),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "null"}]}),
+    _types("string"),
     Field(description="The same as a .npy file in base64."),
-]
-_Gaps = Annotated[
-    Any,
-    BeforeValidator(lambda value: _from_lists(value, gaps=True)),
-    WithJsonSchema({"anyOf": [{"type": kind} for kind in ("array", "string", "null")]}),
-    Field(
-        description="(steps, features) or (batch, steps, features), null where nothing is known; "
-        "for tokens (steps) or (batch, steps); for a model of text also a text, _ for a gap."
-    ),
 ]
 _Count = Annotated[int, Field(ge=1)]
 _Temperature = Annotated[float, Field(ge=1e-30, le=100, description="Below 1: safer samples.")]
 _Observe = Annotated[Literal["mean", "sample"], Field(description="The head's mean or a sample.")]
 _Resume = Annotated[str, Field(min_length=2, description="`resume` of an answer.")]
+_Keep = Annotated[
+    Literal["server", "client", "none"] | None,
+    Field(description="Where the state waits: in the server, sealed in the answer, or nowhere."),
+]
 
 
-def _examples(*values: dict[str, Any]) -> ConfigDict:
-    return ConfigDict(json_schema_extra={"examples": list(values)})
+def examples(*values: dict[str, Any]) -> ConfigDict:
+    """Returns the settings of a request: its examples, no conversion and no unknown field."""
+    return ConfigDict(extra="forbid", strict=True, json_schema_extra={"examples": list(values)})
 
 
 class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     model: str | None = Field(
         None,
         max_length=_LONGEST,
@@ -162,12 +143,6 @@ class _Request(BaseModel):
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = Field(
         None, description="Names the sample: any whole number of 64 bits."
     )
-
-
-_Keep = Annotated[
-    Literal["server", "client", "none"] | None,
-    Field(description="Where the state waits: in the server, sealed in the answer, or nowhere."),
-]
 
 
 class _MakeRequest(_Request):
@@ -188,23 +163,23 @@ class _MakeRequest(_Request):
 class GenerateRequest(_MakeRequest):
     """Generates sequences, from nothing or after a prompt."""
 
-    model_config = _examples({"num": 16, "seed": 7}, {"length": 12, "stream": True})
-    prompt: _Array = None
+    model_config = examples({"num": 16, "seed": 7}, {"length": 12, "stream": True})
+    prompt: _Lists = None
     prompt_npy: _Npy = None
 
 
 class ResumeRequest(_MakeRequest):
     """Continues where an answer stopped; the same place can be resumed many times."""
 
-    model_config = _examples({"resume": "RESUME_OF_AN_ANSWER", "length": 12})
+    model_config = examples({"resume": "RESUME_OF_AN_ANSWER", "length": 12})
     resume: _Resume
 
 
 class ObserveRequest(_Request):
     """Reads data and returns where to resume; `resume` adds more data to earlier data."""
 
-    model_config = _examples({"x_npy": "BASE64_OF_A_NPY_FILE", "num": 4})
-    x: _Array = None
+    model_config = examples({"x_npy": "BASE64_OF_A_NPY_FILE", "num": 4})
+    x: _Lists = None
     x_npy: _Npy = None
     resume: _Resume | None = None
     keep: _Keep = None
@@ -213,7 +188,7 @@ class ObserveRequest(_Request):
 class FillRequest(_Request):
     """Fills the gaps of sequences, for a model with `known` "any"; `num` samples of each."""
 
-    model_config = _examples({"model": "NAME", "x": [[0.5, None], [None, None]], "passes": 4})
+    model_config = examples({"model": "NAME", "x": [[0.5, None], [None, None]], "passes": 4})
     x: _Gaps = None
     x_npy: _Npy = None
     passes: _Count = Field(1, description="Parallel passes; more make one part after the other.")
@@ -256,9 +231,10 @@ class FillReply(BaseModel):
 
 
 class ModelsReply(BaseModel):
-    """The served models, the default first, and the limits of one request."""
+    """The served models and forecasters, the defaults first, and the limits of one request."""
 
     models: list[dict[str, Any]]
+    forecasters: list[dict[str, Any]]
     limits: dict[str, int]
 
 
@@ -271,8 +247,10 @@ class ErrorReply(BaseModel):
 def explain(error: RequestValidationError) -> Refused:
     """Returns the refusal of a request that pydantic refused: it names the first wrong field."""
     first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        return Refused(400, "not_json", "the body is not valid JSON; send a JSON object")
     if len(first["loc"]) < 2:
-        return invalid("the body is not an object; allowed: a JSON object of fields")
+        return invalid("the body is not an object; send a JSON object of fields")
     name, value, message = str(first["loc"][1])[:_LONGEST], first["input"], first["msg"]
     if first["type"] == "missing":
         return invalid(f"{name} is missing", name)
@@ -311,10 +289,10 @@ def read_gaps(
     model = served.model
     if not isinstance(model, AnyPart):
         message = f"model {served.name!r} continues sequences and can not fill gaps; "
-        raise invalid(message + "allowed: a model trained with --model.known any", "model")
+        raise invalid(message + "use a model trained with --model.known any", "model")
     try:
         if array is None:
-            raise ValueError("x is missing; allowed: x or x_npy")
+            raise ValueError("x is missing; give x or x_npy")
         if isinstance(array, str):
             x, known = _meta_of_text(served, name).encode_gaps(array)
         else:
@@ -328,7 +306,7 @@ def read_gaps(
     except ValueError as error:
         raise invalid(str(error), name) from None
     if known.all():
-        raise invalid(f"nothing is unknown in {name}; allowed: null for a gap, in text _", name)
+        raise invalid(f"nothing is unknown in {name}; mark gaps by null, in text by _", name)
     return x.cpu(), known.cpu()
 
 
@@ -337,20 +315,20 @@ def _one_of(
 ) -> tuple[np.ndarray | str | None, str]:
     """Returns the lists or the file, and the name of the field."""
     if value is not None and npy is not None:
-        raise invalid(f"{name} and {name}_npy were both given; allowed: one of them", name)
+        raise invalid(f"{name} and {name}_npy were both given; send one of them", name)
     return (value, name) if npy is None else (npy, f"{name}_npy")
 
 
 def _meta_of_text(served: Served, name: str) -> Meta:
     if not served.text or served.meta is None:
-        raise ValueError(f"{name} is text; allowed for model {served.name!r}: numbers")
+        raise ValueError(f"{name} is text, but model {served.name!r} reads numbers")
     return served.meta
 
 
 def _to_tensor(array: np.ndarray, tokens: bool, name: str) -> Tensor:
     if not array.size:
-        raise ValueError(f"{name} is empty; allowed: one step or more, or to leave it out")
+        raise ValueError(f"{name} is empty; give one step or more, or leave it out")
     if tokens and (array.dtype.kind == "f" or array.min() < 0 or array.max() >= _INT64):
-        raise ValueError(f"{name} does not hold tokens; allowed: whole numbers from 0 on")
+        raise ValueError(f"{name} does not hold tokens; use whole numbers from 0 on")
     with np.errstate(over="ignore"):  # a value that is too large becomes infinite and is refused
         return torch.from_numpy(array.astype(np.int64 if tokens else np.float32))

@@ -19,9 +19,10 @@ from vssm.data import steps_left
 from vssm.nn import State
 from vssm.sampling.request import shares_latents
 from vssm.serve.errors import Refused, invalid, json_bytes, json_response
+from vssm.serve.forecast import ForecastRequest, plan_forecast
 from vssm.serve.guard import Metrics
-from vssm.serve.jobs import AnyJob, Done, FillJob, Job
-from vssm.serve.models import Served
+from vssm.serve.jobs import AnyJob, CallJob, Done, FillJob, Job
+from vssm.serve.models import Served, ServedForecaster
 from vssm.serve.resume import Seal, Store
 from vssm.serve.schema import (
     FillRequest,
@@ -40,13 +41,21 @@ __all__ = ["Service"]
 class Service:
     """Plans requests, runs them, and keeps the states that they can be resumed from."""
 
-    def __init__(self, worker: Worker, settings: Settings, metrics: Metrics, key: bytes) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        forecasters: list[ServedForecaster],
+        settings: Settings,
+        metrics: Metrics,
+        key: bytes,
+    ) -> None:
         self.worker, self.settings, self.metrics = worker, settings, metrics
         self.models = {served.name: served for served in worker.models}
-        self.store = Store(
-            settings.resume_seconds, settings.resume_count, settings.resume_mib * 2**20
-        )
-        self.seal = Seal(key, settings.resume_seconds)
+        self.forecasters = forecasters
+        seconds, count = settings.resume_seconds, settings.resume_count
+        self.store = Store(seconds, count, settings.resume_mib * 2**20)
+        # A sealed state is sent in base64, and should be at most half of a request.
+        self.seal = Seal(key, seconds, settings.max_body * 3 // 8)
 
     def plan_generate(self, ask: GenerateRequest) -> Job:
         """Returns the job of a request, or refuses it."""
@@ -55,7 +64,7 @@ class Service:
         rows = 1 if prompt is None else len(prompt)
         num = ask.num or rows
         if rows not in (1, num):
-            raise _not_allowed("num", num, f"{rows}, the rows of the prompt")
+            raise invalid(f"num={num} does not fit the prompt; use its {rows} rows", "num")
         return self._job(ask, served, num, prompt, None)
 
     def plan_resume(self, ask: ResumeRequest) -> Job:
@@ -63,7 +72,7 @@ class Service:
         served, state = self._resume(ask.resume, ask.model)
         num = ask.num or state.batch
         if state.batch not in (1, num):
-            raise _not_allowed("num", num, f"{state.batch}, the rows of the state")
+            raise invalid(f"num={num} does not fit resume; use its {state.batch} rows", "num")
         if state.batch != num and shares_latents(served.model, state):
             message = (
                 f"num={num} sequences would share the latents behind resume; pass num={num} to "
@@ -82,12 +91,12 @@ class Service:
             served, state = self._resume(ask.resume, ask.model)
         x = read_sequences(served, ask.x, ask.x_npy, "x")
         if x is None:
-            raise invalid("x is missing; allowed: x or x_npy", "x")
+            raise invalid("x is missing; give x or x_npy", "x")
         num = ask.num or (len(x) if state is None else state.batch)
         if state is not None and num != state.batch:
-            raise _not_allowed("num", num, f"{state.batch}, the rows of resume")
+            raise invalid(f"num={num} does not fit resume; use its {state.batch} rows", "num")
         if len(x) not in (1, num):
-            raise invalid(f"x has {len(x)} rows; allowed: {num}, or one row for all", "x")
+            raise invalid(f"x has {len(x)} rows; give {num}, or one row for all", "x")
         if state is not None and "blind" in state.children:
             message = "resume can not read data: it was generated without recondition"
             raise invalid(message, "resume")
@@ -102,10 +111,13 @@ class Service:
         row = torch.arange(rows)
         row = row if ask.num is None else noise.fork(row, num).flatten()
         x, known = x.repeat_interleave(num, 0), known.repeat_interleave(num, 0)
+        seed = torch.full((len(row),), ask.seed or 0)
         dials = {"temperature": ask.temperature, "sample": ask.observe == "sample"}
-        return FillJob(
-            served, torch.full((len(row),), ask.seed or 0), row, x, known, ask.passes, **dials
-        )
+        return FillJob(served, seed, row, x, known, ask.passes, **dials)
+
+    def plan_forecast(self, ask: ForecastRequest) -> CallJob:
+        """Returns the job of a request, or refuses it."""
+        return plan_forecast(ask, self.forecasters, self.settings)
 
     def _job(
         self,
@@ -122,11 +134,9 @@ class Service:
             length = ask.length or _steps_left(served, position + steps)
             options = _dials(ask, served)
         # A state of constant size remembers no single steps, so they count for nothing.
-        known = steps + (position if served.row_bytes[1] else 0)
+        known = steps + (position if served.remembers_steps else 0)
         source = "resume" if data is None else "x" if length is None else "prompt"
         self._check_size(num, length or 0, known, source)
-        keep = ask.keep or self.settings.keep
-        size = self._check_state(served, num, position + steps + (length or 0), keep)
         seed, row = torch.full((num,), ask.seed or 0), torch.arange(num)
         if state is not None:
             source = State({name: state[name] for name in ("seed", "row")})
@@ -134,42 +144,28 @@ class Service:
             seed, row = source["seed"] if ask.seed is None else seed, source["row"]
         if data is not None:
             data = data.expand(num, *data.shape[1:])
-        return Job(served, seed, row, length, data, state, keep=keep, bytes=size, **options)
+        keep = ask.keep or self.settings.keep
+        return Job(served, seed, row, length, data, state, keep=keep, **options)
 
     def _check_size(self, num: int, length: int, known: int, source: str, passes: int = 1) -> None:
         limits, steps = self.settings, passes * (length + known)
         for name, value, most, given in (
-            ("num", num, limits.max_num, f"num={shown(num)}"),
-            ("length", length, limits.max_length, f"length={shown(length)}"),
-            (source, known, limits.max_length, f"{source} of {known} steps"),
-            ("num", num * steps, limits.max_cells, f"{num} times {steps} steps"),
+            ("num", num, limits.max_num, f"num={shown(num)} is"),
+            ("length", length, limits.max_length, f"length={shown(length)} is"),
+            (source, known, limits.max_length, f"the {known} steps of {source} are"),
+            ("num", num * steps, limits.max_cells, f"{num} times {steps} steps are"),
         ):
             if value > most:
-                message = f"{given} is not allowed; allowed: at most {most}"
-                raise Refused(422, "too_many", message, name)
-
-    def _check_state(self, served: Served, num: int, steps: int, keep: str) -> int:
-        """Returns the bytes of the final state; a state that is too large is refused."""
-        limits, size = self.settings, served.state_bytes(num, steps)
-        most = limits.work_mib * 2**20
-        if keep == "server":
-            most = min(most, limits.resume_mib * 2**20)
-        elif keep == "client":
-            most = min(most, limits.max_body * 3 // 8)  # in base64, half of a request
-        if size > most:
-            advice = "" if keep == "none" else ", or keep='none'"
-            message = f"the state would have {size} bytes; allowed: {most}, so ask for fewer "
-            message += f"sequences or steps{advice}"
-            raise Refused(413, "state_too_large", message, "keep")
-        return size
+                raise Refused(422, "too_many", f"{given} too many; use at most {most}", name)
 
     def _model(self, name: str | None) -> Served:
-        if name is None:
-            return self.worker.models[0]
-        if name not in self.models:
-            message = f"model={shown(name)} is unknown; allowed: {', '.join(self.models)}"
+        name = next(iter(self.models), None) if name is None else name
+        found = None if name is None else self.models.get(name)
+        if found is None:
+            names = ", ".join(self.models) or "/v1/forecast, since only forecasters are served"
+            message = f"model={shown(name)} is unknown; use {names}"
             raise Refused(404, "unknown_model", message, "model")
-        return self.models[name]
+        return found
 
     def _resume(self, resume: str, model: str | None) -> tuple[Served, State]:
         weights = None
@@ -179,30 +175,33 @@ class Service:
             name, state = self.store.get(resume)
         served = self._model(name)
         if model not in (None, name):
-            raise _not_allowed("model", model, f"{name!r}, the model of resume")
+            message = f"model={shown(model)} is not that of resume; use {name!r}"
+            raise invalid(message, "model")
         if weights not in (None, served.weights):  # the model was trained or replaced
-            message = f"resume was made with other weights of model {name!r}; allowed: a new one"
+            message = f"resume was made with other weights of model {name!r}; begin anew"
             raise Refused(410, "resume_outdated", message, "resume")
         return served, state
 
     async def answer(self, request: Request, job: AnyJob) -> Response:
         """Runs a job, whole or as a stream."""
-        began, served = time.perf_counter(), job.served
+        began = time.perf_counter()
         job.client = "" if request.client is None else request.client.host
         job.deadline = time.monotonic() + self.settings.timeout
         if isinstance(job, Job) and job.stream:
             return self._stream(job, began)
+        told: dict[str, Any] = {"model": job.name}
         if isinstance(job, FillJob):
-            order, keep = served.order(job.known, job.seed, job.row, job.passes), None
-        else:
-            order, keep = None, job.keep
+            told["order"] = job.served.order(job.known, job.seed, job.row, job.passes).numpy()
+        served = None if isinstance(job, CallJob) else job.served
+        keep = job.keep if isinstance(job, Job) else None
         done = await self._unless_gone(request, job)
         if done is None:
             return Response(status_code=499)
-        told = {} if done.x is None else _Steps(served).show(done.x, final=True)
-        if order is not None:
-            told |= {"model": served.name, "order": order.numpy()}
-        if keep is not None:
+        if served is None:
+            told["forecast"] = done.x
+        elif done.x is not None:
+            told |= _Steps(served).show(done.x, final=True)
+        if served is not None and keep is not None:
             told |= self._keep(served, done, keep)
         return json_response({**told, **_timing(began, done.seconds, done.rows)})
 
@@ -275,12 +274,13 @@ class Service:
 
     def _keep(self, served: Served, done: Done, keep: str) -> dict[str, Any]:
         """Keeps the final state of a request, or seals it for the client."""
+        assert done.state is not None
         resume = None
-        if done.state is not None and keep == "server":
+        if keep == "server":
             resume = self.store.put(served.name, done.state)
-        elif done.state is not None:
+        elif keep == "client":
             resume = self.seal.seal(served.name, served.weights, done.state)
-        return {"model": served.name, "position": done.position, "resume": resume}
+        return {"model": served.name, "position": done.state.position, "resume": resume}
 
 
 class _Steps:
@@ -307,14 +307,15 @@ class _Steps:
 
 def _dials(ask: GenerateRequest | ResumeRequest, served: Served) -> dict[str, Any]:
     """Returns the options of a job that makes steps."""
-    if not served.parallel and (ask.chunk is not None or ask.recondition):
-        name, kind = "recondition" if ask.recondition else "chunk", served.model.config.kind
-        raise _not_allowed(name, getattr(ask, name), f"a model of kind vssm or tvae, not {kind}")
+    kind = served.model.config.kind
+    for name in ("chunk", "recondition"):
+        if getattr(ask, name) and not served.parallel:
+            raise invalid(f"{name} needs a model of kind vssm or tvae, not {kind}", name)
     if ask.recondition and served.model.config.known == "any":  # windows and chunks would not agree
-        raise _not_allowed("recondition", True, "false for this model; /v1/fill has passes")
+        raise invalid("this model can not recondition; /v1/fill has passes", "recondition")
     if ask.every is not None and (served.parallel or not ask.stream):
-        allowed = "streams of step-by-step models; chunk is for the others"
-        raise _not_allowed("every", ask.every, allowed)
+        message = "every is for streams of step-by-step models; use chunk for the others"
+        raise invalid(message, "every")
     every = None if not ask.stream else ask.chunk if served.parallel else ask.every or 1
     dials = {"chunk": ask.chunk, "recondition": ask.recondition, "temperature": ask.temperature}
     return {**dials, "sample": ask.observe == "sample", "every": every, "stream": ask.stream}
@@ -336,10 +337,6 @@ def _timing(began: float, seconds: float, rows: int) -> dict[str, Any]:
     total = time.perf_counter() - began
     milliseconds = {"compute_ms": round(1e3 * seconds, 3), "total_ms": round(1e3 * total, 3)}
     return {"timing": {**milliseconds, "rows": rows}}
-
-
-def _not_allowed(param: str, value: object, allowed: str) -> Refused:
-    return invalid(f"{param}={shown(value)} is not allowed; allowed: {allowed}", param)
 
 
 def _event(name: str, body: dict[str, Any]) -> bytes:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from vssm.checks import check_number
+
 __all__ = ["Settings"]
 
 
@@ -15,7 +17,7 @@ class Settings:
         8
         >>> Settings(max_num=0)
         Traceback (most recent call last):
-        ValueError: max_num=0 is not allowed; allowed: a number > 0
+        ValueError: max_num is 0; it must be a number > 0
     """
 
     max_num: int = 256
@@ -29,9 +31,8 @@ class Settings:
     max_bodies: int = 64 * 2**20
     """Most bytes in all requests in progress; beyond it the answer is 429."""
     max_queue: int = 128
-    """Most requests in progress; beyond it the client with the most requests is answered 429."""
-    work_mib: int = 2048
-    """Most MiB of states of the long requests that are being computed; other long ones wait."""
+    """Most requests in progress, of which one client has at most half; beyond it the answer is
+    429."""
     max_rows: int = 64
     """Most sequences that are computed together."""
     batching: bool = True
@@ -42,7 +43,7 @@ class Settings:
     """Seconds that a request may take after its body has arrived; a request that has not begun
     after half of them is answered 429."""
     body_timeout: float = 10.0
-    """Seconds that a client may take to send its request."""
+    """Seconds that a client may take to send the body of its request."""
     keep: Literal["server", "client"] = "server"
     """Where states wait to be resumed, unless a request says otherwise."""
     resume_seconds: float = 600.0
@@ -56,5 +57,5 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
-                raise ValueError(f"{name}={value} is not allowed; allowed: a number > 0")
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                check_number(name, value, 0, above=True)

@@ -1,26 +1,25 @@
 """One thread that computes batches of jobs.
 
 Between two pieces the `Scheduler` decides whose piece is next, and drops jobs whose clients have
-left. Noise is a function of (seed, row, position), and batches are padded until bits no longer
-depend on the number of rows, so a job has the same result in every batch.
+left. Noise is a function of (seed, row, position), so a job has the same result in every batch, to
+float rounding.
 
 There is one thread because kernels already use all cores. If the thread fails, every job that waits
 or comes later is refused with 503.
 """
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from vssm.nn import State
-from vssm.serve.errors import Refused
-from vssm.serve.jobs import AnyJob, Done, FillJob, Job
+from vssm.serve.errors import Refused, invalid
+from vssm.serve.jobs import AnyJob, CallJob, Done, FillJob, Job
 from vssm.serve.models import Served
 from vssm.serve.scheduler import Scheduler
 from vssm.serve.settings import Settings
@@ -34,7 +33,7 @@ class Worker:
     """Creates the scheduler and, on `start`, the thread.
 
     Arguments:
-        models: The models; they are measured at the start.
+        models: The models, which are warmed up at the start.
         settings: The limits.
         watch: Called with (model name, rows, seconds) after every batch.
     """
@@ -56,10 +55,7 @@ class Worker:
         """Called in the thread when it has failed."""
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vssm-worker", daemon=True)
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
+        self.start = self._thread.start
 
     def close(self) -> None:
         """Finishes all jobs, then stops the thread."""
@@ -85,21 +81,18 @@ class Worker:
 
     def submit(self, job: AnyJob) -> "Future[Done]":
         """Queues a job, or raises `Refused`."""
-        future, displaced = job.future, None
+        future = job.future
         try:
             with self._changed:
                 if self.failure is not None:
                     raise Refused(503, "failed", self.failure)
                 if self._closing:
                     raise Refused(503, "not_ready", "the server is stopping", retry_after=1)
-                displaced = self._scheduler.admit(job)
+                self._scheduler.admit(job)
                 self._changed.notify()
         except Refused:
             job.release()
             raise
-        if displaced is not None:
-            message = "other clients need the place of this request; try again soon"
-            _end(displaced, Refused(429, "busy", message, retry_after=1))
         return future
 
     def _run(self) -> None:
@@ -119,7 +112,7 @@ class Worker:
         if self._settings.threads is not None:
             torch.set_num_threads(self._settings.threads)
         for served in self.models:
-            served.measure()
+            served.warm_up()
         self._ready.set()
         while True:
             with self._changed:
@@ -147,7 +140,7 @@ class Worker:
                 self._finish(first, _refusal(error))
             return
         seconds, rows = time.perf_counter() - began, sum(job.rows for job in batch)
-        self._watch(first.served.name, rows, seconds)
+        self._watch(first.name, rows, seconds)
         with self._changed:
             self._scheduler.spend(batch, seconds)
         for job, (x, state) in zip(batch, results, strict=True):
@@ -161,44 +154,30 @@ class Worker:
         _end(job, result)
 
 
-def compute(batch: list[AnyJob]) -> list[tuple[Tensor | None, State | None]]:
+def compute(batch: list[Any]) -> list[tuple[Any, Any]]:
     """Computes the next piece of every job, all in one call; returns new steps and states."""
-    fills = [job for job in batch if isinstance(job, FillJob)]
-    return _fill(fills) if fills else _make([job for job in batch if isinstance(job, Job)])
+    if isinstance(batch[0], CallJob):
+        return [(job.call(), None) for job in batch]
+    return _fill(batch) if isinstance(batch[0], FillJob) else _make(batch)
 
 
-class _Rows:
-    """The rows of all jobs of a batch, padded until bits do not depend on their number."""
-
-    def __init__(self, batch: list[AnyJob], narrowest: int) -> None:
-        self.served, self.sizes = batch[0].served, [job.rows for job in batch]
-        rows = sum(self.sizes)
-        self.padded = max(rows, math.ceil(self.served.floor / narrowest))
-        self.exact = self.padded == rows
-        # Repeats the last row.
-        self.index = torch.arange(self.padded, device=self.served.device).clamp_max(rows - 1)
-
-    def join(self, tensors: list[Tensor]) -> Tensor:
-        return torch.cat([tensor.to(self.served.device) for tensor in tensors])[self.index]
-
-    def cuts(self) -> tuple[Tensor, ...]:
-        return torch.arange(sum(self.sizes)).split(self.sizes)
-
-
-def _make(batch: list[Job]) -> list[tuple[Tensor | None, State | None]]:
-    first, piece, served = batch[0], batch[0].piece, batch[0].served
-    rows = _Rows([*batch], first.narrowest)
-    seed, row = rows.join([job.seed for job in batch]), rows.join([job.row for job in batch])
-    prompts = [job.prompt[:, : piece.read] for job in batch if job.prompt is not None]
-    prompt = rows.join(prompts) if prompts else None
-    states = [
-        _widen(job.state.to(served.device), len(job.row)) for job in batch if job.state is not None
-    ]
-    alone = len(batch) == 1 and rows.exact  # do not copy the state, which may be large
-    state = None if not states else states[0] if alone else State.cat(states).select(rows.index)
-    if piece.make:
-        x, _, after = served.generate(
-            num=rows.padded,
+def _make(batch: list[Job]) -> list[tuple[Any, Any]]:
+    first, piece, device = batch[0], batch[0].piece, batch[0].served.device
+    seed, row = (torch.cat([getattr(job, name) for job in batch]) for name in ("seed", "row"))
+    noise: dict[str, Any] = {"seed": seed, "rows": row}
+    prompt = state = None
+    if piece.read:
+        prompt = torch.cat([job.prompt[:, : piece.read] for job in batch if job.prompt is not None])
+        prompt = prompt.to(device)
+    if first.state is not None:
+        states = [_widen(job.state.to(device), job.rows) for job in batch if job.state is not None]
+        state = states[0] if len(states) == 1 else State.cat(states)
+    if not piece.make:
+        assert prompt is not None
+        x, after = None, first.served.engine.observe(prompt, state, **noise)
+    else:
+        x, _, after = first.served.engine.generate(
+            num=len(row),
             length=piece.make,
             prompt=prompt,
             chunk=piece.chunk,
@@ -206,38 +185,31 @@ def _make(batch: list[Job]) -> list[tuple[Tensor | None, State | None]]:
             temperature=first.temperature,
             observe="sample" if first.sample else "mean",
             state=state,
-            seed=seed,
-            rows=row,
+            **noise,
         )
         x = x.cpu()
-    else:
-        assert prompt is not None
-        x, after = None, served.observe(prompt, state, seed=seed, rows=row)
-    if alone and not first.ends_with_piece:
+    if len(batch) == 1:
         return [(x, after)]
-    results = []
-    for job, cut in zip(batch, rows.cuts(), strict=True):
-        needed = job.keeps_state or not job.ends_with_piece
-        results.append((None if x is None else x[cut], after.select(cut) if needed else None))
-    return results
+    cuts = torch.arange(len(row)).split([job.rows for job in batch])
+    return [(None if x is None else x[cut], after.select(cut)) for cut in cuts]
 
 
-def _fill(batch: list[FillJob]) -> list[tuple[Tensor | None, State | None]]:
-    first, rows = batch[0], _Rows([*batch], batch[0].x.shape[1])
-    names = ("x", "known", "seed", "row")
+def _fill(batch: list[FillJob]) -> list[tuple[Any, Any]]:
+    first = batch[0]
     x, known, seed, row = (
-        rows.join([getattr(job, name)[job.next_rows] for job in batch]) for name in names
+        torch.cat([getattr(job, name)[job.next_rows] for job in batch])
+        for name in ("x", "known", "seed", "row")
     )
-    made = first.served.fill(
-        x,
-        known,
+    noise: dict[str, Any] = {"seed": seed, "rows": row}
+    made = first.served.engine.fill(
+        x.to(first.served.device),
+        known.to(first.served.device),
         passes=first.passes,
         temperature=first.temperature,
         observe="sample" if first.sample else "mean",
-        seed=seed,
-        rows=row,
-    ).cpu()
-    return [(made[cut], None) for cut in rows.cuts()]
+        **noise,
+    )
+    return [(part, None) for part in made.cpu().split([job.rows for job in batch])]
 
 
 def _widen(state: State, rows: int) -> State:
@@ -246,7 +218,7 @@ def _widen(state: State, rows: int) -> State:
 
 def _refusal(error: Exception) -> Refused:
     if isinstance(error, ValueError):  # a mistake that no earlier check saw
-        return Refused(422, "invalid", str(error))
+        return invalid(str(error))
     _log.error("a pass failed", exc_info=error)
     return Refused(500, "internal", "the server failed; its log says why")
 
