@@ -230,7 +230,7 @@ def test_training_does_not_read_the_test_split(mnist):
     (mnist / "t10k-images-idx3-ubyte").write_bytes(b"damaged")
     data = open_data(DataConfig(name="mnist", dir=str(mnist)))
     assert len(data.train) == 45 and len(data.valid) == 5
-    with pytest.raises(ValueError, match="t10k-images-idx3-ubyte is no IDX file"):
+    with pytest.raises(ValueError, match="t10k-images-idx3-ubyte has content with sha256"):
         data.test()
 
 
@@ -476,28 +476,18 @@ def test_mnist_loads_packed_or_not(mnist, packed, inside):
 
 
 @pytest.mark.parametrize(
-    ("damage", "part"),
+    "damage",
     [
-        (lambda c: c[:-1], "truncated"),
-        (lambda c: c + b"\0", "too long"),
-        (lambda c: c[:9], "no IDX file"),
-        (lambda c: b"", "no IDX file"),
-        (lambda c: b"\0\0\x0d\x03" + c[4:], "begins with 00000d03"),
-        (
-            lambda c: c[:4] + struct.pack(">3I", 50, 28, 27) + c[16:],
-            "no IDX file of shape (50, 28, 28)",
-        ),
-        (
-            lambda c: c[:4] + struct.pack(">3I", 2**32 - 1, 28, 28) + c[16:],
-            "begins with 00000803ff",
-        ),
-        (lambda c: c[:100] + bytes((c[100] ^ 1,)) + c[101:], "the published one is"),
+        lambda c: c[:-1],
+        lambda c: c + b"\0",
+        lambda c: b"",
+        lambda c: c[:100] + bytes((c[100] ^ 1,)) + c[101:],
     ],
 )
-def test_damaged_idx_is_named(mnist, damage, part):
+def test_damaged_idx_is_named(mnist, damage):
     path = mnist / "train-images-idx3-ubyte"
     path.write_bytes(damage(path.read_bytes()))
-    refused(DataConfig(name="mnist", dir=str(mnist)), path, part)
+    refused(DataConfig(name="mnist", dir=str(mnist)), path, "the published one is")
 
 
 @pytest.mark.parametrize(
@@ -541,7 +531,6 @@ def cifar10(tmp_path, monkeypatch):
         (folder / name).write_bytes(records.tobytes())
         published[name] = sha256(records.tobytes())
     monkeypatch.setattr(images, "CIFAR10", published)
-    monkeypatch.setattr(images, "CIFAR10_BYTES", 20 * 3073)
     return tmp_path
 
 
@@ -590,10 +579,9 @@ def test_damaged_cifar10_is_named(cifar10):
     config = DataConfig(name="cifar10", dir=str(cifar10))
     path = cifar10 / "cifar-10-batches-bin" / "data_batch_3.bin"
     content = path.read_bytes()
-    path.write_bytes(content[:-1])
-    refused(config, path, f"{len(content) - 1} bytes", f"expected {len(content)}")
-    path.write_bytes(content[:-1] + bytes((content[-1] ^ 1,)))
-    refused(config, path, sha256(content), sha256(path.read_bytes()))
+    for damaged in (content[:-1], content[:-1] + bytes((content[-1] ^ 1,))):
+        path.write_bytes(damaged)
+        refused(config, path, sha256(content), sha256(damaged))
     path.unlink()
     refused(config, "missing", path)
     pack_cifar10(cifar10)
@@ -1243,7 +1231,7 @@ def test_columns_of_parquet_that_are_no_plain_numbers(tmp_path):
     path = tmp_path / "a.parquet"
     columns = {"id": [2**60 + 1] * 30, "a": range(30), "parts": [[1, 2]] * 30}
     parquet.write_table(pyarrow.table(columns), path)
-    with pytest.warns(UserWarning, match=r"are left out: 'parts' \(row 1 has 'list<.*'\)"):
+    with pytest.warns(UserWarning, match=r"are left out: 'parts' \(row 1 has '\[1 2\]'\)"):
         data = open_data(series(path, context=2, horizon=1, scale="none"))
     assert data.meta.columns == ("id", "a") and data.train.x[0, 0].tolist() == [2.0**60, 0]
     days = pyarrow.array([f"2024-05-{day:02}" for day in range(1, 31)], pyarrow.string_view())
@@ -1258,7 +1246,7 @@ def test_missing_columns_of_parquet_are_noted(tmp_path):
     for kind, cell, why in (
         ("float64", None, "all values are missing"),
         ("string", None, "all values are missing"),
-        ("string", "7", "row 1 has '7'"),
+        ("string", "x", "row 1 has 'x'"),
     ):
         columns = {"a": range(30), "b": pyarrow.array([cell] * 30, kind)}
         parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
@@ -1553,7 +1541,7 @@ def test_large_splits_are_read_in_parts(monkeypatch):
     assert digest == pytest.approx(
         [float(v.mean()) for v in (x, x * x, x * torch.linspace(0, 1, len(x)))]
     )
-    monkeypatch.setattr("vssm.data.dataset.PART", 100)  # four sequences
+    monkeypatch.setattr("vssm.data.split.PART", 100)  # four sequences
     assert split.digest() == pytest.approx(digest, rel=1e-12)
     assert [len(part) for part in split.parts()] == [*12 * [4], 2]
     split.x[41, 2, 1] = torch.nan
@@ -1562,7 +1550,7 @@ def test_large_splits_are_read_in_parts(monkeypatch):
 
 
 def test_images_are_moved_by_a_pixel_as_often_as_asked():
-    from vssm.training.step import moved
+    from vssm.data import moved
 
     x = torch.rand(2000, 5, 4 * 3)
     made = moved(x, 0.6, 3, torch.Generator().manual_seed(0))
@@ -1662,8 +1650,10 @@ def test_bad_folders_of_images_are_named(tmp_path):
     refused(DataConfig(name="images"), "images.path is needed: a folder of images")
     refused(images_in(folder), "found no a in the place given", "--data-dir")
     folder_of_images(folder, num=9)
-    refused(images_in(folder), f"{folder} has 9 images directly in it; allowed: 10 or more", ".png")
-    refused(images_in(folder / "00.png"), "00.png' is a file; allowed: a folder")
+    refused(
+        images_in(folder), f"{folder} has 9 images directly in it; put 10 or more there", ".png"
+    )
+    refused(images_in(folder / "00.png"), "00.png' is a file; use a folder")
     folder_of_images(folder, num=12)
     odd = folder / "05.png"
     whole = odd.read_bytes()

@@ -10,6 +10,7 @@ import vssm
 from tests.tiny_runs import any_part, gaps, run, tiny
 from vssm.cli import main
 from vssm.data import DataConfig, Meta, open_data
+from vssm.data.series import Windows
 from vssm.evaluation.parts import fill_by_name, fill_scores, known_entries
 from vssm.evaluation.quality import Work
 from vssm.models import build
@@ -78,7 +79,7 @@ def test_windows_are_scaled_by_known_values_alone(tmp_path):
     before = work.split.batch(index, CPU, known)
     raw = work.split.x.clone()
     raw[index] = torch.where(known, raw[index], raw[index] + 100)
-    changed = vssm.data.dataset.Split(raw, scaled=work.split.scaled, missing=True)
+    changed = Windows(raw, scaled=work.split.scaled, missing=True)
     after = changed.batch(index, CPU, known)
     assert torch.equal(before[known].nan_to_num(7), after[known].nan_to_num(7))
 

@@ -1,7 +1,6 @@
 """The run folder: nothing that is killed, damaged or full loses what was saved."""
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -9,7 +8,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +22,7 @@ from tests.tiny_runs import StopAt, log, newest, result, run, stopped, tiny
 from vssm.data import ArraysConfig, DataConfig, Meta, read_meta, steps_left
 from vssm.evaluation.result import validations
 from vssm.runs.folder import RunFolder, claim, read_config, read_log
-from vssm.training import figures
 from vssm.training.loop import TrainingStopped, train
-from vssm.training.progress import Progress
 
 
 @pytest.fixture(scope="module")
@@ -191,15 +187,12 @@ def test_saving_a_step_again_never_leaves_it_without_checkpoint(unbroken, tmp_pa
 
 
 def test_is_in_training_does_not_lock_the_run(tmp_path):
-    with (tmp_path / ".lock").open("a") as asking:
-        fcntl.flock(asking, fcntl.LOCK_SH)
-        timer = threading.Timer(0.05, asking.close)
-        timer.start()
-        lock = claim(tmp_path, "run folder")
-        timer.join()
+    assert not RunFolder(tmp_path).is_in_training()
+    lock = claim(tmp_path, "run folder")
     assert RunFolder(tmp_path).is_in_training()
     lock.close()
     assert not RunFolder(tmp_path).is_in_training()
+    claim(tmp_path, "run folder").close()
 
 
 def test_temporary_files_of_an_evaluation_stay(unbroken, tmp_path):
@@ -219,42 +212,14 @@ def test_too_many_samples_are_refused_before_the_training(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-class Delete(Progress):
-    """Deletes a file or folder of a run after its last validation."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def line(self, line):
-        if (line["step"], line["split"]) == (12, "valid"):
-            shutil.rmtree(self.path) if self.path.is_dir() else self.path.unlink()
-
-
-def test_config_deleted_during_the_training_is_written_again(unbroken, tmp_path):
-    folder = tmp_path / "run"
-    run(tiny(), folder, progress=Delete(folder / "config.json"))
-    assert (folder / "config.json").read_bytes() == (unbroken / "config.json").read_bytes()
-    assert result(folder) == result(unbroken) and RunFolder(folder).has_ended()
-
-
-@pytest.mark.parametrize("file", ["", "weights.safetensors"])
-def test_weights_deleted_during_the_training_are_an_error(file, tmp_path):
-    folder = tmp_path / "run"
-    message = rf"^the best weights of '{folder}' were damaged or deleted .*: '{folder}.*00012'$"
-    with pytest.raises(TrainingStopped, match=message):
-        run(tiny(), folder, progress=Delete(folder / file))
-    assert not RunFolder(folder).has_ended()
-    run(None, folder, resume=True)
-    assert RunFolder(folder).has_ended() and vssm.load(folder).config.kind == "rnn"
-
-
 def test_without_a_good_checkpoint_nothing_is_loaded(half):
     folder = half
     for path in (folder / "checkpoint").iterdir():
         damage(path / "optimizer.safetensors", "flipped")
     before = sorted(folder.rglob("*"))
     with pytest.raises(
-        ValueError, match=r"no checkpoint is good: .*step-00000006.*step-00000005.*another name"
+        ValueError,
+        match=r"no checkpoint is good: .*step-00000006.*step-00000005.*use a new",
     ):
         run(None, folder, resume=True)
     assert sorted(folder.rglob("*")) == before
@@ -279,7 +244,7 @@ def test_checkpoint_of_another_run_is_refused(broken, unbroken, half, tmp_path):
         own = shutil.copytree(newest(folder), folder / "checkpoint" / "step-00000009")
         damage(own / "progress.json", "truncated")
     before = state_of(folder)
-    message = rf"'{foreign}' is a checkpoint of another run, with train.seed=1, here 0; allowed: "
+    message = rf"'{foreign}' is a checkpoint of another run, with train.seed=1, here 0; move it out"
     with pytest.raises(ValueError, match=message) as error:
         run(None, folder, resume=True)
     assert "\n" not in str(error.value) and state_of(folder) == before
@@ -291,16 +256,6 @@ def test_checkpoint_of_another_run_is_refused(broken, unbroken, half, tmp_path):
 
 def test_options_that_do_not_change_the_result_may_change_on_resume(unbroken, half):
     assert result(run(tiny(checkpoint_minutes=9), half, resume=True)) == result(unbroken)
-
-
-def test_checkpoint_of_an_older_version_resumes_with_a_note(unbroken, half):
-    shown, path = StopAt(99), newest(half) / "progress.json"
-    record = json.loads(path.read_text())
-    del record["config"]
-    path.write_text(signed(record))
-    assert result(run(None, half, resume=True, progress=shown)) == result(unbroken)
-    note = f"{str(path.parent)!r} does not say which run it belongs to; it is used for this run"
-    assert shown.messages[0] == note
 
 
 @pytest.mark.parametrize("files", [[], None, 3, "weights.safetensors", {"a\0b": ""}, {"": ""}])
@@ -353,35 +308,21 @@ def test_pickles_in_the_run_folder_are_not_read(file, unbroken, half):
     assert given == expected
 
 
-PARTIAL = b'{"step": 1, "epoch": 1, "split": "valid", "loss": 1, "reconstruction": 1, "kl": 1, '
-PARTIAL += b'"partial_elbo": "x"}'
-
-
 def test_damaged_lines_of_the_log_are_named_and_left_out(unbroken, half):
     shown, path = StopAt(99), half / "log.jsonl"
     lines = path.read_bytes().splitlines()
-    odd = [b"7", b"{}", b"[" * 10**5, b'{"step": 1, "epoci": 0.3}', b'{"step": "1"}', PARTIAL]
+    odd = [b"7", b"{}", b"[" * 10**5, b'{"step": 1, "epoci": 0.3}']
     for line in odd:
         path.write_bytes(b"\n".join([lines[0], line, *lines[1:]]) + b"\n")
-        with pytest.raises(
-            ValueError, match=r"log\.jsonl' line 2 is damaged: .*; allowed: without that line"
-        ):
+        with pytest.raises(ValueError, match=r"log\.jsonl' line 2 is damaged; remove that line"):
             read_log(half)
     path.write_bytes(b"\n".join([lines[0], *odd, *lines[1:]]) + b"\n")
     run(None, half, resume=True, progress=shown)
     notes = [text for text in shown.messages if text.endswith("; it was left out")]
-    assert [note.partition(" is damaged: ")[0] for note in notes] == [
-        f"{str(path)!r} line {number}" for number in range(2, 8)
+    assert [note.partition(" is damaged; ")[0] for note in notes] == [
+        f"{str(path)!r} line {number}" for number in range(2, 6)
     ]
     assert log(half) == log(unbroken)
-
-
-def test_curves_are_drawn_around_a_damaged_line(unbroken, tmp_path):
-    (tmp_path / "log.jsonl").write_bytes(
-        b"\xff\n{}\n" + (unbroken / "log.jsonl").read_bytes() + b'{"st'
-    )
-    figures.curves(tmp_path / "log.jsonl", tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").exists()
 
 
 def test_evaluations_of_other_weights_are_set_aside(tmp_path):
@@ -418,7 +359,7 @@ def test_run_that_another_process_made_meanwhile_is_not_overwritten(
         return claim(path, what)
 
     monkeypatch.setattr("vssm.runs.folder.claim", late)
-    with pytest.raises(ValueError, match="is not empty; allowed: --resume"):
+    with pytest.raises(ValueError, match="is not empty; use --resume"):
         run(tiny(seed=1), folder)
     assert result(folder) == result(unbroken)
 
@@ -478,18 +419,18 @@ def test_existing_folder_is_never_overwritten(unbroken, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in unbroken.rglob("*")}
     name = str(unbroken)
     with pytest.raises(
-        ValueError, match=f"run folder '{name}' is not empty; allowed: --resume {name}, or another"
+        ValueError, match=f"run folder '{name}' is not empty; use --resume {name}, or another"
     ):
         run(tiny(), unbroken)
     with pytest.raises(
-        ValueError, match=r"train.epochs=5 differs from 4 of the run in .* allowed: the same"
+        ValueError, match=r"train.epochs=5 differs from 4 of the run in .* use the same"
     ):
         run(tiny(epochs=5), unbroken, resume=True)
     with pytest.raises(ValueError, match="config=None goes with resume=True only"):
         run(None, tmp_path / "new")
     assert {path: path.stat().st_mtime_ns for path in unbroken.rglob("*")} == before
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="is a file; allowed: a new name"):
+    with pytest.raises(ValueError, match="is a file; use a new name"):
         run(tiny(), tmp_path / "file")
 
 
@@ -502,16 +443,9 @@ def test_resuming_never_trains_over_finished_weights(unbroken, tmp_path):
     (tmp_path / "copy").mkdir()
     for name in kept:
         shutil.copy(unbroken / name, tmp_path / "copy" / name)
-    unsure = shutil.copytree(ended, tmp_path / "unsure")
-    damage(unsure / "meta.json", "truncated")  # which says that the run has ended
-    deep = shutil.copytree(ended, tmp_path / "deep")
-    damage(deep / "meta.json", "nested")
-    assert not RunFolder(deep).has_ended()
     for folder, message in (
         (tmp_path / "saved", r"has no key 'data'; allowed: a run folder"),
         (ended, "has weights but no checkpoint to go on from"),
-        (unsure, "has weights but no checkpoint to go on from"),
-        (deep, "has weights but no checkpoint to go on from"),
         (tmp_path / "copy", "has weights but no checkpoint to go on from"),
     ):
         before = {name: (folder / name).read_bytes() for name in kept}
@@ -592,7 +526,7 @@ from vssm.training.progress import Progress
 from vssm.training.loop import train
 
 folder, kills = Path(sys.argv[1]), int(sys.argv[2])
-figures.curves = lambda log, path: None
+figures.curves = lambda folder: None
 rng, config = random.Random(7), tiny(epochs=60, validate_every=2 / 3)
 
 def wait_until(reached, seconds):
@@ -636,7 +570,7 @@ def test_one_process_at_a_time(tmp_path):
     run(tiny("rnn", max_steps=2), folder)
     first = RunFolder(folder)
     first.reopen(read_config(folder))
-    with pytest.raises(ValueError, match="is in use by another process; allowed: one at a time"):
+    with pytest.raises(ValueError, match="is in use by another process; wait until it has ended"):
         train(None, folder, resume=True)
     first.close()
     train(None, folder, resume=True)
@@ -651,7 +585,7 @@ def test_data_that_changed_are_refused_and_nothing_is_lost(tmp_path):
     before = newest(folder)
     np.save(tmp_path / "x.npy", values[:, ::-1])
     with pytest.raises(
-        ValueError, match=r"training set of 'arrays' is another .*; allowed: the same data, or a"
+        ValueError, match=r"training set of 'arrays' is another .*; use the same data, or a"
     ):
         run(config, folder, resume=True)
     assert newest(folder) == before

@@ -371,7 +371,7 @@ def test_mistakes_leave_no_folder(tmp_path):
             "batch=38 is not allowed; allowed: 1 to 37, the sequences of the training set",
         ),
         (tiny(fsdp=True), "fsdp=True needs processes to shard over"),
-        (tiny(device="cuda:99"), "device='cuda:99' is not there"),
+        (tiny(device="cuda:99"), "device='cuda:99' is not available here"),
         (
             replace(tiny(), model=small_config("rnn", "categorical")),
             "head='categorical' does not suit",
@@ -383,7 +383,7 @@ def test_mistakes_leave_no_folder(tmp_path):
 
 
 def test_missing_tensorboard_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("vssm.training.loop.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("vssm.training.setup.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"tensorboard=True .*pip install 'vssm\[track\]'"):
         run(tiny(tensorboard=True), tmp_path / "run")
 

@@ -121,7 +121,6 @@ class Generate:
 
         import vssm
         from vssm.data import steps_left
-        from vssm.data.dataset import one_hot
 
         if meta is None or not meta.classes:
             raise ValueError(
@@ -142,7 +141,7 @@ class Generate:
             meta.without_given(x)[:, :first] = prompt
         labels = torch.arange(num, device=device) % meta.classes
         labels = labels if self.label is None else torch.full_like(labels, self.label)
-        x[..., -meta.classes :] = one_hot(labels, meta.classes)[:, None]
+        x[..., -meta.classes :] = torch.nn.functional.one_hot(labels, meta.classes)[:, None].to(x)
         options = {"passes": self.passes, "temperature": self.temperature, "observe": self.observe}
         made = vssm.fill(model, x, **options, seed=self.seed or 0)
         return meta.without_given(made)[:, first:]

@@ -1,33 +1,21 @@
-"""What every data set is once it is open: `Data` with splits (`Split`) and metadata (`Meta`).
-
-M sequences of T steps with D features are kept as (M, T, D), or (M, T) for tokens, in the smallest
-type that holds them (8-bit images stay 8-bit). Batch by batch they become what a model reads,
-float32 or int64.
+"""`Data`, an opened data set, and the random choices that split one.
 
 Random choices (the validation set, binarisation, synthetic data) are made from the raw bits of
 Philox with the key (seed, stream). Unlike numpy's distributions, these bits are the same in all
 versions.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from vssm.data.config import DataConfig
 from vssm.data.meta import Meta
-from vssm.data.scale import centre_of_steps, window_scale, window_scale_of_known
-
-PART = 1 << 22  # values in a part of a split
+from vssm.data.split import Split
 
 SPLIT, BINARIZE_TRAIN, BINARIZE_TEST, SYNTHETIC_TRAIN, SYNTHETIC_TEST, DIGITS, ARRAYS = range(7)
-
-Index = Tensor | np.ndarray | Sequence[int] | slice
 
 
 def random_bits(seed: int, stream: int, num: int) -> np.ndarray:
@@ -42,186 +30,6 @@ def hold_out(
     order = np.argsort(random_bits(seed, stream, num), kind="stable")
     cut = round(fraction * num)
     return np.sort(order[cut:]), np.sort(order[:cut])
-
-
-@dataclass(frozen=True)
-class Split:
-    """Holds the sequences of one split in memory, on the CPU or a device.
-
-    Arguments:
-        x: (M, T, D) uint8 or float32, or (M, T) tokens in a small integer type. The windows of a
-            series are a view of the (N, D) rows that they share.
-        labels: (M,) int64 classes, or None.
-        maximum: The stored value that stands for 1; a batch is divided by it.
-        rows: The numbers of the sequences of x that count; all by default.
-        scaled: Context, channels, centre and season of windows. Each of the first `channels` is
-            standardised by its own centre and deviation over the first `context` steps.
-        patch: Rows that are joined to one step, last.
-        lengths: (M,) int64, the real steps of each sequence if others are padding of zeros.
-        classes: Number of classes that are added to every step, one-hot; 0 to add none.
-        given: How many of the channels, the last ones, are given; they stay last in a step of many
-            rows.
-        missing: Whether values may be NaN.
-    """
-
-    x: Tensor
-    labels: Tensor | None = None
-    maximum: int = 1
-    rows: Tensor | None = None
-    scaled: tuple[int, int, str, int] | None = None
-    patch: int = 1
-    lengths: Tensor | None = None
-    classes: int = 0
-    given: int = 0
-    missing: bool = False
-
-    def __len__(self) -> int:
-        return len(self.x if self.rows is None else self.rows)
-
-    def parts(self, index: Tensor | None = None) -> Iterator[Tensor]:
-        """Gives the sequences at `index`, or all, in batches of bounded memory."""
-        index = torch.arange(len(self), device="cpu") if index is None else index
-        width = self.batch(slice(0, 1)).numel()
-        for some in index.split(max(1, PART // max(1, width))):
-            yield self.batch(some)
-
-    def digest(self) -> list[float]:
-        """Returns three numbers that tell data sets apart, on any machine.
-
-        They are means over at most 4,096 sequences, spread evenly: of the values, of their squares,
-        and of the values weighted by their place.
-        """
-        num = min(4096, len(self))
-        sums, done = torch.zeros(3, dtype=torch.float64), 0
-        for part in self.parts(torch.arange(num, device="cpu") * len(self) // max(1, num)):
-            x = part.reshape(-1).double().nan_to_num()
-            place = torch.arange(done, done + len(x), dtype=torch.float64, device=x.device)
-            sums += torch.stack([x.sum(), (x * x).sum(), (x * place).sum()]).cpu()
-            done += len(x)
-        sums[2] /= max(1, done - 1)  # so that the last value weighs 1
-        return (sums / max(1, done)).tolist()
-
-    def batch(
-        self,
-        index: Index,
-        device: torch.device | str | None = None,
-        known: Tensor | None = None,
-    ) -> Tensor:
-        """Returns the sequences at `index` as a model reads them.
-
-        Arguments:
-            index: (B,) positions in the split (on the CPU or on the device of `x`), or a slice.
-            device: Where the batch goes; by default it stays where `x` is.
-            known: Which entries of the result are known; windows are scaled by these alone.
-
-        Returns:
-            (B, T, D) float32, or (B, T) int64 for tokens. NaN where a value is missing.
-        """
-        index = index if self.rows is None else self.rows[index]
-        x = self.x[index]
-        if device is not None:
-            x = x.to(device, non_blocking=True)
-        if x.dim() == 2:
-            return x.long()
-        x = x.float() if self.maximum == 1 else x.float() / self.maximum
-        if self.scaled is not None:
-            context, channels, *_ = self.scaled
-            centres, deviation = self._scale(x, known)
-            centres = centre_of_steps(centres, -context, x.shape[1])
-            x = torch.cat([(x[..., :channels] - centres) / deviation, x[..., channels:]], -1)
-        if self.patch > 1:
-            made = x.shape[2] - self.given
-            parts = (x[..., :made], x[..., made:]) if self.given else (x,)
-            x = torch.cat([part.unflatten(1, (-1, self.patch)).flatten(2) for part in parts], -1)
-        if self.classes:
-            assert self.labels is not None
-            labels = one_hot(self.labels[index].to(x.device), self.classes)
-            x = torch.cat([x, labels[:, None].expand(-1, x.shape[1], -1)], -1)
-        return x
-
-    def _scale(self, x: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the centres and the deviation of windows of rows."""
-        assert self.scaled is not None
-        context, channels, centre, season = self.scaled
-        x = x[:, :context, :channels]
-        if known is not None:
-            known = known[..., : self.patch * channels].unflatten(-1, (self.patch, -1))
-            x = torch.where(known.flatten(1, 2)[:, :context], x, torch.nan)
-        scale = window_scale_of_known if self.missing else window_scale
-        return scale(x, centre, season)
-
-    def deviation(self, index: Index, device: torch.device | str, known: Tensor) -> Tensor:
-        """Returns what the features of a batch were divided by, (B, 1, D), for the same `known`."""
-        deviation = torch.ones(len(known), 1, known.shape[-1], device=device)
-        if self.scaled is not None:
-            x = self.x[index if self.rows is None else self.rows[index]].to(device).float()
-            own = self._scale(x, known)[1].repeat(1, 1, self.patch)
-            deviation[..., : own.shape[-1]] = own
-        return deviation
-
-    def real(self, index: Index, device: torch.device | str | None = None) -> Tensor | None:
-        """Returns how many steps of the sequences at `index` are real, (B,); None if all are."""
-        if self.lengths is None:
-            return None
-        lengths = self.lengths[index if self.rows is None else self.rows[index]]
-        return lengths if device is None else lengths.to(device, non_blocking=True)
-
-    @property
-    def filled(self) -> float:
-        """The share of the steps that are real."""
-        if self.lengths is None:
-            return 1.0
-        return float(self.lengths.double().mean()) / self.x.shape[1]
-
-    def take(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Returns the sequences at `index`, and their lengths if they differ."""
-        index = index.to(self.x.device)
-        return self.batch(index, device), self.real(index, device)
-
-    def is_grey(self) -> bool:
-        """Says whether some values are neither 0 nor 1, and no Bernoulli distribution suits them.
-
-        Example:
-            >>> [Split(torch.tensor([[[value, 1.0]]])).is_grey() for value in (0.0, 0.5)]
-            [False, True]
-        """
-        return any(bool(((x != 0) & (x != 1) & (x == x)).any()) for x in self.parts())
-
-    def placed(self, device: torch.device) -> "Split":
-        """Returns this split on a GPU if it takes less than a quarter of its free memory."""
-        if device.type == "cuda" and self.nbytes < torch.cuda.mem_get_info(device)[0] // 4:
-            return self.to(device)
-        return self
-
-    def to(self, device: torch.device | str) -> "Split":
-        """Returns this split on `device`; windows stay a view of the rows that they share."""
-        x = self._memory.to(device).as_strided(self.x.shape, self.x.stride())
-        parts = {name: getattr(self, name) for name in ("labels", "rows", "lengths")}
-        moved = {name: None if part is None else part.to(device) for name, part in parts.items()}
-        return dataclasses.replace(self, x=x, **moved)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that `to` moves for `x`."""
-        return self._memory.nbytes
-
-    @property
-    def _memory(self) -> Tensor:
-        """The elements that `x` covers, once each, as a vector."""
-        steps = zip(self.x.shape, self.x.stride(), strict=True)
-        reach = sum((size - 1) * stride for size, stride in steps)
-        return self.x.as_strided((reach + 1,), (1,))
-
-
-def one_hot(labels: Tensor, classes: int) -> Tensor:
-    """Returns classes (B,) as vectors (B, classes) of 0 and 1, in float32.
-
-    Example:
-        >>> one_hot(torch.tensor([2, 0]), 3)
-        tensor([[0., 0., 1.],
-                [1., 0., 0.]])
-    """
-    return (labels[:, None] == torch.arange(classes, device=labels.device)).float()
 
 
 class Data:

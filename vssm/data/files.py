@@ -91,7 +91,7 @@ def locate_own(path: str, subfolder: str, given: str | None, folder: bool = Fals
     if is_there(own):
         return own
     if own.exists():
-        raise ValueError(f"{path!r} is a {'file' if folder else 'folder'}; allowed: a {kind}")
+        raise ValueError(f"{path!r} is a {'file' if folder else 'folder'}; use a {kind}")
     folders = _data_folders(given)
     name = own.name if own.is_absolute() else str(own)
     if found := _search([name], [subfolder], folders, is_there):
@@ -103,11 +103,11 @@ def locate_own(path: str, subfolder: str, given: str | None, folder: bool = Fals
     )
 
 
-def read_bytes(path: Path, limit: int | None = None) -> bytes:
-    """Returns the content of a file, at most `limit` bytes of it; a .gz file is unpacked."""
+def read_bytes(path: Path) -> bytes:
+    """Returns the content of a file; a .gz file is unpacked."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            return file.read(-1 if limit is None else limit)
+            return file.read()
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 

@@ -10,7 +10,6 @@ turned as their camera says, and an animation gives its first frame.
 """
 
 import os
-import struct
 import tarfile
 import warnings
 import zlib
@@ -26,13 +25,13 @@ from vssm.data.dataset import (
     BINARIZE_TRAIN,
     DIGITS,
     Data,
-    Split,
     hold_out,
     random_bits,
     split_at_random,
 )
 from vssm.data.files import Remote, check_sha256, locate, locate_own, read_bytes
 from vssm.data.meta import Meta
+from vssm.data.split import Split
 
 Labelled = tuple[np.ndarray, np.ndarray]  # (M, H, W, C) uint8 pixels, (M,) uint8 classes
 
@@ -77,7 +76,6 @@ _CIFAR10_ARCHIVE = Remote(
 )
 _CIFAR10_FOLDERS = ("cifar-10-batches-bin", "cifar10", "cifar10/cifar-10-batches-bin")
 _CIFAR10_RECORD = 1 + 3 * 32 * 32  # a class, then the red, green and blue planes
-CIFAR10_BYTES = 10000 * _CIFAR10_RECORD
 # Pillow tries no other formats, since some of them start programs.
 _FORMATS = ("BMP", "GIF", "JPEG", "PPM", "PNG", "TIFF", "WEBP")
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -173,19 +171,9 @@ def open_mnist(config: DataConfig) -> Data:
 def _read_idx(path: Path) -> np.ndarray:
     """Returns the uint8 array of an IDX file: 0 0 8 rank, the big-endian sizes, the values."""
     shape, _, published = MNIST[path.name.removesuffix(".gz")]
-    header = bytes((0, 0, 8, len(shape))) + struct.pack(f">{len(shape)}I", *shape)
-    size = len(header) + int(np.prod(shape))
-    content = read_bytes(path, limit=size + 1)
-    if not content.startswith(header):
-        begins = content[: len(header)].hex()
-        raise ValueError(
-            f"{path} is no IDX file of shape {shape}: it begins with {begins}, not {header.hex()}"
-        )
-    if len(content) != size:
-        what = "truncated" if len(content) < size else "too long"
-        raise ValueError(f"{path} is {what}: its header promises {size} bytes")
+    content = read_bytes(path)
     check_sha256(content, published, path)
-    return np.frombuffer(content, np.uint8, offset=len(header)).reshape(shape).copy()
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape)).reshape(shape).copy()
 
 
 def open_cifar10(config: DataConfig) -> Data:
@@ -211,39 +199,30 @@ def _read_cifar10(found: Path, names: list[str]) -> Labelled:
     """Returns the images (M, 32, 32, 3) and classes of batches beside or inside `found`."""
     if found.suffix == ".bin":
         folder = found.parent
-        contents = {name: read_bytes(folder / name, limit=CIFAR10_BYTES + 1) for name in names}
+        contents = {name: read_bytes(folder / name) for name in names}
     else:
         folder, contents = found, _read_archive(found, names)
-    parts = []
-    for name in names:
-        content, path = contents[name], folder / name
-        if len(content) != CIFAR10_BYTES:
-            size = f"{len(content)} bytes" if len(content) < CIFAR10_BYTES else "more bytes"
-            raise ValueError(f"{path} has {size}, expected {CIFAR10_BYTES}")
-        check_sha256(content, CIFAR10[name], path)
-        parts.append(np.frombuffer(content, np.uint8).reshape(-1, _CIFAR10_RECORD))
-    records = np.concatenate(parts)
+    for name, content in contents.items():
+        check_sha256(content, CIFAR10[name], folder / name)
+    records = np.frombuffer(b"".join(contents.values()), np.uint8).reshape(-1, _CIFAR10_RECORD)
     planes = records[:, 1:].reshape(-1, 3, 32, 32)
     return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), records[:, 0]
 
 
 def _read_archive(archive: Path, names: list[str]) -> dict[str, bytes]:
     """Returns the content of members, read in memory: nothing is extracted, so no path escapes."""
-    wanted = {f"cifar-10-batches-bin/{name}": name for name in names}
     contents = {}
     try:
         with tarfile.open(archive, "r|gz") as tar:  # a stream, so that nothing is unpacked twice
             for member in tar:
-                if member.name in wanted and member.isfile() and (file := tar.extractfile(member)):
-                    contents[wanted[member.name]] = file.read(CIFAR10_BYTES + 1)
-                if len(contents) == len(names):
-                    break
+                if member.isfile() and (file := tar.extractfile(member)):
+                    contents[Path(member.name).name] = file.read()
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{archive} cannot be read: {error}") from error
     if missing := [name for name in names if name not in contents]:
         missing = ", ".join(missing)
         raise ValueError(f"{archive} is not the binary version of CIFAR-10: it has no {missing}")
-    return contents
+    return {name: contents[name] for name in names}
 
 
 def open_images(config: DataConfig) -> Data:
@@ -255,25 +234,23 @@ def open_images(config: DataConfig) -> Data:
     paths = [path for path in files if path.suffix.lower() in _SUFFIXES]
     if len(paths) < FEWEST:
         raise ValueError(
-            f"{folder} has {len(paths)} images directly in it; allowed: {FEWEST} or more, whose"
+            f"{folder} has {len(paths)} images directly in it; put {FEWEST} or more there, whose"
             f" names end in {', '.join(_SUFFIXES)}"
         )
     if len(paths) < len(files):
         first = next(path.name for path in files if path not in paths)
         note = f"{len(files) - len(paths)} files are left out, such as {first}"
         warnings.warn(f"{folder}: {note}; images end in {', '.join(_SUFFIXES)}", stacklevel=3)
-    images: list[np.ndarray] = []
-    for path in paths:
-        image = _read_image(path)
-        images.append(image)
-        (height, width), (first_height, first_width) = image.shape[:2], images[0].shape[:2]
-        if (height, width) != (first_height, first_width):
+    images = [_read_image(path) for path in paths]
+    height, width = images[0].shape[:2]
+    for path, image in zip(paths, images, strict=True):
+        if image.shape[:2] != (height, width):
             raise ValueError(
-                f"{path} has {width} x {height} pixels, but {paths[0].name} has"
-                f" {first_width} x {first_height}; all images must have one size"
+                f"{path} has {image.shape[1]} x {image.shape[0]} pixels, but {paths[0].name} has"
+                f" {width} x {height}; all images must have one size"
             )
     channels = max(image.shape[2] for image in images)
-    shape = (*images[0].shape[:2], channels)
+    shape = (height, width, channels)
     meta = image_meta("images", shape, 255)
     pixels = np.stack([np.broadcast_to(image, shape) for image in images])
     x = torch.from_numpy(pixels.reshape(len(images), meta.length, meta.features))
@@ -300,3 +277,30 @@ def _read_image(path: Path) -> np.ndarray:
             f"{path} has pixels of more than 8 bits (mode {mode}); save it with 8 bits"
         )
     return pixels.reshape(*pixels.shape[:2], -1)
+
+
+def moved(
+    x: torch.Tensor,
+    share: float,
+    channels: int,
+    generator: torch.Generator | None = None,
+    shard: tuple[int, int] = (0, 1),
+) -> torch.Tensor:
+    """Moves a `share` of images (B, height, width * channels) by up to one row and one column.
+
+    Steps of -1, 0 and 1 are equally likely, and edges are repeated. `shard` is the part of a larger
+    batch that x is, as for `vssm.objective`.
+    """
+    index, count = shard
+    (batch, height, size), device = x.shape, x.device
+    draws = torch.rand(3, batch * count, dtype=torch.float32, device=device, generator=generator)
+    chosen, *places = draws[:, index * batch : (index + 1) * batch].unbind()
+    image = x.reshape(batch, height, size // channels, channels)
+    for axis, place in enumerate(places, 1):
+        length = image.shape[axis]
+        step = ((3 * place).long() - 1) * (chosen < share)
+        source = (torch.arange(length, device=device) + step[:, None]).clamp(0, length - 1)
+        view = [batch, 1, 1, 1]
+        view[axis] = length
+        image = image.gather(axis, source.view(view).expand(image.shape))
+    return image.reshape(x.shape)

@@ -21,20 +21,87 @@ are standardised over the training rows alone.
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vssm.data.config import DataConfig
-from vssm.data.dataset import Data, Split
+from vssm.data.dataset import Data
 from vssm.data.dates import plain_dates, uneven_dates
 from vssm.data.files import locate_own
 from vssm.data.meta import Meta
+from vssm.data.scale import centre_of_steps, window_scale, window_scale_of_known
+from vssm.data.split import Index, Split
 from vssm.data.table import Table, filled, left_out, read_table, select
 
 _CYCLES = {"day": 86_400, "week": 604_800, "year": 31_556_952}  # seconds
+
+
+@dataclass(frozen=True)
+class Windows(Split):
+    """Holds the windows of a series, a view of the (N, D) rows that they share.
+
+    Arguments:
+        rows: The numbers of the windows of x that count; all by default.
+        scaled: Context, channels, centre and season. Each of the first `channels` is standardised
+            by its own centre and deviation over the first `context` rows.
+        patch: Rows that are joined to one step, last.
+        given: How many of the channels, the last ones, are given; they stay last in a step of many
+            rows.
+    """
+
+    rows: Tensor | None = None
+    scaled: tuple[int, int, str, int] | None = None
+    patch: int = 1
+    given: int = 0
+
+    def __len__(self) -> int:
+        return len(self.x if self.rows is None else self.rows)
+
+    def batch(
+        self,
+        index: Index,
+        device: torch.device | str | None = None,
+        known: Tensor | None = None,
+    ) -> Tensor:
+        """Does what `Split.batch` does; windows are scaled by the `known` entries alone."""
+        x = super().batch(self._numbers(index), device)
+        if self.scaled is not None:
+            context, channels, *_ = self.scaled
+            centres, deviation = self._scale(x, known)
+            centres = centre_of_steps(centres, -context, x.shape[1])
+            x = torch.cat([(x[..., :channels] - centres) / deviation, x[..., channels:]], -1)
+        if self.patch > 1:
+            parts = x.split([x.shape[2] - self.given, self.given], -1)
+            x = torch.cat([part.unflatten(1, (-1, self.patch)).flatten(2) for part in parts], -1)
+        return x
+
+    def deviation(self, index: Index, device: torch.device | str, known: Tensor) -> Tensor:
+        """Returns what the features of a batch were divided by, (B, 1, D), for the same `known`."""
+        deviation = super().deviation(self._numbers(index), device, known)
+        if self.scaled is not None:
+            x = super().batch(self._numbers(index), device)
+            own = self._scale(x, known)[1].repeat(1, 1, self.patch)
+            deviation[..., : own.shape[-1]] = own
+        return deviation
+
+    def _numbers(self, index: Index) -> Index:
+        return index if self.rows is None else self.rows[index]
+
+    def _scale(self, x: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the centres and the deviation of windows of rows."""
+        assert self.scaled is not None
+        context, channels, centre, season = self.scaled
+        x = x[:, :context, :channels]
+        if known is not None:
+            known = known[..., : self.patch * channels].unflatten(-1, (self.patch, -1))
+            x = torch.where(known.flatten(1, 2)[:, :context], x, torch.nan)
+        scale = window_scale_of_known if self.missing else window_scale
+        return scale(x, centre, season)
 
 
 def open_series(config: DataConfig, missing: bool = False) -> Data:
@@ -81,7 +148,7 @@ def open_series(config: DataConfig, missing: bool = False) -> Data:
     windowed = options.scale if options.scale in ("window", "last") else None
     scaled = None if windowed is None else (options.context, channels, windowed, options.season)
 
-    def windows(part: str) -> Split:
+    def windows(part: str) -> Windows:
         own = slice(*bounds[part])
         x, there, known_too = values[own], known[own], beside[own]
         if options.separate:  # (series, rows, channels)
@@ -93,7 +160,7 @@ def open_series(config: DataConfig, missing: bool = False) -> Data:
         shared: dict[str, Any] = {"scaled": scaled, "patch": options.patch, "missing": missing}
         shared["given"] = beside.shape[1] if missing else always.shape[1]
         if there.all() and not options.separate:
-            return Split(rows.unfold(0, window, options.stride).transpose(1, 2), **shared)
+            return Windows(rows.unfold(0, window, options.stride).transpose(1, 2), **shared)
         starts = _window_starts(there, window, options.stride, 0.0 if missing else 0.5)
         if not len(starts):
             raise ValueError(
@@ -101,7 +168,7 @@ def open_series(config: DataConfig, missing: bool = False) -> Data:
                 f" {'a value' if missing else 'half of the values of every column'}; take fewer"
                 " columns, or a file with fewer gaps"
             )
-        return Split(rows.unfold(0, window, 1).transpose(1, 2), rows=starts, **shared)
+        return Windows(rows.unfold(0, window, 1).transpose(1, 2), rows=starts, **shared)
 
     def fit() -> tuple[Split, Split]:
         return windows("training"), windows("validation")

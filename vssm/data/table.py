@@ -10,6 +10,7 @@ import difflib
 import io
 import re
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -27,7 +28,7 @@ __all__ = ["Table", "fill_gaps", "filled", "find_column", "left_out", "read_tabl
 Columns = list[tuple[str, np.ndarray]]  # float64 numbers, datetime64 dates, or objects
 
 _TIME_NAMES = {"", "date", "datetime", "time", "timestamp", "index"}
-_MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
+_MISSING = {"", "na", "n/a", "nan", "nat", "<na>", "null", "none", "?"}
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def _number(cell: object) -> float | None:
 
 
 def _is_missing(cell: object) -> bool:
-    return cell is None or cell != cell or str(cell).strip().lower() in _MISSING
+    return str(cell).strip().lower() in _MISSING
 
 
 def _read_csv(path: Path) -> tuple[Columns, list[str]]:
@@ -266,6 +267,8 @@ def _read_npy(path: Path) -> tuple[Columns, list[str]]:
 
 
 def _read_parquet(path: Path) -> tuple[Columns, list[str]]:
+    import pandas
+
     try:
         import pyarrow
         from pyarrow import parquet
@@ -278,20 +281,15 @@ def _read_parquet(path: Path) -> tuple[Columns, list[str]]:
             table = file.read()
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    types = pyarrow.types
     columns = []
-    for name, cells in zip(table.column_names, table.columns, strict=True):
-        kind = cells.type
-        if types.is_timestamp(kind) or types.is_date(kind):
-            array = cells.to_numpy()
-        elif (types.is_primitive(kind) and not types.is_temporal(kind)) or types.is_decimal(kind):
-            # Integers beyond 2^53 are rounded, as in a CSV file.
-            array = cells.cast(pyarrow.float64(), safe=False).to_numpy()
-        elif types.is_nested(kind) or types.is_temporal(kind):
-            array = np.full(table.num_rows, str(kind), object)
-        else:
-            array = np.array(cells.to_pylist(), object)
-        columns.append((name, array))
+    for name, cells in table.to_pandas(ignore_metadata=True, date_as_object=False).items():
+        if isinstance(cells.dtype, pandas.DatetimeTZDtype):
+            cells = cells.dt.tz_convert(None)
+        array = cells.to_numpy()
+        if array.dtype.kind != "M":
+            with suppress(ValueError, TypeError):  # words, lists and the like stay as they are
+                array = array.astype(np.float64)
+        columns.append((str(name), array))
     return columns, _row_places(table.num_rows)
 
 
@@ -380,9 +378,7 @@ def filled(table: Table, fill: str | None, path: Path, missing: bool = False) ->
         values = fill_gaps(table.values, known, fill)
     if (large := np.nanmax(np.abs(values), 0)).max() > 1e30:
         column = table.names[large.argmax()]
-        raise ValueError(
-            f"{path}: column {column!r} has values up to {large.max():g}; the most is 1e30"
-        )
+        raise ValueError(f"{path}: column {column!r} has values up to {large.max():g}; scale it")
     return values
 
 

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from vssm.data.config import DataConfig
-from vssm.data.dataset import Data, Split
+from vssm.data.dataset import Data
 from vssm.data.files import Remote, check_sha256, locate, locate_own, read_bytes
 from vssm.data.meta import Meta
+from vssm.data.split import Split
 
 _SHAKESPEARE = Remote(
     url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",

@@ -20,11 +20,9 @@ so that a checkpoint of another run is refused. Nothing is ever unpickled.
 import dataclasses
 import hashlib
 import json
-import math
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -37,13 +35,11 @@ from torch import Tensor
 from vssm.config import RunConfig
 from vssm.data import Meta
 from vssm.runs.config import SavedConfig, flatten, read_config
-from vssm.runs.labels import is_number
 from vssm.storage import flush, read_object, read_tensors, write_atomically, write_tensors
 
-__all__ = ["FREE", "Checkpoint", "RunFolder", "claim", "differing", "finite"]
-__all__ += ["read_config", "read_line", "read_log"]
+__all__ = ["FREE", "Checkpoint", "RunFolder", "claim", "differing", "read_config", "read_log"]
 
-_TERMS = ("loss", "reconstruction", "kl")  # every line has them; null where they were not finite
+_FIELDS = {"step", "epoch", "split", "loss", "reconstruction", "kl"}  # of every line of the log
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a JSON file
 _KEPT = 2  # checkpoints: the newest, and one more in case it is damaged
 FREE = ("data.dir", "train.device", "train.checkpoint_minutes", "train.samples", "train.compile")
@@ -65,38 +61,25 @@ def read_log(folder: str | Path) -> list[dict[str, Any]]:
     """Returns the lines of the log of a run, without a last line that a kill has torn."""
 
     def refuse(problem: str) -> None:
-        raise ValueError(f"{problem}; allowed: without that line")
+        raise ValueError(f"{problem}; remove that line")
 
     return _parse_log(Path(folder) / "log.jsonl", refuse)
 
 
-def read_line(line: bytes) -> dict[str, Any]:
-    """Returns a line of a log; raises `ValueError` if it is damaged or incomplete."""
-    try:
-        values = json.loads(line)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(values, dict):
-        raise ValueError("it is not a JSON object")
-    for name in ("step", "epoch", *_TERMS, "partial_elbo"):
-        value = values.get(name, None if name == "partial_elbo" else "missing")
-        if not is_number(value) and (value is not None or name in ("step", "epoch")):
-            raise ValueError(f"{name!r} is not a number")
-    if values.get("split") not in ("train", "valid"):
-        raise ValueError("'split' is neither 'train' nor 'valid'")
-    return values
-
-
 def _parse_log(path: Path, damaged: Callable[[str], object]) -> list[dict[str, Any]]:
     """Returns the whole lines of a log, and passes a message about each other line to `damaged`."""
-    kept, lines = [], path.read_bytes().splitlines()
+    whole, lines = [], path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            kept.append(read_line(line))
-        except ValueError as error:
-            if number < len(lines):  # a kill tears the last line, which is no damage
-                damaged(f"{str(path)!r} line {number} is damaged: {error}")
-    return kept
+            values = json.loads(line)
+            if values.keys() >= _FIELDS:
+                whole.append(values)
+                continue
+        except _MALFORMED:
+            pass
+        if number < len(lines):  # a kill tears the last line, which is no damage
+            damaged(f"{str(path)!r} line {number} is damaged")
+    return whole
 
 
 def claim(folder: Path, what: str) -> IO[str] | None:
@@ -109,13 +92,14 @@ def claim(folder: Path, what: str) -> IO[str] | None:
     import fcntl
 
     lock = (folder / ".lock").open("a")
-    for wait in (0.01, 0.1, 0):  # `is_in_training` holds the lock for a moment
-        with suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
-        time.sleep(wait)
-    lock.close()
-    raise ValueError(f"{what} {str(folder)!r} is in use by another process; allowed: one at a time")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ValueError(
+            f"{what} {str(folder)!r} is in use by another process; wait until it has ended"
+        ) from None
+    return lock
 
 
 class RunFolder:
@@ -135,27 +119,25 @@ class RunFolder:
 
     def is_in_training(self) -> bool:
         """Returns whether a process trains in this folder now; always False on Windows."""
-        lock = self.path / ".lock"
-        if sys.platform == "win32" or not lock.is_file():
+        if not (self.path / ".lock").is_file():
             return False
-        import fcntl
-
-        with lock.open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it
-            except BlockingIOError:
-                return True
+        try:
+            lock = claim(self.path, "run folder")
+        except ValueError:
+            return True
+        if lock is not None:
+            lock.close()
         return False
 
     def check_new(self) -> None:
         """Raises unless the folder is absent, empty, or left by a start that was killed."""
         name = str(self.path)
         if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"run folder {name!r} is a file; allowed: a new name")
+            raise ValueError(f"run folder {name!r} is a file; use a new name")
         files = self.path.iterdir() if self.path.exists() else ()
         if any(not _is_temporary(file) and file.name != ".lock" for file in files):
             again = f"--resume {shlex.quote(name)}"
-            raise ValueError(f"run folder {name!r} is not empty; allowed: {again}, or another name")
+            raise ValueError(f"run folder {name!r} is not empty; use {again}, or another name")
 
     def create(self, config: RunConfig, meta: Meta) -> None:
         """Starts a run in a new folder."""
@@ -164,30 +146,22 @@ class RunFolder:
         self._lock = claim(self.path, "run folder")
         self.check_new()  # another process may have trained here until now
         self._tidy()
-        self.write_config(config, meta)
-
-    def write_config(self, config: RunConfig, meta: Meta) -> None:
-        """Writes config.json."""
         values = {**config.to_dict(), "data_meta": meta.to_json()}
         SavedConfig(self.path / "config.json", values).write()
 
     def has_ended(self) -> bool:
         """Returns whether meta.json says that the training is finished."""
-        return self._ended() is True
-
-    def _ended(self) -> bool | None:
-        """Returns whether the training is finished; None if meta.json is missing or damaged."""
         try:
             return read_object(self.path / "meta.json")["ended"] is not None
         except (OSError, ValueError, KeyError):
-            return None
+            return False
 
     def compare(self, config: RunConfig) -> None:
         """Raises unless the run in this folder has the same config in all that matters."""
         for key, given, saved in differing(config, read_config(self.path)):
             raise ValueError(
                 f"{key}={given!r} differs from {saved!r} of the run in {str(self.path)!r}; "
-                "allowed: the same, or another run folder"
+                "use the same, or another run folder"
             )
 
     def check_same(self, config: RunConfig) -> None:
@@ -211,13 +185,12 @@ class RunFolder:
         self.compare(config)
         self._lock = claim(self.path, "run folder")
         self._tidy()
-        # Weights without a log or a readable meta.json may be all that is left of a finished run.
-        finished = self._ended() is not False or not self.log_path.exists()
-        if (self.path / "weights.safetensors").exists() and finished and not self.has_checkpoint():
+        # Without a log, config and weights may have been copied from a finished run.
+        finished = self.has_ended() or not self.log_path.exists()
+        if (self.path / "weights.safetensors").exists() and finished and not self._saved():
             raise ValueError(
                 f"{str(self.path)!r} has weights but no checkpoint to go on from, and a new start "
-                "would replace them; allowed: a run with its checkpoint folder, or a new run under "
-                "another name"
+                "would replace them; use a new run folder"
             )
 
     def _tidy(self) -> None:
@@ -234,16 +207,13 @@ class RunFolder:
 
     def save_weights(self, tensors: dict[str, Tensor]) -> None:
         """Writes the best weights, and renames evaluations of other weights to "eval.json.old"."""
-        self._set_evaluations_aside()  # before, so that a kill leaves none beside new weights
-        write_tensors(self.path / "weights.safetensors", tensors)
-        self._set_evaluations_aside()  # after, because an evaluation may just have ended
-
-    def _set_evaluations_aside(self) -> None:
+        # Renamed before, so that a kill leaves no evaluation beside weights that it is not of.
         for file in (self.path / "eval.json", self.path / "eval_valid.json"):
             with suppress(FileNotFoundError):
                 file.replace(file.with_name(f"{file.name}.old"))
             for part in self.path.glob(f"{file.stem}.part-*.json"):
                 part.unlink(missing_ok=True)
+        write_tensors(self.path / "weights.safetensors", tensors)
 
     def has_weights(self) -> bool:
         """Returns whether the best weights are there and undamaged."""
@@ -324,7 +294,12 @@ class RunFolder:
             except ValueError as error:
                 damaged[path] = f"{str(path)!r} is damaged ({error})"
                 continue
-            self._check_origin(checkpoint, config, warn)
+            saved = RunConfig.from_dict(checkpoint.progress.pop("config"))
+            for key, here, there in differing(config, saved):
+                raise ValueError(
+                    f"{str(path)!r} is a checkpoint of another run, with {key}={there!r}, here "
+                    f"{here!r}; move it out of {str(self.path)!r} to go on from the one before"
+                )
             for newer, problem in damaged.items():
                 warn(f"{problem}; going on from {path.name}")
                 aside = newer.with_name(f"{newer.name}.damaged")
@@ -332,29 +307,9 @@ class RunFolder:
                 newer.rename(aside)
             return checkpoint
         if damaged:
-            raise ValueError(
-                f"no checkpoint is good: {', '.join(damaged.values())}; allowed: a new run under "
-                "another name"
-            )
+            problems = ", ".join(damaged.values())
+            raise ValueError(f"no checkpoint is good: {problems}; use a new run folder")
         return None
-
-    def _check_origin(
-        self, checkpoint: Checkpoint, config: RunConfig, warn: Callable[[str], object]
-    ) -> None:
-        path, origin = str(checkpoint.path), checkpoint.progress.pop("config", None)
-        if origin is None:  # older versions did not save it
-            warn(f"{path!r} does not say which run it belongs to; it is used for this run")
-            return
-        try:
-            saved = RunConfig.from_dict(origin)
-        except ValueError as error:
-            raise ValueError(f"{path!r}: {error}") from None
-        for key, here, there in differing(config, saved):
-            raise ValueError(
-                f"{path!r} is a checkpoint of another run, with {key}={there!r}, here {here!r}; "
-                f"allowed: checkpoints of this run (move it out of {str(self.path)!r} to go on "
-                "from the one before)"
-            )
 
     def has_checkpoint(self) -> bool:
         """Returns whether there is a checkpoint, damaged or not."""
@@ -364,13 +319,6 @@ class RunFolder:
         """Returns the checkpoints, oldest first."""
         found = [path for path in self.checkpoints.glob("step-*") if path.name[5:].isdecimal()]
         return sorted(found, key=lambda path: int(path.name[5:]))  # steps may have over 8 digits
-
-
-def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the values with None for infinite floats and NaN, which JSON does not have."""
-    return {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
-    }
 
 
 def _read(path: Path) -> Checkpoint:

@@ -8,7 +8,6 @@ and a run in one process replays its step as a CUDA graph. Ten steps in a row th
 stop the run.
 """
 
-import importlib.util
 import math
 import time
 import warnings
@@ -31,7 +30,7 @@ from vssm.nn import BLOCKS
 from vssm.objectives import Terms, real_steps
 from vssm.ops import choose_backend
 from vssm.runs.checkpoint import load_finite
-from vssm.runs.folder import RunFolder, finite, read_config
+from vssm.runs.folder import RunFolder, read_config
 from vssm.runs.results import commit, machine
 from vssm.sampling.filling import fill
 from vssm.sampling.generation import generate
@@ -77,7 +76,7 @@ def train(
         check_type("progress", progress, Progress, "a vssm.training.progress.Progress")
     if config is None:
         if not resume:
-            raise ValueError("config=None goes with resume=True only; allowed: a RunConfig")
+            raise ValueError("config=None goes with resume=True only; give a RunConfig")
         config = read_config(folder)
     check_type("config", config, RunConfig, "a RunConfig")
     with join(config.train.device) as world:
@@ -137,7 +136,6 @@ class Trainer:
         self.step = 0
         self.best: float | None = None
         self.lost = False  # whether a resumed run has lost its best weights
-        self.unread: BrokenPipeError | None = None
         self.seconds, self.started = 0.0, datetime.now(UTC).isoformat(timespec="seconds")
         self.saved: Path | None = None
         self.drawn = -math.inf
@@ -152,8 +150,8 @@ class Trainer:
         if options.tensorboard and world.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
-            path = str(folder.path / "tensorboard")
-            self.board = SummaryWriter(path, purge_step=self.step + 1)
+            place = str(folder.path / "tensorboard")
+            self.board = SummaryWriter(place, purge_step=self.step + 1)
 
     def _build_model(self, first: Model | None) -> Model:
         with torch.random.fork_rng(devices=[]):
@@ -221,11 +219,8 @@ class Trainer:
         if self.world.rank == 0:
             with self._stopping():
                 self.draw()
-                self._check_folder()
                 if not done:
                     self.folder.describe(self._facts(ended=True))
-        if self.unread is not None:
-            raise self.unread
         interrupts.act()  # a signal at the last step must still end a sweep over many runs
 
     def _log_point(self, steps: int, validating: bool) -> None:
@@ -243,13 +238,10 @@ class Trainer:
         if validating:
             self.validate()
         due = now - self.checkpointed >= 60 * self.options.checkpoint_minutes
-        due = due or self.step == self.total or self.unread is not None
-        due = self.progress.wants_checkpoint() or due
+        due = due or self.step == self.total
         if self.world.agree([float(due)])[0]:
             self.save(skipped, streak)
             self.checkpointed = time.monotonic()
-        if self.unread is not None and self.step < self.total:
-            raise self.unread
         rested = time.monotonic() - self.drawn > _PICTURE_SECONDS
         if validating and self.world.rank == 0 and rested:
             self.draw()
@@ -260,16 +252,16 @@ class Trainer:
         self.seconds, self.clock = self.seconds + now - self.clock, now
         epoch = round(self.step / self.steps_per_epoch, 4)
         at = {"step": self.step, "epoch": epoch, "split": split}
-        line = finite({**at, **values, "seconds": round(self.seconds, 3)})
+        line = {**at, **values, "seconds": round(self.seconds, 3)}
+        # JSON knows neither NaN nor infinity.
+        odd = {k: None for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)}
+        line |= odd
         if self.world.rank == 0:
             self.folder.log(line)
         if self.board is not None:
             for name, value in values.items():
                 self.board.add_scalar(f"{split}/{name}", value, self.step)
-        try:
-            self.progress.line(line)
-        except BrokenPipeError as error:  # nobody reads the output any more: save, then stop
-            self.unread = error
+        self.progress.line(line)
 
     @torch.no_grad()
     def validate(self) -> None:
@@ -285,7 +277,7 @@ class Trainer:
                 if self.world.rank == 0:
                     self.folder.save_weights(tensors)
         self._log("valid", {**means, "best": best})
-        if not math.isfinite(score) and self.unread is None:
+        if not math.isfinite(score):
             self.progress.message(
                 "note: validation is not finite; a lower --train.learning-rate may help"
             )
@@ -313,8 +305,7 @@ class Trainer:
         """Returns the terms of the sequences at `valid_index`, stacked.
 
         With `validate_partial` two more rows follow: the bound on log p of the steps after the cut,
-            and
-        whether there are any.
+        and whether there are any.
         """
         x, lengths = self.valid_split.take(self.valid_index, self.world.device)
         with self.steps.autocast():
@@ -329,11 +320,9 @@ class Trainer:
         return torch.stack([*terms, torch.where(counts > 0, bound, 0), counts])
 
     def draw(self) -> None:
-        """Replaces the pictures, if matplotlib is installed."""
-        if importlib.util.find_spec("matplotlib") is None:
-            return
+        """Replaces the pictures."""
         if self.folder.log_path.exists():
-            figures.curves(self.folder.log_path, self.folder.path / "curves.png")
+            figures.curves(self.folder.path)
         if num := self._num_samples():
             with self.learner.averaged():
                 x = self._sample(num)
@@ -358,16 +347,6 @@ class Trainer:
             return 0
         return self.options.samples if self.meta.image_shape else min(6, self.options.samples)
 
-    def _check_folder(self) -> None:
-        """Raises unless the folder holds a model at the end; the user may have deleted files."""
-        if not (self.folder.path / "config.json").exists():
-            self.folder.write_config(self.config, self.meta)
-        if not self.folder.has_weights():
-            raise TrainingStopped(
-                f"the best weights of {str(self.folder.path)!r} were damaged or deleted during the "
-                "training; allowed: resume it, which keeps those of its end"
-            )
-
     def save(self, skipped: int, streak: int) -> None:
         """Writes a checkpoint; every process must call this."""
         parts = self.learner.parts()
@@ -388,7 +367,7 @@ class Trainer:
             if checkpoint is not None:
                 self.saved, progress, parts = checkpoint
                 self.started = progress["started"]
-                self._check_data(progress.get("data", self.digest))  # absent in older checkpoints
+                self._check_data(progress["data"])
                 best = math.nan if progress["best"] is None else progress["best"]
                 validated = not math.isnan(best) or progress["step"] == self.total
                 self.lost = validated and not self.folder.has_weights()
@@ -399,8 +378,7 @@ class Trainer:
                         "those of its next validation take their place"
                     )
                 numbers = [progress[key] for key in ("step", "skipped", "streak", "seconds")]
-                # Older checkpoints have no pending sums.
-                numbers += [best, float(self.lost), *progress.get("pending", pending)]
+                numbers += [best, float(self.lost), *progress["pending"]]
             step = int(numbers[0])
             self.folder.cut_log(step, self.progress.message)
             self.progress.message(
@@ -421,7 +399,7 @@ class Trainer:
         if any(abs(a - b) > least for a, b in zip(digest, self.digest, strict=True)):
             raise ValueError(
                 f"the training set of {self.config.data.name!r} is another than the one that"
-                f" {str(self.folder.path)!r} was trained on; allowed: the same data, or a new run"
+                f" {str(self.folder.path)!r} was trained on; use the same data, or a new run"
             )
 
     @contextmanager
@@ -429,7 +407,7 @@ class Trainer:
         """Says in one line why the run ends, and which checkpoint it can resume from."""
         try:
             yield
-        except BrokenPipeError:  # of our output
+        except BrokenPipeError:  # nobody reads our output any more
             raise
         except (TrainingStopped, OSError, SafetensorError) as error:
             reason, name = str(error), str(self.folder.path)

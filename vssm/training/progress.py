@@ -21,10 +21,6 @@ class Progress:
     def line(self, line: dict[str, Any]) -> None:
         """Called with every line of log.jsonl."""
 
-    def wants_checkpoint(self) -> bool:
-        """Called at every log point; True saves a checkpoint now."""
-        return False
-
     def message(self, text: str) -> None:
         """Called with messages to the user."""
 

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from vssm.config import TrainConfig
-from vssm.data import Meta, Split
+from vssm.data import Meta, Split, moved
 from vssm.objectives import Terms, objective
 from vssm.training.distributed import World
 from vssm.training.muon import Muon, block_matrices
 
-__all__ = ["Learner", "Step", "Tally", "TrainingStopped", "learning_rate", "mix", "moved"]
+__all__ = ["Learner", "Step", "Tally", "TrainingStopped", "learning_rate", "mix"]
 __all__ += ["parameter_groups"]
 
 _STREAK = 10  # bad steps in a row that stop a run
@@ -340,33 +340,6 @@ class Tally:
             target.fill_(value)
         self.sums.copy_(torch.tensor(pending[:-1], dtype=torch.float64))
         self.taken.fill_(pending[-1])
-
-
-def moved(
-    x: Tensor,
-    share: float,
-    channels: int,
-    generator: torch.Generator | None = None,
-    shard: tuple[int, int] = (0, 1),
-) -> Tensor:
-    """Moves a `share` of images (B, height, width * channels) by up to one row and one column.
-
-    Steps of -1, 0 and 1 are equally likely, and edges are repeated. `shard` is the part of a larger
-    batch that x is, as for `vssm.objective`.
-    """
-    index, count = shard
-    (batch, height, size), device = x.shape, x.device
-    draws = torch.rand(3, batch * count, dtype=torch.float32, device=device, generator=generator)
-    chosen, *places = draws[:, index * batch : (index + 1) * batch].unbind()
-    image = x.reshape(batch, height, size // channels, channels)
-    for axis, place in enumerate(places, 1):
-        length = image.shape[axis]
-        step = ((3 * place).long() - 1) * (chosen < share)
-        source = (torch.arange(length, device=device) + step[:, None]).clamp(0, length - 1)
-        view = [batch, 1, 1, 1]
-        view[axis] = length
-        image = image.gather(axis, source.view(view).expand(image.shape))
-    return image.reshape(x.shape)
 
 
 def mix(*parts: object) -> int:
