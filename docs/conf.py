@@ -2,6 +2,7 @@
 
 import re
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -21,7 +22,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 exclude_patterns = ["results_page"]
-myst_enable_extensions = ["dollarmath", "amsmath"]
+myst_enable_extensions = ["dollarmath", "amsmath", "html_image"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"  # the outputs are committed; a test runs the notebooks
 
@@ -35,6 +36,12 @@ autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
 autosummary_generate = True
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
+
+# MathJax is part of the site, so that formulas need no network.
+mathjax = find_spec("sphinx-mathjax-offline")
+assert mathjax and mathjax.origin, "a package of the docs extra"
+html_static_path = [str(Path(mathjax.origin).parent / "static" / "mathjax" / "tex-svg.js")]
+mathjax_path = "tex-svg.js"
 
 html_theme = "furo"  # search, light and dark, phones
 html_title = f"vssm {release}"
