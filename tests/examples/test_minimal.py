@@ -1,6 +1,8 @@
-"""The one-file model is the library's: its weights, loaded into it, give the same numbers."""
+"""The one-file model is the library's: its weights give the same numbers in both."""
 
 import importlib.util
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,46 +23,19 @@ def load(name):
 
 
 minimal = load("minimal")
-
-
-def renamed(weights):
-    """Returns the weights under the library's names, and as it lays them out."""
-    stacks = {"f_enc": "encoder", "f_dec": "decoder", "f_par": "partial"}
-    found = {"partial.blank": weights.pop("empty")}
-    for name, value in weights.items():
-        stack, rest = name.split(".", 1)
-        if rest.startswith("blocks") and ".norm." not in rest:
-            _, number, part = rest.split(".", 2)
-            rest = f"blocks.{number}.mixer.{part}"
-        found[f"{stacks[stack]}.{rest}"] = value
-    # The library looks latents up and sums them, without a bias: each of Z rows brings its share.
-    bias = found.pop("decoder.embed.bias")
-    found["decoder.embed.weight"] = found["decoder.embed.weight"].T + bias / minimal.LATENTS
-    return found
+sys.modules["minimal"] = minimal  # as if run in its folder
+in_library = load("minimal_in_library")
 
 
 @pytest.fixture(scope="module")
 def pair():
     """A model of the file and the library's model of the same weights."""
     torch.manual_seed(3)
-    small = minimal.VSSM()
-    config = vssm.ModelConfig(
-        kind="vssm",
-        features=minimal.FEATURES,
-        width=minimal.WIDTH,
-        layers=minimal.LAYERS,
-        state_size=minimal.STATES,
-        latents=minimal.LATENTS,
-        classes=minimal.CLASSES,
-        sigma=minimal.SIGMA,
-    )
-    assert (config.inner, config.dt_rank, config.conv) == (
-        minimal.INNER,
-        minimal.RANK,
-        minimal.TAPS,
-    )
-    model = vssm.build(config)
-    model.load_state_dict(renamed(small.state_dict()))
+    small, model = minimal.VSSM(), in_library.build()
+    config = model.config
+    assert (config.inner, config.dt_rank) == (minimal.INNER, minimal.RANK)
+    assert config.conv == minimal.TAPS
+    model.load_state_dict(in_library.renamed(small.state_dict()))
     return small, model
 
 
@@ -102,7 +77,9 @@ def test_objective_and_gradients_are_the_librarys(pair, x):
     (kl - reconstruction - partial).mean().backward()
     terms.loss.mean().backward()
     names = dict(model.named_parameters())
-    for name, gradient in renamed({n: p.grad for n, p in small.named_parameters()}).items():
+    for name, gradient in in_library.renamed(
+        {n: p.grad for n, p in small.named_parameters()}
+    ).items():
         if name == "decoder.embed.weight":  # whose bias went into it
             continue
         theirs = names[name].grad
@@ -146,6 +123,14 @@ def test_training_learns_and_main_draws(tmp_path, monkeypatch, capsys):
         found = minimal.objective(model, *fixed())
         losses.append((found[1] - found[0] - found[2]).mean().item())
     assert losses[1] < losses[0] - 100, losses
+
+
+def test_likelihoods_are_printed_beside_the_librarys(capsys):
+    in_library.main(steps=2, K=3)
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    for line in lines:
+        ours, theirs = (float(number) for number in re.findall(r"-?\d+\.\d+", line))
+        assert abs(ours - theirs) < 0.05 * abs(ours)
 
 
 def fixed():
