@@ -55,23 +55,30 @@ class Backtest:
         return draw_fans(fans, path)
 
 
-def roll(windows: Windows, name: str, forecast: Callable[[Tensor], Tensor], num: int) -> Backtest:
-    """Forecasts the last `num` windows of every series, one horizon apart, and scores them.
+def roll(
+    windows: Windows,
+    name: str,
+    forecast: Callable[[Tensor], Tensor],
+    num: int,
+    stride: int | None = None,
+) -> Backtest:
+    """Forecasts the last `num` windows of every series and scores them.
 
     Arguments:
         windows: The panel.
         name: What the table calls the forecaster.
         forecast: From windows (W, 2) to paths (W, S, H).
         num: Windows of each series.
+        stride: Steps from one window to the next; the horizon by default.
     """
     import pandas
 
     horizon, season = windows.layout.horizon, windows.layout.season
     cuts = [
-        [k, length - (j + 1) * horizon]
+        [k, length - horizon - j * (stride or horizon)]
         for k, length in enumerate(windows.lengths.tolist())
         for j in reversed(range(num))
-        if length - (j + 1) * horizon > season
+        if length - horizon - j * (stride or horizon) > season
     ]
     if not cuts:
         raise ValueError(

@@ -292,43 +292,70 @@ class Forecaster:
         return windows.to_units(paths, batch)[..., own]
 
     def evaluate(
-        self, df: "pandas.DataFrame", windows: int = 5, samples: int = 200
+        self,
+        df: "pandas.DataFrame",
+        windows: int = 5,
+        samples: int = 200,
+        stride: int | None = None,
     ) -> "pandas.DataFrame":
-        """Scores forecasts of the last `windows` windows of a table, one horizon apart.
+        """Scores forecasts of the last `windows` windows of a table.
 
         The model is used as it is: give newer data than it was trained on, or use `backtest`.
+
+        Arguments:
+            df: The table.
+            windows: Of each series.
+            samples: Paths of each window.
+            stride: Dates from one window to the next; the horizon by default.
 
         Returns:
             One row for this forecaster and one for the seasonal naive forecast, with the columns
             crps, wql, mase and coverage80 (see `vssm.forecasting.metrics`).
         """
-        return self._roll(self._read(df), windows, samples).table
+        return self._roll(self._read(df), windows, samples, stride).table
 
-    def backtest(self, df: "pandas.DataFrame", windows: int = 5, samples: int = 200) -> Backtest:
-        """Fits on what comes before the last `windows` horizons of a table, then scores these.
+    def backtest(
+        self,
+        df: "pandas.DataFrame",
+        windows: int = 5,
+        samples: int = 200,
+        stride: int | None = None,
+    ) -> Backtest:
+        """Fits on what comes before the last `windows` windows of a table, then scores these.
+
+        Arguments:
+            df: The table.
+            windows: Of each series.
+            samples: Paths of each window.
+            stride: Dates from one window to the next; the horizon by default.
 
         Returns:
             The scores as `table`, as of `evaluate`, and a `plot` of the forecasts.
         """
         windows, panel = whole_number("windows", windows, 1), self._read_new(df)
+        stride = self.horizon if stride is None else whole_number("stride", stride, 1)
+        test = self.horizon + (windows - 1) * stride
         older = []
         for one in panel.series:
-            if len(one.y) < (windows + 1) * self.horizon:
+            if len(one.y) < test + self.horizon:
                 raise ValueError(
                     f"series {one.id!r} has {len(one.y)} rows, too few for {windows} windows of"
                     f" {self.horizon}; give fewer windows"
                 )
-            older.append(one.before(len(one.y) - windows * self.horizon))
+            older.append(one.before(len(one.y) - test))
         self._fit(panel.replace(older))
-        return self._roll(panel, windows, samples)
+        return self._roll(panel, windows, samples, stride)
 
-    def _roll(self, panel: Panel, windows: int, samples: int) -> Backtest:
+    def _roll(self, panel: Panel, windows: int, samples: int, stride: int | None) -> Backtest:
         own = Windows(panel, self.layout_, self.scale_)
-        windows, samples = (
-            whole_number("windows", windows, 1),
-            whole_number("samples", samples, 1),
-        )
-        return roll(own, self.kind, lambda cuts: self._paths_of(own, cuts, samples), windows)
+        windows = whole_number("windows", windows, 1)
+        samples = whole_number("samples", samples, 1)
+        stride = None if stride is None else whole_number("stride", stride, 1)
+
+        def forecast(cuts: Tensor) -> Tensor:
+            return self._paths_of(own, cuts, samples)
+
+        return roll(own, self.kind, forecast, windows, stride)
 
     def fill(self, df: "pandas.DataFrame | None" = None, samples: int = 50) -> "pandas.DataFrame":
         """Returns a table with its missing values filled by the mean of `samples` draws.

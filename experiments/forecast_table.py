@@ -1,0 +1,391 @@
+"""The table of forecasters: all models on the same windows of seven data sets.
+
+    python experiments/forecast_table.py --jobs 14 --minutes 8
+    python experiments/forecast_table.py --data national_illness --models vssm rnn naive
+
+The protocol is that of ProbTS (microsoft/ProbTS): ETT has 12, 4 and 4 months for training,
+validation and test, the others 70, 10 and 20 %. The first window starts where the test part starts,
+the next ones a stride later: 96 steps, or the horizon if that is shorter. `crps` is the mean over
+the quantiles 0.1 ... 0.9 of twice the pinball loss over the sum of |y|, all columns of a window
+together, averaged over windows, of 100 paths. All models may use all rows before the test part.
+
+| model | what |
+| --- | --- |
+| vssm, rnn, ... | `vssm.Forecaster` with its defaults, one thread of the CPU |
+| naive | the last season, with normal noise (`vssm.forecasting.backtest`) |
+| deepar, patchtst, tft | GluonTS with its own defaults (100 epochs of 50 batches); patches of 16 |
+| autoets, theta | statsforecast, each window and column by itself, from the last `--history` steps;
+    at most `--classical-windows` windows, spread evenly. AutoETS has no season above 24 steps:
+    there MSTL takes the season out and AutoETS forecasts the rest |
+
+A task is one model on one data set and horizon. It writes one file into `--work`, so a run that was
+stopped goes on where it was. Missing packages and tasks that fail are named, and left out.
+"""
+
+import json
+import logging
+import math
+import multiprocessing
+import os
+import shlex
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import torch
+import tyro
+
+from vssm import Forecaster
+from vssm.forecasting.backtest import naive_paths
+from vssm.forecasting.fitting import season_of
+from vssm.forecasting.windows import Layout
+from vssm.runs.results import result, write_result
+from vssm.storage import write_atomically
+
+HORIZONS = {
+    "ETTh1": (96, 336),
+    "ETTh2": (96, 336),
+    "ETTm1": (96, 336),
+    "ETTm2": (96, 336),
+    "weather": (96, 336),
+    "exchange_rate": (96, 336),
+    "national_illness": (24, 60),
+}
+FREQUENCIES = {"ETTh": "h", "ETTm": "15min", "weather": "10min", "exchange_rate": "D"}
+OURS = ("vssm", "rnn", "ssm", "transformer", "tvae", "vrnn")
+GLUON = ("deepar", "patchtst", "tft")
+CLASSICAL = ("autoets", "theta")
+MODELS = ("naive", "rnn", "vssm", "deepar", "patchtst", "theta", "autoets", "tft")
+MODELS += ("ssm", "transformer", "tvae", "vrnn")
+PATHS = 100
+LEVELS = np.arange(1, 10) / 10
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is compared."""
+
+    data: tuple[str, ...] = tuple(HORIZONS)
+    """The data sets."""
+    models: tuple[str, ...] = MODELS[:8]
+    """The forecasters; those that come first start first."""
+    jobs: int = 1
+    """Tasks at once, one CPU thread each."""
+    minutes: float = 600.0
+    """After so many minutes tasks are stopped, and the table is made of what is there."""
+    device: str = "auto"
+    """Where GluonTS trains: auto, cpu or gpu."""
+    epochs: int = 100
+    """Of GluonTS; 100 is its default."""
+    max_steps: int = 1000
+    """Of our models; 1000 is the default of a Forecaster."""
+    classical_windows: int = 30
+    """The most windows of autoets and theta."""
+    history: int = 20
+    """Seasons that autoets and theta read, and at least two horizons."""
+    seed: int = 0
+    """Of weights, batches and paths."""
+    work: Path = Path("runs/forecast_table")
+    """Where the tasks write."""
+    out: Path = Path("results/forecast")
+    """Where the results go, one file for each data set."""
+
+
+@dataclass(frozen=True)
+class Test:
+    """The windows of one data set and horizon."""
+
+    table: pandas.DataFrame
+    """Wide, up to the end of the last window."""
+    begin: int
+    """The row where the first window starts."""
+    num: int
+    stride: int
+    horizon: int
+    freq: str
+
+    @property
+    def starts(self) -> np.ndarray:
+        """The first row of each window."""
+        return self.begin + self.stride * np.arange(self.num)
+
+    @property
+    def season(self) -> int:
+        """Steps of a season, as `Forecaster` chooses it."""
+        step = pandas.tseries.frequencies.to_offset(self.freq)
+        return season_of(step, [self.begin])
+
+    def truth(self) -> np.ndarray:
+        """Returns what came, (W, H, D)."""
+        values = self.table.to_numpy(float)
+        return np.stack([values[start : start + self.horizon] for start in self.starts])
+
+
+def load(name: str, horizon: int) -> Test:
+    """Returns the windows of a data set."""
+    folder = Path(os.environ.get("VSSM_DATA", "data")) / "timeseries"
+    if name == "exchange_rate":
+        table = pandas.read_csv(folder / "exchange_rate.txt.gz", header=None).add_prefix("rate")
+    else:
+        table = pandas.read_csv(folder / f"{name}.csv.gz", index_col=0, encoding_errors="replace")
+    freq = next((v for k, v in FREQUENCIES.items() if name.startswith(k)), "W-TUE")
+    # the files have the same step throughout; only their first date is used
+    first = "1990-01-01" if name == "exchange_rate" else table.index[0]
+    table.index = pandas.date_range(first, periods=len(table), freq=freq)
+    if name.startswith("ETT"):
+        month = 30 * 24 * (4 if name.startswith("ETTm") else 1)
+        begin, end = 16 * month, 20 * month
+    else:
+        begin, end = len(table) - int(0.2 * len(table)), len(table)
+    stride = min(96, horizon)
+    num = math.ceil((end - begin - horizon) / stride)
+    end = begin + (num - 1) * stride + horizon
+    return Test(table[:end].astype(float), begin, num, stride, horizon, freq)
+
+
+def scores(quantiles: np.ndarray, y: np.ndarray) -> dict[str, float]:
+    """Returns ProbTS's CRPS, and the coverage of the 80 % interval.
+
+    Arguments:
+        quantiles: 0.1 ... 0.9, (9, W, H, D).
+        y: What came, (W, H, D).
+    """
+    gap = y - quantiles
+    level = LEVELS[:, None, None, None]
+    loss = 2 * np.maximum(level * gap, (level - 1) * gap).mean(0).sum((1, 2))
+    inside = (y >= quantiles[0]) & (y <= quantiles[-1])
+    crps = float((loss / np.abs(y).sum((1, 2))).mean())
+    return {"crps": crps, "coverage80": float(inside.mean())}
+
+
+def ours(test: Test, kind: str, options: Options) -> dict[str, float]:
+    """Scores a `Forecaster`, and times 200 paths of one series."""
+    forecaster = Forecaster(
+        test.horizon, test.freq, kind, max_steps=options.max_steps, seed=options.seed
+    )
+    made = forecaster.backtest(test.table, test.num, PATHS, test.stride)
+    one = test.table.iloc[: test.begin, :1]
+    found = scores(_quantiles(made.paths.numpy(), test), test.truth())
+    found |= {"train_seconds": forecaster.seconds_, "steps": forecaster.steps_}
+    return found | _timed(lambda: forecaster.predict_samples(one, 200), test)
+
+
+def _quantiles(paths: np.ndarray, test: Test) -> np.ndarray:
+    """Returns quantiles (9, W, H, D) of paths (D W, S, H), columns first."""
+    found = np.quantile(paths, LEVELS, axis=1)
+    return found.reshape(9, -1, test.num, test.horizon).transpose(0, 2, 3, 1)
+
+
+def _timed(call: Any, test: Test) -> dict[str, float]:  # noqa: ANN401
+    """Returns the milliseconds of 200 paths of one series, the median of three calls."""
+    call()
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        call()
+        times.append(1000 * (time.perf_counter() - began))
+    return {f"ms_1x200x{test.horizon}": float(np.median(times))}
+
+
+def naive(test: Test, _: str, options: Options) -> dict[str, float]:
+    """Scores the seasonal naive forecast of `Forecaster.backtest`."""
+    from vssm.forecasting.panel import read_panel
+    from vssm.forecasting.windows import GivenScale, Windows
+
+    panel = read_panel(test.table, test.freq)
+    context = max(3 * test.season, 2 * test.horizon)
+    layout = Layout(test.horizon, test.season, 1, context)
+    windows = Windows(panel, layout, GivenScale.of(panel, 1))
+    cuts = torch.cartesian_prod(torch.arange(len(panel.series)), torch.from_numpy(test.starts))
+    paths = [naive_paths(windows, part, PATHS).numpy() for part in cuts.split(256)]
+    return scores(_quantiles(np.concatenate(paths), test), test.truth())
+
+
+def classical(test: Test, name: str, options: Options) -> dict[str, float]:
+    """Scores AutoETS or Theta of statsforecast."""
+    from statsforecast.models import MSTL, AutoETS, Theta
+
+    season = test.season
+    chosen = np.unique(np.linspace(0, test.num - 1, options.classical_windows).round().astype(int))
+    length = max(options.history * season, 2 * test.horizon)
+    truth, values = test.truth()[chosen], test.table.to_numpy(float)
+    quantiles = np.empty((9, *truth.shape))
+    began = time.monotonic()
+    for w, start in enumerate(test.starts[chosen]):
+        for k in range(values.shape[1]):
+            y = values[max(0, start - length) : start, k]
+            if name == "theta":
+                model: Any = Theta(season_length=season)
+            elif season > 24:
+                model = MSTL(season_length=season, trend_forecaster=AutoETS(model="ZZN"))
+            else:
+                model = AutoETS(season_length=season)
+            if np.ptp(y) == 0:  # statsforecast refuses a constant
+                quantiles[:, w, :, k] = y[-1]
+                continue
+            made = model.forecast(y=y, h=test.horizon, level=[20, 40, 60, 80])
+            found = [made[f"lo-{level}"] for level in (80, 60, 40, 20)]
+            found += [made["mean"]] + [made[f"hi-{level}"] for level in (20, 40, 60, 80)]
+            found = np.where(np.isfinite(found), found, y[-1])  # an AutoETS may diverge
+            quantiles[:, w, :, k] = np.sort(found, axis=0)
+    seconds = time.monotonic() - began
+    return scores(quantiles, truth) | {"windows": len(chosen), "seconds": seconds}
+
+
+def gluon(test: Test, name: str, options: Options) -> dict[str, float]:
+    """Trains a model of GluonTS and scores it; times 200 paths of DeepAR on the CPU."""
+    from gluonts.dataset.common import ListDataset
+    from gluonts.torch import (
+        DeepAREstimator,
+        PatchTSTEstimator,
+        TemporalFusionTransformerEstimator,
+    )
+
+    for package in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
+        logging.getLogger(package).setLevel(logging.ERROR)
+    torch.manual_seed(options.seed)
+    np.random.seed(options.seed)  # noqa: NPY002 - GluonTS draws its windows from it
+    has_gpu = torch.cuda.is_available()
+    device = options.device if options.device != "auto" else "gpu" if has_gpu else "cpu"
+    trainer = {"max_epochs": options.epochs, "accelerator": device, "devices": 1, "logger": False}
+    trainer |= {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer |= {"default_root_dir": options.work / "gluonts" / f"{name}-{os.getpid()}"}
+    known: dict[str, Any] = {"prediction_length": test.horizon, "trainer_kwargs": trainer}
+    if name == "deepar":
+        estimator: Any = DeepAREstimator(freq=test.freq, **known)
+    elif name == "patchtst":
+        estimator = PatchTSTEstimator(patch_len=16, **known)
+    else:
+        estimator = TemporalFusionTransformerEstimator(freq=test.freq, **known)
+    start = pandas.Period(test.table.index[0], freq=test.freq)
+    columns = test.table.to_numpy(np.float32).T
+    train = [{"start": start, "target": column[: test.begin]} for column in columns]
+    began = time.monotonic()
+    predictor = estimator.train(ListDataset(train, freq=test.freq))
+    found = {"train_seconds": time.monotonic() - began}
+    cuts = [{"start": start, "target": column[:cut]} for column in columns for cut in test.starts]
+    made = []
+    for forecast in predictor.predict(ListDataset(cuts, freq=test.freq), num_samples=PATHS):
+        made.append([forecast.quantile(float(level)) for level in LEVELS])
+    quantiles = np.stack(made).reshape(len(columns), test.num, 9, test.horizon)
+    found |= scores(quantiles.transpose(2, 1, 3, 0), test.truth())
+    if name == "deepar":
+        one = ListDataset(train[:1], freq=test.freq)
+        predictor.to(torch.device("cpu"))
+        found |= _timed(lambda: list(predictor.predict(one, num_samples=200)), test)
+    return found
+
+
+def run_task(data: str, horizon: int, model: str, path: Path, options: Options) -> None:
+    """Scores one model and writes what was found, or why nothing was."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    score = gluon if model in GLUON else classical if model in CLASSICAL else ours
+    score = naive if model == "naive" else score
+    try:
+        found: dict[str, Any] = score(load(data, horizon), model, options)
+    except Exception:  # noqa: BLE001 - one model that fails must not stop the others
+        found = {"error": traceback.format_exc(limit=-3)}
+    text = json.dumps(found, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda own: own.write_text(text))
+
+
+def run_all(tasks: Sequence[tuple[str, int, str]], options: Options) -> None:
+    """Runs tasks in processes until all have ended or the time is up."""
+    deadline = time.monotonic() + 60 * options.minutes
+    waiting = [task for task in tasks if not _done(_path(task, options))]
+    context = multiprocessing.get_context("spawn")
+    running: dict[tuple[str, int, str], Any] = {}
+    while (waiting or running) and time.monotonic() < deadline:
+        while waiting and len(running) < options.jobs:
+            task = waiting.pop(0)
+            own = context.Process(target=run_task, args=(*task, _path(task, options), options))
+            own.start()
+            running[task] = own
+        for task, own in list(running.items()):
+            if own.is_alive():
+                continue
+            del running[task]
+            path = _path(task, options)
+            found = json.loads(path.read_text()) if path.is_file() else {"error": "it died"}
+            text = found.get("error") or f"crps {found['crps']:.4f}"
+            print(*task, text, f"({len(waiting) + len(running)} left)", flush=True)
+        time.sleep(0.2)
+    for task, own in running.items():
+        own.terminate()
+        print(*task, "stopped: the time is up", flush=True)
+
+
+def _path(task: tuple[str, int, str], options: Options) -> Path:
+    return options.work / "-".join(map(str, task)) / "scores.json"
+
+
+def _done(path: Path) -> bool:
+    return path.is_file() and "error" not in json.loads(path.read_text())
+
+
+def collect(options: Options) -> None:
+    """Writes a result for each data set, and prints the table with mean ranks."""
+    command = f"python experiments/forecast_table.py {shlex.join(sys.argv[1:])}"
+    rows, shown = {}, [model for model in MODELS if model in options.models]
+    for data in options.data:
+        metrics: dict[str, float] = {}
+        for horizon in HORIZONS[data]:
+            row = {}
+            for model in shown:
+                path = _path((data, horizon, model), options)
+                if not _done(path):
+                    continue
+                row[model] = found = json.loads(path.read_text())
+                for key, value in found.items():
+                    suffix = "" if key.startswith("ms_") else f"_h{horizon}"
+                    metrics[f"{model}_{key}{suffix}"] = value
+            rows[data, horizon] = row
+        if metrics:
+            config = {
+                name: getattr(options, name)
+                for name in ("epochs", "max_steps", "classical_windows", "history", "seed")
+            }
+            config |= {"horizons": HORIZONS[data], "paths": PATHS, "device": options.device}
+            made = result(f"forecast {data}", command, config, metrics)
+            options.out.mkdir(parents=True, exist_ok=True)
+            write_result(options.out / f"{data}.json", made)
+    print(f"\n{'CRPS, coverage of 80 %':24}" + "".join(f"{model:>14}" for model in shown))
+    ranks: dict[str, list[int]] = {model: [] for model in shown}
+    for (data, horizon), row in rows.items():
+        cells = ""
+        order = sorted(row, key=lambda model: row[model]["crps"])
+        for model in shown:
+            if model in row:
+                ranks[model].append(order.index(model) + 1)
+                own = row[model]
+                cells += f"{own['crps']:>9.4f} {100 * own['coverage80']:3.0f}%"
+            else:
+                cells += f"{'-':>14}"
+        print(f"{data + ' ' + str(horizon):24}{cells}")
+    means = {model: f"{np.mean(rank):.2f}" if rank else "-" for model, rank in ranks.items()}
+    print(f"{'mean rank':24}" + "".join(f"{means[model]:>14}" for model in shown))
+
+
+def main(options: Options) -> None:
+    """Runs the tasks, then writes the results and prints the table."""
+    tasks = [
+        (data, HORIZONS[data][k], model)
+        for model in options.models
+        for k in (1, 0)
+        for data in options.data
+    ]
+    run_all(tasks, options)
+    collect(options)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
