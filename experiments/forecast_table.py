@@ -291,7 +291,7 @@ def run_task(data: str, horizon: int, model: str, path: Path, options: Options) 
     score = naive if model == "naive" else score
     try:
         found: dict[str, Any] = score(load(data, horizon), model, options)
-    except Exception:  # noqa: BLE001 - one model that fails must not stop the others
+    except Exception:  # one model that fails must not stop the others
         found = {"error": traceback.format_exc(limit=-3)}
     text = json.dumps(found, indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)

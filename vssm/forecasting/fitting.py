@@ -22,11 +22,12 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from vssm.config import ModelConfig
+from vssm.forecasting.linear import spread_evenly
 from vssm.forecasting.metrics import crps
-from vssm.forecasting.network import draw_paths, loss_of
+from vssm.forecasting.network import build_model, draw_paths, loss_of
 from vssm.forecasting.panel import Panel
-from vssm.forecasting.windows import CENTRES, Batch, Layout, Windows, centre_and_scale
-from vssm.models import Model, build
+from vssm.forecasting.windows import LEAST_SCALE, Batch, Layout, Windows
+from vssm.models import Model
 from vssm.objectives.masks import random_masks
 
 __all__ = [
@@ -34,24 +35,23 @@ __all__ = [
     "Calibration",
     "Trained",
     "calibrate",
-    "choose_centre",
     "choose_layout",
     "hold_out",
 ]
-__all__ += ["season_of", "spread_evenly", "train", "validation"]
+__all__ += ["season_of", "train", "validation"]
 
 _SEASONS = (("min", 60), ("h", 24), ("B", 5), ("D", 7), ("W", 52), ("M", 12), ("Q", 4))
 _MOST_STEPS_AHEAD = 4  # of the model in a horizon
 _HELD_OUT = 0.2  # share of a series
-_VALID_WINDOWS, _VALID_PATHS = 96, 32
-_PATIENCE = 6  # validations without a better one
+_VALID_WINDOWS, _VALID_PATHS = 128, 8
+_PATIENCE = 5  # validations without a better one
 _BETTER = 0.005  # share by which a better one is better: validation is noisy
 _JITTER = 0.1  # noise on what is known, in scales of a window: few windows are soon learnt by heart
 _FILL_SHARE = 0.15  # of the windows of a step
 _DOUBT = 5  # windows; as many held-out windows move a factor half of the way from 1
 _EMA = 0.99
 _WARMUP = 20  # steps
-_AT_LEAST = 200  # steps before validations count against patience
+_AT_LEAST = 100  # steps before validations count against patience
 
 
 def season_of(step: object, lengths: list[int]) -> int:
@@ -75,10 +75,7 @@ def choose_layout(
     context: int | None,
     transform: str,
 ) -> Layout:
-    """Returns the sizes of windows for a panel: those given, and others from frequency and length.
-
-    The centre is the one that forecasts the panel best by itself.
-    """
+    """Returns the sizes of windows: those given, the others from frequency and length."""
     lengths = [len(one.y) for one in panel.series]
     season = season_of(panel.step, lengths) if season is None else season
     if patch is None:
@@ -112,21 +109,6 @@ def _spread_grows(panel: Panel, season: int) -> bool:
     return bool(gains) and float(np.median(gains)) < 0.8
 
 
-def choose_centre(windows: Windows, cuts: Tensor) -> str:
-    """Returns the centre that is the best forecast of windows by itself."""
-    layout = windows.layout
-    y, there = windows.values(cuts)
-    ahead = torch.arange(layout.length) - layout.context
-    past, due = there & (ahead < 0), there & (ahead >= 0) & (ahead < layout.horizon)
-    names = CENTRES if layout.season > 1 else CENTRES[:2]
-    errors = {}
-    for name in names:
-        centre, _ = centre_and_scale(y, past, layout, windows.least[cuts[:, :1]], name)
-        error = torch.where(due, (y - centre).abs(), 0).sum(1) / due.sum(1).clamp(min=1)
-        errors[name] = float((error / windows.least[cuts[:, 0]]).mean())
-    return min(errors, key=errors.__getitem__)
-
-
 def hold_out(panel: Panel, layout: Layout) -> tuple[Panel, Tensor]:
     """Returns the panel without the newest part of each series, and the windows of that part.
 
@@ -146,13 +128,6 @@ def hold_out(panel: Panel, layout: Layout) -> tuple[Panel, Tensor]:
         cut = torch.arange(num - out, num - layout.horizon + 1)
         cuts.append(torch.stack([torch.full_like(cut, k), cut], 1))
     return panel.replace(series), torch.cat(cuts) if cuts else torch.empty(0, 2, dtype=torch.int64)
-
-
-def spread_evenly(cuts: Tensor, num: int) -> Tensor:
-    """Returns at most `num` of the windows, spread evenly."""
-    if len(cuts) <= num:
-        return cuts
-    return cuts[torch.linspace(0, len(cuts) - 1, num).round().long()]
 
 
 class Bar:
@@ -197,7 +172,7 @@ class Trained(NamedTuple):
     model: Model
     steps: int
     crps: float
-    """The best validation CRPS, in scales of the windows; NaN without validation."""
+    """The best validation CRPS, in deviations of the series; NaN without validation."""
 
 
 def train(
@@ -218,7 +193,7 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = build(config)
+        model = build_model(config)
     average = AveragedModel(model, avg_fn=_moving_average)
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.01)
     cuts = windows.cuts(least=max(windows.layout.season, 2))
@@ -276,14 +251,15 @@ def _random_tasks(windows: Windows, cuts: Tensor, generator: torch.Generator) ->
 
 
 def validation(windows: Windows, cuts: Tensor, seed: int) -> Callable[[Model], float]:
-    """Returns the mean CRPS of a model on windows, in their own scale."""
-    batch = windows.forecasts(spread_evenly(cuts, _VALID_WINDOWS))
-    made = batch.made.flatten(1)
+    """Returns the mean CRPS of a model on windows, in deviations of their series."""
+    cuts = spread_evenly(cuts, _VALID_WINDOWS)
+    batch = windows.forecasts(cuts)
+    made, size = batch.made.flatten(1), batch.scale / windows.least[cuts[:, :1]] * LEAST_SCALE
 
     def score(model: Model) -> float:
         paths = draw_paths(model, batch, windows.layout, _VALID_PATHS, seed)
         error = crps(paths[..., None], batch.x.flatten(1)[..., None])[..., 0]
-        return float(error[made].mean())
+        return float((error * size)[made].mean())
 
     return score
 

@@ -27,13 +27,12 @@ from vssm.forecasting.fitting import (
     Bar,
     Calibration,
     calibrate,
-    choose_centre,
     choose_layout,
     hold_out,
-    spread_evenly,
     train,
     validation,
 )
+from vssm.forecasting.linear import choose_linear, fit_linear, spread_evenly
 from vssm.forecasting.network import draw_paths, model_config
 from vssm.forecasting.panel import (
     Panel,
@@ -43,11 +42,11 @@ from vssm.forecasting.panel import (
     read_ahead,
     read_panel,
 )
-from vssm.forecasting.windows import GivenScale, Layout, Windows
+from vssm.forecasting.windows import GivenScale, Layout, Linear, Windows
 from vssm.models import AnyPart
 from vssm.runs.checkpoint import load_finite
 from vssm.runs.checkpoint import save as save_model
-from vssm.storage import read_object, write_atomically
+from vssm.storage import read_object, read_tensors, write_atomically, write_tensors
 
 if TYPE_CHECKING:
     import pandas
@@ -56,7 +55,7 @@ if TYPE_CHECKING:
 __all__ = ["Forecaster"]
 
 _CALIBRATION_WINDOWS, _PATHS = 256, 100
-_FORMAT = 1  # of forecaster.json
+_FORMAT = 2  # of forecaster.json
 
 
 class Forecaster:
@@ -183,9 +182,9 @@ class Forecaster:
         _check_values(panel, layout)
         older, cuts = hold_out(panel, layout)
         scale = GivenScale.of(panel, layout.patch)
-        windows = Windows(older, layout, scale)
-        some = spread_evenly(windows.cuts(layout.season), 2000)
-        layout = replace(layout, centre=choose_centre(windows, some))
+        windows, whole = Windows(older, layout, scale), Windows(panel, layout, scale)
+        centre, penalty = choose_linear(windows, whole, cuts)
+        windows = windows.centred(centre, fit_linear(windows.centred(centre), penalty))
         config = model_config(
             self.kind,
             layout,
@@ -195,21 +194,23 @@ class Forecaster:
             self.latents,
             self.classes,
         )
-        whole = Windows(panel, layout, scale)
         options = (self.batch, self.learning_rate, self.seed)
-        self.panel_, self.layout_, self.scale_, self.calibration_ = panel, layout, scale, None
+        self.panel_, self.layout_, self.scale_ = panel, windows.layout, scale
+        self.linear_, self.calibration_ = windows.linear, None
         steps = self.max_steps
         with Bar(self.progress) as bar:
             if len(cuts):
-                judge = validation(whole, cuts, self.seed)
-                older_windows = Windows(older, layout, scale)
-                found = train(config, older_windows, steps, *options, judge, bar.task("fit", steps))
+                held = whole.centred(centre, windows.linear)
+                judge, show = validation(held, cuts, self.seed), bar.task("fit", steps)
+                found = train(config, windows, steps, *options, judge, show)
                 self.model_, steps = found.model, found.steps
                 if self.calibrate:
-                    self.calibration_ = self._calibration(whole, cuts)
+                    self.calibration_ = self._calibration(held, cuts)
             else:
                 steps = min(steps, 300)
             if self.refit or not len(cuts):
+                self.linear_ = fit_linear(whole.centred(centre), penalty)
+                whole = whole.centred(centre, self.linear_)
                 show = bar.task("fit all data", steps)
                 self.model_ = train(config, whole, steps, *options, show=show).model
         self.steps_, self.seconds_ = steps, time.monotonic() - began
@@ -278,7 +279,7 @@ class Forecaster:
     ) -> np.ndarray:
         samples = whole_number("samples", samples, 1)
         ahead = read_ahead(panel, self.horizon, future)
-        windows = Windows(panel, self.layout_, self.scale_, ahead)
+        windows = Windows(panel, self.layout_, self.scale_, ahead, self.linear_)
         cuts = torch.stack([torch.arange(len(panel.series)), windows.lengths], 1)
         return self._paths_of(windows, cuts, samples).numpy()
 
@@ -347,7 +348,7 @@ class Forecaster:
         return self._roll(panel, windows, samples, stride)
 
     def _roll(self, panel: Panel, windows: int, samples: int, stride: int | None) -> Backtest:
-        own = Windows(panel, self.layout_, self.scale_)
+        own = Windows(panel, self.layout_, self.scale_, linear=self.linear_)
         windows = whole_number("windows", windows, 1)
         samples = whole_number("samples", samples, 1)
         stride = None if stride is None else whole_number("stride", stride, 1)
@@ -367,7 +368,7 @@ class Forecaster:
         samples = whole_number("samples", samples, 1)
         if not isinstance(self.model_, AnyPart):
             raise ValueError(f"kind={self.kind!r} can not fill gaps; use kind='vssm'")
-        windows = Windows(panel, self.layout_, self.scale_)
+        windows = Windows(panel, self.layout_, self.scale_, linear=self.linear_)
         values = [self._filled(windows, k, one, samples) for k, one in enumerate(panel.series)]
         table: Any = panel.to_frame(values)
         if not panel.wide:
@@ -410,6 +411,7 @@ class Forecaster:
         check_path("folder", folder)
         folder, panel = Path(folder), self.panel_
         save_model(self.model_, folder)
+        write_tensors(folder / "linear.safetensors", self.linear_._asdict())
         table = panel.to_frame()
         ids = [one.id.item() if isinstance(one.id, np.generic) else one.id for one in panel.series]
         table["unique_id"] = np.repeat(np.arange(len(ids)), [len(one.y) for one in panel.series])
@@ -445,6 +447,7 @@ class Forecaster:
         lists = {k: tuple(v) for k, v in held["params"].items() if isinstance(v, list)}
         own = cls(**{**held["params"], **lists})  # JSON has no tuples
         own.model_ = load_finite(folder).eval()
+        own.linear_ = Linear(**read_tensors(folder / "linear.safetensors")[0])
         own.layout_ = Layout(**held["layout"])
         pairs = {name: tuple(map(tuple, held["scale"][name])) for name in ("moving", "static")}
         own.scale_ = GivenScale(**pairs, cycles=tuple(held["scale"]["cycles"]))

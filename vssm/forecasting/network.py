@@ -13,7 +13,7 @@ from torch import Tensor
 from vssm.config import ModelConfig
 from vssm.distributions import gumbel_uniform
 from vssm.forecasting.windows import Batch, Layout
-from vssm.models import AnyPart, Autoregressive, Model
+from vssm.models import AnyPart, Autoregressive, Model, build
 from vssm.models.anypart import Part
 from vssm.noise import fork
 from vssm.objectives import objective
@@ -22,7 +22,7 @@ from vssm.sampling.anypart import make_part
 from vssm.sampling.generation import generate
 from vssm.sampling.request import Noise, Options
 
-__all__ = ["draw_paths", "loss_of", "model_config"]
+__all__ = ["build_model", "draw_paths", "loss_of", "model_config"]
 
 _PATHS_AT_ONCE = 4096
 
@@ -37,6 +37,16 @@ def model_config(
         known = {"known": "any", "features": layout.patch + given, "given": given}
         known["window"] = layout.steps
     return ModelConfig(kind=kind, head="student-t", **known, **sizes)  # type: ignore[arg-type]
+
+
+def build_model(config: ModelConfig) -> Model:
+    """Returns a model with fresh weights, whose first forecast is the centre of the window."""
+    model = build(config)
+    if isinstance(model, AnyPart):
+        torch.nn.init.zeros_(model.out.weight)
+    elif isinstance(model, Autoregressive):
+        torch.nn.init.zeros_(model.stack.out.weight)
+    return model
 
 
 def loss_of(model: Model, batch: Batch, generator: torch.Generator) -> Tensor:

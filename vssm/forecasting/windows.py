@@ -12,7 +12,8 @@ known (B, L); x (B, T, P); given (B, T, G).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +24,10 @@ from torch import Tensor
 from vssm.data.series import phases
 from vssm.forecasting.panel import Panel
 
-__all__ = ["CENTRES", "Batch", "GivenScale", "Layout", "Windows", "centre_and_scale"]
+__all__ = ["CENTRES", "Batch", "GivenScale", "Layout", "Linear", "Windows", "centre_and_scale"]
 
 CENTRES = ("mean", "last", "season", "season-level", "season-last")
-_LEAST_SCALE = 0.1  # of a window, in deviations of its series
+LEAST_SCALE = 0.1  # of a window, in deviations of its series
 _LARGEST = 30.0  # of what a model reads
 _CYCLES = {"day": 86_400, "week": 604_800, "year": 31_556_952}  # seconds
 
@@ -58,6 +59,15 @@ class Layout:
         return self.steps * self.patch
 
 
+class Linear(NamedTuple):
+    """A linear forecast of the horizon, in units of a window (see `vssm.forecasting.linear`)."""
+
+    weight: Tensor
+    """(C, H) float64."""
+    spread: Tensor
+    """The mean error of each step, (H,) float64."""
+
+
 class Batch(NamedTuple):
     """Windows, with what is known and what is to be made."""
 
@@ -72,7 +82,7 @@ class Batch(NamedTuple):
     centre: Tensor
     """(B, L) float64."""
     scale: Tensor
-    """(B, 1) float64."""
+    """(B, L) float64."""
 
     def select(self, rows: slice) -> "Batch":
         """Returns some of the windows."""
@@ -169,6 +179,7 @@ class Windows:
         scale: That of the covariates.
         num_future: How many of the moving covariates are known in the horizon.
         ahead: The covariates of the H dates after each series, (H, num_future).
+        linear: The linear forecast that centres the horizon; none by default.
     """
 
     def __init__(
@@ -177,8 +188,9 @@ class Windows:
         layout: Layout,
         scale: GivenScale,
         ahead: Sequence[np.ndarray] | None = None,
+        linear: Linear | None = None,
     ) -> None:
-        self.panel, self.layout, self.scale = panel, layout, scale
+        self.panel, self.layout, self.scale, self.linear = panel, layout, scale, linear
         self.num_future = len(panel.columns.future)
         room = layout.length  # before and after each series, so that every window fits
         lengths = np.array([len(one.y) for one in panel.series])
@@ -197,7 +209,7 @@ class Windows:
             there = values[np.isfinite(values)]
             size = float(np.abs(there).max()) if len(there) else 0.0
             own_spread = float(np.std(there)) if len(there) else 0.0
-            least[k] = max(_LEAST_SCALE * own_spread, 1e-9 * size, 1e-12)
+            least[k] = max(LEAST_SCALE * own_spread, 1e-9 * size, 1e-12)
             covariates = (one.covariates - middle) / spread
             if ahead is not None:
                 extra = np.zeros((len(ahead[k]), len(scale.moving)))
@@ -223,6 +235,12 @@ class Windows:
         after = pandas.date_range(dates[-1], periods=room + 1, freq=step)[1:]
         times: Any = before.append([dates, after])
         return phases(times.tz_localize(None).to_numpy(), self.scale.cycles)
+
+    def centred(self, centre: str, linear: Linear | None = None) -> "Windows":
+        """Returns the same windows with another centre."""
+        other = copy(self)
+        other.layout, other.linear = replace(self.layout, centre=centre), linear
+        return other
 
     def cuts(self, least: int) -> Tensor:
         """Returns the series and the first point of the horizon of all windows, (W, 2).
@@ -261,10 +279,29 @@ class Windows:
         """Returns windows with any part known and any part to be made."""
         layout = self.layout
         centre, scale = centre_and_scale(y, known, layout, self.least[cuts[:, :1]])
+        scale = scale.expand_as(y)
+        if self.linear is not None:
+            centre, scale = self._add_linear(y, known, centre, scale)
         x = torch.where(known | made, (y - centre) / scale, 0).clamp(-_LARGEST, _LARGEST)
         shape = (len(y), layout.steps, layout.patch)
         x, known, made = (part.reshape(shape) for part in (x.float(), known, made))
         return Batch(x, known, made, self._given(cuts), centre, scale)
+
+    def _add_linear(
+        self, y: Tensor, known: Tensor, centre: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Moves the centre of horizons of which nothing is known, and sets their scale."""
+        assert self.linear is not None
+        past, own = slice(0, self.layout.context), slice(self.layout.context, None)
+        free = ~known[:, own].any(1, keepdim=True)
+        u = torch.where(known, (y - centre) / scale, 0).clamp(-_LARGEST, _LARGEST)[:, past]
+        more = centre.shape[1] - self.layout.context - self.layout.horizon
+        ahead = F.pad(u @ self.linear.weight, (0, more)) * scale[:, own]
+        spread = F.pad(self.linear.spread, (0, more), value=1.0)
+        centre, scale = centre.clone(), scale.clone()
+        centre[:, own] += torch.where(free, ahead, 0)
+        scale[:, own] *= torch.where(free, spread, 1)
+        return centre, scale
 
     def _given(self, cuts: Tensor) -> Tensor:
         layout, places = self.layout, self._places(cuts)

@@ -1,0 +1,96 @@
+"""The linear forecast of a window, which a model then corrects.
+
+    u_{C+h} = sum_c u_c W_{ch}        u the values of a window in its own scale, zero where missing
+
+W is a ridge regression over the windows of all series. Its penalty, and the centre of windows, are
+those that forecast held-out windows best; an infinite penalty leaves the centre as it is. A model
+reads and makes the horizon as (u - linear forecast) / spread, with the mean error of each step as
+the spread. So it learns what a straight line through the history can not say, and how wide, and a
+short training is enough.
+
+Legend: W windows of C steps of history and H of horizon.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vssm.forecasting.windows import CENTRES, Linear, Windows
+
+__all__ = ["Choice", "choose_linear", "fit_linear", "spread_evenly"]
+
+_PENALTIES = (0.003, 0.03, 0.3, 3.0, 30.0)  # in mean variances of an input
+_FIT_WINDOWS, _TEST_WINDOWS = 6000, 1000
+_LARGEST = 10.0  # of u in the regression: a few wild windows must not decide it
+
+
+class Choice(NamedTuple):
+    """How windows are centred, and the penalty of their linear forecast."""
+
+    centre: str
+    penalty: float
+
+
+def choose_linear(older: Windows, whole: Windows, cuts: Tensor) -> Choice:
+    """Returns the centre and the penalty that forecast held-out windows best.
+
+    Arguments:
+        older: The panel without what is held out.
+        whole: The whole panel.
+        cuts: The windows that are held out, (W, 2); windows of `older` if there are none, and then
+            only the centre is chosen.
+    """
+    test = whole if len(cuts) else older
+    cuts = spread_evenly(cuts if len(cuts) else older.cuts(older.layout.season), _TEST_WINDOWS)
+    penalties = (*_PENALTIES, math.inf) if test is whole else (math.inf,)
+    names = CENTRES if older.layout.season > 1 else CENTRES[:2]
+    errors = {}
+    for name in names:
+        past, ahead, due, scale = _units(test.centred(name), cuts)
+        size = scale / test.least[cuts[:, :1]] * due / due.sum(1, keepdim=True).clamp(min=1)
+        found = _solve(older.centred(name), penalties)
+        for penalty, weight in zip(penalties, found, strict=True):
+            error = (ahead - past @ weight).abs() * size
+            errors[Choice(name, penalty)] = float(error.sum(1).mean())
+    return min(errors, key=errors.__getitem__)
+
+
+def fit_linear(windows: Windows, penalty: float) -> Linear:
+    """Returns the linear forecast of windows, with the mean error of each step."""
+    (weight,) = _solve(windows, (penalty,))
+    past, ahead, due, _ = _units(windows, _fit_cuts(windows))
+    error = ((ahead - past @ weight).abs() * due).sum(0) / due.sum(0).clamp(min=1)
+    return Linear(weight.contiguous(), error.clamp(min=0.05))
+
+
+def spread_evenly(cuts: Tensor, num: int) -> Tensor:
+    """Returns at most `num` of the windows, spread evenly."""
+    if len(cuts) <= num:
+        return cuts
+    return cuts[torch.linspace(0, len(cuts) - 1, num).round().long()]
+
+
+def _solve(windows: Windows, penalties: tuple[float, ...]) -> list[Tensor]:
+    """Returns the weights (C, H) for each penalty."""
+    past, ahead, due, _ = _units(windows, _fit_cuts(windows))
+    past, ahead = past.clamp(-_LARGEST, _LARGEST), ahead.clamp(-_LARGEST, _LARGEST) * due
+    values, vectors = torch.linalg.eigh(past.T @ past / len(past))
+    pairs = vectors.T @ (past.T @ ahead) / len(past)
+    mean = float(values.mean()) or 1.0
+    return [vectors @ (pairs / (values.clamp(min=0) + p * mean)[:, None]) for p in penalties]
+
+
+def _fit_cuts(windows: Windows) -> Tensor:
+    return spread_evenly(windows.cuts(max(windows.layout.season, 2)), _FIT_WINDOWS)
+
+
+def _units(windows: Windows, cuts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns history and horizon in units of the windows, what of the horizon is known, scales."""
+    layout = windows.layout
+    batch = windows.forecasts(cuts)
+    x, made = batch.x.flatten(1).double(), batch.made.flatten(1)
+    end = layout.context + layout.horizon
+    own = slice(layout.context, end)
+    return x[:, : layout.context], x[:, own], made[:, own], batch.scale[:, :1]
