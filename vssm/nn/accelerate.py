@@ -102,7 +102,7 @@ def _run_mixer(
     rank, states, taps = mixer.time_step_rank, mixer.ssm_state_size, mixer.conv_kernel_size
     padding = None if attention_mask is None else attention_mask.unsqueeze(-1) == 0
     # Read first: the convolution's update of the cache makes it say that there is a state.
-    h0 = None if cache_params is None else cache_params.get_recurrent_state(layer)
+    h0 = None if cache_params is None else _recurrent_state(cache_params, layer)
     if padding is not None:
         x = x.masked_fill(padding, 0)
     u, z = mixer.in_proj(x).chunk(2, -1)
@@ -124,6 +124,13 @@ def _run_mixer(
     return mixer.out_proj(y)
 
 
+def _recurrent_state(cache: Any, layer: int) -> Tensor | None:  # noqa: ANN401
+    """Returns the state that a cache holds for a layer; None before the first call."""
+    if hasattr(cache, "get_recurrent_state"):  # transformers 5.21
+        return cache.get_recurrent_state(layer)
+    return cache.layers[layer].recurrent_states[0] if cache.has_previous_state(layer) else None
+
+
 def _run_linear(layer: nn.Linear, input: Tensor) -> Tensor:
     """Replaces the `forward` of a linear layer."""
     return multiply(input, layer.weight, layer.bias)
@@ -133,10 +140,9 @@ def _check_version() -> None:
     """Raises `ValueError` if caches of the installed transformers have another interface."""
     import transformers
 
-    if not hasattr(transformers.Cache, "get_recurrent_state"):
-        raise ValueError(
-            f"transformers is {transformers.__version__}; vssm.accelerate needs 5.21 or later"
-        )
+    installed = transformers.__version__
+    if tuple(map(int, installed.split(".")[:2])) < (5, 17):
+        raise ValueError(f"transformers is {installed}; vssm.accelerate needs 5.17 or later")
 
 
 def _check_mixer(mixer: Any) -> None:  # noqa: ANN401
