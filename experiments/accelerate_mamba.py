@@ -63,7 +63,8 @@ class Both:
     def time(self, name: str, where: str, call: Callable) -> list:
         """Does what `returns` does and adds the medians of milliseconds, and the speed-ups."""
         times: dict[str, list[tuple[float, float]]] = {prefix: [] for prefix in self.ways()}
-        made = {}
+        with vssm.accelerate(self.model):
+            made = {"": call()}  # compiles what is not compiled yet
         for _ in range(self.repeats):
             for prefix, way in self.ways().items():
                 with way():
@@ -137,7 +138,6 @@ def main(
     ours, theirs = both.returns(generate)
     both.metrics["same_tokens"] = float((ours == theirs).float().mean())
     both.metrics["distinct_tokens"] = len(theirs.unique())
-    both.returns(lambda: train(16))  # compiles what is not compiled yet
     ours, theirs = both.time("train", f"_b1_t{train_length}", train)
     errors = {
         "logits": relative_error(ours[0], theirs[0]),

@@ -17,7 +17,7 @@ CLOSE = 1e-5  # relative, in norm; sums over sequences come in another order
 
 @needs_interpreter
 def test_in_the_interpreter():
-    run_interpreted(f"{__file__}::test_the_kernels_of_a_gpu_take_packed_sequences")
+    run_interpreted(f"{__file__}")
 
 
 def leaves_of(values, device):
@@ -104,11 +104,26 @@ def test_packed_convolutions_equal_those_of_each_sequence(backend, lengths, chan
 
 
 @kernels
-def test_the_kernels_of_a_gpu_take_packed_sequences():
-    values = scan_values([3, 1, 2], 5, 3, OPTIONAL)
-    assert_packed_equals_alone(selective_scan, values, PER_STEP, "h0", [3, 1, 2], "triton")
-    values = conv_values([3, 1, 2], 5, 3, True)
-    assert_packed_equals_alone(causal_conv_silu, values, ("x",), "state", [3, 1, 2], "triton")
+@pytest.mark.parametrize(
+    ("lengths", "channels", "states", "given", "softplus"),
+    [
+        ([3, 1, 2], 5, 3, OPTIONAL, True),
+        ([33, 1, 36], 3, 16, OPTIONAL, True),
+        ([65, 2], 2, 5, ("z",), False),
+    ],
+)
+def test_the_kernels_of_a_gpu_take_packed_scans(lengths, channels, states, given, softplus):
+    values = scan_values(lengths, channels, states, given, softplus)
+    assert_packed_equals_alone(selective_scan, values, PER_STEP, "h0", lengths, "triton")
+
+
+@kernels
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("lengths", [[3, 1, 2], [40, 1, 33, 70], [5]])
+@pytest.mark.parametrize("taps", [1, 4])
+def test_the_kernels_of_a_gpu_take_packed_convolutions(lengths, taps, state):
+    values = conv_values(lengths, 5, taps, state)
+    assert_packed_equals_alone(causal_conv_silu, values, ("x",), "state", lengths, "triton")
 
 
 def test_operators_of_packed_sequences_are_registered_properly():

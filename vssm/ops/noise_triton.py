@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vssm.ops.launch import launch
+
 __all__ = ["uniform"]
 
 BLOCK = 256
@@ -53,7 +55,8 @@ def uniform(
     if total:
         sizes = (position, length, components, tag, total)
         wide = 4 * (total + BLOCK) >= 2**31  # 64-bit divisions are slow
-        _uniform_kernel[(triton.cdiv(total, BLOCK),)](
-            out, seed.contiguous(), row.contiguous(), start, *sizes, BLOCK, wide
-        )
+        launch(
+            _uniform_kernel, (triton.cdiv(total, BLOCK),),
+            out, seed.contiguous(), row.contiguous(), start, *sizes, BLOCK=BLOCK, WIDE=wide,
+        )  # fmt: skip
     return out

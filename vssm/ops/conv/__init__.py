@@ -62,38 +62,43 @@ def causal_conv_silu(
         )
     if backend == "auto" and chosen == "numba" and (length == 1 or taps > MAX_TAPS):
         chosen = "reference"  # as fast for one step
-    if starts is not None:
-        if state is None:
-            state = x.new_zeros(len(starts) - 1, taps - 1, x.shape[2])
-        if chosen == "numba":
-            weight, bias, state = weight.float(), bias.float(), state.float()
-            run = _conv if needs_operator(x, weight, bias, state) else _forward
-            return run(x, weight, bias, state, starts, chosen), _last_inputs(x, state, starts)
-        parts = [
-            causal_conv_silu(x[:, first:last], weight, bias, state[i : i + 1], chosen)[0]
-            for i, (first, last) in enumerate(pairwise(starts.tolist()))
-        ]
-        return torch.cat([x[:, :0], *parts], 1), _last_inputs(x, state, starts)
     if chosen == "reference":
-        return causal_conv_silu_reference(x, weight, bias, state)
+        return _reference(x, weight, bias, state, starts)
     if chosen == "numba":  # it takes float32 only
         weight, bias, state = weight.float(), bias.float(), None if state is None else state.float()
     direct = not needs_operator(x, weight, bias, state)
     if chosen == "triton" and direct and x.numel():
-        after = x.new_empty(len(x), taps - 1, x.shape[2])
-        return _kernels(chosen).forward(x, weight, bias, state, after), after
-    if length >= taps - 1:
+        after = x.new_empty(len(x) if starts is None else len(starts) - 1, taps - 1, x.shape[2])
+        return _kernels(chosen).forward(x, weight, bias, state, after, starts), after
+    if starts is not None:
+        after = _last_inputs(x, state, taps, starts)
+    elif length >= taps - 1:
         after = x[:, length - (taps - 1) :]
         after = after.clone() if direct else after  # x may be a view of a large tensor
     elif state is None:
         after = F.pad(x, (0, 0, taps - 1 - length, 0))
     else:
         after = torch.cat([state[:, length:].to(x.dtype), x], 1)
-    return (_forward if direct else _conv)(x, weight, bias, state, None, chosen), after
+    return (_forward if direct else _conv)(x, weight, bias, state, starts, chosen), after
 
 
-def _last_inputs(x: Tensor, state: Tensor, starts: Tensor) -> Tensor:
+def _reference(
+    x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, starts: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Runs the twin, on one packed sequence after the other."""
+    if starts is None:
+        return causal_conv_silu_reference(x, weight, bias, state)
+    ys = [x[:, :0]]
+    for i, (first, last) in enumerate(pairwise(starts.tolist())):
+        own = None if state is None else state[i : i + 1]
+        ys.append(causal_conv_silu_reference(x[:, first:last], weight, bias, own)[0])
+    return torch.cat(ys, 1), _last_inputs(x, state, weight.shape[1], starts)
+
+
+def _last_inputs(x: Tensor, state: Tensor | None, taps: int, starts: Tensor) -> Tensor:
     """Returns the last K - 1 inputs of packed sequences, which may reach back into their states."""
+    if state is None:
+        state = x.new_zeros(len(starts) - 1, taps - 1, x.shape[2])
     before, (first, last) = state.shape[1], (t.to(x.device) for t in (starts[:-1], starts[1:]))
     t = last[:, None] + torch.arange(-before, 0, device=x.device)
     in_state = (t - first[:, None] + before).clamp(max=max(before - 1, 0))[..., None]
@@ -157,15 +162,12 @@ def _forward(
     starts: Tensor | None,
     backend: str,
 ) -> Tensor:
-    if starts is None:
-        return _kernels(backend).forward(x, weight, bias, state)
-    return _kernels(backend).forward(x, weight, bias, state, starts)
+    return _kernels(backend).forward(x, weight, bias, state, starts=starts)
 
 
 def _backward(dy: Tensor, *arguments) -> tuple[Tensor, ...]:  # noqa: ANN002
     *inputs, starts, backend = arguments
-    packed = {} if starts is None else {"starts": starts}
-    return _kernels(backend).backward(dy, *inputs, **packed)
+    return _kernels(backend).backward(dy, *inputs, starts=starts)
 
 
 _conv = make_operator(

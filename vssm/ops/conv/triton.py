@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vssm.ops.launch import launch, processors
 from vssm.ops.linear.triton import Parts
 from vssm.ops.linear.triton_kernels import add_parts
 
@@ -61,6 +62,16 @@ def _inputs(x, state, stride, t, T, d, channels, K: tl.constexpr, STEPS: tl.cons
 
 
 @triton.jit
+def _sequence(packed, b, T):
+    """Returns the first step of sequence b, of all that are in memory, and its length."""
+    if packed is None:
+        return b * T, T
+    else:
+        begin = tl.load(packed + b)
+        return begin, tl.load(packed + b + 1) - begin
+
+
+@triton.jit
 def _taps(weight, d, channels, K: tl.constexpr):
     taps = ()
     for k in tl.static_range(K):
@@ -79,17 +90,21 @@ def _convolve(window, taps, shift, K: tl.constexpr):
 # fmt: off
 @triton.jit(do_not_specialize=["T", "chunks"])
 def _conv_kernel(
-    x, weight, bias, state, y, after, row, stride, T, channels, chunks,
+    x, weight, bias, state, packed, y, after, row, stride, T, channels, chunks,
     K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):
     # fmt: on
-    """STEPS divides CHUNK."""
+    """STEPS divides CHUNK. packed: where sequences start that share one row, and where it ends."""
     item = tl.program_id(0)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b = (item // chunks).to(tl.int64)
     first = item % chunks * CHUNK
-    x += b * row
-    y += b * T * channels
+    begin, T = _sequence(packed, b, T)
+    if packed is None:
+        x += b * row
+    else:
+        x += begin * stride
+    y += begin * channels
     if state is not None:
         state += b * (K - 1) * channels
     taps = _taps(weight, d, channels, K)
@@ -108,7 +123,7 @@ def _conv_kernel(
             tl.store(y + at, (s * tl.sigmoid(s)).to(y.dtype.element_ty), mask=d < limit)
         window = window[STEPS:]
     if after is not None:
-        limit = tl.where(first + CHUNK >= T, channels, 0)
+        limit = tl.where((first < T) & (first + CHUNK >= T), channels, 0)
         for k in tl.static_range(K - 1):
             value = _input(x, state, stride, T - (K - 1) + k, T, d, channels, K)
             at = (b * (K - 1) + k) * channels + d
@@ -167,9 +182,10 @@ def _parts_kernel(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["T", "chunks", "items"])
+@triton.jit(do_not_specialize=["steps", "chunks", "items"])
 def _conv_backward_kernel(
-    x, weight, bias, state, dy, dx, dstate, partial, row, stride, T, channels, chunks, items,
+    x, weight, bias, state, packed, dy, dx, dstate, partial, row, stride, steps, channels, chunks,
+    items,
     K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):
     # fmt: on
@@ -184,10 +200,14 @@ def _conv_backward_kernel(
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         b = (item // chunks).to(tl.int64)
         first = item % chunks * CHUNK
+        begin, T = _sequence(packed, b, steps)
         last = tl.minimum(first + CHUNK, T)
-        source = x + b * row
-        slope = dy + b * T * channels
-        target = dx + b * T * channels
+        if packed is None:
+            source = x + b * row
+        else:
+            source = x + begin * stride
+        slope = dy + begin * channels
+        target = dx + begin * channels
         before = state
         if state is not None:
             before = state + b * (K - 1) * channels
@@ -232,15 +252,31 @@ def _contiguous(state: Tensor | None) -> Tensor | None:
     return None if state is None else state.contiguous()
 
 
+def _rows(x: Tensor, starts: Tensor | None) -> tuple[int, int, Tensor | None]:
+    """Returns the number of sequences, the length of the longest, and where packed ones start."""
+    if starts is None:
+        return len(x), x.shape[1], None
+    return len(starts) - 1, int(starts.diff().max()), starts.to(x.device)
+
+
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, after: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    state: Tensor | None,
+    after: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
-    """Returns y (B, T, D) in the dtype of x, and fills the state `after` if T > 0."""
-    batch, length, channels = x.shape
-    y = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
+    """Returns y (B, T, D) in the dtype of x, and fills the state `after` if T > 0.
+
+    starts says where packed sequences start, and where the last one ends.
+    """
+    channels, taps = weight.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return y
     x = x if x.stride(2) == 1 else x.contiguous()
+    batch, length, packed = _rows(x, starts)
     chunk, block = _CHUNK, min(_BLOCK, max(128, triton.next_power_of_2(channels)))
     steps = _SOME if length <= _SHORT else 1
     if x.dtype == torch.float32:
@@ -248,9 +284,10 @@ def forward(
     elif batch * triton.cdiv(length, chunk) * triton.cdiv(channels, block) < _FEW:
         chunk, block = 4, 128
     chunks = triton.cdiv(length, chunk)
-    _conv_kernel[(batch * chunks, triton.cdiv(channels, block))](
-        x, weight.contiguous(), bias, _contiguous(state), y, after, x.stride(0), x.stride(1),
-        length, channels, chunks, K=weight.shape[1], CHUNK=chunk, BLOCK=block, STEPS=steps,
+    launch(
+        _conv_kernel, (batch * chunks, triton.cdiv(channels, block)),
+        x, weight.contiguous(), bias, _contiguous(state), packed, y, after, x.stride(0),
+        x.stride(1), length, channels, chunks, K=taps, CHUNK=chunk, BLOCK=block, STEPS=steps,
         num_warps=max(1, block // 256),
     )  # fmt: skip
     return y
@@ -270,7 +307,8 @@ def forward_parts(
     shape, device = (2, batch, length, channels), parts.partial.device
     y, z = torch.empty(shape, dtype=torch.float32, device=device)
     chunks = triton.cdiv(length, chunk)
-    _parts_kernel[(batch * chunks, triton.cdiv(channels, block))](
+    launch(
+        _parts_kernel, (batch * chunks, triton.cdiv(channels, block)),
         *parts[:2], weight.contiguous(), bias, _contiguous(state), y, z, after, length, channels,
         chunks, rows * both, *parts[2:], K=weight.shape[1], SPLIT=split, CHUNK=chunk, BLOCK=block,
         num_warps=4,
@@ -279,25 +317,27 @@ def forward_parts(
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    state: Tensor | None,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of x, weight, bias and state; the last is empty without a state."""
-    batch, length, channels = x.shape
-    taps = weight.shape[1]
-    dx = torch.empty((batch, length, channels), dtype=x.dtype, device=x.device)
+    channels, taps = weight.shape
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dstate = x.new_empty(0 if state is None else state.shape)
     if x.numel() == 0:
         return dx, torch.zeros_like(weight), torch.zeros_like(bias), dstate.zero_()
     x = x if x.stride(2) == 1 else x.contiguous()
-    chunks = triton.cdiv(length, _CHUNK)
-    processors = 1  # in the interpreter
-    if x.device.type == "cuda":
-        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    blocks = triton.cdiv(channels, _BLOCK)
-    programs = min(batch * chunks, triton.cdiv(_PROGRAMS * processors, blocks))
+    batch, length, packed = _rows(x, starts)
+    chunks, blocks = triton.cdiv(length, _CHUNK), triton.cdiv(channels, _BLOCK)
+    programs = min(batch * chunks, triton.cdiv(_PROGRAMS * processors(x.device), blocks))
     partial = torch.empty((programs, taps + 1, channels), dtype=torch.float32, device=x.device)
-    _conv_backward_kernel[(programs, blocks)](
-        x, weight.contiguous(), bias, _contiguous(state), dy.contiguous(), dx,
+    launch(
+        _conv_backward_kernel, (programs, blocks),
+        x, weight.contiguous(), bias, _contiguous(state), packed, dy.contiguous(), dx,
         None if state is None else dstate, partial, x.stride(0), x.stride(1), length, channels,
         chunks, batch * chunks, K=taps, CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip

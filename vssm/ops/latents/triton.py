@@ -35,7 +35,7 @@ of bounds.
 | many  | few     | several steps, because starting a program takes longer than its sums        |
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,6 +43,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vssm.ops.latents import repeats
+from vssm.ops.launch import launch
 
 __all__ = [
     "embed_sum",
@@ -184,14 +185,15 @@ def _expected_backward_kernel(
         tl.store(dv + index, (slope * difference).to(dv.dtype.element_ty), mask=live)
 
 
-def _launch(kernel, shape: torch.Size, *inputs: Tensor | bool | None) -> None:
+def _launch(kernel: Any, shape: torch.Size, *inputs: Tensor | None, **options: bool) -> None:
     """Runs a kernel on all steps of tensors that belong to logits of a shape (..., Z, N)."""
     Z, N = shape[-2:]
     BN = triton.next_power_of_2(N)
     BZ = min(triton.next_power_of_2(Z), max(1, TILE // BN))
     if shape.numel():
         warps = max(1, min(4, BZ * BN // 256))
-        kernel[(shape[:-2].numel(),)](*inputs, Z, N, BZ, BN, num_warps=warps)
+        sizes = {"Z": Z, "N": N, "BZ": BZ, "BN": BN, "num_warps": warps}
+        launch(kernel, (shape[:-2].numel(),), *inputs, **options, **sizes)
 
 
 def sample_forward(
@@ -213,7 +215,7 @@ def sample_backward(
     dp = logits.new_empty(0) if prior is None else prior.new_empty(prior.shape)
     inputs = (None if t is None else t.contiguous() for t in (dz, dkl, logits, noise, prior))
     outputs = (dv, None if prior is None else dp)
-    _launch(_sample_backward_kernel, logits.shape, *inputs, *outputs, reinmax)
+    _launch(_sample_backward_kernel, logits.shape, *inputs, *outputs, REINMAX=reinmax)
     return dv, dp
 
 
@@ -276,7 +278,8 @@ def inverse_cdf(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
         inputs = (logits.contiguous(), noise.contiguous())
         wide = max(rows + BR, logits.numel()) >= 2**31  # 64-bit divisions are slow
         sizes = (rows, times * run, run, float(temperature))
-        _inverse_cdf_kernel[(triton.cdiv(rows, BR),)](*inputs, z, *sizes, N, BR, BN, wide)
+        blocks = {"N": N, "BR": BR, "BN": BN, "WIDE": wide}
+        launch(_inverse_cdf_kernel, (triton.cdiv(rows, BR),), *inputs, z, *sizes, **blocks)
     return z
 
 
@@ -353,6 +356,8 @@ def embed_sum(z: Tensor, weight: Tensor, how: EmbedPlan | None = None) -> Tensor
     if y.numel():
         inputs = (z.contiguous(), weight.contiguous())
         grid = (triton.cdiv(steps, how.BR), triton.cdiv(D, how.BD))
-        sizes = (len(weight) // Z, D, Z, how.BR, triton.next_power_of_2(Z), how.BD, how.together)
-        _embed_kernel[grid](*inputs, y, steps, *sizes, num_warps=how.warps)
+        launch(
+            _embed_kernel, grid, *inputs, y, steps, len(weight) // Z, D, Z=Z, BR=how.BR,
+            BZ=triton.next_power_of_2(Z), BD=how.BD, TOGETHER=how.together, num_warps=how.warps,
+        )  # fmt: skip
     return y

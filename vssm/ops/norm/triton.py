@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vssm.ops.launch import launch, processors
+
 __all__ = ["backward", "forward"]
 
 TILE = 1024
@@ -86,7 +88,7 @@ def forward(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor
         blocks = _blocks(x.shape[-1])
         rows = x.numel() // x.shape[-1]
         grid = (triton.cdiv(rows, blocks["BR"]),)
-        _norm_kernel[grid](x.contiguous(), weight.contiguous(), y, rows, eps, **blocks)
+        launch(_norm_kernel, grid, x.contiguous(), weight.contiguous(), y, rows, eps, **blocks)
     return y
 
 
@@ -97,14 +99,8 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor,
         return dx, torch.zeros_like(weight)
     blocks = _blocks(x.shape[-1])
     rows = x.numel() // x.shape[-1]
-    programs = min(triton.cdiv(rows, blocks["BR"]), PROGRAMS * _processors(x.device))
+    programs = min(triton.cdiv(rows, blocks["BR"]), PROGRAMS * processors(x.device))
     parts = torch.empty((programs, x.shape[-1]), dtype=torch.float32, device=x.device)
     inputs = (tensor.contiguous() for tensor in (dy, x, weight))
-    _norm_backward_kernel[(programs,)](*inputs, dx, parts, rows, eps, **blocks)
+    launch(_norm_backward_kernel, (programs,), *inputs, dx, parts, rows, eps, **blocks)
     return dx, parts.sum(0).to(weight.dtype)
-
-
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

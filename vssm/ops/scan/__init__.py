@@ -73,7 +73,7 @@ def selective_scan(
         cu_seqlens: Where sequences start that are packed one after the other into a batch of 1, and
             where the last one ends, (S + 1,) integers: (0, 5, 8) means steps 0 to 4 and 5 to 7. The
             state starts anew in each of them. Then B is 1, but h0 and the returned state are
-            (S, D, N). Reading it waits for the device; `triton` runs one sequence after the other.
+            (S, D, N). It is read on the CPU: leave it there.
 
     Returns:
         y (B, T, D) in the dtype of u, and the state after the last step (B, D, N) in float32 (or
@@ -95,9 +95,10 @@ def selective_scan(
     """
     inputs = (u, dt, A, B, C, D, z, dt_bias, h0)
     starts = None if cu_seqlens is None else check_starts(cu_seqlens, u)
-    _check_arguments(inputs, None if starts is None else len(starts) - 1)
+    if not _fits(*inputs, rows=None if starts is None else len(starts) - 1):
+        _refuse(inputs, None if starts is None else len(starts) - 1)
     chosen = choose_backend(backend, u.device, u.dtype)
-    if starts is None or chosen == "numba":
+    if starts is None or chosen != "reference":
         return _run(inputs, softplus, chosen, starts)
     ys, hs = [u[:, :0]], [u.new_empty(0, *A.shape, dtype=_exact(u))]
     for i, (first, last) in enumerate(pairwise(starts.tolist())):
@@ -111,14 +112,13 @@ def selective_scan(
 def _run(
     inputs: tuple, softplus: bool, chosen: str, starts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Runs the scan of checked arguments by a backend; only `numba` takes packed sequences."""
+    """Runs the scan of checked arguments by a backend; `reference` takes no packed sequences."""
     if chosen == "reference":
         return selective_scan_reference(*inputs, softplus=softplus)
     if chosen == "numba":  # it takes float32 only; the Triton kernels take every dtype
         inputs = tuple([None if t is None else t.float() for t in inputs])
     if not needs_operator(*inputs):
-        forward = _kernels(chosen).forward
-        return forward(*inputs, softplus) if starts is None else forward(*inputs, softplus, starts)
+        return _kernels(chosen).forward(*inputs, softplus, starts=starts)
     # An exported program must take other lengths, and the length decides what is kept.
     exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # PyTorch 2.7
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
@@ -209,8 +209,32 @@ def needs_operator(*tensors: Tensor | None) -> bool:
     )
 
 
-def _check_arguments(inputs: tuple, sequences: int | None) -> None:
-    """Raises `ValueError` if the arguments do not fit together, of packed sequences or rows."""
+def _fits(u, dt, A, B, C, D, z, dt_bias, h0, rows: int | None) -> bool:  # noqa: ANN001
+    """Says quickly whether the arguments fit together; h0 has the batch of u, or so many rows."""
+    try:
+        size, device = u.shape, u.device
+        batch, length, channels = size
+        states = A.shape[1]
+        row, channel = (batch, length, states), (channels,)
+        given = [t for t in (u, dt, A, B, C, D, z, dt_bias, h0) if t is not None]
+        return (
+            u.is_floating_point()
+            and states > 0
+            and dt.shape == size
+            and A.shape == (channels, states)
+            and B.shape == C.shape == row
+            and (D is None or D.shape == channel)
+            and (z is None or z.shape == size)
+            and (dt_bias is None or dt_bias.shape == channel)
+            and (h0 is None or h0.shape == (batch if rows is None else rows, channels, states))
+            and all([t.device == device and not t.is_complex() for t in given])
+        )
+    except (AttributeError, IndexError, ValueError):  # not tensors, or of other dimensions
+        return False
+
+
+def _refuse(inputs: tuple, sequences: int | None) -> None:
+    """Raises a `ValueError` that says what does not fit together."""
     for name, tensor in zip(_NAMES, inputs, strict=True):
         if tensor is None and name in _NAMES[5:]:
             continue
@@ -321,34 +345,34 @@ def _kernels(backend: str) -> ModuleType:
     return kernels
 
 
-def _kept(u: Tensor, A: Tensor, backend: str, keep: bool) -> Tensor:
+def _kept(u: Tensor, A: Tensor, starts: Tensor | None, backend: str, keep: bool) -> Tensor:
     """Returns room for the states that backward starts from; empty if none are kept."""
     shape: tuple[int, ...] = (0,)
     if keep and backend == "triton":
-        shape = _kernels(backend).kept_shape(*u.shape, A.shape[1], u.dtype, u.device)
-    return u.new_empty(shape, dtype=torch.float32)
+        sequences = 0 if starts is None else len(starts) - 1
+        sizes = (*u.shape, A.shape[1], u.dtype, u.device, sequences)
+        shape = _kernels(backend).kept_shape(*sizes)
+    return torch.empty(shape, dtype=torch.float32, device=u.device)
 
 
 def _forward(*arguments):  # noqa: ANN002, ANN202
     *inputs, starts, softplus, backend, keep = arguments
-    kept = _kept(inputs[0], inputs[2], backend, keep)
+    kept = _kept(inputs[0], inputs[2], starts, backend, keep)
     options = {"kept": kept} if kept.numel() else {}
-    options |= {} if starts is None else {"starts": starts}
-    return *_kernels(backend).forward(*inputs, softplus, **options), kept
+    return *_kernels(backend).forward(*inputs, softplus, **options, starts=starts), kept
 
 
 def _fake(u, dt, A, B, C, D, z, dt_bias, h0, starts, softplus, backend, keep):  # noqa: ANN001, ANN202
     sequences = len(u) if starts is None else len(starts) - 1
     y = torch.empty_like(u, memory_format=torch.contiguous_format)
-    return y, u.new_empty(sequences, *A.shape, dtype=torch.float32), _kept(u, A, backend, keep)
+    return y, u.new_empty(sequences, *A.shape, dtype=torch.float32), _kept(u, A, starts, backend, keep)
 
 
 def _backward(dy, dh, *arguments):  # noqa: ANN001, ANN002, ANN202
     *inputs, starts, softplus, backend, _, kept = arguments
     dy = torch.zeros_like(inputs[0]) if dy is None else dy
     options = {"kept": kept} if kept.numel() else {}
-    options |= {} if starts is None else {"starts": starts}
-    return _kernels(backend).backward(dy, dh, *inputs, softplus, **options)
+    return _kernels(backend).backward(dy, dh, *inputs, softplus, **options, starts=starts)
 
 
 _scan = make_operator(

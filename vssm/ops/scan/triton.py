@@ -41,42 +41,50 @@ bfloat16. A program of the backward can then walk back over several chunks in a 
 only spans need a pull.
 """
 
-from typing import NamedTuple
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from vssm.ops.launch import launch, processors
 from vssm.ops.scan.triton_backward import SHARED_BYTES, _scan_backward_kernel
 
 from vssm.ops.scan.triton_forward import (  # isort: skip
     _combine_kernel, _lanes_kernel, _pull_kernel, _scan_kernel,
 )  # fmt: skip
 from vssm.ops.scan.triton_plans import (  # isort: skip
-    Plan, plan_backward, plan_forward, plan_pull, plan_span, plan_summary,
+    Plan, plan_backward, plan_forward, plan_packed, plan_pull, plan_span, plan_summary,
 )  # fmt: skip
 from vssm.ops.scan.triton_ring import _ring_kernel
 
-__all__ = ["backward", "forward", "forward_ahead", "kept_shape", "processors"]
+__all__ = ["backward", "forward", "forward_ahead", "kept_shape"]
 
 
-def processors(device: torch.device) -> int:
-    """Returns the number of multiprocessors; 2 in the interpreter, for tests of all branches."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
+_PACKED = 512  # steps of packed sequences as plans see them: theirs are not known before
 
 
 def kept_shape(
-    batch: int, length: int, channels: int, states: int, dtype: torch.dtype, device: torch.device
+    batch: int,
+    length: int,
+    channels: int,
+    states: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    sequences: int = 0,
 ) -> tuple[int, ...]:
     """Returns the shape of the states that `forward` keeps for `backward`, if a graph is recorded.
 
     It is (B, chunks of the backward, N, D), or (0,) if there is only one chunk or if the forward
-    runs in chunks or with lanes. Strides do not count, because a trace does not know them.
+    runs in chunks or with lanes. Strides do not count, because a trace does not know them. The
+    chunks of packed sequences, so many of them, have a row of their own each.
     """
     sizes = (batch, length, channels, states, processors(device))
+    if sequences:
+        chunk = plan_backward(sequences, _PACKED, *sizes[2:]).length
+        return (1, length // chunk + sequences, states, channels)
     chunk = plan_backward(*sizes).length
     if length <= chunk:
         return (0,)
@@ -86,113 +94,178 @@ def kept_shape(
     return (batch, -(-length // chunk), states, channels)
 
 
-def _aligned(tensor: Tensor, size: int) -> bool:
+def _aligned(layout: tuple, size: int) -> bool:
     """Returns whether all rows of a tensor start at multiples of a size in bytes."""
-    steps = (tensor.stride(0), tensor.stride(1))
-    starts = (tensor.data_ptr(), *(step * tensor.element_size() for step in steps))
-    return all(start % size == 0 for start in starts)
+    (row, step, _), dtype, offset = layout
+    return all(start % size == 0 for start in (offset, row * dtype.itemsize, step * dtype.itemsize))
 
 
-def _ptx(tensor: Tensor) -> bool:
-    # Triton's interpreter and GPUs of other makers have no PTX.
-    return tensor.is_cuda and torch.version.cuda is not None
+class Call:
+    """Launches kernels for tensors of some sizes, strides, dtypes and alignments.
 
+    `inputs` are always (dy, u, dt, A, B, C, D, z, dt_bias).
+    """
 
-class Call(NamedTuple):
-    """The tensors of a call as the kernels take them, and the methods that launch the kernels."""
-
-    inputs: tuple  # dy, u, dt, A, B, C, D, z, dt_bias
-    strides: tuple  # of batch and time, for dy, u, dt, B, C, z
-    softplus: bool
-    words: bool  # rows of B and C are whole, aligned 64-bit words
-
-    @property
-    def fixed_strides(self) -> tuple:
-        """The strides, those of time compiled in: registers would cost 6 % more instructions."""
-        length = self.inputs[1].shape[1]
-        return tuple((row, tl.constexpr(step if length > 1 else 0)) for row, step in self.strides)
-
-    @property
-    def copies(self) -> bool:
-        """Whether the inputs can be copied to shared memory 16 bytes at a time, for a ring."""
-        _, u, dt, _, B, C, _, z, _ = self.inputs
-        if u.is_cuda and not (_ptx(u) and torch.cuda.get_device_properties(u.device).major >= 8):
-            return False
-        vectors = [u, dt] if z is None else [u, dt, z]
-        return all(
-            first.dtype in (torch.float32, torch.bfloat16)
-            and all(t.dtype == first.dtype and _aligned(t, 16) for t in (first, *others))
-            for first, *others in (vectors, [B, C])
+    def __init__(
+        self, size: torch.Size, states: int, softplus: bool, device: torch.device, layouts: tuple
+    ) -> None:
+        dy, u, dt, A, B, C, D, z, dt_bias = layouts
+        self.size, self.states, self.softplus = size, states, softplus
+        rows, wholes = (dy, u, dt, B, C, z), ((A, (states, 1)), (D, (1,)), (dt_bias, (1,)))
+        self.dense = all(t is None or t[0][2] == 1 for t in rows)
+        self.dense &= all(t is None or t[0] == strides for t, strides in wholes)
+        # Strides of batch and time. Those of time are compiled in: registers would cost 6 % more
+        # instructions.
+        strides = [(0, 0) if t is None else t[0][:2] for t in rows]
+        self.strides = tuple(
+            [(row, tl.constexpr(step if size[1] > 1 else 0)) for row, step in strides]
         )
+        self.words = all(_aligned(t, 8) for t in (B, C))
+        self.itemsize = min(B[1].itemsize, C[1].itemsize)
+        # Triton's interpreter and GPUs of other makers have no PTX.
+        self.ptx = device.type == "cuda" and torch.version.cuda is not None
+        # Whether inputs can be copied to shared memory 16 bytes at a time, for a ring.
+        self.copies = device.type != "cuda" or (
+            self.ptx and torch.cuda.get_device_properties(device).major >= 8
+        )
+        for layout, *others in ([t for t in (u, dt, z) if t is not None], [B, C]):
+            same = all(t[1] == layout[1] and _aligned(t, 16) for t in (layout, *others))
+            self.copies &= same and layout[1] in (torch.float32, torch.bfloat16)
+        self._settings: dict[tuple, dict] = {}
 
-    def settings(self, plan: Plan) -> dict:
-        _, length, channels = self.inputs[1].shape
-        states = self.inputs[3].shape[1] // plan.parts
-        return {
-            "N": states,
+    def settings(self, plan: Plan, packed: bool = False, back: bool = False) -> dict:
+        """Returns what every kernel compiles in, and more for the one that walks back."""
+        found = self._settings.get((plan, packed, back))
+        if found is None:
+            found = self._settings[plan, packed, back] = self._find_settings(plan, packed, back)
+        return found
+
+    def _find_settings(self, plan: Plan, packed: bool, back: bool) -> dict:
+        _, length, channels = self.size
+        N, block = self.states // plan.parts, 2 * plan.K if back else plan.K
+        whole = channels * plan.parts % plan.BD == length % block == plan.length % block == 0
+        settings = {
+            "channels": channels,
+            "N": N,
             "K": plan.K,
             "SOFTPLUS": self.softplus,
-            "WORDS": self.words and states * self.inputs[4].element_size() % 8 == 0,
-            "EVEN": channels * plan.parts % plan.BD == length % plan.K == plan.length % plan.K == 0,
-            "PTX": _ptx(self.inputs[1]),
+            "WORDS": self.words and N * self.itemsize % 8 == 0,
+            "EVEN": whole and not packed,
+            "PTX": self.ptx,
             "num_warps": plan.warps,
         } | ({} if plan.registers is None else {"maxnreg": plan.registers})
+        if back:
+            fold = plan.parts == 2 and self.states == 16
+            # Without PTX, or if the states do not fit, a scratch takes the place of shared memory.
+            shared = self.ptx and N % 4 == 0 and 4 * scratch_size(plan, N) <= SHARED_BYTES
+            # Exchanges in PTX need element i in lane i, which is certain only if all tensors have
+            # one axis.
+            settings["PTX"] &= fold
+            settings |= {"PARTS": plan.parts, "FOLD": fold, "SHARED": shared}
+        return settings
 
-    def scan(self, plan: Plan, start, every=0, hold=False, **results: Tensor | None) -> None:
+    def scan(
+        self,
+        inputs: tuple,
+        plan: Plan,
+        start: Tensor | None,
+        every: int = 1,
+        hold: bool = False,
+        packed: Tensor | None = None,
+        **results: Tensor | None,
+    ) -> None:
         """Runs `_scan_kernel` for the results that it is given room for."""
-        dy, u, dt, A, B, C, D, z, dt_bias = self.inputs
-        batch, length, channels = u.shape
-        inputs = (None, u, dt, A, B, None, None, None, dt_bias)
-        if "y" in results:
-            inputs = (None, u, dt, A, B, C, D, z, dt_bias)
-        elif results.get("pull") is not None:
+        dy, u, dt, A, B, C, D, z, dt_bias = inputs
+        batch, length, channels = self.size
+        if "y" not in results:
+            if results.get("pull") is None:
+                dy = C = z = None
             inputs = (dy, u, dt, A, B, C, None, z, dt_bias)
         chunks = triton.cdiv(length, plan.length)
-        places = (results.get(name) for name in ("y", "end", "total", "local", "pull", "starts"))
-        _scan_kernel[(batch * chunks * triton.cdiv(channels, plan.BD),)](
-            inputs, self.fixed_strides, start, *places, length, channels, plan.length, chunks,
-            LOG=(A.shape[1] - 1).bit_length(), BD=plan.BD, EVERY=every, AHEAD=plan.ahead,
-            HOLD=hold, **self.settings(plan),
+        sequences = batch * chunks if packed is None else len(packed) - 1
+        places = [results.get(name) for name in ("y", "end", "total", "local", "pull", "starts")]
+        launch(
+            _scan_kernel, (sequences * triton.cdiv(channels, plan.BD),),
+            inputs, self.strides, packed, start, *places, length, plan.length, chunks,
+            key=(self, plan, every, hold), LOG=(self.states - 1).bit_length(), BD=plan.BD,
+            EVERY=every, AHEAD=plan.ahead, HOLD=hold, **self.settings(plan, packed is not None),
         )  # fmt: skip
 
-    def pull(self, plan: Plan, total: Tensor, pull: Tensor) -> None:
+    def pull(self, inputs: tuple, plan: Plan, total: Tensor, pull: Tensor) -> None:
         """Runs `_pull_kernel`."""
-        dy, u, dt, A, _, C, _, z, dt_bias = self.inputs
-        batch, length, channels = u.shape
+        dy, _, dt, A, _, C, _, z, dt_bias = inputs
+        batch, length, channels = self.size
         spans = triton.cdiv(length, plan.length)
-        _pull_kernel[(batch * spans * triton.cdiv(channels, plan.BD),)](
-            (dy, None, dt, A, None, C, None, z, dt_bias), self.fixed_strides, total, pull, length,
-            channels, plan.length, spans, LOG=(A.shape[1] - 1).bit_length(), BD=plan.BD,
+        launch(
+            _pull_kernel, (batch * spans * triton.cdiv(channels, plan.BD),),
+            (dy, None, dt, A, None, C, None, z, dt_bias), self.strides, total, pull, length,
+            plan.length, spans, key=(self, plan), LOG=(self.states - 1).bit_length(), BD=plan.BD,
             AHEAD=plan.ahead, **self.settings(plan),
         )  # fmt: skip
 
-    def scan_lanes(self, plan: Plan, start, y: Tensor, end: Tensor) -> None:
+    def scan_lanes(
+        self, inputs: tuple, plan: Plan, start: Tensor | None, y: Tensor, end: Tensor
+    ) -> None:
         """Runs `_lanes_kernel`."""
-        batch, length, channels = self.inputs[1].shape
-        _lanes_kernel[(batch * triton.cdiv(channels * plan.parts, plan.BD),)](
-            self.inputs, self.fixed_strides, start, y, end, length, channels,
+        batch, length, channels = self.size
+        launch(
+            _lanes_kernel, (batch * triton.cdiv(channels * plan.parts, plan.BD),),
+            inputs, self.strides, start, y, end, length, key=(self, plan),
             LOG=plan.parts.bit_length() - 1, BD=plan.BD, **self.settings(plan),
         )  # fmt: skip
 
-    def scan_ring(self, plan: Plan, start, y: Tensor, end: Tensor, every: int, starts) -> None:
+    def scan_ring(
+        self,
+        inputs: tuple,
+        plan: Plan,
+        start: Tensor | None,
+        y: Tensor,
+        end: Tensor,
+        every: int,
+        starts: Tensor | None,
+    ) -> None:
         """Runs `_ring_kernel`."""
-        batch, length, channels = self.inputs[1].shape
-        settings = self.settings(plan)
+        batch, length, channels = self.size
+        settings = {**self.settings(plan)}
         del settings["WORDS"], settings["EVEN"]  # a ring always has whole words and blocks
-        _ring_kernel[(batch * channels * plan.parts // plan.BD,)](
-            self.inputs, self.fixed_strides, start, y, end, starts, length, channels,
+        launch(
+            _ring_kernel, (batch * channels * plan.parts // plan.BD,),
+            inputs, self.strides, start, y, end, starts, length, key=(self, plan, every),
             LOG=plan.parts.bit_length() - 1, BD=plan.BD, EVERY=every, STAGES=plan.ring, **settings,
         )  # fmt: skip
 
 
-def make_call(dy, u, dt, A, B: Tensor, C: Tensor, D, z, dt_bias, softplus: bool) -> Call:
-    """Returns the call of some tensors, which may be parts of others: rows may be strided."""
-    rows = [t if t is None or t.stride(2) == 1 else t.contiguous() for t in (dy, u, dt, B, C, z)]
-    strides = tuple((0, 0) if t is None else (t.stride(0), t.stride(1)) for t in rows)
-    dy, u, dt, B, C, z = rows  # pyright: ignore[reportAssignmentType]
-    A, D, dt_bias = (None if t is None else t.contiguous() for t in (A, D, dt_bias))
-    words = all(_aligned(t, 8) and t.shape[2] * t.element_size() % 8 == 0 for t in (B, C))
-    return Call((dy, u, dt, A, B, C, D, z, dt_bias), strides, softplus, words)
+def scratch_size(plan: Plan, N: int) -> int:
+    """Returns how many numbers a program that walks back keeps of N states a lane."""
+    return 2 * triton.cdiv(plan.length, 2 * plan.K) * N * plan.BD
+
+
+_call = lru_cache(4096)(Call)
+
+
+@lru_cache(4096)
+def _plan(planned: Any, *sizes: Any, **options: Any) -> Any:
+    """Returns a plan, found once for all calls of the same sizes."""
+    return planned(*sizes, **options)
+
+
+def _prepare(inputs: tuple, softplus: bool) -> tuple[tuple, Call]:
+    """Returns the inputs as the kernels take them, and the call; rows may be strided."""
+    u, A = inputs[1], inputs[3]
+    for attempt in range(2):
+        layouts = tuple(
+            [None if t is None else (t.stride(), t.dtype, t.data_ptr() % 16) for t in inputs]
+        )
+        call = _call(u.shape, A.shape[1], softplus, u.device, layouts)
+        if call.dense or attempt:  # a size of 1 may keep a stride that looks strange
+            break
+        inputs = tuple([None if t is None else _without_gaps(t) for t in inputs])
+    return inputs, call
+
+
+def _without_gaps(tensor: Tensor) -> Tensor:
+    """Returns a copy unless the columns of rows (B, T, D), or all of another tensor, are dense."""
+    return tensor if tensor.ndim == 3 and tensor.stride(2) == 1 else tensor.contiguous()
 
 
 def _floats(like: Tensor, *shape: int) -> Tensor:
@@ -203,66 +276,79 @@ def _chain(term: Tensor, total: Tensor, A: Tensor, initial: Tensor | None, rever
     """Turns the term of every chunk, in place, into the value that enters the chunk."""
     batch, chunks, channels, states = term.shape
     ahead = min(32, triton.next_power_of_2(chunks))
-    _combine_kernel[(batch * triton.cdiv(A.numel(), 64),)](
+    launch(
+        _combine_kernel, (batch * triton.cdiv(A.numel(), 64),),
         term, total, A, initial, channels, chunks,
         N=states, BLOCK=64, AHEAD=ahead, REVERSE=reverse, num_warps=1,
     )  # fmt: skip
 
 
 def _enter_chunks(
-    call: Call, length: int, h0: Tensor | None, dh: Tensor | None, few: bool = False
+    call: Call,
+    inputs: tuple,
+    length: int,
+    h0: Tensor | None,
+    dh: Tensor | None,
+    few: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns h before every chunk and, given dh, l after it: (B, chunks, D, N) in float32."""
-    u, A = call.inputs[1], call.inputs[3]
+    u, A = inputs[1], inputs[3]
     batch, T, channels = u.shape
     chunks = triton.cdiv(T, length)
     total, local = _floats(u, batch, chunks, channels), _floats(u, batch, chunks, *A.shape)
     pull = None if dh is None else torch.empty_like(local)
     plan = plan_summary(length, A.shape[1], dh is not None, few, wide=u.element_size() > 2)
-    call.scan(plan, None, total=total, local=local, pull=pull)
+    call.scan(inputs, plan, None, total=total, local=local, pull=pull)
     _chain(local, total, A, h0, reverse=False)
     if pull is not None:
         _chain(pull, total, A, dh, reverse=True)
     return local, pull
 
 
-def _leave_spans(call: Call, length: int, dh: Tensor | None) -> Tensor:
+def _leave_spans(call: Call, inputs: tuple, length: int, dh: Tensor | None) -> Tensor:
     """Returns l after every span of this many steps: (B, spans, D, N) in float32."""
-    u, A = call.inputs[1], call.inputs[3]
+    u, A = inputs[1], inputs[3]
     batch, T, channels = u.shape
     spans = triton.cdiv(T, length)
     total, pull = _floats(u, batch, spans, channels), _floats(u, batch, spans, *A.shape)
-    call.pull(plan_pull(length, A.shape[1], wide=u.element_size() > 2), total, pull)
+    call.pull(inputs, plan_pull(length, A.shape[1], wide=u.element_size() > 2), total, pull)
     _chain(pull, total, A, dh, reverse=True)
     return pull
 
 
 def forward(
-    u, dt, A, B, C, D, z, dt_bias, h0, softplus: bool, kept: Tensor | None = None
+    u, dt, A, B, C, D, z, dt_bias, h0, softplus: bool, kept: Tensor | None = None, starts=None
 ) -> tuple[Tensor, Tensor]:
     """Returns y (B, T, D) in the dtype of u, and the last state (B, D, N) in float32.
 
-    kept is room for the states that `backward` can start from, in the shape of `kept_shape`.
+    kept is room for the states that `backward` can start from, in the shape of `kept_shape`. starts
+    says where packed sequences start, and where the last one ends.
     """
     batch, length, channels = u.shape
-    y, end = torch.empty(u.shape, dtype=u.dtype, device=u.device), _floats(u, batch, *A.shape)
+    rows, states = batch if starts is None else len(starts) - 1, A.shape[1]
+    y, end = torch.empty(u.shape, dtype=u.dtype, device=u.device), _floats(u, rows, *A.shape)
     if u.numel() == 0:
         return y, end.zero_() if h0 is None else end.copy_(h0)
-    call = make_call(None, u, dt, A, B, C, D, z, dt_bias, softplus)
-    sizes = (batch, length, channels, A.shape[1], processors(u.device), u.element_size() > 2)
-    plan = plan_forward(*sizes)
+    inputs, call = _prepare((None, u, dt, A, B, C, D, z, dt_bias), softplus)
+    start, count = None if h0 is None else h0.contiguous(), processors(u.device)
+    if starts is not None:
+        plan, packed = plan_packed(rows, length, channels, states, count), starts.to(u.device)
+        every = _plan(plan_backward, rows, _PACKED, channels, states, count).length
+        call.scan(inputs, plan, start, every, packed=packed, y=y, end=end, starts=kept)
+        return y, end
+    sizes = (batch, length, channels, states, count, u.dtype.itemsize > 2)
+    plan = _plan(plan_forward, *sizes)
     if plan.ring and not call.copies:
-        plan = plan_forward(*sizes, copies=False, lanes=kept is None)
-    start = None if h0 is None else h0.contiguous()
+        plan = _plan(plan_forward, *sizes, copies=False, lanes=kept is None)
     if plan.length < length:
-        start, _ = _enter_chunks(call, plan.length, start, None, few=plan.length <= 32)
-    every = 0 if kept is None else plan_backward(*sizes[:5]).length
+        start, _ = _enter_chunks(call, inputs, plan.length, start, None, few=plan.length <= 32)
+    every = 1 if kept is None else _plan(plan_backward, *sizes[:5]).length
     if plan.ring:
-        call.scan_ring(plan, start, y, end, every, kept)
+        call.scan_ring(inputs, plan, start, y, end, every, kept)
     elif plan.parts > 1:
-        call.scan_lanes(plan, start, y, end)
+        call.scan_lanes(inputs, plan, start, y, end)
     else:
-        call.scan(plan, start, every, y=y, end=end, starts=kept)
+        call.scan(inputs, plan, start, every, y=y, end=end, starts=kept)
     return y, end
 
 
@@ -271,73 +357,89 @@ def forward_ahead(u, dt, A, B, C, D, z, dt_bias, h0) -> Tensor:
     y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     if u.numel():
         plan = Plan(2 * triton.cdiv(u.shape[1], 2), 32, 2, None, True)
-        call = make_call(None, u, dt, A, B, C, D, z, dt_bias, True)
-        call.scan(plan, None if h0 is None else h0.contiguous(), hold=True, y=y)
+        inputs, call = _prepare((None, u, dt, A, B, C, D, z, dt_bias), True)
+        call.scan(inputs, plan, None if h0 is None else h0.contiguous(), hold=True, y=y)
     return y
 
 
 def backward(
-    dy, dh, u, dt, A, B, C, D, z, dt_bias, h0, softplus: bool, kept: Tensor | None = None
+    dy,
+    dh,
+    u,
+    dt,
+    A,
+    B,
+    C,
+    D,
+    z,
+    dt_bias,
+    h0,
+    softplus: bool,
+    kept: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of u, dt, A, B, C, D, z, dt_bias, h0; empty if an argument is None.
 
-    Without dh, the gradient of the last state is zero. kept is what `forward` kept, if anything.
+    Without dh, the gradient of the last state is zero. kept is what `forward` kept, if anything;
+    with packed sequences it always is something.
     """
     batch, length, channels = u.shape
-    states = A.shape[1]
-    given = (u, dt, A, B, C, D, z, dt_bias, h0)
-    grads = [u.new_empty(0) if t is None else t.new_empty(t.shape) for t in given]
+    given, states, floats = (u, dt, A, B, C, D, z, dt_bias, h0), A.shape[1], partial(_floats, u)
     if u.numel() == 0:
-        for grad in grads[:8]:
-            grad.zero_()
-        grads[8].zero_() if dh is None or h0 is None else grads[8].copy_(dh)
+        grads = [u.new_empty(0) if t is None else torch.zeros_like(t) for t in given]
+        if h0 is not None and dh is not None:
+            grads[8].copy_(dh)
         return tuple(grads)
-    call = make_call(dy, u, dt, A, B, C, D, z, dt_bias, softplus)
-    plan = plan_backward(batch, length, channels, states, processors(u.device))
-    chunks = triton.cdiv(length, plan.length)
+    inputs, call = _prepare((dy, u, dt, A, B, C, D, z, dt_bias), softplus)
+    start, adjoint = (None if t is None else t.contiguous() for t in (h0, dh))
+    packed, sequences = None, batch
+    if starts is not None:
+        packed, sequences = starts.to(u.device), len(starts) - 1
+    steps = length if packed is None else _PACKED
+    plan = _plan(plan_backward, sequences, steps, channels, states, processors(u.device))
+    chunks = triton.cdiv(length, plan.length) if packed is None else 1
     blocks = triton.cdiv(channels * plan.parts, plan.BD)
     most = max(1, plan.programs // blocks)
-    each = 1  # chunks of a span
-    start, adjoint = (None if t is None else t.contiguous() for t in (h0, dh))
-    if chunks > 1 and kept is not None:
-        start, each = kept, chunks
-        if plan.split:
+    turned, each = packed is not None or (chunks > 1 and kept is not None), 1
+    if turned:
+        start, each = kept, chunks  # chunks of a span
+        if plan.split and packed is None:
             each = plan_span(batch, chunks, most)
-            adjoint = _leave_spans(call, each * plan.length, adjoint)
+            adjoint = _leave_spans(call, inputs, each * plan.length, adjoint)
     elif chunks > 1:
-        if adjoint is None:
-            adjoint = _floats(u, batch, *A.shape).zero_()
-        start, adjoint = _enter_chunks(call, plan.length, start, adjoint)
+        adjoint = floats(batch, *A.shape).zero_() if adjoint is None else adjoint
+        start, adjoint = _enter_chunks(call, inputs, plan.length, start, adjoint)
     spans = triton.cdiv(chunks, each)
-    settings = call.settings(plan)
-    settings["EVEN"] &= length % (2 * plan.K) == 0 and plan.length % (2 * plan.K) == 0
-    groups = min(batch * spans, most)
-    room = 2 * triton.cdiv(plan.length, 2 * plan.K) * settings["N"] * plan.BD
-    # Without PTX, or if the states do not fit, a scratch takes the place of shared memory.
-    shared = settings["PTX"] and settings["N"] % 4 == 0 and 4 * room <= SHARED_BYTES
-    fold = plan.parts == 2 and states == 16
-    # Exchanges in PTX need element i in lane i, which is certain only if all tensors have one axis.
-    settings["PTX"] &= fold
-    some = 16 // plan.parts  # states of a lane that one sum over lanes takes
-    rounds = triton.cdiv(settings["N"], some)
-    scratch = _floats(u, blocks * groups, 0 if shared else room)
-    dBC = _floats(u, blocks, batch, length, rounds, 2, some, plan.parts)
-    partial = _floats(u, groups, (states + 2) * channels)
-    _scan_backward_kernel[(blocks * groups,)](
-        call.inputs, call.fixed_strides, start, adjoint, scratch, grads[0], grads[1],
-        None if z is None else grads[6], None if h0 is None else grads[8], dBC, partial,
-        length, channels, plan.length, chunks, batch * spans, groups, spans, each,
-        PARTS=plan.parts, FOLD=fold, TURNED=chunks > 1 and kept is not None, SHARED=shared,
-        **settings,
+    groups = min(sequences * spans, most)
+    settings = call.settings(plan, packed is not None, back=True)
+    N, some = settings["N"], 16 // plan.parts  # states of a lane, and of one sum over lanes
+    du, ddt, dz, dh0 = (
+        None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        for t in (u, dt, z, h0)
+    )
+    scratch = None if settings["SHARED"] else floats(blocks * groups, scratch_size(plan, N))
+    dBC = floats(blocks, batch, length, triton.cdiv(N, some), 2, some, plan.parts)
+    dA = floats(groups, channels, states)
+    dD, dbias = floats(groups, channels), floats(groups, channels)
+    launch(
+        _scan_backward_kernel, (blocks * groups,),
+        inputs, call.strides, packed, start, adjoint, scratch, du, ddt, dz, dh0, dBC, dA, dD, dbias,
+        length, plan.length, chunks, sequences * spans, groups, spans, each,
+        key=(call, plan, turned), TURNED=turned, **settings,
     )  # fmt: skip
     sums = dBC.sum(0)
-    if fold:  # the bits of a lane are bits 2, 0, 1 of the state, B or C, and bit 3 of the state
-        sums = sums.view(batch, length, 2, 2, 2, 2, 2).permute(5, 0, 1, 6, 2, 4, 3).flatten(3)
+    if settings["FOLD"]:
+        # The bits of a lane are bits 2, 0, 1 of the state, B or C, and bit 3 of the state.
+        sums = sums.view(batch, length, 2, 2, 2, 2, 2).permute(5, 0, 1, 6, 2, 4, 3)
     else:
-        sums = sums.permute(3, 0, 1, 5, 2, 4).flatten(4)[..., : settings["N"]].flatten(3)
-    dB, dC = sums.unbind(0)
-    dA, dD, ddt_bias = partial.sum(0).split((states * channels, channels, channels))
-    for index, grad in ((2, dA.view(channels, states)), (3, dB), (4, dC), (5, dD), (7, ddt_bias)):
-        if given[index] is not None:
-            grads[index].copy_(grad)
-    return tuple(grads)
+        sums = sums.permute(3, 0, 1, 5, 2, 4).flatten(4)[..., :N]
+    dB, dC = (
+        torch.empty(t.shape, dtype=t.dtype, device=t.device).view(total.shape).copy_(total)
+        for t, total in zip((B, C), sums, strict=True)
+    )
+    grads = (
+        *(du, ddt, dA.sum(0).to(A.dtype), dB.view(B.shape), dC.view(C.shape)),
+        *(None if D is None else dD.sum(0).to(D.dtype), dz),
+        *(None if dt_bias is None else dbias.sum(0).to(dt_bias.dtype), dh0),
+    )
+    return tuple([u.new_empty(0) if grad is None else grad for grad in grads])

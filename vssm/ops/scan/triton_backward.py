@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from vssm.ops.scan.triton_steps import (  # isort: skip
-    EXCHANGES, LN2, LOG2E, _next, _prepare, _put_states, _row, _scalars, _stack, _store,
+    EXCHANGES, LN2, LOG2E, _next, _prepare, _put_states, _row, _scalars, _sequence, _stack, _store,
     _take_states, _vector, _vectors, _zeros,
 )  # fmt: skip
 
@@ -208,9 +208,9 @@ def _kept(place, index, N: tl.constexpr, SHARED: tl.constexpr):
 # fmt: off
 @triton.jit(do_not_specialize=["T", "length", "chunks", "items", "groups", "spans", "each"])
 def _scan_backward_kernel(
-    inputs, strides, start, adjoint, scratch, du, ddt, dz, dh0, dBC, partial,
-    T, channels: tl.constexpr, length, chunks, items, groups, spans, each,
-    N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, FOLD: tl.constexpr, TURNED: tl.constexpr,
+    inputs, strides, packed, start, adjoint, scratch, du, ddt, dz, dh0, dBC, dA, dD, dbias,
+    T, length, chunks, items, groups, spans, each, channels: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, PARTS: tl.constexpr, FOLD: tl.constexpr, TURNED: tl.constexpr,
     SOFTPLUS: tl.constexpr, WORDS: tl.constexpr, SHARED: tl.constexpr, EVEN: tl.constexpr,
     PTX: tl.constexpr,
 ):
@@ -219,7 +219,9 @@ def _scan_backward_kernel(
 
     adjoint is l after every span, start is h before every chunk: (B, chunks, D, STATES) or, if
     TURNED, (B, chunks, STATES, D). Only then a span has several chunks: `each`, or fewer at the end
-    of a sequence. FOLD: lanes order their states as `_fold` says.
+    of a sequence. packed: where sequences start that share one row, and T; then each of them is a
+    span. dBC, dA, dD, dbias: sums of a program, or of its block of channels, which are still to be
+    added. FOLD: lanes order their states as `_fold` says.
     """
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     first_pass = (None, u, dt, A, B, None, None, None, dt_bias)
@@ -247,7 +249,10 @@ def _scan_backward_kernel(
     else:
         program = tl.program_id(0).to(tl.int64)
         place = scratch + program * tl.cdiv(length, 2 * K) * (2 * BD * N) + lane
-    dBC += block.to(tl.int64) * (items // spans) * T * (32 * ROUNDS)
+    sequences = items // spans
+    if packed is not None:
+        sequences = 1
+    dBC += block.to(tl.int64) * sequences * T * (32 * ROUNDS)
     row_A = _take_states(A + d * STATES, first_state, mask, N, 1, FOLD)
     rates = ()
     for n in tl.static_range(N):
@@ -259,23 +264,26 @@ def _scan_backward_kernel(
     skip = _vector(D, d, channels, BD)
     bias = _vector(dt_bias, d, channels, BD)
     for item in range(group, items, groups):
-        b = item // spans
+        b, origin, stop, base = _sequence(packed, item // spans, T, length)
         if adjoint is not None:
             entry = adjoint + item * channels * STATES + d * STATES
             ls = _take_states(entry, first_state, mask, N, 1, FOLD)
         else:
             ls = _zeros(N, BD)
         count = chunks // spans  # 1 if not TURNED
-        if TURNED:
+        lowest = 0  # chunk of the span
+        if packed is not None:
+            count = tl.cdiv(stop - origin, length)
+        elif TURNED:
             lowest = item % spans * each
             count = tl.minimum(each, chunks - lowest)
+        else:
+            lowest = item % spans * count
         for chunk in range(count):
-            if TURNED:
-                number = b * chunks + (lowest + count - 1 - chunk)
-            else:
-                number = (item + 1) * (chunks // spans) - 1 - chunk
-            first = number % chunks * length
-            last = tl.minimum(first + length, T)
+            of_sequence = lowest + count - 1 - chunk
+            number = base + of_sequence
+            first = origin + of_sequence * length
+            last = tl.minimum(first + length, stop)
             steps = (last - first).to(tl.int32)
             if start is None:
                 states = _zeros(N, BD)
@@ -434,10 +442,11 @@ def _scan_backward_kernel(
             tl.debug_barrier()
         if dh0 is not None:
             if item % spans == 0:
-                _put_states(dh0 + b * channels * STATES + d * STATES, ls, first_state, mask, FOLD)
+                entry = dh0 + item // spans * channels * STATES + d * STATES
+                _put_states(entry, ls, first_state, mask, FOLD)
     sum_D = _gather((sum_D, sum_D), 0, PARTS, PTX)
     sum_bias = _gather((sum_bias, sum_bias), 0, PARTS, PTX)
-    partial += group * channels * (STATES + 2)
-    _put_states(partial + d * STATES, sums_A, first_state, mask, FOLD)
-    tl.store(partial + channels * STATES + d, sum_D, mask=mask)
-    tl.store(partial + channels * (STATES + 1) + d, sum_bias, mask=mask)
+    at = group * channels + d
+    _put_states(dA + at * STATES, sums_A, first_state, mask, FOLD)
+    tl.store(dD + at, sum_D, mask=mask)
+    tl.store(dbias + at, sum_bias, mask=mask)

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from vssm.ops.scan.triton_steps import (  # isort: skip
-    LOG2E, _load_states, _next, _prepare, _put_states, _rates, _rows, _scalars, _spread, _store,
-    _store_states, _sum_parts, _take_states, _vector, _vectors, _zeros,
+    LOG2E, _load_states, _next, _prepare, _put_states, _rates, _rows, _scalars, _sequence, _spread,
+    _store, _store_states, _sum_parts, _take_states, _vector, _vectors, _zeros,
 )  # fmt: skip
 
 
@@ -30,9 +30,9 @@ def _first_column(T, PTX: tl.constexpr):
 # fmt: off
 @triton.jit(do_not_specialize=["T", "length", "chunks"])
 def _scan_kernel(
-    inputs, strides, start, y, end, total, local, pull, starts, T, channels: tl.constexpr, length,
-    chunks,
-    N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr, EVERY: tl.constexpr,
+    inputs, strides, packed, start, y, end, total, local, pull, starts, T, length, chunks,
+    channels: tl.constexpr, N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr,
+    K: tl.constexpr, EVERY: tl.constexpr,
     AHEAD: tl.constexpr, HOLD: tl.constexpr, SOFTPLUS: tl.constexpr, WORDS: tl.constexpr,
     EVEN: tl.constexpr, PTX: tl.constexpr,
 ):
@@ -41,15 +41,16 @@ def _scan_kernel(
 
     y, end: out and the last h. total, local, pull: sum delta, local and pull of every chunk.
     starts: h before every EVERY steps, (B, T / EVERY, N, D). EVERY and length are multiples of K.
+    packed: where sequences start that share one row, and T; each is one chunk, as `_sequence` says.
     HOLD: even steps leave h as it was; K is even.
     """
     dy, u, dt, A, B, C, D, z, dt_bias = inputs
     blocks = tl.cdiv(channels, BD)
     item = (tl.program_id(0) // blocks).to(tl.int64)
     d = tl.program_id(0) % blocks * BD + tl.arange(0, BD)
-    b = item // chunks
-    first = item % chunks * length
-    last = tl.minimum(first + length, T)
+    b, origin, stop, kept = _sequence(packed, item // chunks, T, EVERY)
+    first = origin + item % chunks * length
+    last = tl.minimum(first + length, stop)
     if start is not None:
         start += item * channels * N
     states = _load_states(start, d, channels, N, LOG, BD)
@@ -70,8 +71,8 @@ def _scan_kernel(
         next_rows = _rows(inputs, strides, b, first, last, column, N, K, WORDS, EVEN)
     for t0 in range(first, last, K):
         if starts is not None:
-            if t0 % EVERY == 0:
-                place = starts + (b * tl.cdiv(T, EVERY) + t0 // EVERY) * channels * N
+            if (t0 - origin) % EVERY == 0:
+                place = starts + (kept + (t0 - origin) // EVERY) * channels * N
                 for n in tl.static_range(N):
                     _store(place + n * channels, d, states[n], d < channels, EVEN)
         us, dts, zs, dys = next_vectors
@@ -131,8 +132,8 @@ def _scan_kernel(
                 mask = d < tl.where(t0 + k < last, channels, 0)
                 _store(y + (b * T + t0) * channels + k * channels, d, outs[k], mask, EVEN)
     if end is not None:
-        if last == T:
-            _store_states(end + b * channels * N, states, d, channels, N, LOG, BD)
+        if last == stop:
+            _store_states(end + item // chunks * channels * N, states, d, channels, N, LOG, BD)
     if total is not None:
         tl.store(total + item * channels + d, elapsed, mask=d < channels)
         _store_states(local + item * channels * N, states, d, channels, N, LOG, BD)
@@ -143,7 +144,7 @@ def _scan_kernel(
 # fmt: off
 @triton.jit(do_not_specialize=["T", "length", "spans"])
 def _pull_kernel(
-    inputs, strides, total, pull, T, channels: tl.constexpr, length, spans,
+    inputs, strides, total, pull, T, length, spans, channels: tl.constexpr,
     N: tl.constexpr, LOG: tl.constexpr, BD: tl.constexpr, K: tl.constexpr,
     AHEAD: tl.constexpr, SOFTPLUS: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr,
     PTX: tl.constexpr,

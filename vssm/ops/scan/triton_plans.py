@@ -90,6 +90,14 @@ def plan_forward(
     return Plan(triton.cdiv(chunk, 64) * 64, 64, K, registers, False)
 
 
+def plan_packed(sequences: int, length: int, channels: int, states: int, processors: int) -> Plan:
+    """Returns how `forward` runs packed sequences: each is one chunk, whatever its length."""
+    K = 1 if states > 32 else 2
+    if states > 16 or sequences * triton.cdiv(channels, 64) < 4 * processors:
+        return Plan(length, 32, K, None, True)
+    return Plan(length, 64, K, 128, False)
+
+
 def plan_ring(length: int, parts: int, wide: bool) -> Plan:
     """Returns how a ring runs over a multiple of 8 steps, with this many lanes per channel."""
     K = RING_STEPS[parts]

@@ -167,6 +167,20 @@ def _stack(parts, LOG: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
+def _sequence(packed, number, T, EVERY: tl.constexpr):
+    """Returns the row of a sequence, its first step, the step after its last, and its kept states.
+
+    Sequences that share a row have room for one state more each than fills their steps.
+    """
+    if packed is None:
+        origin = number * 0
+        return number, origin, origin + T, number * tl.cdiv(T, EVERY)
+    else:
+        origin = tl.load(packed + number)
+        return number * 0, origin, tl.load(packed + number + 1), origin // EVERY + number
+
+
+@triton.jit
 def _zeros(N: tl.constexpr, BD: tl.constexpr):
     states = ()
     for _ in tl.static_range(N):

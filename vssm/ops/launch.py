@@ -1,0 +1,97 @@
+"""Starts Triton kernels with little work on the host.
+
+Triton's own launch describes all arguments in text and finds the compiled kernel by that text,
+which takes longer than a small kernel runs. Here a tuple describes them. The first call with a
+description goes through Triton, which compiles; later ones go straight to the compiled kernel.
+"""
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import JITFunction, driver
+
+__all__ = ["launch", "processors"]
+
+_MOST = 8192  # kernels that are remembered: calls of many lengths may each have their own
+
+
+class _Compiled(NamedTuple):
+    run: Callable
+    function: Any  # the kernel on its device
+    metadata: Any
+    constants: tuple  # the arguments that were compiled in, in the order of the kernel
+
+
+_compiled: dict[tuple, _Compiled] = {}
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Returns the number of multiprocessors; 2 in the interpreter, for tests of all branches."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch(
+    kernel: Any,  # noqa: ANN401
+    grid: tuple[int, ...],
+    *arguments: Any,  # noqa: ANN401
+    key: Hashable = None,
+    **constants: Any,  # noqa: ANN401
+) -> None:
+    """Does what `kernel[grid](*arguments, **constants)` does, in less time.
+
+    Arguments:
+        kernel: A function with `triton.jit`.
+        grid: The numbers of programs, one to three.
+        arguments: What is not compiled in, in the order of the kernel: tensors, numbers, None, and
+            tuples of them.
+        key: Stands for all tuples and constants, if the caller has described them already.
+        constants: What is compiled in, after the arguments, and options of Triton.
+    """
+    if type(kernel) is not JITFunction or torch.version.cuda is None:  # the interpreter, AMD
+        kernel[grid](*arguments, **constants)
+        return
+    device = driver.active.get_current_device()
+    if key is None:
+        described = (kernel.fn, device, *map(_describe, arguments), *constants.items())
+    else:
+        given = [_describe(argument) for argument in arguments if type(argument) is not tuple]
+        described = (kernel.fn, device, key, *given)
+    compiled = _compiled.get(described)
+    if compiled is None:
+        made = kernel[grid](*arguments, **constants)
+        names = kernel.arg_names[len(arguments) :]
+        fixed = tuple([constants[name] for name in names])
+        if len(_compiled) >= _MOST:
+            _compiled.clear()
+        _compiled[described] = _Compiled(made.run, made.function, made.packed_metadata, fixed)
+        return
+    run, function, metadata, fixed = compiled
+    stream, (x, y, z) = driver.active.get_current_stream(device), (*grid, 1, 1)[:3]
+    # The three None stand for hooks of profilers.
+    run(x, y, z, stream, function, metadata, None, None, None, *arguments, *fixed)
+
+
+def _describe(argument: Any) -> Hashable:  # noqa: ANN401
+    """Returns the properties of an argument that Triton may compile a kernel for.
+
+    Example:
+        >>> _describe((torch.zeros(3), None, 48, 1))
+        ((torch.float32, True), None, (True, False), 1)
+    """
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    kind = type(argument)
+    if kind is int:
+        return argument if argument == 1 else (argument % 16 == 0, argument.bit_length() > 31)
+    if kind is tuple:
+        return tuple(map(_describe, argument))
+    if kind is tl.constexpr:
+        return (argument.value,)
+    return kind if kind is float else argument
