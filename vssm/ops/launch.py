@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction, driver
 
-__all__ = ["launch", "processors"]
+__all__ = ["ceil_div", "launch", "next_power", "processors"]
 
 _MOST = 8192  # kernels that are remembered: calls of many lengths may each have their own
 
@@ -35,6 +35,16 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def ceil_div(number: int, size: int) -> int:
+    """Returns number / size, rounded up; `triton.cdiv` takes 10 us to do so."""
+    return -(-number // size)
+
+
+def next_power(number: int) -> int:
+    """Returns the smallest power of 2 that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
 
 
 def launch(

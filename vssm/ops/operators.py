@@ -79,9 +79,14 @@ def make_operator(
     traced.register_autograd(
         lambda ctx, *slopes: differentiate(traced_backward, ctx, slopes), setup_context=save
     )
-    methods = {
-        "forward": staticmethod(forward),
-        "setup_context": staticmethod(save),
+
+    def run(ctx, *inputs):  # noqa: ANN001, ANN002, ANN202
+        output = forward(*inputs)
+        save(ctx, inputs, output)
+        return output
+
+    methods = {  # with a `setup_context`, PyTorch would read the signature of forward at every call
+        "forward": staticmethod(run),
         "backward": staticmethod(
             once_differentiable(lambda ctx, *slopes: differentiate(backward, ctx, slopes))
         ),

@@ -8,6 +8,7 @@ The backends are those of the scan. `vssm.ops.conv.numba` and `vssm.ops.conv.tri
 functions `forward` and `backward`.
 """
 
+from functools import cache
 from itertools import pairwise
 from types import ModuleType
 
@@ -146,6 +147,7 @@ def causal_conv_silu_reference(
     return F.silu(y), padded[:, length:]
 
 
+@cache
 def _kernels(backend: str) -> ModuleType:
     if backend == "numba":
         from vssm.ops.conv import numba as kernels

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.launch import launch, processors
+from vssm.ops.launch import ceil_div, launch, next_power, processors
 from vssm.ops.linear.triton import Parts
 from vssm.ops.linear.triton_kernels import add_parts
 
@@ -277,15 +277,15 @@ def forward(
         return y
     x = x if x.stride(2) == 1 else x.contiguous()
     batch, length, packed = _rows(x, starts)
-    chunk, block = _CHUNK, min(_BLOCK, max(128, triton.next_power_of_2(channels)))
+    chunk, block = _CHUNK, min(_BLOCK, max(128, next_power(channels)))
     steps = _SOME if length <= _SHORT else 1
     if x.dtype == torch.float32:
         chunk, block, steps = _WIDE_CHUNK, _WIDE_BLOCK, _SOME if length <= _SHORT else _MANY
-    elif batch * triton.cdiv(length, chunk) * triton.cdiv(channels, block) < _FEW:
+    elif batch * ceil_div(length, chunk) * ceil_div(channels, block) < _FEW:
         chunk, block = 4, 128
-    chunks = triton.cdiv(length, chunk)
+    chunks = ceil_div(length, chunk)
     launch(
-        _conv_kernel, (batch * chunks, triton.cdiv(channels, block)),
+        _conv_kernel, (batch * chunks, ceil_div(channels, block)),
         x, weight.contiguous(), bias, _contiguous(state), packed, y, after, x.stride(0),
         x.stride(1), length, channels, chunks, K=taps, CHUNK=chunk, BLOCK=block, STEPS=steps,
         num_warps=max(1, block // 256),
@@ -306,9 +306,9 @@ def forward_parts(
     batch, channels, chunk, block = rows // length, both // 2, 4, 128
     shape, device = (2, batch, length, channels), parts.partial.device
     y, z = torch.empty(shape, dtype=torch.float32, device=device)
-    chunks = triton.cdiv(length, chunk)
+    chunks = ceil_div(length, chunk)
     launch(
-        _parts_kernel, (batch * chunks, triton.cdiv(channels, block)),
+        _parts_kernel, (batch * chunks, ceil_div(channels, block)),
         *parts[:2], weight.contiguous(), bias, _contiguous(state), y, z, after, length, channels,
         chunks, rows * both, *parts[2:], K=weight.shape[1], SPLIT=split, CHUNK=chunk, BLOCK=block,
         num_warps=4,
@@ -332,8 +332,8 @@ def backward(
         return dx, torch.zeros_like(weight), torch.zeros_like(bias), dstate.zero_()
     x = x if x.stride(2) == 1 else x.contiguous()
     batch, length, packed = _rows(x, starts)
-    chunks, blocks = triton.cdiv(length, _CHUNK), triton.cdiv(channels, _BLOCK)
-    programs = min(batch * chunks, triton.cdiv(_PROGRAMS * processors(x.device), blocks))
+    chunks, blocks = ceil_div(length, _CHUNK), ceil_div(channels, _BLOCK)
+    programs = min(batch * chunks, ceil_div(_PROGRAMS * processors(x.device), blocks))
     partial = torch.empty((programs, taps + 1, channels), dtype=torch.float32, device=x.device)
     launch(
         _conv_backward_kernel, (programs, blocks),

@@ -26,6 +26,7 @@ float64.
 """
 
 import math
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -260,6 +261,7 @@ def _choose(backend: str, logits: Tensor, *others: Tensor | None) -> str:
     return chosen if fits or backend != "auto" else "reference"
 
 
+@cache
 def _kernels(backend: str) -> ModuleType:
     if backend == "numba":
         from vssm.ops.latents import numba as kernels

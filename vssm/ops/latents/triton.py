@@ -43,7 +43,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vssm.ops.latents import repeats
-from vssm.ops.launch import launch
+from vssm.ops.launch import ceil_div, launch, next_power
 
 __all__ = [
     "embed_sum",
@@ -188,8 +188,8 @@ def _expected_backward_kernel(
 def _launch(kernel: Any, shape: torch.Size, *inputs: Tensor | None, **options: bool) -> None:
     """Runs a kernel on all steps of tensors that belong to logits of a shape (..., Z, N)."""
     Z, N = shape[-2:]
-    BN = triton.next_power_of_2(N)
-    BZ = min(triton.next_power_of_2(Z), max(1, TILE // BN))
+    BN = next_power(N)
+    BZ = min(next_power(Z), max(1, TILE // BN))
     if shape.numel():
         warps = max(1, min(4, BZ * BN // 256))
         sizes = {"Z": Z, "N": N, "BZ": BZ, "BN": BN, "num_warps": warps}
@@ -269,7 +269,7 @@ def inverse_cdf(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
     """Returns the classes, of the shape of the noise, int64."""
     z = torch.empty(noise.shape, dtype=torch.int64, device=noise.device)
     N, rows = logits.shape[-1], noise.numel()
-    BN = triton.next_power_of_2(N)
+    BN = next_power(N)
     BR = max(1, TILE // BN)
     if rows:
         shared = repeats(logits, noise)
@@ -279,7 +279,7 @@ def inverse_cdf(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
         wide = max(rows + BR, logits.numel()) >= 2**31  # 64-bit divisions are slow
         sizes = (rows, times * run, run, float(temperature))
         blocks = {"N": N, "BR": BR, "BN": BN, "WIDE": wide}
-        launch(_inverse_cdf_kernel, (triton.cdiv(rows, BR),), *inputs, z, *sizes, **blocks)
+        launch(_inverse_cdf_kernel, (ceil_div(rows, BR),), *inputs, z, *sizes, **blocks)
     return z
 
 
@@ -343,7 +343,7 @@ def plan_embed(steps: int, Z: int, D: int) -> EmbedPlan:
         if steps >= MANY:
             return EmbedPlan(64, 64, min(4, together), 2)
         return EmbedPlan(128, 32, min(8, together), 4)
-    BD = min(128, EMBED_TILE // triton.next_power_of_2(Z), triton.next_power_of_2(D))
+    BD = min(128, EMBED_TILE // next_power(Z), next_power(D))
     return EmbedPlan(max(2, TOTAL // BD) if steps >= MANY and D <= NARROW else 1, BD)
 
 
@@ -355,9 +355,9 @@ def embed_sum(z: Tensor, weight: Tensor, how: EmbedPlan | None = None) -> Tensor
     how = how or plan_embed(steps, Z, D)
     if y.numel():
         inputs = (z.contiguous(), weight.contiguous())
-        grid = (triton.cdiv(steps, how.BR), triton.cdiv(D, how.BD))
+        grid = (ceil_div(steps, how.BR), ceil_div(D, how.BD))
         launch(
             _embed_kernel, grid, *inputs, y, steps, len(weight) // Z, D, Z=Z, BR=how.BR,
-            BZ=triton.next_power_of_2(Z), BD=how.BD, TOGETHER=how.together, num_warps=how.warps,
+            BZ=next_power(Z), BD=how.BD, TOGETHER=how.together, num_warps=how.warps,
         )  # fmt: skip
     return y

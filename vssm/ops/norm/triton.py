@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.launch import launch, processors
+from vssm.ops.launch import ceil_div, launch, next_power, processors
 
 __all__ = ["backward", "forward"]
 
@@ -76,7 +76,7 @@ def _norm_backward_kernel(
 
 
 def _blocks(width: int) -> dict[str, int]:
-    BD = triton.next_power_of_2(width)
+    BD = next_power(width)
     BR = max(1, TILE // BD)
     return {"D": width, "BR": BR, "BD": BD, "num_warps": min(16, BR * BD // 256)}
 
@@ -87,7 +87,7 @@ def forward(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor
     if x.numel():
         blocks = _blocks(x.shape[-1])
         rows = x.numel() // x.shape[-1]
-        grid = (triton.cdiv(rows, blocks["BR"]),)
+        grid = (ceil_div(rows, blocks["BR"]),)
         launch(_norm_kernel, grid, x.contiguous(), weight.contiguous(), y, rows, eps, **blocks)
     return y
 
@@ -99,7 +99,7 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor,
         return dx, torch.zeros_like(weight)
     blocks = _blocks(x.shape[-1])
     rows = x.numel() // x.shape[-1]
-    programs = min(triton.cdiv(rows, blocks["BR"]), PROGRAMS * processors(x.device))
+    programs = min(ceil_div(rows, blocks["BR"]), PROGRAMS * processors(x.device))
     parts = torch.empty((programs, x.shape[-1]), dtype=torch.float32, device=x.device)
     inputs = (tensor.contiguous() for tensor in (dy, x, weight))
     launch(_norm_backward_kernel, (programs,), *inputs, dx, parts, rows, eps, **blocks)

@@ -18,6 +18,7 @@ The modules `vssm.ops.scan.numba` and `vssm.ops.scan.triton` have the functions 
 
 import importlib.util
 import os
+from functools import cache
 from itertools import pairwise
 from types import ModuleType
 
@@ -197,6 +198,7 @@ def _refusal(backend: str, device: torch.device, dtype: torch.dtype) -> str | No
     return None
 
 
+@cache
 def has_triton() -> bool:
     """Returns whether the package `triton` is installed."""
     return importlib.util.find_spec("triton") is not None
@@ -227,7 +229,7 @@ def _fits(u, dt, A, B, C, D, z, dt_bias, h0, rows: int | None) -> bool:  # noqa:
             and (z is None or z.shape == size)
             and (dt_bias is None or dt_bias.shape == channel)
             and (h0 is None or h0.shape == (batch if rows is None else rows, channels, states))
-            and all([t.device == device and not t.is_complex() for t in given])
+            and not [t for t in given if t.device != device or t.is_complex()]
         )
     except (AttributeError, IndexError, ValueError):  # not tensors, or of other dimensions
         return False
@@ -336,6 +338,7 @@ def scan_ahead(
     return _kernels(backend).forward_ahead(*inputs)
 
 
+@cache
 def _kernels(backend: str) -> ModuleType:
     # Imported at first use, because numba and triton take a second to load.
     if backend == "numba":
@@ -365,7 +368,11 @@ def _forward(*arguments):  # noqa: ANN002, ANN202
 def _fake(u, dt, A, B, C, D, z, dt_bias, h0, starts, softplus, backend, keep):  # noqa: ANN001, ANN202
     sequences = len(u) if starts is None else len(starts) - 1
     y = torch.empty_like(u, memory_format=torch.contiguous_format)
-    return y, u.new_empty(sequences, *A.shape, dtype=torch.float32), _kept(u, A, starts, backend, keep)
+    return (
+        y,
+        u.new_empty(sequences, *A.shape, dtype=torch.float32),
+        _kept(u, A, starts, backend, keep),
+    )
 
 
 def _backward(dy, dh, *arguments):  # noqa: ANN001, ANN002, ANN202

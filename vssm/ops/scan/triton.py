@@ -41,15 +41,14 @@ bfloat16. A program of the backward can then walk back over several chunks in a 
 only spans need a pull.
 """
 
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.launch import launch, processors
+from vssm.ops.launch import ceil_div, launch, next_power, processors
 from vssm.ops.scan.triton_backward import SHARED_BYTES, _scan_backward_kernel
 
 from vssm.ops.scan.triton_forward import (  # isort: skip
@@ -83,12 +82,12 @@ def kept_shape(
     """
     sizes = (batch, length, channels, states, processors(device))
     if sequences:
-        chunk = plan_backward(sequences, _PACKED, *sizes[2:]).length
+        chunk = _plan(plan_backward, sequences, _PACKED, *sizes[2:]).length
         return (1, length // chunk + sequences, states, channels)
-    chunk = plan_backward(*sizes).length
+    chunk = _plan(plan_backward, *sizes).length
     if length <= chunk:
         return (0,)
-    plan = plan_forward(*sizes, dtype.itemsize > 2)
+    plan = _plan(plan_forward, *sizes, dtype.itemsize > 2)
     if plan.length < length or (plan.parts > 1 and not plan.ring):
         return (0,)
     return (batch, -(-length // chunk), states, channels)
@@ -181,11 +180,11 @@ class Call:
             if results.get("pull") is None:
                 dy = C = z = None
             inputs = (dy, u, dt, A, B, C, None, z, dt_bias)
-        chunks = triton.cdiv(length, plan.length)
+        chunks = ceil_div(length, plan.length)
         sequences = batch * chunks if packed is None else len(packed) - 1
         places = [results.get(name) for name in ("y", "end", "total", "local", "pull", "starts")]
         launch(
-            _scan_kernel, (sequences * triton.cdiv(channels, plan.BD),),
+            _scan_kernel, (sequences * ceil_div(channels, plan.BD),),
             inputs, self.strides, packed, start, *places, length, plan.length, chunks,
             key=(self, plan, every, hold), LOG=(self.states - 1).bit_length(), BD=plan.BD,
             EVERY=every, AHEAD=plan.ahead, HOLD=hold, **self.settings(plan, packed is not None),
@@ -195,9 +194,9 @@ class Call:
         """Runs `_pull_kernel`."""
         dy, _, dt, A, _, C, _, z, dt_bias = inputs
         batch, length, channels = self.size
-        spans = triton.cdiv(length, plan.length)
+        spans = ceil_div(length, plan.length)
         launch(
-            _pull_kernel, (batch * spans * triton.cdiv(channels, plan.BD),),
+            _pull_kernel, (batch * spans * ceil_div(channels, plan.BD),),
             (dy, None, dt, A, None, C, None, z, dt_bias), self.strides, total, pull, length,
             plan.length, spans, key=(self, plan), LOG=(self.states - 1).bit_length(), BD=plan.BD,
             AHEAD=plan.ahead, **self.settings(plan),
@@ -209,7 +208,7 @@ class Call:
         """Runs `_lanes_kernel`."""
         batch, length, channels = self.size
         launch(
-            _lanes_kernel, (batch * triton.cdiv(channels * plan.parts, plan.BD),),
+            _lanes_kernel, (batch * ceil_div(channels * plan.parts, plan.BD),),
             inputs, self.strides, start, y, end, length, key=(self, plan),
             LOG=plan.parts.bit_length() - 1, BD=plan.BD, **self.settings(plan),
         )  # fmt: skip
@@ -237,15 +236,21 @@ class Call:
 
 def scratch_size(plan: Plan, N: int) -> int:
     """Returns how many numbers a program that walks back keeps of N states a lane."""
-    return 2 * triton.cdiv(plan.length, 2 * plan.K) * N * plan.BD
+    return 2 * ceil_div(plan.length, 2 * plan.K) * N * plan.BD
 
 
 _call = lru_cache(4096)(Call)
 
 
 @lru_cache(4096)
-def _plan(planned: Any, *sizes: Any, **options: Any) -> Any:
-    """Returns a plan, found once for all calls of the same sizes."""
+def _known_plan(planned: Callable[..., Plan], sizes: tuple, options: tuple) -> Plan:
+    return planned(*sizes, **dict(options))
+
+
+def _plan(planned: Callable[..., Plan], *sizes: int, **options: bool) -> Plan:
+    """Returns a plan, found once for all calls of the same sizes; a trace may not know them."""
+    if type(sizes[0]) is type(sizes[1]) is int:
+        return _known_plan(planned, sizes, tuple(options.items()))
     return planned(*sizes, **options)
 
 
@@ -275,9 +280,9 @@ def _floats(like: Tensor, *shape: int) -> Tensor:
 def _chain(term: Tensor, total: Tensor, A: Tensor, initial: Tensor | None, reverse: bool) -> None:
     """Turns the term of every chunk, in place, into the value that enters the chunk."""
     batch, chunks, channels, states = term.shape
-    ahead = min(32, triton.next_power_of_2(chunks))
+    ahead = min(32, next_power(chunks))
     launch(
-        _combine_kernel, (batch * triton.cdiv(A.numel(), 64),),
+        _combine_kernel, (batch * ceil_div(A.numel(), 64),),
         term, total, A, initial, channels, chunks,
         N=states, BLOCK=64, AHEAD=ahead, REVERSE=reverse, num_warps=1,
     )  # fmt: skip
@@ -294,7 +299,7 @@ def _enter_chunks(
     """Returns h before every chunk and, given dh, l after it: (B, chunks, D, N) in float32."""
     u, A = inputs[1], inputs[3]
     batch, T, channels = u.shape
-    chunks = triton.cdiv(T, length)
+    chunks = ceil_div(T, length)
     total, local = _floats(u, batch, chunks, channels), _floats(u, batch, chunks, *A.shape)
     pull = None if dh is None else torch.empty_like(local)
     plan = plan_summary(length, A.shape[1], dh is not None, few, wide=u.element_size() > 2)
@@ -309,7 +314,7 @@ def _leave_spans(call: Call, inputs: tuple, length: int, dh: Tensor | None) -> T
     """Returns l after every span of this many steps: (B, spans, D, N) in float32."""
     u, A = inputs[1], inputs[3]
     batch, T, channels = u.shape
-    spans = triton.cdiv(T, length)
+    spans = ceil_div(T, length)
     total, pull = _floats(u, batch, spans, channels), _floats(u, batch, spans, *A.shape)
     call.pull(inputs, plan_pull(length, A.shape[1], wide=u.element_size() > 2), total, pull)
     _chain(pull, total, A, dh, reverse=True)
@@ -356,7 +361,7 @@ def forward_ahead(u, dt, A, B, C, D, z, dt_bias, h0) -> Tensor:
     """Returns y; the arguments are those of `scan_ahead`. Time is not cut into chunks."""
     y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     if u.numel():
-        plan = Plan(2 * triton.cdiv(u.shape[1], 2), 32, 2, None, True)
+        plan = Plan(2 * ceil_div(u.shape[1], 2), 32, 2, None, True)
         inputs, call = _prepare((None, u, dt, A, B, C, D, z, dt_bias), True)
         call.scan(inputs, plan, None if h0 is None else h0.contiguous(), hold=True, y=y)
     return y
@@ -397,8 +402,8 @@ def backward(
         packed, sequences = starts.to(u.device), len(starts) - 1
     steps = length if packed is None else _PACKED
     plan = _plan(plan_backward, sequences, steps, channels, states, processors(u.device))
-    chunks = triton.cdiv(length, plan.length) if packed is None else 1
-    blocks = triton.cdiv(channels * plan.parts, plan.BD)
+    chunks = ceil_div(length, plan.length) if packed is None else 1
+    blocks = ceil_div(channels * plan.parts, plan.BD)
     most = max(1, plan.programs // blocks)
     turned, each = packed is not None or (chunks > 1 and kept is not None), 1
     if turned:
@@ -409,7 +414,7 @@ def backward(
     elif chunks > 1:
         adjoint = floats(batch, *A.shape).zero_() if adjoint is None else adjoint
         start, adjoint = _enter_chunks(call, inputs, plan.length, start, adjoint)
-    spans = triton.cdiv(chunks, each)
+    spans = ceil_div(chunks, each)
     groups = min(sequences * spans, most)
     settings = call.settings(plan, packed is not None, back=True)
     N, some = settings["N"], 16 // plan.parts  # states of a lane, and of one sum over lanes
@@ -418,7 +423,7 @@ def backward(
         for t in (u, dt, z, h0)
     )
     scratch = None if settings["SHARED"] else floats(blocks * groups, scratch_size(plan, N))
-    dBC = floats(blocks, batch, length, triton.cdiv(N, some), 2, some, plan.parts)
+    dBC = floats(blocks, batch, length, ceil_div(N, some), 2, some, plan.parts)
     dA = floats(groups, channels, states)
     dD, dbias = floats(groups, channels), floats(groups, channels)
     launch(

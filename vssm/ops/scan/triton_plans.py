@@ -5,7 +5,7 @@ The numbers were found on an H200. Kernels and letters are those of `vssm.ops.sc
 
 from typing import NamedTuple
 
-import triton
+from vssm.ops.launch import ceil_div
 
 
 class Plan(NamedTuple):
@@ -73,7 +73,7 @@ def plan_forward(
         if length >= 64 and parts >= 8:  # longer runs of loads pay
             warps, block = 2 * warps, 2 * parts
         return Plan(length, 32 * warps, block, None, True, parts=parts, warps=warps)
-    warps = batch * triton.cdiv(channels, 64)
+    warps = batch * ceil_div(channels, 64)
     K = 1 if length == 1 or states > 32 else 2
     if states > 16 or (warps < 4 * processors and length < 128):
         return Plan(length, 32, K, None, True)
@@ -82,18 +82,18 @@ def plan_forward(
     if whole and 2 * batch * channels >= 32 * RING_WARPS * processors:
         return plan_ring(length, 2, wide)
     # Four waves of programs, 16 per multiprocessor, or fewer if chunks would be too short.
-    chunk = triton.cdiv(length * warps, 64 * processors)
+    chunk = ceil_div(length * warps, 64 * processors)
     if chunk <= 32:  # with few programs each has registers to load more at once
         return Plan(32, 64, 4, None, True)
     # For 16 bits, twelve programs of 168 registers load more at once than sixteen of 128.
     K, registers = (K, 128) if wide else (4, 168)
-    return Plan(triton.cdiv(chunk, 64) * 64, 64, K, registers, False)
+    return Plan(ceil_div(chunk, 64) * 64, 64, K, registers, False)
 
 
 def plan_packed(sequences: int, length: int, channels: int, states: int, processors: int) -> Plan:
     """Returns how `forward` runs packed sequences: each is one chunk, whatever its length."""
     K = 1 if states > 32 else 2
-    if states > 16 or sequences * triton.cdiv(channels, 64) < 4 * processors:
+    if states > 16 or sequences * ceil_div(channels, 64) < 4 * processors:
         return Plan(length, 32, K, None, True)
     return Plan(length, 64, K, 128, False)
 
@@ -132,12 +132,12 @@ def plan_backward(batch: int, length: int, channels: int, states: int, processor
     # the end, but a scratch, needed without shared memory, should stay in the cache.
     if states in (8, 16):
         programs = 24 * processors
-        split = batch * triton.cdiv(channels, 16) < 2 * programs
+        split = batch * ceil_div(channels, 16) < 2 * programs
         chunk = min(length, 512 // states)
         return Plan(chunk, 32, 2, 168, True, programs=programs, parts=2, split=split)
     K = 1 if length == 1 or states > 32 else 2
     programs = (16 if length <= 64 else 8) * processors
-    split = batch * triton.cdiv(channels, 32) < 2 * programs
+    split = batch * ceil_div(channels, 32) < 2 * programs
     return Plan(min(length, 64), 32, K, None, True, programs=programs, split=split)
 
 
@@ -145,7 +145,7 @@ def plan_span(batch: int, chunks: int, groups: int) -> int:
     """Returns how many chunks form a span, with this many programs per block of channels."""
     span = 1
     while 2 * span <= min(SPAN, chunks):
-        if batch * triton.cdiv(chunks, 2 * span) < ROUNDS * groups:
+        if batch * ceil_div(chunks, 2 * span) < ROUNDS * groups:
             break
         span *= 2
     return span
