@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 BACKENDS = ("reference", "numba", "triton")
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # too slow to ask at every call
 _NAMES = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "h0")
 
 
@@ -198,10 +199,9 @@ def _refusal(backend: str, device: torch.device, dtype: torch.dtype) -> str | No
     return None
 
 
-@cache
 def has_triton() -> bool:
     """Returns whether the package `triton` is installed."""
-    return importlib.util.find_spec("triton") is not None
+    return _HAS_TRITON
 
 
 def needs_operator(*tensors: Tensor | None) -> bool:
