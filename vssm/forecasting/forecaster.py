@@ -184,7 +184,8 @@ class Forecaster:
         scale = GivenScale.of(panel, layout.patch)
         windows, whole = Windows(older, layout, scale), Windows(panel, layout, scale)
         centre, penalty = choose_linear(windows, whole, cuts)
-        windows = windows.centred(centre, fit_linear(windows.centred(centre), penalty))
+        self.linear_ = fit_linear(windows.centred(centre), penalty)
+        windows = windows.centred(centre, self.linear_)
         config = model_config(
             self.kind,
             layout,
@@ -196,11 +197,11 @@ class Forecaster:
         )
         options = (self.batch, self.learning_rate, self.seed)
         self.panel_, self.layout_, self.scale_ = panel, windows.layout, scale
-        self.linear_, self.calibration_ = windows.linear, None
+        self.calibration_ = None
         steps = self.max_steps
         with Bar(self.progress) as bar:
             if len(cuts):
-                held = whole.centred(centre, windows.linear)
+                held = whole.centred(centre, self.linear_)
                 judge, show = validation(held, cuts, self.seed), bar.task("fit", steps)
                 found = train(config, windows, steps, *options, judge, show)
                 self.model_, steps = found.model, found.steps

@@ -24,7 +24,8 @@ from torch import Tensor
 from vssm.data.series import phases
 from vssm.forecasting.panel import Panel
 
-__all__ = ["CENTRES", "Batch", "GivenScale", "Layout", "Linear", "Windows", "centre_and_scale"]
+__all__ = ["CENTRES", "LEAST_SCALE", "Batch", "GivenScale", "Layout", "Linear", "Windows"]
+__all__ += ["centre_and_scale"]
 
 CENTRES = ("mean", "last", "season", "season-level", "season-last")
 LEAST_SCALE = 0.1  # of a window, in deviations of its series
