@@ -4,12 +4,10 @@ A file is written under a temporary name, flushed to the disk, and renamed.
 """
 
 import errno
-import glob
 import json
 import os
 import secrets
 import tempfile
-import time
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -35,15 +33,15 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
     """
     path = Path(path)
     if not path.name:
-        raise ValueError(f"path={str(path)!r} is not allowed; allowed: the name of a file")
+        raise ValueError(f"path={str(path)!r} names no file; give the name of a file")
     if is_device(path):
         with tempfile.TemporaryDirectory() as folder:
             whole = Path(folder) / path.name  # some formats are chosen by the end of the name
             write(whole)
             path.write_bytes(whole.read_bytes())
         return
-    start = f".{path.name[:50]}."  # a name has at most 255 bytes, and a character at most 4
-    temporary = path.with_name(f"{start}{secrets.token_hex(6)}.tmp")
+    # A name has at most 255 bytes, and a character at most 4.
+    temporary = path.with_name(f".{path.name[:50]}.{secrets.token_hex(6)}.tmp")
     try:
         temporary.touch(exist_ok=False)
         mode = temporary.stat().st_mode
@@ -61,10 +59,6 @@ def write_atomically(path: str | Path, write: Callable[[Path], object]) -> None:
     finally:
         with suppress(OSError):  # the first error is the one that the user must see
             temporary.unlink(missing_ok=True)
-    with suppress(OSError):  # another process may remove the same leftovers of killed processes
-        for left in path.parent.glob(f"{glob.escape(start)}{'[0-9a-f]' * 12}.tmp"):
-            if time.time() - left.stat().st_mtime > 3600:
-                left.unlink()
 
 
 def flush(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.nn.modules.module import register_module_forward_hook
 
 from vssm.data import DataConfig, open_data
@@ -160,36 +159,6 @@ def test_convolutions_are_exact_in_training_and_features(digits):
             False,
         )
     assert len(found) > trained > 0 and set(found) == {(False, True)}
-
-
-def test_file_is_reused_and_another_is_refused(digits, tmp_path):
-    images, labels = digits
-    path, steps = tmp_path / "classifier.safetensors", []
-
-    def classifier(images, num_classes=10):
-        steps.clear()
-        tell = lambda *step: steps.append(step)  # noqa: E731
-        return cached_classifier(images, labels, num_classes, torch.device("cpu"), tell, path)
-
-    trained = classifier(images)
-    assert len(steps) > 1
-    read = classifier(images)
-    assert steps == [(1, 1)]
-    assert all(
-        torch.equal(a, b) for a, b in zip(trained.parameters(), read.parameters(), strict=True)
-    )
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"has identity .* the hash of this recipe"):
-        classifier(images.flip(0))
-    with pytest.raises(ValueError, match="has identity"):
-        classifier(images, 11)
-    assert path.read_bytes() == before
-    save_file(load_file(path), path)  # the same weights, no identity
-    with pytest.raises(ValueError, match="has identity None"):
-        classifier(images)
-    path.write_bytes(b"\x80\x04\x95pickle")
-    with pytest.raises(ValueError, match="is damaged"):
-        classifier(images)
 
 
 @pytest.mark.parametrize("trouble", ["none", "flipped", "read-only"])

@@ -5,10 +5,7 @@ import json
 import os
 import resource
 import shutil
-import signal
 import stat
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -75,22 +72,28 @@ def edit_weights(folder, change):
     ("damage", "message"),
     [
         (lambda f: edit_config(f, depth=3), r"config.json': config has no field 'depth'"),
-        (lambda f: edit_config(f, format=99), "has format 99; allowed: 1"),
+        (lambda f: edit_config(f, format=99), "has format 99, but this version reads 1"),
         (lambda f: edit_config(f, kind="lstm"), "kind='lstm' is unknown"),
-        (lambda f: edit_config(f, latents=4), "tensor 'encoder.out.weight' has .* allowed: "),
-        (lambda f: edit_config(f, layers=3), "lacks tensors decoder.blocks.2.* and .* more"),
-        (lambda f: edit_config(f, layers=1), "has unknown tensors decoder.blocks.1"),
+        (
+            lambda f: edit_config(f, latents=4),
+            "does not fit its config: .*size mismatch for",
+        ),
+        (lambda f: edit_config(f, layers=3), "does not fit its config: .*Missing key"),
+        (
+            lambda f: edit_config(f, layers=1),
+            "does not fit its config: .*Unexpected key",
+        ),
         (
             lambda f: edit_config(f, width=10**15),
             "config.json': width is 1000000000000000; it must be",
         ),
         (
             lambda f: edit_config(f, width=10**7 - 1, expand=10**7 - 1),
-            "describes no model: ",
+            "does not fit its config: ",
         ),
         (
             lambda f: edit_config(f, head="auto"),
-            "describes no model: head is 'auto'; allowed",
+            "does not fit its config: head is 'auto'; allowed",
         ),
         (lambda f: (f / "config.json").write_text("{"), "config.json' is damaged"),
         (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json' is damaged"),
@@ -99,7 +102,7 @@ def edit_weights(folder, change):
         (lambda f: (f / "config.json").unlink(), "has no config.json"),
         (
             lambda f: (f / "weights.safetensors").unlink(),
-            "has no weights.*; allowed: a run folder once it has",
+            "has no weights.*; use a run folder once it has",
         ),
         (
             lambda f: (f / "weights.safetensors").write_bytes(b"\x80\x04\x95pickle"),
@@ -113,13 +116,7 @@ def edit_weights(folder, change):
         ),
         (
             lambda f: edit_weights(f, lambda t: t.pop("partial.blank")),
-            "lacks tensors partial.blank",
-        ),
-        (
-            lambda f: edit_weights(
-                f, lambda t: t.update({"partial.blank": torch.zeros(16, dtype=torch.int64)})
-            ),
-            "'partial.blank' has .* dtype torch.int64; allowed: .* floats",
+            'Missing key.* "partial.blank"',
         ),
     ],
 )
@@ -230,9 +227,7 @@ def test_model_is_never_saved_over_a_run(key, tmp_path):
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**values, key: {}}))
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(
-        ValueError, match=r"is a run, .*; allowed: a new folder, or one .* vssm.save$"
-    ):
+    with pytest.raises(ValueError, match=r"is a run, .*; use a new folder, or one .* vssm.save$"):
         save(small_model("ssm"), tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
@@ -241,7 +236,7 @@ def test_model_is_not_saved_to_a_file(tmp_path):
     (tmp_path / "note").write_text("mine")
     for place in ("note", "note/below/it"):
         with pytest.raises(
-            ValueError, match=r"^folder=.*note.* is a file or lies below one; allowed: a folder"
+            ValueError, match=r"^folder=.*note.* is a file or lies below one; use a folder"
         ):
             save(small_model("ssm"), tmp_path / place)
     assert (tmp_path / "note").read_text() == "mine"
@@ -261,10 +256,13 @@ def test_weights_without_a_config_use_config_json(tmp_path):
         ("{", "weights.safetensors' is damaged"),
         ("[" * 10**5, "weights.safetensors' is damaged"),
         ("[]", "weights.safetensors' has no key 'model'"),
-        ('{"format": 99, "model": {}}', "weights.safetensors' has format 99; allowed: 1"),
+        (
+            '{"format": 99, "model": {}}',
+            "weights.safetensors' has format 99, but this",
+        ),
         (
             '{"format": 1, "model": {"features": 3, "width": 0}}',
-            "weights.safetensors': width=0 is not",
+            "weights.safetensors': width is 0; it must be",
         ),
     ],
 )
@@ -320,41 +318,6 @@ def test_name_may_be_as_long_as_the_system_allows(name, tmp_path):
         write_atomically(tmp_path / name, write)
     assert [file.name for file in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == "new"
-    left[0].write_text("half")  # by a process that was killed
-    os.utime(left[0], (0, 0))
-    write_atomically(tmp_path / name, lambda file: file.write_text("newer"))
-    assert [file.name for file in tmp_path.iterdir()] == [name]
-
-
-def test_old_temporary_files_are_removed(tmp_path):
-    """But nothing that somebody may still write to, and nothing of other files."""
-    names = [
-        ".a.txt.0123456789ab.tmp",
-        ".a.txt.ba9876543210.tmp",
-        ".b.txt.0123456789ab.tmp",
-        ".a.txt.mine.tmp",
-    ]
-    for name in names:
-        (tmp_path / name).write_text("half")
-    for name in (names[0], *names[2:]):
-        os.utime(tmp_path / name, (0, 0))
-    write_atomically(tmp_path / "a.txt", lambda file: file.write_text("whole"))
-    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*names[1:], "a.txt"])
-    assert (tmp_path / "a.txt").read_text() == "whole"
-
-
-def test_next_write_removes_what_a_killed_one_left(tmp_path):
-    code = (
-        "import os, sys, signal\nfrom vssm.storage import write_atomically\n"
-        "write_atomically(sys.argv[1], lambda file: os.kill(os.getpid(), signal.SIGKILL))"
-    )
-    target = tmp_path / "w[1].txt"
-    done = subprocess.run([sys.executable, "-c", code, str(target)], check=False)
-    assert done.returncode == -signal.SIGKILL
-    (left,) = tmp_path.iterdir()
-    os.utime(left, (0, 0))
-    write_atomically(target, lambda file: file.write_text("whole"))
-    assert [file.name for file in tmp_path.iterdir()] == [target.name]
 
 
 @pytest.mark.parametrize("how", ["device", "pipe"])
@@ -428,7 +391,8 @@ def test_model_that_could_not_be_loaded_is_not_saved(tmp_path):
     before = (tmp_path / "good" / "weights.safetensors").read_bytes()
     torch.nn.utils.parametrizations.weight_norm(model.decoder.out)
     with pytest.raises(
-        ValueError, match=r"^the model lacks tensors decoder.out.weight; allowed: the tensors"
+        ValueError,
+        match=r"^the model does not fit its config: .*Missing key.*decoder.out.w",
     ):
         save(model, tmp_path / "good")
     assert (tmp_path / "good" / "weights.safetensors").read_bytes() == before

@@ -401,7 +401,7 @@ def test_config_of_a_newer_version_is_refused(unbroken, tmp_path):
     folder = shutil.copytree(unbroken, tmp_path / "run")
     values = json.loads((folder / "config.json").read_text())
     for change, message in (
-        ({"format": 2}, r"config.json' has format 2; allowed: 1"),
+        ({"format": 2}, r"config.json' has format 2, but this version reads 1"),
         (
             {"train": {**values["train"], "epoch": 3}},
             r"train has no field 'epoch'.*did you mean 'epochs'",
@@ -444,7 +444,7 @@ def test_resuming_never_trains_over_finished_weights(unbroken, tmp_path):
     for name in kept:
         shutil.copy(unbroken / name, tmp_path / "copy" / name)
     for folder, message in (
-        (tmp_path / "saved", r"has no key 'data'; allowed: a run folder"),
+        (tmp_path / "saved", r"has no key 'data'; use a run folder"),
         (ended, "has weights but no checkpoint to go on from"),
         (tmp_path / "copy", "has weights but no checkpoint to go on from"),
     ):

@@ -155,7 +155,7 @@ def test_a_start_that_does_not_fit_is_refused(tmp_path):
     )
     refused(r"has 3 features and 256 bins, data set 'digits' 8 and 256; allowed: a model", digits)
     lost = replace(config, train=replace(config.train, init=str(tmp_path / "nowhere")))
-    refused(r"nowhere' does not exist; allowed: a run folder", lost)
+    refused(r"nowhere' does not exist; use a run folder", lost)
     with pytest.raises(
         ValueError, match="init='' is not allowed; allowed: a folder, or a shipped model"
     ):

@@ -82,7 +82,11 @@ def draw(meta: Meta, x: Tensor, path: str | Path) -> Path:
     """
     path, x = Path(path), x.detach().cpu()
     if meta.image_shape is not None:
-        _draw_images(meta.to_image(x).numpy(), path)
+        from matplotlib.image import imsave
+
+        grid = tiled(meta.to_image(x).numpy(), min(8, len(x)))
+        zoom = max(1, 600 // grid.shape[1])
+        imsave(path, grid.repeat(zoom, 0).repeat(zoom, 1), format="png")
         return path
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -99,19 +103,15 @@ def draw(meta: Meta, x: Tensor, path: str | Path) -> Path:
     return path
 
 
-def _draw_images(images: np.ndarray, path: Path) -> None:
-    from matplotlib.image import imsave
-
+def tiled(images: np.ndarray, across: int) -> np.ndarray:
+    """Returns images (M, H, W, C) in [0, 1] as one of 8-bit RGB, in rows of so many."""
     num, height, width, channels = images.shape
-    across = min(8, num)
     down = -(-num // across)
     grid = np.ones((down * across, height + 2, width + 2, channels), np.float32)  # a white frame
-    grid[:num, 1:-1, 1:-1] = images
+    grid[:num, 1:-1, 1:-1] = np.nan_to_num(images)
     grid = grid.reshape(down, across, height + 2, width + 2, channels).transpose(0, 2, 1, 3, 4)
     grid = grid.reshape(down * (height + 2), across * (width + 2), channels)
-    zoom = max(1, 600 // grid.shape[1])
-    grid = np.broadcast_to(grid, (*grid.shape[:2], 3)).repeat(zoom, 0).repeat(zoom, 1)
-    imsave(path, np.rint(np.nan_to_num(grid) * 255).astype(np.uint8), format="png")
+    return np.rint(np.broadcast_to(grid, (*grid.shape[:2], 3)) * 255).astype(np.uint8)
 
 
 def _draw_lines(figure: Any, meta: Meta, x: np.ndarray) -> None:  # noqa: ANN401

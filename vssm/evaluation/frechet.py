@@ -24,7 +24,6 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -143,52 +142,31 @@ def _first_weights(images: Tensor, num_classes: int) -> Classifier:
 
 
 def cached_classifier(
-    images: Tensor,
-    labels: Tensor,
-    num_classes: int,
-    device: torch.device,
-    progress: Progress,
-    path: Path | None = None,
+    images: Tensor, labels: Tensor, num_classes: int, device: torch.device, progress: Progress
 ) -> Classifier:
     """Trains the classifier as `train_classifier` does, or reads what an earlier call wrote.
 
-    The file `path` is refused if it belongs to other images. The default is a file in the user's
-    cache, one for each set of images, version of torch and kind of device; a cache that cannot be
-    read or written costs time, no more.
+    It is a file in the user's cache, one for each recipe, set of images, version of torch and kind
+    of device. A cache that cannot be read or written costs time, no more.
     """
-    identity = _identity(images, labels, num_classes)
-    given = path is not None
-    if path is None:
-        text = f"{identity} {torch.__version__} {device.type}"
-        made_by = hashlib.sha256(text.encode()).hexdigest()
-        path = cache_folder() / "classifiers" / f"{made_by[:20]}.safetensors"
-    with suppress(*() if given else (ValueError, OSError)):
-        if path.is_file():
-            tensors, metadata = read_tensors(path)
-            if (found := metadata.get("identity")) != identity:
-                raise ValueError(
-                    f"classifier {str(path)!r} has identity {str(found)[:12]}; allowed: "
-                    f"{identity[:12]}, the hash of this recipe and these training images"
-                )
-            classifier = _first_weights(images, num_classes)
-            classifier.load_state_dict(tensors)
-            progress(1, 1)
-            return classifier.to(device).requires_grad_(False)
-    classifier = train_classifier(images, labels, num_classes, device, progress)
-    with suppress(*() if given else (OSError,)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.cpu() for name, tensor in classifier.state_dict().items()}
-        write_tensors(path, tensors, {"identity": identity})
-    return classifier
-
-
-def _identity(images: Tensor, labels: Tensor, num_classes: int) -> str:
-    """Returns a hash of what the classifier depends on: the recipe, the images and the labels."""
     recipe = {**_RECIPE, "num_classes": num_classes, "shape": list(images.shape)}
+    recipe |= {"torch": torch.__version__, "device": device.type}
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode())
     for tensor in (images.float(), labels.long()):
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    path = cache_folder() / "classifiers" / f"{digest.hexdigest()[:20]}.safetensors"
+    with suppress(ValueError, OSError):  # the file is not there, or damaged
+        tensors, _ = read_tensors(path)
+        classifier = _first_weights(images, num_classes)
+        classifier.load_state_dict(tensors)
+        progress(1, 1)
+        return classifier.to(device).requires_grad_(False)
+    classifier = train_classifier(images, labels, num_classes, device, progress)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.cpu() for name, tensor in classifier.state_dict().items()}
+        write_tensors(path, tensors)
+    return classifier
 
 
 @torch.no_grad()

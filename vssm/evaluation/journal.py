@@ -41,14 +41,12 @@ class Journal:
     """
 
     def __init__(self, path: Path | None = None, subject: Mapping[str, Any] | None = None) -> None:
-        self._subject = _digest(subject)
-        self._path = None if path is None else path.with_stem(f"{path.stem}-{self._subject[:8]}")
-        self._parts: dict[str, Any] = {}
-        self._written = time.monotonic()
-        with suppress(OSError, ValueError):
-            content = {} if self._path is None else read_object(self._path)
-            if content.get("digest") == _digest([self._subject, content.get("parts")]):
-                self._parts = content["parts"]
+        self._path, self._parts, self._written = None, {}, time.monotonic()
+        if path is not None:
+            digest = hashlib.sha256(json.dumps(subject, sort_keys=True).encode()).hexdigest()
+            self._path = path.with_stem(f"{path.stem}-{digest[:16]}")
+            with suppress(OSError, ValueError):
+                self._parts = read_object(self._path)
 
     def get(self, part: str) -> Any:  # noqa: ANN401
         """Returns what was kept of a part, or None."""
@@ -72,17 +70,11 @@ class Journal:
         if kind is not None:
             self._write()
         elif self._path is not None:
-            with suppress(OSError):
-                self._path.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        if self._path is None or not self._parts:
-            return
-        content = {"digest": _digest([self._subject, self._parts]), "parts": self._parts}
-        with suppress(OSError):
-            write_atomically(self._path, lambda file: file.write_text(json.dumps(content)))
+        if self._path is not None and self._parts:
+            text = json.dumps(self._parts)
+            with suppress(OSError):
+                write_atomically(self._path, lambda file: file.write_text(text))
         self._written = time.monotonic()
-
-
-def _digest(content: Any) -> str:  # noqa: ANN401
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -24,7 +24,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -201,17 +200,13 @@ def _milliseconds(
 
 
 def image_quality(
-    work: Work,
-    num_images: int,
-    path: str | Path | None,
-    ways: dict[str, Callable[[range], Tensor]],
+    work: Work, num_images: int, ways: dict[str, Callable[[range], Tensor]]
 ) -> dict[str, float]:
     """Measures Fréchet distances between the split and samples, completions and training images.
 
     Arguments:
         work: What is measured; its data are images with labels.
         num_images: Samples for every distance, at most as many as the split has.
-        path: The file of the classifier; in the user's cache by default.
         ways: What makes the sequences with some numbers, by the name of its metric.
     """
     split, train, to_image = work.split, work.data.train, work.data.meta.to_image
@@ -225,7 +220,6 @@ def image_quality(
         int(train.labels.max()) + 1,
         work.device,
         partial(work.progress, "classifier"),
-        None if path is None else Path(path),
     )
     num = min(num_images, len(split))
     reference = features(classifier, to_image(split.batch(slice(None))))

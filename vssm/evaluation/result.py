@@ -16,6 +16,7 @@ import torch
 
 from vssm.checks import choose_device
 from vssm.data import Data, open_data
+from vssm.data.show import tiled
 from vssm.evaluation.parts import fill_by_name
 from vssm.evaluation.quality import observed, ways_to_sample
 from vssm.models import AnyPart, Model
@@ -36,13 +37,16 @@ Options = Mapping[str, Any]
 
 def check_result_path(path: Path) -> None:
     """Raises, before the work, if a result could not be written or the results page not find it."""
-    if path.suffix != ".json" or "\0" in str(path):
-        raise ValueError(f"result={str(path)!r} is not allowed; allowed: a file that ends in .json")
-    first = next(folder for folder in path.absolute().parents if folder.exists())
-    blocked = path.is_dir() or not first.is_dir()
-    if why := "something is in the way" if blocked else why_read_only(first):
+    if path.suffix != ".json":
+        raise ValueError(f"result={str(path)!r} is not allowed; use a file that ends in .json")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        blocked = "it is a folder" if path.is_dir() else why_read_only(path.parent)
+    except (OSError, ValueError) as error:
+        blocked = str(error)
+    if blocked:
         raise ValueError(
-            f"result={str(path)!r} cannot be written ({why}); allowed: a file in a folder of yours"
+            f"result={str(path)!r} cannot be written ({blocked}); use a file in a folder of yours"
         )
 
 
@@ -61,7 +65,7 @@ def keep_result(
     check_result_path(path)
     if not (folder / "eval.json").is_file():
         raise ValueError(
-            f"{str(folder)!r} has no eval.json; allowed: a run folder after vssm evaluate"
+            f"{str(folder)!r} has no eval.json; measure the run first with vssm evaluate"
         )
     scored = read_object(folder / "eval.json")
     config = read_config(folder)
@@ -71,7 +75,6 @@ def keep_result(
     if (folder / "log.jsonl").is_file():
         best, curve = validations(folder)
         training |= {**best, "epochs": curve["epoch"][-1] if curve["epoch"] else None}
-    path.parent.mkdir(parents=True, exist_ok=True)
     options = config.data if data_dir is None else replace(config.data, dir=data_dir)
     data = open_data(options, missing=config.model.known == "any")
     if data.meta.image_shape is not None:
@@ -145,10 +148,4 @@ def draw_grid(data: Data, model: Model, path: Path, ways: Sequence[Options], see
         rest = generate(model, length=length - cut, prompt=prompt, **options).x
         made.append(torch.cat([prompt, rest], 1))
     images = data.meta.to_image(torch.cat(made)).cpu().numpy()
-    _, height, width, channels = images.shape
-    tiles = np.ones((len(images), height + 2, width + 2, channels), np.float32)
-    tiles[:, 1:-1, 1:-1] = images
-    grid = tiles.reshape(-1, _COLUMNS, height + 2, width + 2, channels).transpose(0, 2, 1, 3, 4)
-    grid = grid.reshape(-1, _COLUMNS * (width + 2), channels)
-    pixels = np.rint(np.broadcast_to(grid, (*grid.shape[:2], 3)) * 255).astype(np.uint8)
-    write_atomically(path, lambda file: imsave(file, pixels, format="png"))
+    write_atomically(path, lambda file: imsave(file, tiled(images, _COLUMNS), format="png"))

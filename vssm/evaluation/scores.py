@@ -14,8 +14,6 @@ import inspect
 import math
 import shlex
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.checks import check_choice, check_flag, check_path, choose_device, shown, whole_number
+from vssm.checks import check_choice, choose_device, whole_number
 from vssm.data import Data, Meta, open_data
 from vssm.evaluation import quality
 from vssm.evaluation.journal import Journal
@@ -48,19 +46,11 @@ from vssm.runs.config import SavedConfig
 from vssm.runs.results import machine, result, source, write_result
 from vssm.storage import why_read_only
 
-__all__ = ["ACTIVE", "UnwrittenResult", "evaluate_run", "likelihoods", "reconstruction"]
+__all__ = ["ACTIVE", "evaluate_run", "likelihoods", "reconstruction"]
 
 _SEED = 0  # of all draws; the number of a sequence, not its batch, decides which draws it gets
 ACTIVE = 0.01
 """Nats of KL above which a latent component counts as active."""
-
-
-class UnwrittenResult(OSError):
-    """Raised when a result could not be written; it took long to measure, so `result` has it."""
-
-    def __init__(self, error: OSError, result: dict[str, Any]) -> None:
-        super().__init__(error.errno, error.strerror or str(error), error.filename)
-        self.result = result
 
 
 @torch.no_grad()
@@ -79,7 +69,6 @@ def evaluate_run(
     particles: bool = False,
     known: str | tuple[str, ...] = (),
     passes: int = 1,
-    classifier: str | Path | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measures the best weights of a run and writes `eval.json` (`eval_valid.json`) to its folder.
@@ -109,31 +98,20 @@ def evaluate_run(
             "block:N" or "hole:N". Each adds the nats of the unknown entries, and how good samples
             of them are (see `vssm.evaluation.parts`).
         passes: The passes in which these entries are made.
-        classifier: A safetensors file for the classifier behind the Fréchet distances, read if it
-            exists, else written; in the user's cache by default.
         progress: Called with (stage, done, total).
 
     Returns:
         The result as written: `name`, `date`, `commit`, `machine`, `command`, `config`, `metrics`.
     """
-    for name, path in (("folder", folder), ("classifier", classifier), ("data_dir", data_dir)):
-        if path is not None or name == "folder":
-            check_path(name, path)
-    known = (known,) if isinstance(known, str) else known
-    if not isinstance(known, Sequence):
-        raise ValueError(f"known={shown(known)} is not allowed; allowed: names such as random:0.5")
+    known = (known,) if isinstance(known, str) else tuple(known)
     for name in known:
         parse_mask(name)
-    if progress is not None and not callable(progress):
-        raise ValueError(f"progress={shown(progress)} is not allowed; allowed: a function")
     check_choice("splits", splits, ("test", "valid"))
-    for name, flag in (("quick", quick), ("dials", dials), ("particles", particles)):
-        check_flag(name, flag)
     num_samples = whole_number("num_samples", num_samples, 1)
     num_images = whole_number("num_images", num_images, 0)
     passes = whole_number("passes", passes, 1)
     if num_images == 1:
-        raise ValueError("num_images=1 is not allowed; allowed: 0 for no distances, or 2 and more")
+        raise ValueError("num_images=1 gives no distance; use 0 for none, or 2 and more")
     if max_sequences is not None:
         max_sequences = whole_number("max_sequences", max_sequences, 1)
     batch = None if batch is None else whole_number("batch", batch, 1)
@@ -161,7 +139,7 @@ def evaluate_run(
     if dials and not quality.dials(model):
         raise ValueError(
             "dials=True is for models that generate in parallel, not "
-            f"kind={model.config.kind!r}; allowed: vssm, tvae"
+            f"kind={model.config.kind!r}; use it with vssm or tvae"
         )
     if known and not isinstance(model, AnyPart):
         raise ValueError(
@@ -170,12 +148,12 @@ def evaluate_run(
     if particles and isinstance(model, Autoregressive | Ladder | AnyPart):
         raise ValueError(
             f"particles=True is not for kind={model.config.kind!r} with "
-            f"levels={model.config.levels}; allowed: vssm and tvae without levels, vrnn"
+            f"levels={model.config.levels}; use it with vssm and tvae without levels, or vrnn"
         )
     if why := why_read_only(folder):
         raise ValueError(
-            f"folder={str(folder)!r} cannot be written to ({why}); allowed: a run folder of yours, "
-            "or a copy"
+            f"folder={str(folder)!r} cannot be written to ({why}); use a run folder of yours, or a "
+            "copy"
         )
     config, data = _open_run(folder, model, data_dir)
     for name in known:
@@ -187,7 +165,6 @@ def evaluate_run(
         "device": str(device),
         "weights": weights,
         "data": [config["data"], len(split), split.digest()],
-        "classifier": None if classifier is None else str(classifier),
         "source": source(),
         "machine": machine(),
     }
@@ -208,16 +185,14 @@ def evaluate_run(
                 ways = fill_makers(work, num_images, dials, known, passes)
             else:
                 ways = image_makers(work, num_images, dials)
-            metrics |= image_quality(work, num_images, classifier, ways)
+            metrics |= image_quality(work, num_images, ways)
         settings = {**given, "device": device.type, "backend": None}
         if model.config.block == "mamba":
             settings["backend"] = choose_backend("auto", device, torch.float32)
         settings = {**config, "evaluate": settings}
         made = result(folder.resolve().name, _command(folder, given), settings, metrics)
-        try:
-            replaced = _write(path, made, weights)
-        except OSError as error:
-            raise UnwrittenResult(error, made) from None
+        replaced = _version(folder / "weights.safetensors") != weights
+        write_result(path.with_name(f"{path.name}.old") if replaced else path, made)
     if replaced:
         warnings.warn(
             f"a training has replaced the weights of {str(folder)!r} since they were read; the "
@@ -253,18 +228,6 @@ def _scores(
         named = ((name, "log_likelihood" in name or name == "elbo") for name in metrics)
         metrics = {f"pseudo_{name}" if odd else name: metrics[name] for name, odd in named}
     return metrics
-
-
-def _write(path: Path, made: dict[str, Any], weights: tuple[int, int, int] | None) -> bool:
-    """Writes a result, to FILE.old if other weights have come; returns whether they have."""
-    aside, current = path.with_name(f"{path.name}.old"), path.with_name("weights.safetensors")
-    replaced = _version(current) != weights
-    write_result(aside if replaced else path, made)
-    if not replaced and _version(current) != weights:  # they came while the result was written
-        replaced = True
-        with suppress(FileNotFoundError):  # the training may have renamed it already
-            path.replace(aside)
-    return replaced
 
 
 def _version(path: Path) -> tuple[int, int, int] | None:
@@ -373,15 +336,15 @@ def _open_run(
     tokens = data.meta.suggested_head == "categorical"
     if (data.meta.features, tokens) != (model.config.features, model.head.tokens):
         raise ValueError(
-            f"data {data.meta.name!r} has {data.meta.features} features ({kinds[tokens]}); "
-            f"allowed: {model.config.features} ({kinds[model.head.tokens]}), as the model in "
-            f"{str(folder)!r} has"
+            f"data {data.meta.name!r} has {data.meta.features} features ({kinds[tokens]}), but the "
+            f"model in {str(folder)!r} has {model.config.features} ({kinds[model.head.tokens]}); "
+            "use the data that it was trained on"
         )
     meta = saved.values.get("data_meta")
     for name in [] if meta is None else Meta.from_json(meta).differing(data.meta):
         raise ValueError(
             f"data {data.meta.name!r} has another {name} than the run in {str(folder)!r} was "
-            "trained with; allowed: the data that it was trained on, without rows that came later"
+            "trained with; use the data that it was trained on, without rows that came later"
         )
     return {name: saved.values[name] for name in ("model", "data", "train")}, data
 

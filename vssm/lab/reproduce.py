@@ -7,7 +7,6 @@
 | `RESULTS/DATA_KIND_seedN.json` | a run with the chosen rate, scored on the test set; its `curve` |
 | `RESULTS/DATA_KIND_seedN.png` | its samples: three unconditional rows, three completions |
 | `OUT/grid/`, `OUT/runs/` | the run folders |
-| `OUT/classifier_DATA.safetensors` | the classifier of the Fréchet distances, trained once |
 | `OUT/figure.png`, `OUT/samples_DATA.png` | the paper's figures, drawn from RESULTS |
 
 A piece whose JSON is in RESULTS is done, whatever OUT holds; its checkpoints are deleted, since at
@@ -106,8 +105,7 @@ def reproduce(
         "finalists": finalists if finalists > 1 else None,
     }
     options = "".join(f" --{name} {value}" for name, value in given.items() if value)
-    classifier = out.resolve() / f"classifier_{data}.safetensors"
-    plan = _Plan(data, results.resolve(), f"vssm reproduce {data}{options}", chosen, classifier)
+    plan = _Plan(data, results.resolve(), f"vssm reproduce {data}{options}", chosen)
     # Samples are drawn at the end, from the best weights.
     training = replace(chosen.base.train, samples=0, validate_partial=True)
     base = replace(chosen.base, data=DataConfig(name=data, dir=data_dir), train=training)
@@ -160,7 +158,6 @@ class _Plan:
     command: str
     """With the options that change the numbers."""
     scale: Scale
-    classifier: Path
     """Shared by the Fréchet distances of all runs."""
 
     def piece(self, stage: str, config: RunConfig) -> Path:
@@ -258,7 +255,6 @@ class _Plan:
             num_images=self.scale.num_images,
             particles=config.model.kind in ("tvae", "vrnn", "vssm"),
             device=config.train.device,
-            classifier=self.classifier,
         )
         model = load(folder, choose_device(config.train.device)).eval()
         picture = self.piece("seeds", config).with_suffix(".png")

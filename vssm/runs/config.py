@@ -33,8 +33,8 @@ class SavedConfig:
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise ValueError(
-                f"{str(folder)!r} has no config.json; allowed: a run folder, or a folder written "
-                "by vssm.save"
+                f"{str(folder)!r} has no config.json; use a run folder, or a folder written by "
+                "vssm.save"
             )
         return cls.parse(path.read_bytes(), path)
 
@@ -49,8 +49,8 @@ class SavedConfig:
             raise ValueError(f"{str(path)!r} has no key 'model'; it is not a config of vssm")
         if values.get("format") != FORMAT:
             raise ValueError(
-                f"{str(path)!r} has format {values.get('format')!r}; allowed: {FORMAT}, "
-                "the format of this version"
+                f"{str(path)!r} has format {values.get('format')!r}, but this version reads "
+                f"{FORMAT}; use the version that wrote it"
             )
         return cls(path, values)
 
@@ -68,8 +68,7 @@ class SavedConfig:
         for key in ("data", "train"):  # a default would train another model over this one
             if key not in self.values:
                 raise ValueError(
-                    f"{str(self.path)!r} has no key {key!r}; allowed: a run folder written by "
-                    "vssm train"
+                    f"{str(self.path)!r} has no key {key!r}; use a run folder of vssm train"
                 )
         values = {name: value for name, value in self.values.items() if name != "data_meta"}
         return self._checked(RunConfig.from_dict, values)

@@ -18,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 
 from vssm.config import PRESETS, RunConfig
 from vssm.runs.config import SavedConfig, flatten
-from vssm.runs.labels import is_number
 from vssm.storage import read_object
 
 __all__ = ["FILES", "model_card", "pull", "push", "train_command", "without_folders"]
@@ -26,12 +25,7 @@ __all__ = ["FILES", "model_card", "pull", "push", "train_command", "without_fold
 FILES = ("config.json", "weights.safetensors", "README.md")
 _ADDRESS = re.compile(r"(?:hf://)?(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[^\s@]+))?")
 _SOURCES = ("images", "series", "text", "arrays", "synthetic")  # data sets with their own options
-_IMPLIED = (
-    "data.name",
-    "model.features",
-    "model.given",
-    "train.device",
-)  # by the data or the machine
+_IMPLIED = ("data.name", "model.features", "model.given", "train.device")  # by data or machine
 _ALWAYS_SHOWN = ("model.kind", "model.width", "train.epochs")
 _CARD = Path(__file__).with_name("card_template.md")  # for Jinja
 
@@ -58,7 +52,7 @@ def push(
     """
     name, revision = _parse_address(repo)
     if revision is not None:
-        raise ValueError(f"repo={repo!r} has a revision; allowed: 'OWNER/NAME'")
+        raise ValueError(f"repo={repo!r} has a revision; use 'OWNER/NAME'")
     hub = _import_hub()
     saved = SavedConfig.read(folder)
     public = dataclasses.replace(saved, values=without_folders(saved.values))
@@ -71,9 +65,7 @@ def push(
     try:
         api.create_repo(name, private=private, exist_ok=True)
         if private and not api.model_info(name).private:
-            raise ValueError(
-                "it exists and is public; allowed with private=True: a private or new one"
-            )
+            raise ValueError("it exists and is public; use another name with private=True")
         files = [
             hub.CommitOperationAdd(path_in_repo=path, path_or_fileobj=content)
             for path, content in contents.items()
@@ -103,7 +95,7 @@ def pull(repo: str, revision: str | None = None) -> Path:
         raise ValueError(f"repo={repo!r} cannot be read: {_one_line(str(error))}") from None
     for file in FILES[:2]:
         if not (Path(found) / file).is_file():
-            raise ValueError(f"repo={repo!r} has no {file}; allowed: a repository of vssm push")
+            raise ValueError(f"repo={repo!r} has no {file}; use a repository of vssm push")
     return Path(found)
 
 
@@ -135,7 +127,6 @@ def model_card(folder: str | Path, address: str = "hf://OWNER/NAME", limits: str
     }
     name = [] if run is None else [run.data.name]
     command = "" if run is None else train_command(run)
-    ticks = max(map(len, re.findall("`+", command)), default=0)
     card = hub.ModelCard.from_template(
         hub.ModelCardData(
             license="mit", library_name="vssm", tags=[model.kind, "sequence-modeling", *name]
@@ -150,7 +141,6 @@ def model_card(folder: str | Path, address: str = "hf://OWNER/NAME", limits: str
         features=model.features,
         given=model.given,
         command=command,
-        fence="`" * max(3, ticks + 1),
         limits=limits,
     )
     return f"{str(card).rstrip()}\n"
@@ -160,7 +150,7 @@ def _parse_address(repo: str) -> tuple[str, str | None]:
     match = _ADDRESS.fullmatch(repo)
     if match is None:
         raise ValueError(
-            f"repo={repo!r} is not allowed; allowed: 'OWNER/NAME', 'hf://OWNER/NAME[@REVISION]'"
+            f"repo={repo!r} is no repository; use 'OWNER/NAME' or 'hf://OWNER/NAME[@REVISION]'"
         )
     return match["repo"], match["revision"]
 
@@ -171,7 +161,7 @@ def _import_hub() -> Any:  # noqa: ANN401
         import huggingface_hub.errors
     except ImportError:
         raise ValueError(
-            "huggingface_hub is not installed; allowed: pip install 'vssm[hub]'"
+            "huggingface_hub is not installed; install it with: pip install 'vssm[hub]'"
         ) from None
     return huggingface_hub
 
@@ -220,12 +210,7 @@ def _train_facts(run: RunConfig) -> dict[str, str]:
 
 def _metrics(path: Path) -> list[tuple[str, str]]:
     """Returns the metrics of an eval.json as text; none if there is no such file."""
-    metrics = read_object(path).get("metrics") if path.exists() else {}
-    if not isinstance(metrics, dict):
-        raise ValueError(f"{str(path)!r} is damaged: it has no metrics by name")
-    for name, value in metrics.items():
-        if value is not None and not is_number(value):
-            raise ValueError(f"{str(path)!r} is damaged: metric {name} is not a number, or is huge")
+    metrics = read_object(path)["metrics"] if path.exists() else {}
     return [
         (_escape(name), "not finite" if value is None else f"{value:.6g}")
         for name, value in metrics.items()
