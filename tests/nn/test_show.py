@@ -1,5 +1,6 @@
 """Models, states and samples show themselves: short in a console, as a table in a notebook."""
 
+import pandas
 import pytest
 
 import vssm
@@ -24,6 +25,15 @@ def test_samples_and_states_show_their_shapes():
     assert "<td>(2, 5, 3)</td>" in made._repr_html_()
     page = made.state._repr_html_()
     assert "State at position 5" in page and "decoder/0/ssm" in page and "(2, 16, 16)" in page
+
+
+def test_a_forecaster_shows_its_parameters_and_its_fit():
+    days = pandas.date_range("2024-01-01", periods=60, freq="D")
+    table = pandas.DataFrame({"north": range(60), "south": range(60)}, index=days)
+    own = vssm.Forecaster(horizon=3, max_steps=2, width=16, progress=False)
+    assert "<th>horizon</th><td>3</td>" in own._repr_html_() and "series" not in own._repr_html_()
+    page = own.fit(table)._repr_html_()
+    assert "<th>series</th><td>2</td>" in page and "AnyPart(kind=vssm" in page
 
 
 def test_values_are_escaped():

@@ -44,6 +44,7 @@ from vssm.forecasting.panel import (
 )
 from vssm.forecasting.windows import GivenScale, Layout, Linear, Windows
 from vssm.models import AnyPart
+from vssm.nn.show import html_table
 from vssm.runs.checkpoint import load_finite
 from vssm.runs.checkpoint import save as save_model
 from vssm.storage import read_object, read_tensors, write_atomically, write_tensors
@@ -145,9 +146,21 @@ class Forecaster:
         return self
 
     def __repr__(self) -> str:
+        own = (f"{name}={value!r}" for name, value in sorted(self._own_params().items()))
+        return f"Forecaster({', '.join(own)})"
+
+    def _repr_html_(self) -> str:
+        rows = self._own_params()
+        if hasattr(self, "model_"):
+            series, seconds = len(self.panel_.series), f"{self.seconds_:.0f}"
+            fitted = {"series": series, "training steps": self.steps_, "seconds": seconds}
+            rows |= {**fitted, "model": self.model_}
+        return html_table("Forecaster", rows)
+
+    def _own_params(self) -> dict[str, Any]:
+        """Returns the parameters that are not the default ones."""
         usual = inspect.signature(type(self)).parameters
-        own = sorted(n for n, v in self.get_params().items() if v != usual[n].default)
-        return f"Forecaster({', '.join(f'{name}={getattr(self, name)!r}' for name in own)})"
+        return {n: value for n, value in self.get_params().items() if value != usual[n].default}
 
     def fit(self, df: "pandas.DataFrame") -> "Forecaster":
         """Trains on all series of a table.

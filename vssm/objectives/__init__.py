@@ -35,7 +35,16 @@ __all__ = ["Terms", "checked", "objective", "real_steps"]
 
 
 class Terms(NamedTuple):
-    """The parts of an objective, each (B,), in nats."""
+    """The parts of an objective, each (B,), in nats.
+
+    Example:
+        >>> from vssm import ModelConfig, build
+        >>> model = build(ModelConfig(kind="vssm", features=2, width=8, layers=1))
+        >>> terms = objective(model, torch.rand(4, 5, 2))
+        >>> loss = terms.kl - terms.reconstruction - terms.partial
+        >>> torch.allclose(terms.loss, loss)
+        True
+    """
 
     loss: Tensor
     """What to minimise."""
