@@ -263,7 +263,7 @@ def test_low_temperature_gives_the_mode(name):
     p_x = head(w)
     x = p_x.sample(noises(2, 3, head.noise_size), temperature=1e-5)
     torch.testing.assert_close(x, p_x.mode, rtol=0, atol=1e-4)
-    with pytest.raises(ValueError, match=r"^temperature is 0; allowed: positive numbers$"):
+    with pytest.raises(ValueError, match=r"^temperature is 0; it must be a positive number$"):
         p_x.sample(noises(2, 3, head.noise_size), temperature=0)
 
 
@@ -282,30 +282,30 @@ def test_categorical_samples_have_its_frequencies():
         (
             "gaussian",
             torch.zeros(2, 5, 3),
-            r"^prompt has shape \(2, 5, 3\); allowed: \(batch, length, 28\)$",
+            r"^prompt has shape \(2, 5, 3\); it must be \(batch, length, 28\)$",
         ),
         (
             "gaussian",
             torch.zeros(2, 28),
-            r"^prompt has shape \(2, 28\); allowed: \(batch, length, 28\)$",
+            r"^prompt has shape \(2, 28\); it must be \(batch, length, 28\)$",
         ),
-        ("bernoulli", torch.zeros(2, 5, 28).long(), "^prompt has dtype int64; allowed: a float$"),
+        ("bernoulli", torch.zeros(2, 5, 28).long(), "^prompt has dtype int64; it must be a float$"),
         (
             "categorical",
             torch.zeros(2, 5, 28).long(),
-            r"^prompt has shape .*; allowed: \(batch, length\)$",
+            r"^prompt has shape .*; it must be \(batch, length\)$",
         ),
-        ("categorical", torch.zeros(2, 5), "^prompt has dtype float32; allowed: an integer$"),
-        ("categorical", torch.zeros(2, 5).bool(), "^prompt has dtype bool; allowed: an integer$"),
+        ("categorical", torch.zeros(2, 5), "^prompt has dtype float32; it must be an integer$"),
+        ("categorical", torch.zeros(2, 5).bool(), "^prompt has dtype bool; it must be an integer$"),
         (
             "categorical",
             torch.tensor([[0, 27], [3, 28]]),
-            "^prompt is 28 at row 1, step 1; allowed: 0 to 27$",
+            "^prompt is 28 at row 1, step 1; use 0 to 27$",
         ),
         (
             "categorical",
             torch.tensor([[0, -1]]),
-            "^prompt is -1 at row 0, step 1; allowed: 0 to 27$",
+            "^prompt is -1 at row 0, step 1; use 0 to 27$",
         ),
     ],
 )
@@ -319,7 +319,7 @@ def test_validate_finds_numbers_that_are_not_finite(value):
     x = torch.zeros(2, 5, 3)
     x[1, 3, 2] = value
     given = "x contains NaN or infinite values at row 1, step 3"
-    message = rf"^{given}; allowed: finite numbers up to 1e\+15$"
+    message = rf"^{given}; use finite numbers up to 1e\+15$"
     with pytest.raises(ValueError, match=message):
         make_head("gaussian", 3).validate(x)
 
@@ -334,7 +334,7 @@ def test_heads_of_the_unit_interval_refuse_other_values(head, value, given):
     make_head(head, 3).validate(x)  # grey values
     x[1, 3, 2] = value
     with pytest.raises(
-        ValueError, match=rf"^x {given} at row 1, step 3; allowed: 0 to 1 with head '{head}'$"
+        ValueError, match=rf"^x {given} at row 1, step 3; use 0 to 1 with head '{head}'$"
     ):
         make_head(head, 3).validate(x)
 
@@ -353,11 +353,11 @@ def test_validate_accepts_empty_sequences_where_told():
     ):
         make_head(head, 3).validate(x, steps=0)
         with pytest.raises(
-            ValueError, match=r"x has shape \(2, 0.*\), no steps; allowed: one step or more"
+            ValueError, match=r"x has shape \(2, 0.*\), no steps; it must have one step or more"
         ):
             make_head(head, 3).validate(x)
         with pytest.raises(
-            ValueError, match=r"x has shape \(0, 0.*\), no sequences; allowed: one sequence"
+            ValueError, match=r"x has shape \(0, 0.*\), no sequences; it must have one sequence"
         ):
             make_head(head, 3).validate(x[:0], steps=0)
 

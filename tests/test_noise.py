@@ -162,10 +162,13 @@ def test_uniform_of_nothing_is_empty():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"position": -1}, r"^position is -1; allowed: 0 to 4294967296$"),
-        ({"position": 2**32 - 6}, r"^position \+ length is 4294967297; allowed: 0 to 4294967296$"),
-        ({"stream": 256}, r"^stream is 256; allowed: 0 to 255$"),
-        ({"draw": 2**24}, r"^draw is 16777216; allowed: 0 to 16777215$"),
+        ({"position": -1}, r"^position is -1; it must be 0 to 4294967296$"),
+        (
+            {"position": 2**32 - 6},
+            r"^position \+ length is 4294967297; it must be 0 to 4294967296$",
+        ),
+        ({"stream": 256}, r"^stream is 256; it must be 0 to 255$"),
+        ({"draw": 2**24}, r"^draw is 16777216; it must be 0 to 16777215$"),
     ],
 )
 def test_uniform_names_bad_input(change, message):

@@ -146,16 +146,16 @@ def test_likelihood_does_not_depend_on_the_batch_split(kind, monkeypatch):
         (lambda m, x: log_likelihood(m, x, num_samples=0), "num_samples is 0; it must be"),
         (
             lambda m, x: log_likelihood(m, x, prompt_length=7),
-            "prompt_length=7 is not allowed; allowed: 0 to 6",
+            "prompt_length is 7; it must be 0 to 6",
         ),
         (lambda m, x: log_likelihood(m, x, prior="normal"), "prior='normal' is unknown"),
         (
             lambda m, x: log_likelihood(m, x[0]),
-            r"x has shape \(6, 3\); allowed: \(batch, length, 3\)",
+            r"x has shape \(6, 3\); it must be \(batch, length, 3\)",
         ),
         (
             lambda m, x: objective(m, x[..., :2]),
-            r"x has shape \(2, 6, 2\); allowed: \(batch, length, 3\)",
+            r"x has shape \(2, 6, 2\); it must be \(batch, length, 3\)",
         ),
         (lambda m, x: objective(m, x.int()), "x has dtype int32"),
         (
@@ -170,7 +170,7 @@ def test_bad_input_is_named(call, message):
 
 
 def test_tokens_outside_the_vocabulary_are_named():
-    with pytest.raises(ValueError, match="x is 5 at row 0, step 1; allowed: 0 to 4"):
+    with pytest.raises(ValueError, match="x is 5 at row 0, step 1; use 0 to 4"):
         objective(small_model("ssm", "categorical"), torch.tensor([[0, 5]]))
 
 

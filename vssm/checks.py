@@ -87,7 +87,7 @@ def whole_numbers(name: str, values: Sequence[int] | Tensor | int, device: torch
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         tensor = None
-    if tensor is None or tensor.dtype not in _INTEGERS:
+    if tensor is None or (tensor.numel() and tensor.dtype not in _INTEGERS):
         given = type(values).__name__ if tensor is None else str(tensor.dtype)[6:]
         raise ValueError(f"{name} is {given}; it must hold whole numbers of 64 bits")
     return tensor.to(device, torch.int64)

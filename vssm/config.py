@@ -103,25 +103,25 @@ class ModelConfig:
                 check_number(field.name, value, least, below=_SIZES_BELOW, whole=True)
         check_number("sigma", self.sigma, 1e-6, below=1_000_000)  # float32 divides by its square
         if self.levels > 1 and self.kind != "vssm":
-            raise ValueError(f"levels={self.levels} is not for kind={self.kind!r}; allowed: vssm")
+            raise ValueError(f"levels={self.levels} is not for kind={self.kind!r}; use kind='vssm'")
         whole = isinstance(self.spans, tuple) and all(
             type(span) is int and 1 <= span < _SIZES_BELOW for span in self.spans
         )
         if not whole or (self.spans and (self.levels == 1 or len(self.spans) != self.levels)):
             raise ValueError(
-                f"spans={shown(self.spans)} is not allowed with levels={self.levels}; allowed: one "
-                f"whole number >= 1 and < {_SIZES_BELOW} for each level of two or more, or none"
+                f"spans is {shown(self.spans)} with levels={self.levels}; it must have one whole "
+                f"number >= 1 and < {_SIZES_BELOW} for each level of two or more, or none"
             )
         self._check_known()
         if self.latents % self.levels:
             raise ValueError(
                 f"latents={self.latents} is not divisible by levels={self.levels}; "
-                f"allowed: a multiple of {self.levels}"
+                f"use a multiple of {self.levels}"
             )
         if self.block == "attention" and self.width % self.heads:
             raise ValueError(
                 f"width={self.width} is not divisible by heads={self.heads}; "
-                f"allowed: a multiple of {self.heads}"
+                f"use a multiple of {self.heads}"
             )
 
     def _check_known(self) -> None:
@@ -260,7 +260,7 @@ class TrainConfig:
         check_choice("optimizer", self.optimizer, ("adamw", "muon"))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):
             raise ValueError(
-                f"device={self.device!r} is unknown; allowed: 'auto', 'cpu', 'cuda', 'cuda:N'"
+                f"device={self.device!r} is unknown; choose from 'auto', 'cpu', 'cuda', 'cuda:N'"
             )
         for name in ("epochs", "batch", "log_every"):
             check_number(name, getattr(self, name), 1, whole=True)
@@ -280,13 +280,11 @@ class TrainConfig:
             if not isinstance(value, bool):  # a NumPy bool could not be saved as JSON
                 raise ValueError(f"{name} is {value!r}; it must be True or False")
         if self.init is not None and (not isinstance(self.init, str) or not self.init):
-            raise ValueError(
-                f"init={shown(self.init)} is not allowed; allowed: a folder, or a shipped model"
-            )
+            raise ValueError(f"init is {shown(self.init)}; use a folder or a shipped model")
         if self.optimizer == "muon" and self.fsdp:
             raise ValueError(
                 "optimizer='muon' needs whole matrices, not fsdp=True; "
-                "allowed: 'adamw', or fsdp=False"
+                "use optimizer='adamw', or fsdp=False"
             )
 
 
@@ -323,7 +321,7 @@ class RunConfig:
             values = dict(values)
             if (version := values.pop("format", FORMAT)) != FORMAT:
                 raise ValueError(
-                    f"config has format {version!r}; allowed: {FORMAT}, the format of this version"
+                    f"config has format {version!r}; this version reads format {FORMAT}"
                 )
         return _from_plain(cls, values, "config")
 
@@ -331,7 +329,7 @@ class RunConfig:
 def _from_plain(cls: type[Config], values: object, where: str) -> Config:
     if not isinstance(values, dict):
         raise ValueError(
-            f"{where} is {values!r}; allowed: a dictionary of the fields of {cls.__name__}"
+            f"{where} is {values!r}; it must be a dictionary of the fields of {cls.__name__}"
         )
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     types: dict[str, Any] = {field.name: field.type for field in fields}

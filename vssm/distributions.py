@@ -135,26 +135,26 @@ class Head:
             steps: The fewest steps that are allowed.
         """
         if not isinstance(x, Tensor):
-            raise ValueError(f"{name} is a {type(x).__name__}; allowed: a torch tensor")
+            raise ValueError(f"{name} is a {type(x).__name__}; it must be a torch tensor")
         last = () if self.tokens else (self.features,)
         if x.dim() != 2 + len(last) or tuple(x.shape[2:]) != last:
             allowed = ", ".join(("batch", "length", *map(str, last)))
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; allowed: ({allowed})")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be ({allowed})")
         if not len(x) or x.shape[1] < steps:
             part, shape = "step" if len(x) else "sequence", tuple(x.shape)
-            raise ValueError(f"{name} has shape {shape}, no {part}s; allowed: one {part} or more")
+            raise ValueError(
+                f"{name} has shape {shape}, no {part}s; it must have one {part} or more"
+            )
         floating = x.dtype.is_floating_point
         integer = not (floating or x.dtype.is_complex or x.dtype == torch.bool)
         if not (integer if self.tokens else floating):
             given = str(x.dtype).removeprefix("torch.")
             raise ValueError(
-                f"{name} has dtype {given}; allowed: {'an integer' if self.tokens else 'a float'}"
+                f"{name} has dtype {given}; it must be {'an integer' if self.tokens else 'a float'}"
             )
         if x.layout != torch.strided or (floating and x.dtype.itemsize < 2):
             given = f"layout {x.layout}, dtype {x.dtype}".replace("torch.", "")
-            raise ValueError(
-                f"{name} has {given}; allowed: a dense tensor of 16 bits or more a number"
-            )
+            raise ValueError(f"{name} has {given}; it must be dense, of 16 bits or more a number")
         if not values:
             return
         if self.tokens:
@@ -172,7 +172,7 @@ class Head:
             given = "contains NaN or infinite values"
             if math.isfinite(value):
                 given = f"is {value}" if self.tokens else f"is {value:g}"
-            raise ValueError(f"{name} {given} at row {row}, step {step}; allowed: {allowed}")
+            raise ValueError(f"{name} {given} at row {row}, step {step}; use {allowed}")
 
 
 def make_head(
@@ -194,7 +194,7 @@ def make_head(
         torch.Size([2, 5])
     """
     if name not in HEADS:  # "auto" is for runs, where the data settle it
-        raise ValueError(f"head is {name!r}; allowed: {', '.join(HEADS)}")
+        raise ValueError(f"head is {name!r}; choose from {', '.join(HEADS)}")
     D, M = features, mixtures
     size, noise_size, distribution = {
         "gaussian": (D, D, partial(Gaussian, scale=sigma)),
@@ -540,5 +540,5 @@ def gumbel_uniform(
 
 def _positive(temperature: float) -> float:
     if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature is {temperature}; allowed: positive numbers")
+        raise ValueError(f"temperature is {temperature}; it must be a positive number")
     return temperature

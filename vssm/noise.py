@@ -118,7 +118,7 @@ def uniform(
     ranges |= {"stream": (stream, 2**8 - 1), "draw": (draw, 2**24 - 1)}
     for name, (value, most) in ranges.items():  # beyond them, noise would repeat
         if not 0 <= value <= most:
-            raise ValueError(f"{name} is {value}; allowed: 0 to {most}")
+            raise ValueError(f"{name} is {value}; it must be 0 to {most}")
     if seed.is_cuda and find_spec("triton") is not None:
         from vssm.ops import noise_triton
 

@@ -15,7 +15,7 @@ from tests.conftest import (
     small_model,
 )
 from vssm import Engine, State
-from vssm.engine import engine as engine_module
+from vssm.engine import stepwise
 from vssm.engine.fused import decode_step
 from vssm.nn.stack import sinusoids
 
@@ -46,7 +46,7 @@ def check(model, engine, counts, times=3, **options):
 @pytest.mark.parametrize("what", ["mean", "sample"])
 @pytest.mark.parametrize("options", MODELS, ids=str)
 def test_an_engine_equals_plain_generation(options, what, device, counts, monkeypatch):
-    monkeypatch.setattr(engine_module, "_ROOM", 8)  # key-value caches grow from 8 to 64 steps
+    monkeypatch.setattr(stepwise, "_ROOM", 8)  # key-value caches grow from 8 to 64 steps
     model = small_model(**options).to(device)
     engine = Engine(model)
     x = sequences(model, 3, 5).to(device)
@@ -239,7 +239,7 @@ def test_a_transformer_in_slabs_equals_one_pass(device, monkeypatch):
     engine, x = Engine(model), sequences(model, 5, 4).to(device)
     starts = [{"num": 5}, {"prompt": x}, {"num": 5, "prompt": x[:1]}]
     wholes = [vssm.generate(model, length=6, **start) for start in starts]
-    monkeypatch.setattr("vssm.sampling.generation.rows_of_cache", lambda model, num, steps: 2)
+    monkeypatch.setattr("vssm.sampling.slabs.rows_of_cache", lambda model, num, steps: 2)
     for start, whole in zip(starts, wholes, strict=True):
         for _ in range(3):
             same_results(engine.generate(length=6, **start), whole)

@@ -9,9 +9,8 @@ import torch
 from tests.conftest import relative_error, same, small_model
 from vssm.config import ModelConfig
 from vssm.data import Meta
-from vssm.forecasting import ModelForecaster
+from vssm.forecasting import ModelForecaster, paths
 from vssm.models import build
-from vssm.sampling import paths
 
 
 def make_forecaster(device, kind="vssm", **options):

@@ -72,7 +72,7 @@ BAD = [
     ({"num": "1"}, "num is '1'; it must be"),
     ({"passes": True}, "passes is True; it must be"),
     ({"chunk": 1.0}, "chunk is 1.0; it must be"),
-    ({"temperature": "1"}, "temperature='1' is not allowed"),
+    ({"temperature": "1"}, "temperature is '1'"),
     ({"recondition": 0}, "recondition is a int; it must be True or False"),
     ({"cache": 1}, "cache is a int; it must be True or False"),
     ({"observe": ["mean"]}, "observe=.* is unknown"),
@@ -80,8 +80,8 @@ BAD = [
     ({"seed": 1.0}, "seed is float"),
     ({"seed": "1"}, "seed"),
     ({"seed": [0.5]}, "seed"),
-    ({"seed": 2**63}, f"seed={2**63} is not allowed"),
-    ({"seed": -(2**63) - 1}, f"seed={-(2**63) - 1} is not allowed"),
+    ({"seed": 2**63}, f"seed is {2**63}"),
+    ({"seed": -(2**63) - 1}, f"seed is {-(2**63) - 1}"),
 ]
 
 
@@ -408,9 +408,7 @@ def test_calls_on_several_streams_do_not_mix_results():
 
 def test_slabs_of_a_transformer_replay_their_loops(device, counts, monkeypatch):
     """The keys and values of many rows may not fit; the steps of each slab are recorded then."""
-    monkeypatch.setattr(
-        "vssm.sampling.generation.rows_of_cache", lambda model, num, steps: min(num, 2)
-    )
+    monkeypatch.setattr("vssm.sampling.slabs.rows_of_cache", lambda model, num, steps: min(num, 2))
     model = small_model("transformer").to(device)
     engine, prompts = Engine(model), sequences(model, 5, 4).to(device)
     for options in ({"num": 5, "length": 70}, {"prompt": prompts, "length": 6}):

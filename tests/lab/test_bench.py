@@ -263,7 +263,7 @@ def test_levels_that_do_not_fit_are_named_before_anything_is_measured(
     for what in ("train", "generate"):
         with pytest.raises(SystemExit) as stop:
             main(["bench", what, "--levels", "5", "--out", "speed.json"])
-        message = "vssm: latents=32 is not divisible by levels=5; allowed: a multiple of 5\n"
+        message = "vssm: latents=32 is not divisible by levels=5; use a multiple of 5\n"
         assert stop.value.code == 2 and capsys.readouterr().err == message
     with pytest.raises(ValueError, match="levels is 0; it must be"):
         bench.main_generate(levels=[0], **TINY)

@@ -415,7 +415,7 @@ def test_a_model_for_shipping_says_nothing_of_folders(tmp_path):
     assert not any("somebody" in path.read_text() for path in folder.glob("*.[jm]*"))
     for damage in ({"data": None}, {"data": "series"}):
         (tmp_path / "run" / "config.json").write_text(json.dumps({**config.to_dict(), **damage}))
-        with pytest.raises(ValueError, match=r"config.json': data is .*; allowed: a dictionary"):
+        with pytest.raises(ValueError, match=r"config.json': data is .*; it must be a dictionary"):
             pretrained.export(tmp_path / "run", tmp_path / "other")
 
 

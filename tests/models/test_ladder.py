@@ -262,8 +262,8 @@ def test_the_trainer_takes_it(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "ssm", "levels": 2}, "levels=2 is not for kind='ssm'; allowed: vssm"),
-        ({"levels": 5}, "latents=32 is not divisible by levels=5; allowed: a multiple of 5"),
+        ({"kind": "ssm", "levels": 2}, "levels=2 is not for kind='ssm'; use kind='vssm'"),
+        ({"levels": 5}, "latents=32 is not divisible by levels=5; use a multiple of 5"),
         ({"levels": 0}, "levels is 0; it must be a whole number >= 1"),
     ],
     ids=str,
@@ -276,7 +276,7 @@ def test_bad_configs_are_named(options, message):
 
 def test_passes_are_for_models_without_levels(model):
     with pytest.raises(
-        ValueError, match=r"passes=2 is for a vssm or tvae without levels; allowed: 1"
+        ValueError, match=r"passes=2 is for a vssm or tvae without levels; use passes=1"
     ):
         generate(model, num=1, length=4, passes=2)
 
@@ -339,10 +339,10 @@ def test_states_that_began_elsewhere_do_not_mix():
 @pytest.mark.parametrize("spans", [(2,), (2, 0), (2, 1.5), (2, 1, 1)])
 def test_bad_spans(spans):
     with pytest.raises(
-        ValueError, match=r"spans=.* is not allowed with levels=2; allowed: one whole number"
+        ValueError, match=r"spans is .* with levels=2; it must have one whole number"
     ):
         small_config("vssm", levels=2, latents=4, spans=spans)
-    with pytest.raises(ValueError, match=r"spans=.* is not allowed with levels=1"):
+    with pytest.raises(ValueError, match=r"spans is .* with levels=1"):
         small_config("vssm", spans=(2,))
 
 

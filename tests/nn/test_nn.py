@@ -133,7 +133,7 @@ def test_state_select_and_repeat_rebatch_every_leaf():
     assert torch.equal(
         twice.child("stack").child("0")["k"][::2], state.child("stack").child("0")["k"]
     )
-    with pytest.raises(ValueError, match=r"index=\[3\] does not fit; allowed: row numbers below 3"):
+    with pytest.raises(ValueError, match=r"index is \[3\]; it must hold rows below 3"):
         state.select([3])
     with pytest.raises(ValueError, match="times is 0"):
         state.repeat(0)
@@ -172,9 +172,7 @@ def test_a_fork_is_the_published_hash():
 
 @pytest.mark.parametrize("index", [slice(0, 2), "01", None, [[0], [1, 2]], {0: 1}])
 def test_what_is_no_row_numbers_selects_nothing(index):
-    with pytest.raises(
-        ValueError, match=r"^index=.* is not allowed; allowed: row numbers below 3$"
-    ):
+    with pytest.raises(ValueError, match=r"^index is .*; it must hold "):
         make_state().select(index)
 
 
@@ -222,7 +220,7 @@ def test_state_file_damaged_or_foreign_is_named(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"a": torch.ones(1)}, path)
-    with pytest.raises(ValueError, match="allowed: 'vssm-state-1'"):
+    with pytest.raises(ValueError, match="it must be 'vssm-state-1'"):
         State.load(path)
     with pytest.raises(ValueError, match="does not exist"):
         State.load(tmp_path / "none")
@@ -260,14 +258,12 @@ def test_states_join_along_the_batch_and_part_again():
         assert torch.equal(leaf, expected)
     nested = State({"inner": parts[0]}, 4, "a")
     assert State.cat([nested, nested]).child("inner").batch == 2
-    for wrong, what in (([], "empty"), (parts[0], "one State, no list")):
-        with pytest.raises(
-            ValueError, match=f"states is {what}; allowed: a list of one State or more"
-        ):
+    for wrong in ([], parts[0]):
+        with pytest.raises(ValueError, match=r"states is .*; it must be a list of one State"):
             State.cat(wrong)
     with pytest.raises(ValueError, match="positions 4 and 5 of models"):
         State.cat([parts[0], State(parts[0].children, 5)])
-    with pytest.raises(ValueError, match="allowed: equal names"):
+    with pytest.raises(ValueError, match="join states with equal names"):
         State.cat([parts[0], State({"h": torch.zeros(1, 2)}, 4)])
 
 

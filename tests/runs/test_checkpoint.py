@@ -93,7 +93,7 @@ def edit_weights(folder, change):
         ),
         (
             lambda f: edit_config(f, head="auto"),
-            "does not fit its config: head is 'auto'; allowed",
+            "does not fit its config: head is 'auto'; choose",
         ),
         (lambda f: (f / "config.json").write_text("{"), "config.json' is damaged"),
         (lambda f: (f / "config.json").write_text("[" * 10**5), "config.json' is damaged"),

@@ -101,9 +101,7 @@ def test_a_wrapped_model_is_used_as_the_one_inside(options, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [{"num": 10**9, "length": 10**6}, {"num": 1, "length": 10**12}])
 def test_what_can_not_fit_is_refused_at_once(kind, size):
-    with pytest.raises(
-        ValueError, match=r"^num=1\d* and length=1\d* would take [\d,]+ GB; allowed: less at once"
-    ):
+    with pytest.raises(ValueError, match=r"^num=1\d* and length=1\d* would take [\d,]+ GB, but"):
         generate(small_model(kind), **size)
 
 
@@ -235,43 +233,18 @@ def damaged(state, path, change):
 @pytest.mark.parametrize(
     ("path", "change", "message"),
     [
-        (
-            "seed",
-            lambda _: None,
-            "state has no 'seed'; allowed: 'partial', 'decoder', 'seed', 'row'",
-        ),
-        ("row", lambda _: None, "state has no 'row'; "),
-        (
-            "partial/1/conv",
-            lambda _: None,
-            "state has no 'partial/1/conv'; allowed: 'partial/1/conv', ",
-        ),
-        ("decoder/0", lambda _: None, "state has no 'decoder/0'; "),
-        ("more", lambda _: torch.ones(2), "state has an unknown 'more'; "),
+        ("seed", lambda _: None, "state has no tensor 'seed'; use one from generate or observe"),
+        ("row", lambda _: None, "state has no tensor 'row'; "),
+        ("partial/1/conv", lambda _: None, "state has no tensor 'conv'; "),
+        ("decoder/0", lambda _: None, "state has no state '0'; "),
+        ("decoder/0", lambda _: torch.ones(2), "state has no state '0'; "),
+        ("decoder/0/ssm", lambda t: t[:, 1:], "h0 has shape (2, 31, 4); "),
         (
             "decoder/0/ssm",
-            lambda t: t[:, 1:],
-            "state has 'decoder/0/ssm' of shape (2, 31, 4); allowed: (2, 32",
+            lambda t: t[:1],
+            "state has 'decoder/0/ssm' of shape (1, 32, 4); its first size must be 2",
         ),
-        ("decoder/0/ssm", lambda t: t[:1], "state has 'decoder/0/ssm' of shape (1, 32, 4); "),
-        (
-            "decoder/0/ssm",
-            lambda t: t.long(),
-            "state has 'decoder/0/ssm' of dtype int64; allowed: float32",
-        ),
-        ("row", lambda t: t.float(), "state has 'row' of dtype float32; allowed: int64"),
-        ("seed", lambda t: t[0], "state has no seed for each row in 'seed'; "),
-        (
-            "decoder/0",
-            lambda _: torch.ones(2),
-            "state has a Tensor in 'decoder/0'; allowed: a State",
-        ),
-        ("decoder/0/ssm", lambda _: [1], "state has a list in 'decoder/0/ssm'; allowed: a tensor"),
-        (
-            "decoder/0",
-            lambda s: State(s.children, 4),
-            "state is at position 4 in 'decoder/0/'; allowed: 3",
-        ),
+        ("seed", lambda t: t[0], "state has 'seed' of shape (); "),
     ],
 )
 def test_what_is_wrong_in_a_state_is_named(path, change, message):
@@ -288,7 +261,7 @@ def test_what_is_wrong_in_a_state_is_named(path, change, message):
 def test_states_without_tensors_or_a_position_are_named():
     model = small_model("vssm")
     owner = observe(model, PROMPT).owner
-    with pytest.raises(ValueError, match=r"^state has no 'partial'; "):
+    with pytest.raises(ValueError, match=r"^state has no tensor 'row'; "):
         generate(model, length=2, state=State({}, 3, owner))
     with pytest.raises(ValueError, match=r"^state.position is '3'; it must be a whole number >= 0"):
         generate(model, length=2, state=State({}, "3", owner))
@@ -568,11 +541,11 @@ PROMPT = torch.rand(2, 3, 3)
         ("vssm", {"length": -1}, "length is -1; it must be a whole number >= 0"),
         ("vssm", {"length": 2.5}, "length is 2.5; it must be"),
         ("vssm", {"num": 0}, "num is 0; it must be"),
-        ("vssm", {"seed": 2**64}, "seed=18446744073709551616 is not allowed"),
-        ("vssm", {"prompt": [[0.0]]}, "prompt is a list; allowed: a torch tensor"),
+        ("vssm", {"seed": 2**64}, "seed is 18446744073709551616"),
+        ("vssm", {"prompt": [[0.0]]}, "prompt is a list; it must be a torch tensor"),
         ("vssm", {"chunk": 0}, "chunk is 0; it must be a whole number >= 1"),
-        ("vssm", {"temperature": 0.0}, "temperature=0.0 is not allowed; allowed: a number > 0"),
-        ("vssm", {"temperature": float("nan")}, "temperature=nan is not allowed"),
+        ("vssm", {"temperature": 0.0}, "temperature is 0.0; it must be a number"),
+        ("vssm", {"temperature": float("nan")}, "temperature is nan"),
         ("vssm", {"observe": "draw"}, "observe='draw' is unknown; choose from 'mean', 'sample'"),
         ("vssm", {"cache": False}, "cache=False is for autoregressive models, not kind='vssm'"),
         ("ssm", {"chunk": 2}, "chunk=2 is for models that generate in parallel, not kind='ssm'"),
@@ -581,7 +554,7 @@ PROMPT = torch.rand(2, 3, 3)
         (
             "ssm",
             {"passes": 2},
-            "passes=2 is for models that generate in parallel, not kind='ssm'; allowed: vssm",
+            "passes=2 is for models that generate in parallel, not kind='ssm'; use a vssm",
         ),
         (
             "vrnn",
@@ -592,15 +565,15 @@ PROMPT = torch.rand(2, 3, 3)
         (
             "vssm",
             {"prompt": PROMPT[0]},
-            r"prompt has shape \(3, 3\); allowed: \(batch, length, 3\)",
+            r"prompt has shape \(3, 3\); it must be \(batch, length, 3\)",
         ),
         ("vssm", {"prompt": PROMPT[..., :2]}, r"prompt has shape \(2, 3, 2\)"),
         ("vssm", {"prompt": PROMPT / 0}, "prompt contains NaN or infinite values at row 0, step 0"),
-        ("vssm", {"prompt": PROMPT, "num": 3}, "prompt has 2 rows; allowed: 1 or 3"),
-        ("vssm", {"num": 2, "seed": torch.arange(3)}, r"seed has shape \(3,\); allowed: \(2,\)"),
-        ("vssm", {"num": 2, "rows": [1]}, r"rows has shape \(1,\); allowed: \(2,\)"),
-        ("vssm", {"state": "h"}, "state is a str; allowed: a State"),
-        ("vssm", {"prompt": PROMPT.to("meta")}, "prompt is on meta; allowed: cpu"),
+        ("vssm", {"prompt": PROMPT, "num": 3}, "prompt has 2 rows; it must have 1 or 3"),
+        ("vssm", {"num": 2, "seed": torch.arange(3)}, r"seed has shape \(3,\); it must be \(2,\)"),
+        ("vssm", {"num": 2, "rows": [1]}, r"rows has shape \(1,\); it must be \(2,\)"),
+        ("vssm", {"state": "h"}, "state is a str; use one from generate"),
+        ("vssm", {"prompt": PROMPT.to("meta")}, "prompt is on meta; move it to cpu"),
     ],
 )
 def test_bad_input_is_named(kind, options, message):
@@ -614,7 +587,7 @@ def test_bad_states_are_named():
     x = torch.rand(2, 3, 3)
     for other in (small_model("tvae"), small_model("vssm", width=32)):
         with pytest.raises(
-            ValueError, match=r"state belongs to another model .*kind=vssm.*allowed: a state of"
+            ValueError, match=r"state belongs to another model .*kind=vssm.*use one of"
         ):
             generate(other, length=2, state=out.state)
     with pytest.raises(ValueError, match="prompt and state together are ambiguous"):
@@ -629,17 +602,17 @@ def test_bad_states_are_named():
         ValueError, match="passes=2 can not start from this state: it has run over empty"
     ):
         generate(model, length=2, state=out.state, passes=2)
-    with pytest.raises(ValueError, match="state has 2 rows; allowed: 1 or 3"):
+    with pytest.raises(ValueError, match="state has 2 rows; it must have 1 or 3"):
         generate(model, num=3, length=2, state=out.state)
-    with pytest.raises(ValueError, match="x has 3 rows; allowed: 2, or 1 that serves all"):
+    with pytest.raises(ValueError, match="x has 3 rows; it must have 2, or one row for all"):
         observe(model, torch.rand(3, 3, 3), observe(model, x))
     with pytest.raises(ValueError, match="num=3 is not the number of rows of the state, 2"):
         observe(model, x, observe(model, x), num=3)
-    with pytest.raises(ValueError, match="x has 2 rows; allowed: 3, or 1 that serves all"):
+    with pytest.raises(ValueError, match="x has 2 rows; it must have 3, or one row for all"):
         observe(model, x, num=3)
-    with pytest.raises(ValueError, match="state is on meta; allowed: cpu"):
+    with pytest.raises(ValueError, match=r"state is on meta; use state.to\('cpu'\)"):
         generate(model, length=2, state=out.state.map(lambda tensor: tensor.to("meta")))
-    with pytest.raises(ValueError, match="no steps; allowed: one step or more"):
+    with pytest.raises(ValueError, match="no steps; it must have one step or more"):
         observe(model, x[:, :0])
     with pytest.raises(ValueError, match="can not use a state"):
         ssm = small_model("ssm")

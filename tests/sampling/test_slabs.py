@@ -106,7 +106,7 @@ def test_chunks_are_not_short(room, slab):
     for length in (1, 255, 256, 257, 300, 511, 512, 513, 1000, 1024, 4095):
         for chunk in (length, 100, 290):
             options = Options(length, chunk, False, 1, 1.0, False)
-            fits = slabs.shorten_chunks(model, options, 4, 0, True).chunk
+            fits = slabs.divide(model, torch.zeros(4, 0, 3), None, 4, options)[0].chunk
             assert fits == min(chunk, max(room, 256))
 
 
@@ -115,7 +115,7 @@ def test_logits_of_the_one_row_that_serves_all_rows_count():
     options = Options(10**6, 10**6, False, 1, 1.0, False)
     step, logits = slabs.bytes_of_step(model, first_weight(model), False), 3 * 32 * 32 * 4
     for num in (1, 1000):
-        chunk = slabs.shorten_chunks(model, options, num, 0, False).chunk
+        chunk = slabs.divide(model, None, None, num, options)[0].chunk
         assert chunk * (num * step + logits) <= 2**32 < 1.5 * chunk * (num * step + logits)
 
 
@@ -164,7 +164,7 @@ def test_a_transformer_whose_cache_would_not_fit_is_divided(monkeypatch):
     starts += [{"prompt": prompts, "length": 0}]
     wholes = [generate(model, **{"length": 6} | start) for start in starts]
     rests = [generate(model, length=3, state=whole.state) for whole in wholes]
-    monkeypatch.setattr("vssm.sampling.generation.rows_of_cache", lambda model, num, steps: 2)
+    monkeypatch.setattr("vssm.sampling.slabs.rows_of_cache", lambda model, num, steps: 2)
     seen = watch(model)
     for start, whole, rest in zip(starts, wholes, rests, strict=True):
         made = generate(model, **{"length": 6} | start)

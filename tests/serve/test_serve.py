@@ -568,7 +568,7 @@ def test_prompts_as_lists_file_and_text(client, models):
         ({"temperature": 1e-300}, "temperature", "should be greater than or equal to 0.000"),
         ({"prompt": []}, "prompt", "prompt is empty; give one step or more, or leave it out"),
         ({"observe": "mode"}, "observe", "'mean' or 'sample'"),
-        ({"prompt": [[1, 2]]}, "prompt", "allowed: (batch, length, 3)"),
+        ({"prompt": [[1, 2]]}, "prompt", "it must be (batch, length, 3)"),
         (
             {"prompt": [[[1, 2, 3]], [[1, 2, 3]]], "num": 3},
             "num",

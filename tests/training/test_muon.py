@@ -347,7 +347,7 @@ def test_decay_reaches_what_adamw_lets_decay(tmp_path, monkeypatch):
 def test_what_goes_with_it_is_named():
     with pytest.raises(
         ValueError,
-        match=r"^optimizer='muon' needs whole matrices, .*; allowed: 'adamw', or fsdp=False$",
+        match=r"^optimizer='muon' needs whole matrices, .*; use optimizer='adamw', or fsdp=False$",
     ):
         TrainConfig(optimizer="muon", fsdp=True)
     with pytest.raises(ValueError, match=r"^optimizer='moun' is unknown; .*did you mean 'muon'"):

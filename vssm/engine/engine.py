@@ -9,12 +9,15 @@ weights alone, because its own weights never change:
 | calls that repeat, as CUDA graphs              | `vssm.engine.programs` | CUDA       |
 | the partial posterior's pass over empty tokens | here                   | vssm, tvae |
 
-A call of a new shape runs as it is; the second call of that shape is recorded, and later calls
-replay the recording.
+A call is checked as `vssm.generate` checks it. Then it is looked up by a key, which holds all that
+a recording fixes: options, shapes, dtypes, and for attention the position. The first call of a key
+runs the plain algorithm, the second is recorded, and later calls replay the recording: prompt,
+state, seed and rows are copied to its inputs, and results out of its outputs. Calls from nothing
+that repeat are found by their arguments, and are not checked again.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -23,19 +26,15 @@ from torch import Tensor
 from vssm.config import ModelConfig
 from vssm.distributions import Latents
 from vssm.engine.fused import fuse
-from vssm.engine.loops import Feed, autoregressive_loop, vrnn_loop, vrnn_reading_loop
-from vssm.engine.paths import Finish, PathProgram
-from vssm.engine.programs import Programs
-from vssm.engine.recording import Loop, OneShot, Recorder
-from vssm.engine.trees import describe, join_steps, place
-from vssm.models import VRNN, Autoregressive, Ladder, Model, Variational, first_weight, inner_model
+from vssm.engine.programs import Programs, portable
+from vssm.engine.stepwise import StepByStep
+from vssm.models import AnyPart, Ladder, Model, Variational, first_weight, inner_model
 from vssm.models.anypart import Part
 from vssm.nn import State
 from vssm.sampling.anypart import make_part
 from vssm.sampling.filling import check_filling
-from vssm.sampling.generation import Generation, divide, own_state, read, sample
+from vssm.sampling.generation import Generation, own_state, read, sample
 from vssm.sampling.parallel import empty_steps
-from vssm.sampling.paths import Task, paths_after
 from vssm.sampling.request import (
     Noise,
     Options,
@@ -43,20 +42,15 @@ from vssm.sampling.request import (
     Result,
     check_reading,
     check_request,
-    expand_rows,
     owner_of,
 )
-from vssm.sampling.slabs import in_slabs, rows_of_slab
-from vssm.sampling.stepwise import read_autoregressive
+from vssm.sampling.slabs import divide
 
 __all__ = ["Engine"]
 
 _PLAIN_TYPES = (int, float, bool, str, type(None))
 _CALLS = 64  # calls from nothing whose programs are found by their arguments
 _EMPTY_BYTES = 2**28  # of all passes over empty tokens together
-_NOISE_STEPS = 1024  # steps of noise that are drawn ahead of a loop
-_WORTH = 64  # steps from which recording a loop pays within one call
-_ROOM = 64  # steps in the smallest recorded key-value cache; others double it
 
 
 class Engine:
@@ -91,6 +85,7 @@ class Engine:
                 fuse(self._model)
         self._owner = owner_of(self._model.config)
         self._programs = Programs(self.device)
+        self._step_by_step = StepByStep(self._model, self._programs)
         self._unconditional: dict[tuple, tuple] = {}  # arguments of a call, and its program's key
         self._empty: dict[int, tuple[Latents, State]] = {}
 
@@ -126,30 +121,15 @@ class Engine:
         cache: bool = True,
     ) -> Generation:
         """Generates new steps, as `vssm.generate` does."""
+        dials = chunk, recondition, passes, temperature, observe, cache
         asked, number = None, 0 if seed is None else seed
         if prompt is None and state is None and rows is None and type(number) is int:
-            asked = _plain_arguments(
-                num, length, chunk, recondition, passes, temperature, observe, cache
-            )
+            asked = _plain_arguments(num, length, *dials)
             made = self._replay_unconditional(asked, number, length)
             if made is not None:
                 return made
         with torch.no_grad():
-            request = check_request(
-                self._model,
-                num,
-                length,
-                prompt,
-                chunk,
-                recondition,
-                passes,
-                temperature,
-                observe,
-                seed,
-                state,
-                rows,
-                cache,
-            )
+            request = check_request(self._model, num, length, prompt, state, seed, rows, *dials)
             known = number if asked is not None and isinstance(number, int) else None
             x, z, after = self._sample(request, asked, known)
             return Generation(x, z, own_state(self._model, after, request.source))
@@ -181,46 +161,34 @@ class Engine:
     ) -> Tensor:
         """Draws the entries that are not known, as `vssm.fill` does."""
         task = check_filling(self._model, x, known, num, passes, temperature, observe, seed, rows)
-        model, part, source, options = task.work
+        _, part, source, options = task.work
         tensors = {"x": part.x, "known": part.known, "made": part.made}
-        inputs = State({**tensors, "seed": source.seed, "row": source.row})
-
-        def function(given: State) -> State:
-            now = Part(given["x"], given["known"], given["made"])
-            own = Noise(given["seed"], given["row"])
-            return State({"x": make_part(model, now, own, options, position=0, states=None)[0]})
-
-        key = ("fill", options, describe(inputs))
-        made = self._programs.run(
-            key, lambda recorder: OneShot(recorder, function, inputs, {}), inputs, {}, 0
-        )
-        return task.finish((made or function(inputs))["x"])
+        given = State({**tensors, "seed": source.seed, "row": source.row})
+        return task.finish(self.run(_make_entries, options, given)["x"])
 
     @torch.no_grad()
-    def paths(
-        self, task: Task, x: Tensor, clock: Tensor | None, seed: int, first: int, finish: Finish
-    ) -> Tensor:
-        """Returns what `finish` makes of paths after histories (`vssm.sampling.paths`).
+    def run(
+        self,
+        function: Callable[[Model, Hashable, State], State],
+        task: Hashable,
+        given: State,
+        numbers: Mapping[str, int] | None = None,
+    ) -> State:
+        """Returns what a function makes of the frozen model; repeated calls replay a recording.
 
         Arguments:
-            task: Sizes, scale and temperature.
-            x: The histories in the units of the data, (B, C, channels), on the host.
-            clock: Time features, (C, cycles) in float64, on the host.
-            seed: Names the paths.
-            first: The row of the first history; the others follow.
-            finish: Maps paths, factor and shift to the result, which must not share their memory.
+            function: Maps the model, the task and a tree of tensors to a tree of results.
+            task: What stays the same in a recording.
+            given: Tensors on the device, which may differ from call to call.
+            numbers: More of them, which the function gets as tensors (1,).
         """
-        model = self._model
-        assert isinstance(model, Variational)
-        given = x.numpy(), None if clock is None else clock.numpy(), seed, first
-        made = self._programs.run(
-            ("paths", task), lambda recorder: PathProgram(recorder, model, task), *given, finish
-        )
+        model, numbers = self._model, numbers or {}
+        call = partial(function, model, task)
+        made = self._programs.run_once((function, task), call, given, numbers)
         if made is not None:
             return made
-        times = None if clock is None else clock.to(self.device)
-        numbers = (torch.tensor(number, device=self.device) for number in (seed, first))
-        return finish(*paths_after(model, task, x.to(self.device), times, *numbers))
+        tensors = {name: torch.tensor([n], device=self.device) for name, n in numbers.items()}
+        return call(State({**given.children, **tensors}))
 
     def _replay_unconditional(
         self, asked: tuple | None, seed: int, length: int
@@ -237,21 +205,50 @@ class Engine:
 
     def _sample(self, request: Request, asked: tuple | None, seed: int | None) -> Result:
         """Makes new steps, by a program or by the plain algorithm."""
-        prompt, state, source, options = request
-        model, made = self._model, None
+        options, model, made = request.options, self._model, None
         if options.length and options.cache and self._programs.usable():
             if isinstance(model, Variational | Ladder):
                 made = self._one_shot(request, asked, seed)
-            elif isinstance(model, VRNN):
-                made = self._vrnn_steps(model, prompt, state, source, options)
-            elif isinstance(model, Autoregressive):
-                made = self._autoregressive_steps(model, prompt, state, source, options)
+            elif not isinstance(model, AnyPart):
+                made = self._step_by_step.sample(request)
         if made is not None:
             return made
         empty = self._empty_pass(request)
         if empty is not None:  # the state is the caller's own
             empty = empty[0], empty[1].map(torch.clone)
-        return sample(model, prompt, state, source, options, empty)
+        return sample(model, *request, empty)
+
+    def _one_shot(self, request: Request, asked: tuple | None, seed: int | None) -> Result | None:
+        """Replays a whole call of a vssm or tvae; returns None if the plain path should run.
+
+        `asked` are the arguments of a call from nothing, and `seed` is the one of all its rows.
+        """
+        prompt, state, source, options = request
+        model, num = self._model, source.num
+        options, rows = divide(model, prompt, state, num, options)
+        if rows < num:  # a call in slabs keeps the device busy anyway, and a recording holds memory
+            return None
+        empty = self._empty_pass(request._replace(options=options))
+
+        def function(given: State) -> State:
+            prompt, state, source = _unpack(given, num)
+            x, z, after = sample(model, prompt, state, source, options, empty)
+            assert z is not None and after is not None
+            noise = {"seed": source.seed, "row": source.row}
+            return State({"x": x, "z": z, "state": State({**after.children, **noise})})
+
+        given, numbers = _pack(model, request, seed)
+        end = 0 if state is None else state.position
+        end += (0 if prompt is None else prompt.shape[1]) + options.length
+        key = "one shot", options, num
+        made = self._programs.run_once(key, function, given, numbers, end)
+        if made is None:
+            return None
+        if asked is not None:
+            if len(self._unconditional) >= _CALLS:
+                self._unconditional.clear()
+            self._unconditional[asked] = self._programs.key_once(key, given, numbers)
+        return made["x"], made["z"], made.child("state")
 
     def _empty_pass(self, request: Request) -> tuple[Latents, State] | None:
         """Returns the pass over empty tokens that a call from nothing starts with."""
@@ -278,182 +275,6 @@ class Engine:
             self._empty[steps] = made
         return made
 
-    def _one_shot(self, request: Request, asked: tuple | None, seed: int | None) -> Result | None:
-        """Replays a whole call of a vssm or tvae; returns None if the plain path should run."""
-        prompt, state, source, options = request
-        model, num = self._model, source.num
-        options, rows = divide(model, prompt, state, num, options)
-        if rows < num:  # a call in slabs keeps the device busy anyway, and a recording holds memory
-            return None
-        request = request._replace(options=options)
-        inputs, scalars, fixed = _pack(model, request, seed)
-        empty = self._empty_pass(request)
-
-        def function(given: State) -> State:
-            prompt, state, source = _unpack(given)
-            x, z, after = sample(model, prompt, state, source, options, empty)
-            assert z is not None and after is not None
-            noise = {"seed": source.seed, "row": source.row}
-            return State({"x": x, "z": z, "state": State({**after.children, **noise})})
-
-        key = ("one shot", options, num, seed is not None, describe(inputs))
-        before = 0 if state is None else state.position
-        end = before + (0 if prompt is None else prompt.shape[1]) + options.length
-        made = self._programs.run(
-            key, lambda recorder: OneShot(recorder, function, inputs, fixed), inputs, scalars, end
-        )
-        if made is None:
-            return None
-        if asked is not None:
-            if len(self._unconditional) >= _CALLS:
-                self._unconditional.clear()
-            self._unconditional[asked] = key
-        return made["x"], made["z"], made.child("state")
-
-    def _autoregressive_steps(
-        self,
-        model: Autoregressive,
-        prompt: Tensor | None,
-        state: State | None,
-        source: Noise,
-        options: Options,
-    ) -> Result | None:
-        num = source.num
-        _, rows = divide(model, prompt, state, num, options)
-        if rows < num:  # the keys and values of all rows would not fit: each slab has its loop
-
-            def make(prompt: Tensor | None, state: State | None, source: Noise) -> State:
-                made = self._autoregressive_steps(model, prompt, state, source, options)
-                x, _, after = made or sample(model, prompt, state, source, options)
-                assert after is not None
-                return State({"x": x, "state": after})
-
-            slabs = in_slabs(make, rows, num, prompt, state, source)
-            return slabs["x"], None, slabs.child("state")
-        if prompt is not None:
-            state = self._read_prompt(model, prompt, state)
-        state = None if state is None else expand_rows(state, num)
-        position = 0 if state is None else state.position
-        carried: dict[str, Tensor | State] = {} if state is None else dict(state.children)
-        carried["e"] = model.pending(num, state)
-        if model.config.block == "attention":
-            carried["at"] = torch.full((1,), position, device=self.device)
-        made = self._loop(
-            ("steps", num, options.temperature, options.sample),
-            partial(autoregressive_loop, model, num, options),
-            State(carried, position),
-            lambda at, count: State({"u": source.observation(model, at, count)}),
-            options.length,
-        )
-        if made is None:  # the prompt is read already
-            return sample(model, None, state, source, options)
-        out, after = made
-        children = {"stack": after.child("stack"), "last": after["last"]}
-        return out["x"], None, State(children, after.position)
-
-    def _read_prompt(self, model: Autoregressive, prompt: Tensor, state: State | None) -> State:
-        """Reads a prompt, by a program where a recording can hold it."""
-        num, steps = prompt.shape[:2]
-        whole = rows_of_slab(model, num, steps, False) == num  # else slabs keep the device busy
-        if model.config.block != "gru" and whole:
-            given: dict[str, Tensor | State] = {"prompt": prompt}
-            if state is not None:
-                given["state"] = _portable(model, state)
-            inputs = State(given)
-
-            def function(given: State) -> State:
-                before = given.child("state") if "state" in given.children else None
-                return State({"state": model(given["prompt"], before)[1]})
-
-            end = steps + (0 if state is None else state.position)
-            made = self._programs.run(
-                ("read", describe(inputs)),
-                lambda recorder: OneShot(recorder, function, inputs, {}),
-                inputs,
-                {},
-                end,
-            )
-            if made is not None:
-                return made.child("state")
-        return read_autoregressive(model, prompt, state)
-
-    def _vrnn_steps(
-        self,
-        model: VRNN,
-        prompt: Tensor | None,
-        state: State | None,
-        source: Noise,
-        options: Options,
-    ) -> Result | None:
-        num = source.num
-        if prompt is not None:
-            x = prompt.expand(num, *prompt.shape[1:])
-            position = 0 if state is None else state.position
-            u = source.latent(model, position, x.shape[1])
-            known = State({"x": x, "u": u})
-            made = self._loop(
-                ("read", num),
-                partial(vrnn_reading_loop, model, num),
-                State({"h": model.memory(num)}) if state is None else state,
-                lambda at, count: known.map(lambda t: t.narrow(1, at - position, count)),
-                x.shape[1],
-            )
-            state = read(model, x, state, source) if made is None else made[1]
-
-        def feed(at: int, count: int) -> State:
-            u = {"u": source.latent(model, at, count)}
-            if options.sample:
-                u["w"] = source.observation(model, at, count)
-            return State(dict(u))
-
-        made = self._loop(
-            ("steps", num, options.temperature, options.sample),
-            partial(vrnn_loop, model, num, options),
-            State({"h": model.memory(num)}) if state is None else state,
-            feed,
-            options.length,
-        )
-        if made is None:
-            return sample(model, None, state, source, options)
-        return made[0]["x"], made[0]["z"], made[1]
-
-    def _loop(
-        self,
-        key: tuple,
-        make: Callable[[int, Recorder], Loop],
-        carried: State,
-        feed: Feed,
-        length: int,
-    ) -> tuple[State, State] | None:
-        """Replays a loop over `length` steps; returns None if the plain path should run.
-
-        Arguments:
-            key: Everything that is fixed in the loop except the room of its key-value caches.
-            make: Records the loop with that room.
-            carried: The tree that the first step starts from.
-            feed: Returns what the steps from a position on read.
-            length: The number of steps.
-        """
-        end, parts = carried.position + length, []
-        while carried.position < end:
-            at, room = carried.position, 0
-            count = min(end - at, _NOISE_STEPS)
-            if self.config.block == "attention":
-                room = max(_ROOM, 1 << at.bit_length())
-                count = min(count, room - at)
-            made = self._programs.run(
-                (*key, room),
-                partial(make, room),
-                carried,
-                feed(at, count),
-                at_once=bool(parts) or length >= _WORTH,
-            )
-            if made is None:
-                return None
-            out, carried = made
-            parts.append(out)
-        return join_steps(parts), carried
-
 
 def _plain_arguments(*arguments: object) -> tuple | None:
     """Returns arguments as a key, with their types, because 1, 1.0 and True are equal.
@@ -464,42 +285,36 @@ def _plain_arguments(*arguments: object) -> tuple | None:
     return (arguments, types) if all(kind in _PLAIN_TYPES for kind in types) else None
 
 
-def _portable(model: Model, state: State) -> State:
-    """Returns a state as input of a recording: without its noise, and without its position.
-
-    Attention keeps the position, because the shape of its cache depends on it.
-    """
-    kept = {name: child for name, child in state.children.items() if name not in ("seed", "row")}
-    attention = model.config.block == "attention"
-    return place(State(kept, state.position), state.position if attention else 0)
-
-
-def _pack(
-    model: Model, request: Request, seed: int | None
-) -> tuple[State, dict[str, int], dict[str, Tensor]]:
-    """Returns the inputs of a recorded call: tensors, numbers, and tensors to fill with them."""
+def _pack(model: Model, request: Request, seed: int | None) -> tuple[State, dict[str, int]]:
+    """Returns the tensors and the numbers that a recorded call is given."""
     prompt, state, source, _ = request
     tensors: dict[str, Tensor | State] = {}
     numbers: dict[str, int] = {}
-    fixed: dict[str, Tensor] = {}
     if seed is None:
         tensors |= {"seed": source.seed, "row": source.row}
-    else:  # one seed for all rows: one number tells it
+    else:
         numbers["seed"] = seed
-        fixed |= {"seed": source.seed, "row": source.row}
     if prompt is not None:
         tensors["prompt"] = prompt
     if state is not None:
-        tensors["state"] = _portable(model, state)
+        tensors["state"] = portable(model, state)
         if model.config.block != "attention":
             numbers["start"] = state.position
-            fixed["start"] = torch.zeros(1, dtype=torch.int64, device=source.device)
-    return State(tensors), numbers, fixed
+    return State(tensors), numbers
 
 
-def _unpack(given: State) -> tuple[Tensor | None, State | None, Noise]:
+def _unpack(given: State, num: int) -> tuple[Tensor | None, State | None, Noise]:
     """Returns the prompt, the state and the noise that were packed."""
-    children = given.children
-    source = Noise(given["seed"], given["row"], given["start"] if "start" in children else None)
+    children, seed = given.children, given["seed"]
+    row = given["row"] if "row" in children else torch.arange(num, device=seed.device)
+    source = Noise(seed.expand(num), row, given["start"] if "start" in children else None)
     prompt = given["prompt"] if "prompt" in children else None
     return prompt, given.child("state") if "state" in children else None, source
+
+
+def _make_entries(model: Model, options: Hashable, given: State) -> State:
+    """Makes the entries of a part that are not known."""
+    assert isinstance(model, AnyPart) and isinstance(options, Options)
+    part = Part(given["x"], given["known"], given["made"])
+    source = Noise(given["seed"], given["row"])
+    return State({"x": make_part(model, part, source, options, position=0, states=None)[0]})

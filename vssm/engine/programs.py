@@ -3,14 +3,17 @@
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 
-from vssm.engine.recording import Recorder
+from vssm.engine.recording import OneShot, Recorder
+from vssm.engine.trees import describe, place
+from vssm.models import Model
+from vssm.nn import State
 
-__all__ = ["Programs"]
+__all__ = ["Programs", "portable"]
 
 DEVICES = ("cuda",)  # tests add "cpu", where a replay runs the function again
 _PROGRAMS = 8  # kept at a time
@@ -79,6 +82,36 @@ class Programs:
                 )
                 return None
 
+    def run_once(
+        self,
+        key: tuple,
+        function: Callable[[State], State],
+        given: State,
+        numbers: Mapping[str, int] | None = None,
+        position: int = 0,
+    ) -> State | None:
+        """Returns what a function makes of a tree of tensors, by a program, or None as `run` does.
+
+        Arguments:
+            key: Everything that is fixed in the function, beside the form of what it is given.
+            function: Maps tensors to results.
+            given: The tensors.
+            numbers: Numbers, which the function gets as tensors (1,).
+            position: The position of the results.
+        """
+        numbers = numbers or {}
+        return self.run(
+            self.key_once(key, given, numbers),
+            lambda recorder: OneShot(recorder, function, given, numbers),
+            given,
+            numbers,
+            position,
+        )
+
+    def key_once(self, key: tuple, given: State, numbers: Mapping[str, int]) -> tuple:
+        """Returns the key of a program that `run_once` makes."""
+        return *key, describe(given), *numbers
+
     def clear(self) -> None:
         """Forgets all programs."""
         with self._lock:
@@ -117,3 +150,12 @@ class Programs:
         """Waits for the last replay, before the memory that it uses is freed."""
         if self._stream is not None:
             self._stream.synchronize()
+
+
+def portable(model: Model, state: State) -> State:
+    """Returns a state as input of a recording: without its noise, and without its position.
+
+    Attention keeps the position, because the shape of its cache depends on it.
+    """
+    kept = {name: child for name, child in state.children.items() if name not in ("seed", "row")}
+    return place(State(kept), state.position if model.config.block == "attention" else 0)

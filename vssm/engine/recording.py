@@ -1,5 +1,4 @@
-"""Programs of an engine: functions that are recorded as CUDA graphs and replayed with other
-numbers.
+"""Programs of an engine: functions recorded as CUDA graphs and replayed with other numbers.
 
 A small model on a fast device waits for Python and for launches. A recorded program has static
 tensors that it reads and writes. A call copies its inputs there, replays the graph, and copies the
@@ -19,7 +18,7 @@ without a GPU.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -101,7 +100,7 @@ class OneShot:
         recorder: The recorder.
         function: Maps the tree of inputs to a tree of outputs.
         inputs: Inputs of the shapes to come.
-        scalars: More inputs, int64 tensors, which each call fills with a number.
+        numbers: The names of more inputs, which are numbers; the function gets tensors (1,).
     """
 
     def __init__(
@@ -109,22 +108,22 @@ class OneShot:
         recorder: Recorder,
         function: Callable[[State], State],
         inputs: State,
-        scalars: Mapping[str, Tensor],
+        numbers: Iterable[str],
     ) -> None:
         with torch.inference_mode(False):
             inputs = inputs.map(lambda t: t.clone(memory_format=torch.contiguous_format))
-            self._scalars = {name: tensor.clone() for name, tensor in scalars.items()}
-        self._static, self._function = (
-            list(inputs.leaves()),
-            function,
-        )  # a graph reads what it holds
-        everything = State({**inputs.children, **self._scalars})
+            self._numbers = {
+                name: torch.zeros(1, dtype=torch.int64, device=recorder.device) for name in numbers
+            }
+        self._static = list(inputs.leaves())
+        self._function = function  # a graph reads the tensors that it holds
+        everything = State({**inputs.children, **self._numbers})
         self._recording = recorder.record(lambda: OutputTree(function(everything)))
 
-    def __call__(self, inputs: State, scalars: Mapping[str, int], position: int) -> State:
+    def __call__(self, inputs: State, numbers: Mapping[str, int], position: int) -> State:
         """Runs the function; all parts of its outputs are at the position."""
-        for name, number in scalars.items():
-            self._scalars[name].fill_(number)
+        for name, number in numbers.items():
+            self._numbers[name].fill_(number)
         if self._static:
             copy(self._static, inputs.leaves())
         self._recording.replay()

@@ -3,7 +3,7 @@
 A model reads the history in its own scale (`vssm.data.scale`). A transformer, ssm, rnn or vssm with
 levels reads it once, and the S paths of a series start from copies of that state. A vssm or tvae
 also reads it once, but every path draws its own latents of the history, so the decoder runs over
-the history for every path (`vssm.sampling.paths`). A vrnn reads it for every path.
+the history for every path (`vssm.forecasting.paths`). A vrnn reads it for every path.
 
 Legend: B series of N steps and D columns; C `context`; H `horizon`; S `samples`; x (B, C, D); rows
 (B, C, D), or (B D, C, 1) if each column is a series of its own.
@@ -28,11 +28,12 @@ from vssm.data.series import phases
 from vssm.data.table import fill_gaps
 from vssm.engine import Engine
 from vssm.forecasting.panel import forecast_table
+from vssm.forecasting.paths import Task, divided, paths_after
 from vssm.models import VRNN, Model, Variational, inner_model
+from vssm.nn import State
 from vssm.noise import fork
 from vssm.runs import pretrained
 from vssm.runs.checkpoint import load_finite
-from vssm.sampling.paths import Task, divided
 from vssm.sampling.request import check_bytes, check_temperature
 
 if TYPE_CHECKING:
@@ -324,7 +325,7 @@ class ModelForecaster:
         """Returns paths after histories in the units of the data, (rows, S, H, channels).
 
         The histories go through the model in slabs, so that memory is bounded. A vssm or tvae uses
-        `vssm.sampling.paths`; all other cases use `generate`.
+        `vssm.forecasting.paths`; all other cases use `generate`.
         """
         engine, patch = self.engine, self.meta.patch
         num, channels, steps = len(rows), rows.shape[2], -(-horizon // patch)
@@ -345,9 +346,11 @@ class ModelForecaster:
             x = rows[own]
             if isinstance(self.model, Variational) and set(options) <= {"temperature"}:
                 temperature = check_temperature(options.get("temperature", 1.0))
-                cycles = 0 if clock is None else clock.shape[1]
-                task = Task(x.shape, x.dtype, cycles, scale, samples, steps, temperature, at_once)
-                engine.paths(task, x, clock, seed, first, finish)
+                task = Task(scale, samples, steps, temperature, at_once)
+                given = State({"x": x} if clock is None else {"x": x, "clock": clock})
+                numbers = {"seed": seed, "first": first}
+                made = engine.run(paths_after, task, given.to(self.device), numbers)
+                finish(made["x"], made["factor"], made["shift"])
                 continue
             x = x.to(self.device)
             factor, shift = scale.units(x, first)

@@ -24,7 +24,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from vssm.checks import check_choice, whole_number, whole_numbers
+from vssm.checks import check_choice, check_number, whole_number, whole_numbers
 from vssm.distributions import Latents, Observation
 from vssm.likelihoods.particles import filtered, latent_noise, partial_prior, repeated
 from vssm.likelihoods.parts import log_likelihood_of_part, reconstruct_part
@@ -105,22 +105,19 @@ def log_likelihood(
         x = checked(model, x)
         for name, given in (("known", known is not None), (f"passes={passes}", passes > 1)):
             if given:
-                raise ValueError(f"{name} is for models with known='any'; allowed: the default")
+                raise ValueError(f"{name} is for models with known='any'; use the default")
     num_samples = whole_number("num_samples", num_samples, 1)
     prompt_length = whole_number("prompt_length", prompt_length, 0)
     seed = whole_number("seed", seed, -(2**63))
-    if seed >= 2**63:
-        raise ValueError(f"seed={seed} is not allowed; allowed: a whole number of 64 bits")
+    check_number("seed", seed, -(2**63), below=2**63, whole=True)
     if prompt_length > x.shape[1]:
-        raise ValueError(
-            f"prompt_length={prompt_length} is not allowed; allowed: 0 to {x.shape[1]}"
-        )
+        raise ValueError(f"prompt_length is {prompt_length}; it must be 0 to {x.shape[1]}")
     check_choice("prior", prior, ("uniform", "partial"))
     real = None if lengths is None else real_steps(x, lengths)
     if lengths is not None and (lengths < prompt_length).any():
         most = int(lengths.min())
         raise ValueError(
-            f"prompt_length={prompt_length} is not allowed; allowed: 0 to {most}, in lengths"
+            f"prompt_length is {prompt_length}; it must be 0 to {most}, the least of lengths"
         )
     check_method(model, method)
     numbers = _numbers(x, rows)
@@ -160,7 +157,7 @@ def check_method(model: Model, method: str) -> None:
     """Raises unless the method can estimate the likelihood of the model."""
     check_choice("method", method, METHODS)
     if method == "particles" and isinstance(model, Ladder | AnyPart):
-        raise ValueError("method='particles' is not for models with levels; allowed: 'importance'")
+        raise ValueError("method='particles' is not for models with levels; use 'importance'")
 
 
 def estimates(

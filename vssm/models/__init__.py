@@ -1,7 +1,9 @@
 """The six models: three classes, one stack; and two more for vssm, with levels and any part."""
 
+import os
 import warnings
 
+import torch
 from torch import Tensor, nn
 
 from vssm.checks import check_type
@@ -9,7 +11,6 @@ from vssm.config import ModelConfig
 from vssm.models.anypart import AnyPart as AnyPart
 from vssm.models.autoregressive import Autoregressive as Autoregressive
 from vssm.models.ladder import Ladder as Ladder
-from vssm.models.threads import single_after_fork
 from vssm.models.variational import Variational as Variational
 from vssm.models.vrnn import VRNN as VRNN
 from vssm.models.vrnn import Trajectory as Trajectory
@@ -26,10 +27,12 @@ __all__ = [
     "build",
     "first_weight",
     "inner_model",
+    "single_after_fork",
 ]
 
 Model = Autoregressive | Variational | VRNN | Ladder | AnyPart
 _CLASSES = (Autoregressive, Variational, VRNN, Ladder, AnyPart)  # torch.compile knows no unions
+_IMPORTED_IN = os.getpid()
 
 MODELS: dict[str, type[nn.Module]] = {
     "transformer": Autoregressive,
@@ -77,7 +80,7 @@ def inner_model(model: object) -> Model:
         True
         >>> inner_model("mnist-small")
         Traceback (most recent call last):
-        ValueError: model is a str; allowed: a model of vssm.build or vssm.load
+        ValueError: model is a str; use a model of vssm.build or vssm.load
     """
     single_after_fork()
     found = model if isinstance(model, _CLASSES) else None
@@ -87,7 +90,7 @@ def inner_model(model: object) -> Model:
         )
     if found is None:
         raise ValueError(
-            f"model is a {type(model).__name__}; allowed: a model of vssm.build or vssm.load"
+            f"model is a {type(model).__name__}; use a model of vssm.build or vssm.load"
         )
     wrapped = found is not model and hasattr(model, "_orig_mod")  # by torch.compile(model)
     in_place = found._compiled_call_impl is not None  # by model.compile(), which reaches a vrnn
@@ -101,3 +104,19 @@ def inner_model(model: object) -> Model:
             stacklevel=3,
         )
     return found
+
+
+def single_after_fork() -> None:
+    """Keeps a forked process on one thread, as PyTorch's DataLoader does.
+
+    A child has none of its parent's threads, but GNU OpenMP waits for them forever.
+    """
+    if torch.compiler.is_compiling() or os.getpid() == _IMPORTED_IN:
+        return
+    if torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+        warnings.warn(
+            "this process was forked, so PyTorch runs on one thread here; more would wait forever. "
+            "To use more threads, start it with multiprocessing.get_context('spawn')",
+            stacklevel=4,
+        )

@@ -209,9 +209,9 @@ class Ladder(Shown):
     def forward(self, *_: object, **__: object) -> NoReturn:
         """Raises, in place of PyTorch, and says what to call."""
         raise NotImplementedError(
-            "a vssm with levels is not called itself; allowed: vssm.objective(model, x), "
-            "vssm.log_likelihood(model, x), vssm.generate(model), model.task(x, cut), "
-            "model.descend(e, draw)"
+            "a vssm with levels is not called itself; call vssm.objective(model, x), "
+            "vssm.log_likelihood(model, x), vssm.generate(model), model.task(x, cut) "
+            "or model.descend(e, draw)"
         )
 
     def task(self, x: Tensor, cut: Tensor, lengths: Tensor | None = None, copies: int = 1) -> Task:

@@ -57,9 +57,9 @@ class Variational(Shown):
     def forward(self, *_: object, **__: object) -> NoReturn:
         """Raises, in place of PyTorch, and says what to call."""
         raise NotImplementedError(
-            "a vssm or tvae is not called itself; allowed: vssm.objective(model, x), "
-            "vssm.log_likelihood(model, x), vssm.generate(model), model.posterior(x), "
-            "model.likelihood(z)"
+            "a vssm or tvae is not called itself; call vssm.objective(model, x), "
+            "vssm.log_likelihood(model, x), vssm.generate(model), model.posterior(x) "
+            "or model.likelihood(z)"
         )
 
     def posterior(self, x: Tensor, state: State | None = None) -> tuple[Latents, State]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vssm.checks import check_device, shown, whole_number
+from vssm.checks import check_device, shown, whole_number, whole_numbers
 from vssm.nn.show import html_table
 from vssm.nn.state_file import is_packed_at, pack, unpack
 from vssm.noise import fork
@@ -61,14 +61,16 @@ class State:
         return {name: tuple(tensor.shape) for name, tensor in self.flatten()[0].items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        child = self.children[name]
-        assert isinstance(child, Tensor)
+        child = self.children.get(name)
+        if not isinstance(child, Tensor):
+            raise ValueError(f"state has no tensor {name!r}; use one from generate or observe")
         return child
 
     def child(self, name: str) -> "State":
         """Returns the nested state of that name."""
-        child = self.children[name]
-        assert isinstance(child, State)
+        child = self.children.get(name)
+        if not isinstance(child, State):
+            raise ValueError(f"state has no state {name!r}; use one from generate or observe")
         return child
 
     def leaves(self) -> Iterator[Tensor]:
@@ -108,24 +110,9 @@ class State:
 
     def select(self, index: "Tensor | list[int]") -> "State":
         """Picks, reorders or repeats batch rows; each row keeps its own noise."""
-        try:
-            given = torch.as_tensor(index)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            raise ValueError(
-                f"index={shown(index)} is not allowed; allowed: row numbers below {self.batch}"
-            ) from None
-        if given.numel() and (given.dtype.is_floating_point or given.dtype == torch.bool):
-            dtype = str(given.dtype).removeprefix("torch.")
-            raise ValueError(
-                f"index is {dtype}; allowed: row numbers, as mask.nonzero().flatten() gives them"
-            )
-        rows = given.to(self.device, torch.int64)
-        if rows.ndim != 1 or (
-            rows.numel() and not (-self.batch <= rows.min() and rows.max() < self.batch)
-        ):
-            raise ValueError(
-                f"index={rows.tolist()} does not fit; allowed: row numbers below {self.batch}"
-            )
+        rows = whole_numbers("index", index, self.device)
+        if rows.ndim != 1 or bool(((rows < -self.batch) | (rows >= self.batch)).any()):
+            raise ValueError(f"index is {shown(index)}; it must hold rows below {self.batch}")
         return self.map(lambda tensor: tensor[rows])
 
     def repeat(self, times: int) -> "State":
@@ -152,23 +139,20 @@ class State:
             >>> State.cat([a, b])["h"].sum(1)
             tensor([0., 2., 2.])
         """
-        if isinstance(states, State) or not states:
-            given = "one State, no list" if states else "empty"
-            raise ValueError(f"states is {given}; allowed: a list of one State or more")
-        for state in states:
-            if not isinstance(state, State):
-                raise ValueError(f"states has a {type(state).__name__}; allowed: one State or more")
+        several = not isinstance(states, State) and len(states) > 0
+        if not several or not all(isinstance(state, State) for state in states):
+            raise ValueError(f"states is {shown(states)}; it must be a list of one State or more")
         first = states[0]
         for other in states[1:]:
             if (other.position, other.owner) != (first.position, first.owner):
                 raise ValueError(
                     f"states are at positions {first.position} and {other.position} of models "
-                    f"{first.owner!r} and {other.owner!r}; allowed: one position of one model"
+                    f"{first.owner!r} and {other.owner!r}; join states of one model at one position"
                 )
             if other.children.keys() != first.children.keys():
                 raise ValueError(
                     f"states hold {sorted(first.children)} and {sorted(other.children)}; "
-                    "allowed: equal names"
+                    "join states with equal names"
                 )
         children: dict[str, Tensor | State] = {}
         for name, child in first.children.items():
@@ -180,17 +164,17 @@ class State:
                 if len(shapes) > 1:  # for example latents that speak for steps to come
                     raise ValueError(
                         f"states differ in {name!r}, {sorted(shapes)}; "
-                        "allowed: states that began at one position"
+                        "join states that began at one position"
                     )
                 children[name] = torch.cat(parts)
         return cls(children, first.position, first.owner)
 
     def expand(self, num: int) -> "State":
         """Views a state of one row as one of `num` equal rows, without copying."""
-        if self.batch not in (1, num):
-            raise ValueError(
-                f"num={num} does not fit a state of {self.batch} rows; allowed: a state of one row"
-            )
+        if self.batch == num:
+            return self
+        if self.batch != 1:
+            raise ValueError(f"num={num} does not fit {self.batch} rows; use a state of one row")
         return self.map(lambda tensor: tensor.expand(num, *tensor.shape[1:]))
 
     def save(self, path: str | Path) -> None:

@@ -63,7 +63,7 @@ def unpack(cls: "type[State]", content: bytes, name: str) -> "State":
     metadata = header.get("__metadata__", {})
     if metadata.get("format") != _FORMAT:
         raise ValueError(
-            f"{name} has format {metadata.get('format')!r}; allowed: {_FORMAT!r}, a saved state"
+            f"{name} has format {metadata.get('format')!r}; it must be {_FORMAT!r}, a saved state"
         )
     check_checksum(name, tensors, metadata)
     try:

@@ -133,7 +133,7 @@ def objective(
     if isinstance(inner, AnyPart):
         x, known = there_and_finite(inner, x, known, wait=False)
     elif known is not None:
-        raise ValueError("known is for models with known='any'; allowed: None for this one")
+        raise ValueError("known is for models with known='any'; use None for this one")
     else:
         x = checked(inner, x, wait=False)
     _check_options(x, generator, shard, kl_weight, estimator)
@@ -239,7 +239,7 @@ def checked(model: Model, x: Tensor, wait: bool = True) -> Tensor:
     device = next(model.parameters()).device
     model.head.validate(x, values=False)
     if x.device != device:
-        raise ValueError(f"x is on {x.device}; allowed: {device}, the device of the model")
+        raise ValueError(f"x is on {x.device}; move it to {device}, where the model is")
     if wait or device.type == "cpu":
         model.head.validate(x)
     return x.long() if model.head.tokens else x
@@ -260,10 +260,10 @@ def real_steps(x: Tensor, lengths: Tensor) -> Tensor:
     batch, length = x.shape[:2]
     if not isinstance(lengths, Tensor) or lengths.shape != (batch,) or lengths.dtype != torch.int64:
         raise ValueError(
-            f"lengths is {shown(lengths)}; allowed: a tensor of {batch} int64, one for each row"
+            f"lengths is {shown(lengths)}; it must be a tensor of {batch} int64, one for each row"
         )
     if lengths.device.type == "cpu" and bool(((lengths < 1) | (lengths > length)).any()):
-        raise ValueError(f"lengths is {lengths.tolist()}; allowed: 1 to {length}, the steps of x")
+        raise ValueError(f"lengths is {lengths.tolist()}; it must be 1 to {length}, the steps of x")
     return torch.arange(length, device=x.device) < lengths[:, None]
 
 
@@ -277,20 +277,20 @@ def _check_options(
     numbers = isinstance(shard, tuple) and [type(n) for n in shard] == [int, int]
     if not numbers or not 0 <= shard[0] < shard[1]:
         raise ValueError(
-            f"shard={shown(shard)} is not allowed; allowed: (index, count) with 0 <= index < count"
+            f"shard is {shown(shard)}; it must be (index, count) with 0 <= index < count"
         )
     if generator is not None:
         check_type("generator", generator, torch.Generator, "a torch.Generator")
         if generator.device.type != x.device.type:
             raise ValueError(
-                f"generator is on {generator.device}; allowed: {x.device}, the device of x"
+                f"generator is on {generator.device}; it must be on {x.device}, as x is"
             )
     check_choice("estimator", estimator, ESTIMATORS)
     if isinstance(kl_weight, Tensor):  # reading its values would wait for the device
         if kl_weight.shape not in ((), (1,), (len(x),)) or not kl_weight.is_floating_point():
             raise ValueError(
                 f"kl_weight has shape {tuple(kl_weight.shape)} and dtype {kl_weight.dtype}; "
-                f"allowed: a number >= 0, or {len(x)} floats, one for each row"
+                f"it must be a number >= 0, or {len(x)} floats, one for each row"
             )
     elif kl_weight is not None:
         check_number("kl_weight", kl_weight, 0)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from vssm.checks import check_device, check_path
 from vssm.config import FORMAT, ModelConfig
-from vssm.models import Model, build, inner_model
-from vssm.models.threads import single_after_fork
+from vssm.models import Model, build, inner_model, single_after_fork
 from vssm.runs import pretrained
 from vssm.runs.config import SavedConfig
 from vssm.storage import read_object, read_tensors, write_tensors

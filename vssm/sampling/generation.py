@@ -25,10 +25,9 @@ from vssm.sampling.request import (
     Result,
     check_reading,
     check_request,
-    expand_rows,
     owner_of,
 )
-from vssm.sampling.slabs import in_slabs, rows_of_cache, rows_of_slab, shorten_chunks
+from vssm.sampling.slabs import divide, in_slabs, rows_of_slab
 from vssm.sampling.stepwise import (
     read_autoregressive,
     read_vrnn,
@@ -37,7 +36,7 @@ from vssm.sampling.stepwise import (
     sample_vrnn,
 )
 
-__all__ = ["Generation", "divide", "generate", "observe", "own_state", "read", "sample"]
+__all__ = ["Generation", "generate", "observe", "own_state", "read", "sample"]
 
 
 class Generation(NamedTuple):
@@ -131,21 +130,8 @@ def generate(
     """
     model = inner_model(model)
     with torch.no_grad():
-        request = check_request(
-            model,
-            num,
-            length,
-            prompt,
-            chunk,
-            recondition,
-            passes,
-            temperature,
-            observe,
-            seed,
-            state,
-            rows,
-            cache,
-        )
+        dials = chunk, recondition, passes, temperature, observe, cache
+        request = check_request(model, num, length, prompt, state, seed, rows, *dials)
         x, z, after = sample(model, *request)
         return Generation(x, z, own_state(model, after, request.source))
 
@@ -234,21 +220,6 @@ def sample(
     return made["x"], z, made.child("state") if "state" in made.children else None
 
 
-def divide(
-    model: Model, prompt: Tensor | None, state: State | None, num: int, options: Options
-) -> tuple[Options, int]:
-    """Returns options whose chunks fit the memory, and how many rows are made at a time."""
-    known = 0 if prompt is None else prompt.shape[1]
-    if isinstance(model, Autoregressive):
-        before = known + (0 if state is None else state.position)
-        return options, rows_of_cache(model, num, before + options.length)
-    reads = prompt is not None or state is not None
-    if isinstance(model, Variational):
-        options = shorten_chunks(model, options, num, known, reads)
-    steps = known + min(options.chunk, options.length)
-    return options, rows_of_slab(model, num, steps, reads or options.recondition)
-
-
 def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:
     """Reads known data and returns the state after it.
 
@@ -266,10 +237,10 @@ def read(model: Model, x: Tensor, state: State | None, source: Noise) -> State:
     if isinstance(model, AnyPart):
         return read_any_part(model, x, state, num)
     if isinstance(model, Autoregressive):
-        return expand_rows(read_autoregressive(model, x, state), num)
+        return read_autoregressive(model, x, state).expand(num)
     if isinstance(model, Ladder):
         rows = rows_of_slab(model, len(x), x.shape[1], True)
-        return expand_rows(in_slabs(partial(read_ladder, model), rows, len(x), x, state), num)
+        return in_slabs(partial(read_ladder, model), rows, len(x), x, state).expand(num)
     rows = rows_of_slab(model, num, x.shape[1], True)
     return in_slabs(partial(read_variational, model), rows, num, x, state, source)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from vssm.distributions import Latents
 from vssm.models import Ladder
 from vssm.nn import State
-from vssm.sampling.request import BLIND, Noise, Options, Result, expand_rows, no_steps
+from vssm.sampling.request import BLIND, Noise, Options, Result, no_steps
 
 __all__ = ["read_ladder", "sample_ladder"]
 
@@ -29,7 +29,7 @@ def sample_ladder(
         raise ValueError(f"recondition=True can not start from this state: {BLIND}")
     if prompt is not None:
         state = read_ladder(model, prompt, state)
-    trunk = None if state is None else expand_rows(state.child("blind" if blind else "trunk"), num)
+    trunk = None if state is None else state.child("blind" if blind else "trunk").expand(num)
     position = 0 if state is None else state.position
     xs, zs = [], []
     for first in range(0, options.length, options.chunk):

@@ -20,7 +20,7 @@ from vssm.distributions import Latents
 from vssm.models import Variational
 from vssm.nn import State
 from vssm.sampling.ahead import posterior_ahead
-from vssm.sampling.request import BLIND, Noise, Options, Result, expand_rows, no_steps
+from vssm.sampling.request import BLIND, Noise, Options, Result, no_steps
 
 __all__ = ["draw", "empty_steps", "read_variational", "sample_variational"]
 
@@ -65,14 +65,14 @@ def sample_variational(
         xs.append(x)
         zs.append(z)
         if options.recondition:
-            before = None if partial is None else expand_rows(partial, num)
+            before = None if partial is None else partial.expand(num)
             _, ahead = model.partial_posterior(x, state=before)
         partial, prompt, position = ahead, None, position + known + width
     if partial is None or decoder is None:
         return *no_steps(model, source), None
     blind = blind or (options.length > 0 and not options.recondition)
     name = "blind" if blind else "partial"
-    state = State({name: expand_rows(partial, num), "decoder": decoder}, position)
+    state = State({name: partial.expand(num), "decoder": decoder}, position)
     if not xs:
         return *no_steps(model, source), state
     return _join(xs), _join(zs), state
@@ -101,7 +101,7 @@ def _make(
     z = draw(q_z, u, known, temperature)
     x, after = decode(z)
     for _ in range(min(options.passes, length) - 1):
-        before = None if partial is None else expand_rows(partial, source.num)
+        before = None if partial is None else partial.expand(source.num)
         z = posterior_ahead(model, x, before).sample(u, temperature)
         x, after = decode(z)
     return x[:, known:], z[:, known:], after
@@ -133,7 +133,7 @@ def read_variational(model: Variational, x: Tensor, state: State | None, source:
     q_z, partial = model.partial_posterior(x, state=before[0])
     z = q_z.sample(source.latent(model, position, x.shape[1]))
     _, decoder = model.likelihood(z, before[1])
-    partial = expand_rows(partial, len(z))
+    partial = partial.expand(len(z))
     return State({"partial": partial, "decoder": decoder}, position + x.shape[1])
 
 

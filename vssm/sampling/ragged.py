@@ -1,13 +1,6 @@
-"""Sequences of different lengths: padding, the mask of what is real, and prompts of different
-lengths.
+"""Sequences of different lengths: batches with padding, and prompts of different lengths.
 
-All models are causal: what comes after the end of a row never changes what was before it. So a row
-of a padded batch is the row alone once the terms after its end are left out, whatever the padding
-holds.
-
-A vssm or tvae continues prompts of all lengths in one pass, as it was trained: the partial
-posterior reads x_{1:C_b} of row b and empty tokens after it. The new steps of row b are C_b + 1,
-..., C_b + T of that pass.
+All models are causal, so padding after the end of a row never changes the row.
 
 Legend: x (B, T, D), or tokens (B, T); lengths (B,), the real steps of each row, C_b those of a
 prompt.
@@ -19,13 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vssm.checks import whole_number
-from vssm.distributions import Latents
-from vssm.models import Model, Variational, inner_model
+from vssm.checks import shown
+from vssm.models import Model, first_weight, inner_model
 from vssm.nn import State
 from vssm.sampling.generation import Generation, generate
-from vssm.sampling.request import Noise, check_room
-from vssm.sampling.slabs import in_slabs, rows_of_slab
+from vssm.sampling.request import check_noise, check_sequence
 
 __all__ = ["Ragged", "generate_ragged", "pad"]
 
@@ -38,7 +29,7 @@ class Ragged(NamedTuple):
     z: Tensor | None
     """Their latents, (B, length, Z); None for an autoregressive model."""
     states: list[State] | None
-    """Where to resume each row, where asked for."""
+    """Where to resume each row, if asked for."""
 
 
 def pad(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -52,22 +43,17 @@ def pad(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         >>> x.shape, lengths, x[1, :, 0]
         (torch.Size([2, 3, 2]), tensor([3, 1]), tensor([1., 0., 0.]))
     """
-    several = isinstance(sequences, Sequence) or (
-        isinstance(sequences, Tensor) and sequences.ndim > 0
-    )
-    if not several or not len(sequences):
-        given = "empty" if several else f"a {type(sequences).__name__}"
-        raise ValueError(f"sequences is {given}; allowed: a list of one sequence or more")
-    for k, sequence in enumerate(sequences):
-        if not isinstance(sequence, Tensor) or not sequence.ndim:
-            given = "a number" if isinstance(sequence, Tensor) else f"a {type(sequence).__name__}"
-            raise ValueError(f"sequence {k} is {given}; allowed: a torch tensor (steps, ...)")
-    shapes = {tuple(sequence.shape[1:]) for sequence in sequences}
-    if len(shapes) > 1 or len({sequence.dtype for sequence in sequences}) > 1:
-        dtypes = sorted({str(sequence.dtype).removeprefix("torch.") for sequence in sequences})
+    several = isinstance(sequences, Sequence | Tensor) and len(sequences) > 0
+    if not several or not all(isinstance(one, Tensor) and one.ndim for one in sequences):
         raise ValueError(
-            f"sequences have steps of shapes {sorted(shapes)} and dtypes {dtypes}; "
-            "allowed: one of each"
+            f"sequences is {shown(sequences)}; it must be a list of one tensor (steps, ...) or more"
+        )
+    shapes = {tuple(sequence.shape[1:]) for sequence in sequences}
+    dtypes = {str(sequence.dtype).removeprefix("torch.") for sequence in sequences}
+    if len(shapes) > 1 or len(dtypes) > 1:
+        raise ValueError(
+            f"sequences have steps of shapes {sorted(shapes)} and dtypes {sorted(dtypes)}; "
+            "they must have one shape and one dtype"
         )
     lengths = torch.tensor([len(sequence) for sequence in sequences], device=sequences[0].device)
     return torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True), lengths
@@ -85,9 +71,7 @@ def generate_ragged(
     """Continues prompts of different lengths; every row is as if it were alone.
 
     Row b reads the noise of row b: it equals `generate(model, prompt=prompts[b][None], rows=[b],
-    ...)`. A vssm or tvae does all rows in one pass, or as many as fit the memory, unless it is
-    asked for states or to work in chunks. The others, whose rows are at different steps, go through
-    the lengths one by one.
+    ...)`. Rows of one length are made together.
 
     Arguments:
         model: Any of the six models.
@@ -109,25 +93,18 @@ def generate_ragged(
     """
     model = inner_model(model)
     x, lengths = pad(prompts)
-    model.head.validate(x, name="prompts", values=False, steps=0)
-    device = next(model.parameters()).device
-    if x.device != device:
-        raise ValueError(f"prompts are on {x.device}; allowed: {device}, the device of the model")
-    model.head.validate(x, name="prompts", steps=0)
-    length = whole_number("length", length, 0)
-    check_room(model, len(x), length, device)
-    if isinstance(model, Variational) and not states and set(options) <= {"temperature", "observe"}:
-        return _in_one_pass(model, x, lengths, length, seed, **options)
-    seeds = generate(model, num=len(x), length=0, seed=seed).state["seed"]  # checks them too
+    x = check_sequence(model, x, "prompts", first_weight(model).device, steps=0)
+    seeds = check_noise(len(x), seed, None, None, x.device).seed
     made: dict[int, Generation] = {}
     for steps in sorted(set(lengths.tolist())):
-        rows = (lengths == steps).nonzero().flatten().tolist()
-        own = seed if isinstance(seed, int) else seeds[rows]
-        out = generate(model, prompt=x[rows, :steps], length=length, seed=own, rows=rows, **options)
-        for k, row in enumerate(rows):
-            here = slice(k, k + 1)
-            z = None if out.z is None else out.z[here]
-            made[row] = Generation(out.x[here], z, out.state.select([k]) if states else out.state)
+        rows = (lengths == steps).nonzero().flatten()
+        out = generate(
+            model, prompt=x[rows, :steps], length=length, seed=seeds[rows], rows=rows, **options
+        )
+        for k, row in enumerate(rows.tolist()):
+            z = None if out.z is None else out.z[k : k + 1]
+            state = out.state.select([k]) if states else out.state
+            made[row] = Generation(out.x[k : k + 1], z, state)
     parts = [made[row] for row in range(len(x))]
     latents = [part.z for part in parts if part.z is not None]
     return Ragged(
@@ -135,41 +112,3 @@ def generate_ragged(
         torch.cat(latents) if latents else None,
         [part.state for part in parts] if states else None,
     )
-
-
-def _in_one_pass(
-    model: Variational,
-    prompts: Tensor,
-    lengths: Tensor,
-    length: int,
-    seed: int | Tensor,
-    temperature: float = 1.0,
-    observe: str = "mean",
-) -> Ragged:
-    # For its checks, and the noise of the rows.
-    start = generate(
-        model, num=len(prompts), length=0, temperature=temperature, observe=observe, seed=seed
-    )
-    device, steps = prompts.device, prompts.shape[1] + length
-    if not length:
-        return Ragged(start.x, start.z, None)
-
-    def make(prompts: Tensor, lengths: Tensor, source: Noise) -> State:
-        known = prompts.to(torch.int64 if model.head.tokens else next(model.parameters()).dtype)
-        q_z, _ = model.partial_posterior(known, cut=lengths, empty=length)
-        new = torch.arange(steps, device=device) >= lengths[:, None]
-        # The temperature applies to new steps, not to the latents of known data.
-        heat = torch.where(new, temperature, 1.0)[..., None, None]
-        z = Latents(q_z.logits / heat).sample(source.latent(model, 0, steps))
-        p_x, x = model.likelihood(z)[0], None
-        if observe == "sample":
-            x = p_x.sample(source.observation(model, 0, steps), temperature)
-        x = p_x.mean if x is None else x
-        row = torch.arange(len(z), device=device)[:, None]
-        index = lengths[:, None] + torch.arange(length, device=device)
-        return State({"x": x[row, index], "z": z[row, index]})
-
-    rows = rows_of_slab(model, len(prompts), steps, reads=True)
-    source = Noise(start.state["seed"], start.state["row"])
-    made = in_slabs(make, rows, len(prompts), prompts, lengths, source)
-    return Ragged(made["x"], made["z"], None)

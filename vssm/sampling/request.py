@@ -1,7 +1,7 @@
-"""What sampling is asked for, checked, and the noise that it reads.
+"""Checks a call of `generate` or `observe`, once, and turns it into a `Request`.
 
-A call of `generate` becomes a `Request`: the prompt, the state to go on from, the noise of every
-row, and the options. Everything that a user can get wrong is found here, and nowhere further in.
+A request holds the prompt, the state to go on from, the noise of every row, and the options. The
+algorithms of `vssm.sampling` and the engine take it as it is.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import math
 import operator
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from vssm.checks import check_choice, check_flag, shown, whole_number, whole_num
 from vssm.config import ModelConfig
 from vssm.models import VRNN, AnyPart, Autoregressive, Ladder, Model, Variational, first_weight
 from vssm.nn import State
-from vssm.sampling.layout import fitted
 
 __all__ = [
     "BLIND",
@@ -33,8 +32,8 @@ __all__ = [
     "check_reading",
     "check_request",
     "check_room",
+    "check_sequence",
     "check_temperature",
-    "expand_rows",
     "no_steps",
     "owner_of",
     "shares_latents",
@@ -42,8 +41,9 @@ __all__ = [
 
 BLIND = (
     "it has run over empty tokens, after which the model was never trained to read data; "
-    "allowed: a state from observe, or from generate with recondition=True or passes > 1"
+    "use a state from observe, or from generate with recondition=True or passes > 1"
 )
+_FLOAT32 = ("ssm", "last", "open")  # these parts of a state do not have the dtype of the weights
 
 
 class Noise:
@@ -115,11 +115,6 @@ def no_steps(model: Model, source: Noise) -> tuple[Tensor, Tensor | None]:
     return torch.empty(num, 0, model.config.features, dtype=dtype, device=device), z
 
 
-def expand_rows(state: State, num: int) -> State:
-    """Views a state that all rows share as one of `num` rows."""
-    return state if state.batch == num else state.expand(num)
-
-
 class Request(NamedTuple):
     """A call of `generate` that was checked."""
 
@@ -135,24 +130,16 @@ def check_request(
     num: int | None,
     length: int,
     prompt: Tensor | None,
-    chunk: int | None,
-    recondition: bool,
-    passes: int,
-    temperature: float,
-    observe: str,
-    seed: int | Tensor | None,
     state: State | None,
+    seed: int | Tensor | None,
     rows: Sequence[int] | Tensor | None,
-    cache: bool,
+    *dials: Any,  # noqa: ANN401
 ) -> Request:
-    """Checks the arguments of `generate`, of the same names."""
-    resumed = state is not None
-    options = _check_options(
-        model, length, chunk, recondition, passes, temperature, observe, cache, resumed
-    )
+    """Checks the arguments of `generate`, of the same names; the dials are those of `Options`."""
+    options = _check_options(model, length, state is not None, *dials)
     device = first_weight(model).device
     if prompt is not None:
-        prompt = _check_sequence(model, prompt, "prompt", device, steps=0)
+        prompt = check_sequence(model, prompt, "prompt", device, steps=0)
     if state is not None:
         state = _check_state(model, state, device)
     num = _check_num(None if num is None else whole_number("num", num, 1), prompt, state)
@@ -188,7 +175,7 @@ def check_reading(
     device = first_weight(model).device
     if model.config.given:
         raise ValueError("observe is not for models with given features; use vssm.fill")
-    x = _check_sequence(model, x, "x", device)
+    x = check_sequence(model, x, "x", device)
     if state is not None:
         state = _check_state(model, state, device)
         if "blind" in state.children:
@@ -200,7 +187,7 @@ def check_reading(
             f"num={num} is not the number of rows of the state, {own}; state.repeat makes more"
         )
     if len(x) not in (1, num):
-        raise ValueError(f"x has {len(x)} rows; allowed: {num}, or 1 that serves all")
+        raise ValueError(f"x has {len(x)} rows; it must have {num}, or one row for all")
     check_room(model, num, x.shape[1], device)
     source = check_noise(num, seed, rows, state, device)
     return x, state if state is not None and state.position else None, source
@@ -225,8 +212,7 @@ def check_temperature(temperature: float) -> float:
         value = math.nan
     if not 1e-30 <= value <= 1e6:
         raise ValueError(
-            f"temperature={shown(temperature)} is not allowed; "
-            "allowed: a number > 0, from 1e-30 to 1e6"
+            f"temperature is {shown(temperature)}; it must be a number from 1e-30 to 1e6"
         )
     return value
 
@@ -253,7 +239,7 @@ def check_noise(
         seeds = seeds if state is None else state["seed"]
     elif isinstance(seed, int) and not isinstance(seed, bool):
         if not -(2**63) <= seed < 2**63:
-            raise ValueError(f"seed={seed} is not allowed; allowed: a whole number of 64 bits")
+            raise ValueError(f"seed is {seed}; it must be a whole number of 64 bits")
         seeds = torch.full((num,), seed, device=device)
     else:
         seeds = whole_numbers("seed", seed, device)
@@ -265,7 +251,7 @@ def check_noise(
     for name, given in (("seed", seeds), ("rows", row)):
         if given.shape != (num,):
             raise ValueError(
-                f"{name} has shape {tuple(given.shape)}; allowed: ({num},), one for each row"
+                f"{name} has shape {tuple(given.shape)}; it must be ({num},), one for each row"
             )
     return Noise(seeds, row)
 
@@ -273,13 +259,13 @@ def check_noise(
 def _check_options(
     model: Model,
     length: int,
+    resumed: bool,
     chunk: int | None,
     recondition: bool,
     passes: int,
     temperature: float,
     observe: str,
     cache: bool,
-    resumed: bool,
 ) -> Options:
     kind = model.config.kind
     length, passes = whole_number("length", length, 0), whole_number("passes", passes, 1)
@@ -289,23 +275,22 @@ def _check_options(
     check_flag("cache", cache)
     check_choice("observe", observe, ("mean", "sample"))
     if passes > 1 and isinstance(model, Ladder):
-        raise ValueError(f"passes={passes} is for a vssm or tvae without levels; allowed: 1")
+        raise ValueError(f"passes={passes} is for a vssm or tvae without levels; use passes=1")
     given = {"recondition=True": recondition, f"passes={passes}": passes > 1}
     given[f"chunk={chunk}"] = chunk is not None
     name = next((name for name, there in given.items() if there), None)
     if name is not None and not isinstance(model, Variational | Ladder | AnyPart):
         raise ValueError(
-            f"{name} is for models that generate in parallel, not kind={kind!r}; "
-            "allowed: vssm, tvae"
+            f"{name} is for models that generate in parallel, not kind={kind!r}; use a vssm or tvae"
         )
     if not cache and not isinstance(model, Autoregressive):
         raise ValueError(
             f"cache=False is for autoregressive models, not kind={kind!r}; "
-            "allowed: transformer, ssm, rnn"
+            "use a transformer, ssm or rnn"
         )
     if not cache and resumed:
         raise ValueError(
-            "cache=False recomputes from the first step and can not use a state; allowed: a prompt"
+            "cache=False recomputes from the first step and can not use a state; use a prompt"
         )
     sample = observe == "sample" or (model.head.tokens and isinstance(model, Autoregressive))
     if model.config.given:
@@ -318,50 +303,71 @@ def _check_options(
     return Options(length, chunk, recondition, passes, temperature, sample, bool(cache))
 
 
-def _check_sequence(
+def check_sequence(
     model: Model, x: Tensor, name: str, device: torch.device, steps: int = 1
 ) -> Tensor:
+    """Returns sequences in the dtype of the model; raises `ValueError` if they do not fit it."""
     model.head.validate(x, name=name, values=False, steps=steps)
     if x.device != device:
-        raise ValueError(f"{name} is on {x.device}; allowed: {device}, the device of the model")
+        raise ValueError(f"{name} is on {x.device}; move it to {device}, where the model is")
     model.head.validate(x, name=name, steps=steps)
     return x.to(torch.int64 if model.head.tokens else first_weight(model).dtype)
 
 
 def _check_state(model: Model, state: State, device: torch.device) -> State:
-    """Returns a state as the model keeps it: numbers of another precision are cast."""
+    """Returns a state in the precision of the model."""
     if not isinstance(state, State):
+        raise ValueError(f"state is a {type(state).__name__}; use one from generate or observe")
+    owner = owner_of(model.config)
+    if state.owner != owner:
         raise ValueError(
-            f"state is a {type(state).__name__}; allowed: a State from generate or observe"
+            f"state belongs to another model ({state.owner or 'unknown'}); use one of {owner}"
         )
-    if state.owner != owner_of(model.config):
-        raise ValueError(
-            f"state belongs to another model ({state.owner or 'unknown'}); "
-            f"allowed: a state of {owner_of(model.config)}"
-        )
-    return fitted(model, state, device)
+    whole_number("state.position", state.position, 0)
+    rows = len(state["row"])
+    for name, tensor in state.flatten()[0].items():
+        if tensor.shape[:1] != (rows,):
+            shape = tuple(tensor.shape)
+            raise ValueError(f"state has {name!r} of shape {shape}; its first size must be {rows}")
+        if tensor.device != device:
+            raise ValueError(f"state is on {tensor.device}; use state.to({str(device)!r})")
+    return _cast(state, first_weight(model).dtype, torch.is_autocast_enabled(device.type))
+
+
+def _cast(state: State, dtype: torch.dtype, autocast: bool) -> State:
+    def cast(name: str, child: Tensor | State) -> Tensor | State:
+        if isinstance(child, State):
+            return _cast(child, dtype, autocast)
+        fits = name in _FLOAT32 or not child.is_floating_point()
+        fits = fits or (autocast and child.dtype != torch.float64)  # follows the products
+        return child if fits else child.to(dtype)
+
+    children = {name: cast(name, child) for name, child in state.children.items()}
+    return State(children, state.position, state.owner)
 
 
 def check_room(model: Model, num: int, length: int, device: torch.device) -> None:
-    """Raises `ValueError` where x and z alone would not fit: nothing else would stop a slip of the
-    keyboard before the system does, which takes the whole process with it."""
+    """Raises `ValueError` if x and z alone would not fit into memory.
+
+    Otherwise the operating system would kill the process.
+    """
     numbers = 1 if model.head.tokens else model.config.features
     numbers += 0 if isinstance(model, Autoregressive) else model.config.latents
     check_bytes(f"num={num} and length={length}", 4 * num * length * numbers, device)
 
 
 def check_bytes(what: str, needed: int, device: torch.device) -> None:
-    """Raises `ValueError` where what is asked for takes more memory than a device has."""
+    """Raises `ValueError` if a result takes more memory than a device has."""
     room = _memory(device)
     if room and needed > room:
         raise ValueError(
-            f"{what} would take {needed / 1e9:,.0f} GB; "
-            f"allowed: less at once, of the {room / 1e9:,.0f} GB of {device}"
+            f"{what} would take {needed / 1e9:,.0f} GB, but {device} has {room / 1e9:,.0f} GB; "
+            "ask for less at once"
         )
 
 
 def _memory(device: torch.device) -> int:
-    """Returns the bytes that a device has; 0 where that is not known."""
+    """Returns the bytes that a device has; 0 if that is unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:
@@ -371,7 +377,7 @@ def _memory(device: torch.device) -> int:
 
 
 def _check_num(num: int | None, prompt: Tensor | None, state: State | None) -> int:
-    """Settles the number of rows: a prompt or state of one row serves any number."""
+    """Returns the number of rows; a prompt or state of one row serves any number."""
     given = {}
     if prompt is not None:
         given["prompt"] = len(prompt)
@@ -380,5 +386,5 @@ def _check_num(num: int | None, prompt: Tensor | None, state: State | None) -> i
     total = num or max(given.values(), default=1)
     for name, batch in given.items():
         if batch not in (1, total) or not batch:
-            raise ValueError(f"{name} has {batch} rows; allowed: 1 or {total or 'more'}")
+            raise ValueError(f"{name} has {batch} rows; it must have 1 or {total or 'more'}")
     return total

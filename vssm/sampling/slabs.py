@@ -1,12 +1,10 @@
-"""Large calls in pieces, so that the memory of a pass does not grow with the number of sequences.
+"""Makes large calls in pieces, so that the memory of a pass does not grow with the call.
 
 Parallel generation holds all steps of all rows in memory: a thousand sequences of four thousand
-steps would need 240 GB at the paper's scale. A GPU is as busy with 15 GB. So a vssm makes long
-sequences in chunks of time, and a call that is still too large is made in slabs of rows. Both
-change results by rounding only.
-
-A transformer that generates step by step is divided for another reason: it needs several times the
-memory of the keys and values that its state ends with.
+steps would need 240 GB at the paper's scale, where a GPU is as busy with 15 GB. So a vssm makes
+long sequences in chunks, and a call that is still too large is made in slabs of rows. A transformer
+that generates step by step needs several times the memory of its keys and values. Results change by
+rounding only.
 """
 
 from collections.abc import Callable
@@ -14,11 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vssm.models import Model, first_weight
+from vssm.models import Autoregressive, Model, Variational, first_weight
 from vssm.nn import State
 from vssm.sampling.request import Noise, Options
 
-__all__ = ["in_slabs", "one_row", "rows_of_cache", "rows_of_slab", "shorten_chunks"]
+__all__ = ["divide", "in_slabs", "one_row", "rows_of_slab"]
 
 _SHARE = 8  # a slab takes about this part of a GPU's memory: smaller ones are slower
 _CPU_BYTES = 2**32  # of a slab on a CPU
@@ -30,28 +28,29 @@ SHORTEST = 256  # steps of a chunk: with fewer, rows are divided
 _Rows = Tensor | State | Noise | None
 
 
-def shorten_chunks(model: Model, options: Options, num: int, known: int, reads: bool) -> Options:
-    """Returns options with chunks that fit a slab, where short chunks are as fast as long ones.
-
-    Arguments:
-        model: The model.
-        options: The options of the call.
-        num: The number of rows.
-        known: The steps of the prompt, which are in memory with the first chunk.
-        reads: Whether there is a prompt or a state, so that every row has latents of its own.
-    """
-    if options.recondition or model.config.kind != "vssm":  # chunks mean more, or take longer
-        return options
-    weight = first_weight(model)
-    taken = num * bytes_of_step(model, weight, reads)
-    if not reads:  # the logits of one row serve all rows
-        taken += _LOGITS * model.config.latents * model.config.classes * weight.itemsize
-    most = bytes_of_slab(weight.device) // taken - known
-    return options._replace(chunk=min(options.chunk, max(most, SHORTEST)))
+def divide(
+    model: Model, prompt: Tensor | None, state: State | None, num: int, options: Options
+) -> tuple[Options, int]:
+    """Returns options whose chunks fit the memory, and how many rows to make at a time."""
+    known = 0 if prompt is None else prompt.shape[1]
+    if isinstance(model, Autoregressive):
+        before = known + (0 if state is None else state.position)
+        return options, rows_of_cache(model, num, before + options.length)
+    reads = prompt is not None or state is not None
+    if model.config.kind == "vssm" and not options.recondition and isinstance(model, Variational):
+        # Short chunks are as fast as long ones here, and change nothing.
+        weight = first_weight(model)
+        taken = num * bytes_of_step(model, weight, reads)
+        if not reads:  # the logits of one row serve all rows
+            taken += _LOGITS * model.config.latents * model.config.classes * weight.itemsize
+        most = max(bytes_of_slab(weight.device) // taken - known, SHORTEST)
+        options = options._replace(chunk=min(options.chunk, most))
+    steps = known + min(options.chunk, options.length)
+    return options, rows_of_slab(model, num, steps, reads or options.recondition)
 
 
 def rows_of_slab(model: Model, num: int, steps: int, reads: bool) -> int:
-    """Returns how many rows are made at a time: all, or as many as makes slabs of equal size.
+    """Returns how many of `num` rows to make at a time, in slabs of equal size.
 
     Arguments:
         model: The model.
@@ -65,13 +64,7 @@ def rows_of_slab(model: Model, num: int, steps: int, reads: bool) -> int:
 
 
 def rows_of_cache(model: Model, num: int, steps: int) -> int:
-    """Returns how many rows are made at a time step by step: all, if their keys and values fit.
-
-    Arguments:
-        model: The model.
-        num: The number of rows.
-        steps: The steps of a row at the end, those of prompt and state among them.
-    """
+    """Returns how many of `num` rows to make at a time, so that keys and values of `steps` fit."""
     weight, config = first_weight(model), model.config
     usable = _USABLE * bytes_of_device(weight.device)
     if config.kind != "transformer" or not usable:
@@ -84,13 +77,13 @@ def rows_of_cache(model: Model, num: int, steps: int) -> int:
 
 
 def in_slabs(make: Callable[..., State], rows: int, num: int, *inputs: _Rows) -> State:
-    """Returns what `make` makes of all rows, from some of them at a time.
+    """Calls a function with some rows of its inputs at a time, and returns all rows.
 
     Arguments:
         make: Maps inputs of some rows to a tree of as many rows.
-        rows: How many.
+        rows: How many rows at a time.
         num: The number of all rows.
-        inputs: What it is made of, each of all rows; a tensor may be one row for all.
+        inputs: The inputs of all rows; a tensor may be one row for all.
     """
     if rows >= num:
         return make(*inputs)
@@ -116,15 +109,14 @@ def bytes_of_device(device: torch.device) -> int:
 
 
 def bytes_of_step(model: Model, weight: Tensor, reads: bool) -> int:
-    """Returns about what a pass takes for a row and step, as measured on an H200 from nothing.
+    """Returns about how many bytes a pass takes for a row and step, as measured on an H200.
 
-    Products and scan of one block are in memory at a time; logits of latents and head beside them.
-    Keys and values of all blocks of attention stay, and hold on to the queries, with which they
-    were made.
+    Products and scan of one block are in memory at a time, beside logits of latents and head. Keys
+    and values of all blocks of attention stay, with the queries, which share their memory.
     """
     config = model.config
     numbers = config.width * (5 * config.expand + 5) + 4 * model.head.size
-    if config.kind in ("transformer", "tvae"):  # who reads has such a stack beside the decoder
+    if config.kind in ("transformer", "tvae"):  # a call that reads has two stacks of it
         numbers += 3 * config.width * config.layers * (2 if reads else 1)
     if reads:
         numbers += _LOGITS * config.latents * config.classes
@@ -141,9 +133,7 @@ def _part(given: _Rows, rows: slice) -> _Rows:
 
 
 def _room(made: State, num: int) -> State:
-    """Returns a tree such as that of a slab with room for all rows; what all rows share stays
-    shared.
-    """
+    """Returns a tree like that of a slab with room for all rows; shared rows stay shared."""
     children: dict[str, Tensor | State] = {}
     for name, child in made.children.items():
         if isinstance(child, State):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vssm.models import VRNN, Autoregressive
 from vssm.nn import State, reserve, trim
-from vssm.sampling.request import Noise, Options, Result, expand_rows, no_steps
+from vssm.sampling.request import Noise, Options, Result, no_steps
 from vssm.sampling.slabs import in_slabs, rows_of_slab
 
 __all__ = [
@@ -34,7 +34,7 @@ def sample_autoregressive(
     num = source.num
     if prompt is not None:
         state = read_autoregressive(model, prompt, state)
-    state = None if state is None else expand_rows(state, num)
+    state = None if state is None else state.expand(num)
     position, u = 0 if state is None else state.position, torch.empty(0)
     xs = []
     for t in range(options.length):

@@ -1,5 +1,4 @@
-"""Sampling of many paths from each history, for a vssm or tvae: one history is read once for all of
-them.
+"""Samples many paths after each history, for a vssm or tvae that reads each history once.
 
     q_omega(z_t | x_{1:C})    once for each history: logits of its steps and of the steps to come
     z_{1:C+T}, x_{C+1:C+T}    for each of S paths, from noise of its own, all steps at once
@@ -14,37 +13,32 @@ Legend: B histories, S paths of each, C steps of a history, T new steps; x (B, C
 Z); paths (B, S, T, D).
 """
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from vssm.data.scale import Scale
 from vssm.distributions import Latents
 from vssm.models import Ladder, Model, Variational, first_weight
+from vssm.nn import State
 from vssm.noise import fork
 from vssm.sampling.parallel import draw
 from vssm.sampling.request import Noise
 
 __all__ = ["Task", "divided", "paths_after"]
 
-# What is made at a time: paths and, where their steps are made all at once, steps times width of
-# the model. On a GPU that takes some milliseconds and gigabytes: more would not make it busier.
+# How many paths to make at a time, and how many steps times width if steps are made at once. On a
+# GPU that takes some milliseconds and gigabytes: more would not make it busier.
 _MOST_PATHS = {"cpu": 2**12, "cuda": 2**16}
 _MOST_NUMBERS = {"cpu": 2**25, "cuda": 6 * 2**24}
 
 
 class Task(NamedTuple):
-    """What is fixed in a recording."""
+    """What to make after each history."""
 
-    shape: torch.Size
-    """Of the histories, (B, C, channels)."""
-    dtype: torch.dtype
-    """Theirs: float32 or float64."""
-    cycles: int
-    """Columns of the time features."""
     scale: Scale
-    """That of the histories, on the device of the model."""
+    """The scale of the histories, on the device of the model."""
     samples: int
     """S, paths of each."""
     length: int
@@ -52,11 +46,11 @@ class Task(NamedTuple):
     temperature: float
     """As for `generate`."""
     at_once: int
-    """Paths of each that are made at a time."""
+    """Paths of each history that are made at a time."""
 
 
 def divided(model: Model, num: int, samples: int, length: int) -> tuple[int, int]:
-    """Returns how many histories are forecast at a time, and how many paths of each.
+    """Returns how many histories to forecast at a time, and how many paths of each.
 
     Arguments:
         model: The model.
@@ -78,24 +72,24 @@ def _most_paths(model: Model, length: int) -> int:
     return most
 
 
-def paths_after(
-    model: Variational, task: Task, x: Tensor, clock: Tensor | None, seed: Tensor, first: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns paths after histories, (B, S, T, D), and the factor and shift of their units.
+def paths_after(model: Model, task: Hashable, given: State) -> State:
+    """Returns paths `x` (B, S, T, D) after histories, and the `factor` and `shift` of their units.
 
     Arguments:
-        model: The model.
-        task: Sizes, scale and temperature.
-        x: The histories in the units of the data, (B, C, channels), on the device of the model.
-        clock: Time features, (C, cycles), in float64.
-        seed: Names the paths, ().
-        first: The row of the first history, (); the others follow.
+        model: A vssm or tvae without levels.
+        task: What to make.
+        given: On the device of the model, the histories `x` (B, C, channels) in the units of the
+            data; `seed` (1,), which names the paths; `first` (1,), the row of the first history;
+            and `clock`, time features (C, cycles) in float64, if the model has some.
     """
-    factor, shift = task.scale.units(x.double(), first)
-    prompt = task.scale.steps(x.double(), factor, shift, clock)
+    assert isinstance(model, Variational) and isinstance(task, Task)
+    x, first = given["x"].double(), given["first"]
+    factor, shift = task.scale.units(x, first)
+    clock = given["clock"] if "clock" in given.children else None
+    prompt = task.scale.steps(x, factor, shift, clock)
     model.head.validate(prompt, values=False)
     row = fork(first + torch.arange(len(x), device=x.device), task.samples).flatten()
-    own = Noise(seed.expand(len(row)), row)
+    own = Noise(given["seed"].expand(len(row)), row)
     q_z, _ = model.partial_posterior(prompt, empty=task.length)
     known, parts = prompt.shape[1], []
     index = torch.arange(own.num, device=x.device).view(len(x), -1)
@@ -109,6 +103,6 @@ def paths_after(
         made = model.head(made[:, known:]).sample(w, task.temperature)
         parts.append(made.unflatten(0, (len(x), -1)))
     paths = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    if task.scale.far:
-        return paths, factor, shift
-    return paths, factor.to(paths), shift.to(paths)
+    if not task.scale.far:
+        factor, shift = factor.to(paths), shift.to(paths)
+    return State({"x": paths, "factor": factor, "shift": shift})
