@@ -84,9 +84,11 @@ def choose_layout(
             patch //= 2
         patch *= max(1, math.ceil(horizon / patch / _MOST_STEPS_AHEAD))
     if context is None:
-        context = max(3 * season, 2 * horizon, 8 * patch)
-        third = (int(np.median(lengths)) - horizon) // 3  # else few windows have a whole history
-        context = min(context, 24 * patch, max(third, patch))
+        context = max(3 * season, min(14 * season, 336), 2 * horizon, 8 * patch)
+        # else few windows have a whole history; many series make up for it
+        share = 3 if len(lengths) < 20 else 2
+        most = (int(np.median(lengths)) - horizon) // share
+        context = min(context, 24 * patch, max(most, patch))
     context = -(-context // patch) * patch
     log = transform == "log" or (transform == "auto" and _spread_grows(panel, season))
     return Layout(horizon, season, patch, context, log=log)

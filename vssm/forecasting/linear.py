@@ -1,6 +1,7 @@
 """The linear forecast of a window, which a model then corrects.
 
-    u_{C+h} = sum_c u_c W_{ch}        u the values of a window in its own scale, zero where missing
+    u_{C+h} = sum_i a_i W_{ih}        u the values of a window in its own scale, zero where missing
+                                      a the history u_1 ... u_C and the covariates of the window
 
 W is a ridge regression over the windows of all series. Its penalty, and the centre of windows, are
 those that forecast held-out windows best; an infinite penalty leaves the centre as it is. A model
@@ -8,7 +9,7 @@ reads and makes the horizon as (u - linear forecast) / spread, with the mean err
 the spread. So it learns what a straight line through the history can not say, and how wide, and a
 short training is enough.
 
-Legend: W windows of C steps of history and H of horizon.
+Legend: W windows of C steps of history and H of horizon, with I numbers that are read.
 """
 
 import math
@@ -73,7 +74,7 @@ def spread_evenly(cuts: Tensor, num: int) -> Tensor:
 
 
 def _solve(windows: Windows, penalties: tuple[float, ...]) -> list[Tensor]:
-    """Returns the weights (C, H) for each penalty."""
+    """Returns the weights (I, H) for each penalty."""
     past, ahead, due, _ = _units(windows, _fit_cuts(windows))
     past, ahead = past.clamp(-_LARGEST, _LARGEST), ahead.clamp(-_LARGEST, _LARGEST) * due
     values, vectors = torch.linalg.eigh(past.T @ past / len(past))
@@ -87,10 +88,11 @@ def _fit_cuts(windows: Windows) -> Tensor:
 
 
 def _units(windows: Windows, cuts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns history and horizon in units of the windows, what of the horizon is known, scales."""
+    """Returns what is read, the horizon in units of its windows, what is known of it, scales."""
     layout = windows.layout
     batch = windows.forecasts(cuts)
     x, made = batch.x.flatten(1).double(), batch.made.flatten(1)
     end = layout.context + layout.horizon
     own = slice(layout.context, end)
-    return x[:, : layout.context], x[:, own], made[:, own], batch.scale[:, :1]
+    read = windows.regressors(cuts, x[:, : layout.context])
+    return read, x[:, own], made[:, own], batch.scale[:, :1]

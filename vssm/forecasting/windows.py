@@ -29,6 +29,7 @@ __all__ += ["centre_and_scale"]
 
 CENTRES = ("mean", "last", "season", "season-level", "season-last")
 LEAST_SCALE = 0.1  # of a window, in deviations of its series
+_MOST_REGRESSORS = 2000  # of a linear forecast; with more, it reads the history only
 _LARGEST = 30.0  # of what a model reads
 _CYCLES = {"day": 86_400, "week": 604_800, "year": 31_556_952}  # seconds
 
@@ -64,7 +65,7 @@ class Linear(NamedTuple):
     """A linear forecast of the horizon, in units of a window (see `vssm.forecasting.linear`)."""
 
     weight: Tensor
-    """(C, H) float64."""
+    """(I, H) float64, of the history and the covariates (`Windows.regressors`)."""
     spread: Tensor
     """The mean error of each step, (H,) float64."""
 
@@ -282,14 +283,27 @@ class Windows:
         centre, scale = centre_and_scale(y, known, layout, self.least[cuts[:, :1]])
         scale = scale.expand_as(y)
         if self.linear is not None:
-            centre, scale = self._add_linear(y, known, centre, scale)
+            centre, scale = self._add_linear(cuts, y, known, centre, scale)
         x = torch.where(known | made, (y - centre) / scale, 0).clamp(-_LARGEST, _LARGEST)
         shape = (len(y), layout.steps, layout.patch)
         x, known, made = (part.reshape(shape) for part in (x.float(), known, made))
         return Batch(x, known, made, self._given(cuts), centre, scale)
 
+    def regressors(self, cuts: Tensor, past: Tensor) -> Tensor:
+        """Returns what a linear forecast reads, (B, I): the history (B, C) and covariates."""
+        moving = self._covariates(cuts).flatten(1)
+        if past.shape[1] + moving.shape[1] > _MOST_REGRESSORS:
+            return past
+        return torch.cat([past, moving.to(past)], 1)
+
+    def _covariates(self, cuts: Tensor) -> Tensor:
+        """Returns the moving covariates, (B, L, F + past); those of the past end there."""
+        moving = self.moving[self._places(cuts)]
+        moving[:, self.layout.context :, self.num_future :] = 0
+        return moving
+
     def _add_linear(
-        self, y: Tensor, known: Tensor, centre: Tensor, scale: Tensor
+        self, cuts: Tensor, y: Tensor, known: Tensor, centre: Tensor, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Moves the centre of horizons of which nothing is known, and sets their scale."""
         assert self.linear is not None
@@ -297,7 +311,7 @@ class Windows:
         free = ~known[:, own].any(1, keepdim=True)
         u = torch.where(known, (y - centre) / scale, 0).clamp(-_LARGEST, _LARGEST)[:, past]
         more = centre.shape[1] - self.layout.context - self.layout.horizon
-        ahead = F.pad(u @ self.linear.weight, (0, more)) * scale[:, own]
+        ahead = F.pad(self.regressors(cuts, u) @ self.linear.weight, (0, more)) * scale[:, own]
         spread = F.pad(self.linear.spread, (0, more), value=1.0)
         centre, scale = centre.clone(), scale.clone()
         centre[:, own] += torch.where(free, ahead, 0)
@@ -306,9 +320,7 @@ class Windows:
 
     def _given(self, cuts: Tensor) -> Tensor:
         layout, places = self.layout, self._places(cuts)
-        moving = self.moving[places]
-        moving[:, layout.context :, self.num_future :] = 0  # of the past only
-        moving = moving.unflatten(1, (layout.steps, layout.patch)).flatten(2)
+        moving = self._covariates(cuts).unflatten(1, (layout.steps, layout.patch)).flatten(2)
         clock = self.clock[places[:, :: layout.patch]]
         static = self.static[cuts[:, 0]][:, None].expand(-1, layout.steps, -1)
         return torch.cat([moving, clock, static], 2)
