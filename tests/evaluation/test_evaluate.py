@@ -487,8 +487,7 @@ def test_run_in_training_is_noted_and_not_kept(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             main([*arguments, "--result", str(tmp_path / "kept.json")])
         assert capsys.readouterr().err == (
-            f"vssm: result is not for '{run}', which is still being trained; "
-            "allowed: once that has ended or was stopped\n"
+            f"vssm: '{run}' is still being trained; leave out result until it has ended\n"
         )
     main(arguments)
     assert note not in capsys.readouterr().err

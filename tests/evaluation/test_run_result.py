@@ -132,7 +132,10 @@ def test_command_keeps_what_the_results_page_shows(tmp_path, monkeypatch, capsys
             ["--result", "waves/config.json/a.json"],
             "a.json' cannot be written ([Errno 17] File exists: 'waves/config.json'); use a file",
         ),
-        (["--result", "a.json", "--splits", "valid"], "splits='valid' is not allowed with result"),
+        (
+            ["--result", "a.json", "--splits", "valid"],
+            "splits='valid' can not be kept with result; use 'test'",
+        ),
     ],
 )
 def test_mistakes_are_named_before_anything_is_measured(

@@ -693,7 +693,7 @@ def test_command_keeps_the_history(run_folder, tmp_path, monkeypatch, capsys):
                     "dates.csv",
                 ]
             )
-        line = f"vssm: path='{path}', out='dates.csv' are one file; allowed: a name for each\n"
+        line = f"vssm: path='{path}', out='dates.csv' are one file; use two names\n"
         assert capsys.readouterr().err == line
     assert (tmp_path / "dates.csv").read_text() == history and not (tmp_path / "dates.png").exists()
 

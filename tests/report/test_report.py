@@ -383,7 +383,7 @@ def test_a_page_does_not_replace_a_file_of_a_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "neither RUN nor --results is given; allowed: one of them, or both"),
+        ([], "nothing to report; give a run folder, a folder of results, or both"),
         (["nowhere"], "'nowhere' is not a folder; give run folders, which vssm train writes"),
         (["."], "'.' holds no run; give run folders, which vssm train writes"),
         (["--results", "."], "results='.' holds no result with metrics; give a folder of result"),

@@ -1,9 +1,10 @@
-"""The command line: a table of commands, each a dataclass of options with a `run` method.
+"""The command line: a table of commands, each a dataclass of options with a `run`, or a function.
 
     vssm COMMAND --help          an example, and what the command takes
 
-tyro makes the options of a command from its fields and their docstrings. A class may have a
-`default` method, which returns the values of options that are not given. Shared modules:
+tyro makes the options of a command from its fields or arguments and their docstrings. A class may
+have a `default` method, which returns the values of options that are not given. A command is
+imported when it is called. Shared modules:
 
 | module | what |
 | --- | --- |
@@ -14,60 +15,107 @@ tyro makes the options of a command from its fields and their docstrings. A clas
 """
 
 import contextlib
+import functools
+import importlib
 import io
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import tyro
 
 from vssm import __version__
 from vssm.checks import check_choice
-from vssm.cli.data import Data
 from vssm.cli.errors import box_as_line, report_mistakes, report_sigterm, report_warnings
-from vssm.cli.evaluate import Evaluate, Report
-from vssm.cli.fill import Fill
-from vssm.cli.forecast import Backtest, Forecast
-from vssm.cli.generate import Generate
-from vssm.cli.hub import Pull, Push
-from vssm.cli.lab import Bench, Demo, Reproduce, Sweep
-from vssm.cli.serve import Serve
-from vssm.cli.train import Train
 
-__all__ = ["COMMANDS", "EXAMPLES", "main"]
+__all__ = ["COMMANDS", "Command", "main", "parse"]
 
-COMMANDS: dict[str, type] = {
-    "demo": Demo,
-    "data": Data,
-    "train": Train,
-    "generate": Generate,
-    "fill": Fill,
-    "evaluate": Evaluate,
-    "forecast": Forecast,
-    "backtest": Backtest,
-    "report": Report,
-    "sweep": Sweep,
-    "reproduce": Reproduce,
-    "push": Push,
-    "pull": Pull,
-    "serve": Serve,
-    "bench": Bench,
-}
-EXAMPLES = {
-    "demo": "demo --out demo",
-    "data": "data series --series.path electricity.csv --out electricity.png",
-    "train": "train mnist --model.kind vssm --train.epochs 20 --out runs/mnist",
-    "generate": "generate runs/mnist --num 16 --seed 7 --out samples.png",
-    "fill": "fill runs/weather --input weather.csv --num 100 --out filled.csv",
-    "evaluate": "evaluate runs/mnist --quick",
-    "forecast": "forecast weather.csv --horizon 96 --out forecast.csv",
-    "backtest": "backtest weather.csv --horizon 96 --windows 5",
-    "report": "report runs/mnist runs/other --out report.html",
-    "sweep": "sweep digits --kinds vssm ssm --learning-rates 1e-3 5e-4 --seeds 0 1",
-    "reproduce": "reproduce digits --scale small",
-    "push": "push runs/mnist OWNER/NAME --private",
-    "pull": "pull OWNER/NAME",
-    "serve": "serve runs/mnist second=runs/other --port 8000",
-    "bench": "bench generate --kinds vssm ssm --out generate.json",
+
+class Command(NamedTuple):
+    """A command: where it is, what it does, and an example of its arguments."""
+
+    place: str
+    """Module and name of a class with `run`, of a function, or of a table of functions."""
+    summary: str
+    example: str
+
+
+COMMANDS = {
+    "demo": Command(
+        "vssm.lab.demo:demo",
+        "Draws digits, races three models, trains three, writes a report.",
+        "--out demo",
+    ),
+    "data": Command(
+        "vssm.cli.data:Data",
+        "Prepares a data set; shows its shape, range, splits and a picture.",
+        "series --series.path electricity.csv --out electricity.png",
+    ),
+    "train": Command(
+        "vssm.cli.train:Train",
+        "Trains a model and keeps everything about it in a run folder.",
+        "mnist --model.kind vssm --train.epochs 20 --out runs/mnist",
+    ),
+    "generate": Command(
+        "vssm.cli.generate:Generate",
+        "Generates samples, a picture or text, and a state to resume from.",
+        "runs/mnist --num 16 --seed 7 --out samples.png",
+    ),
+    "fill": Command(
+        "vssm.cli.fill:Fill",
+        "Fills the gaps of a table, a picture or a text.",
+        "runs/weather --input weather.csv --num 100 --out filled.csv",
+    ),
+    "evaluate": Command(
+        "vssm.cli.evaluate:Evaluate",
+        "Measures a run on test data: likelihoods, sample quality, times.",
+        "runs/mnist --quick",
+    ),
+    "forecast": Command(
+        "vssm.cli.forecast:Forecast",
+        "Forecasts what follows a table file: quantiles and a fan chart.",
+        "weather.csv --horizon 96 --out forecast.csv",
+    ),
+    "backtest": Command(
+        "vssm.cli.forecast:Backtest",
+        "Scores forecasts of a table's last windows, beside the naive ones.",
+        "weather.csv --horizon 96 --windows 5",
+    ),
+    "report": Command(
+        "vssm.cli.report:report_page",
+        "Makes one HTML page from runs, results or experiments.",
+        "runs/mnist runs/other --out report.html",
+    ),
+    "sweep": Command(
+        "vssm.cli.sweep:Sweep",
+        "Trains over a grid of learning rates, seeds and kinds.",
+        "digits --kinds vssm ssm --learning-rates 1e-3 5e-4 --seeds 0 1",
+    ),
+    "reproduce": Command(
+        "vssm.lab.reproduce:reproduce",
+        "Repeats the paper's experiments; skips those that are done.",
+        "digits --scale small",
+    ),
+    "push": Command(
+        "vssm.cli.hub:push_model",
+        "Uploads a model and its model card to the Hugging Face hub.",
+        "runs/mnist OWNER/NAME --private",
+    ),
+    "pull": Command(
+        "vssm.cli.hub:pull_model",
+        "Downloads a model from the Hugging Face hub and says where it is.",
+        "OWNER/NAME",
+    ),
+    "serve": Command(
+        "vssm.cli.serve:serve_models",
+        "Serves models over HTTP, with a page to try them out at /.",
+        "runs/mnist second=runs/other --port 8000",
+    ),
+    "bench": Command(
+        "vssm.lab.bench:BENCHMARKS",
+        "Times the scan, training or generation.",
+        "generate --kinds vssm ssm --out generate.json",
+    ),
 }
 
 
@@ -84,19 +132,29 @@ def main(arguments: list[str] | None = None) -> None:
                 main([name, "--help"])
             case [name, *rest]:
                 check_choice("command", name, tuple(COMMANDS))
-                _parse(name, rest).run()
+                parse(name, rest)()
 
 
-def _parse(name: str, arguments: list[str]) -> Any:  # noqa: ANN401
-    """Returns the command with its options."""
-    command = COMMANDS[name]
+def parse(name: str, arguments: list[str]) -> Callable[[], object]:
+    """Returns what a command does with these arguments."""
+    module, _, attribute = COMMANDS[name].place.partition(":")
+    command: Any = getattr(importlib.import_module(module), attribute)
     if {"-h", "--help"} & set(arguments):
-        print(f"example: vssm {EXAMPLES[name]}\n", flush=True)
-    default = command.default(arguments) if hasattr(command, "default") else tyro.MISSING_NONPROP
+        print(f"example: vssm {name} {COMMANDS[name].example}\n", flush=True)
+    if isinstance(command, dict) and arguments and arguments[0] in command:
+        command, name, arguments = command[arguments[0]], f"{name} {arguments[0]}", arguments[1:]
+    options: dict[str, Any] = {"prog": f"vssm {name}", "args": arguments}
+    if hasattr(command, "default"):
+        options["default"] = command.default(arguments)
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(command, prog=f"vssm {name}", args=arguments, default=default)
+            if isinstance(command, dict):
+                table = {word: _bind(function) for word, function in command.items()}
+                return tyro.extras.subcommand_cli_from_dict(table, **options)
+            if isinstance(command, type):
+                return tyro.cli(command, **options).run
+            return tyro.cli(_bind(command), **options)
     except SystemExit as stop:
         box = errors.getvalue()
         if stop.code == 0 or not box.strip():
@@ -104,10 +162,17 @@ def _parse(name: str, arguments: list[str]) -> Any:  # noqa: ANN401
     raise ValueError(box_as_line(box, name))
 
 
+def _bind(function: Callable[..., object]) -> Callable[..., Callable[[], object]]:
+    """Returns a function of the same options that is called later: tyro calls what it parses."""
+
+    @functools.wraps(function)
+    def bind(*given: Any, **options: Any) -> Callable[[], object]:  # noqa: ANN401
+        return functools.partial(function, *given, **options)
+
+    return bind
+
+
 def _help() -> str:
-    lines = [
-        f"  {name:<10}{(command.__doc__ or '').splitlines()[0]}"
-        for name, command in COMMANDS.items()
-    ]
+    lines = [f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()]
     head, tail = "usage: vssm COMMAND [options]\n", "\nvssm COMMAND --help lists its options."
     return "\n".join([head, *lines, tail])

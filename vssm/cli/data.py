@@ -9,6 +9,7 @@ import tyro
 from vssm.cli.display import show_table
 from vssm.cli.options import DataOptions
 from vssm.cli.samples import check_files
+from vssm.data import describe, open_data, picture
 
 __all__ = ["Data"]
 
@@ -23,18 +24,13 @@ class Data(DataOptions):
     """Where the picture goes; DATA.png by default."""
 
     def run(self) -> None:
-        from vssm.data import describe, open_data, picture
-
         out = self.out or Path(f"{self.name}.png")
         config = self.data_config()
         reads = {"series": self.series.path, "text": self.text.path, "arrays": self.arrays.path}
         reads = {f"{name}.path": Path(path) for name, path in reads.items() if path}
         check_files({"out": out}, reads)
         if self.images.path and Path(self.images.path).resolve() == out.resolve().parent:
-            raise ValueError(
-                f"out={str(out)!r} would become one of the images; "
-                "allowed: a file in another folder"
-            )
+            raise ValueError(f"out={str(out)!r} would become one of the images; use another folder")
         data = open_data(config)
         facts = describe(data)
         files = [f"{file['path']}  sha256 {file['sha256']}" for file in facts["files"]]

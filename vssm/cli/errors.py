@@ -35,7 +35,7 @@ def report_mistakes() -> Iterator[None]:
         if isinstance(error, RuntimeError) and not re.search(_NO_MEMORY, text):
             raise
         asked = re.search(r"tried to allocate [\d.]+ \w+", text, re.IGNORECASE)
-        _fail(f"out of memory{f' ({asked[0].lower()})' if asked else ''}; allowed: less at once")
+        _fail(f"out of memory{f' ({asked[0].lower()})' if asked else ''}; ask for less at once")
     except BrokenPipeError:
         raise SystemExit(1) from None
     except OSError as error:
@@ -84,7 +84,7 @@ def box_as_line(box: str, command: str) -> str:
         r"no type matching \{None\}\|(?:\{\[)?(\w+).*? could be instantiated from \[(.*?)\]\. "
         r"Got errors:.*"
     )
-    message = re.sub(union, r"\2 is not allowed; allowed: \1", message)
+    message = re.sub(union, r"\2 is not allowed; give \1", message)
     hint = f" (did you mean {nearest[0]}?)" if nearest else f"; see vssm {command} --help"
     return message.removesuffix(".") + hint
 

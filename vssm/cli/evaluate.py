@@ -1,4 +1,4 @@
-"""`vssm evaluate` and `vssm report`: how good runs are."""
+"""`vssm evaluate`: how good a run is."""
 
 import filecmp
 import secrets
@@ -11,8 +11,12 @@ from typing import Annotated
 import tyro
 
 from vssm.cli.display import ProgressBar, show_metrics
+from vssm.evaluation.result import check_result_path, keep_result
+from vssm.evaluation.scores import evaluate_run
+from vssm.runs.folder import RunFolder
+from vssm.runs.pretrained import find
 
-__all__ = ["Evaluate", "Report", "own_copy"]
+__all__ = ["Evaluate", "own_copy"]
 
 
 @dataclass
@@ -52,31 +56,20 @@ class Evaluate:
     """Where to run: auto, cpu or cuda."""
 
     def run(self) -> None:
-        from vssm.evaluation.result import check_result_path, keep_result
-        from vssm.evaluation.scores import evaluate_run
-        from vssm.runs.folder import RunFolder
-
         if self.result is not None:
             check_result_path(self.result)
             if self.splits != "test":
-                raise ValueError(
-                    f"splits={self.splits!r} is not allowed with result; allowed: 'test'"
-                )
+                raise ValueError(f"splits={self.splits!r} can not be kept with result; use 'test'")
         folder = own_copy(self.run_folder)
         if RunFolder(folder).is_in_training():
             if self.result is not None:  # weights, log and samples would be of different moments
                 raise ValueError(
-                    f"result is not for {str(folder)!r}, which is still being trained; "
-                    "allowed: once that has ended or was stopped"
+                    f"{str(folder)!r} is still being trained; leave out result until it has ended"
                 )
             note = f"{str(folder)!r} is still being trained: its best weights so far"
             print(f"note: {note}", file=sys.stderr)
         title = f"{folder}: {self.splits} set"
-        options = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("run_folder", "result")
-        }
+        options = {k: v for k, v in vars(self).items() if k not in ("run_folder", "result")}
         try:
             with ProgressBar() as bar:
                 result = evaluate_run(folder, **options, progress=bar.show)
@@ -96,8 +89,6 @@ class Evaluate:
 
 def own_copy(folder: Path) -> Path:
     """Returns a folder that may be written to: the folder of a shipped model is copied first."""
-    from vssm.runs.pretrained import find
-
     shipped = find(str(folder))
     if shipped == folder:
         return folder
@@ -113,33 +104,6 @@ def own_copy(folder: Path) -> Path:
     if filecmp.cmpfiles(shipped, copy, files, shallow=False)[0] != list(files):
         raise ValueError(
             f"{str(copy)!r} is there and no copy of the shipped {folder.name!r}; "
-            f"allowed: {copy} for that run, or another name for it"
+            f"evaluate {copy} itself, or rename it"
         )
     return copy
-
-
-@dataclass
-class Report:
-    """Makes one HTML page from runs, results or experiments."""
-
-    run_folders: tyro.conf.Positional[
-        Annotated[tuple[Path, ...], tyro.conf.arg(metavar="[RUN ...]")]
-    ]
-    """Run folders to compare, or one folder that `vssm reproduce` wrote."""
-    results: Path | None = None
-    """A folder of result files."""
-    out: Path = Path("report.html")
-    """Where the page goes: .html or .htm. It needs no other file."""
-
-    def run(self) -> None:
-        from vssm.lab.experiments import find_results, write_experiments
-        from vssm.report.page import report
-
-        if len(self.run_folders) == 1 and self.results is None:
-            experiments = find_results(self.run_folders[0])
-            if experiments is not None:
-                print(f"report: {write_experiments(experiments, self.out)}")
-                return
-        if not self.run_folders and self.results is None:
-            raise ValueError("neither RUN nor --results is given; allowed: one of them, or both")
-        print(f"report: {report(self.run_folders, self.results, self.out)}")

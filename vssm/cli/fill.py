@@ -2,22 +2,25 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import numpy as np
+import pandas
+import torch
 import tyro
+from PIL import Image
 
-from vssm.checks import whole_number
+import vssm
+from vssm.checks import choose_device, whole_number
 from vssm.cli.options import check_seed
 from vssm.cli.samples import check_files, read_array, write_array, write_samples
+from vssm.data import Meta, read_meta
+from vssm.data.table import Table, find_column, read_table
+from vssm.data.windows import TableWindows
+from vssm.models import Model
+from vssm.runs.checkpoint import load_finite
+from vssm.runs.pretrained import find
 from vssm.storage import write_atomically
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
-    from vssm.data import Meta
-    from vssm.data.table import Table
-    from vssm.models import Model
 
 __all__ = ["Fill"]
 
@@ -53,17 +56,12 @@ class Fill:
     """Where to run: auto, cpu or cuda."""
 
     def run(self) -> None:
-        from vssm.checks import choose_device
-        from vssm.data import read_meta
-        from vssm.runs.checkpoint import load_finite
-        from vssm.runs.pretrained import find
-
         check_seed(self.seed)
         whole_number("num", self.num, 1)
         check_files({"out": self.out}, {"input": self.input, "mask": self.mask})
         for name, path in (("input", self.input), ("mask", self.mask)):
             if path is not None and not path.is_file():
-                raise ValueError(f"{name}={str(path)!r} is no file; allowed: a file to read")
+                raise ValueError(f"{name}={str(path)!r} is no file; give a file to read")
         folder = find(self.run_folder)
         model, meta = load_finite(folder, choose_device(self.device)), read_meta(folder)
         if model.config.known != "any":
@@ -86,18 +84,13 @@ class Fill:
     def _check_out(self, *suffixes: str) -> None:
         if self.out.suffix not in suffixes:
             raise ValueError(
-                f"out={str(self.out)!r} is not allowed; "
-                f"allowed for this run: a name in {' or '.join(suffixes)}"
+                f"out={str(self.out)!r} does not fit this run; use {' or '.join(suffixes)}"
             )
 
     def _samples(
-        self, model: "Model", x: "torch.Tensor", known: "torch.Tensor", observe: str = "mean"
-    ) -> "torch.Tensor":
+        self, model: Model, x: torch.Tensor, known: torch.Tensor, observe: str = "mean"
+    ) -> torch.Tensor:
         """Returns samples (B, num, T, ...) of sequences with gaps."""
-        import torch
-
-        import vssm
-
         device = next(model.parameters()).device
         made = x[:, None].expand(-1, self.num, *x.shape[1:]).clone()
         gaps = (~known).flatten(1).any(1).nonzero().flatten()  # the others are there already
@@ -113,25 +106,18 @@ class Fill:
             made[rows] = filled.cpu()
         return torch.where(known[:, None], x[:, None], made)
 
-    def _label(self, model: "Model", x: "torch.Tensor") -> "torch.Tensor":
+    def _label(self, model: Model, x: torch.Tensor) -> torch.Tensor:
         """Adds the class to every step, one-hot, if the model was trained with labels."""
-        import torch
-
         classes = model.config.given
         if not classes and self.label is None:
             return x
         if self.label is None or not 0 <= self.label < classes:
-            allowed = (
-                f"0 to {classes - 1}" if classes else "to leave it out: this run has no labels"
-            )
-            raise ValueError(f"label={self.label} is not allowed; allowed: {allowed}")
+            allowed = f"use 0 to {classes - 1}" if classes else "this run has no labels"
+            raise ValueError(f"label={self.label} is not allowed; {allowed}")
         one_hot = (torch.arange(classes) == self.label).float()
         return torch.cat([x, one_hot.expand(*x.shape[:2], classes)], -1)
 
-    def _fill_array(self, model: "Model") -> None:
-        import numpy as np
-        import torch
-
+    def _fill_array(self, model: Model) -> None:
         self._check_out(".npy")
         array = read_array(str(self.input), "input")
         known = torch.from_numpy(~np.isnan(array))
@@ -145,17 +131,13 @@ class Fill:
         made = made if self.num > 1 else made[:, 0]
         write_array((made[0] if single else made).numpy(), self.out)
 
-    def _fill_text(self, model: "Model", meta: "Meta") -> None:
+    def _fill_text(self, model: Model, meta: Meta) -> None:
         self._check_out(".txt", ".npy")
         text = self.input.read_text(encoding="utf-8").removesuffix("\n")
         x, known = meta.encode_gaps(text)
         write_samples(self._samples(model, x[None], known[None])[0], None, meta, self.out)
 
-    def _fill_picture(self, model: "Model", meta: "Meta") -> None:
-        import numpy as np
-        import torch
-        from PIL import Image
-
+    def _fill_picture(self, model: Model, meta: Meta) -> None:
         assert meta.image_shape is not None
         self._check_out(".png", ".npy")
         height, width, channels = meta.image_shape
@@ -178,12 +160,7 @@ class Fill:
         image = Image.fromarray(image[..., 0] if channels == 1 else image)
         write_atomically(self.out, lambda path: image.save(path, format="PNG"))
 
-    def _fill_table(self, model: "Model", meta: "Meta") -> None:
-        import numpy as np
-
-        from vssm.data.table import find_column, read_table
-        from vssm.data.windows import TableWindows
-
+    def _fill_table(self, model: Model, meta: Meta) -> None:
         self._check_out(".csv", ".parquet", ".npy")
         time = meta.time if meta.cycles or meta.time == "none" else None
         table = read_table(self.input, time, meta.time, "input")
@@ -204,29 +181,24 @@ class Fill:
         _write_table(table, columns, self.out)
 
 
-def _read_picture(path: Path, name: str, size: tuple[int, int], mode: str) -> "np.ndarray":
-    import numpy as np
-    from PIL import Image
-
+def _read_picture(path: Path, name: str, size: tuple[int, int], mode: str) -> np.ndarray:
     try:
         with Image.open(path) as image:
             given, pixels = image.size[::-1], None
             if given == size:  # a picture of another size is not unpacked
                 pixels = np.asarray(image.convert(mode))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        raise ValueError(f"{name}={str(path)!r} is no picture; allowed: a PNG file") from None
+        raise ValueError(f"{name}={str(path)!r} is no picture; give a PNG file") from None
     if pixels is None:
         raise ValueError(
             f"{name}={str(path)!r} has {given[0]} x {given[1]} pixels; "
-            f"allowed for this run: {size[0]} x {size[1]}"
+            f"this run needs {size[0]} x {size[1]}"
         )
     return pixels
 
 
-def _write_table(table: "Table", columns: "dict[str, np.ndarray]", out: Path) -> None:
+def _write_table(table: Table, columns: dict[str, np.ndarray], out: Path) -> None:
     """Writes the columns of a file in their places, and new ones after them."""
-    import pandas
-
     rest = dict(table.others)
     if table.time is not None and table.times is not None:
         rest = {table.time: table.times, **rest}

@@ -2,19 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
+import torch
 import tyro
 
-from vssm.checks import whole_number
+import vssm
+from vssm.checks import choose_device, whole_number
 from vssm.cli.options import check_seed
 from vssm.cli.samples import check_files, check_state_target, read_prompt, write_samples
-
-if TYPE_CHECKING:
-    import torch
-
-    from vssm.data import Meta
-    from vssm.models import Model
+from vssm.data import Meta, read_meta, steps_left
+from vssm.models import Model
+from vssm.runs.checkpoint import load_finite
+from vssm.runs.pretrained import find
 
 __all__ = ["Generate"]
 
@@ -60,19 +60,11 @@ class Generate:
     """Where to run: auto, cpu or cuda."""
 
     def run(self) -> None:
-        import vssm
-        from vssm.checks import choose_device
-        from vssm.data import read_meta, steps_left
-        from vssm.runs.checkpoint import load_finite
-        from vssm.runs.pretrained import find
-
         check_seed(self.seed)
         if self.length is not None:
             whole_number("length", self.length, 1)
         if self.out is not None and self.out.suffix not in (".npy", ".png", ".txt"):
-            raise ValueError(
-                f"out={str(self.out)!r} is not allowed; allowed: a name in .npy, .png or .txt"
-            )
+            raise ValueError(f"out={str(self.out)!r} is not allowed; use .npy, .png or .txt")
         self._check_files(self.out)
         device = choose_device(self.device)
         folder = find(self.run_folder)
@@ -89,39 +81,32 @@ class Generate:
             model.head.validate(prompt, "prompt", values=False, steps=0)
             known += prompt.shape[1]
         if self.label is not None or (meta is not None and meta.classes):
-            x = self._draw_classes(model, meta, prompt).cpu()
-            write_samples(x, None if prompt is None else prompt.cpu(), meta, out)
-            print(f"samples: {out}  {tuple(x.shape)}")
-            return
-        made = vssm.generate(
-            model,
-            num=16 if self.num is None and prompt is None and state is None else self.num,
-            length=self.length or steps_left(meta, known, "--length"),
-            prompt=prompt,
-            chunk=self.chunk,
-            recondition=self.recondition,
-            passes=self.passes,
-            temperature=self.temperature,
-            observe=self.observe,
-            seed=self.seed,
-            state=state,
-        )
-        x = made.x.cpu()
+            x, after = self._draw_classes(model, meta, prompt).cpu(), None
+        else:
+            made = vssm.generate(
+                model,
+                num=16 if self.num is None and prompt is None and state is None else self.num,
+                length=self.length or steps_left(meta, known, "--length"),
+                prompt=prompt,
+                chunk=self.chunk,
+                recondition=self.recondition,
+                passes=self.passes,
+                temperature=self.temperature,
+                observe=self.observe,
+                seed=self.seed,
+                state=state,
+            )
+            x, after = made.x.cpu(), made.state
         write_samples(x, None if prompt is None else prompt.cpu(), meta, out)
         print(f"samples: {out}  {tuple(x.shape)}")
-        if self.state is not None:
-            made.state.save(self.state)
-            print(f"state: {self.state}, after step {made.state.position}")
+        if self.state is not None and after is not None:
+            after.save(self.state)
+            print(f"state: {self.state}, after step {after.position}")
 
     def _draw_classes(
-        self, model: "Model", meta: "Meta | None", prompt: "torch.Tensor | None"
-    ) -> "torch.Tensor":
+        self, model: Model, meta: Meta | None, prompt: torch.Tensor | None
+    ) -> torch.Tensor:
         """Draws the steps after the prompt of sequences of a class, or of all classes in turn."""
-        import torch
-
-        import vssm
-        from vssm.data import steps_left
-
         if meta is None or not meta.classes:
             raise ValueError(
                 f"label={self.label} is for models that know classes; "

@@ -1,41 +1,29 @@
 """`vssm push` and `vssm pull`: models on the Hugging Face hub."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
+from tyro.conf import Positional
 
-__all__ = ["Pull", "Push"]
+from vssm.runs.hub import pull, push
 
-_Repo = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="REPO")]]
-
-
-@dataclass
-class Push:
-    """Uploads a model and its model card to the Hugging Face hub."""
-
-    run_folder: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="RUN")]]
-    """A run folder, or a folder written by vssm.save."""
-    repo: _Repo
-    """OWNER/NAME."""
-    private: bool = False
-    """Whether only you can see it."""
-
-    def run(self) -> None:
-        from vssm.runs.hub import push
-
-        print(f"pushed: {push(self.run_folder, self.repo, private=self.private)}")
+__all__ = ["pull_model", "push_model"]
 
 
-@dataclass
-class Pull:
-    """Downloads a model from the Hugging Face hub and says where it is."""
+def push_model(run: Positional[Path], repo: Positional[str], private: bool = False) -> None:
+    """Uploads a model and its model card to the Hugging Face hub.
 
-    repo: _Repo
-    """OWNER/NAME, or OWNER/NAME@REVISION."""
+    Arguments:
+        run: A run folder, or a folder written by vssm.save.
+        repo: OWNER/NAME.
+        private: Whether only you can see it.
+    """
+    print(f"pushed: {push(run, repo, private=private)}")
 
-    def run(self) -> None:
-        from vssm.runs.hub import pull
 
-        print(f"pulled: {pull(self.repo)}")
+def pull_model(repo: Positional[str]) -> None:
+    """Downloads a model from the Hugging Face hub and says where it is.
+
+    Arguments:
+        repo: OWNER/NAME, or OWNER/NAME@REVISION.
+    """
+    print(f"pulled: {pull(repo)}")

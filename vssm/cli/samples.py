@@ -5,17 +5,16 @@ import os
 from collections.abc import Mapping
 from itertools import combinations, product
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
 
 from vssm.checks import printable
+from vssm.data import Meta, draw
+from vssm.data.files import DAMAGED_NPY
+from vssm.models import Model
+from vssm.nn import State
 from vssm.storage import is_device, why_read_only, write_atomically
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
-    from vssm.data import Meta
-    from vssm.models import Model
 
 __all__ = [
     "check_files",
@@ -35,60 +34,45 @@ def check_files(
     targets = [(name, path) for name, path in writes.items() if path is not None]
     for name, path in targets:
         if not path.name or path.is_dir() or not path.absolute().parent.is_dir():
-            raise ValueError(
-                f"{name}={str(path)!r} is not allowed; allowed: a file in a folder that exists"
-            )
+            raise ValueError(f"{name}={str(path)!r} is no file name in a folder that exists")
         if why := why_read_only(path if is_device(path) else path.absolute().parent):
-            raise ValueError(
-                f"{name}={str(path)!r} can not be written ({why}); "
-                "allowed: a file in a folder of yours"
-            )
+            raise ValueError(f"{name}={str(path)!r} can not be written: {why}")
     given = [(name, path) for name, path in (reads or {}).items() if path is not None]
     for (name, path), (other, target) in (*combinations(targets, 2), *product(given, targets)):
         if os.path.realpath(path) == os.path.realpath(target):  # follows links
             raise ValueError(
-                f"{name}={str(path)!r}, {other}={str(target)!r} are one file; "
-                "allowed: a name for each"
+                f"{name}={str(path)!r}, {other}={str(target)!r} are one file; use two names"
             )
 
 
 def check_state_target(path: Path) -> None:
     """Raises if a state would replace another kind of file, such as weights."""
-    from vssm.nn import State
-
     free = not path.exists() or is_device(path) or not path.stat().st_size  # mktemp leaves it empty
     if not free and not State.is_saved_at(path):
         raise ValueError(
-            f"state={str(path)!r} is there and no state; allowed: a new name, or an older state's"
+            f"state={str(path)!r} is there and no state; use a new name, or that of a state"
         )
 
 
-def read_prompt(prompt: str, model: "Model", meta: "Meta | None") -> "torch.Tensor":
+def read_prompt(prompt: str, model: Model, meta: Meta | None) -> torch.Tensor:
     """Returns a prompt, the name of a .npy file or text, as a batch that the model takes."""
-    import numpy as np
-    import torch
-
     tokens = model.head.tokens
     if not prompt.endswith(".npy"):
         if meta is None or not tokens:
-            raise ValueError(
-                f"prompt={prompt!r} is not allowed; allowed for this model: a .npy file"
-            )
+            raise ValueError(f"prompt={prompt!r} is text; give this model a .npy file")
         return meta.encode(prompt)[None]
     array = read_array(prompt)
     if tokens:
         if array.dtype.kind == "f" and not np.equal(np.mod(array, 1), 0).all():
-            raise ValueError(
-                f"prompt={prompt!r} holds fractions or NaN; allowed for this model: whole numbers"
-            )
+            raise ValueError(f"prompt={prompt!r} holds fractions or NaN; give whole numbers")
         array = array.astype(np.int64)
         return torch.from_numpy(array[None] if array.ndim == 1 else array)
     if meta is not None and meta.image_shape is not None:
         array = _read_pixels(array, meta.image_shape, meta.levels, prompt)
     if array.dtype.kind != "f":
         raise ValueError(
-            f"prompt={prompt!r} holds {array.dtype}; allowed for this model: floats,"
-            " as its data has them, such as pixels from 0 to 1"
+            f"prompt={prompt!r} holds {array.dtype}; give floats, as the training data has them,"
+            " such as pixels from 0 to 1"
         )
     if array.ndim == 2 and array.shape[1] == model.head.features:  # one sequence
         array = array[None]
@@ -97,10 +81,8 @@ def read_prompt(prompt: str, model: "Model", meta: "Meta | None") -> "torch.Tens
 
 
 def _read_pixels(
-    array: "np.ndarray", shape: tuple[int, ...], levels: int | None, prompt: str
-) -> "np.ndarray":
-    import numpy as np
-
+    array: np.ndarray, shape: tuple[int, ...], levels: int | None, prompt: str
+) -> np.ndarray:
     if array.shape[2:] == shape[1:]:  # images, as the data set `arrays` reads them
         array = array.reshape(*array.shape[:2], -1)
     if array.dtype == np.uint8 and levels == 256:
@@ -115,58 +97,42 @@ def _read_pixels(
     return array
 
 
-def read_array(path: str, name: str = "prompt") -> "np.ndarray":
+def read_array(path: str, name: str = "prompt") -> np.ndarray:
     """Returns the numbers in the .npy file that an option names."""
-    import numpy as np
-
-    from vssm.data.files import DAMAGED_NPY
-
     if not Path(path).is_file():
-        raise ValueError(f"{name}={path!r} is no file; allowed: a .npy file of numbers")
+        raise ValueError(f"{name}={path!r} is no file; give a .npy file of numbers")
     with Path(path).open("rb") as file:
         try:
             array = np.lib.format.read_array(file, allow_pickle=False)
         except DAMAGED_NPY:  # NumPy's own message advises to unpickle
             array = None
     if array is None or array.dtype.kind not in "biuf":
-        raise ValueError(
-            f"{name}={path!r} is damaged or holds no numbers; allowed: a .npy file of numbers"
-        )
+        raise ValueError(f"{name}={path!r} is damaged or holds no numbers; give a .npy file")
     return array
 
 
 def write_samples(
-    x: "torch.Tensor", prompt: "torch.Tensor | None", meta: "Meta | None", out: Path
+    x: torch.Tensor, prompt: torch.Tensor | None, meta: Meta | None, out: Path
 ) -> None:
     """Writes the samples as an array, or prompt and samples as a picture or text."""
-    import torch
-
-    from vssm.data import draw
-
     if out.suffix == ".npy":
         write_array(x.numpy(), out)
         return
     if meta is None:
-        raise ValueError(
-            f"out={str(out)!r} needs a run folder that knows its data; allowed here: .npy"
-        )
+        raise ValueError(f"out={str(out)!r} needs a run folder that knows its data; use .npy")
     whole = x if prompt is None else torch.cat([prompt.expand(len(x), *prompt.shape[1:]), x], 1)
     if out.suffix == ".png":
         write_atomically(out, lambda path: draw(meta, whole, path))
         return
     if whole.ndim != 2:
-        raise ValueError(
-            f"out={str(out)!r} is for text; allowed for data set {meta.name!r}: .npy, .png"
-        )
+        raise ValueError(f"out={str(out)!r} is for text; use .npy or .png for {meta.name!r}")
     text = "\n---\n".join(meta.decode(tokens) for tokens in whole)
     write_atomically(out, lambda path: path.write_text(text + "\n", encoding="utf-8"))
     print(printable(text))
 
 
-def write_array(array: "np.ndarray", out: Path) -> None:
+def write_array(array: np.ndarray, out: Path) -> None:
     """Writes a .npy file."""
-    import numpy as np
-
     # Not to the file itself: NumPy writes past Python and does not notice a full disk.
     content = io.BytesIO()
     np.save(content, array, allow_pickle=False)

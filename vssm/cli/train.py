@@ -10,6 +10,9 @@ from typing import Self
 import tyro
 
 from vssm.cli.options import RunOptions
+from vssm.data import read_meta
+from vssm.runs.folder import RunFolder
+from vssm.training.loop import train
 
 __all__ = ["Train"]
 
@@ -32,15 +35,10 @@ class Train(RunOptions):
         return replace(super().default(arguments), typed=(*data, *flags))
 
     def run(self) -> None:
-        from vssm.data import read_meta
-        from vssm.runs.folder import RunFolder
-
         folder = self.resume or self.out or Path("runs") / f"{self.name}-{self.model.kind}"
         first = os.environ.get("RANK", "0") == "0"  # of several processes
         if self.resume is None and first:
             RunFolder(folder).check_new()  # before anything that takes time
-        from vssm.training.loop import train
-
         ignored = ", ".join(word for word in self.typed if word != "--resume")
         if self.resume is not None and ignored:
             note = f"--resume keeps the run's own settings and ignores {ignored}"

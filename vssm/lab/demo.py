@@ -31,9 +31,13 @@ _EPOCHS: dict[Kind, int] = {"vssm": 20, "ssm": 15, "transformer": 15}
 _TOLERANCE = 1e-4
 
 
-def demo(folder: Path) -> None:
-    """Runs everything once, from pictures to a report, and leaves the results in a folder."""
-    start = time.perf_counter()
+def demo(out: Path = Path("demo")) -> None:
+    """Draws digits, races three models, trains three, writes a report.
+
+    Arguments:
+        out: The folder for runs, pictures and the report; an older demo in it is replaced.
+    """
+    start, folder = time.perf_counter(), out
     if folder.exists() and any(folder.iterdir()):
         if not (folder / "DEMO").is_file():
             raise ValueError(f"out={str(folder)!r} is not empty and not a demo's; give a new one")

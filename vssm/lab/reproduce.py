@@ -17,6 +17,7 @@ OUT, for other kinds or seeds: a run that another process trains is refused.
 
 import json
 import math
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -24,6 +25,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tyro.conf import Positional, Suppress
 
 from vssm.checks import check_choice, check_number, choose_device
 from vssm.config import KINDS, PRESETS, ModelConfig, RunConfig, TrainConfig
@@ -37,7 +40,7 @@ from vssm.runs.folder import differing, read_config
 from vssm.runs.results import result, write_result
 from vssm.training.progress import Progress, choose_progress
 
-__all__ = ["difference", "folders", "reproduce"]
+__all__ = ["difference", "reproduce"]
 
 TRAINING_SETS = {"mnist": 54_000, "cifar10": 45_000, "digits": 1_294}  # without validation
 _FEATURES = {"mnist": 28, "cifar10": 96, "digits": 8}
@@ -58,36 +61,37 @@ class Scale:
 
 
 def reproduce(
-    data: str,
+    data: Positional[str],
     scale: str = "paper",
-    out: str | Path | None = None,
-    results: str | Path | None = None,
-    kinds: Sequence[str] = ("transformer", "ssm", "vssm"),
-    learning_rates: Sequence[float] | None = None,
-    seeds: Sequence[int] | None = None,
+    out: Path | None = None,
+    results: Path | None = None,
+    kinds: tuple[str, ...] = ("transformer", "ssm", "vssm"),
+    learning_rates: tuple[float, ...] | None = None,
+    seeds: tuple[int, ...] | None = None,
     epochs: float | None = None,
     grid_epochs: float | None = None,
     finalists: int = 1,
     ray_address: str | None = None,
     data_dir: str | None = None,
-    progress: Progress | None = None,
+    progress: Suppress[Progress | None] = None,
 ) -> None:
-    """Does the pieces of the paper's experiments that are not done yet, and draws its figures.
+    """Repeats the paper's experiments; skips those that are done.
 
     Arguments:
-        data: "mnist" or "cifar10"; with scale "small" also "digits".
-        scale: "paper", or "small" for minutes on a CPU.
-        out: Where run folders and figures go; by default runs/reproduce-DATA, or
+        data: The data set: mnist, cifar10, or digits (small only).
+        scale: paper, or small: minutes on a CPU.
+        out: The folder for runs and figures; runs/reproduce-DATA by default, or
             runs/reproduce-DATA-small.
-        results: Where results go; results/paper by default, OUT/results with scale "small".
-        kinds: The models.
-        learning_rates: The grid, the paper's by default; a single rate is used as it is.
-        seeds: The seeds that are trained with the best rate; the grid has seed 0.
-        epochs: Passes over the training set, if not the scale's (200 for the paper).
-        grid_epochs: Passes of the grid's runs; at the paper's scale `epochs` by default.
-        finalists: How many of the best rates of a shorter grid are trained to the end before one is
-            chosen, since some runs go wrong late.
-        ray_address: A Ray cluster that sees `out` and `results`, as in `vssm.lab.sweep`.
+        results: The folder for results: results/paper by default, OUT/results at the small scale.
+        kinds: The models; tvae, rnn and vrnn are known too.
+        learning_rates: The grid, the paper's by default; a single rate is used without a search.
+        seeds: The seeds that are trained with the best rate, 0 to 4 by default (0 at the small
+            scale); the grid has seed 0.
+        epochs: Passes over the training set, 200 by default.
+        grid_epochs: A shorter training for the grid.
+        finalists: Best rates of a shorter grid that are trained to the end before one is chosen,
+            since some runs go wrong late.
+        ray_address: Run side by side on a Ray cluster: auto, local, or an address.
         data_dir: Folder with the data; else $VSSM_DATA; else the user cache.
         progress: What shows the progress; by default a bar on a terminal, lines elsewhere.
     """
@@ -96,7 +100,8 @@ def reproduce(
     if not 1 <= finalists <= (1 if whole else len(chosen.learning_rates)):
         reason = "every rate is trained to the end" if whole else "more than the grid has rates"
         raise ValueError(f"finalists={finalists!r} is not allowed: {reason}")
-    out, results = folders(data, scale, out, results)
+    out = Path(out or f"runs/reproduce-{data}{'-small' if scale == 'small' else ''}")
+    results = Path(results or ("results/paper" if scale == "paper" else out / "results"))
     given = {
         "scale": scale if scale != "paper" else None,
         "learning-rates": learning_rates and " ".join(f"{rate:g}" for rate in learning_rates),
@@ -135,18 +140,8 @@ def reproduce(
         if scored_runs(plan.results, data):
             draw_figure(plan.results, out / "figure.png", [data])
             draw_samples(plan.results, out / f"samples_{data}.png", [data])
-
-
-def folders(
-    data: str, scale: str, out: str | Path | None = None, results: str | Path | None = None
-) -> tuple[Path, Path]:
-    """Returns the folders of runs and of results, as given or the usual ones.
-
-    >>> [str(folder) for folder in folders("mnist", "small")]
-    ['runs/reproduce-mnist-small', 'runs/reproduce-mnist-small/results']
-    """
-    out = Path(out or f"runs/reproduce-{data}{'-small' if scale == 'small' else ''}")
-    return out, Path(results or ("results/paper" if scale == "paper" else out / "results"))
+    page = f"vssm report {shlex.quote(str(results))}"
+    show.message(f"all done; for a page of the results: {page}")
 
 
 @dataclass(frozen=True)

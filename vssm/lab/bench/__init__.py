@@ -4,6 +4,10 @@ All report medians after a warm-up, record backend, versions, device and commit,
 not run, and continue from their own file when they were stopped.
 """
 
-from vssm.lab.bench.generate import main_generate as main_generate
-from vssm.lab.bench.scan import main_scan as main_scan
-from vssm.lab.bench.train import main_train as main_train
+from vssm.lab.bench.generate import main_generate
+from vssm.lab.bench.scan import main_scan
+from vssm.lab.bench.train import main_train
+
+__all__ = ["BENCHMARKS", "main_generate", "main_scan", "main_train"]
+
+BENCHMARKS = {"scan": main_scan, "train": main_train, "generate": main_generate}

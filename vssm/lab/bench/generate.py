@@ -16,7 +16,7 @@ that would take too long, or too much memory, is left out and noted, never extra
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -36,20 +36,34 @@ FEATURES = 28
 
 
 def main_generate(
-    out: str | Path | None = None,
+    out: Path | None = None,
     *,
     device: str = "auto",
-    kinds: Sequence[str] = KINDS,
-    levels: Sequence[int] = (),
-    batches: Sequence[int] | None = None,
-    lengths: Sequence[int] | None = None,
+    kinds: tuple[str, ...] = KINDS,
+    levels: tuple[int, ...] = (),
+    batches: tuple[int, ...] = (),
+    lengths: tuple[int, ...] = (),
     width: int | None = None,
     layers: int = 4,
     repeats: int | None = None,
     seconds_per_point: float = 20.0,
     restart: bool = False,
 ) -> Record:
-    """Times generation; `vssm bench --help` describes the options."""
+    """Times generation.
+
+    Arguments:
+        out: Where the JSON goes; the same command continues from it.
+        device: Where to run: auto, cpu or cuda.
+        kinds: The models.
+        levels: Add the vssm with so many levels of latents, as vssm_l<L>.
+        batches: Numbers of sequences.
+        lengths: Numbers of steps in a sequence.
+        width: Width of the models.
+        layers: Depth of every stack.
+        repeats: How often each call is timed.
+        seconds_per_point: Seconds that all calls for one number may take.
+        restart: Start anew instead of continuing from the file.
+    """
     command = measure.command_line(main_generate, locals())
     where = measure.open_device(device)
     cuda = where.type == "cuda"

@@ -15,7 +15,7 @@ neither. A single step is timed without a graph.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,14 +52,22 @@ class Shape(NamedTuple):
 
 
 def main_scan(
-    out: str | Path | None = None,
+    out: Path | None = None,
     *,
     device: str = "auto",
-    shapes: Sequence[str] | None = None,
+    shapes: tuple[str, ...] = (),
     repeats: int | None = None,
     restart: bool = False,
 ) -> Record:
-    """Times the scan; `vssm bench --help` describes the options."""
+    """Times the selective scan, forward and backward.
+
+    Arguments:
+        out: Where the JSON goes; the same command continues from it.
+        device: Where to run: auto, cpu or cuda.
+        shapes: Problems as BxT or BxTxDxN.
+        repeats: How often each call is timed.
+        restart: Start anew instead of continuing from the file.
+    """
     command = command_line(main_scan, locals())
     where = open_device(device)
     cuda = where.type == "cuda"
@@ -146,9 +154,7 @@ def scan_arguments(
 
 def _parse(shape: str) -> Shape:
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*(x[1-9]\d*x[1-9]\d*)?", shape):
-        raise ValueError(
-            f"shapes={shape!r} is not allowed; allowed: BxT or BxTxDxN, whole numbers >= 1"
-        )
+        raise ValueError(f"shapes={shape!r} is not allowed; use BxT or BxTxDxN, whole numbers >= 1")
     sizes = [int(size) for size in shape.split("x")]
     return Shape(*sizes, *((2048, 16) if len(sizes) == 2 else ()))
 

@@ -14,7 +14,7 @@ the model of the preset paper-mnist, a CPU a small one.
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,18 +38,30 @@ _EPOCH = 45  # steps; a new order of the data is drawn once an epoch
 
 
 def main_train(
-    out: str | Path | None = None,
+    out: Path | None = None,
     *,
     device: str = "auto",
-    kinds: Sequence[str] = KINDS,
-    levels: Sequence[int] = (),
+    kinds: tuple[str, ...] = KINDS,
+    levels: tuple[int, ...] = (),
     batch: int | None = None,
     steps: int | None = None,
     width: int | None = None,
     layers: int | None = None,
     restart: bool = False,
 ) -> Record:
-    """Times training; `vssm bench --help` describes the options."""
+    """Times training.
+
+    Arguments:
+        out: Where the JSON goes; the same command continues from it.
+        device: Where to run: auto, cpu or cuda.
+        kinds: The models.
+        levels: Add the vssm with so many levels of latents, as vssm_l<L>.
+        batch: Sequences in a step.
+        steps: Steps that are timed.
+        width: Width of the models.
+        layers: Depth of every stack.
+        restart: Start anew instead of continuing from the file.
+    """
     command = measure.command_line(main_train, locals())
     where = measure.open_device(device)
     models = measure.model_options(kinds, levels)

@@ -1,0 +1,29 @@
+"""`vssm report`: one HTML page."""
+
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from vssm.lab.experiments import find_results, write_experiments
+from vssm.report.page import report
+
+__all__ = ["report_page"]
+
+
+def report_page(
+    runs: Positional[tuple[Path, ...]] = (),
+    results: Path | None = None,
+    out: Path = Path("report.html"),
+) -> None:
+    """Makes one HTML page from runs, results or experiments.
+
+    Arguments:
+        runs: Run folders to compare, or one folder that `vssm reproduce` wrote.
+        results: A folder of result files.
+        out: Where the page goes: .html or .htm. It needs no other file.
+    """
+    experiments = find_results(runs[0]) if len(runs) == 1 and results is None else None
+    if experiments is not None:
+        print(f"report: {write_experiments(experiments, out)}")
+    else:
+        print(f"report: {report(runs, results, out)}")
