@@ -2,8 +2,7 @@
 
     vssm COMMAND --help          an example, and what the command takes
 
-tyro makes the options of a command from its fields or arguments and their docstrings. A class may
-have a `default` method, which returns the values of options that are not given. A command is
+tyro makes the options of a command from its fields or arguments and their docstrings. A command is
 imported when it is called. Shared modules:
 
 | module | what |
@@ -27,6 +26,7 @@ import tyro
 from vssm import __version__
 from vssm.checks import check_choice
 from vssm.cli.errors import box_as_line, report_mistakes, report_sigterm, report_warnings
+from vssm.cli.options import RunOptions
 
 __all__ = ["COMMANDS", "Command", "main", "parse"]
 
@@ -144,17 +144,17 @@ def parse(name: str, arguments: list[str]) -> Callable[[], object]:
     if isinstance(command, dict) and arguments and arguments[0] in command:
         command, name, arguments = command[arguments[0]], f"{name} {arguments[0]}", arguments[1:]
     options: dict[str, Any] = {"prog": f"vssm {name}", "args": arguments}
-    if hasattr(command, "default"):
-        options["default"] = command.default(arguments)
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
             if isinstance(command, dict):
                 table = {word: _bind(function) for word, function in command.items()}
                 return tyro.extras.subcommand_cli_from_dict(table, **options)
-            if isinstance(command, type):
-                return tyro.cli(command, **options).run
-            return tyro.cli(_bind(command), **options)
+            if not isinstance(command, type):
+                return tyro.cli(_bind(command), **options)
+            if issubclass(command, RunOptions):
+                options["default"] = command.default(arguments)
+            return tyro.cli(command, **options).run
     except SystemExit as stop:
         box = errors.getvalue()
         if stop.code == 0 or not box.strip():
