@@ -749,7 +749,7 @@ def test_a_prompt_of_another_shape_is_named_before_its_steps_are_counted(
     monkeypatch.chdir(tmp_path)
     np.save("a.npy", np.zeros(shape))
     message = fails(capsys, "generate", "mnist-small", "--prompt", "a.npy")
-    assert f"prompt has shape {shape}; allowed: (batch, length, 28)" in message
+    assert f"prompt has shape {shape}; it must be (batch, length, 28)" in message
 
 
 def test_bad_prompt_files_are_named(run_folder, tmp_path, monkeypatch, capsys):
