@@ -36,8 +36,8 @@ from torch import Tensor, nn
 
 import vssm
 from vssm.nn import MambaBlock
+from vssm.nn.layers import apply_in_halves
 from vssm.ops import causal_conv_silu, selective_scan
-from vssm.ops.linear import apply_in_halves
 from vssm.runs.results import result, write_result
 
 SHAPES = ((1, 28), (16, 256), (256, 32))

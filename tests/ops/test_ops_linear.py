@@ -17,10 +17,10 @@ from tests.interpreter import (
 )
 from vssm import generate
 from vssm.nn import GRUBlock
-from vssm.ops.linear import Linear, apply_in_halves, fused
+from vssm.nn.layers import Linear, RMSNorm, apply_in_halves
+from vssm.ops.linear import fused
 from vssm.ops.linear.fused import PackedWeight, Ready, linear_ready
 from vssm.ops.linear.fused import fused_linear as linear
-from vssm.ops.norm import RMSNorm
 
 SINGLE = 2e-6  # relative, in norm, against float64
 

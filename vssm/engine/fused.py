@@ -16,12 +16,10 @@ from torch import Tensor, nn
 
 from vssm.models import Model, Variational
 from vssm.nn import AttentionBlock, GRUBlock, MambaBlock, MambaMixer, Stack, State
-from vssm.nn.mamba import StepSizes
+from vssm.nn.layers import Linear, RMSNorm, StepSizes
 from vssm.ops import selective_scan
-from vssm.ops.linear import Linear
 from vssm.ops.linear.fused import PackedWeight, Ready, linear_conv_silu, linear_ready
 from vssm.ops.linear.fused import fused_linear as linear
-from vssm.ops.norm import RMSNorm
 
 __all__ = ["decode_step", "fuse"]
 

@@ -41,10 +41,8 @@ from torch import Tensor, nn
 from vssm.config import ModelConfig
 from vssm.distributions import Latents, Observation, make_head
 from vssm.models.ladder import Rung
-from vssm.nn import MambaBlock, State
+from vssm.nn import Linear, MambaBlock, RMSNorm, State
 from vssm.nn.show import Shown
-from vssm.ops.linear import Linear
-from vssm.ops.norm import RMSNorm
 
 __all__ = ["AnyPart", "Part", "order_of_passes"]
 

@@ -9,28 +9,14 @@ Legend: x (B, T, D), or (B, T) tokens; w (B, T, size of the head).
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vssm.config import ModelConfig
 from vssm.distributions import Observation, make_head
-from vssm.nn import Stack, State
+from vssm.nn import Stack, State, embedding
 from vssm.nn.show import Shown
 
-__all__ = ["Autoregressive", "embedding"]
-
-
-def embedding(config: ModelConfig) -> nn.Module:
-    """Returns the input projection for x: a linear map, or a table for tokens."""
-    if config.head == "categorical":
-        return nn.Embedding(config.features, config.width)
-    return _Projection(config.features, config.width)
-
-
-class _Projection(nn.Linear):
-    """A linear map for data and samples, which are float32 whatever the weights are."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.to(self.weight.dtype))
+__all__ = ["Autoregressive"]
 
 
 class Autoregressive(Shown):

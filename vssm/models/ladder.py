@@ -36,11 +36,8 @@ from torch import Tensor, nn
 
 from vssm.config import ModelConfig
 from vssm.distributions import Latents, Observation, make_head
-from vssm.models.autoregressive import embedding
-from vssm.nn import LatentEmbedding, MambaBlock, Stack, State
+from vssm.nn import LatentEmbedding, Linear, MambaBlock, RMSNorm, Stack, State, embedding
 from vssm.nn.show import Shown
-from vssm.ops.linear import Linear
-from vssm.ops.norm import RMSNorm
 
 __all__ = ["Ladder", "Rung", "Task"]
 

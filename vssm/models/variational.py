@@ -19,8 +19,7 @@ from torch import Tensor
 
 from vssm.config import ModelConfig
 from vssm.distributions import Latents, Observation, make_head
-from vssm.models.autoregressive import embedding
-from vssm.nn import LatentEmbedding, Stack, State
+from vssm.nn import LatentEmbedding, Stack, State, embedding
 from vssm.nn.show import Shown
 
 __all__ = ["Variational"]

@@ -21,10 +21,8 @@ from torch import Tensor, nn
 
 from vssm.config import ModelConfig
 from vssm.distributions import Latents, Observation, make_head
-from vssm.models.autoregressive import embedding
-from vssm.nn import LatentEmbedding, Stack, State
+from vssm.nn import LatentEmbedding, Linear, Stack, State, embedding
 from vssm.nn.show import Shown
-from vssm.ops.linear import Linear
 
 __all__ = ["VRNN", "Trajectory"]
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.config import ModelConfig
+from vssm.nn.layers import Linear
 from vssm.nn.state import State
-from vssm.ops.linear import Linear
 
 __all__ = ["AttentionBlock", "reserve", "trim"]
 

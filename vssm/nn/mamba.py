@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from vssm.config import ModelConfig
+from vssm.nn.layers import Linear, RMSNorm, StepSizes, apply_in_halves
 from vssm.nn.state import State
 from vssm.ops import causal_conv_silu, selective_scan
-from vssm.ops.linear import Linear, apply_in_halves, linear
-from vssm.ops.norm import RMSNorm
 
-__all__ = ["MambaBlock", "MambaMixer", "StepSizes"]
+__all__ = ["MambaBlock", "MambaMixer"]
 
 _DT_RANGE = (1e-3, 1e-1)  # range of the initial step sizes, log-uniform
 _DT_FLOOR = 1e-4
@@ -62,14 +61,6 @@ class MambaMixer(nn.Module):
         y, h = selective_scan(u, dt, A, B, C, self.D, z, dt_bias, softplus=True, h0=h)
         position = x.shape[1] + (0 if state is None else state.position)
         return self.out_proj(y), State({"conv": conv, "ssm": h}, position)
-
-
-class StepSizes(nn.Linear):
-    """Creates a linear layer whose bias the scan adds: bfloat16 would round small steps away."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps x (..., rank) to (..., inner), without the bias."""
-        return linear(x, self.weight)
 
 
 class MambaBlock(nn.Module):

@@ -15,37 +15,13 @@ from torch import Tensor, nn
 from vssm.config import ModelConfig
 from vssm.nn.attention import AttentionBlock
 from vssm.nn.gru import GRUBlock
+from vssm.nn.layers import Linear, RMSNorm
 from vssm.nn.mamba import MambaBlock
 from vssm.nn.state import State
-from vssm.ops.latents import embed_sum
-from vssm.ops.linear import Linear
-from vssm.ops.norm import RMSNorm
 
-__all__ = ["BLOCKS", "LatentEmbedding", "Stack", "sinusoids"]
+__all__ = ["BLOCKS", "Stack", "sinusoids"]
 
 BLOCKS = {"mamba": MambaBlock, "attention": AttentionBlock, "gru": GRUBlock}
-
-
-class LatentEmbedding(nn.Module):
-    """Creates the linear map of Z one-hot vectors of N classes to the width.
-
-    Classes are looked up and summed; one-hot vectors are multiplied, so that they get a gradient.
-    """
-
-    def __init__(self, latents: int, classes: int, width: int) -> None:
-        super().__init__()
-        # Z rows are summed: this scale makes the sum of unit variance.
-        self.weight = nn.Parameter(torch.randn(latents * classes, width) / math.sqrt(latents))
-        self.latents, self.classes = latents, classes
-
-    def forward(self, z: Tensor) -> Tensor:
-        """Maps z, (B, T, Z) classes or (B, T, Z, N) one-hot, to (B, T, width)."""
-        if z.is_floating_point():
-            if not torch.is_autocast_enabled(z.device.type):  # draws are always float32
-                z = z.to(self.weight.dtype)
-            return z.flatten(-2) @ self.weight
-        assert z.shape[-1] == self.latents, f"z has {z.shape[-1]} latents, not {self.latents}"
-        return embed_sum(z, self.weight)
 
 
 class Stack(nn.Module):

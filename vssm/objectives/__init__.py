@@ -29,7 +29,7 @@ from vssm.distributions import Latents, gumbel_uniform
 from vssm.models import VRNN, AnyPart, Autoregressive, Ladder, Model, Variational, inner_model
 from vssm.objectives.parts import part_terms, there_and_finite
 from vssm.ops.latents import ESTIMATORS
-from vssm.ops.norm import product_dtype
+from vssm.ops.operators import product_dtype
 
 __all__ = ["Terms", "checked", "objective", "real_steps"]
 

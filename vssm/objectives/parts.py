@@ -24,7 +24,7 @@ from vssm.distributions import Latents
 from vssm.models import AnyPart
 from vssm.models.anypart import Part, order_of_passes
 from vssm.objectives.masks import random_masks
-from vssm.ops.norm import product_dtype
+from vssm.ops.operators import product_dtype
 
 __all__ = ["bound_of_part", "part_terms", "there_and_finite"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["make_operator"]
+__all__ = ["make_operator", "product_dtype"]
 
 
 def make_operator(
@@ -97,3 +97,10 @@ def make_operator(
         return (traced if torch.compiler.is_compiling() else eager.apply)(*arguments)
 
     return operation
+
+
+def product_dtype(device: torch.device) -> torch.dtype | None:
+    """Returns the dtype that autocast gives to matrix products, or None without autocast."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.ops.conv import causal_conv_silu
-from vssm.ops.norm import product_dtype
+from vssm.ops.operators import product_dtype
 from vssm.ops.scan import needs_operator
 
 if TYPE_CHECKING:

@@ -11,36 +11,15 @@ to save, PyTorch's own kernel runs.
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from vssm.ops.operators import make_operator
 from vssm.ops.scan import has_triton, needs_operator
 
-__all__ = ["RMSNorm", "product_dtype", "rms_norm"]
+__all__ = ["rms_norm"]
 
 MAX_WIDTH = 8192
 """The kernels hold a row in registers."""
-
-
-class RMSNorm(nn.RMSNorm):
-    """Creates an `nn.RMSNorm`, same parameter and same numbers, for use before a matrix product.
-
-    Example:
-        >>> RMSNorm(3, eps=1e-5)(torch.tensor([[1.0, 1.0, -1.0]])).detach()
-        tensor([[ 1.0000,  1.0000, -1.0000]])
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps x (..., D) to (..., D); under autocast in its dtype, in that of x otherwise."""
-        assert self.eps is not None
-        return rms_norm(x, self.weight, self.eps, product_dtype(x.device))
-
-
-def product_dtype(device: torch.device) -> torch.dtype | None:
-    """Returns the dtype that autocast gives to matrix products, or None without autocast."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return None
 
 
 def rms_norm(
