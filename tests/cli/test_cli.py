@@ -262,7 +262,7 @@ def test_series_start_from_a_small_model():
     ("arguments", "message"),
     [
         (["trane"], "command='trane' is unknown; choose from .*did you mean 'train'"),
-        (["train", "mnits"], "data set 'mnits' is unknown; did you mean 'mnist'"),
+        (["train", "mnits"], "data set='mnits' is unknown; choose from"),
         (["train", "digits", "--model.kind", "vsm"], "invalid choice 'vsm' .*'vssm'"),
         (
             ["train", "digits", "--preset", "paper"],

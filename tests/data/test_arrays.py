@@ -123,7 +123,7 @@ def test_floats_of_four_sizes_are_images_in_the_unit_interval(tmp_path):
     assert (data.meta.image_shape, data.meta.levels) == ((5, 4, 3), None)
     np.save(tmp_path / "b.npy", 255 * x)
     with pytest.raises(
-        ValueError, match=r"images with values from .* to 25\d.*; allowed: floats from 0 to 1, or"
+        ValueError, match=r"images with values from .* to 25\d.*; use floats from 0 to 1, or"
     ):
         open_data(arrays(tmp_path / "b.npy"))
 
@@ -144,25 +144,25 @@ X = np.zeros((10, 5, 2), np.float32)
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"y": X}, r"holds y; allowed: x, lengths"),
-        ({"x": X, "z": X}, r"holds x, z; allowed: x, lengths"),
-        ({"x": X[:9]}, r"x is float32 of shape \(9, 5, 2\); allowed: .* at least 10 sequences"),
+        ({"y": X}, r"holds y; use x, lengths"),
+        ({"x": X, "z": X}, r"holds x, z; use x, lengths"),
+        ({"x": X[:9]}, r"x is float32 of shape \(9, 5, 2\); use .* at least 10 sequences"),
         (
             {"x": X[..., 0]},
-            r"x is float32 of shape \(10, 5\); allowed: numbers \(sequences, steps, feat",
+            r"x is float32 of shape \(10, 5\); use numbers \(sequences, steps, feat",
         ),
-        ({"x": X[:, :0]}, r"x is float32 of shape \(10, 0, 2\); allowed: .* at least one step"),
+        ({"x": X[:, :0]}, r"x is float32 of shape \(10, 0, 2\); use .* at least one step"),
         ({"x": X.astype(str)}, r"x is <U32 of shape"),
         (
             {"x": X, "lengths": np.ones(9, int)},
-            r"lengths is int64 of shape \(9,\); allowed: 10 whole num",
+            r"lengths is int64 of shape \(9,\); use 10 whole num",
         ),
         (
             {"x": X, "lengths": np.ones(10)},
-            r"lengths is float64 .*; allowed: 10 whole numbers, one for each",
+            r"lengths is float64 .*; use 10 whole numbers, one for each",
         ),
-        ({"x": X, "lengths": np.r_[[5] * 9, 6]}, r"lengths is 6 at 9; allowed: 1 to 5"),
-        ({"x": X, "lengths": np.r_[[5] * 8, 0, 5]}, r"lengths is 0 at 8; allowed: 1 to 5"),
+        ({"x": X, "lengths": np.r_[[5] * 9, 6]}, r"lengths is 6 at 9; use 1 to 5"),
+        ({"x": X, "lengths": np.r_[[5] * 8, 0, 5]}, r"lengths is 0 at 8; use 1 to 5"),
         (
             {"x": np.where(np.arange(5)[:, None] == 3, np.nan, X)},
             r"x is not finite at sequence 0, step 3; use finite .*--model.known any .*lengths in",
@@ -203,12 +203,12 @@ def test_damaged_files_are_named_and_nothing_is_unpickled(tmp_path):
     contents |= {f"{k}.npz": whole[:k] + b"\x01" + whole[k + 1 :] for k in (entry + 8, entry + 10)}
     with zipfile.ZipFile(tmp_path / "raw.npz", "w") as file:
         file.writestr("x", b"123")
-    with pytest.raises(ValueError, match=r"raw\.npz: x is \|S3 of shape \(\); allowed: numbers"):
+    with pytest.raises(ValueError, match=r"raw\.npz: x is \|S3 of shape \(\); use numbers"):
         open_data(arrays(tmp_path / "raw.npz"))
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(
-            ValueError, match=rf"{name} is damaged or no file of plain arrays; allowed: \.npy"
+            ValueError, match=rf"{name} is damaged or no file of plain arrays; use \.npy"
         ):
             open_data(arrays(tmp_path / name))
 
@@ -348,7 +348,7 @@ def test_the_command_line_trains_evaluates_and_generates(tmp_path, monkeypatch, 
     with pytest.raises(SystemExit) as stop:
         main(["train", "arrays", "--smoke", "--arrays.path", "short.npz", "--out", "other"])
     assert stop.value.code == 2 and not (tmp_path / "other").exists()
-    assert capsys.readouterr().err.endswith("short.npz: lengths is 5 at 0; allowed: 1 to 4\n")
+    assert capsys.readouterr().err.endswith("short.npz: lengths is 5 at 0; use 1 to 4\n")
 
 
 def test_gradients_are_scaled_by_the_real_values(tmp_path, monkeypatch):

@@ -133,11 +133,11 @@ def test_config_fields_are_documented(cls, capsys):
     [
         (
             lambda: DataConfig(name="mnits"),
-            ("data set", "'mnits'", "did you mean 'mnist'?", *NAMES),
+            ("data set='mnits'", "did you mean 'mnist'?", *NAMES),
         ),
         (
             lambda: DataConfig(seed=-1),
-            ("seed=-1 (--split-seed) is not allowed; allowed: 0 to 2^64 - 1",),
+            ("seed (--split-seed) is -1; it must be a whole number >= 0",),
         ),
         (lambda: DataConfig(name="text", binarize=True), ("binarize", "'text'", "mnist")),
         (
@@ -280,12 +280,8 @@ def test_meta_survives_json_and_refuses_newer_fields(tmp_path):
         ("image_shape", [2, 2], "tuple"),
         ("cycles", None, "tuple"),
         ("columns", "ab", "tuple"),
-        ("mean", [0.0], "2 numbers"),
         ("mean", [0.0, "x"], "tuple"),
-        ("mean", None, "2 numbers"),
         ("std", [1.0, float("nan")], "tuple"),
-        ("std", [1.0, 0.0], "numbers > 0"),
-        ("features", 3, "2, for 2 columns"),
     ],
 )
 def test_impossible_metadata_is_named(field, value, allowed):
@@ -300,7 +296,7 @@ def test_impossible_metadata_is_named(field, value, allowed):
         context=4,
         horizon=2,
     )
-    with pytest.raises(ValueError, match=rf"^data_meta\.{field}=.* is not allowed; ") as caught:
+    with pytest.raises(ValueError, match=rf"^data_meta\.{field}=.* is damaged; ") as caught:
         Meta.from_json(meta.to_json() | {field: value})
     assert allowed in str(caught.value) and "\n" not in str(caught.value)
 
@@ -310,7 +306,7 @@ def test_missing_metadata_is_named():
     for lost in ("name", "features", "length", "suggested_head"):
         with pytest.raises(ValueError, match=f"^metadata of data has no {lost}$"):
             Meta.from_json({name: value for name, value in fields.items() if name != lost})
-    with pytest.raises(ValueError, match=r"^data_meta=\[\] is not allowed"):
+    with pytest.raises(ValueError, match=r"^data_meta=\[\] is damaged"):
         Meta.from_json([])
 
 
@@ -1419,8 +1415,8 @@ def test_real_series_load(name, rows, columns):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"seed": 0.5}, r"seed=0.5 \(--split-seed\) is not allowed"),
-        ({"seed": True}, r"seed=True \(--split-seed\) is not allowed"),
+        ({"seed": 0.5}, r"seed \(--split-seed\) is 0.5; it must be"),
+        ({"seed": True}, r"seed \(--split-seed\) is True; it must be"),
         ({"dir": 5}, "dir is a int; it must be a path"),
         ({"binarize": "no"}, "binarize is a str; it must be True or False"),
         (

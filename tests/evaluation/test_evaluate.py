@@ -692,7 +692,7 @@ def test_result_does_not_say_who_made_it(tmp_path):
     assert result("x", "vssm train '/home/the me/a run'", {}, {})["command"] == "vssm train 'a run'"
     assert made["metrics"] == {"loss": None, "steps": 3}
     assert set(made["machine"]) == {"cpu", "cores", "gpu", "torch", "python", "system"}
-    with pytest.raises(ValueError, match="metric 'name' is 'vssm'; allowed: a number"):
+    with pytest.raises(ValueError, match="metric 'name' is 'vssm'; give a number"):
         result("x", "y", {}, {"name": "vssm"})
 
 

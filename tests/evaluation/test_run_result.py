@@ -126,7 +126,7 @@ def test_command_keeps_what_the_results_page_shows(tmp_path, monkeypatch, capsys
     [
         (
             ["--result", "kept.txt"],
-            "result='kept.txt' is not allowed; use a file that ends in .json",
+            "result='kept.txt' is no result; use a file that ends in .json",
         ),
         (
             ["--result", "waves/config.json/a.json"],

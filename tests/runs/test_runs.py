@@ -60,11 +60,11 @@ def test_data_meta_is_read_and_damage_is_named(unbroken, tmp_path):
         ("[]", "config.json' is damaged: it is not a JSON object$"),
         (
             '{"data_meta": null}',
-            "^data_meta=None is not allowed; allowed: the fields of a run's data$",
+            "^data_meta=None is damaged; use the config.json of a run$",
         ),
         (
             '{"data_meta": [3]}',
-            r"^data_meta=\[3\] is not allowed; allowed: the fields of a run's data$",
+            r"^data_meta=\[3\] is damaged; use the config.json of a run$",
         ),
         ('{"data_meta": {}}', "^metadata of data has no name$"),
     ):
@@ -72,9 +72,7 @@ def test_data_meta_is_read_and_damage_is_named(unbroken, tmp_path):
         with pytest.raises(ValueError, match=message) as caught:
             read_meta(tmp_path)
         assert "\n" not in str(caught.value)
-    with pytest.raises(
-        ValueError, match=r"nowhere' has no config\.json; allowed: the folder of a run"
-    ):
+    with pytest.raises(ValueError, match=r"nowhere' has no config\.json; use the folder of a run"):
         read_meta(tmp_path / "nowhere")
 
 
@@ -83,7 +81,7 @@ def test_steps_left_of_a_sequence():
     assert [steps_left(meta, known) for known in (0, 4)] == [5, 1]
     assert steps_left(None, 99) == 28
     for known in (5, 6):
-        message = f"^nothing is left of .* 5 steps after {known}; allowed: --length of 1 or more$"
+        message = f"^nothing is left of .* 5 steps after {known}; use --length of 1 or more$"
         with pytest.raises(ValueError, match=message):
             steps_left(meta, known, "--length")
 

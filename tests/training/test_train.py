@@ -144,7 +144,7 @@ def test_a_start_that_does_not_fit_is_refused(tmp_path):
         config, train=replace(config.train, init=first), model=replace(config.model, width=24)
     )
     refused(
-        rf"^width=24 is not that of init='{first}'; allowed: 8, or to leave it out \(--model\.wid",
+        rf"^width=24 is not that of init='{first}'; use 8, or leave it out \(--model\.wid",
         other,
     )
     digits = replace(
@@ -153,7 +153,7 @@ def test_a_start_that_does_not_fit_is_refused(tmp_path):
         model=RunConfig().model,
         data=DataConfig(name="digits"),
     )
-    refused(r"has 3 features and 256 bins, data set 'digits' 8 and 256; allowed: a model", digits)
+    refused(r"has 3 features and 256 bins, data set 'digits' 8 and 256; use a model", digits)
     lost = replace(config, train=replace(config.train, init=str(tmp_path / "nowhere")))
     refused(r"nowhere' does not exist; use a run folder", lost)
     with pytest.raises(ValueError, match="init is ''; use a folder or a shipped model"):
@@ -274,7 +274,7 @@ def test_head_features_and_bins_come_from_the_data(tmp_path):
         resolve(RunConfig(), replace(digits, suggested_head="bernoulli")).model.head == "bernoulli"
     )
     with pytest.raises(
-        ValueError, match="head='categorical' does not suit data set 'digits'; allowed: 'auto'"
+        ValueError, match="head='categorical' does not suit data set 'digits'; use 'auto'"
     ):
         resolve(RunConfig(model=ModelConfig(features=1, head="categorical")), digits)
     with pytest.raises(ValueError, match="head='logistic-mixture' needs values in levels"):
@@ -366,7 +366,7 @@ def test_mistakes_leave_no_folder(tmp_path):
     for config, message in (
         (
             tiny(batch=38),
-            "batch=38 is not allowed; allowed: 1 to 37, the sequences of the training set",
+            "batch=38 is more than the 37 sequences of the training set",
         ),
         (tiny(fsdp=True), "fsdp=True needs processes to shard over"),
         (tiny(device="cuda:99"), "device='cuda:99' is not available here"),
@@ -636,7 +636,7 @@ def test_images_are_moved_in_training_alone(tmp_path, monkeypatch):
     assert log(run(None, again, resume=True)) == log(folder)
     with pytest.raises(
         ValueError,
-        match=r"^shift=0.5 is for images, data set 'synthetic' has none; allowed: 0 \(--train.sh",
+        match=r"^shift=0.5 is for images, data set 'synthetic' has none; use --train.sh",
     ):
         run(tiny(shift=0.5), tmp_path / "none")
     with pytest.raises(ValueError, match=r"^shift is 1; it must be a number >= 0 and < 1"):

@@ -124,7 +124,7 @@ def test_two_processes_equal_one(name, config, together, tmp_path):
 def test_batch_that_does_not_divide_names_both_numbers(together):
     for rank in range(2):
         assert (together / f"error{rank}").read_text() == (
-            "batch=9 is not divisible by the 2 processes; allowed: a multiple of 2"
+            "batch=9 is not divisible by the 2 processes; use a multiple of 2"
         )
     assert not (together / "bad").exists()
 

@@ -58,8 +58,7 @@ def open_data(config: DataConfig, missing: bool = False) -> Data:
         (1294, 144, (3, 8, 8))
     """
     if not isinstance(config, DataConfig):
-        allowed = "a DataConfig, such as DataConfig(name='digits')"
-        raise ValueError(f"config={config!r} is not allowed; allowed: {allowed}")
+        raise ValueError(f"config={config!r} is no DataConfig; use DataConfig(name='digits')")
     if config.name == "series":
         return open_series(config, missing)
     if config.name == "arrays":

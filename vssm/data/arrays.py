@@ -87,7 +87,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
             return {"x": file}
     if "x" not in file.files or set(file.files) - {"x", "lengths", "labels"}:
         names = ", ".join(sorted(file.files)) or "nothing"
-        raise ValueError(f"{path} holds {names}; allowed: x, lengths, labels")
+        raise ValueError(f"{path} holds {names}; use x, lengths and labels")
     with _damage_named(path):
         return {name: np.asarray(file[name]) for name in file.files}
 
@@ -99,7 +99,7 @@ def _damage_named(path: Path) -> Iterator[None]:
         yield
     except (*DAMAGED_NPY, zipfile.BadZipFile, zlib.error, RuntimeError):  # the last: a password
         raise ValueError(
-            f"{path} is damaged or no file of plain arrays; allowed: .npy or .npz"
+            f"{path} is damaged or no file of plain arrays; use .npy or .npz"
         ) from None
 
 
@@ -127,7 +127,7 @@ def _checked(
     images = x.ndim == 4 and x.shape[3] in (1, 3)
     if not (x.ndim == 3 or images) or x.dtype.kind not in "fiu" or 0 in x.shape or len(x) < FEWEST:
         raise ValueError(
-            f"{path}: x is {x.dtype} of shape {x.shape}; allowed: numbers (sequences, steps,"
+            f"{path}: x is {x.dtype} of shape {x.shape}; use numbers (sequences, steps,"
             f" features) or images (images, height, width, 1 or 3), at least {FEWEST} sequences of"
             " at least one step; if a step is one number, features is 1"
         )
@@ -138,11 +138,11 @@ def _checked(
         if lengths.shape != (len(x),) or lengths.dtype.kind not in "iu":
             raise ValueError(
                 f"{path}: lengths is {lengths.dtype} of shape {lengths.shape};"
-                f" allowed: {len(x)} whole numbers, one for each sequence"
+                f" use {len(x)} whole numbers, one for each sequence"
             )
         for row in np.flatnonzero((lengths < 1) | (lengths > x.shape[1])):
-            allowed = f"1 to {x.shape[1]}"
-            raise ValueError(f"{path}: lengths is {lengths[row]} at {row}; allowed: {allowed}")
+            steps = x.shape[1]
+            raise ValueError(f"{path}: lengths is {lengths[row]} at {row}; use 1 to {steps}")
         x, lengths = x[:, : lengths.max()].copy(), lengths.astype(np.int64)
         x[np.arange(x.shape[1]) >= lengths[:, None]] = 0
     for sequence, step, *_ in np.argwhere(np.isinf(x) if missing else ~np.isfinite(x)):
@@ -155,7 +155,7 @@ def _checked(
         raise ValueError(f"{path}: all values of x are missing")
     if images and x.dtype != np.uint8 and not 0 <= np.nanmin(x) <= np.nanmax(x) <= 1:
         raise ValueError(
-            f"{path}: x has images with values from {np.nanmin(x):g} to {np.nanmax(x):g}; allowed:"
+            f"{path}: x has images with values from {np.nanmin(x):g} to {np.nanmax(x):g}; use"
             " floats from 0 to 1, or uint8 from 0 to 255"
         )
     return x, lengths

@@ -1,10 +1,9 @@
 """Options of the data sets: frozen dataclasses that the command line and run folders share."""
 
-import difflib
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vssm.checks import check_choice, check_flag, check_path, shown
+from vssm.checks import check_choice, check_flag, check_number, check_path, shown
 
 NAMES = ("digits", "mnist", "cifar10", "images", "text", "series", "arrays", "synthetic")
 
@@ -171,16 +170,11 @@ class DataConfig:
     """Options of data set synthetic."""
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            near = difflib.get_close_matches(self.name, NAMES, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"data set {self.name!r} is unknown; {hint}known: {', '.join(NAMES)}")
+        check_choice("data set", self.name, NAMES)
         _check_file("dir", self.dir)
         check_flag("binarize", self.binarize)
         check_flag("labels", self.labels)
-        if type(self.seed) is not int or not 0 <= self.seed < 2**64:
-            given = shown(self.seed)
-            raise ValueError(f"seed={given} (--split-seed) is not allowed; allowed: 0 to 2^64 - 1")
+        check_number("seed (--split-seed)", self.seed, 0, below=2**64, whole=True)
         if self.binarize and self.name not in ("digits", "mnist"):
             raise ValueError(f"binarize is for grey images (digits, mnist), not for {self.name!r}")
         if self.labels and self.name not in ("digits", "mnist", "cifar10", "arrays"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, NoReturn, Union, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -111,9 +111,7 @@ class Meta:
         Raises a ValueError that names the field if one is missing or impossible.
         """
         if not isinstance(fields, dict):
-            raise ValueError(
-                f"data_meta={fields!r} is not allowed; allowed: the fields of a run's data"
-            )
+            raise ValueError(f"data_meta={fields!r} is damaged; use the config.json of a run")
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):
             raise ValueError(f"metadata of data has unknown fields: {', '.join(unknown)}")
@@ -126,28 +124,11 @@ class Meta:
         }
         meta = cls(**values)
         for name, hint in get_type_hints(cls).items():
-            if not _fits(getattr(meta, name), hint):
+            if not _fits(value := getattr(meta, name), hint):
                 kind = hint.__name__ if isinstance(hint, type) else str(hint)
-                meta._refuse(name, kind.replace("typing.", "").replace("int", "int >= 1"))
-        meta._check_columns()
+                kind = kind.replace("typing.", "").replace("int", "int >= 1")
+                raise ValueError(f"data_meta.{name}={value!r} is damaged; it must be {kind}")
         return meta
-
-    def _check_columns(self) -> None:
-        """Raises if the fields about columns contradict each other."""
-        num = len(self.columns or ())
-        for name, value in (("mean", self.mean), ("std", self.std)):
-            if len(value or ()) != (num if self.mean or self.std else 0):
-                self._refuse(name, f"{num} numbers, one for each of columns")
-        if min(self.std or (1,)) <= 0:
-            self._refuse("std", "numbers > 0")
-        channels = (1 if self.separate else num) + len(self.given_columns)
-        features = self.patch * (channels + 2 * len(self.cycles))
-        if num and self.features != features:
-            self._refuse("features", f"{features}, for {num} columns and patch={self.patch}")
-
-    def _refuse(self, name: str, allowed: str) -> NoReturn:
-        value = getattr(self, name)
-        raise ValueError(f"data_meta.{name}={value!r} is not allowed; allowed: {allowed}")
 
     def differing(self, other: "Meta") -> Iterator[str]:
         """Gives the names of the fields that differ, but for rounding and for how files were read.
@@ -225,9 +206,7 @@ def read_meta(folder: str | Path) -> Meta | None:
     """Returns the metadata in the config.json of a run; None for the folder of a plain model."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ValueError(
-            f"{str(folder)!r} has no config.json; allowed: the folder of a run or a model"
-        )
+        raise ValueError(f"{str(folder)!r} has no config.json; use the folder of a run or a model")
     values = read_object(path)
     return Meta.from_json(values["data_meta"]) if "data_meta" in values else None
 
@@ -245,6 +224,6 @@ def steps_left(meta: Meta | None, known: int, option: str = "length") -> int:
     if known >= meta.length:
         raise ValueError(
             f"nothing is left of the training data's {meta.length} steps after {known}; "
-            f"allowed: {option} of 1 or more"
+            f"use {option} of 1 or more"
         )
     return meta.length - known

@@ -38,7 +38,7 @@ Options = Mapping[str, Any]
 def check_result_path(path: Path) -> None:
     """Raises, before the work, if a result could not be written or the results page not find it."""
     if path.suffix != ".json":
-        raise ValueError(f"result={str(path)!r} is not allowed; use a file that ends in .json")
+        raise ValueError(f"result={str(path)!r} is no result; use a file that ends in .json")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         blocked = "it is a folder" if path.is_dir() else why_read_only(path.parent)

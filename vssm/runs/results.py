@@ -44,7 +44,7 @@ def result(
     """
     for key, value in metrics.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ValueError(f"metric {key!r} is {value!r}; allowed: a number")
+            raise ValueError(f"metric {key!r} is {value!r}; give a number")
     return {
         "name": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -49,12 +49,10 @@ class World:
         if batch % self.size:
             raise ValueError(
                 f"batch={batch} is not divisible by the {self.size} processes; "
-                f"allowed: a multiple of {self.size}"
+                f"use a multiple of {self.size}"
             )
         if fsdp and not self.grouped:
-            raise ValueError(
-                "fsdp=True needs processes to shard over; allowed: under torchrun, or fsdp=False"
-            )
+            raise ValueError("fsdp=True needs processes to shard over; use torchrun, or fsdp=False")
 
     def agree(self, values: list[float]) -> list[float]:
         """Returns the numbers of rank 0 on every process; all must pass equally many."""

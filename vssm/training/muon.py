@@ -79,7 +79,7 @@ class Muon(torch.optim.Optimizer):
         ):
             if parameter.ndim != 2:
                 shape = tuple(parameter.shape)
-                raise ValueError(f"parameter of shape {shape}; allowed: matrices, (rows, columns)")
+                raise ValueError(f"parameter of shape {shape}; use matrices, (rows, columns)")
             self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     @torch.no_grad()

@@ -30,14 +30,13 @@ def resolve(config: RunConfig, meta: Meta, first: Model | None = None) -> RunCon
     if head == "auto":
         head = meta.suggested_head
     if tokens != (head == "categorical"):
-        allowed = "'categorical'" if tokens else "any other head"
+        other = "'categorical'" if tokens else "any other head"
         raise ValueError(
-            f"head={head!r} does not suit data set {meta.name!r}; allowed: 'auto', {allowed}"
+            f"head={head!r} does not suit data set {meta.name!r}; use 'auto' or {other}"
         )
     if head == "logistic-mixture" and meta.levels is None:
         raise ValueError(
-            f"head={head!r} needs values in levels, data set {meta.name!r} has none;"
-            " allowed: 'auto'"
+            f"head={head!r} needs values in levels, data set {meta.name!r} has none; use 'auto'"
         )
     bins = meta.levels if head == "logistic-mixture" and meta.levels else config.model.bins
     model = replace(
@@ -47,8 +46,7 @@ def resolve(config: RunConfig, meta: Meta, first: Model | None = None) -> RunCon
         own = first.config
         raise ValueError(
             f"init={config.train.init!r} has {own.features} features and {own.bins} bins, data set "
-            f"{meta.name!r} {model.features} and {model.bins}; "
-            "allowed: a model of the same (--train.init)"
+            f"{meta.name!r} {model.features} and {model.bins}; use a model of the same"
         )
     return replace(config, model=model)
 
@@ -73,8 +71,8 @@ def _check_asked(config: RunConfig, own: ModelConfig) -> None:
         given, has = getattr(config.model, name), getattr(own, name)
         if given not in (has, getattr(default, name)):
             raise ValueError(
-                f"{name}={given!r} is not that of init={config.train.init!r}; allowed: {has!r}, "
-                f"or to leave it out (--model.{name.replace('_', '-')})"
+                f"{name}={given!r} is not that of init={config.train.init!r}; use {has!r}, or leave"
+                f" it out (--model.{name.replace('_', '-')})"
             )
 
 
@@ -87,12 +85,12 @@ def check_options(options: TrainConfig, data: Data) -> None:
     if options.shift and data.meta.image_shape is None:
         raise ValueError(
             f"shift={options.shift:g} is for images, data set {data.meta.name!r} has none;"
-            " allowed: 0 (--train.shift)"
+            " use --train.shift 0"
         )
     if options.batch > len(data.train):
         raise ValueError(
-            f"batch={options.batch} is not allowed; allowed: 1 to {len(data.train)}, the sequences"
-            " of the training set (--train.batch)"
+            f"batch={options.batch} is more than the {len(data.train)} sequences of the training"
+            " set; use a smaller --train.batch"
         )
 
 
@@ -103,7 +101,7 @@ def check_values(head: Head, split: Split, name: str, given: int = 0) -> None:
     the split says so.
     """
     if not len(split):
-        raise ValueError(f"{name} is empty; allowed: at least one sequence")
+        raise ValueError(f"{name} is empty; use more data")
     first = 0
     for x in split.parts():
         if given:
@@ -115,7 +113,7 @@ def check_values(head: Head, split: Split, name: str, given: int = 0) -> None:
         head.validate(x, name=f"{name} from row {first}", values=False)
         if head.name in HEADS_IN_UNIT and (x.min() < 0 or x.max() > 1):
             raise ValueError(
-                f"head={head.name!r} is for values in [0, 1], {name} has others; allowed: 'auto'"
+                f"head={head.name!r} is for values in [0, 1], {name} has others; use 'auto'"
             )
         head.validate(x, name=f"{name} from row {first}")
         first += len(x)

@@ -74,9 +74,7 @@ def export(run: str | Path, folder: str | Path) -> Path:
     """
     folder = Path(folder)
     if (folder / "eval.json").exists():
-        raise ValueError(
-            f"folder={str(folder)!r} has metrics of other weights; allowed: a new folder"
-        )
+        raise ValueError(f"folder={str(folder)!r} has metrics of other weights; use a new folder")
     config = SavedConfig.read(run)
     config.run()  # raises unless it is a run
     tensors, _ = read_tensors(Path(run) / "weights.safetensors")
