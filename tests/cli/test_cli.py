@@ -53,7 +53,7 @@ def test_a_run_that_starts_from_another_has_its_model(tmp_path, capsys):
     for more, message in (
         (
             ["--model.width", "48"],
-            f"width=48 is not that of init='{first}'; allowed: 24, or to leave it out",
+            f"width=48 is not that of init='{first}'; use 24, or leave it out",
         ),
         (
             ["--train.init", str(tmp_path / "no")],
@@ -161,7 +161,7 @@ def test_what_is_left_of_a_sequence_after_a_state(run_folder, tmp_path, monkeypa
     for options, known in ((["--resume", "s"], 8), (["--prompt", "nine.npy"], 9)):
         message = fails(capsys, "generate", run_folder, *options, "--out", "none.npy")
         assert (
-            f"nothing is left of the training data's 8 steps after {known}; allowed: --length"
+            f"nothing is left of the training data's 8 steps after {known}; use --length"
             in message
         )
         assert not Path("none.npy").exists()
@@ -277,7 +277,7 @@ def test_series_start_from_a_small_model():
         ),
         (
             ["train", "digits", "--train.batch", "5000", "--smoke"],
-            "batch=5000 is not allowed; allowed: 1 to",
+            "batch=5000 is more than the 1294 sequences",
         ),
         (["generate", "nowhere"], "'nowhere' does not exist; use a run folder"),
         (["evaluate", "nowhere"], "'nowhere' does not exist"),

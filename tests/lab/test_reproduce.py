@@ -380,7 +380,7 @@ def test_a_shipped_model_is_found_by_its_name(shelf, tmp_path, capsys):
     ):
         assert part in card, part
     assert "hf://" not in card and "in one shot from nothing are worse" in card
-    with pytest.raises(ValueError, match="has metrics of other weights; allowed: a new folder"):
+    with pytest.raises(ValueError, match="has metrics of other weights; use a new folder"):
         pretrained.export(shelf, folder)
 
 

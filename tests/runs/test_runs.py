@@ -201,13 +201,6 @@ def test_temporary_files_of_an_evaluation_stay(unbroken, tmp_path):
     assert [path.name for path in folder.glob(".*.tmp")] == [".eval.json.1a2b.tmp"]
 
 
-def test_too_many_samples_are_refused_before_the_training(tmp_path):
-    images = DataConfig(name="digits")
-    with pytest.raises(ValueError, match=r"^num=1000000000000 and length=8 would take .* GB"):
-        run(tiny("rnn", data=images, samples=10**12), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_without_a_good_checkpoint_nothing_is_loaded(half):
     folder = half
     for path in (folder / "checkpoint").iterdir():

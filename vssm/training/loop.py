@@ -34,7 +34,6 @@ from vssm.runs.folder import RunFolder, read_config
 from vssm.runs.results import commit, machine
 from vssm.sampling.filling import fill
 from vssm.sampling.generation import generate
-from vssm.sampling.request import check_room
 from vssm.storage import write_atomically
 from vssm.training import figures
 from vssm.training.distributed import World, join
@@ -72,8 +71,6 @@ def train(
     """
     check_path("folder", folder)
     check_flag("resume", resume)
-    if progress is not None:
-        check_type("progress", progress, Progress, "a vssm.training.progress.Progress")
     if config is None:
         if not resume:
             raise ValueError("config=None goes with resume=True only; give a RunConfig")
@@ -120,8 +117,6 @@ class Trainer:
         self.validation_steps = max(1, round(steps))
 
         self.model = self._build_model(first)
-        if self._num_samples():
-            check_room(self.model, self._num_samples(), data.meta.length, world.device)
         for name, split in (("training", data.train), ("validation", data.valid)):
             check_values(self.model.head, split, f"the {name} set", data.meta.given)
         self.digest = data.train.digest()
@@ -253,9 +248,8 @@ class Trainer:
         epoch = round(self.step / self.steps_per_epoch, 4)
         at = {"step": self.step, "epoch": epoch, "split": split}
         line = {**at, **values, "seconds": round(self.seconds, 3)}
-        # JSON knows neither NaN nor infinity.
-        odd = {k: None for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)}
-        line |= odd
+        for name, value in line.items():  # JSON knows neither NaN nor infinity
+            line[name] = None if isinstance(value, float) and not math.isfinite(value) else value
         if self.world.rank == 0:
             self.folder.log(line)
         if self.board is not None:
@@ -290,8 +284,7 @@ class Trainer:
         names = (*Terms._fields, *(("partial_elbo", "partial_rows") if self.cut else ()))
         sums = torch.zeros(len(names), dtype=torch.float64, device=world.device)
         for first in range(0, num, options.batch):
-            # The last batch is filled up with rows that do not count: the noise depends on its
-            # size.
+            # The last batch is filled up with rows that do not count: noise depends on its size.
             index = first + world.rank * local + torch.arange(local, device=world.device)
             self.valid_index.copy_(index % num)
             self.steps.generator.manual_seed(mix(options.seed, "valid", first))
