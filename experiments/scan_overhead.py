@@ -35,7 +35,7 @@ import tyro
 from torch import Tensor, nn
 
 import vssm
-from vssm.nn import MambaBlock
+from vssm.nn import MambaBlock, MambaMixer
 from vssm.nn.layers import apply_in_halves
 from vssm.ops import causal_conv_silu, selective_scan
 from vssm.runs.results import result, write_result
@@ -141,7 +141,8 @@ def time_packed(device: str, repeats: int) -> Metrics:
     lengths = torch.linspace(1, longest, rows).long()
     starts = F.pad(lengths.cumsum(0), (1, 0))
     config = vssm.ModelConfig(kind="ssm", features=28, width=WIDTH)
-    blocks = nn.ModuleList(MambaBlock(config) for _ in range(4)).to(device)
+    blocks = [MambaBlock(config).to(device) for _ in range(4)]
+    weights = [weight for block in blocks for weight in block.parameters()]
     padded = torch.randn(rows, longest, WIDTH, device=device)
     real = (torch.arange(longest) < lengths[:, None]).to(device)
     packed = padded[real][None]
@@ -149,7 +150,7 @@ def time_packed(device: str, repeats: int) -> Metrics:
     def step(run: Callable[[], Tensor]) -> list[Tensor]:
         with torch.autocast(device.split(":")[0], torch.bfloat16, device.startswith("cuda")):
             loss = run().square().sum() / real.sum()
-        return list(torch.autograd.grad(loss, list(blocks.parameters())))
+        return list(torch.autograd.grad(loss, weights))
 
     def run_padded() -> Tensor:
         x = padded
@@ -182,10 +183,12 @@ def time_packed(device: str, repeats: int) -> Metrics:
     }
 
 
-def mix_packed(mixer: nn.Module, x: Tensor, starts: Tensor) -> Tensor:
+def mix_packed(mixer: MambaMixer, x: Tensor, starts: Tensor) -> Tensor:
     """Does what a `MambaMixer` does, for sequences that are packed into one row."""
     u, z = apply_in_halves(mixer.in_proj, x)
-    u, _ = causal_conv_silu(u, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, cu_seqlens=starts)
+    taps, bias = mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias
+    assert bias is not None
+    u, _ = causal_conv_silu(u, taps, bias, cu_seqlens=starts)
     dt, B, C = mixer.x_proj(u).split([mixer.rank, mixer.states, mixer.states], -1)
     inputs = u, mixer.dt_proj(dt), -torch.exp(mixer.A_log.float()), B, C, mixer.D, z
     y, _ = selective_scan(*inputs, mixer.dt_proj.bias, softplus=True, cu_seqlens=starts)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import relative_error
 from vssm.ops import choose_backend, selective_scan
@@ -296,6 +297,43 @@ def test_gradcheck_of_the_reference(softplus):
         return selective_scan_reference(*tensors, softplus)
 
     assert torch.autograd.gradcheck(function, tensors)
+
+
+def test_the_reference_runs_many_small_steps_together():
+    """Wide states take one step at a time, narrow ones many: the numbers are the same."""
+    wide = {
+        name: v.double() for name, v in arguments(1, 37, 1200, 16).items() if name != "softplus"
+    }
+    narrow = {
+        name: v[..., :3] if v.shape[-1] == 1200 else v[:3] if len(v) == 1200 else v
+        for name, v in wide.items()
+    } | {"h0": wide["h0"][:, :3]}
+    made = []
+    for values in (wide, narrow):
+        leaves = [values[name].requires_grad_() for name in ("u", "dt", "h0")]
+        y, h = selective_scan(**values, softplus=True, backend="reference")
+        made.append((y, h, *torch.autograd.grad(y.sum() + h.sum(), leaves)))
+    for (name, dim), one, other in zip(
+        [("y", 2), ("h", 1), ("u", 2), ("dt", 2), ("h0", 1)], *made, strict=True
+    ):
+        assert relative_error(other, one.narrow(dim, 0, 3)) < 1e-12, name
+
+
+class Counter(TorchDispatchMode):
+    """Counts the operations that PyTorch runs."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_reference_is_no_loop_over_time():
+    values = arguments(1, 256, 4, 4)
+    with Counter() as counter:
+        selective_scan(**values, backend="reference")
+    assert counter.count < 256
 
 
 @pytest.mark.parametrize("backend", KERNELS)

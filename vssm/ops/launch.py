@@ -67,7 +67,8 @@ def launch(
     if type(kernel) is not JITFunction or torch.version.cuda is None:  # the interpreter, AMD
         kernel[grid](*arguments, **constants)
         return
-    device = driver.active.get_current_device()
+    active: Any = driver.active
+    device = active.get_current_device()
     if key is None:
         described = (kernel.fn, device, *map(_describe, arguments), *constants.items())
     else:
@@ -83,7 +84,7 @@ def launch(
         _compiled[described] = _Compiled(made.run, made.function, made.packed_metadata, fixed)
         return
     run, function, metadata, fixed = compiled
-    stream, (x, y, z) = driver.active.get_current_stream(device), (*grid, 1, 1)[:3]
+    stream, (x, y, z) = active.get_current_stream(device), (*grid, 1, 1)[:3]
     # The three None stand for hooks of profilers.
     run(x, y, z, stream, function, metadata, None, None, None, *arguments, *fixed)
 

@@ -6,7 +6,7 @@ optionally with dt_t <- softplus(dt_t + dt_bias) before and y_t <- y_t silu(z_t)
 
 | backend     | where        | how                                                         |
 | ----------- | ------------ | ----------------------------------------------------------- |
-| `reference` | anywhere     | a PyTorch loop, differentiated by autograd                  |
+| `reference` | anywhere     | plain PyTorch, many steps at once if states are small       |
 | `numba`     | CPU, float32 | compiled at first use, states in registers, none stored     |
 | `triton`    | CUDA         | states in registers; long sequences are cut or shared       |
 
@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 BACKENDS = ("reference", "numba", "triton")
+_CHUNK = 256  # steps that the reference runs together, at most
 _HAS_TRITON = importlib.util.find_spec("triton") is not None  # too slow to ask at every call
 _NAMES = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "h0")
 
@@ -278,7 +279,11 @@ def selective_scan_reference(
     softplus: bool,
     ahead: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The plain PyTorch twin of `selective_scan` and, if `ahead`, of `scan_ahead`."""
+    """The plain PyTorch twin of `selective_scan` and, if `ahead`, of `scan_ahead`.
+
+    The steps of a chunk are run together, in a number of operations that grows with the logarithm
+    of their number. Nothing is divided by a product of decays, which may be too small.
+    """
     exact = _exact(u)
     x, delta, A, B, C = (tensor.to(exact) for tensor in (u, dt, A, B, C))
     if dt_bias is not None:
@@ -286,20 +291,57 @@ def selective_scan_reference(
     if softplus:
         delta = F.softplus(delta)
     h = x.new_zeros(len(u), *A.shape) if h0 is None else h0.to(exact)
-    drive = delta * x
-    outputs = []
-    # Unbound, because the gradient of an index would be a tensor of all steps for every step.
-    steps = zip(*(tensor.unbind(1) for tensor in (delta, drive, B, C)), strict=True)
-    for t, (delta_t, drive_t, B_t, C_t) in enumerate(steps):
-        new = torch.exp(delta_t[..., None] * A) * h + drive_t[..., None] * B_t[:, None, :]
-        outputs.append(torch.einsum("bdn,bn->bd", new, C_t))
-        h = h if ahead and t % 2 == 0 else new
-    y = torch.stack(outputs, 1) if outputs else torch.zeros_like(x)
+    drive, outputs = delta * x, [torch.zeros_like(x[:, :0])]
+    size = _chunk_size(h, least=2 if ahead else 1)
+    # Split, because the gradient of an index would be a tensor of all steps for every chunk.
+    chunks = zip(*(tensor.split(size, 1) for tensor in (delta, drive, B, C)), strict=True)
+    for delta_t, drive_t, B_t, C_t in chunks if x.shape[1] else ():
+        a = torch.exp(delta_t[..., None] * A)
+        b = drive_t[..., None] * B_t[:, :, None]
+        if ahead:
+            kept = torch.cat([h[:, None], _all_states(a[:, 1::2], b[:, 1::2], h)], 1)
+            hs = a * kept.repeat_interleave(2, 1)[:, : a.shape[1]] + b
+            h = kept[:, -1]
+        else:
+            hs = _all_states(a, b, h)
+            h = hs[:, -1]
+        outputs.append((hs @ C_t[..., None]).squeeze(3))
+    y = torch.cat(outputs, 1)
     if D is not None:
         y = y + D.to(exact) * x
     if z is not None:
         y = y * F.silu(z.to(exact))
     return y.to(u.dtype), h
+
+
+def _chunk_size(h: Tensor, least: int) -> int:
+    """Returns how many steps run together: many if operations on one state h would be short."""
+    together = 2**16 if h.device.type == "cpu" else 2**20  # numbers of an operation
+    size = _CHUNK if torch.compiler.is_compiling() else together // max(1, h.numel())
+    return least if size < 4 else min(_CHUNK, size // 2 * 2)
+
+
+def _all_states(a: Tensor, b: Tensor, h: Tensor) -> Tensor:
+    """Returns h_t = a_t h_{t-1} + b_t of all steps, (B, T, D, N), from h (B, D, N) before them."""
+    first = a[:, :1] * h[:, None] + b[:, :1]
+    return _combine(a, torch.cat([first, b[:, 1:]], 1))
+
+
+def _combine(a: Tensor, b: Tensor) -> Tensor:
+    """Returns h_t = a_t h_{t-1} + b_t with h_0 = b_0. Pairs of steps are steps of a shorter run:
+
+    h_{2k+1} = (a_{2k+1} a_{2k}) h_{2k-1} + (a_{2k+1} b_{2k} + b_{2k+1})
+    """
+    length = a.shape[1]
+    if length <= 1:
+        return b
+    pairs = length // 2 * 2
+    a_odd, b_odd = a[:, 1:pairs:2], b[:, 1:pairs:2]
+    odd = _combine(a_odd * a[:, :pairs:2], a_odd * b[:, :pairs:2] + b_odd)
+    even = a[:, 2::2] * odd[:, : (length - 1) // 2] + b[:, 2::2]
+    even = torch.cat([b[:, :1], even], 1)
+    both = torch.stack([even[:, : length // 2], odd], 2).flatten(1, 2)
+    return both if length == pairs else torch.cat([both, even[:, -1:]], 1)
 
 
 def _exact(u: Tensor) -> torch.dtype:
