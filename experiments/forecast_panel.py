@@ -21,6 +21,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas
@@ -56,7 +57,7 @@ def make(num: int, seed: int) -> pandas.DataFrame:
     tables = []
     for k in range(num):
         length = int(rng.integers(120, 241))
-        days = pandas.date_range(end="2024-06-30", periods=length, freq="D")
+        days: Any = pandas.date_range(end="2024-06-30", periods=length, freq="D")
         table = pandas.DataFrame({"unique_id": f"shop{k}", "ds": days})
         table["promotion"] = (rng.random(length) < 0.25).astype(float)
         week = 0.3 * np.sin(2 * np.pi * (days.dayofweek + rng.integers(7)) / 7)

@@ -62,7 +62,7 @@ FREQUENCIES = {"ETTh": "h", "ETTm": "15min", "weather": "10min", "exchange_rate"
 OURS = ("vssm", "rnn", "ssm", "transformer", "tvae", "vrnn")
 GLUON = ("deepar", "patchtst", "tft")
 CLASSICAL = ("autoets", "theta")
-MODELS = ("naive", "rnn", "vssm", "deepar", "patchtst", "theta", "autoets", "tft")
+MODELS = ("naive", "theta", "rnn", "vssm", "deepar", "patchtst", "autoets", "tft")
 MODELS += ("ssm", "transformer", "tvae", "vrnn")
 PATHS = 100
 LEVELS = np.arange(1, 10) / 10
@@ -147,7 +147,7 @@ def load(name: str, horizon: int) -> Test:
     stride = min(96, horizon)
     num = math.ceil((end - begin - horizon) / stride)
     end = begin + (num - 1) * stride + horizon
-    return Test(table[:end].astype(float), begin, num, stride, horizon, freq)
+    return Test(table.iloc[:end].astype(float), begin, num, stride, horizon, freq)
 
 
 def scores(quantiles: np.ndarray, y: np.ndarray) -> dict[str, float]:

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 __all__ = ["Forecaster"]
 
 _CALIBRATION_WINDOWS, _PATHS = 256, 100
+_WINDOWS_AT_ONCE = 256  # that are forecast together, so that memory is bounded
 _FORMAT = 2  # of forecaster.json
 
 
@@ -299,12 +300,14 @@ class Forecaster:
 
     def _paths_of(self, windows: Windows, cuts: Tensor, samples: int) -> Tensor:
         """Returns calibrated paths of the horizons of windows, (W, S, H)."""
-        batch = windows.forecasts(cuts, blind=True)
-        paths = draw_paths(self.model_, batch, self.layout_, samples, self.seed)
-        own = slice(self.layout_.context, self.layout_.context + self.horizon)
-        if self.calibration_ is not None:
-            paths[..., own] = self.calibration_.apply(paths[..., own])
-        return windows.to_units(paths, batch)[..., own]
+        own, parts = slice(self.layout_.context, self.layout_.context + self.horizon), []
+        for first in range(0, len(cuts), _WINDOWS_AT_ONCE):
+            batch = windows.forecasts(cuts[first : first + _WINDOWS_AT_ONCE], blind=True)
+            paths = draw_paths(self.model_, batch, self.layout_, samples, self.seed, first)
+            if self.calibration_ is not None:
+                paths[..., own] = self.calibration_.apply(paths[..., own])
+            parts.append(windows.to_units(paths, batch)[..., own])
+        return torch.cat(parts)
 
     def evaluate(
         self,
