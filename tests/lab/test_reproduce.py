@@ -302,7 +302,7 @@ def test_finalists_are_trained_to_the_end_before_one_is_chosen(out, monkeypatch)
         (["mnist", "--scale", "tiny"], "scale='tiny' is unknown; choose from 'paper', 'small'"),
         (
             ["mnist", "--seeds", "1", "1"],
-            "seeds=(1, 1) is not allowed; allowed: one or more different values",
+            "seeds=(1, 1) must be one or more different values",
         ),
         (["mnist", "--epochs", "0"], "epochs is 0.0; it must be a number > 0"),
         (

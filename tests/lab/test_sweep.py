@@ -197,9 +197,9 @@ def test_run_with_a_damaged_meta_file_is_trained_again(tmp_path, fake_train):
     [
         (
             {"learning_rates": ()},
-            "learning_rates=() is not allowed; allowed: one or more different values",
+            "learning_rates=() must be one or more different values",
         ),
-        ({"seeds": (1, 1)}, "seeds=(1, 1) is not allowed; allowed: one or more different values"),
+        ({"seeds": (1, 1)}, "seeds=(1, 1) must be one or more different values"),
         ({"learning_rates": (0.0,)}, "learning_rate is 0.0; it must be a number > 0"),
         ({"kinds": ("vsm",)}, "kind='vsm' is unknown"),
         ({"seeds": (-1,)}, "seed is -1; it must be"),

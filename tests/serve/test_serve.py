@@ -399,6 +399,16 @@ def test_pieces_are_bounded_and_join_to_what_one_call_gives(
     close(array(more), generate(one.model, length=5, state=expected.state).x)
 
 
+def test_a_chunk_that_would_take_too_long_is_refused(small_pieces):
+    client, _ = small_pieces
+    ask = {"model": "vssm", "num": 10, "length": 97, "recondition": True}
+    refused = error(client.post("/v1/generate", json=ask), 422)
+    assert refused["message"] == (
+        "10 times 97 steps are too many to recondition at once; use a chunk of at most 96"
+    )
+    assert array(post(client, "generate", **ask, chunk=96)).shape == (10, 97, 3)
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "levels", "any"])
 def test_data_are_read_in_bounded_pieces(small_pieces, models, kind):
     client, pieces = small_pieces

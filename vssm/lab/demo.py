@@ -5,6 +5,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,6 @@ __all__ = ["demo"]
 _RACERS: dict[Kind, int] = {"vssm": 160, "ssm": 256, "transformer": 192}
 _LENGTHS = (28, 112, 448)
 _EPOCHS: dict[Kind, int] = {"vssm": 20, "ssm": 15, "transformer": 15}
-_TOLERANCE = 1e-4
 
 
 def demo(out: Path = Path("demo")) -> None:
@@ -83,29 +83,24 @@ def _draw_mnist(folder: Path) -> None:
     meta = read_meta(pretrained.find("mnist-small"))
     assert meta is not None, "a shipped model describes its data"
     best, small = vssm.load("mnist-best-small"), vssm.load("mnist-small")
-    shown, ways = (
-        torch.empty(0),
-        {
-            "one-shot": ("32 digits in one pass", partial(vssm.generate, best, length=28)),
-            "re-conditioned": (
-                "32 digits, row by row",
-                partial(vssm.generate, small, length=28, chunk=1, recondition=True),
-            ),
-        },
-    )
-    for name, (words, call) in ways.items():
-        call(num=1)  # the first call compiles
+    row_by_row = {"chunk": 1, "recondition": True}
+    for model in (best, small):
+        vssm.generate(model, num=1)  # compiles
+
+    def show(name: str, words: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         began = time.perf_counter()
-        shown = call(num=32, seed=1).x
-        _say(draw(meta, shown, folder / f"mnist-{name}.png"), words, began)
-    began, upper = time.perf_counter(), shown[:16, :14]
-    lower = vssm.generate(best, length=14, prompt=upper, seed=2).x
-    path = draw(meta, torch.cat([upper, lower], 1), folder / "mnist-completed.png")
-    _say(path, "16 lower halves anew, in one pass", began)
+        x = make()
+        path = draw(meta, x, folder / f"mnist-{name}.png")
+        print(f"  {path!s:32s} {words:34s} {time.perf_counter() - began:.2f} s", flush=True)
+        return x
 
+    def complete() -> torch.Tensor:
+        return torch.cat([upper, vssm.generate(best, length=14, prompt=upper, seed=2).x], 1)
 
-def _say(path: Path, words: str, began: float) -> None:
-    print(f"  {path!s:32s} {words:34s} {time.perf_counter() - began:.2f} s", flush=True)
+    show("one-shot", "32 digits in one pass", lambda: vssm.generate(best, num=32, seed=1).x)
+    rows = lambda: vssm.generate(small, num=32, seed=1, **row_by_row).x  # noqa: E731
+    upper = show("re-conditioned", "32 digits, row by row", rows)[:16, :14]
+    show("completed", "16 lower halves anew, in one pass", complete)
 
 
 def _race(path: Path) -> None:
@@ -127,17 +122,8 @@ def _race(path: Path) -> None:
 
 
 def _complete_digits(run: Path) -> None:
-    """Completes digits of the validation set; checks that chunks and resuming change nothing."""
+    """Completes digits of the validation set."""
     model, data = vssm.load(run), open_data(DataConfig(name="digits"))
     prompts = data.valid.batch(slice(0, 16))[:, :4]
     completed = vssm.generate(model, length=4, prompt=prompts, seed=1).x
     draw(data.meta, torch.cat([prompts, completed], 1), run / "completed.png")
-    whole = vssm.generate(model, num=32, length=8, seed=1).x
-    chunks = vssm.generate(model, num=32, length=8, seed=1, chunk=3).x
-    first = vssm.generate(model, num=32, length=5, seed=1)
-    resumed = torch.cat([first.x, vssm.generate(model, length=3, state=first.state).x], 1)
-    for name, x in (("in chunks of 3", chunks), ("stopped and resumed", resumed)):
-        error = float((x - whole).abs().max())
-        if error > _TOLERANCE:
-            raise AssertionError(f"generating {name} differs from one shot by {error}")
-        print(f"  {name:20s} = one shot (largest difference {error:.1e})")

@@ -16,12 +16,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vssm.config import RunConfig
+from vssm.checks import check_choice
+from vssm.config import KINDS, RunConfig
 from vssm.runs.folder import RunFolder
 from vssm.training.loop import train
 from vssm.training.progress import Progress
 
-__all__ = ["LEARNING_RATES", "check_grid", "check_values", "run_grid", "run_name", "with_options"]
+__all__ = ["LEARNING_RATES", "check_grid", "grid_configs", "run_grid"]
 
 LEARNING_RATES = (1e-2, 5e-3, 1e-3, 5e-4, 1e-4)
 """The paper's grid."""
@@ -33,24 +34,26 @@ Row = dict[str, Any]
 Finish = Callable[[Path], object]
 
 
-def run_name(kind: str, rate: float, seed: int) -> str:
-    """Returns the name of the folder of a run."""
-    return f"{kind}-lr{rate!r}-seed{seed}"
-
-
-def with_options(base: RunConfig, kind: str, rate: float, seed: int) -> RunConfig:
-    """Returns a run of the grid: `base` with its own kind, learning rate and seed."""
-    options = replace(base.train, learning_rate=rate, seed=seed)
-    return replace(base, model=replace(base.model, kind=kind), train=options)
-
-
-def check_values(**options: Sequence[Any]) -> None:
-    """Raises `ValueError` for an option that is empty or names a value twice."""
-    for name, values in options.items():
+def grid_configs(
+    base: RunConfig, kinds: Sequence[str], learning_rates: Sequence[float], seeds: Sequence[int]
+) -> dict[str, RunConfig]:
+    """Returns the runs of a grid by the names of their folders; each is checked."""
+    given = {"kinds": kinds, "learning_rates": learning_rates, "seeds": seeds}
+    for name, values in given.items():
         if not values or len(set(values)) < len(values):
-            raise ValueError(
-                f"{name}={tuple(values)!r} is not allowed; allowed: one or more different values"
-            )
+            raise ValueError(f"{name}={tuple(values)!r} must be one or more different values")
+    for kind in kinds:
+        check_choice("kind", kind, KINDS)
+    return {
+        f"{kind}-lr{rate!r}-seed{seed}": replace(
+            base,
+            model=replace(base.model, kind=kind),
+            train=replace(base.train, learning_rate=rate, seed=seed),
+        )
+        for kind in kinds
+        for rate in map(float, learning_rates)
+        for seed in seeds
+    }
 
 
 def check_grid(configs: Mapping[str, RunConfig], folder: Path, ray_address: str | None) -> None:
@@ -86,25 +89,19 @@ def run_grid(
         finish: Called with the folder of every run that has ended, now or before, on the machine
             that trained it. If it raises, the run counts as failed. On Ray it must be picklable.
     """
-    check_grid(configs, folder, ray_address)
     folder.mkdir(parents=True, exist_ok=True)
     ended = {name: row for name, c in configs.items() if (row := _ended_row(c, folder / name))}
     progress.message(f"{folder}: {len(configs)} runs, {len(ended)} of them ended before")
-    done = 0
     if finish is None:
         yield from ended.values()
-        done = len(ended)
-    waiting = {name: c for name, c in configs.items() if name not in ended or finish is not None}
+        configs = {name: config for name, config in configs.items() if name not in ended}
     if ray_address is None:
-        rows = (
-            run_one(config, folder / name, finish, progress) for name, config in waiting.items()
-        )
+        rows = (run_one(c, folder / name, finish, progress) for name, c in configs.items())
     else:
-        rows = _run_on_ray(waiting, folder, ray_address, finish)
+        rows = _run_on_ray(configs, folder, ray_address, finish)
     with closing(rows):  # which stops the tasks of a cluster
-        for row in rows:
+        for done, row in enumerate(rows, start=1):
             yield row
-            done += 1
             loss = row["validation_loss"]
             told = f"validation loss {'not finite' if loss is None else f'{loss:.2f}'}"
             told = f"failed: {row['reason']}" if row["status"] == "failed" else told

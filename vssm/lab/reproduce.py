@@ -29,12 +29,12 @@ from typing import Any
 from tyro.conf import Positional, Suppress
 
 from vssm.checks import check_choice, check_number, choose_device
-from vssm.config import KINDS, PRESETS, ModelConfig, RunConfig, TrainConfig
+from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, open_data
 from vssm.evaluation.result import draw_grid, validations
 from vssm.evaluation.scores import evaluate_run
 from vssm.lab.experiments import draw_figure, draw_samples, scored_runs
-from vssm.lab.grid import LEARNING_RATES, check_values, run_grid, run_name, with_options
+from vssm.lab.grid import LEARNING_RATES, check_grid, grid_configs, run_grid
 from vssm.runs.checkpoint import load
 from vssm.runs.folder import differing, read_config
 from vssm.runs.results import result, write_result
@@ -117,13 +117,10 @@ def reproduce(
     show = progress or choose_progress()
 
     def run(stage: str, rates: Mapping[str, Sequence[float]], epochs: float, folder: str) -> None:
-        long = _with_epochs(base, epochs)
-        configs = {
-            run_name(kind, rate, seed): with_options(long, kind, rate, seed)
-            for seed in (chosen.seeds if stage == "seeds" else (0,))  # each kind once before twice
-            for kind in kinds
-            for rate in rates[kind]
-        }
+        long, configs = _with_epochs(base, epochs), {}
+        for seed in chosen.seeds if stage == "seeds" else (0,):  # each kind once before any twice
+            for kind in kinds:
+                configs |= grid_configs(long, [kind], rates[kind], [seed])
         plan.run(stage, configs, (out / folder).resolve(), ray_address, show)
 
     rates: dict[str, Sequence[float]] = dict.fromkeys(kinds, chosen.learning_rates)
@@ -180,6 +177,7 @@ class _Plan:
             show.message(f"{stage}: {known} are in {self.results} already and not run again")
         if not left:
             return
+        check_grid(left, folder, ray_address)
         if ray_address is None:
             open_data(next(iter(left.values())).data)  # an error here would stop every run
         failed, finish = [], partial(self.record, stage)
@@ -311,25 +309,16 @@ def _choose_scale(
     check_choice("scale", scale, ("paper", "small"))
     if scale == "paper" and data == "digits":
         raise ValueError("scale='paper' has no data='digits'; use scale='small'")
-    for kind in kinds:
-        check_choice("kind", kind, KINDS)
     for name, value in (("epochs", epochs), ("grid_epochs", grid_epochs)):
         if value is not None:
             check_number(name, value, 0, above=True)
     usual = _small(data) if scale == "small" else Scale(PRESETS[f"paper-{data}"])
     rates = usual.learning_rates if learning_rates is None else tuple(map(float, learning_rates))
     seeds = usual.seeds if seeds is None else tuple(seeds)
-    check_values(kinds=kinds, learning_rates=rates, seeds=seeds)
-    for rate in rates:
-        TrainConfig(learning_rate=rate)  # checks it
-    for seed in seeds:
-        TrainConfig(seed=seed)
+    grid_configs(usual.base, kinds, rates, seeds)  # checks them
     epochs = epochs or usual.epochs
     if grid_epochs is not None and grid_epochs > epochs:
-        raise ValueError(
-            f"grid_epochs={grid_epochs:g} is not allowed; allowed: up to {epochs:g},"
-            " the epochs of the runs"
-        )
+        raise ValueError(f"grid_epochs={grid_epochs:g} is more than the {epochs:g} of the runs")
     grid_epochs = grid_epochs or (epochs if scale == "paper" else min(epochs, usual.grid_epochs))
     return replace(usual, epochs=epochs, grid_epochs=grid_epochs, learning_rates=rates, seeds=seeds)
 

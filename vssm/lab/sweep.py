@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vssm.config import RunConfig
-from vssm.lab.grid import LEARNING_RATES, check_grid, check_values, run_grid, run_name, with_options
+from vssm.lab.grid import LEARNING_RATES, check_grid, grid_configs, run_grid
 from vssm.runs.folder import claim
 from vssm.storage import write_atomically
 from vssm.training.progress import Progress, choose_progress
@@ -57,14 +57,7 @@ def sweep(
         `train.select` is "bound"), `seconds` and `reason`. The best rate of a kind has the lowest
         median over seeds, where a failed run counts as infinite.
     """
-    kinds = kinds or (base.model.kind,)
-    check_values(learning_rates=learning_rates, seeds=seeds, kinds=kinds)
-    configs = {
-        run_name(kind, rate, seed): with_options(base, kind, rate, seed)
-        for kind in kinds
-        for rate in map(float, learning_rates)
-        for seed in seeds
-    }
+    configs = grid_configs(base, kinds or (base.model.kind,), learning_rates, seeds)
     folder = Path(folder).resolve()
     check_grid(configs, folder, ray_address)
     folder.mkdir(parents=True, exist_ok=True)

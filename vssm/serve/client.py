@@ -174,9 +174,8 @@ class Client:
 
     def _error(self, status: int, text: str | bytes) -> ServerError:
         try:
-            error = self._object(text, "error")["error"]
-            return ServerError(status, error["type"], error["message"], error["param"])
-        except (ValueError, KeyError, TypeError):
+            return ServerError(status, **self._object(text, "error")["error"])
+        except (ValueError, TypeError):
             return ServerError(status, "foreign", f"{self._url} answered {status}, not as a vssm")
 
     def _unreachable(self, error: Exception) -> ServerError:

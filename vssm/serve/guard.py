@@ -23,7 +23,6 @@ _log = logging.getLogger("vssm.serve")
 _OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz")  # need no token
 _DRAIN = 64 * 2**20  # bytes of a refused body that are still received
 _NOSNIFF = (b"x-content-type-options", b"nosniff")  # browsers must not guess another type
-_ONCE = (b"host", b"authorization", b"content-type")  # headers that must not be ambiguous
 
 
 class Metrics:
@@ -147,11 +146,6 @@ class Guard:
         return None
 
     def _check_head(self, scope: Scope, headers: dict[bytes, bytes]) -> Refused | None:
-        names = [name for name, _ in scope["headers"]]
-        for name in _ONCE:
-            if names.count(name) > 1:
-                message = f"the header {name.decode()} was sent more than once; send one"
-                return Refused(400, "invalid", message)
         hosts = self._settings.hosts
         if hosts:  # protects from pages of other sites whose names lead here
             host = re.sub(r":\d*$", "", headers.get(b"host", b"").decode("latin1").lower())

@@ -37,6 +37,8 @@ from vssm.serve.worker import Worker
 
 __all__ = ["Service"]
 
+_RECONDITIONED = 16  # most pieces of work in a chunk with recondition: about 3 s
+
 
 class Service:
     """Plans requests, runs them, and keeps the states that they can be resumed from."""
@@ -132,7 +134,7 @@ class Service:
         length, options = None, {}
         if not isinstance(ask, ObserveRequest):
             length = ask.length or _steps_left(served, position + steps)
-            options = _dials(ask, served)
+            options = _dials(ask, served, num, length)
         # A state of constant size remembers no single steps, so they count for nothing.
         known = steps + (position if served.remembers_steps else 0)
         source = "resume" if data is None else "x" if length is None else "prompt"
@@ -305,7 +307,9 @@ class _Steps:
         return {"x": x.numpy(), "text": text}
 
 
-def _dials(ask: GenerateRequest | ResumeRequest, served: Served) -> dict[str, Any]:
+def _dials(
+    ask: GenerateRequest | ResumeRequest, served: Served, num: int, length: int
+) -> dict[str, Any]:
     """Returns the options of a job that makes steps."""
     kind = served.model.config.kind
     for name in ("chunk", "recondition"):
@@ -313,6 +317,11 @@ def _dials(ask: GenerateRequest | ResumeRequest, served: Served) -> dict[str, An
             raise invalid(f"{name} needs a model of kind vssm or tvae, not {kind}", name)
     if ask.recondition and served.model.config.known == "any":  # windows and chunks would not agree
         raise invalid("this model can not recondition; /v1/fill has passes", "recondition")
+    # A chunk is read from the state before it, so it is made in one piece.
+    chunk, most = min(ask.chunk or length, length), _RECONDITIONED * served.cells
+    if ask.recondition and num * chunk > most:
+        message = f"{num} times {chunk} steps are too many to recondition at once"
+        raise invalid(f"{message}; use a chunk of at most {max(1, most // num)}", "chunk")
     if ask.every is not None and (served.parallel or not ask.stream):
         message = "every is for streams of step-by-step models; use chunk for the others"
         raise invalid(message, "every")
