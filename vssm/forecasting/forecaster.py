@@ -32,7 +32,7 @@ from vssm.forecasting.fitting import (
     train,
     validation,
 )
-from vssm.forecasting.linear import choose_linear, fit_linear, spread_evenly
+from vssm.forecasting.linear import choose_linear, fit_linear, spread_evenly, windows_apart
 from vssm.forecasting.network import draw_paths, model_config
 from vssm.forecasting.panel import (
     Panel,
@@ -233,8 +233,7 @@ class Forecaster:
 
     def _calibration(self, windows: Windows, cuts: Tensor) -> Calibration | None:
         """Returns the factors of intervals on held-out windows, by the model that held them out."""
-        series = len(cuts[:, 0].unique())
-        apart = (len(cuts) - series) / self.horizon + series
+        apart = windows_apart(cuts, self.horizon)
         batch = windows.forecasts(spread_evenly(cuts, _CALIBRATION_WINDOWS))
         paths = draw_paths(self.model_, batch, self.layout_, _PATHS, self.seed)
         own = slice(self.layout_.context, self.layout_.context + self.horizon)

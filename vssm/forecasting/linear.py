@@ -20,10 +20,11 @@ from torch import Tensor
 
 from vssm.forecasting.windows import CENTRES, Linear, Windows
 
-__all__ = ["Choice", "choose_linear", "fit_linear", "spread_evenly"]
+__all__ = ["Choice", "choose_linear", "fit_linear", "spread_evenly", "windows_apart"]
 
 _PENALTIES = (0.003, 0.03, 0.3, 3.0, 30.0)  # in mean variances of an input
 _FIT_WINDOWS, _TEST_WINDOWS = 6000, 1000
+_DOUBT = 0.5  # standard errors
 _LARGEST = 10.0  # of u in the regression: a few wild windows must not decide it
 
 
@@ -37,6 +38,9 @@ class Choice(NamedTuple):
 def choose_linear(older: Windows, whole: Windows, cuts: Tensor) -> Choice:
     """Returns the centre and the penalty that forecast held-out windows best.
 
+    Held-out windows overlap, so a small lead says little: the largest penalty is taken whose error
+    is within half a standard error of the smallest.
+
     Arguments:
         older: The panel without what is held out.
         whole: The whole panel.
@@ -44,18 +48,31 @@ def choose_linear(older: Windows, whole: Windows, cuts: Tensor) -> Choice:
             only the centre is chosen.
     """
     test = whole if len(cuts) else older
+    apart = windows_apart(cuts, older.layout.horizon)
     cuts = spread_evenly(cuts if len(cuts) else older.cuts(older.layout.season), _TEST_WINDOWS)
     penalties = (*_PENALTIES, math.inf) if test is whole else (math.inf,)
     names = CENTRES if older.layout.season > 1 else CENTRES[:2]
-    errors = {}
+    errors: dict[Choice, Tensor] = {}
     for name in names:
         past, ahead, due, scale = _units(test.centred(name), cuts)
         size = scale / test.least[cuts[:, :1]] * due / due.sum(1, keepdim=True).clamp(min=1)
         found = _solve(older.centred(name), penalties)
         for penalty, weight in zip(penalties, found, strict=True):
-            error = (ahead - past @ weight).abs() * size
-            errors[Choice(name, penalty)] = float(error.sum(1).mean())
-    return min(errors, key=errors.__getitem__)
+            errors[Choice(name, penalty)] = ((ahead - past @ weight).abs() * size).sum(1)
+    means = {choice: float(error.mean()) for choice, error in errors.items()}
+    best = min(means, key=means.__getitem__)
+    for choice in sorted(means, key=lambda one: (-one.penalty, means[one])):
+        behind = errors[choice] - errors[best]
+        doubt = float(behind.std(correction=0)) / max(1.0, apart) ** 0.5
+        if float(behind.mean()) <= _DOUBT * doubt:
+            return choice
+    return best
+
+
+def windows_apart(cuts: Tensor, horizon: int) -> float:
+    """Returns how many windows that do not overlap the same data would give."""
+    series = len(cuts[:, 0].unique())
+    return (len(cuts) - series) / horizon + series
 
 
 def fit_linear(windows: Windows, penalty: float) -> Linear:
