@@ -161,8 +161,7 @@ def test_what_is_left_of_a_sequence_after_a_state(run_folder, tmp_path, monkeypa
     for options, known in ((["--resume", "s"], 8), (["--prompt", "nine.npy"], 9)):
         message = fails(capsys, "generate", run_folder, *options, "--out", "none.npy")
         assert (
-            f"nothing is left of the training data's 8 steps after {known}; use --length"
-            in message
+            f"nothing is left of the training data's 8 steps after {known}; use --length" in message
         )
         assert not Path("none.npy").exists()
         main(["generate", run_folder, *options, "--out", "more.npy", "--length", "2"])

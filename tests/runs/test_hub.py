@@ -339,7 +339,7 @@ def test_command_of_a_card_makes_the_same_run(config, tmp_path, monkeypatch):
 
     made = []
     monkeypatch.setattr(
-        "vssm.training.loop.train", lambda config, folder, **_: made.append(config) or Path(folder)
+        "vssm.cli.train.train", lambda config, folder, **_: made.append(config) or Path(folder)
     )
     save(small_model("ssm"), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**config.to_dict(), "data_meta": {}}))

@@ -396,7 +396,7 @@ def test_config_of_a_newer_version_is_refused(unbroken, tmp_path):
             r"train has no field 'epoch'.*did you mean 'epochs'",
         ),
         ({"trainer": {}}, r"config has no field 'trainer'.*did you mean 'train'"),
-        ({"data": 3}, r"data is 3; allowed: a dictionary"),
+        ({"data": 3}, r"data is 3; it must be a dictionary"),
         ({"train": {**values["train"], "batch": "x"}}, r"batch is 'x'; it must be"),
     ):
         (folder / "config.json").write_text(json.dumps({**values, **change}))
