@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# What numpy raises for a damaged .npy file; the last two come from the parser of its header.
+# Errors of numpy for a damaged .npy file; the last two come from the parser of its header.
 DAMAGED_NPY = (ValueError, EOFError, MemoryError, SyntaxError, tokenize.TokenError)
 
 
@@ -84,7 +84,8 @@ def locate(
 def locate_own(path: str, subfolder: str, given: str | None, folder: bool = False) -> Path:
     """Returns the user's file or folder: as given, or inside a data folder or its `subfolder`.
 
-    Of an absolute path from another machine, only the name is looked for in the data folders.
+    If an absolute path does not exist, its last part is looked for in the data folders: configs
+    that were made on another machine hold such paths.
     """
     own = Path(path).expanduser()
     is_there, kind = (Path.is_dir, "folder") if folder else (Path.is_file, "file")

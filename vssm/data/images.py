@@ -4,9 +4,9 @@ An image (H, W, C) is a sequence of T = H steps with D = W C features, channels 
 Pixels stay uint8 in memory. Public files are compared with their published sha256 whenever they are
 read.
 
-Of a folder, the images directly in it count, in the order of their names. They must have one size,
-and are grey if all files are, else RGB. Transparent parts are laid over white, photographs are
-turned as their camera says, and an animation gives its first frame.
+Images that lie directly in a folder are read in the order of their names. All must have one size;
+they are grey if all files are, else RGB. Transparent parts are laid over white, photographs are
+turned upright by their EXIF tag, and of an animation the first frame is read.
 """
 
 import os
@@ -76,7 +76,7 @@ _CIFAR10_ARCHIVE = Remote(
 )
 _CIFAR10_FOLDERS = ("cifar-10-batches-bin", "cifar10", "cifar10/cifar-10-batches-bin")
 _CIFAR10_RECORD = 1 + 3 * 32 * 32  # a class, then the red, green and blue planes
-# Pillow tries no other formats, since some of them start programs.
+# Other formats are not tried, since Pillow starts programs to read some of them.
 _FORMATS = ("BMP", "GIF", "JPEG", "PPM", "PNG", "TIFF", "WEBP")
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 

@@ -23,9 +23,7 @@ from vssm.data.meta import Meta
 
 __all__ = ["Scale", "centre_of_steps", "window_scale", "window_scale_of_known"]
 
-_LEAST_SPREAD = (
-    0.1  # least deviation of a window, in those of its column: a context may be constant
-)
+_LEAST_SPREAD = 0.1  # least deviation of a window, relative to its column: it may be constant
 _LARGEST = 1e38  # certainly inside float32
 _FAR = 1e4  # deviations from zero beyond which float32 has few digits left
 
@@ -55,10 +53,10 @@ def window_scale(
 def window_scale_of_known(
     x: Tensor, centre: str = "window", season: int = 1, least: Tensor | float = _LEAST_SPREAD**2
 ) -> tuple[Tensor, Tensor]:
-    """Does what `window_scale` does with the values that are not NaN.
+    """Does what `window_scale` does, and skips values that are NaN.
 
     A step of a season without any value has the centre of the others. A window without any value
-    has centre 0 and deviation 1, those of its column.
+    has centre 0 and deviation 1, like its whole column.
 
     Example:
         >>> x = torch.tensor([[[1.0], [torch.nan], [3.0], [torch.nan]]])

@@ -16,7 +16,7 @@ in which a column is missing for more than half of the rows are left out; other 
 models with known="any" missing values stay NaN, and only windows without any value are left out.
 
 Columns that are known in the future too (`given`) come after the others, and the phases last. They
-are standardised over the training rows alone.
+are standardised over the training rows only.
 """
 
 import warnings
@@ -68,7 +68,7 @@ class Windows(Split):
         device: torch.device | str | None = None,
         known: Tensor | None = None,
     ) -> Tensor:
-        """Does what `Split.batch` does; windows are scaled by the `known` entries alone."""
+        """Does what `Split.batch` does, and scales windows by their `known` entries only."""
         x = super().batch(self._numbers(index), device)
         if self.scaled is not None:
             context, channels, *_ = self.scaled

@@ -39,7 +39,7 @@ class Table:
     values: np.ndarray
     """(N, D) float64, NaN where a value is missing."""
     places: list[str]
-    """What messages call each row: its line in a CSV file, else its number."""
+    """The name of each row in messages: its line in a CSV file, else its number."""
     times: np.ndarray | None = None
     """(N,) datetime64[s], or [us] if seconds are too coarse; ascending."""
     time: str | None = None
@@ -323,8 +323,7 @@ def select(
 ) -> Table:
     """Returns the table with some of its columns, by name or by position in the file.
 
-    None selects all columns of numbers, but for those with the name of a column of dates, and for
-    those that are `given`.
+    None selects all columns of numbers except the `given` ones and those named like dates.
     """
     apart = [find_column(table, column, path) for column in given]
     if columns is None:

@@ -1,8 +1,8 @@
-"""How well and how fast a model with known="any" makes what is not known of test sequences.
+"""How well and how fast a model with known="any" fills in the unknown part of test sequences.
 
-What is known has a name: "prefix", "random:P", "block:N" or "hole:N", as in
-`vssm.objectives.masks`; for images the entries are pixels. Metrics of a name, here of "random:0.5",
-end in `random50`, and in `random50_s4` if the entries are made in S = 4 passes:
+A name says which part is known: "prefix", "random:P", "block:N" or "hole:N", as in
+`vssm.objectives.masks`; for images the entries are pixels. The metrics of "random:0.5" end in
+`random50`, and in `random50_s4` if the unknown entries are made in S = 4 passes:
 
     nats_random50     - log p(x_U | x_K) / |U|            U the unknown entries, K the known ones
     crps_random50     E|X - y| - E|X - X'| / 2, averaged over U    for numbers that are no pixels
@@ -10,7 +10,7 @@ end in `random50`, and in `random50_s4` if the entries are made in S = 4 passes:
     fd_random50       Fréchet distance of images that were filled to the split       for images
 
 The scores of a series are in deviations of its columns. Its windows are scaled by the known values
-of their context alone.
+of their context only.
 
 Legend: x (B, T, D) or tokens (B, T), D with given features, which are always known.
 """
@@ -39,7 +39,7 @@ __all__ += ["known_entries", "suffix"]
 
 _SEED = 1  # of the masks "random:P"; the number of a sequence, not its batch, decides its mask
 Way = tuple[str | None, int]
-"""What is known, None for nothing, and the passes."""
+"""The name of the known part, None for nothing, and the number of passes."""
 
 
 def suffix(known: str, passes: int = 1) -> str:
@@ -72,7 +72,7 @@ def known_entries(meta: Meta, known: str | None, numbers: Tensor) -> Tensor:
 def fill_by_name(
     model: Model, meta: Meta, x: Tensor, way: Way, numbers: Tensor, observe: str, seed: int = 0
 ) -> Tensor:
-    """Returns sequences x with the entries that are not known by name made anew."""
+    """Returns sequences x with the entries filled in that a way leaves unknown."""
     known = known_entries(meta, way[0], numbers)
     options = {"passes": way[1], "observe": observe, "seed": seed, "rows": numbers}
     if model.head.tokens:

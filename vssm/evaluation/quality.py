@@ -69,7 +69,7 @@ def ways_to_sample(model: Model, length: int, curves: bool = False) -> dict[str,
     Arguments:
         model: Any of the six models; without dials there is only one shot.
         length: T.
-        curves: Whether to add the passes, alone and with chunks.
+        curves: Whether to add passes, with and without chunks.
 
     Example:
         >>> from vssm import ModelConfig, build

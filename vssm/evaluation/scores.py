@@ -301,7 +301,7 @@ def likelihoods(
     kept = work.journal.get(stage) or nothing
     totals, nums = dict(kept["totals"]), dict(kept["nums"])
     for first, x, lengths in work.batches(stage, index, kept["done"]):
-        if not isinstance(model, AnyPart):  # which checks what is there
+        if not isinstance(model, AnyPart):  # it validates x itself, without missing values
             model.head.validate(x)
         real = None if lengths is None else real_steps(x, lengths)
         wanted = list(cases.values())

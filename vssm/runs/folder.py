@@ -157,7 +157,7 @@ class RunFolder:
             return False
 
     def compare(self, config: RunConfig) -> None:
-        """Raises unless the run in this folder has the same config in all that matters."""
+        """Raises if the run in this folder has other settings, except those in `FREE`."""
         for key, given, saved in differing(config, read_config(self.path)):
             raise ValueError(
                 f"{key}={given!r} differs from {saved!r} of the run in {str(self.path)!r}; "
@@ -207,7 +207,7 @@ class RunFolder:
 
     def save_weights(self, tensors: dict[str, Tensor]) -> None:
         """Writes the best weights, and renames evaluations of other weights to "eval.json.old"."""
-        # Renamed before, so that a kill leaves no evaluation beside weights that it is not of.
+        # Renamed first, so that after a kill no evaluation lies beside weights of another step.
         for file in (self.path / "eval.json", self.path / "eval_valid.json"):
             with suppress(FileNotFoundError):
                 file.replace(file.with_name(f"{file.name}.old"))

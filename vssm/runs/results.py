@@ -29,7 +29,7 @@ __all__ = ["commit", "machine", "result", "source", "write_result"]
 def result(
     name: str, command: str, config: Mapping[str, Any], metrics: Mapping[str, float | None]
 ) -> dict[str, Any]:
-    """Adds to metrics what is needed to trust and repeat them.
+    """Returns metrics together with the date, commit, machine, command and settings.
 
     Arguments:
         name: The name of the result.

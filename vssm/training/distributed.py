@@ -1,4 +1,4 @@
-"""The processes that train one model together: the processes of torchrun, or this one alone.
+"""The processes that train one model together: those of torchrun, or only this one.
 
 Only rank 0 reads and writes the run folder; it sends numbers and tensors to the others, and nothing
 is pickled. A tensor is whole on every process, or sharded over them (FSDP2, a `DTensor`). `whole`

@@ -13,7 +13,7 @@ class GraphedStep:
     """Calls a function twice, then records it as a CUDA graph and replays the graph.
 
     The function reads and writes tensors that stay where they are, never waits for the device, and
-    draws random numbers from the given generator alone, whose seed can be set before every call.
+    draws random numbers only from the given generator, whose seed can be set before every call.
 
     Arguments:
         function: Takes nothing; returns tensors that the next call overwrites.

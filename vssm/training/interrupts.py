@@ -1,4 +1,4 @@
-"""Puts Ctrl-C and SIGTERM off until work is saved."""
+"""Postpones Ctrl-C and SIGTERM until work is saved."""
 
 import signal
 import threading
@@ -10,7 +10,7 @@ __all__ = ["Interrupts"]
 
 
 class Interrupts:
-    """Notes the first Ctrl-C or SIGTERM for later; a second one acts at once.
+    """Postpones the first Ctrl-C or SIGTERM; a second one acts at once.
 
     Example:
         >>> interrupts = Interrupts()
@@ -28,7 +28,7 @@ class Interrupts:
 
     @contextmanager
     def put_off(self) -> Iterator[None]:
-        """Notes the signals that come inside; only the main thread of a process can."""
+        """Postpones signals inside the `with` block; only the main thread can do so."""
         if threading.current_thread() is threading.main_thread():
             for name in (signal.SIGINT, signal.SIGTERM):
                 # None: the handler was set from C and could not be restored.

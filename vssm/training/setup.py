@@ -1,4 +1,4 @@
-"""What is settled before the first step: a model that suits the data, and options that fit them."""
+"""Set-up before the first step: fits the model to the data and checks the options."""
 
 import importlib.util
 import os

@@ -11,7 +11,7 @@ sees the same data and noise as an unbroken one; on a CPU it is equal to the las
 
 A step never waits for a CUDA device, and may be replayed as a CUDA graph: it reads its inputs from
 tensors that stay in place. A step whose gradient or loss terms are not finite changes nothing but
-the count of such steps; only the device knows whether it was.
+the count of such steps; the host learns of it at the next log point.
 
 Legend: s steps done, S steps in all; x (B, T, D) or tokens (B, T); terms per sequence, in nats.
 """
@@ -226,7 +226,7 @@ class Learner:
 
     def update(self, good: Tensor) -> None:
         """Moves the weights and their average, if the step is good."""
-        # As torch's GradScaler does it: optimisers then change nothing, and nobody waits to know.
+        # As in torch's GradScaler: optimisers skip a bad step without waiting for the device.
         bad = (~good).float()
         for optimizer in self.optimizers:
             optimizer.found_inf = bad  # type: ignore[attr-defined]
