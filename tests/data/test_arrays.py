@@ -432,6 +432,6 @@ def test_the_command_line_keeps_images_as_images(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["data", "images", "--images.path", "."])
     assert (
-        "out='images.png' would become one of the images; allowed: a file in"
+        "out='images.png' would become one of the images; use another folder"
         in capsys.readouterr().err
     )
