@@ -9,8 +9,7 @@ import vssm
 from tests.conftest import KINDS, relative_error, same_results, same_states, sequences, small_model
 from tests.interpreter import DEVICE, INTERPRETED, kernels, needs_interpreter, run_interpreted
 from vssm import Engine, generate
-from vssm.engine.fused import FusedMamba, FusedStack, PackedLinear, fuse
-from vssm.ops.linear.fused import Ready, linear_ready
+from vssm.engine.fused import FusedMamba, PackedLinear, fuse
 
 BACKEND = "triton" if INTERPRETED else "auto"
 
@@ -39,34 +38,13 @@ def wide(layers):
 def test_a_fused_mamba_stack_equals_the_plain_one():
     plain = wide(layers=1 if INTERPRETED else 3).stack
     stack = fused(torch.nn.Sequential(plain))[0]
-    assert type(stack) is FusedStack and type(stack.blocks[0]) is FusedMamba
+    assert type(stack.blocks[0]) is FusedMamba
     e, state, wanted_state = torch.randn(1, 3, 512, device=DEVICE), None, None
     for part in e.split([2, 1], 1):  # some steps, and one step after a state
         y, state = stack.run(part, state)
         wanted, wanted_state = plain.run(part, wanted_state)
         assert relative_error(y, wanted) < 1e-5
         same_states(state, wanted_state)
-
-
-@kernels
-@pytest.mark.parametrize("steps", [66, pytest.param(400, marks=pytest.mark.gpu)])
-@torch.no_grad()
-def test_blocks_that_hand_over_ready_results_equal_plain_blocks(steps, monkeypatch):
-    """From 65 rows on a result is handed over normed, and from 384 rows on in halves."""
-    plain, handed = wide(layers=2).stack, []
-
-    def noting(*arguments):
-        handed.append(linear_ready(*arguments))
-        return handed[-1]
-
-    monkeypatch.setattr("vssm.engine.fused.linear_ready", noting)
-    stack = fused(torch.nn.Sequential(plain))[0]
-    e = torch.randn(1, steps, 512, device=DEVICE)
-    wanted, wanted_state = plain.run(e)
-    y, state = stack.run(e)
-    assert [type(result) for result in handed] == [Ready, Ready]
-    assert relative_error(y, wanted) < 1e-5
-    same_states(state, wanted_state)
 
 
 @kernels

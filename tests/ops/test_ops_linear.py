@@ -10,7 +10,6 @@ from torch import nn
 from tests.conftest import relative_error, small_model
 from tests.interpreter import (
     DEVICE,
-    INTERPRETED,
     kernels,
     needs_interpreter,
     run_interpreted,
@@ -19,7 +18,7 @@ from vssm import generate
 from vssm.nn import GRUBlock
 from vssm.nn.layers import Linear, RMSNorm, apply_in_halves
 from vssm.ops.linear import fused
-from vssm.ops.linear.fused import PackedWeight, Ready, linear_ready
+from vssm.ops.linear.fused import PackedWeight
 from vssm.ops.linear.fused import fused_linear as linear
 
 SINGLE = 2e-6  # relative, in norm, against float64
@@ -115,38 +114,6 @@ def test_what_is_not_finite_stays_so():
 
 @kernels
 @torch.no_grad()
-def test_a_result_is_made_ready_for_the_next_product(monkeypatch):
-    rows = 390
-    if INTERPRETED:  # which is slow
-        rows = 70
-        monkeypatch.setattr("vssm.ops.linear.triton.MANY", 66)
-    x, weight, after = normal(2, rows // 2, 512), normal(544, 512, seed=1), normal(512, 544, seed=2)
-    add, norm = normal(2, rows // 2, 544, seed=3), rms_norm(544)
-    made = linear_ready(x, weight, add, norm, len(after), "triton")
-    assert isinstance(made, Ready) and made.x.shape == add.shape
-    with pytest.raises(AssertionError, match="halves are not for a product"):
-        linear(made, after[:20])
-    assert torch.equal(made.x, linear(x, weight, None, add, backend="triton"))
-    wanted = exact(made.x, after, norm=norm)
-    given = fused._parts(made, after, None, "triton", whole=False)
-    given = given if isinstance(given, torch.Tensor) else given.partial.sum(0).view(wanted.shape)
-    assert relative_error(given, wanted) < SINGLE
-    more = normal(*wanted.shape, seed=4)
-    assert (
-        relative_error(linear(made, after, after[0, :512], more), wanted + after[0, :512] + more)
-        < SINGLE
-    )
-    # Whole where the next product splits by itself, and as it is where it also norms by itself.
-    made = linear_ready(x, weight, add, norm, 20, "triton")
-    assert isinstance(made, Ready) and isinstance(made.normed, torch.Tensor)
-    assert relative_error(linear(made, after[:20]), exact(made.x, after[:20], norm=norm)) < SINGLE
-    few = linear_ready(x[:1, :30], weight, add[:1, :30], norm, 512, "triton")
-    assert isinstance(few, torch.Tensor) and relative_error(few, made.x[:1, :30].double()) < SINGLE
-    assert isinstance(linear_ready(x, weight, add, norm, 512, "reference"), torch.Tensor)
-
-
-@kernels
-@torch.no_grad()
 def test_leading_dimensions_and_strides():
     whole, weight = normal(2, 3, 96), normal(20, 64, seed=1)
     for x in (
@@ -234,7 +201,6 @@ def test_a_packed_weight_on_a_cpu_is_the_weight():
     wanted = F.linear(norm(x), weight)
     assert torch.equal(linear(x, packed, norm=norm), wanted)
     assert torch.equal(linear(x, packed, add=add, norm=norm), add + wanted)
-    assert torch.equal(linear_ready(x, packed, add, norm, 8), add + F.linear(x, weight))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

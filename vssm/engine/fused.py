@@ -3,9 +3,8 @@ read.
 
 They compute what the plain modules of `vssm.nn` compute, to rounding, and have the same signatures.
 Because the weights never change, A = -exp(A_log) is computed once, and every matrix keeps the
-halves that products of many rows read (`vssm.ops.linear.fused`). In a stack of Mamba blocks,
-the kernel that ends a product also adds the residual, and norms and splits the sum for the product
-that follows.
+halves that products of many rows read (`vssm.ops.linear.fused`). The kernel that ends a product
+also adds the residual.
 """
 
 from typing import TypeGuard, TypeVar
@@ -18,7 +17,7 @@ from vssm.models import Model, Variational
 from vssm.nn import AttentionBlock, GRUBlock, MambaBlock, MambaMixer, Stack, State
 from vssm.nn.layers import Linear, RMSNorm, StepSizes
 from vssm.ops import selective_scan
-from vssm.ops.linear.fused import PackedWeight, Ready, linear_conv_silu, linear_ready
+from vssm.ops.linear.fused import PackedWeight, linear_conv_silu
 from vssm.ops.linear.fused import fused_linear as linear
 
 __all__ = ["decode_step", "fuse"]
@@ -56,8 +55,6 @@ def _replace(parent: nn.Module, backend: str) -> None:
             child = FusedAttention(child)
         elif _unchanged(child, GRUBlock) and _unchanged(child.norm, nn.RMSNorm):
             child = FusedGRU(child, backend)
-        elif _unchanged(child, Stack):
-            child = FusedStack(child)
         setattr(parent, name, child)
 
 
@@ -89,7 +86,7 @@ class PackedLinear(nn.Module):
         self.packed = PackedWeight(layer.weight)
 
     def forward(
-        self, x: Tensor | Ready, add: Tensor | None = None, norm: nn.RMSNorm | None = None
+        self, x: Tensor, add: Tensor | None = None, norm: nn.RMSNorm | None = None
     ) -> Tensor:
         """Maps x (..., K), after the norm, to (..., N) and adds `add` (..., N)."""
         return linear(x, self.packed, self.bias, add, norm, self.backend)
@@ -104,26 +101,14 @@ class FusedMamba(MambaBlock):
         self.norm, self.mixer, self.backend = block.norm, mixer, backend
         assert isinstance(mixer.in_proj, PackedLinear) and isinstance(mixer.out_proj, PackedLinear)
         assert mixer.conv1d.bias is not None
-        self.in_weight, self.out_weight = mixer.in_proj.packed, mixer.out_proj.packed
+        self.in_weight = mixer.in_proj.packed
         self.taps, self.bias = mixer.conv1d.weight.squeeze(1).contiguous(), mixer.conv1d.bias
         self.A = -torch.exp(mixer.A_log.detach().float())
         self.dt_weight = PackedWeight(mixer.dt_proj.weight)
 
-    def forward(
-        self,
-        x: Tensor | Ready,
-        state: State | None = None,
-        following: tuple[nn.RMSNorm, int] | None = None,
-    ) -> tuple[Tensor | Ready, State]:
-        """Maps x (B, T, width) to (B, T, width) and returns the state after the last step.
-
-        Arguments:
-            x: The input, or a result that the block before has made ready.
-            state: The state before it.
-            following: The norm and the number of columns of the product that reads the result. If
-                given, the result may come ready for that product.
-        """
-        mixer, given = self.mixer, x.x if isinstance(x, Ready) else x
+    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """Maps x (B, T, width) to (B, T, width) and returns the state after the last step."""
+        mixer = self.mixer
         conv, h = (None, None) if state is None else (state["conv"], state["ssm"])
         convolution = self.taps, self.bias, conv
         u, z, conv = linear_conv_silu(x, self.in_weight, *convolution, self.norm, self.backend)
@@ -131,11 +116,8 @@ class FusedMamba(MambaBlock):
         dt = linear(dt, self.dt_weight, backend=self.backend)
         inputs = u, dt, self.A, B, C, mixer.D, z, mixer.dt_proj.bias
         y, h = selective_scan(*inputs, softplus=True, h0=h)
-        position = given.shape[1] + (0 if state is None else state.position)
-        after = State({"conv": conv, "ssm": h}, position)
-        if following is None:
-            return mixer.out_proj(y, add=given), after
-        return linear_ready(y, self.out_weight, given, *following, self.backend), after
+        position = x.shape[1] + (0 if state is None else state.position)
+        return mixer.out_proj(y, add=x), State({"conv": conv, "ssm": h}, position)
 
 
 class FusedAttention(AttentionBlock):
@@ -172,44 +154,6 @@ class FusedGRU(GRUBlock):
         recurrent = linear(h, self.hidden_weight, backend=self.backend)
         biases = self.gru.bias_ih_l0, self.gru.bias_hh_l0
         return torch.ops.aten._thnn_fused_gru_cell(gates, recurrent, h, *biases)[0]
-
-
-class FusedStack(Stack):
-    """Creates a frozen stack from a plain one whose blocks are fused."""
-
-    def __init__(self, stack: Stack) -> None:
-        nn.Module.__init__(self)
-        self.embed, self.blank, self.blocks = stack.embed, stack.blank, stack.blocks
-        self.norm, self.out, self.positional = stack.norm, stack.out, stack.positional
-
-    def run(self, e: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """Runs the blocks on inputs that are already embedded, e (B, T, width)."""
-        blocks = list(self.blocks)
-        if not all(isinstance(block, FusedMamba) for block in blocks):
-            return super().run(e, state)
-        x: Tensor | Ready = e.float() if torch.is_autocast_enabled(e.device.type) else e
-        children: dict[str, Tensor | State] = {}
-        for i, block in enumerate(blocks):
-            before = None if state is None else state.child(str(i))
-            x, children[str(i)] = block(x, before, self._following(i))
-        position = e.shape[1] + (0 if state is None else state.position)
-        y = self.out(x, norm=self.norm) if self._fused_out() else self.out(self.norm(x))
-        return y, State(children, position)
-
-    def _following(self, i: int) -> tuple[nn.RMSNorm, int] | None:
-        """Returns the norm and the number of columns of the product that reads block i."""
-        if i + 1 < len(self.blocks):
-            following = self.blocks[i + 1]
-            assert isinstance(following, FusedMamba)
-            return following.norm, len(following.mixer.in_proj.weight)
-        if not self._fused_out():
-            return None
-        assert isinstance(self.norm, nn.RMSNorm)
-        return self.norm, len(self.out.weight)
-
-    def _fused_out(self) -> bool:
-        """Says whether the last product also does the norm."""
-        return isinstance(self.out, PackedLinear) and _unchanged(self.norm, RMSNorm)
 
 
 def decode_step(stack: Stack, e: Tensor, caches: list[Tensor], at: Tensor, codes: Tensor) -> Tensor:

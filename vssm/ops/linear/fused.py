@@ -12,7 +12,7 @@ own product runs with gradients, under autocast or `torch.compile`, and on a CPU
 import importlib.util
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ from vssm.ops.scan import needs_operator
 if TYPE_CHECKING:
     from vssm.ops.linear.triton import Parts
 
-__all__ = ["Halves", "PackedWeight", "Ready", "fused_linear", "linear_conv_silu", "linear_ready"]
+__all__ = ["Halves", "PackedWeight", "fused_linear", "linear_conv_silu"]
 
 _DIVISOR = 32  # of K, in the kernels
 
@@ -56,38 +56,20 @@ class PackedWeight:
         return self._halves
 
 
-class Ready(NamedTuple):
-    """A tensor that was made ready for the product that reads it."""
-
-    x: Tensor
-    normed: Tensor | Halves
-    """norm(x), whole or in halves."""
-
-    @property
-    def product(self) -> tuple[Tensor, Halves | None]:
-        """The tensor to multiply, and its halves."""
-        return (self.normed, None) if isinstance(self.normed, Tensor) else (self.x, self.normed)
-
-
 def fused_linear(
-    x: Tensor | Ready,
+    x: Tensor,
     weight: Tensor | PackedWeight,
     bias: Tensor | None = None,
     add: Tensor | None = None,
     norm: nn.RMSNorm | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Returns y; x may be a result of `linear_ready` with this norm.
+    """Returns y.
 
     Example:
         >>> fused_linear(torch.ones(2), torch.ones(1, 2), add=torch.ones(1))
         tensor([3.])
     """
-    if isinstance(x, Ready):
-        from vssm.ops.linear import triton as kernels
-
-        given, halves = x.product
-        return kernels.forward(given, weight, bias, add, halves=halves)
     if not _runs(backend, x, weight, bias, add, norm):
         y = F.linear(x if norm is None else norm(x), _tensor(weight), bias)
         return y if add is None else add + y
@@ -96,29 +78,8 @@ def fused_linear(
     return kernels.forward(x, weight, bias, add, *_scale_of(norm))
 
 
-def linear_ready(
-    x: Tensor,
-    weight: Tensor | PackedWeight,
-    add: Tensor,
-    norm: nn.RMSNorm,
-    columns: int,
-    backend: str = "auto",
-) -> Tensor | Ready:
-    """Returns y, and may prepare it for the next product in the same kernel.
-
-    The norm is that of the result, before the next product, which has so many columns.
-    """
-    fits = len(_tensor(weight)) % _DIVISOR == 0
-    if not (fits and _runs(backend, x, weight, None, add, norm)):
-        return fused_linear(x, weight, None, add, backend=backend)
-    from vssm.ops.linear import triton as kernels
-
-    y, normed = kernels.forward_split(x, weight, add, columns, *_scale_of(norm))
-    return y if normed is None else Ready(y, normed)
-
-
 def linear_conv_silu(
-    x: Tensor | Ready,
+    x: Tensor,
     weight: Tensor | PackedWeight,
     taps: Tensor,
     bias: Tensor,
@@ -129,7 +90,7 @@ def linear_conv_silu(
     """Multiplies by a weight and convolves the first half of the product; the second is a gate.
 
     Arguments:
-        x: The input, (B, T, W), or a result of `linear_ready` with this norm.
+        x: The input, (B, T, W).
         weight: The weight, (2 D, W).
         taps: The taps of the convolution, (D, K).
         bias: The bias of the convolution, (D,).
@@ -153,25 +114,19 @@ def linear_conv_silu(
         return u, z, after
     from vssm.ops.conv.triton import forward_parts
 
-    x = x.x if isinstance(x, Ready) else x
     after = x.new_empty(len(x), taps.shape[1] - 1, len(taps))
     y, z = forward_parts(made, x.shape[1], taps, bias, state, after)
     return y, z, after
 
 
 def _parts(
-    x: Tensor | Ready,
+    x: Tensor,
     weight: Tensor | PackedWeight,
     norm: nn.RMSNorm | None,
     backend: str,
     whole: bool,
 ) -> "Tensor | Parts":
     """Computes `fused_linear`, but unless `whole` may leave parts of the sums over K to add."""
-    if isinstance(x, Ready):
-        from vssm.ops.linear import triton as kernels
-
-        given, halves = x.product
-        return kernels.multiply(given, weight, halves=halves)
     if whole or not _runs(backend, x, weight, None, None, norm):
         return fused_linear(x, weight, norm=norm, backend=backend)
     from vssm.ops.linear import triton as kernels

@@ -14,9 +14,8 @@ Each operand is split into two numbers of 11 bits, and three of their four produ
 |      |              | that columns of y fill the tensor cores and a weight is split once         |
 | more | "turned"     | as above, up to SOME rows, where there are columns enough                  |
 | any  | "tf32"       | into tf32, by Triton, where no other way fits                              |
-| many | "before"     | into float16, by a kernel of its own that also norms, or by the kernel     |
-|      |              | that adds the parts of the product before (`forward_split`); a             |
-|      |              | `PackedWeight` keeps the halves of a weight                                |
+| many | "before"     | into float16, by a kernel of its own that also norms; a `PackedWeight`     |
+|      |              | keeps the halves of a weight                                               |
 
 Tensor cores multiply float16 and tf32 exactly and add up one tile. Tiles are added in float32,
 because tensor cores cut off where float32 rounds.
@@ -39,7 +38,7 @@ from torch import Tensor
 from vssm.ops.linear import triton_kernels as kernels
 from vssm.ops.linear.fused import Halves, PackedWeight
 
-__all__ = ["Parts", "Plan", "forward", "forward_split", "multiply", "plan"]
+__all__ = ["Parts", "Plan", "forward", "multiply", "plan"]
 
 FEW = 64  # rows up to which a product waits for its weights
 SOME = 2048  # rows up to which a turned product splits often enough to pay
@@ -134,54 +133,10 @@ def forward(
     scale: Tensor | None = None,
     eps: float = 0.0,
     how: Plan | None = None,
-    halves: Halves | None = None,
 ) -> Tensor:
-    """Returns y (..., N) in float32, for K that 32 divides.
-
-    Halves of x, normed, are those of `forward_split`.
-    """
-    made = multiply(x, weight, bias, add, scale, eps, how, halves)
+    """Returns y (..., N) in float32, for K that 32 divides."""
+    made = multiply(x, weight, bias, add, scale, eps, how)
     return made if isinstance(made, Tensor) else _added(made, x.shape[:-1], bias, add)
-
-
-def forward_split(
-    x: Tensor,
-    weight: Tensor | PackedWeight,
-    add: Tensor | None,
-    columns: int,
-    scale: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Halves | Tensor | None]:
-    """Returns y as `forward` does, and y normed if the kernel that adds its parts of K can do that
-    too.
-
-    It is split, or whole, as the product takes it that comes next.
-
-    Arguments:
-        x: The input, (..., K).
-        weight: The weight, (N, K).
-        add: Added to the result, (..., N).
-        columns: Those of the next product.
-        scale: Scale of the norm, (N,).
-        eps: That of the norm.
-    """
-    made = multiply(x, weight, None, add)
-    if isinstance(made, Tensor):
-        return made, None
-    _, M, N = made.partial.shape
-    how = plan(M, columns, N, _shared(x.device))
-    if how.split != "before" and not _normed_before(M, N, how):
-        return _added(made, x.shape[:-1], None, add), None
-    y = torch.empty((*x.shape[:-1], N), dtype=torch.float32, device=x.device)
-    halves = _room(M, N, x.device) if how.split == "before" else None
-    normed = torch.empty_like(y) if halves is None else None
-    add, scale = (None if t is None else t.contiguous() for t in (add, scale))
-    results = y, normed, *(halves or (None, None, None))
-    kernels.sum_split_kernel[(M,)](
-        made.partial, add, scale, *results, M, eps, N, len(made.partial),
-        triton.next_power_of_2(N), num_warps=8,
-    )  # fmt: skip
-    return y, normed if halves is None else halves
 
 
 def _normed_before(M: int, K: int, how: Plan) -> bool:
@@ -210,7 +165,6 @@ def multiply(
     scale: Tensor | None = None,
     eps: float = 0.0,
     how: Plan | None = None,
-    halves: Halves | None = None,
 ) -> Tensor | Parts:
     """Does `forward` but for the parts of K, if there are any: neither are they added, nor bias and
     add.
@@ -244,15 +198,12 @@ def multiply(
     squares = None
     ends = (bias, add) if whole else (None, None)
     grid = (triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN), how.SPLIT)
-    assert halves is None or how.split == "before", (
-        f"halves are not for a product that is cut up as {how}"
-    )
     if how.split == "before":
         from triton.tools.tensor_descriptor import (
             TensorDescriptor,  # since Triton 3.4, as `linear` knows
         )
 
-        high, low, down = _split(x, scale, eps) if halves is None else halves
+        high, low, down = _split(x, scale, eps)
         high_w, low_w, down_w = _split(weight) if packed is None else packed.halves(_split)
         # Tiles that are described once are copied by a unit of their own, which computes no
         # addresses.
@@ -279,16 +230,12 @@ def multiply(
 def _split(x: Tensor, scale: Tensor | None = None, eps: float = 0.0) -> Halves:
     """Returns high, low and down of the rows of x, normed before if there is a scale."""
     M, K = x.shape
-    halves = _room(M, K, x.device)
+    high, low = torch.empty((2, M, K), dtype=torch.float16, device=x.device)
+    halves = high, low, torch.empty(M, dtype=torch.float32, device=x.device)
     BK = triton.next_power_of_2(K)
     BR = max(1, 2048 // BK)
     kernels.split_kernel[(triton.cdiv(M, BR),)](x, scale, *halves, M, x.stride(0), eps, K, BR, BK)
     return halves
-
-
-def _room(M: int, K: int, device: torch.device) -> Halves:
-    high, low = torch.empty((2, M, K), dtype=torch.float16, device=device)
-    return high, low, torch.empty(M, dtype=torch.float32, device=device)
 
 
 def _shared(device: torch.device) -> int:

@@ -13,7 +13,6 @@ __all__ = [
     "rows_kernel",
     "split_kernel",
     "sum_kernel",
-    "sum_split_kernel",
     "tile_kernel",
     "turned_kernel",
 ]
@@ -196,35 +195,6 @@ def sum_kernel(
     if squares is not None:
         result *= tl.rsqrt(add_parts(squares, at // N, mask, total // N, SPLIT) / K + eps)
     _finish(y, result, bias, add, at, at % N, mask)
-
-
-# fmt: off
-@triton.jit(do_not_specialize=["rows", "eps"])
-def sum_split_kernel(
-    partial, add, scale, y, normed, high, low, down, rows, eps,
-    K: tl.constexpr, SPLIT: tl.constexpr, BK: tl.constexpr,
-):
-    # fmt: on
-    """Adds the parts of a row, and norms it; that is split, as by `split_kernel`, unless it stays
-    whole.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BK)[None, :]
-    mask = k < K
-    at = row * K + k
-    tile = add_parts(partial, at, mask, rows.to(tl.int64) * K, SPLIT)
-    if add is not None:
-        tile += tl.load(add + at, mask=mask, other=0.0)
-    tl.store(y + at, tile, mask=mask)
-    tile *= tl.rsqrt(tl.sum(tile * tile, 1) / K + eps)[:, None]
-    tile *= tl.load(scale + k, mask=mask, other=0.0)
-    if normed is not None:
-        tl.store(normed + at, tile, mask=mask)
-    else:
-        large, small, factor = halves(tile)
-        tl.store(high + at, large, mask=mask)
-        tl.store(low + at, small, mask=mask)
-        tl.store(down + row + tl.arange(0, 1), factor)
 
 
 # fmt: off
