@@ -132,7 +132,7 @@ def test_too_many_taps_for_the_kernel():
     y, after = causal_conv_silu(x, weight, bias, before)
     wanted, end = causal_conv_silu_reference(x, weight, bias, before)
     assert torch.equal(y, wanted) and torch.equal(after, end)
-    with pytest.raises(ValueError, match="up to 16 taps, not 17; allowed: 'auto', 'reference'"):
+    with pytest.raises(ValueError, match="up to 16 taps, not 17; choose 'auto' or 'reference'"):
         causal_conv_silu(x, weight, bias, before, "numba")
 
 
@@ -216,7 +216,7 @@ def test_gradients_reach_every_input_of_product_and_convolution():
 
 def test_bad_input():
     x, weight, bias, _ = arguments(1, 2, 3, 4)
-    with pytest.raises(ValueError, match="backend='cuda' is unknown; allowed: 'auto'"):
+    with pytest.raises(ValueError, match="backend='cuda' is unknown; choose from 'auto'"):
         causal_conv_silu(x, weight, bias, backend="cuda")
 
 
@@ -235,7 +235,7 @@ def test_bad_input():
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(shapes, backend):
-    with pytest.raises(ValueError, match=r"do not fit; allowed: x \(B, T, D\), weight"):
+    with pytest.raises(ValueError, match=r"do not fit; they must be x \(B, T, D\), weight"):
         causal_conv_silu(*(torch.rand(shape) for shape in shapes), backend=backend)
-    with pytest.raises(ValueError, match=r"^bias is NoneType; allowed: a tensor"):
+    with pytest.raises(ValueError, match=r"^bias is NoneType; it must be a tensor"):
         causal_conv_silu(torch.rand(2, 5, 4), torch.rand(4, 3), None)

@@ -447,31 +447,37 @@ def test_memory_stays_far_below_all_states():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"u": torch.zeros(2, 7)}, r"u has shape \(2, 7\); allowed: \(batch, length, channels\)"),
+        ({"u": torch.zeros(2, 7)}, r"u has shape \(2, 7\); it must be \(batch, length, channels\)"),
         (
             {"u": torch.zeros(2, 7, 5, dtype=torch.int64)},
-            r"u has dtype torch.int64; allowed: a floating",
+            r"u has dtype torch.int64; it must be a floating",
         ),
         (
             {"A": torch.zeros(4, 3)},
-            r"A has shape \(4, 3\); allowed: \(5, states\) with states >= 1",
+            r"A has shape \(4, 3\); it must be \(5, states\) with states >= 1",
         ),
         (
             {"A": torch.zeros(5, 0)},
-            r"A has shape \(5, 0\); allowed: \(5, states\) with states >= 1",
+            r"A has shape \(5, 0\); it must be \(5, states\) with states >= 1",
         ),
-        ({"dt": torch.zeros(2, 7, 1)}, r"dt has shape \(2, 7, 1\); allowed: \(2, 7, 5\)"),
-        ({"B": torch.zeros(2, 7, 5)}, r"B has shape \(2, 7, 5\); allowed: \(2, 7, 3\)"),
-        ({"C": torch.zeros(7, 3)}, r"C has shape \(7, 3\); allowed: \(2, 7, 3\)"),
-        ({"D": torch.zeros(3)}, r"D has shape \(3,\); allowed: \(5,\)"),
-        ({"z": torch.zeros(2, 6, 5)}, r"z has shape \(2, 6, 5\); allowed: \(2, 7, 5\)"),
-        ({"dt_bias": torch.zeros(1)}, r"dt_bias has shape \(1,\); allowed: \(5,\)"),
-        ({"h0": torch.zeros(1, 5, 3)}, r"h0 has shape \(1, 5, 3\); allowed: \(2, 5, 3\)"),
-        ({"C": torch.zeros(2, 7, 3, device="meta")}, "C is on meta; allowed: cpu, the device of u"),
-        ({"A": torch.zeros(5, 3, device="meta")}, "A is on meta; allowed: cpu, the device of u"),
+        ({"dt": torch.zeros(2, 7, 1)}, r"dt has shape \(2, 7, 1\); u and A ask for \(2, 7, 5\)"),
+        ({"B": torch.zeros(2, 7, 5)}, r"B has shape \(2, 7, 5\); u and A ask for \(2, 7, 3\)"),
+        ({"C": torch.zeros(7, 3)}, r"C has shape \(7, 3\); u and A ask for \(2, 7, 3\)"),
+        ({"D": torch.zeros(3)}, r"D has shape \(3,\); u and A ask for \(5,\)"),
+        ({"z": torch.zeros(2, 6, 5)}, r"z has shape \(2, 6, 5\); u and A ask for \(2, 7, 5\)"),
+        ({"dt_bias": torch.zeros(1)}, r"dt_bias has shape \(1,\); u and A ask for \(5,\)"),
+        ({"h0": torch.zeros(1, 5, 3)}, r"h0 has shape \(1, 5, 3\); u and A ask for \(2, 5, 3\)"),
+        (
+            {"C": torch.zeros(2, 7, 3, device="meta")},
+            "C is on meta, but u is on cpu; move one of them",
+        ),
+        (
+            {"A": torch.zeros(5, 3, device="meta")},
+            "A is on meta, but u is on cpu; move one of them",
+        ),
         (
             {"backend": "cuda"},
-            "backend='cuda' is unknown; allowed: 'auto', 'reference', 'numba', 'triton'",
+            "backend='cuda' is unknown; choose from 'auto', 'reference', 'numba', 'triton'",
         ),
         (
             {"u": torch.zeros(2, 7, 5, dtype=torch.float64), "backend": "numba"},
@@ -501,7 +507,7 @@ def test_complex_numbers_and_arrays_are_refused(name):
         (values[name].numpy(), "ndarray"),
     ):
         with pytest.raises(
-            ValueError, match=f"{name} is {told}; allowed: a tensor of real numbers"
+            ValueError, match=f"{name} is {told}; it must be a tensor of real numbers"
         ):
             selective_scan(**{**values, name: wrong})
 

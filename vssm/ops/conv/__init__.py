@@ -59,7 +59,7 @@ def causal_conv_silu(
     if chosen == "numba" and taps > MAX_TAPS and backend == "numba":
         raise ValueError(
             f"backend='numba' can not run here: it takes up to {MAX_TAPS} taps, not {taps}; "
-            "allowed: 'auto', 'reference'"
+            "choose 'auto' or 'reference'"
         )
     if backend == "auto" and chosen == "numba" and (length == 1 or taps > MAX_TAPS):
         chosen = "reference"  # as fast for one step
@@ -115,7 +115,7 @@ def _check_shapes(
     given = dict(zip(("x", "weight", "bias", "state"), tensors, strict=False))
     for name, value in given.items():
         if not isinstance(value, Tensor):
-            raise ValueError(f"{name} is {type(value).__name__}; allowed: a tensor")
+            raise ValueError(f"{name} is {type(value).__name__}; it must be a tensor")
     size, taps = x.shape, weight.shape
     fits = len(size) == 3 and len(taps) == 2 and taps[1] > 0
     fits = fits and (taps[0],) == size[2:] == bias.shape
@@ -125,7 +125,7 @@ def _check_shapes(
         shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in given.items())
         raise ValueError(
             f"{shapes} do not fit; "
-            "allowed: x (B, T, D), weight (D, K), bias (D,), state (B, K - 1, D)"
+            "they must be x (B, T, D), weight (D, K), bias (D,), state (B, K - 1, D)"
         )
 
 
