@@ -10,6 +10,8 @@ take over (`vssm.ops.linear.fused`).
 import torch.nn.functional as F
 from torch import Tensor
 
+from vssm.ops.scan import needs_operator
+
 __all__ = ["linear"]
 
 
@@ -21,7 +23,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         >>> linear(torch.tensor([1.0, 2.0]), weight, bias)
         tensor([11.5000, 17.0000])
     """
-    if not x.is_cuda:
+    if not x.is_cuda or needs_operator(x, weight, bias):
         return F.linear(x, weight, bias)
     from vssm.ops.linear.fused import fused_linear
 
