@@ -28,18 +28,9 @@ PY
 
 measure() { # name
   rm -rf "$out/models/$1"
-  python3 -m vssm.runs.pretrained export "$out/runs/$1" "$out/models/$1"
-  python3 - "$out/models/$1" "$out/classifier.safetensors" "${IMAGES:-10000}" "${DRAWS:-100}" <<'PY'
-import sys
-
-from vssm.evaluation.scores import evaluate_run
-from vssm.runs.pretrained import write_card
-
-folder, classifier, images, draws = sys.argv[1:]
-made = evaluate_run(folder, num_images=int(images), num_samples=int(draws), classifier=classifier)
-print(folder, {name: round(value, 2) for name, value in made["metrics"].items() if "likelihood" in name})
-write_card(folder)
-PY
+  python3 "$(dirname "$0")/ship_model.py" export "$out/runs/$1" "$out/models/$1"
+  vssm evaluate "$out/models/$1" --num-images "${IMAGES:-10000}" --num-samples "${DRAWS:-100}"
+  python3 "$(dirname "$0")/ship_model.py" card "$out/models/$1"
 }
 
 mkdir -p "$out/models"

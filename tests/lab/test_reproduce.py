@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -29,6 +30,7 @@ from vssm.training.loop import TrainingStopped
 from vssm.training.progress import Progress
 
 ROOT = Path(__file__).parents[2]
+ship = runpy.run_path(str(ROOT / "experiments" / "ship_model.py"))
 KINDS = ("ssm", "vssm")
 BUDGET = {"kinds": KINDS, "epochs": 6, "grid_epochs": 1}
 BUDGET["learning_rates"] = (1e-2, 1e-3)
@@ -349,7 +351,7 @@ def shelf(done, tmp_path, monkeypatch):
     """A package that ships one model, of digits."""
     monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "shelf")
     run = next((done / "runs").glob("vssm-*"))
-    pretrained.export(run, tmp_path / "shelf" / "digits-small")
+    ship["export"](run, tmp_path / "shelf" / "digits-small")
     monkeypatch.chdir(tmp_path)
     return run
 
@@ -370,7 +372,7 @@ def test_a_shipped_model_is_found_by_its_name(shelf, tmp_path, capsys):
     assert not (folder / "eval.json").exists(), "an installed package is not written to"
     shutil.copy(Path("runs") / "digits-small" / "eval.json", folder)
     nats = read(folder / "eval.json")["metrics"]["log_likelihood"]
-    card = pretrained.write_card(folder).read_text()
+    card = ship["write_card"](folder).read_text()
     for part in (
         'vssm.load("digits-small")',
         "## Limits",
@@ -381,7 +383,7 @@ def test_a_shipped_model_is_found_by_its_name(shelf, tmp_path, capsys):
         assert part in card, part
     assert "hf://" not in card and "in one shot from nothing are worse" in card
     with pytest.raises(ValueError, match="has metrics of other weights; use a new folder"):
-        pretrained.export(shelf, folder)
+        ship["export"](shelf, folder)
 
 
 def test_a_folder_of_the_same_name_comes_first(shelf):
@@ -398,7 +400,7 @@ def test_an_unknown_name_is_answered_with_those_there_are(shelf, tmp_path, monke
     with pytest.raises(ValueError, match=r"or a shipped model \(none in this version\)$"):
         vssm.load("digits-small")
     with pytest.raises(ValueError, match=r"^'nowhere' has no config.json; use a run folder"):
-        pretrained.export("nowhere", tmp_path / "new")
+        ship["export"]("nowhere", tmp_path / "new")
 
 
 def test_a_model_for_shipping_says_nothing_of_folders(tmp_path):
@@ -407,7 +409,7 @@ def test_a_model_for_shipping_says_nothing_of_folders(tmp_path):
     config = RunConfig(data=data, model=small_config("rnn"))
     vssm.save(small_model("rnn"), tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text(json.dumps(config.to_dict()))
-    folder = pretrained.export(tmp_path / "run", tmp_path / "new")
+    folder = ship["export"](tmp_path / "run", tmp_path / "new")
     values = read(folder / "config.json")
     assert values["data"]["series"]["path"] == "sales.csv"
     assert values["data"]["dir"] is None
@@ -416,7 +418,7 @@ def test_a_model_for_shipping_says_nothing_of_folders(tmp_path):
     for damage in ({"data": None}, {"data": "series"}):
         (tmp_path / "run" / "config.json").write_text(json.dumps({**config.to_dict(), **damage}))
         with pytest.raises(ValueError, match=r"config.json': data is .*; it must be a dictionary"):
-            pretrained.export(tmp_path / "run", tmp_path / "other")
+            ship["export"](tmp_path / "run", tmp_path / "other")
 
 
 def test_shipped_models_are_whole_and_small():

@@ -12,27 +12,13 @@
 A file or folder of the same name in the working directory comes first.
 """
 
-import dataclasses
 from pathlib import Path
 
-import torch
+from vssm.runs.hub import pull
 
-from vssm.runs.config import SavedConfig
-from vssm.runs.hub import model_card, pull, without_folders
-from vssm.storage import read_tensors, write_atomically, write_tensors
-
-__all__ = ["export", "find", "names", "write_card"]
+__all__ = ["find", "names"]
 
 FOLDER = Path(__file__).parent
-_LIMITS = (
-    "The model was trained for minutes, to be small and quick to try: longer training and more "
-    "width give better numbers. It knows only sequences like those of its data set. The weights "
-    "are rounded to bfloat16, and the metrics are those of the rounded weights."
-)
-_ONE_SHOT = (
-    " Samples in one shot from nothing are worse than completions, and than samples with "
-    "`--chunk 1 --recondition`."
-)
 
 
 def names() -> tuple[str, ...]:
@@ -60,45 +46,3 @@ def find(folder: str | Path) -> Path:
     if isinstance(folder, str) and folder in names() and not path.exists():
         return FOLDER / folder
     return path
-
-
-def export(run: str | Path, folder: str | Path) -> Path:
-    """Prepares a run for shipping: bfloat16 weights, a config without folders, a model card.
-
-    Arguments:
-        run: A run folder.
-        folder: Where the model goes; its last part is the name.
-
-    Returns:
-        `folder`. Measure it with `vssm evaluate`, then call `write_card` again.
-    """
-    folder = Path(folder)
-    if (folder / "eval.json").exists():
-        raise ValueError(f"folder={str(folder)!r} has metrics of other weights; use a new folder")
-    config = SavedConfig.read(run)
-    config.run()  # raises unless it is a run
-    tensors, _ = read_tensors(Path(run) / "weights.safetensors")
-    folder.mkdir(parents=True, exist_ok=True)
-    rounded = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
-    write_tensors(folder / "weights.safetensors", rounded)
-    values = without_folders(config.values)
-    dataclasses.replace(config, path=folder / "config.json", values=values).write()
-    write_card(folder)
-    return folder
-
-
-def write_card(folder: str | Path) -> Path:
-    """Writes README.md: data, settings, metrics if there is an eval.json, the command, limits.
-
-    Arguments:
-        folder: A folder that `export` made.
-
-    Returns:
-        The path of the card.
-    """
-    folder = Path(folder)
-    model = SavedConfig.read(folder).model()
-    poor = model.kind in ("tvae", "vssm") and model.levels == 1
-    card = model_card(folder, folder.resolve().name, _LIMITS + _ONE_SHOT * poor)
-    write_atomically(folder / "README.md", lambda path: path.write_text(card))
-    return folder / "README.md"
