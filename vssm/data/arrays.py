@@ -16,8 +16,6 @@ import io
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -80,27 +78,21 @@ def open_arrays(config: DataConfig, missing: bool = False) -> Data:
 
 def _read(path: Path) -> dict[str, np.ndarray]:
     """Returns the arrays of a file by name."""
-    content = read_bytes(path)
-    with _damage_named(path):
-        file = np.load(io.BytesIO(content), allow_pickle=False)
+    content = io.BytesIO(read_bytes(path))
+    try:
+        file = np.load(content, allow_pickle=False)
         if isinstance(file, np.ndarray):
             return {"x": file}
-    if "x" not in file.files or set(file.files) - {"x", "lengths", "labels"}:
-        names = ", ".join(sorted(file.files)) or "nothing"
-        raise ValueError(f"{path} holds {names}; use x, lengths and labels")
-    with _damage_named(path):
-        return {name: np.asarray(file[name]) for name in file.files}
-
-
-@contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
-    """Names the damaged file instead of numpy's own words, which advise to unpickle."""
-    try:
-        yield
+        arrays = {name: np.asarray(file[name]) for name in file.files}
     except (*DAMAGED_NPY, zipfile.BadZipFile, zlib.error, RuntimeError):  # the last: a password
+        # The words of numpy advise to unpickle.
         raise ValueError(
             f"{path} is damaged or no file of plain arrays; use .npy or .npz"
         ) from None
+    if "x" not in arrays or set(arrays) - {"x", "lengths", "labels"}:
+        names = ", ".join(sorted(arrays)) or "nothing"
+        raise ValueError(f"{path} holds {names}; use x, lengths and labels")
+    return arrays
 
 
 def _checked_labels(
