@@ -12,14 +12,12 @@ import tracemalloc
 
 import numpy as np
 import pytest
-import torch
 from fastapi.testclient import TestClient
 from pydantic import ValidationError
 
 from tests.serve.test_serve import wait_for, wait_until_ready
 from tests.serving import error, served
 from vssm.serve.app import create_app
-from vssm.serve.models import Served
 from vssm.serve.run import exposed_settings
 from vssm.serve.schema import GenerateRequest
 from vssm.serve.service import Service
@@ -103,15 +101,13 @@ def test_what_is_refused_is_refused_before_it_costs_memory():
 
 
 def test_states_that_are_too_large_to_keep_are_refused():
-    app = create_app([served("transformer")], Settings(resume_mib=1, max_body=2**20))
+    app = create_app([served("transformer")], Settings(resume_mib=1))
     with TestClient(app) as client:
         wait_until_ready(client)
         ask = {"num": 16, "length": 400}  # 256 bytes a step
         refused = error(client.post("/v1/generate", json=ask), 413)
         assert (refused["type"], refused["param"]) == ("state_too_large", "keep")
         assert "more than 1048576; ask for fewer sequences or steps" in refused["message"]
-        refused = error(client.post("/v1/generate", json={**ask, "num": 4, "keep": "client"}), 413)
-        assert "more than 393216" in refused["message"]
         assert client.post("/v1/generate", json={**ask, "keep": "none"}).status_code == 200
 
 
@@ -229,41 +225,6 @@ def test_forged_and_evicted_handles(client):
     for handle in (first, "h.", "h." + "A" * 32, "x", "h.../../x", first.upper()):
         body = {"resume": handle if len(handle) > 1 else "xx", "length": 1}
         assert error(client.post("/v1/resume", json=body), 404)["type"] == "resume_unknown"
-    sealed = client.post("/v1/generate", json={"length": 2, "keep": "client"}).json()["resume"]
-    assert client.post("/v1/resume", json={"resume": sealed, "length": 1}).status_code == 200
-    for forged in (
-        sealed[:-4],
-        sealed[:50] + "A" * 9 + sealed[59:],
-        "s." + "A" * 200,
-        "s.\u20ac",
-        "s.",
-    ):
-        assert (
-            error(client.post("/v1/resume", json={"resume": forged, "length": 1}), 403)["type"]
-            == "resume_forged"
-        )
-
-
-def test_a_sealed_state_of_other_weights_is_refused():
-    one, same, other = served("ssm"), served("ssm"), served("ssm")
-    with torch.no_grad():
-        next(other.model.parameters()).view(-1)[0] += 1
-    other = Served("ssm", other.model)
-    key, answers = b"k" * 32, []
-    for model in (one, same, other):
-        with TestClient(create_app([model], key=key)) as client:
-            wait_until_ready(client)
-            if not answers:
-                answers.append(
-                    client.post("/v1/generate", json={"length": 2, "keep": "client"}).json()
-                )
-            answers.append(
-                client.post("/v1/resume", json={"resume": answers[0]["resume"], "length": 1})
-            )
-    assert answers[1].json()["x"] == answers[2].json()["x"]
-    refused = error(answers[3], 410)
-    assert (refused["type"], refused["param"]) == ("resume_outdated", "resume")
-    assert "other weights of model 'ssm'" in refused["message"]
 
 
 def test_nothing_that_was_sent_is_logged(client, caplog):

@@ -15,7 +15,6 @@ def serve_models(
     port: int = 8000,
     token_file: Path | None = None,
     insecure: bool = False,
-    key_file: Path | None = None,
     device: str = "auto",
     limits: Settings = Settings(),  # noqa: B008 (it is immutable)
 ) -> None:
@@ -28,8 +27,6 @@ def serve_models(
         port: The port; 0 for any that is free.
         token_file: A file with the token that clients must send.
         insecure: Serve on an address that others can reach without a token.
-        key_file: A file with the secret that seals states which clients keep; by default they end
-            with the process.
         device: Where to run: auto, cpu or cuda.
         limits: Limits.
     """
@@ -39,4 +36,4 @@ def serve_models(
         raise ValueError(
             f"serving needs {error.name}; install it with: pip install 'vssm[serve]'"
         ) from None
-    serve(models, host, port, token_file, insecure, key_file, device, limits)
+    serve(models, host, port, token_file, insecure, device, limits)

@@ -8,7 +8,7 @@
 | `jobs` | a request as a series of pieces of bounded size |
 | `scheduler` | which requests are admitted, and whose piece is next |
 | `worker` | the thread that computes batches of pieces |
-| `resume` | states that wait in the server under handles, or sealed at the client |
+| `resume` | states that wait in the server under handles |
 | `schema` | the fields of requests and answers; sequences to tensors |
 | `forecast` | the same for forecasts |
 | `guard` | what every request passes first: token, size, time, log and metrics |

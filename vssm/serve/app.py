@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from importlib.resources import files
 from typing import Any
@@ -73,7 +72,6 @@ def create_app(
     models: list[Served],
     settings: Settings | None = None,
     token: str | None = None,
-    key: bytes | None = None,
     forecasters: Sequence[ServedForecaster] = (),
 ) -> FastAPI:
     """Returns the app; its worker runs from start-up to shutdown.
@@ -82,14 +80,12 @@ def create_app(
         models: The models to serve, the default first.
         settings: The limits.
         token: What clients must send as bearer; None for no token.
-        key: Seals states that clients keep; by default random, so that they end with the process.
         forecasters: The forecasters to serve, the default first.
     """
     settings = settings or Settings()
     metrics = Metrics()
     worker = Worker(models, settings, metrics.watch)
-    key = key or secrets.token_bytes(32)
-    service = Service(worker, list(forecasters), settings, metrics, key)
+    service = Service(worker, list(forecasters), settings, metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

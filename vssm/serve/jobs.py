@@ -88,7 +88,7 @@ class Job(_Request):
     recondition: bool = False  # read each chunk before the next is made
     temperature: float = 1.0
     sample: bool = False  # x is a sample of the head, not its mean
-    keep: str = "server"  # where the final state waits: server, client or none
+    keep: str = "server"  # where the final state waits: server or none
     every: int | None = None  # no piece goes past a multiple of so many new steps
     stream: bool = False  # send the pieces as they are made
     each: Callable[[Done], None] | None = None  # gets every piece with new steps

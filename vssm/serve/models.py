@@ -16,7 +16,6 @@ from vssm.models.anypart import order_of_passes
 from vssm.runs import pretrained
 from vssm.runs.checkpoint import load_finite
 from vssm.sampling.request import Noise
-from vssm.storage import checksum
 
 __all__ = ["Served", "ServedForecaster", "open_models"]
 
@@ -49,9 +48,6 @@ class Served:
         products //= 1 if self.parallel else 2  # one step at a time takes about twice as long
         self.cells = max(1, min(_MOST_CELLS, products // self.parameters))
         """Most sequences times steps of a piece of work."""
-        weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-        self.weights = checksum(weights)
-        """Tells states of other weights under the same name apart."""
 
     def warm_up(self) -> None:
         """Makes a few steps, so that no request waits for a compiler."""

@@ -36,13 +36,11 @@ def serve(
     port: int,
     token_file: Path | None,
     insecure: bool,
-    key_file: Path | None,
     device: str,
     limits: Settings,
 ) -> None:
     """Serves models until the process is told to stop; `vssm serve --help` explains the options."""
-    token = None if token_file is None else read_secret(token_file, "token_file")
-    key = None if key_file is None else read_secret(key_file, "key_file").encode()
+    token = None if token_file is None else read_secret(token_file)
     settings = exposed_settings(limits, host, token is not None or insecure)
     if not 0 <= port < 2**16:
         raise ValueError(f"port={port} is not allowed; use 0 to 65535")
@@ -55,7 +53,7 @@ def serve(
         listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise ValueError(f"can not listen on host={host!r}, port={port}: {error}") from None
-    app = create_app(served, settings, token, key, forecasters)
+    app = create_app(served, settings, token, forecasters)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     config = uvicorn.Config(
         app,
@@ -112,18 +110,18 @@ def exposed_settings(limits: Settings, host: str, guarded: bool) -> Settings:
     return limits
 
 
-def read_secret(path: Path, name: str) -> str:
+def read_secret(path: Path) -> str:
     """Returns the secret in a file of one line."""
     if not path.exists():  # a pipe is as good as a file
-        raise ValueError(f"{name}={str(path)!r} does not exist; give a file with the secret")
+        raise ValueError(f"token_file={str(path)!r} does not exist; give a file with the secret")
     mode = path.stat().st_mode
     if stat.S_ISREG(mode) and mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ValueError(
-            f"{name}={str(path)!r} can be changed by other users; run: chmod go-w {path}"
+            f"token_file={str(path)!r} can be changed by other users; run: chmod go-w {path}"
         )
     secret = path.read_bytes().decode(errors="replace").strip()
     if len(secret) < 16 or not secret.isascii() or not secret.isprintable() or " " in secret:
         raise ValueError(
-            f"{name}={str(path)!r} holds no secret; use one word of 16 or more characters"
+            f"token_file={str(path)!r} holds no secret; use one word of 16 or more characters"
         )
     return secret

@@ -120,8 +120,8 @@ _Temperature = Annotated[float, Field(ge=1e-30, le=100, description="Below 1: sa
 _Observe = Annotated[Literal["mean", "sample"], Field(description="The head's mean or a sample.")]
 _Resume = Annotated[str, Field(min_length=2, description="`resume` of an answer.")]
 _Keep = Annotated[
-    Literal["server", "client", "none"] | None,
-    Field(description="Where the state waits: in the server, sealed in the answer, or nowhere."),
+    Literal["server", "none"],
+    Field(description="Where the state waits to be resumed: in the server, or nowhere."),
 ]
 
 
@@ -146,7 +146,7 @@ class _Request(BaseModel):
 
 
 class _MakeRequest(_Request):
-    keep: _Keep = None
+    keep: _Keep = "server"
     length: _Count | None = Field(
         None, description="How many new steps; by default the rest of a sequence of the data."
     )
@@ -182,7 +182,7 @@ class ObserveRequest(_Request):
     x: _Lists = None
     x_npy: _Npy = None
     resume: _Resume | None = None
-    keep: _Keep = None
+    keep: _Keep = "server"
 
 
 class FillRequest(_Request):

@@ -23,7 +23,7 @@ from vssm.serve.forecast import ForecastRequest, plan_forecast
 from vssm.serve.guard import Metrics
 from vssm.serve.jobs import AnyJob, CallJob, Done, FillJob, Job
 from vssm.serve.models import Served, ServedForecaster
-from vssm.serve.resume import Seal, Store
+from vssm.serve.resume import Store
 from vssm.serve.schema import (
     FillRequest,
     GenerateRequest,
@@ -49,15 +49,12 @@ class Service:
         forecasters: list[ServedForecaster],
         settings: Settings,
         metrics: Metrics,
-        key: bytes,
     ) -> None:
         self.worker, self.settings, self.metrics = worker, settings, metrics
         self.models = {served.name: served for served in worker.models}
         self.forecasters = forecasters
-        seconds, count = settings.resume_seconds, settings.resume_count
-        self.store = Store(seconds, count, settings.resume_mib * 2**20)
-        # A sealed state is sent in base64, and should be at most half of a request.
-        self.seal = Seal(key, seconds, settings.max_body * 3 // 8)
+        most = settings.resume_mib * 2**20
+        self.store = Store(settings.resume_seconds, settings.resume_count, most)
 
     def plan_generate(self, ask: GenerateRequest) -> Job:
         """Returns the job of a request, or refuses it."""
@@ -146,8 +143,7 @@ class Service:
             seed, row = source["seed"] if ask.seed is None else seed, source["row"]
         if data is not None:
             data = data.expand(num, *data.shape[1:])
-        keep = ask.keep or self.settings.keep
-        return Job(served, seed, row, length, data, state, keep=keep, **options)
+        return Job(served, seed, row, length, data, state, keep=ask.keep, **options)
 
     def _check_size(self, num: int, length: int, known: int, source: str, passes: int = 1) -> None:
         limits, steps = self.settings, passes * (length + known)
@@ -170,19 +166,11 @@ class Service:
         return found
 
     def _resume(self, resume: str, model: str | None) -> tuple[Served, State]:
-        weights = None
-        if resume.startswith("s."):
-            name, weights, state = self.seal.open(resume)
-        else:
-            name, state = self.store.get(resume)
-        served = self._model(name)
+        name, state = self.store.get(resume)
         if model not in (None, name):
             message = f"model={shown(model)} is not that of resume; use {name!r}"
             raise invalid(message, "model")
-        if weights not in (None, served.weights):  # the model was trained or replaced
-            message = f"resume was made with other weights of model {name!r}; begin anew"
-            raise Refused(410, "resume_outdated", message, "resume")
-        return served, state
+        return self._model(name), state
 
     async def answer(self, request: Request, job: AnyJob) -> Response:
         """Runs a job, whole or as a stream."""
@@ -275,13 +263,9 @@ class Service:
             del result  # breaks a cycle, as above
 
     def _keep(self, served: Served, done: Done, keep: str) -> dict[str, Any]:
-        """Keeps the final state of a request, or seals it for the client."""
+        """Keeps the final state of a request, and returns where to resume."""
         assert done.state is not None
-        resume = None
-        if keep == "server":
-            resume = self.store.put(served.name, done.state)
-        elif keep == "client":
-            resume = self.seal.seal(served.name, served.weights, done.state)
+        resume = self.store.put(served.name, done.state) if keep == "server" else None
         return {"model": served.name, "position": done.state.position, "resume": resume}
 
 

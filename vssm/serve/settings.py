@@ -1,7 +1,6 @@
 """The limits of a server."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from vssm.checks import check_number
 
@@ -44,8 +43,6 @@ class Settings:
     after half of them is answered 429."""
     body_timeout: float = 10.0
     """Seconds that a client may take to send the body of its request."""
-    keep: Literal["server", "client"] = "server"
-    """Where states wait to be resumed, unless a request says otherwise."""
     resume_seconds: float = 600.0
     """How long a state can be resumed."""
     resume_count: int = 1024
