@@ -12,7 +12,7 @@ import gzip
 import re
 from pathlib import Path
 
-DIGITS = "zero one two three four five six seven eight nine".split()
+DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 
 def letters(text: str) -> str:
@@ -31,6 +31,6 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("text27.txt"))
     options = parser.parse_args()
     files = [options.data_dir / f"wikitext-2.{part}.txt.gz" for part in ("train", "valid", "test")]
-    text = "".join(letters(gzip.open(file, "rt", encoding="utf-8").read()) for file in files)
+    text = "".join(letters(gzip.decompress(file.read_bytes()).decode()) for file in files)
     options.out.write_text(text)
     print(f"{options.out}: {len(text):,} characters")

@@ -1,6 +1,6 @@
 """Scores text by the number of parallel passes S, beside models that write step by step.
 
-    python experiments/text_passes.py runs/any --baselines runs/ssm runs/transformer --judge runs/ssm
+    python experiments/text_passes.py runs/any --baselines runs/ssm runs/rnn --judge runs/ssm
 
 Of each run with known="any", for S = 1, 2, 4 ... 64, and of each baseline:
 
@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -72,6 +73,12 @@ def milliseconds(call: Callable[[int], object], repeats: int = 9) -> float:
     return statistics.median(times[2:])
 
 
+def from_nothing(engine: vssm.Engine, length: int, passes: int, num: int, seed: int) -> Tensor:
+    """Returns texts (num, length) that are written in S passes."""
+    x = torch.zeros(num, length, dtype=torch.int64, device=engine.device)
+    return engine.fill(x, torch.zeros_like(x).bool(), passes=passes, observe="sample", seed=seed)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("runs", nargs="+", help='run folders of models with known="any"')
@@ -118,20 +125,13 @@ def main() -> None:
     for folder in options.runs:
         model = vssm.load(folder).to(device)
         assert isinstance(model, AnyPart), f"{folder}: train it with --model.known any"
-        engine, name = vssm.Engine(model), Path(folder).name
-        blank = torch.zeros_like(x)
-        unknown = torch.zeros_like(x, dtype=torch.bool)
+        name = Path(folder).name
         metrics[f"{name}_parameters"] = sum(p.numel() for p in model.parameters())
         for passes in PASSES:
-
-            def write(rows: int, seed: int, passes: int = passes) -> Tensor:
-                some = blank[:rows], unknown[:rows], None, passes
-                return engine.fill(*some, observe="sample", seed=seed)
-
+            write = partial(from_nothing, vssm.Engine(model), length, passes)
             draws = options.num_samples if passes <= (model.config.latent_passes or passes) else 1
             own = bits(model, x, passes, draws)
-            ms = milliseconds(lambda seed, write=write: write(1, seed))
-            add(name, write(num, 0), own, ms, f"_s{passes}")
+            add(name, write(num, 0), own, milliseconds(partial(write, 1)), f"_s{passes}")
     command = "python " + " ".join(["experiments/text_passes.py", *sys.argv[1:]])
     config = {"part": options.part, "num_samples": options.num_samples, "judge": options.judge}
     path = Path(options.out) / f"{options.name}_passes.json"
