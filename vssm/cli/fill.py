@@ -135,7 +135,9 @@ class Fill:
         self._check_out(".txt", ".npy")
         text = self.input.read_text(encoding="utf-8").removesuffix("\n")
         x, known = meta.encode_gaps(text)
-        write_samples(self._samples(model, x[None], known[None])[0], None, meta, self.out)
+        # The most likely character of each place, without its neighbours, would be a space.
+        made = self._samples(model, x[None], known[None], "sample")[0]
+        write_samples(made, None, meta, self.out)
 
     def _fill_picture(self, model: Model, meta: Meta) -> None:
         assert meta.image_shape is not None
