@@ -136,20 +136,7 @@ def evaluate_run(
     folder, device = Path(folder), choose_device(str(device))
     weights = _version(folder / "weights.safetensors")
     model = load(folder, device).eval().requires_grad_(False)
-    if dials and not quality.dials(model):
-        raise ValueError(
-            "dials=True is for models that generate in parallel, not "
-            f"kind={model.config.kind!r}; use it with vssm or tvae"
-        )
-    if known and not isinstance(model, AnyPart):
-        raise ValueError(
-            f"known={' '.join(known)} is for models with known='any'; train with --model.known any"
-        )
-    if particles and isinstance(model, Autoregressive | Ladder | AnyPart):
-        raise ValueError(
-            f"particles=True is not for kind={model.config.kind!r} with "
-            f"levels={model.config.levels}; use it with vssm and tvae without levels, or vrnn"
-        )
+    _check_asked(model, dials, particles, known)
     if why := why_read_only(folder):
         raise ValueError(
             f"folder={str(folder)!r} cannot be written to ({why}); use a run folder of yours, or a "
@@ -200,6 +187,24 @@ def evaluate_run(
             stacklevel=2,
         )
     return made
+
+
+def _check_asked(model: Model, dials: bool, particles: bool, known: tuple[str, ...]) -> None:
+    """Raises if something is to be measured that the model does not have."""
+    if dials and not quality.dials(model):
+        raise ValueError(
+            "dials=True is for models that generate in parallel, not "
+            f"kind={model.config.kind!r}; use it with vssm or tvae"
+        )
+    if known and not isinstance(model, AnyPart):
+        raise ValueError(
+            f"known={' '.join(known)} is for models with known='any'; train with --model.known any"
+        )
+    if particles and isinstance(model, Autoregressive | Ladder | AnyPart):
+        raise ValueError(
+            f"particles=True is not for kind={model.config.kind!r} with "
+            f"levels={model.config.levels}; use it with vssm and tvae without levels, or vrnn"
+        )
 
 
 def _scores(
