@@ -23,7 +23,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.checks import check_choice, choose_device, whole_number
+from vssm.checks import (
+    check_choice,
+    check_flag,
+    check_path,
+    check_type,
+    choose_device,
+    shown,
+    whole_number,
+)
 from vssm.data import Data, Meta, open_data
 from vssm.evaluation import quality
 from vssm.evaluation.journal import Journal
@@ -103,10 +111,18 @@ def evaluate_run(
     Returns:
         The result as written: `name`, `date`, `commit`, `machine`, `command`, `config`, `metrics`.
     """
-    known = (known,) if isinstance(known, str) else tuple(known)
+    check_path("folder", folder)
+    if data_dir is not None:
+        check_path("data_dir", data_dir)
+    known = (known,) if isinstance(known, str) else known
+    check_type("known", known, (tuple, list), "names such as random:0.5")
     for name in known:
         parse_mask(name)
+    if progress is not None and not callable(progress):
+        raise ValueError(f"progress is {shown(progress)}; it must be a function")
     check_choice("splits", splits, ("test", "valid"))
+    for name, flag in (("quick", quick), ("dials", dials), ("particles", particles)):
+        check_flag(name, flag)
     num_samples = whole_number("num_samples", num_samples, 1)
     num_images = whole_number("num_images", num_images, 0)
     passes = whole_number("passes", passes, 1)

@@ -71,6 +71,8 @@ def train(
     """
     check_path("folder", folder)
     check_flag("resume", resume)
+    if progress is not None:
+        check_type("progress", progress, Progress, "a vssm.training.progress.Progress")
     if config is None:
         if not resume:
             raise ValueError("config=None goes with resume=True only; give a RunConfig")
