@@ -460,7 +460,7 @@ def test_objective_agrees_with_the_plain_path(monkeypatch, autocast):
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
             terms = objective(model, x, generator)
         grads = torch.autograd.grad(terms.loss.sum(), list(model.parameters()))
-        # The draw and the expectation; on CUDA with autocast also two norms in each of three stacks.
+        # Draw and expectation; on CUDA with autocast also two norms in each of three stacks.
         assert len(asked) == (8 if autocast and DEVICE == "cuda" else 2)
         return torch.cat([value.flatten() for value in (*terms, *grads)])
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.launch import launch
+from vssm.ops.launch_triton import launch
 
 __all__ = ["uniform"]
 

@@ -43,7 +43,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vssm.ops.latents import repeats
-from vssm.ops.launch import ceil_div, launch, next_power
+from vssm.ops.launch_triton import ceil_div, launch, next_power
 
 __all__ = [
     "embed_sum",

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.launch import ceil_div, launch, next_power, processors
+from vssm.ops.launch_triton import ceil_div, launch, next_power, processors
 
 __all__ = ["backward", "forward"]
 

@@ -39,6 +39,9 @@ If autograd records a forward that runs straight through time, the forward keeps
 chunk of the backward (`kept_shape`): with 16 states 2 bytes per channel and step, as much as u in
 bfloat16. A program of the backward can then walk back over several chunks in a row, a span, and
 only spans need a pull.
+
+Packed sequences share one row. `_scan_kernel` and `_scan_backward_kernel` find out where each of
+them starts and ends (`_sequence`) and run straight through it; the forward always keeps states.
 """
 
 from collections.abc import Callable
@@ -48,7 +51,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.launch import ceil_div, launch, next_power, processors
+from vssm.ops.launch_triton import ceil_div, launch, next_power, processors
 from vssm.ops.scan.triton_backward import SHARED_BYTES, _scan_backward_kernel
 
 from vssm.ops.scan.triton_forward import (  # isort: skip
@@ -60,7 +63,6 @@ from vssm.ops.scan.triton_plans import (  # isort: skip
 from vssm.ops.scan.triton_ring import _ring_kernel
 
 __all__ = ["backward", "forward", "forward_ahead", "kept_shape"]
-
 
 _PACKED = 512  # steps of packed sequences as plans see them: theirs are not known before
 
@@ -90,7 +92,7 @@ def kept_shape(
     plan = _plan(plan_forward, *sizes, dtype.itemsize > 2)
     if plan.length < length or (plan.parts > 1 and not plan.ring):
         return (0,)
-    return (batch, -(-length // chunk), states, channels)
+    return (batch, ceil_div(length, chunk), states, channels)
 
 
 def _aligned(layout: tuple, size: int) -> bool:

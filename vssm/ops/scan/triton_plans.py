@@ -5,7 +5,7 @@ The numbers were found on an H200. Kernels and letters are those of `vssm.ops.sc
 
 from typing import NamedTuple
 
-from vssm.ops.launch import ceil_div
+from vssm.ops.launch_triton import ceil_div
 
 
 class Plan(NamedTuple):

@@ -48,11 +48,11 @@ def next_power(number: int) -> int:
 
 
 def launch(
-    kernel: Any,  # noqa: ANN401
+    kernel: Any,
     grid: tuple[int, ...],
-    *arguments: Any,  # noqa: ANN401
+    *arguments: Any,
     key: Hashable = None,
-    **constants: Any,  # noqa: ANN401
+    **constants: Any,
 ) -> None:
     """Does what `kernel[grid](*arguments, **constants)` does, in less time.
 
@@ -89,7 +89,7 @@ def launch(
     run(x, y, z, stream, function, metadata, None, None, None, *arguments, *fixed)
 
 
-def _describe(argument: Any) -> Hashable:  # noqa: ANN401
+def _describe(argument: Any) -> Hashable:
     """Returns the properties of an argument that Triton may compile a kernel for.
 
     Example:
