@@ -345,7 +345,7 @@ def test_what_is_nothing_of_the_kind_is_refused_in_a_line(tmp_path):
         (lambda: vssm.save(small_model("ssm"), tmp_path), "has a config.json of another program"),
         (
             lambda: open_data(DataConfig(name="arrays", arrays=ArraysConfig(path=str(tmp_path)))),
-            "is a folder; allowed: a file",
+            "is a folder; use a file",
         ),
     ):
         with pytest.raises(ValueError, match=message):
