@@ -89,6 +89,14 @@ def test_every_example_is_a_valid_command(command):
     assert callable(parse(command, COMMANDS[command].example.split()))
 
 
+def test_a_missing_extra_is_named_with_how_to_install_it(monkeypatch, capsys):
+    for module in [name for name in sys.modules if name.startswith("vssm.serve.run")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    message = "vssm: serving needs uvicorn; install it with: pip install 'vssm[serve]'\n"
+    assert fails(capsys, "serve", "--port", "0") == message
+
+
 def test_version(capsys):
     main(["--version"])
     assert capsys.readouterr().out.strip() == vssm.__version__

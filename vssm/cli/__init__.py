@@ -107,7 +107,7 @@ COMMANDS = {
         "OWNER/NAME",
     ),
     "serve": Command(
-        "vssm.cli.serve:serve_models",
+        "vssm.serve.run:serve",
         "Serves models over HTTP, with a page to try them out at /.",
         "runs/mnist second=runs/other --port 8000",
     ),
@@ -138,7 +138,13 @@ def main(arguments: list[str] | None = None) -> None:
 def parse(name: str, arguments: list[str]) -> Callable[[], object]:
     """Returns what a command does with these arguments."""
     module, _, attribute = COMMANDS[name].place.partition(":")
-    command: Any = getattr(importlib.import_module(module), attribute)
+    try:
+        command: Any = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if name != "serve":  # the others need no extra to begin
+            raise
+        message = f"serving needs {error.name}; install it with: pip install 'vssm[serve]'"
+        raise ValueError(message) from None
     if {"-h", "--help"} & set(arguments):
         print(f"example: vssm {name} {COMMANDS[name].example}\n", flush=True)
     if isinstance(command, dict) and arguments and arguments[0] in command:

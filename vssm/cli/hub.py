@@ -1,15 +1,20 @@
 """`vssm push` and `vssm pull`: models on the Hugging Face hub."""
 
 from pathlib import Path
+from typing import Annotated
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from vssm.runs.hub import pull, push
 
 __all__ = ["pull_model", "push_model"]
 
 
-def push_model(run: Positional[Path], repo: Positional[str], private: bool = False) -> None:
+_Run = Positional[Annotated[Path, arg(metavar="RUN")]]
+_Repo = Positional[Annotated[str, arg(metavar="REPO")]]
+
+
+def push_model(run: _Run, repo: _Repo, private: bool = False) -> None:
     """Uploads a model and its model card to the Hugging Face hub.
 
     Arguments:
@@ -20,7 +25,7 @@ def push_model(run: Positional[Path], repo: Positional[str], private: bool = Fal
     print(f"pushed: {push(run, repo, private=private)}")
 
 
-def pull_model(repo: Positional[str]) -> None:
+def pull_model(repo: _Repo) -> None:
     """Downloads a model from the Hugging Face hub and says where it is.
 
     Arguments:

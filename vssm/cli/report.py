@@ -1,8 +1,9 @@
 """`vssm report`: one HTML page."""
 
 from pathlib import Path
+from typing import Annotated
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from vssm.lab.experiments import find_results, write_experiments
 from vssm.report.page import report
@@ -11,7 +12,7 @@ __all__ = ["report_page"]
 
 
 def report_page(
-    runs: Positional[tuple[Path, ...]] = (),
+    runs: Positional[Annotated[tuple[Path, ...], arg(metavar="[RUN ...]")]] = (),
     results: Path | None = None,
     out: Path = Path("report.html"),
 ) -> None:

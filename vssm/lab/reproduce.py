@@ -24,9 +24,9 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from tyro.conf import Positional, Suppress
+from tyro.conf import Positional, Suppress, arg
 
 from vssm.checks import check_choice, check_number, choose_device
 from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig
@@ -61,7 +61,7 @@ class Scale:
 
 
 def reproduce(
-    data: Positional[str],
+    data: Positional[Annotated[str, arg(metavar="DATA")]],
     scale: str = "paper",
     out: Path | None = None,
     results: Path | None = None,

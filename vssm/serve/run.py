@@ -13,11 +13,12 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import uvicorn
+from tyro.conf import Positional, arg
 
 from vssm.checks import choose_device
 from vssm.serve.app import create_app
@@ -31,15 +32,26 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(
-    models: Sequence[str],
-    host: str,
-    port: int,
-    token_file: Path | None,
-    insecure: bool,
-    device: str,
-    limits: Settings,
+    models: Positional[Annotated[tuple[str, ...], arg(metavar="[RUN ...]")]] = (),
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token_file: Path | None = None,
+    insecure: bool = False,
+    device: str = "auto",
+    limits: Settings = Settings(),  # noqa: B008 (it is immutable)
 ) -> None:
-    """Serves models until the process is told to stop; `vssm serve --help` explains the options."""
+    """Serves models over HTTP, with a page to try them out at /.
+
+    Arguments:
+        models: Run folders, folders of forecast --save, names of shipped models or hf://OWNER/NAME,
+            each optionally after NAME=. By default the shipped models.
+        host: The address to listen on; one that others can reach needs --token-file or --insecure.
+        port: The port; 0 for any that is free.
+        token_file: A file with the token that clients must send.
+        insecure: Serve on an address that others can reach without a token.
+        device: Where to run: auto, cpu or cuda.
+        limits: The limits of requests and of the server.
+    """
     token = None if token_file is None else read_secret(token_file)
     settings = exposed_settings(limits, host, token is not None or insecure)
     if not 0 <= port < 2**16:
