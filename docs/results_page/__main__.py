@@ -13,6 +13,7 @@ Nothing is measured here. The same files always give the same page, so a test co
 committed one.
 """
 
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -62,10 +63,26 @@ def page_text(results: Path, folder: Path) -> str:
     unknown = [result for result in others if benchmark(result) is None]
     parts += ["## Other results"] if unknown else []
     for result in unknown:
-        rows = [[f"`{name}`", number(value)] for name, value in result["metrics"].items()]
-        parts += [f"### {result['path'].stem}", table(["metric", "value"], rows), origins([result])]
+        parts += [f"### {result['path'].stem}", *_by_passes(result["metrics"]), origins([result])]
     whole = ["# Results", _INTRO, contents(parts), *parts, links(paths, folder)]
     return "\n\n".join(map(wrapped, whole)) + "\n"
+
+
+def _by_passes(metrics: dict[str, float]) -> list[str]:
+    """Shows metrics, with a column for each number of passes S where names have a part `_sS`."""
+    by_name: dict[str, dict[int, float]] = {}
+    for name, value in metrics.items():
+        if found := re.search(r"_s(\d+)(?=_|$)", name):
+            base = name[: found.start()] + name[found.end() :]
+            by_name.setdefault(base, {})[int(found[1])] = value
+    passes = sorted({s for values in by_name.values() for s in values})
+    others = [name for name in metrics if not re.search(r"_s\d+(?=_|$)", name)]
+    shown = [table(["metric", "value"], [[f"`{n}`", number(metrics[n])] for n in others])]
+    if by_name:
+        head = ["metric", *(f"S = {s}" for s in passes)]
+        rows = [[f"`{n}`", *(number(v.get(s)) for s in passes)] for n, v in by_name.items()]
+        shown.append(table(head, rows))
+    return shown
 
 
 def _draw(results: Path, pictures: Path) -> None:
