@@ -26,10 +26,11 @@ classes. Samples are functions of uniform noise u in (0, 1), never of a global g
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -69,33 +70,33 @@ _MIN_SCALE, _MAX_SCALE = 1e-3, 20.0
 _ROUNDING = 1e-5  # the mean of a head may leave [0, 1] by this, and a model reads what it made
 
 
-class Observation(Protocol):
+class Observation(ABC):
     """The distribution p(x_t | w_t) of every step of a batch of sequences."""
 
     @property
+    @abstractmethod
     def mean(self) -> Tensor:
         """Expectation (B, T, D); for tokens the mode, (B, T)."""
-        ...
 
     @property
     def mode(self) -> Tensor:
         """Most likely x, of the shape of x."""
-        ...
+        return self.mean
 
     def log_prob(self, x: Tensor) -> Tensor:
         """Returns log p(x_t | w_t) in nats, summed over features, (B, T)."""
-        ...
+        return self.entry_log_prob(x).sum(-1)
 
+    @abstractmethod
     def entry_log_prob(self, x: Tensor) -> Tensor:
         """Returns the log-probability of every entry of x, in nats, of the shape of x."""
-        ...
 
+    @abstractmethod
     def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
         """Returns the x that uniform noise (B, T, noise_size) selects.
 
         The temperature divides logits and multiplies scales.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,8 @@ class Head:
     """Whether x is (B, T) integers rather than (B, T, D) floats."""
 
     def __call__(self, w: Tensor) -> Observation:
-        """Returns p(x | w), computed in float32 (float64 when w is).
-
-        Arguments:
-            w: Outputs of a network, (B, T, size).
-        """
-        assert w.shape[-1] == self.size, (
-            f"w has {w.shape[-1]} outputs, head {self.name} needs {self.size}"
-        )
+        """Returns p(x | w) from outputs of a network w (B, T, size), in float32 or float64."""
+        assert w.shape[-1] == self.size, f"head {self.name} needs {self.size} outputs"
         return self.distribution(at_least_float32(w))
 
     def validate(self, x: Tensor, name: str = "x", values: bool = True, steps: int = 1) -> None:
@@ -207,7 +202,7 @@ def make_head(
     return Head(name, D, size, noise_size, distribution, tokens=name == "categorical")
 
 
-class Gaussian:
+class Gaussian(Observation):
     """Normal distribution; with `scale=None`, w holds (loc, raw scale) and the scale is learned.
 
     A learned scale lies in (1e-3, 20) and is 0.14, the geometric middle, where its output is 0.
@@ -228,13 +223,6 @@ class Gaussian:
     def mean(self) -> Tensor:
         return self.loc
 
-    @property
-    def mode(self) -> Tensor:
-        return self.loc
-
-    def log_prob(self, x: Tensor) -> Tensor:
-        return self.entry_log_prob(x).sum(-1)
-
     def entry_log_prob(self, x: Tensor) -> Tensor:
         error = (x - self.loc) / self.scale
         return -(error.square() / 2 + self.scale.log() + math.log(2 * math.pi) / 2)
@@ -244,7 +232,7 @@ class Gaussian:
         return normal_draw(self._w, noise, _positive(temperature), self._fixed, bounds)
 
 
-class StudentT:
+class StudentT(Observation):
     """Student's t with 4 degrees of freedom: heavy tails, for data with outliers.
 
     w holds (loc, raw scale), as for a `Gaussian` whose scale is learned. With 4 degrees of freedom
@@ -262,13 +250,6 @@ class StudentT:
     def mean(self) -> Tensor:
         return self.loc
 
-    @property
-    def mode(self) -> Tensor:
-        return self.loc
-
-    def log_prob(self, x: Tensor) -> Tensor:
-        return self.entry_log_prob(x).sum(-1)
-
     def entry_log_prob(self, x: Tensor) -> Tensor:
         error = (x - self.loc) / self.scale
         return math.log(3 / 8) - self.scale.log() - 2.5 * torch.log1p(error.square() / 4)
@@ -280,7 +261,7 @@ class StudentT:
         return self.loc + _positive(temperature) * self.scale * torch.sign(u - 0.5) * far
 
 
-class Bernoulli:
+class Bernoulli(Observation):
     """Independent coin flips, of x that is 0 or 1.
 
     For x between 0 and 1 `log_prob` is minus the cross-entropy. Its exponential does not integrate
@@ -298,9 +279,6 @@ class Bernoulli:
     def mode(self) -> Tensor:
         return (self.logits > 0).to(self.logits.dtype)
 
-    def log_prob(self, x: Tensor) -> Tensor:
-        return self.entry_log_prob(x).sum(-1)
-
     def entry_log_prob(self, x: Tensor) -> Tensor:
         x = x.to(self.logits.dtype)
         return x * F.logsigmoid(self.logits) + (1 - x) * F.logsigmoid(-self.logits)
@@ -310,7 +288,7 @@ class Bernoulli:
         return (noise > tails).to(self.logits.dtype)
 
 
-class Categorical:
+class Categorical(Observation):
     """One token of a vocabulary per step."""
 
     def __init__(self, w: Tensor) -> None:
@@ -318,10 +296,6 @@ class Categorical:
 
     @property
     def mean(self) -> Tensor:
-        return self.mode
-
-    @property
-    def mode(self) -> Tensor:
         return self.logits.argmax(-1)
 
     def log_prob(self, x: Tensor) -> Tensor:
@@ -334,7 +308,7 @@ class Categorical:
         return inverse_cdf(self.logits, noise.squeeze(-1), _positive(temperature))
 
 
-class LogisticMixture:
+class LogisticMixture(Observation):
     """Mixture of logistics per feature, on the grid k / (bins - 1) with open-ended edge bins.
 
     Where w is 0, the components are spread evenly over [0, 1]. Scales lie between a tenth of a bin
@@ -357,7 +331,7 @@ class LogisticMixture:
         """Mean of the mixture of logistics clipped to [0, 1], in closed form.
 
         The mean over the bins is the midpoint rule for the same integral: they differ by at most
-            half a bin.
+        half a bin.
         """
         # E[clip(X)] = int_0^1 F((mu - t) / s) dt = s (softplus(mu / s) - softplus((mu - 1) / s));
         # the linear part of each softplus is taken out as a clamp, else they would cancel at small
@@ -373,9 +347,6 @@ class LogisticMixture:
         candidates = torch.cat((self._to_grid(self.loc), edges), dim=-1)
         best = self.log_mass(candidates).argmax(-1, keepdim=True)
         return candidates.gather(-1, best).squeeze(-1)
-
-    def log_prob(self, x: Tensor) -> Tensor:
-        return self.entry_log_prob(x).sum(-1)
 
     def entry_log_prob(self, x: Tensor) -> Tensor:
         return self.log_mass(x.to(self.loc.dtype).unsqueeze(-1)).squeeze(-1)
