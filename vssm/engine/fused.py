@@ -28,8 +28,8 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def fuse(model: Model, backend: str = "auto") -> None:
     """Replaces the layers, blocks and stacks of a frozen model by fused ones, in place.
 
-    Modules of other classes, such as adapters that replace a layer, and modules with hooks stay as
-    they are. So do the blocks that own them.
+    Modules with hooks or of other classes, such as the adapters of LoRA, stay as they are, and so
+    do the blocks that own them.
 
     Arguments:
         model: The model. Its weights must not change any more.
@@ -59,7 +59,7 @@ def _replace(parent: nn.Module, backend: str) -> None:
 
 
 def _unchanged(module: nn.Module, kind: type[_Module]) -> TypeGuard[_Module]:
-    """Says whether a module is of exactly that class, and nobody listens to it."""
+    """Says whether a module is of exactly that class and has no hooks."""
     return type(module) is kind and not (module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -182,8 +182,9 @@ def decode_step(stack: Stack, e: Tensor, caches: list[Tensor], at: Tensor, codes
 
 
 def _attend(block: AttentionBlock, x: Tensor, cache: Tensor, at: Tensor, mask: Tensor) -> Tensor:
-    """Runs one step of a block, x (B, 1, width); mask is 0 up to the position and -inf after it,
-    (R,).
+    """Runs one step of a block, x (B, 1, width).
+
+    The mask (R,) is 0 up to the position and -inf after it.
     """
     batch, _, width = x.shape
     _, _, heads, room, size = cache.shape
@@ -206,7 +207,7 @@ def _attend(block: AttentionBlock, x: Tensor, cache: Tensor, at: Tensor, mask: T
 
 
 def _num_parts(rows: int, room: int) -> int:
-    """Returns how many parts a sum over the room is cut into, so that few rows fill a device."""
+    """Returns into how many parts to cut a sum over the room, so that few rows fill a device."""
     parts = 1
     while parts * rows < 256 and room % (2 * parts) == 0 and room // (2 * parts) >= 64:
         parts *= 2

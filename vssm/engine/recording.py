@@ -2,7 +2,7 @@
 
 A small model on a fast device waits for Python and for launches. A recorded program has static
 tensors that it reads and writes. A call copies its inputs there, replays the graph, and copies the
-results out. The device waits for everything that comes before the replay, so that is little.
+results out.
 
 | program   | recorded                                                   | used for         |
 | --------- | ---------------------------------------------------------- | ---------------- |

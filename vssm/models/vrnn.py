@@ -28,7 +28,7 @@ __all__ = ["VRNN", "Trajectory"]
 
 
 class Trajectory(NamedTuple):
-    """What a VRNN says of a sequence along one draw of its latents."""
+    """The distributions along a sequence, for one draw of its latents."""
 
     p_x: Observation
     """p(x_t | h_{t-1}, z_t), all steps."""

@@ -13,8 +13,8 @@ from vssm.nn.state import State
 
 __all__ = ["GRUBlock"]
 
-# Values of gates in a call. With 50,000 rows of 168 steps, 1.6e9, an H200 read where it must not
-# (cuDNN 9).
+# The most gate values in one call: with 1.6e9 of them (50,000 rows of 168 steps), cuDNN 9 read out
+# of bounds on an H200.
 MOST_GATES = 2**28
 
 
@@ -38,11 +38,10 @@ class GRUBlock(nn.Module):
         return x + y, State({"h": h}, position)
 
     def _layer(self, x: Tensor, h: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Reads many steps, and where their gates are too many for a call, some steps after the
-        others.
+        """Reads many steps, in several calls if their gates are too many for one.
 
-        Rows are divided only where one step of all is too much: each part of them goes through all
-        steps.
+        Rows are divided only if one step of all rows is too much. Each part of the rows then goes
+        through all steps.
         """
         h = x.new_zeros(len(x), x.shape[2]) if h is None else h
         rows = max(1, MOST_GATES // (3 * x.shape[2]))

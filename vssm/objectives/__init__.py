@@ -58,7 +58,7 @@ class Terms(NamedTuple):
 
 
 class _Draws(NamedTuple):
-    """Draws random numbers for a whole batch, and takes the rows of one part of it."""
+    """Draws random numbers for a whole batch, and returns the rows of one part of it."""
 
     batch: int
     shard: tuple[int, int]
@@ -234,7 +234,7 @@ def _total(steps: Tensor, real: Tensor | None) -> Tensor:
 def checked(model: Model, x: Tensor, wait: bool = True) -> Tensor:
     """Returns sequences as a model scores them, tokens as int64; raises if they do not fit.
 
-    Without `wait`, values on a GPU are not looked at.
+    Without `wait`, values on a GPU are not checked.
     """
     device = next(model.parameters()).device
     model.head.validate(x, values=False)

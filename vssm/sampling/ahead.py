@@ -1,4 +1,4 @@
-"""One empty step ahead of every position at once: what a pass of refinement draws its latents from.
+"""The partial posterior one step ahead of every position at once, for passes of refinement.
 
     q_omega(z_t | x_{1:t-1}),  t = 1 ... W        the partial posterior with its cut at t - 1
 

@@ -1,4 +1,4 @@
-"""Generation: what a user asks for is checked here; `vssm.sampling` makes it.
+"""Generation: `generate` and `observe` check a call and run the algorithm of the model.
 
 Every random number is a function of (seed, row, position, component), so chunk size, batch split
 and resume point never change what a seed gives, but for float rounding. Rarely, rounding decides
@@ -40,7 +40,7 @@ __all__ = ["Generation", "generate", "observe", "own_state", "read", "sample"]
 
 
 class Generation(NamedTuple):
-    """What `generate` made.
+    """The result of `generate`.
 
     Example:
         >>> from vssm import ModelConfig, build

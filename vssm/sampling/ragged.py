@@ -22,7 +22,7 @@ __all__ = ["Ragged", "generate_ragged", "pad"]
 
 
 class Ragged(NamedTuple):
-    """What `generate_ragged` made."""
+    """The result of `generate_ragged`."""
 
     x: Tensor
     """The new steps only, (B, length, D), or (B, length) tokens."""

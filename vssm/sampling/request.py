@@ -196,9 +196,8 @@ def check_reading(
 def shares_latents(model: Model, state: State) -> bool:
     """Says whether copies of a state could share latents that were drawn for data.
 
-    A state that has run over empty tokens ends a sample: to go on from it many times is to continue
-    that sample. Of other states nobody can tell whether they have read data or what they made
-    themselves. A vssm with levels draws no latents for data.
+    A state that has run over empty tokens ends a sample, which copies continue. Any other state may
+    have read data. A vssm with levels draws no latents for data.
     """
     read = state.position > 0 and "blind" not in state.children
     return read and isinstance(model, Variational | VRNN)

@@ -155,6 +155,6 @@ def _put(whole: State, made: State, rows: slice) -> None:
 
 
 def one_row(tensor: Tensor) -> Tensor:
-    """Returns the one row of a tensor that shows it many times, and any other tensor as it is."""
+    """Returns the row that a tensor repeats without copies, or the tensor itself."""
     shared = tensor.ndim and tensor.shape[0] > 1 and tensor.stride(0) == 0
     return tensor[:1] if shared else tensor
