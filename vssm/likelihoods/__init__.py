@@ -96,45 +96,54 @@ def log_likelihood(
     """
     model = inner_model(model)
     passes = whole_number("passes", passes, 1)
-    there = None
-    if isinstance(model, AnyPart):
-        if known is not None:
-            there_and_finite(model, torch.nan_to_num(x), known)
-        x, there = there_and_finite(model, x, None)
-    else:
-        x = checked(model, x)
-        for name, given in (("known", known is not None), (f"passes={passes}", passes > 1)):
-            if given:
-                raise ValueError(f"{name} is for models with known='any'; use the default")
+    x, there = _check_data(model, x, known, passes)
     num_samples = whole_number("num_samples", num_samples, 1)
     prompt_length = whole_number("prompt_length", prompt_length, 0)
     seed = whole_number("seed", seed, -(2**63))
     check_number("seed", seed, -(2**63), below=2**63, whole=True)
-    if prompt_length > x.shape[1]:
-        raise ValueError(f"prompt_length is {prompt_length}; it must be 0 to {x.shape[1]}")
     check_choice("prior", prior, ("uniform", "partial"))
-    real = None if lengths is None else real_steps(x, lengths)
-    if lengths is not None and (lengths < prompt_length).any():
-        most = int(lengths.min())
-        raise ValueError(
-            f"prompt_length is {prompt_length}; it must be 0 to {most}, the least of lengths"
-        )
     check_method(model, method)
+    real = None if lengths is None else real_steps(x, lengths)
+    shortest = x.shape[1] if lengths is None else int(lengths.min())
+    if prompt_length > shortest:
+        raise ValueError(
+            f"prompt_length is {prompt_length}; it must be 0 to {shortest}, the shortest length"
+        )
     numbers = _numbers(x, rows)
     if isinstance(model, AnyPart):
-        assert there is not None
-        if known is None:
-            known = torch.arange(x.shape[1], device=x.device) < prompt_length
-            known = known.expand(x.shape[:2])
-        if known.ndim < x.ndim:
-            known = known[..., None]
-        if real is not None:
-            there = there & real.view(*real.shape, *[1] * (x.ndim - 2))
+        known = _first_steps(x, prompt_length) if known is None else _for_entries(known, x)
+        there = there if real is None else there & _for_entries(real, x)
         return log_likelihood_of_part(
             model, x, there, known & there, passes, num_samples, seed, numbers, _ROWS_PER_PASS
         )
     case = [(prompt_length, prior)]
     return estimates(model, x, num_samples, case, seed, _ROWS_PER_PASS, real, method, numbers)[0]
+
+
+def _check_data(
+    model: Model, x: Tensor, known: Tensor | None, passes: int
+) -> tuple[Tensor, Tensor]:
+    """Returns sequences as a model scores them, and which entries are not missing."""
+    if isinstance(model, AnyPart):
+        if known is not None:
+            there_and_finite(model, torch.nan_to_num(x), known)
+        return there_and_finite(model, x, None)
+    x = checked(model, x)
+    for name, given in (("known", known is not None), (f"passes={passes}", passes > 1)):
+        if given:
+            raise ValueError(f"{name} is for models with known='any'; use the default")
+    return x, torch.ones_like(x, dtype=torch.bool)
+
+
+def _for_entries(mask: Tensor, x: Tensor) -> Tensor:
+    """Returns a mask of steps (B, T) as one of entries, which can be broadcast to x."""
+    return mask[..., None] if mask.ndim < x.ndim else mask
+
+
+def _first_steps(x: Tensor, num: int) -> Tensor:
+    """Returns which entries of x are in its first steps."""
+    steps = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+    return _for_entries(steps < num, x)
 
 
 def _numbers(x: Tensor, rows: Sequence[int] | Tensor | int) -> Tensor:
@@ -192,34 +201,43 @@ def estimates(
         log_p_x = p_x.log_prob(x) * mask
         return [log_p_x[:, cut:].sum(1) for cut, _ in cases]
     if isinstance(model, AnyPart):
-        steps = torch.arange(x.shape[1], device=x.device)
         x, there = there_and_finite(model, x, None)
-        there = there & mask.bool().view(*mask.shape, *[1] * (x.ndim - 2))
-        prefixes = [(steps < cut).view(1, -1, *[1] * (x.ndim - 2)) & there for cut, _ in cases]
-        return [
-            log_likelihood_of_part(model, x, there, known, 1, num_samples, seed, numbers, rows)
-            for known in prefixes
-        ]
+        there = there & _for_entries(mask.bool(), x)
+        prefixes = [_first_steps(x, cut) & there for cut, _ in cases]
+        rest = 1, num_samples, seed, numbers, rows
+        return [log_likelihood_of_part(model, x, there, known, *rest) for known in prefixes]
     if method == "particles":
         assert not isinstance(model, Ladder)
         return filtered(model, x, num_samples, cases, seed, rows, mask, numbers)
 
     kinds = {VRNN: _vrnn_weights, Ladder: _ladder_weights, Variational: _variational_weights}
     weigh = kinds[type(model)](model, x, cases, mask)  # type: ignore[operator]
-    totals: list[Tensor] = []
-    step = max(1, rows // max(1, len(x)))
-    for first in range(0, num_samples, step):
-        draws = range(first, min(first + step, num_samples))
-        u = latent_noise(x, seed, numbers, draws, model.config.latents)
-        parts = [torch.logsumexp(weights, 0) for weights in weigh(u)]
-        if totals:
-            parts = [torch.logaddexp(a, b) for a, b in zip(totals, parts, strict=True)]
-        totals = parts
-    nats = [total - math.log(num_samples) for total in totals]
+
+    def noise(draws: range) -> Tensor:
+        return latent_noise(x, seed, numbers, draws, model.config.latents)
+
+    nats = _mean_weights(weigh, noise, num_samples, max(1, rows // max(1, len(x))))
     if isinstance(model, VRNN):
         whole, *prompts = nats
         return [whole - prompt for prompt in prompts]
     return nats
+
+
+def _mean_weights(
+    weigh: Callable[[Tensor], list[Tensor]],
+    noise: Callable[[range], Tensor],
+    num_samples: int,
+    at_once: int,
+) -> list[Tensor]:
+    """Returns log 1/K sum_k w_k of each case, (B,), from `at_once` of the K draws at a time."""
+    totals: list[Tensor] = []
+    for first in range(0, num_samples, at_once):
+        u = noise(range(first, min(first + at_once, num_samples)))
+        parts = [torch.logsumexp(weights, 0) for weights in weigh(u)]
+        if totals:
+            parts = [torch.logaddexp(a, b) for a, b in zip(totals, parts, strict=True)]
+        totals = parts
+    return [total - math.log(num_samples) for total in totals]
 
 
 def _variational_weights(

@@ -14,7 +14,7 @@ from torch import Tensor
 from vssm.distributions import Latents
 from vssm.models import Ladder
 from vssm.nn import State
-from vssm.sampling.request import BLIND, Noise, Options, Result, no_steps
+from vssm.sampling.request import Noise, Options, Result, is_blind, no_steps
 
 __all__ = ["read_ladder", "sample_ladder"]
 
@@ -24,9 +24,7 @@ def sample_ladder(
 ) -> Result:
     """The algorithms of `vssm.sampling.parallel` for levels of latents."""
     num = source.num
-    blind = state is not None and "blind" in state.children
-    if blind and options.recondition:
-        raise ValueError(f"recondition=True can not start from this state: {BLIND}")
+    blind = is_blind(state, options)
     if prompt is not None:
         state = read_ladder(model, prompt, state)
     trunk = None if state is None else state.child("blind" if blind else "trunk").expand(num)

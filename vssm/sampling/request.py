@@ -22,7 +22,6 @@ from vssm.models import VRNN, AnyPart, Autoregressive, Ladder, Model, Variationa
 from vssm.nn import State
 
 __all__ = [
-    "BLIND",
     "Noise",
     "Options",
     "Request",
@@ -34,12 +33,13 @@ __all__ = [
     "check_room",
     "check_sequence",
     "check_temperature",
+    "is_blind",
     "no_steps",
     "owner_of",
     "shares_latents",
 ]
 
-BLIND = (
+_BLIND = (
     "it has run over empty tokens, after which the model was never trained to read data; "
     "use a state from observe, or from generate with recondition=True or passes > 1"
 )
@@ -158,7 +158,7 @@ def check_request(
     if prompt is not None and prompt.shape[1] == 0:
         prompt = None
     if prompt is not None and state is not None and "blind" in state.children:
-        raise ValueError(f"prompt and state together are ambiguous here: {BLIND}")
+        raise ValueError(f"prompt and state together are ambiguous here: {_BLIND}")
     before = state if state is not None and state.position else None
     return Request(prompt, before, source, options)
 
@@ -179,7 +179,7 @@ def check_reading(
     if state is not None:
         state = _check_state(model, state, device)
         if "blind" in state.children:
-            raise ValueError(f"x can not follow this state: {BLIND}")
+            raise ValueError(f"x can not follow this state: {_BLIND}")
     own = len(x) if state is None else state.batch
     num = own if num is None else whole_number("num", num, 1)
     if state is not None and num != own:
@@ -191,6 +191,15 @@ def check_reading(
     check_room(model, num, x.shape[1], device)
     source = check_noise(num, seed, rows, state, device)
     return x, state if state is not None and state.position else None, source
+
+
+def is_blind(state: State | None, options: Options) -> bool:
+    """Says whether a state has run over empty tokens; raises if it should then read data."""
+    blind = state is not None and "blind" in state.children
+    if blind and options.recondition:
+        name = "recondition=True" if options.passes == 1 else f"passes={options.passes}"
+        raise ValueError(f"{name} can not start from this state: {_BLIND}")
+    return blind
 
 
 def shares_latents(model: Model, state: State) -> bool:
@@ -266,13 +275,33 @@ def _check_options(
     observe: str,
     cache: bool,
 ) -> Options:
-    kind = model.config.kind
     length, passes = whole_number("length", length, 0), whole_number("passes", passes, 1)
     chunk = None if chunk is None else whole_number("chunk", chunk, 1)
     temperature = check_temperature(temperature)
     check_flag("recondition", recondition)
     check_flag("cache", cache)
     check_choice("observe", observe, ("mean", "sample"))
+    _check_kind(model, chunk, recondition, passes, cache)
+    if not cache and resumed:
+        raise ValueError(
+            "cache=False recomputes from the first step and can not use a state; use a prompt"
+        )
+    sample = observe == "sample" or (model.head.tokens and isinstance(model, Autoregressive))
+    if model.config.given:
+        raise ValueError(
+            f"the model has {model.config.given} given features, which generate can not know; "
+            "use vssm.fill, with their values in x"
+        )
+    recondition = bool(recondition) or (passes > 1 and not isinstance(model, AnyPart))
+    chunk = chunk or max(length, 1)
+    return Options(length, chunk, recondition, passes, temperature, sample, bool(cache))
+
+
+def _check_kind(
+    model: Model, chunk: int | None, recondition: bool, passes: int, cache: bool
+) -> None:
+    """Raises `ValueError` for options that are not for the kind of a model."""
+    kind = model.config.kind
     if passes > 1 and isinstance(model, Ladder):
         raise ValueError(f"passes={passes} is for a vssm or tvae without levels; use passes=1")
     given = {"recondition=True": recondition, f"passes={passes}": passes > 1}
@@ -287,19 +316,6 @@ def _check_options(
             f"cache=False is for autoregressive models, not kind={kind!r}; "
             "use a transformer, ssm or rnn"
         )
-    if not cache and resumed:
-        raise ValueError(
-            "cache=False recomputes from the first step and can not use a state; use a prompt"
-        )
-    sample = observe == "sample" or (model.head.tokens and isinstance(model, Autoregressive))
-    if model.config.given:
-        raise ValueError(
-            f"the model has {model.config.given} given features, which generate can not know; "
-            "use vssm.fill, with their values in x"
-        )
-    recondition = bool(recondition) or (passes > 1 and not isinstance(model, AnyPart))
-    chunk = chunk or max(length, 1)
-    return Options(length, chunk, recondition, passes, temperature, sample, bool(cache))
 
 
 def check_sequence(
