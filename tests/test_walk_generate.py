@@ -34,4 +34,4 @@ def test_one_shot_generation_is_short():
     for path, count in lines.items():
         print(f"{count:5} {path.relative_to(PACKAGE)}")
     print(f"{sum(lines.values()):5} lines in {len(files)} files")
-    assert len(files) <= 18 and sum(lines.values()) <= 4200
+    assert len(files) <= 18 and sum(lines.values()) <= 4250
