@@ -104,7 +104,7 @@ def test_the_docs_list_routes_fields_and_commands(page, url):
     text = page.inner_text("main")
     assert all(word in text for word in ("POST /v1/observe", "GET /healthz", "recondition"))
     commands = page.locator("pre").all_inner_texts()
-    assert len(commands) == 5 and all(f"' {url}/v1/" in command for command in commands)
+    assert len(commands) == 6 and all(f"' {url}/v1/" in command for command in commands)
     assert ["stream" in command for command in commands] == [
         " -N " in command for command in commands
     ]
