@@ -19,6 +19,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiplies the rows of x by a weight, as `torch.nn.functional.linear` does.
 
     Example:
+        >>> import torch
         >>> weight, bias = torch.tensor([[3.0, 4.0], [5.0, 6.0]]), torch.tensor([0.5, 0.0])
         >>> linear(torch.tensor([1.0, 2.0]), weight, bias)
         tensor([11.5000, 17.0000])
