@@ -10,10 +10,11 @@ from sklearn.base import clone
 
 import vssm
 from vssm.cli import main
-from vssm.forecasting.fitting import Calibration, calibrate, choose_layout, season_of
+from vssm.forecasting.fitting import Calibration, calibrate, choose_layout, hold_out, season_of
+from vssm.forecasting.linear import choose_linear
 from vssm.forecasting.metrics import panel_scores, scores
 from vssm.forecasting.panel import read_panel
-from vssm.forecasting.windows import Layout, centre_and_scale
+from vssm.forecasting.windows import GivenScale, Layout, Windows, centre_and_scale
 
 SMALL = {"horizon": 7, "max_steps": 4, "width": 16, "batch": 8, "latents": 2, "classes": 8}
 
@@ -193,6 +194,42 @@ def test_centres_of_windows_with_gaps():
         assert scale > 0
         moved, same = centre_and_scale(2 * y + 5, known, layout, torch.zeros(1, 1), name)
         assert torch.allclose(moved, 2 * centre + 5) and torch.allclose(same, 2 * scale)
+
+
+def test_a_regression_is_used_where_it_is_clearly_better():
+    """Noise that comes back after five days can be forecast; noise alone can not."""
+    noise = np.random.default_rng(0).normal(size=(400, 1))
+    echo = noise + 3 * np.roll(noise, 5, axis=0)
+    days = pandas.date_range("2022-01-01", periods=400, freq="D")
+
+    def choice(values):
+        panel = read_panel(pandas.DataFrame(values, index=days, columns=["a"]))
+        layout = choose_layout(panel, 4, 1, 1, 12, "none")
+        older, cuts = hold_out(panel, layout)
+        scale = GivenScale.of(panel, layout.patch)
+        return choose_linear(Windows(older, layout, scale), Windows(panel, layout, scale), cuts)
+
+    assert np.isfinite(choice(echo).penalty)
+    assert choice(noise) == ("mean", np.inf)
+
+
+def test_a_regression_reads_covariates_of_the_future():
+    rng = np.random.default_rng(0)
+    table = as_long(weeks(200, 1)).drop(columns="y")
+    table["promo"] = (rng.random(200) < 0.3).astype(float)
+    table["y"] = 5 * table["promo"] + 0.1 * rng.normal(size=200)
+    own = vssm.Forecaster(**SMALL, future_columns=["promo"]).fit(table)
+    days = pandas.date_range("2024-07-19", periods=7, freq="D")
+    ahead = pandas.DataFrame({"ds": days, "promo": [0.0, 1, 0, 0, 1, 1, 0]})
+    made = own.predict(future=ahead)["0.5"].to_numpy()
+    assert np.allclose(made, 5 * ahead["promo"], atol=1.0)  # after four steps of training
+
+
+def test_windows_of_a_backtest_can_overlap():
+    made = vssm.Forecaster(**SMALL).backtest(weeks(), windows=3, samples=5, stride=2)
+    assert made.cuts[made.cuts[:, 0] == 0, 1].tolist() == [59, 61, 63]
+    with pytest.raises(ValueError, match="stride is 0"):
+        vssm.Forecaster(**SMALL).backtest(weeks(), stride=0)
 
 
 def test_sizes_are_chosen_from_frequency_and_length():
