@@ -49,8 +49,9 @@ def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def main(steps: int = 1000, K: int = 100) -> None:
     """Trains with minimal.py, then prints the likelihoods of both side by side."""
     torch.manual_seed(0)
-    (x, test), small, model = minimal.digits(), minimal.VSSM(), build()
+    (x, test), small = minimal.digits(), minimal.VSSM()
     minimal.train(small, x, steps)
+    model = build()
     model.load_state_dict(renamed(small.state_dict()))
     print("test set, nats           minimal.py   library")
     for words, C in (("log p(x)", 0), ("second half given first", minimal.STEPS // 2)):
