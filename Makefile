@@ -15,6 +15,9 @@ lint: .venv/ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/pyright --verifytypes vssm --ignoreexternal --outputjson | $(BIN)/python -c "import json, sys; \
+		score = json.load(sys.stdin)['typeCompleteness']['completenessScore']; \
+		print(f'{score:.1%} of the public names are typed'); assert score >= 0.95"
 
 # The lowest versions that pyproject.toml declares, in an environment of their own (7 GB with torch's CUDA libraries).
 lowest: pyproject.toml constraints-lowest.txt

@@ -210,7 +210,7 @@ class Gaussian(Observation):
 
     def __init__(self, w: Tensor, scale: float | None) -> None:
         self._w, self._fixed = w, scale
-        self.loc = w.chunk(2, dim=-1)[0] if scale is None else w
+        self.loc: Tensor = w.chunk(2, dim=-1)[0] if scale is None else w
 
     @cached_property
     def scale(self) -> Tensor:
@@ -242,9 +242,11 @@ class StudentT(Observation):
         Quantile Mechanics (Shaw, 2006): sampling Student's t for even degrees of freedom.
     """
 
+    loc: Tensor
+
     def __init__(self, w: Tensor) -> None:
         self.loc, raw = w.chunk(2, dim=-1)
-        self.scale = bounded_scale(raw, (_MIN_SCALE, _MAX_SCALE))
+        self.scale: Tensor = bounded_scale(raw, (_MIN_SCALE, _MAX_SCALE))
 
     @property
     def mean(self) -> Tensor:
@@ -319,12 +321,13 @@ class LogisticMixture(Observation):
     """
 
     def __init__(self, w: Tensor, mixtures: int, bins: int) -> None:
-        self.width = 1 / (bins - 1)
+        self.width: float = 1 / (bins - 1)
         parts = w.unflatten(-1, (-1, 3, mixtures))
-        self.logits, raw_loc, raw_scale = parts.unbind(-2)  # (B, T, D, M)
+        raw: tuple[Tensor, ...] = parts.unbind(-2)  # (B, T, D, M)
+        self.logits: Tensor = raw[0]
         centres = torch.arange(mixtures, dtype=w.dtype, device=w.device) + 0.5
-        self.loc = raw_loc + centres / mixtures
-        self.scale = bounded_scale(raw_scale, (self.width / 10, _MAX_SCALE))
+        self.loc: Tensor = raw[1] + centres / mixtures
+        self.scale: Tensor = bounded_scale(raw[2], (self.width / 10, _MAX_SCALE))
 
     @property
     def mean(self) -> Tensor:

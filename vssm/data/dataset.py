@@ -44,6 +44,11 @@ class Data:
         checksum: Whether the content is compared with a published checksum, in words.
     """
 
+    config: DataConfig
+    meta: Meta
+    files: tuple[Path, ...]
+    checksum: str
+
     def __init__(
         self,
         config: DataConfig,

@@ -39,7 +39,9 @@ FEWEST = 10  # sequences or images of the user's own
 _COMPARED = "compared with the published sha256"
 
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-MNIST = {  # file: (shape, sha256 of the .gz, sha256 of its content)
+MNIST: dict[
+    str, tuple[tuple[int, ...], str, str]
+] = {  # file: (shape, sha256 of the .gz, sha256 of its content)
     "train-images-idx3-ubyte": (
         (60000, 28, 28),
         "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",

@@ -101,11 +101,16 @@ class Scale:
     data are so far from zero that all paths in float32 would be one number.
     """
 
+    meta: Meta
+    device: torch.device
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, meta: Meta, device: torch.device | str = "cpu", far: bool = False) -> None:
         assert meta.columns is not None
         num = len(meta.columns)
         mean, std = meta.mean or (0.0,) * num, meta.std or (1.0,) * num
-        self.far = far or any(abs(m) > _FAR * s for m, s in zip(mean, std, strict=True))
+        self.far: bool = far or any(abs(m) > _FAR * s for m, s in zip(mean, std, strict=True))
         self._key = mean, std, meta.windowed, meta.season, meta.patch, meta.separate, self.far
         self._hash = hash(self._key)
         self.meta, self.device = meta, torch.device(device)

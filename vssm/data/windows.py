@@ -25,6 +25,9 @@ class TableWindows:
         path: The file of the table, for messages.
     """
 
+    x: torch.Tensor
+    known: torch.Tensor
+
     def __init__(self, table: Table, meta: Meta, given: int, path: Path) -> None:
         assert meta.columns is not None and meta.context is not None
         index, given_index = (
@@ -32,7 +35,7 @@ class TableWindows:
             for names in (meta.columns, meta.given_columns)
         )
         values = np.where(np.isfinite(table.values), table.values, np.nan)
-        self.values = values[:, index]
+        self.values: np.ndarray = values[:, index]
         """The columns of training, (N, D); NaN in gaps."""
         self._rows, self._meta = meta.length * meta.patch, meta
         num = len(values)

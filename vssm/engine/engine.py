@@ -78,7 +78,7 @@ class Engine:
 
     def __init__(self, model: Model) -> None:
         self._model = copy.deepcopy(inner_model(model)).requires_grad_(False)
-        self.device = first_weight(self._model).device
+        self.device: torch.device = first_weight(self._model).device
         """Where the engine generates."""
         if self.device.type == "cuda":
             with torch.no_grad():

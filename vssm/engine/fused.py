@@ -79,11 +79,17 @@ def _fusible_mamba(block: MambaBlock) -> bool:
 class PackedLinear(nn.Module):
     """Creates a frozen linear layer from a plain one."""
 
+    weight: Tensor
+    bias: nn.Parameter
+    backend: str
+    in_features: int
+    out_features: int
+
     def __init__(self, layer: Linear, backend: str) -> None:
         super().__init__()
         self.weight, self.bias, self.backend = layer.weight, layer.bias, backend
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.packed = PackedWeight(layer.weight)
+        self.packed: PackedWeight = PackedWeight(layer.weight)
 
     def forward(
         self, x: Tensor, add: Tensor | None = None, norm: nn.RMSNorm | None = None
@@ -95,6 +101,12 @@ class PackedLinear(nn.Module):
 class FusedMamba(MambaBlock):
     """Creates a frozen Mamba block from a plain one."""
 
+    backend: str
+    in_weight: PackedWeight
+    out_weight: PackedWeight
+    taps: Tensor
+    bias: Tensor
+
     def __init__(self, block: MambaBlock, backend: str) -> None:
         nn.Module.__init__(self)
         mixer = block.mixer
@@ -104,7 +116,7 @@ class FusedMamba(MambaBlock):
         self.in_weight = mixer.in_proj.packed
         self.taps, self.bias = mixer.conv1d.weight.squeeze(1).contiguous(), mixer.conv1d.bias
         self.A = -torch.exp(mixer.A_log.detach().float())
-        self.dt_weight = PackedWeight(mixer.dt_proj.weight)
+        self.dt_weight: PackedWeight = PackedWeight(mixer.dt_proj.weight)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step."""
@@ -139,12 +151,14 @@ class FusedAttention(AttentionBlock):
 class FusedGRU(GRUBlock):
     """Creates a frozen GRU block from a plain one: a step has two products and one kernel."""
 
+    backend: str
+
     def __init__(self, block: GRUBlock, backend: str) -> None:
         nn.Module.__init__(self)
         self.norm, self.gru, self.backend = block.norm, block.gru, backend
         weights = dict(block.gru.named_parameters())
-        self.input_weight = PackedWeight(weights["weight_ih_l0"])
-        self.hidden_weight = PackedWeight(weights["weight_hh_l0"])
+        self.input_weight: PackedWeight = PackedWeight(weights["weight_ih_l0"])
+        self.hidden_weight: PackedWeight = PackedWeight(weights["weight_hh_l0"])
 
     def cell(self, x: Tensor, h: Tensor) -> Tensor:
         """Returns the hidden state after one step."""

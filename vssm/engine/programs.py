@@ -84,7 +84,7 @@ class Programs:
 
     def run_once(
         self,
-        key: tuple,
+        key: tuple[Any, ...],
         function: Callable[[State], State],
         given: State,
         numbers: Mapping[str, int] | None = None,
@@ -108,7 +108,9 @@ class Programs:
             position,
         )
 
-    def key_once(self, key: tuple, given: State, numbers: Mapping[str, int]) -> tuple:
+    def key_once(
+        self, key: tuple[Any, ...], given: State, numbers: Mapping[str, int]
+    ) -> tuple[Any, ...]:
         """Returns the key of a program that `run_once` makes."""
         return *key, describe(given), *numbers
 

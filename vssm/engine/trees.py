@@ -37,7 +37,7 @@ class OutputTree:
     def __init__(self, tree: State) -> None:
         self.tree = tree
         tensors = list(tree.leaves())
-        self.rows = [one_row(tensor).contiguous() for tensor in tensors]
+        self.rows: list[Tensor] = [one_row(tensor).contiguous() for tensor in tensors]
         tops = [
             name if isinstance(child, State) else ""
             for name, child in tree.children.items()

@@ -68,13 +68,15 @@ class Classifier(nn.Module):
     def __init__(self, shape: tuple[int, int, int], num_classes: int) -> None:
         super().__init__()
         height, width, before = shape
-        self.convolutions = nn.ModuleList()
+        self.convolutions: nn.ModuleList = nn.ModuleList()
         for channels, stride in zip(_RECIPE["channels"], _RECIPE["strides"], strict=True):
             layer = nn.Conv2d(before, channels, 3, stride, padding=1, dtype=torch.float32)
             self.convolutions.append(layer)
             height, width, before = -(-height // stride), -(-width // stride), channels
-        self.hidden = nn.Linear(height * width * before, _RECIPE["features"], dtype=torch.float32)
-        self.out = nn.Linear(_RECIPE["features"], num_classes, dtype=torch.float32)
+        self.hidden: nn.Linear = nn.Linear(
+            height * width * before, _RECIPE["features"], dtype=torch.float32
+        )
+        self.out: nn.Linear = nn.Linear(_RECIPE["features"], num_classes, dtype=torch.float32)
 
     def features(self, images: Tensor) -> Tensor:
         """Maps images (B, H, W, C) to features (B, 64)."""

@@ -94,6 +94,11 @@ def ways_to_sample(model: Model, length: int, curves: bool = False) -> dict[str,
 class Work:
     """What is measured, on which data, and in batches of which size."""
 
+    model: Model
+    data: Data
+    split: Split
+    device: torch.device
+
     def __init__(
         self,
         model: Model,
@@ -105,12 +110,12 @@ class Work:
         journal: Journal | None = None,
     ) -> None:
         self.model, self.data, self.split, self.device = model, data, split, device
-        self.journal = journal or Journal()
-        self.length = data.meta.length
-        self.cut = self.length // 2
+        self.journal: Journal = journal or Journal()
+        self.length: int = data.meta.length
+        self.cut: int = self.length // 2
         steps = 2**15 if device.type == "cuda" else 2**13
-        self.batch = batch or max(1, min(1024, steps // self.length))
-        self.observed = observed(model, data.meta.levels)
+        self.batch: int = batch or max(1, min(1024, steps // self.length))
+        self.observed: str = observed(model, data.meta.levels)
         self.progress: Progress = progress or (lambda stage, done, total: None)
 
     def ranges(self, stage: str, num: int, done: int = 0) -> Iterator[range]:

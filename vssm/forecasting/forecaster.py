@@ -102,6 +102,32 @@ class Forecaster:
         Forecaster(horizon=7, max_steps=3, width=16)
     """
 
+    horizon: int
+    freq: str | None
+    kind: str
+    season: int | None
+    patch: int | None
+    context: int | None
+    transform: str
+    future_columns: Sequence[str]
+    past_columns: Sequence[str] | None
+    static_columns: Sequence[str] | None
+    calibrate: bool
+    refit: bool
+    width: int
+    layers: int
+    latents: int
+    classes: int
+    max_steps: int
+    batch: int
+    learning_rate: float
+    seed: int
+    progress: bool
+    layout_: Layout
+    scale_: GivenScale
+    steps_: int
+    seconds_: float
+
     def __init__(
         self,
         horizon: int = 24,
@@ -211,7 +237,7 @@ class Forecaster:
         )
         options = (self.batch, self.learning_rate, self.seed)
         self.panel_, self.layout_, self.scale_ = panel, windows.layout, scale
-        self.calibration_ = None
+        self.calibration_: Calibration | None = None
         steps = self.max_steps
         with Bar(self.progress) as bar:
             if len(cuts):
@@ -224,7 +250,7 @@ class Forecaster:
             else:
                 steps = min(steps, 300)
             if self.refit or not len(cuts):
-                self.linear_ = fit_linear(whole.centred(centre), penalty)
+                self.linear_: Linear = fit_linear(whole.centred(centre), penalty)
                 whole = whole.centred(centre, self.linear_)
                 show = bar.task("fit all data", steps)
                 self.model_ = train(config, whole, steps, *options, show=show).model
@@ -418,7 +444,7 @@ class Forecaster:
         new, old = self._read(df), self.panel_
         table = pandas.concat([old.to_frame(), new.to_frame()], ignore_index=True)
         table = table.drop_duplicates(["unique_id", "ds"], keep="last")
-        self.panel_ = replace(self._read(table), wide=old.wide)
+        self.panel_: Panel = replace(self._read(table), wide=old.wide)
         return self
 
     def save(self, folder: str | Path) -> None:

@@ -44,7 +44,7 @@ __all__ = ["Forecast", "ModelForecaster", "forecast"]
 
 _LARGEST = 1e30  # number that is read
 
-History = Tensor | np.ndarray | Sequence
+History = Tensor | np.ndarray | Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,11 @@ class ModelForecaster:
         (('load', 'heat'), torch.Size([3, 2, 2]))
     """
 
+    model: Model
+    device: torch.device
+    meta: Meta
+    columns: tuple[str, ...]
+
     def __init__(self, model: Model, meta: Meta | None = None) -> None:
         model = inner_model(model)
         features = model.config.features
@@ -181,7 +186,7 @@ class ModelForecaster:
                 f"meta is of data set {meta.name!r} with {meta.features} features; allowed: data"
                 f" set 'series' with {features}, as the model has"
             )
-        self.engine = Engine(model)
+        self.engine: Engine = Engine(model)
         self.model, self.device = self.engine.model, self.engine.device
         self.meta, self.columns = meta, meta.columns
         self._scale = Scale(meta, self.device)

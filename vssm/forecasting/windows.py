@@ -184,6 +184,13 @@ class Windows:
         linear: The linear forecast that centres the horizon; none by default.
     """
 
+    panel: Panel
+    layout: Layout
+    scale: GivenScale
+    linear: Linear | None
+    y: Tensor
+    known: Tensor
+
     def __init__(
         self,
         panel: Panel,
@@ -193,11 +200,11 @@ class Windows:
         linear: Linear | None = None,
     ) -> None:
         self.panel, self.layout, self.scale, self.linear = panel, layout, scale, linear
-        self.num_future = len(panel.columns.future)
+        self.num_future: int = len(panel.columns.future)
         room = layout.length  # before and after each series, so that every window fits
         lengths = np.array([len(one.y) for one in panel.series])
-        self.lengths = torch.from_numpy(lengths)
-        self.offset = torch.from_numpy(np.cumsum(np.r_[0, lengths[:-1] + 2 * room]) + room)
+        self.lengths: Tensor = torch.from_numpy(lengths)
+        self.offset: Tensor = torch.from_numpy(np.cumsum(np.r_[0, lengths[:-1] + 2 * room]) + room)
         total = int((lengths + 2 * room).sum())
         y = np.full(total, np.nan)
         moving = np.zeros((total, len(scale.moving)))
@@ -222,12 +229,12 @@ class Windows:
             if scale.cycles:
                 clock[at - room : at + len(values) + room] = self._clock(one.dates)
         self.y, self.known = torch.from_numpy(np.nan_to_num(y)), torch.from_numpy(np.isfinite(y))
-        self.moving = torch.from_numpy(moving).float()
-        self.clock = torch.from_numpy(clock).float()
-        self.least = torch.from_numpy(least)
+        self.moving: Tensor = torch.from_numpy(moving).float()
+        self.clock: Tensor = torch.from_numpy(clock).float()
+        self.least: Tensor = torch.from_numpy(least)
         centre, width = np.array(scale.static).reshape(-1, 2).T
         static = (np.stack([one.static for one in panel.series]) - centre) / width
-        self.static = torch.from_numpy(np.clip(static, -10, 10)).float()
+        self.static: Tensor = torch.from_numpy(np.clip(static, -10, 10)).float()
 
     def _clock(self, dates: Any) -> np.ndarray:  # noqa: ANN401
         import pandas

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.config import ModelConfig
-from vssm.distributions import Latents, Observation, make_head
+from vssm.distributions import Head, Latents, Observation, make_head
 from vssm.models.ladder import Rung
 from vssm.nn import Linear, MambaBlock, RMSNorm, State
 from vssm.nn.show import Shown
@@ -126,23 +126,25 @@ class AnyPart(Shown):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.head = make_head(
+        self.head: Head = make_head(
             config.head, config.features - config.given, config.sigma, config.mixtures, config.bins
         )
         last = max(1, config.layers // 2)
         trunk = replace(config, layers=config.layers + config.levels + last)  # scales the blocks
-        self.embed = _EntryEmbedding(config)
-        self.blocks = _blocks(trunk, config.layers)
-        self.spans = config.spans or (1,) * config.levels
-        self.rungs = nn.ModuleList(Rung(trunk, span) for span in self.spans)
-        self.last_blocks = _blocks(trunk, last)
-        self.norm = RMSNorm(config.width, eps=1e-5)
-        self.out = Linear(config.width, self.head.size)
-        self.evidence_embed = _EntryEmbedding(config)
-        self.evidence_blocks = _blocks(config, config.layers)
-        self.evidence_norm = RMSNorm(config.width, eps=1e-5)
+        self.embed: _EntryEmbedding = _EntryEmbedding(config)
+        self.blocks: nn.ModuleList = _blocks(trunk, config.layers)
+        self.spans: tuple[int, ...] = config.spans or (1,) * config.levels
+        self.rungs: nn.ModuleList = nn.ModuleList(Rung(trunk, span) for span in self.spans)
+        self.last_blocks: nn.ModuleList = _blocks(trunk, last)
+        self.norm: RMSNorm = RMSNorm(config.width, eps=1e-5)
+        self.out: Linear = Linear(config.width, self.head.size)
+        self.evidence_embed: _EntryEmbedding = _EntryEmbedding(config)
+        self.evidence_blocks: nn.ModuleList = _blocks(config, config.layers)
+        self.evidence_norm: RMSNorm = RMSNorm(config.width, eps=1e-5)
         alone = self.spans.count(1)  # levels with longer spans gather the evidence of their steps
-        self.evidence_out = Linear(config.width, alone * config.width) if alone else None
+        self.evidence_out: Linear | None = (
+            Linear(config.width, alone * config.width) if alone else None
+        )
 
     def forward(self, *_: object, **__: object) -> NoReturn:
         """Raises, in place of PyTorch, and says what to call."""
@@ -257,11 +259,11 @@ class _EntryEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.tokens = config.head == "categorical"
+        self.tokens: bool = config.head == "categorical"
         if self.tokens:  # after the vocabulary: a token to be made, a missing token
-            self.table = nn.Embedding(config.features + 2, config.width)
+            self.table: nn.Embedding = nn.Embedding(config.features + 2, config.width)
         else:
-            self.linear = Linear(3 * config.features, config.width)
+            self.linear: Linear = Linear(3 * config.features, config.width)
 
     def forward(self, x: Tensor, known: Tensor, made: Tensor) -> Tensor:
         """Maps x, known and made, (B, T, D) or (B, T) each, to (B, T, width)."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vssm.config import ModelConfig
-from vssm.distributions import Observation, make_head
+from vssm.distributions import Head, Observation, make_head
 from vssm.nn import Stack, State, embedding
 from vssm.nn.show import Shown
 
@@ -32,10 +32,10 @@ class Autoregressive(Shown):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.head = make_head(
+        self.head: Head = make_head(
             config.head, config.features, config.sigma, config.mixtures, config.bins
         )
-        self.stack = Stack(config, embedding(config), self.head.size, blank=True)
+        self.stack: Stack = Stack(config, embedding(config), self.head.size, blank=True)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Observation, State]:
         """Returns the distributions P(x_t | w_t) of all steps of x, and the state after them."""

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.config import ModelConfig
-from vssm.distributions import Latents, Observation, make_head
+from vssm.distributions import Head, Latents, Observation, make_head
 from vssm.nn import LatentEmbedding, Linear, MambaBlock, RMSNorm, Stack, State, embedding
 from vssm.nn.show import Shown
 
@@ -82,6 +82,10 @@ class Rung(nn.Module):
         span: The steps that each latent speaks for.
     """
 
+    latents: int
+    classes: int
+    span: int
+
     def __init__(self, config: ModelConfig, span: int) -> None:
         super().__init__()
         self.latents, self.classes, width = (
@@ -90,12 +94,12 @@ class Rung(nn.Module):
             config.width,
         )
         codes, self.span = self.latents * self.classes, span
-        self.block = MambaBlock(config)
-        self.norm = RMSNorm(width, eps=1e-5)
-        self.prior_and_query = Linear(width, codes + width)
-        self.update = Linear(width, codes)
-        self.embed = LatentEmbedding(self.latents, self.classes, span * width)
-        self.gather = Linear(span * width, width) if span > 1 else None
+        self.block: MambaBlock = MambaBlock(config)
+        self.norm: RMSNorm = RMSNorm(width, eps=1e-5)
+        self.prior_and_query: Linear = Linear(width, codes + width)
+        self.update: Linear = Linear(width, codes)
+        self.embed: LatentEmbedding = LatentEmbedding(self.latents, self.classes, span * width)
+        self.gather: Linear | None = Linear(span * width, width) if span > 1 else None
 
     def prior(self, h: Tensor) -> tuple[Latents, Tensor]:
         """Returns p(z^l_t | ...), and R_l h, the query of the posterior, (B, T, width)."""
@@ -190,17 +194,19 @@ class Ladder(Shown):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.head = make_head(
+        self.head: Head = make_head(
             config.head, config.features, config.sigma, config.mixtures, config.bins
         )
         last = max(1, config.layers // 2)
         trunk = replace(config, layers=config.levels + last)  # which scales the blocks
         spans = config.spans or (1,) * config.levels
-        self.evidence = Stack(config, embedding(config), max(1, spans.count(1)) * config.width)
+        self.evidence: Stack = Stack(
+            config, embedding(config), max(1, spans.count(1)) * config.width
+        )
         if 1 not in spans:  # no level reads it, and DDP refuses weights without a gradient
             self.evidence.out = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
-        self.rungs = nn.ModuleList(Rung(trunk, span) for span in spans)
-        self.decoder = Stack(trunk, embedding(config), self.head.size, blank=True)
+        self.rungs: nn.ModuleList = nn.ModuleList(Rung(trunk, span) for span in spans)
+        self.decoder: Stack = Stack(trunk, embedding(config), self.head.size, blank=True)
         del self.decoder.blocks[last:]
 
     def forward(self, *_: object, **__: object) -> NoReturn:

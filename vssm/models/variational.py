@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vssm.config import ModelConfig
-from vssm.distributions import Latents, Observation, make_head
+from vssm.distributions import Head, Latents, Observation, make_head
 from vssm.nn import LatentEmbedding, Stack, State, embedding
 from vssm.nn.show import Shown
 
@@ -43,13 +43,13 @@ class Variational(Shown):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.head = make_head(
+        self.head: Head = make_head(
             config.head, config.features, config.sigma, config.mixtures, config.bins
         )
         codes = config.latents * config.classes
-        self.encoder = Stack(config, embedding(config), codes)
-        self.partial = Stack(config, embedding(config), codes, blank=True)
-        self.decoder = Stack(
+        self.encoder: Stack = Stack(config, embedding(config), codes)
+        self.partial: Stack = Stack(config, embedding(config), codes, blank=True)
+        self.decoder: Stack = Stack(
             config, LatentEmbedding(config.latents, config.classes, config.width), self.head.size
         )
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.config import ModelConfig
-from vssm.distributions import Latents, Observation, make_head
+from vssm.distributions import Head, Latents, Observation, make_head
 from vssm.nn import LatentEmbedding, Linear, Stack, State, embedding
 from vssm.nn.show import Shown
 
@@ -56,16 +56,16 @@ class VRNN(Shown):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.head = make_head(
+        self.head: Head = make_head(
             config.head, config.features, config.sigma, config.mixtures, config.bins
         )
         width, codes = config.width, config.latents * config.classes
-        self.embed_x = embedding(config)
-        self.embed_z = LatentEmbedding(config.latents, config.classes, width)
-        self.stack = Stack(config, Linear(2 * width, width), width, blank=True)
-        self.to_prior = _MLP(width, width, codes)
-        self.to_posterior = _MLP(2 * width, width, codes)
-        self.to_likelihood = _MLP(2 * width, width, self.head.size)
+        self.embed_x: nn.Module = embedding(config)
+        self.embed_z: LatentEmbedding = LatentEmbedding(config.latents, config.classes, width)
+        self.stack: Stack = Stack(config, Linear(2 * width, width), width, blank=True)
+        self.to_prior: _MLP = _MLP(width, width, codes)
+        self.to_posterior: _MLP = _MLP(2 * width, width, codes)
+        self.to_likelihood: _MLP = _MLP(2 * width, width, self.head.size)
 
     def memory(self, batch: int, state: State | None = None) -> Tensor:
         """Returns h_{t-1}, (B, 1, width): the output of the stack so far, or a learned start."""
@@ -112,8 +112,8 @@ class VRNN(Shown):
 class _MLP(nn.Module):
     def __init__(self, inputs: int, width: int, outputs: int) -> None:
         super().__init__()
-        self.hidden = Linear(inputs, width)
-        self.out = Linear(width, outputs)
+        self.hidden: Linear = Linear(inputs, width)
+        self.out: Linear = Linear(width, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(F.silu(self.hidden(x)))

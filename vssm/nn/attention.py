@@ -26,13 +26,13 @@ class AttentionBlock(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width = config.width
-        self.heads = config.heads
-        self.ln_1 = nn.LayerNorm(width, eps=1e-5)
-        self.c_attn = Linear(width, 3 * width)
-        self.c_proj = Linear(width, width)
-        self.ln_2 = nn.LayerNorm(width, eps=1e-5)
-        self.mlp_c_fc = Linear(width, 4 * width)
-        self.mlp_c_proj = Linear(4 * width, width)
+        self.heads: int = config.heads
+        self.ln_1: nn.LayerNorm = nn.LayerNorm(width, eps=1e-5)
+        self.c_attn: Linear = Linear(width, 3 * width)
+        self.c_proj: Linear = Linear(width, width)
+        self.ln_2: nn.LayerNorm = nn.LayerNorm(width, eps=1e-5)
+        self.mlp_c_fc: Linear = Linear(width, 4 * width)
+        self.mlp_c_proj: Linear = Linear(4 * width, width)
         for linear in (self.c_attn, self.c_proj, self.mlp_c_fc, self.mlp_c_proj):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)

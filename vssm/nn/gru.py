@@ -23,8 +23,8 @@ class GRUBlock(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(config.width, eps=1e-5)
-        self.gru = nn.GRU(config.width, config.width, batch_first=True)
+        self.norm: nn.RMSNorm = nn.RMSNorm(config.width, eps=1e-5)
+        self.gru: nn.GRU = nn.GRU(config.width, config.width, batch_first=True)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step."""

@@ -105,10 +105,15 @@ class LatentEmbedding(nn.Module):
     Classes are looked up and summed; one-hot vectors are multiplied, so that they get a gradient.
     """
 
+    latents: int
+    classes: int
+
     def __init__(self, latents: int, classes: int, width: int) -> None:
         super().__init__()
         # Z rows are summed: this scale makes the sum of unit variance.
-        self.weight = nn.Parameter(torch.randn(latents * classes, width) / math.sqrt(latents))
+        self.weight: nn.Parameter = nn.Parameter(
+            torch.randn(latents * classes, width) / math.sqrt(latents)
+        )
         self.latents, self.classes = latents, classes
 
     def forward(self, z: Tensor) -> Tensor:

@@ -29,17 +29,24 @@ _DT_FLOOR = 1e-4
 class MambaMixer(nn.Module):
     """Creates the selective state space layer, without norm and residual."""
 
+    rank: int
+    states: int
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         width, inner, states, rank = config.width, config.inner, config.state_size, config.dt_rank
         self.rank, self.states = rank, states
-        self.in_proj = Linear(width, 2 * inner, bias=False)
-        self.conv1d = nn.Conv1d(inner, inner, config.conv, groups=inner, padding=config.conv - 1)
-        self.x_proj = Linear(inner, rank + 2 * states, bias=False)
-        self.dt_proj = StepSizes(rank, inner)
-        self.A_log = nn.Parameter(torch.arange(1.0, states + 1).log().repeat(inner, 1))
+        self.in_proj: Linear = Linear(width, 2 * inner, bias=False)
+        self.conv1d: nn.Conv1d = nn.Conv1d(
+            inner, inner, config.conv, groups=inner, padding=config.conv - 1
+        )
+        self.x_proj: Linear = Linear(inner, rank + 2 * states, bias=False)
+        self.dt_proj: StepSizes = StepSizes(rank, inner)
+        self.A_log: nn.Parameter = nn.Parameter(
+            torch.arange(1.0, states + 1).log().repeat(inner, 1)
+        )
         self.D = nn.Parameter(torch.ones(inner))
-        self.out_proj = Linear(inner, width, bias=False)
+        self.out_proj: Linear = Linear(inner, width, bias=False)
         with torch.no_grad():
             self.dt_proj.weight.uniform_(-(rank**-0.5), rank**-0.5)
             low, high = map(math.log, _DT_RANGE)
@@ -68,8 +75,8 @@ class MambaBlock(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = RMSNorm(config.width, eps=1e-5)
-        self.mixer = MambaMixer(config)
+        self.norm: RMSNorm = RMSNorm(config.width, eps=1e-5)
+        self.mixer: MambaMixer = MambaMixer(config)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step."""

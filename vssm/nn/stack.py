@@ -21,7 +21,11 @@ from vssm.nn.state import State
 
 __all__ = ["BLOCKS", "Stack", "sinusoids"]
 
-BLOCKS = {"mamba": MambaBlock, "attention": AttentionBlock, "gru": GRUBlock}
+BLOCKS: dict[str, type[MambaBlock | AttentionBlock | GRUBlock]] = {
+    "mamba": MambaBlock,
+    "attention": AttentionBlock,
+    "gru": GRUBlock,
+}
 
 
 class Stack(nn.Module):
@@ -40,10 +44,16 @@ class Stack(nn.Module):
         super().__init__()
         attention = config.block == "attention"
         self.embed = embed
-        self.blank = nn.Parameter(torch.randn(config.width) * 0.02) if blank else None
-        self.blocks = nn.ModuleList(BLOCKS[config.block](config) for _ in range(config.layers))
-        self.norm = (nn.LayerNorm if attention else RMSNorm)(config.width, eps=1e-5)
-        self.out = Linear(config.width, outputs)
+        self.blank: nn.Parameter | None = (
+            nn.Parameter(torch.randn(config.width) * 0.02) if blank else None
+        )
+        self.blocks: nn.ModuleList = nn.ModuleList(
+            BLOCKS[config.block](config) for _ in range(config.layers)
+        )
+        self.norm: nn.LayerNorm | RMSNorm = (nn.LayerNorm if attention else RMSNorm)(
+            config.width, eps=1e-5
+        )
+        self.out: Linear = Linear(config.width, outputs)
         self.positional = attention  # a recurrence knows where it is, attention does not
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:

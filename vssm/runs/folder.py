@@ -106,9 +106,9 @@ class RunFolder:
     """Reads and writes one run folder, which need not exist yet."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.path = Path(folder)
-        self.log_path = self.path / "log.jsonl"
-        self.checkpoints = self.path / "checkpoint"
+        self.path: Path = Path(folder)
+        self.log_path: Path = self.path / "log.jsonl"
+        self.checkpoints: Path = self.path / "checkpoint"
         self._lock: IO[str] | None = None
 
     def close(self) -> None:

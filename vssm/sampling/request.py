@@ -56,7 +56,9 @@ class Noise:
     """
 
     def __init__(self, seed: Tensor, row: Tensor, start: Tensor | None = None) -> None:
-        self.seed, self.row, self.start = seed, row, start
+        self.seed: Tensor = seed
+        self.row: Tensor = row
+        self.start: Tensor | None = start
 
     @property
     def num(self) -> int:
@@ -241,6 +243,7 @@ def check_noise(
     state: State | None,
     device: torch.device,
 ) -> Noise:
+    """Returns the noise that a seed and rows name, or that a state goes on with."""
     seed = operator.index(seed) if isinstance(seed, np.integer) else seed
     if seed is None:
         seeds = torch.zeros(num, dtype=torch.int64, device=device)

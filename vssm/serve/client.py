@@ -37,6 +37,10 @@ class Answer(NamedTuple):
 class ServerError(ValueError):
     """A refusal in the words of the server; `status`, `type` and `param` say what and why."""
 
+    status: int
+    type: str
+    param: str | None
+
     def __init__(self, status: int, type: str, message: str, param: str | None = None) -> None:
         super().__init__(printable(" ".join(str(message).split())))
         self.status, self.type, self.param = status, type, param

@@ -23,6 +23,9 @@ class Refused(HTTPException):
         retry_after: Seconds after which to try again.
     """
 
+    type: str
+    param: str | None
+
     def __init__(
         self,
         status: int,
@@ -33,7 +36,9 @@ class Refused(HTTPException):
     ) -> None:
         super().__init__(status, message)
         self.type, self.param = type, param
-        self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
+        self.headers: dict[str, str] = (
+            {} if retry_after is None else {"retry-after": str(retry_after)}
+        )
 
     def body(self) -> dict[str, Any]:
         """Returns the body of the answer."""

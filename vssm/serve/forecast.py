@@ -1,10 +1,10 @@
 """POST /v1/forecast: what follows raw histories, by a saved `vssm.forecasting.Forecaster`."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import pandas
-from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from vssm.forecasting.forecaster import Forecaster
@@ -39,7 +39,7 @@ _Rows = Annotated[list[dict[str, Any]], BeforeValidator(_check_rows), WithJsonSc
 class ForecastRequest(BaseModel):
     """Forecasts what follows raw histories: quantiles, or sample paths."""
 
-    model_config = examples(
+    model_config: ClassVar[ConfigDict] = examples(
         {
             "history": [
                 {"unique_id": "shop 1", "ds": "2026-01-30", "y": 12.5},

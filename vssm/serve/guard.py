@@ -29,23 +29,25 @@ class Metrics:
     """The metrics at /metrics, in a registry of their own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry: CollectorRegistry = CollectorRegistry()
         counter = partial(Counter, registry=self.registry)
         gauge = partial(Gauge, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
-        self.requests = counter("vssm_requests", "Requests answered.", ["route", "status"])
-        self.latency = histogram(
+        self.requests: Counter = counter("vssm_requests", "Requests answered.", ["route", "status"])
+        self.latency: Histogram = histogram(
             "vssm_request_seconds", "Time to the end of the answer.", ["route"]
         )
-        self.rows = counter("vssm_rows", "Sequences computed.", ["model"])
+        self.rows: Counter = counter("vssm_rows", "Sequences computed.", ["model"])
         sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-        self.batch = histogram("vssm_batch_rows", "Sequences computed together.", buckets=sizes)
-        self.compute = counter("vssm_compute_seconds", "Time spent computing.", ["model"])
-        self.cancelled = counter("vssm_cancelled", "Requests whose client left.")
-        self.in_progress = gauge("vssm_in_progress", "Requests in progress.")
-        self.waiting = gauge("vssm_waiting", "Requests that have not begun.")
-        self.states = gauge("vssm_states", "States kept for resuming.")
-        self.state_bytes = gauge("vssm_state_bytes", "Bytes of states kept for resuming.")
+        self.batch: Histogram = histogram(
+            "vssm_batch_rows", "Sequences computed together.", buckets=sizes
+        )
+        self.compute: Counter = counter("vssm_compute_seconds", "Time spent computing.", ["model"])
+        self.cancelled: Counter = counter("vssm_cancelled", "Requests whose client left.")
+        self.in_progress: Gauge = gauge("vssm_in_progress", "Requests in progress.")
+        self.waiting: Gauge = gauge("vssm_waiting", "Requests that have not begun.")
+        self.states: Gauge = gauge("vssm_states", "States kept for resuming.")
+        self.state_bytes: Gauge = gauge("vssm_state_bytes", "Bytes of states kept for resuming.")
 
     def watch(self, name: str, rows: int, seconds: float) -> None:
         """Counts a batch."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from vssm import noise
@@ -33,20 +34,24 @@ class Served:
         meta: Describes its data, if known.
     """
 
+    name: str
+    model: Model
+    meta: Meta | None
+
     def __init__(self, name: str, model: Model, meta: Meta | None = None) -> None:
-        self.engine = Engine(model)
+        self.engine: Engine = Engine(model)
         self.name, self.model, self.meta = name, self.engine.model, meta
-        self.device = self.engine.device
-        self.parallel = isinstance(model, Variational | Ladder | AnyPart)
+        self.device: torch.device = self.engine.device
+        self.parallel: bool = isinstance(model, Variational | Ladder | AnyPart)
         """Whether the model generates many steps in one pass."""
-        self.remembers_steps = model.config.kind in ("transformer", "tvae")
+        self.remembers_steps: bool = model.config.kind in ("transformer", "tvae")
         """Whether its state grows with every step."""
-        self.text = model.head.tokens and meta is not None
+        self.text: bool = model.head.tokens and meta is not None
         """Whether sequences can be shown as text."""
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.parameters: int = sum(parameter.numel() for parameter in model.parameters())
         products = _PRODUCTS.get(self.device.type, _PRODUCTS["cpu"])
         products //= 1 if self.parallel else 2  # one step at a time takes about twice as long
-        self.cells = max(1, min(_MOST_CELLS, products // self.parameters))
+        self.cells: int = max(1, min(_MOST_CELLS, products // self.parameters))
         """Most sequences times steps of a piece of work."""
 
     def warm_up(self) -> None:

@@ -30,7 +30,7 @@ class Store:
     ) -> None:
         self._seconds, self._count, self._bytes, self._clock = seconds, count, bytes, clock
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self.held = 0
+        self.held: int = 0
         """The bytes of all states."""
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ import base64
 import io
 import json
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -163,7 +163,9 @@ class _MakeRequest(_Request):
 class GenerateRequest(_MakeRequest):
     """Generates sequences, from nothing or after a prompt."""
 
-    model_config = examples({"num": 16, "seed": 7}, {"length": 12, "stream": True})
+    model_config: ClassVar[ConfigDict] = examples(
+        {"num": 16, "seed": 7}, {"length": 12, "stream": True}
+    )
     prompt: _Lists = None
     prompt_npy: _Npy = None
 
@@ -171,14 +173,14 @@ class GenerateRequest(_MakeRequest):
 class ResumeRequest(_MakeRequest):
     """Continues where an answer stopped; the same place can be resumed many times."""
 
-    model_config = examples({"resume": "RESUME_OF_AN_ANSWER", "length": 12})
+    model_config: ClassVar[ConfigDict] = examples({"resume": "RESUME_OF_AN_ANSWER", "length": 12})
     resume: _Resume
 
 
 class ObserveRequest(_Request):
     """Reads data and returns where to resume; `resume` adds more data to earlier data."""
 
-    model_config = examples({"x_npy": "BASE64_OF_A_NPY_FILE", "num": 4})
+    model_config: ClassVar[ConfigDict] = examples({"x_npy": "BASE64_OF_A_NPY_FILE", "num": 4})
     x: _Lists = None
     x_npy: _Npy = None
     resume: _Resume | None = None
@@ -188,7 +190,9 @@ class ObserveRequest(_Request):
 class FillRequest(_Request):
     """Fills the gaps of sequences, for a model with `known` "any"; `num` samples of each."""
 
-    model_config = examples({"model": "NAME", "x": [[0.5, None], [None, None]], "passes": 4})
+    model_config: ClassVar[ConfigDict] = examples(
+        {"model": "NAME", "x": [[0.5, None], [None, None]], "passes": 4}
+    )
     x: _Gaps = None
     x_npy: _Npy = None
     passes: _Count = Field(1, description="Parallel passes; more make one part after the other.")

@@ -43,6 +43,10 @@ _RECONDITIONED = 16  # most pieces of work in a chunk with recondition: about 3 
 class Service:
     """Plans requests, runs them, and keeps the states that they can be resumed from."""
 
+    worker: Worker
+    settings: Settings
+    metrics: Metrics
+
     def __init__(
         self,
         worker: Worker,
@@ -51,10 +55,10 @@ class Service:
         metrics: Metrics,
     ) -> None:
         self.worker, self.settings, self.metrics = worker, settings, metrics
-        self.models = {served.name: served for served in worker.models}
+        self.models: dict[str, Served] = {served.name: served for served in worker.models}
         self.forecasters = forecasters
         most = settings.resume_mib * 2**20
-        self.store = Store(settings.resume_seconds, settings.resume_count, most)
+        self.store: Store = Store(settings.resume_seconds, settings.resume_count, most)
 
     def plan_generate(self, ask: GenerateRequest) -> Job:
         """Returns the job of a request, or refuses it."""

@@ -55,7 +55,7 @@ class Worker:
         """Called in the thread when it has failed."""
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vssm-worker", daemon=True)
-        self.start = self._thread.start
+        self.start: Callable[[], None] = self._thread.start
 
     def close(self) -> None:
         """Finishes all jobs, then stops the thread."""

@@ -22,6 +22,10 @@ class GraphedStep:
         failed: Called with the reason if recording fails; the function is then called every time.
     """
 
+    generator: torch.Generator
+    plain_calls: int
+    result: Tensor
+
     def __init__(
         self,
         function: Callable[[], Tensor],
@@ -29,8 +33,10 @@ class GraphedStep:
         stream: "torch.cuda.Stream",
         failed: Callable[[str], object],
     ) -> None:
-        self.function, self.generator = function, generator
-        self.stream, self.failed = stream, failed
+        self.function: Callable[[], Tensor] = function
+        self.generator = generator
+        self.stream: torch.cuda.Stream = stream
+        self.failed: Callable[[str], object] = failed
         self.plain_calls = 2
         self.graph: torch.cuda.CUDAGraph | None = None
 

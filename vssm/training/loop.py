@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from vssm.checks import check_flag, check_path, check_type
-from vssm.config import RunConfig
-from vssm.data import draw, open_data
+from vssm.config import RunConfig, TrainConfig
+from vssm.data import Meta, Split, draw, open_data
 from vssm.likelihoods import estimates
 from vssm.models import Model, build
 from vssm.nn import BLOCKS
@@ -41,7 +41,7 @@ from vssm.training.graph import GraphedStep, on_stream
 from vssm.training.interrupts import Interrupts
 from vssm.training.progress import Progress, choose_progress
 from vssm.training.setup import check_options, check_values, resolve, warn_of_grey, warn_of_mps
-from vssm.training.step import Step, TrainingStopped, learning_rate, mix
+from vssm.training.step import Learner, Step, Tally, TrainingStopped, learning_rate, mix
 
 __all__ = ["Trainer", "TrainingStopped", "train"]
 
@@ -92,6 +92,17 @@ def train(
 class Trainer:
     """One training: what is set up once, and what changes with every step."""
 
+    options: TrainConfig
+    folder: RunFolder
+    world: World
+    progress: Progress
+    config: RunConfig
+    meta: Meta
+    clock: float
+    seconds: float
+    step: int
+    lost: bool
+
     def __init__(
         self, config: RunConfig, folder: RunFolder, world: World, progress: Progress, resume: bool
     ) -> None:
@@ -107,24 +118,25 @@ class Trainer:
         self.config, self.meta = resolve(config, data.meta, first), data.meta
         check_options(options, data)
 
-        self.steps_per_epoch = len(data.train) // options.batch
-        self.total = min(options.epochs * self.steps_per_epoch, options.max_steps or 10**18)
+        self.steps_per_epoch: int = len(data.train) // options.batch
+        self.total: int = min(options.epochs * self.steps_per_epoch, options.max_steps or 10**18)
         if self.total < (options.max_steps or 0):
             progress.message(
                 f"note: {options.epochs} epochs end after {self.total} steps, before max_steps="
                 f"{options.max_steps} (--train.epochs)"
             )
-        self.cut = data.meta.length // 2 if options.validate_partial else 0
+        self.cut: int = data.meta.length // 2 if options.validate_partial else 0
         steps = min(options.validate_every * self.steps_per_epoch, 1e18)
-        self.validation_steps = max(1, round(steps))
+        self.validation_steps: int = max(1, round(steps))
 
-        self.model = self._build_model(first)
+        self.model: Model = self._build_model(first)
         for name, split in (("training", data.train), ("validation", data.valid)):
             check_values(self.model.head, split, f"the {name} set", data.meta.given)
-        self.digest = data.train.digest()
-        self.valid_split = data.valid.placed(world.device)
-        self.steps = Step(self.model, data.train, data.meta, options, world, self.total)
-        self.learner, self.tally = self.steps.learner, self.steps.tally
+        self.digest: list[float] = data.train.digest()
+        self.valid_split: Split = data.valid.placed(world.device)
+        self.steps: Step = Step(self.model, data.train, data.meta, options, world, self.total)
+        self.learner: Learner = self.steps.learner
+        self.tally: Tally = self.steps.tally
         if world.rank == 0:
             warn_of_grey(self.model.head, data)
             warn_of_mps(world.device, self.steps.dtype)
@@ -163,7 +175,7 @@ class Trainer:
         """Makes CUDA graphs of training and validation steps, on one CUDA device."""
         options, world, device = self.options, self.world, self.world.device
         local = options.batch // world.size
-        self.valid_index = torch.zeros(local, dtype=torch.long, device=device)
+        self.valid_index: Tensor = torch.zeros(local, dtype=torch.long, device=device)
         self.score: Callable[[], Tensor] = self._score
         self.stream: torch.cuda.Stream | None = None
         alone = options.graph and not (world.grouped or options.fsdp or options.compile)
@@ -238,11 +250,11 @@ class Trainer:
         due = due or self.step == self.total
         if self.world.agree([float(due)])[0]:
             self.save(skipped, streak)
-            self.checkpointed = time.monotonic()
+            self.checkpointed: float = time.monotonic()
         rested = time.monotonic() - self.drawn > _PICTURE_SECONDS
         if validating and self.world.rank == 0 and rested:
             self.draw()
-        self.window = time.monotonic()
+        self.window: float = time.monotonic()
 
     def _log(self, split: str, values: dict[str, Any]) -> None:
         now = time.monotonic()
@@ -324,7 +336,7 @@ class Trainer:
             write_atomically(
                 self.folder.path / "samples.png", lambda path: draw(self.meta, x, path)
             )
-        self.drawn = time.monotonic()
+        self.drawn: float = time.monotonic()
 
     def _sample(self, num: int) -> Tensor:
         """Returns samples; features that are given are those of the first validation sequences."""
@@ -361,7 +373,7 @@ class Trainer:
             checkpoint = self.folder.read_checkpoint(self.config, self.progress.message)
             if checkpoint is not None:
                 self.saved, progress, parts = checkpoint
-                self.started = progress["started"]
+                self.started: str = progress["started"]
                 self._check_data(progress["data"])
                 best = math.nan if progress["best"] is None else progress["best"]
                 validated = not math.isnan(best) or progress["step"] == self.total

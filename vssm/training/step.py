@@ -61,18 +61,20 @@ class Step:
         self.meta, self.options, self.world, self.total = meta, options, world, total
         cuda = world.device.type == "cuda"
         bfloat16 = options.precision == "bfloat16" or (options.precision == "auto" and cuda)
-        self.dtype = torch.bfloat16 if bfloat16 else torch.float32
-        self.alone = _Call(model)
-        self.parallel = world.wrap(self.alone, options.fsdp)
+        self.dtype: torch.dtype = torch.bfloat16 if bfloat16 else torch.float32
+        self.alone: _Call = _Call(model)
+        self.parallel: nn.Module = world.wrap(self.alone, options.fsdp)
         self.learner, self.tally = Learner(model, options, world), Tally(world.device)
-        self.split = split.placed(world.device)
+        self.split: Split = split.placed(world.device)
         # Gradients are clipped and logged per value of x; per sequence they would be thousands.
-        self.values = split.x[0].numel() * split.filled
-        self.per_epoch = len(split) // options.batch
-        self.generator = torch.Generator(world.device)
-        self.kl_weight = torch.zeros((), device=world.device) if options.kl_warmup else None
+        self.values: float = split.x[0].numel() * split.filled
+        self.per_epoch: int = len(split) // options.batch
+        self.generator: torch.Generator = torch.Generator(world.device)
+        self.kl_weight: Tensor | None = (
+            torch.zeros((), device=world.device) if options.kl_warmup else None
+        )
         local = options.batch // world.size
-        self.index = torch.zeros(local, dtype=torch.long, device=world.device)
+        self.index: Tensor = torch.zeros(local, dtype=torch.long, device=world.device)
         self.update: Callable[[], Tensor] = self.compute
         self.epoch, self.order = -1, torch.empty(0)
 
@@ -187,7 +189,7 @@ class Learner:
         rate = options.learning_rate if self._rate is None else self._rate
         decay = options.weight_decay
         matrices = block_matrices(model) if options.optimizer == "muon" else {}
-        self.adamw = torch.optim.AdamW(
+        self.adamw: torch.optim.AdamW = torch.optim.AdamW(
             parameter_groups(model, but=matrices),
             rate,
             betas=(0.9, options.beta2),
@@ -198,9 +200,9 @@ class Learner:
         self.optimizers: list[torch.optim.Optimizer] = [self.adamw]
         if matrices:
             self.optimizers.append(Muon(matrices.values(), rate, weight_decay=decay))
-        self.parameters = dict(model.named_parameters())
+        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         weights = self.parameters.items() if options.ema else ()
-        self.ema = {name: weight.detach().clone() for name, weight in weights}
+        self.ema: dict[str, Tensor] = {name: weight.detach().clone() for name, weight in weights}
 
     def begin(self, step: int, total: int) -> None:
         """Sets the rates of a step, 1 to `total`."""
@@ -287,7 +289,7 @@ class Learner:
 class Tally:
     """Sums the terms of good steps on the device, and counts the steps that were skipped."""
 
-    names = (*Terms._fields, "gradient_norm")
+    names: tuple[str, ...] = (*Terms._fields, "gradient_norm")
 
     def __init__(self, device: torch.device) -> None:
         float64 = {"dtype": torch.float64, "device": device}

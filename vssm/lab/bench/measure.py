@@ -154,6 +154,13 @@ class Record:
             and x_mib_y beside x_ms_y.
     """
 
+    name: str
+    command: str
+    device: torch.device
+    quantiles: bool
+    repeats: int | None
+    seconds: float
+
     def __init__(
         self,
         name: str,
@@ -185,7 +192,7 @@ class Record:
         self.metrics: dict[str, float | None] = {}
         self.notes: dict[str, str] = {}
         self.earlier: list[str] = []
-        self.out = None if out is None else Path(out)
+        self.out: Path | None = None if out is None else Path(out)
         if self.out is not None:
             if self.out.is_dir():
                 raise ValueError(f"out={str(self.out)!r} is a folder; give the name of a JSON file")

@@ -28,7 +28,7 @@ from vssm.ops import choose_backend, selective_scan
 
 __all__ = ["Shape", "floor_ms", "main_scan", "print_scan_table", "scan_arguments", "time_scan"]
 
-SHAPES = {
+SHAPES: dict[str, tuple[str, ...]] = {
     "cpu": ("16x256x512x16", "1x2048x256x16", "64x28x2048x16", "1x1x512x16"),
     "cuda": ("1024x28", "256x32", "64x1024", "8x4096", "1x65536"),
 }

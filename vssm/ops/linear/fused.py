@@ -41,7 +41,7 @@ class PackedWeight:
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self.weight = weight.detach().contiguous()
+        self.weight: Tensor = weight.detach().contiguous()
         self._halves: Halves | None = None
 
     def halves(self, split: Callable[[Tensor], Halves]) -> Halves:
