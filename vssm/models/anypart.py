@@ -76,7 +76,7 @@ class Part(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Part":
         """Returns what a function makes of each tensor."""
-        return Part(*(function(v) if isinstance(v, Tensor) else v for v in self))
+        return Part._make(function(v) if isinstance(v, Tensor) else v for v in self)
 
     def repeat(self, times: int) -> "Part":
         """Returns the batch `times` times."""
