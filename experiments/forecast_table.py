@@ -157,11 +157,11 @@ def packaged(name: str) -> tuple[pandas.DataFrame, str]:
     package = "statsmodels" if name == "co2" else "vega_datasets"
     folder = Path(str(find_spec(package).submodule_search_locations[0]))  # type: ignore[union-attr,index]
     if name == "co2":
-        table = pandas.read_csv(folder / "datasets/co2/co2.csv", index_col=0)
-        table.index = pandas.to_datetime(table.index.astype(str))
-        return table.asfreq("W-SAT"), "W-SAT"
+        weeks = pandas.read_csv(folder / "datasets/co2/co2.csv", index_col=0)
+        weeks.index = pandas.to_datetime(weeks.index.astype(str))
+        return weeks.asfreq("W-SAT"), "W-SAT"
     file, freq = {"seattle": ("seattle-weather", "D"), "employment": ("us-employment", "MS")}[name]
-    table = pandas.read_csv(folder / "_data" / f"{file}.csv", index_col=0, parse_dates=True)
+    table: Any = pandas.read_csv(folder / "_data" / f"{file}.csv", index_col=0, parse_dates=True)
     columns = ["temp_max", "temp_min", "wind"] if name == "seattle" else list(table.columns)
     return table[columns].asfreq(freq), freq
 
