@@ -428,6 +428,8 @@ def test_resuming_never_trains_over_finished_weights(unbroken, tmp_path):
     ended = shutil.copytree(
         unbroken, tmp_path / "ended", ignore=shutil.ignore_patterns("checkpoint")
     )
+    damaged = shutil.copytree(ended, tmp_path / "damaged")
+    (damaged / "meta.json").write_text("{")
     kept = ("config.json", "weights.safetensors")
     (tmp_path / "copy").mkdir()
     for name in kept:
@@ -435,6 +437,7 @@ def test_resuming_never_trains_over_finished_weights(unbroken, tmp_path):
     for folder, message in (
         (tmp_path / "saved", r"has no key 'data'; use a run folder"),
         (ended, "has weights but no checkpoint to go on from"),
+        (damaged, "has weights but no checkpoint to go on from"),
         (tmp_path / "copy", "has weights but no checkpoint to go on from"),
     ):
         before = {name: (folder / name).read_bytes() for name in kept}

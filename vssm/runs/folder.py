@@ -151,10 +151,14 @@ class RunFolder:
 
     def has_ended(self) -> bool:
         """Returns whether meta.json says that the training is finished."""
+        return self._ended() is True
+
+    def _ended(self) -> bool | None:
+        """Returns whether the training is finished; None if meta.json is missing or damaged."""
         try:
             return read_object(self.path / "meta.json")["ended"] is not None
         except (OSError, ValueError, KeyError):
-            return False
+            return None
 
     def compare(self, config: RunConfig) -> None:
         """Raises if the run in this folder has other settings, except those in `FREE`."""
@@ -185,8 +189,8 @@ class RunFolder:
         self.compare(config)
         self._lock = claim(self.path, "run folder")
         self._tidy()
-        # Without a log, config and weights may have been copied from a finished run.
-        finished = self.has_ended() or not self.log_path.exists()
+        # Without a log or a readable meta.json, this may be all that is left of a finished run.
+        finished = self._ended() is not False or not self.log_path.exists()
         if (self.path / "weights.safetensors").exists() and finished and not self._saved():
             raise ValueError(
                 f"{str(self.path)!r} has weights but no checkpoint to go on from, and a new start "
