@@ -199,9 +199,14 @@ def _joined(text: str) -> str:
 
 
 def _fields(value: type) -> list[str]:
-    """Lists the fields of a class with their defaults and the docstrings below them."""
+    """Lists the fields of a class with their defaults and the docstrings below them.
+
+    A class with an `__init__` of its own has arguments instead.
+    """
     tree = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
     assert isinstance(tree, ast.ClassDef)
+    if any(isinstance(part, ast.FunctionDef) and part.name == "__init__" for part in tree.body):
+        return []
     lines = []
     for field, below in itertools.pairwise([*tree.body, ast.Pass()]):
         match field:
