@@ -15,7 +15,8 @@ lint: .venv/ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/pyright --verifytypes vssm --ignoreexternal --outputjson | $(BIN)/python -c "import json, sys; \
+	@# Pyright finds an installed package through the python on the path.
+	PATH="$(CURDIR)/$(BIN):$$PATH" pyright --verifytypes vssm --ignoreexternal --outputjson | $(BIN)/python -c "import json, sys; \
 		score = json.load(sys.stdin)['typeCompleteness']['completenessScore']; \
 		print(f'{score:.1%} of the public names are typed'); assert score >= 0.95"
 
