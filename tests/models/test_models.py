@@ -172,7 +172,7 @@ def test_paper_scale_sizes():
         ),
         (
             {"levels": 2, "spans": (10**18, 1)},
-            "spans=.* one whole number >= 1 and < 10000000 for each level",
+            "spans is .* one whole number >= 1 and < 10000000 for each level",
         ),
         ({"width": -4}, "width is -4"),
         ({"layers": 0}, "layers is 0"),
