@@ -756,3 +756,17 @@ def test_images_do_not_depend_on_the_batch(monkeypatch):
     works = (Work(model, data, data.test(), batch, torch.device("cpu"), None) for batch in (7, 20))
     few, many = (image_quality(work, 20, image_makers(work, 20, curves=False)) for work in works)
     assert few == pytest.approx(many, rel=1e-4)
+
+
+def test_a_result_that_a_full_disk_refuses_is_printed(tmp_path, monkeypatch, capsys):
+    run = make_run(tmp_path / "run", "rnn", WAVES)
+
+    def refuse(path, made):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(evaluate, "write_result", refuse)
+    with pytest.raises(SystemExit) as stop:
+        main(["evaluate", str(run), "--quick"])
+    printed = capsys.readouterr()
+    assert stop.value.code == 2 and "No space left on device" in printed.err
+    assert "log_likelihood" in printed.out

@@ -258,6 +258,15 @@ def test_checkpoint_with_a_wrong_list_of_files_is_damaged(files, tmp_path):
         folder.read_checkpoint(tiny(), print)
 
 
+def test_checkpoint_without_its_settings_is_damaged(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    path = folder.save_checkpoint(tiny(), 3, {}, {}) / "progress.json"
+    record = json.loads(path.read_text())
+    path.write_text(signed({key: value for key, value in record.items() if key != "config"}))
+    with pytest.raises(ValueError, match="does not say which run it belongs to"):
+        folder.read_checkpoint(tiny(), print)
+
+
 def test_pickle_with_a_right_checksum_is_refused(tmp_path):
     flag = tmp_path / "unpickled"
     folder = RunFolder(tmp_path / "run")

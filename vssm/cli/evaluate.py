@@ -12,7 +12,7 @@ import tyro
 
 from vssm.cli.display import ProgressBar, show_metrics
 from vssm.evaluation.result import check_result_path, keep_result
-from vssm.evaluation.scores import evaluate_run
+from vssm.evaluation.scores import UnwrittenResult, evaluate_run
 from vssm.runs.folder import RunFolder
 from vssm.runs.pretrained import find
 
@@ -73,6 +73,9 @@ class Evaluate:
         try:
             with ProgressBar() as bar:
                 result = evaluate_run(folder, **options, progress=bar.show)
+        except UnwrittenResult as error:
+            show_metrics(title, error.result["metrics"])
+            raise
         except (KeyboardInterrupt, SystemExit):
             if any(folder.glob("eval*.part-*.json")):
                 note = "what was found so far is kept; the same command goes on from there"

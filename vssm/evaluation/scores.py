@@ -54,11 +54,19 @@ from vssm.runs.config import SavedConfig
 from vssm.runs.results import machine, result, source, write_result
 from vssm.storage import why_read_only
 
-__all__ = ["ACTIVE", "evaluate_run", "likelihoods", "reconstruction"]
+__all__ = ["ACTIVE", "UnwrittenResult", "evaluate_run", "likelihoods", "reconstruction"]
 
 _SEED = 0  # of all draws; the number of a sequence, not its batch, decides which draws it gets
 ACTIVE = 0.01
 """Nats of KL above which a latent component counts as active."""
+
+
+class UnwrittenResult(OSError):
+    """Raised when a result could not be written; it took long to measure, so `result` has it."""
+
+    def __init__(self, error: OSError, result: dict[str, Any]) -> None:
+        super().__init__(error.errno, error.strerror or str(error), error.filename)
+        self.result = result
 
 
 @torch.no_grad()
@@ -195,7 +203,10 @@ def evaluate_run(
         settings = {**config, "evaluate": settings}
         made = result(folder.resolve().name, _command(folder, given), settings, metrics)
         replaced = _version(folder / "weights.safetensors") != weights
-        write_result(path.with_name(f"{path.name}.old") if replaced else path, made)
+        try:
+            write_result(path.with_name(f"{path.name}.old") if replaced else path, made)
+        except OSError as error:
+            raise UnwrittenResult(error, made) from None
     if replaced:
         warnings.warn(
             f"a training has replaced the weights of {str(folder)!r} since they were read; the "

@@ -332,6 +332,8 @@ def _read(path: Path) -> Checkpoint:
         record = json.loads((path / name).read_bytes())
         if record.pop("checksum") != _checksum(record) or path.name != f"step-{record['step']:08d}":
             raise ValueError("it differs from its checksum")
+        if "config" not in record:
+            raise ValueError("it does not say which run it belongs to")
         parts = {}
         for name, checksum in record.pop("files").items():
             if _sha256(path / name) != checksum:
