@@ -24,7 +24,7 @@ lint: .venv/ready-dev
 lowest: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv --clear .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt \
-		--editable '.[serve,hub,track,forecast]'
+		--editable '.[serve,hub,forecast]'
 	.venv-lowest/bin/python tests/smoke.py
 
 docs: .venv/ready-dev

@@ -42,12 +42,11 @@ def time_forecasts(
     layers: int = 2,
     repeats: int | None = None,
     seconds_per_point: float = 20.0,
-    restart: bool = False,
 ) -> Record:
     """Times forecasts.
 
     Arguments:
-        out: Where the JSON goes; the same command continues from it.
+        out: Where the JSON goes.
         device: auto, cpu or cuda.
         kinds: The models.
         series: Series that are forecast at once; 100 on CUDA, 1 on a CPU.
@@ -59,7 +58,6 @@ def time_forecasts(
         layers: Depth of every stack.
         repeats: How often each call is timed.
         seconds_per_point: Seconds that all calls for one number may take.
-        restart: Start anew instead of continuing from the file.
     """
     where = open_device(device)
     cuda = where.type == "cuda"
@@ -74,7 +72,7 @@ def time_forecasts(
     lengths = lengths or ((96, 192, 336, 720, 1440, 2880) if cuda else (96, 336))
     check_sizes(**size, lengths=lengths, patches=patches)
     command = f"python {shlex.join(sys.argv)}"
-    record = Record("forecast", command, where, size, out, restart, repeats, seconds_per_point)
+    record = Record("forecast", command, where, size, out, repeats, seconds_per_point)
     history = torch.randn(size["series"], context, 1, generator=torch.Generator().manual_seed(0))
     for length, kind, patch in itertools.product(sorted(set(lengths)), kinds, patches):
         forecast = forecaster(kind, patch, width, layers, where).forecast

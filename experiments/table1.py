@@ -71,12 +71,11 @@ def measure_table(
     layers: int = 2,
     repeats: int = 3,
     seconds_per_point: float = 20.0,
-    restart: bool = False,
 ) -> Record:
     """Measures Table 1.
 
     Arguments:
-        out: Where the JSON goes; the same command continues from it.
+        out: Where the JSON goes.
         device: auto, cpu or cuda.
         kinds: The models.
         levels: Add the vssm with so many levels of latents, as vssm_l<L>.
@@ -86,7 +85,6 @@ def measure_table(
         layers: Depth of every stack.
         repeats: How often each call is timed.
         seconds_per_point: Seconds that all calls for one number may take.
-        restart: Start anew instead of continuing from the file.
     """
     where = open_device(device)
     cuda = where.type == "cuda"
@@ -97,7 +95,7 @@ def measure_table(
     size = {"width": width, "layers": layers, "features": FEATURES}
     config = {"batch": batch, **size, "dtype": "float32"}
     command = f"python {shlex.join(sys.argv)}"
-    record = Record("table1", command, where, config, out, restart, repeats, seconds_per_point)
+    record = Record("table1", command, where, config, out, repeats, seconds_per_point)
     for length, (name, own) in itertools.product(sorted(set(lengths)), models.items()):
         time_model(record, name, ModelConfig(**size, **own), batch, length)
     headings = ["model"]

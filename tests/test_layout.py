@@ -163,7 +163,7 @@ def test_the_lowest_versions_that_are_tried_are_those_declared():
     assert {
         name: f"{version}.0.0"[: len(lowest[name])] for name, version in minimums.items()
     } == lowest
-    assert set(extras) - set(tried[1].split(",")) == {"gpu", "cluster", "dev", "docs"}
+    assert set(extras) - set(tried[1].split(",")) == {"gpu", "dev", "docs"}
 
 
 def test_no_drawer():

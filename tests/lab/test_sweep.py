@@ -1,23 +1,15 @@
 """A sweep trains what is missing, records what failed, and never trains a combination twice."""
 
 import json
-import os
 import re
-import signal
-import sys
-import threading
-import time
 from dataclasses import replace
-from functools import lru_cache
 
 import pytest
 
 import vssm.lab.grid
-from tests.conftest import descendants
 from vssm import build, load, save
 from vssm.config import ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, SyntheticConfig
-from vssm.lab.reproduce import reproduce
 from vssm.lab.sweep import sweep
 from vssm.training.loop import TrainingStopped
 from vssm.training.progress import Progress
@@ -211,90 +203,8 @@ def test_mistakes_are_named_before_anything_is_written(options, message, tmp_pat
     assert not (tmp_path / "sweep").exists()
 
 
-def test_ray_that_is_missing_or_not_running_is_named(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "ray", None)
-        with pytest.raises(
-            ValueError, match=re.escape("pip install 'vssm[cluster]', or leave out --ray-address")
-        ):
-            sweep(BASE, tmp_path / "sweep", ray_address="auto")
-    assert not (tmp_path / "sweep").exists()
-    pytest.importorskip("ray")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    # "auto" looks here and among the processes, where another test may have a cluster.
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    monkeypatch.setattr("ray._private.services.find_gcs_addresses", lru_cache(set))
-    with pytest.raises(
-        ValueError, match=r"^ray_address='auto' can not be used: Could not find any running"
-    ):
-        sweep(BASE, tmp_path / "sweep", ray_address="auto", progress=Progress())
-
-
 def test_torchrun_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="a grid of runs was started by torchrun; start"):
         sweep(BASE, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray = pytest.importorskip("ray")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            "local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-        )
-        yield
-        ray.shutdown()
-
-
-def test_on_ray_stopped_half_way_and_started_again(cluster, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        sweep(BASE, tmp_path, RATES, SEEDS, ray_address="local", progress=StopAfter(2))
-    before = {row["folder"] for row in table(tmp_path)["runs"]}
-    assert len(before) == 2
-    time.sleep(1)  # the tasks that were stopped are gone by now
-    times = written_at(tmp_path)
-
-    rows = sweep(BASE, tmp_path, RATES, SEEDS, ray_address="local", progress=Progress())
-    assert [row["folder"] for row in rows] == NAMES
-    assert {row["status"] for row in rows} == {"finished"}
-    after = written_at(tmp_path)
-    assert all(after[name] == times[name] for name in before)
-    assert any(after[name] != times.get(name) for name in set(NAMES) - before)
-    assert table(tmp_path)["runs"] == rows
-
-    times = written_at(tmp_path)
-    assert sweep(BASE, tmp_path, RATES, SEEDS, ray_address="local", progress=Progress()) == rows
-    assert written_at(tmp_path) == times
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")
-def test_on_ray_a_worker_that_dies_is_replaced_and_its_run_resumed(cluster, tmp_path):
-    config = replace(BASE, train=replace(BASE.train, epochs=20))
-    rows = []
-    thread = threading.Thread(
-        target=lambda: rows.extend(
-            sweep(config, tmp_path, (1e-3,), ray_address="local", progress=Progress())
-        )
-    )
-    thread.start()
-    run = tmp_path / NAMES[2]
-    while not list(run.glob("checkpoint/step-*")) and thread.is_alive():
-        time.sleep(0.05)
-    (worker,) = descendants(os.getpid(), b"ray::run_one")
-    started = json.loads((run / "meta.json").read_text())["started"]
-    os.kill(worker, signal.SIGKILL)
-    thread.join(120)
-    assert [row["status"] for row in rows] == ["finished"]
-    facts = json.loads((run / "meta.json").read_text())
-    assert facts["steps"] == 60
-    assert facts["started"] == started  # from the checkpoint: it was resumed, not begun again
-    assert [line["step"] for line in log(run) if line["split"] == "train"] == list(range(1, 61))
-
-
-def test_reproduce_on_ray(cluster, tmp_path):
-    options = {"kinds": ("rnn",), "learning_rates": (5e-3,), "epochs": 1, "progress": Progress()}
-    reproduce("digits", "small", tmp_path, ray_address="local", **options)
-    assert (tmp_path / "results" / "digits_rnn_seed0.png").is_file()

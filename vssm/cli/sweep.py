@@ -21,12 +21,10 @@ class Sweep(RunOptions):
     """The learning rates; the paper's grid by default."""
     seeds: tuple[int, ...] = (0,)
     """The seeds, each 0 to 2^63 - 1."""
-    ray_address: str | None = None
-    """Run side by side on a Ray cluster: auto, local, or an address."""
 
     def run(self) -> None:
         config, kinds = self.run_config(), self.kinds or None
-        rows = sweep(config, self.out, self.learning_rates, self.seeds, kinds, self.ray_address)
+        rows = sweep(config, self.out, self.learning_rates, self.seeds, kinds)
         for row in rows:
             loss, reason = row["validation_loss"], row["reason"] or ""
             shown = "" if loss is None else f"  validation loss {loss:.3f}"

@@ -3,7 +3,6 @@
 | file | what |
 | --- | --- |
 | `RESULTS/grid/DATA_KIND_lrRATE.json` | a run of the grid: `validation_loss` chooses the rate |
-| `RESULTS/finals/DATA_KIND_lrRATE.json` | one of its best rates, trained to the end |
 | `RESULTS/DATA_KIND_seedN.json` | a run with the chosen rate, scored on the test set; its `curve` |
 | `RESULTS/DATA_KIND_seedN.png` | its samples: three unconditional rows, three completions |
 | `OUT/grid/`, `OUT/runs/` | the run folders |
@@ -20,7 +19,6 @@ import math
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -70,8 +68,6 @@ def reproduce(
     seeds: tuple[int, ...] | None = None,
     epochs: float | None = None,
     grid_epochs: float | None = None,
-    finalists: int = 1,
-    ray_address: str | None = None,
     data_dir: str | None = None,
     progress: Suppress[Progress | None] = None,
 ) -> None:
@@ -89,17 +85,10 @@ def reproduce(
             scale); the grid has seed 0.
         epochs: Passes over the training set, 200 by default.
         grid_epochs: A shorter training for the grid.
-        finalists: Best rates of a shorter grid that are trained to the end before one is chosen,
-            since some runs go wrong late.
-        ray_address: Run side by side on a Ray cluster: auto, local, or an address.
         data_dir: Folder with the data; else $VSSM_DATA; else the user cache.
         progress: What shows the progress; by default a bar on a terminal, lines elsewhere.
     """
     chosen = _choose_scale(data, scale, kinds, learning_rates, seeds, epochs, grid_epochs)
-    whole = chosen.grid_epochs == chosen.epochs
-    if not 1 <= finalists <= (1 if whole else len(chosen.learning_rates)):
-        reason = "every rate is trained to the end" if whole else "more than the grid has rates"
-        raise ValueError(f"finalists={finalists!r} is not allowed: {reason}")
     out = Path(out or f"runs/reproduce-{data}{'-small' if scale == 'small' else ''}")
     results = Path(results or ("results/paper" if scale == "paper" else out / "results"))
     given = {
@@ -107,7 +96,6 @@ def reproduce(
         "learning-rates": learning_rates and " ".join(f"{rate:g}" for rate in learning_rates),
         "epochs": epochs and f"{epochs:g}",
         "grid-epochs": grid_epochs and f"{grid_epochs:g}",
-        "finalists": finalists if finalists > 1 else None,
     }
     options = "".join(f" --{name} {value}" for name, value in given.items() if value)
     plan = _Plan(data, results.resolve(), f"vssm reproduce {data}{options}", chosen)
@@ -116,23 +104,20 @@ def reproduce(
     base = replace(chosen.base, data=DataConfig(name=data, dir=data_dir), train=training)
     show = progress or choose_progress()
 
-    def run(stage: str, rates: Mapping[str, Sequence[float]], epochs: float, folder: str) -> None:
-        long, configs = _with_epochs(base, epochs), {}
-        for seed in chosen.seeds if stage == "seeds" else (0,):  # each kind once before any twice
-            for kind in kinds:
-                configs |= grid_configs(long, [kind], rates[kind], [seed])
-        plan.run(stage, configs, (out / folder).resolve(), ray_address, show)
-
-    rates: dict[str, Sequence[float]] = dict.fromkeys(kinds, chosen.learning_rates)
+    rates = dict.fromkeys(kinds, chosen.learning_rates[0])
     out.mkdir(parents=True, exist_ok=True)
     try:
         if len(chosen.learning_rates) > 1:
-            run("grid", rates, chosen.grid_epochs, "runs" if whole else "grid")
-            rates = {kind: plan.best("grid", kind, rates[kind])[:finalists] for kind in kinds}
-        if finalists > 1:
-            run("finals", rates, chosen.epochs, "runs")
-            rates = {kind: plan.best("finals", kind, rates[kind])[:1] for kind in kinds}
-        run("seeds", rates, chosen.epochs, "runs")
+            short = _with_epochs(base, chosen.grid_epochs)
+            configs = grid_configs(short, kinds, chosen.learning_rates, [0])
+            folder = "runs" if chosen.grid_epochs == chosen.epochs else "grid"
+            plan.run("grid", configs, (out / folder).resolve(), show)
+            rates = {kind: plan.best_rate(kind) for kind in kinds}
+        long, configs = _with_epochs(base, chosen.epochs), {}
+        for seed in chosen.seeds:  # each kind once before any twice
+            for kind in kinds:
+                configs |= grid_configs(long, [kind], [rates[kind]], [seed])
+        plan.run("seeds", configs, (out / "runs").resolve(), show)
     finally:
         if scored_runs(plan.results, data):
             draw_figure(plan.results, out / "figure.png", [data])
@@ -143,14 +128,13 @@ def reproduce(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What every piece needs to know; it is sent to the machines of a cluster."""
+    """What every piece needs to know."""
 
     data: str
     results: Path
     command: str
     """With the options that change the numbers."""
     scale: Scale
-    """Shared by the Fréchet distances of all runs."""
 
     def piece(self, stage: str, config: RunConfig) -> Path:
         """Returns the result file of a run."""
@@ -160,12 +144,7 @@ class _Plan:
         return self.results / stage / f"{self.data}_{kind}_lr{options.learning_rate!r}.json"
 
     def run(
-        self,
-        stage: str,
-        configs: Mapping[str, RunConfig],
-        folder: Path,
-        ray_address: str | None,
-        show: Progress,
+        self, stage: str, configs: Mapping[str, RunConfig], folder: Path, show: Progress
     ) -> None:
         """Trains and records the runs of a stage that have no result yet."""
         self.check(stage, configs)
@@ -177,22 +156,20 @@ class _Plan:
             show.message(f"{stage}: {known} are in {self.results} already and not run again")
         if not left:
             return
-        check_grid(left, folder, ray_address)
-        if ray_address is None:
-            open_data(next(iter(left.values())).data)  # an error here would stop every run
-        failed, finish = [], partial(self.record, stage)
-        with closing(run_grid(left, folder, ray_address, show, finish)) as rows:
-            for row in rows:
-                name, reason = row["folder"], row["reason"]
-                if reason is None:
-                    continue
-                if stage == "seeds" or "not finite" not in reason:
-                    failed.append(f"{name}: {reason}")
-                    continue
-                # A run of the grid or the finals that diverged is a result.
-                metrics = {"validation_loss": None, "train_seconds": row["seconds"]}
-                self.write(stage, left[name], metrics)
-                shutil.rmtree(folder / name / "checkpoint", ignore_errors=True)
+        check_grid(left, folder)
+        open_data(next(iter(left.values())).data)  # an error here would stop every run
+        failed = []
+        for row in run_grid(left, folder, show, partial(self.record, stage)):
+            name, reason = row["folder"], row["reason"]
+            if reason is None:
+                continue
+            if stage == "seeds" or "not finite" not in reason:
+                failed.append(f"{name}: {reason}")
+                continue
+            # A run of the grid that diverged is a result.
+            metrics = {"validation_loss": None, "train_seconds": row["seconds"]}
+            self.write(stage, left[name], metrics)
+            shutil.rmtree(folder / name / "checkpoint", ignore_errors=True)
         if failed:
             raise ValueError(f"{len(failed)} of {len(left)} runs failed; {failed[0]}")
 
@@ -210,19 +187,17 @@ class _Plan:
                 if path.exists() and (found := difference(path, same, metric)):
                     raise ValueError(f"{found}; use the same settings, or another results folder")
 
-    def best(self, stage: str, kind: str, rates: Sequence[float]) -> list[float]:
-        """Returns the rates that did not diverge, the lowest validation loss first."""
-        finite = {}
+    def best_rate(self, kind: str) -> float:
+        """Returns the rate of the grid with the lowest validation loss."""
+        rates, finite = self.scale.learning_rates, dict[float, float]()
         for rate in rates:
-            path = self.results / stage / f"{self.data}_{kind}_lr{rate!r}.json"
+            path = self.results / "grid" / f"{self.data}_{kind}_lr{rate!r}.json"
             loss = json.loads(path.read_bytes())["metrics"]["validation_loss"]
             if loss is not None:
                 finite[rate] = loss
         if not finite:
-            raise ValueError(
-                f"kind={kind!r} diverged at every learning rate of {tuple(rates)}; use lower"
-            )
-        return sorted(finite, key=lambda rate: finite[rate])
+            raise ValueError(f"kind={kind!r} diverged at every learning rate of {rates}; use lower")
+        return min(finite, key=lambda rate: finite[rate])
 
     def record(self, stage: str, folder: Path) -> None:
         """Writes the result of a run that has ended, which means done, and frees the disk."""

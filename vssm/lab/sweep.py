@@ -12,7 +12,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ def sweep(
     learning_rates: Sequence[float] = LEARNING_RATES,
     seeds: Sequence[int] = (0,),
     kinds: Sequence[str] | None = None,
-    ray_address: str | None = None,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Trains every combination that has not been trained yet, and finds the best learning rate.
@@ -40,15 +39,10 @@ def sweep(
 
     Arguments:
         base: The run; its kind, learning rate and seed are replaced.
-        folder: Where the run folders and `sweep.json` go. Only one sweep may use it at a time, and
-            every machine of a cluster must see it.
+        folder: Where the run folders and `sweep.json` go. Only one sweep may use it at a time.
         learning_rates: Highest learning rates.
         seeds: Seeds of the training; the data are the same in all runs.
         kinds: Kinds of models; the kind of `base` when not given.
-        ray_address: A Ray cluster: "auto", "HOST:PORT" or "ray://HOST:PORT", or "local" to start
-            one on this machine. A run takes a core and, if the cluster has GPUs, a GPU. None
-            trains one run after another in this process. If the process is connected to Ray
-            already, that cluster is used.
         progress: What shows the progress; by default a bar on a terminal, lines elsewhere.
 
     Returns:
@@ -59,15 +53,12 @@ def sweep(
     """
     configs = grid_configs(base, kinds or (base.model.kind,), learning_rates, seeds)
     folder = Path(folder).resolve()
-    check_grid(configs, folder, ray_address)
+    check_grid(configs, folder)
     folder.mkdir(parents=True, exist_ok=True)
     show, ended = progress or choose_progress(), {}
     # Another sweep would find runs in use, record them as failed, and overwrite sweep.json.
-    with (
-        claim(folder, "sweep folder") or nullcontext(),
-        closing(run_grid(configs, folder, ray_address, show)) as rows,
-    ):
-        for row in rows:
+    with claim(folder, "sweep folder") or nullcontext():
+        for row in run_grid(configs, folder, show):
             ended[row["folder"]] = row
             done = [ended[name] for name in configs if name in ended]
             text = json.dumps({"best": _best(done), "runs": done}, indent=2, allow_nan=False)

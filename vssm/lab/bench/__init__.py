@@ -1,7 +1,7 @@
 """How fast things are: `vssm bench scan`, `vssm bench train` and `vssm bench generate`.
 
-All report medians after a warm-up, record backend, versions, device and commit, note what could
-not run, and continue from their own file when they were stopped.
+All report medians after a warm-up, record backend, versions, device and commit, and note what could
+not run.
 """
 
 from vssm.lab.bench.generate import main_generate

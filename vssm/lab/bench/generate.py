@@ -47,12 +47,11 @@ def main_generate(
     layers: int = 4,
     repeats: int | None = None,
     seconds_per_point: float = 20.0,
-    restart: bool = False,
 ) -> Record:
     """Times generation.
 
     Arguments:
-        out: Where the JSON goes; the same command continues from it.
+        out: Where the JSON goes.
         device: Where to run: auto, cpu or cuda.
         kinds: The models.
         levels: Add the vssm with so many levels of latents, as vssm_l<L>.
@@ -62,7 +61,6 @@ def main_generate(
         layers: Depth of every stack.
         repeats: How often each call is timed.
         seconds_per_point: Seconds that all calls for one number may take.
-        restart: Start anew instead of continuing from the file.
     """
     command = measure.command_line(main_generate, locals())
     where = measure.open_device(device)
@@ -75,7 +73,7 @@ def main_generate(
     size = {"width": width, "layers": layers, "features": FEATURES}
     config = {**size, "matmul_precision": torch.get_float32_matmul_precision()}
     timing = {"repeats": repeats, "seconds": seconds_per_point, "quantiles": True}
-    record = Record("generate", command, where, config, out, restart, **timing)
+    record = Record("generate", command, where, config, out, **timing)
     built = {name: build(ModelConfig(**size, **own)).to(where) for name, own in models.items()}
     sizes = itertools.product(sorted(set(lengths)), sorted(set(batches)), built.items())
     for length, batch, (name, model) in sizes:

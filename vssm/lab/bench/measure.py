@@ -1,8 +1,8 @@
 """What all benchmarks share: how a call is timed, and the record of a benchmark.
 
 A benchmark opens a `Record`, calls `time` for each of its numbers, prints `table(...)`, and returns
-the record. The JSON file is written after each number. A benchmark that was stopped continues from
-its own file, if the same code made the file on the same machine with the same settings.
+the record. The JSON file is written after each number, so a benchmark that is stopped leaves its
+numbers so far.
 """
 
 import gc
@@ -22,7 +22,7 @@ import torch
 from vssm.checks import check_choice, check_number, choose_device, whole_number
 from vssm.config import KINDS, ModelConfig
 from vssm.ops import choose_backend
-from vssm.runs.results import machine, result, source, write_result
+from vssm.runs.results import result, write_result
 
 __all__ = ["Record", "check_sizes", "command_line", "failure", "memory_in_use", "model_options"]
 __all__ += ["number", "open_device", "spread", "take_times", "wall"]
@@ -32,8 +32,6 @@ _MOST_CALLS = 500
 # Emptying so much memory takes a GPU longer than Python takes to make the next call, so the
 # device never waits between the two events of a call.
 _CACHE = 2**30
-_PACKAGES = ("torch", "triton", "numba")
-_UNTIMED = ("cli/", "evaluation/", "report/", "serve/")  # changes here do not change times
 
 Call = Callable[[], object]
 
@@ -146,7 +144,6 @@ class Record:
         device: Where it runs.
         config: The settings, ready for JSON.
         out: The JSON file, if one is written.
-        restart: Whether to start anew where the file exists.
         repeats: As in `take_times`.
         seconds: As in `take_times`; a longer call is left out.
         dtype: What the scan works on, which chooses its backend.
@@ -168,7 +165,6 @@ class Record:
         device: torch.device,
         config: Mapping[str, Any],
         out: str | Path | None = None,
-        restart: bool = False,
         repeats: int | None = None,
         seconds: float = 20.0,
         dtype: torch.dtype = torch.float32,
@@ -186,30 +182,25 @@ class Record:
             "versions": {
                 name: version(name) for name in ("torch", "triton", "numba") if find_spec(name)
             },
-            "source": source(_UNTIMED),
         }
         self.config: dict[str, Any] = json.loads(json.dumps(settings))  # tuples become lists
         self.metrics: dict[str, float | None] = {}
         self.notes: dict[str, str] = {}
-        self.earlier: list[str] = []
         self.out: Path | None = None if out is None else Path(out)
         if self.out is not None:
             if self.out.is_dir():
                 raise ValueError(f"out={str(self.out)!r} is a folder; give the name of a JSON file")
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            if self.out.exists() and not restart:
-                self._continue(self.out)
         made = self.result()
         versions = ", ".join(f"{name} {v}" for name, v in self.config["versions"].items())
         print(
             f"{self.command}: {made['machine']['gpu' if device.type == 'cuda' else 'cpu']}, "
-            f"scan backend {self.config['backend']}, {versions}, commit {made['commit']}"
+            f"scan backend {self.config['backend']}, {versions}, commit {made['commit']}",
+            flush=True,
         )
-        if self.metrics:
-            print(f"{len(self.metrics)} numbers are in {self.out} already", flush=True)
 
     def time(self, name: str, call: Call, events: bool = False, peer: bool = False) -> None:
-        """Times a call and adds its median, unless the number is known or would take too long.
+        """Times a call and adds its median, unless it would take too long.
 
         Arguments:
             name: The metric, such as vssm_ms_b1_t28.
@@ -218,9 +209,8 @@ class Record:
             peer: Whether the code is not ours, so that any failure is noted; otherwise only a
                 lack of memory is.
         """
-        if name in self.metrics or self._too_long(name):
+        if self._too_long(name):
             return
-        self.notes.pop(name, None)
         before = memory_in_use(self.device)
         try:
             times = take_times(call, self.device, self.repeats, self.seconds, events)
@@ -268,9 +258,8 @@ class Record:
         self._write()
 
     def result(self) -> dict[str, Any]:
-        """Returns the result so far, with all commands that contributed to it."""
-        made = result(self.name, self.command, {**self.config, "notes": self.notes}, self.metrics)
-        return {**made, "command": " && ".join(dict.fromkeys([*self.earlier, made["command"]]))}
+        """Returns the result so far."""
+        return result(self.name, self.command, {**self.config, "notes": self.notes}, self.metrics)
 
     def table(self, title: str, headings: list[str], rows: list[list[str]]) -> None:
         """Prints a table."""
@@ -288,25 +277,6 @@ class Record:
     def _write(self) -> None:
         if self.out is not None:
             write_result(self.out, self.result())
-
-    def _continue(self, path: Path) -> None:
-        try:
-            found = json.loads(path.read_text())
-            metrics, config, command = found["metrics"], found["config"], str(found["command"])
-            notes = config.pop("notes", {})
-            sum(value or 0 for value in metrics.values())  # raises unless all are numbers
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise ValueError(
-                f"out={str(path)!r} is damaged or no result; give a new name, or --restart"
-            ) from None
-        found = {**found, **config}
-        for key, value in {"name": self.name, "machine": machine(), **self.config}.items():
-            if value != found.get(key):
-                raise ValueError(
-                    f"out={str(path)!r} has {key}={found.get(key)!r}, this run has {value!r}; "
-                    "use the same, a new name, or --restart"
-                )
-        self.metrics, self.notes, self.earlier = metrics, notes, command.split(" && ")
 
 
 def failure(error: Exception) -> str:
@@ -326,7 +296,7 @@ def command_line(benchmark: Callable[..., object], options: Mapping[str, Any]) -
     words = ["vssm", "bench", benchmark.__name__.removeprefix("main_")]
     for name, parameter in inspect.signature(benchmark).parameters.items():
         value = options[name]
-        if name not in ("out", "restart") and value != parameter.default:
+        if name != "out" and value != parameter.default:
             values = value if isinstance(value, list | tuple) else (value,)
             words += [f"--{name.replace('_', '-')}", *map(str, values)]
     return " ".join(words)

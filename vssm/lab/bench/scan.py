@@ -57,16 +57,14 @@ def main_scan(
     device: str = "auto",
     shapes: tuple[str, ...] = (),
     repeats: int | None = None,
-    restart: bool = False,
 ) -> Record:
     """Times the selective scan, forward and backward.
 
     Arguments:
-        out: Where the JSON goes; the same command continues from it.
+        out: Where the JSON goes.
         device: Where to run: auto, cpu or cuda.
         shapes: Problems as BxT or BxTxDxN.
         repeats: How often each call is timed.
-        restart: Start anew instead of continuing from the file.
     """
     command = command_line(main_scan, locals())
     where = open_device(device)
@@ -77,7 +75,7 @@ def main_scan(
         choose_backend("triton", where, dtype)  # raises where Triton is missing
     config = {"dtype": str(dtype).removeprefix("torch."), "repeats": repeats}
     options = {"repeats": repeats, "dtype": dtype, "quantiles": True}
-    record = Record("scan", command, where, config, out, restart, **options)
+    record = Record("scan", command, where, config, out, **options)
     record.config["shapes"] = [shape._asdict() for shape in chosen]
     rate = _copy_rate(2**29, where) if cuda else 0.0
     for shape in chosen:
@@ -85,11 +83,10 @@ def main_scan(
         time_scan(record, "", partial(_ours, "auto"), shape, values)
         if not cuda:
             time_scan(record, "reference", partial(_ours, "reference"), shape, values)
-        if f"floor_ms_{shape.name}" not in record.metrics:
-            record.add({f"floor_ms_{shape.name}": floor_ms(shape, where, rate)})
-            if cuda:
-                backward = floor_ms(shape, where, rate, backward=True)
-                record.add({f"floor_bwd_ms_{shape.name}": backward})
+        record.add({f"floor_ms_{shape.name}": floor_ms(shape, where, rate)})
+        if cuda:
+            backward = floor_ms(shape, where, rate, backward=True)
+            record.add({f"floor_bwd_ms_{shape.name}": backward})
     print_scan_table(record)
     return record
 

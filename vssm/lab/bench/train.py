@@ -47,12 +47,11 @@ def main_train(
     steps: int | None = None,
     width: int | None = None,
     layers: int | None = None,
-    restart: bool = False,
 ) -> Record:
     """Times training.
 
     Arguments:
-        out: Where the JSON goes; the same command continues from it.
+        out: Where the JSON goes.
         device: Where to run: auto, cpu or cuda.
         kinds: The models.
         levels: Add the vssm with so many levels of latents, as vssm_l<L>.
@@ -60,7 +59,6 @@ def main_train(
         steps: Steps that are timed.
         width: Width of the models.
         layers: Depth of every stack.
-        restart: Start anew instead of continuing from the file.
     """
     command = measure.command_line(main_train, locals())
     where = measure.open_device(device)
@@ -93,7 +91,7 @@ def main_train(
         "precision": str(dtype).removeprefix("torch."),
         "compile": run.train.compile,
     }
-    record = Record("train", command, where, config, out, restart, dtype=dtype)
+    record = Record("train", command, where, config, out, dtype=dtype)
     for name, own in models.items():
         add_speed(record, name, partial(_speeds, run, own))
     print_train_table(record)
@@ -105,8 +103,6 @@ def add_speed(
 ) -> None:
     """Adds the speed, the size and the peak memory of a training, or notes why there is none."""
     key = f"{name}_tokens_per_second"
-    if key in record.metrics:
-        return
     before = measure.memory_in_use(record.device)
     try:
         speeds, parameters = measured()
