@@ -16,6 +16,7 @@ FORMAT = 1
 """Version of `config.json` and its folder; raised when an older reader would misunderstand it."""
 Kind = Literal["transformer", "ssm", "rnn", "tvae", "vrnn", "vssm"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+_RETIRED = ("tensorboard",)  # options of training in configs of earlier versions
 _SIZES_BELOW = 10_000_000  # of a model: PyTorch crashes at sizes past the address space
 
 Config = TypeVar("Config")
@@ -249,8 +250,6 @@ class TrainConfig:
     fsdp: bool = False
     """Shards weights and optimiser over the processes of torchrun instead of copying them to
     each."""
-    tensorboard: bool = False
-    """Also writes event files for TensorBoard (extra "track")."""
 
     def __post_init__(self) -> None:
         _make_plain(self)
@@ -275,7 +274,7 @@ class TrainConfig:
             check_number(name, getattr(self, name), 0, above=True)
         for name in ("beta2", "warmup", "kl_warmup", "shift", "ema"):
             check_number(name, getattr(self, name), 0, below=1)
-        for name in ("validate_partial", "graph", "compile", "fsdp", "tensorboard"):
+        for name in ("validate_partial", "graph", "compile", "fsdp"):
             value = getattr(self, name)
             if not isinstance(value, bool):  # a NumPy bool could not be saved as JSON
                 raise ValueError(f"{name} is {value!r}; it must be True or False")
@@ -323,6 +322,8 @@ class RunConfig:
                 raise ValueError(
                     f"config has format {version!r}; this version reads format {FORMAT}"
                 )
+            if isinstance(train := values.get("train"), dict):
+                values["train"] = {k: v for k, v in train.items() if k not in _RETIRED}
         return _from_plain(cls, values, "config")
 
 

@@ -380,12 +380,6 @@ def test_mistakes_leave_no_folder(tmp_path):
         assert not (tmp_path / "run").exists()
 
 
-def test_missing_tensorboard_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("vssm.training.setup.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"tensorboard=True .*pip install 'vssm\[track\]'"):
-        run(tiny(tensorboard=True), tmp_path / "run")
-
-
 def test_pictures_are_drawn_and_show_the_last_weights(tmp_path):
     """The last picture must not be made from work that `generate` remembers of the first."""
     folder = run(tiny("tvae", samples=2, epochs=2), tmp_path / "run", pictures=True)

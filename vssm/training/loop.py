@@ -12,7 +12,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -155,12 +155,6 @@ class Trainer:
                 folder.create(self.config, self.meta)
         if resume:
             self._restore()
-        self.board: Any = None
-        if options.tensorboard and world.rank == 0:
-            from torch.utils.tensorboard import SummaryWriter
-
-            place = str(folder.path / "tensorboard")
-            self.board = SummaryWriter(place, purge_step=self.step + 1)
 
     def _build_model(self, first: Model | None) -> Model:
         with torch.random.fork_rng(devices=[]):
@@ -199,8 +193,7 @@ class Trainer:
         interrupts = Interrupts()
         # Several processes would have to agree at every step on whether to save.
         patient = interrupts.put_off() if self.world.size == 1 else nullcontext()
-        board = nullcontext() if self.board is None else closing(self.board)
-        with board, warnings.catch_warnings(), on_stream(self.stream), patient:
+        with warnings.catch_warnings(), on_stream(self.stream), patient:
             # FSDP2 warns of views that we never write to, bfloat16 norms on a CPU of a slow kernel,
             # and AdamW of the steps before the recorded one.
             expected = "FSDP2-wrapped module|Mismatch dtype between input|.*capturable=True"
@@ -266,9 +259,6 @@ class Trainer:
             line[name] = None if isinstance(value, float) and not math.isfinite(value) else value
         if self.world.rank == 0:
             self.folder.log(line)
-        if self.board is not None:
-            for name, value in values.items():
-                self.board.add_scalar(f"{split}/{name}", value, self.step)
         self.progress.line(line)
 
     @torch.no_grad()

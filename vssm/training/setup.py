@@ -1,6 +1,5 @@
 """Set-up before the first step: fits the model to the data and checks the options."""
 
-import importlib.util
 import os
 import warnings
 from dataclasses import fields, replace
@@ -78,10 +77,6 @@ def _check_asked(config: RunConfig, own: ModelConfig) -> None:
 
 def check_options(options: TrainConfig, data: Data) -> None:
     """Raises where the options of a training do not fit its data or this machine."""
-    if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError(
-            "tensorboard=True needs TensorBoard; install it with: pip install 'vssm[track]'"
-        )
     if options.shift and data.meta.image_shape is None:
         raise ValueError(
             f"shift={options.shift:g} is for images, data set {data.meta.name!r} has none;"
