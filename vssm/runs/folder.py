@@ -8,13 +8,12 @@
 | `log.jsonl` | one JSON object a line: a log point ("train") or a validation ("valid") |
 | `checkpoint/step-N/` | `weights`, `optimizer` and `ema` (.safetensors), and `progress.json` |
 | `curves.png`, `samples.png` | pictures of the log and of samples |
-| `eval.part-*.json` | what an interrupted evaluation has measured so far |
 | `eval.json.old` | an evaluation of weights that better ones have replaced |
 
 A kill or a full disk damages nothing: files are written under a temporary name, flushed to the disk
-and renamed, and so is a checkpoint, as a whole folder. `progress.json` has the SHA-256 of its
-neighbours and of itself, so damage is found before anything is loaded, and the config of its run,
-so that a checkpoint of another run is refused. Nothing is ever unpickled.
+and renamed, and so is a checkpoint, as a whole folder. Every file of a checkpoint has a checksum,
+so damage is found before anything is loaded, and `progress.json` has the config of its run, so that
+a checkpoint of another run is refused. Nothing is ever unpickled.
 """
 
 import dataclasses
@@ -28,8 +27,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import safetensors.torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from vssm.config import RunConfig
@@ -43,7 +40,7 @@ _FIELDS = {"step", "epoch", "split", "loss", "reconstruction", "kl"}  # of every
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a JSON file
 _KEPT = 2  # checkpoints: the newest, and one more in case it is damaged
 FREE = ("data.dir", "train.device", "train.checkpoint_minutes", "train.samples", "train.compile")
-FREE += ("train.graph", "train.fsdp", "train.tensorboard", "train.validate_partial")
+FREE += ("train.graph", "train.fsdp", "train.validate_partial")
 """Options that may differ on resume, because the weights do not depend on them."""
 
 
@@ -215,8 +212,6 @@ class RunFolder:
         for file in (self.path / "eval.json", self.path / "eval_valid.json"):
             with suppress(FileNotFoundError):
                 file.replace(file.with_name(f"{file.name}.old"))
-            for part in self.path.glob(f"{file.stem}.part-*.json"):
-                part.unlink(missing_ok=True)
         write_tensors(self.path / "weights.safetensors", tensors)
 
     def has_weights(self) -> bool:
@@ -260,13 +255,10 @@ class RunFolder:
         try:
             if self.log_path.exists():
                 flush(self.log_path)
-            checksums = {}
-            for name, tensors in parts.items():
-                file = temporary / f"{name}.safetensors"
-                safetensors.torch.save_file(tensors, file)
-                flush(file)
-                checksums[file.name] = _sha256(file)
-            record = {**progress, "step": step, "config": config.to_dict(), "files": checksums}
+            files = {f"{name}.safetensors": tensors for name, tensors in parts.items()}
+            for name, tensors in files.items():
+                write_tensors(temporary / name, tensors)
+            record = {**progress, "step": step, "config": config.to_dict(), "files": [*files]}
             record["checksum"] = _checksum(record)
             (temporary / "progress.json").write_text(json.dumps(record, indent=2) + "\n")
             flush(temporary / "progress.json")
@@ -291,12 +283,12 @@ class RunFolder:
         Damaged checkpoints are reported to `warn` and renamed to "step-N.damaged". A checkpoint of
         another run is refused, and nothing is changed.
         """
-        damaged: dict[Path, str] = {}
+        damaged: dict[Path, ValueError] = {}
         for path in reversed(self._saved()):
             try:
                 checkpoint = _read(path)
             except ValueError as error:
-                damaged[path] = f"{str(path)!r} is damaged ({error})"
+                damaged[path] = error
                 continue
             saved = RunConfig.from_dict(checkpoint.progress.pop("config"))
             for key, here, there in differing(config, saved):
@@ -311,7 +303,7 @@ class RunFolder:
                 newer.rename(aside)
             return checkpoint
         if damaged:
-            problems = ", ".join(damaged.values())
+            problems = ", ".join(map(str, damaged.values()))
             raise ValueError(f"no checkpoint is good: {problems}; use a new run folder")
         return None
 
@@ -327,20 +319,16 @@ class RunFolder:
 
 def _read(path: Path) -> Checkpoint:
     """Reads a checkpoint; raises `ValueError` with the name of a damaged file."""
-    name = "progress.json"
+    place = path / "progress.json"
     try:
-        record = json.loads((path / name).read_bytes())
-        if record.pop("checksum") != _checksum(record) or path.name != f"step-{record['step']:08d}":
-            raise ValueError("it differs from its checksum")
-        if "config" not in record:
-            raise ValueError("it does not say which run it belongs to")
-        parts = {}
-        for name, checksum in record.pop("files").items():
-            if _sha256(path / name) != checksum:
-                raise ValueError("it differs from its checksum")
-            parts[name.removesuffix(".safetensors")] = safetensors.torch.load_file(path / name)
-    except (OSError, SafetensorError, *_MALFORMED) as error:
-        raise ValueError(f"{name}: {error}") from None
+        record = read_object(place)
+        if record.pop("checksum", None) != _checksum(record):
+            raise ValueError(f"{str(place)!r} is damaged: it differs from its checksum")
+        if path.name != f"step-{record['step']:08d}" or "config" not in record:
+            raise ValueError(f"{str(place)!r} is damaged: it does not say of which run and step")
+        parts = {Path(file).stem: read_tensors(path / file)[0] for file in record.pop("files")}
+    except (OSError, KeyError, TypeError) as error:
+        raise ValueError(f"{str(place)!r} is damaged: {error}") from None
     return Checkpoint(path, record, parts)
 
 
@@ -361,11 +349,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _checksum(record: dict[str, Any]) -> str:

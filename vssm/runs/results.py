@@ -6,7 +6,6 @@
 absolute paths lose their folders.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -23,7 +22,7 @@ import torch
 
 from vssm.storage import write_atomically
 
-__all__ = ["commit", "machine", "result", "source", "write_result"]
+__all__ = ["commit", "machine", "result", "write_result"]
 
 
 def result(
@@ -89,25 +88,6 @@ def commit() -> str | None:
     # Only changes of the package count: new results are written into the same clone.
     changed = found and _git(package, "status", "--porcelain", "--", ".")
     return f"{found}-dirty" if changed else found
-
-
-def source(but: tuple[str, ...] = (), package: Path = Path(__file__).parents[1]) -> str:
-    """Returns a digest of this package's code, which also changes where no commit is known.
-
-    Arguments:
-        but: Beginnings of file names in the package that do not count.
-        package: Its folder.
-
-    Example:
-        >>> source() == source(), source() == source(but=("cli/",))
-        (True, False)
-    """
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        place = path.relative_to(package).as_posix()
-        if not place.startswith(but):
-            digest.update(f"{place}\n".encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
