@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -23,7 +22,6 @@ from vssm.config import RunConfig, TrainConfig
 from vssm.data import DataConfig, SyntheticConfig, TextConfig, open_data
 from vssm.evaluation import scores as evaluate
 from vssm.evaluation.frechet import Classifier, features, frechet_distance, train_classifier
-from vssm.evaluation.journal import Journal
 from vssm.evaluation.quality import (
     Work,
     image_makers,
@@ -453,27 +451,6 @@ def test_mistakes_are_named(tmp_path):
         evaluate_run(tmp_path / "nowhere")
 
 
-def test_result_of_replaced_weights_is_set_aside(tmp_path):
-    run = make_run(tmp_path / "run", "rnn", WAVES)
-    weights = load(run).state_dict()
-    write_result(run / "eval.json", {"metrics": {"elbo": 1.0}})
-    replaced = []
-
-    def train(stage, done, total):
-        if not replaced:
-            RunFolder(run).save_weights(weights)
-            replaced.append(stage)
-
-    with pytest.warns(
-        UserWarning, match=r"replaced the weights of '.*run' since .* is in eval\.json\.old$"
-    ):
-        made = evaluate_run(run, quick=True, progress=train)
-    assert not (run / "eval.json").exists()
-    assert json.loads((run / "eval.json.old").read_text()) == made
-    made = evaluate_run(run, quick=True)
-    assert json.loads((run / "eval.json").read_text()) == made
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="no folder is claimed")
 def test_run_in_training_is_noted_and_not_kept(tmp_path, capsys):
     run = make_run(tmp_path / "run", "rnn", WAVES)
@@ -492,146 +469,6 @@ def test_run_in_training_is_noted_and_not_kept(tmp_path, capsys):
     main(arguments)
     assert note not in capsys.readouterr().err
     claim(run, "run folder").close()  # to look is not to claim
-
-
-STAGES = ("reconstruction", "likelihoods", "likelihoods by particles", "generation times", "fd_w2")
-
-
-STOPPED = {"quick": True, "num_samples": 3, "num_images": 50, "particles": True, "batch": 20}
-
-
-@pytest.fixture(scope="module")
-def not_stopped(digits_run, tmp_path_factory):
-    run = tmp_path_factory.mktemp("runs") / "run"
-    shutil.copytree(digits_run, run, ignore=shutil.ignore_patterns("eval*"))
-    return evaluate_run(run, **STOPPED)["metrics"]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_stopped_evaluation_goes_on(stage, digits_run, not_stopped, tmp_path):
-    run, seen, options = tmp_path / "run", [], STOPPED
-    shutil.copytree(digits_run, run, ignore=shutil.ignore_patterns("eval*"))
-
-    def stop(at, done, total):
-        seen.append((at, done))
-        if at == stage and done:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        evaluate_run(run, **options, progress=stop)
-    assert not (run / "eval.json").exists()
-    first, seen[:] = list(seen), []
-    made = evaluate_run(run, **options, progress=lambda at, done, total: seen.append((at, done)))
-    assert [path.name for path in run.glob("eval*")] == ["eval.json"]
-    before = STAGES[: STAGES.index(stage)]
-    again = {at for at, done in seen if done == 0} & set(before)
-    assert not again  # what had been measured is not measured again
-    if "likelihoods" in stage:
-        assert (stage, first[-1][1]) in seen and (stage, 0) not in seen
-    assert steady(made["metrics"]) == steady(not_stopped)
-    assert list(made["metrics"]) == list(not_stopped)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        "options",
-        "weights",
-        "data",
-        "code",
-        "damage",
-        "no object",
-        "full disk",
-    ],
-)
-def test_parts_of_another_evaluation_are_not_used(change, tmp_path, monkeypatch):
-    run, stages = make_run(tmp_path / "run", "vssm", WAVES), []
-
-    def stop(stage, done, total):
-        if stage == "generation times":
-            raise KeyboardInterrupt
-
-    if change == "full disk":
-
-        def full_disk(path, write):
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-        monkeypatch.setattr("vssm.evaluation.journal.write_atomically", full_disk)
-    with pytest.raises(KeyboardInterrupt):
-        evaluate_run(run, quick=True, progress=stop)
-    options, (part,) = {}, [*run.glob("eval.part-*.json"), run / "none"][:1]
-    assert part.exists() == (change != "full disk")
-    if change == "options":
-        options["num_samples"] = 4
-    elif change == "weights":
-        RunFolder(run).save_weights(load(run).state_dict())
-    elif change == "data":
-        other = DataConfig(
-            name="synthetic", synthetic=SyntheticConfig(length=7, features=3, num=40), seed=1
-        )
-        config = json.loads((run / "config.json").read_text()) | {"data": dataclasses.asdict(other)}
-        (run / "config.json").write_text(json.dumps(config))
-    elif change == "code":
-        monkeypatch.setattr(evaluate, "source", lambda: "another")
-    elif change == "damage":
-        part.write_bytes(part.read_bytes()[:-9])
-    elif change == "no object":
-        part.write_text("[" * 100_000)
-    evaluate_run(run, quick=True, **options, progress=lambda *stage: stages.append(stage))
-    assert {"reconstruction", "likelihoods"} <= {stage for stage, done, _ in stages if done == 0}
-    if change in ("options", "data", "code"):
-        assert part.exists()  # for the evaluation that it is of
-    else:
-        assert not part.exists()
-
-
-def test_killed_evaluation_goes_on(tmp_path, monkeypatch):
-    run = make_run(tmp_path / "run", "vssm", WAVES)
-    monkeypatch.setattr("vssm.evaluation.journal.PAUSE", 0)
-
-    def kill(stage, done, total):
-        if (stage, done) == ("likelihoods", 6):
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Journal, "__exit__", lambda *_: None)  # as after kill -9
-        evaluate_run(run, num_samples=3, batch=3, progress=kill)
-    (part,) = run.glob("eval.part-*.json")
-    kept = json.loads(part.read_text())
-    assert set(kept) == {"reconstruction", "likelihoods"} and kept["likelihoods"]["done"] == 6
-    seen = []
-    made = evaluate_run(
-        run, num_samples=3, batch=3, progress=lambda stage, done, total: seen.append((stage, done))
-    )
-    assert [at for at in seen if at[0] in ("reconstruction", "likelihoods")] == [
-        ("likelihoods", 6),
-        ("likelihoods", 8),
-    ]
-    alone = evaluate_run(run, num_samples=3, batch=3)
-    assert steady(made["metrics"]) == steady(alone["metrics"])
-
-
-def test_the_command_says_that_it_goes_on(tmp_path, monkeypatch, capsys):
-    run = make_run(tmp_path / "run", "rnn", WAVES)
-
-    def stopped(*arguments):
-        signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(evaluate, "measure_times", stopped)
-    with pytest.raises(SystemExit, match="143"):
-        main(["evaluate", str(run), "--quick", "--device", "cpu"])
-    note = "note: what was found so far is kept; the same command goes on from there"
-    assert capsys.readouterr().err.splitlines()[-2:] == ["vssm: stopped by SIGTERM", note]
-    assert list(run.glob("eval.part-*.json"))
-    monkeypatch.setattr(
-        "vssm.evaluation.journal.write_atomically", lambda *_: None
-    )  # as on a full disk
-    main_again = ["evaluate", str(run), "--num-samples", "2", "--device", "cpu"]
-    for part in run.glob("eval.part-*.json"):
-        part.unlink()
-    with pytest.raises(SystemExit, match="143"):
-        main(main_again)
-    assert note not in capsys.readouterr().err
 
 
 def test_no_images_no_distances(digits_run, tmp_path):

@@ -1,7 +1,6 @@
 """`vssm evaluate`: how good a run is."""
 
 import filecmp
-import secrets
 import shutil
 import sys
 from dataclasses import dataclass
@@ -76,15 +75,9 @@ class Evaluate:
         except UnwrittenResult as error:
             show_metrics(title, error.result["metrics"])
             raise
-        except (KeyboardInterrupt, SystemExit):
-            if any(folder.glob("eval*.part-*.json")):
-                note = "what was found so far is kept; the same command goes on from there"
-                print(f"note: {note}", file=sys.stderr)
-            raise
         show_metrics(title, result["metrics"])
-        written = folder / ("eval.json" if self.splits == "test" else "eval_valid.json")
-        if written.is_file():  # else better weights came in the meantime, and a note said so
-            print(f"written: {written}")
+        name = "eval.json" if self.splits == "test" else "eval_valid.json"
+        print(f"written: {folder / name}")
         if self.result is not None:
             keep_result(folder, self.result, self.device, self.data_dir)
             print(f"kept: {self.result}")
@@ -97,12 +90,7 @@ def own_copy(folder: Path) -> Path:
         return folder
     copy = Path("runs") / folder.name
     if not copy.exists():
-        begun = copy.with_name(f".{copy.name}.{secrets.token_hex(6)}.tmp")
-        try:
-            shutil.copytree(shipped, begun)
-            begun.rename(copy)
-        finally:
-            shutil.rmtree(begun, ignore_errors=True)
+        shutil.copytree(shipped, copy)
     files = ("config.json", "weights.safetensors")
     if filecmp.cmpfiles(shipped, copy, files, shallow=False)[0] != list(files):
         raise ValueError(

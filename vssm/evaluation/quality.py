@@ -33,7 +33,6 @@ from torch import Tensor
 from vssm.data import Data, Split
 from vssm.engine import Engine
 from vssm.evaluation.frechet import cached_classifier, features, frechet_distance
-from vssm.evaluation.journal import Journal
 from vssm.models import AnyPart, Ladder, Model, Variational
 
 __all__ = ["LARGE_BATCH", "Progress", "Work", "dials", "generation_calls", "image_makers"]
@@ -107,10 +106,8 @@ class Work:
         batch: int | None,
         device: torch.device,
         progress: Progress | None,
-        journal: Journal | None = None,
     ) -> None:
         self.model, self.data, self.split, self.device = model, data, split, device
-        self.journal: Journal = journal or Journal()
         self.length: int = data.meta.length
         self.cut: int = self.length // 2
         steps = 2**15 if device.type == "cuda" else 2**13
@@ -118,23 +115,18 @@ class Work:
         self.observed: str = observed(model, data.meta.levels)
         self.progress: Progress = progress or (lambda stage, done, total: None)
 
-    def ranges(self, stage: str, num: int, done: int = 0) -> Iterator[range]:
-        """Yields the ranges of the batches from `done` to `num`, and reports the progress."""
-        for first in range(done, num, self.batch):
+    def ranges(self, stage: str, num: int) -> Iterator[range]:
+        """Yields the ranges of the batches of `num` sequences, and reports the progress."""
+        for first in range(0, num, self.batch):
             self.progress(stage, first, num)
             yield range(first, min(first + self.batch, num))
         self.progress(stage, num, num)
 
-    def batches(
-        self, stage: str, index: np.ndarray, done: int = 0
-    ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    def batches(self, stage: str, index: np.ndarray) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         """Yields batches of the sequences at `index`: the first position, x, and lengths if any."""
-        for rows in self.ranges(stage, len(index), done):
+        for rows in self.ranges(stage, len(index)):
             own = index[rows.start : rows.stop]
             yield rows.start, self.split.batch(own, self.device), self.split.real(own, self.device)
-
-
-MakeCalls = Callable[[Work, bool], dict[str, Callable[[], object]]]
 
 
 def generation_calls(work: Work, curves: bool = False) -> dict[str, Callable[[], object]]:
@@ -162,7 +154,9 @@ def generation_calls(work: Work, curves: bool = False) -> dict[str, Callable[[],
     return {name: partial(engine.generate, **options) for name, options in ways.items()}
 
 
-def measure_times(work: Work, make: MakeCalls, curves: bool, repeats: int) -> dict[str, float]:
+def measure_times(
+    work: Work, calls: dict[str, Callable[[], object]], repeats: int
+) -> dict[str, float]:
     """Measures the milliseconds of calls.
 
     `timing_spread` is the largest ratio of the third to the first quartile: far above 1, the
@@ -170,11 +164,9 @@ def measure_times(work: Work, make: MakeCalls, curves: bool, repeats: int) -> di
 
     Arguments:
         work: What is measured.
-        make: Returns what to time, by the name of its metric.
-        curves: Whether to time the ways to sample as well.
+        calls: What to time, by the name of its metric.
         repeats: Calls of which the median is taken, fewer when they are slow.
     """
-    calls = make(work, curves)
     metrics, widest = {}, 1.0
     for done, (name, call) in enumerate(calls.items()):
         work.progress("generation times", done, len(calls))
@@ -215,9 +207,6 @@ def image_quality(
         ways: What makes the sequences with some numbers, by the name of its metric.
     """
     split, train, to_image = work.split, work.data.train, work.data.meta.to_image
-    kept = work.journal.get("images") or {}
-    if ways.keys() <= kept.keys():
-        return kept
     assert train.labels is not None and split.labels is not None
     classifier = cached_classifier(
         to_image(train.batch(slice(None))),
@@ -236,9 +225,6 @@ def image_quality(
         "fd_floor": frechet_distance(floor, reference),
     }
     for name, make in ways.items():
-        if name in kept:
-            metrics |= {key: kept[key] for key in (name, "label_accuracy") if key in kept}
-            continue
         parts = [features(classifier, to_image(make(rows))) for rows in work.ranges(name, num)]
         made = torch.cat(parts)
         finite = bool(torch.isfinite(made).all())
@@ -247,7 +233,6 @@ def image_quality(
             guesses = classifier.out(made.to(work.device, torch.float32)).argmax(-1).cpu()
             asked = split.labels[torch.from_numpy(spread(len(split), num))]
             metrics["label_accuracy"] = float((guesses == asked).double().mean())
-        work.journal["images"] = dict(metrics)
     return metrics
 
 

@@ -13,9 +13,7 @@ Legend: x (B, T, D) or tokens (B, T); K `num_samples`; C `prompt_length`, `cut`.
 import inspect
 import math
 import shlex
-import warnings
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +32,7 @@ from vssm.checks import (
 )
 from vssm.data import Data, Meta, open_data
 from vssm.evaluation import quality
-from vssm.evaluation.journal import Journal
-from vssm.evaluation.parts import fill_calls, fill_makers, fill_scores, known_entries, suffix
+from vssm.evaluation.parts import fill_calls, fill_makers, fill_scores, known_entries
 from vssm.evaluation.quality import (
     Progress,
     Work,
@@ -51,7 +48,7 @@ from vssm.objectives.masks import parse_mask
 from vssm.ops import choose_backend
 from vssm.runs.checkpoint import load
 from vssm.runs.config import SavedConfig
-from vssm.runs.results import machine, result, source, write_result
+from vssm.runs.results import result, write_result
 from vssm.storage import why_read_only
 
 __all__ = ["ACTIVE", "UnwrittenResult", "evaluate_run", "likelihoods", "reconstruction"]
@@ -88,10 +85,6 @@ def evaluate_run(
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Measures the best weights of a run and writes `eval.json` (`eval_valid.json`) to its folder.
-
-    If a training replaces the weights in the meantime, it warns and writes `eval.json.old` instead,
-    so that `eval.json` always describes the weights beside it. After a stop or a kill, the same
-    call goes on from `eval.part-….json`, if weights, data, code and machine are the same.
 
     Arguments:
         folder: The run folder, with `config.json` and `weights.safetensors`.
@@ -158,7 +151,6 @@ def evaluate_run(
         max_sequences = min(max_sequences or 64, 64)
 
     folder, device = Path(folder), choose_device(str(device))
-    weights = _version(folder / "weights.safetensors")
     model = load(folder, device).eval().requires_grad_(False)
     _check_asked(model, dials, particles, known)
     if why := why_read_only(folder):
@@ -171,48 +163,30 @@ def evaluate_run(
         known_entries(data.meta, name, torch.zeros(1, dtype=torch.int64))  # raises if unknown
     split = data.test() if splits == "test" else data.valid
     path = folder / ("eval.json" if splits == "test" else "eval_valid.json")
-    subject = {
-        **given,
-        "device": str(device),
-        "weights": weights,
-        "data": [config["data"], len(split), split.digest()],
-        "source": source(),
-        "machine": machine(),
-    }
-    with Journal(path.with_suffix(".part.json"), subject) as journal:
-        work = Work(model, data, split, batch, device, progress, journal)
-        metrics = _scores(work, num_samples, max_sequences, particles)
-        repeats, parts = 5 if quick else 21, isinstance(model, AnyPart)
-        index = quality.spread(len(split), max_sequences)
-        for name in known:
-            score = partial(fill_scores, work, index, name, passes, num_samples)
-            metrics |= journal.measure(suffix(name, passes), score)
-        calls = fill_calls if parts else generation_calls
-        times = partial(measure_times, work, calls, dials, repeats)
-        metrics |= journal.measure("times", times)
-        labelled = data.meta.image_shape is not None and data.train.labels is not None
-        if num_images and labelled and not model.head.tokens:
-            if parts:
-                ways = fill_makers(work, num_images, dials, known, passes)
-            else:
-                ways = image_makers(work, num_images, dials)
-            metrics |= image_quality(work, num_images, ways)
-        settings = {**given, "device": device.type, "backend": None}
-        if model.config.block == "mamba":
-            settings["backend"] = choose_backend("auto", device, torch.float32)
-        settings = {**config, "evaluate": settings}
-        made = result(folder.resolve().name, _command(folder, given), settings, metrics)
-        replaced = _version(folder / "weights.safetensors") != weights
-        try:
-            write_result(path.with_name(f"{path.name}.old") if replaced else path, made)
-        except OSError as error:
-            raise UnwrittenResult(error, made) from None
-    if replaced:
-        warnings.warn(
-            f"a training has replaced the weights of {str(folder)!r} since they were read; the "
-            f"evaluation of the old weights is in {path.name}.old",
-            stacklevel=2,
-        )
+    work = Work(model, data, split, batch, device, progress)
+    metrics = _scores(work, num_samples, max_sequences, particles)
+    index = quality.spread(len(split), max_sequences)
+    for name in known:
+        metrics |= fill_scores(work, index, name, passes, num_samples)
+    parts = isinstance(model, AnyPart)
+    calls = fill_calls(work, dials) if parts else generation_calls(work, dials)
+    metrics |= measure_times(work, calls, repeats=5 if quick else 21)
+    labelled = data.meta.image_shape is not None and data.train.labels is not None
+    if num_images and labelled and not model.head.tokens:
+        if parts:
+            ways = fill_makers(work, num_images, dials, known, passes)
+        else:
+            ways = image_makers(work, num_images, dials)
+        metrics |= image_quality(work, num_images, ways)
+    settings = {**given, "device": device.type, "backend": None}
+    if model.config.block == "mamba":
+        settings["backend"] = choose_backend("auto", device, torch.float32)
+    settings = {**config, "evaluate": settings}
+    made = result(folder.resolve().name, _command(folder, given), settings, metrics)
+    try:
+        write_result(path, made)
+    except OSError as error:
+        raise UnwrittenResult(error, made) from None
     return made
 
 
@@ -237,7 +211,7 @@ def _check_asked(model: Model, dials: bool, particles: bool, known: tuple[str, .
 def _scores(
     work: Work, num_samples: int, max_sequences: int | None, particles: bool
 ) -> dict[str, float]:
-    """Measures the ELBO and the likelihoods, except what the journal has already."""
+    """Measures the ELBO and the likelihoods."""
     model, index = work.model, quality.spread(len(work.split), max_sequences)
     parallel = isinstance(model, Variational | Ladder | AnyPart)
     metrics: dict[str, float] = {
@@ -248,7 +222,7 @@ def _scores(
     }
     if not isinstance(model, Autoregressive):
         metrics["num_samples"] = num_samples
-    metrics |= work.journal.measure("reconstruction", lambda: reconstruction(work, index))
+    metrics |= reconstruction(work, index)
     metrics |= likelihoods(work, index, num_samples)
     if particles:
         found = likelihoods(work, index, num_samples, "particles")
@@ -260,14 +234,6 @@ def _scores(
         named = ((name, "log_likelihood" in name or name == "elbo") for name in metrics)
         metrics = {f"pseudo_{name}" if odd else name: metrics[name] for name, odd in named}
     return metrics
-
-
-def _version(path: Path) -> tuple[int, int, int] | None:
-    """Returns numbers that change when a file is replaced; None without a file."""
-    if not path.is_file():
-        return None
-    facts = path.stat()
-    return facts.st_ino, facts.st_mtime_ns, facts.st_size
 
 
 def reconstruction(work: Work, index: np.ndarray) -> dict[str, float]:
@@ -329,10 +295,8 @@ def likelihoods(
     if method == "particles":
         stage = "likelihoods by particles"
         rows *= 8 if work.device.type == "cuda" else 1  # single steps need many rows on a GPU
-    nothing = {"done": 0, "totals": dict.fromkeys(cases, 0.0), "nums": dict.fromkeys(cases, 0)}
-    kept = work.journal.get(stage) or nothing
-    totals, nums = dict(kept["totals"]), dict(kept["nums"])
-    for first, x, lengths in work.batches(stage, index, kept["done"]):
+    totals, nums = dict.fromkeys(cases, 0.0), dict.fromkeys(cases, 0)
+    for first, x, lengths in work.batches(stage, index):
         if not isinstance(model, AnyPart):  # it validates x itself, without missing values
             model.head.validate(x)
         real = None if lengths is None else real_steps(x, lengths)
@@ -342,7 +306,6 @@ def likelihoods(
             scored = nats if lengths is None else nats[lengths > cut]  # something follows the cut
             totals[name] += float(scored.double().sum())
             nums[name] += len(scored)
-        work.journal[stage] = {"done": first + len(x), "totals": dict(totals), "nums": dict(nums)}
     metrics = {name: total / nums[name] for name, total in totals.items() if nums[name]}
     lengths = work.split.real(index)
     steps = work.length if lengths is None else float(lengths.double().mean())
