@@ -54,7 +54,7 @@ def page(browser, url):
         lambda request: wrong.append(request.url) if url not in request.url else None,
     )
     page.goto(url)
-    page.wait_for_selector("#model option", state="attached")
+    page.wait_for_selector("#on:not([disabled])")  # the samples of a first visit are there
     yield page
     context.close()
     assert not wrong
@@ -164,8 +164,9 @@ def test_chunks_are_shown_as_they_stream(page):
 
 def test_continue_goes_on_where_it_stopped(page):
     page.fill("#num", "2")
+    page.select_option("#model", "vssm")
+    assert page.locator("#on").is_disabled(), "a newly chosen model has nothing to continue"
     page.fill("#length", "5")
-    assert page.locator("#on").is_disabled()
     generate(page)
     before = drawn(page)[:5]
     page.click("#on")
@@ -363,3 +364,14 @@ def test_gaps_anywhere_are_filled_in_passes(browser, tmp_path):
             assert re.fullmatch("ab[a-e]{2}cd[a-e]e", text)
     page.close()
     assert not wrong
+
+
+def test_a_first_visit_shows_digits_and_a_sample_prompt_names_its_class(browser):
+    page = browser.new_page()
+    with running(["mnist-any-small"]) as (_, url):
+        page.goto(url)
+        page.wait_for_selector("#made canvas >> nth=15")
+        assert "16 samples" in page.inner_text("#status")
+        page.click("[aria-label='Sample prompt 8']")
+        assert page.input_value("#class") == "8"
+    page.close()
