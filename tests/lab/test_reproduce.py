@@ -270,6 +270,29 @@ def test_rate_that_diverged_is_recorded_and_not_used(out):
     assert not list((out / "memory").rglob("digits_rnn_lr0.01.json"))
 
 
+def test_finalists_are_trained_to_the_end_before_one_is_chosen(out, monkeypatch):
+    options = {"kinds": ("rnn",), "epochs": 2, "grid_epochs": 1, "finalists": 2}
+    options |= {"learning_rates": (1e-2, 5e-3, 1e-3)}
+    digits(out, **options)
+
+    def losses(stage):
+        files = (out / "results" / stage).glob("digits_rnn_lr*.json")
+        metrics = [read(path)["metrics"] for path in files]
+        assert {values["epochs"] for values in metrics} == {1 if stage == "grid" else 2}
+        return {values["learning_rate"]: values["validation_loss"] for values in metrics}
+
+    grid, finals = losses("grid"), losses("finals")
+    assert len(grid) == 3 and set(finals) == set(sorted(grid, key=grid.get)[:2])
+    made = read(out / "results" / "digits_rnn_seed0.json")
+    assert made["metrics"]["learning_rate"] == min(finals, key=finals.get)
+    assert "--grid-epochs 1 --finalists 2 --kinds rnn" in made["command"]
+    assert len(list((out / "runs").glob("rnn-*"))) == 2, "the final run is the scored one"
+    monkeypatch.setattr(
+        vssm.lab.reproduce, "run_grid", lambda *_, **__: pytest.fail("a run was started")
+    )
+    digits(out, **options)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -284,6 +307,14 @@ def test_rate_that_diverged_is_recorded_and_not_used(out):
             "seeds=(1, 1) must be one or more different values",
         ),
         (["mnist", "--epochs", "0"], "epochs is 0.0; it must be a number > 0"),
+        (
+            ["mnist", "--finalists", "2"],
+            "finalists=2 is not allowed: every rate is trained to the end",
+        ),
+        (
+            ["mnist", "--grid-epochs", "2", "--finalists", "9"],
+            "finalists=9 is not allowed: more than the grid has rates",
+        ),
         (["mnist", "--kinds", "vsm"], "kind='vsm' is unknown"),
         (["mnist", "--seeds", "0", "-1"], "seed is -1; it must be a whole number >= 0"),
         (

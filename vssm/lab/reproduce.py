@@ -3,6 +3,7 @@
 | file | what |
 | --- | --- |
 | `RESULTS/grid/DATA_KIND_lrRATE.json` | a run of the grid: `validation_loss` chooses the rate |
+| `RESULTS/finals/DATA_KIND_lrRATE.json` | one of its best rates, trained to the end |
 | `RESULTS/DATA_KIND_seedN.json` | a run with the chosen rate, scored on the test set; its `curve` |
 | `RESULTS/DATA_KIND_seedN.png` | its samples: three unconditional rows, three completions |
 | `OUT/grid/`, `OUT/runs/` | the run folders |
@@ -68,6 +69,7 @@ def reproduce(
     seeds: tuple[int, ...] | None = None,
     epochs: float | None = None,
     grid_epochs: float | None = None,
+    finalists: int = 1,
     data_dir: str | None = None,
     progress: Suppress[Progress | None] = None,
 ) -> None:
@@ -85,10 +87,16 @@ def reproduce(
             scale); the grid has seed 0.
         epochs: Passes over the training set, 200 by default.
         grid_epochs: A shorter training for the grid.
+        finalists: Best rates of a shorter grid that are trained to the end before one is chosen,
+            since some runs go wrong late.
         data_dir: Folder with the data; else $VSSM_DATA; else the user cache.
         progress: What shows the progress; by default a bar on a terminal, lines elsewhere.
     """
     chosen = _choose_scale(data, scale, kinds, learning_rates, seeds, epochs, grid_epochs)
+    whole = chosen.grid_epochs == chosen.epochs
+    if not 1 <= finalists <= (1 if whole else len(chosen.learning_rates)):
+        reason = "every rate is trained to the end" if whole else "more than the grid has rates"
+        raise ValueError(f"finalists={finalists!r} is not allowed: {reason}")
     out = Path(out or f"runs/reproduce-{data}{'-small' if scale == 'small' else ''}")
     results = Path(results or ("results/paper" if scale == "paper" else out / "results"))
     given = {
@@ -96,6 +104,7 @@ def reproduce(
         "learning-rates": learning_rates and " ".join(f"{rate:g}" for rate in learning_rates),
         "epochs": epochs and f"{epochs:g}",
         "grid-epochs": grid_epochs and f"{grid_epochs:g}",
+        "finalists": finalists if finalists > 1 else None,
     }
     options = "".join(f" --{name} {value}" for name, value in given.items() if value)
     plan = _Plan(data, results.resolve(), f"vssm reproduce {data}{options}", chosen)
@@ -104,20 +113,23 @@ def reproduce(
     base = replace(chosen.base, data=DataConfig(name=data, dir=data_dir), train=training)
     show = progress or choose_progress()
 
-    rates = dict.fromkeys(kinds, chosen.learning_rates[0])
+    def run(stage: str, rates: Mapping[str, Sequence[float]], epochs: float, folder: str) -> None:
+        long, configs = _with_epochs(base, epochs), {}
+        for seed in chosen.seeds if stage == "seeds" else (0,):  # each kind once before any twice
+            for kind in kinds:
+                configs |= grid_configs(long, [kind], rates[kind], [seed])
+        plan.run(stage, configs, (out / folder).resolve(), show)
+
+    rates: dict[str, Sequence[float]] = dict.fromkeys(kinds, chosen.learning_rates)
     out.mkdir(parents=True, exist_ok=True)
     try:
         if len(chosen.learning_rates) > 1:
-            short = _with_epochs(base, chosen.grid_epochs)
-            configs = grid_configs(short, kinds, chosen.learning_rates, [0])
-            folder = "runs" if chosen.grid_epochs == chosen.epochs else "grid"
-            plan.run("grid", configs, (out / folder).resolve(), show)
-            rates = {kind: plan.best_rate(kind) for kind in kinds}
-        long, configs = _with_epochs(base, chosen.epochs), {}
-        for seed in chosen.seeds:  # each kind once before any twice
-            for kind in kinds:
-                configs |= grid_configs(long, [kind], [rates[kind]], [seed])
-        plan.run("seeds", configs, (out / "runs").resolve(), show)
+            run("grid", rates, chosen.grid_epochs, "runs" if whole else "grid")
+            rates = {kind: plan.best("grid", kind, rates[kind])[:finalists] for kind in kinds}
+        if finalists > 1:
+            run("finals", rates, chosen.epochs, "runs")
+            rates = {kind: plan.best("finals", kind, rates[kind])[:1] for kind in kinds}
+        run("seeds", rates, chosen.epochs, "runs")
     finally:
         if scored_runs(plan.results, data):
             draw_figure(plan.results, out / "figure.png", [data])
@@ -166,7 +178,7 @@ class _Plan:
             if stage == "seeds" or "not finite" not in reason:
                 failed.append(f"{name}: {reason}")
                 continue
-            # A run of the grid that diverged is a result.
+            # A run of the grid or the finals that diverged is a result.
             metrics = {"validation_loss": None, "train_seconds": row["seconds"]}
             self.write(stage, left[name], metrics)
             shutil.rmtree(folder / name / "checkpoint", ignore_errors=True)
@@ -187,17 +199,19 @@ class _Plan:
                 if path.exists() and (found := difference(path, same, metric)):
                     raise ValueError(f"{found}; use the same settings, or another results folder")
 
-    def best_rate(self, kind: str) -> float:
-        """Returns the rate of the grid with the lowest validation loss."""
-        rates, finite = self.scale.learning_rates, dict[float, float]()
+    def best(self, stage: str, kind: str, rates: Sequence[float]) -> list[float]:
+        """Returns the rates that did not diverge, the lowest validation loss first."""
+        finite = {}
         for rate in rates:
-            path = self.results / "grid" / f"{self.data}_{kind}_lr{rate!r}.json"
+            path = self.results / stage / f"{self.data}_{kind}_lr{rate!r}.json"
             loss = json.loads(path.read_bytes())["metrics"]["validation_loss"]
             if loss is not None:
                 finite[rate] = loss
         if not finite:
-            raise ValueError(f"kind={kind!r} diverged at every learning rate of {rates}; use lower")
-        return min(finite, key=lambda rate: finite[rate])
+            raise ValueError(
+                f"kind={kind!r} diverged at every learning rate of {tuple(rates)}; use lower"
+            )
+        return sorted(finite, key=lambda rate: finite[rate])
 
     def record(self, stage: str, folder: Path) -> None:
         """Writes the result of a run that has ended, which means done, and frees the disk."""
