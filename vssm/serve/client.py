@@ -4,8 +4,6 @@ It tries again when the server is busy, restarting or out of reach. A seed names
 twice does no harm.
 """
 
-import base64
-import io
 import json
 import time
 from collections.abc import Iterator
@@ -17,7 +15,7 @@ from vssm.checks import printable
 
 __all__ = ["Answer", "Client", "ServerError"]
 
-_RETRIED = (429, 500, 502, 503, 504)
+_RETRIED = (0, 429, 500, 502, 503, 504)  # 0: out of reach
 _LONGEST = 5.0  # seconds between two tries
 
 
@@ -142,21 +140,17 @@ class Client:
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None, *names: str) -> Any:  # noqa: ANN401
         """Returns an answer, which must have fields of these names."""
-        for left in range(self._retries, -1, -1):
-            wait = min(_LONGEST, 0.1 * 2 ** (self._retries - left))
+        for tried in range(self._retries + 1):
             try:
                 reply = self._http.request(method, path, json=body)
-            except self._httpx.RequestError as error:
-                if not left:
-                    raise self._unreachable(error) from None
-            else:
                 if reply.status_code == 200:
                     return self._object(reply.content, *names)
-                if reply.status_code not in _RETRIED or not left:
-                    raise self._error(reply.status_code, reply.content)
-                asked = reply.headers.get("retry-after", "")
-                wait = max(wait, min(_LONGEST, float(asked) if asked.isdecimal() else 0))
-            time.sleep(wait)
+                refused = self._error(reply.status_code, reply.content)
+            except self._httpx.RequestError as error:
+                refused = self._unreachable(error)
+            if refused.status not in _RETRIED or tried == self._retries:
+                raise refused
+            time.sleep(min(_LONGEST, 0.1 * 2**tried))
         raise AssertionError
 
     def _answer(self, path: str, body: dict[str, Any]) -> Answer:
@@ -190,11 +184,14 @@ class Client:
 def _with_array(
     options: dict[str, Any], name: str, value: np.ndarray | str | None
 ) -> dict[str, Any]:
+    """Returns the options that are not None, and sequences as JSON has them: null for a gap."""
     body = {key: option for key, option in options.items() if option is not None}
     if isinstance(value, str):
         body[name] = value
     elif value is not None:
-        file = io.BytesIO()
-        np.save(file, np.asarray(value), allow_pickle=False)
-        body[f"{name}_npy"] = base64.b64encode(file.getvalue()).decode()
+        array = np.asarray(value)
+        if array.dtype.kind == "f" and (gaps := np.isnan(array)).any():
+            array = array.astype(object)
+            array[gaps] = None
+        body[name] = array.tolist()
     return body

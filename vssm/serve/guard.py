@@ -64,7 +64,6 @@ class Guard:
     ) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
         self._token = None if token is None else token.encode()
-        self._held = 0  # bytes of the bodies of all requests in progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -79,18 +78,13 @@ class Guard:
                 message = {**message, "headers": [*message.get("headers", ()), _NOSNIFF]}
             await send(message)
 
-        parts: list[bytes] = []
-        replayed = False
+        bodies: list[bytes] = []
 
         async def replay() -> Message:
-            nonlocal replayed
-            if replayed:
-                return await receive()
-            replayed, parts[:] = True, [b"".join(parts)]
-            return {"type": "http.request", "body": parts[0]}
+            return {"type": "http.request", "body": bodies.pop()} if bodies else await receive()
 
         try:
-            await self._receive(scope, receive, parts)
+            bodies.append(await self._receive(scope, receive))
             await self._app(scope, replay, sending)
         except Refused as refused:
             headers = {"www-authenticate": "Bearer"} if refused.status_code == 401 else {}
@@ -99,15 +93,14 @@ class Guard:
             status = 500
             raise
         finally:
-            self._held -= sum(map(len, parts))
             route = getattr(scope.get("route"), "path", "-")
             seconds = time.perf_counter() - began
             self._metrics.requests.labels(route, status).inc()
             self._metrics.latency.labels(route).observe(seconds)
             _log.info("%s %s %d %.1f ms", scope["method"][:8], route, status, 1e3 * seconds)
 
-    async def _receive(self, scope: Scope, receive: Receive, parts: list[bytes]) -> None:
-        """Appends the body of a request to `parts`, counted in `_held`, or raises `Refused`.
+    async def _receive(self, scope: Scope, receive: Receive) -> bytes:
+        """Returns the body of a request, or raises `Refused`.
 
         The rest of a refused body is received too: a client that is still sending when its
         connection is closed can not read the answer.
@@ -116,6 +109,7 @@ class Guard:
         refused, size = self._check_head(scope, headers), 0
         # A client that waits for "100 Continue" has not sent its body yet.
         more = refused is None or headers.get(b"expect", b"").lower() != b"100-continue"
+        parts: list[bytes] = []
         try:
             async with asyncio.timeout(self._settings.body_timeout):
                 while more and size <= _DRAIN:
@@ -124,28 +118,23 @@ class Guard:
                         raise Refused(400, "disconnected", "the client left while it was sending")
                     part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
+                    refused = refused or self._check_size(size)
                     if refused is None:
                         parts.append(part)
-                        self._held += len(part)
-                        refused = self._check_size(size)
-                    if refused is not None:
-                        self._held -= sum(map(len, parts))
+                    else:
                         parts.clear()
         except TimeoutError:
             message = f"the body did not arrive within {self._settings.body_timeout:g} s"
             refused = refused or Refused(408, "too_slow", message)
         if refused is not None:
             raise refused
+        return b"".join(parts)
 
     def _check_size(self, size: int) -> Refused | None:
-        limits = self._settings
-        if size > limits.max_body:
-            message = f"the body is too large; send at most {limits.max_body} bytes"
-            return Refused(413, "too_large", message)
-        if self._held > max(limits.max_body, limits.max_bodies):
-            message = "the bodies of all requests are too large together; try again soon"
-            return Refused(429, "busy", message, retry_after=1)
-        return None
+        if size <= self._settings.max_body:
+            return None
+        message = f"the body is too large; send at most {self._settings.max_body} bytes"
+        return Refused(413, "too_large", message)
 
     def _check_head(self, scope: Scope, headers: dict[bytes, bytes]) -> Refused | None:
         hosts = self._settings.hosts

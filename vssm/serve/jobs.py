@@ -54,7 +54,6 @@ class Piece(NamedTuple):
 class _Request:
     """What the scheduler and the worker know of every job."""
 
-    client: str = ""  # clients take turns
     deadline: float = math.inf  # in seconds of `time.monotonic`
     future: "Future[Done]" = field(default_factory=Future)  # cancelling it drops the job
     name: str = ""  # of the model

@@ -72,6 +72,7 @@ def serve(
         http="h11",
         h11_max_incomplete_event_size=_MAX_HEAD,
         ws="none",
+        limit_concurrency=settings.max_connections,
         access_log=False,  # ours leaves out the content
         log_level="warning",
         timeout_keep_alive=math.ceil(settings.body_timeout),

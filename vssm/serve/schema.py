@@ -1,11 +1,9 @@
 """The fields of requests and answers, and how their sequences become tensors.
 
-A sequence comes as nested lists, as a .npy file in base64, or as text. pydantic checks the fields
-and turns lists and files into arrays; `read_sequences` checks arrays and text against a model.
+A sequence comes as nested lists or as text. pydantic checks the fields and turns lists into arrays;
+`read_sequences` checks arrays and text against a model.
 """
 
-import base64
-import io
 import json
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -42,7 +40,6 @@ __all__ = [
 
 _INT64 = 2**63
 _LONGEST = 64  # characters of a name or value that an error repeats
-_MAX_HEADER = 4096  # bytes of the header of a .npy file
 
 
 def _from_lists(value: object, gaps: bool = False) -> object:
@@ -65,32 +62,6 @@ def _from_lists(value: object, gaps: bool = False) -> object:
     raise PydanticCustomError("array", message + (", null for a gap" if gaps else ""))
 
 
-def _from_file(value: object) -> object:
-    """Returns the array of a .npy file in base64. Nothing is unpickled.
-
-    Example:
-        >>> file = io.BytesIO()
-        >>> np.save(file, np.arange(3.0))
-        >>> _from_file(base64.b64encode(file.getvalue()).decode())
-        array([0., 1., 2.])
-    """
-    if value is None:
-        return None
-    try:
-        assert isinstance(value, str)
-        data = base64.b64decode(value, validate=True)
-        file, npy = io.BytesIO(data), np.lib.format
-        first = npy.read_magic(file)[0] == 1
-        header = npy.read_array_header_1_0 if first else npy.read_array_header_2_0
-        shape, fortran, dtype = header(file, max_header_size=_MAX_HEADER)
-        assert len(shape) <= 3 and min(shape, default=0) >= 0 and dtype.kind in "iuf"
-        array = np.frombuffer(data, dtype, offset=file.tell())
-        return array.reshape(shape, order="F" if fortran else "C")
-    except Exception:  # a hostile header can raise almost anything
-        message = "input should be a .npy file in base64, numbers with 1 to 3 axes"
-        raise PydanticCustomError("npy", message) from None
-
-
 def _types(*names: str) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [{"type": name} for name in (*names, "null")]})
 
@@ -108,12 +79,6 @@ _Gaps = Annotated[
     BeforeValidator(partial(_from_lists, gaps=True)),
     _types("array", "string"),
     Field(description=_SHAPES.format(", null where nothing is known", ", _ for a gap")),
-]
-_Npy = Annotated[
-    Any,
-    BeforeValidator(_from_file),
-    _types("string"),
-    Field(description="The same as a .npy file in base64."),
 ]
 _Count = Annotated[int, Field(ge=1)]
 _Temperature = Annotated[float, Field(ge=1e-30, le=100, description="Below 1: safer samples.")]
@@ -150,14 +115,15 @@ class _MakeRequest(_Request):
     length: _Count | None = Field(
         None, description="How many new steps; by default the rest of a sequence of the data."
     )
-    chunk: _Count | None = Field(None, description="Make so many steps at a time (vssm, tvae).")
+    chunk: _Count | None = Field(
+        None,
+        description="Make so many steps at a time; for a step-by-step model the steps in an event "
+        "of a stream, 1 by default.",
+    )
     recondition: bool = Field(False, description="Read each chunk before the next (vssm, tvae).")
     temperature: _Temperature = 1.0
     observe: _Observe = "mean"
     stream: bool = Field(False, description="Send chunks as they are made (server-sent events).")
-    every: _Count | None = Field(
-        None, description="Steps in an event of a step-by-step model; 1 by default."
-    )
 
 
 class GenerateRequest(_MakeRequest):
@@ -167,7 +133,6 @@ class GenerateRequest(_MakeRequest):
         {"num": 16, "seed": 7}, {"length": 12, "stream": True}
     )
     prompt: _Lists = None
-    prompt_npy: _Npy = None
 
 
 class ResumeRequest(_MakeRequest):
@@ -180,9 +145,8 @@ class ResumeRequest(_MakeRequest):
 class ObserveRequest(_Request):
     """Reads data and returns where to resume; `resume` adds more data to earlier data."""
 
-    model_config: ClassVar[ConfigDict] = examples({"x_npy": "BASE64_OF_A_NPY_FILE", "num": 4})
+    model_config: ClassVar[ConfigDict] = examples({"x": [[0.5, 0.25]], "num": 4})
     x: _Lists = None
-    x_npy: _Npy = None
     resume: _Resume | None = None
     keep: _Keep = "server"
 
@@ -194,7 +158,6 @@ class FillRequest(_Request):
         {"model": "NAME", "x": [[0.5, None], [None, None]], "passes": 4}
     )
     x: _Gaps = None
-    x_npy: _Npy = None
     passes: _Count = Field(1, description="Parallel passes; more make one part after the other.")
     temperature: _Temperature = 1.0
     observe: _Observe = "mean"
@@ -265,11 +228,8 @@ def explain(error: RequestValidationError) -> Refused:
     return invalid(f"{name}{given} is not allowed: {message[0].lower()}{message[1:]}", name)
 
 
-def read_sequences(
-    served: Served, value: np.ndarray | str | None, npy: np.ndarray | None, name: str
-) -> Tensor | None:
+def read_sequences(served: Served, array: np.ndarray | str | None, name: str) -> Tensor | None:
     """Turns sequences into what the model reads, (B, C, D) or (B, C), or refuses them."""
-    array, name = _one_of(value, npy, name)
     if array is None:
         return None
     head = served.model.head
@@ -285,18 +245,15 @@ def read_sequences(
     return x
 
 
-def read_gaps(
-    served: Served, value: np.ndarray | str | None, npy: np.ndarray | None
-) -> tuple[Tensor, Tensor]:
+def read_gaps(served: Served, array: np.ndarray | str | None) -> tuple[Tensor, Tensor]:
     """Turns sequences with gaps into tensors, and masks of what is known, or refuses them."""
-    array, name = _one_of(value, npy, "x")
-    model = served.model
+    model, name = served.model, "x"
     if not isinstance(model, AnyPart):
         message = f"model {served.name!r} continues sequences and can not fill gaps; "
         raise invalid(message + "use a model trained with --model.known any", "model")
     try:
         if array is None:
-            raise ValueError("x is missing; give x or x_npy")
+            raise ValueError("x is missing")
         if isinstance(array, str):
             x, known = _meta_of_text(served, name).encode_gaps(array)
         else:
@@ -312,15 +269,6 @@ def read_gaps(
     if known.all():
         raise invalid(f"nothing is unknown in {name}; mark gaps by null, in text by _", name)
     return x.cpu(), known.cpu()
-
-
-def _one_of(
-    value: np.ndarray | str | None, npy: np.ndarray | None, name: str
-) -> tuple[np.ndarray | str | None, str]:
-    """Returns the lists or the file, and the name of the field."""
-    if value is not None and npy is not None:
-        raise invalid(f"{name} and {name}_npy were both given; send one of them", name)
-    return (value, name) if npy is None else (npy, f"{name}_npy")
 
 
 def _meta_of_text(served: Served, name: str) -> Meta:

@@ -63,7 +63,7 @@ class Service:
     def plan_generate(self, ask: GenerateRequest) -> Job:
         """Returns the job of a request, or refuses it."""
         served = self._model(ask.model)
-        prompt = read_sequences(served, ask.prompt, ask.prompt_npy, "prompt")
+        prompt = read_sequences(served, ask.prompt, "prompt")
         rows = 1 if prompt is None else len(prompt)
         num = ask.num or rows
         if rows not in (1, num):
@@ -92,9 +92,9 @@ class Service:
         served, state = self._model(ask.model), None
         if ask.resume is not None:
             served, state = self._resume(ask.resume, ask.model)
-        x = read_sequences(served, ask.x, ask.x_npy, "x")
+        x = read_sequences(served, ask.x, "x")
         if x is None:
-            raise invalid("x is missing; give x or x_npy", "x")
+            raise invalid("x is missing", "x")
         num = ask.num or (len(x) if state is None else state.batch)
         if state is not None and num != state.batch:
             raise invalid(f"num={num} does not fit resume; use its {state.batch} rows", "num")
@@ -108,7 +108,7 @@ class Service:
     def plan_fill(self, ask: FillRequest) -> FillJob:
         """Returns the job of a request, or refuses it."""
         served = self._model(ask.model)
-        x, known = read_gaps(served, ask.x, ask.x_npy)
+        x, known = read_gaps(served, ask.x)
         rows, num = len(x), ask.num or 1
         self._check_size(rows * num, 0, x.shape[1], "x", ask.passes)
         row = torch.arange(rows)
@@ -179,7 +179,6 @@ class Service:
     async def answer(self, request: Request, job: AnyJob) -> Response:
         """Runs a job, whole or as a stream."""
         began = time.perf_counter()
-        job.client = "" if request.client is None else request.client.host
         job.deadline = time.monotonic() + self.settings.timeout
         if isinstance(job, Job) and job.stream:
             return self._stream(job, began)
@@ -299,10 +298,9 @@ def _dials(
     ask: GenerateRequest | ResumeRequest, served: Served, num: int, length: int
 ) -> dict[str, Any]:
     """Returns the options of a job that makes steps."""
-    kind = served.model.config.kind
-    for name in ("chunk", "recondition"):
-        if getattr(ask, name) and not served.parallel:
-            raise invalid(f"{name} needs a model of kind vssm or tvae, not {kind}", name)
+    if ask.recondition and not served.parallel:
+        message = f"recondition is for models of kind vssm and tvae, not {served.model.config.kind}"
+        raise invalid(message, "recondition")
     if ask.recondition and served.model.config.known == "any":  # windows and chunks would not agree
         raise invalid("this model can not recondition; /v1/fill has passes", "recondition")
     # A chunk is read from the state before it, so it is made in one piece.
@@ -310,12 +308,14 @@ def _dials(
     if ask.recondition and num * chunk > most:
         message = f"{num} times {chunk} steps are too many to recondition at once"
         raise invalid(f"{message}; use a chunk of at most {max(1, most // num)}", "chunk")
-    if ask.every is not None and (served.parallel or not ask.stream):
-        message = "every is for streams of step-by-step models; use chunk for the others"
-        raise invalid(message, "every")
-    every = None if not ask.stream else ask.chunk if served.parallel else ask.every or 1
-    dials = {"chunk": ask.chunk, "recondition": ask.recondition, "temperature": ask.temperature}
-    return {**dials, "sample": ask.observe == "sample", "every": every, "stream": ask.stream}
+    return {
+        "chunk": ask.chunk if served.parallel else None,
+        "recondition": ask.recondition,
+        "temperature": ask.temperature,
+        "sample": ask.observe == "sample",
+        "every": (ask.chunk or (None if served.parallel else 1)) if ask.stream else None,
+        "stream": ask.stream,
+    }
 
 
 def _steps_left(served: Served, known: int) -> int:

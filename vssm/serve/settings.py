@@ -27,11 +27,10 @@ class Settings:
     """Most sequences times steps in one request, including the prompt."""
     max_body: int = 8 * 2**20
     """Most bytes in one request."""
-    max_bodies: int = 64 * 2**20
-    """Most bytes in all requests in progress; beyond it the answer is 429."""
     max_queue: int = 128
-    """Most requests in progress, of which one client has at most half; beyond it the answer is
-    429."""
+    """Most requests in progress; beyond it the answer is 429."""
+    max_connections: int = 256
+    """Most connections, each with a body of at most `max_body`; beyond it the answer is 503."""
     max_rows: int = 64
     """Most sequences that are computed together."""
     batching: bool = True

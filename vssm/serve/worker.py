@@ -141,8 +141,6 @@ class Worker:
             return
         seconds, rows = time.perf_counter() - began, sum(job.rows for job in batch)
         self._watch(first.name, rows, seconds)
-        with self._changed:
-            self._scheduler.spend(batch, seconds)
         for job, (x, state) in zip(batch, results, strict=True):
             done = job.advance(x, state, seconds, rows)
             if done is not None:
