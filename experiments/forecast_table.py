@@ -12,23 +12,21 @@ together, averaged over windows, of 100 paths. All models may use all rows befor
 
 | model | what |
 | --- | --- |
-| vssm, rnn, ... | `vssm.Forecaster` with its defaults, one thread of the CPU |
+| vssm, rnn, ... | `vssm.Forecaster` with its defaults |
 | naive | the last season, with normal noise (`vssm.forecasting.backtest`) |
-| deepar, patchtst, tft | GluonTS with its own defaults (100 epochs of 50 batches); patches of 16 |
-| autoets, theta | statsforecast, each window and column by itself, from the last `--history` steps;
-    at most `--classical-windows` windows, spread evenly. AutoETS has no season above 24 steps:
-    there MSTL takes the season out and AutoETS forecasts the rest |
+| deepar, patchtst, tft, autoets, autotheta | see `forecast_peers.py` |
 
 Three more sets come inside packages of PyPI, and no choice was made on them: the daily weather of
 Seattle and the monthly employment of the United States (vega_datasets), and the weekly carbon
 dioxide of Mauna Loa, with gaps (statsmodels).
 
-A task is one model on one data set and horizon. It writes one file into `--work`, so a run that was
-stopped goes on where it was. Missing packages and tasks that fail are named, and left out.
+A task is one model on one data set and horizon, in one process on one core. It writes one file into
+`--work`, so a run that was stopped goes on where it was. `--peer-seconds` ends the training of a
+peer, or its forecasts if it is not trained; a result says so with `cut`. Missing packages and tasks
+that fail are named, and left out.
 """
 
 import json
-import logging
 import math
 import multiprocessing
 import os
@@ -47,6 +45,7 @@ import numpy as np
 import pandas
 import torch
 import tyro
+from forecast_peers import CLASSICAL, GLUON, LEVELS, classical_quantiles, train_gluon
 
 from vssm import Forecaster
 from vssm.forecasting.backtest import naive_paths
@@ -69,13 +68,8 @@ HORIZONS: dict[str, tuple[int, ...]] = {
 }
 UNTOUCHED = ("seattle", "co2", "employment")
 FREQUENCIES = {"ETTh": "h", "ETTm": "15min", "weather": "10min", "exchange_rate": "D"}
-OURS = ("vssm", "rnn", "ssm", "transformer", "tvae", "vrnn")
-GLUON = ("deepar", "patchtst", "tft")
-CLASSICAL = ("autoets", "theta")
-MODELS = ("naive", "theta", "rnn", "vssm", "deepar", "patchtst", "autoets", "tft")
-MODELS += ("ssm", "transformer", "tvae", "vrnn")
+MODELS = ("naive", "vssm", "rnn", "deepar", "autoets", "autotheta", "patchtst", "tft")
 PATHS = 100
-LEVELS = np.arange(1, 10) / 10
 
 
 @dataclass(frozen=True)
@@ -84,22 +78,16 @@ class Options:
 
     data: tuple[str, ...] = tuple(name for name in HORIZONS if name not in UNTOUCHED)
     """The data sets."""
-    models: tuple[str, ...] = MODELS[:8]
-    """The forecasters; those that come first start first."""
+    models: tuple[str, ...] = MODELS
+    """The forecasters, also ssm, transformer, tvae and vrnn; those that come first start first."""
     jobs: int = 1
     """Tasks at once, one CPU thread each."""
     minutes: float = 600.0
     """After so many minutes tasks are stopped, and the table is made of what is there."""
-    device: str = "auto"
-    """Where GluonTS trains: auto, cpu or gpu."""
-    epochs: int = 100
-    """Of GluonTS; 100 is its default."""
     max_steps: int = 1000
     """Of our models; 1000 is the default of a Forecaster."""
-    classical_windows: int = 30
-    """The most windows of autoets and theta."""
-    history: int = 20
-    """Seasons that autoets and theta read, and at least two horizons."""
+    peer_seconds: float = math.inf
+    """The most seconds of training of a peer, or of forecasts of autoets and autotheta."""
     seed: int = 0
     """Of weights, batches and paths."""
     work: Path = Path("runs/forecast_table")
@@ -239,79 +227,32 @@ def naive(test: Test, _: str, options: Options) -> dict[str, float]:
 
 
 def classical(test: Test, name: str, options: Options) -> dict[str, float]:
-    """Scores AutoETS or Theta of statsforecast."""
-    from statsforecast.models import MSTL, AutoETS, Theta
-
-    season = test.season
-    chosen = np.unique(np.linspace(0, test.num - 1, options.classical_windows).round().astype(int))
-    length = max(options.history * season, 2 * test.horizon)
-    truth = test.truth()[chosen]
-    values = test.table.interpolate().to_numpy(float)  # statsforecast takes no missing values
-    quantiles = np.empty((9, *truth.shape))
-    began = time.monotonic()
-    for w, start in enumerate(test.starts[chosen]):
-        for k in range(values.shape[1]):
-            y = values[max(0, start - length) : start, k]
-            if name == "theta":
-                model: Any = Theta(season_length=season)
-            elif season > 24:
-                model = MSTL(season_length=season, trend_forecaster=AutoETS(model="ZZN"))
-            else:
-                model = AutoETS(season_length=season)
-            if np.ptp(y) == 0:  # statsforecast refuses a constant
-                quantiles[:, w, :, k] = y[-1]
-                continue
-            made = model.forecast(y=y, h=test.horizon, level=[20, 40, 60, 80])
-            found = [made[f"lo-{level}"] for level in (80, 60, 40, 20)]
-            found += [made["mean"]] + [made[f"hi-{level}"] for level in (20, 40, 60, 80)]
-            found = np.where(np.isfinite(found), found, y[-1])  # an AutoETS may diverge
-            quantiles[:, w, :, k] = np.sort(found, axis=0)
-    seconds = time.monotonic() - began
-    return scores(quantiles, truth) | {"windows": len(chosen), "seconds": seconds}
+    """Scores a model of statsforecast on the windows that it reaches."""
+    began, limit = time.monotonic(), options.peer_seconds
+    quantiles, done = classical_quantiles(
+        name, test.table, test.starts, test.horizon, test.season, limit
+    )
+    found = scores(quantiles[:, done], test.truth()[done])
+    found |= {"seconds": time.monotonic() - began, "windows": int(done.sum())}
+    return found | {"cut": int(not done.all())}
 
 
 def gluon(test: Test, name: str, options: Options) -> dict[str, float]:
-    """Trains a model of GluonTS and scores it; times 200 paths of DeepAR on the CPU."""
-    from gluonts.dataset.common import ListDataset
-    from gluonts.torch import (
-        DeepAREstimator,
-        PatchTSTEstimator,
-        TemporalFusionTransformerEstimator,
+    """Trains a model of GluonTS and scores it; times 200 paths of DeepAR."""
+    forecast, found = train_gluon(
+        name,
+        test.table,
+        test.begin,
+        test.horizon,
+        test.freq,
+        options.seed,
+        options.peer_seconds,
     )
-
-    for package in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
-        logging.getLogger(package).setLevel(logging.ERROR)
-    torch.manual_seed(options.seed)
-    np.random.seed(options.seed)  # noqa: NPY002 - GluonTS draws its windows from it
-    has_gpu = torch.cuda.is_available()
-    device = options.device if options.device != "auto" else "gpu" if has_gpu else "cpu"
-    trainer = {"max_epochs": options.epochs, "accelerator": device, "devices": 1, "logger": False}
-    trainer |= {"enable_progress_bar": False, "enable_model_summary": False}
-    trainer |= {"default_root_dir": options.work / "gluonts" / f"{name}-{os.getpid()}"}
-    freq = "M" if test.freq == "MS" else test.freq  # GluonTS has periods
-    known: dict[str, Any] = {"prediction_length": test.horizon, "trainer_kwargs": trainer}
-    if name == "deepar":
-        estimator: Any = DeepAREstimator(freq=freq, **known)
-    elif name == "patchtst":
-        estimator = PatchTSTEstimator(patch_len=16, **known)
-    else:
-        estimator = TemporalFusionTransformerEstimator(freq=freq, **known)
-    start = pandas.Period(test.table.index[0], freq=freq)
-    columns = test.table.to_numpy(np.float32).T
-    train = [{"start": start, "target": column[: test.begin]} for column in columns]
-    began = time.monotonic()
-    predictor = estimator.train(ListDataset(train, freq=freq))
-    found = {"train_seconds": time.monotonic() - began}
-    cuts = [{"start": start, "target": column[:cut]} for column in columns for cut in test.starts]
-    made = []
-    for forecast in predictor.predict(ListDataset(cuts, freq=freq), num_samples=PATHS):
-        made.append([forecast.quantile(float(level)) for level in LEVELS])
-    quantiles = np.stack(made).reshape(len(columns), test.num, 9, test.horizon)
+    made = [[one.quantile(float(q)) for q in LEVELS] for one in forecast(test.starts, PATHS)]
+    quantiles = np.array(made).reshape(-1, test.num, 9, test.horizon)
     found |= scores(quantiles.transpose(2, 1, 3, 0), test.truth())
     if name == "deepar":
-        one = ListDataset(train[:1], freq=freq)
-        predictor.to(torch.device("cpu"))
-        found |= _timed(lambda: list(predictor.predict(one, num_samples=200)), test)
+        found |= _timed(lambda: forecast(np.array([test.begin]), 200, 1), test)
     return found
 
 
@@ -334,7 +275,8 @@ def run_all(tasks: Sequence[tuple[str, int, str]], options: Options) -> None:
     """Runs tasks in processes until all have ended or the time is up."""
     deadline = time.monotonic() + 60 * options.minutes
     waiting = [task for task in tasks if not _done(_path(task, options))]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vssm.forecasting.forecaster"])  # a task starts at once
     running: dict[tuple[str, int, str], Any] = {}
     while (waiting or running) and time.monotonic() < deadline:
         while waiting and len(running) < options.jobs:
@@ -367,7 +309,7 @@ def _done(path: Path) -> bool:
 def collect(options: Options) -> None:
     """Writes a result for each data set, and prints the table with mean ranks."""
     command = f"python experiments/forecast_table.py {shlex.join(sys.argv[1:])}"
-    rows, shown = {}, [model for model in MODELS if model in options.models]
+    rows, shown = {}, options.models
     for data in options.data:
         metrics: dict[str, float] = {}
         for horizon in HORIZONS[data]:
@@ -382,11 +324,8 @@ def collect(options: Options) -> None:
                     metrics[f"{model}_{key}{suffix}"] = value
             rows[data, horizon] = row
         if metrics:
-            config = {
-                name: getattr(options, name)
-                for name in ("epochs", "max_steps", "classical_windows", "history", "seed")
-            }
-            config |= {"horizons": HORIZONS[data], "paths": PATHS, "device": options.device}
+            config = {"horizons": HORIZONS[data], "paths": PATHS, "seed": options.seed}
+            config |= {"max_steps": options.max_steps, "peer_seconds": str(options.peer_seconds)}
             made = result(f"forecast {data}", command, config, metrics)
             options.out.mkdir(parents=True, exist_ok=True)
             write_result(options.out / f"{data}.json", made)
