@@ -801,14 +801,14 @@ def test_dates_give_the_phases_of_the_calendar(tmp_path):
     [
         (
             (5, "2020-13-01 05:00"),
-            ("line 7", "'date'", "'2020-13-01 05:00' is no date", "ISO 8601"),
+            ("row 6", "'date'", "'2020-13-01 05:00' is no date", "ISO 8601"),
         ),
-        ((5, "01/02/2020"), ("line 7", "is no date")),
-        ((5, ""), ("line 7", "'' is no date")),
-        ((0, "0001-01-01T00:00+05:00"), ("line 2", "'0001-01-01T00:00+05:00' is no date")),
-        ((5, "9999-12-31T20:00-05:00"), ("line 7", "'9999-12-31T20:00-05:00' is no date")),
-        ((5, DATES[4]), ("line 7", "2020-01-01T04:00:00 is there twice", "--series.time none")),
-        ((5, DATES[2]), ("line 7", "2020-01-01T02:00:00 comes after 2020-01-01T04:00:00")),
+        ((5, "01/02/2020"), ("row 6", "is no date")),
+        ((5, ""), ("row 6", "'' is no date")),
+        ((0, "0001-01-01T00:00+05:00"), ("row 1", "'0001-01-01T00:00+05:00' is no date")),
+        ((5, "9999-12-31T20:00-05:00"), ("row 6", "'9999-12-31T20:00-05:00' is no date")),
+        ((5, DATES[4]), ("row 6", "2020-01-01T04:00:00 is there twice", "--series.time none")),
+        ((5, DATES[2]), ("row 6", "2020-01-01T02:00:00 comes after 2020-01-01T04:00:00")),
     ],
 )
 def test_bad_dates_are_named(tmp_path, change, parts):
@@ -861,7 +861,7 @@ def test_dates_between_seconds_are_kept(tmp_path, kind):
         )
         refused(
             series(path),
-            "line 4",
+            "row 3",
             "2024-01-01T00:00:00.100000 is there twice",
             "a microsecond or more",
         )
@@ -925,19 +925,20 @@ def test_csv_dialects(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("header", "row", "note"),
+    ("header", "row", "left_out"),
     [
-        ("t;v", "{k};0,{k}", r"'v' \(line 2 has '0,0'\); write numbers with a decimal point$"),
-        ("t,v", '{k},"1,{k}"', r"'v' \(line 2 has '1,0'\); write numbers with a decimal point$"),
-        ("t,place,v", "{k},x,{k}%", r"'place' \(line 2 has 'x'\), 'v' \(line 2 has '0%'\)$"),
-        ("t,v", "{k},", r"'v' \(all values are missing\)$"),
-        ("t,v", "{k},inf", r"'v' \(line 2 has 'inf'\)$"),
+        ("t;v", "{k};0,{k}", "'v'"),
+        ("t,v", '{k},"1,{k}"', "'v'"),
+        ("t,place,v", "{k},x,{k}%", "'place', 'v'"),
+        ("t,v", "{k},", "'v'"),
+        ("t,v", "{k},inf", "'v'"),
     ],
 )
-def test_columns_that_are_left_out_are_noted(tmp_path, header, row, note):
+def test_columns_that_are_left_out_are_noted(tmp_path, header, row, left_out):
     path = tmp_path / "a.csv"
     path.write_text("\n".join([header, *(row.format(k=k) for k in range(30))]))
-    with pytest.warns(UserWarning, match=f"a.csv: columns without numbers are left out: {note}"):
+    note = f"a.csv: columns without numbers are left out: {left_out}; numbers need a decimal point"
+    with pytest.warns(UserWarning, match=note):
         data = open_data(series(path, context=2, horizon=1))
     assert data.meta.columns == ("t",)
     open_data(
@@ -968,15 +969,12 @@ def test_uneven_dates_are_noted(tmp_path):
         open_data(series(path, context=2, horizon=1))
 
 
-def test_csv_in_another_encoding_is_noted_or_refused(tmp_path):
+def test_csv_in_another_encoding_is_read_or_refused(tmp_path):
     path = write_csv(tmp_path / "a.csv", [[k, -k] for k in range(200)], header=["a", "b"])
     text = path.read_text().replace("b", "température", 1)
     path.write_bytes(text.encode("latin-1"))
-    with pytest.warns(UserWarning, match=r"a\.csv: line 1 has characters that are not UTF-8$"):
-        assert open_data(series(path, context=4, horizon=2)).meta.columns == (
-            "a",
-            "temp\ufffdrature",
-        )
+    columns = open_data(series(path, context=4, horizon=2)).meta.columns
+    assert columns == ("a", "temp\ufffdrature")
     path.write_bytes(text.encode("utf-16"))
     refused(series(path), path, "has zero bytes, as UTF-16 has; save the file as UTF-8")
 
@@ -998,10 +996,10 @@ def test_csv_gives_back_every_number(tmp_path_factory, data):
     )
 
 
-def test_columns_are_chosen_by_name_or_position(tmp_path):
+def test_columns_are_chosen_by_name(tmp_path):
     rows = [[f"2020-01-{k:02}", k, 10 * k, 100 * k] for k in range(1, 29)]
     path = write_csv(tmp_path / "a.csv", rows, header=["date", "HUFL", "HULL", "OT"])
-    data = open_data(series(path, columns=("OT", "1"), context=2, horizon=1, scale="none"))
+    data = open_data(series(path, columns=("OT", "HUFL"), context=2, horizon=1, scale="none"))
     assert data.meta.columns == ("OT", "HUFL") and data.train.x[0, 0].tolist() == [100, 1]
     refused(
         series(path, columns=("HUFLL",)),
@@ -1010,39 +1008,11 @@ def test_columns_are_chosen_by_name_or_position(tmp_path):
         "HUFL, HULL, OT",
         "did you mean",
     )
-    for position in "04":  # of the dates, and of nothing
-        refused(series(path, columns=(position,)), f"no column of numbers '{position}'", "HULL, OT")
+    refused(series(path, columns=("OT", "OT")), "series.columns", "has 'OT' twice")
     refused(series(path, columns=("date",)), "'date'", "HUFL, HULL, OT")
 
 
-@pytest.mark.parametrize("name", ["header.csv", "headerless.csv", "a.parquet"])
-def test_a_position_is_that_in_the_file(tmp_path, name):
-    path, rows = tmp_path / name, [[f"2020-01-{k:02}", "word", k, -k] for k in range(1, 29)]
-    names = ["date", "note", "x", "y"] if name != "headerless.csv" else ["0", "1", "2", "3"]
-    if path.suffix == ".csv":
-        write_csv(path, rows, header=names if name == "header.csv" else None)
-    else:
-        pyarrow = pytest.importorskip("pyarrow")
-        from pyarrow import parquet
-
-        parquet.write_table(
-            pyarrow.table(dict(zip(names, zip(*rows, strict=True), strict=True))), path
-        )
-    data = open_data(series(path, columns=("3", "2"), context=2, horizon=1, scale="none"))
-    assert data.meta.columns == (names[3], names[2]) and data.train.x[0, 0].tolist() == [-1, 1]
-    for position in "014":
-        refused(
-            series(path, columns=("2", position)), f"no column of numbers '{position}'", names[2]
-        )
-    for columns in (("2", "2"), (names[2], "2"), ("2", names[3], names[2])):
-        refused(
-            series(path, columns=columns),
-            "series.columns",
-            f"has '{names[2]}' twice",
-        )
-
-
-def test_a_column_without_numbers_keeps_its_position(tmp_path):
+def test_columns_without_names_are_numbered(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(90.0).reshape(30, 3) * [np.nan, 1, 1])
     data = open_data(series(tmp_path / "a.npy", columns=("1",), context=2, horizon=1, scale="none"))
     assert data.train.x[0, 0].tolist() == [1]
@@ -1058,7 +1028,7 @@ def test_missing_values_are_placed_and_filled(tmp_path):
     refused(
         series(path, context=1, horizon=1),
         path,
-        "line 2",
+        "row 1",
         "'a'",
         "4 such values",
         "--series.fill",
@@ -1077,13 +1047,15 @@ def test_missing_values_are_placed_and_filled(tmp_path):
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        ("", ("is empty",)),
-        ("\n\n", ("is empty",)),
+        ("", ("is no table",)),
+        ("\n\n", ("is no table",)),
         ("a,b\n", ("no rows",)),
         ("a,b\nx,y\n", ("no column of numbers",)),
         ("date\n1\n2\n", ("besides date", "--series.columns")),
-        ("a,b\n1,2\n3\n", ("line 3", "1 cells", "2")),
-        ("a,b\n1,2\n3,oops\n", ("line 3", "'b'", "'oops' is not a number")),
+        ("a,b\n1,2\n3\n", ("row 2", "'b'", "missing")),
+        ("a,b\n1,2\n3,4,5\n", ("is no table", "line 3")),
+        ("a,b\n1,2,3\n3,4,5\n", ("is no table", "header")),
+        ("a,b\n1,2\n3,oops\n", ("row 2", "'b'", "'oops' is not a number")),
         ("a,b\n1,2\n3,1e300\n", ("'b'", "1e+300")),
         ("a\n" + "1\n" * 150, ("150 rows", "105", "96 + 96 = 192")),
         ("a\n" + "x" * 200000, ("no column of numbers",)),
@@ -1096,19 +1068,13 @@ def test_bad_csv_is_named(tmp_path, content, parts):
 
 
 @pytest.mark.parametrize(
-    "later",
-    [{}, {250: '6"'}, {250: '"6 in'}, dict.fromkeys(range(120, 300), "x" * 1000)],
-    ids=["to the end", "to another quote", "to a quote before a word", "for long"],
+    ("closed", "part"), [("none", "EOF inside string"), ('6"', "is not a number")]
 )
-@pytest.mark.parametrize("row", [100, 299])
-def test_an_unclosed_quote_is_refused(tmp_path, later, row):
-    notes = later | {row: '"5 in'}
-    lines = [f"{k},{-k},{notes.get(k, 'none')}" for k in range(300)]
-    (tmp_path / "a.csv").write_text("\n".join(["a,b,note", *lines]))
-    place = f"line {min(k for k, note in notes.items() if note.startswith(chr(34))) + 2} "
-    refused(
-        series(tmp_path / "a.csv", context=4, horizon=2), "a.csv", place, "quote that is not closed"
-    )
+def test_an_unclosed_quote_is_refused(tmp_path, closed, part):
+    notes = {100: '"5 in', 250: closed}
+    lines = [f"{k},{notes.get(k, '1')},{-k}" for k in range(300)]
+    (tmp_path / "a.csv").write_text("\n".join(["a,note,b", *lines]))
+    refused(series(tmp_path / "a.csv", context=4, horizon=2), "a.csv", part)
 
 
 @pytest.mark.filterwarnings("ignore:.* left out")
@@ -1204,7 +1170,7 @@ def test_a_first_line_of_true_and_false_is_no_header(tmp_path):
 def test_true_and_false_beside_words_are_text(tmp_path):
     rows = [[k, "maybe" if k == 7 else "true"] for k in range(30)]
     path = write_csv(tmp_path / "a.csv", rows, header=["a", "b"])
-    with pytest.warns(UserWarning, match=r"are left out: 'b' \(line 2 has 'true'\)"):
+    with pytest.warns(UserWarning, match=r"are left out: 'b'"):
         assert open_data(series(path, context=2, horizon=1)).meta.columns == ("a",)
 
 
@@ -1214,7 +1180,7 @@ def test_categories_of_parquet_are_noted(tmp_path):
 
     columns = {"a": range(30), "place": pyarrow.array(["x", "y"] * 15).dictionary_encode()}
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
-    with pytest.warns(UserWarning, match=r"are left out: 'place' \(row 1 has 'x'\)"):
+    with pytest.warns(UserWarning, match=r"are left out: 'place'"):
         assert open_data(series(tmp_path / "a.parquet", context=2, horizon=1)).meta.columns == (
             "a",
         )
@@ -1227,7 +1193,7 @@ def test_columns_of_parquet_that_are_no_plain_numbers(tmp_path):
     path = tmp_path / "a.parquet"
     columns = {"id": [2**60 + 1] * 30, "a": range(30), "parts": [[1, 2]] * 30}
     parquet.write_table(pyarrow.table(columns), path)
-    with pytest.warns(UserWarning, match=r"are left out: 'parts' \(row 1 has '\[1 2\]'\)"):
+    with pytest.warns(UserWarning, match=r"are left out: 'parts'"):
         data = open_data(series(path, context=2, horizon=1, scale="none"))
     assert data.meta.columns == ("id", "a") and data.train.x[0, 0].tolist() == [2.0**60, 0]
     days = pyarrow.array([f"2024-05-{day:02}" for day in range(1, 31)], pyarrow.string_view())
@@ -1239,14 +1205,10 @@ def test_missing_columns_of_parquet_are_noted(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    for kind, cell, why in (
-        ("float64", None, "all values are missing"),
-        ("string", None, "all values are missing"),
-        ("string", "x", "row 1 has 'x'"),
-    ):
+    for kind, cell in (("float64", None), ("string", None), ("string", "x")):
         columns = {"a": range(30), "b": pyarrow.array([cell] * 30, kind)}
         parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
-        with pytest.warns(UserWarning, match=rf"are left out: 'b' \({why}\)"):
+        with pytest.warns(UserWarning, match="are left out: 'b'"):
             assert open_data(series(tmp_path / "a.parquet", context=2, horizon=1)).meta.columns == (
                 "a",
             )
@@ -1496,7 +1458,6 @@ def test_digest_tells_apart_values_with_equal_means():
         ('date,"load; MW",b', "2024-01-{:02d},{},{}", ("load; MW", "b")),
         ("1,2,3", "{},{},{}", ("0", "1", "2")),
         ("2024/01/01,1,2", "2024-01-{:02d},{},{}", ("1", "2")),  # another date, no word
-        (",0.5,1", "{},{},{}", ("0", "1", "2")),
     ],
 )
 def test_a_header_may_have_numbers(first, rows, names, tmp_path):
@@ -1514,11 +1475,6 @@ def test_columns_that_are_left_out_by_their_name_are_noted(tmp_path):
     with pytest.warns(
         UserWarning, match="column 'index' of numbers is left out because of its name"
     ):
-        open_data(series(tmp_path / "a.csv", context=3, horizon=2))
-    (tmp_path / "a.csv").write_text(
-        "\n".join(["index,load,b", *(f'{k},"1,5",{k * k}' for k in range(60))])
-    )
-    with pytest.warns(UserWarning, match="'load' .line 2 has '1,5'.; write .* decimal point"):
         open_data(series(tmp_path / "a.csv", context=3, horizon=2))
 
 

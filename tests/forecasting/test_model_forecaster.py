@@ -16,10 +16,11 @@ from tests.conftest import KINDS, relative_error, small_config, small_model
 from vssm.cli import main
 from vssm.config import RunConfig, TrainConfig
 from vssm.data import DataConfig, Meta, SeriesConfig, open_data
-from vssm.data.scale import Scale, centre_of_steps, window_scale
+from vssm.data.scale import centre_of_steps, window_scale
 from vssm.forecasting.files import read_history, write_forecast
 from vssm.forecasting.metrics import crps, energy_score, scores
 from vssm.forecasting.model_forecaster import Forecast, ModelForecaster
+from vssm.forecasting.scale import Scale
 from vssm.noise import fork
 from vssm.training.loop import train
 from vssm.training.progress import Progress
@@ -647,11 +648,11 @@ def test_command_names_what_is_wrong_with_a_file(run_folder, tmp_path, capsys):
     new = waves(tmp_path / "new.csv", 30)
     lines = new.read_text().splitlines()
     new.write_text("\n".join([*lines[:20], lines[18], *lines[20:]]))
-    refused(new, "line 21", "'date'", "comes after")
+    refused(new, "row 20", "'date'", "comes after")
     new.write_text("\n".join([*lines[:20], lines[19], *lines[20:]]))
-    refused(new, "line 21", "is there twice", "--time none")
+    refused(new, "row 20", "is there twice", "--time none")
     new.write_text("\n".join([*lines[:20], "2020-01-32" + lines[20][10:], *lines[21:]]))
-    refused(new, "line 21", "is no date")
+    refused(new, "row 20", "is no date")
     gap = [line.rpartition(",")[0] + "," for line in lines[20:]]
     new.write_text("\n".join([*lines[:20], *gap]))
     refused(new, "column 'heat' is missing in 11 of the last 12 steps")

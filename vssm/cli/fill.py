@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import pandas
 import torch
 import tyro
 from PIL import Image
@@ -173,7 +172,7 @@ class Fill:
             write_array(made if self.num > 1 else made[0], self.out)
             return
         assert meta.columns is not None
-        index = [find_column(table, name, self.input, by_position=False) for name in meta.columns]
+        index = [find_column(table, name, self.input) for name in meta.columns]
         values = table.values.copy()
         values[:, index] = np.median(made, 0)
         columns = dict(zip(table.names, values.T, strict=True))
@@ -201,14 +200,7 @@ def _read_picture(path: Path, name: str, size: tuple[int, int], mode: str) -> np
 
 def _write_table(table: Table, columns: dict[str, np.ndarray], out: Path) -> None:
     """Writes the columns of a file in their places, and new ones after them."""
-    rest = dict(table.others)
-    if table.time is not None and table.times is not None:
-        rest = {table.time: table.times, **rest}
-    names = list(rest)
-    for position, name in sorted(zip(table.positions, table.names, strict=True)):
-        names.insert(position, name)
-    frame = pandas.DataFrame({name: columns.get(name, rest.get(name)) for name in names})
-    frame = frame.assign(**{name: columns[name] for name in columns if name not in names})
+    frame = table.frame.assign(**columns)
     if out.suffix == ".csv":
         write_atomically(out, lambda path: frame.to_csv(path, index=False))
         return

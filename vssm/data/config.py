@@ -25,8 +25,8 @@ class SeriesConfig:
     path: str | None = None
     """CSV, .npy or Parquet file (CSV and .npy also .gz), as given or inside the data folder."""
     columns: tuple[str, ...] | None = None
-    """Columns to use: names, or positions in the file from 0 (the dates count). All columns of
-    numbers if not given."""
+    """Columns to use, by name; 0, 1, ... in a file without names. All columns of numbers if not
+    given."""
     given: tuple[str, ...] = ()
     """Columns that are known in the future too, such as prices or holidays. They are read, and
     never made or scored; for models with known="any"."""

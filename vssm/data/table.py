@@ -1,19 +1,16 @@
 """Tables of numbers and dates from CSV, .npy or Parquet files: N rows (time) and D columns.
 
-The first line of a CSV file is a header if none of its cells is a number, true or false, if one of
-its words stands above dates, or if it counts the columns after an empty cell, as pandas writes it.
-A column of true and false is read as 1 and 0. Columns without any number are left out with a
-warning. So are columns of numbers called `date`, `time` or `index`, unless the user asks for them.
+The first line of a CSV file is a header unless it begins with a number, a date, true or false. A
+column of true and false is read as 1 and 0. Columns without any number are left out with a warning.
+So are columns of numbers called `date`, `time` or `index`, unless the user asks for them.
 """
 
+import csv
 import difflib
 import io
 import re
 import warnings
-from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +22,10 @@ from vssm.data.files import DAMAGED_NPY, read_bytes
 
 __all__ = ["Table", "fill_gaps", "filled", "find_column", "left_out", "read_table", "select"]
 
-Columns = list[tuple[str, np.ndarray]]  # float64 numbers, datetime64 dates, or objects
+Frame = Any  # a pandas.DataFrame
+Column = Any  # a pandas.Series
 
 _TIME_NAMES = {"", "date", "datetime", "time", "timestamp", "index"}
-_MISSING = {"", "na", "n/a", "nan", "nat", "<na>", "null", "none", "?"}
 
 
 @dataclass(frozen=True)
@@ -38,16 +35,12 @@ class Table:
     names: tuple[str, ...]
     values: np.ndarray
     """(N, D) float64, NaN where a value is missing."""
-    places: list[str]
-    """The name of each row in messages: its line in a CSV file, else its number."""
-    times: np.ndarray | None = None
+    times: np.ndarray | None
     """(N,) datetime64[s], or [us] if seconds are too coarse; ascending."""
-    time: str | None = None
+    time: str | None
     """The name of the column of dates."""
-    others: dict[str, np.ndarray] = field(default_factory=dict)
-    """The columns that are neither numbers nor the dates."""
-    positions: tuple[int, ...] = ()
-    """Where in the file each column is, from 0."""
+    frame: Frame
+    """All columns of the file."""
 
 
 def read_table(
@@ -63,197 +56,65 @@ def read_table(
     """
     name = path.name.lower().removesuffix(".gz")
     if name.endswith((".parquet", ".pq")):
-        columns, places = _read_parquet(path)
+        frame = _read_parquet(path)
     else:
-        columns, places = _read_npy(path) if name.endswith(".npy") else _read_csv(path)
-    if not places:
+        frame = _read_npy(path) if name.endswith(".npy") else _read_csv(path)
+    if not len(frame):
         raise ValueError(f"{path} has no rows")
-    names = [name for name, _ in columns]
-    for name in names:
-        if name and names.count(name) > 1:
-            raise ValueError(f"{path} has two columns called {name!r}; rename one of them")
-    numeric = [
-        k
-        for k, (_, cells) in enumerate(columns)
-        if cells.dtype == float and np.isfinite(cells).any()
-    ]
+    if (twice := frame.columns.duplicated()).any():
+        name = frame.columns[twice][0]
+        raise ValueError(f"{path} has two columns called {name!r}; rename one of them")
+    numbers = {name: _numbers(cells, path) for name, cells in frame.items()}
+    numeric = {str(name): values for name, values in numbers.items() if values is not None}
     if not numeric:
         raise ValueError(
             f"{path} has no column of numbers; expected numbers with a decimal point, such as 3.5,"
             " in cells separated by commas, semicolons or tabs"
         )
-    others = dict(column for k, column in enumerate(columns) if k not in numeric)
-    time = None if time == "none" else _time_column(others, time, usual, option, path)
-    times = None if time is None else _times(others.pop(time), time, places, option, path)
-    values = np.stack([columns[k][1] for k in numeric], 1)
-    return Table(
-        tuple(names[k] for k in numeric), values, places, times, time, others, tuple(numeric)
-    )
+    texts = [name for name in frame if name not in numeric]
+    time = None if time == "none" else _time_column(frame[texts], time, usual, option, path)
+    times = None if time is None else _times(frame[time], option, path)
+    return Table(tuple(numeric), np.stack([*numeric.values()], 1), times, time, frame)
 
 
-def _time_column(
-    columns: dict[str, np.ndarray], time: str | None, usual: str | None, option: str, path: Path
-) -> str | None:
-    """Returns the name of the column of dates, if there is one."""
-    texts = {name: cells for name, cells in columns.items() if cells.dtype != float}
-    if time is not None and time not in texts:
-        there = ", ".join(map(repr, texts)) or "none"
-        raise ValueError(f"{option}: {path} has no column of dates {time!r}; available: {there}")
-    if time is not None or usual in texts:
-        return time or usual
-    named = [name for name in texts if name.strip().lower() in _TIME_NAMES]
-    dated = [
-        name
-        for name, cells in texts.items()
-        if cells.dtype.kind == "M" or _ascend(cells) or (name.isdecimal() and _date(cells[0]))
-    ]
-    return next(iter(named + dated), None)
-
-
-def _ascend(cells: np.ndarray) -> bool:
-    """Says whether all cells are dates, each later than the one before."""
-    if _date(cells[0]) is None:  # saves time: most columns of text hold no date
-        return False
-    dates = [date for cell in cells if (date := _date(cell)) is not None]
-    return len(dates) == len(cells) and all(a < b for a, b in pairwise(dates))
-
-
-def _times(cells: np.ndarray, name: str, places: list[str], option: str, path: Path) -> np.ndarray:
-    """Returns the cells as dates in seconds or microseconds, if they ascend."""
-    if cells.dtype.kind != "M":
-        dates = np.array([_date(cell) for cell in cells], "datetime64[us]")
-    else:
-        dates = cells
-    times = plain_dates(dates)
-    advice = f"--{option} none leaves dates out"
-    if (missing := np.isnat(times)).any():
-        k = int(missing.argmax())
-        cell = "" if _is_missing(cells[k]) else cells[k]
-        raise ValueError(
-            f"{path}: {places[k]}, column {name!r}: {cell!r} is no date; expected ISO 8601, such as"
-            f" 2016-07-01 13:00, in every row ({advice})"
-        )
-    if (late := times[1:] <= times[:-1]).any():
-        k = int(late.argmax()) + 1
-        what = "is there twice" if times[k] == times[k - 1] else f"comes after {times[k - 1]}"
-        raise ValueError(
-            f"{path}: {places[k]}, column {name!r}: {times[k]} {what}; dates must ascend by a"
-            f" microsecond or more ({advice})"
-        )
-    return times
-
-
-def _date(cell: object) -> datetime | None:
-    """Returns a date in UTC; None if the cell holds none."""
-    try:
-        date = datetime.fromisoformat(str(cell).strip())
-        return date if date.tzinfo is None else date.astimezone(UTC).replace(tzinfo=None)
-    except (ValueError, OverflowError):  # UTC may be before the year 1 or after 9999
-        return None
-
-
-def _number(cell: object) -> float | None:
-    """Returns the number in a cell, NaN if the cell is missing, None if it holds something else."""
-    if _is_missing(cell):
-        return float("nan")
-    try:
-        return float(cell)  # type: ignore[arg-type]
-    except ValueError:
-        return None
-
-
-def _is_missing(cell: object) -> bool:
-    return str(cell).strip().lower() in _MISSING
-
-
-def _read_csv(path: Path) -> tuple[Columns, list[str]]:
+def _read_csv(path: Path) -> Frame:
     import pandas
 
     content = read_bytes(path)
     if b"\0" in content:
         raise ValueError(f"{path} has zero bytes, as UTF-16 has; save the file as UTF-8")
-    # Only names hold characters beyond ASCII, and U+FFFD in a name does no harm.
-    text = content.decode("utf-8-sig", errors="replace").replace("\r\n", "\n").replace("\r", "\n")
-    if "\ufffd" in text:
-        line = text[: text.index("\ufffd")].count("\n") + 1
-        warnings.warn(f"{path}: line {line} has characters that are not UTF-8", stacklevel=2)
+    text = content.decode("utf-8-sig", errors="replace").lstrip("\r\n")
     # A comma beside another separator is a decimal comma or part of a name.
-    first = re.sub('"[^"]*"', "", text.lstrip("\n").partition("\n")[0])
-    delimiter = next((d for d in "\t;" if d in first), ",")
-    lines = _row_lines(text, delimiter, path)
-    style: dict[str, Any] = {"sep": delimiter, "header": None, "skipinitialspace": True}
-    head = pandas.read_csv(io.StringIO(text), nrows=2, dtype=str, keep_default_na=False, **style)
-    names, *second = head.to_numpy().tolist()
-    header = _is_header(names, second[0] if second else [])
-    names = [name.strip() for name in names] if header else [str(k) for k in range(len(names))]
-    places = [f"line {line}" for line in lines[header:]]
-    if not places:
-        return [], places
-    style |= {"skiprows": lines[0]} if header else {}
-    style |= {"na_values": ["?", "na", "none"], "float_precision": "round_trip"}
-    frame = pandas.read_csv(io.StringIO(text), low_memory=False, **style)
-    columns = []
-    for name, (_, cells) in zip(names, frame.items(), strict=True):
-        if pandas.api.types.is_numeric_dtype(cells):  # or of true and false
-            columns.append((name, cells.to_numpy(np.float64)))
-            continue
-        numbers = [_number(cell) for cell in cells]
-        if None not in numbers:
-            columns.append((name, np.array(numbers, np.float64)))
-            continue
-        if any(number is not None and np.isfinite(number) for number in numbers):
-            k = numbers.index(None)
-            raise ValueError(f"{path}: {places[k]}, column {name!r}: {cells[k]!r} is not a number")
-        columns.append((name, cells.to_numpy(object)))
-    return columns, places
+    first = io.StringIO(text).readline()
+    delimiter = next((d for d in "\t;" if d in re.sub('"[^"]*"', "", first)), ",")
+    reader = csv.reader([first], delimiter=delimiter, skipinitialspace=True)
+    names = [name.strip() for name in next(reader, [])] or [""]
+    start: Column = pandas.Series(names[:1])
+    number: Column = pandas.to_numeric(start, "coerce")
+    value = number.notna()[0] or names[0].lower() in ("true", "false")
+    header = not value and np.isnat(_dates(start)[0])
+    style: dict[str, Any] = {
+        "sep": delimiter,
+        "header": 0 if header else None,
+        "index_col": False,
+        "skipinitialspace": True,
+        "na_values": ["?", "na", "none"],
+        "float_precision": "round_trip",
+        "low_memory": False,
+    }
+    try:
+        with warnings.catch_warnings():  # of a first line that is shorter than others
+            warnings.simplefilter("error", pandas.errors.ParserWarning)
+            frame: Frame = pandas.read_csv(io.StringIO(text), **style)
+    except (ValueError, pandas.errors.ParserWarning) as error:
+        raise ValueError(f"{path} is no table: {' '.join(str(error).split())}") from None
+    frame.columns = names if header else [str(k) for k in range(frame.shape[1])]
+    return frame
 
 
-def _row_lines(text: str, delimiter: str, path: Path) -> list[int]:
-    """Returns the number of each line that is not empty; all of them must have as many cells.
+def _read_npy(path: Path) -> Frame:
+    import pandas
 
-    A quoted cell must end on its line: an unclosed quote would swallow lines up to the next one.
-    """
-    quoted = re.compile(rf'(^|{delimiter}) *"(?:[^"]|"")*"')
-    opened = re.compile(rf'(^|{delimiter}) *"')
-    blank = " " if delimiter == "\t" else " \t"
-    lines, width = [], 0
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip(blank):
-            continue
-        plain = quoted.sub(r"\1", line) if '"' in line else line
-        if '"' in plain and opened.search(plain):
-            raise ValueError(
-                f"{path}: line {number} has a quote that is not closed; write a quote inside a"
-                ' quoted cell as "", and no line break'
-            )
-        cells = plain.count(delimiter) + 1
-        width = width or cells
-        if cells != width:
-            raise ValueError(
-                f"{path}: line {number} has {cells} cells, but the first line has {width}"
-            )
-        lines.append(number)
-    if not lines:
-        raise ValueError(f"{path} is empty")
-    return lines
-
-
-def _is_header(first: list[str], second: list[str]) -> bool:
-    """Says whether the first line of a file holds names."""
-    numbers = [_number(cell) for cell in first]
-    flags = any(cell.strip().lower() in ("true", "false") for cell in first)
-    words_only = None in numbers and not any(n is not None and np.isfinite(n) for n in numbers)
-    above_date = any(
-        name.strip()[:1].isalpha() and _number(cell) is None and _date(cell) is not None
-        for name, cell in zip(first, second, strict=False)
-    )
-    counted = len(first) > 1 and ["", *map(str, range(len(first) - 1))] == [
-        c.strip() for c in first
-    ]
-    return (words_only and not flags) or above_date or (counted and bool(second and second[0]))
-
-
-def _read_npy(path: Path) -> tuple[Columns, list[str]]:
     try:
         values = np.lib.format.read_array(io.BytesIO(read_bytes(path)), allow_pickle=False)
     except DAMAGED_NPY as error:
@@ -262,13 +123,11 @@ def _read_npy(path: Path) -> tuple[Columns, list[str]]:
         raise ValueError(
             f"{path} holds {values.dtype} of shape {values.shape}; expected numbers (rows, columns)"
         )
-    values = (values if values.ndim == 2 else values[:, None]).astype(np.float64)
-    return [(str(k), column) for k, column in enumerate(values.T)], _row_places(len(values))
+    frame: Frame = pandas.DataFrame(values)
+    return frame.set_axis([str(k) for k in frame], axis=1)
 
 
-def _read_parquet(path: Path) -> tuple[Columns, list[str]]:
-    import pandas
-
+def _read_parquet(path: Path) -> Frame:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -278,41 +137,94 @@ def _read_parquet(path: Path) -> tuple[Columns, list[str]]:
         ) from error
     try:
         with parquet.ParquetFile(path) as file:
-            table = file.read()
+            return file.read().to_pandas(ignore_metadata=True, date_as_object=False)
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    columns = []
-    for name, cells in table.to_pandas(ignore_metadata=True, date_as_object=False).items():
-        if isinstance(cells.dtype, pandas.DatetimeTZDtype):
-            cells = cells.dt.tz_convert(None)
-        array = cells.to_numpy()
-        if array.dtype.kind != "M":
-            with suppress(ValueError, TypeError):  # words, lists and the like stay as they are
-                array = array.astype(np.float64)
-        columns.append((str(name), array))
-    return columns, _row_places(table.num_rows)
 
 
-def _row_places(num: int) -> list[str]:
-    return [f"row {k}" for k in range(1, num + 1)]
+def _numbers(cells: Column, path: Path) -> np.ndarray | None:
+    """Returns a column as float64; None if it has no number, as columns of dates and words."""
+    import pandas
+
+    if cells.dtype.kind == "M":
+        return None
+    numbers: Column = pandas.to_numeric(cells, errors="coerce")
+    found = numbers.to_numpy(np.float64, na_value=np.nan)
+    if not np.isfinite(found).any():
+        return None
+    words = np.isnan(found) & cells.notna().to_numpy()
+    if words.any():
+        row = int(words.argmax())
+        cell = str(cells.iloc[row])
+        raise ValueError(f"{path}: row {row + 1}, column {cells.name!r}: {cell!r} is not a number")
+    return found
+
+
+def _dates(cells: Column) -> np.ndarray:
+    """Returns a column as datetime64 in UTC, NaT where a cell holds no date."""
+    import pandas
+
+    if cells.dtype.kind not in "MO":
+        return np.full(len(cells), np.datetime64("NaT"))
+    dates: Column = pandas.to_datetime(cells, errors="coerce", format="ISO8601", utc=True)
+    return plain_dates(dates.dt.tz_localize(None).to_numpy())
+
+
+def _time_column(
+    texts: Frame, time: str | None, usual: str | None, option: str, path: Path
+) -> str | None:
+    """Returns the name of the column of dates, if there is one."""
+    if time is not None and time not in texts:
+        there = ", ".join(map(repr, texts)) or "none"
+        raise ValueError(f"{option}: {path} has no column of dates {time!r}; available: {there}")
+    if time is not None or usual in texts:
+        return time or usual
+    for name in texts:
+        if name.strip().lower() in _TIME_NAMES:
+            return name
+    for name, cells in texts.items():
+        dates = _dates(cells)
+        if cells.dtype.kind == "M" or (dates[1:] > dates[:-1]).all():  # no NaT is later or earlier
+            return str(name)
+    return None
+
+
+def _times(cells: Column, option: str, path: Path) -> np.ndarray:
+    """Returns the cells as dates in seconds or microseconds, if they ascend."""
+    times, advice = _dates(cells), f"--{option} none leaves dates out"
+    if (missing := np.isnat(times)).any():
+        row = int(missing.argmax())
+        cell = "" if cells.isna().iloc[row] else str(cells.iloc[row])
+        raise ValueError(
+            f"{path}: row {row + 1}, column {cells.name!r}: {cell!r} is no date; expected ISO 8601,"
+            f" such as 2016-07-01 13:00, in every row ({advice})"
+        )
+    if (late := times[1:] <= times[:-1]).any():
+        k = int(late.argmax()) + 1
+        what = "is there twice" if times[k] == times[k - 1] else f"comes after {times[k - 1]}"
+        raise ValueError(
+            f"{path}: row {k + 1}, column {cells.name!r}: {times[k]} {what}; dates must ascend by a"
+            f" microsecond or more ({advice})"
+        )
+    return times
 
 
 def left_out(table: Table, options: SeriesConfig) -> str | None:
     """Says which columns are left out although the user may expect them; None if there are none."""
     if options.columns is not None:
         return None
-    notes, advice = [], ""
-    for name, cells in table.others.items():
-        dates = cells.dtype.kind == "M" or (options.time == "none" and _date(cells[0]) is not None)
-        if dates or name.strip().lower() in _TIME_NAMES:
-            continue
-        k = next((k for k, cell in enumerate(cells) if not _is_missing(cell)), None)
-        why = "all values are missing" if k is None else f"{table.places[k]} has {str(cells[k])!r}"
-        notes.append(f"{name!r} ({why})")
-        if k is not None and "," in str(cells[k]):
-            advice = "; write numbers with a decimal point"
-    if notes:
-        return f"columns without numbers are left out: {', '.join(notes)}{advice}"
+    words = [
+        name
+        for name, cells in table.frame.items()
+        if name not in (*table.names, table.time)
+        and str(name).strip().lower() not in _TIME_NAMES
+        and np.isnat(_dates(cells[:1]))[0]
+    ]
+    if words:
+        return (
+            f"columns without numbers are left out: {', '.join(map(repr, words))}; numbers need a"
+            " decimal point"
+        )
     timed = [name for name in table.names if name.strip().lower() in _TIME_NAMES - {""}]
     advice = "is left out because of its name; --series.columns NAMES takes it"
     return f"column {timed[0]!r} of numbers {advice}" if timed else None
@@ -321,7 +233,7 @@ def left_out(table: Table, options: SeriesConfig) -> str | None:
 def select(
     table: Table, columns: tuple[str, ...] | None, path: Path, given: tuple[str, ...] = ()
 ) -> Table:
-    """Returns the table with some of its columns, by name or by position in the file.
+    """Returns the table with some of its columns of numbers.
 
     None selects all columns of numbers except the `given` ones and those named like dates.
     """
@@ -341,16 +253,13 @@ def select(
         if both := [table.names[k] for k in apart if k in index]:
             raise ValueError(f"{both[0]!r} is in series.columns and in series.given; use one")
     names = tuple(table.names[k] for k in index)
-    return Table(names, table.values[:, index], table.places, table.times, table.time)
+    return replace(table, names=names, values=table.values[:, index])
 
 
-def find_column(table: Table, column: str, path: Path, by_position: bool = True) -> int:
-    """Returns the index of the column with this name, or else with this position in the file."""
+def find_column(table: Table, column: str, path: Path) -> int:
+    """Returns the index of the column of numbers with this name."""
     if column in table.names:
         return table.names.index(column)
-    named = column == table.time or column in table.others
-    if by_position and column.isdecimal() and not named and int(column) in table.positions:
-        return table.positions.index(int(column))
     near = difflib.get_close_matches(column, table.names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ValueError(
@@ -364,17 +273,14 @@ def filled(table: Table, fill: str | None, path: Path, missing: bool = False) ->
     if fill is None and not known.all() and not missing:
         row, column = np.argwhere(~known)[0]
         raise ValueError(
-            f"{path}: {table.places[row]}, column {table.names[column]!r} is missing or not finite"
+            f"{path}: row {row + 1}, column {table.names[column]!r} is missing or not finite"
             f" ({(~known).sum()} such values in all);"
             " fill them with --series.fill zero, previous or linear, or learn from the others with"
             " --model.known any"
         )
     if not table.names:
         return table.values
-    if fill is None:
-        values = np.where(known, table.values, np.nan)
-    else:
-        values = fill_gaps(table.values, known, fill)
+    values = fill_gaps(table.values, known, fill)
     if (large := np.nanmax(np.abs(values), 0)).max() > 1e30:
         column = table.names[large.argmax()]
         raise ValueError(f"{path}: column {column!r} has values up to {large.max():g}; scale it")
@@ -382,16 +288,17 @@ def filled(table: Table, fill: str | None, path: Path, missing: bool = False) ->
 
 
 def fill_gaps(values: np.ndarray, known: np.ndarray, fill: str | None) -> np.ndarray:
-    """Returns values (N, D) with the unknown ones filled, as `SeriesConfig.fill` says.
+    """Returns values (N, D) with the unknown ones filled, as `SeriesConfig.fill` says; else NaN.
 
     A gap at the start takes the first known value, unless gaps are filled with zeros.
     """
+    import pandas
+
+    frame: Frame = pandas.DataFrame(np.where(known, values, np.nan))
     if fill == "zero":
-        return np.where(known, values, 0.0)
-    steps = np.arange(len(known))
-    if fill == "previous":
-        last = np.maximum.accumulate(np.where(known, steps[:, None], known.argmax(0)))
-        return np.take_along_axis(values, last, 0)
-    return np.stack(
-        [np.interp(steps, steps[k], v[k]) for k, v in zip(known.T, values.T, strict=True)], 1
-    )
+        frame = frame.fillna(0.0)
+    elif fill == "previous":
+        frame = frame.ffill().bfill()
+    elif fill == "linear":
+        frame = frame.interpolate(limit_direction="both")
+    return frame.to_numpy()

@@ -31,7 +31,7 @@ class TableWindows:
     def __init__(self, table: Table, meta: Meta, given: int, path: Path) -> None:
         assert meta.columns is not None and meta.context is not None
         index, given_index = (
-            [find_column(table, name, path, by_position=False) for name in names]
+            [find_column(table, name, path) for name in names]
             for names in (meta.columns, meta.given_columns)
         )
         values = np.where(np.isfinite(table.values), table.values, np.nan)

@@ -25,7 +25,7 @@ def read_history(forecaster: ModelForecaster, path: str | Path, time: str | None
         time = meta.time
     table = read_table(path, time, meta.time, "time")
     for column in forecaster.columns:
-        find_column(table, column, path, by_position=False)
+        find_column(table, column, path)
     return select(table, forecaster.columns, path)
 
 

@@ -23,12 +23,12 @@ from torch import Tensor
 from vssm.checks import check_choice, check_number, check_type, whole_number
 from vssm.data import Meta, read_meta
 from vssm.data.dates import next_dates, uneven_dates
-from vssm.data.scale import Scale
 from vssm.data.series import phases
 from vssm.data.table import fill_gaps
 from vssm.engine import Engine
 from vssm.forecasting.panel import forecast_table
 from vssm.forecasting.paths import Task, divided, paths_after
+from vssm.forecasting.scale import Scale
 from vssm.models import VRNN, Model, Variational, inner_model
 from vssm.nn import State
 from vssm.noise import fork
@@ -311,7 +311,9 @@ class ModelForecaster:
             note = f"history is missing {int(missing.sum())} of {x.numel()} values"
             warnings.warn(f"{note}; they are interpolated", stacklevel=5)
         pairs = zip(x.numpy(), known.numpy(), strict=True)
-        return torch.from_numpy(np.stack([fill_gaps(*pair, self.meta.fill) for pair in pairs]))
+        return torch.from_numpy(
+            np.stack([fill_gaps(*pair, self.meta.fill or "linear") for pair in pairs])
+        )
 
     def _rows(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2).flatten(0, 1)[..., None] if self.meta.separate else x

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from vssm.data.scale import Scale
 from vssm.distributions import Latents
+from vssm.forecasting.scale import Scale
 from vssm.models import Ladder, Model, Variational, first_weight
 from vssm.nn import State
 from vssm.noise import fork
