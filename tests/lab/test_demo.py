@@ -20,4 +20,4 @@ def test_demo_opens_with_pictures_and_the_race(tmp_path, monkeypatch, capsys):
     pictures = {path.name for path in folder.glob("*.png")}
     assert pictures == {f"mnist-{name}.png" for name in ("one-shot", "re-conditioned", "completed")}
     page = (folder / "report.html").read_text()
-    assert "completed of vssm" in page and "generate_demo: milliseconds" in page
+    assert "completed of vssm" in page

@@ -150,14 +150,7 @@ def test_runs_of_one_task_share_a_chart(tmp_path):
 
 
 def test_page_is_accessible_and_loads_nothing(tmp_path):
-    (tmp_path / "results").mkdir()
-    metrics = {f"vssm_ms_b1_t{t}": float(t) for t in (8, 32)}
-    (tmp_path / "results" / "g.json").write_text(json.dumps({"metrics": metrics}))
-    path = report(
-        [make_run(tmp_path / "a"), make_run(tmp_path / "b")],
-        tmp_path / "results",
-        tmp_path / "r.html",
-    )
+    path = report([make_run(tmp_path / "a"), make_run(tmp_path / "b")], tmp_path / "r.html")
     page, text = read(path), path.read_text()
     assert ("html", {"lang": "en"}) in page.tags
     assert [tag for tag, _ in page.tags].count("h1") == 1
@@ -186,15 +179,10 @@ def test_all_text_is_escaped(tmp_path):
         tmp_path / "<b>run&'",
         **{"config.json": json.dumps(config), "eval.json": json.dumps(evaluation)},
     )
-    (tmp_path / "results" / "<i>").mkdir(parents=True)
-    metrics = {EVIL: 1, f"{EVIL}_ms_b1_t8": 2, f"{EVIL}_ms_b1_t9": 3}
-    values = {"name": EVIL, "machine": EVIL, "command": EVIL, "date": EVIL, "metrics": metrics}
-    (tmp_path / "results" / "<i>" / "<u>.json").write_text(json.dumps(values))
-    page = read(report([run, run], tmp_path / "results", tmp_path / "report.html"))
+    page = read(report([run, run], tmp_path / "report.html"))
     assert not {"script", "b", "i", "u"} & {tag for tag, _ in page.tags}
     assert any("<script>alert('x')</script>\"'&" in text for text in page.text["td"])
     assert {"<b>run&'", "<b>run&'′"} <= set(page.text["th"])
-    assert "Results: <i>" in page.text["h2"]
 
 
 @pytest.mark.parametrize("name", ["eval.json", "config.json", "log.jsonl", "samples.png"])
@@ -301,38 +289,6 @@ def test_values_that_cannot_be_drawn_stay_in_the_table(tmp_path):
     assert not any("Fréchet distance, batch" in title for title in charts(page))
 
 
-def test_results_become_tables_and_plots(tmp_path):
-    results = tmp_path / "results"
-    (results / "paper").mkdir(parents=True)
-    times = {
-        "vssm_ms_b1_t28": 5.5,
-        "vssm_ms_b1_t56": 6.0,
-        "ssm_ms_b1_t28": 94.0,
-        "vssm_ms_b16_t28": 7.25,
-    }
-    content = {
-        "name": "g",
-        "machine": {"cpu": "quick", "gpu": None},
-        "metrics": {**times, "peak_mib": 12.0},
-    }
-    (results / "generate_cpu.json").write_text(json.dumps(content))
-    for seed, nats in enumerate((866.0, 870.5)):
-        content = {"machine": "a GPU", "metrics": {"log_likelihood": nats, "epochs": 200}}
-        (results / "paper" / f"mnist_vssm_seed{seed}.json").write_text(json.dumps(content))
-    (results / "paper" / "mnist_vssm_seed0.png").write_bytes(PNG)
-    (results / "empty.json").write_text('{"name": "no numbers"}')
-    page = read(report([], results, tmp_path / "report.html"))
-    assert ["batch 1, length 28", "5.50", "94.00"] in page.rows
-    assert ["batch 16, length 28", "7.25", "–"] in page.rows
-    assert ["peak mib", "12.00"] in page.rows
-    assert ["log p(x)", "866.0", "870.5"] in page.rows and ["epochs", "200", "200"] in page.rows
-    axes = ("batch 1", "length 28")
-    assert charts(page) == [f"generate_cpu: milliseconds at {axis}" for axis in axes]
-    (image,) = [a for tag, a in page.tags if tag == "img" and "png" in a["src"]]
-    assert image["alt"] == "samples of mnist_vssm_seed0"
-    assert any("cpu quick" in cell for row in page.rows for cell in row)
-
-
 def test_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
     run = make_run(tmp_path / "mine")
     path = report([run], out=tmp_path / "report.html")
@@ -349,18 +305,13 @@ def test_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
 
 
 def test_nothing_to_report(tmp_path):
-    with pytest.raises(ValueError, match="nothing to report; give a run folder"):
+    with pytest.raises(ValueError, match="nothing to report; give one or more run"):
         report([], out=tmp_path / "report.html")
     run, out = make_run(tmp_path / "mine"), tmp_path / "made" / "report.html"
-    for name in ("bare", "odd"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "odd" / "no.json").write_text('{"metrics": {}}')
+    (tmp_path / "bare").mkdir()
     for name, what in (("lost", "is not a folder"), ("bare", "holds no run")):
         with pytest.raises(ValueError, match=f"{name}' {what}; give run folders"):
             report([run, tmp_path / name], out=out)
-    for name, what in (("gone", "is not a folder"), ("odd", "holds no result with metrics")):
-        with pytest.raises(ValueError, match=f"results='.*{name}' {what}; give a folder of res"):
-            report([run], tmp_path / name, out)
     assert not out.parent.exists()
 
 
@@ -375,7 +326,7 @@ def test_a_page_does_not_replace_a_file_of_a_run(tmp_path, capsys):
     config = make_run(tmp_path / "mine") / "config.json"
     before = config.read_bytes()
     with pytest.raises(SystemExit, match="2"):
-        main(["report", "--results", str(config.parent), "--out", str(config)])
+        main(["report", str(config.parent), "--out", str(config)])
     line = f"vssm: out='{config}' is not allowed; allowed: a name in .html or .htm\n"
     assert capsys.readouterr().err == line and config.read_bytes() == before
 
@@ -383,10 +334,9 @@ def test_a_page_does_not_replace_a_file_of_a_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "nothing to report; give a run folder, a folder of results, or both"),
+        ([], "nothing to report; give one or more run folders"),
         (["nowhere"], "'nowhere' is not a folder; give run folders, which vssm train writes"),
         (["."], "'.' holds no run; give run folders, which vssm train writes"),
-        (["--results", "."], "results='.' holds no result with metrics; give a folder of result"),
     ],
 )
 def test_command_without_anything_to_report(arguments, message, tmp_path, monkeypatch, capsys):

@@ -83,7 +83,7 @@ COMMANDS = {
     ),
     "report": Command(
         "vssm.cli.report:report_page",
-        "Makes one HTML page from runs, results or experiments.",
+        "Makes one HTML page from runs or experiments.",
         "runs/mnist runs/other --out report.html",
     ),
     "sweep": Command(

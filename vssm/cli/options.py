@@ -1,5 +1,6 @@
 """Options that several commands share: of a data set and of a training run."""
 
+import argparse
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Self
 
@@ -68,8 +69,11 @@ class RunOptions(DataOptions):
     @classmethod
     def default(cls, arguments: list[str]) -> Self:
         """Returns the defaults: those of the preset, and of the model to start from."""
-        start = cls()
-        preset = _value_of("--preset", arguments)
+        start, parser = cls(), argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        for flag in ("--preset", "--train.init"):
+            parser.add_argument(flag, nargs="?")
+        values = vars(parser.parse_known_args(arguments)[0])
+        preset, init = values["preset"], values["train.init"]
         # A word after an option is its value, unless the option has one already.
         pairs = zip(["", *arguments], arguments, strict=False)
         words = [word for before, word in pairs if before[:2] != "--" or "=" in before]
@@ -81,7 +85,6 @@ class RunOptions(DataOptions):
             start = replace(start, name=config.data.name, model=config.model, train=config.train)
         if "--smoke" in arguments:
             start = replace(start, model=PRESETS["smoke"].model, train=PRESETS["smoke"].train)
-        init = _value_of("--train.init", arguments)
         if init:
             from vssm.runs.checkpoint import config_of
 
@@ -96,12 +99,3 @@ def check_seed(seed: int | None) -> None:
     """
     if seed is not None:
         check_number("seed", seed, 0, below=2**63, whole=True)
-
-
-def _value_of(flag: str, arguments: list[str]) -> str | None:
-    for i, argument in enumerate(arguments):
-        if argument == flag and i + 1 < len(arguments):
-            return arguments[i + 1]
-        if argument.startswith(f"{flag}="):
-            return argument.removeprefix(f"{flag}=")
-    return None

@@ -13,18 +13,16 @@ __all__ = ["report_page"]
 
 def report_page(
     runs: Positional[Annotated[tuple[Path, ...], arg(metavar="[RUN ...]")]] = (),
-    results: Path | None = None,
     out: Path = Path("report.html"),
 ) -> None:
-    """Makes one HTML page from runs, results or experiments.
+    """Makes one HTML page from runs or experiments.
 
     Arguments:
         runs: Run folders to compare, or one folder that `vssm reproduce` wrote.
-        results: A folder of result files.
         out: Where the page goes: .html or .htm. It needs no other file.
     """
-    experiments = find_results(runs[0]) if len(runs) == 1 and results is None else None
+    experiments = find_results(runs[0]) if len(runs) == 1 else None
     if experiments is not None:
         print(f"report: {write_experiments(experiments, out)}")
     else:
-        print(f"report: {report(runs, results, out)}")
+        print(f"report: {report(runs, out)}")

@@ -19,7 +19,6 @@ from vssm.evaluation.scores import evaluate_run
 from vssm.lab.bench.measure import take_times
 from vssm.report.page import report
 from vssm.runs import pretrained
-from vssm.runs.results import result, write_result
 from vssm.training.loop import train
 from vssm.training.progress import Progress
 
@@ -42,13 +41,13 @@ def demo(out: Path = Path("demo")) -> None:
         if not (folder / "DEMO").is_file():
             raise ValueError(f"out={str(folder)!r} is not empty and not a demo's; give a new one")
         shutil.rmtree(folder)
-    (folder / "results").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "DEMO").write_text("This folder was made by `vssm demo`, which may replace it.\n")
 
     print("MNIST digits, by models that come with the package:", flush=True)
     _draw_mnist(folder)
     print("\nRace, untrained models of 2 M parameters: one sequence of T rows, ms", flush=True)
-    _race(folder / "results" / "generate_demo.json")
+    _race()
     print("\nThree small models, trained on 8 x 8 digits and scored on the test set:", flush=True)
     print("              training, s   log p(x), nats   second half given the first")
     for kind, epochs in _EPOCHS.items():
@@ -66,7 +65,7 @@ def demo(out: Path = Path("demo")) -> None:
         print(f"  {kind:12s}{seconds:11.0f}" + "".join(f"{x:17.2f}" for x in nats), flush=True)
     _complete_digits(folder / "vssm")
 
-    page = report([folder / kind for kind in _EPOCHS], folder / "results", folder / "report.html")
+    page = report([folder / kind for kind in _EPOCHS], folder / "report.html")
     installed = os.path.relpath(Path(sys.executable).with_name("vssm"))
     program = "vssm" if shutil.which("vssm") else shlex.quote(installed)
     print(
@@ -103,22 +102,17 @@ def _draw_mnist(folder: Path) -> None:
     show("completed", "16 lower halves anew, in one pass", complete)
 
 
-def _race(path: Path) -> None:
-    """Prints and keeps the best time of three calls of every model."""
-    metrics: dict[str, float] = {}
+def _race() -> None:
+    """Prints the best time of three calls of every model."""
     models = {
         kind: vssm.build(ModelConfig(kind=kind, features=28, width=width))
         for kind, width in _RACERS.items()
     }
     print("     T" + "".join(f"{kind:>14s}" for kind in models))
     for length in _LENGTHS:
-        for kind, model in models.items():
-            call = partial(vssm.generate, model, num=1, length=length)
-            best = min(take_times(call, torch.device("cpu"), repeats=3))
-            metrics[f"{kind}_ms_b1_t{length}"] = best
-        times = (metrics[f"{kind}_ms_b1_t{length}"] for kind in models)
+        calls = [partial(vssm.generate, each, num=1, length=length) for each in models.values()]
+        times = [min(take_times(call, torch.device("cpu"), repeats=3)) for call in calls]
         print(f"{length:6d}" + "".join(f"{best:14.1f}" for best in times), flush=True)
-    write_result(path, result("generate_demo", "vssm demo", {"width": _RACERS}, metrics))
 
 
 def _complete_digits(run: Path) -> None:

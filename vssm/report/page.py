@@ -1,13 +1,11 @@
-"""One self-contained HTML page about runs and results. It formats files and computes nothing.
+"""One self-contained HTML page about runs. It formats files and computes nothing.
 
-From a run folder it reads config.json, meta.json, log.jsonl, eval.json and all pictures; from a
-results folder every JSON file and the picture beside it. A missing file is named on the page. A
-damaged file, or a folder without any run or result, is an error. All text from files is escaped,
-and the page loads and runs nothing.
+From a run folder it reads config.json, meta.json, log.jsonl, eval.json and all pictures. A missing
+file is named on the page. A damaged file, or a folder without a run, is an error. All text from
+files is escaped, and the page loads and runs nothing.
 
 The page opens with pictures and curves; tables follow. A section is a list of blocks, which
-page.html lays out: `pictures` side by side (`wide` ones below each other), or a `table`, folded if
-it has a `summary`.
+page.html lays out: `pictures` side by side (`wide` ones below each other), or a `table`.
 """
 
 import re
@@ -26,8 +24,6 @@ __all__ = ["Row", "Table", "read_picture", "report", "write_page"]
 
 _TERMS = ("loss", "kl", "partial_elbo")
 _COMPARED = len(GROUPS) - 1  # groups of metrics; the last one has counts
-_TIME = re.compile(r"(.+)_ms_(?:b(\d{1,9})_)?t(\d{1,9})")
-_ORIGIN = ("date", "commit", "machine", "command")
 
 Object = Mapping[str, Any]
 Blocks = list[dict[str, Any]]
@@ -72,16 +68,11 @@ class _Run:
         return f"{binary}{data.get('name', 'unknown data')}, {model.get('head', 'unknown')} head"
 
 
-def report(
-    run_folders: Iterable[str | Path] | str | Path,
-    results_folder: str | Path | None = None,
-    out: str | Path = "report.html",
-) -> Path:
-    """Writes one HTML page about runs and results.
+def report(run_folders: Iterable[str | Path] | str | Path, out: str | Path = "report.html") -> Path:
+    """Writes one HTML page about runs.
 
     Arguments:
         run_folders: One run folder, or several to show and compare.
-        results_folder: A folder of result files, subfolders included.
         out: The file of the page, .html or .htm; its folder is made if it does not exist.
 
     Returns:
@@ -96,8 +87,8 @@ def report(
         True
     """
     folders = [run_folders] if isinstance(run_folders, str | Path) else list(run_folders)
-    if not folders and results_folder is None:
-        raise ValueError("nothing to report; give a run folder, a folder of results, or both")
+    if not folders:
+        raise ValueError("nothing to report; give one or more run folders")
     notices: list[str] = []
     runs: list[_Run] = []
     for folder in folders:
@@ -105,7 +96,6 @@ def report(
         while run.name in [other.name for other in runs]:
             run.name += "′"
         runs.append(run)
-    results = {} if results_folder is None else _read_results(Path(results_folder))
     pictures = [picture for run in runs for picture in run.pictures]
     sections = {
         "Samples": [{"pictures": pictures}] if pictures else [],
@@ -114,7 +104,6 @@ def report(
         "Test set": _comparisons(runs),
         "Runs": _facts(runs) if runs else [],
     }
-    sections |= {f"Results: {name}": _results(found) for name, found in results.items()}
     return write_page(out, {title: blocks for title, blocks in sections.items() if blocks}, notices)
 
 
@@ -164,22 +153,6 @@ def _read_run(folder: Path, notices: list[str]) -> _Run:
             alt = f"{path.stem} of {name} ({run.task})"
             run.pictures.append(read_picture(path, f"{name}: {path.stem}", alt))
     return run
-
-
-def _read_results(folder: Path) -> dict[str, dict[str, Object]]:
-    """Returns results by subfolder; results in the folder itself by file."""
-    groups: dict[str, dict[str, Object]] = {}
-    for path in sorted(folder.rglob("*.json")):
-        values, place = read_object(path), path.relative_to(folder)
-        if _part(values, "metrics"):
-            group = place.parent.as_posix() if len(place.parts) > 1 else place.stem
-            picture, alt = path.with_suffix(".png"), f"samples of {path.stem}"
-            shown = [read_picture(picture, path.stem, alt)] if picture.is_file() else []
-            groups.setdefault(group, {})[path.stem] = {**values, "pictures": shown}
-    if not groups:
-        what = "holds no result with metrics" if folder.is_dir() else "is not a folder"
-        raise ValueError(f"results={str(folder)!r} {what}; give a folder of result files")
-    return groups
 
 
 def _training(runs: Sequence[_Run]) -> Blocks:
@@ -271,59 +244,6 @@ def _facts(runs: Sequence[_Run]) -> Blocks:
         )
     rows = [Row(label(key), [column[key] for column in columns]) for key in columns[0]]
     return [{"table": Table("Settings and costs", [run.name for run in runs], rows)}]
-
-
-def _results(found: Mapping[str, Object]) -> Blocks:
-    """Shows the results of a file, or of the files of a folder side by side."""
-    blocks: Blocks = []
-    rest: dict[str, dict[str, Any]] = {}
-    origins = []
-    if pictures := [picture for values in found.values() for picture in values["pictures"]]:
-        blocks.append({"pictures": pictures})
-    for name, values in found.items():
-        blocks += _dials(name, _part(values, "metrics"))
-        times: dict[tuple[int, int], dict[str, Any]] = {}
-        for metric, value in _part(values, "metrics").items():
-            if match := _TIME.fullmatch(metric):
-                times.setdefault((int(match[2] or 0), int(match[3])), {})[match[1]] = value
-            else:
-                rest.setdefault(name, {})[metric] = value
-        blocks += _times(name, times) if times else []
-        machine = ", ".join(f"{key} {fact}" for key, fact in _part(values, "machine").items())
-        facts = {**values, "machine": machine or values.get("machine")}
-        origins.append(Row(name, [facts.get(key) for key in _ORIGIN]))
-    names = list(dict.fromkeys(metric for metrics in rest.values() for metric in metrics))
-    if names:
-        rows = [Row(label(m), [metrics.get(m) for metrics in rest.values()]) for m in names]
-        blocks.append({"table": Table("Metrics", list(rest), rows)})
-    origin = Table("Origin", _ORIGIN, origins)
-    return [*blocks, {"table": origin, "summary": "Where this comes from"}]
-
-
-def _times(name: str, times: Mapping[tuple[int, int], Object]) -> Blocks:
-    """Shows times by (batch, length): charts along the axes with several values, and a table."""
-    series = list(dict.fromkeys(line for cells in times.values() for line in cells))
-    rows = [
-        Row(
-            f"batch {batch:,}, length {length:,}" if batch else f"length {length:,}",
-            [cells.get(line) for line in series],
-        )
-        for (batch, length), cells in sorted(times.items())
-    ]
-    charts = []
-    for axis, fixed, along in ((1, 0, "length"), (0, 1, "batch")):
-        for value in sorted({key[fixed] for key in times}):
-            lines: dict[str, Points] = {}
-            for key, cells in sorted(times.items()):
-                for line, time in cells.items():
-                    if key[fixed] == value and key[axis] > 0 and is_number(time) and time > 1e-100:
-                        lines.setdefault(label(line), []).append((float(key[axis]), float(time)))
-            if any(len(points) > 1 for points in lines.values()):
-                other = f" at {('batch', 'length')[fixed]} {value:,}" if value else ""
-                title = f"{name}: milliseconds{other}"
-                charts.append(draw_chart(title, along, lines, lines, log=True))
-    table = Table(f"{name}: milliseconds", [label(line) for line in series], rows)
-    return [{"pictures": charts}, {"table": table}]
 
 
 def _part(values: Object, name: str) -> dict[str, Any]:
