@@ -45,12 +45,7 @@ SECTIONS = {
     ),
     "Forecasting": (
         "vssm.Forecaster",
-        "vssm.forecast",
-        "vssm.forecasting.ModelForecaster",
-        "vssm.forecasting.Forecast",
-        "vssm.forecasting.files.read_history",
         "vssm.forecasting.gluonts.predictor",
-        "vssm.forecasting.gluonts.entries",
     ),
     "Serving": (
         "vssm.serve.client.Client",

@@ -3,6 +3,7 @@
 `make lowest` does so with the lowest versions that pyproject.toml declares.
 """
 
+import datetime
 import os
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from pathlib import Path
 
 from vssm.cli import COMMANDS
 
-SERIES = "a,b\n" + "\n".join(f"{i % 7},{i % 5}" for i in range(300)) + "\n"
+DAYS = (datetime.date(2024, 1, 1) + datetime.timedelta(days) for days in range(300))
+SERIES = "date,a,b\n" + "".join(f"{day},{i % 7},{i % 5}\n" for i, day in enumerate(DAYS))
 RUNS = (
     "train digits --smoke --out run",
     "train digits --smoke --preset best --out levels --train.optimizer muon --model.width 16",
@@ -23,7 +25,7 @@ RUNS = (
     "generate run --num 2 --state state.safetensors --out samples.npy",
     "generate run --resume state.safetensors --length 8 --out samples.png",
     "generate mnist-best-small --num 2",
-    "forecast series --path series.csv --samples 8 --out forecast.csv",
+    "forecast series.csv --horizon 8 --samples 8 --max-steps 9 --out forecast.csv",
     "sweep digits --smoke --seeds 0 --learning-rates 1e-3 --out sweep",
     "report run",
 )

@@ -137,18 +137,6 @@ def test_nothing_is_refused_or_gives_nothing(kind, levels, head):
     assert all(a.x.shape == b.x.shape and a.x.shape[:2] == (2, 0) for a, b in pairwise(made))
 
 
-def test_forecast_of_nothing_is_refused():
-    model = small_model("vssm")
-    for shape in ((0, 3), (0, 7, 3), (2, 0, 3)):
-        with pytest.raises(
-            ValueError, match=r"^history has shape \(.*one step and one series or more"
-        ):
-            vssm.forecast(model, torch.zeros(shape), horizon=3)
-    for name in ("horizon", "samples"):
-        with pytest.raises(ValueError, match=f"^{name} is 0; it must be a whole number >= 1"):
-            vssm.forecast(model, torch.zeros(5, 3), **{"horizon": 3, name: 0})
-
-
 @pytest.mark.parametrize(("kind", "levels"), MODELS)
 def test_whole_numbers_of_numpy_and_torch_are_whole_numbers(kind, levels):
     model = small_model(kind, levels=levels, latents=4)
@@ -159,8 +147,6 @@ def test_whole_numbers_of_numpy_and_torch_are_whole_numbers(kind, levels):
         assert torch.equal(vssm.generate(model, **options).x, expected)
         nats = vssm.log_likelihood(model, x, number(3), prompt_length=number(2), seed=number(7))
         assert torch.equal(nats, vssm.log_likelihood(model, x, 3, prompt_length=2, seed=7))
-        made = vssm.forecast(model, x, horizon=number(4), samples=number(3))
-        assert made.samples.shape == (2, 3, 4, 3)
 
 
 def test_numbers_of_numpy_are_those_of_python_in_a_config():
@@ -369,26 +355,6 @@ def test_histories_of_numpy_that_torch_would_not_take():
         forecast(model, hidden, horizon=2, samples=2)
 
 
-def test_histories_that_are_no_numbers_are_named():
-    model = small_model("vssm")
-    for history, message in (
-        ("abc", "history is a str of other things; allowed: numbers"),
-        (
-            [[1.0, 2.0, 3.0], [1.0]],
-            "history is a list of other things; allowed: numbers, rows of equal length",
-        ),
-        (torch.zeros(4, 3, dtype=torch.complex64), "history is complex; allowed: numbers"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            vssm.forecast(model, history, horizon=2)
-    for options, message in (
-        ({"times": np.arange(4)}, "times is int64; allowed: datetime64"),
-        ({"temperature": -1}, "temperature is -1; it must be a number"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            vssm.forecast(model, torch.zeros(4, 3), horizon=2, **options)
-
-
 # Of every public function, arguments that are right; each in turn is replaced by what is nothing of
 # the kind.
 FUNCTIONS = {
@@ -402,11 +368,6 @@ FUNCTIONS = {
     ),
     "generate": lambda model, folder: (vssm.generate, {"model": model}),
     "observe": lambda model, folder: (vssm.observe, {"model": model, "x": sequences(model, 2, 5)}),
-    "forecast": lambda model, folder: (
-        vssm.forecast,
-        {"model": model, "history": np.zeros((5, 3)), "horizon": 2, "temperature": 1.0}
-        | ({"chunk": 2, "recondition": True} if model.config.kind == "vssm" else {}),
-    ),
     "build": lambda model, folder: (vssm.build, {"config": model.config}),
     "save": lambda model, folder: (vssm.save, {"model": model, "folder": folder}),
     "load": lambda model, folder: (vssm.load, {"folder": folder}),
@@ -421,32 +382,21 @@ ODD = (object(), b"a", {"a": 1}, 3 + 4j, np.full((2, 2), "a"), "?")
     [(name, "ssm", 1) for name in FUNCTIONS]
     + [
         (name, *model)
-        for name in list(FUNCTIONS)[:5]
+        for name in list(FUNCTIONS)[:4]
         for model in [("vrnn", 1), ("vssm", 1), ("vssm", 2)]
     ],
 )
 def test_arguments_of_another_kind_are_named_in_one_line(name, kind, levels, tmp_path):
     folder = tmp_path / "folder"
     function, right = FUNCTIONS[name](small_model(kind, levels=levels, latents=4), folder)
-    names = {*right, *inspect.signature(function).parameters} - {"options"}
+    names = {*right, *inspect.signature(function).parameters}
     for argument in names:
-        paths = argument in ("folder", "classifier", "data_dir") or (name, argument) == (
-            "forecast",
-            "model",
-        )
+        paths = argument in ("folder", "classifier", "data_dir")
         for odd in ODD[:-1] if paths else ODD:  # any word could be a path
             with pytest.raises(ValueError, match=r"allowed: |; (use|it must|choose) ") as error:
                 function(**{**right, argument: odd})
             assert argument in str(error.value) and "\n" not in str(error.value)
     assert not folder.exists()
-
-
-def test_options_that_are_not_there_are_named():
-    model = small_model("vssm")
-    with pytest.raises(
-        ValueError, match=r"option='chunks' is unknown; choose from 'chunk', .* mean 'chunk'"
-    ):
-        vssm.forecast(model, torch.zeros(5, 3), horizon=2, chunks=3)
 
 
 @pytest.mark.parametrize(("kind", "levels"), MODELS)

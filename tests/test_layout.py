@@ -52,7 +52,6 @@ def test_public_names():
         "accelerate",
         "build",
         "fill",
-        "forecast",
         "generate",
         "load",
         "log_likelihood",

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from vssm.config import ModelConfig as ModelConfig
     from vssm.engine import Engine as Engine
     from vssm.forecasting.forecaster import Forecaster as Forecaster
-    from vssm.forecasting.model_forecaster import forecast as forecast
     from vssm.likelihoods import log_likelihood as log_likelihood
     from vssm.models import build as build
     from vssm.nn import State as State
@@ -44,7 +43,6 @@ __all__ = [
     "accelerate",
     "build",
     "fill",
-    "forecast",
     "generate",
     "load",
     "log_likelihood",
@@ -58,7 +56,6 @@ _SOURCES = {
     "Engine": "engine",
     "ModelConfig": "config",
     "Forecaster": "forecasting.forecaster",
-    "forecast": "forecasting.model_forecaster",
     "log_likelihood": "likelihoods",
     "build": "models",
     "State": "nn",

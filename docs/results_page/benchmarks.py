@@ -1,8 +1,8 @@
 """What the files of comparisons and benchmarks hold, in words, and the tables that show them.
 
 The metrics are those of `vssm.lab.bench` and of scripts in experiments/: bench_peers, table1,
-forecast_speed, compare_forecasts, compare_text, serve_load and accelerate_mamba. The page shows a
-metric that is unknown here by its name.
+forecast_table, compare_text, serve_load and accelerate_mamba. The page shows a metric that is
+unknown here by its name.
 """
 
 from collections.abc import Mapping
@@ -49,39 +49,24 @@ def _folded(about: str, pattern: str) -> View:
 
 _FORECAST = Benchmark(
     "Forecasting",
-    "All models are trained in the same run on the same split, and scored on rolling windows of "
-    "the test part. CRPS scores sample paths one value at a time, the energy score whole paths, "
-    "and MAE is the mean error of the median; all three are in standard deviations of a column. "
-    "MASE divides that error by the error of the seasonal naive forecast in training. WQL is the "
-    "weighted quantile loss. For all of these, lower is better. An 80 % interval is best when it "
-    "covers 80 % of the values. The temperature of our models is fitted to the validation part; "
-    "where it is not 1, the scores at temperature 1 are shown too. DeepAR is GluonTS's. The naive "
-    "forecast repeats the last season with normal noise. The best value of a column is bold.",
+    "All models are scored on the same windows of the test part, with the protocol of ProbTS: CRPS "
+    "is the mean over the quantiles 0.1 ... 0.9 of twice the pinball loss over the sum of |y|. An "
+    "80 % interval is best when it covers 80 % of the values. vssm and rnn are `vssm.Forecaster` "
+    "with its defaults. The naive forecast repeats the last season with normal noise. The best "
+    "value of a column is bold.",
     (
         View(
             "",
             _MODEL + "_{by}",
             {
-                "crps": ("CRPS", less),
-                "coverage80": ("coverage of the 80 % interval", _near_80),
-                "mase": ("MASE", less),
-                "energy": ("energy score", less),
-                "wql": ("WQL", less),
-                "mae": ("MAE", less),
+                r"crps_h(\d+)": (r"CRPS, horizon \1", less),
+                r"coverage80_h(\d+)": (r"coverage of the 80 % interval, \1", _near_80),
+                r"train_seconds_h(\d+)": (r"training, s, horizon \1", less),
+                r"steps_h(\d+)": (r"training steps, \1", None),
                 r"ms_1x(\d+)x(\d+)": (r"ms for \1 paths of \2 steps", less),
-                r"ms_(\d+)x(\d+)x(\d+)": (r"ms for \1 series, \2 paths of \3 steps", less),
-                "train_seconds": ("training, s", less),
-                "parameters": ("parameters", None),
-                "temperature": ("temperature", None),
             },
         ),
     ),
-    counts={
-        "windows": "{} windows",
-        "columns": "{} columns",
-        "horizon": "a horizon of {} steps",
-        "samples": "{} sample paths for each",
-    },
     of_data=True,
 )
 _TEXT = Benchmark(
@@ -146,22 +131,6 @@ _GENERATE = Benchmark(
         ),
     ),
     folded="Quantiles, floors and memory",
-)
-_PATHS = Benchmark(
-    "Generation of forecasts",
-    "Milliseconds for all sample paths of all series with fresh models, including reading the "
-    "history. A model makes P points per step. More points per step make any model faster, so the "
-    "difference at equal P is what parallel generation gives. experiments/forecast_speed.py "
-    "measures this (formerly `vssm bench forecast`). The best value of a row is bold.",
-    (
-        View("", _MODEL + "_ms_{by}", _LENGTHS, "horizon"),
-        View(
-            "How many times faster vssm is than an rnn with P = 1:",
-            r"ahead(?P<model>_p\d+)_{by}",
-            {r"t(\d+)": (r"\1", None)},
-            "horizon",
-        ),
-    ),
 )
 _SCAN = Benchmark(
     "Scan",
@@ -300,7 +269,6 @@ _BY_NAME = {
     "accelerate": _ACCELERATE,
     "text": _TEXT,
     "generate": _GENERATE,
-    "forecast": _PATHS,
     "scan": _SCAN,
     "train": _TRAIN,
     "table1": _TABLE1,
@@ -309,7 +277,7 @@ _BY_NAME = {
 SECTIONS = {
     "Forecasting": (_FORECAST,),
     "Text": (_TEXT,),
-    "Speed": (_GENERATE, _PATHS, _SCAN, _TRAIN, _TABLE1, _ACCELERATE),
+    "Speed": (_GENERATE, _SCAN, _TRAIN, _TABLE1, _ACCELERATE),
     "Serving": (_SERVE,),
 }
 

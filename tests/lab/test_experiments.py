@@ -138,18 +138,6 @@ def test_table1_metrics(tmp_path, capsys):
     assert re.search(r"vssm +O\(T\) +yes +T\^-?\d", capsys.readouterr().out)
 
 
-def test_forecasts_are_timed_by_horizon_and_patch(tmp_path, capsys):
-    options = {"paths": 3, "context": 8, "lengths": (5, 8), "patches": (1, 4), **TINY}
-    time_forecasts = script("forecast_speed")["time_forecasts"]
-    metrics = time_forecasts(tmp_path / "forecast.json", **options).metrics
-    names = {
-        f"{kind}_p{patch}_ms_t{h}" for kind in ("vssm", "rnn") for patch in (1, 4) for h in (5, 8)
-    }
-    assert set(metrics) == names | {f"ahead_p{patch}_t{h}" for patch in (1, 4) for h in (5, 8)}
-    assert metrics["ahead_p4_t8"] == metrics["rnn_p1_ms_t8"] / metrics["vssm_p4_ms_t8"]
-    assert re.search(r"rnn, P = 1 / vssm, P = 4 +[\d.]+x", capsys.readouterr().out)
-
-
 def test_exponent_is_of_the_upper_half():
     points = [(2**k, 1.0) for k in range(4)] + [(2**k, 3e-3 * 2.0 ** (2 * k)) for k in range(4, 8)]
     assert exponent(points) == pytest.approx(2.0, rel=1e-9)

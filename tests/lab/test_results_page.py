@@ -130,21 +130,15 @@ def section(page, heading):
 
 
 FORECAST = {
-    "windows": 36,
-    "columns": 7,
-    "horizon": 96,
-    "samples": 100,
-    "naive_crps": 0.5,
-    "naive_coverage80": 0.95,
-    "deepar_crps": 0.4,
-    "deepar_coverage80": 0.75,
-    "vssm_crps": 0.3,
-    "vssm_coverage80": 0.70,
-    "vssm_temperature": 1.5,
-    "vssm_parameters": 233168,
-    "vssm_ms_1x100x336": 16.1,
-    "vssm_t1_crps": 0.35,
-    "prophet_crps": 0.6,
+    "naive_crps_h96": 0.5,
+    "naive_coverage80_h96": 0.95,
+    "deepar_crps_h96": 0.4,
+    "deepar_coverage80_h96": 0.75,
+    "vssm_crps_h96": 0.3,
+    "vssm_coverage80_h96": 0.70,
+    "vssm_crps_h336": 0.35,
+    "vssm_ms_1x200x96": 16.1,
+    "prophet_crps_h96": 0.6,
     "vssm_sharpness": 0.125,
 }
 
@@ -153,23 +147,14 @@ def test_forecasts_are_one_table_a_data_set(tmp_path):
     make_result(tmp_path / "results" / "forecast", "waves", FORECAST, kind="forecast waves")
     page = write_page(tmp_path / "results", tmp_path / "results.md")
     text = section(page, "### waves")
-    assert "36 windows, 7 columns, a horizon of 96 steps, 100 sample paths for each." in text
-    coverage, ms = "coverage of the 80 % interval", "ms for 100 paths of 336 steps"
-    assert table_rows(text)[:9] == [
-        ["model", "CRPS", coverage, ms, "parameters", "temperature"],
-        ["---"] * 6,
-        [
-            "vssm",
-            "**0.3**",
-            "0.7",
-            "16.1",
-            "233,168",
-            "1.5",
-        ],  # one time is not the best of anything
-        ["vssm, temperature 1", "0.35", "–", "–", "–", "–"],
-        ["DeepAR", "0.4", "**0.75**", "–", "–", "–"],  # nearest to 80 %, not the largest
-        ["naive", "0.5", "0.95", "–", "–", "–"],
-        ["prophet", "0.6", "–", "–", "–", "–"],
+    coverage, ms = "coverage of the 80 % interval, 96", "ms for 200 paths of 96 steps"
+    assert table_rows(text)[:8] == [
+        ["model", "CRPS, horizon 96", "CRPS, horizon 336", coverage, ms],
+        ["---"] * 5,
+        ["vssm", "**0.3**", "0.35", "0.7", "16.1"],  # one time is not the best of anything
+        ["DeepAR", "0.4", "–", "**0.75**", "–"],  # nearest to 80 %, not the largest
+        ["naive", "0.5", "–", "0.95", "–"],
+        ["prophet", "0.6", "–", "–", "–"],
         ["what", "value"],
         ["---", "---"],
     ]
@@ -242,26 +227,21 @@ def test_generation_has_medians_first_and_folds_the_rest(tmp_path):
 
 
 def test_an_older_measurement_shows_what_only_it_has(tmp_path):
-    old = {
-        "vssm_p24_ms_t96": 2.0,
-        "rnn_p1_ms_t96": 30.0,
-        "vssm_p24_ms_t2880": 36.0,
-        "rnn_p1_ms_t2880": 900.0,
-    }
-    new = {"vssm_p24_ms_t96": 1.5, "rnn_p1_ms_t96": 31.0, "ahead_p24_t96": 20.5}
-    make_result(tmp_path / "results", "forecast_before_mine", old, kind="forecast")
-    make_result(tmp_path / "results", "forecast_mine", new, kind="forecast")
+    names = ("vssm_ms_b1_t96", "rnn_ms_b1_t96", "vssm_ms_b1_t2880", "rnn_ms_b1_t2880")
+    old = dict(zip(names, (2.0, 30.0, 36.0, 900.0), strict=True))
+    new = dict(zip(names[:2], (1.5, 31.0), strict=True))
+    make_result(tmp_path / "results", "generate_before_mine", old, kind="generate")
+    make_result(tmp_path / "results", "generate_mine", new, kind="generate")
     page = write_page(tmp_path / "results", tmp_path / "results.md")
-    first, second = section(page, "### Generation of forecasts").split("#### a GPU")[1:]
-    assert ["96", "**1.5**", "31"] in table_rows(first)
-    assert ["96", "20.5"] in table_rows(first)
+    first, second = section(page, "### Generation").split("#### a GPU")[1:]
+    assert ["1 x 96", "**1.5**", "31"] in table_rows(first)
     shown, folded = second.split("<details>\n<summary>Measured again since</summary>")
     assert table_rows(shown) == [
-        ["horizon", "vssm, P = 24", "rnn, P = 1"],
+        ["batch x length", "vssm", "rnn"],
         ["---"] * 3,
-        ["2880", "**36**", "900"],
+        ["1 x 2880", "**36**", "900"],
     ]
-    assert ["96", "**2**", "30"] in table_rows(folded)
+    assert ["1 x 96", "**2**", "30"] in table_rows(folded)
 
 
 def test_speed_and_serving_are_in_words(tmp_path):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -31,6 +31,8 @@ class _SeriesOptions:
     """The most training steps; early stopping may end sooner."""
     seed: int = 0
     """Names the weights and the paths, 0 to 2^63 - 1."""
+    device: str = "cpu"
+    """Where the model is trained and run: cpu, cuda or auto."""
 
     def forecaster(self, horizon: int) -> "Forecaster":
         from vssm.forecasting.forecaster import Forecaster
@@ -44,6 +46,7 @@ class _SeriesOptions:
             future_columns=self.future_columns,
             max_steps=self.max_steps,
             seed=self.seed,
+            device=self.device,
         )
 
 
@@ -51,14 +54,11 @@ class _SeriesOptions:
 class Forecast(_SeriesOptions):
     """Forecasts what follows a table file: quantiles and a fan chart."""
 
-    source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="DATA|RUN")]] = ""
-    """A table to train on and forecast: CSV or Parquet, long (unique_id, ds, y) or wide. Or what
-    is trained already: a folder of --save or of vssm train series, or hf://OWNER/NAME."""
+    source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="DATA|FOLDER")]] = ""
+    """A table to train on and forecast: CSV or Parquet, long (unique_id, ds, y) or wide. Or a
+    folder that --save wrote."""
     path: Path | None = None
-    """The history for a trained RUN: a table with the columns of its training."""
-    time: str | None = None
-    """Column of dates of a run of vssm train; by default the one of training, none leaves dates
-    out."""
+    """The history for a trained FOLDER; that of its training by default."""
     horizon: int | None = None
     """Steps to forecast: 24 by default, or as in training."""
     samples: int = 500
@@ -69,50 +69,32 @@ class Forecast(_SeriesOptions):
     """A table with the --future-columns of the dates to come."""
     save: Path | None = None
     """A folder for the trained forecaster, to use it again."""
-    chunk: int | None = None
-    """Generate so many steps at a time (vssm and tvae of vssm train)."""
-    recondition: bool = False
-    """Read each generated chunk before making the next (vssm, tvae); of use with --chunk."""
-    temperature: float = 1.0
-    """Above 1 for wider intervals (runs of vssm train)."""
     out: Path = Path("forecast.csv")
     """Where the quantiles go: .csv or .parquet; the fan chart goes beside them."""
-    device: str = "auto"
-    """Where a run of vssm train runs: auto, cpu or cuda."""
 
     def run(self) -> None:
+        from vssm.forecasting.files import read_frame, write_forecast
         from vssm.forecasting.panel import check_quantiles
 
         check_seed(self.seed)
-        picture = self.out.with_suffix(".png") if self.out.name else self.out
         check_quantiles(self.quantiles)
+        picture = self.out.with_suffix(".png") if self.out.name else self.out
         if self.out.suffix not in (".csv", ".parquet"):
-            raise ValueError(
-                f"out={str(self.out)!r} is not allowed; give a name in .csv or .parquet"
-            )
+            raise ValueError(f"out={str(self.out)!r} must end in .csv or .parquet")
+        source = Path(self.source)
         if not self.source:
-            raise ValueError("DATA is missing; give a table to forecast, or a RUN and --path")
+            raise ValueError("DATA is missing; give a table to forecast, or a FOLDER of --save")
         writes = {"out": self.out, "picture": picture}
-        check_files(writes, {"data": Path(self.source), "path": self.path, "future": self.future})
-        saved = (Path(self.source) / "forecaster.json").is_file()
-        if saved or Path(self.source).is_file():
-            self._forecast_table(picture, saved)
-        else:
-            self._forecast_run(picture)
-
-    def _forecast_table(self, picture: Path, saved: bool) -> None:
-        from vssm.forecasting.files import read_frame, write_forecast
-        from vssm.forecasting.forecaster import Forecaster
-
+        check_files(writes, {"data": source, "path": self.path, "future": self.future})
         future = None if self.future is None else read_frame(self.future)
-        if saved:
-            own = Forecaster.load(self.source)
+        if source.is_dir():
+            own = _load(source, self.device)
             if self.horizon not in (None, own.horizon):
                 raise ValueError(
                     f"horizon={self.horizon} was {own.horizon} in training; train again"
                 )
         else:
-            own = self.forecaster(self.horizon or 24).fit(read_frame(self.source))
+            own = self.forecaster(self.horizon or 24).fit(read_frame(source))
             print(f"fit: {own.steps_} steps, {own.seconds_:.0f} s")
         if self.save is not None:
             own.save(self.save)
@@ -122,25 +104,16 @@ class Forecast(_SeriesOptions):
         own.plot(history, picture, self.samples, future)
         print(f"forecast: {self.out}  {own.horizon} steps\nfan chart: {picture}")
 
-    def _forecast_run(self, picture: Path) -> None:
-        from vssm.checks import choose_device
-        from vssm.forecasting.files import read_history, write_forecast
-        from vssm.forecasting.model_forecaster import ModelForecaster
 
-        own = ModelForecaster.load(self.source, choose_device(self.device))
-        if self.path is None:
-            raise ValueError("path is missing; give the history of the run with --path")
-        usual: dict[str, Any] = {"chunk": None, "recondition": False, "temperature": 1.0}
-        options = {
-            name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]
-        }
-        y = read_history(own, self.path, self.time)
-        made = own.forecast(y.values, self.horizon, self.samples, y.times, self.seed, **options)
-        write_forecast(made.to_frame(self.quantiles), self.out)
-        shown = slice(-(own.meta.context or 96), None)
-        made.plot(y.values[shown], None if y.times is None else y.times[shown], picture)
-        steps, columns = made.mean.shape[0], len(made.columns)
-        print(f"forecast: {self.out}  {steps} steps of {columns} columns\nfan chart: {picture}")
+def _load(folder: Path, device: str) -> "Forecaster":
+    from vssm.forecasting.forecaster import Forecaster
+
+    if (folder / "config.json").is_file() and not (folder / "forecaster.json").is_file():
+        raise ValueError(
+            f"{str(folder)!r} is a run of vssm train; train a forecaster with vssm forecast DATA"
+            " --save FOLDER"
+        )
+    return Forecaster.load(folder, device)
 
 
 @dataclass

@@ -10,7 +10,6 @@ from typing import Self
 import tyro
 
 from vssm.cli.options import RunOptions
-from vssm.data import read_meta
 from vssm.runs.folder import RunFolder
 from vssm.training.loop import train
 
@@ -55,8 +54,5 @@ class Train(RunOptions):
                 command = f"vssm train --resume {quoted}"
                 print(f"to go on from the last checkpoint: {command}", file=sys.stderr)
             raise
-        # With several machines the folder may be on another one.
-        meta = read_meta(folder) if (folder / "config.json").exists() else None
-        table = meta is not None and meta.columns is not None
-        use = f"forecast {quoted} --path FILE" if table else f"generate {quoted}"
-        print(f"run: {folder}\nnext: vssm {use}   vssm evaluate {quoted}   vssm report {quoted}")
+        following = (f"vssm {word} {quoted}" for word in ("generate", "evaluate", "report"))
+        print(f"run: {folder}\nnext: {'   '.join(following)}")

@@ -1,4 +1,4 @@
-"""The dates of a series: their usual step, gaps in them, and how they go on.
+"""The dates of a series: their usual step, and gaps in them.
 
 pandas knows the calendar: months, quarters, years and business days. Legend: times (N,) datetime64,
 ascending.
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["next_dates", "plain_dates", "uneven_dates", "usual_step"]
+__all__ = ["plain_dates", "uneven_dates", "usual_step"]
 
 _GAP = 1.5  # steps; two dates that are further apart have a gap between them
 
@@ -42,18 +42,6 @@ def uneven_dates(times: np.ndarray) -> str | None:
         return None
     first = int(odd.argmax())
     return f"dates are uneven: {times[first + 1]} comes right after {times[first]}"
-
-
-def next_dates(times: np.ndarray, num: int) -> np.ndarray:
-    """Returns the `num` dates after two or more dates, by their usual step.
-
-    Example:
-        >>> months = np.array(["2023-10-31", "2023-11-30", "2023-12-31"], "M8[s]")
-        >>> next_dates(months, 2).astype("M8[D]")
-        array(['2024-01-31', '2024-02-29'], dtype='datetime64[D]')
-    """
-    times = plain_dates(times)
-    return _dates_from(times[-1], usual_step(times), num)
 
 
 def _dates_from(first: np.datetime64, step: Any, num: int) -> np.ndarray:  # noqa: ANN401

@@ -9,11 +9,7 @@
 | `network` | the model: its loss and its sample paths on windows |
 | `fitting` | early stopping, the final fit, conformal calibration |
 | `backtest`, `metrics`, `charts` | rolling windows, scores, pictures |
-| `model_forecaster`, `gluonts` | forecasts of a run of `vssm train` |
-| `files` | tables from and to files |
+| `files`, `gluonts` | tables from and to files; a forecaster as a predictor of GluonTS |
 """
 
 from vssm.forecasting.forecaster import Forecaster as Forecaster
-from vssm.forecasting.model_forecaster import Forecast as Forecast
-from vssm.forecasting.model_forecaster import ModelForecaster as ModelForecaster
-from vssm.forecasting.model_forecaster import forecast as forecast

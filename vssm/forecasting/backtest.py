@@ -6,7 +6,6 @@ seasonal differences of the history, times the root of the seasons ahead.
 Legend: W windows, S paths, H steps of the horizon.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,14 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.forecasting.metrics import panel_scores
-from vssm.forecasting.windows import Windows, centre_and_scale
+from vssm.forecasting.metrics import scores
+from vssm.forecasting.panel import Panel
+from vssm.forecasting.windows import Layout, Windows, centre_and_scale
 
 if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
-__all__ = ["Backtest", "roll"]
+__all__ = ["Backtest", "naive_paths", "rolling_cuts", "score"]
 
 _LONGEST_SHOWN = 6  # horizons of history in a plot
 
@@ -55,37 +55,26 @@ class Backtest:
         return draw_fans(fans, path)
 
 
-def roll(
-    windows: Windows,
-    name: str,
-    forecast: Callable[[Tensor], Tensor],
-    num: int,
-    stride: int | None = None,
-) -> Backtest:
-    """Forecasts the last `num` windows of every series and scores them.
+def rolling_cuts(panel: Panel, layout: Layout, num: int, stride: int) -> Tensor:
+    """Returns the last `num` windows of every series, `stride` steps apart, as (W, 2)."""
+    cuts = []
+    for k, one in enumerate(panel.series):
+        last = len(one.y) - layout.horizon
+        own = range(last - (num - 1) * stride, last + 1, stride)
+        cuts += [[k, cut] for cut in own if cut > layout.season]
+    if not cuts:
+        raise ValueError(
+            f"all series are too short for a window of {layout.horizon} steps after a season of"
+            f" {layout.season}"
+        )
+    return torch.tensor(cuts)
 
-    Arguments:
-        windows: The panel.
-        name: What the table calls the forecaster.
-        forecast: From windows (W, 2) to paths (W, S, H).
-        num: Windows of each series.
-        stride: Steps from one window to the next; the horizon by default.
-    """
+
+def score(windows: Windows, cuts: Tensor, paths: Tensor, name: str) -> Backtest:
+    """Scores paths (W, S, H) of windows, and the seasonal naive forecast of them."""
     import pandas
 
     horizon, season = windows.layout.horizon, windows.layout.season
-    cuts = [
-        [k, length - horizon - j * (stride or horizon)]
-        for k, length in enumerate(windows.lengths.tolist())
-        for j in reversed(range(num))
-        if length - horizon - j * (stride or horizon) > season
-    ]
-    if not cuts:
-        raise ValueError(
-            f"all series are too short for a window of {horizon} steps after a season of {season}"
-        )
-    cuts = torch.tensor(cuts)
-    paths = forecast(cuts)
     y = torch.full((len(cuts), horizon), torch.nan, dtype=torch.float64)
     spread, naive = torch.empty(2, len(cuts), dtype=torch.float64)
     for w, (k, cut) in enumerate(cuts.tolist()):
@@ -95,12 +84,8 @@ def roll(
         spread[w] = float(np.nanstd(past)) or 1.0
         error = float(np.nanmean(np.abs(past[season:] - past[:-season])))
         naive[w] = error if error > 0 else 1.0  # also where it is NaN
-    rows = {
-        name: panel_scores(paths, y, spread, naive),
-        "seasonal naive": panel_scores(
-            naive_paths(windows, cuts, paths.shape[1]), y, spread, naive
-        ),
-    }
+    made = {name: paths, "seasonal naive": naive_paths(windows, cuts, paths.shape[1])}
+    rows = {name: scores(own, y, spread, naive) for name, own in made.items()}
     return Backtest(pandas.DataFrame(rows).T, windows, cuts, paths)
 
 

@@ -3,30 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from vssm.data.table import Table, find_column, read_table, select
-from vssm.forecasting.model_forecaster import ModelForecaster
 from vssm.storage import write_atomically
 
-__all__ = ["read_frame", "read_history", "write_forecast"]
-
-
-def read_history(forecaster: ModelForecaster, path: str | Path, time: str | None = None) -> Table:
-    """Reads the columns that a run was trained on, in its order, from a new file.
-
-    Arguments:
-        forecaster: That of the run.
-        path: A CSV, .npy or Parquet file.
-        time: The column of dates; None takes that of training or finds it, "none" leaves dates out.
-    """
-    path, meta = Path(path), forecaster.meta
-    if not path.is_file():
-        raise ValueError(f"path={str(path)!r} does not exist; allowed: a CSV, .npy or Parquet file")
-    if time is None and (meta.cycles or meta.time == "none"):
-        time = meta.time
-    table = read_table(path, time, meta.time, "time")
-    for column in forecaster.columns:
-        find_column(table, column, path)
-    return select(table, forecaster.columns, path)
+__all__ = ["read_frame", "write_forecast"]
 
 
 def read_frame(path: str | Path) -> Any:  # noqa: ANN401

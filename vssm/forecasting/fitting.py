@@ -184,6 +184,7 @@ def train(
     batch: int,
     learning_rate: float,
     seed: int,
+    device: torch.device,
     validate: Callable[[Model], float] | None = None,
     show: Callable[[int, float], None] = lambda step, score: None,
 ) -> Trained:
@@ -195,7 +196,8 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = build_model(config)
+        model = build_model(config).to(device)
+    noise = generator if device.type == "cpu" else torch.Generator(device).manual_seed(seed)
     average = AveragedModel(model, avg_fn=_moving_average)
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.01)
     cuts = windows.cuts(least=max(windows.layout.season, 2))
@@ -203,7 +205,7 @@ def train(
     kept, kept_step = None, steps
     for step in range(1, steps + 1):
         chosen = cuts[torch.randint(len(cuts), (batch,), generator=generator)]
-        loss = loss_of(model, _random_tasks(windows, chosen, generator), generator)
+        loss = loss_of(model, _random_tasks(windows, chosen, generator), noise)
         optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, step / _WARMUP)
         optimizer.zero_grad()
         loss.backward()
@@ -260,7 +262,7 @@ def validation(windows: Windows, cuts: Tensor, seed: int) -> Callable[[Model], f
 
     def score(model: Model) -> float:
         paths = draw_paths(model, batch, windows.layout, _VALID_PATHS, seed)
-        error = crps(paths[..., None], batch.x.flatten(1)[..., None])[..., 0]
+        error = crps(paths, batch.x.flatten(1))
         return float((error * size)[made].mean())
 
     return score

@@ -20,9 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vssm.checks import check_choice, check_flag, check_number, check_path, check_type, whole_number
+from vssm.checks import (
+    check_choice,
+    check_flag,
+    check_number,
+    check_path,
+    check_type,
+    choose_device,
+    whole_number,
+)
 from vssm.config import KINDS
-from vssm.forecasting.backtest import Backtest, roll
+from vssm.forecasting.backtest import Backtest, rolling_cuts, score
 from vssm.forecasting.fitting import (
     Bar,
     Calibration,
@@ -87,6 +95,7 @@ class Forecaster:
         batch: Windows in a step.
         learning_rate: Of AdamW.
         seed: Fixes weights, batches and paths.
+        device: Where the model is trained and run: "cpu", "cuda" or "auto".
         progress: Whether to draw a progress bar, on a terminal only.
 
     Example:
@@ -122,6 +131,7 @@ class Forecaster:
     batch: int
     learning_rate: float
     seed: int
+    device: str
     progress: bool
     layout_: Layout
     scale_: GivenScale
@@ -151,6 +161,7 @@ class Forecaster:
         batch: int = 32,
         learning_rate: float = 2e-3,
         seed: int = 0,
+        device: str = "cpu",
         progress: bool = True,
     ) -> None:
         self.horizon, self.freq, self.kind = horizon, freq, kind
@@ -159,7 +170,7 @@ class Forecaster:
         self.static_columns, self.calibrate, self.refit = static_columns, calibrate, refit
         self.width, self.layers, self.latents, self.classes = width, layers, latents, classes
         self.max_steps, self.batch, self.learning_rate = max_steps, batch, learning_rate
-        self.seed, self.progress = seed, progress
+        self.seed, self.device, self.progress = seed, device, progress
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Returns the parameters by name."""
@@ -222,7 +233,8 @@ class Forecaster:
         _check_values(panel, layout)
         older, cuts = hold_out(panel, layout)
         scale = GivenScale.of(panel, layout.patch)
-        windows, whole = Windows(older, layout, scale), Windows(panel, layout, scale)
+        windows, seen = Windows(older, layout, scale), [len(one.y) for one in older.series]
+        whole = Windows(panel, layout, scale, seen=seen)
         centre, penalty = choose_linear(windows, whole, cuts)
         self.linear_ = fit_linear(windows.centred(centre), penalty)
         windows = windows.centred(centre, self.linear_)
@@ -235,7 +247,7 @@ class Forecaster:
             self.latents,
             self.classes,
         )
-        options = (self.batch, self.learning_rate, self.seed)
+        options = (self.batch, self.learning_rate, self.seed, choose_device(self.device))
         self.panel_, self.layout_, self.scale_ = panel, windows.layout, scale
         self.calibration_: Calibration | None = None
         steps = self.max_steps
@@ -250,7 +262,8 @@ class Forecaster:
             else:
                 steps = min(steps, 300)
             if self.refit or not len(cuts):
-                self.linear_: Linear = fit_linear(whole.centred(centre), penalty)
+                whole = Windows(panel, windows.layout, scale)
+                self.linear_: Linear = fit_linear(whole, penalty)
                 whole = whole.centred(centre, self.linear_)
                 show = bar.task("fit all data", steps)
                 self.model_ = train(config, whole, steps, *options, show=show).model
@@ -319,7 +332,7 @@ class Forecaster:
     ) -> np.ndarray:
         samples = whole_number("samples", samples, 1)
         ahead = read_ahead(panel, self.horizon, future)
-        windows = Windows(panel, self.layout_, self.scale_, ahead, self.linear_)
+        windows = Windows(panel, self.layout_, self.scale_, self.linear_, ahead)
         cuts = torch.stack([torch.arange(len(panel.series)), windows.lengths], 1)
         return self._paths_of(windows, cuts, samples).numpy()
 
@@ -390,15 +403,15 @@ class Forecaster:
         return self._roll(panel, windows, samples, stride)
 
     def _roll(self, panel: Panel, windows: int, samples: int, stride: int | None) -> Backtest:
-        own = Windows(panel, self.layout_, self.scale_, linear=self.linear_)
         windows = whole_number("windows", windows, 1)
         samples = whole_number("samples", samples, 1)
-        stride = None if stride is None else whole_number("stride", stride, 1)
-
-        def forecast(cuts: Tensor) -> Tensor:
-            return self._paths_of(own, cuts, samples)
-
-        return roll(own, self.kind, forecast, windows, stride)
+        stride = self.horizon if stride is None else whole_number("stride", stride, 1)
+        cuts = rolling_cuts(panel, self.layout_, windows, stride)
+        seen = [len(one.y) for one in panel.series]
+        for k, cut in reversed(cuts.tolist()):
+            seen[k] = cut  # the first window of a series is the last to be seen here
+        own = Windows(panel, self.layout_, self.scale_, self.linear_, seen=seen)
+        return score(own, cuts, self._paths_of(own, cuts, samples), self.kind)
 
     def fill(self, df: "pandas.DataFrame | None" = None, samples: int = 50) -> "pandas.DataFrame":
         """Returns a table with its missing values filled by the mean of `samples` draws.
@@ -410,7 +423,7 @@ class Forecaster:
         samples = whole_number("samples", samples, 1)
         if not isinstance(self.model_, AnyPart):
             raise ValueError(f"kind={self.kind!r} can not fill gaps; use kind='vssm'")
-        windows = Windows(panel, self.layout_, self.scale_, linear=self.linear_)
+        windows = Windows(panel, self.layout_, self.scale_, self.linear_)
         values = [self._filled(windows, k, one, samples) for k, one in enumerate(panel.series)]
         table: Any = panel.to_frame(values)
         if not panel.wide:
@@ -475,8 +488,8 @@ class Forecaster:
         write_atomically(folder / "forecaster.json", lambda path: path.write_text(text))
 
     @classmethod
-    def load(cls, folder: str | Path) -> "Forecaster":
-        """Reads a folder that `save` wrote."""
+    def load(cls, folder: str | Path, device: str = "cpu") -> "Forecaster":
+        """Reads a folder that `save` wrote; the model goes to a device."""
         import pandas
 
         check_path("folder", folder)
@@ -487,8 +500,8 @@ class Forecaster:
         if held.get("format") != _FORMAT:
             raise ValueError(f"{str(folder)!r} has format {held.get('format')}; this is {_FORMAT}")
         lists = {k: tuple(v) for k, v in held["params"].items() if isinstance(v, list)}
-        own = cls(**{**held["params"], **lists})  # JSON has no tuples
-        own.model_ = load_finite(folder).eval()
+        own = cls(**{**held["params"], **lists, "device": device})  # JSON has no tuples
+        own.model_ = load_finite(folder, choose_device(device)).eval()
         own.linear_ = Linear(**read_tensors(folder / "linear.safetensors")[0])
         own.layout_ = Layout(**held["layout"])
         pairs = {name: tuple(map(tuple, held["scale"][name])) for name in ("moving", "static")}

@@ -13,7 +13,7 @@ from torch import Tensor
 from vssm.config import ModelConfig
 from vssm.distributions import gumbel_uniform
 from vssm.forecasting.windows import Batch, Layout
-from vssm.models import AnyPart, Autoregressive, Model, build
+from vssm.models import AnyPart, Autoregressive, Model, build, first_weight
 from vssm.models.anypart import Part
 from vssm.noise import fork
 from vssm.objectives import objective
@@ -51,6 +51,7 @@ def build_model(config: ModelConfig) -> Model:
 
 def loss_of(model: Model, batch: Batch, generator: torch.Generator) -> Tensor:
     """Returns the loss of a batch, in nats for each value."""
+    batch = batch.to(first_weight(model).device)
     if isinstance(model, AnyPart):
         part = _part(batch)
 
@@ -89,11 +90,11 @@ def draw_paths(
         seed: Selects the paths.
         first: The row of the noise of the first window; the others follow.
     """
-    at_once = max(1, _PATHS_AT_ONCE // samples)
+    at_once, device = max(1, _PATHS_AT_ONCE // samples), first_weight(model).device
     parts = []
     for start in range(0, len(batch.x), at_once):
-        own = batch.select(slice(start, start + at_once))
-        rows = fork(torch.arange(len(own.x)) + first + start, samples).flatten()
+        own = batch.select(slice(start, start + at_once)).to(device)
+        rows = fork(torch.arange(len(own.x), device=device) + first + start, samples).flatten()
         seeds = torch.full_like(rows, seed)
         if isinstance(model, AnyPart):
             part = _part(own).map(lambda values: values.repeat_interleave(samples, 0))
@@ -107,5 +108,5 @@ def draw_paths(
                 model, length=length, prompt=past, observe="sample", seed=seeds, rows=rows
             ).x
             made = torch.cat([past, ahead], 1)
-        parts.append(made.flatten(1).unflatten(0, (-1, samples)))
+        parts.append(made.flatten(1).unflatten(0, (-1, samples)).cpu())
     return torch.cat(parts)

@@ -132,11 +132,13 @@ def read_panel(
     if not isinstance(df, pandas.DataFrame):
         raise ValueError(f"df is a {type(df).__name__}; give a pandas DataFrame")
     if not len(df):
-        raise ValueError("df has no rows; give a table with one row for each date")
+        raise ValueError("the table has no rows; give one row for each date")
     table, wide = _as_long(df, tuple(future) + tuple(past or ()) + tuple(static or ()))
     for name in (*future, *(past or ()), *(static or ())):
         if name not in table.columns:
-            raise ValueError(f"df has no column {name!r}; it has {', '.join(map(str, df.columns))}")
+            raise ValueError(
+                f"the table has no column {name!r}; it has {', '.join(map(str, df.columns))}"
+            )
     table["ds"] = _dates(table)
     others = [c for c in table.columns if c not in ("unique_id", "ds", "y", "row")]
     if past is not None and static is not None:  # other columns are not read
@@ -171,7 +173,7 @@ def _as_long(df: "pandas.DataFrame", named: tuple[str, ...]) -> tuple["pandas.Da
     dates, table = _wide_dates(df)
     names = [c for c in table.columns if c not in named]
     if not names:
-        raise ValueError("df has dates and no series; give one column for each series")
+        raise ValueError("the table has dates and no series; give one column for each series")
     table = table.assign(ds=dates, row=np.arange(len(df)))
     keep = ["ds", "row", *(c for c in named if c in table.columns)]
     return table.melt(keep, names, "unique_id", "y"), True

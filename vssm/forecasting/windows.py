@@ -90,6 +90,10 @@ class Batch(NamedTuple):
         """Returns some of the windows."""
         return Batch(*(part[rows] for part in self))
 
+    def to(self, device: torch.device) -> "Batch":
+        """Returns the windows on a device."""
+        return Batch(*(part.to(device) for part in self))
+
 
 def centre_and_scale(
     y: Tensor, known: Tensor, layout: Layout, least: Tensor, centre: str | None = None
@@ -179,9 +183,10 @@ class Windows:
         panel: The series.
         layout: The sizes of a window.
         scale: That of the covariates.
-        num_future: How many of the moving covariates are known in the horizon.
-        ahead: The covariates of the H dates after each series, (H, num_future).
         linear: The linear forecast that centres the horizon; none by default.
+        ahead: The known covariates of the H dates after each series, (H, F).
+        seen: The number of first rows of each series that bound the scale of its windows; all by
+            default. What is held out must not.
     """
 
     panel: Panel
@@ -196,8 +201,9 @@ class Windows:
         panel: Panel,
         layout: Layout,
         scale: GivenScale,
-        ahead: Sequence[np.ndarray] | None = None,
         linear: Linear | None = None,
+        ahead: Sequence[np.ndarray] | None = None,
+        seen: Sequence[int] | None = None,
     ) -> None:
         self.panel, self.layout, self.scale, self.linear = panel, layout, scale, linear
         self.num_future: int = len(panel.columns.future)
@@ -215,7 +221,8 @@ class Windows:
             at = int(self.offset[k])
             values = np.log(np.maximum(one.y, 1e-300)) if layout.log else one.y
             y[at : at + len(values)] = values
-            there = values[np.isfinite(values)]
+            there = values[: None if seen is None else seen[k]]
+            there = there[np.isfinite(there)]
             size = float(np.abs(there).max()) if len(there) else 0.0
             own_spread = float(np.std(there)) if len(there) else 0.0
             least[k] = max(LEAST_SCALE * own_spread, 1e-9 * size, 1e-12)

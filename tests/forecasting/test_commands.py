@@ -1,0 +1,100 @@
+"""`vssm forecast` and `vssm backtest`: what they write, and one line for each mistake."""
+
+import sys
+
+import numpy as np
+import pandas
+import pytest
+
+from tests.forecasting.test_forecaster import weeks
+from vssm.cli import main
+from vssm.forecasting.charts import Fan, draw_fans
+from vssm.forecasting.files import write_forecast
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Runs a command that fails in an empty folder, and returns its one line."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        with pytest.raises(SystemExit, match="2"):
+            main(list(words))
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1
+        return message
+
+    return run
+
+
+def test_the_commands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    weeks(90).to_csv("shops.csv", index_label="date", sep=";")
+    options = ["--horizon", "7", "--max-steps", "3"]
+    main(["forecast", "shops.csv", *options, "--save", "own"])
+    made = pandas.read_csv("forecast.csv")
+    assert made.columns.tolist()[:4] == ["unique_id", "ds", "mean", "0.025"] and len(made) == 14
+    main(["forecast", "own", "--path", "shops.csv", "--out", "again.csv"])
+    assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "forecast.csv").read_bytes()
+    pytest.importorskip("pyarrow")
+    main(["forecast", "own", "--quantiles", "0.5", "--out", "own.parquet"])
+    assert pandas.read_parquet("own.parquet").columns.tolist()[2:] == ["mean", "0.5"]
+    main(["backtest", "shops.csv", "--windows", "2", *options])
+    assert pandas.read_csv("backtest.csv")["model"].tolist() == ["vssm", "seasonal naive"]
+    names = {"forecast.png", "again.png", "own.png", "backtest.png"}
+    assert {path.name for path in tmp_path.glob("*.png")} == names
+
+
+def test_mistakes_in_a_file_are_named(refused, tmp_path):
+    (tmp_path / "text.csv").write_text("date,a\n2024-01-01,1\n2024-01-02,x\n2024-01-03,2\n")
+    assert "column 'a', row 1" in refused("forecast", "text.csv")
+    (tmp_path / "rows.csv").write_text("date,a\n")
+    assert "the table has no rows" in refused("backtest", "rows.csv")
+    (tmp_path / "empty.csv").write_text("")
+    assert "'empty.csv' is no table" in refused("forecast", "empty.csv")
+    assert "'none.csv' does not exist" in refused("forecast", "none.csv")
+    assert "must end in .csv or .parquet" in refused("forecast", "rows.csv", "--out", "o.txt")
+    assert "has no forecaster.json" in refused("forecast", str(tmp_path))
+
+
+def test_a_run_of_vssm_train_is_refused(refused, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    assert "'run' is a run of vssm train; train a forecaster with" in refused("forecast", "run")
+
+
+@pytest.mark.parametrize(
+    ("levels", "given"),
+    [("0.1 1.5", "1.5"), ("-0.1", "-0.1"), ("nan", "nan"), ("0.5 0.1 0.50", "0.5 twice")],
+)
+def test_a_wrong_quantile_is_named_before_any_work(levels, given, refused):
+    line = refused("forecast", "nowhere", "--path", "nothing.csv", "--quantiles", *levels.split())
+    assert line == f"vssm: quantiles has {given}; give numbers from 0 to 1, each once\n"
+
+
+def test_the_history_is_not_overwritten(refused, tmp_path):
+    weeks(30).to_csv(tmp_path / "dates.csv", index_label="date")
+    (tmp_path / "link.csv").symlink_to("dates.csv")
+    before = (tmp_path / "dates.csv").read_text()
+    for path in ("dates.csv", "link.csv"):
+        line = refused("forecast", "own", "--path", path, "--out", "dates.csv")
+        assert line == f"vssm: path='{path}', out='dates.csv' are one file; use two names\n"
+    assert (tmp_path / "dates.csv").read_text() == before and not (tmp_path / "dates.png").exists()
+
+
+def test_parquet_names_its_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"pip install 'vssm\[forecast\]'"):
+        write_forecast(pandas.DataFrame({"a": [1.0]}), tmp_path / "a.parquet")
+
+
+def test_the_legend_of_a_chart_covers_no_line(tmp_path):
+    days = pandas.date_range("2024-01-01", periods=24, freq="D")
+    paths = np.random.default_rng(0).normal(size=(9, 4))
+    fan = Fan("a$", days[:20], np.arange(20.0), [(days[20:], paths)])
+    figure = draw_fans([fan], tmp_path / "fan.png")
+    assert (tmp_path / "fan.png").stat().st_size > 1000
+    (legend,), (axes,) = figure.legends, figure.axes
+    texts = [text.get_text() for text in legend.get_texts()]
+    assert texts == ["history", "95%", "80%", "50%", "median"]
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
