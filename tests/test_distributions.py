@@ -505,39 +505,15 @@ def test_rsample_gradient_is_that_of_the_softmax():
     torch.testing.assert_close(hard, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_reinmax_is_right_on_average_for_quadratic_losses():
-    """All draws of one latent of five classes, each weighed by its probability."""
-    logits = normal(5, dtype=torch.float64).requires_grad_()
-    form, slope = normal(5, 5, seed=1, dtype=torch.float64), normal(5, seed=2, dtype=torch.float64)
-
-    def loss(z):
-        return ((z @ form) * z).sum(-1) + z @ slope
-
-    (exact,) = torch.autograd.grad(
-        logits.softmax(-1) @ loss(torch.eye(5, dtype=torch.float64)), logits
-    )
-    noise = torch.full((5, 5), 0.5, dtype=torch.float64) + torch.eye(5, dtype=torch.float64) * (
-        0.5 - 1e-9
-    )
-    found = {}
-    for estimator in ("gumbel", "reinmax"):
-        z = Latents(logits.expand(5, 1, 5)).rsample(noise[:, None], estimator)[:, 0]
-        assert torch.equal(z, torch.eye(5, dtype=torch.float64))
-        (found[estimator],) = torch.autograd.grad(logits.softmax(-1).detach() @ loss(z), logits)
-    torch.testing.assert_close(found["reinmax"], exact, rtol=1e-10, atol=1e-12)
-    assert (found["gumbel"] - exact).norm() > 0.1 * exact.norm()
-
-
-@pytest.mark.parametrize("estimator", ["gumbel", "reinmax"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("u", [1e-45, 2.0**-25, 0.5, 1 - 2.0**-24])
-def test_rsample_is_finite_for_extreme_logits_and_noise(dtype, u, estimator):
+def test_rsample_is_finite_for_extreme_logits_and_noise(dtype, u):
     logits = torch.tensor([[[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4], [1e4, 1e4, 1e4]]], dtype=dtype)
     logits.requires_grad_()
     noise = torch.full((1, 3, 3), u)
     noise[..., 1] = 0.5
     latents = Latents(logits)
-    z = latents.rsample(noise, estimator)
+    z = latents.rsample(noise)
     assert z.dtype == torch.float32 and (z.sum(-1) == 1).all() and ((z == 0) | (z == 1)).all()
     terms = (
         (z * normal(1, 3, 3)).sum()

@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeVar, get_args
 from vssm.checks import check_choice, check_number, name_allowed, plain_number, shown
 from vssm.data.config import DataConfig
 from vssm.distributions import HEADS, HeadName
-from vssm.ops.latents import ESTIMATORS
 
 __all__ = ["FORMAT", "KINDS", "PRESETS", "Kind", "ModelConfig", "RunConfig", "TrainConfig"]
 
@@ -16,7 +15,7 @@ FORMAT = 1
 """Version of `config.json` and its folder; raised when an older reader would misunderstand it."""
 Kind = Literal["transformer", "ssm", "rnn", "tvae", "vrnn", "vssm"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-_RETIRED = ("tensorboard",)  # options of training in configs of earlier versions
+_RETIRED = ("tensorboard", "estimator")  # options of training in configs of earlier versions
 _SIZES_BELOW = 10_000_000  # of a model: PyTorch crashes at sizes past the address space
 
 Config = TypeVar("Config")
@@ -206,8 +205,6 @@ class TrainConfig:
     kl_warmup: float = 0.0
     """Fraction of the steps in which the weight of the KL in the loss rises from 0 to 1. Without
     it, a model of data like text never learns to use its latents."""
-    estimator: str = "gumbel"
-    """How gradients pass through draws of latents: "gumbel", the paper's, or "reinmax"."""
     shift: float = 0.0
     """Share of the images in a step that are shifted, by at most a pixel, against overfitting."""
     clip: float = 1.0
@@ -254,7 +251,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _make_plain(self)
         check_choice("precision", self.precision, ("auto", "float32", "bfloat16"))
-        check_choice("estimator", self.estimator, ESTIMATORS)
         check_choice("select", self.select, ("loss", "bound"))
         check_choice("optimizer", self.optimizer, ("adamw", "muon"))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(self.device)):

@@ -462,25 +462,20 @@ class Latents:
     def _table(self) -> Tensor:
         return cumulative(self.logits)
 
-    def rsample(self, noise: Tensor, estimator: str = "gumbel") -> Tensor:
-        """Returns one-hot z by the Gumbel trick; gradients pass as the estimator says.
+    def rsample(self, noise: Tensor) -> Tensor:
+        """Returns one-hot z (..., Z, N) by the straight-through Gumbel trick.
 
         Arguments:
             noise: Uniform numbers strictly inside (0, 1), (..., Z, N), for example from
                 `gumbel_uniform`.
-            estimator: "gumbel" or "reinmax", see `vssm.ops.latents`.
-
-        Returns:
-            One-hot vectors, (..., Z, N).
         """
-        return gumbel_one_hot(self.logits, noise, estimator)
+        return gumbel_one_hot(self.logits, noise)
 
     def rsample_and_kl(
         self,
         noise: Tensor,
         dtype: torch.dtype | None = None,
         prior: "Latents | None" = None,
-        estimator: str = "gumbel",
     ) -> tuple[Tensor, Tensor]:
         """Returns `rsample(noise)` and `kl(prior)`, on a GPU in one pass over the logits.
 
@@ -488,10 +483,8 @@ class Latents:
             noise: As for `rsample`.
             dtype: The dtype of the one-hot vectors; that of the KL if not given.
             prior: Uniform if not given.
-            estimator: As for `rsample`.
         """
-        prior_logits = None if prior is None else prior.raw
-        return sample_and_kl(self.raw, noise, dtype, prior_logits, estimator=estimator)
+        return sample_and_kl(self.raw, noise, dtype, None if prior is None else prior.raw)
 
 
 def gumbel_uniform(

@@ -11,10 +11,9 @@
                      in K; so in expectation a bound on log p of all unknown entries in S passes
 
 The KL and the partial term are exact expectations over z_t. The reconstruction uses one draw of z;
-gradients pass through it by the straight-through Gumbel trick at temperature 1, or by ReinMax. The
-partial term treats q_psi as a constant, so that omega learns from the encoder and never the
-reverse. The cut C is uniform in {0, ..., T}, one for each sequence; for a ladder in {1, ..., T -
-1}.
+gradients pass through it by the straight-through Gumbel trick at temperature 1. The partial term
+treats q_psi as a constant, so that omega learns from the encoder and never the reverse. The cut C
+is uniform in {0, ..., T}, one for each sequence; for a ladder in {1, ..., T - 1}.
 
 All terms are per sequence, (B,), in nats: `loss = -(reconstruction - kl + partial)`.
 """
@@ -24,11 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vssm.checks import check_choice, check_number, check_type, shown
+from vssm.checks import check_number, check_type, shown
 from vssm.distributions import Latents, gumbel_uniform
 from vssm.models import VRNN, AnyPart, Autoregressive, Ladder, Model, Variational, inner_model
 from vssm.objectives.parts import part_terms, there_and_finite
-from vssm.ops.latents import ESTIMATORS
 from vssm.ops.operators import product_dtype
 
 __all__ = ["Terms", "checked", "objective", "real_steps"]
@@ -95,7 +93,6 @@ def objective(
     shard: tuple[int, int] = (0, 1),
     lengths: Tensor | None = None,
     kl_weight: Tensor | float | None = None,
-    estimator: str = "gumbel",
     known: Tensor | None = None,
 ) -> Terms:
     """Scores a batch of sequences for training.
@@ -113,8 +110,6 @@ def objective(
             causal, so padding changes nothing before it.
         kl_weight: Weight of the KL in the loss: a number, or one for each row, (B,); 1 if not
             given. It does not change the other terms.
-        estimator: How gradients pass through a draw of latents: "gumbel" as in the paper, or
-            "reinmax".
         known: For models with known="any": which entries of x are there, bool, of the shape of x or
             (B, T). The others are missing: neither read nor scored. By default those that are NaN.
 
@@ -136,7 +131,7 @@ def objective(
         raise ValueError("known is for models with known='any'; use None for this one")
     else:
         x = checked(inner, x, wait=False)
-    _check_options(x, generator, shard, kl_weight, estimator)
+    _check_options(x, generator, shard, kl_weight)
     real = None if lengths is None else real_steps(x, lengths)
     draws = _Draws(len(x), shard, x.device, generator)
     if isinstance(inner, Autoregressive):
@@ -147,13 +142,13 @@ def objective(
     if isinstance(inner, AnyPart):
         assert known is not None
         there = known if real is None else known & real.view(*real.shape, *[1] * (x.ndim - 2))
-        reconstruction, kl = part_terms(inner, x, there, draws, estimator)
+        reconstruction, kl = part_terms(inner, x, there, draws)
         terms = _terms(reconstruction, kl, torch.zeros_like(kl))
     elif isinstance(inner, Ladder):
-        terms, kl = _ladder_terms(inner, x, lengths, draws, estimator)
+        terms, kl = _ladder_terms(inner, x, lengths, draws)
     else:
         score = _vrnn_terms if isinstance(inner, VRNN) else _variational_terms
-        terms = score(inner, x, lengths, real, draws, estimator)  # type: ignore[arg-type]
+        terms = score(inner, x, lengths, real, draws)  # type: ignore[arg-type]
         kl = terms.kl
     if kl_weight is None:
         return terms
@@ -166,13 +161,12 @@ def _variational_terms(
     lengths: Tensor | None,
     real: Tensor | None,
     draws: _Draws,
-    estimator: str,
 ) -> Terms:
     length, config = x.shape[1], model.config
     q_z, _ = model.posterior(x)
     noise = draws.gumbel(length, config.latents, config.classes)
     # z has the dtype of products, since the decoder multiplies it first.
-    z, kl = q_z.rsample_and_kl(noise, product_dtype(x.device), estimator=estimator)
+    z, kl = q_z.rsample_and_kl(noise, product_dtype(x.device))
     p_x, _ = model.likelihood(z)
     cut = draws.cut(length) if lengths is None else (draws.share() * (lengths + 1)).long()
     q_partial, _ = model.partial_posterior(x, cut=cut)
@@ -186,17 +180,16 @@ def _vrnn_terms(
     lengths: Tensor | None,
     real: Tensor | None,
     draws: _Draws,
-    estimator: str,
 ) -> Terms:
     sizes = 1, model.config.latents, model.config.classes
-    path = model(x, draw=lambda t, q_z: q_z.rsample(draws.gumbel(*sizes), estimator))
+    path = model(x, draw=lambda t, q_z: q_z.rsample(draws.gumbel(*sizes)))
     reconstruction = _total(path.p_x.log_prob(x), real)
     kl = _total(path.q_z.kl(path.p_z), real)
     return _terms(reconstruction, kl, torch.zeros_like(reconstruction))
 
 
 def _ladder_terms(
-    model: Ladder, x: Tensor, lengths: Tensor | None, draws: _Draws, estimator: str
+    model: Ladder, x: Tensor, lengths: Tensor | None, draws: _Draws
 ) -> tuple[Terms, Tensor]:
     """Scores every sequence twice, as a whole and after its cut; returns the KL of both too."""
     length, config = x.shape[1], model.config
@@ -211,7 +204,7 @@ def _ladder_terms(
         nonlocal kl
         q_z = model.rung(level).posterior(p_z, query, task.evidence[level])
         live = task.live[level]
-        z, own = q_z.rsample_and_kl(noises[level][:, : live.shape[1]], dtype, p_z, estimator)
+        z, own = q_z.rsample_and_kl(noises[level][:, : live.shape[1]], dtype, p_z)
         kl = kl + torch.where(live, own, 0).sum(1)
         return z
 
@@ -272,7 +265,6 @@ def _check_options(
     generator: torch.Generator | None,
     shard: tuple[int, int],
     kl_weight: Tensor | float | None,
-    estimator: str,
 ) -> None:
     numbers = isinstance(shard, tuple) and [type(n) for n in shard] == [int, int]
     if not numbers or not 0 <= shard[0] < shard[1]:
@@ -285,7 +277,6 @@ def _check_options(
             raise ValueError(
                 f"generator is on {generator.device}; it must be on {x.device}, as x is"
             )
-    check_choice("estimator", estimator, ESTIMATORS)
     if isinstance(kl_weight, Tensor):  # reading its values would wait for the device
         if kl_weight.shape not in ((), (1,), (len(x),)) or not kl_weight.is_floating_point():
             raise ValueError(

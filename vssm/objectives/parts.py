@@ -43,9 +43,7 @@ class Draws(Protocol):
         ...
 
 
-def part_terms(
-    model: AnyPart, x: Tensor, there: Tensor, draws: Draws, estimator: str
-) -> tuple[Tensor, Tensor]:
+def part_terms(model: AnyPart, x: Tensor, there: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """Returns the reconstruction and the KL of one random part of each sequence, times S, (B,).
 
     Arguments:
@@ -53,15 +51,14 @@ def part_terms(
         x: The sequences, finite.
         there: The entries that are in the data, of the shape of x.
         draws: The random numbers of the batch.
-        estimator: How gradients pass through a draw of latents.
     """
     part, weight = _random_part(model, model.pad(x), model.pad(there), draws)
-    reconstruction, kl = bound_of_part(model, part, draws.gumbel, estimator)
+    reconstruction, kl = bound_of_part(model, part, draws.gumbel)
     return weight * reconstruction, weight * kl
 
 
 def bound_of_part(
-    model: AnyPart, part: Part, gumbel: Callable[..., Tensor], estimator: str = "gumbel"
+    model: AnyPart, part: Part, gumbel: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Returns the reconstruction and the KL, whose difference bounds log p(x_R | x_K), (B,).
 
@@ -69,7 +66,6 @@ def bound_of_part(
         model: The model.
         part: Whole windows, with what is known and what is to be made.
         gumbel: From sizes (A, Z / L, N) to uniform numbers in (0, 1), (B, A, Z / L, N).
-        estimator: How gradients pass through a draw of latents.
     """
     evidence, device = model.evidence(part), part.x.device
     kl = torch.zeros(len(part.x), dtype=torch.float32, device=device)
@@ -79,7 +75,7 @@ def bound_of_part(
         nonlocal kl
         q_z = model.rung(level).posterior(p_z, query, evidence[level])
         noise = gumbel(*p_z.raw.shape[1:])
-        z, own = q_z.rsample_and_kl(noise, dtype, p_z, estimator)
+        z, own = q_z.rsample_and_kl(noise, dtype, p_z)
         kl = kl + torch.where(part.live_latents(model.spans[level]), own, 0).sum(1)
         return z
 

@@ -107,7 +107,7 @@ class Step:
             image = moved(image, options.shift, self.meta.image_shape[2], self.generator, shard)
             x = torch.cat([image, given], -1)
         with self.autocast():
-            rest = lengths, self.kl_weight, options.estimator
+            rest = lengths, self.kl_weight
             terms = self.parallel(objective, x, self.generator, shard, *rest)
         norm = self.learner.differentiate(terms.loss.mean(), self.values)
         means = torch.stack([term.detach().mean() for term in terms])

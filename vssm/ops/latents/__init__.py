@@ -1,8 +1,6 @@
 """Categorical latents: draws for training and for generation, expectations, and embeddings.
 
-    w = v + g,  g = -log(-log u)             z = one_hot(argmax w), whose gradient is
-    "gumbel"     the gradient of softmax(w)                                     (Jang et al., 2017)
-    "reinmax"    2 J((z + q) / 2) - J(q) / 2,     J(p) = diag p - p p'          (Liu et al., 2023)
+    w = v + g,  g = -log(-log u)             z = one_hot(argmax w), with the gradient of softmax(w)
     KL(q || uniform) = sum_i sum_n q_in (log q_in + log N)                      q = softmax(v)
     KL(q || p)       = sum_i sum_n q_in (log q_in - log p_in)
     E_q log p        = sum_i sum_n q_in log p_in                                p = softmax(v_p)
@@ -37,7 +35,6 @@ from vssm.ops.operators import make_operator
 from vssm.ops.scan import choose_backend, has_triton, needs_operator
 
 __all__ = [
-    "ESTIMATORS",
     "at_least_float32",
     "cumulative",
     "draws_fused",
@@ -50,28 +47,17 @@ __all__ = [
     "select",
 ]
 
-ESTIMATORS = ("gumbel", "reinmax")
-"""How gradients pass through a draw."""
 MAX_CLASSES = 1024
 """The kernels keep all classes of a component in registers."""
 MAX_LATENTS = 256
 """The kernel adds the rows of all latents of a step at once."""
 
 
-def gumbel_one_hot(logits: Tensor, noise: Tensor, estimator: str = "gumbel") -> Tensor:
-    """Returns one-hot z by the Gumbel trick; gradients pass as the estimator says.
-
-    "reinmax" is unbiased for losses that are quadratic in z.
-    """
+def gumbel_one_hot(logits: Tensor, noise: Tensor) -> Tensor:
+    """Returns one-hot z by the Gumbel trick, with the gradient of a softmax at temperature 1."""
     perturbed = logits - torch.log(-torch.log(noise.to(logits.dtype)))
     hard = torch.zeros_like(perturbed).scatter_(-1, perturbed.argmax(-1, keepdim=True), 1.0)
-    if estimator == "gumbel":
-        soft = perturbed.softmax(-1)
-    else:
-        q = logits.softmax(-1)
-        middle = 0.5 * (hard + q.detach())
-        # The value of this softmax is the middle, and its gradient is taken there.
-        soft = 2 * (logits + (middle.log() - logits).detach()).softmax(-1) - 0.5 * q
+    soft = perturbed.softmax(-1)
     return hard + (soft - soft.detach())  # the bracket is exactly 0, so z stays one-hot
 
 
@@ -92,7 +78,6 @@ def sample_and_kl(
     dtype: torch.dtype | None = None,
     prior: Tensor | None = None,
     backend: str = "auto",
-    estimator: str = "gumbel",
 ) -> tuple[Tensor, Tensor]:
     """Draws one-hot z as `gumbel_one_hot` does, and returns the KL to a prior with it.
 
@@ -103,7 +88,6 @@ def sample_and_kl(
         prior: The logits of the prior, finite, (..., Z, N); gradients flow to them too. The prior
             is uniform if not given.
         backend: "auto", "reference", "numba" or "triton".
-        estimator: "gumbel" or "reinmax".
 
     Returns:
         z (..., Z, N), and the KL (...) in float32, or float64 if the logits are.
@@ -116,14 +100,14 @@ def sample_and_kl(
     chosen = _choose(backend, logits, noise, prior)
     if chosen == "reference":
         exact = at_least_float32(logits)
-        z, log_q = gumbel_one_hot(exact, noise, estimator), exact.log_softmax(-1)
+        z, log_q = gumbel_one_hot(exact, noise), exact.log_softmax(-1)
         if prior is None:
             kl = kl_to_uniform(log_q)
         else:
             kl = (log_q.exp() * (log_q - at_least_float32(prior).log_softmax(-1))).sum((-2, -1))
         return z if dtype is None else z.to(dtype), kl
     run = _sample if needs_operator(logits, prior) else _sample_forward
-    return run(logits, prior, noise, dtype or torch.float32, estimator == "reinmax", chosen)
+    return run(logits, prior, noise, dtype or torch.float32, chosen)
 
 
 def expected_log_prob(logits: Tensor, q: Tensor, backend: str = "auto") -> Tensor:
@@ -270,19 +254,19 @@ def _kernels(backend: str) -> ModuleType:
     return kernels
 
 
-def _sample_forward(logits, prior, noise, dtype, reinmax, backend):  # noqa: ANN001, ANN202
+def _sample_forward(logits, prior, noise, dtype, backend):  # noqa: ANN001, ANN202
     return _kernels(backend).sample_forward(logits, noise, prior, dtype)
 
 
-def _sample_fake(logits, prior, noise, dtype, reinmax, backend):  # noqa: ANN001, ANN202
+def _sample_fake(logits, prior, noise, dtype, backend):  # noqa: ANN001, ANN202
     kl = logits.new_empty(logits.shape[:-2], dtype=torch.float32)
     return logits.new_empty(logits.shape, dtype=dtype), kl
 
 
-def _sample_backward(dz, dkl, logits, prior, noise, dtype, reinmax, backend):  # noqa: ANN001, ANN202
+def _sample_backward(dz, dkl, logits, prior, noise, dtype, backend):  # noqa: ANN001, ANN202
     dz = torch.zeros_like(logits, dtype=dtype) if dz is None else dz
     dkl = logits.new_zeros(logits.shape[:-2], dtype=torch.float32) if dkl is None else dkl
-    return _kernels(backend).sample_backward(dz, dkl, logits, noise, prior, reinmax)
+    return _kernels(backend).sample_backward(dz, dkl, logits, noise, prior)
 
 
 def _expected_forward(logits: Tensor, q: Tensor, backend: str) -> Tensor:
@@ -295,7 +279,7 @@ def _expected_backward(grad: Tensor, logits: Tensor, q: Tensor, backend: str) ->
 
 _sample = make_operator(
     "sample_and_kl",
-    "Tensor logits, Tensor? prior, Tensor noise, ScalarType dtype, bool reinmax, str backend",
+    "Tensor logits, Tensor? prior, Tensor noise, ScalarType dtype, str backend",
     _sample_forward,
     _sample_backward,
     _sample_fake,

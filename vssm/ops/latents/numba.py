@@ -4,8 +4,7 @@
     w_n = v_n - log(-log u_n)                    z = one_hot(argmax w)               s = softmax(w)
     KL = sum_n q_n (log q_n - log p_n)
     dKL/dv_n = q_n (log q_n - log p_n - KL)      dKL/dv_p = p - q      dE_q log p / dv_p = q - p
-    dz -> v: J(s) dz, or for reinmax 2 J((z + q) / 2) dz - J(q) dz / 2
-             J(p) dz = p_n (dz_n - p dz)
+    dz -> v: J(s) dz                          J(p) dz = p_n (dz_n - p dz)
 
 A tile is LANES components that go through their classes together, one row per class, so no sum
 goes across a register. `vssm.ops.vectors` explains tables and tasks. Here its words mean:
@@ -13,7 +12,7 @@ goes across a register. `vssm.ops.vectors` explains tables and tasks. Here its w
 | word                | operand                                                      |
 | ------------------- | ------------------------------------------------------------ |
 | `CHANNELS`, `COUNT` | the numbers of components (of all steps) and of classes      |
-| `FLAG`              | what to compute: SAMPLE, GUMBEL, ...                         |
+| `FLAG`              | what to compute: SAMPLE, SAMPLE_BACKWARD, ...                         |
 | `A_`, `H0`, `H`     | v, u and v_p (none: a uniform prior), (components, classes)  |
 | `DB`, `DC`, `DA`    | z or dz, dv and dv_p, (components, classes)                  |
 | `Y`                 | KL or E_q log p, or its gradient, (1, 1, components)         |
@@ -37,7 +36,7 @@ from vssm.ops.vectors import (  # isort: skip
 
 __all__ = ["expected_backward", "expected_forward", "sample_backward", "sample_forward"]
 
-SAMPLE, GUMBEL, REINMAX, EXPECTED, EXPECTED_BACKWARD = range(5)
+SAMPLE, SAMPLE_BACKWARD, EXPECTED, EXPECTED_BACKWARD = range(4)
 
 
 @compiled
@@ -130,7 +129,7 @@ def sample(words, channel, scratch):
 
 
 @compiled
-def sample_gradient(words, channel, scratch, reinmax):
+def sample_gradient(words, channel, scratch):
     count = load_word(words, COUNT)
     v, size = scratch + ROW, ROW * (count + 3)
     q, w, v_p, p, ratio = v + size, v + 2 * size, v + 3 * size, v + 4 * size, v + 5 * size
@@ -140,23 +139,14 @@ def sample_gradient(words, channel, scratch, reinmax):
     kl = divergence(v, q, softmax(v, count, q), prior, at_p, count, ratio)
     read_states(words, H0, 0, channel, w)
     perturb(v, w, count, w)
-    if reinmax:
-        index = argmax(w, count)
-        for n in range(count):
-            z = if_equal(index, 1.0 * n, 1.0, 0.0)
-            store(w + ROW * n, 0.5 * (load_row(q + ROW * n) + z))
-    else:
-        softmax(w, count, w)
+    softmax(w, count, w)
     read_states(words, DB, 0, channel, v)  # dz takes the place of v, which is no longer needed
-    mean, mean_q = zero_row(), zero_row()
+    mean = zero_row()
     for n in range(count):
         mean = muladd(load_row(w + ROW * n), load_row(v + ROW * n), mean)
-        mean_q = muladd(load_row(q + ROW * n), load_row(v + ROW * n), mean_q)
     for n in range(count):
-        x, dz = load_row(q + ROW * n), load_row(v + ROW * n)
-        drawn = load_row(w + ROW * n) * (dz - mean)
-        if reinmax:
-            drawn = 2.0 * drawn - 0.5 * x * (dz - mean_q)
+        x = load_row(q + ROW * n)
+        drawn = load_row(w + ROW * n) * (load_row(v + ROW * n) - mean)
         store(v + ROW * n, muladd(dkl * x, load_row(ratio + ROW * n) - kl, drawn))
         if prior:
             store(p + ROW * n, dkl * (load_row(p + ROW * n) - x))
@@ -197,8 +187,8 @@ def _latents(words, scratch):
         for channel in range(LANES * first, LANES * last, LANES):
             if what == SAMPLE:
                 sample(words, channel, scratch)
-            elif what <= REINMAX:
-                sample_gradient(words, channel, scratch, what == REINMAX)
+            elif what == SAMPLE_BACKWARD:
+                sample_gradient(words, channel, scratch)
             else:
                 expected(words, channel, scratch, what == EXPECTED_BACKWARD)
     set_float_mode(mode)
@@ -214,11 +204,11 @@ def sample_forward(
 
 
 def sample_backward(
-    dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor, prior: Tensor | None, reinmax: bool
+    dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor, prior: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of the logits and of the prior's, (..., Z, N); empty for no prior."""
     dv, dp = room(*logits.shape), room(*(0,) if prior is None else prior.shape)
-    _run(REINMAX if reinmax else GUMBEL, _each(logits, dkl), logits, noise, prior, dz, dv, dp)
+    _run(SAMPLE_BACKWARD, _each(logits, dkl), logits, noise, prior, dz, dv, dp)
     return dv, dp
 
 

@@ -5,8 +5,7 @@ With s = v - max v, e = exp(s), S = sum_n e, q = e / S and the Gumbel softmax r 
     z = one_hot(argmax_n e_n / -log u_n)              r_n ~ e_n / -log u_n
     KL = sum_n q_n s_n - log(S / N)                   dv = J(r) dz + dKL q (s - sum_n q_n s_n)
 
-where J(r) dz = r (dz - sum_n r_n dz_n), or for "reinmax" 2 J((z + q) / 2) dz - J(q) dz / 2. With
-s^p = v_p - max v_p instead of the uniform prior:
+where J(r) dz = r (dz - sum_n r_n dz_n). With s^p = v_p - max v_p instead of the uniform prior:
 
     KL = sum_n q_n (s_n - s^p_n) - log(S / S^p)       dv likewise, of s - s^p;  dv_p = dKL (p - q)
     E_q log p = sum_n q_n s^p_n - log S^p             dv_p = dE (q - p)
@@ -124,8 +123,7 @@ def _sample_kernel(
 # fmt: off
 @triton.jit
 def _sample_backward_kernel(
-    dz, dkl, v, u, p, dv, dp, REINMAX: tl.constexpr,
-    Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr,
+    dz, dkl, v, u, p, dv, dp, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr,
 ):
     # fmt: on
     step = tl.program_id(0).to(tl.int64)
@@ -137,11 +135,7 @@ def _sample_backward_kernel(
         r = _gumbel(e, _load(u, index, live))
         g = _load(dz, index, live)
         q = e * (1.0 / tl.sum(e, 1))[:, None]
-        if REINMAX:
-            hot = tl.where(tl.arange(0, BN)[None, :] == tl.argmax(r, 1)[:, None], 1.0, 0.0)
-            grad = 2.0 * _through_softmax(0.5 * (hot + q), g) - 0.5 * _through_softmax(q, g)
-        else:
-            grad = _through_softmax(r * (1.0 / tl.sum(r, 1))[:, None], g)
+        grad = _through_softmax(r * (1.0 / tl.sum(r, 1))[:, None], g)
         if p is not None:
             t, f = _exponential(_load(p, index, live), column)
             s -= t
@@ -208,14 +202,14 @@ def sample_forward(
 
 
 def sample_backward(
-    dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor, prior: Tensor | None, reinmax: bool
+    dz: Tensor, dkl: Tensor, logits: Tensor, noise: Tensor, prior: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of the logits and of the prior's, (..., Z, N); empty for no prior."""
     dv = logits.new_empty(logits.shape)
     dp = logits.new_empty(0) if prior is None else prior.new_empty(prior.shape)
     inputs = (None if t is None else t.contiguous() for t in (dz, dkl, logits, noise, prior))
     outputs = (dv, None if prior is None else dp)
-    _launch(_sample_backward_kernel, logits.shape, *inputs, *outputs, REINMAX=reinmax)
+    _launch(_sample_backward_kernel, logits.shape, *inputs, *outputs)
     return dv, dp
 
 
