@@ -10,11 +10,13 @@ PACKAGE = Path(vssm.__file__).parent
 
 
 def files_walked(function):
-    """Returns the files of the package whose functions run in a call."""
+    """Returns the files of the package whose Python functions run in a call."""
     found = set()
 
     def note(frame, event, argument):
-        if event == "call":
+        # numba reports its compiled kernels too, but no Python of theirs runs.
+        compiled = "__name__" not in frame.f_globals
+        if event == "call" and not compiled:
             found.add(frame.f_code.co_filename)
 
     before = sys.getprofile()
@@ -34,4 +36,4 @@ def test_one_shot_generation_is_short():
     for path, count in lines.items():
         print(f"{count:5} {path.relative_to(PACKAGE)}")
     print(f"{sum(lines.values()):5} lines in {len(files)} files")
-    assert len(files) <= 18 and sum(lines.values()) <= 4250
+    assert len(files) <= 17 and sum(lines.values()) <= 3750

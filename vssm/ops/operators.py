@@ -5,7 +5,7 @@ more than a small kernel, so operators are only for programs that `torch.compile
 traces.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def make_operator(
         schema: The inputs in the language of `torch.library`, tensors first.
         forward: Maps the inputs to the outputs.
         backward: Maps the gradients of the outputs (None if there is none), all inputs and what
-            forward kept to a list of gradients; an entry may be empty if the input is None.
+            forward kept to a list of gradients; what stands for an input that is None is ignored.
         fake: As forward, for tensors without numbers.
         outputs: How many tensors forward returns.
         gradients: How many inputs, the first ones, have gradients; all tensors if not given.
@@ -43,13 +43,17 @@ def make_operator(
     slopes = ", ".join(f"Tensor? grad_{i}" for i in range(outputs - keeps))
     kept = ", Tensor kept" if keeps else ""
 
-    def as_list(*arguments: object) -> list[Tensor]:
-        return list(backward(*arguments))
+    def fill_gaps(found: Sequence, arguments: tuple) -> list[Tensor]:
+        given = arguments[outputs - keeps :][:gradients]
+        like = next(t for t in given if t is not None)
+        return [like.new_empty(0) if t is None else g for t, g in zip(given, found, strict=True)]
+
+    def real_backward(*arguments: object) -> list[Tensor]:
+        return fill_gaps(backward(*arguments), arguments)
 
     def fake_backward(*arguments: Tensor | None) -> list[Tensor]:
         given = arguments[outputs - keeps :][:gradients]
-        like = next(t for t in given if t is not None)
-        return [like.new_empty(0) if t is None else t.new_empty(t.shape) for t in given]
+        return fill_gaps([None if t is None else t.new_empty(t.shape) for t in given], arguments)
 
     def save(ctx, inputs: tuple, output) -> None:  # noqa: ANN001
         ctx.save_for_backward(*inputs[:tensors], *([output[-1]] if keeps else []))
@@ -70,7 +74,7 @@ def make_operator(
     )
     traced_backward = torch.library.custom_op(
         f"vssm::{name}_backward",
-        as_list,
+        real_backward,
         mutates_args=(),
         schema=f"({slopes}, {schema}{kept}) -> Tensor[]",
     )

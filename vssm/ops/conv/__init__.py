@@ -4,8 +4,8 @@
 
 Shapes: x, y (B, T, D); weight (D, K); bias (D,); state (B, K - 1, D), the last K - 1 inputs.
 
-The backends are those of the scan. `vssm.ops.conv.numba` and `vssm.ops.conv.triton` have the
-functions `forward` and `backward`.
+The backends are those of the scan. `vssm.ops.launch_numba` and `vssm.ops.conv.triton` have the
+functions `conv_forward` and `conv_backward`.
 """
 
 from functools import cache
@@ -70,7 +70,7 @@ def causal_conv_silu(
     direct = not needs_operator(x, weight, bias, state)
     if chosen == "triton" and direct and x.numel():
         after = x.new_empty(len(x) if starts is None else len(starts) - 1, taps - 1, x.shape[2])
-        return _kernels(chosen).forward(x, weight, bias, state, after, starts), after
+        return _kernels(chosen).conv_forward(x, weight, bias, state, after, starts), after
     if starts is not None:
         after = _last_inputs(x, state, taps, starts)
     elif length >= taps - 1:
@@ -150,7 +150,7 @@ def causal_conv_silu_reference(
 @cache
 def _kernels(backend: str) -> ModuleType:
     if backend == "numba":
-        from vssm.ops.conv import numba as kernels
+        from vssm.ops import launch_numba as kernels
     else:
         from vssm.ops.conv import triton as kernels
     return kernels
@@ -164,12 +164,12 @@ def _forward(
     starts: Tensor | None,
     backend: str,
 ) -> Tensor:
-    return _kernels(backend).forward(x, weight, bias, state, starts=starts)
+    return _kernels(backend).conv_forward(x, weight, bias, state, starts=starts)
 
 
-def _backward(dy: Tensor, *arguments) -> tuple[Tensor, ...]:  # noqa: ANN002
+def _backward(dy: Tensor, *arguments) -> tuple[Tensor | None, ...]:  # noqa: ANN002
     *inputs, starts, backend = arguments
-    return _kernels(backend).backward(dy, *inputs, starts=starts)
+    return _kernels(backend).conv_backward(dy, *inputs, starts=starts)
 
 
 _conv = make_operator(

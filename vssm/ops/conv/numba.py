@@ -22,10 +22,7 @@ before them; `slopes`, ds of the steps and of the K - 1 steps after them.
 """
 # ruff: noqa: ANN001, ANN201, ANN202 (numba infers the types of kernels)
 
-from torch import Tensor
-
 from vssm.ops.conv import MAX_TAPS
-from vssm.ops.scan.numba import cut, num_sequences, room, run, total
 
 from vssm.ops.vectors import (  # isort: skip
     BIAS, CHANNELS, COUNT, DBIAS, DDT, DT, DU, DZ, FLUSH, LANES, PER_TASK, ROW, U, Y, Z, clear,
@@ -34,7 +31,7 @@ from vssm.ops.vectors import (  # isort: skip
     width_of, write, written, zero_row,
 )  # fmt: skip
 
-__all__ = ["backward", "forward", "forward_kernel"]
+__all__ = ["backward_kernel", "forward_kernel"]
 
 STEPS = 32  # a window of this many steps stays in the fastest cache
 # Offsets in bytes in the scratch memory of a thread.
@@ -160,32 +157,3 @@ def backward_kernel(words, scratch):
             at = load_word(words, DBIAS) + 4 * (load_word(words, CHANNELS) * part + channel)
             copy(dbias, 0, at, 0, 1, width, width)
     set_float_mode(mode)
-
-
-def forward(
-    x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, starts: Tensor | None = None
-) -> Tensor:
-    """Returns y (B, T, D); the arguments are those of `causal_conv_silu`, in float32."""
-    y, taps = room(*x.shape), weight.T.contiguous()[None]
-    rows = (x, taps, state, None, None, y, None, None, None)
-    run(forward_kernel, rows, (None, None, bias), taps.shape[1], SIZE, starts=starts)
-    return y
-
-
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    state: Tensor | None,
-    starts: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, weight, bias and state; the last is empty without a state."""
-    channels = x.shape[2]
-    parts, taps = cut(num_sequences(x, starts), channels)[2], weight.T.contiguous()[None]
-    dx, dtaps, dbias = room(*x.shape), room(parts, *taps.shape[1:]), room(parts, channels)
-    dstate = None if state is None else room(*state.shape)
-    rows = (x, taps, state, None, None, dy, dx, dtaps, dstate)
-    wholes = (None, None, bias, *[None] * 6, dbias)
-    run(backward_kernel, rows, wholes, taps.shape[1], SIZE, starts=starts)
-    return dx, total(dtaps).T.contiguous(), total(dbias), room(0) if dstate is None else dstate

@@ -28,7 +28,7 @@ from vssm.ops.launch_triton import ceil_div, launch, next_power, processors
 from vssm.ops.linear.triton import Parts
 from vssm.ops.linear.triton_kernels import add_parts
 
-__all__ = ["backward", "forward", "forward_parts"]
+__all__ = ["conv_backward", "conv_forward", "forward_parts"]
 
 _CHUNK = 32  # steps of a program
 _BLOCK = 512  # channels of a program
@@ -259,7 +259,7 @@ def _rows(x: Tensor, starts: Tensor | None) -> tuple[int, int, Tensor | None]:
     return len(starts) - 1, int(starts.diff().max()), starts.to(x.device)
 
 
-def forward(
+def conv_forward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -316,7 +316,7 @@ def forward_parts(
     return y, z
 
 
-def backward(
+def conv_backward(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,

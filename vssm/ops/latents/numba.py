@@ -26,7 +26,7 @@ import math
 import torch
 from torch import Tensor
 
-from vssm.ops.scan.numba import room, run
+from vssm.ops.launch_numba import room, run
 
 from vssm.ops.vectors import (  # isort: skip
     A_, COUNT, DA, DB, DC, FLAG, FLUSH, H, H0, LANES, ROW, Y, compiled, copy, draw_task, exp,

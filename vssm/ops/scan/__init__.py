@@ -12,8 +12,8 @@ optionally with dt_t <- softplus(dt_t + dt_bias) before and y_t <- y_t silu(z_t)
 
 Shapes: u, dt, z, y (B, T, D); A (D, N); B, C (B, T, N); D, dt_bias (D,); h0, h (B, D, N).
 
-The modules `vssm.ops.scan.numba` and `vssm.ops.scan.triton` have the functions `forward`,
-`backward` and `forward_ahead`. The choice of a backend is that of all ops.
+The modules `vssm.ops.launch_numba` and `vssm.ops.scan.triton` have the functions `scan_forward`,
+`scan_backward` and `scan_ahead`. The choice of a backend is that of all ops.
 """
 
 import importlib.util
@@ -121,7 +121,7 @@ def _run(
     if chosen == "numba":  # it takes float32 only; the Triton kernels take every dtype
         inputs = tuple([None if t is None else t.float() for t in inputs])
     if not needs_operator(*inputs):
-        return _kernels(chosen).forward(*inputs, softplus, starts=starts)
+        return _kernels(chosen).scan_forward(inputs, softplus, starts=starts)
     # An exported program must take other lengths, and the length decides what is kept.
     exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # PyTorch 2.7
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
@@ -379,14 +379,14 @@ def scan_ahead(
         return selective_scan_reference(*inputs, softplus=True, ahead=True)[0]
     if backend == "numba":
         inputs = tuple([None if t is None else t.float() for t in inputs])
-    return _kernels(backend).forward_ahead(*inputs)
+    return _kernels(backend).scan_ahead(inputs)
 
 
 @cache
 def _kernels(backend: str) -> ModuleType:
     # Imported at first use, because numba and triton take a second to load.
     if backend == "numba":
-        from vssm.ops.scan import numba as kernels
+        from vssm.ops import launch_numba as kernels
     else:
         from vssm.ops.scan import triton as kernels
     return kernels
@@ -405,8 +405,8 @@ def _kept(u: Tensor, A: Tensor, starts: Tensor | None, backend: str, keep: bool)
 def _forward(*arguments):  # noqa: ANN002, ANN202
     *inputs, starts, softplus, backend, keep = arguments
     kept = _kept(inputs[0], inputs[2], starts, backend, keep)
-    options = {"kept": kept} if kept.numel() else {}
-    return *_kernels(backend).forward(*inputs, softplus, **options, starts=starts), kept
+    room = kept if kept.numel() else None
+    return *_kernels(backend).scan_forward(tuple(inputs), softplus, room, starts), kept
 
 
 def _fake(u, dt, A, B, C, D, z, dt_bias, h0, starts, softplus, backend, keep):  # noqa: ANN001, ANN202
@@ -422,8 +422,8 @@ def _fake(u, dt, A, B, C, D, z, dt_bias, h0, starts, softplus, backend, keep):  
 def _backward(dy, dh, *arguments):  # noqa: ANN001, ANN002, ANN202
     *inputs, starts, softplus, backend, _, kept = arguments
     dy = torch.zeros_like(inputs[0]) if dy is None else dy
-    options = {"kept": kept} if kept.numel() else {}
-    return _kernels(backend).backward(dy, dh, *inputs, softplus, **options, starts=starts)
+    kept = kept if kept.numel() else None
+    return _kernels(backend).scan_backward(dy, dh, tuple(inputs), softplus, kept, starts)
 
 
 _scan = make_operator(

@@ -10,9 +10,7 @@ Backward, with g_t = dL/dh_t, goes from the last step to the first:
     du_t = dt_t d(dt_t u_t) + D dy_t      ddt_t = u_t d(dt_t u_t) + sum_n e_t A
 
 Nothing of size B T D N is stored: one state in STEPS is kept and the steps between are run again.
-`vssm.ops.vectors` explains tiles, groups and tasks; `run` starts the threads that draw them. How
-the work is cut depends on the shapes only, never on the number of threads, and every sum has one
-order: the same input always gives the same bits.
+`vssm.ops.vectors` explains tiles, groups and tasks; `vssm.ops.launch_numba` starts the kernels.
 
 | name             | meaning                                  | layout                        |
 | ---------------- | ---------------------------------------- | ----------------------------- |
@@ -23,17 +21,7 @@ order: the same input always gives the same bits.
 | `B`, `C`         | B and C of some steps, with a stride     | steps, states rounded up to 4 |
 | `trace`          | h, q, s with a_t = s (1 + q) of 4 states | steps, a record each          |
 """
-# ruff: noqa: ANN001, ANN202 (numba infers the types of kernels)
-
-import functools
-import os
-from array import array
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-
-import numpy as np
-import torch
-from torch import Tensor
+# ruff: noqa: ANN001, ANN201, ANN202 (numba infers the types of kernels)
 
 from vssm.ops.vectors import (  # isort: skip
     A_, B_, BIAS, BLOCK, C_, CHANNELS, COUNT, D_, DA, DB, DBIAS, DC, DD, DDT, DH0, DT, DU, DZ, FLAG,
@@ -44,13 +32,10 @@ from vssm.ops.vectors import (  # isort: skip
     store, store_gathered, store_rows, width_of, write, write_states, written, zero_row,
 )  # fmt: skip
 
-__all__ = ["backward", "cut", "forward", "forward_ahead", "num_sequences", "room", "run", "total"]
+__all__ = ["backward_kernel", "forward_kernel"]
 
 STEPS = 32  # the trace of this many steps fits into the fastest cache; even, for `look_ahead`
 SOFTPLUS, HOLD = 1, 2  # bits of the word FLAG
-GROUP = 8  # tiles of a group, at most
-BATCHES = 16  # partial sums over batch rows, at most
-INLINE = 1 << 18  # with fewer elements, waking a second thread costs more than it saves
 
 # Offsets in bytes: in a record of the trace, in the scratch memory of a thread, and in a tile's.
 TRACE_Q, TRACE_S, TRACE_SUMS, RECORD = BLOCK, 2 * BLOCK, 3 * BLOCK, 3 * BLOCK + ROW
@@ -232,7 +217,7 @@ def finish_backward(words, b, start, steps, channel, scratch, tile):
 
 
 @kernel
-def _forward(words, scratch):
+def forward_kernel(words, scratch):
     hints = scratch + HINTS
     states, hold = -(-load_word(words, COUNT) // 4) * 4, load_word(words, FLAG) & HOLD
     B_buffer, C_buffer = scratch + NUMBERS, scratch + NUMBERS + 4 * STEPS * states
@@ -279,7 +264,7 @@ def _forward(words, scratch):
 
 
 @kernel
-def _backward(words, scratch):
+def backward_kernel(words, scratch):
     hints, count = scratch + HINTS, load_word(words, COUNT)
     states = -(-count // 4) * 4
     numbers = 4 * STEPS * states
@@ -362,155 +347,3 @@ def _backward(words, scratch):
             copy(tile + TILE_DD, 0, load_word(words, DD) + at, 0, 1, width, width)
             copy(tile + TILE_DBIAS, 0, load_word(words, DBIAS) + at, 0, 1, width, width)
     set_float_mode(mode)
-
-
-def forward(u, dt, A, B, C, D, z, dt_bias, h0, softplus, starts=None) -> tuple[Tensor, Tensor]:
-    """Returns y and the last states; the arguments are those of `selective_scan`."""
-    y, h = room(*u.shape), room(num_sequences(u, starts), *A.shape)
-    flag = SOFTPLUS if softplus else 0
-    _run_forward((u, dt, A, B, C, D, z, dt_bias, h0), y, h, flag, starts)
-    return y, h
-
-
-def forward_ahead(*inputs: Tensor | None) -> Tensor:
-    """Returns y; the arguments are those of `scan_ahead`."""
-    assert inputs[0] is not None
-    y = room(*inputs[0].shape)
-    _run_forward(inputs, y, None, SOFTPLUS | HOLD)
-    return y
-
-
-def _run_forward(inputs: tuple, y: Tensor, h: Tensor | None, flag: int, starts=None) -> None:
-    u, dt, A, B, C, D, z, dt_bias, h0 = inputs
-    states = -(-A.shape[1] // 4) * 4
-    rows, wholes = (u, dt, z, B, C, y, None, None, None), (A, D, dt_bias, h0, h)
-    size, per_tile = NUMBERS + 16 * STEPS * states + TILE, ROW * (1 + 2 * states)
-    run(_forward, rows, wholes, A.shape[1], size, per_tile, flag, starts)
-
-
-def backward(dy, dh, u, dt, A, B, C, D, z, dt_bias, h0, softplus, starts=None) -> tuple:
-    """Returns the gradients of u, dt, A, B, C, D, z, dt_bias, h0; empty if an argument is None."""
-    (batch, length, channels), count = u.shape, A.shape[1]
-    sequences = num_sequences(u, starts)
-    _, _, parts, groups = cut(sequences, channels)
-    dh = room(sequences, channels, count).zero_() if dh is None else dh
-    du, ddt = room(batch, length, channels), room(batch, length, channels)
-    dz = None if z is None else room(batch, length, channels)
-    dh0 = None if h0 is None else room(sequences, channels, count)
-    dA, dD, dbias = room(parts, channels, count), room(parts, channels), room(parts, channels)
-    dB, dC = room(groups, batch, length, count), room(groups, batch, length, count)
-    rows = (u, dt, z, B, C, dy, du, ddt, dz)
-    wholes = (A, D, dt_bias, h0, dh, dB, dC, dA, dD, dbias, dh0)
-    states = -(-count // 4) * 4
-    per_tile = TILE + ROW * (1 + (3 + max(1, -(-num_steps(u, starts) // STEPS))) * states)
-    flag, size = SOFTPLUS if softplus else 0, NUMBERS + 16 * STEPS * states
-    run(_backward, rows, wholes, count, size, per_tile, flag, starts)
-    dD, dbias = None if D is None else total(dD), None if dt_bias is None else total(dbias)
-    grads = (du, ddt, total(dA), total(dB), total(dC), dD, dz, dbias, dh0)
-    return tuple(room(0) if grad is None else grad for grad in grads)
-
-
-def num_sequences(x: Tensor, starts: Tensor | None) -> int:
-    """Returns how many sequences x (B, T, D) has: B, or those that are packed in one row."""
-    return len(x) if starts is None else len(starts) - 1
-
-
-def num_steps(x: Tensor, starts: Tensor | None) -> int:
-    """Returns the length of the longest sequence."""
-    if starts is None or len(starts) < 2:
-        return x.shape[1]
-    return int(starts.diff().max())
-
-
-def room(*shape: int) -> Tensor:
-    """Returns memory for results: float32 on the CPU, whatever PyTorch's defaults are."""
-    return torch.empty(shape, dtype=torch.float32, device="cpu")
-
-
-def cut(batch: int, channels: int) -> tuple[int, int, int, int]:
-    """Returns the batch rows of a task, the tiles of a group, and the numbers of parts and groups.
-
-    The batch is cut into parts, the channels into groups.
-    """
-    per_task = max(1, -(-batch // BATCHES))
-    parts, tiles = -(-batch // per_task), -(-channels // LANES)
-    # Tiles of a large group share B and C; small groups keep more threads busy.
-    per_group = min(GROUP, max(GROUP // 2, parts * tiles // 16))
-    return per_task, per_group, parts, -(-tiles // per_group)
-
-
-def run(
-    function: Callable,
-    rows: tuple,
-    wholes: tuple,
-    count: int,
-    size: int,
-    per_tile: int = 0,
-    flag: int = 0,
-    starts: Tensor | None = None,
-) -> None:
-    """Runs all tasks of a kernel, in several threads if that pays.
-
-    Arguments:
-        function: The kernel.
-        rows: The operands with steps, in the order of their words; the first is (B, T, D).
-        wholes: The other operands, in the order of their words.
-        count: Numbers per channel: states of a scan, taps of a convolution, classes of a latent.
-        size: The bytes of scratch memory of a thread.
-        per_tile: The further bytes for every tile of a group.
-        flag: An option of the kernel, its word FLAG.
-        starts: The first steps of packed sequences, and their end, int64.
-    """
-    batch, length, channels = rows[0].shape
-    sequences, longest, packed = batch, length, 0
-    if starts is not None:
-        sequences, longest, packed = len(starts) - 1, num_steps(rows[0], starts), starts.data_ptr()
-    per_task, per_group, parts, groups = cut(sequences, channels)
-    tasks = parts * groups
-    words = [0, tasks, per_task, per_group, sequences, length, channels, count, flag]
-    words += (packed, batch, longest)
-    size += per_tile * per_group
-    copies = []  # they must live as long as the table
-    for x in rows:
-        if x is None:
-            words += (0, 0, 0)
-            continue
-        by_batch, by_time, by_channel = x.stride()
-        if by_channel != 1:
-            copies.append(x := x.contiguous())
-            by_batch, by_time, _ = x.stride()
-        words += (x.data_ptr(), 4 * by_batch, 4 * by_time)
-    for x in wholes:
-        if x is not None:
-            copies.append(x := x.contiguous())
-        words.append(0 if x is None else x.data_ptr())
-    table = array("q", words)
-    address = table.buffer_info()[0]
-    small = batch * length * channels * count < INLINE
-    threads = 1 if small else min(torch.get_num_threads(), tasks)
-    scratch = room(threads * size // 4)
-    start = scratch.data_ptr()
-
-    # A worker holds on to the memory that it uses, even if the calling thread is interrupted.
-    def work(i: int, memory: tuple = (table, scratch, rows, copies, starts)) -> None:
-        function(address, start + size * i)
-
-    pool = _pool(os.getpid(), torch.get_num_threads()) if threads > 1 else None
-    others = [pool.submit(work, i) for i in range(1, threads)] if pool else []
-    if tasks:
-        work(0)
-    for other in others:
-        # All tasks are drawn by now, so a worker that has not begun has nothing left to do.
-        if not other.cancel():
-            other.result()
-
-
-def total(parts: Tensor) -> Tensor:
-    """Returns the sum over the first dimension, added in a fixed order, unlike torch's sum."""
-    return parts[0] if len(parts) == 1 else torch.from_numpy(np.add.reduce(parts.numpy(), axis=0))
-
-
-@functools.cache
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    # By process, because a forked child does not have the threads of its parent.
-    return ThreadPoolExecutor(threads, "vssm-kernels")

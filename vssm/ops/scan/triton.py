@@ -62,7 +62,7 @@ from vssm.ops.scan.triton_plans import (  # isort: skip
 )  # fmt: skip
 from vssm.ops.scan.triton_ring import _ring_kernel
 
-__all__ = ["backward", "forward", "forward_ahead", "kept_shape"]
+__all__ = ["kept_shape", "scan_ahead", "scan_backward", "scan_forward"]
 
 _PACKED = 512  # steps of packed sequences as plans see them: theirs are not known before
 
@@ -323,14 +323,15 @@ def _leave_spans(call: Call, inputs: tuple, length: int, dh: Tensor | None) -> T
     return pull
 
 
-def forward(
-    u, dt, A, B, C, D, z, dt_bias, h0, softplus: bool, kept: Tensor | None = None, starts=None
+def scan_forward(
+    inputs: tuple, softplus: bool, kept: Tensor | None = None, starts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns y (B, T, D) in the dtype of u, and the last state (B, D, N) in float32.
 
     kept is room for the states that `backward` can start from, in the shape of `kept_shape`. starts
     says where packed sequences start, and where the last one ends.
     """
+    u, dt, A, B, C, D, z, dt_bias, h0 = inputs
     batch, length, channels = u.shape
     rows, states = batch if starts is None else len(starts) - 1, A.shape[1]
     y, end = torch.empty(u.shape, dtype=u.dtype, device=u.device), _floats(u, rows, *A.shape)
@@ -359,8 +360,9 @@ def forward(
     return y, end
 
 
-def forward_ahead(u, dt, A, B, C, D, z, dt_bias, h0) -> Tensor:
-    """Returns y; the arguments are those of `scan_ahead`. Time is not cut into chunks."""
+def scan_ahead(inputs: tuple) -> Tensor:
+    """Returns y of `vssm.ops.scan.scan_ahead`. Time is not cut into chunks."""
+    u, dt, A, B, C, D, z, dt_bias, h0 = inputs
     y = torch.empty(u.shape, dtype=u.dtype, device=u.device)
     if u.numel():
         plan = Plan(2 * ceil_div(u.shape[1], 2), 32, 2, None, True)
@@ -369,34 +371,24 @@ def forward_ahead(u, dt, A, B, C, D, z, dt_bias, h0) -> Tensor:
     return y
 
 
-def backward(
-    dy,
-    dh,
-    u,
-    dt,
-    A,
-    B,
-    C,
-    D,
-    z,
-    dt_bias,
-    h0,
+def scan_backward(
+    dy: Tensor,
+    dh: Tensor | None,
+    inputs: tuple,
     softplus: bool,
     kept: Tensor | None = None,
     starts: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """Returns the gradients of u, dt, A, B, C, D, z, dt_bias, h0; empty if an argument is None.
+) -> list[Tensor | None]:
+    """Returns the gradients of the inputs of `scan_forward`.
 
     Without dh, the gradient of the last state is zero. kept is what `forward` kept, if anything;
     with packed sequences it always is something.
     """
+    u, dt, A, B, C, D, z, dt_bias, h0 = inputs
     batch, length, channels = u.shape
-    given, states, floats = (u, dt, A, B, C, D, z, dt_bias, h0), A.shape[1], partial(_floats, u)
+    states, floats = A.shape[1], partial(_floats, u)
     if u.numel() == 0:
-        grads = [u.new_empty(0) if t is None else torch.zeros_like(t) for t in given]
-        if h0 is not None and dh is not None:
-            grads[8].copy_(dh)
-        return tuple(grads)
+        return [None if t is None else torch.zeros_like(t) for t in inputs[:8]] + [dh]
     inputs, call = _prepare((dy, u, dt, A, B, C, D, z, dt_bias), softplus)
     start, adjoint = (None if t is None else t.contiguous() for t in (h0, dh))
     packed, sequences = None, batch
@@ -444,9 +436,8 @@ def backward(
         torch.empty(t.shape, dtype=t.dtype, device=t.device).view(total.shape).copy_(total)
         for t, total in zip((B, C), sums, strict=True)
     )
-    grads = (
+    return [
         *(du, ddt, dA.sum(0).to(A.dtype), dB.view(B.shape), dC.view(C.shape)),
         *(None if D is None else dD.sum(0).to(D.dtype), dz),
         *(None if dt_bias is None else dbias.sum(0).to(dt_bias.dtype), dh0),
-    )
-    return tuple([u.new_empty(0) if grad is None else grad for grad in grads])
+    ]
