@@ -22,10 +22,6 @@ class GraphedStep:
         failed: Called with the reason if recording fails; the function is then called every time.
     """
 
-    generator: torch.Generator
-    plain_calls: int
-    result: Tensor
-
     def __init__(
         self,
         function: Callable[[], Tensor],
@@ -33,32 +29,28 @@ class GraphedStep:
         stream: "torch.cuda.Stream",
         failed: Callable[[str], object],
     ) -> None:
-        self.function: Callable[[], Tensor] = function
-        self.generator = generator
-        self.stream: torch.cuda.Stream = stream
-        self.failed: Callable[[str], object] = failed
-        self.plain_calls = 2
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self._function, self._generator = function, generator
+        self._stream, self._failed = stream, failed
+        self._calls, self._graph, self._result = 0, torch.cuda.CUDAGraph(), torch.empty(0)
+        self._replayed = False
 
     def __call__(self) -> Tensor:
-        if self.graph is None and not self.plain_calls:
+        self._calls += 1
+        if self._calls == 3:
             self._record()
-        if self.graph is None:
-            self.plain_calls -= 1
-            return self.function()
-        self.graph.replay()
-        return self.result
+        if not self._replayed:
+            return self._function()
+        self._graph.replay()
+        return self._result
 
     def _record(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self.generator)
+        self._graph.register_generator_state(self._generator)
         try:
-            with torch.cuda.graph(graph, stream=self.stream):
-                self.result = self.function()
-            self.graph = graph
+            with torch.cuda.graph(self._graph, stream=self._stream):
+                self._result = self._function()
+            self._replayed = True
         except RuntimeError as error:
-            self.plain_calls = -1  # never 0 again
-            self.failed(f"the step runs without a CUDA graph: {str(error).splitlines()[0]}")
+            self._failed(f"the step runs without a CUDA graph: {str(error).splitlines()[0]}")
 
 
 @contextmanager

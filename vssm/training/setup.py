@@ -1,17 +1,16 @@
 """Set-up before the first step: fits the model to the data and checks the options."""
 
-import os
 import warnings
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
-from vssm.config import ModelConfig, RunConfig, TrainConfig
+from vssm.config import ModelConfig, RunConfig
 from vssm.data import Data, Meta, Split
 from vssm.distributions import HEADS_IN_UNIT, Head
 from vssm.models import Model
 
-__all__ = ["check_options", "check_values", "resolve", "warn_of_grey", "warn_of_mps"]
+__all__ = ["check_data", "check_values", "resolve"]
 
 
 def resolve(config: RunConfig, meta: Meta, first: Model | None = None) -> RunConfig:
@@ -23,7 +22,6 @@ def resolve(config: RunConfig, meta: Meta, first: Model | None = None) -> RunCon
         first: The model that the run starts from; its settings replace those of the config.
     """
     if first is not None:
-        _check_asked(config, first.config)
         config = replace(config, model=first.config)
     head, tokens = config.model.head, meta.suggested_head == "categorical"
     if head == "auto":
@@ -63,20 +61,9 @@ def _any_part(config: RunConfig, meta: Meta) -> dict[str, int]:
     return {"given": meta.given, "window": meta.length if usual else config.model.window}
 
 
-def _check_asked(config: RunConfig, own: ModelConfig) -> None:
-    """Raises where the config asks for another model than the one that the run starts from."""
-    default = RunConfig().model
-    for name in (field.name for field in fields(own)):
-        given, has = getattr(config.model, name), getattr(own, name)
-        if given not in (has, getattr(default, name)):
-            raise ValueError(
-                f"{name}={given!r} is not that of init={config.train.init!r}; use {has!r}, or leave"
-                f" it out (--model.{name.replace('_', '-')})"
-            )
-
-
-def check_options(options: TrainConfig, data: Data) -> None:
-    """Raises where the options of a training do not fit its data or this machine."""
+def check_data(config: RunConfig, head: Head, data: Data, warn: bool) -> None:
+    """Raises where the data do not fit the options or the model; may warn of odd data."""
+    options = config.train
     if options.shift and data.meta.image_shape is None:
         raise ValueError(
             f"shift={options.shift:g} is for images, data set {data.meta.name!r} has none;"
@@ -86,6 +73,16 @@ def check_options(options: TrainConfig, data: Data) -> None:
         raise ValueError(
             f"batch={options.batch} is more than the {len(data.train)} sequences of the training"
             " set; use a smaller --train.batch"
+        )
+    for name, split in (("training", data.train), ("validation", data.valid)):
+        check_values(head, split, f"the {name} set", data.meta.given)
+    if warn and head.name == "bernoulli" and (data.train.is_grey() or data.valid.is_grey()):
+        warnings.warn(
+            f"head='bernoulli' is for values that are 0 or 1, and data set {data.meta.name!r} has"
+            " others: its scores are pseudo-likelihoods, which do not compare with likelihoods. Use"
+            " --binarize for black and white images, or another head (--model.head gaussian,"
+            " logistic-mixture)",
+            stacklevel=4,
         )
 
 
@@ -112,27 +109,3 @@ def check_values(head: Head, split: Split, name: str, given: int = 0) -> None:
             )
         head.validate(x, name=f"{name} from row {first}")
         first += len(x)
-
-
-def warn_of_grey(head: Head, data: Data) -> None:
-    """Warns if a Bernoulli head will be trained on values between 0 and 1."""
-    if head.name == "bernoulli" and (data.train.is_grey() or data.valid.is_grey()):
-        warnings.warn(
-            f"head='bernoulli' is for values that are 0 or 1, and data set {data.meta.name!r} has"
-            " others: its scores are pseudo-likelihoods, which do not compare with likelihoods. Use"
-            " --binarize for black and white images, or another head (--model.head gaussian,"
-            " logistic-mixture)",
-            stacklevel=4,
-        )
-
-
-def warn_of_mps(device: torch.device, dtype: torch.dtype) -> None:
-    """Warns if products may be wrong: see "Sharing a GPU" in docs/kernels.md."""
-    share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
-    if device.type == "cuda" and dtype == torch.bfloat16 and share != "100":
-        warnings.warn(
-            f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={share}: cuBLAS has computed wrong bfloat16 "
-            "products with a part of a GPU, so losses may be wrong or not finite; unset it, or set "
-            "it to 100",
-            stacklevel=4,
-        )

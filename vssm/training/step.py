@@ -88,9 +88,8 @@ class Step:
             if self.split.x.is_cuda:  # pinned, so that the copy does not wait either
                 order = order.pin_memory().to(self.split.x.device, non_blocking=True)
             self.epoch, self.order = epoch, order
-        local = len(self.index)
-        first = i * options.batch + world.rank * local
-        self.index.copy_(self.order[first : first + local], non_blocking=True)
+        first = i * options.batch + world.rank * len(self.index)
+        self.index.copy_(self.order[first : first + len(self.index)], non_blocking=True)
         self.learner.begin(step, self.total)
         if self.kl_weight is not None:
             self.kl_weight.fill_(min(1.0, (step - 1) / (options.kl_warmup * self.total)))
@@ -110,8 +109,7 @@ class Step:
             rest = lengths, self.kl_weight
             terms = self.parallel(objective, x, self.generator, shard, *rest)
         norm = self.learner.differentiate(terms.loss.mean(), self.values)
-        means = torch.stack([term.detach().mean() for term in terms])
-        means = world.average(means) if world.grouped else means
+        means = world.average(torch.stack([term.detach().mean() for term in terms]))
         values = torch.cat([means, norm[None]])
         good = values.isfinite().all()
         self.learner.update(good)
@@ -187,19 +185,18 @@ class Learner:
         self._rate = torch.zeros((), device=world.device) if cuda else None
         self._pace = torch.zeros((), device=world.device)
         rate = options.learning_rate if self._rate is None else self._rate
-        decay = options.weight_decay
         matrices = block_matrices(model) if options.optimizer == "muon" else {}
-        self.adamw: torch.optim.AdamW = torch.optim.AdamW(
+        adamw = torch.optim.AdamW(
             parameter_groups(model, but=matrices),
             rate,
             betas=(0.9, options.beta2),
-            weight_decay=decay,
+            weight_decay=options.weight_decay,
             fused=True,
             capturable=cuda,
         )
-        self.optimizers: list[torch.optim.Optimizer] = [self.adamw]
+        self.optimizers: list[torch.optim.Optimizer] = [adamw]
         if matrices:
-            self.optimizers.append(Muon(matrices.values(), rate, weight_decay=decay))
+            self.optimizers.append(Muon(matrices.values(), rate, weight_decay=options.weight_decay))
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         weights = self.parameters.items() if options.ema else ()
         self.ema: dict[str, Tensor] = {name: weight.detach().clone() for name, weight in weights}
@@ -252,39 +249,6 @@ class Learner:
                 for name, value in current.items():
                     self.parameters[name].copy_(value)
 
-    def parts(self) -> dict[str, dict[str, Tensor]]:
-        """Returns the tensors of a checkpoint by file name; every process must call this."""
-        parts = {"weights": self.parameters, "optimizer": self.state()}
-        if self.ema:
-            parts["ema"] = self.ema
-        return {part: self.world.whole(tensors) for part, tensors in parts.items()}
-
-    def restore(self, parts: dict[str, dict[str, Tensor]], source: str) -> None:
-        """Continues from `parts`, which the first process has read from `source`."""
-        for group in self.adamw.param_groups:  # AdamW would make its state at the first step
-            for weight in group["params"]:
-                zeros = {key: torch.zeros_like(weight) for key in ("exp_avg", "exp_avg_sq")}
-                self.adamw.state[weight] = {"step": torch.zeros((), device=weight.device)} | zeros
-        targets = {"weights": self.parameters, "optimizer": self.state(), "ema": self.ema}
-        for part, tensors in targets.items():
-            for name, target in tensors.items():
-                saved = parts.get(part, {}).get(name)
-                if part == "optimizer" and saved is None:  # a parameter that never had a gradient
-                    saved = torch.zeros(target.shape)
-                if self.world.rank == 0 and (saved is None or saved.shape != target.shape):
-                    shape = tuple(target.shape)
-                    raise ValueError(f"{source!r} has no {part} {name!r} of shape {shape}")
-                self.world.fill(target, saved)
-
-    def state(self) -> dict[str, Tensor]:
-        """Returns the state of the optimisers, by the name of the parameter and of the state."""
-        states = {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
-        return {
-            f"{name}.{key}": value
-            for name, parameter in self.parameters.items()
-            for key, value in states.get(parameter, {}).items()
-        }
-
 
 class Tally:
     """Sums the terms of good steps on the device, and counts the steps that were skipped."""
@@ -292,9 +256,10 @@ class Tally:
     names: tuple[str, ...] = (*Terms._fields, "gradient_norm")
 
     def __init__(self, device: torch.device) -> None:
-        float64 = {"dtype": torch.float64, "device": device}
-        self.sums, self.culprit = torch.zeros(2, len(self.names), **float64)
-        self.step, self.taken, self.skipped, self.streak, self.stopped = torch.zeros(5, **float64)
+        num = len(self.names)
+        self.numbers: Tensor = torch.zeros(2 * num + 5, dtype=torch.float64, device=device)
+        self.sums, self.culprit, self.counts = self.numbers.split([num, num, 5])
+        self.step, self.taken, self.skipped, self.streak, self.stopped = self.counts
 
     def add(self, values: Tensor, finite: Tensor) -> None:
         """Adds one step: its values in the order of `names`, and whether all are finite.
@@ -310,38 +275,27 @@ class Tally:
         self.streak.copy_((self.streak + 1) * ~finite)
         self.stopped += ((self.streak == _STREAK) & (self.stopped == 0)) * self.step
 
-    def fetch(self, clear: bool = True) -> tuple[dict[str, float], int, int]:
-        """Returns the means since the last clearing, steps skipped, and bad steps in a row.
+    def fetch(self) -> tuple[dict[str, float], int, int]:
+        """Returns the means since the last call, steps skipped in all, and bad steps in a row.
 
         Raises `TrainingStopped` when ten steps in a row were not finite.
         """
-        counts = torch.stack([self.taken, self.skipped, self.streak, self.stopped])
-        *numbers, taken, skipped, streak, stopped = torch.cat(
-            [self.sums, self.culprit, counts]
-        ).tolist()
-        sums, culprit = numbers[: len(self.names)], numbers[len(self.names) :]
+        num, (*terms, _, taken, skipped, streak, stopped) = len(self.names), self.numbers.tolist()
+        sums, culprit = terms[:num], terms[num:]
         if stopped:
             bad = [n for n, v in zip(self.names, culprit, strict=True) if not math.isfinite(v)]
             term = (*bad[1:], *bad)[0]  # a part of the loss says more than the loss
             raise TrainingStopped(
                 f"step {stopped:.0f}: {term} is not finite, for the tenth step in a row"
             )
-        if clear:
-            self.sums.zero_()
-            self.taken.zero_()
+        self.sums.zero_()
+        self.taken.zero_()
         means = {n: s / taken if taken else math.nan for n, s in zip(self.names, sums, strict=True)}
         return means, int(skipped), int(streak)
 
-    def pending(self) -> list[float]:
-        """Returns the sums of the steps that are not in the log yet, and how many they are."""
-        return [*self.sums.tolist(), float(self.taken)]
-
-    def restore(self, step: int, skipped: float, streak: float, pending: list[float]) -> None:
+    def restore(self, step: float, skipped: float, streak: float) -> None:
         """Continues from a checkpoint."""
-        for target, value in ((self.step, step), (self.skipped, skipped), (self.streak, streak)):
-            target.fill_(value)
-        self.sums.copy_(torch.tensor(pending[:-1], dtype=torch.float64))
-        self.taken.fill_(pending[-1])
+        self.counts.copy_(self.counts.new_tensor([step, 0.0, skipped, streak, 0.0]))
 
 
 def mix(*parts: object) -> int:
