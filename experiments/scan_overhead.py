@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import vssm
 from vssm.nn import MambaBlock, MambaMixer
-from vssm.nn.layers import apply_in_halves
+from vssm.nn.stack import apply_in_halves
 from vssm.ops import causal_conv_silu, selective_scan
 from vssm.runs.results import result, write_result
 

@@ -16,7 +16,7 @@ from tests.interpreter import (
 )
 from vssm import generate
 from vssm.nn import GRUBlock
-from vssm.nn.layers import Linear, RMSNorm, apply_in_halves
+from vssm.nn.stack import Linear, RMSNorm, apply_in_halves
 from vssm.ops.linear import fused
 from vssm.ops.linear.fused import PackedWeight
 from vssm.ops.linear.fused import fused_linear as linear

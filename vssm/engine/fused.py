@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vssm.models import Model, Variational
 from vssm.nn import AttentionBlock, GRUBlock, MambaBlock, MambaMixer, Stack, State
-from vssm.nn.layers import Linear, RMSNorm, StepSizes
+from vssm.nn.stack import Linear, RMSNorm, StepSizes
 from vssm.ops import selective_scan
 from vssm.ops.linear.fused import PackedWeight, linear_conv_silu
 from vssm.ops.linear.fused import fused_linear as linear

@@ -32,17 +32,17 @@ level; h (B, T, width); T is a multiple of the window, and the window of each sp
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.config import ModelConfig
-from vssm.distributions import Head, Latents, Observation, make_head
+from vssm.distributions import Latents, Observation
+from vssm.models.base import BaseModel
 from vssm.models.ladder import Rung
 from vssm.nn import Linear, MambaBlock, RMSNorm, State
-from vssm.nn.show import Shown
 
 __all__ = ["AnyPart", "Part", "order_of_passes"]
 
@@ -110,7 +110,7 @@ def order_of_passes(unknown: Tensor, noise: Tensor, window: int, passes: Tensor 
     return torch.where(flat, rank * parts // count, -1).view(unknown.shape)
 
 
-class AnyPart(Shown):
+class AnyPart(BaseModel):
     """Creates a vssm that conditions on any known part.
 
     Example:
@@ -124,11 +124,7 @@ class AnyPart(Shown):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.head: Head = make_head(
-            config.head, config.features - config.given, config.sigma, config.mixtures, config.bins
-        )
+        super().__init__(config)
         last = max(1, config.layers // 2)
         trunk = replace(config, layers=config.layers + config.levels + last)  # scales the blocks
         self.embed: _EntryEmbedding = _EntryEmbedding(config)
@@ -144,14 +140,6 @@ class AnyPart(Shown):
         alone = self.spans.count(1)  # levels with longer spans gather the evidence of their steps
         self.evidence_out: Linear | None = (
             Linear(config.width, alone * config.width) if alone else None
-        )
-
-    def forward(self, *_: object, **__: object) -> NoReturn:
-        """Raises, in place of PyTorch, and says what to call."""
-        raise NotImplementedError(
-            "a vssm with known='any' is not called itself; call vssm.objective(model, x), "
-            "vssm.log_likelihood(model, x), vssm.fill(model, x), vssm.generate(model) or "
-            "model.descend(part, draw)"
         )
 
     def rung(self, level: int) -> Rung:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from vssm.config import ModelConfig
-from vssm.distributions import Head, Observation, make_head
+from vssm.distributions import Observation
+from vssm.models.base import BaseModel
 from vssm.nn import Stack, State, embedding
-from vssm.nn.show import Shown
 
 __all__ = ["Autoregressive"]
 
 
-class Autoregressive(Shown):
+class Autoregressive(BaseModel):
     """Creates a transformer, ssm or rnn that predicts every step from the steps before it.
 
     Example:
@@ -30,11 +30,7 @@ class Autoregressive(Shown):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.head: Head = make_head(
-            config.head, config.features, config.sigma, config.mixtures, config.bins
-        )
+        super().__init__(config)
         self.stack: Stack = Stack(config, embedding(config), self.head.size, blank=True)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Observation, State]:

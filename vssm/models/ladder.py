@@ -28,16 +28,16 @@ A latents of a level after the cut, or in the steps of a call, T of them with sp
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.config import ModelConfig
-from vssm.distributions import Head, Latents, Observation, make_head
+from vssm.distributions import Latents, Observation
+from vssm.models.base import BaseModel
 from vssm.nn import LatentEmbedding, Linear, MambaBlock, RMSNorm, Stack, State, embedding
-from vssm.nn.show import Shown
 
 __all__ = ["Ladder", "Rung", "Task"]
 
@@ -178,7 +178,7 @@ def _take(h: Tensor, steps: Tensor, past: int) -> Tensor:
     return torch.take_along_dim(F.pad(h, (0, 0, 0, past)), steps[..., None], 1)
 
 
-class Ladder(Shown):
+class Ladder(BaseModel):
     """Creates a vssm with levels of latents.
 
     Example:
@@ -192,11 +192,7 @@ class Ladder(Shown):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.head: Head = make_head(
-            config.head, config.features, config.sigma, config.mixtures, config.bins
-        )
+        super().__init__(config)
         last = max(1, config.layers // 2)
         trunk = replace(config, layers=config.levels + last)  # which scales the blocks
         spans = config.spans or (1,) * config.levels
@@ -208,14 +204,6 @@ class Ladder(Shown):
         self.rungs: nn.ModuleList = nn.ModuleList(Rung(trunk, span) for span in spans)
         self.decoder: Stack = Stack(trunk, embedding(config), self.head.size, blank=True)
         del self.decoder.blocks[last:]
-
-    def forward(self, *_: object, **__: object) -> NoReturn:
-        """Raises, in place of PyTorch, and says what to call."""
-        raise NotImplementedError(
-            "a vssm with levels is not called itself; call vssm.objective(model, x), "
-            "vssm.log_likelihood(model, x), vssm.generate(model), model.task(x, cut) "
-            "or model.descend(e, draw)"
-        )
 
     def task(self, x: Tensor, cut: Tensor, lengths: Tensor | None = None, copies: int = 1) -> Task:
         """Lays out sequences for training and likelihoods.

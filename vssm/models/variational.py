@@ -12,20 +12,18 @@ Legend: x (B, T, D), or (B, T) tokens; z (B, T, Z) classes, or (B, T, Z, N) one-
 v, v̄ (B, T, Z, N); w (B, T, size of the head); C the cut, or length of the prompt.
 """
 
-from typing import NoReturn
-
 import torch
 from torch import Tensor
 
 from vssm.config import ModelConfig
-from vssm.distributions import Head, Latents, Observation, make_head
+from vssm.distributions import Latents, Observation
+from vssm.models.base import BaseModel
 from vssm.nn import LatentEmbedding, Stack, State, embedding
-from vssm.nn.show import Shown
 
 __all__ = ["Variational"]
 
 
-class Variational(Shown):
+class Variational(BaseModel):
     """Creates a vssm or tvae: three stacks, encoder, partial posterior and decoder.
 
     Example:
@@ -41,24 +39,12 @@ class Variational(Shown):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.head: Head = make_head(
-            config.head, config.features, config.sigma, config.mixtures, config.bins
-        )
+        super().__init__(config)
         codes = config.latents * config.classes
         self.encoder: Stack = Stack(config, embedding(config), codes)
         self.partial: Stack = Stack(config, embedding(config), codes, blank=True)
         self.decoder: Stack = Stack(
             config, LatentEmbedding(config.latents, config.classes, config.width), self.head.size
-        )
-
-    def forward(self, *_: object, **__: object) -> NoReturn:
-        """Raises, in place of PyTorch, and says what to call."""
-        raise NotImplementedError(
-            "a vssm or tvae is not called itself; call vssm.objective(model, x), "
-            "vssm.log_likelihood(model, x), vssm.generate(model), model.posterior(x) "
-            "or model.likelihood(z)"
         )
 
     def posterior(self, x: Tensor, state: State | None = None) -> tuple[Latents, State]:

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.config import ModelConfig
-from vssm.distributions import Head, Latents, Observation, make_head
+from vssm.distributions import Latents, Observation
+from vssm.models.base import BaseModel
 from vssm.nn import LatentEmbedding, Linear, Stack, State, embedding
-from vssm.nn.show import Shown
 
 __all__ = ["VRNN", "Trajectory"]
 
@@ -42,7 +42,7 @@ class Trajectory(NamedTuple):
     """The state after the last step."""
 
 
-class VRNN(Shown):
+class VRNN(BaseModel):
     """Creates a variational recurrent network.
 
     Example:
@@ -54,11 +54,7 @@ class VRNN(Shown):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.head: Head = make_head(
-            config.head, config.features, config.sigma, config.mixtures, config.bins
-        )
+        super().__init__(config)
         width, codes = config.width, config.latents * config.classes
         self.embed_x: nn.Module = embedding(config)
         self.embed_z: LatentEmbedding = LatentEmbedding(config.latents, config.classes, width)

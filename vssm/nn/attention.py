@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.config import ModelConfig
-from vssm.nn.layers import Linear
+from vssm.nn.stack import Linear
 from vssm.nn.state import State
 
 __all__ = ["AttentionBlock", "reserve", "trim"]

@@ -13,8 +13,7 @@ from vssm.nn.state import State
 
 __all__ = ["GRUBlock"]
 
-# The most gate values in one call: with 1.6e9 of them (50,000 rows of 168 steps), cuDNN 9 read out
-# of bounds on an H200.
+# Gates in one call: with 1.6e9 of them (50,000 rows of 168 steps), cuDNN 9 read out of bounds.
 MOST_GATES = 2**28
 
 
@@ -28,33 +27,22 @@ class GRUBlock(nn.Module):
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step."""
-        h = None if state is None else state["h"]
+        h = x.new_zeros(len(x), x.shape[2]) if state is None else state["h"]
         if x.shape[1] == 1:  # a cell: half the cost of a layer, and a CUDA graph can hold it
-            h = self.cell(x, x.new_zeros(len(x), x.shape[2]) if h is None else h)
+            h = self.cell(x, h)
             y = h[:, None]
         else:
-            y, h = self._layer(self.norm(x), h)
+            y, h = self._read(self.norm(x), h)
         position = x.shape[1] + (0 if state is None else state.position)
         return x + y, State({"h": h}, position)
 
-    def _layer(self, x: Tensor, h: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Reads many steps, in several calls if their gates are too many for one.
-
-        Rows are divided only if one step of all rows is too much. Each part of the rows then goes
-        through all steps.
-        """
-        h = x.new_zeros(len(x), x.shape[2]) if h is None else h
-        rows = max(1, MOST_GATES // (3 * x.shape[2]))
-        steps = max(1, rows // max(1, len(x)))
-        ys, lasts = [], []
-        for part, last in zip(x.split(rows), h.split(rows), strict=True):
-            made, now = [], last[None].contiguous()
-            for some in part.split(steps, 1):
-                y, now = self.gru(some, now)
-                made.append(y)
-            ys.append(_joined(made, 1))
-            lasts.append(now[0])
-        return _joined(ys, 0), _joined(lasts, 0)
+    def _read(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Reads many steps, in several calls if their gates are too many for one."""
+        ys, h = [], h[None].contiguous()
+        for part in x.split(max(1, MOST_GATES // (3 * x[:, 0].numel())), 1):
+            y, h = self.gru(part, h)
+            ys.append(y)
+        return torch.cat(ys, 1) if len(ys) > 1 else ys[0], h[0]
 
     def cell(self, x: Tensor, h: Tensor) -> Tensor:
         """Returns the hidden state after one step, (B, width)."""
@@ -63,7 +51,3 @@ class GRUBlock(nn.Module):
             for name in ("weight", "bias")
         )
         return torch.gru_cell(self.norm(x)[:, 0], h, *weights, *biases)
-
-
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

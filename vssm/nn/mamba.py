@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from vssm.config import ModelConfig
-from vssm.nn.layers import Linear, RMSNorm, StepSizes, apply_in_halves
+from vssm.nn.stack import Linear, RMSNorm, StepSizes, apply_in_halves
 from vssm.nn.state import State
 from vssm.ops import causal_conv_silu, selective_scan
 

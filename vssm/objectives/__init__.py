@@ -147,8 +147,9 @@ def objective(
     elif isinstance(inner, Ladder):
         terms, kl = _ladder_terms(inner, x, lengths, draws)
     else:
-        score = _vrnn_terms if isinstance(inner, VRNN) else _variational_terms
-        terms = score(inner, x, lengths, real, draws)  # type: ignore[arg-type]
+        vrnn = isinstance(inner, VRNN)
+        score, own = (_vrnn_terms, model) if vrnn else (_variational_terms, inner)
+        terms = score(own, x, lengths, real, draws)  # type: ignore[arg-type]
         kl = terms.kl
     if kl_weight is None:
         return terms

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vssm.checks import check_device, check_path
 from vssm.config import FORMAT, ModelConfig
-from vssm.models import Model, build, inner_model, single_after_fork
+from vssm.models import Model, build, inner_model
 from vssm.runs import pretrained
 from vssm.runs.config import SavedConfig
 from vssm.storage import read_object, read_tensors, write_tensors
@@ -82,7 +82,6 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
         >>> model.config.kind, vssm.generate(model, num=1, length=2).x.shape
         ('vssm', torch.Size([1, 2, 28]))
     """
-    single_after_fork()
     device, folder = check_device(device), _find(folder)
     saved = SavedConfig.read(folder)
     config, path = saved.model(), folder / "weights.safetensors"
