@@ -42,7 +42,7 @@ release: .venv/ready-dev
 	rm -rf dist .venv-release
 	$(BIN)/python -m build --quiet
 	$(BIN)/python -c "import pathlib; size = sum(p.stat().st_size for p in pathlib.Path('dist').glob('*.whl')); \
-		print(f'wheel: {size / 2**20:.1f} MiB'); assert size <= 16 * 2**20"
+		print(f'wheel: {size:,} bytes'); assert size <= 15_000_000"
 	for archive in dist/*.whl dist/*.tar.gz; do \
 		$(PYTHON) -m venv --clear .venv-release && \
 		.venv-release/bin/python -m pip install --quiet --constraint constraints.txt $$archive && \

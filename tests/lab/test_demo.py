@@ -14,10 +14,11 @@ def test_demo_opens_with_pictures_and_the_race(tmp_path, monkeypatch, capsys):
     folder = (tmp_path / "demo").relative_to(tmp_path)
     lines = capsys.readouterr().out.replace(str(tmp_path), "").splitlines()
     assert len(lines) + 2 <= 50, "two more models are trained usually"
-    assert "mnist-one-shot.png" in lines[1] and lines[5].startswith("Race")
-    assert lines[6].split() == ["T", "vssm", "ssm", "transformer"]
-    assert re.fullmatch(r"  vssm +\d+ +-?\d+\.\d\d +-?\d+\.\d\d", lines[12])
+    assert "mnist-one-shot.png" in lines[1] and lines[6].startswith("Race")
+    assert lines[7].split() == ["T", "vssm", "ssm", "transformer"]
+    assert re.fullmatch(r"  vssm +\d+ +-?\d+\.\d\d +-?\d+\.\d\d", lines[13])
     pictures = {path.name for path in folder.glob("*.png")}
-    assert pictures == {f"mnist-{name}.png" for name in ("one-shot", "re-conditioned", "completed")}
+    names = ("one-shot", "completed", "labels", "filled")
+    assert pictures == {f"mnist-{name}.png" for name in names}
     page = (folder / "report.html").read_text()
     assert "completed of vssm" in page

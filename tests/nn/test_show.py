@@ -4,8 +4,10 @@ import pandas
 import pytest
 
 import vssm
+from vssm.cli import main
 from vssm.config import KINDS
 from vssm.nn.show import html_table
+from vssm.runs.folder import RunFolder
 
 SIZES = {"features": 3, "width": 8, "layers": 1, "heads": 2, "latents": 2, "classes": 4}
 
@@ -34,6 +36,15 @@ def test_a_forecaster_shows_its_parameters_and_its_fit():
     assert "<th>horizon</th><td>3</td>" in own._repr_html_() and "series" not in own._repr_html_()
     page = own.fit(table)._repr_html_()
     assert "<th>series</th><td>2</td>" in page and "AnyPart(kind=vssm" in page
+
+
+def test_a_run_folder_shows_its_settings_metrics_and_samples(tmp_path):
+    assert RunFolder(tmp_path)._repr_html_() == f"<table><caption>Run {tmp_path}</caption></table>"
+    main(["train", "digits", "--smoke", "--train.max-steps", "2", "--out", str(tmp_path / "run")])
+    main(["evaluate", str(tmp_path / "run"), "--quick", "--num-images", "0"])
+    page = RunFolder(tmp_path / "run")._repr_html_()
+    assert "<td>digits</td>" in page and "<th>log_likelihood</th>" in page
+    assert "<th>ended</th><td>True</td>" in page and '<img alt="Samples" src="data:' in page
 
 
 def test_values_are_escaped():

@@ -78,28 +78,30 @@ def demo(out: Path = Path("demo")) -> None:
 
 
 def _draw_mnist(folder: Path) -> None:
-    """Draws digits in one pass and row by row, and completes upper halves."""
-    meta = read_meta(pretrained.find("mnist-small"))
+    """Draws digits in one pass, completes upper halves and fills holes."""
+    meta = read_meta(pretrained.find("mnist-best-small"))
     assert meta is not None, "a shipped model describes its data"
-    best, small = vssm.load("mnist-best-small"), vssm.load("mnist-small")
-    row_by_row = {"chunk": 1, "recondition": True}
-    for model in (best, small):
-        vssm.generate(model, num=1)  # compiles
+    best, any_part = vssm.load("mnist-best-small"), vssm.load("mnist-any-small")
+    vssm.generate(best, num=1)  # compiles
+    labels = torch.full((16, 28, 38), torch.nan)
+    labels[..., 28:] = torch.eye(10)[torch.arange(16) % 10, None]
 
     def show(name: str, words: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         began = time.perf_counter()
         x = make()
-        path = draw(meta, x, folder / f"mnist-{name}.png")
+        path = draw(meta, x[..., :28], folder / f"mnist-{name}.png")
         print(f"  {path!s:32s} {words:34s} {time.perf_counter() - began:.2f} s", flush=True)
         return x
 
     def complete() -> torch.Tensor:
         return torch.cat([upper, vssm.generate(best, length=14, prompt=upper, seed=2).x], 1)
 
-    show("one-shot", "32 digits in one pass", lambda: vssm.generate(best, num=32, seed=1).x)
-    rows = lambda: vssm.generate(small, num=32, seed=1, **row_by_row).x  # noqa: E731
-    upper = show("re-conditioned", "32 digits, row by row", rows)[:16, :14]
+    one_shot = lambda: vssm.generate(best, num=32, seed=1).x  # noqa: E731
+    upper = show("one-shot", "32 digits in one pass", one_shot)[:16, :14]
     show("completed", "16 lower halves anew, in one pass", complete)
+    holes = show("labels", "16 digits by label, in one pass", lambda: vssm.fill(any_part, labels))
+    holes[:, 7:21, 7:21] = torch.nan
+    show("filled", "their middles anew, in one pass", lambda: vssm.fill(any_part, holes))
 
 
 def _race() -> None:

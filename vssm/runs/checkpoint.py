@@ -78,7 +78,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
 
     Example:
         >>> import vssm
-        >>> model = vssm.load("mnist-small")
+        >>> model = vssm.load("mnist-best-small")
         >>> model.config.kind, vssm.generate(model, num=1, length=2).x.shape
         ('vssm', torch.Size([1, 2, 28]))
     """
@@ -125,7 +125,7 @@ def config_of(folder: str | Path) -> ModelConfig:
     """Returns the settings of the model that `load` would read.
 
     Example:
-        >>> config_of("mnist-small").kind
+        >>> config_of("mnist-best-small").kind
         'vssm'
     """
     folder = _find(folder)

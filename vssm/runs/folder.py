@@ -16,6 +16,7 @@ so damage is found before anything is loaded, and `progress.json` has the config
 a checkpoint of another run is refused. Nothing is ever unpickled.
 """
 
+import base64
 import dataclasses
 import hashlib
 import json
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from vssm.config import RunConfig
 from vssm.data import Meta
+from vssm.nn.show import html_table
 from vssm.runs.config import SavedConfig, flatten, read_config
 from vssm.storage import flush, read_object, read_tensors, write_atomically, write_tensors
 
@@ -100,13 +102,38 @@ def claim(folder: Path, what: str) -> IO[str] | None:
 
 
 class RunFolder:
-    """Reads and writes one run folder, which need not exist yet."""
+    """Reads and writes one run folder, which need not exist yet. A notebook shows the run.
+
+    Example:
+        >>> RunFolder("runs/first")
+        RunFolder('runs/first')
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.path: Path = Path(folder)
         self.log_path: Path = self.path / "log.jsonl"
         self.checkpoints: Path = self.path / "checkpoint"
         self._lock: IO[str] | None = None
+
+    def __repr__(self) -> str:
+        return f"RunFolder({str(self.path)!r})"
+
+    def _repr_html_(self) -> str:
+        rows: dict[str, object] = {}
+        if (self.path / "config.json").is_file():
+            config = read_config(self.path)
+            rows = {"data": config.data.name, "kind": config.model.kind, "ended": self.has_ended()}
+        if self.log_path.is_file() and (log := read_log(self.path)):
+            rows |= {name: log[-1][name] for name in ("epoch", "step", "loss")}
+        if (self.path / "eval.json").is_file():
+            rows |= read_object(self.path / "eval.json")["metrics"]
+        rows = {name: f"{v:.5g}" if isinstance(v, float) else v for name, v in rows.items()}
+        table = html_table(f"Run {self.path}", rows)
+        picture = self.path / "samples.png"
+        if not picture.is_file():
+            return table
+        data = base64.b64encode(picture.read_bytes()).decode()
+        return f'{table}<img alt="Samples" src="data:image/png;base64,{data}">'
 
     def close(self) -> None:
         """Lets another process train in this folder."""

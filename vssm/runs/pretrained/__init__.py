@@ -1,6 +1,6 @@
 """Models that are shipped with the package, each in a folder here, so that they work offline.
 
-    vssm.load("mnist-small")        vssm generate mnist-small --num 64 --out one-shot.png
+    vssm.load("mnist-best-small")        vssm generate mnist-best-small --num 64 --out x.png
 
 | file | content |
 | --- | --- |
@@ -9,7 +9,9 @@
 | `eval.json` | what `vssm evaluate` measured of these very weights |
 | `README.md` | the model card |
 
-A file or folder of the same name in the working directory comes first.
+A file or folder of the same name in the working directory comes first. The wheel holds
+`mnist-best-small` and `mnist-any-small`; a clone also has `mnist-small`, the paper's own model,
+and `mnist-small-ssm`.
 """
 
 from pathlib import Path
