@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,10 +41,13 @@ napoleon_google_docstring, napoleon_numpy_docstring = True, False
 # MathJax is part of the site, so that formulas need no network.
 mathjax = find_spec("sphinx-mathjax-offline")
 assert mathjax and mathjax.origin, "a package of the docs extra"
-html_static_path = [str(Path(mathjax.origin).parent / "static" / "mathjax" / "tex-svg.js")]
+tex = Path(mathjax.origin).parent / "static" / "mathjax" / "tex-svg.js"
+html_static_path = [str(tex), "site.css"]
 mathjax_path = "tex-svg.js"
 
 html_theme = "furo"  # search, light and dark, phones
+html_css_files = ["site.css"]
+pygments_dark_style = "monokai"  # the default underlines every import
 html_title = f"vssm {release}"
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0b57b5", "color-brand-content": "#0b57b5"},
@@ -53,6 +57,7 @@ html_theme_options = {
 
 def write_api() -> None:
     """Lists the public names for autosummary, in the sections of the written reference."""
+    shutil.rmtree(FOLDER / "api", ignore_errors=True)  # may hold pages of names that have gone
     sections = runpy.run_path(str(FOLDER / "reference.py"))["SECTIONS"]
     lines = ["# API", "", "Each name has a page of its own, with links to its source.", ""]
     for title, names in sections.items():
