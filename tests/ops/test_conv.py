@@ -16,7 +16,7 @@ from vssm.ops.conv import (
     causal_conv_silu,
     causal_conv_silu_reference,
 )
-from vssm.ops.linear.fused import fused_linear, linear_conv_silu
+from vssm.ops.linear import linear, linear_conv_silu
 
 SIZES = [(2, 1, 3, 4), (1, 2, 5, 4), (2, 35, 5, 4), (1, 5, 520, 3), (2, 4, 4, 1)]
 
@@ -175,10 +175,10 @@ def test_linear_conv_silu_adds_the_parts_of_the_product(size, state, monkeypatch
     )
     matrix /= 8
     for split in (1, 2):
-        how = linear_triton.Plan(16, 16, 32, split, 4, 2)
+        how = linear_triton.Plan(16, 16, 32, split, 4, 2, "tf32")
         monkeypatch.setattr(linear_triton, "plan", lambda *_, how=how: how)
         for norm in (None, RMSNorm(64, eps=1e-5).to(DEVICE)):
-            u, z = fused_linear(x, matrix, norm=norm, backend="triton").chunk(2, -1)
+            u, z = linear(x, matrix, norm=norm, backend="triton").chunk(2, -1)
             y, after = causal_conv_silu(u, weight, bias, before, "triton")
             options = {"state": before, "norm": norm, "backend": "triton"}
             given = linear_conv_silu(x, matrix, weight, bias, **options)
@@ -198,7 +198,7 @@ def test_real_sizes_of_product_and_convolution(size, state):
     x, matrix = torch.randn(*size, 1024, device="cuda"), torch.randn(4096, 1024, device="cuda") / 32
     norm = RMSNorm(1024, eps=1e-5).to("cuda")
     first, second = (linear_conv_silu(x, matrix, weight, bias, before, norm) for _ in range(2))
-    u, z = fused_linear(x, matrix, norm=norm).chunk(2, -1)
+    u, z = linear(x, matrix, norm=norm).chunk(2, -1)
     y, after = causal_conv_silu(u, weight, bias, before)
     for given, again, wanted in zip(first, second, (y, z, after), strict=True):
         assert torch.equal(given, again)

@@ -1,7 +1,5 @@
 """Products for generation equal PyTorch's: interpreted without a GPU, compiled with one."""
 
-from unittest.mock import Mock
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,9 +15,8 @@ from tests.interpreter import (
 from vssm import generate
 from vssm.nn import GRUBlock
 from vssm.nn.stack import Linear, RMSNorm, apply_in_halves
-from vssm.ops.linear import fused
-from vssm.ops.linear.fused import PackedWeight
-from vssm.ops.linear.fused import fused_linear as linear
+from vssm.ops import linear as linear_module
+from vssm.ops.linear import PackedWeight, linear
 
 SINGLE = 2e-6  # relative, in norm, against float64
 
@@ -101,11 +98,12 @@ def test_rows_of_any_scale(rows):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
 @torch.no_grad()
 def test_what_is_not_finite_stays_so():
-    from vssm.ops.linear.triton import Plan, forward
+    from vssm.ops.linear.triton import Plan
+    from vssm.ops.linear.triton import linear as forward
 
     x, weight = normal(3, 64), normal(20, 64, seed=1)
     x[1, 5], x[2, 6] = float("inf"), float("nan")
-    for how in (None, *(Plan(16, 16, 32, 1, 4, 2, split) for split in ("turned", "none"))):
+    for how in (None, *(Plan(16, 16, 32, 1, 4, 2, method) for method in ("tf32", "float32"))):
         given = forward(x, weight, how=how)
         assert torch.isfinite(given[0]).all()
         assert not torch.isfinite(given[1:]).any()
@@ -136,11 +134,12 @@ def test_leading_dimensions_and_strides():
 
 
 @kernels
-@pytest.mark.parametrize("split", ["turned", "tf32", "before", "none"])
+@pytest.mark.parametrize("method", ["tf32", "float16", "float32"])
 @torch.no_grad()
-def test_every_way_to_split(split):
+def test_every_method(method):
     """Each with and without parts of K, a norm, and rows, columns and K that no tile divides."""
-    from vssm.ops.linear.triton import Plan, forward
+    from vssm.ops.linear.triton import Plan
+    from vssm.ops.linear.triton import linear as forward
 
     whole, weight, bias, add = (
         normal(37, 224),
@@ -150,9 +149,9 @@ def test_every_way_to_split(split):
     )
     x, norm = whole[:, 32:], rms_norm(192)
     x *= torch.logspace(-3, 3, 37).to(DEVICE)[:, None]
-    for parts in (1,) if split == "none" else (1, 3):
-        how = Plan(16, 16, 32, parts, 4, 2, split)
-        given = forward(x, weight, bias, add, norm.weight, norm.eps, how)
+    for parts in (1,) if method == "float32" else (1, 3):
+        how = Plan(16, 16, 32, parts, 4, 2, method)
+        given = forward(x, weight, bias, add, norm, how)
         assert relative_error(given, exact(x, weight, bias, add, norm)) < SINGLE
         given = forward(x, weight, how=how)
         scale = x.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)
@@ -163,9 +162,10 @@ def test_every_way_to_split(split):
 @torch.no_grad()
 def test_a_packed_weight_gives_the_same_products():
     """Its halves are made when a product first reads them, and kept."""
-    from vssm.ops.linear.triton import Plan, forward
+    from vssm.ops.linear.triton import Plan
+    from vssm.ops.linear.triton import linear as forward
 
-    how = Plan(16, 16, 32, 1, 4, 2, "before")
+    how = Plan(16, 16, 32, 1, 4, 2, "float16")
     x, weight, made = normal(5, 64), normal(20, 64), []
     packed = PackedWeight(weight)
     wanted = forward(x, weight, how=how)
@@ -229,14 +229,8 @@ def test_plans_cover_the_depth():
                 how = plan(M, N, K, shared)
                 assert K % (how.SPLIT * how.BK) == 0 and (32 if M > 1 else 1) <= how.BK
                 assert how.SPLIT == 1 or K // how.SPLIT >= 64
-                assert how.stages >= (1 if how.split == "none" else 2)
+                assert how.stages >= (1 if how.method == "float32" else 2)
                 assert M == 1 or 4 * how.stages * how.BK * (how.BM + how.BN) <= shared
-
-
-def test_no_triton_is_no_error(monkeypatch):
-    absent = ModuleNotFoundError("No module named 'triton'")
-    monkeypatch.setattr("importlib.util.find_spec", Mock(side_effect=absent))
-    assert not fused._has_descriptors.__wrapped__()
 
 
 def test_auto_is_pytorch_where_it_must_be():
@@ -290,11 +284,13 @@ def test_real_sizes_are_accurate_and_repeat(size):
 @pytest.mark.parametrize("kind", ["vssm", "ssm", "rnn", "vrnn", "transformer", "tvae"])
 def test_generation_is_the_same_without(kind, monkeypatch):
     model = small_model(kind, width=64).to("cuda")
-    ran, runs = [], fused._runs
-    monkeypatch.setattr(fused, "_runs", lambda *given: ran.append(runs(*given)) or ran[-1])
+    ran, runs = [], linear_module._runs_kernels
+    monkeypatch.setattr(
+        linear_module, "_runs_kernels", lambda *given: ran.append(runs(*given)) or ran[-1]
+    )
     given = generate(model, num=3, length=9, seed=1)
     assert any(ran)
-    monkeypatch.setattr(fused, "_runs", lambda *_: False)
+    monkeypatch.setattr(linear_module, "_runs_kernels", lambda *_: False)
     wanted = generate(model, num=3, length=9, seed=1)
     assert relative_error(given.x, wanted.x) < 1e-4
 

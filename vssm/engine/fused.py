@@ -3,7 +3,7 @@ read.
 
 They compute what the plain modules of `vssm.nn` compute, to rounding, and have the same signatures.
 Because the weights never change, A = -exp(A_log) is computed once, and every matrix keeps the
-halves that products of many rows read (`vssm.ops.linear.fused`). The kernel that ends a product
+halves that products of many rows read (`vssm.ops.linear`). The kernel that ends a product
 also adds the residual.
 """
 
@@ -17,8 +17,7 @@ from vssm.models import Model, Variational
 from vssm.nn import AttentionBlock, GRUBlock, MambaBlock, MambaMixer, Stack, State
 from vssm.nn.stack import Linear, RMSNorm, StepSizes
 from vssm.ops import selective_scan
-from vssm.ops.linear.fused import PackedWeight, linear_conv_silu
-from vssm.ops.linear.fused import fused_linear as linear
+from vssm.ops.linear import PackedWeight, linear, linear_conv_silu
 
 __all__ = ["decode_step", "fuse"]
 

@@ -25,8 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vssm.ops.launch_triton import ceil_div, launch, next_power, processors
-from vssm.ops.linear.triton import Parts
-from vssm.ops.linear.triton_kernels import add_parts
+from vssm.ops.linear.triton import Parts, add_parts
 
 __all__ = ["conv_backward", "conv_forward", "forward_parts"]
 

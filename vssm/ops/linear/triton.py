@@ -2,23 +2,22 @@
 
     y = rate (x scale) weight^T + bias + add      rate = (mean_k x_k^2 + eps)^(-1/2), for each row
 
-Each operand is split into two numbers of 11 bits, and three of their four products are added up:
+Tensor cores multiply float16 and tf32 exactly. So each operand is split into two numbers of 11
+bits, and three of their four products are added up:
 
-    x = 2^e (high + low),   e one exponent for each row, so that its largest is in [2^14, 2^15)
-    x w = 2^(e + e') (low high' + high low' + high high')      leaves out 2^-22 of the product
+    x = high + low                          x w = low high' + high low' + high high'
 
-| rows | `Plan.split` | how operands are split                                                     |
-| ---- | ------------ | -------------------------------------------------------------------------- |
-| few  | "none"       | not at all, for one row or where x and the weight are small                |
-|      | "turned"     | into tf32, in the kernel, where the weight is large: y^T = weight x^T, so  |
-|      |              | that columns of y fill the tensor cores and a weight is split once         |
-| more | "turned"     | as above, up to SOME rows, where there are columns enough                  |
-| any  | "tf32"       | into tf32, by Triton, where no other way fits                              |
-| many | "before"     | into float16, by a kernel of its own that also norms; a `PackedWeight`     |
-|      |              | keeps the halves of a weight                                               |
-
-Tensor cores multiply float16 and tf32 exactly and add up one tile. Tiles are added in float32,
+which leaves out 2^-22 of the product. Tensor cores add up one tile; tiles are added in float32,
 because tensor cores cut off where float32 rounds.
+
+| `Plan.method` | for                     | how                                                    |
+| ------------- | ----------------------- | ------------------------------------------------------ |
+| "float32"     | one row, small products | sums of single numbers, without tensor cores           |
+| "tf32"        | all others              | y^T = weight x^T, so that columns of y fill the tensor |
+|               |                         | cores when rows are few; operands split in registers   |
+| "float16"     | many rows and columns   | a kernel of its own norms and splits into 2^e (high +  |
+|               |                         | low), e one for each row so that its largest number is |
+|               |                         | in [2^14, 2^15); a `PackedWeight` keeps the halves     |
 
 Few rows read weights as fast as memory allows. To let all processors read, K is cut into SPLIT
 parts, whose sums are added in order by a second kernel or by the reader (`vssm.ops.conv.triton`).
@@ -26,24 +25,27 @@ How a product is cut depends on its sizes only, and there are no atomics: result
 bit.
 
 Shapes: x (M, K), weight (N, K), bias (N,), add and y (M, N), scale (K,), partial (SPLIT, M, N),
-squares (SPLIT, M), high and low (M, K) or (N, K), down = 2^e (M,) or (N,).
+squares (SPLIT, M), high and low (M, K) or (N, K), down = 2^e (M,) or (N,). Rows and columns that a
+last tile has beyond the end read others in their place, and are not stored.
 """
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
-from torch import Tensor
+import triton.language as tl
+from torch import Tensor, nn
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vssm.ops.linear import triton_kernels as kernels
-from vssm.ops.linear.fused import Halves, PackedWeight
+from vssm.ops.launch_triton import ceil_div, next_power
+from vssm.ops.linear import Halves, PackedWeight
 
-__all__ = ["Parts", "Plan", "forward", "multiply", "plan"]
+__all__ = ["Parts", "Plan", "add_parts", "linear", "multiply", "plan"]
 
 FEW = 64  # rows up to which a product waits for its weights
-SOME = 2048  # rows up to which a turned product splits often enough to pay
-MANY = 384  # rows from which it pays to split the weights before
-SMALL = 6 << 20  # products of numbers up to which few rows are multiplied without parts of K
+MANY = 384  # rows from which it pays to split operands in a kernel of its own
+SMALL = 6 << 20  # products of numbers up to which few rows are summed without tensor cores
 PROCESSORS = 132  # multiprocessors of a device, for which products are cut up
 SHARED = 227 * 1024  # bytes of shared memory of the largest devices
 LONGEST = 8192  # the kernel that splits holds a row in registers
@@ -59,7 +61,7 @@ class Plan(NamedTuple):
     SPLIT: int  # parts of K that different programs sum
     warps: int
     stages: int  # tiles on their way from memory
-    split: str = "tf32"  # where numbers are split
+    method: str
 
 
 class Parts(NamedTuple):
@@ -71,89 +73,60 @@ class Parts(NamedTuple):
     eps: float
 
 
-# How small products of few rows are cut up, by the largest number of columns.
-ROWS = (
-    (64, Plan(1, 4, 1024, 1, 8, 1, "none")),
-    (2**31, Plan(4, 8, 256, 1, 4, 9, "none")),
-)
-# How large ones are, by the least number of columns: SPLIT is the most programs, BM is for 32 rows.
-TURNED = (
-    (2048, Plan(32, 128, 64, PROCESSORS, 8, 4, "turned")),
-    (1024, Plan(32, 64, 64, PROCESSORS, 4, 4, "turned")),
-)
-
-
 def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
     """Returns how a product is cut up on a device with that much shared memory."""
     if M == 1:
         BK = min(1024, K & -K)
         warps = 8 if N <= 1024 and BK == 1024 else 4
-        return Plan(1, max(2, min(16, 256 // BK)), BK, 1, warps, 3, "none")
-    if M >= MANY and N >= 512 and 512 <= K <= LONGEST:
-        how = Plan(128, 128, 64, 1, 8, 3, "before")
-    elif FEW < M <= SOME and N >= 96:
-        how = Plan(64, 128, 32, PROCESSORS, 8, 4, "turned")
-    elif M > FEW:
-        BM = 128 if triton.cdiv(M, 128) * triton.cdiv(N, 64) * K >= 128 * 128 else 64
-        how = Plan(BM, 64, 32, 1, 4, 4, "tf32")
-    else:
-        BM = max(16, triton.next_power_of_2(M))
-        large = [how for least, how in TURNED if least <= N and K >= 256]
-        small = [how for most, how in ROWS if most >= N and K % how.BK == 0]
-        if not large and small and M * N * K <= SMALL:
-            how = small[0]
+        return Plan(1, max(2, min(16, 256 // BK)), BK, 1, warps, 3, "float32")
+    if M <= FEW and M * N * K <= SMALL and (N < 1024 or K < 256):
+        how = Plan(4, 8, 256, 1, 4, 9, "float32")
+        if N <= 64 and K % 1024 == 0:
+            how = Plan(1, 4, 1024, 1, 8, 1, "float32")
+        if K % how.BK == 0:
             room = shared // (4 * how.BK * (how.BM + how.BN))
             return how._replace(stages=min(how.stages, K // how.BK + 1, room))
-        how = large[0]._replace(BM=BM) if large else Plan(BM, 16, 128, 1, 4, 4, "tf32")
-    tiles, split = triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN), 1
-    programs = (
-        how.SPLIT if how.split == "turned" else (1 if how.split == "before" else 2) * PROCESSORS
-    )
-    least = 64 if how.split == "tf32" else 128
-    while split < 16 and 2 * split * tiles <= programs and K % (2 * split * least) == 0:
+    if M >= MANY and N >= 512 and 512 <= K <= LONGEST:
+        how = Plan(128, 128, 64, 1, 8, 3, "float16")
+    elif M > FEW:
+        BN, warps = (128, 8) if N > 64 else (64, 4)
+        how = Plan(64, BN, 32, 1, warps, 4, "tf32")
+    else:
+        BN, BK, warps = (128, 64, 8) if N >= 2048 else (64, 64, 4)
+        if N < 1024 or K < 256:  # narrow tiles, so that there are enough
+            BN, BK, warps = 16, 128, 4
+        how = Plan(max(16, next_power(M)), BN, BK, 1, warps, 4, "tf32")
+    tiles, split = ceil_div(M, how.BM) * ceil_div(N, how.BN), 1
+    while split < 16 and 2 * split * tiles <= PROCESSORS and K % (2 * split * 128) == 0:
         split *= 2
     BK, row = how.BK, 4 * (how.BM + how.BN)
     while K // split % BK or 3 * BK * row > shared:
         BK //= 2
-    # What is split in the kernel takes the room of one more tile, but a turned product splits in
-    # registers.
-    stages = min(how.stages, shared // (BK * row) - (how.split == "tf32"))
-    if how.split == "turned" or (how.split == "tf32" and split == 1):
+    stages = min(how.stages, shared // (BK * row))
+    if how.method == "tf32":
         # A loop can not load further ahead than it goes; room that it does not take is for other
         # programs.
         stages = min(stages, K // split // BK + 1)
     return how._replace(BK=BK, SPLIT=split, stages=stages)
 
 
-def forward(
+def linear(
     x: Tensor,
     weight: Tensor | PackedWeight,
     bias: Tensor | None = None,
     add: Tensor | None = None,
-    scale: Tensor | None = None,
-    eps: float = 0.0,
+    norm: nn.RMSNorm | None = None,
     how: Plan | None = None,
 ) -> Tensor:
     """Returns y (..., N) in float32, for K that 32 divides."""
-    made = multiply(x, weight, bias, add, scale, eps, how)
-    return made if isinstance(made, Tensor) else _added(made, x.shape[:-1], bias, add)
-
-
-def _normed_before(M: int, K: int, how: Plan) -> bool:
-    """Says whether rows are normed by a kernel of its own: on the way it would be once for each
-    tile.
-    """
-    return M > FEW and how.split in ("tf32", "turned") and K > SHORT
-
-
-def _added(made: Parts, shape: torch.Size, bias: Tensor | None, add: Tensor | None) -> Tensor:
-    """Adds parts of K, bias and add."""
+    made = multiply(x, weight, bias, add, norm, how)
+    if isinstance(made, Tensor):
+        return made
     split, M, N = made.partial.shape
-    y = torch.empty((*shape, N), dtype=torch.float32, device=made.partial.device)
-    bias, add = (None if t is None else t.contiguous() for t in (bias, add))
-    blocks = {"SPLIT": split, "BLOCK": 256, "num_warps": 2}
+    y = made.partial.new_empty((*x.shape[:-1], N))
+    bias, add = _contiguous(bias), _contiguous(add)
     operands = made.partial, made.squares, bias, add, y, M * N, N, made.K, made.eps
-    kernels.sum_kernel[(triton.cdiv(M * N, 256),)](*operands, **blocks)
+    _sum_kernel[(ceil_div(M * N, 256),)](*operands, SPLIT=split, BLOCK=256, num_warps=2)
     return y
 
 
@@ -162,68 +135,49 @@ def multiply(
     weight: Tensor | PackedWeight,
     bias: Tensor | None = None,
     add: Tensor | None = None,
-    scale: Tensor | None = None,
-    eps: float = 0.0,
+    norm: nn.RMSNorm | None = None,
     how: Plan | None = None,
 ) -> Tensor | Parts:
-    """Does `forward` but for the parts of K, if there are any: neither are they added, nor bias and
-    add.
-    """
+    """Returns what `linear` returns, or parts of K, to which bias and add are still to be added."""
     packed = weight if isinstance(weight, PackedWeight) else None
     weight = weight.contiguous() if isinstance(weight, Tensor) else weight.weight
     (N, K), shape = weight.shape, (*x.shape[:-1], len(weight))
     x = x.reshape(-1, K)
     x = x if x.stride(1) == 1 else x.contiguous()
-    bias, add, scale = (None if t is None else t.contiguous() for t in (bias, add, scale))
-    M = len(x)
-    how = how or plan(M, N, K, _shared(x.device))
-    whole = how.SPLIT == 1 or M <= 1 or N == 0
-    y = torch.empty(shape if whole else (how.SPLIT, M, N), dtype=torch.float32, device=x.device)
+    scale, eps = (None, 0.0) if norm is None else (norm.weight.contiguous(), norm.eps or 0.0)
+    bias, add, M = _contiguous(bias), _contiguous(add), len(x)
     if M * N == 0:
-        return y
-    sizes = {
-        "BM": how.BM,
-        "BN": how.BN,
-        "BK": how.BK,
-        "num_warps": how.warps,
-        "num_stages": how.stages,
-    }
-    if how.split == "none":
-        grid = triton.cdiv(N, how.BN), triton.cdiv(M, how.BM)
+        return x.new_empty(shape)
+    how = how or plan(M, N, K, _shared(x.device))
+    sizes = {"BM": how.BM, "BN": how.BN, "BK": how.BK}
+    options = {"num_warps": how.warps, "num_stages": how.stages}
+    rows, columns, whole = ceil_div(M, how.BM), ceil_div(N, how.BN), how.SPLIT == 1
+    y = x.new_empty(shape if whole else (how.SPLIT, M, N))
+    if how.method == "float32":
         inputs = x, weight, bias, add, scale, y, M, N, K, x.stride(0), eps
-        kernels.rows_kernel[grid](*inputs, STAGES=how.stages, **sizes)
+        _float32_kernel[columns, rows](*inputs, **sizes, STAGES=how.stages, **options)
         return y
-    if scale is not None and _normed_before(M, K, how):
-        x, scale = torch.nn.functional.rms_norm(x, (K,), scale, eps), None
-    squares = None
-    ends = (bias, add) if whole else (None, None)
-    grid = (triton.cdiv(M, how.BM) * triton.cdiv(N, how.BN), how.SPLIT)
-    if how.split == "before":
-        from triton.tools.tensor_descriptor import (
-            TensorDescriptor,  # since Triton 3.4, as `linear` knows
-        )
-
-        high, low, down = _split(x, scale, eps)
-        high_w, low_w, down_w = _split(weight) if packed is None else packed.halves(_split)
+    ends, squares = (bias, add) if whole else (None, None), None
+    if how.method == "float16":
+        left = _split(x, scale, eps)
+        right = _split(weight) if packed is None else packed.halves(_split)
         # Tiles that are described once are copied by a unit of their own, which computes no
         # addresses.
-        rows, columns = [how.BM, how.BK], [how.BN, how.BK]
-        left = (*(TensorDescriptor.from_tensor(half, rows) for half in (high, low)), down)
-        right = (*(TensorDescriptor.from_tensor(half, columns) for half in (high_w, low_w)), down_w)
+        tiles = [
+            TensorDescriptor.from_tensor(half, [size, how.BK])
+            for halves, size in ((left, how.BM), (right, how.BN))
+            for half in halves[:2]
+        ]
+        inputs = *tiles, left[2], right[2], *ends, y, M, N, K // how.SPLIT
         group = 8 if M <= 2048 else 4
-        kernels.halves_kernel[grid](
-            *left, *right, *ends, y, M, N, K, K // how.SPLIT, GROUP=group, **sizes
-        )
+        _float16_kernel[rows * columns, how.SPLIT](*inputs, **sizes, GROUP=group, **options)
     else:
+        if scale is not None and M > FEW and K > SHORT:  # else once for each tile of columns
+            x, scale = F.rms_norm(x, (K,), scale, eps), None
         if scale is not None and not whole:
-            squares = torch.empty((how.SPLIT, M), dtype=torch.float32, device=x.device)
-        inputs = (x, weight, *ends, scale, squares, y, M, N, K, K // how.SPLIT, x.stride(0), eps)
-        if how.split == "turned":
-            kernels.turned_kernel[(triton.cdiv(N, how.BN), how.SPLIT, triton.cdiv(M, how.BM))](
-                *inputs, **sizes
-            )
-        else:
-            kernels.tile_kernel[grid](*inputs, GROUP=8, **sizes)
+            squares = x.new_empty((how.SPLIT, M))
+        inputs = x, weight, *ends, scale, squares, y, M, N, K, K // how.SPLIT, x.stride(0), eps
+        _tf32_kernel[columns, how.SPLIT, rows](*inputs, **sizes, **options)
     return y if whole else Parts(y, squares, K, eps)
 
 
@@ -231,16 +185,187 @@ def _split(x: Tensor, scale: Tensor | None = None, eps: float = 0.0) -> Halves:
     """Returns high, low and down of the rows of x, normed before if there is a scale."""
     M, K = x.shape
     high, low = torch.empty((2, M, K), dtype=torch.float16, device=x.device)
-    halves = high, low, torch.empty(M, dtype=torch.float32, device=x.device)
-    BK = triton.next_power_of_2(K)
+    halves = high, low, x.new_empty(M)
+    BK = next_power(K)
     BR = max(1, 2048 // BK)
-    kernels.split_kernel[(triton.cdiv(M, BR),)](x, scale, *halves, M, x.stride(0), eps, K, BR, BK)
+    _split_kernel[(ceil_div(M, BR),)](x, scale, *halves, M, x.stride(0), eps, K, BR, BK)
     return halves
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _shared(device: torch.device) -> int:
     if device.type != "cuda":
         return SHARED
-    return getattr(
-        torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SHARED
-    )
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@triton.jit
+def _store(y, result, bias, add, at, column, mask):
+    if bias is not None:
+        result += tl.load(bias + column)
+    if add is not None:
+        result += tl.load(add + at, mask=mask, other=0.0)
+    tl.store(y + at, result, mask=mask)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["M", "eps"])
+def _float32_kernel(
+    x, weight, bias, add, scale, y, M, N, K, stride, eps,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):
+    # fmt: on
+    """Every program reads BM rows of x and BN of the weight, and nothing else."""
+    first = tl.program_id(1) * BM
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    last = tl.minimum(column, N - 1)
+    k = tl.arange(0, BK)
+    right = weight + last.to(tl.int64)[:, None] * K + k[None, :]
+    sums, squares = (), ()
+    for _ in tl.static_range(BM):
+        sums = sums + (tl.zeros((BN, BK), tl.float32),)
+        squares = squares + (tl.zeros((BK,), tl.float32),)
+    for at in tl.range(0, K, BK, num_stages=STAGES):  # else the loads wait
+        b = tl.load(right + at)
+        if scale is not None:
+            factor = tl.load(scale + at + k)
+        new_sums, new_squares = (), ()
+        for i in tl.static_range(BM):
+            a = tl.load(x + tl.minimum(first + i, M - 1).to(tl.int64) * stride + at + k)
+            if scale is not None:
+                new_squares = new_squares + (squares[i] + a * a,)
+                a *= factor
+            new_sums = new_sums + (sums[i] + a[None, :] * b,)
+        sums = new_sums
+        if scale is not None:
+            squares = new_squares
+    for i in tl.static_range(BM):
+        result = tl.sum(sums[i], 1)
+        if scale is not None:
+            result *= tl.rsqrt(tl.sum(squares[i], 0) / K + eps)
+        at = (first + i).to(tl.int64) * N + column
+        _store(y, result, bias, add, at, last, column < tl.where(first + i < M, N, 0))
+
+
+@triton.jit
+def _tf32_halves(tile):
+    """Splits numbers into two of 11 bits, the first rounded; neither needs an exponent."""
+    high = ((tile.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return high, tile - high
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["M", "eps"])
+def _tf32_kernel(
+    x, weight, bias, add, scale, squares, y, M, N, K, depth, stride, eps,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):
+    # fmt: on
+    column = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.program_id(2) * BM + tl.arange(0, BM)
+    part = tl.program_id(1)
+    k = tl.arange(0, BK)
+    left = weight + tl.minimum(column, N - 1).to(tl.int64)[:, None] * K + k[None, :]
+    right = x + tl.minimum(row, M - 1).to(tl.int64)[:, None] * stride + k[None, :]
+    acc = tl.zeros((BN, BM), tl.float32)
+    square = tl.zeros((BM,), tl.float32)
+    for at in tl.range(part * depth, (part + 1) * depth, BK):
+        a = tl.load(left + at)
+        b = tl.load(right + at)
+        if scale is not None:
+            square += tl.sum(b * b, 1)
+            b *= tl.load(scale + at + k)[None, :]
+        high, low = _tf32_halves(a)
+        high_b, low_b = _tf32_halves(b)
+        total = tl.dot(low, tl.trans(high_b), input_precision="tf32")
+        total = tl.dot(high, tl.trans(low_b), total, input_precision="tf32")
+        acc += tl.dot(high, tl.trans(high_b), total, input_precision="tf32")
+    if squares is not None:  # parts of K do not know the rate: it is for those who add them
+        once = tl.where(tl.program_id(0) == 0, M, 0)
+        tl.store(squares + part * M + row, square, mask=row < once)
+    elif scale is not None:
+        acc *= tl.rsqrt(square / K + eps)[None, :]
+    at = (part * M + row).to(tl.int64)[None, :] * N + column[:, None]
+    mask = (row < M)[None, :] & (column < N)[:, None]
+    _store(y, acc, bias, add, at, tl.minimum(column, N - 1)[:, None], mask)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["rows", "eps"])
+def _split_kernel(
+    x, scale, high, low, down, rows, stride, eps,
+    K: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
+):
+    # fmt: on
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    k = tl.arange(0, BK)
+    mask = (row < rows)[:, None] & (k < K)[None, :]
+    tile = tl.load(x + row[:, None] * stride + k[None, :], mask=mask, other=0.0)
+    if scale is not None:
+        tile *= tl.rsqrt(tl.sum(tile * tile, 1) / K + eps)[:, None]
+        tile *= tl.load(scale + k, mask=k < K, other=0.0)[None, :]
+    largest = tl.max(tl.abs(tile), 1).to(tl.int32, bitcast=True)
+    exponent = tl.maximum(largest >> 23, 16)  # with its bias of 127
+    up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    tile *= up[:, None]
+    large = tile.to(tl.float16)
+    at = row[:, None] * K + k[None, :]
+    tl.store(high + at, large, mask=mask)
+    tl.store(low + at, (tile - large.to(tl.float32)).to(tl.float16), mask=mask)
+    factor = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    tl.store(down + row, factor, mask=row < rows)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["M"])
+def _float16_kernel(
+    high, low, high_w, low_w, down, down_w, bias, add, y, M, N, depth,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):
+    # fmt: on
+    """Halves come as descriptors of their tensors: what is beyond the end is zero."""
+    # Programs that run together share GROUP tiles of rows.
+    rows, columns = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    group = tl.program_id(0) // (GROUP * columns) * GROUP
+    height = tl.minimum(rows - group, GROUP)
+    within = tl.program_id(0) % (GROUP * columns)
+    first, left = (group + within % height) * BM, within // height * BN
+    part = tl.program_id(1)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for at in tl.range(part * depth, (part + 1) * depth, BK):
+        a, b = high.load([first, at]), high_w.load([left, at])
+        total = tl.dot(low.load([first, at]), tl.trans(b))
+        total = tl.dot(a, tl.trans(low_w.load([left, at])), total)
+        acc += tl.dot(a, tl.trans(b), total)
+    row, column = first + tl.arange(0, BM), left + tl.arange(0, BN)
+    acc *= tl.load(down + row % M)[:, None]
+    acc *= tl.load(down_w + column % N)[None, :]
+    at = (part * M + row).to(tl.int64)[:, None] * N + column[None, :]
+    mask = (row < M)[:, None] & (column < N)[None, :]
+    _store(y, acc, bias, add, at, (column % N)[None, :], mask)
+
+
+@triton.jit
+def add_parts(partial, at, mask, total, SPLIT: tl.constexpr):
+    """Adds what SPLIT parts, of `total` numbers each, have at a place."""
+    result = tl.load(partial + at, mask=mask, other=0.0)
+    for part in tl.static_range(1, SPLIT):
+        result += tl.load(partial + part * total + at, mask=mask, other=0.0)
+    return result
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["total", "eps"])
+def _sum_kernel(
+    partial, squares, bias, add, y, total, N, K, eps, SPLIT: tl.constexpr, BLOCK: tl.constexpr
+):
+    # fmt: on
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < total
+    result = add_parts(partial, at, mask, total, SPLIT)
+    if squares is not None:
+        result *= tl.rsqrt(add_parts(squares, at // N, mask, total // N, SPLIT) / K + eps)
+    _store(y, result, bias, add, at, at % N, mask)
