@@ -16,7 +16,7 @@ from tests.conftest import (
 )
 from vssm import Engine, State
 from vssm.engine import stepwise
-from vssm.engine.fused import decode_step
+from vssm.engine.loops import decode_step
 from vssm.nn.stack import sinusoids
 
 PARALLEL = ("tvae", "vssm")
@@ -280,3 +280,18 @@ def test_filling_equals_plain_filling(options, device, counts):
         x = x.to(device)
         same(engine.fill(x, seed=seed, **options), vssm.fill(model, x, seed=seed, **options))
     assert counts.recorded == 1 and counts.replayed == 2
+
+
+@pytest.mark.parametrize("dials", [{}, {"passes": 3}, {"chunk": 4, "recondition": True}], ids=str)
+def test_any_part_known_equals_plain_generation(dials, device, counts):
+    """From a state the position is part of a recording: windows begin at multiples of their size."""
+    model = small_model("vssm", known="any", window=4, levels=2, latents=4, spans=(4, 1))
+    model = model.to(device)
+    engine, prompt = Engine(model), sequences(model, 2, 6).to(device)
+    state = vssm.observe(model, prompt)
+    for start in ({"num": 2}, {"prompt": prompt}, {"state": state}, {"state": state, "length": 7}):
+        check(model, engine, counts, observe="sample", **{"length": 9, **start, **dials})
+    made = engine.generate(length=5, seed=1, **dials)
+    for _ in range(3):
+        made = engine.generate(length=5, state=made.state, **dials)
+    same(made.x, vssm.generate(model, length=20, seed=1, **dials).x[:, 15:])

@@ -5,11 +5,11 @@ import torch
 
 from vssm import State
 from vssm.engine import trees
-from vssm.engine.trees import OutputTree
+from vssm.engine.trees import ResultTree
 
 
 def memory(*tensors):
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
 
 
 def test_a_copy_has_the_values_types_and_strides_of_the_tree():
@@ -24,23 +24,22 @@ def test_a_copy_has_the_values_types_and_strides_of_the_tree():
         }
     )
     tree.children["twice"] = tree["x"]
-    output = OutputTree(tree)
+    output = ResultTree(tree)
     first, second = output.copy(9), output.copy(9)
     for made in (first, second):
         for a, b in zip(made.leaves(), tree.leaves(), strict=True):
             assert torch.equal(a, b) and a.dtype == b.dtype
-            assert a.numel() == 0 or a.data_ptr() % 16 == 0
     assert first.child("inner").child("b")["c"].stride() == (0, 1)
     assert first.child("inner").child("b").position == first.position == 9
     assert first["x"].data_ptr() != first["twice"].data_ptr()
     assert memory(*first.leaves()).isdisjoint(memory(*second.leaves(), *tree.leaves()))
-    assert len(memory(first["x"], first["half"], first["twice"])) == 1
+    assert len(memory(first["x"], first["twice"])) == 1
     assert len(memory(first["x"], first.child("inner")["a"], first.child("one")["e"])) == 3
 
 
 def test_a_large_tensor_gets_memory_of_its_own(monkeypatch):
     monkeypatch.setattr(trees, "_LARGE", 64)
-    made = OutputTree(State({"x": torch.ones(16), "y": torch.ones(2), "z": torch.ones(2)})).copy(1)
+    made = ResultTree(State({"x": torch.ones(16), "y": torch.ones(2), "z": torch.ones(2)})).copy(1)
     assert len(memory(made["x"], made["y"])) == 2 and len(memory(made["y"], made["z"])) == 1
 
 
@@ -54,12 +53,5 @@ def test_tensors_of_any_size_are_joined(start):
         (long[:0], half[:0]),
     ):
         tree = State({str(i): tensor[start:] for i, tensor in enumerate(tensors)})
-        for made, expected in zip(OutputTree(tree).copy(1).leaves(), tree.leaves(), strict=True):
+        for made, expected in zip(ResultTree(tree).copy(1).leaves(), tree.leaves(), strict=True):
             assert torch.equal(made, expected) and made.dtype == expected.dtype
-
-
-def test_a_tree_is_overwritten_by_another_of_its_form():
-    output = OutputTree(State({"a": torch.zeros(1, 3).expand(2, 3), "b": torch.zeros(2)}))
-    output.overwrite(State({"a": torch.ones(1, 3).expand(2, 3), "b": torch.arange(2.0)}))
-    made = output.copy(1)
-    assert torch.equal(made["a"], torch.ones(2, 3)) and made["b"].tolist() == [0, 1]

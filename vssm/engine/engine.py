@@ -26,8 +26,9 @@ from torch import Tensor
 from vssm.config import ModelConfig
 from vssm.distributions import Latents
 from vssm.engine.fused import fuse
-from vssm.engine.programs import Programs, portable
-from vssm.engine.stepwise import StepByStep
+from vssm.engine.programs import Programs
+from vssm.engine.stepwise import sample_stepwise
+from vssm.engine.trees import is_relative, portable
 from vssm.models import AnyPart, Ladder, Model, Variational, first_weight, inner_model
 from vssm.models.anypart import Part
 from vssm.nn import State
@@ -49,7 +50,6 @@ from vssm.sampling.slabs import divide
 __all__ = ["Engine"]
 
 _PLAIN_TYPES = (int, float, bool, str, type(None))
-_CALLS = 64  # calls from nothing whose programs are found by their arguments
 _EMPTY_BYTES = 2**28  # of all passes over empty tokens together
 
 
@@ -85,8 +85,6 @@ class Engine:
                 fuse(self._model)
         self._owner = owner_of(self._model.config)
         self._programs = Programs(self.device)
-        self._step_by_step = StepByStep(self._model, self._programs)
-        self._unconditional: dict[tuple, tuple] = {}  # arguments of a call, and its program's key
         self._empty: dict[int, tuple[Latents, State]] = {}
 
     @property
@@ -122,16 +120,20 @@ class Engine:
     ) -> Generation:
         """Generates new steps, as `vssm.generate` does."""
         dials = chunk, recondition, passes, temperature, observe, cache
-        asked, number = None, 0 if seed is None else seed
+        number, asked, numbers = 0 if seed is None else seed, None, dict[str, int]()
         if prompt is None and state is None and rows is None and type(number) is int:
             asked = _plain_arguments(num, length, *dials)
-            made = self._replay_unconditional(asked, number, length)
+            numbers = {} if asked is None else {"seed": number}
+        if asked is not None and -(2**63) <= numbers["seed"] < 2**63:
+            # A program that exists was recorded after its arguments were checked.
+            made = self._programs.run_once(asked, None, State({}), numbers)
             if made is not None:
-                return made
+                after = made.child("state")
+                after = State(after.children, after.position, self._owner)
+                return Generation(made["x"], made["z"], after)
         with torch.no_grad():
             request = check_request(self._model, num, length, prompt, state, seed, rows, *dials)
-            known = number if asked is not None and isinstance(number, int) else None
-            x, z, after = self._sample(request, asked, known)
+            x, z, after = self._sample(request, asked, numbers)
             return Generation(x, z, own_state(self._model, after, request.source))
 
     @torch.no_grad()
@@ -190,44 +192,45 @@ class Engine:
         tensors = {name: torch.tensor([n], device=self.device) for name, n in numbers.items()}
         return call(State({**given.children, **tensors}))
 
-    def _replay_unconditional(
-        self, asked: tuple | None, seed: int, length: int
-    ) -> Generation | None:
-        """Replays a call from nothing without more checks; returns None if it was not recorded."""
-        key = None if asked is None else self._unconditional.get(asked)
-        if key is None or not -(2**63) <= seed < 2**63:
-            return None
-        made = self._programs.replay(key, State({}), {"seed": seed}, length)
-        if made is None:
-            return None
-        state = made.child("state")
-        return Generation(made["x"], made["z"], State(state.children, state.position, self._owner))
+    def _sample(self, request: Request, asked: tuple | None, numbers: dict[str, int]) -> Result:
+        """Makes new steps, by a program or by the plain algorithm.
 
-    def _sample(self, request: Request, asked: tuple | None, seed: int | None) -> Result:
-        """Makes new steps, by a program or by the plain algorithm."""
-        options, model, made = request.options, self._model, None
+        `asked` are the arguments of a call from nothing whose rows have one seed, which is in
+        `numbers`.
+        """
+        options, made = request.options, None
         if options.length and options.cache and self._programs.usable():
-            if isinstance(model, Variational | Ladder):
-                made = self._one_shot(request, asked, seed)
-            elif not isinstance(model, AnyPart):
-                made = self._step_by_step.sample(request)
+            if isinstance(self._model, Variational | Ladder | AnyPart):
+                made = self._one_shot(request, asked, numbers)
+            else:
+                made = sample_stepwise(self._model, self._programs, request)
         if made is not None:
             return made
         empty = self._empty_pass(request)
         if empty is not None:  # the state is the caller's own
             empty = empty[0], empty[1].map(torch.clone)
-        return sample(model, *request, empty)
+        return sample(self._model, *request, empty)
 
-    def _one_shot(self, request: Request, asked: tuple | None, seed: int | None) -> Result | None:
-        """Replays a whole call of a vssm or tvae; returns None if the plain path should run.
-
-        `asked` are the arguments of a call from nothing, and `seed` is the one of all its rows.
-        """
+    def _one_shot(
+        self, request: Request, asked: tuple | None, numbers: dict[str, int]
+    ) -> Result | None:
+        """Replays a whole call of a vssm or tvae; returns None if the plain path should run."""
         prompt, state, source, options = request
-        model, num = self._model, source.num
+        model, num, position = self._model, source.num, None
         options, rows = divide(model, prompt, state, num, options)
         if rows < num:  # a call in slabs keeps the device busy anyway, and a recording holds memory
             return None
+        given: dict[str, Tensor | State] = {}
+        if not numbers:
+            given |= {"seed": source.seed, "row": source.row}
+        if prompt is not None:
+            given["prompt"] = prompt
+        if state is not None:
+            given["state"] = portable(model, state)
+            if is_relative(model):
+                numbers["start"] = state.position
+                position = state.position + options.length
+                position += 0 if prompt is None else prompt.shape[1]
         empty = self._empty_pass(request._replace(options=options))
 
         def function(given: State) -> State:
@@ -235,20 +238,12 @@ class Engine:
             x, z, after = sample(model, prompt, state, source, options, empty)
             assert z is not None and after is not None
             noise = {"seed": source.seed, "row": source.row}
-            return State({"x": x, "z": z, "state": State({**after.children, **noise})})
+            after = State({**after.children, **noise}, after.position)
+            return State({"x": x, "z": z, "state": after})
 
-        given, numbers = _pack(model, request, seed)
-        end = 0 if state is None else state.position
-        end += (0 if prompt is None else prompt.shape[1]) + options.length
-        key = "one shot", options, num
-        made = self._programs.run_once(key, function, given, numbers, end)
-        if made is None:
-            return None
-        if asked is not None:
-            if len(self._unconditional) >= _CALLS:
-                self._unconditional.clear()
-            self._unconditional[asked] = self._programs.key_once(key, given, numbers)
-        return made["x"], made["z"], made.child("state")
+        key = asked or ("one shot", options, num)
+        made = self._programs.run_once(key, function, State(given), numbers, position)
+        return None if made is None else (made["x"], made["z"], made.child("state"))
 
     def _empty_pass(self, request: Request) -> tuple[Latents, State] | None:
         """Returns the pass over empty tokens that a call from nothing starts with."""
@@ -283,24 +278,6 @@ def _plain_arguments(*arguments: object) -> tuple | None:
     """
     types = tuple(map(type, arguments))
     return (arguments, types) if all(kind in _PLAIN_TYPES for kind in types) else None
-
-
-def _pack(model: Model, request: Request, seed: int | None) -> tuple[State, dict[str, int]]:
-    """Returns the tensors and the numbers that a recorded call is given."""
-    prompt, state, source, _ = request
-    tensors: dict[str, Tensor | State] = {}
-    numbers: dict[str, int] = {}
-    if seed is None:
-        tensors |= {"seed": source.seed, "row": source.row}
-    else:
-        numbers["seed"] = seed
-    if prompt is not None:
-        tensors["prompt"] = prompt
-    if state is not None:
-        tensors["state"] = portable(model, state)
-        if model.config.block != "attention":
-            numbers["start"] = state.position
-    return State(tensors), numbers
 
 
 def _unpack(given: State, num: int) -> tuple[Tensor | None, State | None, Noise]:

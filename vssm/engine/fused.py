@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.models import Model, Variational
-from vssm.nn import AttentionBlock, GRUBlock, MambaBlock, MambaMixer, Stack, State
+from vssm.nn import AttentionBlock, GRUBlock, MambaBlock, MambaMixer, State
 from vssm.nn.stack import Linear, RMSNorm, StepSizes
 from vssm.ops import selective_scan
 from vssm.ops.linear import PackedWeight, linear, linear_conv_silu
 
-__all__ = ["decode_step", "fuse"]
+__all__ = ["fuse"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -167,61 +167,3 @@ class FusedGRU(GRUBlock):
         recurrent = linear(h, self.hidden_weight, backend=self.backend)
         biases = self.gru.bias_ih_l0, self.gru.bias_hh_l0
         return torch.ops.aten._thnn_fused_gru_cell(gates, recurrent, h, *biases)[0]
-
-
-def decode_step(stack: Stack, e: Tensor, caches: list[Tensor], at: Tensor, codes: Tensor) -> Tensor:
-    """Runs one step of a transformer's stack at a position that only the device knows.
-
-    A CUDA graph needs this: the key-value cache has room for R steps, and a mask hides the steps
-    after the position.
-
-    Arguments:
-        stack: The stack.
-        e: The embedded input of the step, (B, 1, width).
-        caches: For every block its keys and values, (2, B, heads, R, size), written in place.
-        at: The position p, (1,).
-        codes: The codes of the positions 0 to R - 1, (R, width).
-
-    Returns:
-        The output of the stack, (B, 1, outputs).
-    """
-    hidden = torch.arange(len(codes), device=e.device) > at
-    mask = e.new_zeros(len(codes)).masked_fill_(hidden, -torch.inf)
-    e = e + codes.index_select(0, at)
-    for block, cache in zip(stack.blocks, caches, strict=True):
-        assert isinstance(block, AttentionBlock)
-        e = _attend(block, e, cache, at, mask)
-    return stack.out(stack.norm(e))
-
-
-def _attend(block: AttentionBlock, x: Tensor, cache: Tensor, at: Tensor, mask: Tensor) -> Tensor:
-    """Runs one step of a block, x (B, 1, width).
-
-    The mask (R,) is 0 up to the position and -inf after it.
-    """
-    batch, _, width = x.shape
-    _, _, heads, room, size = cache.shape
-    qkv = block.c_attn(block.ln_1(x)).view(batch, 3, heads, size).movedim(1, 0)
-    cache.index_copy_(3, at, qkv[1:, :, :, None])
-    q, (k, v) = qkv[0], cache
-    if q.dtype.itemsize < 4:  # its kernel keeps the scores in float32
-        mask = mask.expand(1, 1, 1, room)
-        y = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask)
-    else:
-        # For one query the kernel would compute sixty-four, and give each head to one processor.
-        rows = batch * heads
-        q, k, v = q.reshape(rows, 1, size), k.view(rows, room, size), v.view(rows, room, size)
-        mask = mask.expand(rows, 1, room)
-        scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=size**-0.5)
-        parts = _num_parts(rows, room)
-        y = scores.softmax(-1).view(rows * parts, 1, -1) @ v.view(rows * parts, -1, size)
-        y = y.view(rows, parts, size).sum(1) if parts > 1 else y
-    return block.finish(x, y.reshape(batch, 1, width))
-
-
-def _num_parts(rows: int, room: int) -> int:
-    """Returns into how many parts to cut a sum over the room, so that few rows fill a device."""
-    parts = 1
-    while parts * rows < 256 and room % (2 * parts) == 0 and room // (2 * parts) >= 64:
-        parts *= 2
-    return parts

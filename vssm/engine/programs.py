@@ -1,23 +1,77 @@
-"""The recorded programs of an engine, found by keys that hold everything that is fixed in them."""
+"""Programs of an engine: calls that repeat, recorded as CUDA graphs.
+
+A small model on a fast device waits for Python and for launches. A recorded program has static
+tensors that it reads and writes. A call copies its inputs there, replays the graph, and copies the
+results out.
+
+| program             | recorded                                            | used for      |
+| ------------------- | --------------------------------------------------- | ------------- |
+| `OneShot`           | a function of a tree of tensors                     | vssm and tvae |
+| `vssm.engine.loops` | some steps of a loop that carries a tree of tensors | all others    |
+
+Programs are found by keys that hold everything that is fixed in them. They share one pool of
+memory: they run one after the other and leave nothing there between calls.
+
+On a CPU nothing is recorded, but in tests, where a replay runs the function again.
+"""
 
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
-from vssm.engine.recording import OneShot, Recorder
-from vssm.engine.trees import describe, place
-from vssm.models import Model
+from vssm.engine.trees import ResultTree, copy, describe
 from vssm.nn import State
 
-__all__ = ["Programs", "portable"]
+__all__ = ["OneShot", "Programs", "Recorder"]
 
-DEVICES = ("cuda",)  # tests add "cpu", where a replay runs the function again
+DEVICES = ("cuda",)  # tests add "cpu"
 _PROGRAMS = 8  # kept at a time
 _KEYS = 64  # remembered as asked for once
+_capturing = threading.Lock()  # CUDA allows one capture at a time in a process
+
+
+class Recorder:
+    """Records functions on one device, in one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Returns what replays a function that reads and writes static tensors.
+
+        The function runs once before it is recorded, which compiles its kernels.
+        """
+        with torch.inference_mode(False), torch.no_grad():  # static tensors serve every mode
+            if self.device.type != "cuda":
+                function()
+                return torch.no_grad()(function)
+            current, graph = torch.cuda.current_stream(self.device), torch.cuda.CUDAGraph()
+            with _capturing, torch.cuda.device(self.device):
+                self._stream.wait_stream(current)
+                with torch.cuda.stream(self._stream):
+                    function()
+                current.wait_stream(self._stream)
+                # "global" would fail whenever another thread allocates memory meanwhile.
+                capture = torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                )
+                try:
+                    with capture:
+                        function()
+                finally:
+                    torch.cuda.set_stream(current)  # a failed capture leaves its stream behind
+            return graph.replay
+
+
+Program: TypeAlias = Callable[..., Any]
+Make: TypeAlias = Callable[[Recorder], Program]
 
 
 class Programs:
@@ -29,7 +83,7 @@ class Programs:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._lock = device, threading.Lock()
-        self._programs: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
+        self._programs: OrderedDict[Hashable, Program] = OrderedDict()
         self._asked: OrderedDict[Hashable, bool] = OrderedDict()  # whether a key may be recorded
         self._recorder = Recorder(device)
         self._stream: torch.cuda.Stream | None = None  # of the last replay
@@ -41,28 +95,13 @@ class Programs:
             return False
         return kind == "cpu" or not torch.cuda.is_current_stream_capturing()
 
-    def replay(self, key: Hashable, *inputs: object) -> Any:  # noqa: ANN401
-        """Returns the result of a program that exists already, or None."""
-        with self._lock:
-            program = self._programs.get(key)
-            if program is None or not self.usable():
-                return None
-            self._programs.move_to_end(key)
-            self._follow()
-            return program(*inputs)
-
-    def run(
-        self,
-        key: Hashable,
-        make: Callable[[Recorder], Callable[..., Any]],
-        *inputs: object,
-        at_once: bool = False,
-    ) -> Any:  # noqa: ANN401
+    def run(self, key: Hashable, make: Make | None, *inputs: object, at_once: bool = False) -> Any:  # noqa: ANN401
         """Returns the result of a program, or None if the plain path should run.
 
         Arguments:
             key: Everything that is fixed in the program.
-            make: Records the program, when the key is asked for a second time.
+            make: Records the program, when the key is asked for a second time. Without it, only a
+                program that exists runs.
             inputs: The arguments of the program.
             at_once: Whether to record at the first time already.
         """
@@ -85,34 +124,24 @@ class Programs:
     def run_once(
         self,
         key: tuple[Any, ...],
-        function: Callable[[State], State],
+        function: Callable[[State], State] | None,
         given: State,
-        numbers: Mapping[str, int] | None = None,
-        position: int = 0,
+        numbers: Mapping[str, int],
+        position: int | None = None,
     ) -> State | None:
         """Returns what a function makes of a tree of tensors, by a program, or None as `run` does.
 
         Arguments:
             key: Everything that is fixed in the function, beside the form of what it is given.
-            function: Maps tensors to results.
+            function: Maps tensors to results; as `make` of `run`.
             given: The tensors.
             numbers: Numbers, which the function gets as tensors (1,).
-            position: The position of the results.
+            position: The position of the results; that of the recorded ones if not given.
         """
-        numbers = numbers or {}
-        return self.run(
-            self.key_once(key, given, numbers),
-            lambda recorder: OneShot(recorder, function, given, numbers),
-            given,
-            numbers,
-            position,
-        )
-
-    def key_once(
-        self, key: tuple[Any, ...], given: State, numbers: Mapping[str, int]
-    ) -> tuple[Any, ...]:
-        """Returns the key of a program that `run_once` makes."""
-        return *key, describe(given), *numbers
+        make = None
+        if function is not None:
+            make = partial(OneShot, function=function, inputs=given, numbers=numbers)
+        return self.run((*key, describe(given), *numbers), make, given, numbers, position)
 
     def clear(self) -> None:
         """Forgets all programs."""
@@ -120,17 +149,17 @@ class Programs:
             self._wait()
             self._programs.clear()
 
-    def _find(
-        self, key: Hashable, make: Callable[[Recorder], Callable[..., Any]], at_once: bool
-    ) -> Callable[..., Any] | None:
+    def _find(self, key: Hashable, make: Make | None, at_once: bool) -> Program | None:
         if key in self._programs:
             self._programs.move_to_end(key)
             return self._programs[key]
-        due = at_once or key in self._asked
-        due = self._asked.setdefault(key, True) and due
+        if make is None:
+            return None
+        asked = at_once or key in self._asked
+        may_record = self._asked.setdefault(key, True)
         while len(self._asked) > _KEYS:
             self._asked.popitem(last=False)
-        if not due:
+        if not (asked and may_record):
             return None
         if not self._programs:  # the pool of programs that are gone can not be used again
             self._recorder = Recorder(self._device)
@@ -154,10 +183,44 @@ class Programs:
             self._stream.synchronize()
 
 
-def portable(model: Model, state: State) -> State:
-    """Returns a state as input of a recording: without its noise, and without its position.
+class OneShot:
+    """Records a function of a tree of tensors.
 
-    Attention keeps the position, because the shape of its cache depends on it.
+    Arguments:
+        recorder: The recorder.
+        function: Maps the tree of inputs to a tree of outputs.
+        inputs: Inputs of the shapes to come.
+        numbers: The names of more inputs, which are numbers; the function gets tensors (1,).
     """
-    kept = {name: child for name, child in state.children.items() if name not in ("seed", "row")}
-    return place(State(kept), state.position if model.config.block == "attention" else 0)
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        function: Callable[[State], State],
+        inputs: State,
+        numbers: Iterable[str],
+    ) -> None:
+        with torch.inference_mode(False):
+            inputs = inputs.map(lambda t: t.clone(memory_format=torch.contiguous_format))
+            self._numbers = {
+                name: torch.zeros(1, dtype=torch.int64, device=recorder.device) for name in numbers
+            }
+        self._static = list(inputs.leaves())
+        everything = State({**inputs.children, **self._numbers})
+        results: list[ResultTree] = []
+
+        def run() -> None:
+            results.clear()  # first, because results of many rows take much memory
+            results.append(ResultTree(function(everything)))
+
+        self._replay, self._results = recorder.record(run), results
+        self._function = function  # a graph reads the tensors that it holds
+
+    def __call__(self, inputs: State, numbers: Mapping[str, int], position: int | None) -> State:
+        """Runs the function; all parts of its outputs are at the position, if one is given."""
+        for name, number in numbers.items():
+            self._numbers[name].fill_(number)
+        if self._static:
+            copy(self._static, inputs.leaves())
+        self._replay()
+        return self._results[0].copy(position)

@@ -4,99 +4,71 @@ A tree is a `State`, whose tensors need not be batch first here.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from vssm.models import AnyPart, Model
 from vssm.nn import State
 from vssm.sampling.slabs import one_row
 
-__all__ = ["OutputTree", "copy", "describe", "join_steps", "leaves_like", "place", "zero"]
+__all__ = [
+    "ResultTree",
+    "copy",
+    "describe",
+    "is_relative",
+    "join_steps",
+    "overwrite",
+    "place",
+    "portable",
+]
 
 # Bytes from which a tensor gets memory of its own. To gather a larger tensor takes longer than
 # another launch, and a caller who keeps a small result must not keep a large one alive.
 _LARGE = 1 << 20
-_ALIGNED = 256  # bytes, as in allocated memory: how a product is computed depends on it
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-class OutputTree:
+class ResultTree:
     """Holds a tree of static tensors; `copy` returns a copy of it in a few launches.
 
-    In a copy, the tensors at the top share a piece of memory, and so do the tensors of each
-    subtree: a caller who keeps x keeps z alive, but not the state.
+    In a copy, the tensors at the top that have one dtype share a piece of memory, and so do those
+    of each subtree: a caller who keeps x does not keep the state.
 
     Example:
-        >>> tree = OutputTree(State({"x": torch.ones(2), "z": torch.zeros(3), "state": State({})}))
+        >>> tree = ResultTree(State({"x": torch.ones(2), "y": torch.zeros(3), "state": State({})}))
         >>> copied = tree.copy(position=5)
         >>> copied["x"], copied.child("state").position
         (tensor([1., 1.]), 5)
     """
 
     def __init__(self, tree: State) -> None:
-        self.tree = tree
-        tensors = list(tree.leaves())
-        self.rows: list[Tensor] = [one_row(tensor).contiguous() for tensor in tensors]
+        self._tree = tree
         tops = [
             name if isinstance(child, State) else ""
             for name, child in tree.children.items()
             for _ in (child.leaves() if isinstance(child, State) else [child])
         ]
-        groups: dict[Hashable, list[int]] = {}
-        for i, row in enumerate(self.rows):
-            groups.setdefault(i if row.nbytes >= _LARGE else tops[i], []).append(i)
-        self._pieces: list[
-            list[Tensor]
-        ] = []  # the tensors, or their words, that a piece is made of
-        self._places: list[tuple] = [()] * len(tensors)  # piece, dtype and layout of every tensor
-        for group in groups.values():
-            parts, starts = _side_by_side([self.rows[i] for i in group])
-            for i, start in zip(group, starts, strict=True):
-                stride = self.rows[i].expand_as(tensors[i]).stride()
-                layout = tensors[i].shape, stride, start // self.rows[i].itemsize
-                self._places[i] = len(self._pieces), self.rows[i].dtype, layout
-            self._pieces.append(parts)
+        pieces: dict[Hashable, list[tuple[int, torch.Size, Tensor]]] = {}
+        for i, tensor in enumerate(tree.leaves()):
+            row = one_row(tensor).contiguous()
+            # An empty part would make `torch.cat` slow.
+            alone = row.nbytes >= _LARGE or not row.numel()
+            piece = i if alone else (tops[i], row.dtype)
+            pieces.setdefault(piece, []).append((i, tensor.shape, row))
+        self._pieces = list(pieces.values())
 
-    def copy(self, position: int) -> State:
-        """Returns a copy of the tree, all of whose parts are at that position."""
-        # One launch copies several tensors as words; `_foreach_copy_` needs one for each dtype.
-        pieces = [torch.cat(some) if len(some) > 1 else some[0].clone() for some in self._pieces]
-        places = iter(self._places)
-
-        def build(tree: State) -> State:
-            children: dict[str, Tensor | State] = {}
-            for name, child in tree.children.items():
-                if isinstance(child, State):
-                    children[name] = build(child)
-                else:
-                    piece, dtype, layout = next(places)
-                    children[name] = pieces[piece].view(dtype).as_strided(*layout)
-            return State(children, position)
-
-        return build(self.tree)
-
-    def overwrite(self, tree: State) -> None:
-        """Copies another tree of the same form into this one."""
-        copy(self.rows, map(one_row, tree.leaves()))
-
-
-def _side_by_side(rows: list[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """Returns the parts that make dense tensors one piece of memory, and the byte where each
-    starts.
-    """
-    if len(rows) == 1:
-        return rows, [0]
-    # `torch.cat` copies large words at once, and is slow where a part is empty.
-    sizes = [size for row in rows for size in (row.nbytes, row.storage_offset() * row.itemsize)]
-    word = next(word for word in _WORDS if not any(size % word.itemsize for size in sizes))
-    gap = torch.empty(_ALIGNED // word.itemsize, dtype=word, device=rows[0].device)
-    pairs = [
-        (row.reshape(-1).view(word), gap[: -row.nbytes % _ALIGNED // word.itemsize]) for row in rows
-    ]
-    lengths = (word.itemsize * (len(data) + len(after)) for data, after in pairs[:-1])
-    parts = [part for pair in pairs for part in pair if len(part)]
-    return parts or [gap[:0]], list(accumulate(lengths, initial=0))
+    def copy(self, position: int | None = None) -> State:
+        """Returns a copy of the tree, all of whose parts are at a position if one is given."""
+        views: dict[int, Tensor] = {}
+        for piece in self._pieces:
+            rows = [row.view(-1) for _, _, row in piece]
+            flat = torch.cat(rows) if len(rows) > 1 else rows[0].clone()
+            parts = flat.split([len(row) for row in rows])
+            for (i, shape, row), part in zip(piece, parts, strict=True):
+                views[i] = part.view(row.shape).expand(shape)
+        order = iter(range(len(views)))
+        made = self._tree.map(lambda _: views[next(order)])
+        return made if position is None else place(made, position)
 
 
 def describe(state: State) -> Hashable:
@@ -124,29 +96,33 @@ def join_steps(parts: list[State]) -> State:
     return State({name: torch.cat([part[name] for part in parts], 1) for name in parts[0].children})
 
 
-def leaves_like(tree: Tensor | State, other: Tensor | State) -> Iterator[Tensor]:
-    """Yields the tensors of another tree with the names of a tree, in the order of the tree.
+def overwrite(tree: State, given: State) -> None:
+    """Copies the numbers of another tree into a tree, by name; what is missing there becomes zero.
 
     Example:
-        >>> a, b = torch.zeros(1), torch.ones(1)
-        >>> list(leaves_like(State({"a": a, "b": b}), State({"b": b, "a": a})))
-        [tensor([0.]), tensor([1.])]
+        >>> tree = State({"a": torch.ones(1), "b": torch.ones(1)})
+        >>> overwrite(tree, State({"b": torch.full((1,), 2.0)}))
+        >>> tree["a"], tree["b"]
+        (tensor([0.]), tensor([2.]))
     """
-    if isinstance(tree, Tensor) or isinstance(other, Tensor):
-        assert isinstance(other, Tensor)
-        yield other
-        return
+    pairs = list(_pairs(tree, given))
+    missing = [target for target, source in pairs if source is None]
+    if missing:
+        torch._foreach_zero_(missing)
+    known = [(target, source) for target, source in pairs if source is not None]
+    copy((target for target, _ in known), (source for _, source in known))
+
+
+def _pairs(tree: State, given: State | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yields the tensors of a tree and those of the same names in another one."""
     for name, child in tree.children.items():
-        yield from leaves_like(child, other.children[name])
-
-
-def zero(tensors: Iterable[Tensor]) -> None:
-    """Fills many tensors with zeros, with one launch for each dtype."""
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
-    for group in groups.values():
-        torch._foreach_zero_(group)
+        other = None if given is None else given.children.get(name)
+        if isinstance(child, State):
+            assert other is None or isinstance(other, State)
+            yield from _pairs(child, other)
+        else:
+            assert other is None or isinstance(other, Tensor)
+            yield child, other
 
 
 def copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
@@ -159,3 +135,18 @@ def copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
             pair[1].append(source)
     for into, out_of in groups.values():
         torch._foreach_copy_(into, out_of)
+
+
+def is_relative(model: Model) -> bool:
+    """Says whether what a recording computes does not depend on the position.
+
+    It does for attention, whose cache has a step for each position, and for windows of a model that
+    knows any part.
+    """
+    return model.config.block != "attention" and not isinstance(model, AnyPart)
+
+
+def portable(model: Model, state: State) -> State:
+    """Returns a state as input of a recording: without its noise, and at position 0 if it can."""
+    kept = {name: child for name, child in state.children.items() if name not in ("seed", "row")}
+    return place(State(kept), 0) if is_relative(model) else State(kept, state.position)
