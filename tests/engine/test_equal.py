@@ -284,7 +284,7 @@ def test_filling_equals_plain_filling(options, device, counts):
 
 @pytest.mark.parametrize("dials", [{}, {"passes": 3}, {"chunk": 4, "recondition": True}], ids=str)
 def test_any_part_known_equals_plain_generation(dials, device, counts):
-    """From a state the position is part of a recording: windows begin at multiples of their size."""
+    """From a state the position is recorded, too: windows begin at multiples of their size."""
     model = small_model("vssm", known="any", window=4, levels=2, latents=4, spans=(4, 1))
     model = model.to(device)
     engine, prompt = Engine(model), sequences(model, 2, 6).to(device)
