@@ -12,7 +12,7 @@ from PIL import Image
 import vssm
 from tests.cli.test_cli import fails
 from tests.conftest import small_model
-from tests.data.test_windows import OPTIONS, series_meta, wave_table
+from tests.data.test_series import OPTIONS, series_meta, wave_table
 from vssm.cli import main
 from vssm.data import Meta
 
@@ -161,7 +161,7 @@ def test_mistakes_give_one_line(table, capsys):
     assert "input='lost.csv' is no file" in fails(capsys, *run, "lost.csv")
     assert "input='whole.csv' has no gaps; mark them" in fails(capsys, *run, "whole.csv")
     wave_table(5).to_csv("short.csv", index=False)
-    assert "short.csv has 5 rows; needed: 8, a window" in fails(capsys, *run, "short.csv")
+    assert "short.csv has 5 rows; a window of training has 8" in fails(capsys, *run, "short.csv")
     wave_table()[["date", "a"]].to_csv("narrow.csv", index=False)
     assert "has no column of numbers 'b'" in fails(capsys, *run, "narrow.csv")
     assert "num is 0" in fails(capsys, *run, "gaps.csv", "--num", "0")

@@ -14,8 +14,8 @@ from vssm.checks import choose_device, whole_number
 from vssm.cli.options import check_seed
 from vssm.cli.samples import check_files, read_array, write_array, write_samples
 from vssm.data import Meta, read_meta
-from vssm.data.table import Table, find_column, read_table
-from vssm.data.windows import TableWindows
+from vssm.data.series import TableWindows
+from vssm.data.table import Table, find_columns, read_table
 from vssm.models import Model
 from vssm.runs.checkpoint import load_finite
 from vssm.runs.pretrained import find
@@ -163,18 +163,16 @@ class Fill:
 
     def _fill_table(self, model: Model, meta: Meta) -> None:
         self._check_out(".csv", ".parquet", ".npy")
-        time = meta.time if meta.cycles or meta.time == "none" else None
-        table = read_table(self.input, time, meta.time, "input")
-        windows = TableWindows(table, meta, model.config.given, self.input)
+        table = read_table(self.input, meta.time if meta.cycles else "none")
+        windows = TableWindows(table, meta)
         observe = "mean" if self.num == 1 else "sample"
         made = windows.place(self._samples(model, windows.x, windows.known, observe).numpy())
         if self.out.suffix == ".npy":
             write_array(made if self.num > 1 else made[0], self.out)
             return
         assert meta.columns is not None
-        index = [find_column(table, name, self.input) for name in meta.columns]
         values = table.values.copy()
-        values[:, index] = np.median(made, 0)
+        values[:, find_columns(table, meta.columns)] = np.median(made, 0)
         columns = dict(zip(table.names, values.T, strict=True))
         for level in _QUANTILES if self.num > 1 else ():
             for k in np.flatnonzero(np.isnan(windows.values).any(0)):

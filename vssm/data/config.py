@@ -3,19 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vssm.checks import check_choice, check_flag, check_number, check_path, shown
+from vssm.checks import check_choice, check_number
 
 NAMES = ("digits", "mnist", "cifar10", "images", "text", "series", "arrays", "synthetic")
-
-
-def _check_whole(name: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:  # config.json may hold anything
-        raise ValueError(f"{name} is {shown(value)}; it must be a whole number >= {least}")
-
-
-def _check_file(name: str, value: object) -> None:
-    if value is not None:
-        check_path(name, value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +18,8 @@ class SeriesConfig:
     """Columns to use, by name; 0, 1, ... in a file without names. All columns of numbers if not
     given."""
     given: tuple[str, ...] = ()
-    """Columns that are known in the future too, such as prices or holidays. They are read, and
-    never made or scored; for models with known="any"."""
+    """Columns that are known in the future too, such as price,holiday. They are read, and never
+    made or scored; for models with known="any"."""
     context: int = 96
     """Rows of a window that are known."""
     horizon: int = 96
@@ -60,13 +50,8 @@ class SeriesConfig:
         object.__setattr__(self, "given", tuple(self.given))  # JSON has lists
         if self.columns is not None:
             object.__setattr__(self, "columns", tuple(self.columns))
-        if isinstance(self.scale, bool):  # configs of earlier versions
-            object.__setattr__(self, "scale", "column" if self.scale else "none")
-        _check_file("series.path", self.path)
-        check_flag("series.separate", self.separate)
-        check_flag("series.time_features", self.time_features)
         for name in ("context", "horizon", "stride", "patch", "season"):
-            _check_whole(f"series.{name}", getattr(self, name), 1)
+            check_number(f"series.{name}", getattr(self, name), 1, whole=True)
         if self.fill is not None:
             check_choice("series.fill", self.fill, ("zero", "previous", "linear"))
         check_choice("series.scale", self.scale, ("window", "last", "column", "none"))
@@ -81,8 +66,6 @@ class SeriesConfig:
                 raise ValueError(
                     f"series.{name} {rows} is not a multiple of series.patch {self.patch}"
                 )
-        if self.time_features and self.time == "none":
-            raise ValueError("series.time_features needs dates, which series.time none leaves out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +80,8 @@ class TextConfig:
     """Tokens in a sequence."""
 
     def __post_init__(self) -> None:
-        _check_file("text.path", self.path)
         check_choice("text.unit", self.unit, ("char", "byte"))
-        _check_whole("text.length", self.length, 1)
+        check_number("text.length", self.length, 1, whole=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +90,6 @@ class ImagesConfig:
 
     path: str | None = None
     """Folder of image files, grey or RGB, all of one size; as given or inside the data folder."""
-
-    def __post_init__(self) -> None:
-        _check_file("images.path", self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +100,6 @@ class ArraysConfig:
     """.npy file of x (sequences, steps, features), or of images: uint8, or (images, height, width,
     1 or 3). Or .npz file of x, with lengths if sequences differ in length, and labels if they have
     classes. As given or inside the data folder."""
-
-    def __post_init__(self) -> None:
-        _check_file("arrays.path", self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +114,9 @@ class SyntheticConfig:
     """Sequences in the training set, validation included; the test set has a fifth as many."""
 
     def __post_init__(self) -> None:
-        _check_whole("synthetic.length", self.length, 1)
-        _check_whole("synthetic.features", self.features, 1)
-        _check_whole("synthetic.num", self.num, 10)
+        check_number("synthetic.length", self.length, 1, whole=True)
+        check_number("synthetic.features", self.features, 1, whole=True)
+        check_number("synthetic.num", self.num, 10, whole=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +147,6 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_choice("data set", self.name, NAMES)
-        _check_file("dir", self.dir)
-        check_flag("binarize", self.binarize)
-        check_flag("labels", self.labels)
         check_number("seed (--split-seed)", self.seed, 0, below=2**64, whole=True)
         if self.binarize and self.name not in ("digits", "mnist"):
             raise ValueError(f"binarize is for grey images (digits, mnist), not for {self.name!r}")

@@ -8,23 +8,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["plain_dates", "uneven_dates", "usual_step"]
+__all__ = ["uneven_dates", "usual_step"]
 
 _GAP = 1.5  # steps; two dates that are further apart have a gap between them
-
-
-def plain_dates(times: np.ndarray) -> np.ndarray:
-    """Returns dates in seconds, or in microseconds if one of them lies between two seconds.
-
-    Example:
-        >>> plain_dates(np.array(["2024-05-01T12", "2024-05-01T13"], "M8[h]")).dtype
-        dtype('<M8[s]')
-        >>> plain_dates(np.array(["2024-05-01T12:00:00.1"], "M8[ns]"))
-        array(['2024-05-01T12:00:00.100000'], dtype='datetime64[us]')
-    """
-    seconds = times.astype("datetime64[s]")
-    whole = np.isnat(times) | (seconds == times)
-    return seconds if whole.all() else times.astype("datetime64[us]")
 
 
 def uneven_dates(times: np.ndarray) -> str | None:
@@ -34,32 +20,27 @@ def uneven_dates(times: np.ndarray) -> str | None:
         >>> print(uneven_dates(np.array(["2024-05-01", "2024-05-02", "2024-05-05"], "M8[s]")))
         dates are uneven: 2024-05-05T00:00:00 comes right after 2024-05-02T00:00:00
     """
-    if len(times) < 2:
-        return None
-    times = plain_dates(times)
-    odd = times[1:] != _dates_from(times[0], usual_step(times), len(times) - 1)
-    if not odd.any():
-        return None
-    first = int(odd.argmax())
-    return f"dates are uneven: {times[first + 1]} comes right after {times[first]}"
-
-
-def _dates_from(first: np.datetime64, step: Any, num: int) -> np.ndarray:  # noqa: ANN401
-    """Returns the `num` dates after `first`."""
     import pandas
 
-    unit = np.datetime_data(first.dtype)[0]
-    dates = pandas.date_range(pandas.Timestamp(first), periods=num + 2, freq=step, unit=unit)
-    dates = dates[dates > pandas.Timestamp(first)]  # `first` itself may lie off the calendar
-    return dates[:num].to_numpy()
+    if len(times) < 2:
+        return None
+    first, step = pandas.Timestamp(times[0]), usual_step(times)
+    dates = pandas.date_range(first, periods=len(times) + 1, freq=step, unit="us")
+    dates = dates[dates > first]  # `first` itself may lie off the calendar
+    odd = times[1:] != dates[: len(times) - 1].to_numpy()
+    if not odd.any():
+        return None
+    last, date = times[odd.argmax() :][:2].astype("datetime64[s]")
+    return f"dates are uneven: {date} comes right after {last}"
 
 
 def usual_step(times: np.ndarray) -> Any:  # noqa: ANN401
-    """Returns the step of the longest run of dates without a gap."""
+    """Returns the step of the longest run of dates without a gap, as an offset of pandas."""
     import pandas
     from pandas.tseries.frequencies import to_offset
     from pandas.tseries.offsets import BusinessDay
 
+    times = times.astype("datetime64[us]")
     steps = np.diff(times)
     ends = np.flatnonzero(steps > _GAP * np.median(steps)) + 1
     run: Any = pandas.DatetimeIndex(max(np.split(times, ends), key=len))

@@ -5,15 +5,15 @@ A file on disk is never replaced or deleted: a damaged file is named and left wh
 
 import gzip
 import hashlib
+import io
 import os
-import tokenize
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-# Errors of numpy for a damaged .npy file; the last two come from the parser of its header.
-DAMAGED_NPY = (ValueError, EOFError, MemoryError, SyntaxError, tokenize.TokenError)
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -30,30 +30,6 @@ def cache_folder() -> Path:
     import pooch
 
     return Path(pooch.os_cache("vssm"))
-
-
-def _data_folders(given: str | None) -> list[Path]:
-    """Returns the folders to search: `given`, or else $VSSM_DATA; then the cache."""
-    option, folder = ("--data-dir", given) if given else ("$VSSM_DATA", os.environ.get("VSSM_DATA"))
-    if folder and not Path(folder).expanduser().is_dir():
-        raise ValueError(f"{option} {folder!r} is not a folder")
-    return [*([Path(folder).expanduser()] if folder else []), cache_folder()]
-
-
-def _search(
-    names: Sequence[str],
-    subfolders: Sequence[str],
-    folders: list[Path],
-    is_there: Callable[[Path], bool] = Path.is_file,
-) -> Path | None:
-    """Returns the first of the names that lies in one of the folders or their subfolders."""
-    places = [
-        place / name
-        for folder in folders
-        for name in names
-        for place in (folder, *(folder / sub for sub in subfolders))
-    ]
-    return next((place for place in places if is_there(place)), None)
 
 
 def locate(
@@ -104,6 +80,27 @@ def locate_own(path: str, subfolder: str, given: str | None, folder: bool = Fals
     )
 
 
+def _data_folders(given: str | None) -> list[Path]:
+    """Returns the folders to search: `given`, or else $VSSM_DATA; then the cache."""
+    option, folder = ("--data-dir", given) if given else ("$VSSM_DATA", os.environ.get("VSSM_DATA"))
+    if folder and not Path(folder).expanduser().is_dir():
+        raise ValueError(f"{option} {folder!r} is not a folder")
+    return [*([Path(folder).expanduser()] if folder else []), cache_folder()]
+
+
+def _search(
+    names: Sequence[str],
+    subfolders: Sequence[str],
+    folders: list[Path],
+    is_there: Callable[[Path], bool] = Path.is_file,
+) -> Path | None:
+    """Returns the first of the names that lies in one of the folders or their subfolders."""
+    places = (
+        folder / sub / name for folder in folders for name in names for sub in ("", *subfolders)
+    )
+    return next(filter(is_there, places), None)
+
+
 def read_bytes(path: Path) -> bytes:
     """Returns the content of a file; a .gz file is unpacked."""
     try:
@@ -111,6 +108,18 @@ def read_bytes(path: Path) -> bytes:
             return file.read()
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def read_numpy(path: Path) -> Any:  # noqa: ANN401
+    """Returns the array of a .npy file, or the arrays of a .npz file by name; unpickles nothing."""
+    content = io.BytesIO(read_bytes(path))
+    try:
+        file = np.load(content, allow_pickle=False)
+        if isinstance(file, np.ndarray):
+            return file
+        return {name: np.asarray(file[name]) for name in file.files}
+    except Exception:  # damaged files raise many kinds; NumPy's own words advise to unpickle
+        raise ValueError(f"{path} is damaged or holds no plain arrays; use .npy or .npz") from None
 
 
 def check_sha256(content: bytes, published: str, path: Path) -> None:

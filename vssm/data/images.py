@@ -9,9 +9,7 @@ they are grey if all files are, else RGB. Transparent parts are laid over white,
 turned upright by their EXIF tag, and of an animation the first frame is read.
 """
 
-import os
 import tarfile
-import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -25,23 +23,22 @@ from vssm.data.dataset import (
     BINARIZE_TRAIN,
     DIGITS,
     Data,
+    Split,
+    divided,
     hold_out,
     random_bits,
     split_at_random,
 )
 from vssm.data.files import Remote, check_sha256, locate, locate_own, read_bytes
 from vssm.data.meta import Meta
-from vssm.data.split import Split
 
 Labelled = tuple[np.ndarray, np.ndarray]  # (M, H, W, C) uint8 pixels, (M,) uint8 classes
 
 FEWEST = 10  # sequences or images of the user's own
-_COMPARED = "compared with the published sha256"
 
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-MNIST: dict[
-    str, tuple[tuple[int, ...], str, str]
-] = {  # file: (shape, sha256 of the .gz, sha256 of its content)
+MNIST: dict[str, tuple[tuple[int, ...], str, str]] = {
+    # file: (shape, sha256 of the .gz, sha256 of its content)
     "train-images-idx3-ubyte": (
         (60000, 28, 28),
         "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
@@ -105,29 +102,23 @@ def _image_data(
     maximum: int,
     read: Callable[[bool], Labelled],
     files: list[Path],
-    checksum: str = _COMPARED,
 ) -> Data:
     """Returns images with values 0 .. `maximum`; `read` reads the test set if True."""
     stored, classes = 1 if config.binarize else maximum, 10 if config.labels else 0
     meta = image_meta(config.name, shape, stored, classes or None)
 
-    def split(images: np.ndarray, labels: np.ndarray) -> Split:
-        x = torch.from_numpy(images.reshape(len(images), meta.length, -1))
-        return Split(x, torch.from_numpy(labels.astype(np.int64)), stored, classes=classes)
-
-    def images(test: bool) -> Labelled:
+    def whole(test: bool) -> Split:
         pixels, labels = read(test)
         if config.binarize:
             stream = BINARIZE_TEST if test else BINARIZE_TRAIN
             pixels = binarized(pixels, maximum, config.seed, stream)
-        return pixels, labels
+        x = torch.from_numpy(pixels.reshape(len(pixels), meta.length, -1))
+        return Split(x, torch.from_numpy(labels.astype(np.int64)), stored, classes=classes)
 
     def fit() -> tuple[Split, Split]:
-        pixels, labels = images(test=False)
-        train, valid = hold_out(len(pixels), config.seed)
-        return split(pixels[train], labels[train]), split(pixels[valid], labels[valid])
+        return divided(whole(test=False), config.seed)
 
-    return Data(config, meta, fit, lambda: split(*images(test=True)), files, checksum)
+    return Data(config, meta, fit, lambda: whole(test=True), files)
 
 
 def binarized(images: np.ndarray, maximum: int, seed: int, stream: int) -> np.ndarray:
@@ -153,7 +144,7 @@ def open_digits(config: DataConfig) -> Data:
         index = hold_out(len(images), seed=0, fraction=0.2, stream=DIGITS)[test]
         return images[index], labels[index]
 
-    return _image_data(config, (8, 8, 1), 16, read, [], "part of the package")
+    return _image_data(config, (8, 8, 1), 16, read, [])
 
 
 def open_mnist(config: DataConfig) -> Data:
@@ -185,10 +176,8 @@ def open_cifar10(config: DataConfig) -> Data:
     files = [found]
     if found.suffix == ".bin":
         files = [found.parent / name for name in CIFAR10]
-        if missing := [str(path) for path in files if not path.is_file()]:
-            raise ValueError(
-                f"cifar10 is incomplete, these files are missing: {', '.join(missing)}"
-            )
+        if missing := [path for path in files if not path.is_file()]:
+            raise ValueError(f"cifar10 is incomplete: {missing[0]} is missing")
 
     def read(test: bool) -> Labelled:
         *train, last = CIFAR10
@@ -200,12 +189,12 @@ def open_cifar10(config: DataConfig) -> Data:
 def _read_cifar10(found: Path, names: list[str]) -> Labelled:
     """Returns the images (M, 32, 32, 3) and classes of batches beside or inside `found`."""
     if found.suffix == ".bin":
-        folder = found.parent
-        contents = {name: read_bytes(folder / name) for name in names}
+        contents = {name: read_bytes(found.with_name(name)) for name in names}
     else:
-        folder, contents = found, _read_archive(found, names)
+        contents = _read_archive(found, names)
     for name, content in contents.items():
-        check_sha256(content, CIFAR10[name], folder / name)
+        place = found.with_name(name) if found.suffix == ".bin" else found / name
+        check_sha256(content, CIFAR10[name], place)
     records = np.frombuffer(b"".join(contents.values()), np.uint8).reshape(-1, _CIFAR10_RECORD)
     planes = records[:, 1:].reshape(-1, 3, 32, 32)
     return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), records[:, 0]
@@ -222,8 +211,7 @@ def _read_archive(archive: Path, names: list[str]) -> dict[str, bytes]:
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{archive} cannot be read: {error}") from error
     if missing := [name for name in names if name not in contents]:
-        missing = ", ".join(missing)
-        raise ValueError(f"{archive} is not the binary version of CIFAR-10: it has no {missing}")
+        raise ValueError(f"{archive} is not the binary version of CIFAR-10: it has no {missing[0]}")
     return {name: contents[name] for name in names}
 
 
@@ -232,17 +220,13 @@ def open_images(config: DataConfig) -> Data:
     if config.images.path is None:
         raise ValueError("images.path is needed: a folder of images")
     folder = locate_own(config.images.path, "images", config.dir, folder=True)
-    files = sorted(Path(f) for f in os.scandir(folder) if f.is_file() and f.name[0] != ".")
+    files = sorted(path for path in folder.iterdir() if path.name[0] != ".")
     paths = [path for path in files if path.suffix.lower() in _SUFFIXES]
     if len(paths) < FEWEST:
         raise ValueError(
             f"{folder} has {len(paths)} images directly in it; put {FEWEST} or more there, whose"
             f" names end in {', '.join(_SUFFIXES)}"
         )
-    if len(paths) < len(files):
-        first = next(path.name for path in files if path not in paths)
-        note = f"{len(files) - len(paths)} files are left out, such as {first}"
-        warnings.warn(f"{folder}: {note}; images end in {', '.join(_SUFFIXES)}", stacklevel=3)
     images = [_read_image(path) for path in paths]
     height, width = images[0].shape[:2]
     for path, image in zip(paths, images, strict=True):
@@ -251,12 +235,11 @@ def open_images(config: DataConfig) -> Data:
                 f"{path} has {image.shape[1]} x {image.shape[0]} pixels, but {paths[0].name} has"
                 f" {width} x {height}; all images must have one size"
             )
-    channels = max(image.shape[2] for image in images)
-    shape = (height, width, channels)
+    shape = (height, width, max(image.shape[2] for image in images))
     meta = image_meta("images", shape, 255)
     pixels = np.stack([np.broadcast_to(image, shape) for image in images])
     x = torch.from_numpy(pixels.reshape(len(images), meta.length, meta.features))
-    return split_at_random(config, meta, len(x), lambda i: Split(x[i], maximum=255), paths)
+    return split_at_random(config, meta, Split(x, maximum=255), paths)
 
 
 def _read_image(path: Path) -> np.ndarray:
@@ -265,19 +248,17 @@ def _read_image(path: Path) -> np.ndarray:
 
     try:
         with Image.open(path, formats=_FORMATS) as file:
-            mode = file.mode
+            if file.mode.startswith(("I", "F")):
+                raise ValueError("its pixels have more than 8 bits; save it with 8 bits")
+            grey = file.mode in ("1", "L", "LA")
             image = ImageOps.exif_transpose(file)
             if image.has_transparency_data:
                 image = image.convert("RGBA")
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-            pixels = np.asarray(image.convert("L" if mode in ("1", "L", "LA") else "RGB"))
+            pixels = np.asarray(image.convert("L" if grey else "RGB"))
     except Exception as error:  # the readers of damaged files raise many kinds
         why = " ".join(str(error).split())
         raise ValueError(f"{path} is damaged or no image: {why}") from error
-    if mode.startswith(("I", "F")):
-        raise ValueError(
-            f"{path} has pixels of more than 8 bits (mode {mode}); save it with 8 bits"
-        )
     return pixels.reshape(*pixels.shape[:2], -1)
 
 

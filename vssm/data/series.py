@@ -22,21 +22,18 @@ are standardised over the training rows only.
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vssm.data.config import DataConfig
-from vssm.data.dataset import Data
-from vssm.data.dates import plain_dates, uneven_dates
+from vssm.data.dataset import Data, Index, Split
+from vssm.data.dates import uneven_dates
 from vssm.data.files import locate_own
 from vssm.data.meta import Meta
 from vssm.data.scale import centre_of_steps, window_scale, window_scale_of_known
-from vssm.data.split import Index, Split
-from vssm.data.table import Table, filled, left_out, read_table, select
+from vssm.data.table import Table, filled, find_columns, read_table, usual_columns
 
 _CYCLES = {"day": 86_400, "week": 604_800, "year": 31_556_952}  # seconds
 
@@ -71,10 +68,9 @@ class Windows(Split):
         """Does what `Split.batch` does, and scales windows by their `known` entries only."""
         x = super().batch(self._numbers(index), device)
         if self.scaled is not None:
-            context, channels, *_ = self.scaled
-            centres, deviation = self._scale(x, known)
-            centres = centre_of_steps(centres, -context, x.shape[1])
-            x = torch.cat([(x[..., :channels] - centres) / deviation, x[..., channels:]], -1)
+            channels = self.scaled[1]
+            centre, deviation = self._scale(x, known)
+            x = torch.cat([(x[..., :channels] - centre) / deviation, x[..., channels:]], -1)
         if self.patch > 1:
             parts = x.split([x.shape[2] - self.given, self.given], -1)
             x = torch.cat([part.unflatten(1, (-1, self.patch)).flatten(2) for part in parts], -1)
@@ -83,25 +79,36 @@ class Windows(Split):
     def deviation(self, index: Index, device: torch.device | str, known: Tensor) -> Tensor:
         """Returns what the features of a batch were divided by, (B, 1, D), for the same `known`."""
         deviation = super().deviation(self._numbers(index), device, known)
-        if self.scaled is not None:
-            x = super().batch(self._numbers(index), device)
-            own = self._scale(x, known)[1].repeat(1, 1, self.patch)
-            deviation[..., : own.shape[-1]] = own
+        own = self.scale(index, device, known)[1].repeat(1, 1, self.patch)
+        deviation[..., : own.shape[-1]] = own
         return deviation
+
+    def scale(
+        self,
+        index: Index,
+        device: torch.device | str | None = None,
+        known: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the centres (B, rows, channels) of windows and their deviation (B, 1, channels).
+
+        There are no channels if windows are not scaled.
+        """
+        return self._scale(super().batch(self._numbers(index), device), known)
 
     def _numbers(self, index: Index) -> Index:
         return index if self.rows is None else self.rows[index]
 
     def _scale(self, x: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the centres and the deviation of windows of rows."""
-        assert self.scaled is not None
+        if self.scaled is None:
+            return x[..., :0], x[:, :1, :0]
         context, channels, centre, season = self.scaled
-        x = x[:, :context, :channels]
+        before = x[:, :context, :channels]
         if known is not None:
             known = known[..., : self.patch * channels].unflatten(-1, (self.patch, -1))
-            x = torch.where(known.flatten(1, 2)[:, :context], x, torch.nan)
+            before = torch.where(known.flatten(1, 2)[:, :context], before, torch.nan)
         scale = window_scale_of_known if self.missing else window_scale
-        return scale(x, centre, season)
+        centres, deviation = scale(before, centre, season)
+        return centre_of_steps(centres, -context, x.shape[1]), deviation
 
 
 def open_series(config: DataConfig, missing: bool = False) -> Data:
@@ -110,13 +117,18 @@ def open_series(config: DataConfig, missing: bool = False) -> Data:
     if options.path is None:
         raise ValueError("series.path is needed: a CSV, .npy or Parquet file")
     path = locate_own(options.path, "timeseries", config.dir)
-    whole = read_table(path, options.time)
-    table = select(whole, options.columns, path, options.given)
-    given = select(whole, options.given, path)
-    values, known = filled(table, options.fill, path, missing), np.isfinite(table.values)
-    always = filled(given, options.fill, path)
+    table = read_table(path, options.time)
+    apart = find_columns(table, options.given)
+    if options.columns is None:
+        own = usual_columns(table, apart)
+    else:
+        own = find_columns(table, options.columns)
+    names = [table.names[k] for k in (*own, *apart)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"series.columns and series.given have {twice[0]!r} twice")
+    x, always = filled(table, own, options.fill, missing), filled(table, apart, options.fill)
 
-    num, window = len(values), options.context + options.horizon
+    num, window = len(x), options.context + options.horizon
     valid, test = int(0.7 * num), int(0.8 * num)
     bounds = {
         "training": (0, valid),
@@ -130,84 +142,108 @@ def open_series(config: DataConfig, missing: bool = False) -> Data:
                 f" series.context + horizon = {options.context} + {options.horizon} = {window};"
                 " make one of them shorter"
             )
-    uneven = None if table.times is None else uneven_dates(table.times)
-    for note in filter(None, (left_out(whole, options), uneven)):
-        warnings.warn(f"{path}: {note}", stacklevel=3)
-
-    for name, column in zip(table.names, values.T, strict=True):
+    if table.times is not None and (uneven := uneven_dates(table.times)):
+        warnings.warn(f"{path}: {uneven}", stacklevel=3)
+    for name, column in zip(names, x.T, strict=False):
         if np.isnan(column[:valid]).all():
             raise ValueError(f"{path}: column {name!r} has no value in the {valid} training rows")
     mean = std = given_mean = given_std = None
     if options.scale != "none":
-        values, mean, std = _standardised(values, valid)
-        always, given_mean, given_std = _standardised(always, valid)
-    cycles = _cycles(table, valid, path) if options.time_features else ()
-    clock = phases(table.times, cycles) if table.times is not None else np.empty((num, 0))
-    beside = np.concatenate([always, clock], 1)
-    channels = 1 if options.separate else len(table.names)
-    windowed = options.scale if options.scale in ("window", "last") else None
-    scaled = None if windowed is None else (options.context, channels, windowed, options.season)
+        mean, std = _mean_and_std(x[:valid])
+        given_mean, given_std = _mean_and_std(always[:valid]) if apart else (None, None)
+    cycles = _cycles(table, valid) if options.time_features else ()
+    channels = 1 if options.separate else len(own)
+    meta = Meta(
+        name="series",
+        features=options.patch * (channels + len(apart) + 2 * len(cycles)),
+        length=window // options.patch,
+        suggested_head="gaussian-learned",
+        columns=tuple(names[: len(own)]),
+        mean=mean,
+        std=std,
+        context=options.context,
+        horizon=options.horizon,
+        patch=options.patch,
+        windowed=options.scale if options.scale in ("window", "last") else None,
+        season=options.season,
+        separate=options.separate,
+        cycles=cycles,
+        given_columns=tuple(names[len(own) :]),
+        given_mean=given_mean,
+        given_std=given_std,
+        cycles_given=missing and bool(cycles),
+        time="none" if options.time == "none" else table.time,
+        fill=options.fill,
+    )
+    rows = _rows(meta, x, always, table.times)
+    known = np.isfinite(table.values[:, own])
+    known = known.T[..., None] if options.separate else known[None]
 
     def windows(part: str) -> Windows:
-        own = slice(*bounds[part])
-        x, there, known_too = values[own], known[own], beside[own]
-        if options.separate:  # (series, rows, channels)
-            x, there = x.T[..., None], there.T[..., None]
-        else:
-            x, there = x[None], there[None]
-        x = np.concatenate([x, np.broadcast_to(known_too, (len(x), *known_too.shape))], -1)
-        rows = torch.from_numpy(x.astype(np.float32)).flatten(0, 1)
-        shared: dict[str, Any] = {"scaled": scaled, "patch": options.patch, "missing": missing}
-        shared["given"] = beside.shape[1] if missing else always.shape[1]
-        if there.all() and not options.separate:
-            return Windows(rows.unfold(0, window, options.stride).transpose(1, 2), **shared)
-        starts = _window_starts(there, window, options.stride, 0.0 if missing else 0.5)
+        first, end = bounds[part]
+        share = 0.0 if missing else 0.5
+        starts = _window_starts(known[:, first:end], window, options.stride, share)
         if not len(starts):
             raise ValueError(
                 f"{path}: no window for {part} of series.context + horizon = {window} rows has"
                 f" {'a value' if missing else 'half of the values of every column'}; take fewer"
                 " columns, or a file with fewer gaps"
             )
-        return Windows(rows.unfold(0, window, 1).transpose(1, 2), rows=starts, **shared)
+        return _windows(meta, rows[:, first:end], starts, missing)
 
     def fit() -> tuple[Split, Split]:
         return windows("training"), windows("validation")
 
-    meta = Meta(
-        name="series",
-        features=options.patch * (channels + beside.shape[1]),
-        length=window // options.patch,
-        suggested_head="gaussian-learned",
-        columns=table.names,
-        mean=mean,
-        std=std,
-        context=options.context,
-        horizon=options.horizon,
-        patch=options.patch,
-        windowed=windowed,
-        season=options.season,
-        separate=options.separate,
-        cycles=cycles,
-        given_columns=given.names,
-        given_mean=given_mean if given.names else None,
-        given_std=given_std if given.names else None,
-        cycles_given=missing and bool(cycles),
-        time="none" if options.time == "none" else table.time,
-        fill=options.fill,
-    )
     return Data(config, meta, fit, lambda: windows("test"), [path])
 
 
-def _standardised(
-    values: np.ndarray, rows: int
-) -> tuple[np.ndarray, tuple[float, ...], tuple[float, ...]]:
-    """Returns values (N, D) standardised by the first rows, and the mean and deviation of these."""
-    mean, std = np.nanmean(values[:rows], 0), np.nanstd(values[:rows], 0)
+def _mean_and_std(x: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns the mean and deviation of each column, by which it is standardised."""
+    mean, std = np.nanmean(x, 0), np.nanstd(x, 0)
     std = np.where(std > 1e-12 * np.abs(mean), std, 1.0)  # a constant column becomes zero
-    return (values - mean) / std, tuple(mean.tolist()), tuple(std.tolist())
+    return tuple(mean.tolist()), tuple(std.tolist())
 
 
-def _window_starts(known: np.ndarray, window: int, stride: int, share: float) -> torch.Tensor:
+def _rows(meta: Meta, x: np.ndarray, always: np.ndarray, times: np.ndarray | None) -> Tensor:
+    """Returns the rows of a table as windows hold them, (series, N, channels).
+
+    Arguments:
+        meta: How to standardise them.
+        x: The columns to make, (N, D).
+        always: The columns that are given, (N, G).
+        times: The dates of the rows.
+    """
+    if meta.mean is not None:
+        x = (x - np.array(meta.mean)) / np.array(meta.std)
+    if meta.given_mean is not None:
+        always = (always - np.array(meta.given_mean)) / np.array(meta.given_std)
+    if meta.cycles:
+        assert times is not None
+        always = np.concatenate([always, phases(times, meta.cycles)], 1)
+    x = x.T[..., None] if meta.separate else x[None]
+    always = np.broadcast_to(always, (len(x), *always.shape))
+    return torch.from_numpy(np.concatenate([x, always], -1, dtype=np.float32))
+
+
+def _windows(meta: Meta, rows: Tensor, starts: np.ndarray, missing: bool) -> Windows:
+    """Returns the windows that begin at rows with these numbers, counted over all series."""
+    assert meta.columns is not None and meta.context is not None and meta.horizon is not None
+    channels = 1 if meta.separate else len(meta.columns)
+    scaled = None
+    if meta.windowed is not None:
+        scaled = (meta.context, channels, meta.windowed, meta.season)
+    x = rows.flatten(0, 1).unfold(0, meta.context + meta.horizon, 1).transpose(1, 2)
+    return Windows(
+        x,
+        rows=torch.from_numpy(starts),
+        scaled=scaled,
+        patch=meta.patch,
+        given=meta.given // meta.patch,
+        missing=missing,
+    )
+
+
+def _window_starts(known: np.ndarray, window: int, stride: int, share: float) -> np.ndarray:
     """Returns the first rows of the windows in which a share of every channel is known.
 
     With a share of 0, one known value is enough. `known` is (series, rows, channels). Windows stay
@@ -219,20 +255,20 @@ def _window_starts(known: np.ndarray, window: int, stride: int, share: float) ->
     found = counts[:, starts + window] - counts[:, starts]
     enough = (found >= share * window).all(-1) & (found > 0).any(-1)
     series, index = np.nonzero(enough)
-    return torch.from_numpy(series * rows + starts[index])
+    return series * rows + starts[index]
 
 
-def _cycles(table: Table, rows: int, path: Path) -> tuple[str, ...]:
+def _cycles(table: Table, rows: int) -> tuple[str, ...]:
     """Returns the cycles that the training rows go through twice, in steps below half a cycle."""
     if table.times is None:
-        raise ValueError(f"series.time_features needs dates; {path} has no column of dates")
+        raise ValueError(f"series.time_features needs dates; {table.path} has no column of dates")
     seconds = (table.times[:rows] - table.times[0]) / np.timedelta64(1, "s")
     step, reach = np.median(np.diff(seconds)), seconds[-1]
     found = tuple(name for name, period in _CYCLES.items() if 2 * step < period <= reach / 2)
     if not found:
         raise ValueError(
-            f"series.time_features: {path} has steps of {step:g} s over {reach:.12g} s, which hold"
-            f" no whole {', '.join(_CYCLES)} twice"
+            f"series.time_features: {table.path} has steps of {step:g} s over {reach:.12g} s, which"
+            f" hold no whole {', '.join(_CYCLES)} twice"
         )
     return found
 
@@ -245,9 +281,62 @@ def phases(times: np.ndarray, cycles: Sequence[str]) -> np.ndarray:
         >>> phases(night, ["day"]).round(3).tolist()
         [[0.354, 0.354]]
     """
-    times = plain_dates(times)
-    second = 1 if times.dtype == "datetime64[s]" else 10**6
-    periods = [_CYCLES[cycle] * second for cycle in cycles]
-    angles = [2 * np.pi * (times.astype(np.int64) % period) / period for period in periods]
+    microseconds = times.astype("datetime64[us]").astype(np.int64)
+    periods = [_CYCLES[cycle] * 10**6 for cycle in cycles]
+    angles = [2 * np.pi * (microseconds % period) / period for period in periods]
     parts = [part / 2 for angle in angles for part in (np.sin(angle), np.cos(angle))]
     return np.stack(parts, -1) if parts else np.empty((*times.shape, 0))
+
+
+class TableWindows:
+    """Cuts a table with gaps into the windows of training, and puts filled ones together.
+
+    Windows follow each other; the last one ends with the table and may overlap the one before.
+
+    Arguments:
+        table: The table; it may have gaps.
+        meta: The data that the model was trained on.
+    """
+
+    x: Tensor
+    """Windows (B, T, features) as the model reads them; zero in gaps."""
+    known: Tensor
+    """Which of their entries are known."""
+    values: np.ndarray
+    """The columns of training, (N, D); NaN in gaps."""
+
+    def __init__(self, table: Table, meta: Meta) -> None:
+        assert meta.columns is not None
+        values = np.where(np.isfinite(table.values), table.values, np.nan)
+        self.values = values[:, find_columns(table, meta.columns)]
+        always = values[:, find_columns(table, meta.given_columns)]
+        num, self._size, self._meta = len(values), meta.length * meta.patch, meta
+        if num < self._size:
+            raise ValueError(f"{table.path} has {num} rows; a window of training has {self._size}")
+        if meta.cycles and table.times is None:
+            raise ValueError(f"{table.path} has no column of dates, which the run was trained with")
+        self._starts = [*range(0, num - self._size, self._size), num - self._size]
+        rows = _rows(meta, self.values, always, table.times)
+        starts = np.add.outer(self._starts, num * np.arange(len(rows))).flatten()
+        windows = _windows(meta, rows, starts, missing=True)
+        x = windows.batch(slice(None))
+        self.x, self.known = x.nan_to_num(), ~x.isnan()
+        self._centre, self._deviation = windows.scale(slice(None))
+
+    def place(self, made: np.ndarray) -> np.ndarray:
+        """Returns samples (windows, num, T, features) as tables (num, N, D) in the table's units.
+
+        Known cells are those of the table.
+        """
+        meta, num = self._meta, made.shape[1]
+        x = torch.from_numpy(made).double()
+        x = meta.to_rows(x[..., : x.shape[-1] - meta.given])
+        x = x[..., : 1 if meta.separate else self.values.shape[1]]
+        if meta.windowed:
+            x = x * self._deviation[:, None] + self._centre[:, None]
+        if meta.separate:
+            x = x[..., 0].unflatten(0, (len(self._starts), -1)).permute(0, 2, 3, 1)
+        tables = np.broadcast_to(self.values, (num, *self.values.shape)).copy()
+        for window, start in zip(x.numpy()[::-1], self._starts[::-1], strict=True):
+            tables[:, start : start + self._size] = window * (meta.std or 1.0) + (meta.mean or 0.0)
+        return np.where(np.isnan(self.values), tables, self.values)

@@ -37,7 +37,6 @@ def describe(data: Data) -> dict[str, Any]:
         "split_seed": data.config.seed,
         "suggested_head": data.meta.suggested_head,
         "files": [{"path": str(path), "sha256": _file_sha256(path)} for path in data.files],
-        "checksum": data.checksum,
     }
     if train.labels is not None:
         facts["classes"] = {

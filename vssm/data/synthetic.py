@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from vssm.data.config import DataConfig, SyntheticConfig
-from vssm.data.dataset import SYNTHETIC_TEST, SYNTHETIC_TRAIN, Data, hold_out, random_bits
+from vssm.data.dataset import SYNTHETIC_TEST, SYNTHETIC_TRAIN, Data, Split, divided, random_bits
 from vssm.data.meta import Meta
-from vssm.data.split import Split
 
 
 def open_synthetic(config: DataConfig) -> Data:
@@ -27,14 +26,12 @@ def open_synthetic(config: DataConfig) -> Data:
     )
 
     def fit() -> tuple[Split, Split]:
-        x = _waves(options, options.num, seed, SYNTHETIC_TRAIN)
-        train, valid = hold_out(options.num, seed)
-        return Split(x[train]), Split(x[valid])
+        return divided(Split(_waves(options, options.num, seed, SYNTHETIC_TRAIN)), seed)
 
     def test() -> Split:
         return Split(_waves(options, options.num // 5, seed, SYNTHETIC_TEST))
 
-    return Data(config, meta, fit, test, checksum="computed")
+    return Data(config, meta, fit, test)
 
 
 def _waves(options: SyntheticConfig, num: int, seed: int, stream: int) -> torch.Tensor:

@@ -5,22 +5,20 @@ column of true and false is read as 1 and 0. Columns without any number are left
 So are columns of numbers called `date`, `time` or `index`, unless the user asks for them.
 """
 
-import csv
 import difflib
 import io
 import re
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vssm.data.config import SeriesConfig
-from vssm.data.dates import plain_dates
-from vssm.data.files import DAMAGED_NPY, read_bytes
+from vssm.data.files import read_bytes, read_numpy
 
-__all__ = ["Table", "fill_gaps", "filled", "find_column", "left_out", "read_table", "select"]
+__all__ = ["Table", "fill_gaps", "filled", "find_columns", "read_table", "usual_columns"]
 
 Frame = Any  # a pandas.DataFrame
 Column = Any  # a pandas.Series
@@ -32,33 +30,26 @@ _TIME_NAMES = {"", "date", "datetime", "time", "timestamp", "index"}
 class Table:
     """Holds the columns of numbers of a file, and the dates of its rows."""
 
+    path: Path
+    """The file, for messages."""
     names: tuple[str, ...]
     values: np.ndarray
     """(N, D) float64, NaN where a value is missing."""
     times: np.ndarray | None
-    """(N,) datetime64[s], or [us] if seconds are too coarse; ascending."""
+    """(N,) datetime64[us], ascending."""
     time: str | None
     """The name of the column of dates."""
     frame: Frame
     """All columns of the file."""
 
 
-def read_table(
-    path: Path, time: str | None = None, usual: str | None = None, option: str = "series.time"
-) -> Table:
+def read_table(path: Path, time: str | None = None) -> Table:
     """Reads a CSV, .npy or Parquet file.
 
-    Arguments:
-        path: The file.
-        time: The column of dates; None finds it by its name or contents, "none" leaves dates out.
-        usual: The column of dates to look for first.
-        option: What `time` is called on the command line.
+    `time` names the column of dates; None finds it by its name or contents, "none" leaves dates
+    out.
     """
-    name = path.name.lower().removesuffix(".gz")
-    if name.endswith((".parquet", ".pq")):
-        frame = _read_parquet(path)
-    else:
-        frame = _read_npy(path) if name.endswith(".npy") else _read_csv(path)
+    frame = _read_frame(path)
     if not len(frame):
         raise ValueError(f"{path} has no rows")
     if (twice := frame.columns.duplicated()).any():
@@ -72,74 +63,67 @@ def read_table(
             " in cells separated by commas, semicolons or tabs"
         )
     texts = [name for name in frame if name not in numeric]
-    time = None if time == "none" else _time_column(frame[texts], time, usual, option, path)
-    times = None if time is None else _times(frame[time], option, path)
-    return Table(tuple(numeric), np.stack([*numeric.values()], 1), times, time, frame)
+    if time is None:
+        time = _time_column(frame[texts])
+    elif time != "none" and time not in texts:
+        there = ", ".join(map(repr, texts)) or "none"
+        raise ValueError(f"{path} has no column of dates {time!r}; available: {there}")
+    times = None if time in (None, "none") else _times(frame[time], path)
+    time = None if times is None else time
+    return Table(path, tuple(numeric), np.stack([*numeric.values()], 1), times, time, frame)
 
 
-def _read_csv(path: Path) -> Frame:
+def _read_frame(path: Path) -> Frame:
     import pandas
 
+    name = path.name.lower().removesuffix(".gz")
+    if name.endswith(".npy"):
+        values = read_numpy(path)
+        if values.ndim not in (1, 2) or values.dtype.kind not in "fiub":
+            found = f"{values.dtype} of shape {values.shape}"
+            raise ValueError(f"{path} holds {found}; expected numbers (rows, columns)")
+        frame: Frame = pandas.DataFrame(values)
+        return frame.set_axis([str(k) for k in frame], axis=1)
     content = read_bytes(path)
-    if b"\0" in content:
-        raise ValueError(f"{path} has zero bytes, as UTF-16 has; save the file as UTF-8")
-    text = content.decode("utf-8-sig", errors="replace").lstrip("\r\n")
-    # A comma beside another separator is a decimal comma or part of a name.
-    first = io.StringIO(text).readline()
-    delimiter = next((d for d in "\t;" if d in re.sub('"[^"]*"', "", first)), ",")
-    reader = csv.reader([first], delimiter=delimiter, skipinitialspace=True)
-    names = [name.strip() for name in next(reader, [])] or [""]
-    start: Column = pandas.Series(names[:1])
-    number: Column = pandas.to_numeric(start, "coerce")
-    value = number.notna()[0] or names[0].lower() in ("true", "false")
-    header = not value and np.isnat(_dates(start)[0])
-    style: dict[str, Any] = {
-        "sep": delimiter,
-        "header": 0 if header else None,
-        "index_col": False,
-        "skipinitialspace": True,
-        "na_values": ["?", "na", "none"],
-        "float_precision": "round_trip",
-        "low_memory": False,
-    }
     try:
+        if name.endswith((".parquet", ".pq")):
+            return _read_parquet(content)
         with warnings.catch_warnings():  # of a first line that is shorter than others
             warnings.simplefilter("error", pandas.errors.ParserWarning)
-            frame: Frame = pandas.read_csv(io.StringIO(text), **style)
-    except (ValueError, pandas.errors.ParserWarning) as error:
-        raise ValueError(f"{path} is no table: {' '.join(str(error).split())}") from None
-    frame.columns = names if header else [str(k) for k in range(frame.shape[1])]
-    return frame
+            return _read_csv(content)
+    except (OSError, ValueError, pandas.errors.ParserWarning) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
-def _read_npy(path: Path) -> Frame:
+def _read_parquet(content: bytes) -> Frame:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise ValueError("Parquet needs pyarrow: pip install 'vssm[forecast]'") from None
+    table = parquet.read_table(io.BytesIO(content))
+    return table.to_pandas(ignore_metadata=True, date_as_object=False)
+
+
+def _read_csv(content: bytes) -> Frame:
     import pandas
 
-    try:
-        values = np.lib.format.read_array(io.BytesIO(read_bytes(path)), allow_pickle=False)
-    except DAMAGED_NPY as error:
-        raise ValueError(f"{path} is no plain .npy array, or it is damaged") from error
-    if values.ndim not in (1, 2) or values.dtype.kind not in "fiub":
-        raise ValueError(
-            f"{path} holds {values.dtype} of shape {values.shape}; expected numbers (rows, columns)"
-        )
-    frame: Frame = pandas.DataFrame(values)
-    return frame.set_axis([str(k) for k in frame], axis=1)
-
-
-def _read_parquet(path: Path) -> Frame:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ValueError(
-            f"{path}: Parquet needs pyarrow, install it with: pip install 'vssm[forecast]'"
-        ) from error
-    try:
-        with parquet.ParquetFile(path) as file:
-            return file.read().to_pandas(ignore_metadata=True, date_as_object=False)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    if b"\0" in content:
+        raise ValueError("it has zero bytes, as UTF-16 has; save the file as UTF-8")
+    text = content.decode("utf-8-sig", errors="replace").lstrip("\r\n")
+    # A comma beside another separator is a decimal comma or part of a name.
+    first = re.sub('"[^"]*"', "", text.partition("\n")[0])
+    separator = next((mark for mark in "\t;" if mark in first), ",")
+    style: Any = {"sep": separator, "skipinitialspace": True, "header": None}
+    line = pandas.read_csv(io.StringIO(text), nrows=1, dtype=str, keep_default_na=False, **style)
+    names: Column = line.iloc[0].str.strip()
+    number: Column = pandas.to_numeric(names[:1], errors="coerce")
+    value = number.notna()[0] or names[0].lower() in ("true", "false")
+    header = not value and np.isnat(_dates(names[:1])[0])
+    style |= {"header": 0 if header else None, "index_col": False, "low_memory": False}
+    style |= {"na_values": ["?", "na", "none"], "float_precision": "round_trip"}
+    frame: Frame = pandas.read_csv(io.StringIO(text), **style)
+    frame.columns = names if header else [str(k) for k in range(frame.shape[1])]
+    return frame
 
 
 def _numbers(cells: Column, path: Path) -> np.ndarray | None:
@@ -161,130 +145,106 @@ def _numbers(cells: Column, path: Path) -> np.ndarray | None:
 
 
 def _dates(cells: Column) -> np.ndarray:
-    """Returns a column as datetime64 in UTC, NaT where a cell holds no date."""
+    """Returns a column as datetime64[us] in UTC, NaT where a cell holds no date."""
     import pandas
 
     if cells.dtype.kind not in "MO":
-        return np.full(len(cells), np.datetime64("NaT"))
+        return np.full(len(cells), np.datetime64("NaT", "us"))
     dates: Column = pandas.to_datetime(cells, errors="coerce", format="ISO8601", utc=True)
-    return plain_dates(dates.dt.tz_localize(None).to_numpy())
+    return dates.dt.tz_localize(None).to_numpy().astype("datetime64[us]")
 
 
-def _time_column(
-    texts: Frame, time: str | None, usual: str | None, option: str, path: Path
-) -> str | None:
+def _time_column(texts: Frame) -> str | None:
     """Returns the name of the column of dates, if there is one."""
-    if time is not None and time not in texts:
-        there = ", ".join(map(repr, texts)) or "none"
-        raise ValueError(f"{option}: {path} has no column of dates {time!r}; available: {there}")
-    if time is not None or usual in texts:
-        return time or usual
-    for name in texts:
-        if name.strip().lower() in _TIME_NAMES:
-            return name
     for name, cells in texts.items():
         dates = _dates(cells)
-        if cells.dtype.kind == "M" or (dates[1:] > dates[:-1]).all():  # no NaT is later or earlier
+        in_order = cells.dtype.kind == "M" or (dates[1:] > dates[:-1]).all()  # NaT is in no order
+        if name.strip().lower() in _TIME_NAMES or in_order:
             return str(name)
     return None
 
 
-def _times(cells: Column, option: str, path: Path) -> np.ndarray:
-    """Returns the cells as dates in seconds or microseconds, if they ascend."""
-    times, advice = _dates(cells), f"--{option} none leaves dates out"
-    if (missing := np.isnat(times)).any():
-        row = int(missing.argmax())
+def _times(cells: Column, path: Path) -> np.ndarray:
+    """Returns the cells as dates; raises unless they ascend."""
+    times = _dates(cells)
+    missing, late = np.isnat(times), np.r_[False, times[1:] <= times[:-1]]
+    for row in np.flatnonzero(missing | late):
+        if missing[row]:
+            what = "is no date; expected ISO 8601, such as 2016-07-01 13:00, in every row"
+        elif times[row] == times[row - 1]:
+            what = "is there twice"
+        else:
+            what = f"comes after {str(cells.iloc[row - 1])!r}; dates must ascend"
         cell = "" if cells.isna().iloc[row] else str(cells.iloc[row])
         raise ValueError(
-            f"{path}: row {row + 1}, column {cells.name!r}: {cell!r} is no date; expected ISO 8601,"
-            f" such as 2016-07-01 13:00, in every row ({advice})"
-        )
-    if (late := times[1:] <= times[:-1]).any():
-        k = int(late.argmax()) + 1
-        what = "is there twice" if times[k] == times[k - 1] else f"comes after {times[k - 1]}"
-        raise ValueError(
-            f"{path}: row {k + 1}, column {cells.name!r}: {times[k]} {what}; dates must ascend by a"
-            f" microsecond or more ({advice})"
+            f"{path}: row {row + 1}, column {cells.name!r}: {cell!r} {what}"
+            " (--series.time none leaves dates out)"
         )
     return times
 
 
-def left_out(table: Table, options: SeriesConfig) -> str | None:
-    """Says which columns are left out although the user may expect them; None if there are none."""
-    if options.columns is not None:
-        return None
-    words = [
-        name
-        for name, cells in table.frame.items()
-        if name not in (*table.names, table.time)
-        and str(name).strip().lower() not in _TIME_NAMES
-        and np.isnat(_dates(cells[:1]))[0]
-    ]
-    if words:
-        return (
-            f"columns without numbers are left out: {', '.join(map(repr, words))}; numbers need a"
-            " decimal point"
-        )
-    timed = [name for name in table.names if name.strip().lower() in _TIME_NAMES - {""}]
-    advice = "is left out because of its name; --series.columns NAMES takes it"
-    return f"column {timed[0]!r} of numbers {advice}" if timed else None
+def find_columns(table: Table, columns: Sequence[str]) -> list[int]:
+    """Returns the indices of columns of numbers by name; commas may separate names, too.
 
-
-def select(
-    table: Table, columns: tuple[str, ...] | None, path: Path, given: tuple[str, ...] = ()
-) -> Table:
-    """Returns the table with some of its columns of numbers.
-
-    None selects all columns of numbers except the `given` ones and those named like dates.
+    Example:
+        >>> table = Table(Path("x"), ("a", "b, c", "d"), np.zeros((1, 3)), None, None, None)
+        >>> find_columns(table, ["b, c", "d,a"])
+        [1, 2, 0]
     """
-    apart = [find_column(table, column, path) for column in given]
-    if columns is None:
-        timed = [k for k, name in enumerate(table.names) if name.strip().lower() in _TIME_NAMES]
-        index = [k for k in range(len(table.names)) if k not in timed + apart]
-        if not index:
+    wanted = [
+        name
+        for part in columns
+        for name in ([part] if part in table.names else map(str.strip, part.split(",")))
+    ]
+    for name in wanted:
+        if name not in table.names:
+            near = difflib.get_close_matches(name, table.names, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            there = ", ".join(table.names)
             raise ValueError(
-                f"{path} has no column of numbers besides {', '.join(table.names)};"
-                " choose with --series.columns"
+                f"{table.path} has no column of numbers {name!r}; {hint}available: {there}"
             )
-    else:
-        index = [find_column(table, column, path) for column in columns]
-        if twice := [table.names[k] for k in index if index.count(k) > 1]:
-            raise ValueError(f"series.columns {', '.join(columns)} has {twice[0]!r} twice")
-        if both := [table.names[k] for k in apart if k in index]:
-            raise ValueError(f"{both[0]!r} is in series.columns and in series.given; use one")
-    names = tuple(table.names[k] for k in index)
-    return replace(table, names=names, values=table.values[:, index])
+    return [table.names.index(name) for name in wanted]
 
 
-def find_column(table: Table, column: str, path: Path) -> int:
-    """Returns the index of the column of numbers with this name."""
-    if column in table.names:
-        return table.names.index(column)
-    near = difflib.get_close_matches(column, table.names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ValueError(
-        f"{path} has no column of numbers {column!r}; {hint}available: {', '.join(table.names)}"
-    )
+def usual_columns(table: Table, given: Sequence[int]) -> list[int]:
+    """Returns the columns of numbers that are neither given nor named like dates.
+
+    Warns of columns that are left out although the user may expect them.
+    """
+    timed = [k for k, name in enumerate(table.names) if name.strip().lower() in _TIME_NAMES]
+    index = [k for k in range(len(table.names)) if k not in (*timed, *given)]
+    if not index:
+        raise ValueError(
+            f"{table.path} has no column of numbers besides {', '.join(table.names)};"
+            " choose with --series.columns"
+        )
+    words = [name for name in table.frame if name not in (*table.names, table.time, *_TIME_NAMES)]
+    words = [name for name in words if np.isnat(_dates(table.frame[name][:1]))[0]]
+    if words:
+        note = f"columns without numbers are left out: {', '.join(map(repr, words))}"
+        warnings.warn(f"{table.path}: {note}; numbers need a decimal point", stacklevel=4)
+    elif timed and table.names[timed[0]]:
+        note = f"column {table.names[timed[0]]!r} of numbers is left out because of its name"
+        warnings.warn(f"{table.path}: {note}; --series.columns NAMES takes it", stacklevel=4)
+    return index
 
 
-def filled(table: Table, fill: str | None, path: Path, missing: bool = False) -> np.ndarray:
-    """Returns the values (N, D) with all gaps filled; if they may stay `missing`, as NaN."""
-    known = np.isfinite(table.values)
+def filled(
+    table: Table, index: Sequence[int], fill: str | None, missing: bool = False
+) -> np.ndarray:
+    """Returns columns (N, D) with all gaps filled; if they may stay `missing`, as NaN."""
+    values = table.values[:, index]
+    known = np.isfinite(values)
     if fill is None and not known.all() and not missing:
         row, column = np.argwhere(~known)[0]
         raise ValueError(
-            f"{path}: row {row + 1}, column {table.names[column]!r} is missing or not finite"
-            f" ({(~known).sum()} such values in all);"
+            f"{table.path}: row {row + 1}, column {table.names[index[column]]!r} is missing or not"
+            f" finite ({(~known).sum()} such values in all);"
             " fill them with --series.fill zero, previous or linear, or learn from the others with"
             " --model.known any"
         )
-    if not table.names:
-        return table.values
-    values = fill_gaps(table.values, known, fill)
-    if (large := np.nanmax(np.abs(values), 0)).max() > 1e30:
-        column = table.names[large.argmax()]
-        raise ValueError(f"{path}: column {column!r} has values up to {large.max():g}; scale it")
-    return values
+    return fill_gaps(values, known, fill)
 
 
 def fill_gaps(values: np.ndarray, known: np.ndarray, fill: str | None) -> np.ndarray:

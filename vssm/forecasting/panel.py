@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vssm.checks import shown
-from vssm.data.dates import plain_dates, usual_step
+from vssm.data.dates import usual_step
 
 if TYPE_CHECKING:
     import pandas
@@ -272,7 +272,7 @@ def _step(groups: dict[Any, "pandas.DataFrame"], freq: Any) -> "pandas.DateOffse
     longest = max(groups.values(), key=len)
     if len(longest) < 3:
         raise ValueError("all series have fewer than 3 rows; give freq, such as 'h', 'D' or 'MS'")
-    return usual_step(plain_dates(longest["ds"].dt.tz_localize(None).to_numpy()))
+    return usual_step(longest["ds"].dt.tz_localize(None).to_numpy())
 
 
 def _series(id: Any, rows: Any, step: "pandas.DateOffset", columns: Columns) -> Series:  # noqa: ANN401
