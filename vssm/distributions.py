@@ -36,17 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vssm.ops.latents import (
-    at_least_float32,
-    cumulative,
-    draws_fused,
-    expected_log_prob,
-    gumbel_one_hot,
-    inverse_cdf,
-    kl_to_uniform,
-    sample_and_kl,
-    select,
-)
+from vssm.ops.draws import at_least_float32, cumulative, draws_fused, inverse_cdf, select
+from vssm.ops.latents import expected_log_prob, gumbel_one_hot, kl_to_uniform, sample_and_kl
 from vssm.ops.normal import bounded_scale, normal_draw
 
 __all__ = [

@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 from tests.conftest import relative_error
 from tests.interpreter import DEVICE, kernels, needs_interpreter, run_interpreted
 from vssm.nn import RMSNorm
-from vssm.ops.conv import (
-    MAX_TAPS,
-    causal_conv_silu,
-    causal_conv_silu_reference,
-)
+from vssm.ops.conv import MAX_TAPS, causal_conv_silu
+from vssm.ops.conv.reference import causal_conv_silu_reference
 from vssm.ops.linear import linear, linear_conv_silu
 
 SIZES = [(2, 1, 3, 4), (1, 2, 5, 4), (2, 35, 5, 4), (1, 5, 520, 3), (2, 4, 4, 1)]

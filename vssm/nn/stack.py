@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vssm.config import ModelConfig
 from vssm.nn.state import State
-from vssm.ops.latents import embed_sum
+from vssm.ops.draws import embed_sum
 from vssm.ops.linear import linear
 from vssm.ops.norm import rms_norm
 from vssm.ops.operators import product_dtype

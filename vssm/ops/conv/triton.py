@@ -31,10 +31,7 @@ __all__ = ["conv_backward", "conv_forward", "forward_parts"]
 
 _CHUNK = 32  # steps of a program
 _BLOCK = 512  # channels of a program
-_FEW = 256  # fewer programs than this do not fill a device, so smaller ones are used
-_WIDE_CHUNK, _WIDE_BLOCK = 16, 128  # steps and channels of a program for float32
 _SHORT = 16  # steps of a short sequence
-_SOME, _MANY = 4, 8  # steps loaded at once, of short and of longer sequences
 _PROGRAMS = 8  # programs per multiprocessor, backward: each leaves partial sums
 
 
@@ -263,8 +260,8 @@ def conv_forward(
     weight: Tensor,
     bias: Tensor,
     state: Tensor | None,
-    after: Tensor | None = None,
     starts: Tensor | None = None,
+    after: Tensor | None = None,
 ) -> Tensor:
     """Returns y (B, T, D) in the dtype of x, and fills the state `after` if T > 0.
 
@@ -276,12 +273,12 @@ def conv_forward(
         return y
     x = x if x.stride(2) == 1 else x.contiguous()
     batch, length, packed = _rows(x, starts)
-    chunk, block = _CHUNK, min(_BLOCK, max(128, next_power(channels)))
-    steps = _SOME if length <= _SHORT else 1
+    # Steps are loaded several at once, as many as there are registers for.
     if x.dtype == torch.float32:
-        chunk, block, steps = _WIDE_CHUNK, _WIDE_BLOCK, _SOME if length <= _SHORT else _MANY
-    elif batch * ceil_div(length, chunk) * ceil_div(channels, block) < _FEW:
-        chunk, block = 4, 128
+        chunk, block, steps = 16, 128, 4 if length <= _SHORT else 8
+    else:
+        block = min(_BLOCK, max(128, next_power(channels)))
+        chunk, steps = _CHUNK, 4 if length <= _SHORT else 1
     chunks = ceil_div(length, chunk)
     launch(
         _conv_kernel, (batch * chunks, ceil_div(channels, block)),
@@ -322,13 +319,13 @@ def conv_backward(
     bias: Tensor,
     state: Tensor | None,
     starts: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, weight, bias and state; the last is empty without a state."""
+) -> tuple[Tensor | None, ...]:
+    """Returns the gradients of x, weight, bias and state."""
     channels, taps = weight.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dstate = x.new_empty(0 if state is None else state.shape)
+    dstate = None if state is None else x.new_zeros(state.shape)
     if x.numel() == 0:
-        return dx, torch.zeros_like(weight), torch.zeros_like(bias), dstate.zero_()
+        return dx, torch.zeros_like(weight), torch.zeros_like(bias), dstate
     x = x if x.stride(2) == 1 else x.contiguous()
     batch, length, packed = _rows(x, starts)
     chunks, blocks = ceil_div(length, _CHUNK), ceil_div(channels, _BLOCK)
@@ -337,7 +334,7 @@ def conv_backward(
     launch(
         _conv_backward_kernel, (programs, blocks),
         x, weight.contiguous(), bias, _contiguous(state), packed, dy.contiguous(), dx,
-        None if state is None else dstate, partial, x.stride(0), x.stride(1), length, channels,
+        dstate, partial, x.stride(0), x.stride(1), length, channels,
         chunks, batch * chunks, K=taps, CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     sums = partial.sum(0)

@@ -1,26 +1,20 @@
-"""Categorical latents: draws for training and for generation, expectations, and embeddings.
+"""Categorical latents in training: draws that pass gradients, divergences and expectations.
 
     w = v + g,  g = -log(-log u)             z = one_hot(argmax w), with the gradient of softmax(w)
     KL(q || uniform) = sum_i sum_n q_in (log q_in + log N)                      q = softmax(v)
     KL(q || p)       = sum_i sum_n q_in (log q_in - log p_in)
     E_q log p        = sum_i sum_n q_in log p_in                                p = softmax(v_p)
 
-Generation draws z from one number u by inverse CDF, and adds the rows that z selects:
-
-    c_n = sum_{m <= n} floor(2^30 p_m)       z = #{n: c_n <= floor(u c_N)}
-    y   = sum_i weight[i N + z_i]
-
 | symbol | code | shape |
 | --- | --- | --- |
 | v | `logits` | (..., Z, N): Z independent categoricals of N classes |
-| u | `noise` | (..., Z, N) or, for the inverse CDF, (..., Z); strictly inside (0, 1) |
-| z | result | (..., Z, N) one-hot or, by inverse CDF, (..., Z) int64 |
+| u | `noise` | (..., Z, N), strictly inside (0, 1) |
+| z | result | (..., Z, N) one-hot |
 | KL, E_q log p | | (...) |
-| c | `cumulative` | (..., Z, N) int32 |
 
-`vssm.ops.latents.triton` has kernels for a GPU, and `vssm.ops.latents.numba` for training in
-float32 on a CPU. Both keep only their inputs for backward. Otherwise PyTorch computes in float32 or
-float64.
+`vssm.ops.latents.triton` has kernels for a GPU, and `vssm.ops.latents.numba` for float32 on a CPU.
+Both keep only their inputs for backward. Otherwise PyTorch computes in float32 or float64. Draws of
+generation are in `vssm.ops.draws`.
 """
 
 import math
@@ -28,29 +22,13 @@ from functools import cache
 from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from vssm.ops.draws import MAX_CLASSES, at_least_float32
 from vssm.ops.operators import make_operator
-from vssm.ops.scan import choose_backend, has_triton, needs_operator
+from vssm.ops.scan import choose_backend, needs_operator
 
-__all__ = [
-    "at_least_float32",
-    "cumulative",
-    "draws_fused",
-    "embed_sum",
-    "expected_log_prob",
-    "gumbel_one_hot",
-    "inverse_cdf",
-    "kl_to_uniform",
-    "sample_and_kl",
-    "select",
-]
-
-MAX_CLASSES = 1024
-"""The kernels keep all classes of a component in registers."""
-MAX_LATENTS = 256
-"""The kernel adds the rows of all latents of a step at once."""
+__all__ = ["expected_log_prob", "gumbel_one_hot", "kl_to_uniform", "sample_and_kl"]
 
 
 def gumbel_one_hot(logits: Tensor, noise: Tensor) -> Tensor:
@@ -65,11 +43,6 @@ def kl_to_uniform(log_probs: Tensor) -> Tensor:
     """Returns KL(q || uniform), (...), of normalised log-probabilities (..., Z, N)."""
     # log N is inside the sum, because near the uniform distribution two sums would cancel.
     return (log_probs.exp() * (log_probs + math.log(log_probs.shape[-1]))).sum((-2, -1))
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Returns x in float32, or unchanged if it is float64."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def sample_and_kl(
@@ -126,112 +99,6 @@ def expected_log_prob(logits: Tensor, q: Tensor, backend: str = "auto") -> Tenso
         p, q = (at_least_float32(values).log_softmax(-1) for values in (logits, q))
         return (q.exp() * p).sum((-2, -1))
     return (_expected if needs_operator(logits) else _expected_forward)(logits, q, chosen)
-
-
-def inverse_cdf(
-    logits: Tensor, noise: Tensor, temperature: float = 1.0, backend: str = "auto"
-) -> Tensor:
-    """Returns the first class whose cumulative probability exceeds the noise, (...) int64.
-
-    The logits (..., N) are finite and divided by the temperature. They may have fewer leading
-    dimensions than the noise (...), or dimensions of size 1: they are broadcast without a copy.
-
-    Example:
-        >>> inverse_cdf(torch.zeros(4), torch.tensor([0.1, 0.3, 0.6, 0.9]))
-        tensor([0, 1, 2, 3])
-    """
-    if draws_fused(logits, noise, backend):
-        return _kernels("triton").inverse_cdf(logits, noise, temperature)
-    return select(cumulative(at_least_float32(logits) / temperature), noise)
-
-
-def draws_fused(logits: Tensor, noise: Tensor, backend: str = "auto") -> bool:
-    """Returns whether the kernel draws; if not, a table of `cumulative` can serve several draws."""
-    return backend == "triton" or (
-        backend == "auto"
-        and logits.is_cuda
-        and has_triton()
-        and not needs_operator(logits)
-        and logits.dtype != torch.float64
-        and 1 <= logits.shape[-1] <= MAX_CLASSES
-        and repeats(logits, noise) is not None
-    )
-
-
-def repeats(logits: Tensor, noise: Tensor) -> tuple[int, int] | None:
-    """Returns how often a run of rows of the logits is repeated, and how many rows a run has.
-
-    Returns None if the dimensions that are broadcast are not next to each other.
-
-    Example:
-        >>> repeats(torch.zeros(2, 1, 3, 8), torch.zeros(2, 5, 3))
-        (5, 3)
-        >>> repeats(torch.zeros(8), torch.zeros(2, 5))
-        (10, 1)
-    """
-    shape = noise.shape
-    if logits.dim() > noise.dim() + 1:
-        return None
-    own = (1,) * (noise.dim() + 1 - logits.dim()) + tuple(logits.shape[:-1])
-    lacking = [i for i, (given, size) in enumerate(zip(own, shape, strict=True)) if given != size]
-    if not lacking:
-        return 1, math.prod(shape)
-    first, last = lacking[0], lacking[-1]
-    if any(size != 1 for size in own[first : last + 1]):
-        return None
-    return math.prod(shape[first : last + 1]), math.prod(shape[last + 1 :])
-
-
-def cumulative(logits: Tensor) -> Tensor:
-    """Returns the cumulative probabilities times 2^30, (..., N) int32.
-
-    Integer sums are exact in any order, so on every device a class of probability 0 has an empty
-    interval. 2^30 is finer than the noise, and the total fits into int32.
-    """
-    return (logits.softmax(-1) * 2**30).int().cumsum(-1, dtype=torch.int32)
-
-
-def select(table: Tensor, noise: Tensor) -> Tensor:
-    """Returns the classes (...), int64, that the noise selects in a table of `cumulative`."""
-    total = table[..., -1]
-    target = torch.minimum((noise * total).int(), total - 1)
-    own = (1,) * (target.dim() + 1 - table.dim()) + tuple(table.shape[:-1])
-    # Dimensions over which a row of the table is broadcast move to the end, for `searchsorted`.
-    shared = [i for i, size in enumerate(own) if size == 1]
-    kept = [i for i, size in enumerate(own) if size != 1]
-    values = target.permute(kept + shared)
-    moved = values.shape
-    values = values.reshape(*moved[: len(kept)], math.prod(moved[len(kept) :])).contiguous()
-    rows = table.reshape(*moved[: len(kept)], table.shape[-1]).contiguous()
-    # If logits are not finite, the table may end below the target.
-    index = torch.searchsorted(rows, values, right=True).clamp_(max=table.shape[-1] - 1).view(moved)
-    back = sorted(range(len(own)), key=(kept + shared).__getitem__)
-    return index.permute(back)
-
-
-def embed_sum(z: Tensor, weight: Tensor, backend: str = "auto") -> Tensor:
-    """Adds the rows of the weight (Z N, D) that the classes z (..., Z) select: (..., D).
-
-    The weight has the rows of all classes of the first latent, then of the second, and so on. This
-    is the product of Z one-hot vectors and the weight.
-
-    Example:
-        >>> embed_sum(torch.tensor([1, 0]), torch.tensor([[1.0], [2.0], [4.0], [8.0]]))
-        tensor([6.])
-    """
-    latents = z.shape[-1]
-    if backend == "triton" or (
-        backend == "auto"
-        and weight.is_cuda
-        and has_triton()
-        and not needs_operator(weight)
-        and weight.dtype != torch.float64
-        and 1 <= latents <= MAX_LATENTS
-    ):
-        return _kernels("triton").embed_sum(z, weight)
-    offsets = torch.arange(0, len(weight), len(weight) // latents, device=z.device)
-    rows = (z + offsets).reshape(-1, latents)
-    return F.embedding_bag(rows, weight, mode="sum").view(*z.shape[:-1], -1)
 
 
 def _choose(backend: str, logits: Tensor, *others: Tensor | None) -> str:

@@ -18,47 +18,20 @@ Shapes: v, u, z (steps, Z, N); KL, E (steps,). A program does one step, BZ compo
 with the BN >= N classes of a component in neighbouring threads. It alone adds up its step, so
 results repeat bit for bit. Padded components read v = u = 0 and are left out of the sums. Addresses
 are 64-bit.
-
-`inverse_cdf` has softmax, cumulative sum and search of a row in registers. A run of rows of the
-logits is repeated over a span of noise. A program does BR rows. Padded classes have no probability
-and lie above every target.
-
-`embed_sum` adds rows of a table, in float32. A class out of range gives NaN instead of a read out
-of bounds.
-
-| steps | columns | a program takes                                                             |
-| ----- | ------- | --------------------------------------------------------------------------- |
-| few   | any     | one step, and reads all of its rows at once                                 |
-| more  | many    | many steps and a slice of columns, whose part of the table stays in its own |
-|       |         | cache when several steps select the same row                                |
-| many  | few     | several steps, because starting a program takes longer than its sums        |
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vssm.ops.latents import repeats
-from vssm.ops.launch_triton import ceil_div, launch, next_power
+from vssm.ops.launch_triton import launch, next_power
 
-__all__ = [
-    "embed_sum",
-    "expected_backward",
-    "expected_forward",
-    "inverse_cdf",
-    "sample_backward",
-    "sample_forward",
-]
+__all__ = ["expected_backward", "expected_forward", "sample_backward", "sample_forward"]
 
 TILE = 1024  # elements that a program holds at a time
-EMBED_TILE = 4096  # elements of a program of one step
-TOTAL = 2048  # sums of a program of several narrow steps
-MANY = 4096  # steps from which a program takes several, if they are narrow:
-NARROW = 256  # columns, at most
-MORE = 768  # steps from which a program takes a slice of the columns, if they are not narrow
 LOG2E = tl.constexpr(1.4426950408889634)
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest number that is not flushed to 0
 
@@ -232,126 +205,3 @@ def _steps(logits: Tensor) -> Tensor:
     """Returns room for one number per step: zeros if steps have no components."""
     make = torch.empty if logits.numel() else torch.zeros
     return make(logits.shape[:-2], dtype=torch.float32, device=logits.device)
-
-
-# fmt: off
-@triton.jit(do_not_specialize=["rows", "span", "run", "temperature"])
-def _inverse_cdf_kernel(
-    v, u, z, rows, span, run, temperature,
-    N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr,
-):
-    # fmt: on
-    row = tl.program_id(0) * BR + tl.arange(0, BR)
-    if WIDE:
-        row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    own = row // span * run + row % run
-    n = tl.arange(0, BN)
-    live, there = row < rows, (n < N)[None, :]
-    logits = tl.load(v + own[:, None] * N + n[None, :], mask=live[:, None] & there, other=0.0)
-    s = tl.where(there, logits.to(tl.float32) / temperature, float("-inf"))
-    e = tl.exp2((s - tl.max(s, 1)[:, None]) * LOG2E)
-    parts = (e / tl.sum(e, 1)[:, None] * 1073741824.0).to(tl.int32)
-    total = tl.sum(parts, 1)
-    noise = tl.load(u + row, mask=live, other=0.5)
-    target = tl.minimum((noise * total.to(tl.float32)).to(tl.int32), total - 1)
-    below = tl.cumsum(parts, 1) <= target[:, None]
-    # If logits are not finite, all classes may be below.
-    tl.store(z + row, tl.minimum(tl.sum(below.to(tl.int32), 1), N - 1).to(tl.int64), mask=live)
-
-
-def inverse_cdf(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
-    """Returns the classes, of the shape of the noise, int64."""
-    z = torch.empty(noise.shape, dtype=torch.int64, device=noise.device)
-    N, rows = logits.shape[-1], noise.numel()
-    BN = next_power(N)
-    BR = max(1, TILE // BN)
-    if rows:
-        shared = repeats(logits, noise)
-        assert shared is not None
-        times, run = shared
-        inputs = (logits.contiguous(), noise.contiguous())
-        wide = max(rows + BR, logits.numel()) >= 2**31  # 64-bit divisions are slow
-        sizes = (rows, times * run, run, float(temperature))
-        blocks = {"N": N, "BR": BR, "BN": BN, "WIDE": wide}
-        launch(_inverse_cdf_kernel, (ceil_div(rows, BR),), *inputs, z, *sizes, **blocks)
-    return z
-
-
-class EmbedPlan(NamedTuple):
-    """How the sums are cut up."""
-
-    BR: int  # steps of a program
-    BD: int  # columns of a program
-    together: int = 1  # latents that a program of several steps reads at a time; divides Z
-    warps: int = 4
-
-
-@triton.jit
-def _embed_rows(weight, latent, classes, live, d, N, D):
-    """Returns columns d of the rows of some classes of their latents; NaN if out of range."""
-    known = (classes >= 0) & (classes < N)
-    at = (latent * N + classes)[:, None] * D + d[None, :]
-    mask = (live & known)[:, None] & (d < D)[None, :]
-    rows = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
-    return tl.where(known[:, None], rows, float("nan"))
-
-
-# fmt: off
-@triton.jit(do_not_specialize=["steps"])
-def _embed_kernel(
-    z, weight, y, steps, N, D, Z: tl.constexpr, BR: tl.constexpr, BZ: tl.constexpr,
-    BD: tl.constexpr, TOGETHER: tl.constexpr,
-):
-    # fmt: on
-    d = tl.program_id(1) * BD + tl.arange(0, BD)
-    if BR == 1:
-        step = tl.program_id(0).to(tl.int64)
-        i = tl.arange(0, BZ)
-        classes = tl.load(z + step * Z + i, mask=i < Z, other=0).to(tl.int64)
-        rows = _embed_rows(weight, i, classes, i < Z, d, N, D)
-        tl.store(y + step * D + d, tl.sum(rows, 0).to(y.dtype.element_ty), mask=d < D)
-    else:
-        each = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-        live = each < steps
-        total = tl.zeros((BR, BD), tl.float32)
-        unknown = tl.zeros((BR,), tl.int32)
-        for first in range(0, Z, TOGETHER):
-            for j in tl.static_range(TOGETHER):
-                chosen = tl.load(z + each * Z + first + j, mask=live, other=0)
-                known = (chosen >= 0) & (chosen < N)
-                unknown += tl.where(known, 0, 1)
-                # Reads the first class instead of one out of range; this sum is replaced by NaN.
-                row = (first + j) * N + tl.where(known, chosen, 0).to(tl.int32)
-                at = row.to(tl.int64)[:, None] * D + d[None, :]
-                total += tl.load(weight + at, mask=(d < D)[None, :]).to(tl.float32)
-        total = tl.where((unknown > 0)[:, None], float("nan"), total)
-        mask = live[:, None] & (d < D)[None, :]
-        tl.store(y + each[:, None] * D + d[None, :], total.to(y.dtype.element_ty), mask=mask)
-
-
-def plan_embed(steps: int, Z: int, D: int) -> EmbedPlan:
-    """Returns how the sums of some steps are cut up."""
-    if D > NARROW and steps >= MORE:
-        # As many threads as steps, so that a row is looked up once.
-        together = Z & -Z
-        if steps >= MANY:
-            return EmbedPlan(64, 64, min(4, together), 2)
-        return EmbedPlan(128, 32, min(8, together), 4)
-    BD = min(128, EMBED_TILE // next_power(Z), next_power(D))
-    return EmbedPlan(max(2, TOTAL // BD) if steps >= MANY and D <= NARROW else 1, BD)
-
-
-def embed_sum(z: Tensor, weight: Tensor, how: EmbedPlan | None = None) -> Tensor:
-    """Returns y (..., D) in the dtype of the weight."""
-    Z, D = z.shape[-1], weight.shape[1]
-    y = torch.empty((*z.shape[:-1], D), dtype=weight.dtype, device=weight.device)
-    steps = z.numel() // Z
-    how = how or plan_embed(steps, Z, D)
-    if y.numel():
-        inputs = (z.contiguous(), weight.contiguous())
-        grid = (ceil_div(steps, how.BR), ceil_div(D, how.BD))
-        launch(
-            _embed_kernel, grid, *inputs, y, steps, len(weight) // Z, D, Z=Z, BR=how.BR,
-            BZ=next_power(Z), BD=how.BD, TOGETHER=how.together, num_warps=how.warps,
-        )  # fmt: skip
-    return y

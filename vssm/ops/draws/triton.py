@@ -1,0 +1,126 @@
+"""Draws of latents and their embedding on a GPU: the Triton kernels of `vssm.ops.draws`.
+
+`inverse_cdf` has softmax, cumulative sum and search of a row in registers. A run of rows of the
+logits serves several runs of noise. A program does BR rows. Padded classes have no probability and
+lie above every target.
+
+`embed_sum` adds rows of a table, in float32. A class out of range gives NaN instead of a read out
+of bounds. A program does one step, and reads all of its rows at once. Of many steps with many
+columns it does several, for a slice of columns: that part of the table stays in its own cache when
+several steps select the same row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vssm.ops.draws import repeats
+from vssm.ops.launch_triton import ceil_div, launch, next_power
+
+__all__ = ["embed_sum", "inverse_cdf"]
+
+TILE = 1024  # elements that a program of `inverse_cdf` holds at a time
+EMBED_TILE = 4096  # elements of a program of one step
+WIDE = 256  # columns above which many steps are cut into slices:
+SOME, MANY = 768, 4096  # from how many steps on, into narrow and into wider slices
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["run", "times", "temperature"])
+def _inverse_cdf_kernel(
+    v, u, z, run, times, temperature, N: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
+):
+    # fmt: on
+    blocks = tl.cdiv(run, BR)
+    turn = (tl.program_id(0) // blocks).to(tl.int64)  # which run of the noise
+    row = tl.program_id(0) % blocks * BR + tl.arange(0, BR)
+    n = tl.arange(0, BN)
+    live, there = row < run, (n < N)[None, :]
+    own = (turn // times * run + row)[:, None] * N + n[None, :]
+    logits = tl.load(v + own, mask=live[:, None] & there, other=0.0)
+    s = tl.where(there, logits.to(tl.float32) / temperature, float("-inf"))
+    e = tl.exp2((s - tl.max(s, 1)[:, None]) * LOG2E)
+    parts = (e / tl.sum(e, 1)[:, None] * 1073741824.0).to(tl.int32)
+    total = tl.sum(parts, 1)
+    noise = tl.load(u + turn * run + row, mask=live, other=0.5)
+    target = tl.minimum((noise * total.to(tl.float32)).to(tl.int32), total - 1)
+    below = tl.cumsum(parts, 1) <= target[:, None]
+    # If logits are not finite, all classes may be below.
+    chosen = tl.minimum(tl.sum(below.to(tl.int32), 1), N - 1)
+    tl.store(z + turn * run + row, chosen.to(tl.int64), mask=live)
+
+
+def inverse_cdf(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
+    """Returns the classes, of the shape of the noise, int64."""
+    z = torch.empty(noise.shape, dtype=torch.int64, device=noise.device)
+    N, shared = logits.shape[-1], repeats(logits, noise)
+    if z.numel():
+        assert shared is not None
+        times, run = shared
+        BN = next_power(N)
+        BR = max(1, TILE // BN)
+        launch(
+            _inverse_cdf_kernel, (noise.numel() // run * ceil_div(run, BR),),
+            logits.contiguous(), noise.contiguous(), z, run, times, float(temperature),
+            N=N, BR=BR, BN=BN,
+        )  # fmt: skip
+    return z
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["steps"])
+def _embed_kernel(
+    z, weight, y, steps, N, D, Z: tl.constexpr, BR: tl.constexpr, BZ: tl.constexpr,
+    BD: tl.constexpr, TOGETHER: tl.constexpr,
+):
+    # fmt: on
+    """TOGETHER latents are read at a time, if a program does several steps; it divides Z."""
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    if BR == 1:
+        step = tl.program_id(0).to(tl.int64)
+        i = tl.arange(0, BZ)
+        chosen = tl.load(z + step * Z + i, mask=i < Z, other=0).to(tl.int64)
+        known = (chosen >= 0) & (chosen < N)
+        at = (i * N + chosen)[:, None] * D + d[None, :]
+        mask = (known & (i < Z))[:, None] & (d < D)[None, :]
+        rows = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+        rows = tl.where(known[:, None], rows, float("nan"))
+        tl.store(y + step * D + d, tl.sum(rows, 0).to(y.dtype.element_ty), mask=d < D)
+    else:
+        each = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+        live = each < steps
+        total = tl.zeros((BR, BD), tl.float32)
+        unknown = tl.zeros((BR,), tl.int32)
+        for first in range(0, Z, TOGETHER):
+            for j in tl.static_range(TOGETHER):
+                chosen = tl.load(z + each * Z + first + j, mask=live, other=0)
+                known = (chosen >= 0) & (chosen < N)
+                unknown += tl.where(known, 0, 1)
+                # Reads the first class instead of one out of range; this sum is replaced by NaN.
+                row = (first + j) * N + tl.where(known, chosen, 0).to(tl.int32)
+                at = row.to(tl.int64)[:, None] * D + d[None, :]
+                total += tl.load(weight + at, mask=(d < D)[None, :]).to(tl.float32)
+        total = tl.where((unknown > 0)[:, None], float("nan"), total)
+        mask = live[:, None] & (d < D)[None, :]
+        tl.store(y + each[:, None] * D + d[None, :], total.to(y.dtype.element_ty), mask=mask)
+
+
+def embed_sum(z: Tensor, weight: Tensor) -> Tensor:
+    """Returns y (..., D) in the dtype of the weight."""
+    Z, D = z.shape[-1], weight.shape[1]
+    y = torch.empty((*z.shape[:-1], D), dtype=weight.dtype, device=weight.device)
+    steps = z.numel() // Z
+    BR, BD, together, warps = 1, min(128, EMBED_TILE // next_power(Z), next_power(D)), 1, 4
+    if D > WIDE and steps >= MANY:  # as many threads as steps, so that a row is looked up once
+        BR, BD, together, warps = 64, 64, min(4, Z & -Z), 2
+    elif D > WIDE and steps >= SOME:
+        BR, BD, together = 128, 32, min(8, Z & -Z)
+    if y.numel():
+        launch(
+            _embed_kernel, (ceil_div(steps, BR), ceil_div(D, BD)), z.contiguous(),
+            weight.contiguous(), y, steps, len(weight) // Z, D, Z=Z, BR=BR, BZ=next_power(Z), BD=BD,
+            TOGETHER=together, num_warps=warps,
+        )  # fmt: skip
+    return y
