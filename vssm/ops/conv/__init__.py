@@ -8,7 +8,6 @@ The backends are those of the scan. `vssm.ops.launch_numba` and `vssm.ops.conv.t
 functions `conv_forward` and `conv_backward`.
 """
 
-import torch
 from torch import Tensor
 
 from vssm.ops.conv.operator import conv_operator, kernels
@@ -44,6 +43,7 @@ def causal_conv_silu(
         y (B, T, D) and the state to go on from (B, K - 1, D).
 
     Example:
+        >>> import torch
         >>> x, weight, bias = torch.ones(1, 4, 1), torch.ones(1, 3), torch.zeros(1)
         >>> causal_conv_silu(x, weight, bias)[0].flatten()
         tensor([0.7311, 1.7616, 2.8577, 2.8577])
