@@ -18,7 +18,7 @@ the first 70 % of the rows). Test windows follow each other in the test part (4 
 | model | what |
 | --- | --- |
 | linear | a line between the neighbours in a column; every quantile is the same |
-| kalman | statsmodels' UnobservedComponents for each column: local level, cycle of a day with four |
+| kalman | statsmodels' UnobservedComponents for each column: level, cycle of a day with four |
 | | harmonics, AR(1); fitted to the last 1,000 rows of training, then smooths each window, from a |
 | | diffuse start or, with few known entries, from the mean and covariance of states in training |
 | vssm | known="any", one model for all masks, one pass |
