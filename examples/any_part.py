@@ -3,28 +3,28 @@
     python examples/any_part.py     trains on 8 x 8 digits within two minutes on two CPU cores,
                                     prints log-likelihoods and draws any_part.png
 
-Nothing in the paper needs a prefix. K are the entries (t, d) of x that are known, R those to be
-made now. An entry in neither is not there yet. Each network sees both masks, and reads both ways:
+The known part need not be a prefix. Let K be the entries (t, d) of x that are known, and R those
+to be made now. Entries in neither are made later. Each network reads both masks, both ways:
 
     prior              p(z_t | x_K, R)        = D(z_t | v̄_t)      v̄ = f_par(x_K, K, R)
     posterior          q(z_t | x_K, x_R)      = D(z_t | v_t)      v = f_enc(x_{K+R}, K, R)
     likelihood         p(x_R | z, x_K)        = N(x_R | w_R, s²)  w = f_dec(z, x_K, K, R)
 
-The paper's partial posterior has become the prior. A prompt is a prefix K, and a hole in an image,
-a gap in a series or a column of labels is another K. The unknown entries can be made in one pass,
-or be divided at random into R_1, ..., R_S: each pass is given what the passes before it made.
+The paper's partial posterior has become the prior. A prompt is a prefix K; for a hole in an image
+or a gap in a series, K is everything else. The unknown entries can be made in one pass, or be
+divided at random into R_1, ..., R_S: each pass is given what the passes before it made.
 
 Legend, with the letters of the paper and their shapes:
 
-    x    data (B, T, D): an image, a row of it a step     B  sequences in a batch
+    x    data (B, T, D): each row of an image is a step   B  sequences in a batch
     z    latents (B, T, Z), each one of N classes         T  steps
     v    logits of the latents (B, T, Z, N)               S  passes
     w    mean of x (B, T, D)                              K  known entries (B, T, D), bool
     u    uniform noise: all randomness is an argument     R  entries to be made (B, T, D), bool
     h    state: what a network has to remember
 
-Left out, and in the library: windows that carry a state, so that making can go on for ever; levels
-of latents; missing data; columns that are always given.
+Only the library has: windows that carry a state, for sequences of any length; levels of latents;
+missing data; columns that are always given.
 """
 
 import math
@@ -51,7 +51,7 @@ SIGMA = 0.1  # s, the paper's
 def scan(a: Tensor, b: Tensor, h: Tensor) -> Tensor:
     """Solves h_t = a_t h_{t-1} + b_t for all t at once, in log2(T) rounds: (B, T, ...).
 
-    Two steps in a row are again such a step: h_t = (a_t a_{t-1}) h_{t-2} + (a_t b_{t-1} + b_t).
+    Two steps in a row have the form of one: h_t = (a_t a_{t-1}) h_{t-2} + (a_t b_{t-1} + b_t).
     Each round joins every step with the one `reach` before it, and doubles the reach.
     """
     b = torch.cat([b[:, :1] + a[:, :1] * h[:, None], b[:, 1:]], 1)
@@ -99,7 +99,7 @@ class Mamba(nn.Module):
 
 
 class SSM(nn.Module):
-    """A stack of blocks that take turns in direction: y_{1:T} = f(x_{1:T}), every y_t of all x."""
+    """Blocks in alternating directions: y_{1:T} = f(x_{1:T}), where each y_t depends on all x."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ def log_likelihood(model: VSSM, x: Tensor, u: Tensor, K: Tensor) -> Tensor:
 
         p(x_R | x_K)  ~ 1/n sum_k p(x_R | z^k, x_K) p(z^k | x_K, R) / q(z^k | x_K, x_R)
 
-    with z^k ~ q(z | x_K, x_R): a lower bound in expectation, closer with each. u: (n, B, T, Z).
+    with z^k ~ q(z | x_K, x_R): a lower bound in expectation, closer with more. u: (n, B, T, Z).
     """
     R = ~K
     v, prior = model.posterior(x, K, R), model.prior(x, K, R)
@@ -246,7 +246,7 @@ def masks(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def train(model: VSSM, x: Tensor, steps: int, batch: int = 64, rate: float = 4e-3) -> None:
-    """Maximises S ELBO with AdamW; the learning rate rises shortly, then falls to 0."""
+    """Maximises S times the ELBO with AdamW; the learning rate rises shortly, then falls to 0."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, steps, pct_start=0.05)
     start = time.perf_counter()
@@ -278,7 +278,7 @@ def picture(rows: dict[str, Tensor], path: str) -> None:
 
 
 def main(steps: int = 1000, n: int = 100) -> None:
-    """Trains a model, prints what it is worth and draws what it makes."""
+    """Trains a model, prints its likelihoods and draws its samples."""
     torch.manual_seed(0)
     (x, test), model = digits(), VSSM()
     train(model, x, steps)

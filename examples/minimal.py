@@ -10,20 +10,20 @@ A VSSM is a variational autoencoder of sequences. Its three networks are state s
     likelihood         p_phi(x_t | z_{1:t})   = N(x_t | w_t, s²)  w = f_dec(z_{1:T})
     partial posterior  q_omega(z_t | x_{1:C}) = D(z_t | v̄_t)      v̄ = f_par(x_{1:C}, ∅, ..., ∅)
 
-Given z, the steps of x are independent, and given x, those of z are. So all steps are drawn at
-once, in training and in generation. The partial posterior lets the model follow a prompt x_{1:C}.
+Steps of x are independent given z, and steps of z given x. So all are drawn at once, in training
+and in generation. The partial posterior lets the model follow a prompt x_{1:C}.
 
 Legend, with the letters of the paper and their shapes:
 
-    x    data (B, T, D): an image, a row of it a step     B  sequences in a batch
+    x    data (B, T, D): each row of an image is a step   B  sequences in a batch
     z    latents (B, T, Z), each one of N classes         T  steps
     v    logits of the latents (B, T, Z, N)               C  steps of the prompt
     w    mean of x (B, T, D)                              W  steps of a chunk
     u    uniform noise: all randomness is an argument     K  draws of the likelihood
     h    state: what a network has to remember            ∅  empty token, a learned input
 
-Left out, and in the library: kernels that make the scan fast, other kinds of data, levels of
-latents that make one-shot samples fit together, other models to compare with.
+Only the library has: fast kernels for the scan, other kinds of data, levels of latents that make
+one-shot samples fit together, other models to compare with.
 """
 
 import math
@@ -50,7 +50,7 @@ SIGMA = 0.1  # s, the paper's
 def scan(a: Tensor, b: Tensor, h: Tensor) -> Tensor:
     """Solves h_t = a_t h_{t-1} + b_t for all t at once, in log2(T) rounds: (B, T, ...).
 
-    Two steps in a row are again such a step: h_t = (a_t a_{t-1}) h_{t-2} + (a_t b_{t-1} + b_t).
+    Two steps in a row have the form of one: h_t = (a_t a_{t-1}) h_{t-2} + (a_t b_{t-1} + b_t).
     Each round joins every step with the one `reach` before it, and doubles the reach.
     """
     b = torch.cat([b[:, :1] + a[:, :1] * h[:, None], b[:, 1:]], 1)
@@ -214,7 +214,7 @@ def draw(v: Tensor, u: Tensor) -> Tensor:
 def generate(model: VSSM, prompt: Tensor, u: Tensor) -> Tensor:
     """Algorithm "VSSM sampling": all steps at once. Noise u is (B, T, Z), prompt (B, C, D)."""
     C, T = prompt.shape[1], u.shape[1]
-    x = F.pad(prompt, (0, 0, 0, T - C))  # what is padded is not read: the empty token is
+    x = F.pad(prompt, (0, 0, 0, T - C))  # padded steps read the empty token instead
     v, _ = model.partial(x, (torch.arange(T) < C).expand(len(x), -1))
     w, _ = model.likelihood(one_hot(draw(v, u)))
     return torch.cat([prompt, w[:, C:]], 1)
@@ -280,7 +280,7 @@ def picture(rows: dict[str, Tensor], path: str) -> None:
 
 
 def main(steps: int = 1000, K: int = 100) -> None:
-    """Trains a model, prints what it is worth and draws what it makes."""
+    """Trains a model, prints its likelihoods and draws its samples."""
     torch.manual_seed(0)
     (x, test), model = digits(), VSSM()
     train(model, x, steps)
