@@ -29,6 +29,7 @@ from vssm.forecasting.panel import Panel
 from vssm.forecasting.windows import LEAST_SCALE, Batch, Layout, Windows
 from vssm.models import Model
 from vssm.objectives.masks import random_masks
+from vssm.training.progress import shows_bars
 
 __all__ = [
     "Bar",
@@ -133,11 +134,11 @@ def hold_out(panel: Panel, layout: Layout) -> tuple[Panel, Tensor]:
 
 
 class Bar:
-    """A progress bar with the time left, on a terminal of 80 columns; nothing elsewhere."""
+    """A progress bar with the time left, on a terminal or in a notebook; nothing elsewhere."""
 
     def __init__(self, wanted: bool) -> None:
         self._bar: Any = None
-        if wanted and sys.stderr.isatty():
+        if wanted and shows_bars(sys.stderr):
             from rich import console, progress
 
             text = progress.TextColumn

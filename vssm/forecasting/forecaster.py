@@ -96,7 +96,7 @@ class Forecaster:
         learning_rate: Of AdamW.
         seed: Fixes weights, batches and paths.
         device: Where the model is trained and run: "cpu", "cuda" or "auto".
-        progress: Whether to draw a progress bar, on a terminal only.
+        progress: Whether to draw a progress bar, on a terminal or in a notebook with ipywidgets.
 
     Example:
         >>> import pandas

@@ -1,10 +1,11 @@
-"""What a training shows while it runs: a bar on a terminal, plain lines elsewhere."""
+"""What a training shows while it runs: a bar on a terminal or in a notebook, else plain lines."""
 
 import sys
 import time
-from typing import Any
+from importlib.util import find_spec
+from typing import IO, Any
 
-__all__ = ["Bar", "Lines", "Progress", "choose_progress", "describe"]
+__all__ = ["Bar", "Lines", "Progress", "choose_progress", "describe", "shows_bars"]
 
 _QUIET_SECONDS = 10  # between two plain lines, unless there is a validation
 
@@ -29,8 +30,15 @@ class Progress:
 
 
 def choose_progress() -> Progress:
-    """Returns a bar when the output is a terminal, else plain lines."""
-    return Bar() if sys.stdout.isatty() else Lines()
+    """Returns a bar where one can be shown, else plain lines."""
+    return Bar() if shows_bars(sys.stdout) else Lines()
+
+
+def shows_bars(stream: IO[str]) -> bool:
+    """Returns whether rich can draw a bar: on a terminal, or in a notebook with ipywidgets."""
+    from rich import get_console
+
+    return stream.isatty() or (get_console().is_jupyter and find_spec("ipywidgets") is not None)
 
 
 class Lines(Progress):
