@@ -70,6 +70,8 @@ def changed(name, value, row=3):
         (changed("ds", "soon"), "'b', row 3: the date is 'soon'"),
         (changed("y", "many"), r"'b', column 'y', row 3 \(2024-01-04.* 'many', which is text"),
         (changed("y", np.inf), r"'b', column 'y', row 3 .* inf, which is infinite"),
+        (changed("unique_id", None), "row 3 has no unique_id"),
+        (changed("y", None).assign(price="cheap"), "'b', column 'price', row 0 .*'cheap'.* text"),
         (long_table().drop(columns="ds"), "no dates"),
         (long_table().iloc[:0], "no rows"),
         (long_table(2), "give freq"),
@@ -103,6 +105,11 @@ def test_future_covariates_must_cover_the_horizon():
     assert len(read_ahead(panel, 2, both)) == 2
     for future, message in [
         (None, "future is missing.*promo"),
+        ([1.0, 2, 3], "future is a list"),
+        (shared.assign(unique_id="c"), "future has no rows of series 'b'"),
+        (shared.assign(promo=["1", "?", "1"]), "column 'promo', row 1 .*'\\?'.* text"),
+        (shared.assign(promo=[1.0, np.inf, 3]), "column 'promo', row 1 .* infinite"),
+        (both.iloc[[0, 0, 1, 2]], "'a' has the date .* twice, in rows 0 and 1"),
         (shared.iloc[:2], "'b' has no 'promo' on 2024-01-09"),
         (both[both["unique_id"] == "b"], "no rows of series 'a'"),
         (shared.assign(promo=[1.0, np.nan, 3]), "no 'promo' on 2024-01-08"),

@@ -1,14 +1,7 @@
-"""How a forecaster is fitted: the sizes of its windows, when to stop, and how wide intervals are.
+"""How a forecaster is fitted: the sizes of its windows, and when to stop.
 
-The newest part of each series is held out first. Its windows choose when to stop, by CRPS, and the
-width of intervals. The final fit then takes as many steps on all data.
-
-    calibrated path    m_h + k_h (x_h - m_h)      m_h the median of step h, k_h one factor for paths
-                                                  above the median and one for paths below
-
-k_h is a conformal factor: the quantile of (y_h - m_h) / (q_h - m_h) over held-out windows of step h
-and the steps near it, with q_h the quantile 0.9 (or 0.1) of the paths. So an interval of 80 %
-holds 80 % of the held-out values.
+The newest part of each series is held out first. Its windows choose when to stop, by CRPS, and
+calibrate the forecasts. The final fit then takes as many steps on all data.
 """
 
 import math
@@ -31,15 +24,8 @@ from vssm.models import Model
 from vssm.objectives.masks import random_masks
 from vssm.training.progress import shows_bars
 
-__all__ = [
-    "Bar",
-    "Calibration",
-    "Trained",
-    "calibrate",
-    "choose_layout",
-    "hold_out",
-]
-__all__ += ["season_of", "train", "validation"]
+__all__ = ["Trained", "add_task", "choose_layout", "hold_out", "progress_bar", "season_of"]
+__all__ += ["train", "validation"]
 
 _SEASONS = (("min", 60), ("h", 24), ("B", 5), ("D", 7), ("W", 52), ("M", 12), ("Q", 4))
 _MOST_STEPS_AHEAD = 4  # of the model in a horizon
@@ -49,7 +35,6 @@ _PATIENCE = 5  # validations without a better one
 _BETTER = 0.005  # share by which a better one is better: validation is noisy
 _JITTER = 0.1  # noise on what is known, in scales of a window: few windows are soon learnt by heart
 _FILL_SHARE = 0.15  # of the windows of a step
-_DOUBT = 5  # windows; as many held-out windows move a factor half of the way from 1
 _EMA = 0.99
 _WARMUP = 20  # steps
 _AT_LEAST = 100  # steps before validations count against patience
@@ -133,40 +118,26 @@ def hold_out(panel: Panel, layout: Layout) -> tuple[Panel, Tensor]:
     return panel.replace(series), torch.cat(cuts) if cuts else torch.empty(0, 2, dtype=torch.int64)
 
 
-class Bar:
-    """A progress bar with the time left, on a terminal or in a notebook; nothing elsewhere."""
+def progress_bar(wanted: bool) -> Any:  # noqa: ANN401
+    """Returns a bar of rich with the time left; hidden unless on a terminal or in a notebook."""
+    from rich import console, progress
 
-    def __init__(self, wanted: bool) -> None:
-        self._bar: Any = None
-        if wanted and shows_bars(sys.stderr):
-            from rich import console, progress
+    text = progress.TextColumn
+    columns = (text("{task.description:<12}"), progress.BarColumn(24))
+    columns += (progress.MofNCompleteColumn(), progress.TimeRemainingColumn())
+    columns += (text("{task.fields[crps]}"),)
+    hidden = not (wanted and shows_bars(sys.stderr))
+    return progress.Progress(*columns, console=console.Console(stderr=True), disable=hidden)
 
-            text = progress.TextColumn
-            columns = (text("{task.description:<12}"), progress.BarColumn(24))
-            columns += (progress.MofNCompleteColumn(), progress.TimeRemainingColumn())
-            output = console.Console(stderr=True)
-            self._bar = progress.Progress(*columns, text("{task.fields[crps]}"), console=output)
 
-    def __enter__(self) -> "Bar":
-        if self._bar is not None:
-            self._bar.start()
-        return self
+def add_task(bar: Any, name: str, steps: int) -> Callable[[int, float], None]:  # noqa: ANN401
+    """Returns what to call after each step, with the steps done and the best CRPS."""
+    task = bar.add_task(name, total=steps, crps="")
 
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def show(step: int, best: float) -> None:
+        bar.update(task, completed=step, crps=f"crps {best:.3f}" if best < 1e30 else "")
 
-    def task(self, name: str, steps: int) -> Callable[[int, float], None]:
-        """Returns what to call after each step, with the steps done and the best CRPS."""
-        if self._bar is None:
-            return lambda step, score: None
-        task = self._bar.add_task(name, total=steps, crps="")
-
-        def show(step: int, score: float) -> None:
-            best = f"crps {score:.3f}" if score < 1e30 else ""
-            self._bar.update(task, completed=step, crps=best)
-
-        return show
+    return show
 
 
 class Trained(NamedTuple):
@@ -267,55 +238,3 @@ def validation(windows: Windows, cuts: Tensor, seed: int) -> Callable[[Model], f
         return float((error * size)[made].mean())
 
     return score
-
-
-class Calibration(NamedTuple):
-    """Factors of paths below and above the median, one for each step of the horizon, (H,)."""
-
-    below: tuple[float, ...]
-    above: tuple[float, ...]
-
-    def apply(self, paths: Tensor) -> Tensor:
-        """Returns paths (B, S, H) with intervals as wide as they should be."""
-        middle = paths.median(1, keepdim=True).values
-        away = paths - middle
-        below, above = (paths.new_tensor(side) for side in self)
-        return middle + away * torch.where(away > 0, above, below)
-
-
-def calibrate(paths: Tensor, y: Tensor, known: Tensor, apart: float) -> Calibration | None:
-    """Returns the factors for paths of held-out windows; None if there are too few windows.
-
-    Arguments:
-        paths: (W, S, H).
-        y: What came, (W, H).
-        known: Which of it is known, (W, H).
-        apart: How many windows that do not overlap the same data would give. The fewer, the closer
-            to 1 the factors stay.
-
-    Example:
-        >>> noise = torch.Generator().manual_seed(0)
-        >>> y, paths = (torch.randn(*n, generator=noise) for n in ((500, 1), (500, 200, 1)))
-        >>> found = calibrate(paths / 2, y, torch.ones(500, 1, dtype=torch.bool), apart=500)
-        >>> [round(side[0]) for side in found]
-        [2, 2]
-    """
-    if len(y) < 8:
-        return None
-    low, middle, high = torch.quantile(paths, torch.tensor([0.1, 0.5, 0.9]).to(paths), dim=1)
-    away = y - middle
-    unit = torch.where(away > 0, high - middle, middle - low)
-    score = torch.where(unit > 0, away / unit, torch.nan)
-    score = torch.where(known, score, torch.nan).numpy()
-    horizon, reach = y.shape[1], max(1, y.shape[1] // 8)
-    trust = apart / (apart + _DOUBT)
-    factors = []
-    for sign in (-1, 1):
-        side = []
-        for step in range(horizon):
-            near = score[:, max(0, step - reach) : step + reach + 1].flatten()
-            near = sign * near[np.isfinite(near)]
-            size = np.quantile(near, 0.9) if len(near) >= 8 else 1.0
-            side.append(1 + trust * (float(np.clip(size, 0.25, 4.0)) - 1))
-        factors.append(tuple(side))
-    return Calibration(*factors)

@@ -31,12 +31,12 @@ from vssm.checks import (
 )
 from vssm.config import KINDS
 from vssm.forecasting.backtest import Backtest, rolling_cuts, score
+from vssm.forecasting.calibration import Calibration
 from vssm.forecasting.fitting import (
-    Bar,
-    Calibration,
-    calibrate,
+    add_task,
     choose_layout,
     hold_out,
+    progress_bar,
     train,
     validation,
 )
@@ -65,7 +65,7 @@ __all__ = ["Forecaster"]
 
 _CALIBRATION_WINDOWS, _PATHS = 256, 100
 _WINDOWS_AT_ONCE = 256  # that are forecast together, so that memory is bounded
-_FORMAT = 2  # of forecaster.json
+_FORMAT = 3  # of forecaster.json
 
 
 class Forecaster:
@@ -251,33 +251,29 @@ class Forecaster:
         self.panel_, self.layout_, self.scale_ = panel, windows.layout, scale
         self.calibration_: Calibration | None = None
         steps = self.max_steps
-        with Bar(self.progress) as bar:
+        with progress_bar(self.progress) as bar:
             if len(cuts):
                 held = whole.centred(centre, self.linear_)
-                judge, show = validation(held, cuts, self.seed), bar.task("fit", steps)
+                judge, show = validation(held, cuts, self.seed), add_task(bar, "fit", steps)
                 found = train(config, windows, steps, *options, judge, show)
                 self.model_, steps = found.model, found.steps
                 if self.calibrate:
-                    self.calibration_ = self._calibration(held, cuts)
+                    own = spread_evenly(cuts, _CALIBRATION_WINDOWS)
+                    paths, y, _, _ = self._draw(held, own, _PATHS)
+                    apart = windows_apart(cuts, self.horizon)
+                    self.calibration_ = Calibration.of(
+                        paths, y, held.dates(own), len(cuts[:, 0].unique()), apart
+                    )
             else:
                 steps = min(steps, 300)
             if self.refit or not len(cuts):
                 whole = Windows(panel, windows.layout, scale)
                 self.linear_: Linear = fit_linear(whole, penalty)
                 whole = whole.centred(centre, self.linear_)
-                show = bar.task("fit all data", steps)
+                show = add_task(bar, "fit all data", steps)
                 self.model_ = train(config, whole, steps, *options, show=show).model
         self.steps_, self.seconds_ = steps, time.monotonic() - began
         return self
-
-    def _calibration(self, windows: Windows, cuts: Tensor) -> Calibration | None:
-        """Returns the factors of intervals on held-out windows, by the model that held them out."""
-        apart = windows_apart(cuts, self.horizon)
-        batch = windows.forecasts(spread_evenly(cuts, _CALIBRATION_WINDOWS))
-        paths = draw_paths(self.model_, batch, self.layout_, _PATHS, self.seed)
-        own = slice(self.layout_.context, self.layout_.context + self.horizon)
-        x, there = batch.x.flatten(1)[:, own], batch.made.flatten(1)[:, own]
-        return calibrate(paths[..., own], x, there, apart)
 
     def predict(
         self,
@@ -336,16 +332,32 @@ class Forecaster:
         cuts = torch.stack([torch.arange(len(panel.series)), windows.lengths], 1)
         return self._paths_of(windows, cuts, samples).numpy()
 
-    def _paths_of(self, windows: Windows, cuts: Tensor, samples: int) -> Tensor:
-        """Returns calibrated paths of the horizons of windows, (W, S, H)."""
+    def _draw(self, windows: Windows, cuts: Tensor, samples: int) -> tuple[Tensor, ...]:
+        """Returns paths of windows before calibration, (W, S, H), what came, centre and scale."""
         own, parts = slice(self.layout_.context, self.layout_.context + self.horizon), []
         for first in range(0, len(cuts), _WINDOWS_AT_ONCE):
             batch = windows.forecasts(cuts[first : first + _WINDOWS_AT_ONCE], blind=True)
-            paths = draw_paths(self.model_, batch, self.layout_, samples, self.seed, first)
-            if self.calibration_ is not None:
-                paths[..., own] = self.calibration_.apply(paths[..., own])
-            parts.append(windows.to_units(paths, batch)[..., own])
-        return torch.cat(parts)
+            paths = draw_paths(self.model_, batch, self.layout_, samples, self.seed, first)[
+                ..., own
+            ]
+            there = windows.values(cuts[first : first + _WINDOWS_AT_ONCE])[1]
+            y = torch.where(there, batch.x.flatten(1), torch.nan)
+            parts.append((paths, y[:, own], batch.centre[:, own], batch.scale[:, own]))
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+    def _paths_of(
+        self, windows: Windows, cuts: Tensor, samples: int, rolling: bool = False
+    ) -> Tensor:
+        """Returns calibrated paths of windows, (W, S, H), in the units of the data.
+
+        With `rolling`, each window is also calibrated by those that had ended before it.
+        """
+        paths, y, centre, scale = self._draw(windows, cuts, samples)
+        if (held := self.calibration_) is not None:
+            if rolling:
+                held = held.with_windows(paths, y, windows.dates(cuts))
+            paths = held.apply(paths, windows.dates(cuts, [-1])[:, 0] + 1)
+        return windows.to_units(paths, centre, scale)
 
     def evaluate(
         self,
@@ -411,7 +423,7 @@ class Forecaster:
         for k, cut in reversed(cuts.tolist()):
             seen[k] = cut  # the first window of a series is the last to be seen here
         own = Windows(panel, self.layout_, self.scale_, self.linear_, seen=seen)
-        return score(own, cuts, self._paths_of(own, cuts, samples), self.kind)
+        return score(own, cuts, self._paths_of(own, cuts, samples, rolling=True), self.kind)
 
     def fill(self, df: "pandas.DataFrame | None" = None, samples: int = 50) -> "pandas.DataFrame":
         """Returns a table with its missing values filled by the mean of `samples` draws.
@@ -443,14 +455,15 @@ class Forecaster:
             made[0, torch.from_numpy(own - start)] = True
             batch = windows.batch(cuts, points, there, made)
             paths = draw_paths(self.model_, batch, self.layout_, samples, self.seed, first=start)
-            found = windows.to_units(paths, batch)[0].mean(0).numpy()
+            found = windows.to_units(paths, batch.centre, batch.scale)[0].mean(0).numpy()
             y[own] = found[own - start]
         return y
 
     def update(self, df: "pandas.DataFrame") -> "Forecaster":
         """Adds new points and new series to the history, without training.
 
-        A row for a date that is known already replaces the old one.
+        A row for a date that is known already replaces the old one. Windows that end in the new
+        points calibrate the forecasts to come.
         """
         import pandas
 
@@ -458,6 +471,18 @@ class Forecaster:
         table = pandas.concat([old.to_frame(), new.to_frame()], ignore_index=True)
         table = table.drop_duplicates(["unique_id", "ds"], keep="last")
         self.panel_: Panel = replace(self._read(table), wide=old.wide)
+        if self.calibration_ is not None:
+            known = {one.id: len(one.y) for one in old.series}
+            firsts = [known.get(one.id, len(one.y)) for one in self.panel_.series]
+            windows = Windows(self.panel_, self.layout_, self.scale_, self.linear_)
+            cuts = windows.cuts(self.layout_.season)
+            ends = cuts[:, 1] + self.horizon
+            lengths, firsts = windows.lengths[cuts[:, 0]], torch.tensor(firsts)[cuts[:, 0]]
+            cuts = cuts[(ends > firsts) & (ends <= lengths)]
+            if len(cuts):
+                cuts = spread_evenly(cuts, _CALIBRATION_WINDOWS)
+                paths, y, _, _ = self._draw(windows, cuts, _PATHS)
+                self.calibration_ = self.calibration_.with_windows(paths, y, windows.dates(cuts))
         return self
 
     def save(self, folder: str | Path) -> None:
@@ -466,17 +491,21 @@ class Forecaster:
         check_path("folder", folder)
         folder, panel = Path(folder), self.panel_
         save_model(self.model_, folder)
-        write_tensors(folder / "linear.safetensors", self.linear_._asdict())
+        tensors, held = self.linear_._asdict(), None
+        if self.calibration_ is not None:
+            held = self.calibration_._asdict()
+            tensors |= {name: held.pop(name) for name in ("scores", "dates")}
+        write_tensors(folder / "forecaster.safetensors", tensors)
         table = panel.to_frame()
         ids = [one.id.item() if isinstance(one.id, np.generic) else one.id for one in panel.series]
         table["unique_id"] = np.repeat(np.arange(len(ids)), [len(one.y) for one in panel.series])
         write_atomically(folder / "history.csv", lambda path: table.to_csv(path, index=False))
-        held = {
+        settings = {
             "format": _FORMAT,
             "params": self.get_params(),
             "layout": asdict(self.layout_),
             "scale": asdict(self.scale_),
-            "calibration": self.calibration_,
+            "calibration": held,
             "ids": ids,
             "freq": getattr(panel.step, "kwds", {}).get("months") or panel.step.freqstr,
             "columns": asdict(panel.columns),
@@ -484,7 +513,7 @@ class Forecaster:
             "steps": self.steps_,
             "seconds": self.seconds_,
         }
-        text = json.dumps(held, indent=1)
+        text = json.dumps(settings, indent=1)
         write_atomically(folder / "forecaster.json", lambda path: path.write_text(text))
 
     @classmethod
@@ -502,12 +531,15 @@ class Forecaster:
         lists = {k: tuple(v) for k, v in held["params"].items() if isinstance(v, list)}
         own = cls(**{**held["params"], **lists, "device": device})  # JSON has no tuples
         own.model_ = load_finite(folder, choose_device(device)).eval()
-        own.linear_ = Linear(**read_tensors(folder / "linear.safetensors")[0])
+        tensors = read_tensors(folder / "forecaster.safetensors")[0]
+        own.linear_ = Linear(tensors["weight"], tensors["spread"])
         own.layout_ = Layout(**held["layout"])
         pairs = {name: tuple(map(tuple, held["scale"][name])) for name in ("moving", "static")}
         own.scale_ = GivenScale(**pairs, cycles=tuple(held["scale"]["cycles"]))
-        sides = held["calibration"]
-        own.calibration_ = None if sides is None else Calibration(*map(tuple, sides))
+        own.calibration_ = None
+        if held["calibration"] is not None:
+            past: Any = {name: tensors[name] for name in ("scores", "dates")}
+            own.calibration_ = Calibration(**held["calibration"], **past)
         exact: Any = {"float_precision": "round_trip"}
         table = pandas.read_csv(folder / "history.csv", **exact)
         table["unique_id"] = table["unique_id"].map(dict(enumerate(held["ids"])))

@@ -127,10 +127,8 @@ def read_panel(
         >>> panel.ids, panel.series[0].y
         (['a'], array([ 1.,  2., nan,  4.]))
     """
-    import pandas
 
-    if not isinstance(df, pandas.DataFrame):
-        raise ValueError(f"df is a {type(df).__name__}; give a pandas DataFrame")
+    _check_table("df", df)
     if not len(df):
         raise ValueError("the table has no rows; give one row for each date")
     table, wide = _as_long(df, tuple(future) + tuple(past or ()) + tuple(static or ()))
@@ -161,6 +159,13 @@ def read_panel(
     )
 
 
+def _check_table(name: str, df: object) -> None:
+    import pandas
+
+    if not isinstance(df, pandas.DataFrame):
+        raise ValueError(f"{name} is a {type(df).__name__}; give a pandas DataFrame")
+
+
 def _as_long(df: "pandas.DataFrame", named: tuple[str, ...]) -> tuple["pandas.DataFrame", bool]:
     """Returns a long table with the number of each row, and whether `df` was wide."""
 
@@ -169,6 +174,10 @@ def _as_long(df: "pandas.DataFrame", named: tuple[str, ...]) -> tuple["pandas.Da
         table.insert(0, "row", np.arange(len(df)))
         if "unique_id" not in df.columns:
             table["unique_id"] = "y"
+        nameless = table["unique_id"].isna().to_numpy()
+        if nameless.any():
+            k = int(nameless.argmax())
+            raise ValueError(f"row {k} has no unique_id; give each row the name of its series")
         return table, False
     dates, table = _wide_dates(df)
     names = [c for c in table.columns if c not in named]
@@ -315,13 +324,13 @@ def read_ahead(
         return None
     if future is None:
         raise ValueError(f"future is missing; give a table with ds and {', '.join(names)}")
+    _check_table("future", future)
     shared = "unique_id" not in future.columns
     table = future.assign(y=0.0)
     if "ds" not in table.columns:
         table = table.assign(ds=_wide_dates(table)[0].to_numpy())
     found = read_panel(table, panel.step, names, (), ())
-    by_id = {one.id: one for one in found.series}
-    ahead = []
+    by_id, ahead = {one.id: one for one in found.series}, []
     for one in panel.series:
         own = by_id.get("y" if shared else one.id)
         dates = panel.next_dates(one, horizon)

@@ -275,6 +275,12 @@ class Windows:
         places = self._places(cuts)
         return self.y[places], self.known[places]
 
+    def dates(self, cuts: Tensor, ahead: Sequence[int] | None = None) -> Tensor:
+        """Returns the dates of the horizons of windows, or of other steps, int64 microseconds."""
+        stamps = [torch.tensor(one.dates.as_unit("us").asi8) for one in self.panel.series]
+        steps = torch.arange(self.layout.horizon) if ahead is None else torch.tensor(ahead)
+        return torch.stack([stamps[k][cut + steps] for k, cut in cuts.tolist()])
+
     def _places(self, cuts: Tensor) -> Tensor:
         start = self.offset[cuts[:, 0]] + cuts[:, 1] - self.layout.context
         return start[:, None] + torch.arange(self.layout.length)
@@ -339,7 +345,7 @@ class Windows:
         static = self.static[cuts[:, 0]][:, None].expand(-1, layout.steps, -1)
         return torch.cat([moving, clock, static], 2)
 
-    def to_units(self, paths: Tensor, batch: Batch) -> Tensor:
-        """Returns paths (B, S, L) in the units of the data."""
-        y = batch.centre[:, None] + batch.scale[:, None] * paths.double()
+    def to_units(self, paths: Tensor, centre: Tensor, scale: Tensor) -> Tensor:
+        """Returns paths (B, S, L) in the units of the data; centre and scale are (B, L)."""
+        y = centre[:, None] + scale[:, None] * paths.double()
         return y.clamp(max=700).exp() if self.layout.log else y
