@@ -75,9 +75,10 @@ class Calibration(NamedTuple):
         return cls(shift, _scores(paths, y, shift), dates, _MEMORY * memory, series)
 
     def with_windows(self, paths: Tensor, y: Tensor, dates: Tensor) -> "Calibration":
-        """Returns what these windows say too."""
-        scores = torch.cat([self.scores, _scores(paths, y, self.shift)])
-        return self._replace(scores=scores, dates=torch.cat([self.dates, dates]))
+        """Returns what these windows say too; what will not count any more is left out."""
+        kept = self.dates.amax(1) >= dates.min() - self.memory
+        scores = torch.cat([self.scores[kept], _scores(paths, y, self.shift)])
+        return self._replace(scores=scores, dates=torch.cat([self.dates[kept], dates]))
 
     def factors(self, now: int) -> Tensor:
         """Returns the factors below and above the median, (2, H), from values before `now`."""

@@ -7,7 +7,7 @@ calibrate the forecasts. The final fit then takes as many steps on all data.
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from vssm.models import Model
 from vssm.objectives.masks import random_masks
 from vssm.training.progress import shows_bars
 
-__all__ = ["Trained", "add_task", "choose_layout", "hold_out", "progress_bar", "season_of"]
+__all__ = ["add_task", "choose_layout", "hold_out", "progress_bar", "season_of"]
 __all__ += ["train", "validation"]
 
 _SEASONS = (("min", 60), ("h", 24), ("B", 5), ("D", 7), ("W", 52), ("M", 12), ("Q", 4))
@@ -140,15 +140,6 @@ def add_task(bar: Any, name: str, steps: int) -> Callable[[int, float], None]:  
     return show
 
 
-class Trained(NamedTuple):
-    """A fitted model, and after how many steps its training was best."""
-
-    model: Model
-    steps: int
-    crps: float
-    """The best validation CRPS, in deviations of the series; NaN without validation."""
-
-
 def train(
     config: ModelConfig,
     windows: Windows,
@@ -159,8 +150,10 @@ def train(
     device: torch.device,
     validate: Callable[[Model], float] | None = None,
     show: Callable[[int, float], None] = lambda step, score: None,
-) -> Trained:
+) -> tuple[Model, int]:
     """Trains a model from fresh weights; with `validate`, until it gets no better.
+
+    Returns the model, and after how many steps its training was best.
 
     The result is a moving average of the weights, so it does not depend on a schedule: training
     again for as many steps on more data gives a comparable model.
@@ -198,7 +191,7 @@ def train(
     made: Any = average.module
     if kept is not None:
         made.load_state_dict(kept)
-    return Trained(made.eval(), kept_step, best if kept is not None else math.nan)
+    return made.eval(), kept_step
 
 
 def _moving_average(average: Tensor, new: Tensor, count: Tensor | int) -> Tensor:

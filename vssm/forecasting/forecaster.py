@@ -8,11 +8,10 @@ One model serves all series of a panel, each window in its own scale, so it also
 that it never saw.
 """
 
-import inspect
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,10 +63,11 @@ if TYPE_CHECKING:
 __all__ = ["Forecaster"]
 
 _CALIBRATION_WINDOWS, _PATHS = 256, 100
-_WINDOWS_AT_ONCE = 256  # that are forecast together, so that memory is bounded
+_PATHS_AT_ONCE = 4096
 _FORMAT = 3  # of forecaster.json
 
 
+@dataclass(repr=False, eq=False)
 class Forecaster:
     """Forecasts the series of a pandas table, long or wide, with one model for all of them.
 
@@ -111,70 +111,33 @@ class Forecaster:
         Forecaster(horizon=7, max_steps=3, width=16)
     """
 
-    horizon: int
-    freq: str | None
-    kind: str
-    season: int | None
-    patch: int | None
-    context: int | None
-    transform: str
-    future_columns: Sequence[str]
-    past_columns: Sequence[str] | None
-    static_columns: Sequence[str] | None
-    calibrate: bool
-    refit: bool
-    width: int
-    layers: int
-    latents: int
-    classes: int
-    max_steps: int
-    batch: int
-    learning_rate: float
-    seed: int
-    device: str
-    progress: bool
-    layout_: Layout
-    scale_: GivenScale
-    steps_: int
-    seconds_: float
-
-    def __init__(
-        self,
-        horizon: int = 24,
-        freq: str | None = None,
-        kind: str = "vssm",
-        *,
-        season: int | None = None,
-        patch: int | None = None,
-        context: int | None = None,
-        transform: str = "auto",
-        future_columns: Sequence[str] = (),
-        past_columns: Sequence[str] | None = None,
-        static_columns: Sequence[str] | None = None,
-        calibrate: bool = True,
-        refit: bool = True,
-        width: int = 64,
-        layers: int = 1,
-        latents: int = 1,
-        classes: int = 64,
-        max_steps: int = 1000,
-        batch: int = 32,
-        learning_rate: float = 2e-3,
-        seed: int = 0,
-        device: str = "cpu",
-        progress: bool = True,
-    ) -> None:
-        self.horizon, self.freq, self.kind = horizon, freq, kind
-        self.season, self.patch, self.context, self.transform = season, patch, context, transform
-        self.future_columns, self.past_columns = future_columns, past_columns
-        self.static_columns, self.calibrate, self.refit = static_columns, calibrate, refit
-        self.width, self.layers, self.latents, self.classes = width, layers, latents, classes
-        self.max_steps, self.batch, self.learning_rate = max_steps, batch, learning_rate
-        self.seed, self.device, self.progress = seed, device, progress
+    horizon: int = 24
+    freq: str | None = None
+    kind: str = "vssm"
+    _: KW_ONLY
+    season: int | None = None
+    patch: int | None = None
+    context: int | None = None
+    transform: str = "auto"
+    future_columns: Sequence[str] = ()
+    past_columns: Sequence[str] | None = None
+    static_columns: Sequence[str] | None = None
+    calibrate: bool = True
+    refit: bool = True
+    width: int = 64
+    layers: int = 1
+    latents: int = 1
+    classes: int = 64
+    max_steps: int = 1000
+    batch: int = 32
+    learning_rate: float = 2e-3
+    seed: int = 0
+    device: str = "cpu"
+    progress: bool = True
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Returns the parameters by name."""
-        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def set_params(self, **params: Any) -> "Forecaster":  # noqa: ANN401
         """Sets parameters by name."""
@@ -197,8 +160,8 @@ class Forecaster:
 
     def _own_params(self) -> dict[str, Any]:
         """Returns the parameters that are not the default ones."""
-        usual = inspect.signature(type(self)).parameters
-        return {n: value for n, value in self.get_params().items() if value != usual[n].default}
+        usual = {field.name: field.default for field in fields(self)}
+        return {n: value for n, value in self.get_params().items() if value != usual[n]}
 
     def fit(self, df: "pandas.DataFrame") -> "Forecaster":
         """Trains on all series of a table.
@@ -238,15 +201,8 @@ class Forecaster:
         centre, penalty = choose_linear(windows, whole, cuts)
         self.linear_ = fit_linear(windows.centred(centre), penalty)
         windows = windows.centred(centre, self.linear_)
-        config = model_config(
-            self.kind,
-            layout,
-            scale.features(layout.patch),
-            self.width,
-            self.layers,
-            self.latents,
-            self.classes,
-        )
+        sizes = self.width, self.layers, self.latents, self.classes
+        config = model_config(self.kind, layout, scale.features(layout.patch), *sizes)
         options = (self.batch, self.learning_rate, self.seed, choose_device(self.device))
         self.panel_, self.layout_, self.scale_ = panel, windows.layout, scale
         self.calibration_: Calibration | None = None
@@ -255,8 +211,7 @@ class Forecaster:
             if len(cuts):
                 held = whole.centred(centre, self.linear_)
                 judge, show = validation(held, cuts, self.seed), add_task(bar, "fit", steps)
-                found = train(config, windows, steps, *options, judge, show)
-                self.model_, steps = found.model, found.steps
+                self.model_, steps = train(config, windows, steps, *options, judge, show)
                 if self.calibrate:
                     own = spread_evenly(cuts, _CALIBRATION_WINDOWS)
                     paths, y, _, _ = self._draw(held, own, _PATHS)
@@ -271,7 +226,7 @@ class Forecaster:
                 self.linear_: Linear = fit_linear(whole, penalty)
                 whole = whole.centred(centre, self.linear_)
                 show = add_task(bar, "fit all data", steps)
-                self.model_ = train(config, whole, steps, *options, show=show).model
+                self.model_, _ = train(config, whole, steps, *options, show=show)
         self.steps_, self.seconds_ = steps, time.monotonic() - began
         return self
 
@@ -335,14 +290,13 @@ class Forecaster:
     def _draw(self, windows: Windows, cuts: Tensor, samples: int) -> tuple[Tensor, ...]:
         """Returns paths of windows before calibration, (W, S, H), what came, centre and scale."""
         own, parts = slice(self.layout_.context, self.layout_.context + self.horizon), []
-        for first in range(0, len(cuts), _WINDOWS_AT_ONCE):
-            batch = windows.forecasts(cuts[first : first + _WINDOWS_AT_ONCE], blind=True)
-            paths = draw_paths(self.model_, batch, self.layout_, samples, self.seed, first)[
-                ..., own
-            ]
-            there = windows.values(cuts[first : first + _WINDOWS_AT_ONCE])[1]
-            y = torch.where(there, batch.x.flatten(1), torch.nan)
-            parts.append((paths, y[:, own], batch.centre[:, own], batch.scale[:, own]))
+        first = 0
+        for some in cuts.split(max(1, _PATHS_AT_ONCE // samples)):
+            batch = windows.forecasts(some, blind=True)
+            paths = draw_paths(self.model_, batch, self.layout_, samples, self.seed, first)
+            y = torch.where(windows.values(some)[1], batch.x.flatten(1), torch.nan)
+            parts.append((paths[..., own], y[:, own], batch.centre[:, own], batch.scale[:, own]))
+            first += len(some)
         return tuple(map(torch.cat, zip(*parts, strict=True)))
 
     def _paths_of(
@@ -366,9 +320,10 @@ class Forecaster:
         samples: int = 200,
         stride: int | None = None,
     ) -> "pandas.DataFrame":
-        """Scores forecasts of the last `windows` windows of a table.
+        """Scores forecasts of the last `windows` windows of each series of a table.
 
-        The model is used as it is: give newer data than it was trained on, or use `backtest`.
+        The model is used as it is: give newer data than it was trained on, or use `backtest`. Each
+        window is calibrated by what came before it, as after `update`.
 
         Arguments:
             df: The table.
@@ -391,14 +346,7 @@ class Forecaster:
     ) -> Backtest:
         """Fits on what comes before the last `windows` windows of a table, then scores these.
 
-        Arguments:
-            df: The table.
-            windows: Of each series.
-            samples: Paths of each window.
-            stride: Dates from one window to the next; the horizon by default.
-
-        Returns:
-            The scores as `table`, as of `evaluate`, and a `plot` of the forecasts.
+        The arguments are those of `evaluate`; the result has its `table`, and a `plot`.
         """
         windows, panel = whole_number("windows", windows, 1), self._read_new(df)
         stride = self.horizon if stride is None else whole_number("stride", stride, 1)
@@ -473,14 +421,13 @@ class Forecaster:
         self.panel_: Panel = replace(self._read(table), wide=old.wide)
         if self.calibration_ is not None:
             known = {one.id: len(one.y) for one in old.series}
-            firsts = [known.get(one.id, len(one.y)) for one in self.panel_.series]
             windows = Windows(self.panel_, self.layout_, self.scale_, self.linear_)
-            cuts = windows.cuts(self.layout_.season)
-            ends = cuts[:, 1] + self.horizon
-            lengths, firsts = windows.lengths[cuts[:, 0]], torch.tensor(firsts)[cuts[:, 0]]
-            cuts = cuts[(ends > firsts) & (ends <= lengths)]
-            if len(cuts):
-                cuts = spread_evenly(cuts, _CALIBRATION_WINDOWS)
+            cuts = []
+            for k, (one, num) in enumerate(zip(self.panel_.series, windows.lengths, strict=True)):
+                first = max(known.get(one.id, num), self.layout_.season + self.horizon)
+                cuts += [[k, end - self.horizon] for end in range(first + 1, int(num) + 1)]
+            if cuts:
+                cuts = spread_evenly(torch.tensor(cuts), _CALIBRATION_WINDOWS)
                 paths, y, _, _ = self._draw(windows, cuts, _PATHS)
                 self.calibration_ = self.calibration_.with_windows(paths, y, windows.dates(cuts))
         return self

@@ -24,8 +24,6 @@ from vssm.sampling.request import Noise, Options
 
 __all__ = ["build_model", "draw_paths", "loss_of", "model_config"]
 
-_PATHS_AT_ONCE = 4096
-
 
 def model_config(
     kind: str, layout: Layout, given: int, width: int, layers: int, latents: int, classes: int
@@ -90,23 +88,20 @@ def draw_paths(
         seed: Selects the paths.
         first: The row of the noise of the first window; the others follow.
     """
-    at_once, device = max(1, _PATHS_AT_ONCE // samples), first_weight(model).device
-    parts = []
-    for start in range(0, len(batch.x), at_once):
-        own = batch.select(slice(start, start + at_once)).to(device)
-        rows = fork(torch.arange(len(own.x), device=device) + first + start, samples).flatten()
-        seeds = torch.full_like(rows, seed)
-        if isinstance(model, AnyPart):
-            part = _part(own).map(lambda values: values.repeat_interleave(samples, 0))
-            options = Options(layout.steps, 0, False, 1, 1.0, True)
-            made, _, _ = make_part(model, part, Noise(seeds, rows), options, 0, None)
-            made = made[..., : layout.patch]
-        else:
-            past = own.x[:, : layout.history_steps].repeat_interleave(samples, 0)
-            length = layout.steps - layout.history_steps
-            ahead = generate(
-                model, length=length, prompt=past, observe="sample", seed=seeds, rows=rows
-            ).x
-            made = torch.cat([past, ahead], 1)
-        parts.append(made.flatten(1).unflatten(0, (-1, samples)).cpu())
-    return torch.cat(parts)
+    device = first_weight(model).device
+    batch = batch.to(device)
+    rows = fork(torch.arange(len(batch.x), device=device) + first, samples).flatten()
+    seeds = torch.full_like(rows, seed)
+    if isinstance(model, AnyPart):
+        part = _part(batch).map(lambda values: values.repeat_interleave(samples, 0))
+        options = Options(layout.steps, 0, False, 1, 1.0, True)
+        made, _, _ = make_part(model, part, Noise(seeds, rows), options, 0, None)
+        made = made[..., : layout.patch]
+    else:
+        past = batch.x[:, : layout.history_steps].repeat_interleave(samples, 0)
+        length = layout.steps - layout.history_steps
+        ahead = generate(
+            model, length=length, prompt=past, observe="sample", seed=seeds, rows=rows
+        ).x
+        made = torch.cat([past, ahead], 1)
+    return made.flatten(1).unflatten(0, (-1, samples)).cpu()

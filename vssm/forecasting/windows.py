@@ -86,10 +86,6 @@ class Batch(NamedTuple):
     scale: Tensor
     """(B, L) float64."""
 
-    def select(self, rows: slice) -> "Batch":
-        """Returns some of the windows."""
-        return Batch(*(part[rows] for part in self))
-
     def to(self, device: torch.device) -> "Batch":
         """Returns the windows on a device."""
         return Batch(*(part.to(device) for part in self))
