@@ -7,7 +7,7 @@ mkdir -p "${1:-ten_minutes}"
 cd "${1:-ten_minutes}"
 step() { printf '\n%s\n' "$*"; }
 
-step "1. Install, unless there is a vssm already"
+step "1. Install, if there is no vssm yet"
 if ! command -v vssm > /dev/null; then
   python3 -m venv venv
   export PATH="$PWD/venv/bin:$PATH"
@@ -45,7 +45,7 @@ phase = random.uniform(0, 6, (400, 1))
 angle = phase + np.arange(32) / 4
 np.save("waves.npy", np.stack([np.sin(angle), np.cos(angle)], -1).astype("float32"))
 END
-vssm train arrays --smoke --arrays.path waves.npy --out run # without --smoke: longer, and better
+vssm train arrays --smoke --arrays.path waves.npy --out run # leave out --smoke for a better model
 vssm generate run --num 4 --out waves_made.npy
 
 step "6. Forecast a table of your own: four weeks of daily visits, after two years"
@@ -60,7 +60,7 @@ pd.DataFrame({"ds": days, "visits": visits.round(1)}).to_csv("visits.csv", index
 END
 vssm forecast visits.csv --horizon 28 --max-steps 100 --out forecast.csv
 
-step "7. Serve: a page in the browser, and HTTP for programs"
+step "7. Serve: a page for the browser, and HTTP for programs"
 vssm serve mnist-best-small --port 0 > server.log 2>&1 &
 server=$!
 trap 'kill "$server" 2> /dev/null' EXIT
