@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 from vssm.checks import check_choice, check_number, name_allowed, plain_number, shown
-from vssm.data.config import DataConfig
+from vssm.data.config import DataConfig, without_retired
 from vssm.distributions import HEADS, HeadName
 
 __all__ = ["FORMAT", "KINDS", "PRESETS", "Kind", "ModelConfig", "RunConfig", "TrainConfig"]
@@ -320,6 +320,9 @@ class RunConfig:
                 )
             if isinstance(train := values.get("train"), dict):
                 values["train"] = {k: v for k, v in train.items() if k not in _RETIRED}
+            data = values.get("data")
+            if isinstance(data, dict) and isinstance(data.get("series"), dict):
+                values["data"] = {**data, "series": without_retired(data["series"])}
         return _from_plain(cls, values, "config")
 
 

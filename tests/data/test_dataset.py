@@ -91,7 +91,7 @@ def test_config_fields_are_documented(cls, capsys):
         (lambda: SeriesConfig(horizon=0), ("series.horizon", "0", "1")),
         (
             lambda: SeriesConfig(scale="robust"),
-            ("series.scale='robust'", "'window', 'last', 'column', 'none'"),
+            ("series.scale='robust'", "'window', 'column', 'none'"),
         ),
         (lambda: TextConfig(unit="word"), ("text.unit='word'", "'char', 'byte'")),
         (lambda: SyntheticConfig(num=3), ("synthetic.num", "3", "10")),
@@ -107,7 +107,8 @@ def test_bad_options_are_named(make, parts):
         ({"seed": True}, r"seed \(--split-seed\) is True; it must be"),
         ({"synthetic": {"num": 1e3}}, r"synthetic.num is 1000.0; it must be a whole number >= 10"),
         ({"text": {"length": True}}, "text.length is True; it must be a whole number >= 1"),
-        ({"series": {"season": 2.0}}, "series.season is 2.0; it must be a whole number >= 1"),
+        ({"series": {"context": 2.0}}, "series.context is 2.0; it must be a whole number >= 1"),
+        ({"series": {"season": 24}}, "series.season is 24, and this version knows no series.sea"),
     ],
 )
 def test_wrong_values_in_a_config_file_are_named(values, message):
@@ -255,6 +256,7 @@ def test_meta_survives_json_and_refuses_newer_fields(tmp_path):
         meta = open_data(config).meta
         assert Meta.from_json(json.loads(json.dumps(meta.to_json()))) == meta
     fields = meta.to_json()
+    assert Meta.from_json(fields | {"patch": 1, "season": 1, "separate": False}) == meta
     for wrong in (fields | {"colour": 1}, {"name": "series"}, [], None):
         with pytest.raises(ValueError, match=r"^data_meta does not fit this version: .*"):
             Meta.from_json(wrong)

@@ -10,7 +10,6 @@ from tests.tiny_runs import FEW, any_part, gaps, run
 from vssm.cli import main
 from vssm.config import RunConfig, TrainConfig
 from vssm.data import ArraysConfig, DataConfig, Meta, open_data
-from vssm.data.scale import window_scale, window_scale_of_known
 from vssm.runs.folder import RunFolder, read_config, read_log
 from vssm.runs.hub import train_command
 
@@ -88,7 +87,7 @@ def test_a_run_with_labels_trains_resumes_and_draws_a_class(tmp_path, monkeypatc
     assert "label=10 is unknown; use 0 to 9" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("scale", ["column", "window", "last"])
+@pytest.mark.parametrize("scale", ["column", "window"])
 def test_missing_cells_stay_missing(tmp_path, scale):
     config = gaps(tmp_path, scale=scale)
     with pytest.raises(ValueError, match=r"'sold' is missing .* or learn .* --model\.known any"):
@@ -104,25 +103,16 @@ def test_missing_cells_stay_missing(tmp_path, scale):
     assert np.allclose(data.meta.mean, np.nanmean(table, 0))
 
 
-def test_without_gaps_known_values_give_the_scale_of_all():
-    x = torch.randn(4, 9, 3)
-    for centre in ("window", "last"):
-        for season in (1, 4):
-            plain = window_scale(x, centre, season)
-            known = window_scale_of_known(x, centre, season)
-            assert all(map(torch.allclose, plain, known))
-
-
 def test_given_columns_come_last_and_are_scaled(tmp_path):
-    config = gaps(tmp_path, given=("price,weekday",), patch=2, time_features=True)
+    config = gaps(tmp_path, given=("price,weekday",), time_features=True)
     data = open_data(config, missing=True)
     meta = data.meta
     assert meta.columns == ("sold", "rain") and meta.given_columns == ("price", "weekday")
-    assert (meta.features, meta.given, meta.cycles) == (12, 8, ("week",))
+    assert (meta.features, meta.given, meta.cycles) == (6, 4, ("week",))
     assert Meta.from_json(json.loads(json.dumps(meta.to_json()))) == meta
     x = data.train.batch(slice(0, 3))
-    assert x.shape == (3, 6, 12) and not x[..., 4:].isnan().any()
-    rows = x[0, :, 4:].unflatten(-1, (2, 4)).flatten(0, 1)  # of price, weekday and two phases
+    assert x.shape == (3, 12, 6) and not x[..., 2:].isnan().any()
+    rows = x[0, :, 2:]  # of price, weekday and two phases
     days = torch.arange(12)
     mean, std = meta.given_mean, meta.given_std
     assert torch.allclose(rows[:, 0], (5 + days % 2 - mean[0]) / std[0], atol=1e-5)
@@ -131,13 +121,6 @@ def test_given_columns_come_last_and_are_scaled(tmp_path):
         open_data(gaps(tmp_path, columns=("price",), given=("price",)))
     with pytest.raises(ValueError, match="column 'sold' is missing"):
         open_data(gaps(tmp_path, columns=("rain",), given=("sold",)), missing=True)
-
-
-def test_separate_series_share_what_is_given(tmp_path):
-    data = open_data(gaps(tmp_path, given=("price",), separate=True), missing=True)
-    assert (data.meta.features, data.meta.given) == (2, 1)
-    assert len(data.train) == 2 * 129
-    assert torch.equal(data.train.batch([0])[..., 1], data.train.batch([129])[..., 1])
 
 
 def test_missing_values_of_arrays_are_kept_for_models_that_learn_from_them(tmp_path):

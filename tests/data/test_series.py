@@ -1,4 +1,4 @@
-"""Series are cut into windows, each scaled by its context; gaps, dates and seasons count."""
+"""Series are cut into windows, each scaled by its context; gaps and dates count."""
 
 import dataclasses
 
@@ -18,16 +18,17 @@ DATES = [f"2020-01-{1 + k // 24:02} {k % 24:02}:00" for k in range(24 * 28)]
 def test_series_horizons_are_disjoint_in_time_and_windows_are_slices(tmp_path):
     values = np.arange(200.0)[:, None] * [1, -1]
     path = write_csv(tmp_path / "a.csv", values, header=["up", "down"])
-    data = open_data(series(path, context=10, horizon=5, stride=3, scale="none"))
+    data = open_data(series(path, context=10, horizon=5, scale="none"))
     bounds = {"train": (0, 140), "valid": (140, 160), "test": (160, 200)}
     for name, split in (("train", data.train), ("valid", data.valid), ("test", data.test())):
         x = split.batch(slice(None))
         assert x.shape[1:] == (15, 2) and x.dtype == torch.float32
         starts = x[:, 0, 0].long()
-        assert torch.equal(starts.diff(), torch.full((len(x) - 1,), 3))
+        assert torch.equal(starts.diff(), torch.ones(len(x) - 1, dtype=torch.long))
         assert torch.equal(x[..., 0], (starts[:, None] + torch.arange(15)).float())
         low, high = bounds[name]
-        assert x[:, 10:, 0].min() >= low and x[:, 10:, 0].max() < high
+        first = 10 if name == "train" else low  # every row of validation and test is forecast
+        assert x[:, 10:, 0].unique().tolist() == list(range(first, high))
     assert data.meta.columns == ("up", "down") and data.meta.mean is None
     assert (data.meta.context, data.meta.horizon, data.meta.length) == (10, 5, 15)
 
@@ -52,15 +53,6 @@ def test_windows_are_scaled_by_their_context(tmp_path):
     values = np.random.default_rng(0).normal(5, 2, (60, 2))
     values[:, 1] = 3.0
     data = open_data(series(write_csv(tmp_path / "a.csv", values), context=4, horizon=3))
-    last = open_data(
-        series(write_csv(tmp_path / "a.csv", values), context=4, horizon=3, scale="last")
-    )
-    walk = last.train.batch([0, 5])
-    assert walk[:, 3].abs().max() == 0
-    steps = np.hypot(np.sqrt(np.square(np.diff(values[5:9, 0])).sum()), 0.1 * values[:42, 0].std())
-    np.testing.assert_allclose(
-        walk[1, :, 0], (values[5:12, 0] - values[8, 0]) / steps, rtol=1e-4, atol=1e-5
-    )
     assert data.meta.windowed == "window"
     x = data.train.batch([0, 5])
     torch.testing.assert_close(x[:, :4, 0].mean(1), torch.zeros(2), rtol=0, atol=1e-5)
@@ -69,57 +61,6 @@ def test_windows_are_scaled_by_their_context(tmp_path):
     )
     np.testing.assert_allclose(x[1, :, 0], own, rtol=1e-4, atol=1e-5)
     assert x[..., 1].abs().max() < 1e-5, "a constant series stays finite"
-
-
-def test_windows_are_centred_by_season(tmp_path):
-    values = np.random.default_rng(0).normal(5, 2, (60, 2))
-    path = write_csv(tmp_path / "a.csv", values)
-    mean, std = values[:42].mean(0), values[:42].std(0)
-    window = (
-        values[5:17] - mean
-    ) / std  # 7 known, of which the last 6 are two seasons, and 5 to forecast
-    seasons, at = window[1:7].reshape(2, 3, 2), np.arange(-7, 5) % 3
-    for scale, centre, variance in (
-        ("window", seasons.mean(0), seasons.var(0).mean(0)),
-        ("last", seasons[1], np.square(seasons[1] - seasons[0]).mean(0)),
-    ):
-        options = series(path, context=7, horizon=5, scale=scale, season=3)
-        data = open_data(options)
-        expected = (window - centre[at]) / np.sqrt(variance + 0.01)
-        np.testing.assert_allclose(data.train.batch([5])[0], expected, rtol=1e-4, atol=1e-5)
-        assert data.meta.season == 3
-    with pytest.raises(ValueError, match=r"series\.season 8 is longer than series\.context 7"):
-        SeriesConfig(context=7, season=8)
-    with pytest.raises(ValueError, match=r"series\.season 2 needs series\.scale window or last"):
-        SeriesConfig(season=2, scale="column")
-
-
-@pytest.mark.parametrize("stride", [1, 4])
-def test_separate_columns_are_series_of_their_own(tmp_path, stride):
-    values = np.arange(60)[:, None] + [0.0, 1000.0, 2000.0]
-    path = write_csv(tmp_path / "a.csv", values)
-    data = open_data(series(path, context=3, horizon=2, stride=stride, scale="none", separate=True))
-    assert data.meta.features == 1 and data.meta.separate and len(data.meta.columns) == 3
-    x = data.train.batch(slice(None))
-    starts = range(0, 42 - 4, stride)
-    assert x.shape == (3 * len(starts), 5, 1) and len(data.train) == len(x)
-    expected = [[c * 1000 + s + t for t in range(5)] for c in range(3) for s in starts]
-    assert x[..., 0].tolist() == expected
-    moved = data.train.to("cpu")
-    assert torch.equal(moved.batch(torch.tensor([7, 2])), x[[7, 2]])
-
-
-def test_patches_join_rows_to_steps(tmp_path):
-    path = write_csv(tmp_path / "a.csv", np.arange(60)[:, None] + [0.0, 1000.0])
-    options = {"context": 4, "horizon": 2, "scale": "none"}
-    data = open_data(series(path, patch=2, **options))
-    assert (data.meta.features, data.meta.length, data.meta.context) == (4, 3, 4)
-    x = data.train.batch([0, 5])
-    assert x[1].tolist() == [[5, 1005, 6, 1006], [7, 1007, 8, 1008], [9, 1009, 10, 1010]]
-    assert torch.equal(data.meta.to_rows(x), open_data(series(path, **options)).train.batch([0, 5]))
-    refused(
-        lambda: SeriesConfig(context=4, horizon=3, patch=2), "series.horizon 3", "series.patch 2"
-    )
 
 
 def test_windows_that_are_mostly_missing_are_left_out(tmp_path):
@@ -133,8 +74,6 @@ def test_windows_that_are_mostly_missing_are_left_out(tmp_path):
     starts = open_data(series(path, **options)).train.batch(slice(None))[:, 0, 1].neg().tolist()
     dropped = set(range(65)) - set(map(int, starts))
     assert dropped == {s for s in range(65) if sum(20 <= s + k < 30 for k in range(6)) > 3}
-    apart = open_data(series(path, separate=True, **options)).train
-    assert len(apart) == 2 * 65 - len(dropped)
     path = write_csv(
         tmp_path / "b.csv", [[v if k % 3 == 0 else "", 1] for k, v in enumerate(range(90))]
     )
@@ -235,10 +174,7 @@ OPTIONS = [
     {},
     {"scale": "column"},
     {"scale": "none"},
-    {"scale": "last"},
-    {"scale": "window", "season": 2, "patch": 2},
-    {"separate": True, "patch": 2},
-    {"time_features": True, "patch": 2},
+    {"time_features": True},
 ]
 
 

@@ -55,7 +55,7 @@ def test_nats_are_those_of_log_likelihood():
     assert found == pytest.approx({"nats_hole4_s2": -float(nats.mean()) / 16}, rel=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"patch": 2, "given": ("price",)}])
+@pytest.mark.parametrize("options", [{}, {"given": ("price",)}])
 def test_scores_of_a_series_are_in_deviations_of_its_columns(tmp_path, options):
     config = any_part(gaps(tmp_path, scale="window", **options))
     work, other = work_on(config, batch=7), work_on(config)

@@ -315,7 +315,7 @@ def test_card_shows_strange_names_as_they_are(tmp_path):
         RunConfig(
             data=DataConfig(
                 name="series",
-                series=SeriesConfig(path="/x/y.csv", columns=("a b", "c"), scale=False),
+                series=SeriesConfig(path="/x/y.csv", columns=("a b", "c"), scale="none"),
             ),
             model=ModelConfig(kind="tvae", features=1, width=128, head="gaussian-learned"),
             train=TrainConfig(

@@ -59,15 +59,8 @@ def test_data_meta_is_read_and_damage_is_named(unbroken, tmp_path):
         ("{", "config.json' is damaged: "),
         ("[" * 10**5, "config.json' is damaged: "),
         ("[]", "config.json' is damaged: it is not a JSON object$"),
-        (
-            '{"data_meta": null}',
-            "^data_meta=None is damaged; use the config.json of a run$",
-        ),
-        (
-            '{"data_meta": [3]}',
-            r"^data_meta=\[3\] is damaged; use the config.json of a run$",
-        ),
-        ('{"data_meta": {}}', "^metadata of data has no name$"),
+        ('{"data_meta": [3]}', "^data_meta does not fit this version: "),
+        ('{"data_meta": {}}', "^data_meta does not fit this version: .*'name'"),
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message) as caught:

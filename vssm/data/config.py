@@ -1,11 +1,29 @@
 """Options of the data sets: frozen dataclasses that the command line and run folders share."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from vssm.checks import check_choice, check_number
 
 NAMES = ("digits", "mnist", "cifar10", "images", "text", "series", "arrays", "synthetic")
+_RETIRED = {"patch": 1, "season": 1, "separate": False, "stride": 1}
+
+
+def without_retired(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns saved options of series without those that only earlier versions had.
+
+    Raises if one of them was in use.
+    """
+    for name, usual in _RETIRED.items():
+        if options.get(name, usual) != usual:
+            raise ValueError(
+                f"series.{name} is {options[name]!r}, and this version knows no series.{name};"
+                " use the version that wrote the run, or train again"
+            )
+    kept = {name: value for name, value in options.items() if name not in _RETIRED}
+    if isinstance(kept.get("scale"), bool):
+        kept["scale"] = "column" if kept["scale"] else "none"
+    return kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,23 +42,14 @@ class SeriesConfig:
     """Rows of a window that are known."""
     horizon: int = 96
     """Rows of a window that are forecast."""
-    stride: int = 1
-    """Rows between the starts of two windows."""
-    patch: int = 1
-    """Rows that make one step of the model, a season for example; divides context and horizon."""
     fill: Literal["zero", "previous", "linear"] | None = None
     """How to fill missing values: with zero, with the value before (previous), or on a line between
     the two neighbours (linear), one of which may lie in the horizon of a window. Models with
     known="any" need no filling: they learn from the values that are there."""
-    scale: Literal["window", "last", "column", "none"] = "window"
+    scale: Literal["window", "column", "none"] = "window"
     """How to standardise. column: each column by its mean and deviation over the training part.
-    window: also each window by its context, so that new levels are no surprise. last: as window,
-    but around the last value of the context, as suits prices. none: not at all."""
-    season: int = 1
-    """Rows of a season. Each row of a window is then centred by the mean (with last: the last) of
-    the rows of its context that are whole seasons away, so that the model learns what differs."""
-    separate: bool = False
-    """One model for all columns, each its own series; else a row of all columns is one step."""
+    window: also each window by its context, so that new levels are no surprise. none: not at
+    all."""
     time: str | None = None
     """Column of dates (ISO 8601), found by name or contents if not given; none leaves dates out."""
     time_features: bool = False
@@ -50,22 +59,11 @@ class SeriesConfig:
         object.__setattr__(self, "given", tuple(self.given))  # JSON has lists
         if self.columns is not None:
             object.__setattr__(self, "columns", tuple(self.columns))
-        for name in ("context", "horizon", "stride", "patch", "season"):
-            check_number(f"series.{name}", getattr(self, name), 1, whole=True)
+        check_number("series.context", self.context, 1, whole=True)
+        check_number("series.horizon", self.horizon, 1, whole=True)
         if self.fill is not None:
             check_choice("series.fill", self.fill, ("zero", "previous", "linear"))
-        check_choice("series.scale", self.scale, ("window", "last", "column", "none"))
-        if self.season > self.context:
-            raise ValueError(
-                f"series.season {self.season} is longer than series.context {self.context}"
-            )
-        if self.season > 1 and self.scale not in ("window", "last"):
-            raise ValueError(f"series.season {self.season} needs series.scale window or last")
-        for name in ("context", "horizon"):
-            if (rows := getattr(self, name)) % self.patch:
-                raise ValueError(
-                    f"series.{name} {rows} is not a multiple of series.patch {self.patch}"
-                )
+        check_choice("series.scale", self.scale, ("window", "column", "none"))
 
 
 @dataclass(frozen=True, kw_only=True)

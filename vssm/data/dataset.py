@@ -170,7 +170,7 @@ class Data:
         config: The options it was opened with.
         meta: What generation needs to know.
         fit: Reads the training and validation splits.
-        test: Reads the test split; training never calls it.
+        test: Reads the test split.
         files: The files it comes from; empty if it is computed or part of a package.
     """
 
@@ -184,9 +184,8 @@ class Data:
     ) -> None:
         self.config: DataConfig = config
         self.meta: Meta = meta
-        self.test: Callable[[], Split] = test
         self.files: tuple[Path, ...] = tuple(files)
-        self._read_fit = fit
+        self._read_fit, self._read_test = fit, test
 
     def __repr__(self) -> str:
         return f"Data({self.meta.name!r}, features={self.meta.features}, length={self.meta.length})"
@@ -204,6 +203,10 @@ class Data:
     def valid(self) -> Split:
         """The sequences to choose by; never part of `train`."""
         return self._fit[1]
+
+    def test(self) -> Split:
+        """Reads and returns the sequences to report on; training never calls this."""
+        return self._read_test()
 
 
 def random_bits(seed: int, stream: int, num: int) -> np.ndarray:

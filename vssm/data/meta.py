@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vssm.data.config import without_retired
 from vssm.storage import read_object
 
 __all__ = ["Meta", "read_meta", "steps_left"]
@@ -47,14 +48,8 @@ class Meta:
     """Rows of a window that are known."""
     horizon: int | None = None
     """Rows of a window that are forecast."""
-    patch: int = 1
-    """Rows of a series in one step."""
-    windowed: Literal["window", "last"] | None = None
-    """What centres each window, after `mean` and `std`: "window", "last" or nothing."""
-    season: int = 1
-    """Rows of a season, each of which has its own centre."""
-    separate: bool = False
-    """Whether each column is a series of its own."""
+    windowed: Literal["window"] | None = None
+    """Whether each window is standardised by its context, after `mean` and `std`."""
     cycles: tuple[str, ...] = ()
     """Cycles of the calendar whose phases, as sine and cosine, are the last channels of a step."""
     time: str | None = None
@@ -76,7 +71,7 @@ class Meta:
     def given(self) -> int:
         """How many of the features, the last ones, are always known and never made."""
         phases = 2 * len(self.cycles) if self.cycles_given else 0
-        return (self.classes or 0) + self.patch * (len(self.given_columns) + phases)
+        return (self.classes or 0) + len(self.given_columns) + phases
 
     def without_given(self, x: Tensor) -> Tensor:
         """Returns sequences (B, T, D) without the features that are given."""
@@ -92,7 +87,7 @@ class Meta:
         try:
             values: dict[str, Any] = {
                 name: tuple(value) if isinstance(value, list) else value
-                for name, value in fields.items()
+                for name, value in without_retired(fields).items()
             }
             return cls(**values)
         except (AttributeError, TypeError) as error:  # a missing field, or one of a newer version
@@ -164,10 +159,6 @@ class Meta:
     def _check_text(self) -> None:
         if self.suggested_head != "categorical":
             raise ValueError(f"data set {self.name!r} has no text")
-
-    def to_rows(self, x: Tensor) -> Tensor:
-        """Returns steps (..., T, patch x channels) as rows, (..., T x patch, channels)."""
-        return x if self.patch == 1 else x.unflatten(-1, (self.patch, -1)).flatten(-3, -2)
 
 
 def read_meta(folder: str | Path) -> Meta | None:

@@ -5,18 +5,13 @@ A file is a table of N rows (time) and D columns (`vssm.data.table`). It is spli
 of validation or test may take its context from the part before, as in use, but never a row of its
 horizon. Columns are standardised over the training rows, and each window over its context.
 
-    joint       a step is (x_1, ..., x_D, phases), one window for each start
-    separate    a step is (x_d, phases), one window for each start and column
+A row is a step: D values, the columns that are known in the future too (`given`), and the phases of
+the calendar, which are sine and cosine of the time in a day, week and year. Given columns are
+standardised over the training rows only.
 
-With `patch` = P, a step holds P rows, T = (context + horizon) / P. The states of a Mamba block
-settle while it reads empty tokens; if a step is a season, they need not keep a cycle going.
-
-The phases are sine and cosine of the time in each cycle of the calendar (day, week, year). Windows
-in which a column is missing for more than half of the rows are left out; other gaps are filled. For
-models with known="any" missing values stay NaN, and only windows without any value are left out.
-
-Columns that are known in the future too (`given`) come after the others, and the phases last. They
-are standardised over the training rows only.
+Windows in which a column is missing for more than half of the rows are left out; other gaps are
+filled. For models with known="any" missing values stay NaN, and only windows without any value are
+left out.
 """
 
 import warnings
@@ -32,10 +27,10 @@ from vssm.data.dataset import Data, Index, Split
 from vssm.data.dates import uneven_dates
 from vssm.data.files import locate_own
 from vssm.data.meta import Meta
-from vssm.data.scale import centre_of_steps, window_scale, window_scale_of_known
 from vssm.data.table import Table, filled, find_columns, read_table, usual_columns
 
 _CYCLES = {"day": 86_400, "week": 604_800, "year": 31_556_952}  # seconds
+_LEAST_SPREAD = 0.1  # least deviation of a window, relative to its column: it may be constant
 
 
 @dataclass(frozen=True)
@@ -44,17 +39,12 @@ class Windows(Split):
 
     Arguments:
         rows: The numbers of the windows of x that count; all by default.
-        scaled: Context, channels, centre and season. Each of the first `channels` is standardised
-            by its own centre and deviation over the first `context` rows.
-        patch: Rows that are joined to one step, last.
-        given: How many of the channels, the last ones, are given; they stay last in a step of many
-            rows.
+        scaled: Context and channels. Each of the first `channels` is standardised by its own mean
+            and deviation over the first `context` rows.
     """
 
     rows: Tensor | None = None
-    scaled: tuple[int, int, str, int] | None = None
-    patch: int = 1
-    given: int = 0
+    scaled: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self.x if self.rows is None else self.rows)
@@ -67,19 +57,14 @@ class Windows(Split):
     ) -> Tensor:
         """Does what `Split.batch` does, and scales windows by their `known` entries only."""
         x = super().batch(self._numbers(index), device)
-        if self.scaled is not None:
-            channels = self.scaled[1]
-            centre, deviation = self._scale(x, known)
-            x = torch.cat([(x[..., :channels] - centre) / deviation, x[..., channels:]], -1)
-        if self.patch > 1:
-            parts = x.split([x.shape[2] - self.given, self.given], -1)
-            x = torch.cat([part.unflatten(1, (-1, self.patch)).flatten(2) for part in parts], -1)
-        return x
+        centre, deviation = self._scale(x, known)
+        channels = centre.shape[-1]
+        return torch.cat([(x[..., :channels] - centre) / deviation, x[..., channels:]], -1)
 
     def deviation(self, index: Index, device: torch.device | str, known: Tensor) -> Tensor:
         """Returns what the features of a batch were divided by, (B, 1, D), for the same `known`."""
         deviation = super().deviation(self._numbers(index), device, known)
-        own = self.scale(index, device, known)[1].repeat(1, 1, self.patch)
+        _, own = self.scale(index, device, known)
         deviation[..., : own.shape[-1]] = own
         return deviation
 
@@ -89,26 +74,21 @@ class Windows(Split):
         device: torch.device | str | None = None,
         known: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the centres (B, rows, channels) of windows and their deviation (B, 1, channels).
-
-        There are no channels if windows are not scaled.
-        """
+        """Returns the centre and deviation of the scaled channels of windows, (B, 1, channels)."""
         return self._scale(super().batch(self._numbers(index), device), known)
 
     def _numbers(self, index: Index) -> Index:
         return index if self.rows is None else self.rows[index]
 
     def _scale(self, x: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self.scaled is None:
-            return x[..., :0], x[:, :1, :0]
-        context, channels, centre, season = self.scaled
+        context, channels = self.scaled or (0, 0)
         before = x[:, :context, :channels]
         if known is not None:
-            known = known[..., : self.patch * channels].unflatten(-1, (self.patch, -1))
-            before = torch.where(known.flatten(1, 2)[:, :context], before, torch.nan)
-        scale = window_scale_of_known if self.missing else window_scale
-        centres, deviation = scale(before, centre, season)
-        return centre_of_steps(centres, -context, x.shape[1]), deviation
+            before = torch.where(known[:, :context, :channels], before, torch.nan)
+        centre = before.nanmean(1, keepdim=True)
+        variance = (before - centre).square().nanmean(1, keepdim=True)
+        # A window without any value has centre 0 and deviation 1, like its whole column.
+        return centre.nan_to_num(0.0), (variance.nan_to_num(1.0) + _LEAST_SPREAD**2).sqrt()
 
 
 def open_series(config: DataConfig, missing: bool = False) -> Data:
@@ -152,21 +132,17 @@ def open_series(config: DataConfig, missing: bool = False) -> Data:
         mean, std = _mean_and_std(x[:valid])
         given_mean, given_std = _mean_and_std(always[:valid]) if apart else (None, None)
     cycles = _cycles(table, valid) if options.time_features else ()
-    channels = 1 if options.separate else len(own)
     meta = Meta(
         name="series",
-        features=options.patch * (channels + len(apart) + 2 * len(cycles)),
-        length=window // options.patch,
+        features=len(names) + 2 * len(cycles),
+        length=window,
         suggested_head="gaussian-learned",
         columns=tuple(names[: len(own)]),
         mean=mean,
         std=std,
         context=options.context,
         horizon=options.horizon,
-        patch=options.patch,
-        windowed=options.scale if options.scale in ("window", "last") else None,
-        season=options.season,
-        separate=options.separate,
+        windowed="window" if options.scale == "window" else None,
         cycles=cycles,
         given_columns=tuple(names[len(own) :]),
         given_mean=given_mean,
@@ -177,19 +153,17 @@ def open_series(config: DataConfig, missing: bool = False) -> Data:
     )
     rows = _rows(meta, x, always, table.times)
     known = np.isfinite(table.values[:, own])
-    known = known.T[..., None] if options.separate else known[None]
 
     def windows(part: str) -> Windows:
         first, end = bounds[part]
-        share = 0.0 if missing else 0.5
-        starts = _window_starts(known[:, first:end], window, options.stride, share)
+        starts = _window_starts(known[first:end], window, 0.0 if missing else 0.5)
         if not len(starts):
             raise ValueError(
                 f"{path}: no window for {part} of series.context + horizon = {window} rows has"
                 f" {'a value' if missing else 'half of the values of every column'}; take fewer"
                 " columns, or a file with fewer gaps"
             )
-        return _windows(meta, rows[:, first:end], starts, missing)
+        return _windows(meta, rows[first:end], starts, missing)
 
     def fit() -> tuple[Split, Split]:
         return windows("training"), windows("validation")
@@ -205,7 +179,7 @@ def _mean_and_std(x: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def _rows(meta: Meta, x: np.ndarray, always: np.ndarray, times: np.ndarray | None) -> Tensor:
-    """Returns the rows of a table as windows hold them, (series, N, channels).
+    """Returns the rows of a table as windows hold them, (N, features).
 
     Arguments:
         meta: How to standardise them.
@@ -220,42 +194,25 @@ def _rows(meta: Meta, x: np.ndarray, always: np.ndarray, times: np.ndarray | Non
     if meta.cycles:
         assert times is not None
         always = np.concatenate([always, phases(times, meta.cycles)], 1)
-    x = x.T[..., None] if meta.separate else x[None]
-    always = np.broadcast_to(always, (len(x), *always.shape))
     return torch.from_numpy(np.concatenate([x, always], -1, dtype=np.float32))
 
 
 def _windows(meta: Meta, rows: Tensor, starts: np.ndarray, missing: bool) -> Windows:
-    """Returns the windows that begin at rows with these numbers, counted over all series."""
-    assert meta.columns is not None and meta.context is not None and meta.horizon is not None
-    channels = 1 if meta.separate else len(meta.columns)
-    scaled = None
-    if meta.windowed is not None:
-        scaled = (meta.context, channels, meta.windowed, meta.season)
-    x = rows.flatten(0, 1).unfold(0, meta.context + meta.horizon, 1).transpose(1, 2)
-    return Windows(
-        x,
-        rows=torch.from_numpy(starts),
-        scaled=scaled,
-        patch=meta.patch,
-        given=meta.given // meta.patch,
-        missing=missing,
-    )
+    """Returns the windows that begin at these rows."""
+    assert meta.columns is not None and meta.context is not None
+    scaled = None if meta.windowed is None else (meta.context, len(meta.columns))
+    x = rows.unfold(0, meta.length, 1).transpose(1, 2)
+    return Windows(x, rows=torch.from_numpy(starts), scaled=scaled, missing=missing)
 
 
-def _window_starts(known: np.ndarray, window: int, stride: int, share: float) -> np.ndarray:
-    """Returns the first rows of the windows in which a share of every channel is known.
+def _window_starts(known: np.ndarray, window: int, share: float) -> np.ndarray:
+    """Returns the first rows of the windows in which a share of every column is known.
 
-    With a share of 0, one known value is enough. `known` is (series, rows, channels). Windows stay
-    within a series, and the rows of the series follow each other.
+    With a share of 0, one known value is enough.
     """
-    num, rows, channels = known.shape
-    counts = np.concatenate([np.zeros((num, 1, channels), int), known.cumsum(1)], 1)
-    starts = np.arange(0, rows - window + 1, stride)
-    found = counts[:, starts + window] - counts[:, starts]
-    enough = (found >= share * window).all(-1) & (found > 0).any(-1)
-    series, index = np.nonzero(enough)
-    return series * rows + starts[index]
+    counts = np.concatenate([np.zeros((1, known.shape[1]), int), known.cumsum(0)])
+    found = counts[window:] - counts[:-window]
+    return np.flatnonzero((found >= share * window).all(1) & (found > 0).any(1))
 
 
 def _cycles(table: Table, rows: int) -> tuple[str, ...]:
@@ -310,32 +267,28 @@ class TableWindows:
         values = np.where(np.isfinite(table.values), table.values, np.nan)
         self.values = values[:, find_columns(table, meta.columns)]
         always = values[:, find_columns(table, meta.given_columns)]
-        num, self._size, self._meta = len(values), meta.length * meta.patch, meta
+        num, self._size, self._meta = len(values), meta.length, meta
         if num < self._size:
             raise ValueError(f"{table.path} has {num} rows; a window of training has {self._size}")
         if meta.cycles and table.times is None:
             raise ValueError(f"{table.path} has no column of dates, which the run was trained with")
-        self._starts = [*range(0, num - self._size, self._size), num - self._size]
+        starts = np.array([*range(0, num - self._size, self._size), num - self._size])
         rows = _rows(meta, self.values, always, table.times)
-        starts = np.add.outer(self._starts, num * np.arange(len(rows))).flatten()
         windows = _windows(meta, rows, starts, missing=True)
         x = windows.batch(slice(None))
         self.x, self.known = x.nan_to_num(), ~x.isnan()
-        self._centre, self._deviation = windows.scale(slice(None))
+        self._starts, self._scale = starts, windows.scale(slice(None))
 
     def place(self, made: np.ndarray) -> np.ndarray:
         """Returns samples (windows, num, T, features) as tables (num, N, D) in the table's units.
 
         Known cells are those of the table.
         """
-        meta, num = self._meta, made.shape[1]
-        x = torch.from_numpy(made).double()
-        x = meta.to_rows(x[..., : x.shape[-1] - meta.given])
-        x = x[..., : 1 if meta.separate else self.values.shape[1]]
+        meta, num, columns = self._meta, made.shape[1], self.values.shape[1]
+        x = torch.from_numpy(made[..., :columns]).double()
         if meta.windowed:
-            x = x * self._deviation[:, None] + self._centre[:, None]
-        if meta.separate:
-            x = x[..., 0].unflatten(0, (len(self._starts), -1)).permute(0, 2, 3, 1)
+            centre, deviation = self._scale
+            x = x * deviation[:, None] + centre[:, None]
         tables = np.broadcast_to(self.values, (num, *self.values.shape)).copy()
         for window, start in zip(x.numpy()[::-1], self._starts[::-1], strict=True):
             tables[:, start : start + self._size] = window * (meta.std or 1.0) + (meta.mean or 0.0)

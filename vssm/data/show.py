@@ -97,7 +97,7 @@ def draw(meta: Meta, x: Tensor, path: str | Path) -> Path:
         if x.dim() == 2:
             _draw_text(figure, [meta.decode(tokens) for tokens in x[:4]])
         else:
-            _draw_lines(figure, meta, meta.to_rows(meta.without_given(x[:6]).float()).numpy())
+            _draw_lines(figure, meta, meta.without_given(x[:6]).float().numpy())
         figure.savefig(path, format="png", dpi=100)
     return path
 
