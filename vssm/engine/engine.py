@@ -28,7 +28,7 @@ from vssm.distributions import Latents
 from vssm.engine.fused import fuse
 from vssm.engine.programs import Programs
 from vssm.engine.stepwise import sample_stepwise
-from vssm.engine.trees import is_relative, portable
+from vssm.engine.trees import as_input, is_relative
 from vssm.models import AnyPart, Ladder, Model, Variational, first_weight, inner_model
 from vssm.models.anypart import Part
 from vssm.nn import State
@@ -126,7 +126,7 @@ class Engine:
             numbers = {} if asked is None else {"seed": number}
         if asked is not None and -(2**63) <= numbers["seed"] < 2**63:
             # A program that exists was recorded after its arguments were checked.
-            made = self._programs.run_once(asked, None, State({}), numbers)
+            made = self._programs.run_function(asked, None, State({}), numbers)
             if made is not None:
                 after = made.child("state")
                 after = State(after.children, after.position, self._owner)
@@ -186,7 +186,7 @@ class Engine:
         """
         model, numbers = self._model, numbers or {}
         call = partial(function, model, task)
-        made = self._programs.run_once((function, task), call, given, numbers)
+        made = self._programs.run_function((function, task), call, given, numbers)
         if made is not None:
             return made
         tensors = {name: torch.tensor([n], device=self.device) for name, n in numbers.items()}
@@ -199,7 +199,7 @@ class Engine:
         `numbers`.
         """
         options, made = request.options, None
-        if options.length and options.cache and self._programs.usable():
+        if options.length and options.cache and self._programs.can_record():
             if isinstance(self._model, Variational | Ladder | AnyPart):
                 made = self._one_shot(request, asked, numbers)
             else:
@@ -226,7 +226,7 @@ class Engine:
         if prompt is not None:
             given["prompt"] = prompt
         if state is not None:
-            given["state"] = portable(model, state)
+            given["state"] = as_input(model, state)
             if is_relative(model):
                 numbers["start"] = state.position
                 position = state.position + options.length
@@ -242,7 +242,7 @@ class Engine:
             return State({"x": x, "z": z, "state": after})
 
         key = asked or ("one shot", options, num)
-        made = self._programs.run_once(key, function, State(given), numbers, position)
+        made = self._programs.run_function(key, function, State(given), numbers, position)
         return None if made is None else (made["x"], made["z"], made.child("state"))
 
     def _empty_pass(self, request: Request) -> tuple[Latents, State] | None:

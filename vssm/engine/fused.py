@@ -1,13 +1,10 @@
-"""Blocks and stacks for a frozen model on a GPU: fewer kernels, and weights in the layout they
-read.
+"""Blocks for a frozen model on a GPU: fewer kernels, and weights in the layout that they read.
 
 They compute what the plain modules of `vssm.nn` compute, to rounding, and have the same signatures.
 Because the weights never change, A = -exp(A_log) is computed once, and every matrix keeps the
-halves that products of many rows read (`vssm.ops.linear`). The kernel that ends a product
-also adds the residual.
+halves that products of many rows read (`vssm.ops.linear`). The kernel that ends a product also adds
+the residual.
 """
-
-from typing import TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +18,12 @@ from vssm.ops.linear import PackedWeight, linear, linear_conv_silu
 
 __all__ = ["fuse"]
 
-_Module = TypeVar("_Module", bound=nn.Module)
-
 
 def fuse(model: Model, backend: str = "auto") -> None:
-    """Replaces the layers, blocks and stacks of a frozen model by fused ones, in place.
+    """Replaces the layers and blocks of a frozen model by fused ones, in place.
 
-    Modules with hooks or of other classes, such as the adapters of LoRA, stay as they are, and so
-    do the blocks that own them.
+    Modules of other classes, such as the adapters of LoRA, stay as they are, and so do the blocks
+    that own them. A model with hooks stays as it is, because fused blocks would not call them.
 
     Arguments:
         model: The model. Its weights must not change any more.
@@ -40,39 +35,29 @@ def fuse(model: Model, backend: str = "auto") -> None:
         if isinstance(layer, nn.RNNBase):
             # Copied weights lie apart in memory, and cuDNN would join them at every call.
             layer.flatten_parameters()
-    _replace(model, backend)
+    if not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()):
+        _replace(model, backend)
 
 
 def _replace(parent: nn.Module, backend: str) -> None:
     for name, child in list(parent.named_children()):
         _replace(child, backend)
-        if _unchanged(child, Linear):
+        if type(child) is Linear:
             child = PackedLinear(child, backend)
-        elif _unchanged(child, MambaBlock) and _fusible_mamba(child):
+        elif type(child) is MambaBlock and _has_own_parts(child):
             child = FusedMamba(child, backend)
-        elif _unchanged(child, AttentionBlock) and _packed(child):
+        elif type(child) is AttentionBlock and _has_own_parts(child):
             child = FusedAttention(child)
-        elif _unchanged(child, GRUBlock) and _unchanged(child.norm, nn.RMSNorm):
+        elif type(child) is GRUBlock and _has_own_parts(child):
             child = FusedGRU(child, backend)
         setattr(parent, name, child)
 
 
-def _unchanged(module: nn.Module, kind: type[_Module]) -> TypeGuard[_Module]:
-    """Says whether a module is of exactly that class and has no hooks."""
-    return type(module) is kind and not (module._forward_hooks or module._forward_pre_hooks)
-
-
-def _packed(module: nn.Module) -> bool:
-    """Says whether all linear layers of a module were replaced by `PackedLinear`."""
-    names = ("in_proj", "x_proj", "out_proj", "c_attn", "c_proj", "mlp_c_fc", "mlp_c_proj")
-    layers = [getattr(module, name) for name in names if hasattr(module, name)]
-    return all(type(layer) is PackedLinear for layer in layers)
-
-
-def _fusible_mamba(block: MambaBlock) -> bool:
-    mixer = block.mixer
-    ours = _unchanged(mixer, MambaMixer) and _unchanged(mixer.dt_proj, StepSizes)
-    return ours and _unchanged(block.norm, RMSNorm) and _packed(mixer)
+def _has_own_parts(block: nn.Module) -> bool:
+    """Says whether nobody has replaced a part of a block; its linear layers are packed already."""
+    _, *parts = block.modules()
+    own = PackedLinear, StepSizes, RMSNorm, MambaMixer, nn.Conv1d, nn.LayerNorm, nn.GRU
+    return all(type(part) in own for part in parts)
 
 
 class PackedLinear(nn.Module):
@@ -102,7 +87,6 @@ class FusedMamba(MambaBlock):
 
     backend: str
     in_weight: PackedWeight
-    out_weight: PackedWeight
     taps: Tensor
     bias: Tensor
 
@@ -110,7 +94,7 @@ class FusedMamba(MambaBlock):
         nn.Module.__init__(self)
         mixer = block.mixer
         self.norm, self.mixer, self.backend = block.norm, mixer, backend
-        assert isinstance(mixer.in_proj, PackedLinear) and isinstance(mixer.out_proj, PackedLinear)
+        assert isinstance(mixer.in_proj, PackedLinear)
         assert mixer.conv1d.bias is not None
         self.in_weight = mixer.in_proj.packed
         self.taps, self.bias = mixer.conv1d.weight.squeeze(1).contiguous(), mixer.conv1d.bias

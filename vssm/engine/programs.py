@@ -88,7 +88,7 @@ class Programs:
         self._recorder = Recorder(device)
         self._stream: torch.cuda.Stream | None = None  # of the last replay
 
-    def usable(self) -> bool:
+    def can_record(self) -> bool:
         """Says whether programs can be recorded and replayed here and now."""
         kind = self._device.type
         if kind not in DEVICES or torch.compiler.is_compiling() or torch.is_autocast_enabled(kind):
@@ -105,11 +105,11 @@ class Programs:
             inputs: The arguments of the program.
             at_once: Whether to record at the first time already.
         """
-        if not self.usable():
+        if not self.can_record():
             return None
         with self._lock:
             try:
-                self._follow()
+                self._wait_for_other_streams()
                 program = self._find(key, make, at_once)
                 return None if program is None else program(*inputs)
             except RuntimeError as error:  # of CUDA, also when it is out of memory
@@ -121,7 +121,7 @@ class Programs:
                 )
                 return None
 
-    def run_once(
+    def run_function(
         self,
         key: tuple[Any, ...],
         function: Callable[[State], State] | None,
@@ -146,7 +146,7 @@ class Programs:
     def clear(self) -> None:
         """Forgets all programs."""
         with self._lock:
-            self._wait()
+            self._wait_for_device()
             self._programs.clear()
 
     def _find(self, key: Hashable, make: Make | None, at_once: bool) -> Program | None:
@@ -165,11 +165,11 @@ class Programs:
             self._recorder = Recorder(self._device)
         self._programs[key] = make(self._recorder)
         if len(self._programs) > _PROGRAMS:
-            self._wait()
+            self._wait_for_device()
             self._programs.popitem(last=False)
         return self._programs[key]
 
-    def _follow(self) -> None:
+    def _wait_for_other_streams(self) -> None:
         """Lets this thread's stream wait for the last replay: all programs use the same memory."""
         if self._device.type == "cuda":
             current = torch.cuda.current_stream(self._device)
@@ -177,7 +177,7 @@ class Programs:
                 current.wait_stream(self._stream)
             self._stream = current
 
-    def _wait(self) -> None:
+    def _wait_for_device(self) -> None:
         """Waits for the last replay, before the memory that it uses is freed."""
         if self._stream is not None:
             self._stream.synchronize()

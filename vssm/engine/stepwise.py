@@ -8,19 +8,18 @@ Legend: e (B, 1, width) the embedded input that is read next; u, w uniform noise
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from vssm.engine.loops import CachedLoop, Loop, decode_step
 from vssm.engine.programs import Programs, Recorder
-from vssm.engine.trees import join_steps, portable
+from vssm.engine.trees import as_input, join_steps
 from vssm.models import VRNN, Autoregressive, Model, first_weight
 from vssm.nn import State
 from vssm.nn.stack import sinusoids
 from vssm.sampling.generation import read, sample
-from vssm.sampling.request import Noise, Options, Request, Result
+from vssm.sampling.request import Noise, Request, Result
 from vssm.sampling.slabs import divide, in_slabs, rows_of_slab
 from vssm.sampling.stepwise import next_vrnn, read_autoregressive
 
@@ -29,9 +28,6 @@ __all__ = ["sample_stepwise"]
 _NOISE_STEPS = 1024  # steps of noise that are drawn ahead of a loop
 _WORTH = 64  # steps from which recording a loop pays within one call
 _ROOM = 64  # steps in the smallest recorded key-value cache; others double it
-
-Feed: TypeAlias = Callable[[int, int], State]
-"""Returns what a number of steps from a position on read, each (B, T, ...)."""
 
 
 def sample_stepwise(model: Model, programs: Programs, request: Request) -> Result | None:
@@ -68,15 +64,13 @@ def _sample_autoregressive(
     carried["e"] = model.pending(num, state)
     if model.config.block == "attention":
         carried["at"] = torch.full((1,), position, device=first_weight(model).device)
-    made = _run_loop(
-        model,
-        programs,
-        ("steps", num, options.temperature, options.sample),
-        partial(_autoregressive_loop, model, num, options),
-        State(carried, position),
-        lambda at, count: State({"u": source.observation(model, at, count)}),
-        options.length,
-    )
+
+    def feed(at: int, count: int) -> State:
+        return State({"u": source.observation(model, at, count)})
+
+    loop = partial(_run_loop, model, programs, _autoregressive_loop)
+    sizes = num, options.temperature, options.sample
+    made = loop(sizes, State(carried, position), feed, options.length)
     if made is None:  # the prompt is read already
         return sample(model, None, state, source, options)
     out, after = made
@@ -94,33 +88,30 @@ def _read_prompt(
         return read_autoregressive(model, prompt, state)
     given: dict[str, Tensor | State] = {"prompt": prompt}
     if state is not None:
-        given["state"] = portable(model, state)
+        given["state"] = as_input(model, state)
 
     def function(given: State) -> State:
         before = given.child("state") if "state" in given.children else None
         return State({"state": model(given["prompt"], before)[1]})
 
     end = steps + (0 if state is None else state.position)
-    made = programs.run_once(("read",), function, State(given), {}, position=end)
+    made = programs.run_function(("read",), function, State(given), {}, position=end)
     return read_autoregressive(model, prompt, state) if made is None else made.child("state")
 
 
 def _sample_vrnn(model: VRNN, programs: Programs, request: Request) -> Result:
     prompt, state, source, options = request
     num, start = source.num, State({"h": model.memory(source.num)})
+    loop = partial(_run_loop, model, programs)
     if prompt is not None:
         x = prompt.expand(num, *prompt.shape[1:])
         first = 0 if state is None else state.position
         known = State({"x": x, "u": source.latent(model, first, x.shape[1])})
-        made = _run_loop(
-            model,
-            programs,
-            ("read", num),
-            partial(_vrnn_reading_loop, model, num),
-            state or start,
-            lambda at, count: known.map(lambda t: t.narrow(1, at - first, count)),
-            x.shape[1],
-        )
+
+        def read_feed(at: int, count: int) -> State:
+            return known.map(lambda t: t.narrow(1, at - first, count))
+
+        made = loop(_vrnn_reading_loop, (num,), state or start, read_feed, x.shape[1])
         state = read(model, x, state, source) if made is None else made[1]
 
     def feed(at: int, count: int) -> State:
@@ -129,15 +120,8 @@ def _sample_vrnn(model: VRNN, programs: Programs, request: Request) -> Result:
             return State({"u": u})
         return State({"u": u, "w": source.observation(model, at, count)})
 
-    made = _run_loop(
-        model,
-        programs,
-        ("steps", num, options.temperature, options.sample),
-        partial(_vrnn_loop, model, num, options),
-        state or start,
-        feed,
-        options.length,
-    )
+    sizes = num, options.temperature, options.sample
+    made = loop(_vrnn_loop, sizes, state or start, feed, options.length)
     if made is None:
         return sample(model, None, state, source, options)
     return made[0]["x"], made[0]["z"], made[1]
@@ -146,10 +130,10 @@ def _sample_vrnn(model: VRNN, programs: Programs, request: Request) -> Result:
 def _run_loop(
     model: Model,
     programs: Programs,
-    key: tuple,
-    make: Callable[[int, Recorder], Loop],
+    make: Callable[..., Loop],
+    arguments: tuple,
     carried: State,
-    feed: Feed,
+    feed: Callable[[int, int], State],
     length: int,
 ) -> tuple[State, State] | None:
     """Replays a loop over `length` steps; returns its outputs and the tree after them.
@@ -157,10 +141,11 @@ def _run_loop(
     Arguments:
         model: The model.
         programs: The programs of the engine.
-        key: Everything that is fixed in the loop except the room of its key-value caches.
-        make: Records the loop with a room.
+        make: Records the loop, from a recorder, the model, the room of its key-value caches, and
+            further arguments.
+        arguments: The further arguments.
         carried: The tree that the first step starts from.
-        feed: Returns what the steps from a position on read.
+        feed: Returns what a number of steps from a position on read, each (B, T, ...).
         length: The number of steps.
     """
     end, parts = carried.position + length, []
@@ -170,9 +155,10 @@ def _run_loop(
         if model.config.block == "attention":
             room = max(_ROOM, 1 << at.bit_length())
             count = min(count, room - at)
+        record = partial(make, model=model, room=room, arguments=arguments)
         at_once = bool(parts) or length >= _WORTH
         given = carried, feed(at, count)
-        made = programs.run((*key, room), partial(make, room), *given, at_once=at_once)
+        made = programs.run((make, room, *arguments), record, *given, at_once=at_once)
         if made is None:
             return None
         out, carried = made
@@ -181,9 +167,10 @@ def _run_loop(
 
 
 def _autoregressive_loop(
-    model: Autoregressive, num: int, options: Options, room: int, recorder: Recorder
+    recorder: Recorder, model: Autoregressive, room: int, arguments: tuple[int, float, bool]
 ) -> Loop:
     """Records the steps of an ssm or rnn, or of a transformer with a cache of that room."""
+    num, temperature, draws = arguments
     p_x, stack = model.next(1, None)  # for the shapes
     e, last = model.pending(num, None), p_x.mean.expand(num, *p_x.mean.shape[1:])
     start: dict[str, Tensor | State] = {"e": e, "last": last}
@@ -205,34 +192,37 @@ def _autoregressive_loop(
             w = decode_step(model.stack, carried["e"], caches, carried["at"], codes)
             after["at"] = carried["at"] + 1
         p_x = model.head(w)
-        x = p_x.sample(feed["u"], options.temperature)
+        x = p_x.sample(feed["u"], temperature)
         after = {"e": model.stack.embed(x), "last": x, **after}
-        return State(after), State({"x": x if options.sample else p_x.mean})
+        return State(after), State({"x": x if draws else p_x.mean})
 
     if room:
         return CachedLoop(recorder, step, State(start), caches)
     return Loop(recorder, step, State(start))
 
 
-def _vrnn_loop(model: VRNN, num: int, options: Options, _: int, recorder: Recorder) -> Loop:
+def _vrnn_loop(
+    recorder: Recorder, model: VRNN, room: int, arguments: tuple[int, float, bool]
+) -> Loop:
     """Records the steps of a vrnn."""
+    num, temperature, _ = arguments
 
     def step(carried: State, feed: State) -> tuple[State, State]:
         w = feed["w"] if "w" in feed.children else None
-        x, z, after = next_vrnn(model, carried["h"], carried, feed["u"], w, options.temperature)
+        x, z, after = next_vrnn(model, carried["h"], carried, feed["u"], w, temperature)
         return after, State({"x": x, "z": z})
 
     return Loop(recorder, step, _vrnn_carried(model, num))
 
 
-def _vrnn_reading_loop(model: VRNN, num: int, _: int, recorder: Recorder) -> Loop:
+def _vrnn_reading_loop(recorder: Recorder, model: VRNN, room: int, arguments: tuple[int]) -> Loop:
     """Records the steps of a vrnn that reads data."""
 
     def step(carried: State, feed: State) -> tuple[State, State]:
         z = model.posterior(carried["h"], feed["x"]).sample(feed["u"])
         return model.advance(feed["x"], z, carried), State({})
 
-    return Loop(recorder, step, _vrnn_carried(model, num))
+    return Loop(recorder, step, _vrnn_carried(model, *arguments))
 
 
 def _vrnn_carried(model: VRNN, num: int) -> State:

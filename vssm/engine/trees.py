@@ -14,13 +14,13 @@ from vssm.sampling.slabs import one_row
 
 __all__ = [
     "ResultTree",
+    "as_input",
     "copy",
     "describe",
     "is_relative",
     "join_steps",
     "overwrite",
     "place",
-    "portable",
 ]
 
 # Bytes from which a tensor gets memory of its own. To gather a larger tensor takes longer than
@@ -146,7 +146,7 @@ def is_relative(model: Model) -> bool:
     return model.config.block != "attention" and not isinstance(model, AnyPart)
 
 
-def portable(model: Model, state: State) -> State:
+def as_input(model: Model, state: State) -> State:
     """Returns a state as input of a recording: without its noise, and at position 0 if it can."""
     kept = {name: child for name, child in state.children.items() if name not in ("seed", "row")}
     return place(State(kept), 0) if is_relative(model) else State(kept, state.position)
