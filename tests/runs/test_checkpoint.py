@@ -4,10 +4,8 @@ import errno
 import json
 import os
 import resource
-import shutil
 import stat
 import threading
-import time
 import warnings
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import KINDS, sequences, small_model
 from vssm import State, generate, load, log_likelihood, observe, save
-from vssm.runs.checkpoint import config_of
 from vssm.storage import write_atomically
 
 
@@ -192,42 +189,13 @@ def test_save_killed_between_its_files_leaves_the_new_model(options, tmp_path):
         assert load(tmp_path).config == new.config
 
 
-def test_config_of_reads_the_config_in_the_weights(tmp_path):
-    """A save that was killed between its files leaves an old config.json."""
-    for width, name in ((16, "old"), (32, "new")):
-        save(small_model("ssm", width=width), tmp_path / name)
-    shutil.copy(tmp_path / "new" / "weights.safetensors", tmp_path / "old")
-    assert config_of(tmp_path / "old").width == 32
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["config.json", "metadata"])
-@pytest.mark.parametrize(
-    ("kind", "size"), [*((kind, "layers") for kind in KINDS), ("vssm", "levels")]
-)
-def test_config_with_more_blocks_than_weights_is_refused_at_once(kind, size, inside, tmp_path):
-    """At 21f02ed it built 9,999,999 blocks, which takes hours."""
-    save(small_model(kind), tmp_path)
-    values = json.loads((tmp_path / "config.json").read_text())
-    values["model"] |= {size: 9_999_998, "latents": 9_999_998}
-    text = json.dumps(values)
-    path = tmp_path / "weights.safetensors"
-    save_file(load_file(path), path, {"vssm": text} if inside else None)
-    (tmp_path / "config.json").write_text(text)
-    start = time.monotonic()
-    with pytest.raises(
-        ValueError, match=r"layers=\d+ and levels=\d+ need more tensors than the \d+ of "
-    ):
-        load(tmp_path)
-    assert time.monotonic() - start < 5
-
-
 @pytest.mark.parametrize("key", ["data", "train"])
 def test_model_is_never_saved_over_a_run(key, tmp_path):
     save(small_model("vssm"), tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**values, key: {}}))
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=r"is a run, .*; use a new folder, or one .* vssm.save$"):
+    with pytest.raises(ValueError, match=r"is a run or .*; use a new folder, or one .* vssm.save$"):
         save(small_model("ssm"), tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
@@ -383,16 +351,3 @@ def test_written_files_have_the_usual_permissions(tmp_path):
     (tmp_path / "usual.txt").touch()
     write_atomically(tmp_path / "a.txt", private)
     assert (tmp_path / "a.txt").stat().st_mode == (tmp_path / "usual.txt").stat().st_mode
-
-
-def test_model_that_could_not_be_loaded_is_not_saved(tmp_path):
-    model = small_model("vssm")
-    save(model, tmp_path / "good")
-    before = (tmp_path / "good" / "weights.safetensors").read_bytes()
-    torch.nn.utils.parametrizations.weight_norm(model.decoder.out)
-    with pytest.raises(
-        ValueError,
-        match=r"^the model does not fit its config: .*Missing key.*decoder.out.w",
-    ):
-        save(model, tmp_path / "good")
-    assert (tmp_path / "good" / "weights.safetensors").read_bytes() == before

@@ -39,7 +39,6 @@ from vssm.storage import flush, read_object, read_tensors, write_atomically, wri
 __all__ = ["FREE", "Checkpoint", "RunFolder", "claim", "differing", "read_config", "read_log"]
 
 _FIELDS = {"step", "epoch", "split", "loss", "reconstruction", "kl"}  # of every line of the log
-_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of a JSON file
 _KEPT = 2  # checkpoints: the newest, and one more in case it is damaged
 FREE = ("data.dir", "train.device", "train.checkpoint_minutes", "train.samples", "train.compile")
 FREE += ("train.graph", "train.fsdp", "train.validate_partial")
@@ -50,6 +49,7 @@ class Checkpoint(NamedTuple):
     """The content of a checkpoint."""
 
     path: Path
+    config: RunConfig
     progress: dict[str, Any]
     """The step and whatever else `RunFolder.save_checkpoint` was given."""
     parts: dict[str, dict[str, Tensor]]
@@ -58,26 +58,18 @@ class Checkpoint(NamedTuple):
 
 def read_log(folder: str | Path) -> list[dict[str, Any]]:
     """Returns the lines of the log of a run, without a last line that a kill has torn."""
-
-    def refuse(problem: str) -> None:
-        raise ValueError(f"{problem}; remove that line")
-
-    return _parse_log(Path(folder) / "log.jsonl", refuse)
-
-
-def _parse_log(path: Path, damaged: Callable[[str], object]) -> list[dict[str, Any]]:
-    """Returns the whole lines of a log, and passes a message about each other line to `damaged`."""
-    whole, lines = [], path.read_bytes().splitlines()
+    path, whole = Path(folder) / "log.jsonl", []
+    lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
             values = json.loads(line)
-            if values.keys() >= _FIELDS:
-                whole.append(values)
-                continue
-        except _MALFORMED:
-            pass
-        if number < len(lines):  # a kill tears the last line, which is no damage
-            damaged(f"{str(path)!r} line {number} is damaged")
+            damaged = not values.keys() >= _FIELDS
+        except (ValueError, AttributeError, RecursionError):
+            damaged = True
+        if not damaged:
+            whole.append(values)
+        elif number < len(lines):
+            raise ValueError(f"{str(path)!r} line {number} is damaged; remove that line")
     return whole
 
 
@@ -175,14 +167,10 @@ class RunFolder:
 
     def has_ended(self) -> bool:
         """Returns whether meta.json says that the training is finished."""
-        return self._ended() is True
-
-    def _ended(self) -> bool | None:
-        """Returns whether the training is finished; None if meta.json is missing or damaged."""
         try:
             return read_object(self.path / "meta.json")["ended"] is not None
         except (OSError, ValueError, KeyError):
-            return None
+            return False
 
     def compare(self, config: RunConfig) -> None:
         """Raises if the run in this folder has other settings, except those in `FREE`."""
@@ -213,9 +201,9 @@ class RunFolder:
         self.compare(config)
         self._lock = claim(self.path, "run folder")
         self._tidy()
-        # Without a log or a readable meta.json, this may be all that is left of a finished run.
-        finished = self._ended() is not False or not self.log_path.exists()
-        if (self.path / "weights.safetensors").exists() and finished and not self._saved():
+        # Without a log, this may be all that is left of a finished run.
+        finished = self.has_ended() or not self.log_path.exists()
+        if finished and (self.path / "weights.safetensors").exists() and not self._saved():
             raise ValueError(
                 f"{str(self.path)!r} has weights but no checkpoint to go on from, and a new start "
                 "would replace them; use a new run folder"
@@ -254,13 +242,12 @@ class RunFolder:
         with self.log_path.open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
 
-    def cut_log(self, step: int, warn: Callable[[str], object]) -> None:
-        """Removes the lines after a step, and damaged lines, from the log."""
-        if not self.log_path.exists():
-            return
-        lines = _parse_log(self.log_path, lambda problem: warn(f"{problem}; it was left out"))
-        text = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
-        write_atomically(self.log_path, lambda path: path.write_text(text))
+    def cut_log(self, step: int) -> None:
+        """Removes the lines after a step from the log."""
+        if self.log_path.exists():
+            lines = [line for line in read_log(self.path) if line["step"] <= step]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            write_atomically(self.log_path, lambda path: path.write_text(text))
 
     def save_checkpoint(
         self,
@@ -274,9 +261,9 @@ class RunFolder:
         It holds `parts`, tensors by the name of their file, and `progress`, ready for JSON.
         """
         final = self.checkpoints / f"step-{step:08d}"
-        temporary, replaced = (
-            final.with_name(f".{final.name}{end}") for end in (".tmp", ".old.tmp")
-        )
+        if final.exists():  # this step was saved before
+            return final
+        temporary = final.with_name(f".{final.name}.tmp")
         _remove(temporary)
         temporary.mkdir(parents=True)
         try:
@@ -290,12 +277,8 @@ class RunFolder:
             (temporary / "progress.json").write_text(json.dumps(record, indent=2) + "\n")
             flush(temporary / "progress.json")
             flush(temporary)
-            if final.exists():  # the same step was saved before
-                _remove(replaced)
-                final.rename(replaced)
             temporary.rename(final)
             flush(self.checkpoints)
-            _remove(replaced)
         finally:
             _remove(temporary)
         for old in self._saved()[:-_KEPT]:
@@ -317,8 +300,7 @@ class RunFolder:
             except ValueError as error:
                 damaged[path] = error
                 continue
-            saved = RunConfig.from_dict(checkpoint.progress.pop("config"))
-            for key, here, there in differing(config, saved):
+            for key, here, there in differing(config, checkpoint.config):
                 raise ValueError(
                     f"{str(path)!r} is a checkpoint of another run, with {key}={there!r}, here "
                     f"{here!r}; move it out of {str(self.path)!r} to go on from the one before"
@@ -351,12 +333,11 @@ def _read(path: Path) -> Checkpoint:
         record = read_object(place)
         if record.pop("checksum", None) != _checksum(record):
             raise ValueError(f"{str(place)!r} is damaged: it differs from its checksum")
-        if path.name != f"step-{record['step']:08d}" or "config" not in record:
-            raise ValueError(f"{str(place)!r} is damaged: it does not say of which run and step")
         parts = {Path(file).stem: read_tensors(path / file)[0] for file in record.pop("files")}
-    except (OSError, KeyError, TypeError) as error:
+        config = RunConfig.from_dict(record.pop("config"))
+    except OSError as error:
         raise ValueError(f"{str(place)!r} is damaged: {error}") from None
-    return Checkpoint(path, record, parts)
+    return Checkpoint(path, config, record, parts)
 
 
 def differing(config: RunConfig, other: RunConfig) -> Iterator[tuple[str, Any, Any]]:

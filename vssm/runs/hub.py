@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from vssm.config import PRESETS, RunConfig
+from vssm.config import PRESETS, ModelConfig, RunConfig
 from vssm.runs.config import SavedConfig, flatten
 from vssm.storage import read_object
 
@@ -114,19 +114,8 @@ def model_card(folder: str | Path, address: str = "hf://OWNER/NAME", limits: str
     hub, folder = _import_hub(), Path(folder)
     saved = SavedConfig.read(folder)
     model, run = saved.model(), saved.run() if saved.is_run else None
-    meta = saved.values.get("data_meta")
-    meta = meta if isinstance(meta, dict) else {}
-    levels = f", levels of latents: {model.levels}" if model.levels > 1 else ""
-    levels += f", spans: {' '.join(map(str, model.spans))}" if model.spans else ""
-    levels += f", known: any part, given columns: {model.given}" if model.known == "any" else ""
-    facts = {
-        **({"data set": "not recorded"} if run is None else _data_facts(run, meta)),
-        "parameters": f"{_count_parameters(folder / 'weights.safetensors'):,}",
-        "model": f"layers: {model.layers}, width: {model.width}, head: {model.head}{levels}",
-        **({} if run is None else _train_facts(run)),
-    }
+    meta: dict[str, Any] = saved.values.get("data_meta") or {}
     name = [] if run is None else [run.data.name]
-    command = "" if run is None else train_command(run)
     card = hub.ModelCard.from_template(
         hub.ModelCardData(
             license="mit", library_name="vssm", tags=[model.kind, "sequence-modeling", *name]
@@ -134,16 +123,46 @@ def model_card(folder: str | Path, address: str = "hf://OWNER/NAME", limits: str
         template_path=str(_CARD),
         title=" on ".join([model.kind, *name]),
         kind=model.kind,
-        facts=[(name, _escape(value)) for name, value in facts.items()],
+        facts=[(name, _escape(value)) for name, value in _facts(folder, model, run, meta).items()],
         metrics=_metrics(folder / "eval.json"),
         address=address,
         length=meta.get("length", 28),
         features=model.features,
         given=model.given,
-        command=command,
+        command="" if run is None else train_command(run),
         limits=limits,
     )
     return f"{str(card).rstrip()}\n"
+
+
+def _facts(
+    folder: Path, model: ModelConfig, run: RunConfig | None, meta: dict[str, Any]
+) -> dict[str, str]:
+    """Returns the rows of the table on top of a model card."""
+    levels = f", levels of latents: {model.levels}" if model.levels > 1 else ""
+    levels += f", spans: {' '.join(map(str, model.spans))}" if model.spans else ""
+    levels += f", known: any part, given columns: {model.given}" if model.known == "any" else ""
+    facts = {
+        "data set": "not recorded",
+        "parameters": f"{_count_parameters(folder / 'weights.safetensors'):,}",
+        "model": f"layers: {model.layers}, width: {model.width}, head: {model.head}{levels}",
+    }
+    if run is None:
+        return facts
+    data, train = run.data, run.train
+    facts["data set"] = data.name + (", black and white" if data.binarize else "")
+    if "length" in meta and "features" in meta:
+        step = "one of {} tokens" if model.head == "categorical" else "{} values"
+        facts["a sequence"] = f"{meta['length']} steps of {step.format(meta['features'])}"
+    if path := data.series.path or data.text.path:
+        facts["file"] = PurePath(path).name
+    if meta.get("columns"):
+        facts["columns"] = ", ".join(meta["columns"])
+    name = {"adamw": "AdamW", "muon": "Muon and AdamW"}[train.optimizer]
+    steps = f"steps: {train.max_steps}" if train.max_steps else f"epochs: {train.epochs}"
+    rest = f"batch: {train.batch}, learning rate: {train.learning_rate:g}, seed: {train.seed}"
+    facts["training"] = f"{name}, {steps}, {rest}; the weights that were best on validation"
+    return facts
 
 
 def _parse_address(repo: str) -> tuple[str, str | None]:
@@ -168,15 +187,14 @@ def _import_hub() -> Any:  # noqa: ANN401
 
 def without_folders(values: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of a config.json without folders: of data files only the names stay."""
-    data = values.get("data")
-    if not isinstance(data, dict):
+    if "data" not in values:
         return values
     named = {
         part: {**options, "path": PurePath(options["path"]).name}
-        for part, options in data.items()
-        if isinstance(options, dict) and isinstance(options.get("path"), str)
+        for part, options in values["data"].items()
+        if isinstance(options, dict) and options.get("path")
     }
-    return {**values, "data": {**data, "dir": None, **named}}
+    return {**values, "data": {**values["data"], "dir": None, **named}}
 
 
 def _count_parameters(path: Path) -> int:
@@ -185,27 +203,6 @@ def _count_parameters(path: Path) -> int:
             return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{str(path)!r} is damaged or missing: {error}") from None
-
-
-def _data_facts(run: RunConfig, meta: dict[str, Any]) -> dict[str, str]:
-    facts = {"data set": run.data.name + (", black and white" if run.data.binarize else "")}
-    if "length" in meta and "features" in meta:
-        step = "one of {} tokens" if run.model.head == "categorical" else "{} values"
-        facts["a sequence"] = f"{meta['length']} steps of {step.format(meta['features'])}"
-    for options in (run.data.series, run.data.text):
-        if options.path is not None:
-            facts["file"] = PurePath(options.path).name
-    if isinstance(meta.get("columns"), list):
-        facts["columns"] = ", ".join(map(str, meta["columns"]))
-    return facts
-
-
-def _train_facts(run: RunConfig) -> dict[str, str]:
-    options = run.train
-    name = {"adamw": "AdamW", "muon": "Muon and AdamW"}[options.optimizer]
-    steps = f"steps: {options.max_steps}" if options.max_steps else f"epochs: {options.epochs}"
-    rest = f"batch: {options.batch}, learning rate: {options.learning_rate:g}, seed: {options.seed}"
-    return {"training": f"{name}, {steps}, {rest}; the weights that were best on validation"}
 
 
 def _metrics(path: Path) -> list[tuple[str, str]]:

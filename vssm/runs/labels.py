@@ -6,13 +6,10 @@ from typing import Any, TypeGuard
 
 __all__ = ["GROUPS", "dial_curves", "dial_ways", "grouped", "is_number", "label"]
 
-_LABELS = {
+_LABELS = {  # in the order in which they are shown
     "log_likelihood": "log p(x)",
     "log_likelihood_empty_prior": "log p(x), prior of the empty prompt",
     "partial_log_likelihood": "log p(second half | first half)",
-    "log_likelihood_particles": "log p(x), by particles",
-    "log_likelihood_empty_prior_particles": "log p(x), prior of the empty prompt, by particles",
-    "partial_log_likelihood_particles": "log p(second half | first half), by particles",
     "elbo": "ELBO",
     "partial_elbo": "ELBO of the second half given the first",
     "bits_per_dim": "bits per dimension",
@@ -33,28 +30,43 @@ _LABELS = {
     "kl": "KL",
     "components": "latent components",
     "active_components": "active latent components",
-    "code_perplexity": "code perplexity",
     "aggregate_kl": "KL of the aggregate posterior to uniform",
     "passes": "passes at once",
     "num_samples": "draws of each likelihood",
     "num_images": "images of each distance",
+    "prefix": "second half",
 }
-_SPREAD = "Spread of these times, third quartile over first: near 1 on a quiet machine"
-_PSEUDO = "Pseudo-likelihood of grey values by a Bernoulli head, no likelihood, nats a sequence"
+_RULES = (  # the names of other metrics are made of these
+    (r"(\w+)_particles", "{}, by particles"),
+    (r"pseudo_(\w+)", "pseudo-{}"),
+    (r"(generate|chunks|resumed|prompted)_ms_b(\d+)", "{}, batch {}"),
+    (r"ms_(one_shot|[ws]\d\w*?)_b(\d+)", "{}, batch {}"),
+    (r"ms_(one_shot|[ws]\d\w*)", "{}, batch 1"),
+    (r"fd_([ws]\d\w*|(?:prefix|random|block|hole)\w*)", "{}"),
+    (r"nats_(\w+)", "−log p of {}"),
+    (r"crps_(\w+)", "CRPS of {}"),
+    (r"rmse_(\w+)", "RMSE of {}"),
+    (r"w(\d+)", "in chunks of {}, re-conditioned"),
+    (r"w(\d+)_s(\d+)", "in chunks of {}, {} passes each"),
+    (r"s(\d+)", "in {} passes"),
+    (r"((?:prefix|random|block|hole)\d*)_s(\d+)", "{}, {} passes"),
+    (r"random(\d+)", "{} % of entries"),
+    (r"block(\d+)", "{} steps"),
+    (r"hole(\d+)", "a hole of {}"),
+)
 _LATENTS = r"mse|reconstruction|kl|\w*components|code_perplexity|aggregate_kl"
 GROUPS = (  # title, pattern of names, whether more (+1) or less (-1) is better
     ("Likelihood, nats a sequence", r"(partial_)?log_likelihood\w*|elbo", 1),
-    (_PSEUDO, r"pseudo_\w+", 1),
+    ("Pseudo-likelihood of grey values by a Bernoulli head, nats a sequence", r"pseudo_\w+", 1),
     ("Bits and nats", r"bits_per_\w+|nats", -1),
     ("Unknown entries by what is known, per entry", r"(nats|crps|rmse)_\w+", -1),
     ("Fréchet distance of samples to the test set", r"fd_(?!floor)\w+", -1),
     ("Fréchet distance of real images to the test set", r"fd_floor", 0),
     ("Generation time, ms", r"\w+_ms_b\d+|ms_\w+", -1),
-    (_SPREAD, r"timing_spread", 0),
+    ("Third quartile over first of these times: near 1 on a quiet machine", r"timing_spread", 0),
     ("Reconstruction and latents", _LATENTS, 0),
     ("Counts", r"\w+", 0),
 )
-_KNOWN = re.compile(r"(nats|crps|rmse|fd)_(prefix|random|block|hole)(\d*)(?:_s(\d+))?")
 _WAY = re.compile(r"one_shot|w(\d{1,9})(?:_s(\d{1,9}))?|s(\d{1,9})")
 
 
@@ -83,30 +95,16 @@ def grouped(
 def label(name: str) -> str:
     """Returns the name of a metric in words.
 
-    >>> names = ("fd_w4", "fd_w7_s2", "ms_s8_b256", "chunks_ms_b16", "max_steps")
+    >>> names = ("fd_w4", "fd_w7_s2", "ms_s8_b256", "chunks_ms_b16", "crps_random50", "max_steps")
     >>> [label(name) for name in names]  # doctest: +NORMALIZE_WHITESPACE
     ['in chunks of 4, re-conditioned', 'in chunks of 7, 2 passes each', 'in 8 passes, batch 256',
-     'in four chunks, batch 16', 'max steps']
+     'in four chunks, batch 16', 'CRPS of 50 % of entries', 'max steps']
     """
     if name in _LABELS:
         return _LABELS[name]
-    if found := _KNOWN.fullmatch(name):
-        measure, kind, size, passes = found.groups()
-        unknown = {"prefix": "second half", "random": "{} % of entries", "block": "{} steps"}
-        words = unknown.get(kind, "a hole of {}").format(size)
-        start = {"nats": "−log p of ", "crps": "CRPS of ", "rmse": "RMSE of ", "fd": ""}[measure]
-        return f"{start}{words}" + (f", {passes} passes" if passes else "")
-    if name.startswith("pseudo_"):
-        return f"pseudo-{label(name.removeprefix('pseudo_'))}"
-    if timed := re.fullmatch(r"(generate|chunks|resumed|prompted)_ms_b(\d+)", name):
-        return f"{_LABELS[timed[1]]}, batch {timed[2]}"
-    if (timed := re.fullmatch(r"ms_(\w+?)(?:_b(\d+))?", name)) and _WAY.fullmatch(timed[1]):
-        return f"{label(f'fd_{timed[1]}')}, batch {timed[2] or 1}"
-    if name.startswith("fd_") and _WAY.fullmatch(name[3:]):
-        chunk, passes = _dials(name[3:])
-        if not chunk:
-            return f"in {passes} passes"
-        return f"in chunks of {chunk}, " + (f"{passes} passes each" if passes else "re-conditioned")
+    for pattern, words in _RULES:
+        if found := re.fullmatch(pattern, name):
+            return words.format(*map(label, found.groups()))
     return name.replace("_", " ")
 
 
@@ -142,19 +140,18 @@ def dial_curves(metrics: Mapping[str, Any], batch: int = 1) -> dict[str, list[tu
     points: dict[str, tuple[float, float]] = {}
     for way in dial_ways(metrics):
         ms, distance = metrics.get(f"ms_{way}{end}"), metrics.get(f"fd_{way}")
-        if is_number(ms) and is_number(distance) and min(ms, distance) > 1e-100:
+        if is_number(ms) and is_number(distance) and min(ms, distance) > 0:
             points[way] = ms, distance
     lines: dict[str, list[tuple[float, float]]] = {}
     for way, point in points.items():
         chunk, passes = _dials(way)
+        first, name = "one_shot", "chunks W" if chunk else "passes S"
+        if chunk and passes:
+            first, name = f"w{chunk}", f"chunks of {chunk}, passes S"
         if chunk or passes:
-            both = chunk and passes
-            alone = "chunks W" if chunk else "passes S"
-            first = points.get(f"w{chunk}" if both else "one_shot")
-            name = f"chunks of {chunk}, passes S" if both else alone
-            lines.setdefault(name, [first] if first else []).append(point)
+            lines.setdefault(name, [points[first]] if first in points else []).append(point)
     floor, times = metrics.get("fd_floor"), [ms for ms, _ in points.values()]
-    if lines and is_number(floor) and floor > 1e-100:
+    if lines and is_number(floor) and floor > 0:
         lines["floor"] = [(min(times), floor), (max(times), floor)]
     return lines
 

@@ -316,7 +316,7 @@ class Trainer:
             name = repr(str(self.folder.path))
             checkpoint = self.folder.read_checkpoint(self.config, self.progress.message)
             if checkpoint is not None:
-                self.saved, progress, parts = checkpoint
+                self.saved, _, progress, parts = checkpoint
                 self.started = progress["started"]
                 self._check_digest(progress["data"])
                 best, lost = progress["best"], not self.folder.has_weights()
@@ -328,7 +328,7 @@ class Trainer:
                 numbers = [progress[key] for key in ("step", "skipped", "streak", "seconds")]
                 numbers += [math.nan if lost or best is None else best, lost]
             step = int(numbers[0])
-            self.folder.cut_log(step, self.progress.message)
+            self.folder.cut_log(step)
             self.progress.message(
                 f"resuming {name} at step {step} of {self.total}"
                 if step < self.total
