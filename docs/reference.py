@@ -47,11 +47,7 @@ SECTIONS = {
         "vssm.Forecaster",
         "vssm.forecasting.gluonts.predictor",
     ),
-    "Serving": (
-        "vssm.serve.client.Client",
-        "vssm.serve.client.Answer",
-        "vssm.serve.client.ServerError",
-    ),
+    "Serving": ("vssm.serve.settings.Settings",),
     "Kernels": (
         "vssm.ops.selective_scan",
         "vssm.ops.selective_scan_fn",

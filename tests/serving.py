@@ -1,5 +1,6 @@
 """Servers for tests: small models, an app in this process, or `vssm serve` in one of its own."""
 
+import asyncio
 import contextlib
 import importlib.util
 import json
@@ -9,6 +10,7 @@ import vssm
 from tests.conftest import small_model
 from vssm.data import Meta
 from vssm.serve.models import Served
+from vssm.serve.worker import Worker
 
 ROOT = Path(__file__).parent.parent
 IMAGE = Meta(name="squares", features=3, length=6, suggested_head="gaussian", image_shape=(6, 3, 1))
@@ -18,6 +20,19 @@ TEXT = Meta(name="text", features=5, length=8, suggested_head="categorical", voc
 def served(kind, name=None, head="gaussian", meta=None, **options):
     meta = meta or (TEXT if head == "categorical" else None)
     return Served(name or kind, small_model(kind, head, **options).eval(), meta)
+
+
+def results_of(models, requests, settings=None):
+    """Computes requests, each a series of calls, and returns their results or errors."""
+
+    async def run():
+        worker = Worker(models, settings)
+        futures = [worker.submit(calls) for calls in requests]  # all before the first is computed
+        worker.close()
+        await worker.run()
+        return await asyncio.gather(*futures, return_exceptions=True)
+
+    return asyncio.run(run())
 
 
 def save_models(

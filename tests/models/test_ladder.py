@@ -16,7 +16,7 @@ from vssm.data import DataConfig
 from vssm.models import Ladder
 from vssm.nn import State
 from vssm.sampling.ragged import generate_ragged
-from vssm.serve.jobs import Job
+from vssm.serve.calls import make_steps
 from vssm.serve.models import Served
 from vssm.training.loop import train
 
@@ -329,7 +329,8 @@ def test_states_that_began_elsewhere_do_not_mix():
     with pytest.raises(ValueError, match="states differ in 'held0'"):
         State.cat(begun[:2])
     served = Served("model", model, None)
-    keys = [Job(served, state["seed"], state["row"], 4, state=state).key for state in begun]
+    calls = [make_steps(served, s["seed"], s["row"], 4, state=s) for s in begun]
+    keys = [next(each).key for each in calls]
     assert keys[0] == keys[2] != keys[1]  # what a server computes together
     both = generate(model, length=4, state=State.cat(begun[::2])).x
     for row, state in zip(both, begun[::2], strict=True):

@@ -1,12 +1,12 @@
 """The server in this process: answers equal the package's, however they are batched and cut."""
 
+import asyncio
 import gc
 import json
 import math
 import re
 import threading
 import time
-from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -14,18 +14,18 @@ import torch
 from fastapi.testclient import TestClient
 
 from tests.conftest import KINDS, sequences, small_model
-from tests.serving import IMAGE, body_schema, error, served
+from tests.serving import IMAGE, body_schema, error, results_of, served
 from vssm import State, generate, observe, save
 from vssm.data import Meta
 from vssm.engine import Engine
 from vssm.serve.app import create_app
+from vssm.serve.calls import Call, compute, make_steps
 from vssm.serve.errors import Refused
-from vssm.serve.jobs import Job
 from vssm.serve.models import Served, open_models
-from vssm.serve.resume import Store
 from vssm.serve.run import exposed_settings, read_secret
 from vssm.serve.settings import Settings
-from vssm.serve.worker import Worker, compute
+from vssm.serve.states import Store
+from vssm.serve.worker import Worker
 
 RIGHT = "correct-horse-battery"
 NAMES = sorted(KINDS, reverse=True)  # vssm comes first
@@ -111,97 +111,96 @@ def test_merged_jobs_give_the_results_of_jobs_alone(models, kind, case):
                 given = {"state": observe(one.model, x, seed=number)}
             if case == "recondition":
                 given = {"prompt": x, "chunk": 2, "recondition": True}
-            yield Job(one, seed, row, None if case == "read" else 5, **given)
+            yield make_steps(one, seed, row, 0 if case == "read" else 5, **given)
 
-    worker = Worker([one])
-    merged = [worker.submit(job) for job in jobs()]  # before the start, so that they are merged
-    worker.start()
-    merged = [future.result(30) for future in merged]
+    merged = results_of([one], jobs())
     assert {done.rows for done in merged} == {14}
-    for job, together in zip(jobs(), merged, strict=True):
-        alone = worker.submit(job).result(30)
-        assert alone.rows == len(job.row)
+    for calls, rows, together in zip(jobs(), (1, 3, 1, 7, 2), merged, strict=True):
+        (alone,) = results_of([one], [calls])
+        assert alone.rows == rows
         if together.x is not None:
             close(together.x, alone.x)
         for given, expected in zip(together.state.leaves(), alone.state.leaves(), strict=True):
             close(given, expected)
-    worker.close()
 
 
 def test_jobs_that_differ_are_not_merged(models):
     one = models[0]
-    worker, seed = Worker([one]), torch.zeros(1, dtype=torch.int64)
+    seed = torch.zeros(1, dtype=torch.int64)
     options = [
         {},
         {"temperature": 0.5},
-        {"sample": True},
+        {"observe": "sample"},
         {"chunk": 2},
         {"chunk": 2, "recondition": True},
     ]
-    futures = [worker.submit(Job(one, seed, seed, 4, **option)) for option in options]
-    futures.append(worker.submit(Job(one, seed, seed, 5)))
-    worker.start()
-    assert [future.result(30).rows for future in futures] == [1] * 6
-    worker.close()
-    off = Worker([one], Settings(batching=False))
-    futures = [off.submit(Job(one, seed, seed, 4)) for _ in range(3)]
-    off.start()
-    assert [future.result(30).rows for future in futures] == [1] * 3
-    off.close()
-    with pytest.raises(Refused, match="stopping"):
-        off.submit(Job(one, seed, seed, 4))
+    requests = [make_steps(one, seed, seed, 4, **option) for option in options]
+    requests.append(make_steps(one, seed, seed, 5))
+    assert [done.rows for done in results_of([one], requests)] == [1] * 6
+    requests = [make_steps(one, seed, seed, 4) for _ in range(3)]
+    assert [done.rows for done in results_of([one], requests, Settings(max_rows=1))] == [1] * 3
+
+
+def test_a_worker_that_closes_takes_no_more(models):
+    async def submit():
+        worker, seed = Worker([models[0]]), torch.zeros(1, dtype=torch.int64)
+        worker.close()
+        with pytest.raises(Refused, match="stopping"):
+            worker.submit(make_steps(models[0], seed, seed, 4))
+
+    asyncio.run(submit())
 
 
 def test_a_batch_has_at_most_so_many_rows(models):
     """A job that does not fit waits; a job that never fits is a batch of its own."""
     one = models[0]
-    worker = Worker([one], Settings(max_rows=4))
-    jobs = [torch.zeros(rows, dtype=torch.int64) for rows in (2, 2, 1, 6, 3)]
-    futures = [worker.submit(Job(one, job, job, 4)) for job in jobs]
-    worker.start()
-    assert [future.result(30).rows for future in futures] == [4, 4, 4, 6, 4]
-    worker.close()
+    seeds = [torch.zeros(rows, dtype=torch.int64) for rows in (2, 2, 1, 6, 3)]
+    requests = [make_steps(one, seed, seed, 4) for seed in seeds]
+    done = results_of([one], requests, Settings(max_rows=4))
+    assert [each.rows for each in done] == [4, 4, 4, 6, 4]
 
 
 def test_one_bad_job_does_not_hurt_the_others_and_a_cancelled_one_is_dropped(models):
-    one = models[0]
-    worker, seed = Worker([one]), torch.zeros(1, dtype=torch.int64)
-    good = [worker.submit(Job(one, seed, seed, 4)) for _ in range(2)]
-    bad = worker.submit(Job(one, seed, torch.zeros(2, dtype=torch.int64), 4))
-    gone = worker.submit(Job(one, seed, seed, 4))
-    assert gone.cancel()
-    worker.start()
-    assert all(future.result(30).x.shape == (1, 4, 3) for future in good)
-    with pytest.raises(Refused) as refused:
-        bad.result(30)
-    assert refused.value.status_code in (422, 500)
-    with pytest.raises(CancelledError):
-        gone.result(0)
-    worker.close()
+    one, seed = models[0], torch.zeros(1, dtype=torch.int64)
+
+    async def run():
+        worker = Worker([one])
+        good = [worker.submit(make_steps(one, seed, seed, 4)) for _ in range(2)]
+        bad = worker.submit(make_steps(one, seed, torch.zeros(2, dtype=torch.int64), 4))
+        gone = worker.submit(make_steps(one, seed, seed, 4))
+        gone.cancel()
+        worker.close()
+        await worker.run()
+        assert all([(await future).x.shape == (1, 4, 3) for future in good])
+        with pytest.raises(Refused) as refused:
+            await bad
+        assert refused.value.status_code in (422, 500)
+
+    asyncio.run(run())
 
 
 def test_a_worker_that_fails_ends_all_jobs_and_takes_no_more(models, monkeypatch, caplog):
-    begun, seed, called = threading.Event(), torch.zeros(1, dtype=torch.int64), []
+    seed, called = torch.zeros(1, dtype=torch.int64), []
 
     def warm_up(served):
-        assert begun.wait(30)
         raise RuntimeError("no such kernel")
 
+    async def run():
+        worker = Worker([models[0]])
+        worker.on_failure = lambda: called.append(worker.failure)
+        waiting, gone = (worker.submit(make_steps(models[0], seed, seed, 4)) for _ in range(2))
+        gone.cancel()
+        await worker.run()
+        with pytest.raises(Refused, match=re.escape(message)) as refused:
+            await waiting
+        assert (refused.value.status_code, refused.value.type) == (503, "failed")
+        with pytest.raises(Refused, match=re.escape(message)):
+            worker.submit(make_steps(models[0], seed, seed, 4))
+
     monkeypatch.setattr(Served, "warm_up", warm_up)
-    worker = Worker([models[0]])
-    worker.on_failure = lambda: called.append(worker.failure)
-    worker.start()
-    waiting, gone = (worker.submit(Job(models[0], seed, seed, 4)) for _ in range(2))
-    assert gone.cancel()
-    begun.set()
     message = "computing failed (RuntimeError); the server's log says why"
-    with pytest.raises(Refused, match=re.escape(message)) as refused:
-        waiting.result(30)
-    assert (refused.value.status_code, refused.value.type) == (503, "failed")
-    with pytest.raises(Refused, match=re.escape(message)):
-        worker.submit(Job(models[0], seed, seed, 4))
-    worker.close()
-    assert called == [worker.failure] == [message]
+    asyncio.run(run())
+    assert called == [message]
     assert "no such kernel" in caplog.text
 
 
@@ -210,14 +209,11 @@ def stop(*given, **options):
 
 
 def test_the_jobs_of_a_batch_end_when_the_worker_fails_in_it(models, monkeypatch):
-    worker, seed = Worker([models[0]]), torch.zeros(1, dtype=torch.int64)
+    seed = torch.zeros(1, dtype=torch.int64)
     monkeypatch.setattr("vssm.serve.worker.compute", stop)
-    futures = [worker.submit(Job(models[0], seed, seed, length)) for length in (4, 4, 5)]
-    worker.start()
-    for future in futures:
-        with pytest.raises(Refused, match="SystemExit"):
-            future.result(30)
-    worker.close()
+    requests = [make_steps(models[0], seed, seed, length) for length in (4, 4, 5)]
+    for refused in results_of(models[:1], requests):
+        assert isinstance(refused, Refused) and "SystemExit" in refused.detail
 
 
 def test_a_server_whose_worker_failed_says_so(monkeypatch):
@@ -334,7 +330,9 @@ def small_pieces(models):
         one.cells = 60
 
     def watch(batch):
-        pieces.append((sum(len(job.row) for job in batch), batch[0].piece))
+        read, made = batch[0].inputs[2], batch[0].options["length"]
+        read = 0 if read is None else read.shape[1]
+        pieces.append((sum(call.rows for call in batch), read, made))
         return compute(batch)
 
     with pytest.MonkeyPatch.context() as patch, TestClient(create_app(copies)) as client:
@@ -374,14 +372,12 @@ def test_pieces_are_bounded_and_join_to_what_one_call_gives(
         *chunks, (_, done) = events(reply.text)
         close(np.concatenate([array(data) for _, data in chunks], 1), expected.x)
         if "chunk" in options:
-            assert [len(data["x"][0]) for _, data in chunks[:-1]] == [options["chunk"]] * (
-                len(chunks) - 1
-            )
+            assert all(len(data["x"][0]) <= options["chunk"] for _, data in chunks)
     else:
         done = reply.json()
         close(array(done), expected.x)
     largest = 5 * options["chunk"] if options.get("recondition") else 60  # a chunk is not divided
-    assert all(rows * piece.steps <= max(60, largest) for rows, piece in pieces)
+    assert all(rows * (read + made) <= max(60, largest) for rows, read, made in pieces)
     assert done["position"] == 86
     more = post(client, "resume", resume=done["resume"], length=5)
     close(array(more), generate(one.model, length=5, state=expected.state).x)
@@ -404,7 +400,7 @@ def test_data_are_read_in_bounded_pieces(small_pieces, models, kind):
     model = next(one.model for one in models if one.name == kind)
     x = sequences(model, 4, 50)
     place = post(client, "observe", model=kind, x=x.tolist(), seed=2)
-    assert [rows * piece.read for rows, piece in pieces] == [60, 60, 60, 20]
+    assert [rows * read for rows, read, _ in pieces] == [60, 60, 60, 20]
     expected = generate(model, length=4, state=observe(model, x, seed=2))
     close(array(post(client, "resume", resume=place["resume"], length=4)), expected.x)
 
@@ -412,12 +408,13 @@ def test_data_are_read_in_bounded_pieces(small_pieces, models, kind):
 def test_a_batch_counts_rows_times_steps(models, monkeypatch):
     one = models[0]
     monkeypatch.setattr(one, "cells", 60)
-    worker = Worker([one])
     seed = torch.zeros(1, dtype=torch.int64)
-    futures = [worker.submit(Job(one, seed, seed, 25)) for _ in range(5)]
-    worker.start()
-    assert [future.result(30).rows for future in futures] == [2, 2, 2, 2, 1]
-    worker.close()
+    requests = [make_steps(one, seed, seed, 25) for _ in range(5)]
+    assert [done.rows for done in results_of([one], requests)] == [2, 2, 2, 2, 1]
+
+
+async def submit(worker, calls):
+    return worker.submit(calls)
 
 
 def test_a_client_that_leaves_is_dropped_between_two_pieces_of_its_prompt(small_pieces):
@@ -425,10 +422,11 @@ def test_a_client_that_leaves_is_dropped_between_two_pieces_of_its_prompt(small_
     pieces.clear()
     worker, seed = client.app.state.worker, torch.zeros(1, dtype=torch.int64)
     one = worker.models[0]
-    future = worker.submit(Job(one, seed, seed, None, sequences(one.model, 1, 200_000)))
+    calls = make_steps(one, seed, seed, 0, sequences(one.model, 1, 200_000))
+    future = client.portal.call(submit, worker, calls)
     wait_for(lambda: len(pieces) > 3)
-    assert future.cancel()
-    wait_for(lambda: worker.in_progress == 0)
+    assert client.portal.call(future.cancel)
+    wait_for(lambda: not worker.scheduler.jobs)
     assert len(pieces) < 3000
 
 
@@ -441,7 +439,7 @@ def test_requests_that_time_out_leave_nothing_behind(models):
         gc.disable()
 
         def held():
-            return sum(type(thing) in (Job, Refused, State) for thing in gc.get_objects())
+            return sum(type(thing) in (Call, Refused, State) for thing in gc.get_objects())
 
         before = held()
         try:
@@ -558,8 +556,8 @@ def test_prompts_as_tokens_and_text(client):
         ({"prompt": [[1, 2]]}, "prompt", "it must be (batch, length, 3)"),
         (
             {"prompt": [[[1, 2, 3]], [[1, 2, 3]]], "num": 3},
-            "num",
-            "num=3 does not fit the prompt; use its 2 rows",
+            "prompt",
+            "prompt has 2 rows; give 3, or one row for all",
         ),
         ({"prompt": "text"}, "prompt", "numbers"),
         ({"seed": 2**63}, "seed", "=9223372036854775808 is not allowed: input should be less"),
@@ -596,18 +594,19 @@ def test_a_full_queue_is_429_and_says_when_to_come_back(models, monkeypatch):
     app, seed = create_app(models[:1], Settings(max_queue=4)), torch.zeros(1, dtype=torch.int64)
     worker, go_on = app.state.worker, threading.Event()
     held = lambda batch: go_on.wait(30) and compute(batch)  # noqa: E731
+    calls = lambda: make_steps(models[0], seed, seed, 4)  # noqa: E731
     monkeypatch.setattr("vssm.serve.worker.compute", held)
     with TestClient(app) as client:
         wait_until_ready(client)
-        mine = [worker.submit(Job(models[0], seed, seed, 4)) for _ in range(4)]
+        mine = [client.portal.call(submit, worker, calls()) for _ in range(4)]
         reply = client.post("/v1/generate", json={})
         assert error(reply, 429)["type"] == "busy"
         assert int(reply.headers["retry-after"]) >= 1
         assert error(client.post("/v1/generate", json={"stream": True}), 429)["type"] == "busy"
         go_on.set()
-        assert all(future.result(30).x.shape == (1, 4, 3) for future in mine)
         assert client.post("/v1/generate", json={}).status_code == 200
-        assert worker.in_progress == 0
+        assert all(future.result().x.shape == (1, 4, 3) for future in mine)
+        assert not worker.scheduler.jobs
 
 
 def test_a_request_that_takes_too_long_is_504(models):
@@ -738,7 +737,6 @@ def test_states_are_kept_for_a_time_up_to_a_number_and_a_size():
     assert store.get(c) and store.get(d) and len(store) == 3
     e = store.put("m", state_of(900))
     assert len(store) == 2, "old ones go until the sizes fit"
-    assert store.held == 1000
     with pytest.raises(Refused, match="the state has 1004 bytes, more than 1000"):
         store.put("m", state_of(1004))
     now[0] = 9
@@ -749,7 +747,7 @@ def test_states_are_kept_for_a_time_up_to_a_number_and_a_size():
     with pytest.raises(Refused) as refused:
         store.get(e)
     assert refused.value.status_code == 404
-    assert (len(store), store.held) == (0, 0)
+    assert len(store) == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

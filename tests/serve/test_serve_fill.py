@@ -7,11 +7,10 @@ from fastapi.testclient import TestClient
 
 import vssm
 from tests.serve.test_serve import wait_until_ready
-from tests.serving import IMAGE, error, served
+from tests.serving import IMAGE, error, results_of, served
 from vssm.sampling import anypart
 from vssm.serve.app import create_app
-from vssm.serve.jobs import FillJob
-from vssm.serve.worker import Worker
+from vssm.serve.calls import fill_gaps
 
 ANY = {"known": "any", "window": 4, "levels": 2, "latents": 4, "width": 32}
 GAPS = [[0.5, None, 0.25], [None, None, None], [1, 0, None], [0.1, 0.2, 0.3], [None, 1, 1]]
@@ -89,25 +88,16 @@ def test_merged_and_cut_requests_give_the_results_of_single_ones(models, monkeyp
     one = models[0]
     x, known = torch.rand(5, 6, 3), torch.rand(5, 6, 3) < 0.5
 
-    def jobs(rows):
+    def requests():
         for seed in range(3):
-            yield FillJob(one, torch.full((rows,), seed), torch.arange(rows), x, known, passes=2)
+            yield fill_gaps(one, torch.full((5,), seed), torch.arange(5), x, known, passes=2)
 
-    def results(jobs):
-        worker = Worker([one])
-        futures = [worker.submit(job) for job in jobs]  # before the start, so that they are merged
-        worker.start()
-        results = [future.result(30) for future in futures]
-        worker.close()
-        return results
-
-    merged = results(jobs(5))
+    merged = results_of([one], requests())
     assert {done.rows for done in merged} == {15}
-    monkeypatch.setattr(one, "cells", 24)  # two sequences in a piece
-    cut = results(list(jobs(5))[:1])
-    assert cut[0].rows == 1
-    for done in cut:
-        torch.testing.assert_close(done.x, merged[0].x)
+    monkeypatch.setattr(one, "cells", 24)  # two sequences in a call
+    (cut,) = results_of([one], list(requests())[:1])
+    assert cut.rows == 1
+    torch.testing.assert_close(cut.x, merged[0].x)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +108,7 @@ def test_merged_and_cut_requests_give_the_results_of_single_ones(models, monkeyp
         ({}, "x", "x is missing"),
         ({"x": []}, "x", "x is empty"),
         ({"x": [[1, None]]}, "x", "x has 2 features; use 3"),
-        ({"x": [[1, "2", None]]}, "x", "null for a gap"),
+        ({"x": [[1, "2", None]]}, "x", "nested lists of numbers"),
         ({"x": "a_"}, "x", "x is text"),
         ({"model": "letters", "x": "a_z"}, "x", "outside the vocabulary"),
         ({"model": "letters", "x": [0, None, 0.5]}, "x", "does not hold tokens"),

@@ -219,14 +219,14 @@ def test_a_slow_body_is_given_up(app):
 
 
 def test_a_client_that_left_before_its_stream_began_leaves_its_place(app, client):
-    asyncio.run(call(app, [part(b'{"stream": true}', False), {"type": "http.disconnect"}]))
-    wait_for(lambda: app.state.worker.in_progress == 0)
+    client.portal.call(call, app, [part(b'{"stream": true}', False), {"type": "http.disconnect"}])
+    wait_for(lambda: not app.state.worker.scheduler.jobs)
 
 
 def test_a_bug_is_a_500_in_the_answer_the_log_and_the_numbers(app, client, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     with monkeypatch.context() as patch:
-        patch.setattr(Service, "plan_generate", lambda service, ask: 1 / 0)
+        patch.setattr(Service, "make", lambda *given: 1 / 0)
         assert error(client.post("/v1/generate", json={}), 500)["type"] == "internal"
     assert "POST /v1/generate 500" in caplog.text
     assert (

@@ -21,22 +21,28 @@ class Request:
         self.seconds_left = seconds
         self.began, self.deadline = now, now + timeout
         self.short = seconds <= PIECE
-        self.key = next(numbers)
-        self.rows, self.cells = 1, 100
-        self.piece = SimpleNamespace(steps=1)
+        self.begun = False
+        self.call = SimpleNamespace(key=next(numbers), rows=1, most=100)
         self.future = Future()
+
+
+def drop(scheduler, now):
+    late = scheduler.late(now)
+    for job, _ in late:
+        scheduler.jobs.remove(job)
+    return late
 
 
 def compute(scheduler, now):
     """Computes one batch; returns the time after it and the requests that have ended."""
     ended = []
-    dropped = scheduler.drop(now)
+    dropped = drop(scheduler, now)
     batch = scheduler.take()
     seconds = max((min(PIECE, job.seconds_left) for job in batch), default=PIECE)
     for job in batch:
         job.seconds_left -= seconds
         if job.seconds_left <= 1e-9:
-            scheduler.end(job)
+            scheduler.jobs.remove(job)
             ended.append(job)
     return now + seconds, ended, dropped
 
@@ -104,10 +110,10 @@ def test_a_request_that_does_not_begin_in_half_of_its_time_is_refused():
     compute(scheduler, 0.0)
     assert scheduler.waiting == 2
     compute(scheduler, 0.25)
-    assert scheduler.drop(3.9) == []
-    ((job, why),) = scheduler.drop(4.0)
+    assert drop(scheduler, 3.9) == []
+    ((job, why),) = drop(scheduler, 4.0)
     assert job is jobs[2] and (why.status_code, why.type) == (429, "busy")
-    assert {why.status_code for _, why in scheduler.drop(8.0)} == {504}
+    assert {why.status_code for _, why in drop(scheduler, 8.0)} == {504}
     assert not scheduler.jobs
 
 

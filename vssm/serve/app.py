@@ -21,11 +21,8 @@ from vssm.serve.guard import Guard, Metrics
 from vssm.serve.models import Served, ServedForecaster
 from vssm.serve.schema import (
     ErrorReply,
-    FillReply,
     FillRequest,
     GenerateRequest,
-    ModelsReply,
-    ObserveReply,
     ObserveRequest,
     Reply,
     ResumeRequest,
@@ -38,19 +35,18 @@ from vssm.serve.worker import Worker
 __all__ = ["create_app"]
 
 _log = logging.getLogger("vssm.serve")
-_HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; "
-    "style-src 'unsafe-inline'; connect-src 'self'; img-src data:; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'",
-}
+_ABOUT = (
+    "Sequence models that generate in parallel, follow a prompt and resume. With `stream`, the "
+    "answer is a stream of server-sent events: `chunk` (from, x, text, timing), then `done` (all "
+    "but x and text), or `error`."
+)
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src "
+    "'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 _NAMES = {400: "not_json", 404: "not_found", 405: "method"}  # of errors of the router
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorReply},
-    "5XX": {"model": ErrorReply},
-}
-_STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
-}
+_ERRORS: Any = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
+_STREAM: Any = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
 class _StrictRequest(Request):
@@ -85,32 +81,25 @@ def create_app(
     settings = settings or Settings()
     metrics = Metrics()
     worker = Worker(models, settings, metrics.watch)
-    service = Service(worker, list(forecasters), settings, metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        worker.start()
+        running = asyncio.create_task(worker.run())
         yield
-        await asyncio.to_thread(worker.close)
+        worker.close()
+        await running
 
-    app = FastAPI(
-        title="vssm",
-        description="Sequence models that generate in parallel, follow a prompt and resume. With "
-        "`stream`, the answer is a stream of server-sent events: `chunk` (from, x, text, timing), "
-        "then `done` (all but x and text), or `error`.",
-        docs_url=None,
-        redoc_url=None,
-        lifespan=lifespan,
-        responses=_ERRORS,
-    )
+    options: Any = {"docs_url": None, "redoc_url": None, "responses": _ERRORS}
+    app = FastAPI(title="vssm", description=_ABOUT, lifespan=lifespan, **options)
     app.add_middleware(Guard, settings=settings, metrics=metrics, token=token)
     app.router.route_class = _StrictRoute
     app.state.worker = worker
     _add_errors(app)
-    _add_calls(app, service)
-    _add_probes(app, service)
+    _add_calls(app, Service(worker, list(forecasters), settings, metrics))
+    _add_probes(app, worker)
+    headers = {"content-security-policy": _POLICY}
     for path, name in (("/", "page.html"), ("/docs", "docs.html")):
-        response = HTMLResponse(files("vssm.serve").joinpath(name).read_bytes(), headers=_HEADERS)
+        response = HTMLResponse(files("vssm.serve").joinpath(name).read_bytes(), headers=headers)
         app.add_route(path, lambda _, response=response: response, include_in_schema=False)
     return app
 
@@ -119,36 +108,45 @@ def _add_calls(app: FastAPI, service: Service) -> None:
     @app.post("/v1/generate", response_model=Reply, responses=_STREAM)
     async def generate(request: Request, ask: GenerateRequest) -> Response:
         """Generates sequences, from nothing or after a prompt."""
-        return await service.answer(request, service.plan_generate(ask))
+        return await service.make(request, ask, ask.prompt)
 
     @app.post("/v1/resume", response_model=Reply, responses=_STREAM)
     async def resume(request: Request, ask: ResumeRequest) -> Response:
         """Continues where an answer stopped; the same place can be resumed many times."""
-        return await service.answer(request, service.plan_resume(ask))
+        return await service.make(request, ask, None, ask.resume)
 
-    @app.post("/v1/observe", response_model=ObserveReply)
+    @app.post("/v1/observe", response_model=Reply)
     async def observe(request: Request, ask: ObserveRequest) -> Response:
         """Reads data and returns where to resume; `resume` adds more data to earlier data."""
-        return await service.answer(request, service.plan_observe(ask))
+        return await service.make(request, ask, ask.x, ask.resume)
 
-    @app.post("/v1/fill", response_model=FillReply)
+    @app.post("/v1/fill", response_model=Reply)
     async def fill(request: Request, ask: FillRequest) -> Response:
         """Fills the gaps of sequences, for a model with `known` "any"."""
-        return await service.answer(request, service.plan_fill(ask))
+        return await service.fill(request, ask)
 
     @app.post("/v1/forecast", response_model=ForecastReply)
     async def forecast(request: Request, ask: ForecastRequest) -> Response:
         """Forecasts what follows raw histories, by a forecaster of vssm.forecasting."""
-        return await service.answer(request, service.plan_forecast(ask))
+        return await service.forecast(request, ask)
 
-    @app.get("/v1/models", response_model=ModelsReply)
+    @app.get("/v1/models", response_model=dict[str, Any])
     async def list_models() -> Response:
-        """Lists the models and forecasters, and the limits of one request."""
+        """Lists the models and forecasters, the defaults first, and the limits of one request."""
         names = ("max_num", "max_length", "max_cells", "max_body")
         limits = {name: getattr(service.settings, name) for name in names}
         models = [served.describe() for served in service.worker.models]
         forecasters = [served.describe() for served in service.forecasters]
         return json_response({"models": models, "forecasters": forecasters, "limits": limits})
+
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics() -> Response:
+        """Returns metrics for Prometheus."""
+        metrics = service.metrics
+        metrics.waiting.set(service.worker.scheduler.waiting)
+        metrics.in_progress.set(len(service.worker.scheduler.jobs))
+        metrics.states.set(len(service.store))
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -171,9 +169,7 @@ def _add_errors(app: FastAPI) -> None:
         return refused.response(**{"x-content-type-options": "nosniff"})  # outside of the guard
 
 
-def _add_probes(app: FastAPI, service: Service) -> None:
-    worker = service.worker
-
+def _add_probes(app: FastAPI, worker: Worker) -> None:
     @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", response_model=dict[str, str])
     async def healthz() -> Response:
@@ -188,15 +184,5 @@ def _add_probes(app: FastAPI, service: Service) -> None:
         """Says whether requests are being computed."""
         await healthz()
         if not worker.ready:
-            raise Refused(503, "not_ready", "the server is starting or stopping", retry_after=1)
+            raise Refused(503, "not_ready", "the server is starting or stopping")
         return json_response({"status": "ready"})
-
-    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-    async def metrics() -> Response:
-        """Returns metrics for Prometheus."""
-        metrics = service.metrics
-        metrics.waiting.set(worker.waiting)
-        metrics.in_progress.set(worker.in_progress)
-        metrics.states.set(len(service.store))
-        metrics.state_bytes.set(service.store.held)
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)

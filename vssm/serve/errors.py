@@ -11,6 +11,8 @@ from starlette.responses import Response
 
 __all__ = ["Refused", "invalid", "json_bytes", "json_response"]
 
+_TRY_AGAIN = (429, 503, 504)
+
 
 class Refused(HTTPException):
     """A request that is answered with an error.
@@ -20,25 +22,12 @@ class Refused(HTTPException):
         type: What went wrong, one word for programs.
         message: What went wrong, one line for people.
         param: The field of the request that is wrong.
-        retry_after: Seconds after which to try again.
     """
 
-    type: str
-    param: str | None
-
-    def __init__(
-        self,
-        status: int,
-        type: str,
-        message: str,
-        param: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(status, message)
-        self.type, self.param = type, param
-        self.headers: dict[str, str] = (
-            {} if retry_after is None else {"retry-after": str(retry_after)}
-        )
+    def __init__(self, status: int, type: str, message: str, param: str | None = None) -> None:
+        super().__init__(status, message, {"retry-after": "1"} if status in _TRY_AGAIN else {})
+        self.type: str = type
+        self.param: str | None = param
 
     def body(self) -> dict[str, Any]:
         """Returns the body of the answer."""
@@ -46,7 +35,7 @@ class Refused(HTTPException):
 
     def response(self, **headers: str) -> Response:
         """Returns the answer."""
-        return json_response(self.body(), self.status_code, {**self.headers, **headers})
+        return json_response(self.body(), self.status_code, {**(self.headers or {}), **headers})
 
 
 def invalid(message: str, param: str | None = None) -> Refused:

@@ -9,8 +9,8 @@ from pydantic_core import PydanticCustomError
 
 from vssm.forecasting.forecaster import Forecaster
 from vssm.forecasting.panel import check_quantiles
+from vssm.serve.calls import Calls, compute_once
 from vssm.serve.errors import Refused, invalid
-from vssm.serve.jobs import CallJob
 from vssm.serve.models import ServedForecaster
 from vssm.serve.schema import Timing, examples
 from vssm.serve.settings import Settings
@@ -76,8 +76,8 @@ class ForecastReply(BaseModel):
 
 def plan_forecast(
     ask: ForecastRequest, forecasters: list[ServedForecaster], limits: Settings
-) -> CallJob:
-    """Returns the job of a request, or refuses it."""
+) -> tuple[str, Calls]:
+    """Returns the name of the forecaster and the calls of a request, or refuses it."""
     found = [one for one in forecasters if ask.model in (None, one.name)]
     if not found:
         names = ", ".join(one.name for one in forecasters) or "vssm serve FORECASTER_FOLDER"
@@ -95,7 +95,7 @@ def plan_forecast(
         check_quantiles(ask.quantiles)
     except ValueError as error:
         raise invalid(str(error), "quantiles") from None
-    return CallJob(lambda: _forecast(served, ask, limits), name=served.name)
+    return served.name, compute_once(served.name, lambda: _forecast(served, ask, limits))
 
 
 def _forecast(

@@ -9,7 +9,6 @@ import hmac
 import logging
 import re
 import time
-from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,31 +28,25 @@ class Metrics:
     """The metrics at /metrics, in a registry of their own."""
 
     def __init__(self) -> None:
-        self.registry: CollectorRegistry = CollectorRegistry()
-        counter = partial(Counter, registry=self.registry)
-        gauge = partial(Gauge, registry=self.registry)
-        histogram = partial(Histogram, registry=self.registry)
-        self.requests: Counter = counter("vssm_requests", "Requests answered.", ["route", "status"])
-        self.latency: Histogram = histogram(
-            "vssm_request_seconds", "Time to the end of the answer.", ["route"]
+        registry = self.registry = CollectorRegistry()
+        sizes, names = (1, 2, 4, 8, 16, 32, 64, 128, 256), ["route", "status"]
+        self.requests = Counter("vssm_requests", "Requests answered.", names, registry=registry)
+        self.latency = Histogram(
+            "vssm_request_seconds", "Time to the end of the answer.", ["route"], registry=registry
         )
-        self.rows: Counter = counter("vssm_rows", "Sequences computed.", ["model"])
-        sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-        self.batch: Histogram = histogram(
-            "vssm_batch_rows", "Sequences computed together.", buckets=sizes
+        self.batch = Histogram(
+            "vssm_batch_rows", "Sequences computed together.", buckets=sizes, registry=registry
         )
-        self.compute: Counter = counter("vssm_compute_seconds", "Time spent computing.", ["model"])
-        self.cancelled: Counter = counter("vssm_cancelled", "Requests whose client left.")
-        self.in_progress: Gauge = gauge("vssm_in_progress", "Requests in progress.")
-        self.waiting: Gauge = gauge("vssm_waiting", "Requests that have not begun.")
-        self.states: Gauge = gauge("vssm_states", "States kept for resuming.")
-        self.state_bytes: Gauge = gauge("vssm_state_bytes", "Bytes of states kept for resuming.")
+        self.rows = Counter("vssm_rows", "Sequences computed.", ["model"], registry=registry)
+        self.cancelled = Counter("vssm_cancelled", "Requests whose client left.", registry=registry)
+        self.in_progress = Gauge("vssm_in_progress", "Requests in progress.", registry=registry)
+        self.waiting = Gauge("vssm_waiting", "Requests that have not begun.", registry=registry)
+        self.states = Gauge("vssm_states", "States kept for resuming.", registry=registry)
 
-    def watch(self, name: str, rows: int, seconds: float) -> None:
+    def watch(self, name: str, rows: int) -> None:
         """Counts a batch."""
         self.rows.labels(name).inc(rows)
         self.batch.observe(rows)
-        self.compute.labels(name).inc(seconds)
 
 
 class Guard:
@@ -105,36 +98,31 @@ class Guard:
         The rest of a refused body is received too: a client that is still sending when its
         connection is closed can not read the answer.
         """
-        headers = dict(scope["headers"])
-        refused, size = self._check_head(scope, headers), 0
+        headers, limits = dict(scope["headers"]), self._settings
+        refused, body, size = self._check_head(scope, headers), bytearray(), 0
         # A client that waits for "100 Continue" has not sent its body yet.
         more = refused is None or headers.get(b"expect", b"").lower() != b"100-continue"
-        parts: list[bytes] = []
         try:
-            async with asyncio.timeout(self._settings.body_timeout):
+            async with asyncio.timeout(limits.body_timeout):
                 while more and size <= _DRAIN:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise Refused(400, "disconnected", "the client left while it was sending")
                     part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
-                    refused = refused or self._check_size(size)
-                    if refused is None:
-                        parts.append(part)
-                    else:
-                        parts.clear()
+                    if size <= limits.max_body:
+                        body += part
         except TimeoutError:
-            message = f"the body did not arrive within {self._settings.body_timeout:g} s"
+            message = f"the body did not arrive within {limits.body_timeout:g} s"
             refused = refused or Refused(408, "too_slow", message)
+        refused = refused or self._check_size(size)
         if refused is not None:
             raise refused
-        return b"".join(parts)
+        return bytes(body)
 
     def _check_size(self, size: int) -> Refused | None:
-        if size <= self._settings.max_body:
-            return None
         message = f"the body is too large; send at most {self._settings.max_body} bytes"
-        return Refused(413, "too_large", message)
+        return Refused(413, "too_large", message) if size > self._settings.max_body else None
 
     def _check_head(self, scope: Scope, headers: dict[bytes, bytes]) -> Refused | None:
         hosts = self._settings.hosts

@@ -14,6 +14,7 @@ from vssm.engine import Engine
 from vssm.forecasting.forecaster import Forecaster
 from vssm.models import AnyPart, Ladder, Model, Variational
 from vssm.models.anypart import order_of_passes
+from vssm.nn import State
 from vssm.runs import pretrained
 from vssm.runs.checkpoint import load_finite
 from vssm.sampling.request import Noise
@@ -34,13 +35,11 @@ class Served:
         meta: Describes its data, if known.
     """
 
-    name: str
-    model: Model
-    meta: Meta | None
-
     def __init__(self, name: str, model: Model, meta: Meta | None = None) -> None:
         self.engine: Engine = Engine(model)
-        self.name, self.model, self.meta = name, self.engine.model, meta
+        self.name: str = name
+        self.model: Model = self.engine.model
+        self.meta: Meta | None = meta
         self.device: torch.device = self.engine.device
         self.parallel: bool = isinstance(model, Variational | Ladder | AnyPart)
         """Whether the model generates many steps in one pass."""
@@ -58,6 +57,38 @@ class Served:
         """Makes a few steps, so that no request waits for a compiler."""
         if not self.model.config.given:  # such a model fills gaps only
             self.engine.generate(num=1, length=2)
+
+    def make(
+        self,
+        seed: Tensor,
+        row: Tensor,
+        prompt: Tensor | None,
+        state: State | None,
+        length: int,
+        **options: Any,  # noqa: ANN401
+    ) -> tuple[Tensor | None, State]:
+        """Reads a prompt and makes steps; returns the new steps, if any, and the state after."""
+        noise: dict[str, Any] = {"seed": seed, "rows": row}
+        prompt = None if prompt is None else prompt.to(self.device)
+        if not length:
+            assert prompt is not None
+            return None, self.engine.observe(prompt, state, **noise)
+        num, sizes = len(row), {"length": length, **options}
+        made = self.engine.generate(num=num, prompt=prompt, state=state, **noise, **sizes)
+        return made.x.cpu(), made.state
+
+    def fill(
+        self,
+        seed: Tensor,
+        row: Tensor,
+        x: Tensor,
+        known: Tensor,
+        **options: Any,  # noqa: ANN401
+    ) -> tuple[Tensor, None]:
+        """Returns sequences whose unknown entries are filled."""
+        x, known = x.to(self.device), known.to(self.device)
+        noise: dict[str, Any] = {"seed": seed, "rows": row}
+        return self.engine.fill(x, known, **noise, **options).cpu(), None
 
     def order(self, known: Tensor, seed: Tensor, row: Tensor, passes: int) -> Tensor:
         """Returns which pass of `fill` makes each entry, from 0 on; -1 where x is known."""

@@ -1,11 +1,10 @@
 """The fields of requests and answers, and how their sequences become tensors.
 
 A sequence comes as nested lists or as text. pydantic checks the fields and turns lists into arrays;
-`read_sequences` checks arrays and text against a model.
+the functions below check arrays and text against a model.
 """
 
 import json
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -23,11 +22,8 @@ from vssm.serve.models import Served
 
 __all__ = [
     "ErrorReply",
-    "FillReply",
     "FillRequest",
     "GenerateRequest",
-    "ModelsReply",
-    "ObserveReply",
     "ObserveRequest",
     "Reply",
     "ResumeRequest",
@@ -42,44 +38,30 @@ _INT64 = 2**63
 _LONGEST = 64  # characters of a name or value that an error repeats
 
 
-def _from_lists(value: object, gaps: bool = False) -> object:
-    """Returns an array for nested lists of numbers; text and None pass. A gap becomes NaN."""
-    if isinstance(value, str | None):
+def _from_lists(value: object) -> object:
+    """Returns an array for nested lists of numbers, with NaN for null; text passes."""
+    if isinstance(value, str):
         return value
-    if not isinstance(value, list):
-        raise PydanticCustomError("array", "input should be nested lists of numbers, or text")
     try:
         # As objects first: numpy would make every string of a list as long as the longest.
-        leaves = np.array(value, object)
-        allowed = {int, float, type(None)} if gaps else {int, float}
-        if leaves.ndim <= 3 and {type(leaf) for leaf in leaves.flat} <= allowed:
-            array = leaves.astype(np.float64) if gaps else np.array(value)
-            if array.dtype.kind in "iuf":  # integers beyond 64 bits become objects
-                return array
+        leaves = np.array(value if isinstance(value, list) else {}, object)
+        if leaves.ndim <= 3 and {type(leaf) for leaf in leaves.flat} <= {int, float, type(None)}:
+            return leaves.astype(np.float64)
     except (ValueError, OverflowError):
         pass
-    message = "input should be nested lists of numbers, equally long"
-    raise PydanticCustomError("array", message + (", null for a gap" if gaps else ""))
+    message = "input should be nested lists of numbers, equally long, or text"
+    raise PydanticCustomError("array", message)
 
 
-def _types(*names: str) -> WithJsonSchema:
-    return WithJsonSchema({"anyOf": [{"type": name} for name in (*names, "null")]})
-
-
-_SHAPES = "(steps, features) or (batch, steps, features){}; for tokens (steps) or (batch, steps); "
-_SHAPES += "for a model of text also a text{}."
-_Lists = Annotated[
+_Sequences = Annotated[
     Any,
     BeforeValidator(_from_lists),
-    _types("array", "string"),
-    Field(description=_SHAPES.format("", "")),
+    WithJsonSchema({"anyOf": [{"type": "array"}, {"type": "string"}]}),
 ]
-_Gaps = Annotated[
-    Any,
-    BeforeValidator(partial(_from_lists, gaps=True)),
-    _types("array", "string"),
-    Field(description=_SHAPES.format(", null where nothing is known", ", _ for a gap")),
-]
+_SHAPES = (
+    "(steps, features) or (batch, steps, features); for tokens (steps) or (batch, steps); "
+    "for a model of text also a text."
+)
 _Count = Annotated[int, Field(ge=1)]
 _Temperature = Annotated[float, Field(ge=1e-30, le=100, description="Below 1: safer samples.")]
 _Observe = Annotated[Literal["mean", "sample"], Field(description="The head's mean or a sample.")]
@@ -132,7 +114,7 @@ class GenerateRequest(_MakeRequest):
     model_config: ClassVar[ConfigDict] = examples(
         {"num": 16, "seed": 7}, {"length": 12, "stream": True}
     )
-    prompt: _Lists = None
+    prompt: _Sequences | None = Field(None, description=_SHAPES)
 
 
 class ResumeRequest(_MakeRequest):
@@ -146,9 +128,9 @@ class ObserveRequest(_Request):
     """Reads data and returns where to resume; `resume` adds more data to earlier data."""
 
     model_config: ClassVar[ConfigDict] = examples({"x": [[0.5, 0.25]], "num": 4})
-    x: _Lists = None
     resume: _Resume | None = None
     keep: _Keep = "server"
+    x: _Sequences = Field(description=_SHAPES)
 
 
 class FillRequest(_Request):
@@ -157,52 +139,30 @@ class FillRequest(_Request):
     model_config: ClassVar[ConfigDict] = examples(
         {"model": "NAME", "x": [[0.5, None], [None, None]], "passes": 4}
     )
-    x: _Gaps = None
     passes: _Count = Field(1, description="Parallel passes; more make one part after the other.")
     temperature: _Temperature = 1.0
     observe: _Observe = "mean"
+    x: _Sequences = Field(description=f"{_SHAPES} A gap is null, in text _.")
 
 
 class Timing(BaseModel):
     """Where the time went."""
 
-    compute_ms: float = Field(description="In passes that this request was part of.")
+    compute_ms: float = Field(description="In calls that this request was part of.")
     total_ms: float = Field(description="From the arrival of the request to this answer.")
-    rows: int = Field(description="Sequences in the last pass, including other requests'.")
+    rows: int = Field(description="Sequences in the last call, including other requests'.")
 
 
-class ObserveReply(BaseModel):
-    """Where to resume."""
+class Reply(BaseModel):
+    """The answer to a request; fields that do not belong to its route are missing."""
 
     model: str
+    x: list[Any] = Field(description="The new steps, or the sequences without gaps.")
+    text: list[str] | None = Field(description="The same as text, for a model of text.")
+    order: list[Any] = Field(description="Which pass of /v1/fill made an entry; -1 if known.")
     position: int = Field(description="Steps read and made so far.")
     resume: str | None = Field(description="Pass it to /v1/resume.")
     timing: Timing
-
-
-class Reply(ObserveReply):
-    """The new steps, and where to resume."""
-
-    x: list[Any] = Field(description="(num, length, features), or (num, length) tokens.")
-    text: list[str] | None = Field(description="The same as text, for a model of text.")
-
-
-class FillReply(BaseModel):
-    """The sequences without gaps."""
-
-    model: str
-    x: list[Any] = Field(description="(batch times num, steps, ...), the samples of a row together")
-    text: list[str] | None = Field(description="The same as text, for a model of text.")
-    order: list[Any] = Field(description="Which pass made each entry of x, from 0; -1 if known.")
-    timing: Timing
-
-
-class ModelsReply(BaseModel):
-    """The served models and forecasters, the defaults first, and the limits of one request."""
-
-    models: list[dict[str, Any]]
-    forecasters: list[dict[str, Any]]
-    limits: dict[str, int]
 
 
 class ErrorReply(BaseModel):
@@ -228,59 +188,53 @@ def explain(error: RequestValidationError) -> Refused:
     return invalid(f"{name}{given} is not allowed: {message[0].lower()}{message[1:]}", name)
 
 
-def read_sequences(served: Served, array: np.ndarray | str | None, name: str) -> Tensor | None:
+def read_sequences(served: Served, value: np.ndarray | str, name: str) -> Tensor:
     """Turns sequences into what the model reads, (B, C, D) or (B, C), or refuses them."""
-    if array is None:
-        return None
-    head = served.model.head
     try:
-        if isinstance(array, str):
-            x = _meta_of_text(served, name).encode(array)
+        if isinstance(value, str):
+            x = _text_of(served, name).encode(value)
         else:
-            x = _to_tensor(array, head.tokens, name)
-        x = x[None] if x.dim() == (1 if head.tokens else 2) else x
-        head.validate(x, name=name)
+            x = _to_tensor(served, value, name)
+        x = x[None] if x.dim() == (1 if served.model.head.tokens else 2) else x
+        served.model.head.validate(x, name=name)
     except ValueError as error:
         raise invalid(str(error), name) from None
     return x
 
 
-def read_gaps(served: Served, array: np.ndarray | str | None) -> tuple[Tensor, Tensor]:
+def read_gaps(served: Served, value: np.ndarray | str) -> tuple[Tensor, Tensor]:
     """Turns sequences with gaps into tensors, and masks of what is known, or refuses them."""
-    model, name = served.model, "x"
+    model = served.model
     if not isinstance(model, AnyPart):
         message = f"model {served.name!r} continues sequences and can not fill gaps; "
         raise invalid(message + "use a model trained with --model.known any", "model")
     try:
-        if array is None:
-            raise ValueError("x is missing")
-        if isinstance(array, str):
-            x, known = _meta_of_text(served, name).encode_gaps(array)
+        if isinstance(value, str):
+            x, known = _text_of(served, "x").encode_gaps(value)
         else:
-            known, array = torch.from_numpy(~np.isnan(array)), np.where(np.isnan(array), 0, array)
-            if model.head.tokens and (np.abs(array) < _INT64).all() and not (array % 1).any():
-                array = array.astype(np.int64)  # NaN made floats of tokens
-            x = _to_tensor(array, model.head.tokens, name)
+            known = torch.from_numpy(~np.isnan(value))
+            x = _to_tensor(served, np.nan_to_num(value), "x")
         if x.dim() == (1 if model.head.tokens else 2):
             x, known = x[None], known[None]
         x, known = there_and_finite(model, x.to(served.device), known.to(served.device))
     except ValueError as error:
-        raise invalid(str(error), name) from None
+        raise invalid(str(error), "x") from None
     if known.all():
-        raise invalid(f"nothing is unknown in {name}; mark gaps by null, in text by _", name)
+        raise invalid("nothing is unknown in x; mark gaps by null, in text by _", "x")
     return x.cpu(), known.cpu()
 
 
-def _meta_of_text(served: Served, name: str) -> Meta:
+def _text_of(served: Served, name: str) -> Meta:
     if not served.text or served.meta is None:
         raise ValueError(f"{name} is text, but model {served.name!r} reads numbers")
     return served.meta
 
 
-def _to_tensor(array: np.ndarray, tokens: bool, name: str) -> Tensor:
+def _to_tensor(served: Served, array: np.ndarray, name: str) -> Tensor:
     if not array.size:
         raise ValueError(f"{name} is empty; give one step or more, or leave it out")
-    if tokens and (array.dtype.kind == "f" or array.min() < 0 or array.max() >= _INT64):
+    tokens = served.model.head.tokens
+    if tokens and not ((array >= 0) & (array < _INT64) & (array % 1 == 0)).all():
         raise ValueError(f"{name} does not hold tokens; use whole numbers from 0 on")
     with np.errstate(over="ignore"):  # a value that is too large becomes infinite and is refused
         return torch.from_numpy(array.astype(np.int64 if tokens else np.float32))

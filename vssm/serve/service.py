@@ -1,12 +1,12 @@
-"""Turns requests into jobs, and their results into answers."""
+"""Turns requests into calls, and their results into answers."""
 
 import asyncio
 import codecs
-import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import torch
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
@@ -18,12 +18,12 @@ from vssm.checks import shown
 from vssm.data import steps_left
 from vssm.nn import State
 from vssm.sampling.request import shares_latents
+from vssm.serve.calls import Calls, fill_gaps, make_steps
 from vssm.serve.errors import Refused, invalid, json_bytes, json_response
 from vssm.serve.forecast import ForecastRequest, plan_forecast
 from vssm.serve.guard import Metrics
-from vssm.serve.jobs import AnyJob, CallJob, Done, FillJob, Job
 from vssm.serve.models import Served, ServedForecaster
-from vssm.serve.resume import Store
+from vssm.serve.scheduler import Done
 from vssm.serve.schema import (
     FillRequest,
     GenerateRequest,
@@ -33,19 +33,18 @@ from vssm.serve.schema import (
     read_sequences,
 )
 from vssm.serve.settings import Settings
+from vssm.serve.states import Store
 from vssm.serve.worker import Worker
 
 __all__ = ["Service"]
 
-_RECONDITIONED = 16  # most pieces of work in a chunk with recondition: about 3 s
+_RECONDITIONED = 16  # most calls of a usual size in a chunk with recondition: about 3 s
+# Without these headers, proxies would collect events before they pass them on.
+_STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 class Service:
-    """Plans requests, runs them, and keeps the states that they can be resumed from."""
-
-    worker: Worker
-    settings: Settings
-    metrics: Metrics
+    """Answers requests, and keeps the states that they can be resumed from."""
 
     def __init__(
         self,
@@ -57,57 +56,45 @@ class Service:
         self.worker, self.settings, self.metrics = worker, settings, metrics
         self.models: dict[str, Served] = {served.name: served for served in worker.models}
         self.forecasters = forecasters
-        most = settings.resume_mib * 2**20
-        self.store: Store = Store(settings.resume_seconds, settings.resume_count, most)
+        self.store: Store = Store(
+            settings.resume_seconds, settings.resume_count, settings.resume_mib * 2**20
+        )
 
-    def plan_generate(self, ask: GenerateRequest) -> Job:
-        """Returns the job of a request, or refuses it."""
-        served = self._model(ask.model)
-        prompt = read_sequences(served, ask.prompt, "prompt")
-        rows = 1 if prompt is None else len(prompt)
-        num = ask.num or rows
-        if rows not in (1, num):
-            raise invalid(f"num={num} does not fit the prompt; use its {rows} rows", "num")
-        return self._job(ask, served, num, prompt, None)
+    async def make(
+        self,
+        request: Request,
+        ask: GenerateRequest | ResumeRequest | ObserveRequest,
+        sequences: np.ndarray | str | None = None,
+        resume: str | None = None,
+    ) -> Response:
+        """Reads sequences, if any, after a state, if any; then makes steps, unless to observe."""
+        began, making = time.perf_counter(), None if isinstance(ask, ObserveRequest) else ask
+        served, state = self._start(ask.model, resume)
+        name = "x" if making is None else "prompt"
+        data = None if sequences is None else read_sequences(served, sequences, name)
+        num = _count(ask.num, served, data, name, state)
+        steps = 0 if data is None else data.shape[1]
+        position = 0 if state is None else state.position
+        length = 0
+        if making is not None:
+            length = making.length or _steps_left(served, position + steps)
+        # A state of constant size remembers no single steps, so they count for nothing.
+        known = steps + (position if served.remembers_steps else 0)
+        self._check_size(num, length, known, "resume" if data is None else name)
+        dials = {} if making is None else _dials(making, served, num, length, state)
+        data = None if data is None else data.expand(num, *data.shape[1:])
+        seed, row = _noise(ask.seed, num, state)
+        calls = make_steps(served, seed, row, length, data, state, **dials)
+        if making is not None and making.stream:
+            return self._stream(served, calls, length, ask.keep, began)
+        done = await self._result(request, calls)
+        made = {} if done.x is None else _Steps(served).show(done.x, final=True)
+        kept = self._keep(served, done.state, ask.keep)
+        return json_response({**kept, **made, **_timing(began, done)})
 
-    def plan_resume(self, ask: ResumeRequest) -> Job:
-        """Returns the job of a request, or refuses it."""
-        served, state = self._resume(ask.resume, ask.model)
-        num = ask.num or state.batch
-        if state.batch not in (1, num):
-            raise invalid(f"num={num} does not fit resume; use its {state.batch} rows", "num")
-        if state.batch != num and shares_latents(served.model, state):
-            message = (
-                f"num={num} sequences would share the latents behind resume; pass num={num} to "
-                "/v1/observe, or the data as a prompt to /v1/generate, so that each draws its own"
-            )
-            raise invalid(message, "num")
-        if ask.recondition and "blind" in state.children:
-            message = "recondition=true can not follow an answer without it; set it from the start"
-            raise invalid(message, "recondition")
-        return self._job(ask, served, num, None, state)
-
-    def plan_observe(self, ask: ObserveRequest) -> Job:
-        """Returns the job of a request, or refuses it."""
-        served, state = self._model(ask.model), None
-        if ask.resume is not None:
-            served, state = self._resume(ask.resume, ask.model)
-        x = read_sequences(served, ask.x, "x")
-        if x is None:
-            raise invalid("x is missing", "x")
-        num = ask.num or (len(x) if state is None else state.batch)
-        if state is not None and num != state.batch:
-            raise invalid(f"num={num} does not fit resume; use its {state.batch} rows", "num")
-        if len(x) not in (1, num):
-            raise invalid(f"x has {len(x)} rows; give {num}, or one row for all", "x")
-        if state is not None and "blind" in state.children:
-            message = "resume can not read data: it was generated without recondition"
-            raise invalid(message, "resume")
-        return self._job(ask, served, num, x, state)
-
-    def plan_fill(self, ask: FillRequest) -> FillJob:
-        """Returns the job of a request, or refuses it."""
-        served = self._model(ask.model)
+    async def fill(self, request: Request, ask: FillRequest) -> Response:
+        """Answers /v1/fill."""
+        served, began = self._model(ask.model), time.perf_counter()
         x, known = read_gaps(served, ask.x)
         rows, num = len(x), ask.num or 1
         self._check_size(rows * num, 0, x.shape[1], "x", ask.passes)
@@ -115,39 +102,20 @@ class Service:
         row = row if ask.num is None else noise.fork(row, num).flatten()
         x, known = x.repeat_interleave(num, 0), known.repeat_interleave(num, 0)
         seed = torch.full((len(row),), ask.seed or 0)
-        dials = {"temperature": ask.temperature, "sample": ask.observe == "sample"}
-        return FillJob(served, seed, row, x, known, ask.passes, **dials)
+        dials = {"temperature": ask.temperature, "observe": ask.observe}
+        calls = fill_gaps(served, seed, row, x, known, passes=ask.passes, **dials)
+        order = served.order(known, seed, row, ask.passes).numpy()
+        done = await self._result(request, calls)
+        made = _Steps(served).show(done.x, final=True)
+        told = {"model": served.name, "order": order}
+        return json_response({**told, **made, **_timing(began, done)})
 
-    def plan_forecast(self, ask: ForecastRequest) -> CallJob:
-        """Returns the job of a request, or refuses it."""
-        return plan_forecast(ask, self.forecasters, self.settings)
-
-    def _job(
-        self,
-        ask: GenerateRequest | ResumeRequest | ObserveRequest,
-        served: Served,
-        num: int,
-        data: Tensor | None,
-        state: State | None,
-    ) -> Job:
-        position = 0 if state is None else state.position
-        steps = 0 if data is None else data.shape[1]
-        length, options = None, {}
-        if not isinstance(ask, ObserveRequest):
-            length = ask.length or _steps_left(served, position + steps)
-            options = _dials(ask, served, num, length)
-        # A state of constant size remembers no single steps, so they count for nothing.
-        known = steps + (position if served.remembers_steps else 0)
-        source = "resume" if data is None else "x" if length is None else "prompt"
-        self._check_size(num, length or 0, known, source)
-        seed, row = torch.full((num,), ask.seed or 0), torch.arange(num)
-        if state is not None:
-            source = State({name: state[name] for name in ("seed", "row")})
-            source = source if state.batch == num else source.repeat(num)
-            seed, row = source["seed"] if ask.seed is None else seed, source["row"]
-        if data is not None:
-            data = data.expand(num, *data.shape[1:])
-        return Job(served, seed, row, length, data, state, keep=ask.keep, **options)
+    async def forecast(self, request: Request, ask: ForecastRequest) -> Response:
+        """Answers /v1/forecast."""
+        began = time.perf_counter()
+        name, calls = plan_forecast(ask, self.forecasters, self.settings)
+        done = await self._result(request, calls)
+        return json_response({"model": name, "forecast": done.x, **_timing(began, done)})
 
     def _check_size(self, num: int, length: int, known: int, source: str, passes: int = 1) -> None:
         limits, steps = self.settings, passes * (length + known)
@@ -162,100 +130,79 @@ class Service:
 
     def _model(self, name: str | None) -> Served:
         name = next(iter(self.models), None) if name is None else name
-        found = None if name is None else self.models.get(name)
-        if found is None:
+        if name not in self.models:
             names = ", ".join(self.models) or "/v1/forecast, since only forecasters are served"
             message = f"model={shown(name)} is unknown; use {names}"
             raise Refused(404, "unknown_model", message, "model")
-        return found
+        return self.models[name]
 
-    def _resume(self, resume: str, model: str | None) -> tuple[Served, State]:
+    def _start(self, model: str | None, resume: str | None) -> tuple[Served, State | None]:
+        """Returns the model of a request, and the state that it resumes, if any."""
+        if resume is None:
+            return self._model(model), None
         name, state = self.store.get(resume)
         if model not in (None, name):
             message = f"model={shown(model)} is not that of resume; use {name!r}"
             raise invalid(message, "model")
         return self._model(name), state
 
-    async def answer(self, request: Request, job: AnyJob) -> Response:
-        """Runs a job, whole or as a stream."""
-        began = time.perf_counter()
-        job.deadline = time.monotonic() + self.settings.timeout
-        if isinstance(job, Job) and job.stream:
-            return self._stream(job, began)
-        told: dict[str, Any] = {"model": job.name}
-        if isinstance(job, FillJob):
-            told["order"] = job.served.order(job.known, job.seed, job.row, job.passes).numpy()
-        served = None if isinstance(job, CallJob) else job.served
-        keep = job.keep if isinstance(job, Job) else None
-        done = await self._unless_gone(request, job)
-        if done is None:
-            return Response(status_code=499)
-        if served is None:
-            told["forecast"] = done.x
-        elif done.x is not None:
-            told |= _Steps(served).show(done.x, final=True)
-        if served is not None and keep is not None:
-            told |= self._keep(served, done, keep)
-        return json_response({**told, **_timing(began, done.seconds, done.rows)})
+    def _keep(self, served: Served, state: State | None, keep: str) -> dict[str, Any]:
+        """Keeps the final state of a request, and returns where to resume."""
+        assert state is not None
+        resume = self.store.put(served.name, state) if keep == "server" else None
+        return {"model": served.name, "position": state.position, "resume": resume}
 
-    async def _unless_gone(self, request: Request, job: AnyJob) -> Done | None:
-        """Returns the result of a job; None when its client has left, which cancels the job."""
-        result = asyncio.wrap_future(self.worker.submit(job))
+    async def _result(self, request: Request, calls: Calls) -> Done:
+        """Returns the result of calls, which are cancelled if the client leaves."""
+        result = self.worker.submit(calls)
         gone = asyncio.ensure_future(_gone(request))
-        gone.add_done_callback(lambda _, cancel=result.cancel: cancel())
         try:
-            return await result
-        except asyncio.CancelledError:
-            if gone.done():
+            await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
                 self.metrics.cancelled.inc()
-                return None
-            raise
+                raise Refused(499, "disconnected", "the client left before the answer")
+            return result.result()
         finally:
             gone.cancel()
+            result.cancel()
             # An error has this frame in its traceback, and the future has the error: a cycle.
             del result
 
-    def _stream(self, job: Job, began: float) -> Response:
-        loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
-
-        def each(piece: Done) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(pieces.put_nowait, piece)
-
-        job.each = each
+    def _stream(
+        self, served: Served, calls: Calls, length: int, keep: str, began: float
+    ) -> Response:
+        parts: asyncio.Queue[Done | None] = asyncio.Queue()
         # Submitted before the status line is sent, so that a full queue is still a 429.
-        result = asyncio.wrap_future(self.worker.submit(job))
-        result.add_done_callback(lambda _: pieces.put_nowait(None))
+        result = self.worker.submit(calls, parts.put_nowait)
+        result.add_done_callback(lambda _: parts.put_nowait(None))
 
         async def cancel() -> None:  # runs even if the client leaves before the first event
             result.cancel()
 
-        # Without these headers, proxies would collect events before they pass them on.
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        events = self._events(job, pieces, result, began)
-        return StreamingResponse(events, 200, headers, "text/event-stream", BackgroundTask(cancel))
+        events = self._events(served, parts, result, length, keep, began)
+        task = BackgroundTask(cancel)
+        return StreamingResponse(events, 200, _STREAM_HEADERS, "text/event-stream", task)
 
     async def _events(
         self,
-        job: Job,
-        pieces: "asyncio.Queue[Done | None]",
+        served: Served,
+        parts: "asyncio.Queue[Done | None]",
         result: "asyncio.Future[Done]",
+        length: int,
+        keep: str,
         began: float,
     ) -> AsyncIterator[bytes]:
-        served, every, length = job.served, job.every, job.length
-        steps, start, xs, seconds, rows = _Steps(served), 0, [], 0.0, 0
+        steps, made = _Steps(served), 0
         try:
-            while (piece := await pieces.get()) is not None:
-                seconds, rows = seconds + piece.seconds, piece.rows
-                xs.append(piece.x)
-                end = start + sum(x.shape[1] for x in xs)
-                if every is None or end % every == 0 or end == length:
-                    made = steps.show(torch.cat(xs, 1), final=end == length)
-                    timing = _timing(began, seconds, rows)
-                    yield _event("chunk", {"from": start, **made, **timing})
-                    start, xs = end, []
-            kept = self._keep(served, await result, job.keep)
-            yield _event("done", {**kept, **_timing(began, seconds, rows)})
+            while (part := await parts.get()) is not None:
+                if part.x is None:  # a part of the prompt was read
+                    continue
+                first, made = made, made + part.x.shape[1]
+                shown = steps.show(part.x, final=made == length)
+                yield _event("chunk", {"from": first, **shown, **_timing(began, part)})
+            done = await result
+            kept = self._keep(served, done.state, keep)
+            yield _event("done", {**kept, **_timing(began, done)})
         except Refused as refused:
             yield _event("error", refused.body())
         except (asyncio.CancelledError, GeneratorExit):
@@ -264,12 +211,6 @@ class Service:
         finally:
             result.cancel()
             del result  # breaks a cycle, as above
-
-    def _keep(self, served: Served, done: Done, keep: str) -> dict[str, Any]:
-        """Keeps the final state of a request, and returns where to resume."""
-        assert done.state is not None
-        resume = self.store.put(served.name, done.state) if keep == "server" else None
-        return {"model": served.name, "position": done.state.position, "resume": resume}
 
 
 class _Steps:
@@ -291,19 +232,60 @@ class _Steps:
                 self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in x]
             pairs = zip(self._decoders, x, strict=True)
             text = [decoder.decode(bytes(tokens.tolist()), final) for decoder, tokens in pairs]
-        return {"x": x.numpy(), "text": text}
+        return {"x": x.contiguous().numpy(), "text": text}
+
+
+def _count(
+    asked: int | None, served: Served, data: Tensor | None, name: str, state: State | None
+) -> int:
+    """Returns the number of sequences; refuses data and a state that do not fit it."""
+    rows = 1 if data is None else len(data)
+    num = asked or (rows if state is None else state.batch)
+    if rows not in (1, num):
+        raise invalid(f"{name} has {rows} rows; give {num}, or one row for all", name)
+    if state is None:
+        return num
+    if state.batch != num and (state.batch != 1 or data is not None):
+        raise invalid(f"num={num} does not fit resume; use its {state.batch} rows", "num")
+    if state.batch != num and shares_latents(served.model, state):
+        message = (
+            f"num={num} sequences would share the latents behind resume; pass num={num} to "
+            "/v1/observe, or the data as a prompt to /v1/generate, so that each draws its own"
+        )
+        raise invalid(message, "num")
+    if data is not None and "blind" in state.children:
+        message = "resume can not read data: it was generated without recondition"
+        raise invalid(message, "resume")
+    return num
+
+
+def _noise(seed: int | None, num: int, state: State | None) -> tuple[Tensor, Tensor]:
+    """Returns the seed and the row of each sequence; a state has its own."""
+    seeds, rows = torch.full((num,), seed or 0), torch.arange(num)
+    if state is None:
+        return seeds, rows
+    own = State({name: state[name].cpu() for name in ("seed", "row")})
+    own = own if state.batch == num else own.repeat(num)
+    return (own["seed"] if seed is None else seeds), own["row"]
 
 
 def _dials(
-    ask: GenerateRequest | ResumeRequest, served: Served, num: int, length: int
+    ask: GenerateRequest | ResumeRequest,
+    served: Served,
+    num: int,
+    length: int,
+    state: State | None,
 ) -> dict[str, Any]:
-    """Returns the options of a job that makes steps."""
+    """Returns the options of `make_steps`, or refuses them."""
     if ask.recondition and not served.parallel:
         message = f"recondition is for models of kind vssm and tvae, not {served.model.config.kind}"
         raise invalid(message, "recondition")
     if ask.recondition and served.model.config.known == "any":  # windows and chunks would not agree
         raise invalid("this model can not recondition; /v1/fill has passes", "recondition")
-    # A chunk is read from the state before it, so it is made in one piece.
+    if ask.recondition and state is not None and "blind" in state.children:
+        message = "recondition=true can not follow an answer without it; set it from the start"
+        raise invalid(message, "recondition")
+    # A chunk is read from the state before it, so it is made in one call.
     chunk, most = min(ask.chunk or length, length), _RECONDITIONED * served.cells
     if ask.recondition and num * chunk > most:
         message = f"{num} times {chunk} steps are too many to recondition at once"
@@ -312,9 +294,8 @@ def _dials(
         "chunk": ask.chunk if served.parallel else None,
         "recondition": ask.recondition,
         "temperature": ask.temperature,
-        "sample": ask.observe == "sample",
-        "every": (ask.chunk or (None if served.parallel else 1)) if ask.stream else None,
-        "stream": ask.stream,
+        "observe": ask.observe,
+        "every": ask.chunk or (None if served.parallel else 1) if ask.stream else None,
     }
 
 
@@ -330,10 +311,9 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def _timing(began: float, seconds: float, rows: int) -> dict[str, Any]:
-    total = time.perf_counter() - began
-    milliseconds = {"compute_ms": round(1e3 * seconds, 3), "total_ms": round(1e3 * total, 3)}
-    return {"timing": {**milliseconds, "rows": rows}}
+def _timing(began: float, done: Done) -> dict[str, Any]:
+    total, compute = 1e3 * (time.perf_counter() - began), 1e3 * done.seconds
+    return {"timing": {"compute_ms": compute, "total_ms": total, "rows": done.rows}}
 
 
 def _event(name: str, body: dict[str, Any]) -> bytes:

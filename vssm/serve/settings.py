@@ -32,9 +32,7 @@ class Settings:
     max_connections: int = 256
     """Most connections, each with a body of at most `max_body`; beyond it the answer is 503."""
     max_rows: int = 64
-    """Most sequences that are computed together."""
-    batching: bool = True
-    """Compute requests together where they agree."""
+    """Most sequences of several requests that are computed together; 1 for no batching."""
     threads: int | None = None
     """Threads that compute; `vssm serve` takes one fewer than there are cores."""
     timeout: float = 60.0

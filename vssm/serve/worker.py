@@ -1,233 +1,146 @@
-"""One thread that computes batches of jobs.
+"""Computes the calls of all requests, in batches.
 
-Between two pieces the `Scheduler` decides whose piece is next, and drops jobs whose clients have
-left. Noise is a function of (seed, row, position), so a job has the same result in every batch, to
-float rounding.
-
-There is one thread because kernels already use all cores. If the thread fails, every job that waits
-or comes later is refused with 503.
+Between two calls the `Scheduler` decides whose call is next, and drops requests whose clients have
+left. All this happens in the event loop; one thread computes, because kernels already use all
+cores. If computing fails, every request that waits or comes later is refused with 503.
 """
 
+import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from vssm.nn import State
+from vssm.serve.calls import Calls, compute
 from vssm.serve.errors import Refused, invalid
-from vssm.serve.jobs import AnyJob, CallJob, Done, FillJob, Job
 from vssm.serve.models import Served
-from vssm.serve.scheduler import Scheduler
+from vssm.serve.scheduler import Done, Job, Scheduler
 from vssm.serve.settings import Settings
 
-__all__ = ["Worker", "compute"]
+__all__ = ["Worker"]
 
 _log = logging.getLogger("vssm.serve")
 
 
 class Worker:
-    """Creates the scheduler and, on `start`, the thread.
+    """Takes requests; `run` computes them.
 
     Arguments:
         models: The models, which are warmed up at the start.
         settings: The limits.
-        watch: Called with (model name, rows, seconds) after every batch.
+        watch: Called with (model name, rows) after every batch.
     """
 
     def __init__(
         self,
         models: list[Served],
         settings: Settings | None = None,
-        watch: Callable[[str, int, float], None] = lambda name, rows, seconds: None,
+        watch: Callable[[str, int], None] = lambda name, rows: None,
     ) -> None:
         self.models = models
         self._watch, self._settings = watch, settings or Settings()
-        self._scheduler = Scheduler(self._settings)
-        self._changed = threading.Condition()
-        self._closing = False
+        self.scheduler: Scheduler = Scheduler(self._settings)
+        self._thread = ThreadPoolExecutor(1, "vssm-worker")
+        self._changed, self._closing = asyncio.Event(), False
+        self.ready: bool = False
+        """Whether requests are being computed."""
         self.failure: str | None = None
         """Why nothing is computed any more; None while all is well."""
         self.on_failure: Callable[[], None] = lambda: None
-        """Called in the thread when it has failed."""
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="vssm-worker", daemon=True)
-        self.start: Callable[[], None] = self._thread.start
 
-    def close(self) -> None:
-        """Finishes all jobs, then stops the thread."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join()
-
-    @property
-    def ready(self) -> bool:
-        """Whether jobs are being computed."""
-        return self._ready.is_set() and self._thread.is_alive()
-
-    @property
-    def waiting(self) -> int:
-        """The number of jobs that have not begun."""
-        return self._scheduler.waiting
-
-    @property
-    def in_progress(self) -> int:
-        """The number of jobs that have not ended."""
-        return len(self._scheduler.jobs)
-
-    def submit(self, job: AnyJob) -> "Future[Done]":
-        """Queues a job, or raises `Refused`."""
-        future = job.future
-        try:
-            with self._changed:
-                if self.failure is not None:
-                    raise Refused(503, "failed", self.failure)
-                if self._closing:
-                    raise Refused(503, "not_ready", "the server is stopping", retry_after=1)
-                self._scheduler.admit(job)
-                self._changed.notify()
-        except Refused:
-            job.release()
-            raise
+    def submit(
+        self, calls: Calls, each: Callable[[Done], None] | None = None
+    ) -> "asyncio.Future[Done]":
+        """Queues a request, or raises `Refused`; `each` gets the result of every call."""
+        if self.failure is not None:
+            raise Refused(503, "failed", self.failure)
+        if self._closing:
+            raise Refused(503, "not_ready", "the server is stopping")
+        call, future = next(calls), asyncio.get_running_loop().create_future()
+        deadline = time.monotonic() + self._settings.timeout
+        self.scheduler.admit(Job(calls, call, deadline, future, each, short=call.last))
+        self._changed.set()
         return future
 
-    def _run(self) -> None:
+    def close(self) -> None:
+        """Takes no more requests; `run` returns when those that are there have ended."""
+        self._closing = True
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Computes until the end."""
         try:
-            self._work()
-        except BaseException as error:  # otherwise all jobs would wait forever
+            await self._in_thread(self._warm_up)
+            self.ready = True
+            while self.scheduler.jobs or not self._closing:
+                if not self.scheduler.jobs:
+                    self._changed.clear()
+                    await self._changed.wait()
+                await self._take_turn()
+        except BaseException as error:  # otherwise all requests would wait forever
             _log.exception("computing failed")
             name = type(error).__name__
-            with self._changed:
-                self.failure = f"computing failed ({name}); the server's log says why"
-                jobs, self._scheduler = self._scheduler.jobs, Scheduler(self._settings)
-            for job in jobs:
-                _end(job, Refused(503, "failed", self.failure))
+            self.failure = f"computing failed ({name}); the server's log says why"
+            for job in list(self.scheduler.jobs):
+                self._end(job, Refused(503, "failed", self.failure))
             self.on_failure()
+        self.ready = False
+        self._thread.shutdown()
 
-    def _work(self) -> None:
+    def _warm_up(self) -> None:
         if self._settings.threads is not None:
             torch.set_num_threads(self._settings.threads)
         for served in self.models:
             served.warm_up()
-        self._ready.set()
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._scheduler.jobs or self._closing)
-                dropped = self._scheduler.drop(time.monotonic())
-                batch = self._scheduler.take()
-                closed = self._closing and not batch
-            while dropped:
-                _end(*dropped.pop())
-            if closed:
-                return
-            if batch:
-                self._compute(batch)
-            del batch  # a thread that waits must not hold finished jobs
 
-    def _compute(self, batch: list[AnyJob]) -> None:
-        began, first = time.perf_counter(), batch[0]
+    async def _in_thread(self, function: Callable[..., Any], *given: object) -> Any:  # noqa: ANN401
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *given)
+
+    async def _take_turn(self) -> None:
+        for job, why in self.scheduler.late(time.monotonic()):
+            self._end(job, why)
+        if batch := self.scheduler.take():
+            await self._compute(batch)
+
+    async def _compute(self, batch: list[Job]) -> None:
+        began = time.perf_counter()
         try:
-            results = compute(batch)
+            results = await self._in_thread(compute, [job.call for job in batch])
         except Exception as error:
-            if len(batch) > 1:  # a bad job must not hurt the others
-                for job in batch:
-                    self._compute([job])
-            else:
-                self._finish(first, _refusal(error))
+            if len(batch) == 1:
+                self._end(batch[0], _refusal(error))
+                return
+            for job in batch:  # a bad request must not hurt the others
+                await self._compute([job])
             return
-        seconds, rows = time.perf_counter() - began, sum(job.rows for job in batch)
-        self._watch(first.name, rows, seconds)
+        seconds, rows = time.perf_counter() - began, sum(job.call.rows for job in batch)
+        self._watch(batch[0].call.name, rows)
         for job, (x, state) in zip(batch, results, strict=True):
-            done = job.advance(x, state, seconds, rows)
-            if done is not None:
-                self._finish(job, done)
+            job.seconds += seconds
+            if job.each is not None:
+                job.each(Done(x, None, job.seconds, rows))
+            try:
+                job.call = job.calls.send((x, state))
+            except StopIteration as end:
+                x, state = end.value
+                self._end(job, Done(x, state, job.seconds, rows))
 
-    def _finish(self, job: AnyJob, result: Done | Refused) -> None:
-        with self._changed:
-            self._scheduler.end(job)
-        _end(job, result)
-
-
-def compute(batch: list[Any]) -> list[tuple[Any, Any]]:
-    """Computes the next piece of every job, all in one call; returns new steps and states."""
-    if isinstance(batch[0], CallJob):
-        return [(job.call(), None) for job in batch]
-    return _fill(batch) if isinstance(batch[0], FillJob) else _make(batch)
-
-
-def _make(batch: list[Job]) -> list[tuple[Any, Any]]:
-    first, piece, device = batch[0], batch[0].piece, batch[0].served.device
-    seed, row = (torch.cat([getattr(job, name) for job in batch]) for name in ("seed", "row"))
-    noise: dict[str, Any] = {"seed": seed, "rows": row}
-    prompt = state = None
-    if piece.read:
-        prompt = torch.cat([job.prompt[:, : piece.read] for job in batch if job.prompt is not None])
-        prompt = prompt.to(device)
-    if first.state is not None:
-        states = [_widen(job.state.to(device), job.rows) for job in batch if job.state is not None]
-        state = states[0] if len(states) == 1 else State.cat(states)
-    if not piece.make:
-        assert prompt is not None
-        x, after = None, first.served.engine.observe(prompt, state, **noise)
-    else:
-        x, _, after = first.served.engine.generate(
-            num=len(row),
-            length=piece.make,
-            prompt=prompt,
-            chunk=piece.chunk,
-            recondition=piece.recondition,
-            temperature=first.temperature,
-            observe="sample" if first.sample else "mean",
-            state=state,
-            **noise,
-        )
-        x = x.cpu()
-    if len(batch) == 1:
-        return [(x, after)]
-    cuts = torch.arange(len(row)).split([job.rows for job in batch])
-    return [(None if x is None else x[cut], after.select(cut)) for cut in cuts]
-
-
-def _fill(batch: list[FillJob]) -> list[tuple[Any, Any]]:
-    first = batch[0]
-    x, known, seed, row = (
-        torch.cat([getattr(job, name)[job.next_rows] for job in batch])
-        for name in ("x", "known", "seed", "row")
-    )
-    noise: dict[str, Any] = {"seed": seed, "rows": row}
-    made = first.served.engine.fill(
-        x.to(first.served.device),
-        known.to(first.served.device),
-        passes=first.passes,
-        temperature=first.temperature,
-        observe="sample" if first.sample else "mean",
-        **noise,
-    )
-    return [(part, None) for part in made.cpu().split([job.rows for job in batch])]
-
-
-def _widen(state: State, rows: int) -> State:
-    return state if state.batch == rows else state.repeat(rows)
+    def _end(self, job: Job, result: Done | Refused | None) -> None:
+        """Takes out a request and gives it its result, unless its client has left."""
+        self.scheduler.jobs.remove(job)
+        if job.future.done():
+            return
+        if isinstance(result, Done):
+            job.future.set_result(result)
+        elif result is not None:
+            job.future.set_exception(result)
 
 
 def _refusal(error: Exception) -> Refused:
     if isinstance(error, ValueError):  # a mistake that no earlier check saw
         return invalid(str(error))
-    _log.error("a pass failed", exc_info=error)
+    _log.error("a call failed", exc_info=error)
     return Refused(500, "internal", "the server failed; its log says why")
-
-
-def _end(job: AnyJob, result: Done | Refused | None) -> None:
-    """Gives a job its result, unless its client has left."""
-    future = job.future
-    job.release()
-    if result is None or not future.set_running_or_notify_cancel():
-        return
-    if isinstance(result, Refused):
-        future.set_exception(result)
-    else:
-        future.set_result(result)

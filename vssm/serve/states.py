@@ -1,4 +1,4 @@
-"""Where a state waits in the server until it is resumed, under a random handle."""
+"""Where states wait in the server until they are resumed, under random handles."""
 
 import secrets
 import time
@@ -30,8 +30,7 @@ class Store:
     ) -> None:
         self._seconds, self._count, self._bytes, self._clock = seconds, count, bytes, clock
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self.held: int = 0
-        """The bytes of all states."""
+        self._held = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -45,7 +44,7 @@ class Store:
             raise Refused(413, "state_too_large", message, "keep")
         handle = f"h.{secrets.token_urlsafe(24)}"
         self._entries[handle] = _Entry(model, state, self._clock() + self._seconds, size)
-        self.held += size
+        self._held += size
         self._evict()
         return handle
 
@@ -62,8 +61,8 @@ class Store:
     def _evict(self) -> None:
         # Every use moves an entry to the end with a new deadline, so the first expires first.
         while self._entries and (
-            len(self._entries) > self._count
-            or self.held > self._bytes
+            len(self) > self._count
+            or self._held > self._bytes
             or next(iter(self._entries.values())).expires <= self._clock()
         ):
-            self.held -= self._entries.popitem(last=False)[1].bytes
+            self._held -= self._entries.popitem(last=False)[1].bytes
