@@ -239,7 +239,8 @@ async def singles(port: int, name: str, seconds: float, clients: int = CLIENTS) 
 
 def speedups(folders: list[str], names: list[str], seconds: float) -> dict[str, float]:
     """Compares the throughput of single samples with batching and without."""
-    with server(folders) as (_, batched), server(folders, "--limits.max-rows", "1") as (_, unbatched):
+    alone = ("--limits.max-rows", "1")
+    with server(folders) as (_, batched), server(folders, *alone) as (_, unbatched):
         seen: dict[tuple[int, str], list[float]] = {}
         for _ in range(ROUNDS):  # in turns, so that a disturbance meets both
             for port in (batched, unbatched):

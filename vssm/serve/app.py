@@ -16,15 +16,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from vssm.serve.errors import Refused, json_response
-from vssm.serve.forecast import ForecastReply, ForecastRequest
+from vssm.serve.forecast import ForecastRequest
 from vssm.serve.guard import Guard, Metrics
 from vssm.serve.models import Served, ServedForecaster
 from vssm.serve.schema import (
-    ErrorReply,
     FillRequest,
     GenerateRequest,
     ObserveRequest,
-    Reply,
     ResumeRequest,
     explain,
 )
@@ -45,7 +43,7 @@ _POLICY = (
     "'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _NAMES = {400: "not_json", 404: "not_found", 405: "method"}  # of errors of the router
-_ERRORS: Any = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
+_ERRORS: Any = {"4XX": {"description": '{"error": {"type": ..., "message": ..., "param": ...}}'}}
 _STREAM: Any = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
@@ -105,32 +103,35 @@ def create_app(
 
 
 def _add_calls(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/generate", response_model=Reply, responses=_STREAM)
+    @app.post("/v1/generate", responses=_STREAM)
     async def generate(request: Request, ask: GenerateRequest) -> Response:
-        """Generates sequences, from nothing or after a prompt."""
+        """Generates sequences, from nothing or after a prompt. Returns the new steps x, their text
+        for a model of text, the position and resume, which /v1/resume takes."""
         return await service.make(request, ask, ask.prompt)
 
-    @app.post("/v1/resume", response_model=Reply, responses=_STREAM)
+    @app.post("/v1/resume", responses=_STREAM)
     async def resume(request: Request, ask: ResumeRequest) -> Response:
         """Continues where an answer stopped; the same place can be resumed many times."""
         return await service.make(request, ask, None, ask.resume)
 
-    @app.post("/v1/observe", response_model=Reply)
+    @app.post("/v1/observe")
     async def observe(request: Request, ask: ObserveRequest) -> Response:
         """Reads data and returns where to resume; `resume` adds more data to earlier data."""
         return await service.make(request, ask, ask.x, ask.resume)
 
-    @app.post("/v1/fill", response_model=Reply)
+    @app.post("/v1/fill")
     async def fill(request: Request, ask: FillRequest) -> Response:
-        """Fills the gaps of sequences, for a model with `known` "any"."""
+        """Fills the gaps of sequences, for a model with `known` "any". Returns x, its text for a
+        model of text, and the order: which pass made an entry, from 0; -1 if it was known."""
         return await service.fill(request, ask)
 
-    @app.post("/v1/forecast", response_model=ForecastReply)
+    @app.post("/v1/forecast")
     async def forecast(request: Request, ask: ForecastRequest) -> Response:
-        """Forecasts what follows raw histories, by a forecaster of vssm.forecasting."""
+        """Forecasts what follows raw histories. Returns rows with unique_id, ds, mean and a column
+        for each quantile, or with the list `paths`."""
         return await service.forecast(request, ask)
 
-    @app.get("/v1/models", response_model=dict[str, Any])
+    @app.get("/v1/models")
     async def list_models() -> Response:
         """Lists the models and forecasters, the defaults first, and the limits of one request."""
         names = ("max_num", "max_length", "max_cells", "max_body")
@@ -139,7 +140,7 @@ def _add_calls(app: FastAPI, service: Service) -> None:
         forecasters = [served.describe() for served in service.forecasters]
         return json_response({"models": models, "forecasters": forecasters, "limits": limits})
 
-    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    @app.get("/metrics")
     async def metrics() -> Response:
         """Returns metrics for Prometheus."""
         metrics = service.metrics
@@ -171,7 +172,7 @@ def _add_errors(app: FastAPI) -> None:
 
 def _add_probes(app: FastAPI, worker: Worker) -> None:
     @app.head("/healthz", include_in_schema=False)
-    @app.get("/healthz", response_model=dict[str, str])
+    @app.get("/healthz")
     async def healthz() -> Response:
         """Says that the process answers and can compute."""
         if worker.failure is not None:
@@ -179,7 +180,7 @@ def _add_probes(app: FastAPI, worker: Worker) -> None:
         return json_response({"status": "ok"})
 
     @app.head("/readyz", include_in_schema=False)
-    @app.get("/readyz", response_model=dict[str, str])
+    @app.get("/readyz")
     async def readyz() -> Response:
         """Says whether requests are being computed."""
         await healthz()

@@ -12,10 +12,10 @@ from vssm.forecasting.panel import check_quantiles
 from vssm.serve.calls import Calls, compute_once
 from vssm.serve.errors import Refused, invalid
 from vssm.serve.models import ServedForecaster
-from vssm.serve.schema import Timing, examples
+from vssm.serve.schema import examples
 from vssm.serve.settings import Settings
 
-__all__ = ["ForecastReply", "ForecastRequest", "plan_forecast"]
+__all__ = ["ForecastRequest", "plan_forecast"]
 
 
 def _check_rows(value: object) -> object:
@@ -61,17 +61,6 @@ class ForecastRequest(BaseModel):
     samples: Annotated[int, Field(ge=1)] = Field(200, description="Sample paths of each series.")
     quantiles: list[float] = Field([0.1, 0.5, 0.9], description="From 0 to 1, each once.")
     paths: bool = Field(False, description="Return the sample paths instead of their quantiles.")
-
-
-class ForecastReply(BaseModel):
-    """The dates after each series."""
-
-    model: str
-    forecast: list[dict[str, Any]] = Field(
-        description="Rows with unique_id, ds, mean and a column for each quantile, named by its "
-        "number; with `paths` rows with unique_id, ds and the list `paths`."
-    )
-    timing: Timing
 
 
 def plan_forecast(

@@ -21,9 +21,9 @@ from vssm.sampling.request import Noise
 
 __all__ = ["Served", "ServedForecaster", "open_models"]
 
-# Products of weights in one piece of work: about 0.2 s of one core, or of a GPU.
+# Products of weights in one call: about 0.2 s of one core, or of a GPU.
 _PRODUCTS = {"cpu": 10**10, "cuda": 10**12}
-_MOST_CELLS = 8192  # sequences times steps of a piece, which bounds its memory
+_MOST_CELLS = 8192  # sequences times steps of a call, which bounds its memory
 
 
 class Served:
@@ -51,7 +51,7 @@ class Served:
         products = _PRODUCTS.get(self.device.type, _PRODUCTS["cpu"])
         products //= 1 if self.parallel else 2  # one step at a time takes about twice as long
         self.cells: int = max(1, min(_MOST_CELLS, products // self.parameters))
-        """Most sequences times steps of a piece of work."""
+        """Most sequences times steps of a call."""
 
     def warm_up(self) -> None:
         """Makes a few steps, so that no request waits for a compiler."""
@@ -101,22 +101,18 @@ class Served:
 
     def describe(self) -> dict[str, Any]:
         """Returns what clients need to know."""
-        config, meta = self.model.config, self.meta
-        shape = None if meta is None or meta.image_shape is None else list(meta.image_shape)
+        names = ("kind", "head", "features", "known", "given")
+        shape = None if self.meta is None else self.meta.image_shape
         return {
             "name": self.name,
-            "kind": config.kind,
-            "head": config.head,
-            "features": config.features,
+            **{name: getattr(self.model.config, name) for name in names},
             "tokens": self.model.head.tokens,
             "text": self.text,
             "parallel": self.parallel,
-            "known": config.known,
-            "given": config.given,
-            "length": steps_left(meta, 0),
+            "length": steps_left(self.meta, 0),
             "parameters": self.parameters,
-            "data": None if meta is None else meta.name,
-            "image_shape": shape,
+            "data": None if self.meta is None else self.meta.name,
+            "image_shape": None if shape is None else list(shape),
         }
 
 

@@ -1,4 +1,4 @@
-"""The fields of requests and answers, and how their sequences become tensors.
+"""The fields of requests, and how their sequences become tensors.
 
 A sequence comes as nested lists or as text. pydantic checks the fields and turns lists into arrays;
 the functions below check arrays and text against a model.
@@ -21,13 +21,10 @@ from vssm.serve.errors import Refused, invalid
 from vssm.serve.models import Served
 
 __all__ = [
-    "ErrorReply",
     "FillRequest",
     "GenerateRequest",
     "ObserveRequest",
-    "Reply",
     "ResumeRequest",
-    "Timing",
     "examples",
     "explain",
     "read_gaps",
@@ -143,32 +140,6 @@ class FillRequest(_Request):
     temperature: _Temperature = 1.0
     observe: _Observe = "mean"
     x: _Sequences = Field(description=f"{_SHAPES} A gap is null, in text _.")
-
-
-class Timing(BaseModel):
-    """Where the time went."""
-
-    compute_ms: float = Field(description="In calls that this request was part of.")
-    total_ms: float = Field(description="From the arrival of the request to this answer.")
-    rows: int = Field(description="Sequences in the last call, including other requests'.")
-
-
-class Reply(BaseModel):
-    """The answer to a request; fields that do not belong to its route are missing."""
-
-    model: str
-    x: list[Any] = Field(description="The new steps, or the sequences without gaps.")
-    text: list[str] | None = Field(description="The same as text, for a model of text.")
-    order: list[Any] = Field(description="Which pass of /v1/fill made an entry; -1 if known.")
-    position: int = Field(description="Steps read and made so far.")
-    resume: str | None = Field(description="Pass it to /v1/resume.")
-    timing: Timing
-
-
-class ErrorReply(BaseModel):
-    """The one form of every error."""
-
-    error: dict[Literal["type", "message", "param"], str | None]
 
 
 def explain(error: RequestValidationError) -> Refused:
