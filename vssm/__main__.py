@@ -2,9 +2,6 @@
 
 import os
 import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 __all__ = ["main"]
 
@@ -14,8 +11,13 @@ _SPINS = "3000"  # iterations before a waiting thread sleeps; the default is 300
 def main() -> None:
     """Runs the command line. Both set-up steps must come before PyTorch is imported."""
     _let_threads_sleep()
-    with _exit_quietly_on_ctrl_c():
-        from vssm.cli import main as run
+    ignored = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    if not ignored:
+        signal.signal(signal.SIGINT, _stop)
+    from vssm.cli import main as run
+
+    if not ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     run()
 
 
@@ -30,25 +32,11 @@ def _let_threads_sleep() -> None:
         os.environ["GOMP_SPINCOUNT"] = _SPINS
 
 
-@contextmanager
-def _exit_quietly_on_ctrl_c() -> Iterator[None]:
-    """Ends the process with one line when Ctrl-C comes during the imports inside."""
-
-    def end(*_: object) -> None:
-        os.write(2, b"vssm: stopped by the user\n")
-        os._exit(130)  # an exception could be swallowed by a module that is being imported
-
-    ours = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it is ignored
-    )
-    if ours:
-        signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+def _stop(*_: object) -> None:
+    """Ends the process with one line: an exception could be swallowed by a module that is being
+    imported."""
+    os.write(2, b"vssm: stopped by the user\n")
+    os._exit(130)
 
 
 if __name__ == "__main__":

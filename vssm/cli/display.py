@@ -46,25 +46,26 @@ def _text(value: object) -> str:
 class ProgressBar:
     """A progress bar of named stages; plain lines when the output is not a terminal."""
 
-    def __enter__(self) -> "ProgressBar":
+    def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import Progress
 
-        self._console = Console(stderr=True)
-        self._progress = Progress(console=self._console, transient=True)
+        console = Console(stderr=True)
+        self._plain = not console.is_terminal
+        self._progress = Progress(console=console, transient=True, disable=self._plain)
         self._tasks: dict[str, Any] = {}
-        if self._console.is_terminal:
-            self._progress.start()
+
+    def __enter__(self) -> "ProgressBar":
+        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._console.is_terminal:
-            self._progress.stop()
+        self._progress.stop()
 
     def show(self, stage: str, done: int, total: int) -> None:
         """Moves the bar of a stage, which appears with its first call."""
         if stage not in self._tasks:
             self._tasks[stage] = self._progress.add_task(stage, total=total)
-            if not self._console.is_terminal:
+            if self._plain:
                 print(f"{stage} ...", file=sys.stderr, flush=True)
         self._progress.update(self._tasks[stage], completed=done)

@@ -13,7 +13,6 @@ import contextlib
 import re
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 
@@ -62,9 +61,6 @@ def report_warnings() -> Iterator[None]:
 @contextlib.contextmanager
 def report_sigterm() -> Iterator[None]:
     """Ends the code inside on SIGTERM as on Ctrl-C: one line, and no half-written files."""
-    if threading.current_thread() is not threading.main_thread():  # signals can not be caught here
-        yield
-        return
     before = signal.signal(signal.SIGTERM, lambda *_: _fail("stopped by SIGTERM", 143))
     try:
         yield
@@ -78,15 +74,13 @@ def box_as_line(box: str, command: str) -> str:
     rule = r"[^\n]*(?:───|---)[^\n]*\n"
     parts = [" ".join(part.split()) for part in re.split(rule, box.replace("│", " "))]
     message, *rest = [part for part in parts if part][0 if "╭" in box else 1 :]
-    nearest = re.search(r"--[\w.-]+", rest[0]) if rest and "Perhaps you meant" in rest[0] else None
     # For an option that may be left out, tyro also says why the value is not None.
-    union = (
-        r"no type matching \{None\}\|(?:\{\[)?(\w+).*? could be instantiated from \[(.*?)\]\. "
-        r"Got errors:.*"
+    union = r"no type matching \{None\}\|(?:\{\[)?(\w+).*? instantiated from \[(.*?)\]\..*"
+    message = re.sub(union, r"\2 is not allowed; give \1", message).removesuffix(".")
+    nearest = re.search(r"Perhaps you meant: (--[\w.-]+)", " ".join(rest))
+    return message + (
+        f" (did you mean {nearest[1]}?)" if nearest else f"; see vssm {command} --help"
     )
-    message = re.sub(union, r"\2 is not allowed; give \1", message)
-    hint = f" (did you mean {nearest[0]}?)" if nearest else f"; see vssm {command} --help"
-    return message.removesuffix(".") + hint
 
 
 def _fail(message: str, code: int = 2) -> None:

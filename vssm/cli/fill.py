@@ -15,7 +15,8 @@ from vssm.cli.options import check_seed
 from vssm.cli.samples import check_files, read_array, write_array, write_samples
 from vssm.data import Meta, read_meta
 from vssm.data.series import TableWindows
-from vssm.data.table import Table, find_columns, read_table
+from vssm.data.table import find_columns, read_table
+from vssm.forecasting.files import write_forecast
 from vssm.models import Model
 from vssm.runs.checkpoint import load_finite
 from vssm.runs.pretrained import find
@@ -177,7 +178,7 @@ class Fill:
         for level in _QUANTILES if self.num > 1 else ():
             for k in np.flatnonzero(np.isnan(windows.values).any(0)):
                 columns[f"{meta.columns[k]} q{level}"] = np.quantile(made[..., k], level, 0)
-        _write_table(table, columns, self.out)
+        write_forecast(table.frame.assign(**columns), self.out)
 
 
 def _read_picture(path: Path, name: str, size: tuple[int, int], mode: str) -> np.ndarray:
@@ -194,17 +195,3 @@ def _read_picture(path: Path, name: str, size: tuple[int, int], mode: str) -> np
             f"this run needs {size[0]} x {size[1]}"
         )
     return pixels
-
-
-def _write_table(table: Table, columns: dict[str, np.ndarray], out: Path) -> None:
-    """Writes the columns of a file in their places, and new ones after them."""
-    frame = table.frame.assign(**columns)
-    if out.suffix == ".csv":
-        write_atomically(out, lambda path: frame.to_csv(path, index=False))
-        return
-    try:
-        write_atomically(out, lambda path: frame.to_parquet(path, engine="pyarrow", index=False))
-    except ImportError as error:
-        raise ValueError(
-            f"{out}: Parquet needs pyarrow, install it with: pip install 'vssm[forecast]'"
-        ) from error

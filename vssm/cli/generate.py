@@ -63,15 +63,12 @@ class Generate:
         check_seed(self.seed)
         if self.length is not None:
             whole_number("length", self.length, 1)
-        if self.out is not None and self.out.suffix not in (".npy", ".png", ".txt"):
-            raise ValueError(f"out={str(self.out)!r} is not allowed; use .npy, .png or .txt")
-        self._check_files(self.out)
-        device = choose_device(self.device)
-        folder = find(self.run_folder)
-        model, meta = load_finite(folder, device), read_meta(folder)
+        device, folder = choose_device(self.device), find(self.run_folder)
+        meta = read_meta(folder)
         text = meta is not None and meta.suggested_head == "categorical"
         out = self.out or Path("samples.txt" if text else "samples.npy")
         self._check_files(out)
+        model = load_finite(folder, device)
         state = None if self.resume is None else vssm.State.load(self.resume, device)
         if state is not None and state.batch == 1 and (self.num or 1) > 1:
             state = state.repeat(self.num or 1)  # one sample, continued in several ways
@@ -131,8 +128,10 @@ class Generate:
         made = vssm.fill(model, x, **options, seed=self.seed or 0)
         return meta.without_given(made)[:, first:]
 
-    def _check_files(self, out: Path | None) -> None:
+    def _check_files(self, out: Path) -> None:
         """Raises if a file can not be written or would replace one that is read."""
+        if out.suffix not in (".npy", ".png", ".txt"):
+            raise ValueError(f"out={str(out)!r} is not allowed; use .npy, .png or .txt")
         writes = {"out": out, "state": self.state}
         prompt = Path(self.prompt) if self.prompt and self.prompt.endswith(".npy") else None
         check_files(writes, {"prompt": prompt})
