@@ -103,11 +103,10 @@ def test_comparison_marks_the_best(tmp_path):
     ]
     page = read(report(runs, out=tmp_path / "page" / "report.html"))
     assert ["a", "b", "c"] in page.rows
-    assert ["log p(x)", "*866.0*", "709.0", "–"] in page.rows
-    assert ["in chunks of 4, re-conditioned", "504.0", "*74.00*", "–"] in page.rows
-    assert ["whole sequence, batch 1", "*5.50*", "94.00", "–"] in page.rows
-    assert ["floor: training images", "–", "–", "7.00"] in page.rows
-    assert "Not shown" not in page.text["h2"]
+    assert ["log p(x)", "*866.04*", "709", "–"] in page.rows
+    assert ["in chunks of 4, re-conditioned", "504", "*74*", "–"] in page.rows
+    assert ["whole sequence, batch 1", "*5.5*", "94", "–"] in page.rows
+    assert ["floor: training images", "–", "–", "7"] in page.rows
 
 
 def test_only_runs_of_one_task_are_compared(tmp_path):
@@ -186,9 +185,11 @@ def test_all_text_is_escaped(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["eval.json", "config.json", "log.jsonl", "samples.png"])
-def test_missing_files_are_named_at_the_end(name, tmp_path):
+def test_a_page_shows_what_is_there(name, tmp_path):
     page = read(report([make_run(tmp_path / "mine", **{name: None})], out=tmp_path / "report.html"))
-    assert page.text["h2"][-1] == "Not shown" and page.text["li"][-1] == f"mine/{name} is missing"
+    titles = {"eval.json": "Test set", "log.jsonl": "Training", "samples.png": "Samples"}
+    missing = {titles[name]} if name in titles else set()
+    assert set(page.text["h2"]) == {"Samples", "Training", "Test set", "Runs"} - missing
 
 
 @pytest.mark.parametrize(
@@ -206,21 +207,6 @@ def test_damaged_files_are_named(files, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         report([make_run(tmp_path / "mine", **files)], out=tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
-
-
-@pytest.mark.parametrize(
-    "value", [3, None, "x", [], {"metrics": 3}, {"metrics": {"elbo": [1]}, "machine": 4}]
-)
-def test_odd_values_are_shown_or_left_out(value, tmp_path):
-    odd = {
-        "config.json": {"model": value, "data": value, "train": value},
-        "meta.json": {"machine": value},
-        "eval.json": value if isinstance(value, dict) else {},
-    }
-    files = {name: json.dumps(content) for name, content in odd.items()}
-    run = make_run(tmp_path / "mine", **files)
-    page = read(report([run, run], out=tmp_path / "report.html"))
-    assert ["mine", "mine′"] in page.rows
 
 
 DIALS = {
@@ -258,9 +244,9 @@ def test_dials_become_curves_and_a_table(tmp_path):
         *("in chunks of 1, re-conditioned", "in 4 passes", "in 28 passes"),
         *("in chunks of 7, 2 passes each", "floor: training images"),
     ]
-    assert ["in chunks of 14, re-conditioned", "820.0", "11.00", "61.00"] in page.rows
-    assert ["in 4 passes", "757.0", "20.00", "–"] in page.rows
-    assert ["floor: training images", "7.00", "–", "–"] in page.rows
+    assert ["in chunks of 14, re-conditioned", "820", "11", "61"] in page.rows
+    assert ["in 4 passes", "757", "20", "–"] in page.rows
+    assert ["floor: training images", "7", "–", "–"] in page.rows
     assert {"chunks W", "passes S", "chunks of 7, passes S", "floor"} <= set(page.text["li"])
     legend = [text for text in page.text["li"] if text == "passes S"]
     assert len(legend) == 1  # at batch 256 no passes were timed
@@ -272,7 +258,7 @@ def test_no_curves_without_dials(tmp_path):
         report([make_run(tmp_path / "mine", metrics=metrics)], out=tmp_path / "report.html")
     )
     assert not any("quality against time" in text for text in page.text["caption"])
-    assert ["in chunks of 7, 2 passes each", "500.0"] in page.rows
+    assert ["in chunks of 7, 2 passes each", "500"] in page.rows
 
 
 def test_values_that_cannot_be_drawn_stay_in_the_table(tmp_path):
@@ -284,7 +270,7 @@ def test_values_that_cannot_be_drawn_stay_in_the_table(tmp_path):
         "ms_w99999999999": 1.0,
     }
     page = read(report([make_run(tmp_path / "mine", metrics=odd)], out=tmp_path / "report.html"))
-    assert ["one shot", "–", "3.00"] in page.rows
+    assert ["one shot", "–", "3"] in page.rows
     assert ["in chunks of 2, re-conditioned", "0", "x"] in page.rows
     assert not any("Fréchet distance, batch" in title for title in charts(page))
 
@@ -327,7 +313,7 @@ def test_a_page_does_not_replace_a_file_of_a_run(tmp_path, capsys):
     before = config.read_bytes()
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(config.parent), "--out", str(config)])
-    line = f"vssm: out='{config}' is not allowed; allowed: a name in .html or .htm\n"
+    line = f"vssm: out='{config}' is not allowed; use a name in .html or .htm\n"
     assert capsys.readouterr().err == line and config.read_bytes() == before
 
 

@@ -67,17 +67,15 @@ def draw_chart(
         line = "--" if name in dashed else "-"
         x, y = zip(*points, strict=True)
         axes.plot(x, y, line, color=legend[name], marker=marker, markersize=4)
-    xs = sorted({x for points in lines.values() for x, _ in points})
     if log:
         axes.loglog()
         axes.minorticks_off()
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        if len(xs) <= 8 and all(float(x).is_integer() for x in xs):  # batches, lengths
-            axes.set_xticks(xs)
     else:
         # The first losses are far above the rest: the axis fits the last 95 percent.
-        start = xs[0] + (xs[-1] - xs[0]) / 20
+        xs = [x for points in lines.values() for x, _ in points]
+        start = min(xs) + (max(xs) - min(xs)) / 20
         ys = [y for points in lines.values() for x, y in points if x >= start]
         margin = (max(ys) - min(ys)) / 20 or abs(ys[0]) / 2 or 0.5
         axes.set_ylim(min(ys) - margin, max(ys) + margin)

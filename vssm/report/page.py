@@ -1,8 +1,8 @@
 """One self-contained HTML page about runs. It formats files and computes nothing.
 
-From a run folder it reads config.json, meta.json, log.jsonl, eval.json and all pictures. A missing
-file is named on the page. A damaged file, or a folder without a run, is an error. All text from
-files is escaped, and the page loads and runs nothing.
+From a run folder it reads config.json, meta.json, log.jsonl, eval.json and all pictures, as far as
+they are there. A damaged file, or a folder without a run, is an error. All text from files is
+escaped, and the page loads and runs nothing.
 
 The page opens with pictures and curves; tables follow. A section is a list of blocks, which
 page.html lays out: `pictures` side by side (`wide` ones below each other), or a `table`.
@@ -58,12 +58,12 @@ class _Run:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        return _part(self.evaluation, "metrics")
+        return self.evaluation.get("metrics", {})
 
     @property
     def task(self) -> str:
         """The data and the kind of density; likelihoods compare only where both are equal."""
-        data, model = _part(self.config, "data"), _part(self.config, "model")
+        data, model = self.config.get("data", {}), self.config.get("model", {})
         binary = "binarised " if data.get("binarize") else ""
         return f"{binary}{data.get('name', 'unknown data')}, {model.get('head', 'unknown')} head"
 
@@ -82,46 +82,39 @@ def report(run_folders: Iterable[str | Path] | str | Path, out: str | Path = "re
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = Path(folder, "log.jsonl").write_text("")
-        ...     page = report(folder, out=f"{folder}/report.html")
-        ...     "config.json is missing" in page.read_text()
-        True
+        ...     report(folder, out=f"{folder}/report.html").name
+        'report.html'
     """
     folders = [run_folders] if isinstance(run_folders, str | Path) else list(run_folders)
     if not folders:
         raise ValueError("nothing to report; give one or more run folders")
-    notices: list[str] = []
     runs: list[_Run] = []
     for folder in folders:
-        run = _read_run(Path(folder), notices)
+        run = _read_run(Path(folder))
         while run.name in [other.name for other in runs]:
             run.name += "′"
         runs.append(run)
-    pictures = [picture for run in runs for picture in run.pictures]
     sections = {
-        "Samples": [{"pictures": pictures}] if pictures else [],
+        "Samples": _figures([picture for run in runs for picture in run.pictures]),
         "Training": _training(runs),
         "Quality against time": [block for run in runs for block in _dials(run.name, run.metrics)],
         "Test set": _comparisons(runs),
-        "Runs": _facts(runs) if runs else [],
+        "Runs": _facts(runs),
     }
-    return write_page(out, {title: blocks for title, blocks in sections.items() if blocks}, notices)
+    return write_page(out, {title: blocks for title, blocks in sections.items() if blocks})
 
 
-def write_page(
-    out: str | Path, sections: Mapping[str, Blocks], notices: Sequence[str] = ()
-) -> Path:
-    """Writes a page from sections by title, and notices of what is not shown; returns its path."""
+def write_page(out: str | Path, sections: Mapping[str, Blocks]) -> Path:
+    """Writes a page from sections by title; returns its path."""
     from jinja2 import Environment, FileSystemLoader
 
     out = Path(out)
     if out.suffix.lower() not in (".html", ".htm"):  # it could be a file of a run
-        raise ValueError(f"out={str(out)!r} is not allowed; allowed: a name in .html or .htm")
+        raise ValueError(f"out={str(out)!r} is not allowed; use a name in .html or .htm")
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.filters["text"] = _text
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    page = environment.get_template("page.html").render(
-        sections=sections, notices=notices, date=date
-    )
+    page = environment.get_template("page.html").render(sections=sections, date=date)
     out.parent.mkdir(parents=True, exist_ok=True)
     # JSON may hold a lone surrogate, UTF-8 may not.
     write_atomically(out, lambda path: path.write_bytes(page.encode("utf-8", "replace")))
@@ -136,14 +129,11 @@ def read_picture(path: Path, title: str, alt: str) -> Picture:
     return Picture(title, alt, content)
 
 
-def _read_run(folder: Path, notices: list[str]) -> _Run:
+def _read_run(folder: Path) -> _Run:
     if not any((folder / file).is_file() for file in ("config.json", "log.jsonl", "eval.json")):
         what = "holds no run" if folder.is_dir() else "is not a folder"
         raise ValueError(f"{str(folder)!r} {what}; give run folders, which vssm train writes")
     name = folder.resolve().name
-    for file in ("config.json", "eval.json", "log.jsonl", "samples.png"):
-        if not (folder / file).is_file():
-            notices.append(f"{name}/{file} is missing")
     files = (folder / file for file in ("config.json", "meta.json", "eval.json"))
     contents = [read_object(path) if path.is_file() else {} for path in files]
     log = read_log(folder) if (folder / "log.jsonl").is_file() else []
@@ -167,7 +157,11 @@ def _training(runs: Sequence[_Run]) -> Blocks:
         lines = {split: _points(runs[0].log, split, term) for split in ("train", "valid")}
         if any(y for points in lines.values() for _, y in points):
             charts.append(draw_chart(f"{label(term)}, nats a sequence", "epoch", lines, ["valid"]))
-    return [{"pictures": charts}] if charts else []
+    return _figures(charts)
+
+
+def _figures(pictures: list[Picture]) -> Blocks:
+    return [{"pictures": pictures}] if pictures else []
 
 
 def _points(log: Sequence[Object], split: str, term: str) -> Points:
@@ -224,8 +218,8 @@ def _facts(runs: Sequence[_Run]) -> Blocks:
     """Makes a table of what the runs are, a column each."""
     columns = []
     for run in runs:
-        model, train = _part(run.config, "model"), _part(run.config, "train")
-        machine = _part(run.meta, "machine") or _part(run.evaluation, "machine")
+        model, train = run.config.get("model", {}), run.config.get("train", {})
+        machine = run.meta.get("machine") or run.evaluation.get("machine", {})
         levels, latent = model.get("levels", 1), model.get("kind") in ("tvae", "vrnn", "vssm")
         commit = str(run.evaluation.get("commit") or run.meta.get("commit") or "")
         columns.append(
@@ -246,24 +240,14 @@ def _facts(runs: Sequence[_Run]) -> Blocks:
     return [{"table": Table("Settings and costs", [run.name for run in runs], rows)}]
 
 
-def _part(values: Object, name: str) -> dict[str, Any]:
-    """Returns a part of a JSON object that should be an object itself."""
-    part = values.get(name)
-    return part if isinstance(part, dict) else {}
-
-
 def _text(value: object) -> str:
     """Writes a value with as many digits as a reader needs.
 
-    >>> [_text(value) for value in (1234567, 1234.5, 12.345, 0.00123, float("nan"), None, True)]
-    ['1,234,567', '1,234.5', '12.35', '0.00123', 'not finite', '–', 'True']
+    >>> [_text(value) for value in (1234567, 1234.567, 12.345, 0.00123, None, True)]
+    ['1,234,567', '1,234.6', '12.345', '0.00123', '–', 'True']
     """
     if value is None:
         return "–"
-    if isinstance(value, float) and not is_number(value):
-        return "not finite"
-    if not isinstance(value, float):
-        return f"{value:,}" if is_number(value) else str(value)
-    if not 1 <= abs(value) < 1e7:
-        return f"{value:.3g}"
-    return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.2f}"
+    if isinstance(value, float):
+        return f"{value:,.5g}"
+    return f"{value:,}" if is_number(value) else str(value)
