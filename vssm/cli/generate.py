@@ -64,11 +64,10 @@ class Generate:
         if self.length is not None:
             whole_number("length", self.length, 1)
         device, folder = choose_device(self.device), find(self.run_folder)
-        meta = read_meta(folder)
+        model, meta = load_finite(folder, device), read_meta(folder)
         text = meta is not None and meta.suggested_head == "categorical"
         out = self.out or Path("samples.txt" if text else "samples.npy")
         self._check_files(out)
-        model = load_finite(folder, device)
         state = None if self.resume is None else vssm.State.load(self.resume, device)
         if state is not None and state.batch == 1 and (self.num or 1) > 1:
             state = state.repeat(self.num or 1)  # one sample, continued in several ways

@@ -68,12 +68,10 @@ class RunOptions(DataOptions):
 
     @classmethod
     def default(cls, arguments: list[str]) -> Self:
-        """Returns the defaults: those of the preset, and of the model to start from."""
+        """Returns the defaults, which are those of the preset."""
         start, parser = cls(), argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        for flag in ("--preset", "--train.init"):
-            parser.add_argument(flag, nargs="?")
-        values = vars(parser.parse_known_args(arguments)[0])
-        preset, init = values["preset"], values["train.init"]
+        parser.add_argument("--preset", nargs="?")
+        preset = parser.parse_known_args(arguments)[0].preset
         # A word after an option is its value, unless the option has one already.
         pairs = zip(["", *arguments], arguments, strict=False)
         words = [word for before, word in pairs if before[:2] != "--" or "=" in before]
@@ -85,10 +83,6 @@ class RunOptions(DataOptions):
             start = replace(start, name=config.data.name, model=config.model, train=config.train)
         if "--smoke" in arguments:
             start = replace(start, model=PRESETS["smoke"].model, train=PRESETS["smoke"].train)
-        if init:
-            from vssm.runs.checkpoint import config_of
-
-            start = replace(start, model=config_of(init))
         return start
 
 
