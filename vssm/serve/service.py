@@ -81,7 +81,7 @@ class Service:
         # A state of constant size remembers no single steps, so they count for nothing.
         known = steps + (position if served.remembers_steps else 0)
         self._check_size(num, length, known, "resume" if data is None else name)
-        dials = {} if making is None else _dials(making, served, num, length, state)
+        dials = {} if making is None else _dials(making, served, num, length)
         data = None if data is None else data.expand(num, *data.shape[1:])
         seed, row = _noise(ask.seed, num, state)
         calls = make_steps(served, seed, row, length, data, state, **dials)
@@ -253,9 +253,6 @@ def _count(
             "/v1/observe, or the data as a prompt to /v1/generate, so that each draws its own"
         )
         raise invalid(message, "num")
-    if data is not None and "blind" in state.children:
-        message = "resume can not read data: it was generated without recondition"
-        raise invalid(message, "resume")
     return num
 
 
@@ -270,11 +267,7 @@ def _noise(seed: int | None, num: int, state: State | None) -> tuple[Tensor, Ten
 
 
 def _dials(
-    ask: GenerateRequest | ResumeRequest,
-    served: Served,
-    num: int,
-    length: int,
-    state: State | None,
+    ask: GenerateRequest | ResumeRequest, served: Served, num: int, length: int
 ) -> dict[str, Any]:
     """Returns the options of `make_steps`, or refuses them."""
     if ask.recondition and not served.parallel:
@@ -282,9 +275,6 @@ def _dials(
         raise invalid(message, "recondition")
     if ask.recondition and served.model.config.known == "any":  # windows and chunks would not agree
         raise invalid("this model can not recondition; /v1/fill has passes", "recondition")
-    if ask.recondition and state is not None and "blind" in state.children:
-        message = "recondition=true can not follow an answer without it; set it from the start"
-        raise invalid(message, "recondition")
     # A chunk is read from the state before it, so it is made in one call.
     chunk, most = min(ask.chunk or length, length), _RECONDITIONED * served.cells
     if ask.recondition and num * chunk > most:
