@@ -699,7 +699,7 @@ def test_pixels_that_were_not_scaled_are_no_prompt(tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     np.save("pixels.npy", np.full((2, 14, 28), 255.0))
     message = fails(capsys, "generate", "mnist-small", "--prompt", "pixels.npy")
-    assert "holds values from 255 to 255, but pixels of this model lie from 0 to 1" in message
+    assert "holds values up to 255, but pixels of this model lie from 0 to 1" in message
 
 
 def test_a_sample_is_continued_in_several_ways(tmp_path, monkeypatch):

@@ -104,7 +104,7 @@ class Fill:
             options = {"temperature": self.temperature, "observe": observe, "seed": self.seed}
             filled = vssm.fill(model, *part, self.num, self.passes, **options, rows=rows.tolist())
             made[rows] = filled.cpu()
-        return torch.where(known[:, None], x[:, None], made)
+        return made
 
     def _label(self, model: Model, x: torch.Tensor) -> torch.Tensor:
         """Adds the class to every step, one-hot, if the model was trained with labels."""
@@ -143,14 +143,13 @@ class Fill:
         assert meta.image_shape is not None
         self._check_out(".png", ".npy")
         height, width, channels = meta.image_shape
-        pixels = _read_picture(self.input, "input", (height, width), "RGBA")
-        unknown = pixels[..., 3] < 128
+        mode = "LA" if channels == 1 else "RGBA"
+        pixels = _read_picture(self.input, "input", (height, width), mode)
+        unknown = pixels[..., -1] < 128
         if self.mask is not None:
             unknown = _read_picture(self.mask, "mask", (height, width), "L") >= 128
-        colours = np.asarray(Image.fromarray(pixels[..., :3]).convert("L"))[..., None]
-        colours = colours if channels == 1 else pixels[..., :3]
         levels = (meta.levels or 256) - 1
-        x = np.round(colours / 255 * levels) / levels
+        x = np.round(pixels[..., :-1] / 255 * levels) / levels
         x = self._label(model, torch.from_numpy(x).float().reshape(1, height, -1))
         known = torch.from_numpy(~unknown).repeat_interleave(channels, 1)[None]
         known = torch.cat([known, torch.ones(1, height, model.config.given, dtype=torch.bool)], -1)

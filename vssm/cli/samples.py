@@ -67,7 +67,15 @@ def read_prompt(prompt: str, model: Model, meta: Meta | None) -> torch.Tensor:
         array = array.astype(np.int64)
         return torch.from_numpy(array[None] if array.ndim == 1 else array)
     if meta is not None and meta.image_shape is not None:
-        array = _read_pixels(array, meta.image_shape, meta.levels, prompt)
+        if array.shape[2:] == meta.image_shape[1:]:  # images, as the data set `arrays` reads them
+            array = array.reshape(*array.shape[:2], -1)
+        if array.dtype == np.uint8 and meta.levels == 256:
+            array = array / np.float32(255)
+        if array.dtype.kind == "f" and (np.abs(array) > 10).any():  # most likely 0 to 255
+            raise ValueError(
+                f"prompt={prompt!r} holds values up to {array.max():g}, but pixels of this model "
+                "lie from 0 to 1; divide them by 255, or give uint8"
+            )
     if array.dtype.kind != "f":
         raise ValueError(
             f"prompt={prompt!r} holds {array.dtype}; give floats, as the training data has them,"
@@ -77,23 +85,6 @@ def read_prompt(prompt: str, model: Model, meta: Meta | None) -> torch.Tensor:
         array = array[None]
     with np.errstate(over="ignore"):  # a value that is too large becomes infinite and is refused
         return torch.from_numpy(array.astype(np.float32))
-
-
-def _read_pixels(
-    array: np.ndarray, shape: tuple[int, ...], levels: int | None, prompt: str
-) -> np.ndarray:
-    if array.shape[2:] == shape[1:]:  # images, as the data set `arrays` reads them
-        array = array.reshape(*array.shape[:2], -1)
-    if array.dtype == np.uint8 and levels == 256:
-        return array / np.float32(255)
-    if array.dtype.kind == "f" and array.size:
-        low, high = float(array.min()), float(array.max())
-        if max(-low, high) > 10:  # most likely 0 to 255
-            raise ValueError(
-                f"prompt={prompt!r} holds values from {low:g} to {high:g}, but pixels of this model"
-                " lie from 0 to 1; divide them by 255, or give uint8"
-            )
-    return array
 
 
 def read_array(path: str, name: str = "prompt") -> np.ndarray:
