@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.models import Model, Variational
-from vssm.nn import AttentionBlock, GRUBlock, MambaBlock, MambaMixer, State
+from vssm.nn import AttentionBlock, GRUBlock, MambaBlock, MambaMixer, State, join_weights
 from vssm.nn.stack import Linear, RMSNorm, StepSizes
 from vssm.ops import selective_scan
 from vssm.ops.linear import PackedWeight, linear, linear_conv_silu
@@ -31,10 +31,7 @@ def fuse(model: Model, backend: str = "auto") -> None:
     """
     if isinstance(model, Variational):
         model.encoder = nn.Identity()  # generation does not read it  # type: ignore[assignment]
-    for layer in model.modules():
-        if isinstance(layer, nn.RNNBase):
-            # Copied weights lie apart in memory, and cuDNN would join them at every call.
-            layer.flatten_parameters()
+    join_weights(model)
     if not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()):
         _replace(model, backend)
 

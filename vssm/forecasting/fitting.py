@@ -21,6 +21,7 @@ from vssm.forecasting.network import build_model, draw_paths, loss_of
 from vssm.forecasting.panel import Panel
 from vssm.forecasting.windows import LEAST_SCALE, Batch, Layout, Windows
 from vssm.models import Model
+from vssm.nn import join_weights
 from vssm.objectives.masks import random_masks
 from vssm.training.progress import shows_bars
 
@@ -164,6 +165,7 @@ def train(
         model = build_model(config).to(device)
     noise = generator if device.type == "cpu" else torch.Generator(device).manual_seed(seed)
     average = AveragedModel(model, avg_fn=_moving_average)
+    join_weights(average)
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.01)
     cuts = windows.cuts(least=max(windows.layout.season, 2))
     every, best, waited = max(10, min(50, steps // 10)), 1e30, 0

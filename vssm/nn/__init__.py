@@ -4,6 +4,7 @@ from vssm.nn.attention import AttentionBlock as AttentionBlock
 from vssm.nn.attention import reserve as reserve
 from vssm.nn.attention import trim as trim
 from vssm.nn.gru import GRUBlock as GRUBlock
+from vssm.nn.gru import join_weights as join_weights
 from vssm.nn.mamba import MambaBlock as MambaBlock
 from vssm.nn.mamba import MambaMixer as MambaMixer
 from vssm.nn.stack import BLOCKS as BLOCKS

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from vssm.config import ModelConfig
 from vssm.nn.state import State
 
-__all__ = ["GRUBlock"]
+__all__ = ["GRUBlock", "join_weights"]
 
 # Gates in one call: with 1.6e9 of them (50,000 rows of 168 steps), cuDNN 9 read out of bounds.
 MOST_GATES = 2**28
@@ -51,3 +51,10 @@ class GRUBlock(nn.Module):
             for name in ("weight", "bias")
         )
         return torch.gru_cell(self.norm(x)[:, 0], h, *weights, *biases)
+
+
+def join_weights(model: nn.Module) -> None:
+    """Lays the copied weights of GRUs side by side, or cuDNN would do so at every call."""
+    for part in model.modules():
+        if isinstance(part, nn.GRU):
+            part.flatten_parameters()

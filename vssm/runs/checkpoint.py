@@ -14,6 +14,7 @@ from torch import Tensor
 from vssm.checks import check_device, check_path
 from vssm.config import FORMAT, ModelConfig
 from vssm.models import Model, build, inner_model
+from vssm.nn import join_weights
 from vssm.runs import pretrained
 from vssm.runs.config import SavedConfig
 from vssm.storage import read_object, read_tensors, write_tensors
@@ -102,9 +103,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
     # Weights may be stored in fewer bits than the model computes with.
     weights = {name: tensor.to(device).float() for name, tensor in tensors.items()}
     model = _filled_model(config, weights, repr(str(path)))
-    for part in model.modules():
-        if isinstance(part, torch.nn.RNNBase):
-            part.flatten_parameters()  # or cuDNN would copy them at every call
+    join_weights(model)
     return model.requires_grad_(True)
 
 
