@@ -48,13 +48,16 @@ def demo(out: Path = Path("demo")) -> None:
     _draw_mnist(folder)
     print("\nRace, untrained models of 2 M parameters: one sequence of T rows, ms", flush=True)
     _race()
-    print("\nThree small models, trained on 8 x 8 digits and scored on the test set:", flush=True)
+    print("\nThree small models of 8 x 8 digits, scored on the test set:", flush=True)
     print("              training, s   log p(x), nats   second half given the first")
+    size = ModelConfig(features=8, width=96, layers=2, heads=4, latents=12, classes=16)
     for kind, epochs in _EPOCHS.items():
-        size = ModelConfig(features=8, width=96, layers=2, heads=4, latents=12, classes=16)
+        model = replace(size, kind=kind)
+        if kind == "vssm":
+            model = replace(model, levels=4, spans=(8, 4, 2, 1))  # whole digits, then their parts
         config = RunConfig(
             data=DataConfig(name="digits"),
-            model=replace(size, kind=kind),
+            model=model,
             train=TrainConfig(epochs=epochs, batch=64, learning_rate=3e-3),
         )
         began = time.perf_counter()
