@@ -20,7 +20,7 @@ PAGES = [
     ROOT / "README.md",
     *(ROOT / "docs" / f"{name}.md" for name in ("guide", "sampling", "judging")),
 ]
-GUIDES = ("guide", "sampling", "judging", "images", "text", "theory", "paper", "speed", "gallery")
+NO_GUIDES = ("api", "reference", "results", "kernels")  # generated, or about the inside
 
 
 def blocks(page, language):
@@ -31,8 +31,8 @@ def blocks(page, language):
 
 def test_pages_are_short():
     assert len(PAGES[0].read_text().splitlines()) <= 150
-    for name in GUIDES:
-        assert len((ROOT / "docs" / f"{name}.md").read_text().splitlines()) <= 150, name
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.stem in NO_GUIDES or len(page.read_text().splitlines()) <= 150, page
 
 
 @pytest.mark.parametrize("page", PAGES[:3], ids=lambda page: page.name)
