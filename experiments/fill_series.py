@@ -47,8 +47,8 @@ import tyro
 from tyro.conf import Positional
 
 import vssm
+from vssm.data.storage import write_atomically
 from vssm.runs.results import result, write_result
-from vssm.storage import write_atomically
 
 WINDOW, SAMPLES, DAY = 96, 100, {"ETTh1": 24, "weather": 144}
 LEVELS = np.arange(1, 10) / 10

@@ -48,11 +48,11 @@ import tyro
 from forecast_peers import CLASSICAL, GLUON, LEVELS, classical_quantiles, train_gluon
 
 from vssm import Forecaster
+from vssm.data.storage import write_atomically
 from vssm.forecasting.backtest import naive_paths
 from vssm.forecasting.fitting import season_of
 from vssm.forecasting.windows import Layout
 from vssm.runs.results import result, write_result
-from vssm.storage import write_atomically
 
 HORIZONS: dict[str, tuple[int, ...]] = {
     "ETTh1": (96, 336),

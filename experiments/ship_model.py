@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import tyro
 
+from vssm.data.storage import read_tensors, write_atomically, write_tensors
 from vssm.runs.config import SavedConfig
 from vssm.runs.hub import model_card, without_folders
-from vssm.storage import read_tensors, write_atomically, write_tensors
 
 _LIMITS = (
     "The model was trained for minutes, to be small and quick to try: longer training and more "

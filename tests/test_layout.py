@@ -18,7 +18,6 @@ ROOT = PACKAGE.parent
 # Each module may import only from modules that stand before it.
 ORDER = (
     "checks",
-    "storage",
     "ops",
     "noise",
     "distributions",

@@ -26,8 +26,8 @@ from quality import draw_dials, quality
 from views import show
 from writing import contents, details, links, machine, number, origins, table, wrapped
 
+from vssm.data.storage import write_atomically
 from vssm.lab.experiments import DATA_SETS, draw_figure, draw_samples, read_results, scored_runs
-from vssm.storage import write_atomically
 
 _INTRO = (
     "Made by `make docs`, not by hand. Every number comes from a result file that records its "

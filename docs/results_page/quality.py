@@ -8,10 +8,10 @@ from typing import Any
 from writing import number, origins, table
 
 from vssm.config import RunConfig
+from vssm.data.storage import write_atomically
 from vssm.lab.experiments import read_results
 from vssm.runs.hub import train_command
 from vssm.runs.labels import dial_curves, dial_ways, label
-from vssm.storage import write_atomically
 
 _ABOUT = (
     "Each row is a run that `vssm evaluate RUN --dials --result results/quality/DATA_NAME.json` "

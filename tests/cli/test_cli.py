@@ -381,7 +381,7 @@ def test_a_bug_keeps_its_traceback():
 def test_sigterm_is_said_and_leaves_no_half_written_file(tmp_path):
     code = (
         "import sys, time\n"
-        "from vssm import cli\nfrom vssm.storage import write_atomically\n"
+        "from vssm import cli\nfrom vssm.data.storage import write_atomically\n"
         "def slow(path):\n    path.write_text('half')\n    print('writing', flush=True)\n"
         "    time.sleep(60)\n"
         "def write():\n    write_atomically(sys.argv[1], slow)\n"

@@ -495,7 +495,7 @@ def test_failed_write_leaves_the_old_evaluation(tmp_path, monkeypatch):
 
 def test_read_only_folder_is_named_before_the_work(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", "rnn", WAVES)
-    monkeypatch.setattr("vssm.storage.os.access", lambda place, mode: False)
+    monkeypatch.setattr("vssm.data.storage.os.access", lambda place, mode: False)
     stages = []
     message = rf"^folder='{run}' cannot be written to \(permission denied\); use a run folder"
     with pytest.raises(ValueError, match=message):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.conftest import KINDS, sequences, small_model
 from vssm import State, generate, load, log_likelihood, observe, save
-from vssm.storage import write_atomically
+from vssm.data.storage import write_atomically
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -335,8 +335,8 @@ def test_file_is_flushed_before_it_is_renamed(tmp_path, monkeypatch):
         events.append("rename")
         return replace(path, target)
 
-    monkeypatch.setattr("vssm.storage.os.fsync", synced)
-    monkeypatch.setattr("vssm.storage.Path.replace", replaced)
+    monkeypatch.setattr("vssm.data.storage.os.fsync", synced)
+    monkeypatch.setattr("vssm.data.storage.Path.replace", replaced)
     write_atomically(tmp_path / "a.txt", lambda file: file.write_text("whole"))
     assert events == [5, "rename", "folder"]
 

@@ -20,9 +20,9 @@ import vssm
 from tests.conftest import small_config
 from tests.tiny_runs import StopAt, log, newest, result, run, stopped, tiny
 from vssm.data import ArraysConfig, DataConfig, Meta, read_meta, steps_left
+from vssm.data.storage import write_tensors
 from vssm.evaluation.result import validations
 from vssm.runs.folder import RunFolder, claim, read_config
-from vssm.storage import write_tensors
 from vssm.training.loop import TrainingStopped, train
 
 
@@ -562,7 +562,7 @@ def test_checkpoint_is_flushed_before_it_is_renamed(tmp_path, monkeypatch):
         events.append(f"{target.name}!")
         return rename(path, target)
 
-    def written(path, tensors):  # and flushed, as all files of vssm.storage
+    def written(path, tensors):  # and flushed, as all files of vssm.data.storage
         events.append(path.name)
         write_tensors(path, tensors)
 

@@ -15,12 +15,12 @@ from vssm.cli.options import check_seed
 from vssm.cli.samples import check_files, read_array, write_array, write_samples
 from vssm.data import Meta, read_meta
 from vssm.data.series import TableWindows
+from vssm.data.storage import write_atomically
 from vssm.data.table import find_columns, read_table
 from vssm.forecasting.files import write_forecast
 from vssm.models import Model
 from vssm.runs.checkpoint import load_finite
 from vssm.runs.pretrained import find
-from vssm.storage import write_atomically
 
 __all__ = ["Fill"]
 

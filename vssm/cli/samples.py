@@ -11,9 +11,9 @@ import torch
 
 from vssm.checks import printable
 from vssm.data import Meta, draw
+from vssm.data.storage import is_device, why_read_only, write_atomically
 from vssm.models import Model
 from vssm.nn import State
-from vssm.storage import is_device, why_read_only, write_atomically
 
 __all__ = [
     "check_files",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vssm.data.config import without_retired
-from vssm.storage import read_object
+from vssm.data.storage import read_object
 
 __all__ = ["Meta", "read_meta", "steps_left"]
 

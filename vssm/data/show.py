@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vssm.data.dataset import Data
 from vssm.data.meta import Meta
-from vssm.storage import write_atomically
+from vssm.data.storage import write_atomically
 
 
 def describe(data: Data) -> dict[str, Any]:

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vssm.data.files import cache_folder
-from vssm.storage import read_tensors, write_tensors
+from vssm.data.storage import read_tensors, write_tensors
 
 __all__ = ["Classifier", "cached_classifier", "features", "frechet_distance", "train_classifier"]
 

@@ -17,6 +17,7 @@ import torch
 from vssm.checks import choose_device
 from vssm.data import Data, open_data
 from vssm.data.show import tiled
+from vssm.data.storage import read_object, why_read_only, write_atomically
 from vssm.evaluation.parts import fill_by_name
 from vssm.evaluation.quality import observed, ways_to_sample
 from vssm.models import AnyPart, Model
@@ -25,7 +26,6 @@ from vssm.runs.config import read_config
 from vssm.runs.folder import read_log
 from vssm.runs.results import write_result
 from vssm.sampling.generation import generate
-from vssm.storage import read_object, why_read_only, write_atomically
 
 __all__ = ["check_result_path", "draw_grid", "keep_result", "shown_ways", "validations"]
 

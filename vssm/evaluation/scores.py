@@ -31,6 +31,7 @@ from vssm.checks import (
     whole_number,
 )
 from vssm.data import Data, Meta, open_data
+from vssm.data.storage import why_read_only
 from vssm.evaluation import quality
 from vssm.evaluation.parts import fill_calls, fill_makers, fill_scores, known_entries
 from vssm.evaluation.quality import (
@@ -49,7 +50,6 @@ from vssm.ops import choose_backend
 from vssm.runs.checkpoint import load
 from vssm.runs.config import SavedConfig
 from vssm.runs.results import result, write_result
-from vssm.storage import why_read_only
 
 __all__ = ["ACTIVE", "UnwrittenResult", "evaluate_run", "likelihoods", "reconstruction"]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from vssm.storage import write_atomically
+from vssm.data.storage import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

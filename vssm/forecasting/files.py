@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from vssm.storage import write_atomically
+from vssm.data.storage import write_atomically
 
 __all__ = ["read_frame", "write_forecast"]
 

@@ -29,6 +29,7 @@ from vssm.checks import (
     whole_number,
 )
 from vssm.config import KINDS
+from vssm.data.storage import read_object, read_tensors, write_atomically, write_tensors
 from vssm.forecasting.backtest import Backtest, rolling_cuts, score
 from vssm.forecasting.calibration import Calibration
 from vssm.forecasting.fitting import (
@@ -54,7 +55,6 @@ from vssm.models import AnyPart
 from vssm.nn.show import html_table
 from vssm.runs.checkpoint import load_finite
 from vssm.runs.checkpoint import save as save_model
-from vssm.storage import read_object, read_tensors, write_atomically, write_tensors
 
 if TYPE_CHECKING:
     import pandas

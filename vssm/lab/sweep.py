@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from vssm.config import RunConfig
+from vssm.data.storage import write_atomically
 from vssm.lab.grid import LEARNING_RATES, check_grid, grid_configs, run_grid
 from vssm.runs.folder import claim
-from vssm.storage import write_atomically
 from vssm.training.progress import Progress, choose_progress
 
 __all__ = ["sweep"]

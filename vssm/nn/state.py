@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from vssm.checks import check_device, shown, whole_number, whole_numbers
+from vssm.data.storage import write_atomically
 from vssm.nn.show import html_table
 from vssm.nn.state_file import is_packed_at, pack, unpack
 from vssm.noise import fork
-from vssm.storage import write_atomically
 
 __all__ = ["State"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from vssm.storage import check_checksum, with_checksum
+from vssm.data.storage import check_checksum, with_checksum
 
 if TYPE_CHECKING:
     from vssm.nn.state import State

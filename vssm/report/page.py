@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vssm.data.storage import read_object, write_atomically
 from vssm.report.chart import Picture, draw_chart
 from vssm.runs.folder import read_log
 from vssm.runs.labels import GROUPS, dial_curves, dial_ways, grouped, is_number, label
-from vssm.storage import read_object, write_atomically
 
 __all__ = ["Row", "Table", "read_picture", "report", "write_page"]
 

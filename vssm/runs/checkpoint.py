@@ -13,11 +13,11 @@ from torch import Tensor
 
 from vssm.checks import check_device, check_path
 from vssm.config import FORMAT, ModelConfig
+from vssm.data.storage import read_object, read_tensors, write_tensors
 from vssm.models import Model, build, inner_model
 from vssm.nn import join_weights
 from vssm.runs import pretrained
 from vssm.runs.config import SavedConfig
-from vssm.storage import read_object, read_tensors, write_tensors
 
 __all__ = ["config_of", "load", "load_finite", "save"]
 

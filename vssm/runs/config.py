@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vssm.config import FORMAT, ModelConfig, RunConfig
-from vssm.storage import write_atomically
+from vssm.data.storage import write_atomically
 
 __all__ = ["SavedConfig", "flatten", "read_config"]
 

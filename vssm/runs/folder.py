@@ -32,9 +32,9 @@ from torch import Tensor
 
 from vssm.config import RunConfig
 from vssm.data import Meta
+from vssm.data.storage import flush, read_object, read_tensors, write_atomically, write_tensors
 from vssm.nn.show import html_table
 from vssm.runs.config import SavedConfig, flatten, read_config
-from vssm.storage import flush, read_object, read_tensors, write_atomically, write_tensors
 
 __all__ = ["FREE", "Checkpoint", "RunFolder", "claim", "differing", "read_config", "read_log"]
 

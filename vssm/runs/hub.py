@@ -17,8 +17,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from vssm.config import PRESETS, ModelConfig, RunConfig
+from vssm.data.storage import read_object
 from vssm.runs.config import SavedConfig, flatten
-from vssm.storage import read_object
 
 __all__ = ["FILES", "model_card", "pull", "push", "train_command", "without_folders"]
 

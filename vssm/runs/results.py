@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vssm.storage import write_atomically
+from vssm.data.storage import write_atomically
 
 __all__ = ["commit", "machine", "result", "write_result"]
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from vssm.data.storage import write_atomically
 from vssm.runs.folder import read_log
-from vssm.storage import write_atomically
 
 __all__ = ["curves"]
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from vssm.checks import check_path, check_type
 from vssm.config import RunConfig, TrainConfig
 from vssm.data import Meta, Split, draw, open_data
+from vssm.data.storage import write_atomically
 from vssm.likelihoods import estimates
 from vssm.models import Model, build
 from vssm.nn import BLOCKS
@@ -34,7 +35,6 @@ from vssm.runs.folder import RunFolder, read_config
 from vssm.runs.results import commit, machine
 from vssm.sampling.filling import fill
 from vssm.sampling.generation import generate
-from vssm.storage import write_atomically
 from vssm.training import figures
 from vssm.training.distributed import World, join
 from vssm.training.graph import GraphedStep, on_stream
