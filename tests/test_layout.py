@@ -33,7 +33,6 @@ ORDER = (
     "training",
     "forecasting",
     "evaluation",
-    "report",
     "lab",
     "serve",
     "cli",

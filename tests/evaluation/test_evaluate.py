@@ -29,8 +29,8 @@ from vssm.evaluation.quality import (
     observed,
     ways_to_sample,
 )
+from vssm.evaluation.report import report
 from vssm.evaluation.scores import evaluate_run
-from vssm.report.page import report
 from vssm.runs.folder import RunFolder, claim
 from vssm.runs.results import commit, result, write_result
 from vssm.training.loop import train

@@ -218,7 +218,7 @@ def test_report_of_the_folder_shows_the_table_and_the_figures(place, done, tmp_p
     assert [path.name for path in out.parent.iterdir()] == ["report.html"]
     with pytest.raises(SystemExit):
         main(["report", str(done / place), "--out", str(tmp_path / "report.md")])
-    assert "allowed: a name in .html or .htm" in capsys.readouterr().err
+    assert "use a name in .html or .htm" in capsys.readouterr().err
 
 
 def test_command_says_how_to_see_the_results(done, tmp_path, capsys):

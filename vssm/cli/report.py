@@ -5,8 +5,8 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from vssm.evaluation.report import report
 from vssm.lab.experiments import find_results, write_experiments
-from vssm.report.page import report
 
 __all__ = ["report_page"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from vssm.config import KINDS
 from vssm.data.storage import write_atomically
-from vssm.report.page import Row, Table, read_picture, write_page
+from vssm.evaluation.report.page import Row, Table, read_picture, write_page
 
 __all__ = ["DATA_SETS", "draw_figure", "draw_samples", "experiment_table", "find_results"]
 __all__ += ["read_results", "scored_runs", "write_experiments"]

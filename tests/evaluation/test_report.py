@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from vssm.report.chart import draw_chart
-from vssm.report.page import report
+from vssm.evaluation.report import report
+from vssm.evaluation.report.chart import draw_chart
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vssm.data.storage import read_object, write_atomically
-from vssm.report.chart import Picture, draw_chart
+from vssm.evaluation.report.chart import Picture, draw_chart
 from vssm.runs.folder import read_log
 from vssm.runs.labels import GROUPS, dial_curves, dial_ways, grouped, is_number, label
 

@@ -1,1 +1,0 @@
-"""The report of runs and results: one HTML page."""
