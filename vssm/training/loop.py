@@ -24,6 +24,7 @@ from torch import Tensor
 from vssm.checks import check_path, check_type
 from vssm.config import RunConfig, TrainConfig
 from vssm.data import Meta, Split, draw, open_data
+from vssm.data.dataset import digest, on_device
 from vssm.data.storage import write_atomically
 from vssm.likelihoods import estimates
 from vssm.models import Model, build
@@ -107,7 +108,7 @@ class Trainer:
         self.meta: Meta = data.meta
         self.model: Model = _build_model(self.config, first)
         check_data(self.config, self.model.head, data, warn=world.rank == 0)
-        self.digest: list[float] = data.train.digest()
+        self.digest: list[float] = digest(data.train)
 
         self.steps_per_epoch: int = len(data.train) // options.batch
         self.total: int = min(options.epochs * self.steps_per_epoch, options.max_steps or 10**18)
@@ -117,7 +118,7 @@ class Trainer:
         self.steps: Step = Step(self.model, data.train, data.meta, options, world, self.total)
         self.learner: Learner = self.steps.learner
         self.tally: Tally = self.steps.tally
-        self.valid_split: Split = data.valid.placed(world.device)
+        self.valid_split: Split = on_device(data.valid, world.device)
         self.valid_index: Tensor = torch.zeros_like(self.steps.index)
         self.score: Callable[[], Tensor] = self._score
         self.stream: torch.cuda.Stream | None = None
@@ -341,10 +342,10 @@ class Trainer:
             self.tally.restore(self.step, skipped, streak)
             restore_parts(self.learner, parts, str(self.saved))
 
-    def _check_digest(self, digest: list[float]) -> None:
+    def _check_digest(self, saved: list[float]) -> None:
         """Raises `ValueError` if the training set is not the one that the run began with."""
         least = 1e-6 * max(map(abs, self.digest))  # machines round differently
-        if any(abs(a - b) > least for a, b in zip(digest, self.digest, strict=True)):
+        if any(abs(a - b) > least for a, b in zip(saved, self.digest, strict=True)):
             raise ValueError(
                 f"the training set of {self.config.data.name!r} is another than the one that"
                 f" {str(self.folder.path)!r} was trained on; use the same data, or a new run"
