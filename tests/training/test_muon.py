@@ -142,11 +142,6 @@ def test_what_has_no_gradient_stays():
     assert not optimizer.state[second]["momentum_buffer"].any()
 
 
-def test_only_matrices_are_taken():
-    with pytest.raises(ValueError, match=r"shape \(3, 1, 4\); use matrices, \(rows, columns\)$"):
-        Muon([torch.nn.Parameter(torch.zeros(3, 1, 4))], 0.1)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_changes_nothing(value):
     parameters = weights()

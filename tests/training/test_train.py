@@ -693,7 +693,7 @@ def test_a_log_point_has_the_means_since_the_last():
 
 def test_samples_are_of_the_average_of_the_weights(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("vssm.training.loop.draw", lambda meta, x, path: drawn.append(x))
+    monkeypatch.setattr("vssm.training.figures.draw", lambda meta, x, path: drawn.append(x))
     folder = run(tiny("rnn", samples=2, epochs=2, ema=0.8), tmp_path / "run")
     assert log(folder, "valid")[-1]["best"]  # so the weights that were kept are the last average
     assert torch.equal(drawn[-1], vssm.generate(vssm.load(folder), num=2, length=5, seed=0).x)

@@ -37,11 +37,9 @@ class World:
     """Whether there is a process group, which may have one member."""
     _meshes: list[Any] = field(default_factory=list, init=False, repr=False)
 
-    def average(self, values: Tensor) -> Tensor:
-        """Returns the mean over all processes."""
-        if self.size > 1:
-            dist.all_reduce(values)
-            values = values / self.size
+    def sum(self, values: Tensor) -> Tensor:
+        """Returns the sum over all processes."""
+        dist.all_reduce(values)
         return values
 
     def check(self, batch: int, fsdp: bool) -> None:
@@ -81,7 +79,7 @@ class World:
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns whole tensors on rank 0, none elsewhere; every process must call this."""
         result = {}
-        for name, tensor in tensors.items():  # full_tensor is a collective
+        for name, tensor in tensors.items():
             full: Any = tensor
             if hasattr(tensor, "full_tensor"):
                 full = full.full_tensor()
@@ -149,5 +147,5 @@ def join(device: str) -> Iterator[World]:
     world.forget_group()
     if own:
         # No process leaves while another still talks to it; NCCL warns of a plain barrier.
-        world.average(torch.zeros((), device=chosen)).item()
+        world.sum(torch.zeros((), device=chosen)).item()
         dist.destroy_process_group()

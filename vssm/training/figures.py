@@ -1,11 +1,17 @@
-"""The curves of a training, drawn from its log."""
+"""The pictures of a training: curves of its log, and samples."""
 
 from pathlib import Path
 
-from vssm.data.storage import write_atomically
-from vssm.runs.folder import read_log
+import torch
 
-__all__ = ["curves"]
+from vssm.data import Meta, Split, draw
+from vssm.data.storage import write_atomically
+from vssm.models import Model
+from vssm.runs.folder import read_log
+from vssm.sampling.filling import fill
+from vssm.sampling.generation import generate
+
+__all__ = ["curves", "samples"]
 
 _TERMS = ("loss", "reconstruction", "kl", "partial", "partial_elbo")
 
@@ -31,3 +37,16 @@ def curves(folder: Path) -> None:
             axes.legend(fontsize=8)
     path = folder / "curves.png"
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))
+
+
+def samples(model: Model, meta: Meta, split: Split, num: int, seed: int, path: Path) -> None:
+    """Draws samples; features that are given are those of the first sequences of the split."""
+    if meta.given:
+        device = next(model.parameters()).device
+        index = torch.arange(num, device=split.x.device) % len(split)
+        x = split.batch(index, device)
+        meta.without_given(x)[:] = torch.nan
+        x = fill(model, x, seed=seed)
+    else:
+        x = generate(model, num=num, length=meta.length, seed=seed).x
+    write_atomically(path, lambda file: draw(meta, x, file))

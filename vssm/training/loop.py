@@ -23,9 +23,7 @@ from torch import Tensor
 
 from vssm.checks import check_path, check_type
 from vssm.config import RunConfig, TrainConfig
-from vssm.data import Meta, Split, draw, open_data
-from vssm.data.dataset import digest, on_device
-from vssm.data.storage import write_atomically
+from vssm.data import Meta, Split, open_data
 from vssm.likelihoods import estimates
 from vssm.models import Model, build
 from vssm.nn import BLOCKS
@@ -34,8 +32,6 @@ from vssm.ops import choose_backend
 from vssm.runs.checkpoint import load_finite
 from vssm.runs.folder import RunFolder, read_config
 from vssm.runs.results import commit, machine
-from vssm.sampling.filling import fill
-from vssm.sampling.generation import generate
 from vssm.training import figures
 from vssm.training.distributed import World, join
 from vssm.training.graph import GraphedStep, on_stream
@@ -43,7 +39,7 @@ from vssm.training.interrupts import Interrupts
 from vssm.training.progress import Progress, choose_progress
 from vssm.training.resume import checkpoint_parts, restore_parts
 from vssm.training.setup import check_data, resolve
-from vssm.training.step import Learner, Step, Tally, TrainingStopped, learning_rate, mix
+from vssm.training.step import Step, TrainingStopped, learning_rate, mix
 
 __all__ = ["Trainer", "TrainingStopped", "train"]
 
@@ -92,43 +88,39 @@ class Trainer:
     def __init__(
         self, config: RunConfig, folder: RunFolder, world: World, progress: Progress, resume: bool
     ) -> None:
-        self.options: TrainConfig = config.train
+        options = config.train
+        self.options: TrainConfig = options
         self.folder: RunFolder = folder
         self.world: World = world
         self.progress: Progress = progress
-        options = config.train
         world.check(options.batch, options.fsdp)
         with warnings.catch_warnings():
             if world.rank > 0:  # the first process alone warns of odd data
                 warnings.simplefilter("ignore", UserWarning)
             data = open_data(config.data, missing=config.model.known == "any")
-        init = None if resume and folder.has_checkpoint() else options.init
-        first = None if init is None else load_finite(init)
-        self.config: RunConfig = resolve(config, data.meta, first)
-        self.meta: Meta = data.meta
-        self.model: Model = _build_model(self.config, first)
-        check_data(self.config, self.model.head, data, warn=world.rank == 0)
-        self.digest: list[float] = digest(data.train)
+            init = None if resume and folder.has_checkpoint() else options.init
+            first = None if init is None else load_finite(init)
+            self.config: RunConfig = resolve(config, data.meta, first)
+            self.meta: Meta = data.meta
+            self.model: Model = _build_model(self.config, first)
+            check_data(self.config, self.model.head, data)
+        self.digest: list[float] = data.train.digest()
 
-        self.steps_per_epoch: int = len(data.train) // options.batch
-        self.total: int = min(options.epochs * self.steps_per_epoch, options.max_steps or 10**18)
-        between = min(options.validate_every * self.steps_per_epoch, 1e18)
-        self.validation_steps: int = max(1, round(between))
-
-        self.steps: Step = Step(self.model, data.train, data.meta, options, world, self.total)
-        self.learner: Learner = self.steps.learner
-        self.tally: Tally = self.steps.tally
-        self.valid_split: Split = on_device(data.valid, world.device)
+        self.steps: Step = Step(self.model, data.train, data.meta, options, world)
+        self.total: int = self.steps.total
+        between = round(min(options.validate_every * self.steps.per_epoch, 1e18))
+        self.validation_steps: int = max(1, between)
+        self.valid_split: Split = data.valid.placed(world.device)
         self.valid_index: Tensor = torch.zeros_like(self.steps.index)
         self.score: Callable[[], Tensor] = self._score
         self.stream: torch.cuda.Stream | None = None
         self._record_steps()
 
         self.step: int = 0
-        self.best: float | None = None
-        self.lost: bool = False  # whether a resumed run has lost its best weights
-        self.seconds: float = 0.0
-        self.clock = self.window = self.checkpointed = time.monotonic()
+        self.best: float | None = None  # the best validation, whose weights are in the folder
+        self.lost: bool = False  # whether a resumed run has lost these weights
+        self.seconds: float = 0.0  # of the training before it was resumed
+        self.began = self.logged = self.checkpointed = time.monotonic()
         self.started: str = _now()
         self.saved: Path | None = None
         if world.rank == 0:
@@ -166,11 +158,11 @@ class Trainer:
         interrupts.act()  # a signal at the last step must still end a sweep over many runs
 
     def _run(self, interrupts: Interrupts) -> None:
-        self.clock = self.window = self.checkpointed = time.monotonic()
-        # A run that has ended keeps its meta.json.
-        done = self.step == self.total and not self.lost and self.folder.has_ended()
-        if not done:
-            self._describe(ended=False)
+        if self.step == self.total and not self.lost and self.folder.has_ended():
+            return  # and keep meta.json
+        self.logged = self.checkpointed = time.monotonic()
+        self.began = self.logged - self.seconds
+        self._describe(ended=False)
         self.progress.start(self.step, self.total)
         if self.step == self.total and self.lost:
             self.validate()
@@ -179,44 +171,46 @@ class Trainer:
             self.step += 1
             self.steps.take(self.step)
             self.progress.step(self.step)
-            validating = self.step % self.validation_steps == 0 or self.step == self.total
+            last = self.step == self.total
+            validating = last or self.step % self.validation_steps == 0
             interrupted = interrupts.came is not None
             telling = validating or interrupted or self.step % self.options.log_every == 0
-            if telling or (self.world.device.type == "cpu" and self.tally.stopped):
-                self._log_point(self.step - logged, validating, interrupted)
+            if telling or (self.world.device.type == "cpu" and self.steps.tally.stopped):
+                self._log_point(self.step - logged, validating, saving=last or interrupted)
                 logged = self.step
-            if interrupted and self.step < self.total:
+            if interrupted and not last:
                 self.progress.message(f"saved at step {self.step} of {self.total}")
                 interrupts.act()
-        if not done:
-            self._describe(ended=True)
+        self._describe(ended=True)
 
     def _log_point(self, steps: int, validating: bool, saving: bool) -> None:
         """Reads the terms from the device; logs, validates, saves and draws if it is time."""
-        means, skipped, streak = self.tally.fetch()
+        means, skipped, streak = self.steps.tally.fetch()
         tokens = steps * self.options.batch * self.meta.length * self.steps.split.filled
         line = {
             **means,
             "learning_rate": learning_rate(self.options, self.step, self.total),
             "skipped": skipped,
-            "tokens_per_second": round(tokens / (time.monotonic() - self.window), 1),
+            "tokens_per_second": round(tokens / (time.monotonic() - self.logged), 1),
         }
         self._log("train", line)
         if validating:
             self.validate()
         due = time.monotonic() - self.checkpointed >= 60 * self.options.checkpoint_minutes
-        if self.world.agree([due or saving or self.step == self.total])[0]:
+        if self.world.agree([saving or due])[0]:
             self.save(skipped, streak)
             self.draw()
             self.checkpointed = time.monotonic()
-        self.window = time.monotonic()
+        self.logged = time.monotonic()
 
     def _log(self, split: str, values: dict[str, Any]) -> None:
-        now = time.monotonic()
-        self.seconds, self.clock = self.seconds + now - self.clock, now
-        epoch = round(self.step / self.steps_per_epoch, 4)
-        at = {"step": self.step, "epoch": epoch, "split": split}
-        line = {**at, **values, "seconds": round(self.seconds, 3)}
+        line = {
+            "step": self.step,
+            "epoch": round(self.step / self.steps.per_epoch, 4),
+            "split": split,
+            **values,
+            "seconds": round(time.monotonic() - self.began, 3),
+        }
         for name, value in line.items():  # JSON knows neither NaN nor infinity
             line[name] = None if isinstance(value, float) and not math.isfinite(value) else value
         if self.world.rank == 0:
@@ -226,7 +220,7 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> None:
         """Scores the validation set, always with the same noise, and keeps the best weights."""
-        with self.learner.averaged():
+        with self.steps.learner.averaged():
             means = self.validation_means()
             bound = means["kl"] - means["reconstruction"]
             score = means["loss"] if self.options.select == "loss" else bound
@@ -253,7 +247,7 @@ class Trainer:
             self.valid_index.copy_(index % num)
             self.steps.generator.manual_seed(mix(options.seed, "valid", first))
             sums = sums + torch.where(index < num, self.score().double(), 0.0).sum(1)
-        values = (world.average(sums) * world.size / num).tolist()
+        values = ((world.sum(sums) if world.size > 1 else sums) / num).tolist()
         means = dict(zip((*Terms._fields, "partial_elbo", "share"), values, strict=False))
         bound, share = means.pop("partial_elbo", 0.0), means.pop("share", 0.0)
         return {**means, "partial_elbo": bound / share} if share else means
@@ -286,27 +280,17 @@ class Trainer:
             figures.curves(self.folder.path)
         num = self.options.samples if self.meta.image_shape else min(6, self.options.samples)
         if num and not self.options.fsdp:
-            with self.learner.averaged():
-                x = self._sample(num)
-            path = self.folder.path / "samples.png"
-            write_atomically(path, lambda file: draw(self.meta, x, file))
-
-    def _sample(self, num: int) -> Tensor:
-        """Returns samples; features that are given are those of the first validation sequences."""
-        seed = self.options.seed
-        if not self.meta.given:
-            return generate(self.model, num=num, length=self.meta.length, seed=seed).x
-        index = torch.arange(num, device=self.valid_split.x.device) % len(self.valid_split)
-        x = self.valid_split.batch(index, self.world.device)
-        self.meta.without_given(x)[:] = torch.nan
-        return fill(self.model, x, seed=seed)
+            with self.steps.learner.averaged():
+                path, seed = self.folder.path / "samples.png", self.options.seed
+                figures.samples(self.model, self.meta, self.valid_split, num, seed, path)
 
     def save(self, skipped: int, streak: int) -> None:
         """Writes a checkpoint; every process must call this."""
-        parts = checkpoint_parts(self.learner)
+        parts = checkpoint_parts(self.steps.learner)
         if self.world.rank == 0:
+            seconds = time.monotonic() - self.began
             progress = {"best": self.best, "skipped": skipped, "streak": streak}
-            progress |= {"seconds": self.seconds, "started": self.started, "data": self.digest}
+            progress |= {"seconds": seconds, "started": self.started, "data": self.digest}
             self.saved = self.folder.save_checkpoint(self.config, self.step, parts, progress)
 
     def _restore(self) -> None:
@@ -339,13 +323,13 @@ class Trainer:
         self.step, self.lost = int(step), bool(lost)
         if self.step:
             self.best = None if math.isnan(best) else best
-            self.tally.restore(self.step, skipped, streak)
-            restore_parts(self.learner, parts, str(self.saved))
+            self.steps.tally.restore(self.step, skipped, streak)
+            restore_parts(self.steps.learner, parts, str(self.saved))
 
-    def _check_digest(self, saved: list[float]) -> None:
+    def _check_digest(self, digest: list[float]) -> None:
         """Raises `ValueError` if the training set is not the one that the run began with."""
         least = 1e-6 * max(map(abs, self.digest))  # machines round differently
-        if any(abs(a - b) > least for a, b in zip(saved, self.digest, strict=True)):
+        if any(abs(a - b) > least for a, b in zip(digest, self.digest, strict=True)):
             raise ValueError(
                 f"the training set of {self.config.data.name!r} is another than the one that"
                 f" {str(self.folder.path)!r} was trained on; use the same data, or a new run"
@@ -374,7 +358,7 @@ class Trainer:
         facts = {
             "started": self.started,
             "ended": _now() if ended else None,
-            "seconds": round(self.seconds, 3),
+            "seconds": round(time.monotonic() - self.began, 3),
             "commit": commit(),
             "machine": machine(),
             "device": str(device),
@@ -384,7 +368,7 @@ class Trainer:
             "seed": self.options.seed,
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "steps": self.total,
-            "steps_per_epoch": self.steps_per_epoch,
+            "steps_per_epoch": self.steps.per_epoch,
             "best_validation_loss": self.best,
         }
         self.folder.describe(facts)

@@ -8,10 +8,9 @@
 
 The factor 0.2 sqrt(max(R, C)) makes an update about as large as AdamW's, so one rate serves both.
 
-We keep our own although PyTorch has one. `torch.optim.Muon` multiplies in bfloat16 on a CPU too,
-which would change runs. It cannot skip a bad step on the device (`found_inf`), reads a learning
-rate that is a tensor back from the device, which no CUDA graph allows, and takes one matrix at a
-time.
+`torch.optim.Muon` would not do: it cannot skip a bad step on the device (`found_inf`), reads a
+learning rate that is a tensor back from the device, which no CUDA graph allows, and takes one
+matrix at a time.
 
 References:
     Muon: An optimizer for hidden layers in neural networks (Jordan et al., 2024),
@@ -74,13 +73,9 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.found_inf: Tensor | None = None
-        for parameter in (
-            parameter for group in self.param_groups for parameter in group["params"]
-        ):
-            if parameter.ndim != 2:
-                shape = tuple(parameter.shape)
-                raise ValueError(f"parameter of shape {shape}; use matrices, (rows, columns)")
-            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -114,13 +109,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """Returns matrices with the same singular vectors and singular values near 1.
+    """Returns matrices with the same singular vectors as x, (N, R, C), and singular values near 1.
 
-    Arguments:
-        x: Matrices (N, R, C).
-
-    Returns:
-        Matrices (N, R, C), in bfloat16 on CUDA, else in the dtype of `x`.
+    They are in bfloat16 on CUDA, else in the dtype of x.
 
     Example:
         >>> x = orthogonalize(torch.diag(torch.tensor([9.0, 1.0, 0.5]))[None])

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from datetime import timedelta
 from importlib.util import find_spec
 from typing import IO, Any
 
@@ -55,9 +56,7 @@ class Lines(Progress):
         self._printed = now
         step = line["step"]
         seconds = (now - self._began) / max(1, step - self._first) * (self._total - step)
-        minutes, seconds = divmod(round(seconds), 60)
-        hours, minutes = divmod(minutes, 60)
-        left = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+        left = timedelta(seconds=round(seconds))
         print(f"step {step}/{self._total}  {describe(line)}  {left} left", flush=True)
 
     def message(self, text: str) -> None:
@@ -109,7 +108,7 @@ def describe(line: dict[str, Any]) -> str:
     words += [f"{name} {line[name]:.2f}" for name in terms if line.get(name)]
     if line.get("tokens_per_second"):
         words.append(f"{line['tokens_per_second']:,.0f} tokens/s")
-    if line.get("best") and line["loss"] is not None:
+    if line.get("best"):
         words.append("(best)")
     if line.get("skipped"):
         words.append(f"{line['skipped']} steps skipped")

@@ -7,8 +7,7 @@ import torch
 
 from vssm.config import ModelConfig, RunConfig
 from vssm.data import Data, Meta, Split
-from vssm.data.dataset import in_parts, is_grey
-from vssm.distributions import HEADS_IN_UNIT, Head
+from vssm.distributions import Head
 from vssm.models import Model
 
 __all__ = ["check_data", "check_values", "resolve"]
@@ -36,10 +35,19 @@ def resolve(config: RunConfig, meta: Meta, first: Model | None = None) -> RunCon
         raise ValueError(
             f"head={head!r} needs values in levels, data set {meta.name!r} has none; use 'auto'"
         )
-    bins = meta.levels if head == "logistic-mixture" and meta.levels else config.model.bins
-    model = replace(
-        config.model, features=meta.features, head=head, bins=bins, **_any_part(config, meta)
-    )
+    if meta.given and config.model.known != "any":
+        raise ValueError(
+            f"{meta.given} features of data set {meta.name!r} are given, such as labels; "
+            "train with --model.known any"
+        )
+    decided = {"features": meta.features, "head": head}
+    if head == "logistic-mixture":
+        decided["bins"] = meta.levels
+    if config.model.known == "any":
+        decided["given"] = meta.given
+        if config.model.window == ModelConfig(features=1).window:
+            decided["window"] = meta.length
+    model = replace(config.model, **decided)
     if first is not None and model != first.config:
         own = first.config
         raise ValueError(
@@ -49,21 +57,8 @@ def resolve(config: RunConfig, meta: Meta, first: Model | None = None) -> RunCon
     return replace(config, model=model)
 
 
-def _any_part(config: RunConfig, meta: Meta) -> dict[str, int]:
-    """Returns the settings of a model with known="any" that the data decide."""
-    if config.model.known != "any":
-        if meta.given:
-            raise ValueError(
-                f"{meta.given} features of data set {meta.name!r} are given, such as labels; "
-                "train with --model.known any"
-            )
-        return {}
-    usual = config.model.window == ModelConfig(features=1).window
-    return {"given": meta.given, "window": meta.length if usual else config.model.window}
-
-
-def check_data(config: RunConfig, head: Head, data: Data, warn: bool) -> None:
-    """Raises where the data do not fit the options or the model; may warn of odd data."""
+def check_data(config: RunConfig, head: Head, data: Data) -> None:
+    """Raises where the data do not fit the options or the model; warns of odd data."""
     options = config.train
     if options.shift and data.meta.image_shape is None:
         raise ValueError(
@@ -77,7 +72,7 @@ def check_data(config: RunConfig, head: Head, data: Data, warn: bool) -> None:
         )
     for name, split in (("training", data.train), ("validation", data.valid)):
         check_values(head, split, f"the {name} set", data.meta.given)
-    if warn and head.name == "bernoulli" and (is_grey(data.train) or is_grey(data.valid)):
+    if head.name == "bernoulli" and (data.train.is_grey() or data.valid.is_grey()):
         warnings.warn(
             f"head='bernoulli' is for values that are 0 or 1, and data set {data.meta.name!r} has"
             " others: its scores are pseudo-likelihoods, which do not compare with likelihoods. Use"
@@ -90,23 +85,18 @@ def check_data(config: RunConfig, head: Head, data: Data, warn: bool) -> None:
 def check_values(head: Head, split: Split, name: str, given: int = 0) -> None:
     """Checks once, before training, that the model can read all sequences.
 
-    The last `given` features have no distribution and any finite values. Others may be missing if
-    the split says so.
+    The last `given` features may have any finite values; others may be missing if the split says
+    so.
     """
     if not len(split):
         raise ValueError(f"{name} is empty; use more data")
     first = 0
-    for x in in_parts(split):
+    for x in split.parts():
         if given:
             x, always = x.split([x.shape[-1] - given, given], -1)
             if not always.isfinite().all():
                 raise ValueError(f"{name} from row {first} has given features that are not known")
         if split.missing:
             x = torch.where(x.isnan(), 0.0, x)
-        head.validate(x, name=f"{name} from row {first}", values=False)
-        if head.name in HEADS_IN_UNIT and (x.min() < 0 or x.max() > 1):
-            raise ValueError(
-                f"head={head.name!r} is for values in [0, 1], {name} has others; use 'auto'"
-            )
         head.validate(x, name=f"{name} from row {first}")
         first += len(x)

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from vssm.config import TrainConfig
 from vssm.data import Meta, Split, moved
-from vssm.data.dataset import on_device
 from vssm.objectives import Terms, objective
 from vssm.training.distributed import World
 from vssm.training.muon import Muon, block_matrices
@@ -47,41 +46,36 @@ class Step:
         meta: What the data look like.
         options: How the model is trained.
         world: The processes that train it.
-        total: S.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        split: Split,
-        meta: Meta,
-        options: TrainConfig,
-        world: World,
-        total: int,
+        self, model: nn.Module, split: Split, meta: Meta, options: TrainConfig, world: World
     ) -> None:
-        self.meta, self.options, self.world, self.total = meta, options, world, total
-        cuda = world.device.type == "cuda"
-        bfloat16 = options.precision == "bfloat16" or (options.precision == "auto" and cuda)
-        self.dtype: torch.dtype = torch.bfloat16 if bfloat16 else torch.float32
+        self.meta, self.options, self.world = meta, options, world
+        device = world.device
+        automatic = "bfloat16" if device.type == "cuda" else "float32"
+        precision = automatic if options.precision == "auto" else options.precision
+        self.dtype: torch.dtype = getattr(torch, precision)
         self.alone: _Call = _Call(model)
         self.parallel: nn.Module = world.wrap(self.alone, options.fsdp)
-        self.learner, self.tally = Learner(model, options, world), Tally(world.device)
-        self.split: Split = on_device(split, world.device)
+        self.learner, self.tally = Learner(model, options, world), Tally(device)
+        self.split: Split = split.placed(device)
         # Gradients are clipped and logged per value of x; per sequence they would be thousands.
-        self.values: float = math.prod(split.shape) * split.filled
+        self.values: float = split.x[0].numel() * split.filled
         self.per_epoch: int = len(split) // options.batch
-        self.generator: torch.Generator = torch.Generator(world.device)
+        self.total: int = min(options.epochs * self.per_epoch, options.max_steps or 10**18)
+        self.generator: torch.Generator = torch.Generator(device)
         self.kl_weight: Tensor | None = (
-            torch.zeros((), device=world.device) if options.kl_warmup else None
+            torch.zeros((), device=device) if options.kl_warmup else None
         )
         local = options.batch // world.size
-        self.index: Tensor = torch.zeros(local, dtype=torch.long, device=world.device)
+        self.index: Tensor = torch.zeros(local, dtype=torch.long, device=device)
         self.update: Callable[[], Tensor] = self.compute
         self.epoch, self.order = -1, torch.empty(0)
 
     def take(self, step: int) -> None:
         """Takes step number 1 to S: sets all inputs, which the device reads, and computes."""
-        options, world = self.options, self.world
+        options = self.options
         epoch, i = divmod(step - 1, self.per_epoch)
         if epoch != self.epoch:
             shuffle = torch.Generator().manual_seed(mix(options.seed, "epoch", epoch))
@@ -89,7 +83,7 @@ class Step:
             if self.split.x.is_cuda:  # pinned, so that the copy does not wait either
                 order = order.pin_memory().to(self.split.x.device, non_blocking=True)
             self.epoch, self.order = epoch, order
-        first = i * options.batch + world.rank * len(self.index)
+        first = i * options.batch + self.world.rank * len(self.index)
         self.index.copy_(self.order[first : first + len(self.index)], non_blocking=True)
         self.learner.begin(step, self.total)
         if self.kl_weight is not None:
@@ -100,17 +94,18 @@ class Step:
     def compute(self) -> Tensor:
         """Computes on the device: objective, gradient, clipping, optimiser."""
         options, world = self.options, self.world
-        x, lengths = self.split.take(self.index, world.device)
         shard = world.rank, world.size
+        x, lengths = self.split.take(self.index, world.device)
         if options.shift and self.meta.image_shape is not None:
             image, given = self.meta.without_given(x), x[..., x.shape[-1] - self.meta.given :]
             image = moved(image, options.shift, self.meta.image_shape[2], self.generator, shard)
             x = torch.cat([image, given], -1)
         with self.autocast():
-            rest = lengths, self.kl_weight
-            terms = self.parallel(objective, x, self.generator, shard, *rest)
+            terms = self.parallel(objective, x, self.generator, shard, lengths, self.kl_weight)
         norm = self.learner.differentiate(terms.loss.mean(), self.values)
-        means = world.average(torch.stack([term.detach().mean() for term in terms]))
+        means = torch.stack([term.detach().mean() for term in terms])
+        if world.size > 1:
+            means = world.sum(means) / world.size
         values = torch.cat([means, norm[None]])
         good = values.isfinite().all()
         self.learner.update(good)
@@ -159,9 +154,7 @@ def learning_rate(config: TrainConfig, step: int, total: int) -> float:
 def parameter_groups(model: nn.Module, but: Collection[str] = ()) -> list[dict[str, Any]]:
     """Splits the parameters for AdamW: matrices decay; vectors and A_log do not.
 
-    Arguments:
-        model: The model.
-        but: Names of parameters that another optimiser moves.
+    Leaves out the names in `but`, which another optimiser moves.
     """
     groups: tuple[list[Tensor], list[Tensor]] = [], []
     for name, parameter in model.named_parameters():
@@ -173,10 +166,7 @@ def parameter_groups(model: nn.Module, but: Collection[str] = ()) -> list[dict[s
 class Learner:
     """Holds the weights of a model, the optimisers that move them, and their moving average.
 
-    Arguments:
-        model: The model, already copied to or sharded over the processes.
-        options: How it is trained.
-        world: The processes that train it.
+    The model is already copied to or sharded over the processes of `world`.
     """
 
     def __init__(self, model: nn.Module, options: TrainConfig, world: World) -> None:
@@ -240,15 +230,18 @@ class Learner:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Replaces the weights by their moving average inside the `with` block, if there is one."""
-        current = {name: self.parameters[name].detach().clone() for name in self.ema}
-        with torch.no_grad():
-            try:
-                for name, average in self.ema.items():
-                    self.parameters[name].copy_(average)
-                yield
-            finally:  # also after an error: training goes on with the weights
-                for name, value in current.items():
-                    self.parameters[name].copy_(value)
+        self._swap_average()
+        try:
+            yield
+        finally:  # also after an error: training goes on with the weights
+            self._swap_average()
+
+    @torch.no_grad()
+    def _swap_average(self) -> None:
+        for name, average in self.ema.items():
+            before = average.clone()
+            average.copy_(self.parameters[name])
+            self.parameters[name].copy_(before)
 
 
 class Tally:
