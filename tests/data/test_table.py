@@ -119,7 +119,7 @@ def test_csv_dialects(tmp_path, name):
         TABLES[name] + TABLES[name].splitlines(keepends=True)[-1] * 20, newline=""
     )
     data = open_data(series(tmp_path / name, context=1, horizon=1, scale="none", time="none"))
-    assert data.train.x[0].tolist() == [[1, 2], [3, 4]]
+    assert data.train.batch([0])[0].tolist() == [[1, 2], [3, 4]]
     expected = {
         "headerless.csv": ("0", "1"),
         "headerless_dates.csv": ("1", "2"),
@@ -226,7 +226,8 @@ def test_csv_gives_back_every_number(tmp_path_factory, data):
     path = write_csv(tmp_path_factory.mktemp("csv") / "a.csv", values.tolist())
     opened = open_data(series(path, context=1, horizon=1, scale="none"))
     assert np.array_equal(
-        opened.train.x[:, 0], values[: int(0.7 * len(values)) - 1].astype(np.float32)
+        opened.train.batch(slice(None))[:, 0],
+        values[: int(0.7 * len(values)) - 1].astype(np.float32),
     )
 
 
@@ -234,7 +235,7 @@ def test_columns_are_chosen_by_name(tmp_path):
     rows = [[f"2020-01-{k:02}", k, 10 * k, 100 * k] for k in range(1, 29)]
     path = write_csv(tmp_path / "a.csv", rows, header=["date", "HUFL", "HULL", "OT"])
     data = open_data(series(path, columns=("OT", "HUFL"), context=2, horizon=1, scale="none"))
-    assert data.meta.columns == ("OT", "HUFL") and data.train.x[0, 0].tolist() == [100, 1]
+    assert data.meta.columns == ("OT", "HUFL") and data.train.batch([0])[0, 0].tolist() == [100, 1]
     refused(
         series(path, columns=("HUFLL",)),
         path,
@@ -249,7 +250,7 @@ def test_columns_are_chosen_by_name(tmp_path):
 def test_columns_without_names_are_numbered(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(90.0).reshape(30, 3) * [np.nan, 1, 1])
     data = open_data(series(tmp_path / "a.npy", columns=("1",), context=2, horizon=1, scale="none"))
-    assert data.train.x[0, 0].tolist() == [1]
+    assert data.train.batch([0])[0, 0].tolist() == [1]
     refused(
         series(tmp_path / "a.npy", columns=("0",)), "no column of numbers '0'", "available: 1, 2"
     )
@@ -294,7 +295,10 @@ def test_cells_in_quotes_hold_commas_and_quotes(tmp_path):
     path = write_csv(tmp_path / "a.csv", rows, header=["a", 'note, "quoted"', "b"])
     path.write_text(path.read_text().replace(",-3\n", ', "-3"\n'))  # spaces may come before a quote
     data = open_data(series(path, context=1, horizon=1, scale="none"))
-    assert data.meta.columns == ("a", "b") and data.train.x[3].tolist() == [[3, -3], [4, -4]]
+    assert data.meta.columns == ("a", "b") and data.train.batch([3])[0].tolist() == [
+        [3, -3],
+        [4, -4],
+    ]
 
 
 def test_series_needs_a_path():
@@ -312,7 +316,7 @@ def test_npy_series(tmp_path, packed):
     path = tmp_path / ("a.npy.gz" if packed else "a.npy")
     path.write_bytes(gzip.compress(buffer.getvalue()) if packed else buffer.getvalue())
     data = open_data(series(path, context=2, horizon=1, scale="none", columns=("2",)))
-    assert data.train.x[1, :, 0].tolist() == [5, 8, 11]
+    assert data.train.batch([1])[0, :, 0].tolist() == [5, 8, 11]
     np.save(tmp_path / "b.npy", np.zeros((3, 3, 3)))
     refused(series(tmp_path / "b.npy"), "b.npy", "(3, 3, 3)")
     np.save(tmp_path / "b.npy", np.zeros((0, 3)))
@@ -338,7 +342,11 @@ def test_parquet_series(tmp_path):
     parquet.write_table(pyarrow.table(columns), path)
     refused(series(path), "row 1", "'b'", "--series.fill")
     data = open_data(series(path, fill="zero", context=2, horizon=1, scale="none"))
-    assert data.meta.columns == ("a", "b") and data.train.x[1].tolist() == [[1, 1], [2, 2], [3, 3]]
+    assert data.meta.columns == ("a", "b") and data.train.batch([1])[0].tolist() == [
+        [1, 1],
+        [2, 2],
+        [3, 3],
+    ]
     path.write_bytes(path.read_bytes()[:-9])
     refused(series(path), path, "cannot be read")
 
@@ -361,7 +369,7 @@ def test_columns_of_true_and_false_are_ones_and_zeros(tmp_path, name):
     assert data.meta.columns == (
         ("0", "1", "2") if name == "headerless.csv" else ("a", "open", "gap")
     )
-    assert data.train.x[0].tolist() == [[0, 1, 1], [1, 0, 1], [2, 0, 0], [3, 1, 1]]
+    assert data.train.batch([0])[0].tolist() == [[0, 1, 1], [1, 0, 1], [2, 0, 0], [3, 1, 1]]
 
 
 def test_columns_of_parquet_that_are_no_plain_numbers(tmp_path):
@@ -373,7 +381,7 @@ def test_columns_of_parquet_that_are_no_plain_numbers(tmp_path):
     parquet.write_table(pyarrow.table(columns), path)
     with pytest.warns(UserWarning, match=r"are left out: 'parts'"):
         data = open_data(series(path, context=2, horizon=1, scale="none"))
-    assert data.meta.columns == ("id", "a") and data.train.x[0, 0].tolist() == [2.0**60, 0]
+    assert data.meta.columns == ("id", "a") and data.train.batch([0])[0, 0].tolist() == [2.0**60, 0]
     days = pyarrow.array([f"2024-05-{day:02}" for day in range(1, 31)], pyarrow.string_view())
     parquet.write_table(pyarrow.table({"date": days, "a": range(30)}), path)
     assert open_data(series(path, context=2, horizon=1)).meta.time == "date"

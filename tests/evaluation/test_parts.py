@@ -1,6 +1,7 @@
 """How well unknown entries are made, by the name of what is known."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,6 @@ import vssm
 from tests.tiny_runs import any_part, gaps, run, tiny
 from vssm.cli import main
 from vssm.data import DataConfig, Meta, open_data
-from vssm.data.series import Windows
 from vssm.evaluation.parts import fill_by_name, fill_scores, known_entries
 from vssm.evaluation.quality import Work
 from vssm.models import build
@@ -63,7 +63,7 @@ def test_scores_of_a_series_are_in_deviations_of_its_columns(tmp_path, options):
     found = fill_scores(work, index, "block:1", passes=1, num_samples=4)
     assert found == pytest.approx(fill_scores(other, index, "block:1", 1, 4), rel=1e-4)
     known = known_entries(work.data.meta, "block:1", torch.arange(10))
-    x, unit = (part(index, CPU, known) for part in (work.split.batch, work.split.deviation))
+    x, (_, unit) = (part(index, CPU, known) for part in (work.split.batch, work.split.scale))
     gap = torch.where(known, x, torch.nan)
     copies = vssm.fill(work.model, gap, num=4, observe="sample")
     there = ~known & ~x.isnan()
@@ -77,9 +77,11 @@ def test_windows_are_scaled_by_known_values_alone(tmp_path):
     known = known_entries(work.data.meta, "random:0.5", torch.arange(6))
     index = np.arange(6)
     before = work.split.batch(index, CPU, known)
-    raw = work.split.x.clone()
-    raw[index] = torch.where(known, raw[index], raw[index] + 100)
-    changed = Windows(raw, scaled=work.split.scaled, missing=True)
+    split = work.split
+    raw = torch.stack([split.x[start:][: split.length] for start in split.starts[index]])
+    raw = torch.where(known, raw, raw + 100)
+    starts = split.length * torch.arange(6)  # so that windows have no rows in common
+    changed = replace(split, x=raw.flatten(0, 1), starts=starts)
     after = changed.batch(index, CPU, known)
     assert torch.equal(before[known].nan_to_num(7), after[known].nan_to_num(7))
 

@@ -18,7 +18,6 @@ from vssm.data.config import SeriesConfig as SeriesConfig
 from vssm.data.config import SyntheticConfig as SyntheticConfig
 from vssm.data.config import TextConfig as TextConfig
 from vssm.data.dataset import Data as Data
-from vssm.data.dataset import Split as Split
 from vssm.data.images import moved as moved
 from vssm.data.images import open_cifar10, open_digits, open_images, open_mnist
 from vssm.data.meta import Meta as Meta
@@ -28,6 +27,7 @@ from vssm.data.series import open_series
 from vssm.data.show import describe as describe
 from vssm.data.show import draw as draw
 from vssm.data.show import picture as picture
+from vssm.data.split import Split as Split
 from vssm.data.synthetic import open_synthetic
 from vssm.data.text import open_text
 

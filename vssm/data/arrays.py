@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from vssm.data.config import DataConfig
-from vssm.data.dataset import Data, Split, split_at_random
+from vssm.data.dataset import Data, split_at_random
 from vssm.data.files import locate_own, read_numpy
 from vssm.data.images import FEWEST, image_meta
 from vssm.data.meta import Meta
+from vssm.data.split import Split
 
 _MOST_CLASSES = 10_000  # each is a feature of every step
 _LARGE = 10.0  # a model hardly learns values of this mean size

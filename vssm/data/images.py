@@ -23,7 +23,6 @@ from vssm.data.dataset import (
     BINARIZE_TRAIN,
     DIGITS,
     Data,
-    Split,
     divided,
     hold_out,
     random_bits,
@@ -31,6 +30,7 @@ from vssm.data.dataset import (
 )
 from vssm.data.files import Remote, check_sha256, locate, locate_own, read_bytes
 from vssm.data.meta import Meta
+from vssm.data.split import Split
 
 Labelled = tuple[np.ndarray, np.ndarray]  # (M, H, W, C) uint8 pixels, (M,) uint8 classes
 
@@ -118,7 +118,7 @@ def _image_data(
     def fit() -> tuple[Split, Split]:
         return divided(whole(test=False), config.seed)
 
-    return Data(config, meta, fit, lambda: whole(test=True), files)
+    return Data(config, meta, fit, lambda: whole(test=True), tuple(files))
 
 
 def binarized(images: np.ndarray, maximum: int, seed: int, stream: int) -> np.ndarray:

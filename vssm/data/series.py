@@ -20,34 +20,43 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vssm.data.config import DataConfig
-from vssm.data.dataset import Data, Index, Split
+from vssm.data.dataset import Data
 from vssm.data.dates import uneven_dates
 from vssm.data.files import locate_own
 from vssm.data.meta import Meta
+from vssm.data.split import Index, Split
 from vssm.data.table import Table, filled, find_columns, read_table, usual_columns
 
 _CYCLES = {"day": 86_400, "week": 604_800, "year": 31_556_952}  # seconds
 _LEAST_SPREAD = 0.1  # least deviation of a window, relative to its column: it may be constant
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Windows(Split):
-    """Holds the windows of a series, a view of the (N, D) rows that they share.
+    """Holds the windows of a series: x has the rows that they share, (N, D).
 
     Arguments:
-        rows: The numbers of the windows of x that count; all by default.
+        starts: (M,) the first row of each window.
+        length: T, the rows of a window.
         scaled: Context and channels. Each of the first `channels` is standardised by its own mean
             and deviation over the first `context` rows.
     """
 
-    rows: Tensor | None = None
-    scaled: tuple[int, int] | None = None
+    starts: Tensor
+    length: int
+    scaled: tuple[int, int] = (0, 0)
 
     def __len__(self) -> int:
-        return len(self.x if self.rows is None else self.rows)
+        return len(self.starts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a window, (T, D)."""
+        return self.length, self.x.shape[-1]
 
     def batch(
         self,
@@ -56,17 +65,9 @@ class Windows(Split):
         known: Tensor | None = None,
     ) -> Tensor:
         """Does what `Split.batch` does, and scales windows by their `known` entries only."""
-        x = super().batch(self._numbers(index), device)
+        x = self._rows(index, device)
         centre, deviation = self._scale(x, known)
-        channels = centre.shape[-1]
-        return torch.cat([(x[..., :channels] - centre) / deviation, x[..., channels:]], -1)
-
-    def deviation(self, index: Index, device: torch.device | str, known: Tensor) -> Tensor:
-        """Returns what the features of a batch were divided by, (B, 1, D), for the same `known`."""
-        deviation = super().deviation(self._numbers(index), device, known)
-        _, own = self.scale(index, device, known)
-        deviation[..., : own.shape[-1]] = own
-        return deviation
+        return (x - centre) / deviation
 
     def scale(
         self,
@@ -74,21 +75,25 @@ class Windows(Split):
         device: torch.device | str | None = None,
         known: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the centre and deviation of the scaled channels of windows, (B, 1, channels)."""
-        return self._scale(super().batch(self._numbers(index), device), known)
+        """Does what `Split.scale` does, for windows."""
+        return self._scale(self._rows(index, device), known)
 
-    def _numbers(self, index: Index) -> Index:
-        return index if self.rows is None else self.rows[index]
+    def _rows(self, index: Index, device: torch.device | str | None) -> Tensor:
+        starts = self.starts[index]
+        x = self.x[starts[:, None] + torch.arange(self.length, device=starts.device)]
+        return x if device is None else x.to(device, non_blocking=True)
 
     def _scale(self, x: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
-        context, channels = self.scaled or (0, 0)
+        context, channels = self.scaled
         before = x[:, :context, :channels]
         if known is not None:
             before = torch.where(known[:, :context, :channels], before, torch.nan)
         centre = before.nanmean(1, keepdim=True)
         variance = (before - centre).square().nanmean(1, keepdim=True)
         # A window without any value has centre 0 and deviation 1, like its whole column.
-        return centre.nan_to_num(0.0), (variance.nan_to_num(1.0) + _LEAST_SPREAD**2).sqrt()
+        deviation = (variance.nan_to_num(1.0) + _LEAST_SPREAD**2).sqrt()
+        rest = (0, x.shape[-1] - channels)
+        return F.pad(centre.nan_to_num(0.0), rest), F.pad(deviation, rest, value=1.0)
 
 
 def open_series(config: DataConfig, missing: bool = False) -> Data:
@@ -168,7 +173,7 @@ def open_series(config: DataConfig, missing: bool = False) -> Data:
     def fit() -> tuple[Split, Split]:
         return windows("training"), windows("validation")
 
-    return Data(config, meta, fit, lambda: windows("test"), [path])
+    return Data(config, meta, fit, lambda: windows("test"), (path,))
 
 
 def _mean_and_std(x: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -200,9 +205,9 @@ def _rows(meta: Meta, x: np.ndarray, always: np.ndarray, times: np.ndarray | Non
 def _windows(meta: Meta, rows: Tensor, starts: np.ndarray, missing: bool) -> Windows:
     """Returns the windows that begin at these rows."""
     assert meta.columns is not None and meta.context is not None
-    scaled = None if meta.windowed is None else (meta.context, len(meta.columns))
-    x = rows.unfold(0, meta.length, 1).transpose(1, 2)
-    return Windows(x, rows=torch.from_numpy(starts), scaled=scaled, missing=missing)
+    scaled = (meta.context, len(meta.columns)) if meta.windowed else (0, 0)
+    first = torch.from_numpy(starts)
+    return Windows(rows, missing=missing, starts=first, length=meta.length, scaled=scaled)
 
 
 def _window_starts(known: np.ndarray, window: int, share: float) -> np.ndarray:
@@ -286,9 +291,8 @@ class TableWindows:
         """
         meta, num, columns = self._meta, made.shape[1], self.values.shape[1]
         x = torch.from_numpy(made[..., :columns]).double()
-        if meta.windowed:
-            centre, deviation = self._scale
-            x = x * deviation[:, None] + centre[:, None]
+        centre, deviation = (part[:, None, :, :columns] for part in self._scale)
+        x = x * deviation + centre
         tables = np.broadcast_to(self.values, (num, *self.values.shape)).copy()
         for window, start in zip(x.numpy()[::-1], self._starts[::-1], strict=True):
             tables[:, start : start + self._size] = window * (meta.std or 1.0) + (meta.mean or 0.0)

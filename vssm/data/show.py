@@ -29,7 +29,7 @@ def describe(data: Data) -> dict[str, Any]:
     bounds = [bound.item() for bound in torch.aminmax(train.x)]
     facts: dict[str, Any] = {
         "name": data.meta.name,
-        "shape": list(train.x.shape[1:]),
+        "shape": list(train.shape),
         "features": data.meta.features,
         "dtype": str(train.x.dtype).removeprefix("torch."),
         "range": bounds if train.maximum == 1 else [bound / train.maximum for bound in bounds],

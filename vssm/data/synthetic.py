@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from vssm.data.config import DataConfig, SyntheticConfig
-from vssm.data.dataset import SYNTHETIC_TEST, SYNTHETIC_TRAIN, Data, Split, divided, random_bits
+from vssm.data.dataset import SYNTHETIC_TEST, SYNTHETIC_TRAIN, Data, divided, random_bits
 from vssm.data.meta import Meta
+from vssm.data.split import Split
 
 
 def open_synthetic(config: DataConfig) -> Data:

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from vssm.data.config import DataConfig
-from vssm.data.dataset import Data, Split
+from vssm.data.dataset import Data
 from vssm.data.files import Remote, check_sha256, locate, locate_own, read_bytes
 from vssm.data.meta import Meta
+from vssm.data.split import Split
 
 _SHAKESPEARE = Remote(
     url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -65,7 +66,7 @@ def open_text(config: DataConfig) -> Data:
     def fit() -> tuple[Split, Split]:
         return windows("training"), windows("validation")
 
-    return Data(config, meta, fit, lambda: windows("test"), [path])
+    return Data(config, meta, fit, lambda: windows("test"), (path,))
 
 
 def _characters(text: str) -> tuple[np.ndarray, str]:

@@ -159,7 +159,7 @@ def fill_scores(
         totals["nats"] -= float(nats.double().sum())
         count += int(unknown.sum())
         if real_valued and bool(unknown.any()):
-            unit = work.split.deviation(own, work.device, mask)
+            _, unit = work.split.scale(own, work.device, mask)
             gaps, y = torch.where(mask, x, torch.nan), torch.where(unknown, x, 0) * unit
             options = {"num": num_samples, "passes": passes, "observe": "sample"}
             some = max(1, work.batch // num_samples)  # sequences whose samples are made at once

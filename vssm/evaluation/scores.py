@@ -31,6 +31,7 @@ from vssm.checks import (
     whole_number,
 )
 from vssm.data import Data, Meta, open_data
+from vssm.data.dataset import is_grey
 from vssm.data.storage import why_read_only
 from vssm.evaluation import quality
 from vssm.evaluation.parts import fill_calls, fill_makers, fill_scores, known_entries
@@ -229,7 +230,7 @@ def _scores(
         metrics |= {
             f"{name}_particles": nats for name, nats in found.items() if "log_likelihood" in name
         }
-    if model.config.head == "bernoulli" and work.split.is_grey():  # a cross-entropy, no likelihood
+    if model.config.head == "bernoulli" and is_grey(work.split):  # a cross-entropy, no likelihood
         metrics.pop("nats", None)
         named = ((name, "log_likelihood" in name or name == "elbo") for name in metrics)
         metrics = {f"pseudo_{name}" if odd else name: metrics[name] for name, odd in named}

@@ -24,6 +24,7 @@ from torch import Tensor
 from vssm.checks import check_path, check_type
 from vssm.config import RunConfig, TrainConfig
 from vssm.data import Meta, Split, open_data
+from vssm.data.dataset import digest, on_device
 from vssm.likelihoods import estimates
 from vssm.models import Model, build
 from vssm.nn import BLOCKS
@@ -104,13 +105,13 @@ class Trainer:
             self.meta: Meta = data.meta
             self.model: Model = _build_model(self.config, first)
             check_data(self.config, self.model.head, data)
-        self.digest: list[float] = data.train.digest()
+        self.digest: list[float] = digest(data.train)
 
         self.steps: Step = Step(self.model, data.train, data.meta, options, world)
         self.total: int = self.steps.total
         between = round(min(options.validate_every * self.steps.per_epoch, 1e18))
         self.validation_steps: int = max(1, between)
-        self.valid_split: Split = data.valid.placed(world.device)
+        self.valid_split: Split = on_device(data.valid, world.device)
         self.valid_index: Tensor = torch.zeros_like(self.steps.index)
         self.score: Callable[[], Tensor] = self._score
         self.stream: torch.cuda.Stream | None = None
@@ -326,10 +327,10 @@ class Trainer:
             self.steps.tally.restore(self.step, skipped, streak)
             restore_parts(self.steps.learner, parts, str(self.saved))
 
-    def _check_digest(self, digest: list[float]) -> None:
+    def _check_digest(self, saved: list[float]) -> None:
         """Raises `ValueError` if the training set is not the one that the run began with."""
         least = 1e-6 * max(map(abs, self.digest))  # machines round differently
-        if any(abs(a - b) > least for a, b in zip(digest, self.digest, strict=True)):
+        if any(abs(a - b) > least for a, b in zip(saved, self.digest, strict=True)):
             raise ValueError(
                 f"the training set of {self.config.data.name!r} is another than the one that"
                 f" {str(self.folder.path)!r} was trained on; use the same data, or a new run"

@@ -7,6 +7,7 @@ import torch
 
 from vssm.config import ModelConfig, RunConfig
 from vssm.data import Data, Meta, Split
+from vssm.data.dataset import in_parts, is_grey
 from vssm.distributions import Head
 from vssm.models import Model
 
@@ -72,7 +73,7 @@ def check_data(config: RunConfig, head: Head, data: Data) -> None:
         )
     for name, split in (("training", data.train), ("validation", data.valid)):
         check_values(head, split, f"the {name} set", data.meta.given)
-    if head.name == "bernoulli" and (data.train.is_grey() or data.valid.is_grey()):
+    if head.name == "bernoulli" and (is_grey(data.train) or is_grey(data.valid)):
         warnings.warn(
             f"head='bernoulli' is for values that are 0 or 1, and data set {data.meta.name!r} has"
             " others: its scores are pseudo-likelihoods, which do not compare with likelihoods. Use"
@@ -91,7 +92,7 @@ def check_values(head: Head, split: Split, name: str, given: int = 0) -> None:
     if not len(split):
         raise ValueError(f"{name} is empty; use more data")
     first = 0
-    for x in split.parts():
+    for x in in_parts(split):
         if given:
             x, always = x.split([x.shape[-1] - given, given], -1)
             if not always.isfinite().all():

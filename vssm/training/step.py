@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from vssm.config import TrainConfig
 from vssm.data import Meta, Split, moved
+from vssm.data.dataset import on_device
 from vssm.objectives import Terms, objective
 from vssm.training.distributed import World
 from vssm.training.muon import Muon, block_matrices
@@ -59,9 +60,9 @@ class Step:
         self.alone: _Call = _Call(model)
         self.parallel: nn.Module = world.wrap(self.alone, options.fsdp)
         self.learner, self.tally = Learner(model, options, world), Tally(device)
-        self.split: Split = split.placed(device)
+        self.split: Split = on_device(split, device)
         # Gradients are clipped and logged per value of x; per sequence they would be thousands.
-        self.values: float = split.x[0].numel() * split.filled
+        self.values: float = math.prod(split.shape) * split.filled
         self.per_epoch: int = len(split) // options.batch
         self.total: int = min(options.epochs * self.per_epoch, options.max_steps or 10**18)
         self.generator: torch.Generator = torch.Generator(device)
