@@ -36,8 +36,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vssm.ops.draws import at_least_float32, cumulative, draws_fused, inverse_cdf, select
-from vssm.ops.latents import expected_log_prob, gumbel_one_hot, kl_to_uniform, sample_and_kl
+from vssm.ops.draws import cumulative, draws_fused, inverse_cdf, select
+from vssm.ops.latents import gumbel_one_hot, kl_to_uniform, sample_and_kl
 from vssm.ops.normal import bounded_scale, normal_draw
 
 __all__ = [
@@ -108,7 +108,7 @@ class Head:
     def __call__(self, w: Tensor) -> Observation:
         """Returns p(x | w) from outputs of a network w (B, T, size), in float32 or float64."""
         assert w.shape[-1] == self.size, f"head {self.name} needs {self.size} outputs"
-        return self.distribution(at_least_float32(w))
+        return self.distribution(_at_least_float32(w))
 
     def validate(self, x: Tensor, name: str = "x", values: bool = True, steps: int = 1) -> None:
         """Raises a ValueError unless x has the shape, dtype and range of this head.
@@ -391,7 +391,7 @@ class Latents:
     @cached_property
     def logits(self) -> Tensor:
         """Unnormalised log-probabilities, (..., Z, N)."""
-        return at_least_float32(self.raw)
+        return _at_least_float32(self.raw)
 
     @cached_property
     def log_probs(self) -> Tensor:
@@ -426,7 +426,7 @@ class Latents:
 
     def expected_log_prob(self, q: "Latents") -> Tensor:
         """Returns E[log self(z)] for z ~ q, exactly, (...); gradients flow to both."""
-        return expected_log_prob(self.raw, q.raw)
+        return (q.probs * self.log_probs).sum((-2, -1))
 
     def log_prob(self, z: Tensor) -> Tensor:
         """Returns log-probabilities of z (..., Z) integers, (...); batches are broadcast."""
@@ -494,6 +494,10 @@ def gumbel_uniform(
     # #101620).
     u = torch.rand(shape, dtype=torch.float32, device=device, generator=generator)
     return u.clamp_(min=2.0**-25)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _positive(temperature: float) -> float:

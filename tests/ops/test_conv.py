@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from tests.conftest import relative_error
 from tests.interpreter import DEVICE, kernels, needs_interpreter, run_interpreted
-from vssm.nn import RMSNorm
 from vssm.ops.conv import MAX_TAPS, causal_conv_silu
 from vssm.ops.conv.reference import causal_conv_silu_reference
-from vssm.ops.linear import linear, linear_conv_silu
 
 SIZES = [(2, 1, 3, 4), (1, 2, 5, 4), (2, 35, 5, 4), (1, 5, 520, 3), (2, 4, 4, 1)]
 
@@ -152,63 +150,6 @@ def test_real_sizes(dtype):
     for some, right, same in zip(given, wanted, again, strict=True):
         assert relative_error(some.double(), right) < (1e-5 if dtype == torch.float32 else 1e-2)
         assert torch.equal(some, same)
-
-
-@kernels
-@pytest.mark.parametrize("state", [False, True])
-@pytest.mark.parametrize(
-    "size", [(2, 1, 3, 4), (1, 28, 5, 4), (2, 7, 130, 4), (2, 2, 4, 1), (1, 5, 20, 3)]
-)
-@torch.no_grad()
-def test_linear_conv_silu_adds_the_parts_of_the_product(size, state, monkeypatch):
-    """The bits are those of a product, whose sum is a kernel of its own, and a convolution."""
-    pytest.importorskip("triton")
-    from vssm.ops.linear import triton as linear_triton
-
-    batch, length, channels, _ = size
-    _, weight, bias, before = arguments(*size, state)
-    x, matrix = (
-        torch.randn(shape, device=DEVICE) for shape in ((batch, length, 64), (2 * channels, 64))
-    )
-    matrix /= 8
-    for split in (1, 2):
-        how = linear_triton.Plan(16, 16, 32, split, 4, 2, "tf32")
-        monkeypatch.setattr(linear_triton, "plan", lambda *_, how=how: how)
-        for norm in (None, RMSNorm(64, eps=1e-5).to(DEVICE)):
-            u, z = linear(x, matrix, norm=norm, backend="triton").chunk(2, -1)
-            y, after = causal_conv_silu(u, weight, bias, before, "triton")
-            options = {"state": before, "norm": norm, "backend": "triton"}
-            given = linear_conv_silu(x, matrix, weight, bias, **options)
-            assert relative_error(given[0], y) < 1e-6 and torch.equal(given[1], z)
-            assert torch.equal(given[2], after)
-            twin = linear_conv_silu(x, matrix, weight, bias, **{**options, "backend": "reference"})
-            for some, right in zip(given[:2], twin[:2], strict=True):
-                assert relative_error(some, right) < 1e-5
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("state", [False, True])
-@pytest.mark.parametrize("size", [(1, 28), (2, 28), (16, 28)])
-@torch.no_grad()
-def test_real_sizes_of_product_and_convolution(size, state):
-    _, weight, bias, before = arguments(*size, 2048, 4, state)
-    x, matrix = torch.randn(*size, 1024, device="cuda"), torch.randn(4096, 1024, device="cuda") / 32
-    norm = RMSNorm(1024, eps=1e-5).to("cuda")
-    first, second = (linear_conv_silu(x, matrix, weight, bias, before, norm) for _ in range(2))
-    u, z = linear(x, matrix, norm=norm).chunk(2, -1)
-    y, after = causal_conv_silu(u, weight, bias, before)
-    for given, again, wanted in zip(first, second, (y, z, after), strict=True):
-        assert torch.equal(given, again)
-        assert relative_error(given, wanted) < 1e-6
-
-
-def test_gradients_reach_every_input_of_product_and_convolution():
-    x, weight, bias, before = arguments(2, 5, 3, 4)
-    matrix, norm = torch.randn(6, 3, device=DEVICE), RMSNorm(3, eps=1e-5).to(DEVICE)
-    leaves = [t.detach().clone().requires_grad_() for t in (x, matrix, weight, bias, before)]
-    y, gate, after = linear_conv_silu(*leaves, norm)
-    total = (y * gate).sum() + after.square().sum()
-    assert all(grad.abs().sum() > 0 for grad in torch.autograd.grad(total, [*leaves, norm.weight]))
 
 
 def test_bad_input():

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from vssm.models import Model, Variational
 from vssm.nn import AttentionBlock, GRUBlock, MambaBlock, MambaMixer, State, join_weights
 from vssm.nn.stack import Linear, RMSNorm, StepSizes
-from vssm.ops import selective_scan
-from vssm.ops.linear import PackedWeight, linear, linear_conv_silu
+from vssm.ops import causal_conv_silu, selective_scan
+from vssm.ops.linear import PackedWeight, linear
 
 __all__ = ["fuse"]
 
@@ -102,8 +102,8 @@ class FusedMamba(MambaBlock):
         """Maps x (B, T, width) to (B, T, width) and returns the state after the last step."""
         mixer = self.mixer
         conv, h = (None, None) if state is None else (state["conv"], state["ssm"])
-        convolution = self.taps, self.bias, conv
-        u, z, conv = linear_conv_silu(x, self.in_weight, *convolution, self.norm, self.backend)
+        u, z = linear(x, self.in_weight, norm=self.norm, backend=self.backend).chunk(2, -1)
+        u, conv = causal_conv_silu(u, self.taps, self.bias, conv)
         dt, B, C = mixer.x_proj(u).split([mixer.rank, mixer.states, mixer.states], -1)
         dt = linear(dt, self.dt_weight, backend=self.backend)
         inputs = u, dt, self.A, B, C, mixer.D, z, mixer.dt_proj.bias

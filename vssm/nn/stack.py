@@ -20,7 +20,6 @@ from vssm.config import ModelConfig
 from vssm.nn.state import State
 from vssm.ops.draws import embed_sum
 from vssm.ops.linear import linear
-from vssm.ops.norm import rms_norm
 from vssm.ops.operators import product_dtype
 
 __all__ = [
@@ -90,7 +89,7 @@ def apply_in_halves(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 class RMSNorm(nn.RMSNorm):
     """Creates an `nn.RMSNorm`, same parameter and same numbers, for use before a matrix product.
 
-    Under autocast on CUDA the result has the dtype of that product.
+    Under autocast the result has the dtype of that product, and is cast once for several products.
 
     Example:
         >>> RMSNorm(3, eps=1e-5)(torch.tensor([[1.0, 1.0, -1.0]])).detach()
@@ -99,10 +98,8 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x (..., D) to (..., D)."""
-        if not x.is_cuda:
-            return super().forward(x)
-        assert self.eps is not None
-        return rms_norm(x, self.weight, self.eps, product_dtype(x.device))
+        y = super().forward(x)
+        return y.to(product_dtype(x.device)) if torch.is_autocast_enabled(x.device.type) else y
 
 
 def embedding(config: ModelConfig) -> nn.Module:

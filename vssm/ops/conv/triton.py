@@ -10,9 +10,6 @@ Backward, with e_t = dy_t silu'(s_t) and s_t computed again:
 Shapes: x, y, dy, dx (B, T, D); weight (D, K); bias (D,); state, dstate (B, K - 1, D), the inputs
 before x.
 
-The input may also be the parts of a product that are still to be added (`vssm.ops.linear.triton`),
-of u, which is convolved, and of a gate z: partial (SPLIT, B T, 2 D) = (u, z), squares (SPLIT, B T).
-
 A program owns a block of channels and goes through a chunk of time with the last K inputs (and,
 backward, the last K values of e) in registers. It recomputes what it needs from beyond its chunk.
 Sums over batch and time leave as one partial per program; PyTorch adds them, so results repeat bit
@@ -25,9 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from vssm.ops.launch_triton import ceil_div, launch, next_power, processors
-from vssm.ops.linear.triton import Parts, add_parts
 
-__all__ = ["conv_backward", "conv_forward", "forward_parts"]
+__all__ = ["conv_backward", "conv_forward"]
 
 _CHUNK = 32  # steps of a program
 _BLOCK = 512  # channels of a program
@@ -124,57 +120,6 @@ def _conv_kernel(
             value = _input(x, state, stride, T - (K - 1) + k, T, d, channels, K)
             at = (b * (K - 1) + k) * channels + d
             tl.store(after + at, value.to(after.dtype.element_ty), mask=d < limit)
-
-
-# fmt: off
-@triton.jit(do_not_specialize=["T", "chunks", "total", "eps"])
-def _parts_kernel(
-    partial, squares, weight, bias, state, y, z, after, T, channels, chunks, total, depth,
-    eps, K: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):
-    # fmt: on
-    """Adds the parts of u and z, convolves u and stores z.
-
-    Everything is loaded before anything is stored, because a load does not pass a store.
-    """
-    item = tl.program_id(0)
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    b = item // chunks
-    first = item % chunks * CHUNK
-    if state is not None:
-        state += b.to(tl.int64) * (K - 1) * channels
-    taps = _taps(weight, d, channels, K)
-    shift = tl.load(bias + d, mask=d < channels, other=0.0).to(tl.float32)
-    inputs, gates = (), ()
-    for i in tl.static_range(K - 1 + CHUNK):
-        t = first - (K - 1) + i
-        row = b * T + tl.minimum(tl.maximum(t, 0), T - 1)
-        at = row.to(tl.int64) * 2 * channels + d
-        mask = d < tl.where((t >= 0) & (t < T), channels, 0)
-        value = add_parts(partial, at, mask, total, SPLIT)
-        rate = 1.0
-        if squares is not None:
-            square = add_parts(squares, row, row >= 0, total // (2 * channels), SPLIT)
-            rate = tl.rsqrt(square / depth + eps)
-            value *= rate
-        if state is not None:
-            limit = tl.where(t < 0, channels, 0)
-            before = tl.load(state + (t + K - 1) * channels + d, mask=d < limit, other=0.0)
-            value += before.to(tl.float32)
-        inputs = inputs + (value,)
-        if i >= K - 1:
-            gates = gates + (add_parts(partial, at + channels, mask, total, SPLIT) * rate,)
-    for i in tl.static_range(CHUNK):
-        s = _convolve(inputs[i : i + K], taps, shift, K)
-        at = (b * T + first + i).to(tl.int64) * channels + d
-        limit = tl.where(first + i < T, channels, 0)
-        tl.store(y + at, s * tl.sigmoid(s), mask=d < limit)
-        tl.store(z + at, gates[i], mask=d < limit)
-    for i in tl.static_range(K - 1 + CHUNK):
-        place = first + i - T  # in the state, which the last chunk of a row stores
-        limit = tl.where((first + CHUNK >= T) & (place >= 0) & (place < K - 1), channels, 0)
-        at = (b.to(tl.int64) * (K - 1) + place) * channels + d
-        tl.store(after + at, inputs[i].to(after.dtype.element_ty), mask=d < limit)
 
 
 # fmt: off
@@ -287,29 +232,6 @@ def conv_forward(
         num_warps=max(1, block // 256),
     )  # fmt: skip
     return y
-
-
-def forward_parts(
-    parts: Parts,
-    length: int,
-    weight: Tensor,
-    bias: Tensor,
-    state: Tensor | None,
-    after: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Returns y and z (B, T, D) in float32, and fills the state `after`."""
-    split, rows, both = parts.partial.shape
-    batch, channels, chunk, block = rows // length, both // 2, 4, 128
-    shape, device = (2, batch, length, channels), parts.partial.device
-    y, z = torch.empty(shape, dtype=torch.float32, device=device)
-    chunks = ceil_div(length, chunk)
-    launch(
-        _parts_kernel, (batch * chunks, ceil_div(channels, block)),
-        *parts[:2], weight.contiguous(), bias, _contiguous(state), y, z, after, length, channels,
-        chunks, rows * both, *parts[2:], K=weight.shape[1], SPLIT=split, CHUNK=chunk, BLOCK=block,
-        num_warps=4,
-    )  # fmt: skip
-    return y, z
 
 
 def conv_backward(

@@ -21,28 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vssm.ops.latents import MAX_CLASSES
 from vssm.ops.scan import has_triton, needs_operator
 
-__all__ = [
-    "MAX_CLASSES",
-    "at_least_float32",
-    "cumulative",
-    "draws_fused",
-    "embed_sum",
-    "inverse_cdf",
-    "repeats",
-    "select",
-]
+__all__ = ["cumulative", "draws_fused", "embed_sum", "inverse_cdf", "repeats", "select"]
 
-MAX_CLASSES = 1024
-"""The kernels keep all classes of a component in registers."""
 MAX_LATENTS = 256
 """The kernel adds the rows of all latents of a step at once."""
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """Returns x in float32, or unchanged if it is float64."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def inverse_cdf(
@@ -61,7 +46,8 @@ def inverse_cdf(
         from vssm.ops.draws import triton as kernels
 
         return kernels.inverse_cdf(logits, noise, temperature)
-    return select(cumulative(at_least_float32(logits) / temperature), noise)
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return select(cumulative(exact / temperature), noise)
 
 
 def draws_fused(logits: Tensor, noise: Tensor, backend: str = "auto") -> bool:

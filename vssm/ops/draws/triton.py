@@ -5,9 +5,7 @@ logits serves several runs of noise. A program does BR rows. Padded classes have
 lie above every target.
 
 `embed_sum` adds rows of a table, in float32. A class out of range gives NaN instead of a read out
-of bounds. A program does one step, and reads all of its rows at once. Of many steps with many
-columns it does several, for a slice of columns: that part of the table stays in its own cache when
-several steps select the same row.
+of bounds. A program does one step, and reads all of its rows at once.
 """
 
 import torch
@@ -21,9 +19,7 @@ from vssm.ops.launch_triton import ceil_div, launch, next_power
 __all__ = ["embed_sum", "inverse_cdf"]
 
 TILE = 1024  # elements that a program of `inverse_cdf` holds at a time
-EMBED_TILE = 4096  # elements of a program of one step
-WIDE = 256  # columns above which many steps are cut into slices:
-SOME, MANY = 768, 4096  # from how many steps on, into narrow and into wider slices
+EMBED_TILE = 4096  # elements of a program of `embed_sum`
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -69,58 +65,29 @@ def inverse_cdf(logits: Tensor, noise: Tensor, temperature: float) -> Tensor:
     return z
 
 
-# fmt: off
-@triton.jit(do_not_specialize=["steps"])
-def _embed_kernel(
-    z, weight, y, steps, N, D, Z: tl.constexpr, BR: tl.constexpr, BZ: tl.constexpr,
-    BD: tl.constexpr, TOGETHER: tl.constexpr,
-):
-    # fmt: on
-    """TOGETHER latents are read at a time, if a program does several steps; it divides Z."""
+@triton.jit
+def _embed_kernel(z, weight, y, N, D, Z: tl.constexpr, BZ: tl.constexpr, BD: tl.constexpr):
     d = tl.program_id(1) * BD + tl.arange(0, BD)
-    if BR == 1:
-        step = tl.program_id(0).to(tl.int64)
-        i = tl.arange(0, BZ)
-        chosen = tl.load(z + step * Z + i, mask=i < Z, other=0).to(tl.int64)
-        known = (chosen >= 0) & (chosen < N)
-        at = (i * N + chosen)[:, None] * D + d[None, :]
-        mask = (known & (i < Z))[:, None] & (d < D)[None, :]
-        rows = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
-        rows = tl.where(known[:, None], rows, float("nan"))
-        tl.store(y + step * D + d, tl.sum(rows, 0).to(y.dtype.element_ty), mask=d < D)
-    else:
-        each = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-        live = each < steps
-        total = tl.zeros((BR, BD), tl.float32)
-        unknown = tl.zeros((BR,), tl.int32)
-        for first in range(0, Z, TOGETHER):
-            for j in tl.static_range(TOGETHER):
-                chosen = tl.load(z + each * Z + first + j, mask=live, other=0)
-                known = (chosen >= 0) & (chosen < N)
-                unknown += tl.where(known, 0, 1)
-                # Reads the first class instead of one out of range; this sum is replaced by NaN.
-                row = (first + j) * N + tl.where(known, chosen, 0).to(tl.int32)
-                at = row.to(tl.int64)[:, None] * D + d[None, :]
-                total += tl.load(weight + at, mask=(d < D)[None, :]).to(tl.float32)
-        total = tl.where((unknown > 0)[:, None], float("nan"), total)
-        mask = live[:, None] & (d < D)[None, :]
-        tl.store(y + each[:, None] * D + d[None, :], total.to(y.dtype.element_ty), mask=mask)
+    step = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BZ)
+    chosen = tl.load(z + step * Z + i, mask=i < Z, other=0).to(tl.int64)
+    known = (chosen >= 0) & (chosen < N)
+    at = (i * N + chosen)[:, None] * D + d[None, :]
+    mask = (known & (i < Z))[:, None] & (d < D)[None, :]
+    rows = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+    rows = tl.where(known[:, None], rows, float("nan"))
+    tl.store(y + step * D + d, tl.sum(rows, 0).to(y.dtype.element_ty), mask=d < D)
 
 
 def embed_sum(z: Tensor, weight: Tensor) -> Tensor:
     """Returns y (..., D) in the dtype of the weight."""
     Z, D = z.shape[-1], weight.shape[1]
     y = torch.empty((*z.shape[:-1], D), dtype=weight.dtype, device=weight.device)
-    steps = z.numel() // Z
-    BR, BD, together, warps = 1, min(128, EMBED_TILE // next_power(Z), next_power(D)), 1, 4
-    if D > WIDE and steps >= MANY:  # as many threads as steps, so that a row is looked up once
-        BR, BD, together, warps = 64, 64, min(4, Z & -Z), 2
-    elif D > WIDE and steps >= SOME:
-        BR, BD, together = 128, 32, min(8, Z & -Z)
+    BZ = next_power(Z)
+    BD = min(128, EMBED_TILE // BZ, next_power(D))
     if y.numel():
         launch(
-            _embed_kernel, (ceil_div(steps, BR), ceil_div(D, BD)), z.contiguous(),
-            weight.contiguous(), y, steps, len(weight) // Z, D, Z=Z, BR=BR, BZ=next_power(Z), BD=BD,
-            TOGETHER=together, num_warps=warps,
+            _embed_kernel, (z.numel() // Z, ceil_div(D, BD)), z.contiguous(), weight.contiguous(),
+            y, len(weight) // Z, D, Z=Z, BZ=BZ, BD=BD,
         )  # fmt: skip
     return y

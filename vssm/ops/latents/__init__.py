@@ -1,16 +1,15 @@
-"""Categorical latents in training: draws that pass gradients, divergences and expectations.
+"""Categorical latents in training: draws that pass gradients, and divergences.
 
     w = v + g,  g = -log(-log u)             z = one_hot(argmax w), with the gradient of softmax(w)
     KL(q || uniform) = sum_i sum_n q_in (log q_in + log N)                      q = softmax(v)
     KL(q || p)       = sum_i sum_n q_in (log q_in - log p_in)
-    E_q log p        = sum_i sum_n q_in log p_in                                p = softmax(v_p)
 
 | symbol | code | shape |
 | --- | --- | --- |
 | v | `logits` | (..., Z, N): Z independent categoricals of N classes |
 | u | `noise` | (..., Z, N), strictly inside (0, 1) |
 | z | result | (..., Z, N) one-hot |
-| KL, E_q log p | | (...) |
+| KL | | (...) |
 
 `vssm.ops.latents.triton` has kernels for a GPU, and `vssm.ops.latents.numba` for float32 on a CPU.
 Both keep only their inputs for backward. Otherwise PyTorch computes in float32 or float64. Draws of
@@ -24,11 +23,13 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from vssm.ops.draws import MAX_CLASSES, at_least_float32
 from vssm.ops.operators import make_operator
 from vssm.ops.scan import choose_backend, needs_operator
 
-__all__ = ["expected_log_prob", "gumbel_one_hot", "kl_to_uniform", "sample_and_kl"]
+__all__ = ["MAX_CLASSES", "gumbel_one_hot", "kl_to_uniform", "sample_and_kl"]
+
+MAX_CLASSES = 1024
+"""The kernels hold all classes of a component at once."""
 
 
 def gumbel_one_hot(logits: Tensor, noise: Tensor) -> Tensor:
@@ -71,34 +72,16 @@ def sample_and_kl(
         (tensor([0., 0., 0., 1.]), True)
     """
     chosen = _choose(backend, logits, noise, prior)
-    if chosen == "reference":
-        exact = at_least_float32(logits)
-        z, log_q = gumbel_one_hot(exact, noise), exact.log_softmax(-1)
-        if prior is None:
-            kl = kl_to_uniform(log_q)
-        else:
-            kl = (log_q.exp() * (log_q - at_least_float32(prior).log_softmax(-1))).sum((-2, -1))
-        return z if dtype is None else z.to(dtype), kl
-    run = _sample if needs_operator(logits, prior) else _sample_forward
-    return run(logits, prior, noise, dtype or torch.float32, chosen)
-
-
-def expected_log_prob(logits: Tensor, q: Tensor, backend: str = "auto") -> Tensor:
-    """Returns E[log p(z)] for z ~ q, exactly, (...), in float32 or float64.
-
-    The arguments are logits of p and of q, finite, (..., Z, N). Gradients flow to those of p. If
-    those of q require a gradient, PyTorch computes all.
-
-    Example:
-        >>> value = expected_log_prob(torch.zeros(3, 4), torch.randn(3, 4))
-        >>> bool((value + 3 * math.log(4)).abs() < 1e-5)
-        True
-    """
-    chosen = _choose(backend, logits, q)
-    if chosen == "reference" or (torch.is_grad_enabled() and q.requires_grad):
-        p, q = (at_least_float32(values).log_softmax(-1) for values in (logits, q))
-        return (q.exp() * p).sum((-2, -1))
-    return (_expected if needs_operator(logits) else _expected_forward)(logits, q, chosen)
+    if chosen != "reference":
+        run = _sample if needs_operator(logits, prior) else _forward
+        return run(logits, prior, noise, dtype or torch.float32, chosen)
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    z, log_q = gumbel_one_hot(logits.to(exact), noise), logits.log_softmax(-1, exact)
+    if prior is None:
+        kl = kl_to_uniform(log_q)
+    else:
+        kl = (log_q.exp() * (log_q - prior.log_softmax(-1, exact))).sum((-2, -1))
+    return z if dtype is None else z.to(dtype), kl
 
 
 def _choose(backend: str, logits: Tensor, *others: Tensor | None) -> str:
@@ -121,43 +104,27 @@ def _kernels(backend: str) -> ModuleType:
     return kernels
 
 
-def _sample_forward(logits, prior, noise, dtype, backend):  # noqa: ANN001, ANN202
+def _forward(logits, prior, noise, dtype, backend):  # noqa: ANN001, ANN202
     return _kernels(backend).sample_forward(logits, noise, prior, dtype)
 
 
-def _sample_fake(logits, prior, noise, dtype, backend):  # noqa: ANN001, ANN202
+def _fake(logits, prior, noise, dtype, backend):  # noqa: ANN001, ANN202
     kl = logits.new_empty(logits.shape[:-2], dtype=torch.float32)
     return logits.new_empty(logits.shape, dtype=dtype), kl
 
 
-def _sample_backward(dz, dkl, logits, prior, noise, dtype, backend):  # noqa: ANN001, ANN202
+def _backward(dz, dkl, logits, prior, noise, dtype, backend):  # noqa: ANN001, ANN202
     dz = torch.zeros_like(logits, dtype=dtype) if dz is None else dz
     dkl = logits.new_zeros(logits.shape[:-2], dtype=torch.float32) if dkl is None else dkl
     return _kernels(backend).sample_backward(dz, dkl, logits, noise, prior)
 
 
-def _expected_forward(logits: Tensor, q: Tensor, backend: str) -> Tensor:
-    return _kernels(backend).expected_forward(logits, q)
-
-
-def _expected_backward(grad: Tensor, logits: Tensor, q: Tensor, backend: str) -> tuple[Tensor]:
-    return (_kernels(backend).expected_backward(grad, logits, q),)
-
-
 _sample = make_operator(
     "sample_and_kl",
     "Tensor logits, Tensor? prior, Tensor noise, ScalarType dtype, str backend",
-    _sample_forward,
-    _sample_backward,
-    _sample_fake,
+    _forward,
+    _backward,
+    _fake,
     outputs=2,
     gradients=2,
-)
-_expected = make_operator(
-    "expected_log_prob",
-    "Tensor logits, Tensor q, str backend",
-    _expected_forward,
-    _expected_backward,
-    lambda logits, q, backend: logits.new_empty(logits.shape[:-2], dtype=torch.float32),
-    gradients=1,
 )

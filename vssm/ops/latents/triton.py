@@ -8,13 +8,12 @@ With s = v - max v, e = exp(s), S = sum_n e, q = e / S and the Gumbel softmax r 
 where J(r) dz = r (dz - sum_n r_n dz_n). With s^p = v_p - max v_p instead of the uniform prior:
 
     KL = sum_n q_n (s_n - s^p_n) - log(S / S^p)       dv likewise, of s - s^p;  dv_p = dKL (p - q)
-    E_q log p = sum_n q_n s^p_n - log S^p             dv_p = dE (q - p)
 
 One exp serves the KL and the draw, and no log-probability is formed. The quotient is
 exp(w - max v). A class whose e is 0 in float32 lies 87 nats below the largest, and g spans 22 nats,
 so it is never the argmax.
 
-Shapes: v, u, z (steps, Z, N); KL, E (steps,). A program does one step, BZ components at a time,
+Shapes: v, u, z (steps, Z, N); KL (steps,). A program does one step, BZ components at a time,
 with the BN >= N classes of a component in neighbouring threads. It alone adds up its step, so
 results repeat bit for bit. Padded components read v = u = 0 and are left out of the sums. Addresses
 are 64-bit.
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from vssm.ops.launch_triton import launch, next_power
 
-__all__ = ["expected_backward", "expected_forward", "sample_backward", "sample_forward"]
+__all__ = ["sample_backward", "sample_forward"]
 
 TILE = 1024  # elements that a program holds at a time
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -118,41 +117,7 @@ def _sample_backward_kernel(
         tl.store(dv + index, grad.to(dv.dtype.element_ty), mask=live)
 
 
-# fmt: off
-@triton.jit
-def _expected_kernel(
-    v, q, out, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr
-):
-    # fmt: on
-    step = tl.program_id(0).to(tl.int64)
-    total = tl.zeros((BZ,), tl.float32)
-    for first in tl.range(0, Z, BZ):
-        index, row, column = _tile(step, first, Z, N, BZ, BN)
-        live = row[:, None] & column
-        s, e = _exponential(_load(v, index, live), column)
-        _, f = _exponential(_load(q, index, live), column)
-        total += tl.where(row, tl.sum(f * s, 1) / tl.sum(f, 1) - tl.log(tl.sum(e, 1)), 0.0)
-    tl.store(out + step, tl.sum(total, 0))
-
-
-# fmt: off
-@triton.jit
-def _expected_backward_kernel(
-    grad, v, q, dv, Z: tl.constexpr, N: tl.constexpr, BZ: tl.constexpr, BN: tl.constexpr
-):
-    # fmt: on
-    step = tl.program_id(0).to(tl.int64)
-    slope = tl.load(grad + step)
-    for first in tl.range(0, Z, BZ):
-        index, row, column = _tile(step, first, Z, N, BZ, BN)
-        live = row[:, None] & column
-        _, e = _exponential(_load(v, index, live), column)
-        _, f = _exponential(_load(q, index, live), column)
-        difference = f * (1.0 / tl.sum(f, 1))[:, None] - e * (1.0 / tl.sum(e, 1))[:, None]
-        tl.store(dv + index, (slope * difference).to(dv.dtype.element_ty), mask=live)
-
-
-def _launch(kernel: Any, shape: torch.Size, *inputs: Tensor | None, **options: bool) -> None:
+def _launch(kernel: Any, shape: torch.Size, *inputs: Tensor | None) -> None:
     """Runs a kernel on all steps of tensors that belong to logits of a shape (..., Z, N)."""
     Z, N = shape[-2:]
     BN = next_power(N)
@@ -160,7 +125,7 @@ def _launch(kernel: Any, shape: torch.Size, *inputs: Tensor | None, **options: b
     if shape.numel():
         warps = max(1, min(4, BZ * BN // 256))
         sizes = {"Z": Z, "N": N, "BZ": BZ, "BN": BN, "num_warps": warps}
-        launch(kernel, (shape[:-2].numel(),), *inputs, **options, **sizes)
+        launch(kernel, (shape[:-2].numel(),), *inputs, **sizes)
 
 
 def sample_forward(
@@ -168,7 +133,8 @@ def sample_forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns z (..., Z, N) in the given dtype and the KL (...) in float32."""
     z = torch.empty(logits.shape, dtype=dtype, device=logits.device)
-    kl = _steps(logits)
+    make = torch.empty if logits.numel() else torch.zeros  # steps without components have no KL
+    kl = make(logits.shape[:-2], dtype=torch.float32, device=logits.device)
     inputs = (None if tensor is None else tensor.contiguous() for tensor in (logits, noise, prior))
     _launch(_sample_kernel, logits.shape, *inputs, z, kl)
     return z, kl
@@ -184,24 +150,3 @@ def sample_backward(
     outputs = (dv, None if prior is None else dp)
     _launch(_sample_backward_kernel, logits.shape, *inputs, *outputs)
     return dv, dp
-
-
-def expected_forward(logits: Tensor, q: Tensor) -> Tensor:
-    """Returns E_q log p, (...), in float32."""
-    out = _steps(logits)
-    _launch(_expected_kernel, logits.shape, logits.contiguous(), q.contiguous(), out)
-    return out
-
-
-def expected_backward(grad: Tensor, logits: Tensor, q: Tensor) -> Tensor:
-    """Returns the gradient of the logits of p, (..., Z, N)."""
-    dv = logits.new_empty(logits.shape)
-    inputs = (tensor.contiguous() for tensor in (grad, logits, q))
-    _launch(_expected_backward_kernel, logits.shape, *inputs, dv)
-    return dv
-
-
-def _steps(logits: Tensor) -> Tensor:
-    """Returns room for one number per step: zeros if steps have no components."""
-    make = torch.empty if logits.numel() else torch.zeros
-    return make(logits.shape[:-2], dtype=torch.float32, device=logits.device)

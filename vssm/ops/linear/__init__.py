@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vssm.ops.conv import causal_conv_silu
 from vssm.ops.operators import product_dtype
 from vssm.ops.scan import has_triton, needs_operator
 
-__all__ = ["Halves", "PackedWeight", "linear", "linear_conv_silu"]
+__all__ = ["Halves", "PackedWeight", "linear"]
 
 _DIVISOR = 32  # of K, in the kernels
 
@@ -76,52 +75,6 @@ def linear(
     from vssm.ops.linear import triton as kernels
 
     return kernels.linear(x, weight, bias, add, norm)
-
-
-def linear_conv_silu(
-    x: Tensor,
-    weight: Tensor | PackedWeight,
-    taps: Tensor,
-    bias: Tensor,
-    state: Tensor | None = None,
-    norm: nn.RMSNorm | None = None,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Multiplies by a weight and convolves the first half of the product; the second is a gate.
-
-    Arguments:
-        x: The input, (B, T, W).
-        weight: The weight, (2 D, W).
-        taps: The taps of the convolution, (D, K).
-        bias: The bias of the convolution, (D,).
-        state: As for `causal_conv_silu`.
-        norm: Applied to x first.
-        backend: As for `linear` and `causal_conv_silu`.
-
-    Returns:
-        y and the gate, (B, T, D), and the state to go on from (B, K - 1, D).
-
-    Example:
-        >>> x, weight, taps = torch.ones(1, 4, 1), torch.tensor([[1.0], [2.0]]), torch.ones(1, 3)
-        >>> y, gate, _ = linear_conv_silu(x, weight, taps, torch.zeros(1))
-        >>> y.flatten(), gate.flatten()
-        (tensor([0.7311, 1.7616, 2.8577, 2.8577]), tensor([2., 2., 2., 2.]))
-    """
-    if not needs_operator(taps, bias, state) and _runs_kernels(backend, x, weight, norm=norm):
-        from vssm.ops.conv.triton import forward_parts
-        from vssm.ops.linear import triton as kernels
-
-        # Few rows are multiplied in parts of the sums over W, which the convolution adds.
-        made = kernels.multiply(x, weight, norm=norm)
-        if isinstance(made, kernels.Parts):
-            after = x.new_empty(len(x), taps.shape[1] - 1, len(taps))
-            y, gate = forward_parts(made, x.shape[1], taps, bias, state, after)
-            return y, gate, after
-    else:
-        made = linear(x, weight, norm=norm, backend=backend)
-    u, gate = made.chunk(2, -1)
-    y, after = causal_conv_silu(u, taps, bias, state, backend)
-    return y, gate, after
 
 
 def _runs_kernels(

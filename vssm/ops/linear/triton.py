@@ -20,9 +20,8 @@ because tensor cores cut off where float32 rounds.
 |               |                         | in [2^14, 2^15); a `PackedWeight` keeps the halves     |
 
 Few rows read weights as fast as memory allows. To let all processors read, K is cut into SPLIT
-parts, whose sums are added in order by a second kernel or by the reader (`vssm.ops.conv.triton`).
-How a product is cut depends on its sizes only, and there are no atomics: results repeat bit for
-bit.
+parts, whose sums are added in order by a second kernel. How a product is cut depends on its sizes
+only, and there are no atomics: results repeat bit for bit.
 
 Shapes: x (M, K), weight (N, K), bias (N,), add and y (M, N), scale (K,), partial (SPLIT, M, N),
 squares (SPLIT, M), high and low (M, K) or (N, K), down = 2^e (M,) or (N,). Rows and columns that a
@@ -41,7 +40,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vssm.ops.launch_triton import ceil_div, next_power
 from vssm.ops.linear import Halves, PackedWeight
 
-__all__ = ["Parts", "Plan", "add_parts", "linear", "multiply", "plan"]
+__all__ = ["Plan", "linear", "plan"]
 
 FEW = 64  # rows up to which a product waits for its weights
 MANY = 384  # rows from which it pays to split operands in a kernel of its own
@@ -62,15 +61,6 @@ class Plan(NamedTuple):
     warps: int
     stages: int  # tiles on their way from memory
     method: str
-
-
-class Parts(NamedTuple):
-    """A product whose parts of K are still to be added."""
-
-    partial: Tensor  # the parts, (SPLIT, M, N)
-    squares: Tensor | None  # the parts of sum_k x_k^2, (SPLIT, M): rows are to be normed
-    K: int
-    eps: float
 
 
 def plan(M: int, N: int, K: int, shared: int = SHARED) -> Plan:
@@ -119,45 +109,26 @@ def linear(
     how: Plan | None = None,
 ) -> Tensor:
     """Returns y (..., N) in float32, for K that 32 divides."""
-    made = multiply(x, weight, bias, add, norm, how)
-    if isinstance(made, Tensor):
-        return made
-    split, M, N = made.partial.shape
-    y = made.partial.new_empty((*x.shape[:-1], N))
-    bias, add = _contiguous(bias), _contiguous(add)
-    operands = made.partial, made.squares, bias, add, y, M * N, N, made.K, made.eps
-    _sum_kernel[(ceil_div(M * N, 256),)](*operands, SPLIT=split, BLOCK=256, num_warps=2)
-    return y
-
-
-def multiply(
-    x: Tensor,
-    weight: Tensor | PackedWeight,
-    bias: Tensor | None = None,
-    add: Tensor | None = None,
-    norm: nn.RMSNorm | None = None,
-    how: Plan | None = None,
-) -> Tensor | Parts:
-    """Returns what `linear` returns, or parts of K, to which bias and add are still to be added."""
     packed = weight if isinstance(weight, PackedWeight) else None
     weight = weight.contiguous() if isinstance(weight, Tensor) else weight.weight
-    (N, K), shape = weight.shape, (*x.shape[:-1], len(weight))
+    (N, K), y = weight.shape, x.new_empty((*x.shape[:-1], len(weight)))
     x = x.reshape(-1, K)
     x = x if x.stride(1) == 1 else x.contiguous()
     scale, eps = (None, 0.0) if norm is None else (norm.weight.contiguous(), norm.eps or 0.0)
     bias, add, M = _contiguous(bias), _contiguous(add), len(x)
     if M * N == 0:
-        return x.new_empty(shape)
+        return y
     how = how or plan(M, N, K, _shared(x.device))
     sizes = {"BM": how.BM, "BN": how.BN, "BK": how.BK}
     options = {"num_warps": how.warps, "num_stages": how.stages}
     rows, columns, whole = ceil_div(M, how.BM), ceil_div(N, how.BN), how.SPLIT == 1
-    y = x.new_empty(shape if whole else (how.SPLIT, M, N))
     if how.method == "float32":
         inputs = x, weight, bias, add, scale, y, M, N, K, x.stride(0), eps
         _float32_kernel[columns, rows](*inputs, **sizes, STAGES=how.stages, **options)
         return y
-    ends, squares = (bias, add) if whole else (None, None), None
+    result, ends, squares = y, (bias, add), None
+    if not whole:
+        result, ends = x.new_empty((how.SPLIT, M, N)), (None, None)
     if how.method == "float16":
         left = _split(x, scale, eps)
         right = _split(weight) if packed is None else packed.halves(_split)
@@ -168,7 +139,7 @@ def multiply(
             for halves, size in ((left, how.BM), (right, how.BN))
             for half in halves[:2]
         ]
-        inputs = *tiles, left[2], right[2], *ends, y, M, N, K // how.SPLIT
+        inputs = *tiles, left[2], right[2], *ends, result, M, N, K // how.SPLIT
         group = 8 if M <= 2048 else 4
         _float16_kernel[rows * columns, how.SPLIT](*inputs, **sizes, GROUP=group, **options)
     else:
@@ -176,9 +147,12 @@ def multiply(
             x, scale = F.rms_norm(x, (K,), scale, eps), None
         if scale is not None and not whole:
             squares = x.new_empty((how.SPLIT, M))
-        inputs = x, weight, *ends, scale, squares, y, M, N, K, K // how.SPLIT, x.stride(0), eps
+        inputs = x, weight, *ends, scale, squares, result, M, N, K, K // how.SPLIT, x.stride(0), eps
         _tf32_kernel[columns, how.SPLIT, rows](*inputs, **sizes, **options)
-    return y if whole else Parts(y, squares, K, eps)
+    if not whole:
+        inputs = result, squares, bias, add, y, M * N, N, K, eps
+        _sum_kernel[(ceil_div(M * N, 256),)](*inputs, SPLIT=how.SPLIT, BLOCK=256, num_warps=2)
+    return y
 
 
 def _split(x: Tensor, scale: Tensor | None = None, eps: float = 0.0) -> Halves:
@@ -349,7 +323,7 @@ def _float16_kernel(
 
 
 @triton.jit
-def add_parts(partial, at, mask, total, SPLIT: tl.constexpr):
+def _add_parts(partial, at, mask, total, SPLIT: tl.constexpr):
     """Adds what SPLIT parts, of `total` numbers each, have at a place."""
     result = tl.load(partial + at, mask=mask, other=0.0)
     for part in tl.static_range(1, SPLIT):
@@ -365,7 +339,7 @@ def _sum_kernel(
     # fmt: on
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < total
-    result = add_parts(partial, at, mask, total, SPLIT)
+    result = _add_parts(partial, at, mask, total, SPLIT)
     if squares is not None:
-        result *= tl.rsqrt(add_parts(squares, at // N, mask, total // N, SPLIT) / K + eps)
+        result *= tl.rsqrt(_add_parts(squares, at // N, mask, total // N, SPLIT) / K + eps)
     _store(y, result, bias, add, at, at % N, mask)
