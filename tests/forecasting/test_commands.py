@@ -57,12 +57,6 @@ def test_mistakes_in_a_file_are_named(refused, tmp_path):
     assert "has no forecaster.json" in refused("forecast", str(tmp_path))
 
 
-def test_a_run_of_vssm_train_is_refused(refused, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text("{}")
-    assert "'run' is a run of vssm train; train a forecaster with" in refused("forecast", "run")
-
-
 @pytest.mark.parametrize(
     ("levels", "given"),
     [("0.1 1.5", "1.5"), ("-0.1", "-0.1"), ("nan", "nan"), ("0.5 0.1 0.50", "0.5 twice")],

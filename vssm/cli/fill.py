@@ -11,7 +11,6 @@ from PIL import Image
 
 import vssm
 from vssm.checks import choose_device, whole_number
-from vssm.cli.options import check_seed
 from vssm.cli.samples import check_files, read_array, write_array, write_samples
 from vssm.data import Meta, read_meta
 from vssm.data.series import TableWindows
@@ -47,7 +46,7 @@ class Fill:
     passes: int = 1
     """Parallel passes: 1 makes all entries at once, more make one part after the other."""
     seed: int = 0
-    """Names the sample, 0 to 2^63 - 1."""
+    """Names the sample."""
     temperature: float = 1.0
     """Below 1 for safer, above 1 for wilder samples."""
     label: int | None = None
@@ -56,7 +55,6 @@ class Fill:
     """Where to run: auto, cpu or cuda."""
 
     def run(self) -> None:
-        check_seed(self.seed)
         whole_number("num", self.num, 1)
         check_files({"out": self.out}, {"input": self.input, "mask": self.mask})
         for name, path in (("input", self.input), ("mask", self.mask)):

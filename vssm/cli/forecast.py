@@ -1,16 +1,15 @@
 """`vssm forecast`: what follows a table; `vssm backtest`: how good such forecasts were."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
-from vssm.cli.options import check_seed
 from vssm.cli.samples import check_files
-
-if TYPE_CHECKING:
-    from vssm.forecasting.forecaster import Forecaster
+from vssm.forecasting.files import read_frame, write_forecast
+from vssm.forecasting.forecaster import Forecaster
+from vssm.forecasting.panel import check_quantiles
 
 __all__ = ["Backtest", "Forecast"]
 
@@ -34,20 +33,9 @@ class _SeriesOptions:
     device: str = "cpu"
     """Where the model is trained and run: cpu, cuda or auto."""
 
-    def forecaster(self, horizon: int) -> "Forecaster":
-        from vssm.forecasting.forecaster import Forecaster
-
-        check_seed(self.seed)
-        return Forecaster(
-            horizon=horizon,
-            freq=self.freq,
-            season=self.season,
-            kind=self.kind,
-            future_columns=self.future_columns,
-            max_steps=self.max_steps,
-            seed=self.seed,
-            device=self.device,
-        )
+    def forecaster(self, horizon: int) -> Forecaster:
+        options = {option.name: getattr(self, option.name) for option in fields(_SeriesOptions)}
+        return Forecaster(horizon=horizon, **options)
 
 
 @dataclass
@@ -73,22 +61,17 @@ class Forecast(_SeriesOptions):
     """Where the quantiles go: .csv or .parquet; the fan chart goes beside them."""
 
     def run(self) -> None:
-        from vssm.forecasting.files import read_frame, write_forecast
-        from vssm.forecasting.panel import check_quantiles
-
-        check_seed(self.seed)
         check_quantiles(self.quantiles)
         picture = self.out.with_suffix(".png") if self.out.name else self.out
         if self.out.suffix not in (".csv", ".parquet"):
             raise ValueError(f"out={str(self.out)!r} must end in .csv or .parquet")
-        source = Path(self.source)
         if not self.source:
             raise ValueError("DATA is missing; give a table to forecast, or a FOLDER of --save")
-        writes = {"out": self.out, "picture": picture}
+        source, writes = Path(self.source), {"out": self.out, "picture": picture}
         check_files(writes, {"data": source, "path": self.path, "future": self.future})
         future = None if self.future is None else read_frame(self.future)
         if source.is_dir():
-            own = _load(source, self.device)
+            own = Forecaster.load(source, self.device)
             if self.horizon not in (None, own.horizon):
                 raise ValueError(
                     f"horizon={self.horizon} was {own.horizon} in training; train again"
@@ -103,17 +86,6 @@ class Forecast(_SeriesOptions):
         write_forecast(made, self.out)
         own.plot(history, picture, self.samples, future)
         print(f"forecast: {self.out}  {own.horizon} steps\nfan chart: {picture}")
-
-
-def _load(folder: Path, device: str) -> "Forecaster":
-    from vssm.forecasting.forecaster import Forecaster
-
-    if (folder / "config.json").is_file() and not (folder / "forecaster.json").is_file():
-        raise ValueError(
-            f"{str(folder)!r} is a run of vssm train; train a forecaster with vssm forecast DATA"
-            " --save FOLDER"
-        )
-    return Forecaster.load(folder, device)
 
 
 @dataclass
@@ -132,8 +104,6 @@ class Backtest(_SeriesOptions):
     """Where the scores go; the picture goes beside them."""
 
     def run(self) -> None:
-        from vssm.forecasting.files import read_frame, write_forecast
-
         picture = self.out.with_suffix(".png") if self.out.name else self.out
         if self.data == Path():
             raise ValueError("DATA is missing; give a table: CSV or Parquet")

@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
 
 import vssm
 from vssm.checks import choose_device, whole_number
-from vssm.cli.options import check_seed
 from vssm.cli.samples import check_files, check_state_target, read_prompt, write_samples
 from vssm.data import Meta, read_meta, steps_left
 from vssm.models import Model
@@ -48,7 +47,7 @@ class Generate:
     observe: Literal["mean", "sample"] = "mean"
     """Return the mean of the observation head, or a sample of it."""
     seed: int | None = None
-    """Names the sample, 0 to 2^63 - 1; by default 0, or the state's."""
+    """Names the sample; by default 0, or the state's."""
     resume: Path | None = None
     """A file that --state wrote, to continue from."""
     out: Path | None = None
@@ -60,7 +59,6 @@ class Generate:
     """Where to run: auto, cpu or cuda."""
 
     def run(self) -> None:
-        check_seed(self.seed)
         if self.length is not None:
             whole_number("length", self.length, 1)
         device, folder = choose_device(self.device), find(self.run_folder)
@@ -76,22 +74,15 @@ class Generate:
         if prompt is not None:
             model.head.validate(prompt, "prompt", values=False, steps=0)
             known += prompt.shape[1]
+        names = ("passes", "temperature", "observe")
+        dials = {name: getattr(self, name) for name in names}
         if self.label is not None or (meta is not None and meta.classes):
-            x, after = self._draw_classes(model, meta, prompt).cpu(), None
+            x, after = self._draw_classes(model, meta, prompt, dials).cpu(), None
         else:
-            made = vssm.generate(
-                model,
-                num=16 if self.num is None and prompt is None and state is None else self.num,
-                length=self.length or steps_left(meta, known, "--length"),
-                prompt=prompt,
-                chunk=self.chunk,
-                recondition=self.recondition,
-                passes=self.passes,
-                temperature=self.temperature,
-                observe=self.observe,
-                seed=self.seed,
-                state=state,
-            )
+            num = 16 if self.num is None and prompt is None and state is None else self.num
+            length = self.length or steps_left(meta, known, "--length")
+            dials |= {"chunk": self.chunk, "recondition": self.recondition, "seed": self.seed}
+            made = vssm.generate(model, num, length, prompt=prompt, state=state, **dials)
             x, after = made.x.cpu(), made.state
         write_samples(x, None if prompt is None else prompt.cpu(), meta, out)
         print(f"samples: {out}  {tuple(x.shape)}")
@@ -100,7 +91,7 @@ class Generate:
             print(f"state: {self.state}, after step {after.position}")
 
     def _draw_classes(
-        self, model: Model, meta: Meta | None, prompt: torch.Tensor | None
+        self, model: Model, meta: Meta | None, prompt: torch.Tensor | None, dials: dict[str, Any]
     ) -> torch.Tensor:
         """Draws the steps after the prompt of sequences of a class, or of all classes in turn."""
         if meta is None or not meta.classes:
@@ -123,17 +114,15 @@ class Generate:
         labels = torch.arange(num, device=device) % meta.classes
         labels = labels if self.label is None else torch.full_like(labels, self.label)
         x[..., -meta.classes :] = torch.nn.functional.one_hot(labels, meta.classes)[:, None].to(x)
-        options = {"passes": self.passes, "temperature": self.temperature, "observe": self.observe}
-        made = vssm.fill(model, x, **options, seed=self.seed or 0)
+        made = vssm.fill(model, x, **dials, seed=self.seed or 0)
         return meta.without_given(made)[:, first:]
 
     def _check_files(self, out: Path) -> None:
         """Raises if a file can not be written or would replace one that is read."""
         if out.suffix not in (".npy", ".png", ".txt"):
             raise ValueError(f"out={str(out)!r} is not allowed; use .npy, .png or .txt")
-        writes = {"out": out, "state": self.state}
         prompt = Path(self.prompt) if self.prompt and self.prompt.endswith(".npy") else None
-        check_files(writes, {"prompt": prompt})
+        check_files({"out": out, "state": self.state}, {"prompt": prompt})
         check_files({"out": out}, {"resume": self.resume})  # the new state may replace the old one
         if self.state is not None:
             check_state_target(self.state)

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 import tyro
 
-from vssm.checks import check_choice, check_number
+from vssm.checks import check_choice
 from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig
 from vssm.data import (
     ArraysConfig,
@@ -17,7 +17,7 @@ from vssm.data import (
     TextConfig,
 )
 
-__all__ = ["DataOptions", "RunOptions", "check_seed"]
+__all__ = ["DataOptions", "RunOptions"]
 
 
 @dataclass
@@ -72,10 +72,7 @@ class RunOptions(DataOptions):
         start, parser = cls(), argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--preset", nargs="?")
         preset = parser.parse_known_args(arguments)[0].preset
-        # A word after an option is its value, unless the option has one already.
-        pairs = zip(["", *arguments], arguments, strict=False)
-        words = [word for before, word in pairs if before[:2] != "--" or "=" in before]
-        if preset is None and "series" in words:
+        if preset is None and "series" in arguments[:1]:
             preset = "series"  # the general size would take hours on a CPU
         if preset is not None:
             check_choice("preset", preset, tuple(PRESETS))
@@ -84,12 +81,3 @@ class RunOptions(DataOptions):
         if "--smoke" in arguments:
             start = replace(start, model=PRESETS["smoke"].model, train=PRESETS["smoke"].train)
         return start
-
-
-def check_seed(seed: int | None) -> None:
-    """Raises unless a seed is in the range of all commands, which is the range of training.
-
-    Python and the server take any whole number of 64 bits.
-    """
-    if seed is not None:
-        check_number("seed", seed, 0, below=2**63, whole=True)
