@@ -50,7 +50,7 @@ def idx(array):
 
 @pytest.fixture
 def mnist(tmp_path, monkeypatch):
-    """Writes four small IDX files and publishes their checksums; gives their folder."""
+    """Writes four small packed IDX files and publishes their checksums; gives their folder."""
     folder = tmp_path / "mnist"
     folder.mkdir()
     rng = np.random.default_rng(0)
@@ -60,9 +60,9 @@ def mnist(tmp_path, monkeypatch):
         array = rng.integers(
             0, 256 if "images" in name else 10, (num, 28, 28)[: 3 if "images" in name else 1]
         )
-        content = idx(array.astype(np.uint8))
-        (folder / name).write_bytes(content)
-        published[name] = (array.shape, sha256(gzip.compress(content, mtime=0)), sha256(content))
+        content = gzip.compress(idx(array.astype(np.uint8)), mtime=0)
+        (folder / f"{name}.gz").write_bytes(content)
+        published[name] = sha256(content)
     monkeypatch.setattr(images, "MNIST", published)
     return folder
 

@@ -196,10 +196,10 @@ def test_splits_and_bits_of_digits_are_pinned():
 
 
 def test_training_does_not_read_the_test_split(mnist):
-    (mnist / "t10k-images-idx3-ubyte").write_bytes(b"damaged")
+    (mnist / "t10k-images-idx3-ubyte.gz").write_bytes(b"damaged")
     data = open_data(DataConfig(name="mnist", dir=str(mnist)))
     assert len(data.train) == 45 and len(data.valid) == 5
-    with pytest.raises(ValueError, match="t10k-images-idx3-ubyte has content with sha256"):
+    with pytest.raises(ValueError, match=r"t10k-images-idx3-ubyte\.gz has content with sha256"):
         data.test()
 
 
@@ -282,17 +282,17 @@ def test_meta_maps_rows_to_images():
 def test_download_is_checked_cached_and_not_repeated(server, tmp_path):
     (tmp_path / "site" / "a.txt").write_bytes(b"hello")
     remote = files.Remote(f"{server}/a.txt", sha256(b"hello"), "text/a.txt")
-    path = files.locate(["a.txt"], ["text"], None, remote)
+    path = files.locate("a.txt", ["text"], None, remote)
     assert path == tmp_path / "cache" / "text" / "a.txt" and path.read_bytes() == b"hello"
     (tmp_path / "site" / "a.txt").unlink()
-    assert files.locate(["a.txt"], ["text"], None, remote) == path
+    assert files.locate("a.txt", ["text"], None, remote) == path
 
 
 def test_download_with_another_checksum_names_both_and_leaves_nothing(server, tmp_path):
     (tmp_path / "site" / "a.txt").write_bytes(b"other")
     with pytest.raises(ValueError) as caught:
         files.locate(
-            ["a.txt"], ["text"], None, files.Remote(f"{server}/a.txt", sha256(b"hello"), "a.txt")
+            "a.txt", ["text"], None, files.Remote(f"{server}/a.txt", sha256(b"hello"), "a.txt")
         )
     message = str(caught.value)
     assert sha256(b"hello") in message and sha256(b"other") in message and "\n" not in message
@@ -306,9 +306,7 @@ def test_download_with_another_checksum_names_both_and_leaves_nothing(server, tm
 def test_failed_download_says_what_was_looked_for_and_how_to_give_it(server, tmp_path, reason):
     url = "http://127.0.0.1:9/a.txt" if reason == "no server" else f"{server}/a.txt"
     with pytest.raises(ValueError) as caught:
-        files.locate(
-            ["a.txt"], ["text"], str(tmp_path), files.Remote(url, sha256(b"hello"), "a.txt")
-        )
+        files.locate("a.txt", ["text"], str(tmp_path), files.Remote(url, sha256(b"hello"), "a.txt"))
     message = str(caught.value)
     for part in (
         "a.txt",
@@ -329,22 +327,16 @@ def test_failed_download_says_what_was_looked_for_and_how_to_give_it(server, tmp
 def test_damaged_file_is_never_replaced(server, mnist, tmp_path, monkeypatch):
     monkeypatch.setattr(images, "MNIST_URL", f"{server}/")
     for name in images.MNIST:
-        (tmp_path / "site" / f"{name}.gz").write_bytes(
-            gzip.compress((mnist / name).read_bytes(), mtime=0)
-        )
+        content = (mnist / f"{name}.gz").read_bytes()
+        (tmp_path / "site" / f"{name}.gz").write_bytes(content)
     data = open_data(DataConfig(name="mnist"))
-    assert len(data.train) == 45 and data.files[0].is_relative_to(tmp_path / "cache")
-    broken = bytearray((mnist / "train-images-idx3-ubyte").read_bytes())
-    broken[500] ^= 1
-    damaged = gzip.compress(bytes(broken), mtime=0)
-    data.files[0].write_bytes(damaged)
-    refused(
-        DataConfig(name="mnist"),
-        data.files[0],
-        sha256(broken),
-        images.MNIST["train-images-idx3-ubyte"][2],
-    )
-    assert data.files[0].read_bytes() == damaged
+    path = data.files[0]
+    assert len(data.train) == 45 and path.is_relative_to(tmp_path / "cache")
+    damaged = bytearray(path.read_bytes())
+    damaged[500] ^= 1
+    path.write_bytes(damaged)
+    refused(DataConfig(name="mnist"), path, sha256(damaged), images.MNIST[path.stem])
+    assert path.read_bytes() == damaged
 
 
 def test_data_folder_must_exist(tmp_path, monkeypatch):
@@ -397,7 +389,7 @@ def test_pickle_payloads_are_refused(tmp_path, mnist, cifar10):
     (tmp_path / "raw.txt").write_bytes(payload)
     refused(text(tmp_path / "raw.txt"), "raw.txt")
     for name in ("train-labels-idx1-ubyte", "train-images-idx3-ubyte"):  # images are read first
-        (mnist / name).write_bytes(payload)
+        (mnist / f"{name}.gz").write_bytes(payload)
         refused(DataConfig(name="mnist", dir=str(mnist)), name)
     for path in (cifar10 / "cifar-10-batches-bin").iterdir():
         path.write_bytes(payload)

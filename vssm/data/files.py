@@ -33,24 +33,29 @@ def cache_folder() -> Path:
 
 
 def locate(
-    names: Sequence[str], subfolders: Sequence[str], given: str | None, remote: Remote
+    name: str, subfolders: Sequence[str], given: str | None, remote: Remote, unpack: bool = False
 ) -> Path:
-    """Returns the first of `names` found in the data folders, or else downloads it.
+    """Returns the file `name` if it is in the data folders, or else downloads it.
 
     A file may lie directly in a data folder (`given`, $VSSM_DATA, the cache) or in one of
-    `subfolders`. Its content is not checked here.
+    `subfolders`. Its content is not checked here. If `unpack`, the download is an archive with the
+    file in it.
     """
     folders = _data_folders(given)
-    if found := _search(names, subfolders, folders):
+    if found := _search(name, subfolders, folders):
         return found
     import pooch  # writes a temporary file, compares the checksum, then renames
 
+    places = {"fname": remote.file, "path": cache_folder()}
     try:
         known = f"sha256:{remote.sha256}"
-        return Path(pooch.retrieve(remote.url, known, fname=remote.file, path=cache_folder()))
+        if not unpack:
+            return Path(pooch.retrieve(remote.url, known, **places))
+        paths = map(Path, pooch.retrieve(remote.url, known, processor=pooch.Untar(), **places))
+        return next(path for path in paths if path.name == name)
     except (OSError, ValueError) as error:  # the errors of requests are OSErrors
         raise ValueError(
-            f"found no {' or '.join(names)} in {' or '.join(map(str, folders))} (nor in"
+            f"found no {name} in {' or '.join(map(str, folders))} (nor in"
             f" {', '.join(subfolders)} there), and {remote.url} could not be downloaded"
             f" ({' '.join(str(error).split())}); give the folder that holds it with --data-dir or"
             " $VSSM_DATA"
@@ -71,7 +76,7 @@ def locate_own(path: str, subfolder: str, given: str | None, folder: bool = Fals
         raise ValueError(f"{path!r} is a {'file' if folder else 'folder'}; use a {kind}")
     folders = _data_folders(given)
     name = own.name if own.is_absolute() else str(own)
-    if found := _search([name], [subfolder], folders, is_there):
+    if found := _search(name, [subfolder], folders, is_there):
         return found
     raise ValueError(
         f"found no {name} in the place given, nor in {' or '.join(map(str, folders))} (nor in"
@@ -89,15 +94,13 @@ def _data_folders(given: str | None) -> list[Path]:
 
 
 def _search(
-    names: Sequence[str],
+    name: str,
     subfolders: Sequence[str],
     folders: list[Path],
     is_there: Callable[[Path], bool] = Path.is_file,
 ) -> Path | None:
-    """Returns the first of the names that lies in one of the folders or their subfolders."""
-    places = (
-        folder / sub / name for folder in folders for name in names for sub in ("", *subfolders)
-    )
+    """Returns the first place of a name in the folders and their subfolders."""
+    places = (folder / sub / name for folder in folders for sub in ("", *subfolders))
     return next(filter(is_there, places), None)
 
 
@@ -122,11 +125,13 @@ def read_numpy(path: Path) -> Any:  # noqa: ANN401
         raise ValueError(f"{path} is damaged or holds no plain arrays; use .npy or .npz") from None
 
 
-def check_sha256(content: bytes, published: str, path: Path) -> None:
-    """Raises a ValueError that names both checksums if they differ."""
+def read_published(path: Path, sha256: str) -> bytes:
+    """Returns the content of a public file; raises unless it has the published checksum."""
+    content = path.read_bytes()
     found = hashlib.sha256(content).hexdigest()
-    if found != published:
+    if found != sha256:
         raise ValueError(
-            f"{path} has content with sha256 {found}, but the published one is {published};"
+            f"{path} has content with sha256 {found}, but the published one is {sha256};"
             " move the file away to download it again, or give another folder with --data-dir"
         )
+    return content

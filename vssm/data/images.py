@@ -9,8 +9,7 @@ they are grey if all files are, else RGB. Transparent parts are laid over white,
 turned upright by their EXIF tag, and of an animation the first frame is read.
 """
 
-import tarfile
-import zlib
+import gzip
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from vssm.data.dataset import (
     random_bits,
     split_at_random,
 )
-from vssm.data.files import Remote, check_sha256, locate, locate_own, read_bytes
+from vssm.data.files import Remote, locate, locate_own, read_published
 from vssm.data.meta import Meta
 from vssm.data.split import Split
 
@@ -37,28 +36,11 @@ Labelled = tuple[np.ndarray, np.ndarray]  # (M, H, W, C) uint8 pixels, (M,) uint
 FEWEST = 10  # sequences or images of the user's own
 
 MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-MNIST: dict[str, tuple[tuple[int, ...], str, str]] = {
-    # file: (shape, sha256 of the .gz, sha256 of its content)
-    "train-images-idx3-ubyte": (
-        (60000, 28, 28),
-        "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-    ),
-    "train-labels-idx1-ubyte": (
-        (60000,),
-        "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-    ),
-    "t10k-images-idx3-ubyte": (
-        (10000, 28, 28),
-        "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-    ),
-    "t10k-labels-idx1-ubyte": (
-        (10000,),
-        "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-    ),
+MNIST = {  # file: sha256 of its .gz
+    "train-images-idx3-ubyte": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    "train-labels-idx1-ubyte": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+    "t10k-images-idx3-ubyte": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+    "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
 }
 CIFAR10 = {  # file: sha256
     "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
@@ -74,6 +56,7 @@ _CIFAR10_ARCHIVE = Remote(
     file="cifar-10-binary.tar.gz",
 )
 _CIFAR10_FOLDERS = ("cifar-10-batches-bin", "cifar10", "cifar10/cifar-10-batches-bin")
+_CIFAR10_FOLDERS += ("cifar-10-binary.tar.gz.untar/cifar-10-batches-bin",)  # as pooch unpacks it
 _CIFAR10_RECORD = 1 + 3 * 32 * 32  # a class, then the red, green and blue planes
 # Other formats are not tried, since Pillow starts programs to read some of them.
 _FORMATS = ("BMP", "GIF", "JPEG", "PPM", "PNG", "TIFF", "WEBP")
@@ -148,71 +131,41 @@ def open_digits(config: DataConfig) -> Data:
 
 
 def open_mnist(config: DataConfig) -> Data:
-    """Opens MNIST from its four IDX files, packed or not."""
+    """Opens MNIST from its four packed IDX files."""
     paths = []
-    for name, (_, packed_sha256, _) in MNIST.items():
-        remote = Remote(f"{MNIST_URL}{name}.gz", packed_sha256, f"mnist/{name}.gz")
-        paths.append(locate((name, f"{name}.gz"), ("mnist", "MNIST/raw"), config.dir, remote))
+    for name, sha256 in MNIST.items():
+        remote = Remote(f"{MNIST_URL}{name}.gz", sha256, f"mnist/{name}.gz")
+        paths.append(locate(f"{name}.gz", ("mnist", "MNIST/raw"), config.dir, remote))
 
     def read(test: bool) -> Labelled:
-        images, labels = paths[2:] if test else paths[:2]
-        return _read_idx(images)[..., None], _read_idx(labels)
+        images, labels = (_read_idx(path) for path in (paths[2:] if test else paths[:2]))
+        return images.reshape(-1, 28, 28, 1), labels
 
     return _image_data(config, (28, 28, 1), 255, read, paths)
 
 
 def _read_idx(path: Path) -> np.ndarray:
-    """Returns the uint8 array of an IDX file: 0 0 8 rank, the big-endian sizes, the values."""
-    shape, _, published = MNIST[path.name.removesuffix(".gz")]
-    content = read_bytes(path)
-    check_sha256(content, published, path)
-    return np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape)).reshape(shape).copy()
+    """Returns the values of an IDX file, which begins with 0 0 8, the rank and 32-bit sizes."""
+    content = gzip.decompress(read_published(path, MNIST[path.stem]))
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * content[3]).copy()
 
 
 def open_cifar10(config: DataConfig) -> Data:
-    """Opens CIFAR-10 from its official binary version, unpacked or as the archive it comes in."""
-    names = ("data_batch_1.bin", _CIFAR10_ARCHIVE.file)
-    found = locate(names, _CIFAR10_FOLDERS, config.dir, _CIFAR10_ARCHIVE)
-    files = [found]
-    if found.suffix == ".bin":
-        files = [found.parent / name for name in CIFAR10]
-        if missing := [path for path in files if not path.is_file()]:
-            raise ValueError(f"cifar10 is incomplete: {missing[0]} is missing")
+    """Opens CIFAR-10 from the six files of its official binary version."""
+    first, *_ = CIFAR10
+    found = locate(first, _CIFAR10_FOLDERS, config.dir, _CIFAR10_ARCHIVE, unpack=True)
+    files = [found.with_name(name) for name in CIFAR10]
+    if missing := [path for path in files if not path.is_file()]:
+        raise ValueError(f"cifar10 is incomplete: {missing[0]} is missing")
 
     def read(test: bool) -> Labelled:
-        *train, last = CIFAR10
-        return _read_cifar10(found, [last] if test else train)
+        own = files[-1:] if test else files[:-1]
+        content = b"".join(read_published(path, CIFAR10[path.name]) for path in own)
+        records = np.frombuffer(content, np.uint8).reshape(-1, _CIFAR10_RECORD)
+        planes = records[:, 1:].reshape(-1, 3, 32, 32)
+        return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), records[:, 0]
 
     return _image_data(config, (32, 32, 3), 255, read, files)
-
-
-def _read_cifar10(found: Path, names: list[str]) -> Labelled:
-    """Returns the images (M, 32, 32, 3) and classes of batches beside or inside `found`."""
-    if found.suffix == ".bin":
-        contents = {name: read_bytes(found.with_name(name)) for name in names}
-    else:
-        contents = _read_archive(found, names)
-    for name, content in contents.items():
-        place = found.with_name(name) if found.suffix == ".bin" else found / name
-        check_sha256(content, CIFAR10[name], place)
-    records = np.frombuffer(b"".join(contents.values()), np.uint8).reshape(-1, _CIFAR10_RECORD)
-    planes = records[:, 1:].reshape(-1, 3, 32, 32)
-    return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), records[:, 0]
-
-
-def _read_archive(archive: Path, names: list[str]) -> dict[str, bytes]:
-    """Returns the content of members, read in memory: nothing is extracted, so no path escapes."""
-    contents = {}
-    try:
-        with tarfile.open(archive, "r|gz") as tar:  # a stream, so that nothing is unpacked twice
-            for member in tar:
-                if member.isfile() and (file := tar.extractfile(member)):
-                    contents[Path(member.name).name] = file.read()
-    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{archive} cannot be read: {error}") from error
-    if missing := [name for name in names if name not in contents]:
-        raise ValueError(f"{archive} is not the binary version of CIFAR-10: it has no {missing[0]}")
-    return {name: contents[name] for name in names}
 
 
 def open_images(config: DataConfig) -> Data:

@@ -10,7 +10,7 @@ import torch
 
 from vssm.data.config import DataConfig
 from vssm.data.dataset import Data
-from vssm.data.files import Remote, check_sha256, locate, locate_own, read_bytes
+from vssm.data.files import Remote, locate, locate_own, read_bytes, read_published
 from vssm.data.meta import Meta
 from vssm.data.split import Split
 
@@ -25,9 +25,8 @@ def open_text(config: DataConfig) -> Data:
     """Opens a text file, by default tinyshakespeare."""
     options = config.text
     if options.path is None:
-        path = locate(("tinyshakespeare.txt",), ("text",), config.dir, _SHAKESPEARE)
-        content = read_bytes(path)
-        check_sha256(content, _SHAKESPEARE.sha256, path)
+        path = locate("tinyshakespeare.txt", ("text",), config.dir, _SHAKESPEARE)
+        content = read_published(path, _SHAKESPEARE.sha256)
     else:
         path = locate_own(options.path, "text", config.dir)
         content = read_bytes(path)
