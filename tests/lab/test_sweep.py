@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-import vssm.lab.grid
+import vssm.lab.sweep
 from vssm import build, load, save
 from vssm.config import ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, SyntheticConfig
@@ -65,7 +65,7 @@ def fake_train(monkeypatch):
         (folder / "meta.json").write_text(json.dumps(facts))
         return folder
 
-    monkeypatch.setattr(vssm.lab.grid, "train", train)
+    monkeypatch.setattr(vssm.lab.sweep, "train", train)
     return losses, calls
 
 

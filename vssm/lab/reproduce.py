@@ -10,7 +10,7 @@
 | `OUT/figure.png`, `OUT/samples_DATA.png` | the paper's figures, drawn from RESULTS |
 
 A piece whose JSON is in RESULTS is done, whatever OUT holds; its checkpoints are deleted, since at
-the paper's scale thirty runs would take 70 GB. Other runs continue as `vssm.lab.grid` describes. So
+the paper's scale thirty runs would take 70 GB. Other runs continue, as those of a sweep do. So
 the command can be killed at any moment and given again, on any machine. Several calls may share one
 OUT, for other kinds or seeds: a run that another process trains is refused.
 """
@@ -33,7 +33,7 @@ from vssm.data import DataConfig, open_data
 from vssm.evaluation.result import draw_grid, validations
 from vssm.evaluation.scores import evaluate_run
 from vssm.lab.experiments import draw_figure, draw_samples, scored_runs
-from vssm.lab.grid import LEARNING_RATES, check_grid, grid_configs, run_grid
+from vssm.lab.sweep import LEARNING_RATES, check_grid, grid_configs, run_grid
 from vssm.runs.checkpoint import load
 from vssm.runs.folder import differing, read_config
 from vssm.runs.results import result, write_result
