@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vssm.checks import check_number, check_type, shown
+from vssm.checks import check_number, shown
 from vssm.distributions import Latents, gumbel_uniform
 from vssm.models import VRNN, AnyPart, Autoregressive, Ladder, Model, Variational, inner_model
 from vssm.objectives.parts import part_terms, there_and_finite
@@ -272,12 +272,10 @@ def _check_options(
         raise ValueError(
             f"shard is {shown(shard)}; it must be (index, count) with 0 <= index < count"
         )
-    if generator is not None:
-        check_type("generator", generator, torch.Generator, "a torch.Generator")
-        if generator.device.type != x.device.type:
-            raise ValueError(
-                f"generator is on {generator.device}; it must be on {x.device}, as x is"
-            )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator is {shown(generator)}; it must be a torch.Generator")
+    if generator is not None and generator.device.type != x.device.type:
+        raise ValueError(f"generator is on {generator.device}; it must be on {x.device}, as x is")
     if isinstance(kl_weight, Tensor):  # reading its values would wait for the device
         if kl_weight.shape not in ((), (1,), (len(x),)) or not kl_weight.is_floating_point():
             raise ValueError(

@@ -8,11 +8,16 @@ The backends are those of the scan. `vssm.ops.launch_numba` and `vssm.ops.conv.t
 functions `conv_forward` and `conv_backward`.
 """
 
+from functools import cache
+from types import ModuleType
+
+import torch
 from torch import Tensor
 
-from vssm.ops.conv.operator import conv_operator, kernels
 from vssm.ops.conv.reference import causal_conv_silu_reference, conv_packed_reference, last_inputs
-from vssm.ops.scan import check_starts, choose_backend, needs_operator
+from vssm.ops.operators import make_operator
+from vssm.ops.scan import choose_backend, needs_operator
+from vssm.ops.scan.checks import check_starts
 
 __all__ = ["MAX_TAPS", "causal_conv_silu"]
 
@@ -69,15 +74,15 @@ def causal_conv_silu(
     direct = not needs_operator(x, weight, bias, state)
     if chosen == "triton" and direct and x.numel():
         after = x.new_empty(rows, taps - 1, x.shape[2])
-        return kernels(chosen).conv_forward(x, weight, bias, state, starts, after), after
+        return _kernels(chosen).conv_forward(x, weight, bias, state, starts, after), after
     if starts is not None or length < taps - 1:
         after = last_inputs(x, state, taps, starts)
     else:
         after = x[:, length - (taps - 1) :]
         after = after.clone() if direct else after  # x may be a view of a large tensor
     if direct:
-        return kernels(chosen).conv_forward(x, weight, bias, state, starts), after
-    return conv_operator(x, weight, bias, state, starts, chosen), after
+        return _kernels(chosen).conv_forward(x, weight, bias, state, starts), after
+    return _conv(x, weight, bias, state, starts, chosen), after
 
 
 def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None, rows: int) -> None:
@@ -96,3 +101,33 @@ def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor, state: Tensor | None,
             f"{shapes} do not fit; "
             "they must be x (B, T, D), weight (D, K), bias (D,), state (B, K - 1, D)"
         )
+
+
+@cache
+def _kernels(backend: str) -> ModuleType:
+    # Imported at first use, because numba and triton take a second to load.
+    if backend == "numba":
+        from vssm.ops import launch_numba as kernels
+    else:
+        from vssm.ops.conv import triton as kernels
+    return kernels
+
+
+def _forward(*arguments):  # noqa: ANN002, ANN202
+    *inputs, backend = arguments
+    return _kernels(backend).conv_forward(*inputs)
+
+
+def _backward(dy, *arguments):  # noqa: ANN001, ANN002, ANN202
+    *inputs, backend = arguments
+    return _kernels(backend).conv_backward(dy, *inputs)
+
+
+_conv = make_operator(
+    "conv_silu",
+    "Tensor x, Tensor weight, Tensor bias, Tensor? state, Tensor? starts, str backend",
+    _forward,
+    _backward,
+    lambda x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
+    gradients=4,
+)

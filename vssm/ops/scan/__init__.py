@@ -19,30 +19,26 @@ The modules `vssm.ops.launch_numba` and `vssm.ops.scan.triton` have the function
 import importlib.util
 import os
 from functools import cache
-from itertools import pairwise
 from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vssm.ops.operators import make_operator
+from vssm.ops.scan.checks import check_starts, refuse
+from vssm.ops.scan.reference import scan_packed_reference, selective_scan_reference
 
 __all__ = [
     "BACKENDS",
-    "check_starts",
     "choose_backend",
     "has_triton",
     "needs_operator",
     "scan_ahead",
     "selective_scan",
-    "selective_scan_reference",
 ]
 
 BACKENDS = ("reference", "numba", "triton")
-_CHUNK = 256  # steps that the reference runs together, at most
 _HAS_TRITON = importlib.util.find_spec("triton") is not None  # too slow to ask at every call
-_NAMES = ("u", "dt", "A", "B", "C", "D", "z", "dt_bias", "h0")
 
 
 def selective_scan(
@@ -99,23 +95,17 @@ def selective_scan(
     inputs = (u, dt, A, B, C, D, z, dt_bias, h0)
     starts = None if cu_seqlens is None else check_starts(cu_seqlens, u)
     if not _fits(*inputs, rows=None if starts is None else len(starts) - 1):
-        _refuse(inputs, None if starts is None else len(starts) - 1)
+        refuse(inputs, None if starts is None else len(starts) - 1)
     chosen = choose_backend(backend, u.device, u.dtype)
-    if starts is None or chosen != "reference":
-        return _run(inputs, softplus, chosen, starts)
-    ys, hs = [u[:, :0]], [u.new_empty(0, *A.shape, dtype=_exact(u))]
-    for i, (first, last) in enumerate(pairwise(starts.tolist())):
-        own = [t if t is None or t.ndim < 3 else t[:, first:last] for t in inputs[:8]]
-        y, h = _run((*own, None if h0 is None else h0[i : i + 1]), softplus, chosen)
-        ys.append(y)
-        hs.append(h)
-    return torch.cat(ys, 1), torch.cat(hs)
+    if starts is not None and chosen == "reference":
+        return scan_packed_reference(inputs, softplus, starts)
+    return _run(inputs, softplus, chosen, starts)
 
 
 def _run(
     inputs: tuple, softplus: bool, chosen: str, starts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Runs the scan of checked arguments by a backend; `reference` takes no packed sequences."""
+    """Runs the scan of checked arguments by a backend."""
     if chosen == "reference":
         return selective_scan_reference(*inputs, softplus=softplus)
     if chosen == "numba":  # it takes float32 only; the Triton kernels take every dtype
@@ -126,37 +116,6 @@ def _run(
     exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)  # PyTorch 2.7
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     return _scan(*inputs, starts, softplus, chosen, recorded and not exporting())[:2]
-
-
-def check_starts(cu_seqlens: Tensor, x: Tensor) -> Tensor:
-    """Returns where the sequences start that are packed in x (1, T, D), and T: int64 on the CPU.
-
-    Example:
-        >>> check_starts([0, 3], torch.zeros(1, 3, 2))
-        Traceback (most recent call last):
-        ValueError: cu_seqlens must be a tensor of shape (S + 1,)
-    """
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim != 1 or not len(cu_seqlens):
-        raise ValueError("cu_seqlens must be a tensor of shape (S + 1,)")
-    if cu_seqlens.is_floating_point() or cu_seqlens.is_complex():
-        raise ValueError(f"cu_seqlens has dtype {cu_seqlens.dtype}; it must hold integers")
-    if not isinstance(x, Tensor) or x.ndim != 3 or len(x) != 1:
-        shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"the input is {shape}; with cu_seqlens it must be (1, length, channels)")
-    starts = cu_seqlens.detach().to("cpu", torch.int64).contiguous()
-    values = starts.tolist()
-    if values[0] != 0 or values[-1] != x.shape[1]:
-        raise ValueError(
-            f"cu_seqlens starts with {values[0]} and ends with {values[-1]}; "
-            f"it must go from 0 to {x.shape[1]}, the length of the input"
-        )
-    for first, last in pairwise(values):
-        if last <= first:
-            raise ValueError(
-                f"cu_seqlens does not rise: {first} is followed by {last}; "
-                "every number must be larger than the one before"
-            )
-    return starts
 
 
 def choose_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -234,120 +193,6 @@ def _fits(u, dt, A, B, C, D, z, dt_bias, h0, rows: int | None) -> bool:  # noqa:
         )
     except (AttributeError, IndexError, ValueError):  # not tensors, or of other dimensions
         return False
-
-
-def _refuse(inputs: tuple, sequences: int | None) -> None:
-    """Raises a `ValueError` that says what does not fit together."""
-    for name, tensor in zip(_NAMES, inputs, strict=True):
-        if tensor is None and name in _NAMES[5:]:
-            continue
-        if not isinstance(tensor, Tensor) or tensor.is_complex():
-            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(f"{name} is {found}; it must be a tensor of real numbers")
-    u, A = inputs[0], inputs[2]
-    if u.ndim != 3:
-        raise ValueError(f"u has shape {tuple(u.shape)}; it must be (batch, length, channels)")
-    if not u.is_floating_point():
-        raise ValueError(f"u has dtype {u.dtype}; it must be a floating-point dtype")
-    batch, length, channels = u.shape
-    if A.ndim != 2 or A.shape[0] != channels or A.shape[1] < 1:
-        raise ValueError(
-            f"A has shape {tuple(A.shape)}; it must be ({channels}, states) with states >= 1"
-        )
-    vector, row, channel = u.shape, (batch, length, A.shape[1]), (channels,)
-    state = (batch if sequences is None else sequences, *A.shape)
-    shapes = (vector, vector, A.shape, row, row, channel, vector, channel, state)
-    for name, tensor, shape in zip(_NAMES, inputs, shapes, strict=True):
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; u and A ask for {tuple(shape)}"
-            )
-        if tensor is not None and tensor.device != u.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, but u is on {u.device}; move one of them"
-            )
-
-
-def selective_scan_reference(
-    u: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    h0: Tensor | None,
-    softplus: bool,
-    ahead: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """The plain PyTorch twin of `selective_scan` and, if `ahead`, of `scan_ahead`.
-
-    The steps of a chunk are run together, in a number of operations that grows with the logarithm
-    of their number. Nothing is divided by a product of decays, which may be too small.
-    """
-    exact = _exact(u)
-    x, delta, A, B, C = (tensor.to(exact) for tensor in (u, dt, A, B, C))
-    if dt_bias is not None:
-        delta = delta + dt_bias.to(exact)
-    if softplus:
-        delta = F.softplus(delta)
-    h = x.new_zeros(len(u), *A.shape) if h0 is None else h0.to(exact)
-    drive, outputs = delta * x, [torch.zeros_like(x[:, :0])]
-    size = _chunk_size(h, least=2 if ahead else 1)
-    # Split, because the gradient of an index would be a tensor of all steps for every chunk.
-    chunks = zip(*(tensor.split(size, 1) for tensor in (delta, drive, B, C)), strict=True)
-    for delta_t, drive_t, B_t, C_t in chunks if x.shape[1] else ():
-        a = torch.exp(delta_t[..., None] * A)
-        b = drive_t[..., None] * B_t[:, :, None]
-        if ahead:
-            kept = torch.cat([h[:, None], _all_states(a[:, 1::2], b[:, 1::2], h)], 1)
-            hs = a * kept.repeat_interleave(2, 1)[:, : a.shape[1]] + b
-            h = kept[:, -1]
-        else:
-            hs = _all_states(a, b, h)
-            h = hs[:, -1]
-        outputs.append((hs @ C_t[..., None]).squeeze(3))
-    y = torch.cat(outputs, 1)
-    if D is not None:
-        y = y + D.to(exact) * x
-    if z is not None:
-        y = y * F.silu(z.to(exact))
-    return y.to(u.dtype), h
-
-
-def _chunk_size(h: Tensor, least: int) -> int:
-    """Returns how many steps run together: many if operations on one state h would be short."""
-    together = 2**16 if h.device.type == "cpu" else 2**20  # numbers of an operation
-    size = _CHUNK if torch.compiler.is_compiling() else together // max(1, h.numel())
-    return least if size < 4 else min(_CHUNK, size // 2 * 2)
-
-
-def _all_states(a: Tensor, b: Tensor, h: Tensor) -> Tensor:
-    """Returns h_t = a_t h_{t-1} + b_t of all steps, (B, T, D, N), from h (B, D, N) before them."""
-    first = a[:, :1] * h[:, None] + b[:, :1]
-    return _combine(a, torch.cat([first, b[:, 1:]], 1))
-
-
-def _combine(a: Tensor, b: Tensor) -> Tensor:
-    """Returns h_t = a_t h_{t-1} + b_t with h_0 = b_0. Pairs of steps are steps of a shorter run:
-
-    h_{2k+1} = (a_{2k+1} a_{2k}) h_{2k-1} + (a_{2k+1} b_{2k} + b_{2k+1})
-    """
-    length = a.shape[1]
-    if length <= 1:
-        return b
-    pairs = length // 2 * 2
-    a_odd, b_odd = a[:, 1:pairs:2], b[:, 1:pairs:2]
-    odd = _combine(a_odd * a[:, :pairs:2], a_odd * b[:, :pairs:2] + b_odd)
-    even = a[:, 2::2] * odd[:, : (length - 1) // 2] + b[:, 2::2]
-    even = torch.cat([b[:, :1], even], 1)
-    both = torch.stack([even[:, : length // 2], odd], 2).flatten(1, 2)
-    return both if length == pairs else torch.cat([both, even[:, -1:]], 1)
-
-
-def _exact(u: Tensor) -> torch.dtype:
-    return torch.float64 if u.dtype == torch.float64 else torch.float32
 
 
 def scan_ahead(
