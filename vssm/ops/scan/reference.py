@@ -1,6 +1,7 @@
 """The selective scan in plain PyTorch: what the kernels are tested against, on any device."""
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +65,7 @@ def scan_packed_reference(inputs: tuple, softplus: bool, starts: Tensor) -> tupl
     u, _, A, *_, h0 = inputs
     ys, hs = [u[:, :0]], [u.new_empty(0, *A.shape, dtype=_exact(u))]
     for i, (first, last) in enumerate(pairwise(starts.tolist())):
-        own = [t if t is None or t.ndim < 3 else t[:, first:last] for t in inputs[:-1]]
+        own: list[Any] = [t if t is None or t.ndim < 3 else t[:, first:last] for t in inputs[:-1]]
         own.append(None if h0 is None else h0[i : i + 1])
         y, h = selective_scan_reference(*own, softplus=softplus)
         ys.append(y)
