@@ -75,9 +75,17 @@ def test_every_command_explains_itself(command, capsys):
         assert COMMANDS[command].summary in text, "the same words as in vssm --help"
 
 
+@pytest.mark.parametrize("part", ["scan", "train", "generate"])
+def test_every_benchmark_has_its_own_example(part, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", part, "--help"])
+    assert capsys.readouterr().out.startswith(f"example: vssm bench {part} ")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_example_is_a_valid_command(command):
-    assert callable(parse(command, COMMANDS[command].example.split()))
+    for example in (COMMANDS[command].example, *COMMANDS[command].parts):
+        assert callable(parse(command, example.split()))
 
 
 def test_a_missing_extra_is_named_with_how_to_install_it(monkeypatch, capsys):

@@ -38,6 +38,8 @@ class Command(NamedTuple):
     """Module and name of a class with `run`, of a function, or of a table of functions."""
     summary: str
     example: str
+    parts: tuple[str, ...] = ()
+    """Examples of its parts, if it is a table of functions."""
 
 
 COMMANDS = {
@@ -115,6 +117,7 @@ COMMANDS = {
         "vssm.lab.bench:BENCHMARKS",
         "Times the scan, training or generation.",
         "generate --kinds vssm ssm --out generate.json",
+        ("scan --shapes 64x1024 8x4096 --out scan.json", "train --kinds vssm ssm --steps 20"),
     ),
 }
 
@@ -146,7 +149,8 @@ def parse(name: str, arguments: list[str]) -> Callable[[], object]:
         message = f"serving needs {error.name}; install it with: pip install 'vssm[serve]'"
         raise ValueError(message) from None
     if {"-h", "--help"} & set(arguments):
-        print(f"example: vssm {name} {COMMANDS[name].example}\n", flush=True)
+        own = (part for part in COMMANDS[name].parts if part.split()[0] in arguments)
+        print(f"example: vssm {name} {next(own, COMMANDS[name].example)}\n", flush=True)
     if isinstance(command, dict) and arguments and arguments[0] in command:
         command, name, arguments = command[arguments[0]], f"{name} {arguments[0]}", arguments[1:]
     options: dict[str, Any] = {"prog": f"vssm {name}", "args": arguments}
