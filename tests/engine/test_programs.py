@@ -22,7 +22,7 @@ from tests.conftest import (
 )
 from vssm import Engine
 from vssm.engine import engine as engine_module
-from vssm.engine import programs, trees
+from vssm.engine import programs
 from vssm.engine.programs import Recorder
 
 PARALLEL = ("tvae", "vssm")
@@ -46,19 +46,6 @@ def test_the_third_call_replays_and_records_nothing(kind, device, counts):
     assert second[0] > 0
     assert third[0] == fourth[0] == fifth[0] == second[0]
     assert fifth[1] - fourth[1] == fourth[1] - third[1] == third[1] - second[1] > 0
-
-
-def test_a_repeated_call_from_nothing_is_not_checked_again(device, counts, monkeypatch):
-    model = small_model("vssm").to(device)
-    engine = Engine(model)
-    repeat(engine, num=2, temperature=0.7)
-    wanted = [vssm.generate(model, num=2, length=5, seed=s, temperature=0.7) for s in (5, 0)]
-    monkeypatch.setattr(engine_module, "check_request", None)
-    same_results(engine.generate(num=2, length=5, seed=5, temperature=0.7), wanted[0])
-    same_results(engine.generate(num=2, length=5, temperature=0.7), wanted[1])
-    for other in ({"num": 3}, {"seed": torch.tensor(5)}, {"rows": [0, 1]}, {"length": 4}):
-        with pytest.raises(TypeError, match="not callable"):
-            engine.generate(**{"num": 2, "length": 5, "temperature": 0.7, **other})
 
 
 BAD = [
@@ -162,10 +149,8 @@ def start(model, options, device):
     return options if rows is None else {**options, "prompt": sequences(model, rows, 3).to(device)}
 
 
-@pytest.mark.parametrize("large", [1, 64, 1 << 20], ids=lambda n: f"{n} bytes are large")
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_own_their_memory(kind, large, device, monkeypatch):
-    monkeypatch.setattr(trees, "_LARGE", large)
+def test_results_own_their_memory(kind, device):
     model = small_model(kind).to(device)
     for options in (start(model, options, device) for options in STARTS):
         engine = Engine(model)

@@ -12,12 +12,11 @@ weights alone, because its own weights never change:
 A call is checked as `vssm.generate` checks it. Then it is looked up by a key, which holds all that
 a recording fixes: options, shapes, dtypes, and for attention the position. The first call of a key
 runs the plain algorithm, the second is recorded, and later calls replay the recording: prompt,
-state, seed and rows are copied to its inputs, and results out of its outputs. Calls from nothing
-that repeat are found by their arguments, and are not checked again.
+state, seed and rows are copied to its inputs, and results out of its outputs.
 """
 
 import copy
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -49,7 +48,6 @@ from vssm.sampling.slabs import divide
 
 __all__ = ["Engine"]
 
-_PLAIN_TYPES = (int, float, bool, str, type(None))
 _EMPTY_BYTES = 2**28  # of all passes over empty tokens together
 
 
@@ -103,6 +101,7 @@ class Engine:
     def __reduce__(self) -> tuple[type["Engine"], tuple[Model]]:
         return Engine, (self._model,)  # a copy records anew
 
+    @torch.no_grad()
     def generate(
         self,
         num: int | None = None,
@@ -120,21 +119,9 @@ class Engine:
     ) -> Generation:
         """Generates new steps, as `vssm.generate` does."""
         dials = chunk, recondition, passes, temperature, observe, cache
-        number, asked, numbers = 0 if seed is None else seed, None, dict[str, int]()
-        if prompt is None and state is None and rows is None and type(number) is int:
-            asked = _plain_arguments(num, length, *dials)
-            numbers = {} if asked is None else {"seed": number}
-        if asked is not None and -(2**63) <= numbers["seed"] < 2**63:
-            # A program that exists was recorded after its arguments were checked.
-            made = self._programs.run_function(asked, None, State({}), numbers)
-            if made is not None:
-                after = made.child("state")
-                after = State(after.children, after.position, self._owner)
-                return Generation(made["x"], made["z"], after)
-        with torch.no_grad():
-            request = check_request(self._model, num, length, prompt, state, seed, rows, *dials)
-            x, z, after = self._sample(request, asked, numbers)
-            return Generation(x, z, own_state(self._model, after, request.source))
+        request = check_request(self._model, num, length, prompt, state, seed, rows, *dials)
+        x, z, after = self._sample(request)
+        return Generation(x, z, own_state(self._model, after, request.source))
 
     @torch.no_grad()
     def observe(
@@ -166,42 +153,16 @@ class Engine:
         _, part, source, options = task.work
         tensors = {"x": part.x, "known": part.known, "made": part.made}
         given = State({**tensors, "seed": source.seed, "row": source.row})
-        return task.finish(self.run(_make_entries, options, given)["x"])
+        make = partial(_make_entries, self._model, options)
+        made = self._programs.run_function(("fill", options), make, given) or make(given)
+        return task.finish(made["x"])
 
-    @torch.no_grad()
-    def run(
-        self,
-        function: Callable[[Model, Hashable, State], State],
-        task: Hashable,
-        given: State,
-        numbers: Mapping[str, int] | None = None,
-    ) -> State:
-        """Returns what a function makes of the frozen model; repeated calls replay a recording.
-
-        Arguments:
-            function: Maps the model, the task and a tree of tensors to a tree of results.
-            task: What stays the same in a recording.
-            given: Tensors on the device, which may differ from call to call.
-            numbers: More of them, which the function gets as tensors (1,).
-        """
-        model, numbers = self._model, numbers or {}
-        call = partial(function, model, task)
-        made = self._programs.run_function((function, task), call, given, numbers)
-        if made is not None:
-            return made
-        tensors = {name: torch.tensor([n], device=self.device) for name, n in numbers.items()}
-        return call(State({**given.children, **tensors}))
-
-    def _sample(self, request: Request, asked: tuple | None, numbers: dict[str, int]) -> Result:
-        """Makes new steps, by a program or by the plain algorithm.
-
-        `asked` are the arguments of a call from nothing whose rows have one seed, which is in
-        `numbers`.
-        """
+    def _sample(self, request: Request) -> Result:
+        """Makes new steps, by a program or by the plain algorithm."""
         options, made = request.options, None
         if options.length and options.cache and self._programs.can_record():
             if isinstance(self._model, Variational | Ladder | AnyPart):
-                made = self._one_shot(request, asked, numbers)
+                made = self._one_shot(request)
             else:
                 made = sample_stepwise(self._model, self._programs, request)
         if made is not None:
@@ -211,38 +172,32 @@ class Engine:
             empty = empty[0], empty[1].map(torch.clone)
         return sample(self._model, *request, empty)
 
-    def _one_shot(
-        self, request: Request, asked: tuple | None, numbers: dict[str, int]
-    ) -> Result | None:
+    def _one_shot(self, request: Request) -> Result | None:
         """Replays a whole call of a vssm or tvae; returns None if the plain path should run."""
         prompt, state, source, options = request
-        model, num, position = self._model, source.num, None
-        options, rows = divide(model, prompt, state, num, options)
-        if rows < num:  # a call in slabs keeps the device busy anyway, and a recording holds memory
+        model, position = self._model, None
+        options, rows = divide(model, prompt, state, source.num, options)
+        if rows < source.num:  # slabs keep the device busy anyway, and a recording holds memory
             return None
-        given: dict[str, Tensor | State] = {}
-        if not numbers:
-            given |= {"seed": source.seed, "row": source.row}
+        given: dict[str, Tensor | State] = {"seed": source.seed, "row": source.row}
         if prompt is not None:
             given["prompt"] = prompt
         if state is not None:
             given["state"] = as_input(model, state)
             if is_relative(model):
-                numbers["start"] = state.position
+                given["start"] = torch.full((1,), state.position, device=self.device)
                 position = state.position + options.length
                 position += 0 if prompt is None else prompt.shape[1]
         empty = self._empty_pass(request._replace(options=options))
 
         def function(given: State) -> State:
-            prompt, state, source = _unpack(given, num)
+            prompt, state, source = _unpack(given)
             x, z, after = sample(model, prompt, state, source, options, empty)
             assert z is not None and after is not None
-            noise = {"seed": source.seed, "row": source.row}
-            after = State({**after.children, **noise}, after.position)
             return State({"x": x, "z": z, "state": after})
 
-        key = asked or ("one shot", options, num)
-        made = self._programs.run_function(key, function, State(given), numbers, position)
+        key = "one shot", options
+        made = self._programs.run_function(key, function, State(given), position)
         return None if made is None else (made["x"], made["z"], made.child("state"))
 
     def _empty_pass(self, request: Request) -> tuple[Latents, State] | None:
@@ -271,27 +226,17 @@ class Engine:
         return made
 
 
-def _plain_arguments(*arguments: object) -> tuple | None:
-    """Returns arguments as a key, with their types, because 1, 1.0 and True are equal.
-
-    Returns None if one of them is of another type: an array may change its value between calls.
-    """
-    types = tuple(map(type, arguments))
-    return (arguments, types) if all(kind in _PLAIN_TYPES for kind in types) else None
-
-
-def _unpack(given: State, num: int) -> tuple[Tensor | None, State | None, Noise]:
+def _unpack(given: State) -> tuple[Tensor | None, State | None, Noise]:
     """Returns the prompt, the state and the noise that were packed."""
-    children, seed = given.children, given["seed"]
-    row = given["row"] if "row" in children else torch.arange(num, device=seed.device)
-    source = Noise(seed.expand(num), row, given["start"] if "start" in children else None)
-    prompt = given["prompt"] if "prompt" in children else None
-    return prompt, given.child("state") if "state" in children else None, source
+    names = given.children
+    source = Noise(given["seed"], given["row"], given["start"] if "start" in names else None)
+    prompt = given["prompt"] if "prompt" in names else None
+    return prompt, given.child("state") if "state" in names else None, source
 
 
-def _make_entries(model: Model, options: Hashable, given: State) -> State:
+def _make_entries(model: Model, options: Options, given: State) -> State:
     """Makes the entries of a part that are not known."""
-    assert isinstance(model, AnyPart) and isinstance(options, Options)
+    assert isinstance(model, AnyPart)
     part = Part(given["x"], given["known"], given["made"])
     source = Noise(given["seed"], given["row"])
     return State({"x": make_part(model, part, source, options, position=0, states=None)[0]})

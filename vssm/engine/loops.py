@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vssm.engine.programs import Recorder
-from vssm.engine.trees import ResultTree, copy, join_steps, overwrite
+from vssm.engine.trees import copy, duplicate, join_steps, overwrite
 from vssm.nn import AttentionBlock, Stack, State
 
 __all__ = ["CachedLoop", "Loop", "decode_step"]
@@ -41,7 +41,6 @@ class Loop:
             self._carried = carried.map(
                 lambda t: torch.zeros_like(t, memory_format=torch.contiguous_format)
             )
-        self._results = ResultTree(State({"carried": self._carried}))
         self._blocks: dict[int, _Block] = {}
 
     def __call__(self, carried: State, feed: State) -> tuple[State, State]:
@@ -70,7 +69,7 @@ class Loop:
             copy([tensor[:, now] for tensor in made.leaves()], new.leaves())
             done += size
         assert made is not None
-        return made, self._results.copy(carried.position + length).child("carried")
+        return made, duplicate(self._carried, carried.position + length)
 
 
 class _Block:

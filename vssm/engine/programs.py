@@ -18,13 +18,13 @@ On a CPU nothing is recorded, but in tests, where a replay runs the function aga
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
-from vssm.engine.trees import ResultTree, copy, describe
+from vssm.engine.trees import compact, copy, describe, duplicate
 from vssm.nn import State
 
 __all__ = ["OneShot", "Programs", "Recorder"]
@@ -95,13 +95,12 @@ class Programs:
             return False
         return kind == "cpu" or not torch.cuda.is_current_stream_capturing()
 
-    def run(self, key: Hashable, make: Make | None, *inputs: object, at_once: bool = False) -> Any:  # noqa: ANN401
+    def run(self, key: Hashable, make: Make, *inputs: object, at_once: bool = False) -> Any:  # noqa: ANN401
         """Returns the result of a program, or None if the plain path should run.
 
         Arguments:
             key: Everything that is fixed in the program.
-            make: Records the program, when the key is asked for a second time. Without it, only a
-                program that exists runs.
+            make: Records the program, when the key is asked for a second time.
             inputs: The arguments of the program.
             at_once: Whether to record at the first time already.
         """
@@ -123,25 +122,21 @@ class Programs:
 
     def run_function(
         self,
-        key: tuple[Any, ...],
-        function: Callable[[State], State] | None,
+        key: tuple[Hashable, ...],
+        function: Callable[[State], State],
         given: State,
-        numbers: Mapping[str, int],
         position: int | None = None,
     ) -> State | None:
         """Returns what a function makes of a tree of tensors, by a program, or None as `run` does.
 
         Arguments:
             key: Everything that is fixed in the function, beside the form of what it is given.
-            function: Maps tensors to results; as `make` of `run`.
+            function: Maps tensors to results.
             given: The tensors.
-            numbers: Numbers, which the function gets as tensors (1,).
             position: The position of the results; that of the recorded ones if not given.
         """
-        make = None
-        if function is not None:
-            make = partial(OneShot, function=function, inputs=given, numbers=numbers)
-        return self.run((*key, describe(given), *numbers), make, given, numbers, position)
+        make = partial(OneShot, function=function, inputs=given)
+        return self.run((*key, describe(given)), make, given, position)
 
     def clear(self) -> None:
         """Forgets all programs."""
@@ -149,12 +144,10 @@ class Programs:
             self._wait_for_device()
             self._programs.clear()
 
-    def _find(self, key: Hashable, make: Make | None, at_once: bool) -> Program | None:
+    def _find(self, key: Hashable, make: Make, at_once: bool) -> Program | None:
         if key in self._programs:
             self._programs.move_to_end(key)
             return self._programs[key]
-        if make is None:
-            return None
         asked = at_once or key in self._asked
         may_record = self._asked.setdefault(key, True)
         while len(self._asked) > _KEYS:
@@ -190,37 +183,25 @@ class OneShot:
         recorder: The recorder.
         function: Maps the tree of inputs to a tree of outputs.
         inputs: Inputs of the shapes to come.
-        numbers: The names of more inputs, which are numbers; the function gets tensors (1,).
     """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        function: Callable[[State], State],
-        inputs: State,
-        numbers: Iterable[str],
+        self, recorder: Recorder, function: Callable[[State], State], inputs: State
     ) -> None:
         with torch.inference_mode(False):
-            inputs = inputs.map(lambda t: t.clone(memory_format=torch.contiguous_format))
-            self._numbers = {
-                name: torch.zeros(1, dtype=torch.int64, device=recorder.device) for name in numbers
-            }
-        self._static = list(inputs.leaves())
-        everything = State({**inputs.children, **self._numbers})
-        results: list[ResultTree] = []
+            static = inputs.map(lambda t: t.clone(memory_format=torch.contiguous_format))
+        results: list[State] = []
 
         def run() -> None:
             results.clear()  # first, because results of many rows take much memory
-            results.append(ResultTree(function(everything)))
+            results.append(compact(function(static)))
 
-        self._replay, self._results = recorder.record(run), results
+        self._static, self._results = list(static.leaves()), results
+        self._replay = recorder.record(run)
         self._function = function  # a graph reads the tensors that it holds
 
-    def __call__(self, inputs: State, numbers: Mapping[str, int], position: int | None) -> State:
+    def __call__(self, inputs: State, position: int | None) -> State:
         """Runs the function; all parts of its outputs are at the position, if one is given."""
-        for name, number in numbers.items():
-            self._numbers[name].fill_(number)
-        if self._static:
-            copy(self._static, inputs.leaves())
+        copy(self._static, inputs.leaves())
         self._replay()
-        return self._results[0].copy(position)
+        return duplicate(self._results[0], position)

@@ -95,7 +95,7 @@ def _read_prompt(
         return State({"state": model(given["prompt"], before)[1]})
 
     end = steps + (0 if state is None else state.position)
-    made = programs.run_function(("read",), function, State(given), {}, position=end)
+    made = programs.run_function(("read",), function, State(given), end)
     return read_autoregressive(model, prompt, state) if made is None else made.child("state")
 
 

@@ -13,62 +13,35 @@ from vssm.nn import State
 from vssm.sampling.slabs import one_row
 
 __all__ = [
-    "ResultTree",
     "as_input",
+    "compact",
     "copy",
     "describe",
+    "duplicate",
     "is_relative",
     "join_steps",
     "overwrite",
     "place",
 ]
 
-# Bytes from which a tensor gets memory of its own. To gather a larger tensor takes longer than
-# another launch, and a caller who keeps a small result must not keep a large one alive.
-_LARGE = 1 << 20
+
+def compact(tree: State) -> State:
+    """Returns a tree without gaps in memory; a row that all rows share stays one row."""
+    return tree.map(lambda tensor: one_row(tensor).contiguous().expand(tensor.shape))
 
 
-class ResultTree:
-    """Holds a tree of static tensors; `copy` returns a copy of it in a few launches.
-
-    In a copy, the tensors at the top that have one dtype share a piece of memory, and so do those
-    of each subtree: a caller who keeps x does not keep the state.
+def duplicate(tree: State, position: int | None = None) -> State:
+    """Returns a copy of a compact tree, all of whose parts are at a position if one is given.
 
     Example:
-        >>> tree = ResultTree(State({"x": torch.ones(2), "y": torch.zeros(3), "state": State({})}))
-        >>> copied = tree.copy(position=5)
+        >>> tree = State({"x": torch.ones(2), "state": State({"h": torch.zeros(3)})})
+        >>> copied = duplicate(tree, position=5)
         >>> copied["x"], copied.child("state").position
         (tensor([1., 1.]), 5)
     """
-
-    def __init__(self, tree: State) -> None:
-        self._tree = tree
-        tops = [
-            name if isinstance(child, State) else ""
-            for name, child in tree.children.items()
-            for _ in (child.leaves() if isinstance(child, State) else [child])
-        ]
-        pieces: dict[Hashable, list[tuple[int, torch.Size, Tensor]]] = {}
-        for i, tensor in enumerate(tree.leaves()):
-            row = one_row(tensor).contiguous()
-            # An empty part would make `torch.cat` slow.
-            alone = row.nbytes >= _LARGE or not row.numel()
-            piece = i if alone else (tops[i], row.dtype)
-            pieces.setdefault(piece, []).append((i, tensor.shape, row))
-        self._pieces = list(pieces.values())
-
-    def copy(self, position: int | None = None) -> State:
-        """Returns a copy of the tree, all of whose parts are at a position if one is given."""
-        views: dict[int, Tensor] = {}
-        for piece in self._pieces:
-            rows = [row.view(-1) for _, _, row in piece]
-            flat = torch.cat(rows) if len(rows) > 1 else rows[0].clone()
-            parts = flat.split([len(row) for row in rows])
-            for (i, shape, row), part in zip(piece, parts, strict=True):
-                views[i] = part.view(row.shape).expand(shape)
-        order = iter(range(len(views)))
-        made = self._tree.map(lambda _: views[next(order)])
-        return made if position is None else place(made, position)
+    made = tree.map(lambda tensor: torch.empty_like(one_row(tensor)).expand(tensor.shape))
+    copy(map(one_row, made.leaves()), map(one_row, tree.leaves()))
+    return made if position is None else place(made, position)
 
 
 def describe(state: State) -> Hashable:
