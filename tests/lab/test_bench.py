@@ -20,7 +20,7 @@ ENVELOPE = {"name", "date", "commit", "machine", "command", "config", "metrics"}
 @pytest.fixture
 def record(tmp_path):
     out, config = tmp_path / "a" / "result.json", {"width": 16}
-    return Record("generate", "vssm", CPU, config, out, seconds=4.0, quantiles=True)
+    return Record("generate", "vssm", CPU, config, out, seconds=4.0)
 
 
 def test_scan_metrics():

@@ -72,7 +72,7 @@ def main_generate(
     measure.check_sizes(batches=batches, lengths=lengths, width=width, layers=layers)
     size = {"width": width, "layers": layers, "features": FEATURES}
     config = {**size, "matmul_precision": torch.get_float32_matmul_precision()}
-    timing = {"repeats": repeats, "seconds": seconds_per_point, "quantiles": True}
+    timing = {"repeats": repeats, "seconds": seconds_per_point}
     record = Record("generate", command, where, config, out, **timing)
     built = {name: build(ModelConfig(**size, **own)).to(where) for name, own in models.items()}
     sizes = itertools.product(sorted(set(lengths)), sorted(set(batches)), built.items())
@@ -99,15 +99,13 @@ def _time(record: Record, name: str, model: Model, batch: int, length: int) -> N
 
 def print_generate_table(record: Record) -> None:
     """Prints a row for each model and way, and one that compares vssm with step-by-step models."""
-    cells: dict[str, dict[tuple[int, int], float]] = {}
-    for name, value in record.metrics.items():
-        match = re.fullmatch(r"((?!.*_p[19]0_)\w+?)_ms_b(\d+)_t(\d+)", name)
-        if match and value is not None:
-            row = re.sub(r"_chunk\d+", " in four chunks", match[1])
-            row = re.sub(r"_(plain|prompted)$", r" \1", row)
-            cells.setdefault(row, {})[int(match[2]), int(match[3])] = value
-    sizes = sorted({size for row in cells.values() for size in row})
-    rows = [[row, *(number(cells[row].get(size)) for size in sizes)] for row in sorted(cells)]
+    cells: dict[str, dict[str, float]] = {}
+    for name, times in record.series().items():
+        row = re.sub(r"_chunk\d+", " in four chunks", name)
+        row = re.sub(r"_(plain|prompted)$", r" \1", row)
+        cells.setdefault(row, {}).update(times)
+    sizes = list(dict.fromkeys(size for times in cells.values() for size in times))
+    rows = [[row, *(number(times.get(size)) for size in sizes)] for row, times in cells.items()]
     ratios = []
     for size in sizes:
         slow = [cells.get(kind, {}).get(size) for kind in ("transformer", "ssm", "rnn", "vrnn")]
@@ -117,4 +115,4 @@ def print_generate_table(record: Record) -> None:
     if any(ratios):
         rows.append(["fastest step by step / vssm", *ratios])
     title = f"Generation in ms, width {record.config['width']}, {record.config['layers']} layers"
-    record.table(title, ["B, T", *(f"{batch}, {length}" for batch, length in sizes)], rows)
+    record.table(title, ["", *sizes], rows)

@@ -7,14 +7,15 @@ numbers so far.
 
 import gc
 import inspect
-import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,8 +25,8 @@ from vssm.config import KINDS, ModelConfig
 from vssm.ops import choose_backend
 from vssm.runs.results import result, write_result
 
-__all__ = ["Record", "check_sizes", "command_line", "failure", "memory_in_use", "model_options"]
-__all__ += ["number", "open_device", "spread", "take_times", "wall"]
+__all__ = ["Record", "check_sizes", "command_line", "failure", "model_options", "number"]
+__all__ += ["open_device", "spread", "take_times", "wall"]
 
 _SHORT = 100.0  # milliseconds that short calls are repeated for
 _MOST_CALLS = 500
@@ -34,6 +35,7 @@ _MOST_CALLS = 500
 _CACHE = 2**30
 
 Call = Callable[[], object]
+T = TypeVar("T")
 
 
 def take_times(
@@ -92,16 +94,6 @@ def spread(times: Sequence[float]) -> tuple[float, float, float]:
     return median, low, high
 
 
-def memory_in_use(device: torch.device) -> int:
-    """Frees what is cached on a GPU, resets the peak, and returns the bytes that stay in use."""
-    if device.type != "cuda":
-        return 0
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return torch.cuda.memory_allocated(device)
-
-
 def open_device(name: str) -> torch.device:
     """Returns the device that "auto", "cpu", "cuda" or "cuda:N" means."""
     device = choose_device(name)
@@ -135,66 +127,46 @@ def check_sizes(**options: int | Sequence[int]) -> None:
             whole_number(name, each, 1)
 
 
+@dataclass
 class Record:
-    """The numbers and notes of one benchmark.
-
-    Arguments:
-        name: The name of the result.
-        command: What to type to get it again.
-        device: Where it runs.
-        config: The settings, ready for JSON.
-        out: The JSON file, if one is written.
-        repeats: As in `take_times`.
-        seconds: As in `take_times`; a longer call is left out.
-        dtype: What the scan works on, which chooses its backend.
-        quantiles: Whether to keep quantiles and, on CUDA, the peak memory: x_p10_ms_y, x_p90_ms_y
-            and x_mib_y beside x_ms_y.
-    """
+    """The numbers and notes of one benchmark."""
 
     name: str
     command: str
+    """What to type to get it again."""
     device: torch.device
-    quantiles: bool
-    repeats: int | None
-    seconds: float
+    config: dict[str, Any]
+    """The settings, ready for JSON."""
+    out: Path | None = None
+    """The JSON file, if one is written."""
+    repeats: int | None = None
+    """As in `take_times`."""
+    seconds: float = 20.0
+    """As in `take_times`; a longer call is left out."""
+    dtype: torch.dtype = torch.float32
+    """What the scan works on, which chooses its backend."""
+    metrics: dict[str, float | None] = field(default_factory=dict, init=False)
+    notes: dict[str, str] = field(default_factory=dict, init=False)
 
-    def __init__(
-        self,
-        name: str,
-        command: str,
-        device: torch.device,
-        config: Mapping[str, Any],
-        out: str | Path | None = None,
-        repeats: int | None = None,
-        seconds: float = 20.0,
-        dtype: torch.dtype = torch.float32,
-        quantiles: bool = False,
-    ) -> None:
-        check_number("seconds_per_point", seconds, 0, above=True)
-        check_sizes(repeats=1 if repeats is None else repeats)
-        self.name, self.command, self.device, self.quantiles = name, command, device, quantiles
-        self.repeats, self.seconds = repeats, seconds
-        settings = {
-            "device": device.type,
-            "backend": choose_backend("auto", device, dtype),
-            "threads": torch.get_num_threads(),
-            **config,
-            "versions": {
-                name: version(name) for name in ("torch", "triton", "numba") if find_spec(name)
-            },
-        }
-        self.config: dict[str, Any] = json.loads(json.dumps(settings))  # tuples become lists
-        self.metrics: dict[str, float | None] = {}
-        self.notes: dict[str, str] = {}
-        self.out: Path | None = None if out is None else Path(out)
+    def __post_init__(self) -> None:
+        check_number("seconds_per_point", self.seconds, 0, above=True)
+        check_sizes(repeats=1 if self.repeats is None else self.repeats)
         if self.out is not None:
+            self.out = Path(self.out)
             if self.out.is_dir():
                 raise ValueError(f"out={str(self.out)!r} is a folder; give the name of a JSON file")
             self.out.parent.mkdir(parents=True, exist_ok=True)
-        made = self.result()
-        versions = ", ".join(f"{name} {v}" for name, v in self.config["versions"].items())
+        found = {name: version(name) for name in ("torch", "triton", "numba") if find_spec(name)}
+        self.config = {
+            "device": self.device.type,
+            "backend": choose_backend("auto", self.device, self.dtype),
+            "threads": torch.get_num_threads(),
+            **self.config,
+            "versions": found,
+        }
+        made, versions = self.result(), ", ".join(f"{name} {v}" for name, v in found.items())
         print(
-            f"{self.command}: {made['machine']['gpu' if device.type == 'cuda' else 'cpu']}, "
+            f"{self.command}: {made['machine']['gpu' if self.device.type == 'cuda' else 'cpu']}, "
             f"scan backend {self.config['backend']}, {versions}, commit {made['commit']}",
             flush=True,
         )
@@ -202,33 +174,54 @@ class Record:
     def time(self, name: str, call: Call, events: bool = False, peer: bool = False) -> None:
         """Times a call and adds its median, unless it would take too long.
 
+        Of several calls the 10 % and 90 % quantiles are added as well, and on CUDA the peak memory:
+        x_p10_ms_y, x_p90_ms_y and x_mib_y beside x_ms_y.
+
         Arguments:
             name: The metric, such as vssm_ms_b1_t28.
             call: What is timed.
             events: As in `take_times`.
-            peer: Whether the code is not ours, so that any failure is noted; otherwise only a
-                lack of memory is.
+            peer: As in `attempt`.
         """
         if self._too_long(name):
             return
-        before = memory_in_use(self.device)
+        timed = partial(take_times, call, self.device, self.repeats, self.seconds, events)
+        if (made := self.attempt(name, timed, peer)) is None:
+            return
+        times, peak = made
+        median, low, high = spread(times)
+        metrics = {name: median}
+        if len(times) > 1:
+            metrics[name.replace("_ms_", "_p10_ms_")] = low
+            metrics[name.replace("_ms_", "_p90_ms_")] = high
+        if peak is not None:
+            cache = _CACHE / 2**20 if events else 0  # which `take_times` allocates
+            metrics[name.replace("_ms_", "_mib_")] = peak - cache
+        self.add(metrics)
+
+    def attempt(
+        self, name: str, call: Callable[[], T], peer: bool = False
+    ) -> tuple[T, float | None] | None:
+        """Returns what a call returns, and the MiB that it needed on CUDA.
+
+        Notes a lack of memory, and any failure of a `peer`, whose code is not ours; returns None
+        then.
+        """
+        cuda, before = self.device.type == "cuda", 0
+        if cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
         try:
-            times = take_times(call, self.device, self.repeats, self.seconds, events)
+            made = call()
         except Exception as error:
             if not peer and not isinstance(error, torch.OutOfMemoryError):
                 raise
             self.note(name, failure(error))
-            return
-        median, low, high = spread(times)
-        metrics: dict[str, float | None] = {name: median}
-        if self.quantiles and len(times) > 1:
-            metrics[name.replace("_ms_", "_p10_ms_")] = low
-            metrics[name.replace("_ms_", "_p90_ms_")] = high
-        if self.quantiles and self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device) - before
-            peak -= _CACHE if events else 0  # which `take_times` allocates
-            metrics[name.replace("_ms_", "_mib_")] = peak / 2**20
-        self.add(metrics)
+            return None
+        peak = torch.cuda.max_memory_allocated(self.device) - before if cuda else 0
+        return made, peak / 2**20 if cuda else None
 
     def _too_long(self, name: str) -> bool:
         """Notes a call that would exceed its seconds, as shorter sequences of its series show."""
@@ -249,17 +242,27 @@ class Record:
     def add(self, metrics: Mapping[str, float | None]) -> None:
         """Adds numbers and writes the file."""
         self.metrics |= metrics
-        self._write()
+        if self.out is not None:
+            write_result(self.out, self.result())
 
     def note(self, name: str, text: str) -> None:
         """Prints and keeps why a number is missing, or what to know about it."""
         self.notes[name] = text
         print(f"{name}: {text}", flush=True)
-        self._write()
+        self.add({})
 
     def result(self) -> dict[str, Any]:
         """Returns the result so far."""
         return result(self.name, self.command, {**self.config, "notes": self.notes}, self.metrics)
+
+    def series(self) -> dict[str, dict[str, float]]:
+        """Returns all medians by series and problem: x_ms_b1_t28 is ["x"]["b1_t28"]."""
+        found: dict[str, dict[str, float]] = {}
+        for name, value in self.metrics.items():
+            match = re.fullmatch(r"(?!.*_p[19]0_)(\w+)_ms_(\w+)", name)
+            if match and value is not None:
+                found.setdefault(match[1], {})[match[2]] = value
+        return found
 
     def table(self, title: str, headings: list[str], rows: list[list[str]]) -> None:
         """Prints a table."""
@@ -273,10 +276,6 @@ class Record:
         for row in rows:
             table.add_row(*row)
         Console(width=250).print(table)  # wide enough for the numbers, whatever the terminal
-
-    def _write(self) -> None:
-        if self.out is not None:
-            write_result(self.out, self.result())
 
 
 def failure(error: Exception) -> str:

@@ -73,10 +73,9 @@ def main_scan(
     dtype = torch.bfloat16 if cuda else torch.float32
     if cuda:
         choose_backend("triton", where, dtype)  # raises where Triton is missing
-    config = {"dtype": str(dtype).removeprefix("torch."), "repeats": repeats}
-    options = {"repeats": repeats, "dtype": dtype, "quantiles": True}
-    record = Record("scan", command, where, config, out, **options)
-    record.config["shapes"] = [shape._asdict() for shape in chosen]
+    shown = [shape._asdict() for shape in chosen]
+    config = {"dtype": str(dtype).removeprefix("torch."), "repeats": repeats, "shapes": shown}
+    record = Record("scan", command, where, config, out, repeats, dtype=dtype)
     rate = _copy_rate(2**29, where) if cuda else 0.0
     for shape in chosen:
         values = scan_arguments(shape, dtype, where, full=cuda)
@@ -184,21 +183,11 @@ def time_scan(
 
 
 def print_scan_table(record: Record) -> None:
-    """Prints all times, with how many times faster ours is than each other implementation."""
-    metrics, rows = record.metrics, []
-    names = dict.fromkeys(name.partition("_fwd_ms")[0] for name in metrics if "_fwd_ms" in name)
-    others = [name for name in names if not name.startswith("fwd")]
-    for sizes in record.config["shapes"]:
-        shape = Shape(**sizes)
-        for way, floor in (("fwd", "floor_ms"), ("bwd", "floor_bwd_ms")):
-            ours = metrics.get(f"{way}_ms_{shape.name}")
-            if ours is None:
-                continue
-            low, high = (metrics.get(f"{way}_{part}_ms_{shape.name}") for part in ("p10", "p90"))
-            times = [metrics.get(f"{other}_{way}_ms_{shape.name}") for other in others]
-            cells = [f"{number(t)} ({t / ours:.0f}x)" if t else "" for t in times]
-            own = f"{number(ours)}, {number(low)}–{number(high)}"
-            size = ", ".join(map(str, shape)) if way == "fwd" else ""
-            rows.append([size, way, number(metrics.get(f"{floor}_{shape.name}")), own, *cells])
-    headings = ["B, T, D, N", "", "floor", f"{record.config['backend']}, 10–90 %", *others]
-    record.table(f"Selective scan in ms, {record.config['dtype']}", headings, rows)
+    """Prints all medians: a row for each pass of each implementation, a column for each shape."""
+    shapes = [Shape(**sizes) for sizes in record.config["shapes"]]
+    rows = [
+        [name.replace("_", " "), *(number(times.get(shape.name)) for shape in shapes)]
+        for name, times in record.series().items()
+    ]
+    title = f"Selective scan in ms, {record.config['backend']}, {record.config['dtype']}"
+    record.table(title, ["B, T, D, N", *(", ".join(map(str, shape)) for shape in shapes)], rows)

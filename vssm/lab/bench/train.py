@@ -23,9 +23,9 @@ import torch
 
 from vssm.config import KINDS, PRESETS, RunConfig
 from vssm.data import DataConfig, SyntheticConfig
+from vssm.data.storage import read_object
 from vssm.lab.bench import measure
 from vssm.lab.bench.measure import Record
-from vssm.models import build
 from vssm.runs.folder import read_log
 from vssm.training.loop import train
 from vssm.training.progress import Progress
@@ -103,19 +103,13 @@ def add_speed(
 ) -> None:
     """Adds the speed, the size and the peak memory of a training, or notes why there is none."""
     key = f"{name}_tokens_per_second"
-    before = measure.memory_in_use(record.device)
-    try:
-        speeds, parameters = measured()
-    except Exception as error:
-        if not peer and not isinstance(error, torch.OutOfMemoryError):
-            raise
-        record.note(key, measure.failure(error))
+    if (made := record.attempt(key, measured, peer)) is None:
         return
+    (speeds, parameters), peak = made
     median, low, high = measure.spread(speeds)
     metrics = {key: median, f"{key}_p10": low, f"{key}_p90": high, f"{name}_parameters": parameters}
-    if record.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(record.device) - before
-        metrics[f"{name}_peak_memory_mib"] = peak / 2**20
+    if peak is not None:
+        metrics[f"{name}_peak_memory_mib"] = peak
     record.add(metrics)
 
 
@@ -123,9 +117,8 @@ def _speeds(run: RunConfig, own: dict[str, str | int]) -> tuple[list[float], int
     """Trains a model; returns the tokens per second of every window, and the number of weights."""
     run = replace(run, model=replace(run.model, **own))
     with tempfile.TemporaryDirectory() as folder:
-        lines = read_log(train(run, Path(folder) / "run", progress=Progress()))
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in build(run.model).parameters())
+        done = train(run, Path(folder) / "run", progress=Progress())
+        lines, parameters = read_log(done), read_object(done / "meta.json")["parameters"]
     speeds = [line["tokens_per_second"] for line in lines if line["split"] == "train"]
     return speeds[WARM:], parameters
 
