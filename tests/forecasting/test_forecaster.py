@@ -234,6 +234,7 @@ def test_sizes_are_chosen_from_frequency_and_length():
     for one in (hourly, layout("W-SUN", 400, 13), layout("QS", 60, 8)):
         assert one.context % one.patch == 0 and one.steps <= 32
     assert season_of(pandas.tseries.frequencies.to_offset("B"), [100]) == 5
+    assert season_of(pandas.DateOffset(months=1), [100]) == 12  # the 15th of each month
 
 
 def test_series_that_grow_are_read_as_logarithms():
@@ -241,7 +242,7 @@ def test_series_that_grow_are_read_as_logarithms():
     grow = np.exp(0.02 * np.arange(120)) * (10 + np.sin(np.arange(120) * np.pi / 6))
     panel = read_panel(pandas.DataFrame({"a": grow}, index=months))
     assert choose_layout(panel, 12, None, None, None, "auto").log
-    lower = panel.replace([replace(panel.series[0], y=grow - 30)])
+    lower = replace(panel, series=(replace(panel.series[0], y=grow - 30),))
     assert not choose_layout(lower, 12, None, None, None, "auto").log
     assert not choose_layout(panel, 12, None, None, None, "none").log
 

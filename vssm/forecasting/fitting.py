@@ -7,6 +7,7 @@ calibrate the forecasts. The final fit then takes as many steps on all data.
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from vssm.training.progress import shows_bars
 __all__ = ["add_task", "choose_layout", "hold_out", "progress_bar", "season_of"]
 __all__ += ["train", "validation"]
 
-_SEASONS = (("min", 60), ("h", 24), ("B", 5), ("D", 7), ("W", 52), ("M", 12), ("Q", 4))
+_SEASONS = {"min": 60, "h": 24, "B": 5, "D": 7, "W": 52, "M": 12, "Q": 4}
 _MOST_STEPS_AHEAD = 4  # of the model in a horizon
 _HELD_OUT = 0.2  # share of a series
 _VALID_WINDOWS, _VALID_PATHS = 128, 8
@@ -41,15 +42,17 @@ _WARMUP = 20  # steps
 _AT_LEAST = 100  # steps before validations count against patience
 
 
-def season_of(step: object, lengths: list[int]) -> int:
+def season_of(step: Any, lengths: list[int]) -> int:  # noqa: ANN401
     """Returns the steps of a season that a frequency suggests, 1 if most series are too short."""
-    name = str(getattr(step, "name", "")).split("-")[0].removesuffix("E").removesuffix("S")
-    num = int(getattr(step, "n", 1))
-    season = dict(_SEASONS).get(name, 1)
-    if months := getattr(step, "kwds", {}).get("months"):
-        season, num = 12, months
-    if name == "min" and 60 % num == 0 and num > 1:
-        season = 24 * 60  # the day, for a step of some minutes
+    import pandas
+
+    if type(step) is pandas.DateOffset:  # it has no letters: the 15th of each month, say
+        season, num = 12, step.kwds.get("months", 12)
+    else:
+        name = step.name.split("-")[0].removesuffix("E").removesuffix("S")
+        season, num = _SEASONS.get(name, 1), step.n
+        if name == "min" and 60 % num == 0 and num > 1:
+            season = 24 * 60  # the day, for a step of some minutes
     season = season // num if season % num == 0 else 1
     return season if np.median(lengths) >= 3 * season else 1
 
@@ -116,7 +119,8 @@ def hold_out(panel: Panel, layout: Layout) -> tuple[Panel, Tensor]:
         series.append(one.before(num - out))
         cut = torch.arange(num - out, num - layout.horizon + 1)
         cuts.append(torch.stack([torch.full_like(cut, k), cut], 1))
-    return panel.replace(series), torch.cat(cuts) if cuts else torch.empty(0, 2, dtype=torch.int64)
+    older = replace(panel, series=tuple(series))
+    return older, torch.cat(cuts) if cuts else torch.empty(0, 2, dtype=torch.int64)
 
 
 def progress_bar(wanted: bool) -> Any:  # noqa: ANN401

@@ -359,7 +359,7 @@ class Forecaster:
                     f" {self.horizon}; give fewer windows"
                 )
             older.append(one.before(len(one.y) - test))
-        self._fit(panel.replace(older))
+        self._fit(replace(panel, series=tuple(older)))
         return self._roll(panel, windows, samples, stride)
 
     def _roll(self, panel: Panel, windows: int, samples: int, stride: int | None) -> Backtest:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vssm.checks import shown
+from vssm.checks import check_type, shown
 from vssm.data.dates import usual_step
 
 if TYPE_CHECKING:
@@ -82,10 +82,6 @@ class Panel:
 
         return pandas.date_range(one.dates[-1], periods=num + 1, freq=self.step)[1:]
 
-    def replace(self, series: Sequence[Series]) -> "Panel":
-        """Returns a panel of other series with the same columns."""
-        return Panel(tuple(series), self.step, self.columns, self.wide)
-
     def to_frame(self, values: Sequence[np.ndarray] | None = None) -> "pandas.DataFrame":
         """Returns a long table with all rows of the grids; `values` replace y."""
         import pandas
@@ -93,12 +89,10 @@ class Panel:
         parts = []
         for k, one in enumerate(self.series):
             y = one.y if values is None else values[k]
-            table = pandas.DataFrame({"unique_id": [one.id] * len(y), "ds": one.dates, "y": y})
-            for name, column in zip(self.columns.moving, one.covariates.T, strict=True):
-                table[name] = column
-            for name, value in zip(self.columns.static, one.static, strict=True):
-                table[name] = value
-            parts.append(table)
+            table = {"unique_id": [one.id] * len(y), "ds": one.dates, "y": y}
+            table |= dict(zip(self.columns.moving, one.covariates.T, strict=True))
+            table |= dict(zip(self.columns.static, one.static, strict=True))
+            parts.append(pandas.DataFrame(table))
         return pandas.concat(parts, ignore_index=True)
 
 
@@ -127,12 +121,14 @@ def read_panel(
         >>> panel.ids, panel.series[0].y
         (['a'], array([ 1.,  2., nan,  4.]))
     """
+    import pandas
 
-    _check_table("df", df)
+    check_type("df", df, pandas.DataFrame, "a pandas DataFrame")
     if not len(df):
         raise ValueError("the table has no rows; give one row for each date")
-    table, wide = _as_long(df, tuple(future) + tuple(past or ()) + tuple(static or ()))
-    for name in (*future, *(past or ()), *(static or ())):
+    named = (*future, *(past or ()), *(static or ()))
+    table, wide = _as_long(df, named)
+    for name in named:
         if name not in table.columns:
             raise ValueError(
                 f"the table has no column {name!r}; it has {', '.join(map(str, df.columns))}"
@@ -140,43 +136,34 @@ def read_panel(
     table["ds"] = _dates(table)
     others = [c for c in table.columns if c not in ("unique_id", "ds", "y", "row")]
     if past is not None and static is not None:  # other columns are not read
-        others = [*future, *past, *static]
+        others = list(named)
     for name in ("y", *others):
         table[name] = _numbers(table, name, wide)
     columns = _sort_columns(table, others, tuple(future), past, static)
-    if (twice := table.duplicated(["unique_id", "ds"], keep=False)).any():
+    if (twice := table.duplicated(["unique_id", "ds"])).any():
         one = table[twice].iloc[0]
-        rows = table["row"][twice & (table["unique_id"] == one["unique_id"])]
-        rows = rows[table["ds"] == one["ds"]].tolist()
+        same = (table["unique_id"] == one["unique_id"]) & (table["ds"] == one["ds"])
+        first, second, *_ = table["row"][same]
         raise ValueError(
-            f"series {one['unique_id']!r} has the date {one['ds']} twice, in rows {rows[0]} and"
-            f" {rows[1]}; keep one of them"
+            f"series {one['unique_id']!r} has the date {one['ds']} twice, in rows {first} and"
+            f" {second}; keep one of them"
         )
     groups = {id: rows.sort_values("ds") for id, rows in table.groupby("unique_id", sort=False)}
     step = _step(groups, freq)
-    return Panel(
-        tuple(_series(id, rows, step, columns) for id, rows in groups.items()), step, columns, wide
-    )
-
-
-def _check_table(name: str, df: object) -> None:
-    import pandas
-
-    if not isinstance(df, pandas.DataFrame):
-        raise ValueError(f"{name} is a {type(df).__name__}; give a pandas DataFrame")
+    series = tuple(_series(id, rows, step, columns) for id, rows in groups.items())
+    return Panel(series, step, columns, wide)
 
 
 def _as_long(df: "pandas.DataFrame", named: tuple[str, ...]) -> tuple["pandas.DataFrame", bool]:
     """Returns a long table with the number of each row, and whether `df` was wide."""
-
     if {"ds", "y"} <= set(df.columns):
         table = df.reset_index(drop=True)
         table.insert(0, "row", np.arange(len(df)))
         if "unique_id" not in df.columns:
             table["unique_id"] = "y"
-        nameless = table["unique_id"].isna().to_numpy()
-        if nameless.any():
-            k = int(nameless.argmax())
+        nameless = table["row"][table["unique_id"].isna()]
+        if len(nameless):
+            k = nameless.iloc[0]
             raise ValueError(f"row {k} has no unique_id; give each row the name of its series")
         return table, False
     dates, table = _wide_dates(df)
@@ -290,20 +277,18 @@ def _series(id: Any, rows: Any, step: "pandas.DateOffset", columns: Columns) -> 
 
     dates = pandas.DatetimeIndex(rows["ds"])
     grid: Any = pandas.date_range(dates[0], dates[-1], freq=step)
-    place = grid.get_indexer(dates) if len(grid) else np.full(len(dates), -1)
-    if (place < 0).any():
-        k = int((place < 0).argmax())
+    off = ~dates.isin(grid)
+    if off.any():
+        k = int(off.argmax())
         raise ValueError(
             f"series {id!r}, row {rows['row'].iloc[k]}: the date {dates[k]} does not fit the"
             f" frequency {step.freqstr!r} from {dates[0]} on; correct it, or give freq"
         )
-    y = np.full(len(grid), np.nan)
-    y[place] = rows["y"]
-    covariates = np.full((len(grid), len(columns.moving)), np.nan)
-    covariates[place] = rows[list(columns.moving)]
+    table = rows.set_index("ds").reindex(grid)
+    table = table.loc[table["y"].first_valid_index() :]  # a wide table begins before some series
     static = rows[list(columns.static)].iloc[0].to_numpy(np.float64)
-    first = int(np.isfinite(y).argmax())  # a wide table begins before some of its series
-    return Series(id, grid[first:], y[first:], covariates[first:], static)
+    covariates = table[list(columns.moving)].to_numpy(np.float64)
+    return Series(id, table.index, table["y"].to_numpy(), covariates, static)
 
 
 def read_ahead(
@@ -317,6 +302,8 @@ def read_ahead(
         future: unique_id, ds and the covariates; without unique_id the same for all series, with
             dates as the index or a column.
     """
+    import pandas
+
     names = list(panel.columns.future)
     if not names:
         if future is not None:
@@ -324,11 +311,11 @@ def read_ahead(
         return None
     if future is None:
         raise ValueError(f"future is missing; give a table with ds and {', '.join(names)}")
-    _check_table("future", future)
+    check_type("future", future, pandas.DataFrame, "a pandas DataFrame")
     shared = "unique_id" not in future.columns
     table = future.assign(y=0.0)
     if "ds" not in table.columns:
-        table = table.assign(ds=_wide_dates(table)[0].to_numpy())
+        table["ds"] = _wide_dates(table)[0].to_numpy()
     found = read_panel(table, panel.step, names, (), ())
     by_id, ahead = {one.id: one for one in found.series}, []
     for one in panel.series:
