@@ -10,6 +10,7 @@ Shapes: u, delta, z, y (B, D, L); A (D, N); D, delta_bias (D,); h (B, D, N); B a
 | (B, G, N, L) | one matrix a step for each of G groups of neighbouring channels      |
 | (D, N)       | the same at all steps; then states of all steps are kept in memory   |
 """
+# ruff: noqa: ANN001 (the types of all arguments are those of `selective_scan_fn`)
 
 import torch
 import torch.nn.functional as F
@@ -60,26 +61,13 @@ def selective_scan_fn(
         tensor([1.0000, 1.3679, 1.5032])
     """
     _check_arguments(u, delta, A, B, C, D, z, delta_bias, initial_state)
-    u, delta = u.transpose(1, 2), delta.transpose(1, 2)
-    z = None if z is None else z.transpose(1, 2)
     scan = _scan_each_state if B.dim() == 2 or C.dim() == 2 else _scan_each_group
-    y, last = scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state)
-    y = y.transpose(1, 2)
-    return (y, last) if return_last_state else y
+    z = None if z is None else z.mT
+    y, last = scan(u.mT, delta.mT, A, B, C, D, z, delta_bias, delta_softplus, initial_state)
+    return (y.mT, last) if return_last_state else y.mT
 
 
-def _scan_each_group(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    softplus: bool,
-    h0: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _scan_each_group(u, delta, A, B, C, D, z, bias, softplus, h0) -> tuple[Tensor, Tensor]:
     """Scans group by group; u, delta, z and y are (B, L, D), the rest as in `selective_scan_fn`."""
     B, C = (matrix if matrix.dim() == 4 else matrix.unsqueeze(1) for matrix in (B, C))
     groups = max(B.shape[1], C.shape[1])
@@ -87,28 +75,17 @@ def _scan_each_group(
     def split(tensor: Tensor | None, dim: int) -> list:
         return [None] * groups if tensor is None else list(tensor.chunk(groups, dim))
 
-    B, C = (matrix.transpose(2, 3).expand(-1, groups, -1, -1) for matrix in (B, C))
+    B, C = (matrix.mT.expand(-1, groups, -1, -1) for matrix in (B, C))
     scans = zip(
         *(split(u, 2), split(delta, 2), split(A, 0), B.unbind(1), C.unbind(1)),
-        *(split(D, 0), split(z, 2), split(delta_bias, 0), [softplus] * groups, split(h0, 1)),
+        *(split(D, 0), split(z, 2), split(bias, 0), [softplus] * groups, split(h0, 1)),
         strict=True,
     )
     ys, hs = zip(*(selective_scan(*arguments) for arguments in scans), strict=True)
     return (ys[0], hs[0]) if groups == 1 else (torch.cat(ys, 2), torch.cat(hs, 1))
 
 
-def _scan_each_state(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    softplus: bool,
-    h0: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _scan_each_state(u, delta, A, B, C, D, z, bias, softplus, h0) -> tuple[Tensor, Tensor]:
     """Does the same for all shapes of B and C: each of the D N states is a channel of its own."""
     dtype, (batch, length, _), (channels, states) = u.dtype, u.shape, A.shape
     exact = torch.promote_types(dtype, torch.float32)
@@ -121,7 +98,7 @@ def _scan_each_state(
         A.reshape(-1, 1),
         one,
         one,
-        dt_bias=None if delta_bias is None else delta_bias.repeat_interleave(states),
+        dt_bias=None if bias is None else bias.repeat_interleave(states),
         softplus=softplus,
         h0=None if h0 is None else h0.reshape(batch, -1, 1),
     )
@@ -138,23 +115,13 @@ def _spread(matrix: Tensor, channels: int) -> Tensor:
     if matrix.dim() == 2:
         return matrix
     if matrix.dim() == 3:
-        return matrix.transpose(1, 2).unsqueeze(2)
+        return matrix.mT.unsqueeze(2)
     return matrix.repeat_interleave(channels // matrix.shape[1], 1).permute(0, 3, 1, 2)
 
 
-def _check_arguments(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    initial_state: Tensor | None,
-) -> None:
+def _check_arguments(u, delta, A, B, C, D, z, delta_bias, initial_state) -> None:
     """Raises `ValueError` if shapes do not fit; `selective_scan` checks dtypes and devices."""
-    for name, tensor in (("A", A), ("B", B), ("C", C)):
+    for name, tensor in {"A": A, "B": B, "C": C}.items():
         if tensor.is_complex():
             raise ValueError(f"{name} is complex; the scan takes real A, B and C only")
     if u.dim() != 3 or A.dim() != 2 or len(A) != u.shape[1]:
@@ -173,9 +140,8 @@ def _check_arguments(
     for name, (tensor, shape) in shapes.items():
         if tensor is not None and tensor.shape != shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
-    groups = set()
-    for name, matrix in (("B", B), ("C", C)):
-        count = matrix.shape[1] if matrix.dim() == 4 else 1
+    counts = [matrix.shape[1] if matrix.dim() == 4 else 1 for matrix in (B, C)]
+    for name, matrix, count in zip("BC", (B, C), counts, strict=True):
         allowed = [(channels, states), (batch, states, length)]
         if count and channels % count == 0:
             allowed.append((batch, count, states, length))
@@ -184,6 +150,5 @@ def _check_arguments(
                 f"{name} has shape {tuple(matrix.shape)}; expected {allowed[0]}, {allowed[1]} "
                 f"or ({batch}, groups, {states}, {length}) with groups that divide {channels}"
             )
-        groups.add(count)
-    if len(groups - {1}) > 1:
-        raise ValueError(f"B has {B.shape[1]} groups and C {C.shape[1]}; expected the same number")
+    if 1 not in counts and counts[0] != counts[1]:
+        raise ValueError(f"B has {counts[0]} groups and C {counts[1]}; expected the same number")
