@@ -14,7 +14,7 @@ from vssm.forecasting.panel import check_quantiles
 __all__ = ["Backtest", "Forecast"]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _SeriesOptions:
     """How a forecaster is trained on a table."""
 
@@ -42,7 +42,7 @@ class _SeriesOptions:
 class Forecast(_SeriesOptions):
     """Forecasts what follows a table file: quantiles and a fan chart."""
 
-    source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="DATA|FOLDER")]] = ""
+    source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DATA|FOLDER")]]
     """A table to train on and forecast: CSV or Parquet, long (unique_id, ds, y) or wide. Or a
     folder that --save wrote."""
     path: Path | None = None
@@ -62,13 +62,8 @@ class Forecast(_SeriesOptions):
 
     def run(self) -> None:
         check_quantiles(self.quantiles)
-        picture = self.out.with_suffix(".png") if self.out.name else self.out
-        if self.out.suffix not in (".csv", ".parquet"):
-            raise ValueError(f"out={str(self.out)!r} must end in .csv or .parquet")
-        if not self.source:
-            raise ValueError("DATA is missing; give a table to forecast, or a FOLDER of --save")
-        source, writes = Path(self.source), {"out": self.out, "picture": picture}
-        check_files(writes, {"data": source, "path": self.path, "future": self.future})
+        source = self.source
+        picture = _check_out(self.out, data=source, path=self.path, future=self.future)
         future = None if self.future is None else read_frame(self.future)
         if source.is_dir():
             own = Forecaster.load(source, self.device)
@@ -92,7 +87,7 @@ class Forecast(_SeriesOptions):
 class Backtest(_SeriesOptions):
     """Scores forecasts of a table's last windows, beside the naive ones."""
 
-    data: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DATA")]] = Path()
+    data: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="DATA")]]
     """The table: CSV or Parquet, long (unique_id, ds, y) or wide."""
     horizon: int = 24
     """Steps of a forecast."""
@@ -104,10 +99,7 @@ class Backtest(_SeriesOptions):
     """Where the scores go; the picture goes beside them."""
 
     def run(self) -> None:
-        picture = self.out.with_suffix(".png") if self.out.name else self.out
-        if self.data == Path():
-            raise ValueError("DATA is missing; give a table: CSV or Parquet")
-        check_files({"out": self.out, "picture": picture}, {"data": self.data})
+        picture = _check_out(self.out, data=self.data)
         own = self.forecaster(self.horizon)
         made = own.backtest(read_frame(self.data), self.windows, self.samples)
         write_forecast(made.table.rename_axis("model").reset_index(), self.out)
@@ -115,3 +107,12 @@ class Backtest(_SeriesOptions):
         print(f"fit: {own.steps_} steps, {own.seconds_:.0f} s")
         print(made.table.round(4).to_string())
         print(f"scores: {self.out}\npicture: {picture}")
+
+
+def _check_out(out: Path, **reads: Path | None) -> Path:
+    """Returns where the picture beside a table goes; raises unless both can be written."""
+    if out.suffix not in (".csv", ".parquet"):
+        raise ValueError(f"out={str(out)!r} must end in .csv or .parquet")
+    picture = out.with_suffix(".png")
+    check_files({"out": out, "picture": picture}, reads)
+    return picture
