@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.data.opening import REAL, real, refused, sha256
 from vssm.data import DataConfig, ImagesConfig, files, images, moved, open_data
-from vssm.data.dataset import ARRAYS, hold_out
+from vssm.data.dataset import Stream, hold_out
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -161,7 +161,7 @@ def test_a_folder_of_images_is_read_in_the_order_of_names(tmp_path, mode, channe
     )
     splits = (data.train, data.valid, data.test())
     assert [len(split) for split in splits] == [10, 1, 1] and data.train.x.dtype == torch.uint8
-    rest, test = hold_out(12, 0, stream=ARRAYS)
+    rest, test = hold_out(12, 0, stream=Stream.ARRAYS)
     kept, _ = hold_out(11, 0)
     expected = torch.from_numpy(pixels[rest[kept]]).reshape(10, 4, 6 * channels).float() / 255
     assert torch.equal(data.train.batch(slice(None)), expected)

@@ -10,26 +10,26 @@
 """
 
 from vssm.data.arrays import open_arrays
-from vssm.data.config import NAMES as NAMES
-from vssm.data.config import ArraysConfig as ArraysConfig
-from vssm.data.config import DataConfig as DataConfig
-from vssm.data.config import ImagesConfig as ImagesConfig
-from vssm.data.config import SeriesConfig as SeriesConfig
-from vssm.data.config import SyntheticConfig as SyntheticConfig
-from vssm.data.config import TextConfig as TextConfig
-from vssm.data.dataset import Data as Data
-from vssm.data.images import moved as moved
-from vssm.data.images import open_cifar10, open_digits, open_images, open_mnist
-from vssm.data.meta import Meta as Meta
-from vssm.data.meta import read_meta as read_meta
-from vssm.data.meta import steps_left as steps_left
+from vssm.data.config import (
+    NAMES,
+    ArraysConfig,
+    DataConfig,
+    ImagesConfig,
+    SeriesConfig,
+    SyntheticConfig,
+    TextConfig,
+)
+from vssm.data.dataset import Data, Split
+from vssm.data.images import moved, open_cifar10, open_digits, open_images, open_mnist
+from vssm.data.meta import Meta, read_meta, steps_left
 from vssm.data.series import open_series
-from vssm.data.show import describe as describe
-from vssm.data.show import draw as draw
-from vssm.data.show import picture as picture
-from vssm.data.split import Split as Split
+from vssm.data.show import describe, draw, picture
 from vssm.data.synthetic import open_synthetic
 from vssm.data.text import open_text
+
+__all__ = ["NAMES", "ArraysConfig", "Data", "DataConfig", "ImagesConfig", "Meta", "SeriesConfig"]
+__all__ += ["Split", "SyntheticConfig", "TextConfig", "describe", "draw", "moved", "open_data"]
+__all__ += ["picture", "read_meta", "steps_left"]
 
 _OPENERS = {
     "digits": open_digits,

@@ -19,11 +19,10 @@ import numpy as np
 import torch
 
 from vssm.data.config import DataConfig
-from vssm.data.dataset import Data, split_at_random
+from vssm.data.dataset import Data, Split, split_at_random
 from vssm.data.files import locate_own, read_numpy
 from vssm.data.images import FEWEST, image_meta
 from vssm.data.meta import Meta
-from vssm.data.split import Split
 
 _MOST_CLASSES = 10_000  # each is a feature of every step
 _LARGE = 10.0  # a model hardly learns values of this mean size
@@ -31,17 +30,20 @@ _LARGE = 10.0  # a model hardly learns values of this mean size
 
 def open_arrays(config: DataConfig, missing: bool = False) -> Data:
     """Opens a file of sequences or images; NaN is refused unless values may be `missing`."""
-    if config.arrays.path is None:
-        raise ValueError("arrays.path is needed: a .npy or .npz file")
-    path = locate_own(config.arrays.path, "arrays", config.dir)
+    path = locate_own(config)
     arrays = read_numpy(path)
     arrays = {"x": arrays} if isinstance(arrays, np.ndarray) else arrays
     if "x" not in arrays or set(arrays) - {"x", "lengths", "labels"}:
         names = ", ".join(sorted(arrays)) or "nothing"
         raise ValueError(f"{path} holds {names}; use x, lengths and labels")
     x = arrays["x"]
-    images = x.ndim == 4 and x.shape[3] in (1, 3)
-    if not (x.ndim == 3 or images) or x.dtype.kind not in "fiu" or 0 in x.shape or len(x) < FEWEST:
+    pixels, coloured = x.dtype == np.uint8, x.ndim == 4 and x.shape[3] in (1, 3)
+    if (
+        not (x.ndim == 3 or coloured)
+        or x.dtype.kind not in "fiu"
+        or 0 in x.shape
+        or len(x) < FEWEST
+    ):
         raise ValueError(
             f"{path}: x is {x.dtype} of shape {x.shape}; use numbers (sequences, steps,"
             f" features) or images (images, height, width, 1 or 3), at least {FEWEST} sequences of"
@@ -52,40 +54,47 @@ def open_arrays(config: DataConfig, missing: bool = False) -> Data:
     if config.labels and labels is None:
         raise ValueError(f"{path} has no labels; save them beside x in an .npz file")
     classes = int(labels.max()) + 1 if labels is not None and config.labels else None
-    pixels = x.dtype == np.uint8
     maximum = 255 if pixels and x.max() > 1 else 1
-    x = _checked(path, x if pixels else _as_float32(x), lengths, missing)
-    if pixels or images:
-        if not (pixels or 0 <= np.nanmin(x) <= np.nanmax(x) <= 1):
+    if not pixels:
+        with np.errstate(over="ignore"):  # a number that is too large becomes infinite
+            x = x.astype(np.float32)
+    x = _checked(path, x, lengths, missing)
+    low, high = np.nanmin(x), np.nanmax(x)
+    note = None
+    if pixels or coloured:
+        if (high > 1 and not pixels) or low < 0:
             raise ValueError(
-                f"{path}: x has images with values from {np.nanmin(x):g} to {np.nanmax(x):g}; use"
-                " floats from 0 to 1, or uint8 from 0 to 255"
+                f"{path}: x has images with values from {low:g} to {high:g}; use floats from 0 to"
+                " 1, or uint8 from 0 to 255"
             )
-        shape = (*x.shape[1:3], x.shape[3] if images else 1)
+        shape = (*x.shape[1:3], x.shape[3] if coloured else 1)
         meta = image_meta("arrays", shape, maximum if pixels else None, classes)
         x = x.reshape(len(x), meta.length, -1)
+        if pixels:
+            note = (
+                f"x is uint8 and read as {'RGB' if shape[2] == 3 else 'grey'} images of {shape[1]}"
+                f" x {shape[0]} pixels,"
+                f" {'0 to 255 become 0 to 1' if maximum == 255 else '0 and 1 stay as they are'};"
+                " save other numbers as float32"
+            )
     else:
-        _, length, features = x.shape
         meta = Meta(
             name="arrays",
-            features=features + (classes or 0),
-            length=length,
+            features=x.shape[2] + (classes or 0),
+            length=x.shape[1],
             suggested_head="gaussian-learned",
             classes=classes,
         )
-    if note := _note(x, meta, maximum):
+        if np.nanmean(np.abs(x), dtype=np.float64) > _LARGE:
+            note = (
+                f"x has values from {low:g} to {high:g}; divide or standardise them, since models"
+                " expect values of about 1"
+            )
+    if note:
         warnings.warn(f"{path}: {note}", stacklevel=3)
-
     ends, kinds = (None if a is None else torch.from_numpy(a) for a in (lengths, labels))
-    options = {"lengths": ends, "classes": classes or 0, "missing": missing}
-    return split_at_random(
-        config, meta, Split(torch.from_numpy(x), kinds, maximum, **options), [path]
-    )
-
-
-def _as_float32(x: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # a number that is too large becomes infinite and is refused
-        return x.astype(np.float32)
+    whole = Split(torch.from_numpy(x), kinds, maximum, ends, classes or 0, missing)
+    return split_at_random(config, meta, whole, [path])
 
 
 def _whole_numbers(
@@ -119,18 +128,3 @@ def _checked(path: Path, x: np.ndarray, lengths: np.ndarray | None, missing: boo
     if np.isnan(x).all():
         raise ValueError(f"{path}: all values of x are missing")
     return x
-
-
-def _note(x: np.ndarray, meta: Meta, maximum: int) -> str | None:
-    """Returns what the user should know about how the values of x are read."""
-    if x.dtype == np.uint8 and meta.image_shape is not None:
-        height, width, channels = meta.image_shape
-        kind = "grey" if channels == 1 else "RGB"
-        scaled = "0 to 255 become 0 to 1" if maximum == 255 else "0 and 1 stay as they are"
-        note = f"x is uint8 and read as {kind} images of {width} x {height} pixels, {scaled};"
-        return f"{note} save other numbers as float32"
-    if np.nanmean(np.abs(x), dtype=np.float64) > _LARGE:
-        low, high = np.nanmin(x), np.nanmax(x)
-        note = f"x has values from {low:g} to {high:g}; divide or standardise them"
-        return f"{note}, since models expect values of about 1"
-    return None

@@ -1,4 +1,7 @@
-"""`Data`, an opened data set, and how its sequences are divided and checked.
+"""`Data`, an opened data set, and its splits for training, validation and testing.
+
+M sequences of T steps with D features are kept as (M, T, D), or (M, T) for tokens, in the smallest
+type that holds them (8-bit images stay 8-bit). A batch of them is float32 or int64.
 
 Random choices (the validation set, binarisation, synthetic data) are made from the raw bits of
 Philox with the key (seed, stream). Unlike numpy's distributions, these bits are the same in all
@@ -9,20 +12,111 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vssm.data.config import DataConfig
 from vssm.data.meta import Meta
-from vssm.data.split import Split
 
-SPLIT, BINARIZE_TRAIN, BINARIZE_TEST, SYNTHETIC_TRAIN, SYNTHETIC_TEST, DIGITS, ARRAYS = range(7)
 PART = 1 << 22  # values that are looked at together
 _DIGESTED = 4096  # sequences
+
+Device = torch.device | str | None
+Index = Tensor | np.ndarray | Sequence[int] | slice
+"""(B,) positions in a split, on the CPU or where its sequences are, or a slice."""
+
+
+class Stream(IntEnum):
+    """What random bits are for; the numbers fix the splits of old runs."""
+
+    SPLIT, BINARIZE_TRAIN, BINARIZE_TEST, SYNTHETIC_TRAIN, SYNTHETIC_TEST, DIGITS, ARRAYS = range(7)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Holds sequences in memory, on the CPU or a device.
+
+    Arguments:
+        x: (M, T, D) uint8 or float32, or (M, T) tokens in a small integer type.
+        labels: (M,) int64 classes, or None.
+        maximum: The stored value that stands for 1; a batch is divided by it.
+        lengths: (M,) int64, the real steps of each sequence if others are padding of zeros.
+        classes: Number of classes that are added to every step, one-hot; 0 to add none.
+        missing: Whether values may be NaN.
+    """
+
+    x: Tensor
+    labels: Tensor | None = None
+    maximum: int = 1
+    lengths: Tensor | None = None
+    classes: int = 0
+    missing: bool = False
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a sequence as it is stored, (T, D) or (T,)."""
+        return self.x.shape[1:]
+
+    @property
+    def filled(self) -> float:
+        """The share of the steps that are real."""
+        if self.lengths is None:
+            return 1.0
+        return float(self.lengths.double().mean()) / self.shape[0]
+
+    def batch(self, index: Index, device: Device = None, known: Tensor | None = None) -> Tensor:
+        """Returns the sequences at `index` as a model reads them.
+
+        Arguments:
+            index: Which sequences.
+            device: Where the batch goes; by default it stays where `x` is.
+            known: Which entries of the result are known: windows of series are scaled by these.
+
+        Returns:
+            (B, T, D) float32, or (B, T) int64 for tokens. NaN where a value is missing.
+        """
+        x = self.x[index]
+        if device is not None:
+            x = x.to(device, non_blocking=True)
+        if x.dim() == 2:
+            return x.long()
+        x = x.float() if self.maximum == 1 else x.float() / self.maximum
+        if self.classes and self.labels is not None:
+            labels = F.one_hot(self.labels[index].to(x.device), self.classes).float()
+            x = torch.cat([x, labels[:, None].expand(-1, x.shape[1], -1)], -1)
+        return x
+
+    def scale(self, index: Index, device: Device, known: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the centre and deviation that a batch is standardised by, (B, 1, D) each."""
+        ones = torch.ones(len(self.x[index]), 1, known.shape[-1], device=device)
+        return ones - 1, ones
+
+    def real(self, index: Index, device: Device = None) -> Tensor | None:
+        """Returns how many steps of the sequences at `index` are real, (B,); None if all are."""
+        if self.lengths is None:
+            return None
+        lengths = self.lengths[index]
+        return lengths if device is None else lengths.to(device, non_blocking=True)
+
+    def take(self, index: Tensor, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Returns the sequences at `index`, and their lengths if they differ."""
+        index = index.to(self.x.device)
+        return self.batch(index, device), self.real(index, device)
+
+    def to(self, device: torch.device | str) -> "Split":
+        """Returns this split on `device`."""
+        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moved = {name: own.to(device) for name, own in parts.items() if isinstance(own, Tensor)}
+        return dataclasses.replace(self, **moved)
 
 
 @dataclass
@@ -33,15 +127,15 @@ class Data:
         config: The options it was opened with.
         meta: What generation needs to know.
         read_fit: Reads the training and validation splits.
-        read_test: Reads the test split.
+        test: Reads the sequences to report on; training never calls it.
         files: The files it comes from; empty if it is computed or part of a package.
     """
 
     config: DataConfig
     meta: Meta
     read_fit: Callable[[], tuple[Split, Split]]
-    read_test: Callable[[], Split]
-    files: tuple[Path, ...] = ()
+    test: Callable[[], Split]
+    files: Sequence[Path] = ()
 
     def __repr__(self) -> str:
         return f"Data({self.meta.name!r}, features={self.meta.features}, length={self.meta.length})"
@@ -60,10 +154,6 @@ class Data:
         """The sequences to choose by; never part of `train`."""
         return self._fit[1]
 
-    def test(self) -> Split:
-        """Reads and returns the sequences to report on; training never calls this."""
-        return self.read_test()
-
 
 def random_bits(seed: int, stream: int, num: int) -> np.ndarray:
     """Returns `num` random uint64 words, fixed by (seed, stream) on every machine and version."""
@@ -71,7 +161,7 @@ def random_bits(seed: int, stream: int, num: int) -> np.ndarray:
 
 
 def hold_out(
-    num: int, seed: int, fraction: float = 0.1, stream: int = SPLIT
+    num: int, seed: int, fraction: float = 0.1, stream: int = Stream.SPLIT
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the indices kept and the indices held out, a `fraction` of `num`, each ascending."""
     order = np.argsort(random_bits(seed, stream, num), kind="stable")
@@ -79,7 +169,7 @@ def hold_out(
     return np.sort(order[cut:]), np.sort(order[:cut])
 
 
-def divided(split: Split, seed: int, stream: int = SPLIT) -> tuple[Split, Split]:
+def divided(split: Split, seed: int, stream: int = Stream.SPLIT) -> tuple[Split, Split]:
     """Returns nine tenths of the sequences of a split, and the tenth that is held out."""
     parts = {name: getattr(split, name) for name in ("x", "labels", "lengths")}
     kept, held = (
@@ -91,8 +181,8 @@ def divided(split: Split, seed: int, stream: int = SPLIT) -> tuple[Split, Split]
 
 def split_at_random(config: DataConfig, meta: Meta, whole: Split, files: Sequence[Path]) -> Data:
     """Returns sequences as data: a tenth for testing, a tenth of the others for validation."""
-    rest, test = divided(whole, config.seed, ARRAYS)
-    return Data(config, meta, lambda: divided(rest, config.seed), lambda: test, tuple(files))
+    rest, test = divided(whole, config.seed, Stream.ARRAYS)
+    return Data(config, meta, lambda: divided(rest, config.seed), lambda: test, files)
 
 
 def on_device(split: Split, device: torch.device) -> Split:

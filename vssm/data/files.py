@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from vssm.data.config import DataConfig
+
 
 @dataclass(frozen=True)
 class Remote:
@@ -62,20 +64,26 @@ def locate(
         ) from error
 
 
-def locate_own(path: str, subfolder: str, given: str | None, folder: bool = False) -> Path:
-    """Returns the user's file or folder: as given, or inside a data folder or its `subfolder`.
+def locate_own(config: DataConfig) -> Path:
+    """Returns the user's file, or folder of images: as given, or inside a data folder.
 
     If an absolute path does not exist, its last part is looked for in the data folders: configs
     that were made on another machine hold such paths.
     """
+    path = getattr(config, config.name).path
+    is_there, kind = Path.is_file, "file"
+    if config.name == "images":
+        is_there, kind = Path.is_dir, "folder of images"
+    if path is None:
+        raise ValueError(f"{config.name}.path is needed: a {kind}")
     own = Path(path).expanduser()
-    is_there, kind = (Path.is_dir, "folder") if folder else (Path.is_file, "file")
     if is_there(own):
         return own
     if own.exists():
-        raise ValueError(f"{path!r} is a {'file' if folder else 'folder'}; use a {kind}")
-    folders = _data_folders(given)
+        raise ValueError(f"{path!r} is a {'folder' if own.is_dir() else 'file'}; use a {kind}")
+    folders = _data_folders(config.dir)
     name = own.name if own.is_absolute() else str(own)
+    subfolder = "timeseries" if config.name == "series" else config.name
     if found := _search(name, [subfolder], folders, is_there):
         return found
     raise ValueError(

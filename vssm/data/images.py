@@ -10,26 +10,16 @@ turned upright by their EXIF tag, and of an animation the first frame is read.
 """
 
 import gzip
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from vssm.data.config import DataConfig
-from vssm.data.dataset import (
-    BINARIZE_TEST,
-    BINARIZE_TRAIN,
-    DIGITS,
-    Data,
-    divided,
-    hold_out,
-    random_bits,
-    split_at_random,
-)
+from vssm.data.dataset import Data, Split, Stream, divided, hold_out, random_bits, split_at_random
 from vssm.data.files import Remote, locate, locate_own, read_published
 from vssm.data.meta import Meta
-from vssm.data.split import Split
 
 Labelled = tuple[np.ndarray, np.ndarray]  # (M, H, W, C) uint8 pixels, (M,) uint8 classes
 
@@ -84,7 +74,7 @@ def _image_data(
     shape: tuple[int, int, int],
     maximum: int,
     read: Callable[[bool], Labelled],
-    files: list[Path],
+    files: Sequence[Path] = (),
 ) -> Data:
     """Returns images with values 0 .. `maximum`; `read` reads the test set if True."""
     stored, classes = 1 if config.binarize else maximum, 10 if config.labels else 0
@@ -93,15 +83,14 @@ def _image_data(
     def whole(test: bool) -> Split:
         pixels, labels = read(test)
         if config.binarize:
-            stream = BINARIZE_TEST if test else BINARIZE_TRAIN
+            stream = Stream.BINARIZE_TEST if test else Stream.BINARIZE_TRAIN
             pixels = binarized(pixels, maximum, config.seed, stream)
         x = torch.from_numpy(pixels.reshape(len(pixels), meta.length, -1))
         return Split(x, torch.from_numpy(labels.astype(np.int64)), stored, classes=classes)
 
-    def fit() -> tuple[Split, Split]:
-        return divided(whole(test=False), config.seed)
-
-    return Data(config, meta, fit, lambda: whole(test=True), tuple(files))
+    return Data(
+        config, meta, lambda: divided(whole(False), config.seed), lambda: whole(True), files
+    )
 
 
 def binarized(images: np.ndarray, maximum: int, seed: int, stream: int) -> np.ndarray:
@@ -124,10 +113,10 @@ def open_digits(config: DataConfig) -> Data:
     def read(test: bool) -> Labelled:
         with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
             images, labels = file["pixels"][..., None], file["labels"]
-        index = hold_out(len(images), seed=0, fraction=0.2, stream=DIGITS)[test]
+        index = hold_out(len(images), seed=0, fraction=0.2, stream=Stream.DIGITS)[test]
         return images[index], labels[index]
 
-    return _image_data(config, (8, 8, 1), 16, read, [])
+    return _image_data(config, (8, 8, 1), 16, read)
 
 
 def open_mnist(config: DataConfig) -> Data:
@@ -170,9 +159,7 @@ def open_cifar10(config: DataConfig) -> Data:
 
 def open_images(config: DataConfig) -> Data:
     """Opens a folder of image files."""
-    if config.images.path is None:
-        raise ValueError("images.path is needed: a folder of images")
-    folder = locate_own(config.images.path, "images", config.dir, folder=True)
+    folder = locate_own(config)
     files = sorted(path for path in folder.iterdir() if path.name[0] != ".")
     paths = [path for path in files if path.suffix.lower() in _SUFFIXES]
     if len(paths) < FEWEST:

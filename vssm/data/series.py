@@ -24,11 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vssm.data.config import DataConfig
-from vssm.data.dataset import Data
+from vssm.data.dataset import Data, Device, Index, Split
 from vssm.data.dates import uneven_dates
 from vssm.data.files import locate_own
 from vssm.data.meta import Meta
-from vssm.data.split import Index, Split
 from vssm.data.table import Table, filled, find_columns, read_table, usual_columns
 
 _CYCLES = {"day": 86_400, "week": 604_800, "year": 31_556_952}  # seconds
@@ -58,27 +57,19 @@ class Windows(Split):
         """The shape of a window, (T, D)."""
         return self.length, self.x.shape[-1]
 
-    def batch(
-        self,
-        index: Index,
-        device: torch.device | str | None = None,
-        known: Tensor | None = None,
-    ) -> Tensor:
+    def batch(self, index: Index, device: Device = None, known: Tensor | None = None) -> Tensor:
         """Does what `Split.batch` does, and scales windows by their `known` entries only."""
         x = self._rows(index, device)
         centre, deviation = self._scale(x, known)
         return (x - centre) / deviation
 
     def scale(
-        self,
-        index: Index,
-        device: torch.device | str | None = None,
-        known: Tensor | None = None,
+        self, index: Index, device: Device = None, known: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Does what `Split.scale` does, for windows."""
         return self._scale(self._rows(index, device), known)
 
-    def _rows(self, index: Index, device: torch.device | str | None) -> Tensor:
+    def _rows(self, index: Index, device: Device) -> Tensor:
         starts = self.starts[index]
         x = self.x[starts[:, None] + torch.arange(self.length, device=starts.device)]
         return x if device is None else x.to(device, non_blocking=True)
@@ -99,9 +90,7 @@ class Windows(Split):
 def open_series(config: DataConfig, missing: bool = False) -> Data:
     """Opens a table file as windows; if values may stay `missing`, they are NaN."""
     options = config.series
-    if options.path is None:
-        raise ValueError("series.path is needed: a CSV, .npy or Parquet file")
-    path = locate_own(options.path, "timeseries", config.dir)
+    path = locate_own(config)
     table = read_table(path, options.time)
     apart = find_columns(table, options.given)
     if options.columns is None:

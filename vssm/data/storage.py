@@ -12,14 +12,14 @@ import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import safetensors.torch
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-__all__ = ["check_checksum", "checksum", "flush", "is_device", "read_object", "read_tensors"]
+__all__ = ["check_checksum", "flush", "is_device", "read_object", "read_tensors"]
 __all__ += ["why_read_only", "with_checksum", "write_atomically", "write_tensors"]
 
 _CHECKSUM = "crc32"  # its key in the metadata of a safetensors file
@@ -82,16 +82,14 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str] | None = None
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Writes CPU tensors and metadata to a safetensors file, atomically and with a checksum."""
-    from safetensors.torch import save_file
-
     marked = with_checksum(tensors, metadata or {})
-    write_atomically(path, lambda file: save_file(dict(tensors), file, marked))
+    write_atomically(path, lambda file: safetensors.torch.save_file(dict(tensors), file, marked))
 
 
-def read_tensors(path: Path) -> tuple[dict[str, "Tensor"], dict[str, str]]:
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Returns the tensors and the metadata of a safetensors file, checked against its checksum."""
     try:
         with safe_open(path, "pt") as file:
@@ -103,25 +101,23 @@ def read_tensors(path: Path) -> tuple[dict[str, "Tensor"], dict[str, str]]:
     return tensors, metadata
 
 
-def with_checksum(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> dict[str, str]:
+def with_checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
     """Returns the metadata with a checksum of the metadata and the CPU tensors."""
-    return {**metadata, _CHECKSUM: checksum(tensors, metadata)}
+    return {**metadata, _CHECKSUM: _checksum(tensors, metadata)}
 
 
-def check_checksum(name: str, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> None:
+def check_checksum(name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Raises `ValueError` if content differs from its checksum; old files have none and pass."""
     rest = dict(metadata)
     found = rest.pop(_CHECKSUM, None)
-    if found is not None and found != checksum(tensors, rest):
+    if found is not None and found != _checksum(tensors, rest):
         raise ValueError(f"{name} is damaged: it differs from its checksum")
 
 
-def checksum(tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str] | None = None) -> str:
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """Returns the CRC-32 of metadata and of CPU tensors with their names, dtypes and shapes."""
-    import torch  # not at the top: it takes seconds, and only callers with tensors need it
-
     total = 0
-    for key, value in sorted((metadata or {}).items()):
+    for key, value in sorted(metadata.items()):
         total = zlib.crc32(f"{key}={value}\n".encode(), total)
     for key, tensor in sorted(tensors.items()):
         total = zlib.crc32(f"{key}={tensor.dtype}{tuple(tensor.shape)}\n".encode(), total)

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from vssm.data.config import DataConfig, SyntheticConfig
-from vssm.data.dataset import SYNTHETIC_TEST, SYNTHETIC_TRAIN, Data, divided, random_bits
+from vssm.data.dataset import Data, Split, Stream, divided, random_bits
 from vssm.data.meta import Meta
-from vssm.data.split import Split
 
 
 def open_synthetic(config: DataConfig) -> Data:
@@ -27,10 +26,10 @@ def open_synthetic(config: DataConfig) -> Data:
     )
 
     def fit() -> tuple[Split, Split]:
-        return divided(Split(_waves(options, options.num, seed, SYNTHETIC_TRAIN)), seed)
+        return divided(Split(_waves(options, options.num, seed, Stream.SYNTHETIC_TRAIN)), seed)
 
     def test() -> Split:
-        return Split(_waves(options, options.num // 5, seed, SYNTHETIC_TEST))
+        return Split(_waves(options, options.num // 5, seed, Stream.SYNTHETIC_TEST))
 
     return Data(config, meta, fit, test)
 

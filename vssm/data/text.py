@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from vssm.data.config import DataConfig
-from vssm.data.dataset import Data
+from vssm.data.dataset import Data, Split
 from vssm.data.files import Remote, locate, locate_own, read_bytes, read_published
 from vssm.data.meta import Meta
-from vssm.data.split import Split
 
 _SHAKESPEARE = Remote(
     url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
@@ -28,7 +27,7 @@ def open_text(config: DataConfig) -> Data:
         path = locate("tinyshakespeare.txt", ("text",), config.dir, _SHAKESPEARE)
         content = read_published(path, _SHAKESPEARE.sha256)
     else:
-        path = locate_own(options.path, "text", config.dir)
+        path = locate_own(config)
         content = read_bytes(path)
     if options.unit == "byte":
         tokens, vocabulary = np.frombuffer(content, np.uint8), None
@@ -49,11 +48,6 @@ def open_text(config: DataConfig) -> Data:
                 f"{path} has {len(tokens)} tokens, {len(own)} of them for {part},"
                 f" fewer than one sequence of text.length = {options.length}"
             )
-
-    def windows(part: str) -> Split:
-        whole = len(parts[part]) // options.length * options.length
-        return Split(torch.from_numpy(parts[part][:whole].reshape(-1, options.length).copy()))
-
     meta = Meta(
         name="text",
         features=256 if vocabulary is None else len(vocabulary),
@@ -62,18 +56,22 @@ def open_text(config: DataConfig) -> Data:
         vocabulary=vocabulary,
     )
 
+    def windows(part: str) -> Split:
+        whole = len(parts[part]) // options.length * options.length
+        return Split(torch.from_numpy(parts[part][:whole].reshape(-1, options.length).copy()))
+
     def fit() -> tuple[Split, Split]:
         return windows("training"), windows("validation")
 
-    return Data(config, meta, fit, lambda: windows("test"), (path,))
+    return Data(config, meta, fit, lambda: windows("test"), [path])
 
 
 def _characters(text: str) -> tuple[np.ndarray, str]:
     """Returns the tokens of a text in the smallest type that fits, and its characters in order."""
-    codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
-    token = np.zeros(0x110000, np.int32)  # a table is faster than sorting
-    token[codes] = 1
-    known = np.flatnonzero(token)
-    token[known] = np.arange(len(known))
-    smallest = next(t for t in (np.uint8, np.int16, np.int32) if len(known) - 1 <= np.iinfo(t).max)
-    return token.astype(smallest)[codes], "".join(map(chr, known))
+    characters = sorted(set(text))
+    smallest = next(
+        t for t in (np.uint8, np.int16, np.int32) if len(characters) - 1 <= np.iinfo(t).max
+    )
+    token = np.zeros(0x110000, smallest)  # a table is faster than sorting
+    token[[ord(character) for character in characters]] = np.arange(len(characters))
+    return token[np.frombuffer(text.encode("utf-32-le"), "<u4")], "".join(characters)
