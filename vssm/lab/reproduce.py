@@ -32,6 +32,7 @@ from vssm.config import PRESETS, ModelConfig, RunConfig, TrainConfig
 from vssm.data import DataConfig, open_data
 from vssm.evaluation.result import draw_grid, validations
 from vssm.evaluation.scores import evaluate_run
+from vssm.lab.bench.measure import command_line
 from vssm.lab.experiments import draw_figure, draw_samples, scored_runs
 from vssm.lab.sweep import LEARNING_RATES, check_grid, grid_configs, run_grid
 from vssm.runs.checkpoint import load
@@ -42,6 +43,7 @@ from vssm.training.progress import Progress, choose_progress
 __all__ = ["difference", "reproduce"]
 
 TRAINING_SETS = {"mnist": 54_000, "cifar10": 45_000, "digits": 1_294}  # without validation
+Rates = dict[str, Sequence[float]]
 _FEATURES = {"mnist": 28, "cifar10": 96, "digits": 8}
 
 
@@ -51,7 +53,8 @@ class Scale:
 
     base: RunConfig
     epochs: float = 200
-    grid_epochs: float = 200
+    grid_epochs: float = math.inf
+    """A grid trains no longer than the runs."""
     learning_rates: tuple[float, ...] = LEARNING_RATES
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     num_samples: int = 100
@@ -92,50 +95,62 @@ def reproduce(
         data_dir: Folder with the data; else $VSSM_DATA; else the user cache.
         progress: What shows the progress; by default a bar on a terminal, lines elsewhere.
     """
-    chosen = _choose_scale(data, scale, kinds, learning_rates, seeds, epochs, grid_epochs)
-    whole = chosen.grid_epochs == chosen.epochs
-    if not 1 <= finalists <= (1 if whole else len(chosen.learning_rates)):
+    options = {
+        "scale": scale,
+        "learning_rates": learning_rates,
+        "epochs": epochs,
+        "grid_epochs": grid_epochs,
+        "finalists": finalists,
+    }
+    check_choice("data", data, tuple(TRAINING_SETS))
+    check_choice("scale", scale, ("paper", "small"))
+    if scale == "paper" and data == "digits":
+        raise ValueError("scale='paper' has no data='digits'; use scale='small'")
+    usual = _small(data) if scale == "small" else Scale(PRESETS[f"paper-{data}"])
+    epochs = usual.epochs if epochs is None else epochs
+    check_number("epochs", epochs, 0, above=True)
+    grid_epochs = min(epochs, usual.grid_epochs) if grid_epochs is None else grid_epochs
+    check_number("grid_epochs", grid_epochs, 0, above=True)
+    if grid_epochs > epochs:
+        raise ValueError(f"grid_epochs={grid_epochs:g} is more than the {epochs:g} of the runs")
+    rates = usual.learning_rates if learning_rates is None else tuple(map(float, learning_rates))
+    seeds = usual.seeds if seeds is None else tuple(seeds)
+    grid_configs(usual.base, kinds, rates, seeds)  # checks them
+    whole = grid_epochs == epochs
+    if not 1 <= finalists <= (1 if whole else len(rates)):
         reason = "every rate is trained to the end" if whole else "more than the grid has rates"
         raise ValueError(f"finalists={finalists!r} is not allowed: {reason}")
+
     out = Path(out or f"runs/reproduce-{data}{'-small' if scale == 'small' else ''}")
     results = Path(results or ("results/paper" if scale == "paper" else out / "results"))
-    given = {
-        "scale": scale if scale != "paper" else None,
-        "learning-rates": learning_rates and " ".join(f"{rate:g}" for rate in learning_rates),
-        "epochs": epochs and f"{epochs:g}",
-        "grid-epochs": grid_epochs and f"{grid_epochs:g}",
-        "finalists": finalists if finalists > 1 else None,
-    }
-    options = "".join(f" --{name} {value}" for name, value in given.items() if value)
-    plan = _Plan(data, results.resolve(), f"vssm reproduce {data}{options}", chosen)
     # Samples are drawn at the end, from the best weights.
-    training = replace(chosen.base.train, samples=0, validate_partial=True)
-    base = replace(chosen.base, data=DataConfig(name=data, dir=data_dir), train=training)
-    show = progress or choose_progress()
+    training = replace(usual.base.train, samples=0, validate_partial=True)
+    base = replace(usual.base, data=DataConfig(name=data, dir=data_dir), train=training)
+    plan = _Plan(data, results.resolve(), options, usual, progress or choose_progress())
 
-    def run(stage: str, rates: Mapping[str, Sequence[float]], epochs: float, folder: str) -> None:
+    def run(stage: str, rates: Rates, epochs: float, folder: str, seeds: Sequence[int]) -> None:
         long, configs = _with_epochs(base, epochs), {}
-        for seed in chosen.seeds if stage == "seeds" else (0,):  # each kind once before any twice
+        for seed in seeds:  # each kind once before any twice
             for kind in kinds:
                 configs |= grid_configs(long, [kind], rates[kind], [seed])
-        plan.run(stage, configs, (out / folder).resolve(), show)
+        plan.run(stage, configs, (out / folder).resolve())
 
-    rates: dict[str, Sequence[float]] = dict.fromkeys(kinds, chosen.learning_rates)
+    chosen: Rates = dict.fromkeys(kinds, rates)
     out.mkdir(parents=True, exist_ok=True)
     try:
-        if len(chosen.learning_rates) > 1:
-            run("grid", rates, chosen.grid_epochs, "runs" if whole else "grid")
-            rates = {kind: plan.best("grid", kind, rates[kind])[:finalists] for kind in kinds}
+        if len(rates) > 1:
+            run("grid", chosen, grid_epochs, "runs" if whole else "grid", [0])
+            chosen = {kind: plan.best("grid", kind, rates)[:finalists] for kind in kinds}
         if finalists > 1:
-            run("finals", rates, chosen.epochs, "runs")
-            rates = {kind: plan.best("finals", kind, rates[kind])[:1] for kind in kinds}
-        run("seeds", rates, chosen.epochs, "runs")
+            run("finals", chosen, epochs, "runs", [0])
+            chosen = {kind: plan.best("finals", kind, chosen[kind])[:1] for kind in kinds}
+        run("seeds", chosen, epochs, "runs", seeds)
     finally:
         if scored_runs(plan.results, data):
             draw_figure(plan.results, out / "figure.png", [data])
             draw_samples(plan.results, out / f"samples_{data}.png", [data])
     page = f"vssm report {shlex.quote(str(results))}"
-    show.message(f"all done; for a page of the results: {page}")
+    plan.show.message(f"all done; for a page of the results: {page}")
 
 
 @dataclass(frozen=True)
@@ -144,9 +159,10 @@ class _Plan:
 
     data: str
     results: Path
-    command: str
-    """With the options that change the numbers."""
+    options: Mapping[str, Any]
+    """Those that were given and change the numbers."""
     scale: Scale
+    show: Progress
 
     def piece(self, stage: str, config: RunConfig) -> Path:
         """Returns the result file of a run."""
@@ -155,9 +171,7 @@ class _Plan:
             return self.results / f"{self.data}_{kind}_seed{options.seed}.json"
         return self.results / stage / f"{self.data}_{kind}_lr{options.learning_rate!r}.json"
 
-    def run(
-        self, stage: str, configs: Mapping[str, RunConfig], folder: Path, show: Progress
-    ) -> None:
+    def run(self, stage: str, configs: Mapping[str, RunConfig], folder: Path) -> None:
         """Trains and records the runs of a stage that have no result yet."""
         self.check(stage, configs)
         left = {n: c for n, c in configs.items() if not self.piece(stage, c).exists()}
@@ -165,38 +179,34 @@ class _Plan:
             shutil.rmtree(folder / name / "checkpoint", ignore_errors=True)
         if len(left) < len(configs):
             known = f"{len(configs) - len(left)} of {len(configs)}"
-            show.message(f"{stage}: {known} are in {self.results} already and not run again")
+            self.show.message(f"{stage}: {known} are in {self.results} already and not run again")
         if not left:
             return
         check_grid(left, folder)
         open_data(next(iter(left.values())).data)  # an error here would stop every run
         failed = []
-        for row in run_grid(left, folder, show, partial(self.record, stage)):
+        for row in run_grid(left, folder, self.show, partial(self.record, stage)):
             name, reason = row["folder"], row["reason"]
-            if reason is None:
-                continue
-            if stage == "seeds" or "not finite" not in reason:
+            if reason is not None and stage != "seeds" and "not finite" in reason:
+                # A run of the grid or the finals that diverged is a result.
+                metrics = {"validation_loss": None, "train_seconds": row["seconds"]}
+                self.write(stage, left[name], metrics)
+                shutil.rmtree(folder / name / "checkpoint", ignore_errors=True)
+            elif reason is not None:
                 failed.append(f"{name}: {reason}")
-                continue
-            # A run of the grid or the finals that diverged is a result.
-            metrics = {"validation_loss": None, "train_seconds": row["seconds"]}
-            self.write(stage, left[name], metrics)
-            shutil.rmtree(folder / name / "checkpoint", ignore_errors=True)
         if failed:
             raise ValueError(f"{len(failed)} of {len(left)} runs failed; {failed[0]}")
 
     def check(self, stage: str, configs: Mapping[str, RunConfig]) -> None:
         """Raises if a result of these runs, or of other seeds beside them, has other settings."""
+        metric = "log_likelihood" if stage == "seeds" else "validation_loss"
         for config in configs.values():
-            kept = {self.piece(stage, config): config}
+            paths = [self.piece(stage, config)]
             if stage == "seeds":  # the figure shows all seeds together
-                for path in self.results.glob(f"{self.data}_{config.model.kind}_seed*.json"):
-                    seed = path.stem.partition("seed")[2]
-                    if seed.isdecimal():
-                        kept[path] = replace(config, train=replace(config.train, seed=int(seed)))
-            metric = "log_likelihood" if stage == "seeds" else "validation_loss"
-            for path, same in kept.items():
-                if path.exists() and (found := difference(path, same, metric)):
+                others = f"{self.data}_{config.model.kind}_seed[0-9]*.json"
+                paths += sorted(self.results.glob(others))
+            for path in filter(Path.exists, paths):
+                if found := difference(path, config, metric):
                     raise ValueError(f"{found}; use the same settings, or another results folder")
 
     def best(self, stage: str, kind: str, rates: Sequence[float]) -> list[float]:
@@ -252,12 +262,13 @@ class _Plan:
         evaluation: object = None,
         curve: object = None,
     ) -> None:
-        path, command = self.piece(stage, config), f"{self.command} --kinds {config.model.kind}"
+        path, train = self.piece(stage, config), config.train
         path.parent.mkdir(parents=True, exist_ok=True)
-        command += f" --seeds {config.train.seed}" if stage == "seeds" else ""
-        steps, per_epoch = config.train.max_steps, _steps_per_epoch(config)
-        epochs = config.train.epochs if steps is None else round(steps / per_epoch, 4)
-        metrics = {**metrics, "epochs": epochs, "learning_rate": config.train.learning_rate}
+        own = {"kinds": [config.model.kind], "seeds": [train.seed] if stage == "seeds" else None}
+        command = command_line(f"vssm reproduce {self.data}", reproduce, {**self.options, **own})
+        steps = train.max_steps
+        epochs = train.epochs if steps is None else round(steps / _steps_per_epoch(config), 4)
+        metrics = {**metrics, "epochs": epochs, "learning_rate": train.learning_rate}
         values = replace(config, data=replace(config.data, dir=None)).to_dict()
         settings = {part: values[part] for part in ("data", "model", "train")}
         settings |= {} if evaluation is None else {"evaluate": evaluation}
@@ -266,7 +277,7 @@ class _Plan:
 
 
 def difference(path: Path, config: RunConfig, metric: str) -> str | None:
-    """Returns how the settings of a result differ from a run, or None if they are the same.
+    """Returns how the settings of a result differ from a run, but for the seed, or None.
 
     Raises `ValueError` for a result that is damaged or lacks the metric.
     """
@@ -280,36 +291,9 @@ def difference(path: Path, config: RunConfig, metric: str) -> str | None:
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is damaged: {error}; remove it") from None
     for key, given, kept in differing(config, saved):
-        return f"{key}={given!r} differs from {kept!r} of {str(path)!r}"
+        if key != "train.seed":
+            return f"{key}={given!r} differs from {kept!r} of {str(path)!r}"
     return None
-
-
-def _choose_scale(
-    data: str,
-    scale: str,
-    kinds: Sequence[str],
-    learning_rates: Sequence[float] | None,
-    seeds: Sequence[int] | None,
-    epochs: float | None,
-    grid_epochs: float | None,
-) -> Scale:
-    """Returns the settings of a scale, with the given values in their place, all checked."""
-    check_choice("data", data, tuple(TRAINING_SETS))
-    check_choice("scale", scale, ("paper", "small"))
-    if scale == "paper" and data == "digits":
-        raise ValueError("scale='paper' has no data='digits'; use scale='small'")
-    for name, value in (("epochs", epochs), ("grid_epochs", grid_epochs)):
-        if value is not None:
-            check_number(name, value, 0, above=True)
-    usual = _small(data) if scale == "small" else Scale(PRESETS[f"paper-{data}"])
-    rates = usual.learning_rates if learning_rates is None else tuple(map(float, learning_rates))
-    seeds = usual.seeds if seeds is None else tuple(seeds)
-    grid_configs(usual.base, kinds, rates, seeds)  # checks them
-    epochs = epochs or usual.epochs
-    if grid_epochs is not None and grid_epochs > epochs:
-        raise ValueError(f"grid_epochs={grid_epochs:g} is more than the {epochs:g} of the runs")
-    grid_epochs = grid_epochs or (epochs if scale == "paper" else min(epochs, usual.grid_epochs))
-    return replace(usual, epochs=epochs, grid_epochs=grid_epochs, learning_rates=rates, seeds=seeds)
 
 
 def _small(data: str) -> Scale:

@@ -62,7 +62,7 @@ def main_generate(
         repeats: How often each call is timed.
         seconds_per_point: Seconds that all calls for one number may take.
     """
-    command = measure.command_line(main_generate, locals())
+    command = measure.command_line("vssm bench generate", main_generate, locals())
     where = measure.open_device(device)
     cuda = where.type == "cuda"
     models = measure.model_options(kinds, levels)

@@ -285,17 +285,18 @@ def failure(error: Exception) -> str:
     return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
-def command_line(benchmark: Callable[..., object], options: Mapping[str, Any]) -> str:
-    """Returns the command that repeats a benchmark, with the options that are not the defaults.
+def command_line(command: str, function: Callable[..., object], options: Mapping[str, Any]) -> str:
+    """Returns a command with the options that are given and not the defaults, but for `out`.
 
     >>> def main_scan(out=None, device="auto", lengths=None): ...
-    >>> command_line(main_scan, {"out": "a.json", "device": "cuda", "lengths": (1, 2)})
+    >>> options = {"out": "a.json", "device": "cuda", "lengths": (1, 2)}
+    >>> command_line("vssm bench scan", main_scan, options)
     'vssm bench scan --device cuda --lengths 1 2'
     """
-    words = ["vssm", "bench", benchmark.__name__.removeprefix("main_")]
-    for name, parameter in inspect.signature(benchmark).parameters.items():
-        value = options[name]
-        if name != "out" and value != parameter.default:
+    words = [command]
+    for name, parameter in inspect.signature(function).parameters.items():
+        value = options.get(name)
+        if name != "out" and value is not None and value != parameter.default:
             values = value if isinstance(value, list | tuple) else (value,)
             words += [f"--{name.replace('_', '-')}", *map(str, values)]
     return " ".join(words)

@@ -66,7 +66,7 @@ def main_scan(
         shapes: Problems as BxT or BxTxDxN.
         repeats: How often each call is timed.
     """
-    command = command_line(main_scan, locals())
+    command = command_line("vssm bench scan", main_scan, locals())
     where = open_device(device)
     cuda = where.type == "cuda"
     chosen = [_parse(shape) for shape in shapes or SHAPES[where.type]]

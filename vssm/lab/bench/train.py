@@ -60,7 +60,7 @@ def main_train(
         width: Width of the models.
         layers: Depth of every stack.
     """
-    command = measure.command_line(main_train, locals())
+    command = measure.command_line("vssm bench train", main_train, locals())
     where = measure.open_device(device)
     models = measure.model_options(kinds, levels)
     cuda, paper = where.type == "cuda", PRESETS["paper-mnist"]
