@@ -38,7 +38,6 @@ from torch import Tensor
 
 from vssm.ops.draws import cumulative, draws_fused, inverse_cdf, select
 from vssm.ops.latents import gumbel_one_hot, kl_to_uniform, sample_and_kl
-from vssm.ops.normal import bounded_scale, normal_draw
 
 __all__ = [
     "HEADS",
@@ -208,7 +207,7 @@ class Gaussian(Observation):
         """The standard deviations, (B, T, D), or () of one for all."""
         if self._fixed is not None:
             return self._w.new_full((), self._fixed)
-        return bounded_scale(self._w.chunk(2, dim=-1)[1], (_MIN_SCALE, _MAX_SCALE))
+        return _bounded_scale(self._w.chunk(2, dim=-1)[1])
 
     @property
     def mean(self) -> Tensor:
@@ -219,8 +218,8 @@ class Gaussian(Observation):
         return -(error.square() / 2 + self.scale.log() + math.log(2 * math.pi) / 2)
 
     def sample(self, noise: Tensor, temperature: float = 1.0) -> Tensor:
-        bounds = _MIN_SCALE, _MAX_SCALE
-        return normal_draw(self._w, noise, _positive(temperature), self._fixed, bounds)
+        normal = math.sqrt(2) * torch.erfinv(2 * noise.to(self.loc.dtype) - 1)
+        return self.loc + self.scale * _positive(temperature) * normal
 
 
 class StudentT(Observation):
@@ -237,7 +236,7 @@ class StudentT(Observation):
 
     def __init__(self, w: Tensor) -> None:
         self.loc, raw = w.chunk(2, dim=-1)
-        self.scale: Tensor = bounded_scale(raw, (_MIN_SCALE, _MAX_SCALE))
+        self.scale: Tensor = _bounded_scale(raw)
 
     @property
     def mean(self) -> Tensor:
@@ -318,7 +317,7 @@ class LogisticMixture(Observation):
         self.logits: Tensor = raw[0]
         centres = torch.arange(mixtures, dtype=w.dtype, device=w.device) + 0.5
         self.loc: Tensor = raw[1] + centres / mixtures
-        self.scale: Tensor = bounded_scale(raw[2], (self.width / 10, _MAX_SCALE))
+        self.scale: Tensor = _bounded_scale(raw[2], self.width / 10)
 
     @property
     def mean(self) -> Tensor:
@@ -498,6 +497,18 @@ def gumbel_uniform(
 
 def _at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _bounded_scale(raw: Tensor, least: float = _MIN_SCALE) -> Tensor:
+    """Maps outputs to scales in (least, 20); the log scale has slope 1 at 0 and no flat tails.
+
+    Example:
+        >>> _bounded_scale(torch.tensor([0.0, 1e9]), 0.05)
+        tensor([ 1., 20.])
+    """
+    middle, reach = math.log(least * _MAX_SCALE) / 2, math.log(_MAX_SCALE / least) / 2
+    # softsign, because gradients of tanh and sigmoid are exactly 0 in float32 once they saturate.
+    return torch.exp(middle + reach * F.softsign(raw / reach))
 
 
 def _positive(temperature: float) -> float:

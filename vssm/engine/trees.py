@@ -3,7 +3,7 @@
 A tree is a `State`, whose tensors need not be batch first here.
 """
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 
 import torch
 from torch import Tensor
@@ -46,11 +46,9 @@ def duplicate(tree: State, position: int | None = None) -> State:
 
 def describe(state: State) -> Hashable:
     """Returns what a recording fixes of its inputs: names, shapes, dtypes and positions."""
-    children = (
-        (name, describe(child) if isinstance(child, State) else (child.shape, child.dtype))
-        for name, child in state.children.items()
-    )
-    return state.position, *children
+    tensors, positions = state.flatten()
+    shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+    return *positions.items(), *shapes
 
 
 def place(state: State, position: int) -> State:
@@ -78,24 +76,11 @@ def overwrite(tree: State, given: State) -> None:
         >>> tree["a"], tree["b"]
         (tensor([0.]), tensor([2.]))
     """
-    pairs = list(_pairs(tree, given))
-    missing = [target for target, source in pairs if source is None]
-    if missing:
-        torch._foreach_zero_(missing)
-    known = [(target, source) for target, source in pairs if source is not None]
-    copy((target for target, _ in known), (source for _, source in known))
-
-
-def _pairs(tree: State, given: State | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yields the tensors of a tree and those of the same names in another one."""
-    for name, child in tree.children.items():
-        other = None if given is None else given.children.get(name)
-        if isinstance(child, State):
-            assert other is None or isinstance(other, State)
-            yield from _pairs(child, other)
-        else:
-            assert other is None or isinstance(other, Tensor)
-            yield child, other
+    targets, sources = tree.flatten()[0], given.flatten()[0]
+    for name in targets.keys() - sources.keys():
+        targets[name].zero_()
+    known = [name for name in targets if name in sources]
+    copy([targets[name] for name in known], [sources[name] for name in known])
 
 
 def copy(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> None:
