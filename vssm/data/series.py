@@ -25,10 +25,9 @@ from torch import Tensor
 
 from vssm.data.config import DataConfig
 from vssm.data.dataset import Data, Device, Index, Split
-from vssm.data.dates import uneven_dates
 from vssm.data.files import locate_own
 from vssm.data.meta import Meta
-from vssm.data.table import Table, filled, find_columns, read_table, usual_columns
+from vssm.data.table import Table, filled, find_columns, read_table, uneven_dates, usual_columns
 
 _CYCLES = {"day": 86_400, "week": 604_800, "year": 31_556_952}  # seconds
 _LEAST_SPREAD = 0.1  # least deviation of a window, relative to its column: it may be constant
@@ -89,18 +88,18 @@ class Windows(Split):
 
 def open_series(config: DataConfig, missing: bool = False) -> Data:
     """Opens a table file as windows; if values may stay `missing`, they are NaN."""
-    options = config.series
-    path = locate_own(config)
+    options, path = config.series, locate_own(config)
     table = read_table(path, options.time)
-    apart = find_columns(table, options.given)
+    given = find_columns(table, options.given)
     if options.columns is None:
-        own = usual_columns(table, apart)
+        own = usual_columns(table, given)
     else:
         own = find_columns(table, options.columns)
-    names = [table.names[k] for k in (*own, *apart)]
+    names = tuple(table.names[k] for k in (*own, *given))
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"series.columns and series.given have {twice[0]!r} twice")
-    x, always = filled(table, own, options.fill, missing), filled(table, apart, options.fill)
+    made, always = filled(table, own, options.fill, missing), filled(table, given, options.fill)
+    x = np.concatenate([made, always], 1)
 
     num, window = len(x), options.context + options.horizon
     valid, test = int(0.7 * num), int(0.8 * num)
@@ -118,34 +117,31 @@ def open_series(config: DataConfig, missing: bool = False) -> Data:
             )
     if table.times is not None and (uneven := uneven_dates(table.times)):
         warnings.warn(f"{path}: {uneven}", stacklevel=3)
-    for name, column in zip(names, x.T, strict=False):
+    for name, column in zip(names, x.T, strict=True):
         if np.isnan(column[:valid]).all():
             raise ValueError(f"{path}: column {name!r} has no value in the {valid} training rows")
-    mean = std = given_mean = given_std = None
-    if options.scale != "none":
-        mean, std = _mean_and_std(x[:valid])
-        given_mean, given_std = _mean_and_std(always[:valid]) if apart else (None, None)
+    mean, std = ((), ()) if options.scale == "none" else _mean_and_std(x[:valid])
     cycles = _cycles(table, valid) if options.time_features else ()
     meta = Meta(
         name="series",
         features=len(names) + 2 * len(cycles),
         length=window,
         suggested_head="gaussian-learned",
-        columns=tuple(names[: len(own)]),
-        mean=mean,
-        std=std,
+        columns=names[: len(own)],
+        mean=mean[: len(own)] or None,
+        std=std[: len(own)] or None,
         context=options.context,
         horizon=options.horizon,
         windowed="window" if options.scale == "window" else None,
         cycles=cycles,
-        given_columns=tuple(names[len(own) :]),
-        given_mean=given_mean,
-        given_std=given_std,
+        given_columns=names[len(own) :],
+        given_mean=mean[len(own) :] or None,
+        given_std=std[len(own) :] or None,
         cycles_given=missing and bool(cycles),
         time="none" if options.time == "none" else table.time,
         fill=options.fill,
     )
-    rows = _rows(meta, x, always, table.times)
+    rows = _rows(meta, x, table.times)
     known = np.isfinite(table.values[:, own])
 
     def windows(part: str) -> Windows:
@@ -162,7 +158,7 @@ def open_series(config: DataConfig, missing: bool = False) -> Data:
     def fit() -> tuple[Split, Split]:
         return windows("training"), windows("validation")
 
-    return Data(config, meta, fit, lambda: windows("test"), (path,))
+    return Data(config, meta, fit, lambda: windows("test"), [path])
 
 
 def _mean_and_std(x: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -172,23 +168,14 @@ def _mean_and_std(x: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(mean.tolist()), tuple(std.tolist())
 
 
-def _rows(meta: Meta, x: np.ndarray, always: np.ndarray, times: np.ndarray | None) -> Tensor:
-    """Returns the rows of a table as windows hold them, (N, features).
-
-    Arguments:
-        meta: How to standardise them.
-        x: The columns to make, (N, D).
-        always: The columns that are given, (N, G).
-        times: The dates of the rows.
-    """
-    if meta.mean is not None:
-        x = (x - np.array(meta.mean)) / np.array(meta.std)
-    if meta.given_mean is not None:
-        always = (always - np.array(meta.given_mean)) / np.array(meta.given_std)
-    if meta.cycles:
-        assert times is not None
-        always = np.concatenate([always, phases(times, meta.cycles)], 1)
-    return torch.from_numpy(np.concatenate([x, always], -1, dtype=np.float32))
+def _rows(meta: Meta, x: np.ndarray, times: np.ndarray | None) -> Tensor:
+    """Returns columns, made and given, (N, D), and dates as the rows of windows, (N, features)."""
+    if meta.mean is not None and meta.std is not None:
+        mean, std = meta.mean + (meta.given_mean or ()), meta.std + (meta.given_std or ())
+        x = (x - np.array(mean)) / np.array(std)
+    if times is not None:
+        x = np.concatenate([x, phases(times, meta.cycles)], 1)
+    return torch.from_numpy(x.astype(np.float32))
 
 
 def _windows(meta: Meta, rows: Tensor, starts: np.ndarray, missing: bool) -> Windows:
@@ -258,16 +245,16 @@ class TableWindows:
 
     def __init__(self, table: Table, meta: Meta) -> None:
         assert meta.columns is not None
-        values = np.where(np.isfinite(table.values), table.values, np.nan)
-        self.values = values[:, find_columns(table, meta.columns)]
-        always = values[:, find_columns(table, meta.given_columns)]
+        columns = find_columns(table, meta.columns + meta.given_columns)
+        values = np.where(np.isfinite(table.values), table.values, np.nan)[:, columns]
+        self.values = values[:, : len(meta.columns)]
         num, self._size, self._meta = len(values), meta.length, meta
         if num < self._size:
             raise ValueError(f"{table.path} has {num} rows; a window of training has {self._size}")
         if meta.cycles and table.times is None:
             raise ValueError(f"{table.path} has no column of dates, which the run was trained with")
         starts = np.array([*range(0, num - self._size, self._size), num - self._size])
-        rows = _rows(meta, self.values, always, table.times)
+        rows = _rows(meta, values, table.times)
         windows = _windows(meta, rows, starts, missing=True)
         x = windows.batch(slice(None))
         self.x, self.known = x.nan_to_num(), ~x.isnan()

@@ -1,5 +1,7 @@
 """Tables of numbers and dates from CSV, .npy or Parquet files: N rows (time) and D columns.
 
+pandas reads them, and knows the calendar: months, quarters, years and business days.
+
 The first line of a CSV file is a header unless it begins with a number, a date, true or false. A
 column of true and false is read as 1 and 0. Columns without any number are left out with a warning.
 So are columns of numbers called `date`, `time` or `index`, unless the user asks for them.
@@ -18,12 +20,14 @@ import numpy as np
 
 from vssm.data.files import read_bytes, read_numpy
 
-__all__ = ["Table", "fill_gaps", "filled", "find_columns", "read_table", "usual_columns"]
+__all__ = ["Table", "filled", "find_columns", "read_table", "uneven_dates", "usual_columns"]
+__all__ += ["usual_step"]
 
 Frame = Any  # a pandas.DataFrame
 Column = Any  # a pandas.Series
 
 _TIME_NAMES = {"", "date", "datetime", "time", "timestamp", "index"}
+_GAP = 1.5  # steps; two dates that are further apart have a gap between them
 
 
 @dataclass(frozen=True)
@@ -233,7 +237,12 @@ def usual_columns(table: Table, given: Sequence[int]) -> list[int]:
 def filled(
     table: Table, index: Sequence[int], fill: str | None, missing: bool = False
 ) -> np.ndarray:
-    """Returns columns (N, D) with all gaps filled; if they may stay `missing`, as NaN."""
+    """Returns columns (N, D) with gaps filled as `SeriesConfig.fill` says, or NaN if `missing`.
+
+    A gap at the start takes the first known value, unless gaps are filled with zeros.
+    """
+    import pandas
+
     values = table.values[:, index]
     known = np.isfinite(values)
     if fill is None and not known.all() and not missing:
@@ -244,16 +253,6 @@ def filled(
             " fill them with --series.fill zero, previous or linear, or learn from the others with"
             " --model.known any"
         )
-    return fill_gaps(values, known, fill)
-
-
-def fill_gaps(values: np.ndarray, known: np.ndarray, fill: str | None) -> np.ndarray:
-    """Returns values (N, D) with the unknown ones filled, as `SeriesConfig.fill` says; else NaN.
-
-    A gap at the start takes the first known value, unless gaps are filled with zeros.
-    """
-    import pandas
-
     frame: Frame = pandas.DataFrame(np.where(known, values, np.nan))
     if fill == "zero":
         frame = frame.fillna(0.0)
@@ -262,3 +261,45 @@ def fill_gaps(values: np.ndarray, known: np.ndarray, fill: str | None) -> np.nda
     elif fill == "linear":
         frame = frame.interpolate(limit_direction="both")
     return frame.to_numpy()
+
+
+def uneven_dates(times: np.ndarray) -> str | None:
+    """Says where the first gap or extra date is; None if all dates are one usual step apart.
+
+    Example:
+        >>> print(uneven_dates(np.array(["2024-05-01", "2024-05-02", "2024-05-05"], "M8[s]")))
+        dates are uneven: 2024-05-05T00:00:00 comes right after 2024-05-02T00:00:00
+    """
+    import pandas
+
+    if len(times) < 2:
+        return None
+    first, step = pandas.Timestamp(times[0]), usual_step(times)
+    dates = pandas.date_range(first, periods=len(times) + 1, freq=step, unit="us")
+    dates = dates[dates > first]  # `first` itself may lie off the calendar
+    odd = times[1:] != dates[: len(times) - 1].to_numpy()
+    if not odd.any():
+        return None
+    last, date = times[odd.argmax() :][:2].astype("datetime64[s]")
+    return f"dates are uneven: {date} comes right after {last}"
+
+
+def usual_step(times: np.ndarray) -> Any:  # noqa: ANN401
+    """Returns the step of the longest run of dates without a gap, as an offset of pandas."""
+    import pandas
+    from pandas.tseries.frequencies import to_offset
+    from pandas.tseries.offsets import BusinessDay
+
+    times = times.astype("datetime64[us]")
+    steps = np.diff(times)
+    ends = np.flatnonzero(steps > _GAP * np.median(steps)) + 1
+    run: Any = pandas.DatetimeIndex(max(np.split(times, ends), key=len))
+    step: Any = to_offset(pandas.infer_freq(run)) if len(run) > 2 else None
+    months = np.diff(run.year * 12 + run.month)
+    if step is None and len(set(run.day)) == 1 and len(set(months)) == 1 and months[0]:
+        step = pandas.DateOffset(months=int(months[0]))  # the 15th of each month, say
+    if step is None:
+        values, counts = np.unique(steps, return_counts=True)
+        step = to_offset(values[counts.argmax()].item())
+    weekdays = np.is_busday(times.astype("datetime64[D]")).all()
+    return BusinessDay() if step == to_offset("D") and weekdays and len(times) > 5 else step

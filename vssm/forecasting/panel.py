@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vssm.checks import check_type, shown
-from vssm.data.dates import usual_step
+from vssm.data.table import usual_step
 
 if TYPE_CHECKING:
     import pandas
