@@ -159,14 +159,13 @@ class Engine:
 
     def _sample(self, request: Request) -> Result:
         """Makes new steps, by a program or by the plain algorithm."""
-        options, made = request.options, None
+        options = request.options
         if options.length and options.cache and self._programs.can_record():
-            if isinstance(self._model, Variational | Ladder | AnyPart):
-                made = self._one_shot(request)
-            else:
-                made = sample_stepwise(self._model, self._programs, request)
-        if made is not None:
-            return made
+            if not isinstance(self._model, Variational | Ladder | AnyPart):
+                return sample_stepwise(self._model, self._programs, request)
+            made = self._one_shot(request)
+            if made is not None:
+                return made
         empty = self._empty_pass(request)
         if empty is not None:  # the state is the caller's own
             empty = empty[0], empty[1].map(torch.clone)

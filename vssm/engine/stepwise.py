@@ -30,8 +30,8 @@ _WORTH = 64  # steps from which recording a loop pays within one call
 _ROOM = 64  # steps in the smallest recorded key-value cache; others double it
 
 
-def sample_stepwise(model: Model, programs: Programs, request: Request) -> Result | None:
-    """Makes the steps of a request by recorded loops; None if the plain algorithm should run."""
+def sample_stepwise(model: Model, programs: Programs, request: Request) -> Result:
+    """Makes the steps of a request by recorded loops, or by the plain algorithm."""
     if isinstance(model, VRNN):
         return _sample_vrnn(model, programs, request)
     assert isinstance(model, Autoregressive)
@@ -40,19 +40,16 @@ def sample_stepwise(model: Model, programs: Programs, request: Request) -> Resul
 
     def make(prompt: Tensor | None, state: State | None, source: Noise) -> State:
         own = Request(prompt, state, source, options)
-        x, _, after = _sample_autoregressive(model, programs, own) or sample(model, *own)
+        x, _, after = _sample_autoregressive(model, programs, own)
         assert after is not None
         return State({"x": x, "state": after})
 
-    if rows < source.num:  # the keys and values of all rows would not fit: each slab has its loop
-        slabs = in_slabs(make, rows, source.num, prompt, state, source)
-        return slabs["x"], None, slabs.child("state")
-    return _sample_autoregressive(model, programs, request)
+    # If the keys and values of all rows would not fit, each slab of rows has its loop.
+    made = in_slabs(make, rows, source.num, prompt, state, source)
+    return made["x"], None, made.child("state")
 
 
-def _sample_autoregressive(
-    model: Autoregressive, programs: Programs, request: Request
-) -> Result | None:
+def _sample_autoregressive(model: Autoregressive, programs: Programs, request: Request) -> Result:
     prompt, state, source, options = request
     num = source.num
     if prompt is not None:
