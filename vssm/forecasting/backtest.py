@@ -45,12 +45,10 @@ class Backtest:
 
         horizon, fans = self.paths.shape[2], []
         for k, one in enumerate(self.windows.panel.series):
-            own = [w for w in range(len(self.cuts)) if int(self.cuts[w, 0]) == k]
-            ahead = []
-            for w in own:
-                cut = int(self.cuts[w, 1])
-                ahead.append((one.dates[cut : cut + horizon], self.paths[w].numpy()))
-            shown = (len(own) + _LONGEST_SHOWN) * horizon
+            own = self.cuts[:, 0] == k
+            pairs = zip(self.cuts[own, 1].tolist(), self.paths[own].numpy(), strict=True)
+            ahead = [(one.dates[cut : cut + horizon], paths) for cut, paths in pairs]
+            shown = (len(ahead) + _LONGEST_SHOWN) * horizon
             fans.append(Fan(str(one.id), one.dates[-shown:], one.y[-shown:], ahead))
         return draw_fans(fans, path)
 
@@ -91,17 +89,13 @@ def score(windows: Windows, cuts: Tensor, paths: Tensor, name: str) -> Backtest:
 
 def naive_paths(windows: Windows, cuts: Tensor, samples: int) -> Tensor:
     """Returns paths of the seasonal naive forecast, (W, S, H), in the units of the data."""
-    layout = windows.layout
-    batch = windows.forecasts(cuts)
-    y, known = windows.values(cuts)[0], batch.known.flatten(1)
+    layout, (y, there) = windows.layout, windows.values(cuts)
+    known, _ = layout.split(there)
     kind = "season-last" if layout.season > 1 else "last"
     centre, scale = centre_and_scale(y, known, layout, windows.least[cuts[:, :1]] / 100, kind)
-    season = layout.season if layout.season > 1 else 1
-    own = slice(layout.context, layout.context + layout.horizon)
-    ahead = torch.arange(layout.horizon) // season + 1
-    width = scale * (ahead / max(1.0, layout.horizon / season)).sqrt()  # scale is at the end
-    noise = torch.randn(
-        len(cuts), samples, layout.horizon, generator=torch.Generator().manual_seed(0)
-    )
-    paths = centre[:, None, own] + width[:, None] * noise
+    ahead = torch.arange(layout.horizon) // layout.season + 1
+    width = scale * (ahead / max(1.0, layout.horizon / layout.season)).sqrt()  # of the end
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(len(cuts), samples, layout.horizon, generator=generator)
+    paths = centre[:, None, layout.ahead] + width[:, None] * noise
     return paths.clamp(max=700).exp() if layout.log else paths

@@ -127,20 +127,17 @@ def progress_bar(wanted: bool) -> Any:  # noqa: ANN401
     """Returns a bar of rich with the time left; hidden unless on a terminal or in a notebook."""
     from rich import console, progress
 
-    text = progress.TextColumn
-    columns = (text("{task.description:<12}"), progress.BarColumn(24))
-    columns += (progress.MofNCompleteColumn(), progress.TimeRemainingColumn())
-    columns += (text("{task.fields[crps]}"),)
     hidden = not (wanted and shows_bars(sys.stderr))
-    return progress.Progress(*columns, console=console.Console(stderr=True), disable=hidden)
+    return progress.Progress(console=console.Console(stderr=True), disable=hidden)
 
 
 def add_task(bar: Any, name: str, steps: int) -> Callable[[int, float], None]:  # noqa: ANN401
     """Returns what to call after each step, with the steps done and the best CRPS."""
-    task = bar.add_task(name, total=steps, crps="")
+    task = bar.add_task(name, total=steps)
 
     def show(step: int, best: float) -> None:
-        bar.update(task, completed=step, crps=f"crps {best:.3f}" if best < 1e30 else "")
+        score = f", crps {best:.3f}" if math.isfinite(best) else ""
+        bar.update(task, completed=step, description=name + score)
 
     return show
 
@@ -172,7 +169,7 @@ def train(
     join_weights(average)
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, weight_decay=0.01)
     cuts = windows.cuts(least=max(windows.layout.season, 2))
-    every, best, waited = max(10, min(50, steps // 10)), 1e30, 0
+    every, best, waited = max(10, min(50, steps // 10)), math.inf, 0
     kept, kept_step = None, steps
     for step in range(1, steps + 1):
         chosen = cuts[torch.randint(len(cuts), (batch,), generator=generator)]
@@ -209,9 +206,7 @@ def _random_tasks(windows: Windows, cuts: Tensor, generator: torch.Generator) ->
     """Returns windows to be forecast and, a few of them, to be filled."""
     num = round(len(cuts) * _FILL_SHARE)
     y, there = windows.values(cuts)
-    ahead = torch.arange(windows.layout.length) - windows.layout.context
-    known = there & (ahead < 0)
-    made = there & (ahead >= 0) & (ahead < windows.layout.horizon)
+    known, made = windows.layout.split(there)
     if num:
         shape = (num, windows.layout.steps, windows.layout.patch)
 

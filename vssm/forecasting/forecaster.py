@@ -253,10 +253,8 @@ class Forecaster:
         check_quantiles(quantiles)
         panel = self._read(df)
         paths = self._paths(panel, samples, future)
-        made = {
-            one.id: (panel.next_dates(one, self.horizon), own)
-            for one, own in zip(panel.series, paths, strict=True)
-        }
+        dates = [panel.next_dates(one, self.horizon) for one in panel.series]
+        made = dict(zip(panel.ids, zip(dates, paths, strict=True), strict=True))
         return forecast_table(made, quantiles, panel.wide)
 
     def predict_samples(
@@ -283,20 +281,28 @@ class Forecaster:
     ) -> np.ndarray:
         samples = whole_number("samples", samples, 1)
         ahead = read_ahead(panel, self.horizon, future)
-        windows = Windows(panel, self.layout_, self.scale_, self.linear_, ahead)
+        windows = self._windows(panel, ahead)
         cuts = torch.stack([torch.arange(len(panel.series)), windows.lengths], 1)
         return self._paths_of(windows, cuts, samples).numpy()
 
+    def _windows(
+        self,
+        panel: Panel,
+        ahead: Sequence[np.ndarray] | None = None,
+        seen: Sequence[int] | None = None,
+    ) -> Windows:
+        return Windows(panel, self.layout_, self.scale_, self.linear_, ahead, seen)
+
     def _draw(self, windows: Windows, cuts: Tensor, samples: int) -> tuple[Tensor, ...]:
         """Returns paths of windows before calibration, (W, S, H), what came, centre and scale."""
-        own, parts = slice(self.layout_.context, self.layout_.context + self.horizon), []
-        first = 0
-        for some in cuts.split(max(1, _PATHS_AT_ONCE // samples)):
+        own, parts = self.layout_.ahead, []
+        num = max(1, _PATHS_AT_ONCE // samples)
+        for first in range(0, len(cuts), num):
+            some = cuts[first : first + num]
             batch = windows.forecasts(some, blind=True)
             paths = draw_paths(self.model_, batch, self.layout_, samples, self.seed, first)
             y = torch.where(windows.values(some)[1], batch.x.flatten(1), torch.nan)
             parts.append((paths[..., own], y[:, own], batch.centre[:, own], batch.scale[:, own]))
-            first += len(some)
         return tuple(map(torch.cat, zip(*parts, strict=True)))
 
     def _paths_of(
@@ -370,7 +376,7 @@ class Forecaster:
         seen = [len(one.y) for one in panel.series]
         for k, cut in reversed(cuts.tolist()):
             seen[k] = cut  # the first window of a series is the last to be seen here
-        own = Windows(panel, self.layout_, self.scale_, self.linear_, seen=seen)
+        own = self._windows(panel, seen=seen)
         return score(own, cuts, self._paths_of(own, cuts, samples, rolling=True), self.kind)
 
     def fill(self, df: "pandas.DataFrame | None" = None, samples: int = 50) -> "pandas.DataFrame":
@@ -383,7 +389,7 @@ class Forecaster:
         samples = whole_number("samples", samples, 1)
         if not isinstance(self.model_, AnyPart):
             raise ValueError(f"kind={self.kind!r} can not fill gaps; use kind='vssm'")
-        windows = Windows(panel, self.layout_, self.scale_, self.linear_)
+        windows = self._windows(panel)
         values = [self._filled(windows, k, one, samples) for k, one in enumerate(panel.series)]
         table: Any = panel.to_frame(values)
         if not panel.wide:
@@ -421,7 +427,7 @@ class Forecaster:
         self.panel_: Panel = replace(self._read(table), wide=old.wide)
         if self.calibration_ is not None:
             known = {one.id: len(one.y) for one in old.series}
-            windows = Windows(self.panel_, self.layout_, self.scale_, self.linear_)
+            windows = self._windows(self.panel_)
             cuts = []
             for k, (one, num) in enumerate(zip(self.panel_.series, windows.lengths, strict=True)):
                 first = max(known.get(one.id, num), self.layout_.season + self.horizon)
@@ -481,8 +487,7 @@ class Forecaster:
         tensors = read_tensors(folder / "forecaster.safetensors")[0]
         own.linear_ = Linear(tensors["weight"], tensors["spread"])
         own.layout_ = Layout(**held["layout"])
-        pairs = {name: tuple(map(tuple, held["scale"][name])) for name in ("moving", "static")}
-        own.scale_ = GivenScale(**pairs, cycles=tuple(held["scale"]["cycles"]))
+        own.scale_ = GivenScale(**held["scale"])
         own.calibration_ = None
         if held["calibration"] is not None:
             past: Any = {name: tensors[name] for name in ("scores", "dates")}
@@ -519,16 +524,10 @@ class Forecaster:
 
         panel = self._read(df)
         paths = self._paths(panel, samples, future)
-        shown = max(3 * self.horizon, self.layout_.context)
-        fans = [
-            Fan(
-                str(one.id),
-                one.dates[-shown:],
-                one.y[-shown:],
-                [(panel.next_dates(one, self.horizon), made)],
-            )
-            for one, made in zip(panel.series, paths, strict=True)
-        ]
+        shown, fans = max(3 * self.horizon, self.layout_.context), []
+        for one, made in zip(panel.series, paths, strict=True):
+            ahead = [(panel.next_dates(one, self.horizon), made)]
+            fans.append(Fan(str(one.id), one.dates[-shown:], one.y[-shown:], ahead))
         return draw_fans(fans, path)
 
     def _check_fitted(self) -> None:

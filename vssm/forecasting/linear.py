@@ -106,10 +106,7 @@ def _fit_cuts(windows: Windows) -> Tensor:
 
 def _units(windows: Windows, cuts: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns what is read, the horizon in units of its windows, what is known of it, scales."""
-    layout = windows.layout
-    batch = windows.forecasts(cuts)
+    batch, own = windows.forecasts(cuts), windows.layout.ahead
     x, made = batch.x.flatten(1).double(), batch.made.flatten(1)
-    end = layout.context + layout.horizon
-    own = slice(layout.context, end)
-    read = windows.regressors(cuts, x[:, : layout.context])
+    read = windows.regressors(cuts, x[:, : own.start])
     return read, x[:, own], made[:, own], batch.scale[:, :1]

@@ -161,9 +161,9 @@ def _as_long(df: "pandas.DataFrame", named: tuple[str, ...]) -> tuple["pandas.Da
         table.insert(0, "row", np.arange(len(df)))
         if "unique_id" not in df.columns:
             table["unique_id"] = "y"
-        nameless = table["row"][table["unique_id"].isna()]
-        if len(nameless):
-            k = nameless.iloc[0]
+        nameless = table["unique_id"].isna().to_numpy()
+        if nameless.any():
+            k = int(nameless.argmax())
             raise ValueError(f"row {k} has no unique_id; give each row the name of its series")
         return table, False
     dates, table = _wide_dates(df)

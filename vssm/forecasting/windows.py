@@ -60,6 +60,18 @@ class Layout:
         """L, points of a window."""
         return self.steps * self.patch
 
+    @property
+    def ahead(self) -> slice:
+        """The points of the horizon."""
+        return slice(self.context, self.context + self.horizon)
+
+    def split(self, there: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the history and the horizon of what is there in windows, (B, L) each."""
+        known, made = there.clone(), torch.zeros_like(there)
+        known[:, self.context :] = False
+        made[:, self.ahead] = there[:, self.ahead]
+        return known, made
+
 
 class Linear(NamedTuple):
     """A linear forecast of the horizon, in units of a window (see `vssm.forecasting.linear`)."""
@@ -144,32 +156,34 @@ def centre_and_scale(
 class GivenScale:
     """The mean and the deviation of every covariate, and the cycles of the calendar."""
 
-    moving: tuple[tuple[float, float], ...]
-    static: tuple[tuple[float, float], ...]
-    cycles: tuple[str, ...]
+    moving: list[list[float]]
+    static: list[list[float]]
+    cycles: list[str]
 
     @classmethod
     def of(cls, panel: Panel, patch: int) -> "GivenScale":
         """Returns the scale of a panel."""
 
-        def scale(values: np.ndarray) -> tuple[tuple[float, float], ...]:
-            found = []
-            for column in values.T:
-                column = column[np.isfinite(column)]
-                spread = float(column.std()) if len(column) else 0.0
-                found.append((float(column.mean()) if len(column) else 0.0, spread or 1.0))
-            return tuple(found)
+        def scale(values: np.ndarray) -> list[list[float]]:
+            known = [column[np.isfinite(column)] for column in values.T]
+            return [[float(v.mean()), float(v.std()) or 1.0] if len(v) else [0, 1] for v in known]
 
         longest = max(panel.series, key=lambda one: len(one.y)).dates
         seconds = (longest[-1] - longest[0]).total_seconds()
         step = patch * seconds / max(1, len(longest) - 1)
-        cycles = tuple(n for n, size in _CYCLES.items() if 2 * step <= size <= seconds / 2)
+        cycles = [name for name, size in _CYCLES.items() if 2 * step <= size <= seconds / 2]
         moving = np.concatenate([one.covariates for one in panel.series])
         return cls(scale(moving), scale(np.stack([one.static for one in panel.series])), cycles)
 
     def features(self, patch: int) -> int:
         """G, the given numbers of a step."""
         return patch * len(self.moving) + 2 * len(self.cycles) + len(self.static)
+
+
+def _scaled(values: np.ndarray, scale: list[list[float]]) -> np.ndarray:
+    """Returns covariates in deviations from their mean, zero where missing."""
+    centre, spread = np.array(scale).reshape(-1, 2).T
+    return np.clip(np.nan_to_num((values - centre) / spread), -10, 10)
 
 
 class Windows:
@@ -185,13 +199,6 @@ class Windows:
             default. What is held out must not.
     """
 
-    panel: Panel
-    layout: Layout
-    scale: GivenScale
-    linear: Linear | None
-    y: Tensor
-    known: Tensor
-
     def __init__(
         self,
         panel: Panel,
@@ -202,47 +209,40 @@ class Windows:
         seen: Sequence[int] | None = None,
     ) -> None:
         self.panel, self.layout, self.scale, self.linear = panel, layout, scale, linear
-        self.num_future: int = len(panel.columns.future)
         room = layout.length  # before and after each series, so that every window fits
-        lengths = np.array([len(one.y) for one in panel.series])
-        self.lengths: Tensor = torch.from_numpy(lengths)
-        self.offset: Tensor = torch.from_numpy(np.cumsum(np.r_[0, lengths[:-1] + 2 * room]) + room)
-        total = int((lengths + 2 * room).sum())
-        y = np.full(total, np.nan)
-        moving = np.zeros((total, len(scale.moving)))
-        clock = np.zeros((total, 2 * len(scale.cycles)))
-        least = np.empty(len(lengths))
-        middle, spread = np.array(scale.moving).reshape(-1, 2).T
+        self.lengths: Tensor = torch.tensor([len(one.y) for one in panel.series])
+        ends = (self.lengths + 2 * room).cumsum(0)
+        self.offset: Tensor = ends - room - self.lengths
+        parts, moving, clock, least = [], [], [], []
         for k, one in enumerate(panel.series):
-            at = int(self.offset[k])
             values = np.log(np.maximum(one.y, 1e-300)) if layout.log else one.y
-            y[at : at + len(values)] = values
+            parts.append(np.pad(values, room, constant_values=np.nan))
             there = values[: None if seen is None else seen[k]]
-            there = there[np.isfinite(there)]
-            size = float(np.abs(there).max()) if len(there) else 0.0
-            own_spread = float(np.std(there)) if len(there) else 0.0
-            least[k] = max(LEAST_SCALE * own_spread, 1e-9 * size, 1e-12)
-            covariates = (one.covariates - middle) / spread
-            if ahead is not None:
-                extra = np.zeros((len(ahead[k]), len(scale.moving)))
-                future = slice(self.num_future)
-                extra[:, future] = (ahead[k] - middle[future]) / spread[future]
-                covariates = np.concatenate([covariates, extra])
-            moving[at : at + len(covariates)] = np.clip(np.nan_to_num(covariates), -10, 10)
-            if scale.cycles:
-                clock[at - room : at + len(values) + room] = self._clock(one.dates)
-        self.y, self.known = torch.from_numpy(np.nan_to_num(y)), torch.from_numpy(np.isfinite(y))
-        self.moving: Tensor = torch.from_numpy(moving).float()
-        self.clock: Tensor = torch.from_numpy(clock).float()
-        self.least: Tensor = torch.from_numpy(least)
-        centre, width = np.array(scale.static).reshape(-1, 2).T
-        static = (np.stack([one.static for one in panel.series]) - centre) / width
-        self.static: Tensor = torch.from_numpy(np.clip(static, -10, 10)).float()
+            there = there[np.isfinite(there)] if np.isfinite(there).any() else np.zeros(1)
+            least.append(max(LEAST_SCALE * there.std(), 1e-9 * np.abs(there).max(), 1e-12))
+            covariates = one.covariates
+            if ahead is not None:  # those of the past end with the series
+                missing = np.full((len(ahead[k]), len(panel.columns.past)), np.nan)
+                covariates = np.concatenate([covariates, np.hstack([ahead[k], missing])])
+            after = room + len(values) - len(covariates)
+            moving.append(np.pad(_scaled(covariates, scale.moving), ((room, after), (0, 0))))
+            clock.append(self._clock(one.dates))
+        y = np.concatenate(parts)
+        self.y: Tensor = torch.from_numpy(np.nan_to_num(y))
+        self.known: Tensor = torch.from_numpy(np.isfinite(y))
+        self.moving: Tensor = torch.from_numpy(np.concatenate(moving)).float()
+        self.clock: Tensor = torch.from_numpy(np.concatenate(clock)).float()
+        self.least: Tensor = torch.tensor(least, dtype=torch.float64)
+        static = _scaled(np.stack([one.static for one in panel.series]), scale.static)
+        self.static: Tensor = torch.from_numpy(static).float()
 
     def _clock(self, dates: Any) -> np.ndarray:  # noqa: ANN401
+        """Returns the phases of the dates of a series and of the room around it."""
         import pandas
 
         room, step = self.layout.length, self.panel.step
+        if not self.scale.cycles:
+            return np.empty((len(dates) + 2 * room, 0))
         before = pandas.date_range(end=dates[0], periods=room + 1, freq=step)[:-1]
         after = pandas.date_range(dates[-1], periods=room + 1, freq=step)[1:]
         times: Any = before.append([dates, after])
@@ -289,9 +289,9 @@ class Windows:
             blind: Whether all points of the horizon are to be made, not only those in the data.
         """
         y, there = self.values(cuts)
-        ahead = torch.arange(self.layout.length) - self.layout.context
-        made = ((ahead >= 0) & (ahead < self.layout.horizon)).expand_as(there)
-        return self.batch(cuts, y, there & (ahead < 0), made if blind else made & there)
+        known, made = self.layout.split(there)
+        made[:, self.layout.ahead] |= blind
+        return self.batch(cuts, y, known, made)
 
     def batch(self, cuts: Tensor, y: Tensor, known: Tensor, made: Tensor) -> Batch:
         """Returns windows with any part known and any part to be made."""
@@ -315,7 +315,7 @@ class Windows:
     def _covariates(self, cuts: Tensor) -> Tensor:
         """Returns the moving covariates, (B, L, F + past); those of the past end there."""
         moving = self.moving[self._places(cuts)]
-        moving[:, self.layout.context :, self.num_future :] = 0
+        moving[:, self.layout.context :, len(self.panel.columns.future) :] = 0
         return moving
 
     def _add_linear(
@@ -335,9 +335,9 @@ class Windows:
         return centre, scale
 
     def _given(self, cuts: Tensor) -> Tensor:
-        layout, places = self.layout, self._places(cuts)
+        layout = self.layout
         moving = self._covariates(cuts).unflatten(1, (layout.steps, layout.patch)).flatten(2)
-        clock = self.clock[places[:, :: layout.patch]]
+        clock = self.clock[self._places(cuts)[:, :: layout.patch]]
         static = self.static[cuts[:, 0]][:, None].expand(-1, layout.steps, -1)
         return torch.cat([moving, clock, static], 2)
 
