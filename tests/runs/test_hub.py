@@ -149,7 +149,7 @@ def test_revision_names_a_version(hub, tmp_path):
         push(tmp_path / kind, "lab/model")
     assert load("hf://lab/model").config.kind == "rnn"
     assert load(f"hf://lab/model@{0:040x}").config.kind == "ssm"
-    assert load(pull("lab/model", revision=f"{0:040x}")).config.kind == "ssm"
+    assert load(pull(f"lab/model@{0:040x}")).config.kind == "ssm"
 
 
 def test_only_three_files_are_fetched(hub, tmp_path):

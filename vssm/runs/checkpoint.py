@@ -5,21 +5,19 @@ weights: if it is killed between the two files, `load` still reads the new model
 """
 
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from vssm.checks import check_device, check_path
-from vssm.config import FORMAT, ModelConfig
+from vssm.config import FORMAT
 from vssm.data.storage import read_object, read_tensors, write_tensors
 from vssm.models import Model, build, inner_model
 from vssm.nn import join_weights
 from vssm.runs import pretrained
 from vssm.runs.config import SavedConfig
 
-__all__ = ["config_of", "load", "load_finite", "save"]
+__all__ = ["load", "load_finite", "save"]
 
 _METADATA = "vssm"  # the key of the config in the metadata of the weights
 
@@ -102,7 +100,13 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Model:
             )
     # Weights may be stored in fewer bits than the model computes with.
     weights = {name: tensor.to(device).float() for name, tensor in tensors.items()}
-    model = _filled_model(config, weights, repr(str(path)))
+    try:
+        with torch.device("meta"):  # takes no memory
+            model = build(config)
+        model.load_state_dict(weights, assign=True)
+    except (ValueError, RuntimeError, TypeError) as error:  # also sizes that no address can have
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{str(path)!r} does not fit its config: {reason}") from None
     join_weights(model)
     return model.requires_grad_(True)
 
@@ -116,16 +120,6 @@ def load_finite(folder: str | Path, device: torch.device | str = "cpu") -> Model
                 f"{str(folder)!r}: tensor {name!r} holds NaN or infinity; train the model again"
             )
     return model
-
-
-def config_of(folder: str | Path) -> ModelConfig:
-    """Returns the settings of the model in a folder.
-
-    Example:
-        >>> config_of("mnist-best-small").kind
-        'vssm'
-    """
-    return SavedConfig.read(_find(folder)).model()
 
 
 def _find(folder: str | Path) -> Path:
@@ -151,15 +145,3 @@ def _check_replaceable(folder: Path) -> None:
             f"folder={str(folder)!r} is a run or has a config.json of another program, which would"
             " be lost; use a new folder, or one written by vssm.save"
         )
-
-
-def _filled_model(config: ModelConfig, tensors: Mapping[str, Tensor], source: str) -> Model:
-    """Returns a model of these tensors, named `source`; raises unless they fit the config."""
-    try:
-        with torch.device("meta"):  # takes no memory
-            model = build(config)
-        model.load_state_dict(tensors, assign=True)
-    except (ValueError, RuntimeError, TypeError) as error:  # also sizes that no address can have
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{source} does not fit its config: {reason}") from None
-    return model

@@ -8,16 +8,13 @@ Nothing else is sent or fetched, and no path of the sender's machine is sent.
 """
 
 import dataclasses
-import math
 import re
 import shlex
 from pathlib import Path, PurePath
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
-from vssm.config import PRESETS, ModelConfig, RunConfig
-from vssm.data.storage import read_object
+from vssm.config import PRESETS, RunConfig
+from vssm.data.storage import read_object, read_tensors
 from vssm.runs.config import SavedConfig, flatten
 
 __all__ = ["FILES", "model_card", "pull", "push", "train_command", "without_folders"]
@@ -30,13 +27,7 @@ _ALWAYS_SHOWN = ("model.kind", "model.width", "train.epochs")
 _CARD = Path(__file__).with_name("card_template.md")  # for Jinja
 
 
-def push(
-    folder: str | Path,
-    repo: str,
-    token: str | None = None,
-    private: bool = False,
-    message: str | None = None,
-) -> str:
+def push(folder: str | Path, repo: str, token: str | None = None, private: bool = False) -> str:
     """Publishes a model with a model card, all in one commit.
 
     Arguments:
@@ -45,7 +36,6 @@ def push(
         token: An access token with write permission; the default is that of `hf auth login` or
             $HF_TOKEN.
         private: Make a private repository. An existing public repository is refused.
-        message: The commit message.
 
     Returns:
         The address of exactly this version, which `vssm.load` takes: "hf://OWNER/NAME@COMMIT".
@@ -70,27 +60,26 @@ def push(
             hub.CommitOperationAdd(path_in_repo=path, path_or_fileobj=content)
             for path, content in contents.items()
         ]
-        text = message or "Add a model made with vssm"
-        commit = api.create_commit(name, files, commit_message=text)
+        commit = api.create_commit(name, files, commit_message="Add a model made with vssm")
     except (OSError, ValueError, hub.errors.HTTPError) as error:
         raise ValueError(f"repo={repo!r} cannot be written: {_one_line(str(error))}") from None
     return f"hf://{name}@{commit.oid}"
 
 
-def pull(repo: str, revision: str | None = None) -> Path:
+def pull(repo: str) -> Path:
     """Fetches a model, unless it is in the cache already.
 
     Arguments:
-        repo: The repository, "OWNER/NAME", "hf://OWNER/NAME" or either with "@REVISION".
-        revision: A commit, branch or tag; the newest commit by default.
+        repo: The repository, "OWNER/NAME" or "hf://OWNER/NAME", of which the newest commit is
+            fetched, or either with "@REVISION": a commit, branch or tag.
 
     Returns:
         A folder in the cache of huggingface_hub, which `vssm.load` reads. Do not write to it.
     """
-    name, given = _parse_address(repo)
+    name, revision = _parse_address(repo)
     hub = _import_hub()
     try:
-        found = hub.snapshot_download(name, revision=revision or given, allow_patterns=list(FILES))
+        found = hub.snapshot_download(name, revision=revision, allow_patterns=list(FILES))
     except (OSError, ValueError, hub.errors.HTTPError) as error:
         raise ValueError(f"repo={repo!r} cannot be read: {_one_line(str(error))}") from None
     for file in FILES[:2]:
@@ -114,55 +103,25 @@ def model_card(folder: str | Path, address: str = "hf://OWNER/NAME", limits: str
     hub, folder = _import_hub(), Path(folder)
     saved = SavedConfig.read(folder)
     model, run = saved.model(), saved.run() if saved.is_run else None
-    meta: dict[str, Any] = saved.values.get("data_meta") or {}
-    name = [] if run is None else [run.data.name]
+    tags = [model.kind, "sequence-modeling", *([] if run is None else [run.data.name])]
+    path = run and (run.data.series.path or run.data.text.path)
+    weights, _ = read_tensors(folder / "weights.safetensors")
+    evaluation = folder / "eval.json"
     card = hub.ModelCard.from_template(
-        hub.ModelCardData(
-            license="mit", library_name="vssm", tags=[model.kind, "sequence-modeling", *name]
-        ),
+        hub.ModelCardData(license="mit", library_name="vssm", tags=tags),
         template_path=str(_CARD),
-        title=" on ".join([model.kind, *name]),
-        kind=model.kind,
-        facts=[(name, _escape(value)) for name, value in _facts(folder, model, run, meta).items()],
-        metrics=_metrics(folder / "eval.json"),
+        model=model,
+        run=run,
+        meta=saved.values.get("data_meta") or {},
+        file=PurePath(path).name if path else "",
+        parameters=sum(tensor.numel() for tensor in weights.values()),
+        metrics=read_object(evaluation)["metrics"] if evaluation.exists() else {},
         address=address,
-        length=meta.get("length", 28),
-        features=model.features,
-        given=model.given,
         command="" if run is None else train_command(run),
         limits=limits,
+        escape=_escape,
     )
     return f"{str(card).rstrip()}\n"
-
-
-def _facts(
-    folder: Path, model: ModelConfig, run: RunConfig | None, meta: dict[str, Any]
-) -> dict[str, str]:
-    """Returns the rows of the table on top of a model card."""
-    levels = f", levels of latents: {model.levels}" if model.levels > 1 else ""
-    levels += f", spans: {' '.join(map(str, model.spans))}" if model.spans else ""
-    levels += f", known: any part, given columns: {model.given}" if model.known == "any" else ""
-    facts = {
-        "data set": "not recorded",
-        "parameters": f"{_count_parameters(folder / 'weights.safetensors'):,}",
-        "model": f"layers: {model.layers}, width: {model.width}, head: {model.head}{levels}",
-    }
-    if run is None:
-        return facts
-    data, train = run.data, run.train
-    facts["data set"] = data.name + (", black and white" if data.binarize else "")
-    if "length" in meta and "features" in meta:
-        step = "one of {} tokens" if model.head == "categorical" else "{} values"
-        facts["a sequence"] = f"{meta['length']} steps of {step.format(meta['features'])}"
-    if path := data.series.path or data.text.path:
-        facts["file"] = PurePath(path).name
-    if meta.get("columns"):
-        facts["columns"] = ", ".join(meta["columns"])
-    name = {"adamw": "AdamW", "muon": "Muon and AdamW"}[train.optimizer]
-    steps = f"steps: {train.max_steps}" if train.max_steps else f"epochs: {train.epochs}"
-    rest = f"batch: {train.batch}, learning rate: {train.learning_rate:g}, seed: {train.seed}"
-    facts["training"] = f"{name}, {steps}, {rest}; the weights that were best on validation"
-    return facts
 
 
 def _parse_address(repo: str) -> tuple[str, str | None]:
@@ -195,23 +154,6 @@ def without_folders(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(options, dict) and options.get("path")
     }
     return {**values, "data": {**values["data"], "dir": None, **named}}
-
-
-def _count_parameters(path: Path) -> int:
-    try:
-        with safe_open(path, framework="numpy") as file:  # reads shapes, not tensors
-            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{str(path)!r} is damaged or missing: {error}") from None
-
-
-def _metrics(path: Path) -> list[tuple[str, str]]:
-    """Returns the metrics of an eval.json as text; none if there is no such file."""
-    metrics = read_object(path)["metrics"] if path.exists() else {}
-    return [
-        (_escape(name), "not finite" if value is None else f"{value:.6g}")
-        for name, value in metrics.items()
-    ]
 
 
 def _escape(text: str) -> str:
