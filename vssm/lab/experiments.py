@@ -22,6 +22,11 @@ _CURVES = {"validation_elbo": "-", "validation_partial_elbo": "--"}  # and how t
 _NUMBERS = (int, float, type(None))
 _SHOWN_SAMPLES = 0.25  # of the width of a stored picture, in the figure
 _ENVELOPE = ("name", "date", "command", "machine", "config", "metrics")
+_SETTINGS = {  # title: metric, unit, format
+    "size": ("parameters", 1e6, "{:.3g} M"),
+    "epochs": ("epochs", 1, "{:.4g}"),
+    "rate": ("learning_rate", 1, "{:g}"),
+}
 _COLUMNS = {  # title: metric, digits after the point
     "log p(x)": ("log_likelihood", 1),
     "by particles": ("log_likelihood_particles", 1),
@@ -67,15 +72,10 @@ def read_results(paths: Iterable[Path]) -> list[Result]:
 def scored_runs(folder: Path, data: str) -> dict[str, list[Result]]:
     """Returns the scored runs of a data set by kind, in the order of seeds."""
     found: dict[str, list[Result]] = {}
-    paths = [
-        p for p in folder.glob(f"{data}_*_seed*.json") if p.stem.partition("seed")[2].isdecimal()
-    ]
-    for result in read_results(paths):
-        config = result["config"]
-        run = {**result, "seed": int(config["train"]["seed"])}
-        found.setdefault(config["model"]["kind"], []).append(run)
-    runs = {kind: found[kind] for kind in KINDS if kind in found}
-    return {kind: sorted(own, key=lambda run: run["seed"]) for kind, own in runs.items()}
+    for result in read_results(folder.glob(f"{data}_*_seed[0-9]*.json")):
+        found.setdefault(result["config"]["model"]["kind"], []).append(result)
+    seed = lambda run: run["config"]["train"]["seed"]  # noqa: E731
+    return {kind: sorted(found[kind], key=seed) for kind in KINDS if kind in found}
 
 
 def experiment_table(runs: Mapping[str, Sequence[Result]]) -> tuple[list[str], list[list[str]]]:
@@ -83,16 +83,10 @@ def experiment_table(runs: Mapping[str, Sequence[Result]]) -> tuple[list[str], l
     rows: list[dict[str, str]] = []
     for kind, results in runs.items():
         metrics = [result["metrics"] for result in results]
-        size, epochs, rate = (
-            metrics[0].get(name) for name in ("parameters", "epochs", "learning_rate")
-        )
-        row = {
-            "model": kind,
-            "seeds": f"{len(results)}",
-            "size": "" if size is None else f"{size / 1e6:.3g} M",
-            "epochs": "" if epochs is None else f"{epochs:.4g}",
-            "rate": "" if rate is None else f"{rate:g}",
-        }
+        row = {"model": kind, "seeds": f"{len(results)}"}
+        for title, (name, unit, form) in _SETTINGS.items():
+            value = metrics[0].get(name)
+            row[title] = "" if value is None else form.format(value / unit)
         rows.append(row | {title: _spread(metrics, *column) for title, column in _COLUMNS.items()})
     titles = [title for title in rows[0] if any(row[title] for row in rows)]
     return titles, [[row[title] or "–" for title in titles] for row in rows]
@@ -154,32 +148,33 @@ def draw_samples(results: Path, path: str | Path, data_sets: Sequence[str]) -> N
     figure = Figure(figsize=(8, 3.4 * len(runs)), layout="constrained")
     for axes, run in zip(figure.subplots(len(runs), 1, squeeze=False)[:, 0], runs, strict=True):
         axes.axis("off")
-        _show_samples(axes, run, f"{run['config']['model']['kind']}, seed {run['seed']}", 1)
+        kind, seed = run["config"]["model"]["kind"], run["config"]["train"]["seed"]
+        _show_samples(axes, run, f"{kind}, seed {seed}", 1)
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))
 
 
 def _draw_curves(axes: Any, runs: Mapping[str, Sequence[Result]]) -> None:  # noqa: ANN401
     """Draws the median over seeds and its range; the second half given the first is dashed."""
+    import pandas as pd
+
     lowest, dashed = [], False
     for kind, results in runs.items():
         for name, style in _CURVES.items():
-            values: dict[float, list[float]] = {}
-            for curve in (result["curve"] for result in results):
-                for epoch, value in zip(curve["epoch"], curve.get(name, ()), strict=False):
-                    if value is not None:
-                        values.setdefault(epoch, []).append(value)
-            if not values:
+            curves = [result["curve"] for result in results]
+            seeds = [pd.Series(c.get(name), c["epoch"], dtype=float) for c in curves]
+            values = pd.concat(seeds, axis=1).sort_index().dropna(how="all")
+            if values.empty:
                 continue
-            epochs = sorted(values)
-            middle = [statistics.median(values[epoch]) for epoch in epochs]
+            low, middle, high = (values.quantile(share, axis=1) for share in (0, 0.5, 1))
             label = kind if style == "-" else None
-            marker = "o" if len(epochs) == 1 else None  # a single point draws no line
+            marker = "o" if len(middle) == 1 else None  # a single point draws no line
             look = {"color": _COLOURS[kind], "linewidth": 1.2, "marker": marker, "label": label}
-            axes.plot(epochs, middle, style, **look)
-            low, high = ([pick(values[epoch]) for epoch in epochs] for pick in (min, max))
-            axes.fill_between(epochs, low, high, color=_COLOURS[kind], alpha=0.25, linewidth=0)
-            later = sorted(middle[len(middle) // 10 :])  # the first epochs are far below the others
-            lowest.append(later[len(later) // 50])
+            axes.plot(middle.index, middle, style, **look)
+            axes.fill_between(
+                middle.index, low, high, color=_COLOURS[kind], alpha=0.25, linewidth=0
+            )
+            # The first epochs are far below the others.
+            lowest.append(middle.iloc[len(middle) // 10 :].quantile(0.02))
             dashed = dashed or style == "--"
     if dashed:
         axes.plot([], [], "--", label="second half", color="grey", linewidth=1.2)
@@ -194,26 +189,22 @@ def _draw_curves(axes: Any, runs: Mapping[str, Sequence[Result]]) -> None:  # no
 
 def _draw_bars(axes: Any, runs: Mapping[str, Sequence[Result]]) -> None:  # noqa: ANN401
     panels = (
-        ("log-likelihood, nats", ("log_likelihood", "partial_log_likelihood"), ".0f"),
-        ("generation, ms", ("generate_ms_b1", "prompted_ms_b1"), ".3g"),
+        ("log-likelihood, nats", ("log_likelihood", "partial_log_likelihood"), "{:.0f}"),
+        ("generation, ms", ("generate_ms_b1", "prompted_ms_b1"), "{:.3g}"),
     )
     width = len(runs) + 1
     for ax, (title, names, form) in zip(axes, panels, strict=True):
         for place, (kind, results) in enumerate(runs.items()):
-            label: str | None = kind  # of its first bar
             for group, name in enumerate(names):
                 found = [result["metrics"].get(name) for result in results]
                 values = [value for value in found if value is not None]
                 if not values:
                     continue
-                mean, x = statistics.fmean(values), group * width + place
+                mean, label = statistics.fmean(values), None if group else kind
                 reach = [[mean - min(values)], [max(values) - mean]]
-                ax.bar(x, mean, color=_COLOURS[kind], yerr=reach, capsize=2, label=label)
-                label = None
-                text = {"fontsize": 7, "rotation": 90, "ha": "center", "va": "bottom"}
-                ax.annotate(
-                    f"{mean:{form}}", (x, max(values)), (0, 4), textcoords="offset points", **text
-                )
+                look = {"color": _COLOURS[kind], "capsize": 2, "label": label}
+                bar = ax.bar(group * width + place, mean, yerr=reach, **look)
+                ax.bar_label(bar, fmt=form, padding=4, fontsize=7, rotation=90)
         ax.set_xticks([(width - 2) / 2, width + (width - 2) / 2], ["full", "partial"])
         ax.set_title(title, fontsize=9)
         ax.set_ylim(top=ax.get_ylim()[1] * 1.08)  # room for the numbers
