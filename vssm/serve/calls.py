@@ -25,17 +25,14 @@ _STEPWISE = 32  # most steps of a call that makes them one by one
 class Call:
     """A function, and sequences to call it with."""
 
-    name: str
-    """The name of the model."""
+    name: str  # of the model
     function: Callable[..., "Result"]
     inputs: "tuple[Tensor | State | None, ...]" = ()
     """Tensors and states with a row for each sequence, or states with one row for all."""
     options: dict[str, Any] = field(default_factory=dict)
     rows: int = 1
-    most: int = 1
-    """The most rows that are computed together."""
-    last: bool = True
-    """Whether the request ends with this call."""
+    most: int = 1  # rows that are computed together
+    last: bool = True  # of the request
 
     @property
     def key(self) -> Hashable:
@@ -127,12 +124,10 @@ def compute_once(name: str, function: Callable[[], Any]) -> Calls:
 
 def compute(batch: list[Call]) -> list[Result]:
     """Computes calls with equal keys as one."""
-    first = batch[0]
-    if len(batch) == 1:
-        inputs = [_widen(value, first.rows) for value in first.inputs]
-        return [first.function(*inputs, **first.options)]
     inputs = [_join(values, batch) for values in zip(*(c.inputs for c in batch), strict=True)]
-    x, state = first.function(*inputs, **first.options)
+    x, state = batch[0].function(*inputs, **batch[0].options)
+    if len(batch) == 1:
+        return [(x, state)]
     rows = torch.arange(sum(call.rows for call in batch)).split([call.rows for call in batch])
     return [(None if x is None else x[r], None if state is None else state.select(r)) for r in rows]
 
@@ -140,13 +135,12 @@ def compute(batch: list[Call]) -> list[Result]:
 def _join(values: tuple[Any, ...], batch: list[Call]) -> Any:  # noqa: ANN401
     if values[0] is None:
         return None
-    wide = [_widen(value, call.rows) for value, call in zip(values, batch, strict=True)]
-    return State.cat(wide) if isinstance(wide[0], State) else torch.cat(wide)
-
-
-def _widen(value: Any, rows: int) -> Any:  # noqa: ANN401
-    narrow = isinstance(value, State) and value.batch != rows
-    return value.repeat(rows) if narrow else value
+    if isinstance(values[0], Tensor):
+        return torch.cat(values)
+    pairs = zip(values, batch, strict=True)
+    return State.cat(
+        [state if state.batch == call.rows else state.repeat(call.rows) for state, call in pairs]
+    )
 
 
 def _layout(value: Tensor | State | None) -> Hashable:

@@ -15,19 +15,12 @@ _TRY_AGAIN = (429, 503, 504)
 
 
 class Refused(HTTPException):
-    """A request that is answered with an error.
-
-    Arguments:
-        status: The HTTP status.
-        type: What went wrong, one word for programs.
-        message: What went wrong, one line for people.
-        param: The field of the request that is wrong.
-    """
+    """A request that is answered with an error: its HTTP status, one word for programs, one line
+    for people, and the field that is wrong."""
 
     def __init__(self, status: int, type: str, message: str, param: str | None = None) -> None:
         super().__init__(status, message, {"retry-after": "1"} if status in _TRY_AGAIN else {})
-        self.type: str = type
-        self.param: str | None = param
+        self.type, self.param = type, param
 
     def body(self) -> dict[str, Any]:
         """Returns the body of the answer."""

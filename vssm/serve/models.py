@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from vssm import noise
@@ -27,20 +26,11 @@ _MOST_CELLS = 8192  # sequences times steps of a call, which bounds its memory
 
 
 class Served:
-    """A model under the name that requests use.
-
-    Arguments:
-        name: The name.
-        model: The model.
-        meta: Describes its data, if known.
-    """
+    """A model under the name that requests use; `meta` describes its data, if known."""
 
     def __init__(self, name: str, model: Model, meta: Meta | None = None) -> None:
-        self.engine: Engine = Engine(model)
-        self.name: str = name
-        self.model: Model = self.engine.model
-        self.meta: Meta | None = meta
-        self.device: torch.device = self.engine.device
+        self.name, self.meta, self.engine = name, meta, Engine(model)
+        self.model, self.device = self.engine.model, self.engine.device
         self.parallel: bool = isinstance(model, Variational | Ladder | AnyPart)
         """Whether the model generates many steps in one pass."""
         self.remembers_steps: bool = model.config.kind in ("transformer", "tvae")
@@ -68,13 +58,11 @@ class Served:
         **options: Any,  # noqa: ANN401
     ) -> tuple[Tensor | None, State]:
         """Reads a prompt and makes steps; returns the new steps, if any, and the state after."""
-        noise: dict[str, Any] = {"seed": seed, "rows": row}
+        options |= {"seed": seed, "rows": row, "state": state}
         prompt = None if prompt is None else prompt.to(self.device)
-        if not length:
-            assert prompt is not None
-            return None, self.engine.observe(prompt, state, **noise)
-        num, sizes = len(row), {"length": length, **options}
-        made = self.engine.generate(num=num, prompt=prompt, state=state, **noise, **sizes)
+        if prompt is not None and not length:
+            return None, self.engine.observe(prompt, state, seed, row)
+        made = self.engine.generate(len(row), length, prompt, **options)
         return made.x.cpu(), made.state
 
     def fill(
@@ -86,9 +74,8 @@ class Served:
         **options: Any,  # noqa: ANN401
     ) -> tuple[Tensor, None]:
         """Returns sequences whose unknown entries are filled."""
-        x, known = x.to(self.device), known.to(self.device)
-        noise: dict[str, Any] = {"seed": seed, "rows": row}
-        return self.engine.fill(x, known, **noise, **options).cpu(), None
+        options |= {"seed": seed, "rows": row}
+        return self.engine.fill(x.to(self.device), known.to(self.device), **options).cpu(), None
 
     def order(self, known: Tensor, seed: Tensor, row: Tensor, passes: int) -> Tensor:
         """Returns which pass of `fill` makes each entry, from 0 on; -1 where x is known."""
