@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from vssm.serve.errors import Refused
-from vssm.serve.scheduler import Scheduler
+from vssm.serve.worker import Scheduler
 from vssm.serve.settings import Settings
 
 PIECE = 0.25  # seconds

@@ -6,8 +6,7 @@
 | `errors` | the one form of every refusal |
 | `models` | what is served under a name: a model with its data, or a forecaster |
 | `calls` | a request as a series of calls of bounded size |
-| `scheduler` | which requests are admitted, and whose call is next |
-| `worker` | computes calls, in batches |
+| `worker` | whose call is next; computes calls, in batches |
 | `states` | states that wait in the server under handles |
 | `schema` | the fields of requests; sequences to tensors |
 | `forecast` | the same for forecasts |

@@ -70,11 +70,8 @@ def create_app(
 ) -> FastAPI:
     """Returns the app; its worker runs from start-up to shutdown.
 
-    Arguments:
-        models: The models to serve, the default first.
-        settings: The limits.
-        token: What clients must send as bearer; None for no token.
-        forecasters: The forecasters to serve, the default first.
+    The first model and the first forecaster are the defaults. Clients must send the token, if any,
+    as bearer.
     """
     settings = settings or Settings()
     metrics = Metrics()

@@ -16,7 +16,7 @@ from torch import Tensor
 from vssm.nn import State
 from vssm.serve.models import Served
 
-__all__ = ["Call", "Calls", "compute", "compute_once", "fill_gaps", "make_steps"]
+__all__ = ["Call", "Calls", "compute", "fill_gaps", "make_steps"]
 
 _STEPWISE = 32  # most steps of a call that makes them one by one
 
@@ -55,17 +55,10 @@ def make_steps(
     every: int | None = None,
     **options: Any,  # noqa: ANN401
 ) -> Calls:
-    """Reads the prompt, if any, and makes new steps.
+    """Reads the prompt, if any, and makes `length` new steps, if any.
 
-    Arguments:
-        served: The model.
-        seed: The seed of each sequence, (B,).
-        row: The row of each sequence in the noise, (B,).
-        length: How many steps to make; 0 to read only.
-        prompt: What to read, (B, C, D) or (B, C).
-        state: Where to continue from, with B rows or one for all.
-        every: No call goes past a multiple of so many new steps.
-        options: Options of `generate`.
+    Seed and row (B,) name the noise of each sequence; the state has B rows or one for all. No call
+    goes past a multiple of `every` new steps. The options are those of `generate`.
     """
     most, made, xs = max(1, served.cells // len(row)), 0, []
     while made < length or prompt is not None:
@@ -115,11 +108,6 @@ def fill_gaps(
         part, _ = yield Call(served.name, served.fill, inputs, options, rows, most, last)
         parts.append(part)
     return torch.cat(parts), None
-
-
-def compute_once(name: str, function: Callable[[], Any]) -> Calls:
-    """Calls a function once, alone."""
-    return (yield Call(name, lambda: (function(), None)))
 
 
 def compute(batch: list[Call]) -> list[Result]:

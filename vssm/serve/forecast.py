@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from vssm.forecasting.forecaster import Forecaster
 from vssm.forecasting.panel import check_quantiles
-from vssm.serve.calls import Calls, compute_once
+from vssm.serve.calls import Call, Calls
 from vssm.serve.errors import Refused, invalid
 from vssm.serve.models import ServedForecaster
 from vssm.serve.schema import examples
@@ -84,14 +84,15 @@ def plan_forecast(
         check_quantiles(ask.quantiles)
     except ValueError as error:
         raise invalid(str(error), "quantiles") from None
-    return served.name, compute_once(served.name, lambda: _forecast(served, ask, limits))
+    return served.name, _calls(served, ask, limits)
 
 
-def _forecast(
-    served: ServedForecaster, ask: ForecastRequest, limits: Settings
-) -> list[dict[str, Any]]:
+def _calls(served: ServedForecaster, ask: ForecastRequest, limits: Settings) -> Calls:
+    return (yield Call(served.name, lambda: (_forecast(served.forecaster, ask, limits), None)))
+
+
+def _forecast(own: Forecaster, ask: ForecastRequest, limits: Settings) -> list[dict[str, Any]]:
     """Returns the rows of the answer; raises `ValueError` for bad columns, dates or values."""
-    own = served.forecaster
     try:
         df = _table(ask.history, "history", own, limits)
         future = None if ask.future is None else _table(ask.future, "future", own, limits)

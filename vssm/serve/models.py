@@ -111,21 +111,14 @@ class ServedForecaster(NamedTuple):
 
     def describe(self) -> dict[str, Any]:
         """Returns what clients need to know."""
-        own = self.forecaster
-        columns = list(own.future_columns)
-        return {"name": self.name, "horizon": own.horizon, "future_columns": columns}
+        columns = list(self.forecaster.future_columns)
+        return {"name": self.name, "horizon": self.forecaster.horizon, "future_columns": columns}
 
 
 def open_models(
     sources: Sequence[str], device: str = "cpu"
 ) -> tuple[list[Served], list[ServedForecaster]]:
-    """Loads the models and the forecasters to serve.
-
-    Arguments:
-        sources: Run folders, folders of `Forecaster.save`, names of shipped models or
-            hf://OWNER/NAME, each optionally after NAME=. By default the shipped models.
-        device: Where the weights of models go.
-    """
+    """Loads the models and the forecasters to serve: those that `vssm serve` names."""
     sources = sources or pretrained.names()
     if not sources:
         raise ValueError("this installation ships no models; name one: vssm serve RUN_FOLDER")

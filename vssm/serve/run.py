@@ -52,6 +52,8 @@ def serve(
         device: Where to run: auto, cpu or cuda.
         limits: The limits of requests and of the server.
     """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"port={port} is not allowed; use 0 to {2**16 - 1}")
     token = None if token_file is None else read_secret(token_file)
     settings = exposed_settings(limits, host, token is not None or insecure)
     if settings.threads is None:
@@ -61,7 +63,7 @@ def serve(
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ValueError(f"can not listen on host={host!r}, port={port}: {error}") from None
     app = create_app(served, settings, token, forecasters)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)

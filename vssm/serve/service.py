@@ -23,7 +23,6 @@ from vssm.serve.errors import Refused, invalid, json_bytes, json_response
 from vssm.serve.forecast import ForecastRequest, plan_forecast
 from vssm.serve.guard import Metrics
 from vssm.serve.models import Served, ServedForecaster
-from vssm.serve.scheduler import Done
 from vssm.serve.schema import (
     FillRequest,
     GenerateRequest,
@@ -34,7 +33,7 @@ from vssm.serve.schema import (
 )
 from vssm.serve.settings import Settings
 from vssm.serve.states import Store
-from vssm.serve.worker import Worker
+from vssm.serve.worker import Done, Worker
 
 __all__ = ["Service"]
 
@@ -54,9 +53,9 @@ class Service:
         metrics: Metrics,
     ) -> None:
         self.worker, self.settings, self.metrics = worker, settings, metrics
-        self.models: dict[str, Served] = {served.name: served for served in worker.models}
+        self.models = {served.name: served for served in worker.models}
         self.forecasters = forecasters
-        self.store: Store = Store(
+        self.store = Store(
             settings.resume_seconds, settings.resume_count, settings.resume_mib * 2**20
         )
 
@@ -75,9 +74,7 @@ class Service:
         num = _count(ask.num, served, data, name, state)
         steps = 0 if data is None else data.shape[1]
         position = 0 if state is None else state.position
-        length = 0
-        if making is not None:
-            length = making.length or _steps_left(served, position + steps)
+        length = 0 if making is None else making.length or _steps_left(served, position + steps)
         # A state of constant size remembers no single steps, so they count for nothing.
         known = steps + (position if served.remembers_steps else 0)
         self._check_size(num, length, known, "resume" if data is None else name)
@@ -89,16 +86,14 @@ class Service:
             return self._stream(served, calls, length, ask.keep, began)
         done = await self._result(request, calls)
         made = {} if done.x is None else _Steps(served).show(done.x, final=True)
-        kept = self._keep(served, done.state, ask.keep)
-        return json_response({**kept, **made, **_timing(began, done)})
+        return json_response({**self._end(served, done, ask.keep, began), **made})
 
     async def fill(self, request: Request, ask: FillRequest) -> Response:
         """Answers /v1/fill."""
         served, began = self._model(ask.model), time.perf_counter()
         x, known = read_gaps(served, ask.x)
-        rows, num = len(x), ask.num or 1
-        self._check_size(rows * num, 0, x.shape[1], "x", ask.passes)
-        row = torch.arange(rows)
+        row, num = torch.arange(len(x)), ask.num or 1
+        self._check_size(len(x) * num, 0, x.shape[1], "x", ask.passes)
         row = row if ask.num is None else noise.fork(row, num).flatten()
         x, known = x.repeat_interleave(num, 0), known.repeat_interleave(num, 0)
         seed = torch.full((len(row),), ask.seed or 0)
@@ -106,9 +101,8 @@ class Service:
         calls = fill_gaps(served, seed, row, x, known, passes=ask.passes, **dials)
         order = served.order(known, seed, row, ask.passes).numpy()
         done = await self._result(request, calls)
-        made = _Steps(served).show(done.x, final=True)
-        told = {"model": served.name, "order": order}
-        return json_response({**told, **made, **_timing(began, done)})
+        told = {"model": served.name, "order": order, **_timing(began, done)}
+        return json_response({**told, **_Steps(served).show(done.x, final=True)})
 
     async def forecast(self, request: Request, ask: ForecastRequest) -> Response:
         """Answers /v1/forecast."""
@@ -142,15 +136,15 @@ class Service:
             return self._model(model), None
         name, state = self.store.get(resume)
         if model not in (None, name):
-            message = f"model={shown(model)} is not that of resume; use {name!r}"
-            raise invalid(message, "model")
+            raise invalid(f"model={shown(model)} is not that of resume; use {name!r}", "model")
         return self._model(name), state
 
-    def _keep(self, served: Served, state: State | None, keep: str) -> dict[str, Any]:
-        """Keeps the final state of a request, and returns where to resume."""
-        assert state is not None
-        resume = self.store.put(served.name, state) if keep == "server" else None
-        return {"model": served.name, "position": state.position, "resume": resume}
+    def _end(self, served: Served, done: Done, keep: str, began: float) -> dict[str, Any]:
+        """Keeps the final state of a request, and returns where to resume, with the timing."""
+        assert done.state is not None
+        resume = self.store.put(served.name, done.state) if keep == "server" else None
+        place = {"model": served.name, "position": done.state.position, "resume": resume}
+        return {**place, **_timing(began, done)}
 
     async def _result(self, request: Request, calls: Calls) -> Done:
         """Returns the result of calls, which are cancelled if the client leaves."""
@@ -200,9 +194,7 @@ class Service:
                 first, made = made, made + part.x.shape[1]
                 shown = steps.show(part.x, final=made == length)
                 yield _event("chunk", {"from": first, **shown, **_timing(began, part)})
-            done = await result
-            kept = self._keep(served, done.state, keep)
-            yield _event("done", {**kept, **_timing(began, done)})
+            yield _event("done", self._end(served, await result, keep, began))
         except Refused as refused:
             yield _event("error", refused.body())
         except (asyncio.CancelledError, GeneratorExit):
@@ -218,7 +210,7 @@ class _Steps:
 
     def __init__(self, served: Served) -> None:
         self._meta = served.meta if served.text else None
-        self._decoders: list[codecs.IncrementalDecoder] = []
+        self._decoders: list[codecs.IncrementalDecoder] = []  # one for each sequence
 
     def show(self, x: Tensor, final: bool) -> dict[str, Any]:
         if not x.isfinite().all():  # JSON can not express it

@@ -1,8 +1,17 @@
 """Computes the calls of all requests, in batches.
 
-Between two calls the `Scheduler` decides whose call is next, and drops requests whose clients have
-left. All this happens in the event loop; one thread computes, because kernels already use all
-cores. If computing fails, every request that waits or comes later is refused with 503.
+A request of one call is short, any other is long.
+
+| question | rule |
+| --- | --- |
+| Is a request admitted? | Up to a number of requests. |
+| Who is next? | The oldest short request and the two oldest long ones, in turns. |
+| What is a batch? | Requests whose next calls agree, up to a number of rows and cells. |
+| When is it too late? | After half of the time if it has not begun, else after all of it. |
+
+Requests whose clients have left are dropped between two calls. All this happens in the event loop;
+one thread computes, because kernels already use all cores. If computing fails, every request that
+waits or comes later is refused with 503.
 """
 
 import asyncio
@@ -10,29 +19,110 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from vssm.serve.calls import Calls, compute
+from vssm.nn import State
+from vssm.serve.calls import Call, Calls, compute
 from vssm.serve.errors import Refused, invalid
 from vssm.serve.models import Served
-from vssm.serve.scheduler import Done, Job, Scheduler
 from vssm.serve.settings import Settings
 
-__all__ = ["Worker"]
+__all__ = ["Done", "Job", "Scheduler", "Worker"]
 
 _log = logging.getLogger("vssm.serve")
+_UNDER_WAY = 2  # long requests that alternate, so that one that is too long does not hold up all
+_TO_COMPUTE = 0.5  # share of its time that a request must have left when it begins
+
+
+class Done(NamedTuple):
+    """The result of a request, or of its calls so far."""
+
+    x: Any
+    """What was asked for, such as new steps; None when data were only read."""
+    state: State | None
+    """Where to resume."""
+    seconds: float
+    """How long its batches took so far."""
+    rows: int
+    """How many rows the last batch had, including rows of other requests."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request in progress."""
+
+    calls: Calls
+    call: Call  # the next one
+    deadline: float  # of `time.monotonic`
+    future: "asyncio.Future[Done]"
+    """Gets the result; cancelling it drops the request."""
+    each: Callable[[Done], None] | None = None
+    """Gets the result of every call."""
+    short: bool = True
+    begun: bool = False
+    seconds: float = 0.0
+
+
+class Scheduler:
+    """Holds the requests in progress, and decides whose call is next."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings, self._turn = settings, 0
+        self.jobs: list[Job] = []
+        """All requests in progress, in the order of their arrival."""
+
+    def admit(self, job: Job) -> None:
+        """Adds a request, or refuses it with 429."""
+        if len(self.jobs) >= self._settings.max_queue:
+            raise Refused(429, "busy", f"{len(self.jobs)} requests are in progress; try again soon")
+        self.jobs.append(job)
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that have not begun."""
+        return sum(not job.begun for job in self.jobs)
+
+    def late(self, now: float) -> list[tuple[Job, Refused | None]]:
+        """Returns the requests whose clients have left (None) and those that are too late."""
+        timeout, late = self._settings.timeout, []
+        for job in self.jobs:
+            if job.future.cancelled():
+                late.append((job, None))
+            elif now >= job.deadline:
+                message = f"the request took more than {timeout:g} s; ask for less at once"
+                late.append((job, Refused(504, "timeout", message)))
+            elif not job.begun and now >= job.deadline - _TO_COMPUTE * timeout:
+                message = "other requests took too long; try again"
+                late.append((job, Refused(429, "busy", message)))
+        return late
+
+    def take(self) -> list[Job]:
+        """Returns the requests whose next calls are computed together; empty if there are none."""
+        if not self.jobs:
+            return []
+        short = [job for job in self.jobs if job.short]
+        long = [job for job in self.jobs if not job.short][:_UNDER_WAY]
+        self._turn += 1
+        if short and (not long or self._turn % 2):
+            first = short[0]
+        else:
+            first = long[self._turn // 2 % len(long)]
+        batch, rows, key = [first], first.call.rows, first.call.key
+        most = min(self._settings.max_rows, first.call.most)
+        for job in self.jobs:
+            if rows + job.call.rows <= most and job is not first and job.call.key == key:
+                batch.append(job)
+                rows += job.call.rows
+        for job in batch:
+            job.begun = True
+        return batch
 
 
 class Worker:
-    """Takes requests; `run` computes them.
-
-    Arguments:
-        models: The models, which are warmed up at the start.
-        settings: The limits.
-        watch: Called with (model name, rows) after every batch.
-    """
+    """Takes requests; `run` computes them. `watch` gets (model name, rows) after every batch."""
 
     def __init__(
         self,
@@ -90,6 +180,12 @@ class Worker:
         self.ready = False
         self._thread.shutdown()
 
+    async def _take_turn(self) -> None:  # a frame of its own, so that no request outlives its turn
+        for job, why in self.scheduler.late(time.monotonic()):
+            self._end(job, why)
+        if batch := self.scheduler.take():
+            await self._compute(batch)
+
     def _warm_up(self) -> None:
         if self._settings.threads is not None:
             torch.set_num_threads(self._settings.threads)
@@ -98,12 +194,6 @@ class Worker:
 
     async def _in_thread(self, function: Callable[..., Any], *given: object) -> Any:  # noqa: ANN401
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *given)
-
-    async def _take_turn(self) -> None:
-        for job, why in self.scheduler.late(time.monotonic()):
-            self._end(job, why)
-        if batch := self.scheduler.take():
-            await self._compute(batch)
 
     async def _compute(self, batch: list[Job]) -> None:
         began = time.perf_counter()
