@@ -3,7 +3,7 @@
 import base64
 import io
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 __all__ = ["Picture", "draw_chart"]
@@ -11,6 +11,7 @@ __all__ = ["Picture", "draw_chart"]
 # All are readable on white and on black.
 _COLOURS = ("#3b8ad0", "#d9652f", "#3a9a68", "#9b66c2", "#b98a2a", "#c4567a")
 _GREY = "#808890"
+_FEW = 20  # points that are marked
 
 Points = Sequence[tuple[float, float]]
 
@@ -33,23 +34,14 @@ class Picture(NamedTuple):
         return f"data:image/{self.kind};base64,{base64.b64encode(self.content).decode()}"
 
 
-def draw_chart(
-    title: str,
-    x_label: str,
-    lines: Mapping[str, Points],
-    marked: Collection[str] = (),
-    log: bool = False,
-    dashed: Collection[str] = (),
-) -> Picture:
-    """Draws lines through points.
+def draw_chart(title: str, x_label: str, lines: Mapping[str, Points], log: bool = False) -> Picture:
+    """Draws lines through points; few points are marked, and a line named floor is dashed.
 
     Arguments:
         title: What is shown.
         x_label: The name of the horizontal axis.
         lines: Points (x, y) by name; finite, and positive with `log`.
-        marked: The names of lines whose points are marked.
         log: Whether both axes are logarithmic.
-        dashed: The names of lines that are dashed.
 
     Example:
         >>> draw_chart("Loss", "epoch", {"train": [(0, 3.0), (1, 2.0)]}).legend
@@ -63,10 +55,8 @@ def draw_chart(
     figure = Figure(figsize=(4.6, 2.8), layout="constrained", facecolor="none")
     axes = figure.subplots()
     for name, points in lines.items():
-        marker = "o" if name in marked or len(points) == 1 else None
-        line = "--" if name in dashed else "-"
-        x, y = zip(*points, strict=True)
-        axes.plot(x, y, line, color=legend[name], marker=marker, markersize=4)
+        style = "--" if name == "floor" else "o-" if len(points) <= _FEW else "-"
+        axes.plot(*zip(*points, strict=True), style, color=legend[name], markersize=4)
     if log:
         axes.loglog()
         axes.minorticks_off()

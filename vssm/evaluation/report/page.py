@@ -85,23 +85,26 @@ def report(run_folders: Iterable[str | Path] | str | Path, out: str | Path = "re
         ...     report(folder, out=f"{folder}/report.html").name
         'report.html'
     """
-    folders = [run_folders] if isinstance(run_folders, str | Path) else list(run_folders)
-    if not folders:
-        raise ValueError("nothing to report; give one or more run folders")
+    folders = [run_folders] if isinstance(run_folders, str | Path) else run_folders
     runs: list[_Run] = []
-    for folder in folders:
-        run = _read_run(Path(folder))
+    for run in map(_read_run, map(Path, folders)):
         while run.name in [other.name for other in runs]:
             run.name += "′"
         runs.append(run)
+    if not runs:
+        raise ValueError("nothing to report; give one or more run folders")
     sections = {
         "Samples": _figures([picture for run in runs for picture in run.pictures]),
-        "Training": _training(runs),
+        "Training": _figures(_training(runs)),
         "Quality against time": [block for run in runs for block in _dials(run.name, run.metrics)],
         "Test set": _comparisons(runs),
         "Runs": _facts(runs),
     }
     return write_page(out, {title: blocks for title, blocks in sections.items() if blocks})
+
+
+def _figures(pictures: list[Picture]) -> Blocks:
+    return [{"pictures": pictures}] if pictures else []
 
 
 def write_page(out: str | Path, sections: Mapping[str, Blocks]) -> Path:
@@ -145,7 +148,7 @@ def _read_run(folder: Path) -> _Run:
     return run
 
 
-def _training(runs: Sequence[_Run]) -> Blocks:
+def _training(runs: Sequence[_Run]) -> list[Picture]:
     """Draws the bounds of runs of one task together, and the terms of a single run."""
     charts: list[Picture] = []
     for task in dict.fromkeys(run.task for run in runs):
@@ -156,12 +159,8 @@ def _training(runs: Sequence[_Run]) -> Blocks:
     for term in _TERMS if len(runs) == 1 else ():
         lines = {split: _points(runs[0].log, split, term) for split in ("train", "valid")}
         if any(y for points in lines.values() for _, y in points):
-            charts.append(draw_chart(f"{label(term)}, nats a sequence", "epoch", lines, ["valid"]))
-    return _figures(charts)
-
-
-def _figures(pictures: list[Picture]) -> Blocks:
-    return [{"pictures": pictures}] if pictures else []
+            charts.append(draw_chart(f"{label(term)}, nats a sequence", "epoch", lines))
+    return charts
 
 
 def _points(log: Sequence[Object], split: str, term: str) -> Points:
@@ -184,8 +183,8 @@ def _dials(name: str, metrics: Object) -> Blocks:
     ends = {1: ""} | {int(size[1]): f"_b{size[1]}" for size in sizes if size}
     for batch in ends:
         if lines := dial_curves(metrics, batch):
-            title, marked = f"{name}: Fréchet distance, batch {batch}", lines.keys() - {"floor"}
-            charts.append(draw_chart(title, "milliseconds", lines, marked, True, ["floor"]))
+            title = f"{name}: Fréchet distance, batch {batch}"
+            charts.append(draw_chart(title, "milliseconds", lines, log=True))
     rows = []
     for way in [*ways, "floor"]:
         shown = (f"fd_{way}", *(f"ms_{way}{end}" for end in ends.values()))
