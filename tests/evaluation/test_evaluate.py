@@ -376,7 +376,9 @@ def test_units_of_heads(head, name, tmp_path):
 
 def test_validation_leaves_the_test_set_closed(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", "rnn", WAVES)
-    monkeypatch.setattr("vssm.data.Data.test", lambda self: pytest.fail("the test set was opened"))
+    data = open_data(WAVES)
+    data.test = lambda: pytest.fail("the test set was opened")
+    monkeypatch.setattr(evaluate, "open_data", lambda *_, **__: data)
     made = evaluate_run(run, splits="valid", quick=True)
     assert made["metrics"]["sequences"] == 4
     assert (run / "eval_valid.json").exists()

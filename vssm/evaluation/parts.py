@@ -61,9 +61,8 @@ def known_entries(meta: Meta, known: str | None, numbers: Tensor) -> Tensor:
     columns = 1 if tokens else (meta.features - meta.given) // channels
     seeds = torch.full_like(numbers, _SEED)
     u = noise.uniform(seeds, numbers, 0, meta.length, columns, stream=noise.ORDER)
-    mask = torch.zeros_like(u, dtype=torch.bool)
-    if known is not None:
-        mask = named_mask(known, meta.length, columns, u)
+    nothing = torch.zeros_like(u, dtype=torch.bool)
+    mask = nothing if known is None else named_mask(known, meta.length, columns, u)
     if tokens:
         return mask.squeeze(-1)
     return F.pad(mask.repeat_interleave(channels, -1), (0, meta.given), value=True)

@@ -85,18 +85,13 @@ def ways_to_sample(model: Model, length: int, curves: bool = False) -> dict[str,
         ways |= {f"w{w}": {"chunk": w, "recondition": True} for w in sizes if 0 < w < length}
     if "passes" in dials(model) and curves:
         ways |= {f"s{s}": {"passes": s} for s in sorted({2, 4, 8, 16, length}) if 1 < s <= length}
-        both = {f"w{quarter}_s{s}": {"chunk": quarter, "passes": s} for s in (2, 4) if s < quarter}
-        ways |= both
+        few = [s for s in (2, 4) if s < quarter]
+        ways |= {f"w{quarter}_s{s}": {"chunk": quarter, "passes": s} for s in few}
     return {name: {"length": length, **options} for name, options in ways.items()}
 
 
 class Work:
     """What is measured, on which data, and in batches of which size."""
-
-    model: Model
-    data: Data
-    split: Split
-    device: torch.device
 
     def __init__(
         self,
@@ -215,13 +210,17 @@ def image_quality(
         work.device,
         partial(work.progress, "classifier"),
     )
+
+    def accuracy(rows: Tensor, labels: Tensor) -> float:
+        guesses = classifier.out(rows.to(work.device, torch.float32)).argmax(-1).cpu()
+        return float((guesses == labels.cpu()).double().mean())
+
     num = min(num_images, len(split))
     reference = features(classifier, to_image(split.batch(slice(None))))
-    guesses = classifier.out(reference.to(work.device, torch.float32)).argmax(-1).cpu()
     floor = features(classifier, to_image(train.batch(spread(len(train), num))))
     metrics = {
         "num_images": num,
-        "classifier_accuracy": float((guesses == split.labels.cpu()).double().mean()),
+        "classifier_accuracy": accuracy(reference, split.labels),
         "fd_floor": frechet_distance(floor, reference),
     }
     for name, make in ways.items():
@@ -230,9 +229,8 @@ def image_quality(
         finite = bool(torch.isfinite(made).all())
         metrics[name] = frechet_distance(made, reference) if finite else math.nan
         if name == "fd_one_shot" and work.data.meta.classes:  # whether samples have their label
-            guesses = classifier.out(made.to(work.device, torch.float32)).argmax(-1).cpu()
             asked = split.labels[torch.from_numpy(spread(len(split), num))]
-            metrics["label_accuracy"] = float((guesses == asked).double().mean())
+            metrics["label_accuracy"] = accuracy(made, asked)
     return metrics
 
 
@@ -248,24 +246,20 @@ def image_makers(work: Work, num: int, curves: bool) -> dict[str, Callable[[rang
         x = engine.generate(num=len(rows), rows=rows, **options, **given).x
         return torch.cat([*given.values(), x], 1)
 
-    ways = _scored_ways(work, curves)
-    return {name: partial(make, options, "prompted" in name) for name, options in ways.items()}
-
-
-def _scored_ways(work: Work, curves: bool) -> dict[str, Options]:
-    """Returns the options of `generate` for every Fréchet distance."""
-    whole, rest = {"length": work.length}, {"length": work.length - work.cut}
+    ways: dict[str, Options]
     if dials(work.model):
-        ways = {
-            f"fd_{name}": {**options, "observe": work.observed}
-            for name, options in ways_to_sample(work.model, work.length, curves).items()
-        }
-        prompted = {"fd_prompted": {**rest, "observe": work.observed}}
+        observes = {"": work.observed}
+        ways = ways_to_sample(work.model, work.length, curves)
+        ways = {f"fd_{name}": {**way, "observe": work.observed} for name, way in ways.items()}
     else:
-        ends = {"sample": ""} | ({"mean": "_mean"} if work.observed == "mean" else {})
-        ways = {f"fd_{observe}": {**whole, "observe": observe} for observe in ends}
-        prompted = {f"fd_prompted{end}": {**rest, "observe": o} for o, end in ends.items()}
-    return ways | (prompted if work.cut else {})
+        observes = {"": "sample"} | ({"_mean": "mean"} if work.observed == "mean" else {})
+        ways = {f"fd_{o}": {"length": work.length, "observe": o} for o in observes.values()}
+    calls = {name: partial(make, options, False) for name, options in ways.items()}
+    if work.cut:
+        for end, observe in observes.items():
+            rest = {"length": work.length - work.cut, "observe": observe}
+            calls[f"fd_prompted{end}"] = partial(make, rest, True)
+    return calls
 
 
 def spread(num: int, limit: int | None) -> np.ndarray:

@@ -27,7 +27,7 @@ from vssm.runs.folder import read_log
 from vssm.runs.results import write_result
 from vssm.sampling.generation import generate
 
-__all__ = ["check_result_path", "draw_grid", "keep_result", "shown_ways", "validations"]
+__all__ = ["check_result_path", "draw_grid", "keep_result", "validations"]
 
 _COLUMNS = 16  # of the samples
 _ROWS = 3  # of every way to sample, and of completions
@@ -79,15 +79,11 @@ def keep_result(
     data = open_data(options, missing=config.model.known == "any")
     if data.meta.image_shape is not None:
         model = load(folder, choose_device(device)).eval()
-        ways = shown_ways(model, data.meta.length)
+        ways = ways_to_sample(model, data.meta.length)  # one shot, in four chunks, step by step
+        shown = ("one_shot", f"w{data.meta.length // 4}", "w1")
+        ways = [ways[name] for name in shown if name in ways]
         draw_grid(data, model, path.with_suffix(".png"), ways, config.train.seed)
     write_result(path, {**scored, "name": path.stem, "metrics": scored["metrics"] | training})
-
-
-def shown_ways(model: Model, length: int) -> list[Options]:
-    """Returns the ways to sample that a picture shows: one shot, in four chunks, step by step."""
-    ways = ways_to_sample(model, length)
-    return [ways[name] for name in ("one_shot", f"w{length // 4}", "w1") if name in ways]
 
 
 def validations(folder: Path) -> tuple[dict[str, float | None], dict[str, list[float | None]]]:
@@ -96,19 +92,14 @@ def validations(folder: Path) -> tuple[dict[str, float | None], dict[str, list[f
     A run with `validate_partial` also has the bound of the second half given the first.
     """
     lines = [line for line in read_log(folder) if line["split"] == "valid"]
-    bounds = [
-        None
-        if line["reconstruction"] is None or line["kl"] is None
-        else line["reconstruction"] - line["kl"]
-        for line in lines
-    ]
-    best = [at for at, line in enumerate(lines) if line.get("best")][-1:]  # whose weights are kept
-    facts = {
-        "validation_loss": lines[best[0]]["loss"] if best else None,
-        "validation_elbo": bounds[best[0]] if best else None,
-        "best_epoch": lines[best[0]]["epoch"] if best else None,
-    }
-    curve = {"epoch": [line["epoch"] for line in lines], "validation_elbo": _rounded(bounds)}
+    for line in lines:
+        terms = line["reconstruction"], line["kl"]
+        line["elbo"] = None if None in terms else terms[0] - terms[1]
+    kept = [line for line in lines if line.get("best")]  # the last of them has the best weights
+    names = {"validation_loss": "loss", "validation_elbo": "elbo", "best_epoch": "epoch"}
+    facts = {name: kept[-1][own] if kept else None for name, own in names.items()}
+    curve = {"epoch": [line["epoch"] for line in lines]}
+    curve["validation_elbo"] = _rounded([line["elbo"] for line in lines])
     if any("partial_elbo" in line for line in lines):
         curve["validation_partial_elbo"] = _rounded([line.get("partial_elbo") for line in lines])
     return facts, curve

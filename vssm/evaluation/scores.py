@@ -27,22 +27,13 @@ from vssm.checks import (
     check_path,
     check_type,
     choose_device,
-    shown,
     whole_number,
 )
 from vssm.data import Data, Meta, open_data
 from vssm.data.dataset import is_grey
 from vssm.data.storage import why_read_only
-from vssm.evaluation import quality
-from vssm.evaluation.parts import fill_calls, fill_makers, fill_scores, known_entries
-from vssm.evaluation.quality import (
-    Progress,
-    Work,
-    generation_calls,
-    image_makers,
-    image_quality,
-    measure_times,
-)
+from vssm.evaluation import parts, quality
+from vssm.evaluation.quality import Progress, Work
 from vssm.likelihoods import estimates, reconstruct
 from vssm.models import AnyPart, Autoregressive, Ladder, Model, Variational
 from vssm.objectives import real_steps
@@ -116,12 +107,11 @@ def evaluate_run(
     check_path("folder", folder)
     if data_dir is not None:
         check_path("data_dir", data_dir)
+        data_dir = str(data_dir)
     known = (known,) if isinstance(known, str) else known
     check_type("known", known, (tuple, list), "names such as random:0.5")
     for name in known:
         parse_mask(name)
-    if progress is not None and not callable(progress):
-        raise ValueError(f"progress is {shown(progress)}; it must be a function")
     check_choice("splits", splits, ("test", "valid"))
     for name, flag in (("quick", quick), ("dials", dials), ("particles", particles)):
         check_flag(name, flag)
@@ -133,20 +123,8 @@ def evaluate_run(
     if max_sequences is not None:
         max_sequences = whole_number("max_sequences", max_sequences, 1)
     batch = None if batch is None else whole_number("batch", batch, 1)
-    given = {
-        "num_samples": num_samples,
-        "max_sequences": max_sequences,
-        "num_images": num_images,
-        "batch": batch,
-        "data_dir": None if data_dir is None else str(data_dir),
-        "device": str(device),
-        "splits": splits,
-        "quick": quick,
-        "dials": dials,
-        "particles": particles,
-        "known": list(known),
-        "passes": passes,
-    }
+    given: dict[str, Any] = {name: value for name, value in locals().items() if name in _DEFAULTS}
+    given |= {"device": str(device), "known": list(known)}
     if quick:
         num_samples, num_images = min(num_samples, 10), min(num_images, 256)
         max_sequences = min(max_sequences or 64, 64)
@@ -161,34 +139,40 @@ def evaluate_run(
         )
     config, data = _open_run(folder, model, data_dir)
     for name in known:
-        known_entries(data.meta, name, torch.zeros(1, dtype=torch.int64))  # raises if unknown
+        parts.known_entries(data.meta, name, torch.zeros(1, dtype=torch.int64))  # raises if unknown
     split = data.test() if splits == "test" else data.valid
     path = folder / ("eval.json" if splits == "test" else "eval_valid.json")
     work = Work(model, data, split, batch, device, progress)
     metrics = _scores(work, num_samples, max_sequences, particles)
     index = quality.spread(len(split), max_sequences)
     for name in known:
-        metrics |= fill_scores(work, index, name, passes, num_samples)
-    parts = isinstance(model, AnyPart)
-    calls = fill_calls(work, dials) if parts else generation_calls(work, dials)
-    metrics |= measure_times(work, calls, repeats=5 if quick else 21)
+        metrics |= parts.fill_scores(work, index, name, passes, num_samples)
+    any_part = isinstance(model, AnyPart)
+    calls = parts.fill_calls if any_part else quality.generation_calls
+    metrics |= quality.measure_times(work, calls(work, dials), repeats=5 if quick else 21)
     labelled = data.meta.image_shape is not None and data.train.labels is not None
     if num_images and labelled and not model.head.tokens:
-        if parts:
-            ways = fill_makers(work, num_images, dials, known, passes)
+        if any_part:
+            ways = parts.fill_makers(work, num_images, dials, known, passes)
         else:
-            ways = image_makers(work, num_images, dials)
-        metrics |= image_quality(work, num_images, ways)
-    settings = {**given, "device": device.type, "backend": None}
-    if model.config.block == "mamba":
-        settings["backend"] = choose_backend("auto", device, torch.float32)
-    settings = {**config, "evaluate": settings}
+            ways = quality.image_makers(work, num_images, dials)
+        metrics |= quality.image_quality(work, num_images, ways)
+    mamba = model.config.block == "mamba"
+    backend = choose_backend("auto", device, torch.float32) if mamba else None
+    settings = {**config, "evaluate": {**given, "device": device.type, "backend": backend}}
     made = result(folder.resolve().name, _command(folder, given), settings, metrics)
     try:
         write_result(path, made)
     except OSError as error:
         raise UnwrittenResult(error, made) from None
     return made
+
+
+_DEFAULTS = {
+    name: option.default
+    for name, option in inspect.signature(evaluate_run).parameters.items()
+    if name not in ("folder", "progress")
+}
 
 
 def _check_asked(model: Model, dials: bool, particles: bool, known: tuple[str, ...]) -> None:
@@ -227,9 +211,7 @@ def _scores(
     metrics |= likelihoods(work, index, num_samples)
     if particles:
         found = likelihoods(work, index, num_samples, "particles")
-        metrics |= {
-            f"{name}_particles": nats for name, nats in found.items() if "log_likelihood" in name
-        }
+        metrics |= {f"{n}_particles": nats for n, nats in found.items() if "log_likelihood" in n}
     if model.config.head == "bernoulli" and is_grey(work.split):  # a cross-entropy, no likelihood
         metrics.pop("nats", None)
         named = ((name, "log_likelihood" in name or name == "elbo") for name in metrics)
@@ -261,9 +243,8 @@ def reconstruction(work: Work, index: np.ndarray) -> dict[str, float]:
             add("kl", (kl * real[..., None]).sum(0))  # (T, Z)
             add("aggregate", (q_z.probs * real[..., None, None]).sum(0))  # (T, Z, N)
             add("there", real.sum(0))  # (T,)
-    metrics = {
-        name: float(sums[name]) / len(index) for name in ("mse", "reconstruction") if name in sums
-    }
+    means = ("mse", "reconstruction")
+    metrics = {name: float(sums[name]) / len(index) for name in means if name in sums}
     if "kl" not in sums:
         return metrics
     there = sums["there"][:, None].expand_as(sums["kl"])
@@ -347,14 +328,9 @@ def _open_run(
 
 def _command(folder: Path, given: dict[str, Any]) -> str:
     """Returns the command line that repeats an evaluation, options at their defaults left out."""
-    defaults = {name: p.default for name, p in inspect.signature(evaluate_run).parameters.items()}
-    options = [
-        f" --{name.replace('_', '-')}" + ("" if value is True else f" {_word(value)}")
-        for name, value in given.items()
-        if value != defaults[name] and value != []
-    ]
-    return f"vssm evaluate {shlex.quote(folder.resolve().name)}{''.join(options)}"
-
-
-def _word(value: object) -> str:
-    return shlex.join(map(str, value if isinstance(value, list) else [value]))
+    words = ["vssm", "evaluate", folder.resolve().name]
+    for name, value in given.items():
+        if value != _DEFAULTS[name] and value != []:
+            words.append(f"--{name.replace('_', '-')}")
+            words += [] if value is True else map(str, value if name == "known" else [value])
+    return shlex.join(words)
