@@ -30,6 +30,7 @@ from vssm.engine.stepwise import sample_stepwise
 from vssm.engine.trees import as_input, is_relative
 from vssm.models import AnyPart, Ladder, Model, Variational, first_weight, inner_model
 from vssm.models.anypart import Part
+from vssm.models.base import owner_of
 from vssm.nn import State
 from vssm.sampling.anypart import make_part
 from vssm.sampling.filling import check_filling
@@ -42,7 +43,6 @@ from vssm.sampling.request import (
     Result,
     check_reading,
     check_request,
-    owner_of,
 )
 from vssm.sampling.slabs import divide
 

@@ -13,7 +13,7 @@ from vssm.nn.show import html_table
 if TYPE_CHECKING:
     from vssm.models import Model
 
-__all__ = ["BaseModel", "inner_model"]
+__all__ = ["BaseModel", "inner_model", "owner_of"]
 
 
 class BaseModel(nn.Module):
@@ -53,6 +53,15 @@ class BaseModel(nn.Module):
             if field.name in always or getattr(self.config, field.name) != field.default
         }
         return {**facts, "parameters": f"{sum(p.numel() for p in self.parameters()):,}"}
+
+
+def owner_of(config: ModelConfig) -> str:
+    """Returns the name by which a state knows its model."""
+    # Only unusual fields: a new field must not make every older state belong to another model.
+    fields = [(f.name, getattr(config, f.name), f.default) for f in dataclasses.fields(config)]
+    return ", ".join(
+        f"{name}={value}" for name, value, usual in fields if name == "kind" or value != usual
+    )
 
 
 def inner_model(model: object) -> "Model":

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vssm.distributions import Latents
 from vssm.models import VRNN, AnyPart, Autoregressive, Ladder, Model, Variational, inner_model
+from vssm.models.base import owner_of
 from vssm.nn import State
 from vssm.nn.show import html_table
 from vssm.sampling.anypart import read_any_part, sample_any_part
@@ -25,7 +26,6 @@ from vssm.sampling.request import (
     Result,
     check_reading,
     check_request,
-    owner_of,
 )
 from vssm.sampling.slabs import divide, in_slabs, rows_of_slab
 from vssm.sampling.stepwise import (

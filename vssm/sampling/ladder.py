@@ -14,7 +14,7 @@ from torch import Tensor
 from vssm.distributions import Latents
 from vssm.models import Ladder
 from vssm.nn import State
-from vssm.sampling.request import Noise, Options, Result, is_blind, no_steps
+from vssm.sampling.request import Noise, Options, Result, no_steps
 
 __all__ = ["read_ladder", "sample_ladder"]
 
@@ -24,7 +24,7 @@ def sample_ladder(
 ) -> Result:
     """The algorithms of `vssm.sampling.parallel` for levels of latents."""
     num = source.num
-    blind = is_blind(state, options)
+    blind = state is not None and "blind" in state.children
     if prompt is not None:
         state = read_ladder(model, prompt, state)
     trunk = None if state is None else state.child("blind" if blind else "trunk").expand(num)

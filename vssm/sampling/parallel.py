@@ -20,7 +20,7 @@ from vssm.distributions import Latents
 from vssm.models import Variational
 from vssm.nn import State
 from vssm.sampling.ahead import posterior_ahead
-from vssm.sampling.request import Noise, Options, Result, is_blind, no_steps
+from vssm.sampling.request import Noise, Options, Result, no_steps
 
 __all__ = ["draw", "empty_steps", "read_variational", "sample_variational"]
 
@@ -41,7 +41,7 @@ def sample_variational(
     it.
     """
     num, position = source.num, 0 if state is None else state.position
-    blind = is_blind(state, options)
+    blind = state is not None and "blind" in state.children
     if prompt is not None and (options.recondition or options.length == 0):
         state = read_variational(model, prompt, state, source)
         position, prompt = state.position, None

@@ -4,7 +4,6 @@ A request holds the prompt, the state to go on from, the noise of every row, and
 algorithms of `vssm.sampling` and the engine take it as it is.
 """
 
-import dataclasses
 import math
 import operator
 import os
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from vssm import noise
 from vssm.checks import check_choice, check_flag, shown, whole_number, whole_numbers
-from vssm.config import ModelConfig
 from vssm.models import VRNN, AnyPart, Autoregressive, Ladder, Model, Variational, first_weight
 from vssm.nn import State
+from vssm.sampling.resuming import check_reads, check_state, shares_latents
 
 __all__ = [
     "Noise",
@@ -33,17 +32,8 @@ __all__ = [
     "check_room",
     "check_sequence",
     "check_temperature",
-    "is_blind",
     "no_steps",
-    "owner_of",
-    "shares_latents",
 ]
-
-_BLIND = (
-    "it has run over empty tokens, after which the model was never trained to read data; "
-    "use a state from observe, or from generate with recondition=True or passes > 1"
-)
-_FLOAT32 = ("ssm", "last", "open")  # these parts of a state do not have the dtype of the weights
 
 
 class Noise:
@@ -143,7 +133,7 @@ def check_request(
     if prompt is not None:
         prompt = check_sequence(model, prompt, "prompt", device, steps=0)
     if state is not None:
-        state = _check_state(model, state, device)
+        state = check_state(model, state, device)
     num = _check_num(None if num is None else whole_number("num", num, 1), prompt, state)
     check_room(model, num, options.length, device)
     if state is not None and state.batch != num:
@@ -159,8 +149,11 @@ def check_request(
     source = check_noise(num, seed, rows, state, device)
     if prompt is not None and prompt.shape[1] == 0:
         prompt = None
-    if prompt is not None and state is not None and "blind" in state.children:
-        raise ValueError(f"prompt and state together are ambiguous here: {_BLIND}")
+    if prompt is not None and state is not None:
+        check_reads(state, "prompt and state together are ambiguous here")
+    if state is not None and options.recondition:
+        name = "recondition=True" if options.passes == 1 else f"passes={options.passes}"
+        check_reads(state, f"{name} can not start from this state")
     before = state if state is not None and state.position else None
     return Request(prompt, before, source, options)
 
@@ -179,9 +172,8 @@ def check_reading(
         raise ValueError("observe is not for models with given features; use vssm.fill")
     x = check_sequence(model, x, "x", device)
     if state is not None:
-        state = _check_state(model, state, device)
-        if "blind" in state.children:
-            raise ValueError(f"x can not follow this state: {_BLIND}")
+        state = check_state(model, state, device)
+        check_reads(state, "x can not follow this state")
     own = len(x) if state is None else state.batch
     num = own if num is None else whole_number("num", num, 1)
     if state is not None and num != own:
@@ -195,25 +187,6 @@ def check_reading(
     return x, state if state is not None and state.position else None, source
 
 
-def is_blind(state: State | None, options: Options) -> bool:
-    """Says whether a state has run over empty tokens; raises if it should then read data."""
-    blind = state is not None and "blind" in state.children
-    if blind and options.recondition:
-        name = "recondition=True" if options.passes == 1 else f"passes={options.passes}"
-        raise ValueError(f"{name} can not start from this state: {_BLIND}")
-    return blind
-
-
-def shares_latents(model: Model, state: State) -> bool:
-    """Says whether copies of a state could share latents that were drawn for data.
-
-    A state that has run over empty tokens ends a sample, which copies continue. Any other state may
-    have read data. A vssm with levels draws no latents for data.
-    """
-    read = state.position > 0 and "blind" not in state.children
-    return read and isinstance(model, Variational | VRNN)
-
-
 def check_temperature(temperature: float) -> float:
     """Returns a temperature as a float; raises `ValueError` if logits or scales overflow."""
     try:
@@ -225,15 +198,6 @@ def check_temperature(temperature: float) -> float:
             f"temperature is {shown(temperature)}; it must be a number from 1e-30 to 1e6"
         )
     return value
-
-
-def owner_of(config: ModelConfig) -> str:
-    """Returns the name by which a state knows its model."""
-    # Only unusual fields: a new field must not make every older state belong to another model.
-    fields = [(f.name, getattr(config, f.name), f.default) for f in dataclasses.fields(config)]
-    return ", ".join(
-        f"{name}={value}" for name, value, usual in fields if name == "kind" or value != usual
-    )
 
 
 def check_noise(
@@ -330,38 +294,6 @@ def check_sequence(
         raise ValueError(f"{name} is on {x.device}; move it to {device}, where the model is")
     model.head.validate(x, name=name, steps=steps)
     return x.to(torch.int64 if model.head.tokens else first_weight(model).dtype)
-
-
-def _check_state(model: Model, state: State, device: torch.device) -> State:
-    """Returns a state in the precision of the model."""
-    if not isinstance(state, State):
-        raise ValueError(f"state is a {type(state).__name__}; use one from generate or observe")
-    owner = owner_of(model.config)
-    if state.owner != owner:
-        raise ValueError(
-            f"state belongs to another model ({state.owner or 'unknown'}); use one of {owner}"
-        )
-    whole_number("state.position", state.position, 0)
-    rows = len(state["row"])
-    for name, tensor in state.flatten()[0].items():
-        if tensor.shape[:1] != (rows,):
-            shape = tuple(tensor.shape)
-            raise ValueError(f"state has {name!r} of shape {shape}; its first size must be {rows}")
-        if tensor.device != device:
-            raise ValueError(f"state is on {tensor.device}; use state.to({str(device)!r})")
-    return _cast(state, first_weight(model).dtype, torch.is_autocast_enabled(device.type))
-
-
-def _cast(state: State, dtype: torch.dtype, autocast: bool) -> State:
-    def cast(name: str, child: Tensor | State) -> Tensor | State:
-        if isinstance(child, State):
-            return _cast(child, dtype, autocast)
-        fits = name in _FLOAT32 or not child.is_floating_point()
-        fits = fits or (autocast and child.dtype != torch.float64)  # follows the products
-        return child if fits else child.to(dtype)
-
-    children = {name: cast(name, child) for name, child in state.children.items()}
-    return State(children, state.position, state.owner)
 
 
 def check_room(model: Model, num: int, length: int, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from vssm import noise
 from vssm.checks import shown
 from vssm.data import steps_left
 from vssm.nn import State
-from vssm.sampling.request import shares_latents
+from vssm.sampling.resuming import shares_latents
 from vssm.serve.calls import Calls, fill_gaps, make_steps
 from vssm.serve.errors import Refused, invalid, json_bytes, json_response
 from vssm.serve.forecast import ForecastRequest, plan_forecast

@@ -1,0 +1,65 @@
+"""Checks of the states that a call of `generate` or `observe` goes on from."""
+
+import torch
+from torch import Tensor
+
+from vssm.checks import whole_number
+from vssm.models import VRNN, Model, Variational, first_weight
+from vssm.models.base import owner_of
+from vssm.nn import State
+
+__all__ = ["check_reads", "check_state", "shares_latents"]
+
+_FLOAT32 = ("ssm", "last", "open")  # these parts of a state do not have the dtype of the weights
+
+
+def check_reads(state: State, refusal: str) -> None:
+    """Raises `ValueError` if no data can follow a state, since it has run over empty tokens."""
+    if "blind" in state.children:
+        raise ValueError(
+            f"{refusal}: it has run over empty tokens, after which the model was never trained to "
+            "read data; use a state from observe, or from generate with recondition=True or "
+            "passes > 1"
+        )
+
+
+def check_state(model: Model, state: State, device: torch.device) -> State:
+    """Returns a state in the precision of the model."""
+    if not isinstance(state, State):
+        raise ValueError(f"state is a {type(state).__name__}; use one from generate or observe")
+    owner = owner_of(model.config)
+    if state.owner != owner:
+        raise ValueError(
+            f"state belongs to another model ({state.owner or 'unknown'}); use one of {owner}"
+        )
+    whole_number("state.position", state.position, 0)
+    rows = len(state["row"])
+    for name, tensor in state.flatten()[0].items():
+        if tensor.shape[:1] != (rows,):
+            shape = tuple(tensor.shape)
+            raise ValueError(f"state has {name!r} of shape {shape}; its first size must be {rows}")
+        if tensor.device != device:
+            raise ValueError(f"state is on {tensor.device}; use state.to({str(device)!r})")
+    return _cast(state, first_weight(model).dtype, torch.is_autocast_enabled(device.type))
+
+
+def _cast(state: State, dtype: torch.dtype, autocast: bool) -> State:
+    def cast(name: str, child: Tensor | State) -> Tensor | State:
+        if isinstance(child, State):
+            return _cast(child, dtype, autocast)
+        fits = name in _FLOAT32 or not child.is_floating_point()
+        fits = fits or (autocast and child.dtype != torch.float64)  # follows the products
+        return child if fits else child.to(dtype)
+
+    children = {name: cast(name, child) for name, child in state.children.items()}
+    return State(children, state.position, state.owner)
+
+
+def shares_latents(model: Model, state: State) -> bool:
+    """Says whether copies of a state could share latents that were drawn for data.
+
+    A state that has run over empty tokens ends a sample, which copies continue. Any other state may
+    have read data. A vssm with levels draws no latents for data.
+    """
+    read = state.position > 0 and "blind" not in state.children
+    return read and isinstance(model, Variational | VRNN)
